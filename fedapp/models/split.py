@@ -1,0 +1,91 @@
+"""A classifier cut into a trunk, an activation and one linear head.
+
+Every federated method here treats the two parts differently: the trunk may be private and of any architecture, the head has
+the same shape at every client. `SplitModel` fixes that cut once, so that "the head" always means the same two tensors.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+
+class SplitModel(nn.Module):
+    """Image classifier `head(activation(features(x)))`.
+
+    Parameters
+    ----------
+    name : str
+        Name in the zoo, kept for messages and for the header of saved states.
+    features : nn.Module
+        Trunk, maps images (B, channels, size, size) float32 to (B, width) float32. It ends *before* the last activation,
+        because FedClassAvg's contrastive loss works on these signed numbers (Jang et al., ICPP 2022).
+    activation : nn.ReLU or nn.Identity
+        Stands between trunk and head; has no parameters and must not work in place, since `features(x)` is used on its own.
+    head : nn.Linear
+        Linear(width, num_classes) with bias.
+
+    Attributes
+    ----------
+    width : int
+        Number of features that the head sees.
+    num_classes : int
+        Number of outputs of the head.
+
+    Raises
+    ------
+    ValueError
+        If the activation works in place or the head has no bias.
+
+    Notes
+    -----
+    Names in the state dict, and so on the wire: `features.*`, `head.weight` (num_classes, width), `head.bias` (num_classes,).
+    """
+
+    def __init__(self, *, name: str, features: nn.Module, activation: nn.ReLU | nn.Identity, head: nn.Linear) -> None:
+        super().__init__()
+        if isinstance(activation, nn.ReLU) and activation.inplace:
+            raise ValueError("the activation must not work in place: features(x) is used beside represent(x)")
+        if head.bias is None:
+            raise ValueError("the head needs a bias: head.weight and head.bias are shared by name")
+        self.name = name
+        self.width = head.in_features
+        self.num_classes = head.out_features
+        self.features = features
+        self.activation = activation
+        self.head = head
+
+    def represent(self, x: Tensor) -> Tensor:
+        """Return what the head sees.
+
+        Parameters
+        ----------
+        x : Tensor, (B, channels, size, size) float32
+            Normalised images.
+
+        Returns
+        -------
+        Tensor, (B, width) float32
+            `activation(features(x))`: non-negative where the activation is ReLU.
+        """
+        z: Tensor = self.activation(self.features(x))
+        return z
+
+    def classify(self, z: Tensor) -> Tensor:
+        """Return the logits of representations.
+
+        Parameters
+        ----------
+        z : Tensor, (B, width) float32
+            What `represent` returns (or class means of it).
+
+        Returns
+        -------
+        Tensor, (B, num_classes) float32
+            Logits, without softmax.
+        """
+        logits: Tensor = self.head(z)
+        return logits
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits (B, num_classes) of images (B, channels, size, size)."""
+        return self.classify(self.represent(x))
