@@ -1,7 +1,8 @@
 """A classifier cut into a trunk, an activation and one linear head.
 
-Every federated method here treats the two parts differently: the trunk may be private and of any architecture, the head has
-the same shape at every client. `SplitModel` fixes that cut once, so that "the head" always means the same two tensors.
+Every federated method here treats the two parts differently: the trunk may be private and of any architecture, the
+head has the same shape at every client. `SplitModel` fixes that cut once, so that "the head" always means the same two
+tensors.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ class SplitModel(nn.Module):
     name : str
         Name in the zoo, kept for messages and for the header of saved states.
     features : nn.Module
-        Trunk, maps images (B, channels, size, size) float32 to (B, width) float32. It ends *before* the last activation,
-        because FedClassAvg's contrastive loss works on these signed numbers (Jang et al., ICPP 2022).
+        Trunk, maps images (B, channels, size, size) float32 to (B, width) float32. It ends *before* the last
+        activation, because FedClassAvg's contrastive loss works on these signed numbers (Jang et al., ICPP 2022).
     activation : nn.ReLU or nn.Identity
-        Stands between trunk and head; has no parameters and must not work in place, since `features(x)` is used on its own.
+        Stands between trunk and head; has no parameters and must not work in place, since `features(x)` is used on its
+        own.
     head : nn.Linear
         Linear(width, num_classes) with bias.
 
@@ -38,7 +40,8 @@ class SplitModel(nn.Module):
 
     Notes
     -----
-    Names in the state dict, and so on the wire: `features.*`, `head.weight` (num_classes, width), `head.bias` (num_classes,).
+    Names in the state dict, and so on the wire: `features.*`, `head.weight` (num_classes, width), `head.bias`
+    (num_classes,).
     """
 
     def __init__(self, *, name: str, features: nn.Module, activation: nn.ReLU | nn.Identity, head: nn.Linear) -> None:

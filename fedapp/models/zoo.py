@@ -1,26 +1,55 @@
 """The models that can be asked for by name.
 
-Every entry is a trunk that ends in `width` numbers, before the last activation. Trunks are `nn.Sequential` with named stages in
-forward order, so a method can choose a suffix of layers by prefix (cwFedAvg: `features.fc1.`, then `features.conv2.`, ...).
-Sizes of linear layers follow from the input, so an architecture published for 32 x 32 colour images also takes 28 x 28 grey ones.
+Every entry is a trunk that ends in `width` numbers, before the last activation. Trunks are `nn.Sequential` with named
+stages in forward order, so a method can choose a suffix of layers by prefix (cwFedAvg: `features.fc1.`, then
+`features.conv2.`, ...). Sizes of linear layers follow from the input, so an architecture published for 32 x 32 colour
+images also takes 28 x 28 grey ones.
 
-====================  =====  ==========================================================================================
+====================  =====  ==================================================================================
 name                  width  source
-====================  =====  ==========================================================================================
-cnn                   512    4-layer CNN of the cwFedAvg experiments (FedAvg CNN: McMahan et al., AISTATS 2017)
+====================  =====  ==================================================================================
+cnn                   512    4-layer CNN of cwFedAvg's experiments (FedAvg's CNN: McMahan et al., AISTATS 2017)
 cnn-a ... cnn-d       512    light family of four different trunks, made for this project
 fedgh-1 ... fedgh-5   500    Yi et al., FedGH, ACM MM 2023, table of heterogeneous CNNs
-moon                  256    Li et al., MOON, CVPR 2021: CNN with a 2-layer projection head, no activation before the head
-resnet18, googlenet,  512    FedClassAvg, ICPP 2022: torchvision networks without weights and auxiliary outputs, a small
-shufflenetv2, alexnet        AlexNet; each with a linear layer to 512
-mobilenetv2           512    CCVR, NeurIPS 2021: MobileNetV2 with the strides for 32 x 32 images, then a linear layer to 512
-digits-a, -b, -c      64     for the 8 x 8 digits
-====================  =====  ==========================================================================================
+moon                  256    Li et al., MOON, CVPR 2021: CNN with a 2-layer projection head that ends in 256
+                             numbers; no activation before the head
+resnet18, googlenet,  512    FedClassAvg, ICPP 2022: torchvision networks without weights and auxiliary outputs,
+shufflenetv2, alexnet        and a small AlexNet; each with a linear layer to 512
+mobilenetv2           512    CCVR, NeurIPS 2021: MobileNetV2 with strides for 32 x 32 images; here with a linear
+                             layer 1280 -> 512, so that it shares a head with the other 512-wide models
+digits-a, -b, -c      64     made for the 8 x 8 digits
+====================  =====  ==================================================================================
 
-Initial values are PyTorch's (or torchvision's) own. Networks with batch normalisation (`resnet18`, `shufflenetv2`, `googlenet`,
-`mobilenetv2`) need at least two images per batch in training mode wherever the last maps are one pixel wide: PyTorch refuses a
-batch of one there ("Expected more than 1 value per channel"). Local training therefore never makes a batch of one. All other
-models take batches of any size.
+Parameters without the head (width x classes + classes), as (channels x size):
+
+============  ===========  ===========  ===========
+name          1 x 28       3 x 32       3 x 64
+============  ===========  ===========  ===========
+cnn               576,896      873,408    5,592,000
+cnn-a             170,464      285,952    1,072,384
+cnn-b             605,272      791,640      800,856
+cnn-c             563,168      563,600    2,136,464
+cnn-d             105,520      105,808      105,808
+fedgh-1         2,039,748    2,616,548   11,832,548
+fedgh-2         1,521,332    1,810,132    6,418,132
+fedgh-3         1,026,748    1,315,548    5,923,548
+fedgh-4           824,148    1,055,348    4,741,748
+fedgh-5           520,248      665,048    2,969,048
+moon               72,476       90,056      366,536
+resnet18       11,432,896   11,439,168   11,439,168
+shufflenetv2    1,777,972    1,778,404    1,778,404
+googlenet       6,118,432    6,124,704    6,124,704
+alexnet         1,812,480    1,813,632    1,813,632
+mobilenetv2     2,879,168    2,879,744    2,879,744
+============  ===========  ===========  ===========
+
+The digits models have 37,632 (`a`), 16,576 (`b`) and 9,088 (`c`) on 1 x 8.
+
+Initial values are PyTorch's (or torchvision's) own; a first convolution replaced for another number of channels has
+PyTorch's. Dropout (`googlenet`, `mobilenetv2`, `alexnet`) draws from PyTorch's global generator, which local training
+seeds. Networks with batch normalisation (`resnet18`, `shufflenetv2`, `googlenet`, `mobilenetv2`) need two images or more
+per batch in training mode wherever their last maps are one pixel wide: PyTorch refuses a batch of one there ("Expected
+more than 1 value per channel"). Local training therefore never makes a batch of one. All other models take any batch.
 """
 
 from __future__ import annotations
@@ -32,7 +61,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedapp.errors import BadRequest
 from fedapp.models.split import SplitModel
@@ -163,17 +192,220 @@ def _digits_c(channels: int, size: int) -> Stages:
     ]
 
 
+def _cnn_a(channels: int, size: int) -> Stages:
+    """Small pooled CNN: conv 5x5 16, conv 5x5 32, conv 3x3 32, each pooled by 2; fc 512."""
+    side = size // 8
+    return [
+        ("conv1", nn.Conv2d(channels, 16, 5, padding=2)),
+        ("pool1", nn.MaxPool2d(2)),
+        ("relu1", nn.ReLU()),
+        ("conv2", nn.Conv2d(16, 32, 5, padding=2)),
+        ("pool2", nn.MaxPool2d(2)),
+        ("relu2", nn.ReLU()),
+        ("conv3", nn.Conv2d(32, 32, 3, padding=1)),
+        ("pool3", nn.MaxPool2d(2)),
+        ("relu3", nn.ReLU()),
+        ("flatten", nn.Flatten()),
+        ("fc1", nn.Linear(32 * side * side, 512)),
+    ]
+
+
+def _cnn_b(channels: int, size: int) -> Stages:
+    """Patch network: a two-layer perceptron on each of at most 8x8 patches (64, then 24 numbers a patch); fc 512.
+
+    The patches do not overlap. Where the side is no multiple of the patch, a border of zeros is added, so no pixel is left out.
+    """
+    patch = -(-size // 8)
+    grid = -(-size // patch)
+    border = -(-(grid * patch - size) // 2)
+    return [
+        ("patch1", nn.Conv2d(channels, 64, patch, stride=patch, padding=border)),
+        ("relu1", nn.ReLU()),
+        ("patch2", nn.Conv2d(64, 24, 1)),
+        ("relu2", nn.ReLU()),
+        ("flatten", nn.Flatten()),
+        ("fc1", nn.Linear(24 * grid * grid, 512)),
+    ]
+
+
+def _cnn_c(channels: int, size: int) -> Stages:
+    """Strided CNN without pooling: conv 3x3/2 24, conv 3x3/2 48, conv 3x3/2 64; fc 512."""
+    side = -(-size // 8)
+    return [
+        ("conv1", nn.Conv2d(channels, 24, 3, stride=2, padding=1)),
+        ("relu1", nn.ReLU()),
+        ("conv2", nn.Conv2d(24, 48, 3, stride=2, padding=1)),
+        ("relu2", nn.ReLU()),
+        ("conv3", nn.Conv2d(48, 64, 3, stride=2, padding=1)),
+        ("relu3", nn.ReLU()),
+        ("flatten", nn.Flatten()),
+        ("fc1", nn.Linear(64 * side * side, 512)),
+    ]
+
+
+class ResidualBlock(nn.Module):
+    """Two 3x3 convolutions with group normalisation and a 1x1 shortcut; halves the side.
+
+    Group normalisation has no running statistics, so nothing depends on the size or the make-up of a batch.
+
+    Parameters
+    ----------
+    c_in, c_out : int
+        Channels before and after; `c_out` is a multiple of 8.
+    """
+
+    def __init__(self, c_in: int, c_out: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(c_in, c_out, 3, stride=2, padding=1, bias=False)
+        self.norm1 = nn.GroupNorm(8, c_out)
+        self.conv2 = nn.Conv2d(c_out, c_out, 3, padding=1, bias=False)
+        self.norm2 = nn.GroupNorm(8, c_out)
+        self.shortcut = nn.Conv2d(c_in, c_out, 1, stride=2, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map (B, c_in, s, s) to (B, c_out, ceil(s/2), ceil(s/2))."""
+        y = torch.relu(self.norm1(self.conv1(x)))
+        return torch.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
+
+
+def _cnn_d(channels: int, size: int) -> Stages:
+    """Residual network: stem 3x3/2 16, residual blocks 32 and 64, global mean; fc 512. Any side, the same weights."""
+    return [
+        ("stem", nn.Conv2d(channels, 16, 3, stride=2, padding=1, bias=False)),
+        ("norm", nn.GroupNorm(8, 16)),
+        ("relu", nn.ReLU()),
+        ("block1", ResidualBlock(16, 32)),
+        ("block2", ResidualBlock(32, 64)),
+        ("pool", nn.AdaptiveAvgPool2d(1)),
+        ("flatten", nn.Flatten()),
+        ("fc1", nn.Linear(64, 512)),
+    ]
+
+
+def _for_channels(conv: nn.Conv2d, channels: int) -> nn.Conv2d:
+    """Return a first convolution of the same geometry for `channels` channels (the same one if nothing changes)."""
+    if conv.in_channels == channels:
+        return conv
+    return nn.Conv2d(
+        channels,
+        conv.out_channels,
+        (conv.kernel_size[0], conv.kernel_size[1]),
+        stride=(conv.stride[0], conv.stride[1]),
+        padding=(int(conv.padding[0]), int(conv.padding[1])),
+        bias=conv.bias is not None,
+    )
+
+
+# torchvision is imported where it is needed: it takes longer to load than a small model to train a round.
+
+
+def _resnet18(channels: int, size: int) -> Stages:
+    """ResNet-18 with the 7x7/2 stem and max pooling, fc 512."""
+    from torchvision.models import resnet18
+
+    net = resnet18(weights=None, num_classes=512)
+    net.conv1 = _for_channels(net.conv1, channels)
+    parts: Stages = list(net.named_children())
+    return [*parts[:-1], ("flatten", nn.Flatten()), ("fc1", net.fc)]
+
+
+def _googlenet(channels: int, size: int) -> Stages:
+    """GoogLeNet with batch normalisation, dropout 0.2, fc 512; no auxiliary outputs (they would never be trained)."""
+    from torchvision.models import googlenet
+
+    net = googlenet(weights=None, num_classes=512, aux_logits=False, init_weights=True)
+    net.conv1.conv = _for_channels(net.conv1.conv, channels)
+    parts: Stages = list(net.named_children())
+    return [*parts[:-2], ("flatten", nn.Flatten()), ("dropout", net.dropout), ("fc1", net.fc)]
+
+
+def _shufflenetv2(channels: int, size: int) -> Stages:
+    """ShuffleNetV2 x1.0, global mean, fc 512."""
+    from torchvision.models import shufflenet_v2_x1_0
+
+    net = shufflenet_v2_x1_0(weights=None, num_classes=512)
+    net.conv1[0] = _for_channels(net.conv1[0], channels)
+    parts: Stages = list(net.named_children())
+    return [*parts[:-1], ("pool", nn.AdaptiveAvgPool2d(1)), ("flatten", nn.Flatten()), ("fc1", net.fc)]
+
+
+def _alexnet(channels: int, size: int) -> Stages:
+    """Small AlexNet: conv 3x3 64, 128, 256 with overlapping pools, mean to 3x3, dropout 0.5, fc 512, fc 512."""
+    return [
+        ("conv1", nn.Conv2d(channels, 64, 3, padding=1)),
+        ("relu1", nn.ReLU()),
+        ("pool1", nn.MaxPool2d(2, stride=1, padding=1)),
+        ("conv2", nn.Conv2d(64, 128, 3, padding=1)),
+        ("relu2", nn.ReLU()),
+        ("pool2", nn.MaxPool2d(2, stride=2, padding=1)),
+        ("conv3", nn.Conv2d(128, 256, 3, padding=1)),
+        ("relu3", nn.ReLU()),
+        ("pool3", nn.AdaptiveAvgPool2d(3)),
+        ("flatten", nn.Flatten()),
+        ("dropout", nn.Dropout(0.5)),
+        ("fc1", nn.Linear(2304, 512)),
+        ("relu4", nn.ReLU()),
+        ("fc2", nn.Linear(512, 512)),
+    ]
+
+
+# (expansion, channels, repeats, first stride): MobileNetV2's blocks with the second stage's stride 1 instead of 2.
+_MOBILENET_BLOCKS = [
+    [1, 16, 1, 1],
+    [6, 24, 2, 1],
+    [6, 32, 3, 2],
+    [6, 64, 4, 2],
+    [6, 96, 3, 1],
+    [6, 160, 3, 2],
+    [6, 320, 1, 1],
+]
+
+
+def _mobilenetv2(channels: int, size: int) -> Stages:
+    """MobileNetV2 with total stride 8 (stem and second stage 1 instead of 2), global mean, dropout 0.2, fc 512.
+
+    The ImageNet strides would leave a single pixel of a 32 x 32 image; the parameters are the same.
+    """
+    from torchvision.models import mobilenet_v2
+
+    net = mobilenet_v2(weights=None, num_classes=512, inverted_residual_setting=_MOBILENET_BLOCKS)
+    stem, *blocks, last = net.features.children()
+    stem[0] = _for_channels(stem[0], channels)
+    stem[0].stride = (1, 1)
+    dropout, fc = net.classifier.children()
+    return [
+        ("stem", stem),
+        *((f"block{i}", block) for i, block in enumerate(blocks, start=1)),
+        ("last", last),
+        ("pool", nn.AdaptiveAvgPool2d(1)),
+        ("flatten", nn.Flatten()),
+        ("dropout", dropout),
+        ("fc1", fc),
+    ]
+
+
 # Smallest side for two unpadded 5x5 convolutions with pooling: 16 -> 12 -> 6 -> 2 -> 1.
 _TWO_CONV_MIN = 16
+# Total stride 32: a 16-pixel image is one pixel wide in the last stage, a smaller one already in the stages before it.
+_STRIDE_32_MIN = 16
 
 _ZOO: dict[str, ZooEntry] = {
     "cnn": ZooEntry(512, _cnn, _TWO_CONV_MIN),
+    "cnn-a": ZooEntry(512, _cnn_a, 8),
+    "cnn-b": ZooEntry(512, _cnn_b, 8),
+    "cnn-c": ZooEntry(512, _cnn_c, 8),
+    "cnn-d": ZooEntry(512, _cnn_d, 8),
     "fedgh-1": ZooEntry(500, partial(_fedgh, c2=32, hidden=2000), _TWO_CONV_MIN),
     "fedgh-2": ZooEntry(500, partial(_fedgh, c2=16, hidden=2000), _TWO_CONV_MIN),
     "fedgh-3": ZooEntry(500, partial(_fedgh, c2=32, hidden=1000), _TWO_CONV_MIN),
     "fedgh-4": ZooEntry(500, partial(_fedgh, c2=32, hidden=800), _TWO_CONV_MIN),
     "fedgh-5": ZooEntry(500, partial(_fedgh, c2=32, hidden=500), _TWO_CONV_MIN),
     "moon": ZooEntry(256, _moon, _TWO_CONV_MIN, relu=False),
+    "resnet18": ZooEntry(512, _resnet18, _STRIDE_32_MIN),
+    "shufflenetv2": ZooEntry(512, _shufflenetv2, _STRIDE_32_MIN),
+    "googlenet": ZooEntry(512, _googlenet, _STRIDE_32_MIN),
+    "alexnet": ZooEntry(512, _alexnet, 8),
+    "mobilenetv2": ZooEntry(512, _mobilenetv2, 8),
     "digits-a": ZooEntry(64, _digits_a, 8, 8),
     "digits-b": ZooEntry(64, _digits_b, 8, 8),
     "digits-c": ZooEntry(64, _digits_c, 8, 8),
@@ -261,8 +493,8 @@ def check_model(name: str, *, channels: int, size: int) -> None:
 def build_model(name: str, *, num_classes: int, channels: int, size: int, seed: int) -> SplitModel:
     """Build a model with random initial values.
 
-    The values depend on `seed` and the shapes only, and the global random state is left as it was. The head is drawn first, so
-    models of different architecture with the same width, classes and seed start with the same head.
+    The values depend on `seed` and the shapes only, and the global random state is left as it was. The head is drawn
+    first, so models of different architecture with the same width, classes and seed start with the same head.
 
     Parameters
     ----------
@@ -280,8 +512,8 @@ def build_model(name: str, *, num_classes: int, channels: int, size: int, seed: 
     Returns
     -------
     SplitModel
-        On the CPU, float32, in training mode, convolutions in channels_last memory format (same values and shapes, other strides;
-        `Tensor.copy_` from contiguous arrays works as usual).
+        On the CPU, float32, in training mode, convolutions in channels_last memory format (same values and shapes,
+        other strides; `Tensor.copy_` from contiguous arrays works as usual).
 
     Raises
     ------
