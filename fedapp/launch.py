@@ -1,0 +1,866 @@
+"""Run the app on a simulation SuperLink of its own, follow the run, and leave nothing behind.
+
+A shared local SuperLink inherits the folder and the environment of whoever started it first, installs dependencies
+anew for each run, and ``flwr run --stream`` reports success for runs that failed. :class:`Session` avoids all three:
+it starts one private SuperLink for simulation on a free loopback port, with its own Flower home and a small copy of
+the app as its working directory, submits runs to it one at a time, follows the files that the ServerApp writes, and
+stops every process it caused when the ``with`` block ends, however it ends.
+
+What the ServerApp has to do to be followed (all in the run directory):
+
+- append one JSON object per line to ``progress.jsonl`` (an event; lines without their newline are left until complete),
+- write ``summary.json`` last, with ``"ok": true`` when every round was good,
+- on failure write ``error.json``: ``client``, ``round``, ``stage``, ``message``, ``traceback``.
+
+The module knows nothing of methods, models or data.
+
+Ray clusters
+------------
+Without ``RAY_ADDRESS`` (or with ``RAY_ADDRESS=local``) each run starts Ray in this machine,
+inside the session's temporary folder; a cluster that somebody else started here is not joined by accident. With
+``RAY_ADDRESS`` set (``host:port``, or ``auto`` for the cluster of this machine) the variable reaches the simulation,
+whose backend calls ``ray.init`` without an address, so Ray takes it from the environment. Three consequences: Ray
+refuses CPU totals for a cluster that exists, so none is sent; the virtual clients live on the cluster's machines,
+which need this project installed in the same Python (Ray hands them the driver's module path, which exists on this
+machine and on shared storage only); and data, results and client state must lie on storage that all of them see,
+named by absolute paths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+import tomllib
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import psutil
+import tomli_w
+
+from fedapp.errors import BadRequest
+
+PACKAGES = ("fedapp", "strategies", "clients")
+"""Importable packages that make up the app."""
+
+BUNDLED_SUFFIXES = (".py", ".toml", ".md", ".yaml", ".yml", ".json")
+"""File types that a Flower App Bundle carries; nothing else is staged."""
+
+CONNECTION = "fedapp"
+"""Name of the connection in the session's private Flower configuration."""
+
+PROGRESS_FILE = "progress.jsonl"
+SUMMARY_FILE = "summary.json"
+ERROR_FILE = "error.json"
+
+_MARKER = "FEDAPP_SESSION"
+_MEMORY_PER_CLIENT = 1 << 30  # bytes; an actor that has imported torch takes about half of it
+_CLIENTS_PER_GPU = 8
+
+Scalar = bool | int | float | str
+
+
+class LaunchError(RuntimeError):
+    """The simulation could not be started, or could not be stopped; not the fault of the request."""
+
+
+def stage(dest: Path) -> Path:
+    """Copy the app into a small folder, so that bundling it never walks an environment or a data folder.
+
+    Parameters
+    ----------
+    dest : Path
+        Folder to fill; made if it does not exist.
+
+    Returns
+    -------
+    Path
+        ``dest``, with the packages of :data:`PACKAGES` and ``pyproject.toml``. The bundle's include and exclude
+        patterns are left out of that file: Flower refuses patterns that match nothing, and the copy holds nothing to
+        exclude.
+
+    Raises
+    ------
+    BadRequest
+        A package or the project file is missing from the installation; the message names it and says how to install.
+    """
+    home = _package_folder("fedapp").parent
+    project = tomllib.loads(_project_file(home).read_text(encoding="utf-8"))
+    for key in ("fab-include", "fab-exclude"):
+        project["tool"]["flwr"]["app"].pop(key, None)
+    dest.mkdir(parents=True, exist_ok=True)
+    for name in PACKAGES:
+        # The three travel together: a folder of the same common name elsewhere on the path must not take a place here.
+        source = home / name if (home / name / "__init__.py").is_file() else _package_folder(name)
+        shutil.copytree(source, dest / name, ignore=_not_bundled, dirs_exist_ok=True)
+    (dest / "pyproject.toml").write_text(tomli_w.dumps(project), encoding="utf-8")
+    return dest
+
+
+def _package_folder(name: str) -> Path:
+    spec = importlib.util.find_spec(name)
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    if not places:
+        raise BadRequest(
+            f"package '{name}' is not installed: pip install -e . in the project folder, or install its wheel"
+        )
+    return Path(places[0])
+
+
+def _project_file(home: Path) -> Path:
+    candidates = (home / "pyproject.toml", home / "fedapp" / "_pyproject.toml")
+    for path in candidates:
+        if path.is_file():
+            content = tomllib.loads(path.read_text(encoding="utf-8"))
+            if content.get("project", {}).get("name") == "fedapp" and "app" in content.get("tool", {}).get("flwr", {}):
+                return path
+    places = " nor ".join(map(str, candidates))
+    raise BadRequest(
+        f"the app's project file is missing: neither {places}; install with pip install -e . or from a wheel"
+    )
+
+
+def _not_bundled(folder: str, names: list[str]) -> set[str]:
+    """Name what is not copied: caches, and whatever Flower would not bundle."""
+    return {
+        name
+        for name in names
+        if name in ("__pycache__", "_pyproject.toml")
+        or not ((Path(folder) / name).is_dir() or name.endswith(BUNDLED_SUFFIXES))
+    }
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one virtual client gets, and how many of them work at a time."""
+
+    client_cpus: int
+    client_gpus: float
+    total_cpus: int | None
+    """CPUs that Ray may use in all; None where a cluster that exists decides."""
+    parallel: int
+    """Clients at a time; on a cluster an upper bound."""
+    text: str
+
+
+def choose_resources(clients: int, cpus: int | None = None, gpus: float | None = None) -> Resources:
+    """Choose CPUs and GPU fractions per virtual client.
+
+    Clients train side by side, one core each, because one process per core beats threads within a process on small
+    models. As many work at a time as there are clients, cores and memory (1 GiB each) for. Where CUDA is present each
+    requests a fraction of a GPU, at most 8 to a GPU, since Ray hides the GPUs from whoever requests none.
+
+    Parameters
+    ----------
+    clients : int
+        Number of virtual clients, at least 1.
+    cpus : int or None
+        CPUs per client; None = 1.
+    gpus : float or None
+        GPUs per client, a fraction below 1 or a whole number; None = chosen, 0 = train on the CPU.
+
+    Returns
+    -------
+    Resources
+
+    Raises
+    ------
+    BadRequest
+        A number out of range, more CPUs than there are, or a GPU where there is none. A cluster's machines cannot be
+        seen from here, so with ``RAY_ADDRESS`` only the ranges are checked.
+    """
+    if clients < 1:
+        raise BadRequest(f"clients = {clients}: at least 1 is needed")
+    if cpus is not None and cpus < 1:
+        raise BadRequest(f"client CPUs = {cpus}: a whole number of at least 1 is needed")
+    if gpus is not None and (not 0 <= gpus < float("inf") or (gpus > 1 and gpus != int(gpus))):
+        raise BadRequest(f"client GPUs = {gpus}: give a fraction between 0 and 1, or a whole number")
+    client_cpus = cpus or 1
+    cluster = cluster_address()
+    if cluster:
+        client_gpus = gpus or 0.0
+        each = f"{client_cpus} CPU and {client_gpus:g} GPU"
+        text = f"Ray cluster at {cluster}: {each} per client, as many at a time as fit there"
+        return Resources(client_cpus, client_gpus, None, clients, text)
+
+    cores = usable_cores()
+    if client_cpus > cores:
+        raise BadRequest(f"client CPUs = {client_cpus}, but only {cores} can be used here: ask for at most {cores}")
+    memory = max(1, psutil.virtual_memory().available // _MEMORY_PER_CLIENT)
+    parallel = min(clients, cores // client_cpus, memory)
+    devices = cuda_devices() if gpus is None or gpus > 0 else 0
+    if gpus is not None and gpus > devices:
+        raise BadRequest(
+            f"client GPUs = {gpus:g}, but {devices or 'no'} CUDA device can be used here: ask for less, or for 0"
+        )
+    client_gpus = 0.0
+    if devices:
+        # Rounded down: Ray counts in units of 1/10,000 and would not fit the last client when a share is rounded up.
+        share = -(-min(parallel, devices * _CLIENTS_PER_GPU) // devices)
+        client_gpus = gpus if gpus is not None else 10_000 // share / 10_000
+        parallel = min(parallel, int(devices / client_gpus))
+    of_gpu = f" and {client_gpus:g} of {devices} GPU" if client_gpus else ""
+    text = f"{parallel} of {clients} clients at a time on {cores} cores: {client_cpus} CPU{of_gpu} each"
+    return Resources(client_cpus, client_gpus, parallel * client_cpus, parallel, text)
+
+
+def cluster_address() -> str | None:
+    """Return the address of the Ray cluster that the environment asks for, or None for Ray in this machine."""
+    address = os.environ.get("RAY_ADDRESS", "").strip()
+    return None if address in ("", "local") else address
+
+
+def usable_cores() -> int:
+    """Count the cores that this process may use: affinity and container limits respected."""
+    import joblib  # type: ignore[import-untyped]
+
+    return max(1, int(joblib.cpu_count()))
+
+
+def cuda_devices() -> int:
+    """Count the CUDA devices that torch can use here."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    ``status`` and ``details`` are Flower's words (``finished:completed``, ``finished:failed``, ``finished:stopped``),
+    or ``lost`` when the SuperLink or the simulation died without a word. They say whether the machinery ended well;
+    only ``ok`` says whether the run did.
+    """
+
+    status: str
+    details: str
+    ok: bool
+    error: dict[str, Any] | None = None
+    log_tail: str = ""
+    """Last lines of the SuperLink's log for this run; filled only when it ended badly and left no ``error.json``."""
+
+    @property
+    def exit_code(self) -> int:
+        """0 when the run was good, else 1."""
+        return 0 if self.ok else 1
+
+
+class Session:
+    """One private simulation SuperLink, for as long as a ``with`` block lasts.
+
+    Starting it takes two or three seconds; several runs in sequence share it. While the block lasts SIGTERM and
+    SIGHUP raise ``KeyboardInterrupt`` in the main thread, so that every end passes through the same clean-up: all
+    processes that descend from the SuperLink are stopped and it is verified that none is left. Should this process be
+    killed outright, the SuperLink is told by the kernel (Linux) and stops its own.
+
+    Parameters
+    ----------
+    app : Path or None
+        App folder to submit; None = a fresh copy of this project (:func:`stage`).
+    log : Path or None
+        File that the SuperLink and everything below it write to; appended. None = inside the session's temporary
+        folder, which is removed at the end.
+    env : mapping or None
+        Further environment variables for the SuperLink and all below it.
+    start_timeout : float
+        Seconds to wait until the SuperLink answers.
+
+    Raises
+    ------
+    LaunchError
+        The SuperLink does not come up (with the end of its log), or processes survive the clean-up.
+    """
+
+    def __init__(
+        self,
+        *,
+        app: Path | None = None,
+        log: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        start_timeout: float = 60.0,
+    ) -> None:
+        self._given_app = app
+        self._given_log = log
+        self._given_env = dict(env or {})
+        self._start_timeout = start_timeout
+        self._mark = uuid.uuid4().hex
+        self._superlink: subprocess.Popen[bytes] | None = None
+        self._known: set[psutil.Process] = set()
+        self._active: RunHandle | None = None
+        self._runs = 0
+        self._handlers: dict[signal.Signals, Any] = {}
+        self.port = 0
+        self.home = Path()
+        self.app = Path()
+        self.log_path = Path()
+
+    # Life
+
+    def __enter__(self) -> Session:
+        self._trap_signals()
+        try:
+            self.home = Path(tempfile.mkdtemp(prefix="fedapp-"))
+            self.app = self._given_app.resolve() if self._given_app is not None else stage(self.home / "app")
+            self.log_path = (self._given_log or self.home / "superlink.log").resolve()
+            self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            self._start()
+        except BaseException as error:
+            self._close(error)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._close(error)
+
+    def _start(self) -> None:
+        attempts = 3
+        for attempt in range(1, attempts + 1):
+            self.port = _free_port()
+            self._write_config()
+            command = [
+                *_DIE_WITH_PARENT,
+                _executable("flower-superlink", self._environment()["PATH"]),
+                "--simulation",
+                "--insecure",
+                "--disable-runtime-dependency-installation",
+                "--isolation",
+                "subprocess",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(self.port),
+            ]
+            with self.log_path.open("ab") as log:
+                self._superlink = subprocess.Popen(
+                    command,
+                    cwd=self.app,
+                    env=self._environment(),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    # Its own session: Ctrl-C in the terminal reaches this process only, which then stops it in order.
+                    start_new_session=True,
+                )
+            if self._healthy():
+                return
+            # The free port may have been taken between asking for it and using it; a new one is tried.
+            self._stop_processes()
+            if attempt == attempts:
+                raise LaunchError(
+                    f"the SuperLink did not come up within {self._start_timeout:g} s; its log ends:\n"
+                    + _tail(self.log_path, 0)
+                )
+
+    def _healthy(self) -> bool:
+        assert self._superlink is not None
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        deadline = time.monotonic() + self._start_timeout
+        while time.monotonic() < deadline and self._superlink.poll() is None:
+            with (
+                contextlib.suppress(urllib.error.URLError, OSError),
+                opener.open(f"http://127.0.0.1:{self.port}/health", timeout=2) as reply,
+            ):
+                if reply.status == 200 and self._superlink.poll() is None:
+                    return True
+            time.sleep(0.05)
+        return False
+
+    def _write_config(self) -> None:
+        config = {
+            "superlink": {"default": CONNECTION, CONNECTION: {"address": f"127.0.0.1:{self.port}", "insecure": True}}
+        }
+        (self.home / "config.toml").write_text(tomli_w.dumps(config), encoding="utf-8")
+
+    def _environment(self) -> dict[str, str]:
+        env = dict(os.environ)
+        scripts = [str(Path(sys.executable).parent), sysconfig.get_path("scripts")]
+        # The SuperLink starts its helpers by bare name.
+        env["PATH"] = os.pathsep.join([*dict.fromkeys(scripts), env.get("PATH", os.defpath)])
+        # Relative and empty entries would mean another folder below the SuperLink than they mean here.
+        path = [str(Path(entry).absolute()) for entry in env.pop("PYTHONPATH", "").split(os.pathsep) if entry]
+        if path:
+            env["PYTHONPATH"] = os.pathsep.join(path)
+        for name in ("NO_PROXY", "no_proxy"):
+            env[name] = ",".join(filter(None, [env.get(name), "127.0.0.1", "localhost"]))
+        env |= {
+            _MARKER: self._mark,
+            "FLWR_HOME": str(self.home),
+            "FLWR_TELEMETRY_ENABLED": "0",
+            "FLWR_DISABLE_UPDATE_CHECK": "1",
+            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "PYTHONUNBUFFERED": "1",
+        }
+        env.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.25")
+        if not cluster_address():
+            env["RAY_ADDRESS"] = "local"
+            # Unix socket paths end at about 100 characters; Ray appends about 70 to this folder.
+            if len(str(self.home)) < 36:
+                env["RAY_TMPDIR"] = str(self.home)
+        return env | self._given_env
+
+    # Runs
+
+    def submit(
+        self,
+        run_config: Mapping[str, Scalar],
+        *,
+        num_supernodes: int,
+        client_cpus: int = 1,
+        client_gpus: float = 0.0,
+        total_cpus: int | None = None,
+    ) -> RunHandle:
+        """Submit one run.
+
+        Parameters
+        ----------
+        run_config : mapping
+            Overrides of the app's run configuration; keys may contain dots and hyphens.
+        num_supernodes : int
+            Number of virtual clients.
+        client_cpus, client_gpus : int, float
+            Resources of one virtual client.
+        total_cpus : int or None
+            CPUs that Ray may use; None = all. Not sent to a Ray cluster, which has its own.
+
+        Returns
+        -------
+        RunHandle
+
+        Raises
+        ------
+        BadRequest
+            Flower refuses the configuration, for example because of a key that the app does not declare.
+        LaunchError
+            The SuperLink cannot be reached, or another run of this session has not been followed to its end: two at a
+            time would each believe that all cores are theirs.
+        """
+        if self._active is not None:
+            raise LaunchError(f"run {self._active.run_id} has not ended yet: follow or stop it before the next one")
+        self._runs += 1
+        config = self.home / f"run-{self._runs}.toml"
+        config.write_text(tomli_w.dumps(dict(run_config)), encoding="utf-8")
+        federation = {
+            "num-supernodes": num_supernodes,
+            "client-resources-num-cpus": client_cpus,
+            "client-resources-num-gpus": float(client_gpus),
+        }
+        if total_cpus is not None and not cluster_address():
+            federation["init-args-num-cpus"] = total_cpus
+        log_start = self.log_path.stat().st_size
+        submitted = time.time_ns()
+        reply = self._flwr(
+            "run",
+            str(self.app),
+            CONNECTION,
+            "--run-config",
+            str(config),
+            "--federation-config",
+            " ".join(f"{key}={value}" for key, value in federation.items()),
+            "--format",
+            "json",
+        )
+        handle = RunHandle(self, int(reply["run-id"]), submitted, log_start)
+        self._active = handle
+        return handle
+
+    def _flwr(self, *arguments: str) -> dict[str, Any]:
+        """Call Flower's command line and return the JSON object that it prints."""
+        env = self._environment()
+        command = [_executable("flwr", env["PATH"]), *arguments]
+        try:
+            done = subprocess.run(
+                command, cwd=self.home, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
+            )
+        except subprocess.TimeoutExpired as error:
+            raise LaunchError(f"flwr {arguments[0]} did not answer within 120 s") from error
+        try:
+            reply: dict[str, Any] = json.loads(done.stdout[done.stdout.index("{") :])
+        except ValueError:
+            raise LaunchError(f"flwr {arguments[0]} failed:\n{(done.stderr or done.stdout).strip()}") from None
+        if not reply.get("success"):
+            message = str(reply.get("error-message", "")).strip() or done.stderr.strip()
+            refused = "Invalid run configuration" in message or "[code: 15]" in message
+            raise (BadRequest if refused else LaunchError)(f"flwr {arguments[0]}: {message}")
+        return reply
+
+    # Processes
+
+    def _family(self) -> set[psutil.Process]:
+        """Collect everything that descends from the SuperLink.
+
+        The environment carries a mark, which also finds processes whose parent has died; the tree finds those that
+        wrote over their environment (Ray retitles its workers); what was seen earlier is remembered.
+        """
+        me = os.getpid()
+        found = {process for process in self._known if _alive(process)}
+        uid = os.getuid() if hasattr(os, "getuid") else None
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if (uid is None or process.uids().real == uid) and process.environ().get(_MARKER) == self._mark:
+                    found.add(process)
+        for process in list(found):
+            with contextlib.suppress(psutil.Error):
+                found.update(process.children(recursive=True))
+        self._known = {process for process in found if process.pid != me and _alive(process)}
+        return set(self._known)
+
+    def _stop_processes(self, keep: Sequence[str] = (), grace: float = 3.0) -> list[psutil.Process]:
+        """Stop the family, politely and then not; return what is left.
+
+        Parameters
+        ----------
+        keep : sequence of str
+            Command names whose processes stay.
+        grace : float
+            Seconds between SIGTERM and SIGKILL.
+        """
+
+        def targets() -> list[psutil.Process]:
+            return [process for process in self._family() if not (keep and _command_names(process) & set(keep))]
+
+        left = targets()
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.terminate()
+        deadline = time.monotonic() + grace
+        while left and time.monotonic() < deadline:
+            time.sleep(0.05)
+            self._reap()
+            left = [process for process in left if _alive(process)]
+        # Children may have been born meanwhile, and killing a parent may take several looks.
+        for _ in range(50):
+            left = targets()
+            if not left:
+                break
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            time.sleep(0.1)
+            self._reap()
+        return left
+
+    def _reap(self) -> None:
+        if self._superlink is not None:
+            self._superlink.poll()
+
+    def _close(self, error: BaseException | None) -> None:
+        with _shielded():
+            left = self._stop_processes()
+            self._active = None
+            if self.home != Path():
+                shutil.rmtree(self.home, ignore_errors=True)
+            self._restore_signals()
+        if left:
+            message = "these processes could not be stopped: " + ", ".join(str(process.pid) for process in left)
+            if error is None:
+                raise LaunchError(message)
+            error.add_note(message)
+
+    def _trap_signals(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)
+            # A hang-up that is ignored (nohup) stays ignored.
+            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+                self._handlers[number] = signal.signal(number, _interrupt)
+
+    def _restore_signals(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        self._handlers.clear()
+
+
+class RunHandle:
+    """A submitted run; made by :meth:`Session.submit`."""
+
+    def __init__(self, session: Session, run_id: int, submitted: int, log_start: int) -> None:
+        self.run_id = run_id
+        self._session = session
+        self._submitted = submitted
+        self._log_start = log_start
+
+    def follow(
+        self,
+        out: Path,
+        on_event: Callable[[dict[str, Any]], None],
+        poll: float = 0.2,
+        *,
+        start_timeout: float = 120.0,
+        end_timeout: float = 60.0,
+    ) -> Outcome:
+        """Follow the run to its end.
+
+        Parameters
+        ----------
+        out : Path
+            Run directory that the ServerApp writes to. Files that are older than the submission are another run's.
+        on_event : callable
+            Called with each event of ``progress.jsonl``, in order; what it raises ends the following.
+        poll : float
+            Seconds between two looks.
+        start_timeout : float
+            Seconds that the simulation may take to appear as a process.
+        end_timeout : float
+            Seconds that it may take to end once ``summary.json`` or ``error.json`` is there; then it is stopped.
+
+        Returns
+        -------
+        Outcome
+            When it is returned no process of the run is left.
+        """
+        progress = _Events(out / PROGRESS_FILE, self._submitted)
+        with _control(self._session.port) as status_of:
+            status, details = self._watch(progress, out, on_event, poll, start_timeout, end_timeout, status_of)
+        # Ray's helpers may outlive the run by minutes; the next run must have the machine to itself.
+        self._session._stop_processes(keep=_SERVICES, grace=2.0)
+        self._session._active = None
+        progress.read(on_event)
+        summary = _newer_json(out / SUMMARY_FILE, self._submitted)
+        error = _newer_json(out / ERROR_FILE, self._submitted)
+        ok = bool(summary and summary.get("ok") is True and error is None)
+        log_tail = "" if ok or error else _tail(self._session.log_path, self._log_start)
+        return Outcome(status, details, ok, error, log_tail)
+
+    def _watch(
+        self,
+        progress: _Events,
+        out: Path,
+        on_event: Callable[[dict[str, Any]], None],
+        poll: float,
+        start_timeout: float,
+        end_timeout: float,
+        status_of: Callable[[int], tuple[str, str]],
+    ) -> tuple[str, str]:
+        """Wait until Flower calls the run finished, or until nobody is left who could."""
+        began = time.monotonic()
+        asked = counted = float("-inf")
+        written: float | None = None
+        gone: float | None = None
+        simulation: psutil.Process | None = None
+        status, details = "pending", ""
+        while True:
+            progress.read(on_event)
+            now = time.monotonic()
+            superlink = self._session._superlink
+            if superlink is None or superlink.poll() is not None:
+                return "lost", "the SuperLink ended while the run was going on"
+            if simulation is None or now - counted > 5:
+                counted = now
+                family = self._session._family()
+                if simulation is None:
+                    simulation = next((p for p in family if "flwr-simulation" in _command_names(p)), None)
+            if simulation is None and now - began > start_timeout:
+                return "lost", f"the simulation did not start within {start_timeout:g} s"
+            if written is None and any(_newer(out / name, self._submitted) for name in (SUMMARY_FILE, ERROR_FILE)):
+                written = now
+            if gone is None and simulation is not None and not _alive(simulation):
+                gone = now
+            # Asking costs the SuperLink little, but not nothing: often only near the end.
+            if now - asked > (0.1 if gone is not None or written is not None else 2.0):
+                asked = now
+                status, details = status_of(self.run_id)
+                if status.startswith("finished"):
+                    return status, details
+            if gone is not None and now - gone > 3:
+                return "lost", "the simulation process ended without a word (killed, perhaps for memory?)"
+            if written is not None and now - written > end_timeout:
+                return status, f"still {status} {end_timeout:g} s after its results were written; stopped"
+            time.sleep(poll)
+
+    def stop(self) -> None:
+        """Stop the run, whatever its state; the session can then take the next one."""
+        with contextlib.suppress(LaunchError):
+            self._session._flwr("stop", str(self.run_id), CONNECTION, "--format", "json")
+        self._session._stop_processes(keep=_SERVICES, grace=2.0)
+        if self._session._active is self:
+            self._session._active = None
+
+
+class _Events:
+    """Reader of a growing file of JSON lines."""
+
+    def __init__(self, path: Path, since: int) -> None:
+        self._path = path
+        self._position = 0
+        with contextlib.suppress(OSError):
+            found = path.stat()
+            # A resumed run appends to its predecessor's file.
+            if found.st_mtime_ns < since:
+                self._position = found.st_size
+
+    def read(self, on_event: Callable[[dict[str, Any]], None]) -> None:
+        """Hand over the complete lines that have been added."""
+        try:
+            with self._path.open("rb") as file:
+                if file.seek(0, os.SEEK_END) < self._position:
+                    self._position = 0
+                file.seek(self._position)
+                lines = file.read()
+        except FileNotFoundError:
+            return
+        for line in lines[: lines.rfind(b"\n") + 1].splitlines(keepends=True):
+            self._position += len(line)
+            if line.strip():
+                event = json.loads(line)
+                on_event(event)
+
+
+_SERVICES = ("flower-superlink", "flower-superexec")
+
+# Linux: the SuperLink gets SIGTERM should its parent be killed outright, where no clean-up of ours can run.
+_DIE_WITH_PARENT: tuple[str, ...] = (
+    (
+        sys.executable,
+        "-S",
+        "-c",
+        "import ctypes, os, signal, sys\n"
+        "ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"
+        "os.execv(sys.argv[1], sys.argv[1:])",
+    )
+    if sys.platform == "linux"
+    else ()
+)
+
+
+@contextlib.contextmanager
+def _control(port: int) -> Iterator[Callable[[int], tuple[str, str]]]:
+    """Open Flower's control interface; yield a function from run id to status and details.
+
+    It lives in this process because each call of the command line costs a second of a core that the clients could use.
+    """
+    from flwr.proto.control_pb2 import ListRunsRequest
+    from flwr.supercore.control import ControlHttpClient
+    from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+
+    with _no_proxy():
+        client = ControlHttpClient.from_server_address(
+            server_address=f"127.0.0.1:{port}",
+            insecure=True,
+            root_certificates=None,
+            interceptors=[RuntimeVersionHttpInterceptor(component_name="fedapp")],
+        )
+
+    def status_of(run_id: int) -> tuple[str, str]:
+        try:
+            run = client.ListRuns(ListRunsRequest(run_id=run_id)).run_dict[run_id]
+        except (OSError, RuntimeError, ValueError) as error:
+            return "unknown", str(error)
+        return ":".join(filter(None, (run.status.status, run.status.sub_status))), run.status.details
+
+    try:
+        yield status_of
+    finally:
+        client.close()
+
+
+@contextlib.contextmanager
+def _no_proxy() -> Iterator[None]:
+    """Keep a proxy of the environment out of the way of loopback connections that are made inside."""
+    names = ("NO_PROXY", "no_proxy")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "127.0.0.1"))
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _shielded() -> Iterator[None]:
+    """Hold back interrupts while cleaning up, which takes seconds at most."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def _executable(name: str, path: str) -> str:
+    found = shutil.which(name, path=path)
+    if found is None:
+        raise LaunchError(f"'{name}' is not installed beside {sys.executable}: pip install 'flwr[simulation]'")
+    return found
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _command_names(process: psutil.Process) -> set[str]:
+    """File names of the first words of a command line: the interpreter and its script."""
+    try:
+        return {Path(word).name for word in process.cmdline()[:2]}
+    except psutil.Error:
+        return set()
+
+
+def _newer(path: Path, since: int) -> bool:
+    try:
+        return path.stat().st_mtime_ns >= since
+    except OSError:
+        return False
+
+
+def _newer_json(path: Path, since: int) -> dict[str, Any] | None:
+    if not _newer(path, since):
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        return {"ok": False, "message": f"{path} cannot be read: {error}"}
+    return content if isinstance(content, dict) else {"ok": False, "message": f"{path} holds no object"}
+
+
+def _tail(path: Path, start: int, lines: int = 60) -> str:
+    """Return the last lines of a log from byte ``start`` on, without the lines about web requests."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+    kept = [line for line in text.splitlines() if '"POST /' not in line and '"GET /' not in line]
+    return "\n".join(kept[-lines:])
