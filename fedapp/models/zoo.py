@@ -47,9 +47,10 @@ The digits models have 37,632 (`a`), 16,576 (`b`) and 9,088 (`c`) on 1 x 8.
 
 Initial values are PyTorch's (or torchvision's) own; a first convolution replaced for another number of channels has
 PyTorch's. Dropout (`googlenet`, `mobilenetv2`, `alexnet`) draws from PyTorch's global generator, which local training
-seeds. Networks with batch normalisation (`resnet18`, `shufflenetv2`, `googlenet`, `mobilenetv2`) need two images or more
-per batch in training mode wherever their last maps are one pixel wide: PyTorch refuses a batch of one there ("Expected
-more than 1 value per channel"). Local training therefore never makes a batch of one. All other models take any batch.
+seeds. Networks with batch normalisation (`resnet18`, `shufflenetv2`, `googlenet`, `mobilenetv2`) need two images or
+more per batch in training mode wherever their last maps are one pixel wide: PyTorch refuses a batch of one there
+("Expected more than 1 value per channel"). Local training therefore never makes a batch of one. All other models take
+any batch.
 """
 
 from __future__ import annotations
@@ -213,7 +214,8 @@ def _cnn_a(channels: int, size: int) -> Stages:
 def _cnn_b(channels: int, size: int) -> Stages:
     """Patch network: a two-layer perceptron on each of at most 8x8 patches (64, then 24 numbers a patch); fc 512.
 
-    The patches do not overlap. Where the side is no multiple of the patch, a border of zeros is added, so no pixel is left out.
+    The patches do not overlap. Where the side is no multiple of the patch, a border of zeros is added, so no pixel is
+    left out.
     """
     patch = -(-size // 8)
     grid = -(-size // patch)
@@ -507,7 +509,7 @@ def build_model(name: str, *, num_classes: int, channels: int, size: int, seed: 
     size : int
         Side of the square image, in pixels.
     seed : int
-        Seed of the initial values, any int64.
+        Seed of the initial values, 0 to 2**64 - 1.
 
     Returns
     -------
@@ -524,7 +526,7 @@ def build_model(name: str, *, num_classes: int, channels: int, size: int, seed: 
     if num_classes < 1:
         raise BadRequest(f"a model needs at least 1 class, got {num_classes}; check the labels of the data.")
     entry = _ZOO[name]
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         # Seeds the CPU generator alone: torch.manual_seed would also reset the generators of all GPUs.
         torch.default_generator.manual_seed(seed)
         head = nn.Linear(entry.width, num_classes)
