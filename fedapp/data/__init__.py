@@ -1,0 +1,3 @@
+"""Data sets, partitions over clients, and batched transforms."""
+
+from __future__ import annotations

@@ -1,0 +1,159 @@
+"""Arrays decoded once per machine and shared by all of its processes.
+
+A data set is a folder of ``.npy`` files below :func:`cache_root`. Every process maps the files read-only, so that the
+operating system keeps one copy in memory however many clients train at a time. A folder appears under its final name in
+one step (rename), hence it is either complete or absent.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+
+from fedapp.errors import BadRequest
+
+FORMAT = 1
+"""Part of every key: raised when the meaning of the stored arrays changes, so that old folders are not read."""
+
+
+def cache_root() -> Path:
+    """Return the folder of the cache: ``$FEDAPP_CACHE``, else ``fedapp`` in the user's cache folder.
+
+    Returns
+    -------
+    Path
+        An absolute path that need not exist yet.
+    """
+    chosen = os.environ.get("FEDAPP_CACHE")
+    if chosen:
+        return Path(chosen).expanduser().resolve()
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or str(Path.home() / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        base = str(Path.home() / "Library" / "Caches")
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "fedapp"
+
+
+def file_identity(path: Path) -> list[str | int]:
+    """Return what tells one version of a file from another: absolute path, size in bytes, time of change in ns."""
+    stat = path.stat()
+    return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
+
+
+class Store:
+    """The unfinished folder of a data set, to be filled by its reader.
+
+    Parameters
+    ----------
+    folder
+        An existing, empty folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def put(self, name: str, array: np.ndarray) -> None:
+        """Write one array as ``name.npy``."""
+        np.save(self.folder / f"{name}.npy", np.ascontiguousarray(array), allow_pickle=False)
+
+    def create(self, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """Return a writable array that lies in ``name.npy``, for readers that decode image by image.
+
+        Arrays without rows cannot be mapped; they are written at once and returned from memory.
+        """
+        if 0 in shape:
+            empty = np.zeros(shape, dtype)
+            self.put(name, empty)
+            return empty
+        return np.lib.format.open_memmap(self.folder / f"{name}.npy", mode="w+", dtype=dtype, shape=shape)
+
+
+def build_once(name: str, key: Mapping[str, Any], build: Callable[[Store], Mapping[str, Any]]) -> Path:
+    """Return the folder of a data set, building it if it is not there.
+
+    Processes that ask for the same data at once wait for the first one; a build that dies leaves nothing behind that
+    could be taken for a data set.
+
+    Parameters
+    ----------
+    name
+        Start of the folder's name.
+    key
+        JSON values that identify the content: kind of source, identity of its files.
+    build
+        Fills the store and returns JSON values that are kept beside the arrays (``meta.json``).
+
+    Returns
+    -------
+    Path
+        A folder with ``meta.json`` and the arrays.
+
+    Raises
+    ------
+    BadRequest
+        If the cache folder cannot be written.
+    """
+    text = json.dumps({"format": FORMAT, "name": name, **key}, sort_keys=True)
+    label = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    root = cache_root() / "datasets"
+    final = root / label
+    if (final / "meta.json").is_file():
+        return final
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=root).close()
+    except OSError as error:
+        raise BadRequest(
+            f"cannot write the data cache {root} ({error.strerror}): set FEDAPP_CACHE to a folder that can be written"
+        ) from error
+    with FileLock(root / f".{label}.lock"):
+        if (final / "meta.json").is_file():
+            return final
+        # Only the holder of the lock makes such folders: those that exist were left by a process that died.
+        for stale in root.glob(f".{label}.tmp-*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{label}.tmp-", dir=root))
+        try:
+            meta = build(Store(folder))
+            (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+            if final.exists():
+                shutil.rmtree(final)
+            folder.replace(final)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return final
+
+
+def open_array(path: Path) -> np.ndarray:
+    """Map one ``.npy`` file read-only.
+
+    Returns
+    -------
+    numpy.ndarray
+        A read-only ``numpy.memmap`` (a plain read-only array if it has no elements).
+
+    Raises
+    ------
+    BadRequest
+        If the file is damaged.
+    """
+    try:
+        array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise BadRequest(
+            f"damaged cache file {path} ({error}): delete the folder {path.parent} and try again"
+        ) from error
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,737 @@
+"""Image data sets as uint8 arrays that all processes of a machine share.
+
+===================  ======================================================================================
+name                 where it comes from
+===================  ======================================================================================
+``digits``           embedded: 1,797 real handwritten digits (8x8, grey levels 0..16) that ship with
+                     scikit-learn. They have no test set: use split ``holdout``.
+``mnist``            ``mnist.npz`` in the data folder, else torchvision. Likewise ``fashion_mnist``,
+                     ``emnist_letters`` (26 classes, labels 0..25, images upright), ``cifar10``, ``cifar100``.
+``tiny_imagenet``    ``tiny_imagenet.npz``, else the published ``tiny-imagenet-200.zip`` in the data folder. The
+                     labelled validation images are the test set; the unlabelled test images are not used.
+``cinic10``          ``cinic10.npz``, else the published ``CINIC-10.tar.gz``: its train and its test part; the
+                     validation part is not used.
+``npz``              your own arrays: the data folder is an ``.npz`` file, or a folder with exactly one of them.
+``folder``           your own pictures: ``train/<class>/*`` and, if there is a test set, ``test/<class>/*``; or
+                     ``<class>/*`` alone.
+===================  ======================================================================================
+
+``NAME.npz`` holds ``x_train``, ``y_train`` and, if there is a test set, ``x_test``, ``y_test``: images uint8 (N, H, H) or
+(N, H, H, C), labels integers 0..C-1 (N,); optionally ``class_names``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.metadata
+import io
+import json
+import socket
+import sys
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from fedapp.data.cache import Store, build_once, cache_root, file_identity, open_array
+from fedapp.errors import BadRequest
+
+UInt8 = npt.NDArray[np.uint8]
+Int64 = npt.NDArray[np.int64]
+Item = TypeVar("Item")
+
+CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+FASHION_CLASSES = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What is known of a published data set: number of classes, their names if short, mean and std of x / scale."""
+
+    num_classes: int
+    classes: tuple[str, ...] | None
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    scale: float = 255.0
+
+
+_TEN = tuple(str(i) for i in range(10))
+# Mean and standard deviation over all pixels of the official training images, per channel. MNIST, Fashion-MNIST and
+# CIFAR-10 were recomputed from the images; CINIC-10: the values that its authors publish; the others: the customary
+# values of the PyTorch community. Digits: over all 1,797 images.
+_FACTS: dict[str, _Facts] = {
+    "digits": _Facts(10, _TEN, (0.305,), (0.376,), 16.0),
+    "mnist": _Facts(10, _TEN, (0.1307,), (0.3081,)),
+    "fashion_mnist": _Facts(10, FASHION_CLASSES, (0.2860,), (0.3530,)),
+    "emnist_letters": _Facts(26, tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), (0.1722,), (0.3309,)),
+    "cifar10": _Facts(10, CIFAR10_CLASSES, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": _Facts(100, None, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "tiny_imagenet": _Facts(200, None, (0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)),
+    "cinic10": _Facts(10, CIFAR10_CLASSES, (0.4789, 0.4723, 0.4305), (0.2421, 0.2383, 0.2587)),
+}
+_TORCHVISION = {
+    "mnist": ("MNIST", {}),
+    "fashion_mnist": ("FashionMNIST", {}),
+    "emnist_letters": ("EMNIST", {"split": "letters"}),
+    "cifar10": ("CIFAR10", {}),
+    "cifar100": ("CIFAR100", {}),
+}
+_ARCHIVES = {
+    "tiny_imagenet": ("tiny-imagenet-200.zip", "http://cs231n.stanford.edu/tiny-imagenet-200.zip"),
+    "cinic10": ("CINIC-10.tar.gz", "https://datashare.ed.ac.uk/handle/10283/3192"),
+}
+DATASET_NAMES: tuple[str, ...] = (*_FACTS, "npz", "folder")
+"""Every name that :func:`load` knows."""
+
+PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"})
+STANDARD_SIZES = (28, 32, 64)
+
+
+@dataclass(frozen=True, eq=False)
+class Dataset:
+    """One image data set; all arrays are read-only and memory-mapped.
+
+    Attributes
+    ----------
+    name : str
+    x_train, x_test : numpy.ndarray
+        uint8 (N, H, H, C); the test array may have no rows.
+    y_train, y_test : numpy.ndarray
+        int64 (N,), values 0 .. num_classes - 1.
+    classes : tuple of str
+        Name of each class.
+    scale : float
+        Largest grey level: 16 for digits, else 255.
+    mean, std : tuple of float
+        Per channel, of x / scale.
+    """
+
+    name: str
+    x_train: UInt8
+    y_train: Int64
+    x_test: UInt8
+    y_test: Int64
+    classes: tuple[str, ...]
+    scale: float
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes."""
+        return len(self.classes)
+
+    @property
+    def channels(self) -> int:
+        """Number of channels: 1 for grey images."""
+        return int(self.x_train.shape[3])
+
+    @property
+    def size(self) -> int:
+        """Height and width in pixels."""
+        return int(self.x_train.shape[1])
+
+    @property
+    def num_train(self) -> int:
+        """Number of official training images."""
+        return len(self.x_train)
+
+    @property
+    def num_test(self) -> int:
+        """Number of official test images; 0 if there are none."""
+        return len(self.x_test)
+
+    @cached_property
+    def pool_labels(self) -> Int64:
+        """Labels of the virtual pool, int64 (num_train + num_test,): training rows, then test rows."""
+        labels = np.concatenate([self.y_train, self.y_test])
+        labels.flags.writeable = False
+        return labels
+
+    def take(self, indices: npt.ArrayLike) -> tuple[UInt8, Int64]:
+        """Copy rows of the virtual pool (training rows, then test rows).
+
+        Parameters
+        ----------
+        indices
+            Integers (n,) in [0, num_train + num_test); an index >= num_train is a test row.
+
+        Returns
+        -------
+        x : numpy.ndarray
+            uint8 (n, H, H, C), in the order of the indices.
+        y : numpy.ndarray
+            int64 (n,).
+
+        Raises
+        ------
+        IndexError
+            If an index lies outside the pool.
+        """
+        rows = np.asarray(indices, dtype=np.int64).reshape(-1)
+        if rows.size and not (0 <= rows.min() and rows.max() < self.num_train + self.num_test):
+            raise IndexError(f"pool indices must lie in 0 .. {self.num_train + self.num_test - 1}")
+        from_test = rows >= self.num_train
+        if not from_test.any():
+            x = np.asarray(self.x_train)[rows]
+        elif from_test.all():
+            x = np.asarray(self.x_test)[rows - self.num_train]
+        else:
+            x = np.empty((len(rows), *self.x_train.shape[1:]), np.uint8)
+            x[~from_test] = self.x_train[rows[~from_test]]
+            x[from_test] = self.x_test[rows[from_test] - self.num_train]
+        return x, self.pool_labels[rows]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a data set comes from: the identity of its files, and the reader that fills a store."""
+
+    key: Mapping[str, Any]
+    build: Callable[[Store], Mapping[str, Any]]
+
+
+def load(name: str, data_dir: str | Path | None = None) -> Dataset:
+    """Return a data set, decoding or downloading it the first time.
+
+    Parameters
+    ----------
+    name
+        One of :data:`DATASET_NAMES`.
+    data_dir
+        The user's data folder. ``NAME.npz`` in it wins over every other source; downloads go into it (into the cache
+        folder if None). For ``npz`` the file itself or a folder with exactly one ``.npz``; for ``folder`` the folder of
+        the pictures.
+
+    Returns
+    -------
+    Dataset
+
+    Raises
+    ------
+    BadRequest
+        Unknown name; data absent and not to be downloaded; wrong arrays, labels or pictures; cache not writable.
+
+    Notes
+    -----
+    Pictures of a ``folder`` are turned as their EXIF tag says, cropped to the central square and resized to one size: their
+    own if all are the same square of at most 64 pixels, else the largest of 28, 32 and 64 that is not above the median of
+    the shorter sides (28 if all are smaller). Grey stays grey if every picture is grey; transparency is ignored. Mean and
+    standard deviation of ``npz`` and ``folder`` are computed from the training images.
+    """
+    if name not in DATASET_NAMES:
+        near = difflib.get_close_matches(name, DATASET_NAMES, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise BadRequest(f"unknown data set {name!r}: {hint}known are {', '.join(DATASET_NAMES)}")
+    root = Path(data_dir).expanduser() if data_dir is not None and str(data_dir) else None
+    source = _find(name, root)
+    return _open(name, build_once(name, source.key, source.build))
+
+
+@lru_cache(maxsize=8)
+def _open(name: str, folder: Path) -> Dataset:
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BadRequest(f"damaged cache folder {folder}: delete it and try again") from error
+    arrays = {key: open_array(folder / f"{key}.npy") for key in ("x_train", "y_train", "x_test", "y_test")}
+    return Dataset(
+        name=name,
+        classes=tuple(meta["classes"]),
+        scale=float(meta["scale"]),
+        mean=tuple(meta["mean"]),
+        std=tuple(meta["std"]),
+        **arrays,
+    )
+
+
+def _find(name: str, root: Path | None) -> _Source:
+    if name == "npz":
+        return _npz_source(name, _own_npz(root))
+    if name == "folder":
+        return _folder_source(root)
+    if root is not None and (root / f"{name}.npz").is_file():
+        return _npz_source(name, root / f"{name}.npz")
+    if name == "digits":
+        return _Source({"scikit-learn": importlib.metadata.version("scikit-learn")}, _build_digits)
+    if name in _ARCHIVES:
+        return _archive_source(name, root)
+    return _Source({"source": "torchvision"}, lambda store: _build_torchvision(name, root, store))
+
+
+def _finish(
+    store: Store,
+    name: str,
+    x_train: UInt8,
+    y_train: Int64,
+    x_test: UInt8,
+    y_test: Int64,
+    classes: Sequence[str] | None,
+) -> dict[str, Any]:
+    """Write the arrays that are not in the store yet and return the data set's ``meta.json``."""
+    for key, array in (("x_train", x_train), ("y_train", y_train), ("x_test", x_test), ("y_test", y_test)):
+        if isinstance(array, np.memmap):
+            array.flush()
+        elif not (store.folder / f"{key}.npy").exists():
+            store.put(key, array)
+    facts = _FACTS.get(name)
+    scale = facts.scale if facts else 255.0
+    if facts and len(facts.mean) == x_train.shape[3]:
+        mean, std = facts.mean, facts.std
+    else:
+        mean, std = _moments(x_train, scale)
+    if classes is None and facts is not None:
+        classes = facts.classes or [str(i) for i in range(facts.num_classes)]
+    if classes is None:
+        classes = [str(i) for i in range(int(y_train.max()) + 1)]
+    return {"classes": list(classes), "scale": scale, "mean": list(mean), "std": list(std)}
+
+
+def _moments(images: UInt8, scale: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation (ddof 0) of images / scale per channel, exact: from counts of the 256 grey levels."""
+    levels = np.arange(256) / scale
+    means, stds = [], []
+    for channel in range(images.shape[3]):
+        counts = np.zeros(256, np.int64)
+        for start in range(0, len(images), 4096):
+            counts += np.bincount(images[start : start + 4096, ..., channel].ravel(), minlength=256)
+        mean = float(counts @ levels / counts.sum())
+        std = float(np.sqrt(counts @ (levels - mean) ** 2 / counts.sum()))
+        means.append(mean)
+        stds.append(std if std > 0 else 1.0)  # a constant channel carries nothing; dividing by 1 keeps it finite
+    return tuple(means), tuple(stds)
+
+
+def _build_digits(store: Store) -> dict[str, Any]:
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    x = images.reshape(-1, 8, 8, 1).astype(np.uint8)
+    return _finish(store, "digits", x, labels.astype(np.int64), x[:0], np.zeros(0, np.int64), None)
+
+
+# --- arrays in a .npz file -----------------------------------------------------------------------------------------------
+
+
+def _own_npz(root: Path | None) -> Path:
+    if root is None:
+        raise BadRequest("data set 'npz' needs data-dir: an .npz file, or a folder with exactly one .npz file")
+    if root.is_file():
+        return root
+    if not root.is_dir():
+        raise BadRequest(f"data-dir {root} does not exist: give an .npz file, or a folder with exactly one .npz file")
+    files = sorted(root.glob("*.npz"))
+    if len(files) != 1:
+        found = ", ".join(path.name for path in files[:5]) or "none"
+        raise BadRequest(f"data-dir {root} must hold exactly one .npz file (found: {found}): name the file itself")
+    return files[0]
+
+
+def _npz_source(name: str, path: Path) -> _Source:
+    return _Source({"npz": file_identity(path)}, lambda store: _build_npz(name, path, store))
+
+
+def _build_npz(name: str, path: Path, store: Store) -> dict[str, Any]:
+    arrays = _read_npz(path)
+    for key in ("x_train", "y_train"):
+        if key not in arrays:
+            raise BadRequest(
+                f"{path}: no array {key!r} (found: {', '.join(sorted(arrays)) or 'none'}); wanted are x_train, y_train "
+                "and, if there is a test set, x_test, y_test"
+            )
+    if ("x_test" in arrays) != ("y_test" in arrays):
+        raise BadRequest(f"{path}: x_test and y_test must both be there, or neither")
+    x_train, y_train = _images(path, "x_train", arrays), _labels(path, "y_train", arrays)
+    if not len(x_train):
+        raise BadRequest(f"{path}: x_train has no images")
+    if "x_test" in arrays:
+        x_test, y_test = _images(path, "x_test", arrays), _labels(path, "y_test", arrays)
+    else:
+        x_test, y_test = x_train[:0], np.zeros(0, np.int64)
+    for split, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
+        if len(x) != len(y):
+            raise BadRequest(f"{path}: x_{split} has {len(x)} images but y_{split} has {len(y)} labels")
+    if len(x_test) and x_test.shape[1:] != x_train.shape[1:]:
+        raise BadRequest(f"{path}: test images are {x_test.shape[1:]}, training images {x_train.shape[1:]} (H, W, C)")
+    x_test = x_test.reshape(len(x_test), *x_train.shape[1:])
+
+    facts = _FACTS.get(name)
+    names = [str(item) for item in arrays["class_names"].reshape(-1)] if "class_names" in arrays else None
+    labels = np.concatenate([y_train, y_test])
+    if facts is not None:
+        count = facts.num_classes
+        if names is not None and len(names) != count:
+            raise BadRequest(f"{path}: {len(names)} class_names, but {name} has {count} classes")
+    elif names is not None:
+        count = len(names)
+    else:
+        count = int(labels.max()) + 1
+    if labels.min() < 0 or labels.max() >= count:
+        raise BadRequest(
+            f"{path}: label {int(labels.min() if labels.min() < 0 else labels.max())} is out of range: "
+            f"labels must be 0 .. {count - 1}"
+        )
+    if facts is None and names is None:
+        missing = np.flatnonzero(np.bincount(labels, minlength=count) == 0)
+        if missing.size:
+            raise BadRequest(
+                f"{path}: no image has label {missing[0]} although the largest label is {count - 1}: number the classes "
+                "0 .. C-1 without gaps, or add class_names with one name per class"
+            )
+    if facts is not None and int(x_train.max(initial=0)) > facts.scale:
+        raise BadRequest(f"{path}: {name} has grey levels 0 .. {facts.scale:g}, found {int(x_train.max())}")
+    return _finish(store, name, x_train, y_train, x_test, y_test, names)
+
+
+def _read_npz(path: Path) -> dict[str, np.ndarray]:
+    wanted = ("x_train", "y_train", "x_test", "y_test", "class_names")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise BadRequest(f"{path} is one array, not an .npz file: write it with numpy.savez")
+            # Names without an array still stand in the message about missing ones.
+            return {key: archive[key] if key in wanted else np.empty(0) for key in archive.files}
+    except BadRequest:
+        raise
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise BadRequest(
+            f"cannot read {path} ({error}): write it anew with numpy.savez, without object arrays"
+        ) from error
+
+
+def _images(path: Path, key: str, arrays: Mapping[str, np.ndarray]) -> UInt8:
+    x = arrays[key]
+    if x.dtype != np.uint8:
+        raise BadRequest(f"{path}: {key} is {x.dtype}, wanted uint8 grey levels 0 .. 255")
+    if x.ndim == 3:
+        x = x[..., None]
+    if x.ndim != 4 or x.shape[1] != x.shape[2]:
+        raise BadRequest(
+            f"{path}: {key} has shape {arrays[key].shape}, wanted (N, H, H) or (N, H, H, C), square images"
+        )
+    if x.shape[3] not in (1, 3):
+        raise BadRequest(f"{path}: {key} has {x.shape[3]} channels in its last axis, wanted 1 (grey) or 3 (colour)")
+    return x
+
+
+def _labels(path: Path, key: str, arrays: Mapping[str, np.ndarray]) -> Int64:
+    y = arrays[key]
+    if y.dtype.kind not in "iu":
+        raise BadRequest(f"{path}: {key} is {y.dtype}, wanted integer labels 0 .. C-1")
+    if y.ndim != 1:
+        raise BadRequest(f"{path}: {key} has shape {y.shape}, wanted one label per image, shape (N,)")
+    return y.astype(np.int64)
+
+
+# --- torchvision ---------------------------------------------------------------------------------------------------------
+
+
+def _build_torchvision(name: str, root: Path | None, store: Store) -> dict[str, Any]:
+    import torchvision.datasets as published
+
+    class_name, options = _TORCHVISION[name]
+    target = root if root is not None else cache_root() / "downloads"
+    reader = getattr(published, class_name)
+    parts = {}
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with _network_timeout(30.0):
+            for split in ("train", "test"):
+                parts[split] = reader(str(target), train=split == "train", download=True, **options)
+    except (OSError, RuntimeError) as error:  # no network, no right to write, a damaged download
+        place = f"in {root}" if root is not None else "in a folder and name it with data-dir"
+        raise BadRequest(
+            f"data set {name!r} is not here and could not be downloaded ({error}): either put {name}.npz {place}, with "
+            "the arrays x_train, y_train, x_test, y_test (images uint8 N x H x W [x C], labels 0 .. C-1), or connect to "
+            f"the network so that torchvision downloads it into {target}"
+        ) from error
+    arrays: dict[str, np.ndarray] = {}
+    for split, part in parts.items():
+        x, y = np.asarray(part.data), np.asarray(part.targets, dtype=np.int64)
+        if name == "emnist_letters":
+            x, y = upright_letters(x, y)
+        arrays[f"x_{split}"] = x if x.ndim == 4 else x[..., None]
+        arrays[f"y_{split}"] = y
+    classes = list(parts["train"].classes) if name == "cifar100" else None
+    return _finish(store, name, classes=classes, **arrays)
+
+
+def upright_letters(x: UInt8, y: Int64) -> tuple[UInt8, Int64]:
+    """Turn EMNIST Letters as published into upright images and labels 0..25.
+
+    Parameters
+    ----------
+    x
+        uint8 (N, 28, 28), rows and columns exchanged as in NIST's files.
+    y
+        int64 (N,), 1 for A .. 26 for Z.
+
+    Returns
+    -------
+    tuple of numpy.ndarray
+        The images with rows and columns exchanged back, and the labels minus 1.
+    """
+    return np.ascontiguousarray(x.transpose(0, 2, 1)), y - 1
+
+
+@contextlib.contextmanager
+def _network_timeout(seconds: float) -> Iterator[None]:
+    # torchvision opens its connections without a time limit; behind a firewall that drops packets it would hang for ever.
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+# --- published archives --------------------------------------------------------------------------------------------------
+
+
+def _archive_source(name: str, root: Path | None) -> _Source:
+    file_name, address = _ARCHIVES[name]
+    path = (root or cache_root() / "downloads") / file_name
+    if not path.is_file():
+        where = f"{root}" if root is not None else "a folder that you name with data-dir"
+        raise BadRequest(
+            f"data set {name!r} is not here: put {name}.npz (arrays x_train, y_train, x_test, y_test; images uint8, labels "
+            f"0 .. C-1) into {where}, or download the published {file_name} ({address}) into it; it is decoded once"
+        )
+    reader = _build_tiny_imagenet if name == "tiny_imagenet" else _build_cinic10
+
+    def build(store: Store) -> dict[str, Any]:
+        try:
+            return reader(path, store)
+        except (OSError, EOFError, KeyError, zipfile.BadZipFile, tarfile.TarError, zlib.error) as error:
+            raise BadRequest(f"cannot read {path} ({error}): download it again from {address}") from error
+
+    return _Source({"archive": file_identity(path)}, build)
+
+
+def _build_tiny_imagenet(path: Path, store: Store) -> dict[str, Any]:
+    top = "tiny-imagenet-200/"
+    with zipfile.ZipFile(path) as archive:
+        ids = archive.read(top + "wnids.txt").decode().split()
+        words: dict[str, str] = {}
+        for line in archive.read(top + "words.txt").decode().splitlines():
+            identifier, _, text = line.partition("\t")
+            words[identifier] = text.split(",")[0].strip()
+        ids.sort()
+        label_of = {identifier: label for label, identifier in enumerate(ids)}
+        train = sorted(
+            member
+            for member in archive.namelist()
+            if member.startswith(top + "train/") and member.upper().endswith(".JPEG")
+        )
+        annotations = archive.read(top + "val/val_annotations.txt").decode().splitlines()
+        test = sorted((f"{top}val/images/{row.split()[0]}", row.split()[1]) for row in annotations if row.strip())
+        pairs = {
+            "train": [(member, label_of[member.split("/")[2]]) for member in train],
+            "test": [(member, label_of[identifier]) for member, identifier in test],
+        }
+        if not pairs["train"]:
+            raise KeyError(f"no training images below {top}train/")
+        arrays: dict[str, np.ndarray] = {}
+        for split, rows in pairs.items():
+            x = store.create(f"x_{split}", (len(rows), 64, 64, 3), np.uint8)
+            for row, (member, _) in enumerate(_progress(rows, f"tiny_imagenet {split}")):
+                with archive.open(member) as stream:
+                    x[row] = _decode(stream, 64, member)
+            arrays[f"x_{split}"] = x
+            arrays[f"y_{split}"] = np.array([label for _, label in rows], np.int64)
+    names = [words.get(identifier, identifier) for identifier in ids]
+    classes = [text if names.count(text) == 1 else f"{text} ({ids[i]})" for i, text in enumerate(names)]
+    return _finish(store, "tiny_imagenet", classes=classes, **arrays)
+
+
+def _build_cinic10(path: Path, store: Store) -> dict[str, Any]:
+    # A gzip stream can only be read from its start. The first pass finds the names, so that the second one can write
+    # every image to its row (sorted by name) without holding the data set in memory.
+    with tarfile.open(path, "r|gz") as archive:
+        members = [place for entry in archive if entry.isfile() and (place := _cinic10_place(entry.name)) is not None]
+    rows: dict[str, tuple[np.ndarray, int]] = {}
+    arrays: dict[str, np.ndarray] = {}
+    for split in ("train", "test"):
+        found = sorted(place for place in members if place[0] == split)
+        if not found:
+            raise KeyError(f"no images below {split}/")
+        x = store.create(f"x_{split}", (len(found), 32, 32, 3), np.uint8)
+        arrays[f"x_{split}"] = x
+        arrays[f"y_{split}"] = np.array([CIFAR10_CLASSES.index(label) for _, label, _ in found], np.int64)
+        rows.update({"/".join(place): (x, row) for row, place in enumerate(found)})
+    with tarfile.open(path, "r|gz") as archive:
+        for entry in _progress(archive, "cinic10", total=None):
+            place = _cinic10_place(entry.name) if entry.isfile() else None
+            stream = archive.extractfile(entry) if place is not None else None
+            if place is not None and stream is not None:
+                x, row = rows["/".join(place)]
+                x[row] = _decode(io.BytesIO(stream.read()), 32, entry.name)
+    return _finish(store, "cinic10", classes=None, **arrays)
+
+
+def _cinic10_place(member: str) -> tuple[str, str, str] | None:
+    """Return (split, class, file) of a picture that is used; None for all other members."""
+    parts = Path(member).parts[-3:]
+    if len(parts) != 3 or parts[0] not in ("train", "test") or not parts[2].lower().endswith(".png"):
+        return None
+    if parts[1] not in CIFAR10_CLASSES or parts[2].startswith("."):
+        return None
+    return parts[0], parts[1], parts[2]
+
+
+def _decode(stream: Any, size: int, what: str) -> UInt8:
+    """Decode one colour picture of a known size to uint8 (size, size, 3)."""
+    from PIL import Image, UnidentifiedImageError
+
+    try:
+        with Image.open(stream) as picture:
+            pixels = np.asarray(picture.convert("RGB"))
+    except (UnidentifiedImageError, SyntaxError) as error:
+        raise OSError(f"{what} is no picture") from error
+    if pixels.shape != (size, size, 3):
+        raise OSError(f"{what} is {pixels.shape[1]} x {pixels.shape[0]} pixels, expected {size} x {size}")
+    return pixels
+
+
+def _progress(items: Iterable[Item], text: str, total: int | None = 0) -> Iterable[Item]:
+    if not sys.stderr.isatty():
+        return items
+    from rich.console import Console
+    from rich.progress import track
+
+    length = len(items) if total == 0 and isinstance(items, Sequence) else total
+    return track(items, f"decoding {text}", total=length, console=Console(stderr=True))
+
+
+# --- a folder of pictures ------------------------------------------------------------------------------------------------
+
+
+def _folder_source(root: Path | None) -> _Source:
+    if root is None or not root.is_dir():
+        given = f"{root} is no folder" if root is not None else "data-dir is not given"
+        raise BadRequest(
+            f"data set 'folder' needs data-dir ({given}): a folder with train/<class>/* and, if there is a test set, "
+            "test/<class>/*; or with <class>/* alone"
+        )
+    if (root / "train").is_dir():
+        others = [p.name for p in sorted(root.iterdir()) if p.is_dir() and p.name not in ("train", "test")]
+        others = [other for other in others if not other.startswith(".")]
+        if others:
+            raise BadRequest(
+                f"{root}: beside train and test there is {others[0]!r}, which would not be used: move it away"
+            )
+        train = _pictures(root / "train")
+        test = _pictures(root / "test") if (root / "test").is_dir() else {}
+    else:
+        train, test = _pictures(root), {}
+    foreign = sorted(set(test) - set(train))
+    if foreign:
+        raise BadRequest(f"{root / 'test'}: class {foreign[0]!r} has no folder in {root / 'train'}")
+    files = [path for group in (train, test) for paths in group.values() for path in paths]
+    return _Source(
+        {"folder": str(root.resolve()), "files": [file_identity(path) for path in files]},
+        lambda store: _build_folder(train, test, store),
+    )
+
+
+def _pictures(root: Path) -> dict[str, list[Path]]:
+    """Return class name -> its pictures, both sorted by name."""
+    groups: dict[str, list[Path]] = {}
+    for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")):
+        files = [
+            path
+            for path in sorted(folder.iterdir())
+            if not path.name.startswith(".") and path.name not in ("Thumbs.db", "desktop.ini")
+        ]
+        for path in files:
+            if path.suffix.lower() not in PICTURE_SUFFIXES or not path.is_file():
+                raise BadRequest(
+                    f"{path} is no picture that can be read ({', '.join(sorted(PICTURE_SUFFIXES))}): move it away"
+                )
+        if not files:
+            raise BadRequest(f"{folder} holds no pictures: fill it or remove it")
+        groups[folder.name] = files
+    if not groups:
+        raise BadRequest(f"{root} holds no class folders: wanted are folders <class>/ with pictures")
+    return groups
+
+
+def _build_folder(train: Mapping[str, list[Path]], test: Mapping[str, list[Path]], store: Store) -> dict[str, Any]:
+    from PIL import Image, ImageOps
+
+    classes = list(train)
+    lists = {
+        split: [(path, classes.index(label)) for label, paths in group.items() for path in paths]
+        for split, group in (("train", train), ("test", test))
+    }
+    shapes, grey = [], True
+    for path, _ in (*lists["train"], *lists["test"]):
+        with _readable(path) as stream, Image.open(stream) as picture:
+            if picture.mode.startswith(("I", "F")):
+                raise BadRequest(f"{path} has more than 8 bits per channel ({picture.mode}): convert it to 8 bits")
+            grey = grey and picture.mode in ("1", "L", "LA")
+            shapes.append(picture.size)
+    size = picture_size(shapes)
+    mode, channels = ("L", 1) if grey else ("RGB", 3)
+    arrays: dict[str, np.ndarray] = {}
+    for split, rows in lists.items():
+        x = store.create(f"x_{split}", (len(rows), size, size, channels), np.uint8)
+        for row, (path, _) in enumerate(_progress(rows, f"folder {split}")):
+            with _readable(path) as stream, Image.open(stream) as picture:
+                upright = ImageOps.exif_transpose(picture).convert(mode)
+                if upright.size != (size, size):
+                    upright = ImageOps.fit(upright, (size, size), Image.Resampling.BILINEAR)
+                x[row] = np.asarray(upright).reshape(size, size, channels)
+        arrays[f"x_{split}"] = x
+        arrays[f"y_{split}"] = np.array([label for _, label in rows], np.int64)
+    return _finish(store, "folder", classes=classes, **arrays)
+
+
+def picture_size(shapes: Sequence[tuple[int, int]]) -> int:
+    """Return the side in pixels to which all pictures of a folder are brought.
+
+    Parameters
+    ----------
+    shapes
+        (width, height) of every picture.
+
+    Returns
+    -------
+    int
+        The common side if all are the same square of at most 64 pixels; else the largest of 28, 32 and 64 that is not
+        above the median of the shorter sides, at least 28.
+    """
+    if len(set(shapes)) == 1 and shapes[0][0] == shapes[0][1] <= STANDARD_SIZES[-1]:
+        return shapes[0][0]
+    median = float(np.median([min(shape) for shape in shapes]))
+    return max([size for size in STANDARD_SIZES if size <= median], default=STANDARD_SIZES[0])
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[BinaryIO]:
+    from PIL import UnidentifiedImageError
+
+    try:
+        with path.open("rb") as stream:
+            yield stream
+    except (OSError, SyntaxError, UnidentifiedImageError) as error:
+        raise BadRequest(f"cannot read the picture {path} ({error}): repair it or move it away") from error
