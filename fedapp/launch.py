@@ -630,8 +630,11 @@ class RunHandle:
             When it is returned no process of the run is left.
         """
         progress = _Events(out / PROGRESS_FILE, self._submitted)
-        with _control(self._session.port) as status_of:
-            status, details = self._watch(progress, out, on_event, poll, start_timeout, end_timeout, status_of)
+        with _Control(self._session.port, self.run_id) as control:
+            copier = threading.Thread(target=control.copy_log, args=(self._session.log_path,), daemon=True)
+            copier.start()
+            status, details = self._watch(progress, out, on_event, poll, start_timeout, end_timeout, control)
+            copier.join(timeout=2.0)
         # Ray's helpers may outlive the run by minutes; the next run must have the machine to itself.
         self._session._stop_processes(keep=_SERVICES, grace=2.0)
         self._session._active = None
@@ -650,7 +653,7 @@ class RunHandle:
         poll: float,
         start_timeout: float,
         end_timeout: float,
-        status_of: Callable[[int], tuple[str, str]],
+        control: _Control,
     ) -> tuple[str, str]:
         """Wait until Flower calls the run finished, or until nobody is left who could."""
         began = time.monotonic()
@@ -679,7 +682,7 @@ class RunHandle:
             # Asking costs the SuperLink little, but not nothing: often only near the end.
             if now - asked > (0.1 if gone is not None or written is not None else 2.0):
                 asked = now
-                status, details = status_of(self.run_id)
+                status, details = control.status()
                 if status.startswith("finished"):
                     return status, details
             if gone is not None and now - gone > 3:
@@ -722,7 +725,10 @@ class _Events:
         for line in lines[: lines.rfind(b"\n") + 1].splitlines(keepends=True):
             self._position += len(line)
             if line.strip():
-                event = json.loads(line)
+                try:
+                    event = json.loads(line)
+                except ValueError as error:
+                    raise LaunchError(f"{self._path} holds a line that is no JSON object: {line!r}") from error
                 on_event(event)
 
 
@@ -743,35 +749,50 @@ _DIE_WITH_PARENT: tuple[str, ...] = (
 )
 
 
-@contextlib.contextmanager
-def _control(port: int) -> Iterator[Callable[[int], tuple[str, str]]]:
-    """Open Flower's control interface; yield a function from run id to status and details.
+class _Control:
+    """Flower's control interface for one run.
 
     It lives in this process because each call of the command line costs a second of a core that the clients could use.
     """
-    from flwr.proto.control_pb2 import ListRunsRequest
-    from flwr.supercore.control import ControlHttpClient
-    from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
-    with _no_proxy():
-        client = ControlHttpClient.from_server_address(
-            server_address=f"127.0.0.1:{port}",
-            insecure=True,
-            root_certificates=None,
-            interceptors=[RuntimeVersionHttpInterceptor(component_name="fedapp")],
-        )
+    def __init__(self, port: int, run_id: int) -> None:
+        from flwr.supercore.control import ControlHttpClient
+        from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
 
-    def status_of(run_id: int) -> tuple[str, str]:
+        self._run_id = run_id
+        with _no_proxy():
+            self._client = ControlHttpClient.from_server_address(
+                server_address=f"127.0.0.1:{port}",
+                insecure=True,
+                root_certificates=None,
+                interceptors=[RuntimeVersionHttpInterceptor(component_name="fedapp")],
+            )
+
+    def __enter__(self) -> _Control:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def status(self) -> tuple[str, str]:
+        """Return status and details in Flower's words, ``unknown`` when the SuperLink gives no answer."""
+        from flwr.proto.control_pb2 import ListRunsRequest
+
         try:
-            run = client.ListRuns(ListRunsRequest(run_id=run_id)).run_dict[run_id]
-        except (OSError, RuntimeError, ValueError) as error:
+            run = self._client.ListRuns(ListRunsRequest(run_id=self._run_id)).run_dict[self._run_id]
+        except Exception as error:
             return "unknown", str(error)
         return ":".join(filter(None, (run.status.status, run.status.sub_status))), run.status.details
 
-    try:
-        yield status_of
-    finally:
-        client.close()
+    def copy_log(self, path: Path) -> None:
+        """Append what the simulation prints to a file, until the run ends; it prints to the SuperLink only."""
+        from flwr.proto.control_pb2 import StreamLogsRequest
+
+        # A connection that breaks when the SuperLink is stopped ends the copying; the run's status is found elsewhere.
+        with contextlib.suppress(Exception), path.open("a", encoding="utf-8") as file:
+            for reply in self._client.StreamLogs(StreamLogsRequest(run_id=self._run_id, after_timestamp=0.0)):
+                file.write(reply.log_output)
+                file.flush()
 
 
 @contextlib.contextmanager
@@ -862,5 +883,6 @@ def _tail(path: Path, start: int, lines: int = 60) -> str:
             text = file.read().decode("utf-8", errors="replace")
     except OSError:
         return ""
-    kept = [line for line in text.splitlines() if '"POST /' not in line and '"GET /' not in line]
+    noise = ('"POST /', '"GET /', "ControlServicer.ListRuns")
+    kept = [line for line in text.splitlines() if not any(word in line for word in noise)]
     return "\n".join(kept[-lines:])
