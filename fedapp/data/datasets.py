@@ -16,8 +16,8 @@ name                 where it comes from
                      ``<class>/*`` alone.
 ===================  ======================================================================================
 
-``NAME.npz`` holds ``x_train``, ``y_train`` and, if there is a test set, ``x_test``, ``y_test``: images uint8 (N, H, H) or
-(N, H, H, C), labels integers 0..C-1 (N,); optionally ``class_names``.
+``NAME.npz`` holds ``x_train``, ``y_train`` and, if there is a test set, ``x_test``, ``y_test``: images uint8 (N, H, H)
+or (N, H, H, C), labels integers 0..C-1 (N,); optionally ``class_names``.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Dataset:
             If an index lies outside the pool.
         """
         rows = np.asarray(indices, dtype=np.int64).reshape(-1)
-        if rows.size and not (0 <= rows.min() and rows.max() < self.num_train + self.num_test):
+        if rows.size and (rows.min() < 0 or rows.max() >= self.num_train + self.num_test):
             raise IndexError(f"pool indices must lie in 0 .. {self.num_train + self.num_test - 1}")
         from_test = rows >= self.num_train
         if not from_test.any():
@@ -233,10 +233,10 @@ def load(name: str, data_dir: str | Path | None = None) -> Dataset:
 
     Notes
     -----
-    Pictures of a ``folder`` are turned as their EXIF tag says, cropped to the central square and resized to one size: their
-    own if all are the same square of at most 64 pixels, else the largest of 28, 32 and 64 that is not above the median of
-    the shorter sides (28 if all are smaller). Grey stays grey if every picture is grey; transparency is ignored. Mean and
-    standard deviation of ``npz`` and ``folder`` are computed from the training images.
+    Pictures of a ``folder`` are turned as their EXIF tag says, cropped to the central square and resized to one size:
+    their own if all are the same square of at most 64 pixels, else the largest of 28, 32 and 64 that is not above the
+    median of the shorter sides (28 if all are smaller). Grey stays grey if every picture is grey; transparency is
+    ignored. Mean and standard deviation of ``npz`` and ``folder`` are computed from the training images.
     """
     if name not in DATASET_NAMES:
         near = difflib.get_close_matches(name, DATASET_NAMES, n=1)
@@ -329,7 +329,7 @@ def _build_digits(store: Store) -> dict[str, Any]:
     return _finish(store, "digits", x, labels.astype(np.int64), x[:0], np.zeros(0, np.int64), None)
 
 
-# --- arrays in a .npz file -----------------------------------------------------------------------------------------------
+# --- arrays in a .npz file -----------------------------------------------------------------------------------------
 
 
 def _own_npz(root: Path | None) -> Path:
@@ -394,8 +394,8 @@ def _build_npz(name: str, path: Path, store: Store) -> dict[str, Any]:
         missing = np.flatnonzero(np.bincount(labels, minlength=count) == 0)
         if missing.size:
             raise BadRequest(
-                f"{path}: no image has label {missing[0]} although the largest label is {count - 1}: number the classes "
-                "0 .. C-1 without gaps, or add class_names with one name per class"
+                f"{path}: no image has label {missing[0]} although the largest label is {count - 1}: number the "
+                "classes 0 .. C-1 without gaps, or add class_names with one name per class"
             )
     if facts is not None and int(x_train.max(initial=0)) > facts.scale:
         raise BadRequest(f"{path}: {name} has grey levels 0 .. {facts.scale:g}, found {int(x_train.max())}")
@@ -442,7 +442,7 @@ def _labels(path: Path, key: str, arrays: Mapping[str, np.ndarray]) -> Int64:
     return y.astype(np.int64)
 
 
-# --- torchvision ---------------------------------------------------------------------------------------------------------
+# --- torchvision ---------------------------------------------------------------------------------------------------
 
 
 def _build_torchvision(name: str, root: Path | None, store: Store) -> dict[str, Any]:
@@ -461,8 +461,8 @@ def _build_torchvision(name: str, root: Path | None, store: Store) -> dict[str, 
         place = f"in {root}" if root is not None else "in a folder and name it with data-dir"
         raise BadRequest(
             f"data set {name!r} is not here and could not be downloaded ({error}): either put {name}.npz {place}, with "
-            "the arrays x_train, y_train, x_test, y_test (images uint8 N x H x W [x C], labels 0 .. C-1), or connect to "
-            f"the network so that torchvision downloads it into {target}"
+            "the arrays x_train, y_train, x_test, y_test (images uint8 N x H x W [x C], labels 0 .. C-1), or connect "
+            f"to the network so that torchvision downloads it into {target}"
         ) from error
     arrays: dict[str, np.ndarray] = {}
     for split, part in parts.items():
@@ -495,7 +495,7 @@ def upright_letters(x: UInt8, y: Int64) -> tuple[UInt8, Int64]:
 
 @contextlib.contextmanager
 def _network_timeout(seconds: float) -> Iterator[None]:
-    # torchvision opens its connections without a time limit; behind a firewall that drops packets it would hang for ever.
+    # torchvision opens its connections without a time limit; behind a firewall that drops packets it would hang.
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:
@@ -504,7 +504,7 @@ def _network_timeout(seconds: float) -> Iterator[None]:
         socket.setdefaulttimeout(before)
 
 
-# --- published archives --------------------------------------------------------------------------------------------------
+# --- published archives --------------------------------------------------------------------------------------------
 
 
 def _archive_source(name: str, root: Path | None) -> _Source:
@@ -513,8 +513,8 @@ def _archive_source(name: str, root: Path | None) -> _Source:
     if not path.is_file():
         where = f"{root}" if root is not None else "a folder that you name with data-dir"
         raise BadRequest(
-            f"data set {name!r} is not here: put {name}.npz (arrays x_train, y_train, x_test, y_test; images uint8, labels "
-            f"0 .. C-1) into {where}, or download the published {file_name} ({address}) into it; it is decoded once"
+            f"data set {name!r} is not here: put {name}.npz (arrays x_train, y_train, x_test, y_test; images uint8, "
+            f"labels 0 .. C-1) into {where}, or download the published {file_name} ({address}) into it; it is decoded once"
         )
     reader = _build_tiny_imagenet if name == "tiny_imagenet" else _build_cinic10
 
@@ -622,7 +622,7 @@ def _progress(items: Iterable[Item], text: str, total: int | None = 0) -> Iterab
     return track(items, f"decoding {text}", total=length, console=Console(stderr=True))
 
 
-# --- a folder of pictures ------------------------------------------------------------------------------------------------
+# --- a folder of pictures ------------------------------------------------------------------------------------------
 
 
 def _folder_source(root: Path | None) -> _Source:
