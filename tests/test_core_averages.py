@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedapp.core.averages import RunningMean, weighted_mean
+from fedapp.core.averages import BLOCK, RunningMean, weighted_mean
 
 
 def f32(*values: float) -> np.ndarray:
@@ -104,6 +104,20 @@ def test_order_scale_and_convexity(seed: int, clients: int) -> None:
     stacked = np.stack([model["w"] for model in models])
     assert np.all(mean >= stacked.min(axis=0) - 1e-12)
     assert np.all(mean <= stacked.max(axis=0) + 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+def test_added_together_or_one_by_one_is_the_same_bits(dtype: type) -> None:
+    rng = np.random.default_rng(8)
+    size = 2 * BLOCK + 77  # three blocks, the last one partial
+    replies = [({"w": rng.normal(size=size).astype(dtype)}, float(weight)) for weight in (3, 0, 20, 1, 7)]
+    one_by_one, together = RunningMean(), RunningMean()
+    for arrays, weight in replies:
+        one_by_one.add(arrays, weight)
+    together.add_many(replies[:2])
+    together.add_many(replies[2:])
+    assert together.replies == one_by_one.replies == 5
+    assert together.mean()["w"].tobytes() == one_by_one.mean()["w"].tobytes()
 
 
 def test_replies_are_neither_changed_nor_kept() -> None:

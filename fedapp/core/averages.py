@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,9 @@ import numpy.typing as npt
 import torch
 
 Array = npt.NDArray[Any]
+
+BLOCK = 1 << 20
+"""Entries of the mean that are worked on at a time (4 MiB of float32: within a last-level cache)."""
 
 __all__ = ["RunningMean", "weighted_mean"]
 
@@ -33,11 +36,31 @@ def _as_tensor(array: Array) -> torch.Tensor:
         return torch.from_numpy(array)
 
 
+def _copy(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+    """Copy arrays, widened to float32 at least, into one block of memory for each dtype.
+
+    NumPy asks the kernel for huge pages for a large block only; one block a model instead of one an array saves most of
+    the page faults, which cost more than the copy itself.
+    """
+    dtypes = {name: np.result_type(array.dtype, np.float32) for name, array in arrays.items()}
+    room = {name: -(-array.size // 16) * 16 for name, array in arrays.items()}  # every array starts on a cache line
+    copies: dict[str, torch.Tensor] = {}
+    for dtype in set(dtypes.values()):
+        names = [name for name in arrays if dtypes[name] == dtype]
+        block, start = np.empty(sum(room[name] for name in names), dtype=dtype), 0
+        for name in names:
+            view = block[start : start + arrays[name].size].reshape(arrays[name].shape)
+            np.copyto(view, arrays[name])
+            copies[name] = torch.from_numpy(view)
+            start += room[name]
+    return {name: copies[name] for name in arrays}
+
+
 class RunningMean:
     """Weighted mean of named arrays, updated in place as replies arrive.
 
-    Memory: one model (the mean) plus, while a reply in another precision is added, one of its arrays. Time: each reply
-    is read once and the mean read and written once.
+    Memory: one model (the mean) and one block of 4 MiB. Time: each reply is read once, and the mean is read and written
+    once a call of ``add`` or ``add_many``.
 
     Numbers: float16 and float32 arrays are accumulated in float32, float64 arrays in float64. The result depends on the
     order of the calls in the last bits, so callers add replies in a fixed order (sorted by client) where runs must be
@@ -68,7 +91,7 @@ class RunningMean:
 
     @property
     def replies(self) -> int:
-        """Number of calls of ``add``, those of weight zero included."""
+        """Number of models added so far, those of weight zero included."""
         return self._replies
 
     def add(self, arrays: Mapping[str, Array], weight: float) -> None:
@@ -90,33 +113,57 @@ class RunningMean:
             Names or shapes differ from the first reply's, the weight is negative or not finite, or ``mean`` was
             already called.
         """
+        self.add_many([(arrays, weight)])
+
+    def add_many(self, replies: Sequence[tuple[Mapping[str, Array], float]]) -> None:
+        """Add several models that are at hand, with the numbers that `add` one after the other gives.
+
+        The mean is passed through in blocks that stay in the cache while all the models are added to them, so the
+        memory traffic is little more than reading every model once, against three times that for single calls.
+
+        Parameters
+        ----------
+        replies : sequence of (mapping of str to ndarray, float)
+            Models and weights as in `add`, whose errors are raised before anything is changed.
+        """
         if self._read:
             raise ValueError("the mean was already handed out; start a new RunningMean for the next round")
-        if not math.isfinite(weight) or weight < 0:
-            raise ValueError(f"a weight must be finite and not negative, got {weight}")
-        shapes = {name: tuple(array.shape) for name, array in arrays.items()}
-        for name, array in arrays.items():
-            if not np.issubdtype(array.dtype, np.floating):
-                raise TypeError(f"array {name!r} has dtype {array.dtype}: only floating-point arrays can be averaged")
-        if self._shapes is None:
-            self._shapes = shapes
-        elif shapes != self._shapes:
-            raise ValueError(_difference(self._shapes, shapes))
-        self._replies += 1
-        if weight == 0:
+        shapes = self._shapes
+        for arrays, weight in replies:
+            if not math.isfinite(weight) or weight < 0:
+                raise ValueError(f"a weight must be finite and not negative, got {weight}")
+            for name, array in arrays.items():
+                if not np.issubdtype(array.dtype, np.floating):
+                    raise TypeError(
+                        f"array {name!r} has dtype {array.dtype}: only floating-point arrays can be averaged"
+                    )
+            got = {name: tuple(array.shape) for name, array in arrays.items()}
+            if shapes is None:
+                shapes = got
+            elif got != shapes:
+                raise ValueError(_difference(shapes, got))
+        self._shapes = shapes
+        self._replies += len(replies)
+        heavy = [(arrays, float(weight)) for arrays, weight in replies if weight > 0]
+        if heavy and self._total == 0.0:
+            arrays, self._total = heavy.pop(0)
+            self._mean = _copy(arrays)
+        models, shares = [], []
+        for arrays, weight in heavy:
+            self._total += weight
+            models.append(arrays)
+            shares.append(weight / self._total)
+        if not models:
             return
-        first = self._total == 0.0
-        self._total += weight
-        share = weight / self._total
-        for name, array in arrays.items():
-            if first:
-                kept = np.array(array, dtype=np.result_type(array.dtype, np.float32), order="C")
-                self._mean[name] = torch.from_numpy(kept)
-                continue
-            mean = self._mean[name]
-            dtype = np.float64 if mean.dtype == torch.float64 else np.float32
-            # lerp reads the reply once and writes the mean once: the traffic of an axpy, but a consensus stays exact.
-            mean.lerp_(_as_tensor(np.asarray(array, dtype=dtype, order="C")), share)
+        for name, mean in self._mean.items():
+            flat = mean.view(-1)
+            rows = [_as_tensor(np.asarray(arrays[name], order="C")).view(-1) for arrays in models]
+            for start in range(0, flat.numel(), BLOCK):
+                block = slice(start, start + BLOCK)
+                part = flat[block]
+                for row, share in zip(rows, shares):
+                    # lerp reads the reply once, like an axpy, but a consensus stays exact.
+                    part.lerp_(row[block].to(part.dtype), share)
 
     def mean(self) -> dict[str, Array]:
         """Return the weighted mean of what was added.
@@ -150,8 +197,7 @@ def weighted_mean(models: Iterable[Mapping[str, Array]], weights: Iterable[float
         One weight a model, not negative.
     """
     running = RunningMean()
-    for arrays, weight in zip(models, weights, strict=True):
-        running.add(arrays, weight)
+    running.add_many(list(zip(models, weights, strict=True)))
     return running.mean()
 
 
