@@ -332,6 +332,12 @@ def test_grey_networks_differ_in_the_first_convolution_only(name: str) -> None:
     assert (first_grey.bias is None) == (first_colour.bias is None)
 
 
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_dropout_rates(name: str) -> None:
+    rates = [m.p for m in build(name).modules() if isinstance(m, nn.Dropout)]
+    assert rates == {"googlenet": [0.2], "mobilenetv2": [0.2], "alexnet": [0.5]}.get(name, [])
+
+
 # --- the cut ------------------------------------------------------------------------------------------------------
 
 
