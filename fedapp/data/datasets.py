@@ -513,8 +513,9 @@ def _archive_source(name: str, root: Path | None) -> _Source:
     if not path.is_file():
         where = f"{root}" if root is not None else "a folder that you name with data-dir"
         raise BadRequest(
-            f"data set {name!r} is not here: put {name}.npz (arrays x_train, y_train, x_test, y_test; images uint8, "
-            f"labels 0 .. C-1) into {where}, or download the published {file_name} ({address}) into it; it is decoded once"
+            f"data set {name!r} is not here: put {name}.npz (x_train, y_train, x_test, y_test; images uint8, "
+            f"labels 0 .. C-1) into {where}, or download the published {file_name} ({address}) into it; "
+            "it is decoded once"
         )
     reader = _build_tiny_imagenet if name == "tiny_imagenet" else _build_cinic10
 

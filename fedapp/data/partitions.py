@@ -32,8 +32,8 @@ Splits:
   for training and 25 % for testing, stratified per class; a class with one image goes to training.
 * ``holdout``: as ``merged``, with the training images alone as the pool.
 
-Drawing with replacement (``two-class``) would put copies of one image on both sides of a 75/25 cut. There the pool itself
-is cut first, 75/25 per class, and clients draw from the two parts.
+Drawing with replacement (``two-class``) would put copies of one image on both sides of a 75/25 cut. There the pool
+itself is cut first, 75/25 per class, and clients draw from the two parts.
 """
 
 from __future__ import annotations
@@ -317,8 +317,8 @@ def _check_request(
         raise BadRequest(f"min-samples must be at least 1, got {min_samples}")
     if min_samples * clients > samples:
         raise BadRequest(
-            f"min-samples {min_samples} for {clients} clients needs {min_samples * clients} samples, {dataset.name} has "
-            f"{samples}: lower min-samples or clients"
+            f"min-samples {min_samples} for {clients} clients needs {min_samples * clients} samples, "
+            f"{dataset.name} has {samples}: lower min-samples or clients"
         )
     if kind in ("pathological", "classes") and not 1 <= classes_per_client <= dataset.num_classes:
         raise BadRequest(

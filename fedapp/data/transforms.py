@@ -1,21 +1,22 @@
 """Normalisation and augmentation of whole batches, with one draw per image.
 
-=========  =====================  ==========================================================================================
-kind       images                 what happens
-=========  =====================  ==========================================================================================
-none       all                    nothing
-weak       one channel            rotation by up to 8 degrees, zoom by up to 5 %, shift by up to 1/16 of the width (0.5 pixels
-                                  at 8, 1.75 at 28), bilinear, black outside; no flips: a mirrored 2 is no 2. Up to 16 pixels
-                                  wide also contrast within 10 % and Gaussian noise of 0.03
-weak       several channels       black border of 4 pixels (an eighth of the width below 32), random crop, mirrored or not
-strong     all                    random resized crop (area 0.2 to 1, aspect 3/4 to 4/3), mirrored or not; with probability 0.8
-                                  brightness, contrast and saturation within 40 % and hue within 0.1, in random order; with
-                                  probability 0.2 grey. This is FedClassAvg's pipeline; on one channel hue, saturation and grey
-                                  change nothing
-=========  =====================  ==========================================================================================
+=========  ================  ==================================================================================
+kind       images            what happens
+=========  ================  ==================================================================================
+none       all               nothing
+weak       one channel       rotation by up to 8 degrees, zoom by up to 5 %, shift by up to 1/16 of the width
+                             (0.5 pixels at 8, 1.75 at 28), bilinear, black outside; no flips: a mirrored 2 is
+                             no 2. Up to 16 pixels wide also contrast within 10 % and Gaussian noise of 0.03
+weak       several channels  black border of 4 pixels (an eighth of the width below 32), random crop, mirrored
+                             or not
+strong     all               random resized crop (area 0.2 to 1, aspect 3/4 to 4/3), mirrored or not; with
+                             probability 0.8 brightness, contrast and saturation within 40 % and hue within
+                             0.1, in random order; with probability 0.2 grey. This is FedClassAvg's pipeline;
+                             on one channel hue, saturation and grey change nothing
+=========  ================  ==================================================================================
 
-All arithmetic on grey levels is on x / scale, limited to [0, 1] as torchvision's functions on float tensors do; each step is
-the same as torchvision's per-image function with the drawn parameters, without rounding to uint8 in between.
+All arithmetic on grey levels is on x / scale, limited to [0, 1] as torchvision's functions on float tensors do; each
+step is the same as torchvision's per-image function with the drawn parameters, without rounding to uint8 in between.
 """
 
 from __future__ import annotations
@@ -82,18 +83,21 @@ class InputSpec:
 
 @lru_cache(maxsize=64)
 def _affine(spec: InputSpec, scale: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Factor and offset, (1, C, 1, 1), with x * factor + offset = (x / scale - mean) / std."""
+    """Factor and offset with x * factor + offset = (x / scale - mean) / std, repeated for every pixel: (H * W * C,)."""
     # Callers may be in inference mode, whose tensors could not be used for training later.
     with torch.inference_mode(False):
-        mean = torch.tensor(spec.mean, dtype=torch.float64).view(1, -1, 1, 1)
-        std = torch.tensor(spec.std, dtype=torch.float64).view(1, -1, 1, 1)
-        return (1 / (scale * std)).float().to(device), (-mean / std).float().to(device)
+        mean = torch.tensor(spec.mean, dtype=torch.float64)
+        std = torch.tensor(spec.std, dtype=torch.float64)
+        pixels = spec.size * spec.size
+        return (1 / (scale * std)).float().repeat(pixels).to(device), (-mean / std).float().repeat(pixels).to(device)
 
 
 def _standardise(x: Tensor, spec: InputSpec, scale: float) -> Tensor:
-    """Normalise float32 (B, C, H, W) of grey levels 0 .. scale, in place."""
+    """Normalise float32 (B, H, W, C) of grey levels 0 .. scale in place; return (B, C, H, W), channels_last."""
     factor, offset = _affine(spec, scale, x.device)
-    return x.mul_(factor).add_(offset)
+    # On whole images: a broadcast over three channels in the last axis would run in steps of three numbers.
+    x.view(len(x), -1).mul_(factor).add_(offset)
+    return x.permute(0, 3, 1, 2)
 
 
 def normalise(x_u8: Tensor, spec: InputSpec) -> Tensor:
@@ -111,8 +115,7 @@ def normalise(x_u8: Tensor, spec: InputSpec) -> Tensor:
     Tensor
         float32 (B, C, H, W), channels_last.
     """
-    x = x_u8.contiguous(memory_format=torch.channels_last).to(torch.float32)
-    return _standardise(x, spec, spec.scale)
+    return _standardise(x_u8.permute(0, 2, 3, 1).contiguous().to(torch.float32), spec, spec.scale)
 
 
 def augment(x_u8: Tensor, spec: InputSpec, kind: str, generator: torch.Generator) -> Tensor:
@@ -153,8 +156,9 @@ def _uniform(generator: torch.Generator, low: float, high: float, *shape: int) -
     return draw.mul_(high - low).add_(low)
 
 
-def _as_images(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last)
+def _pixels_last(x: Tensor) -> Tensor:
+    """Return (B, C, H, W) as contiguous (B, H, W, C)."""
+    return x.permute(0, 2, 3, 1).contiguous()
 
 
 # --- weak ----------------------------------------------------------------------------------------------------------
@@ -175,7 +179,8 @@ def draw_similarity(count: int, size: int, generator: torch.Generator) -> Tensor
     Returns
     -------
     Tensor
-        float32 (B, 4): angle in degrees (clockwise on the screen), zoom factor, shift to the right and downwards in pixels.
+        float32 (B, 4): angle in degrees (clockwise on the screen), zoom factor, shift to the right and downwards in
+        pixels.
     """
     angle = _uniform(generator, -ROTATION, ROTATION, count)
     zoom = _uniform(generator, 1 - ZOOM, 1 + ZOOM, count)
@@ -217,7 +222,7 @@ def _weak_grey(x_u8: Tensor, spec: InputSpec, generator: torch.Generator) -> Ten
         x = adjust_contrast(x, _uniform(generator, 1 - CONTRAST, 1 + CONTRAST, count).to(x.device))
         noise = torch.randn(x.shape, generator=generator, device=generator.device)
         x = x.add_(noise.to(x.device), alpha=NOISE)
-    return _standardise(_as_images(x), spec, 1.0)
+    return _standardise(_pixels_last(x), spec, 1.0)
 
 
 def draw_crop(count: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -247,7 +252,7 @@ def _weak_colour(x_u8: Tensor, spec: InputSpec, generator: torch.Generator) -> T
     columns = torch.where(mirrored[:, None], steps.flip(0), steps) + corner[:, 1:]
     rows = steps + corner[:, :1] + wide * torch.arange(count, device=x_u8.device)[:, None]
     flat = (rows[:, :, None] * wide + columns[:, None, :]).view(-1)
-    cropped = bordered.view(-1, channels).index_select(0, flat).view(count, size, size, channels).permute(0, 3, 1, 2)
+    cropped = bordered.view(-1, channels).index_select(0, flat).view(count, size, size, channels)
     return _standardise(cropped.to(torch.float32), spec, spec.scale)
 
 
@@ -304,42 +309,43 @@ def transform_resized_crop(x: Tensor, boxes: Tensor, mirrored: Tensor) -> Tensor
     Returns
     -------
     Tensor
-        float32 (B, C, S, S), contiguous.
+        float32 (B, C, S, S).
     """
-    size = x.shape[-1]
+    count, channels, size, _ = x.shape
     top, left, height, width = boxes.to(x.device).unbind(1)
     down = _resize_weights(top, height, size)
     across = _resize_weights(left, width, size)
     across = torch.where(mirrored.to(x.device)[:, None, None], across.flip(1), across)
-    # Two small matrix products an image are several times faster than a general gather.
-    return down[:, None] @ x @ across.transpose(1, 2)[:, None]
+    # Two small matrix products an image, with rows first and channels in the middle so that both are one batched call.
+    rows = x.permute(0, 2, 1, 3).reshape(count, size, channels * size)
+    stretched = torch.bmm(down, rows).view(count, size * channels, size)
+    return torch.bmm(stretched, across.transpose(1, 2)).view(count, size, channels, size).permute(0, 2, 1, 3)
 
 
 def to_grey(x: Tensor) -> Tensor:
     """Return the luma (B, 1, H, W) of colour images float32 (B, 3, H, W) (ITU-R 601 weights, as torchvision)."""
     red, green, blue = x.unbind(1)
-    return (red * _GREY_WEIGHTS[0] + green * _GREY_WEIGHTS[1] + blue * _GREY_WEIGHTS[2]).unsqueeze(1)
-
-
-def _blend(x: Tensor, other: Tensor | float, factor: Tensor) -> Tensor:
-    weight = factor.view(-1, 1, 1, 1)
-    return (weight * x + (1 - weight) * other).clamp_(0.0, 1.0)
+    luma = red * _GREY_WEIGHTS[0]
+    return luma.add_(green, alpha=_GREY_WEIGHTS[1]).add_(blue, alpha=_GREY_WEIGHTS[2]).unsqueeze(1)
 
 
 def adjust_brightness(x: Tensor, factor: Tensor) -> Tensor:
     """Multiply each image (B, C, H, W) of values in [0, 1] by its factor (B,), limited to [0, 1]."""
-    return _blend(x, 0.0, factor)
+    return (x * factor.view(-1, 1, 1, 1)).clamp_(0.0, 1.0)
 
 
 def adjust_contrast(x: Tensor, factor: Tensor) -> Tensor:
     """Scale each image's distance from its mean luma by its factor (B,), limited to [0, 1]."""
-    luma = to_grey(x) if x.shape[1] == 3 else x
-    return _blend(x, luma.mean(dim=(1, 2, 3), keepdim=True), factor)
+    means = x.mean(dim=(2, 3))
+    middle = to_grey(means[:, :, None, None]) if x.shape[1] == 3 else means.mean(dim=1).view(-1, 1, 1, 1)
+    return torch.lerp(middle, x, factor.view(-1, 1, 1, 1)).clamp_(0.0, 1.0)
 
 
 def adjust_saturation(x: Tensor, factor: Tensor) -> Tensor:
     """Scale each colour image's distance from its luma by its factor (B,), limited to [0, 1]; grey stays as it is."""
-    return _blend(x, to_grey(x), factor) if x.shape[1] == 3 else x
+    if x.shape[1] != 3:
+        return x
+    return torch.lerp(to_grey(x), x, factor.view(-1, 1, 1, 1)).clamp_(0.0, 1.0)
 
 
 def adjust_hue(x: Tensor, shift: Tensor) -> Tensor:
@@ -347,21 +353,20 @@ def adjust_hue(x: Tensor, shift: Tensor) -> Tensor:
     if x.shape[1] != 3:
         return x
     red, green, blue = x.unbind(1)
-    high, low = x.amax(1), x.amin(1)
-    spread = high - low
-    safe = torch.where(spread > 0, spread, 1.0)
-    sector = torch.where(
-        high == red,
-        (green - blue) / safe,
-        torch.where(high == green, (blue - red) / safe + 2, (red - green) / safe + 4),
-    )
-    sector = torch.remainder(sector + 6 * shift.view(-1, 1, 1), 6.0)
-    # Each channel falls from high to low and back along the wheel; red, green, blue are at 5, 3, 1 of six sectors.
-    parts = []
-    for offset in (5.0, 3.0, 1.0):
-        k = torch.remainder(sector + offset, 6.0)
-        parts.append(high - spread * torch.minimum(k, 4 - k).clamp_(0.0, 1.0))
-    return torch.stack(parts, dim=1)
+    high = torch.maximum(torch.maximum(red, green), blue)
+    spread = high - torch.minimum(torch.minimum(red, green), blue)
+    # Masks as numbers: torch.where costs ten times as much as a product here. Exactly one of the three is 1.
+    is_red = (high == red).float()
+    is_green = (high == green).float().mul_(1 - is_red)
+    is_blue = 1 - is_red - is_green
+    # Position on the wheel in sixths of a turn: 0 red, 2 green, 4 blue. Without colour the numerator is 0.
+    wheel = (green - blue).mul_(is_red).addcmul_(blue - red, is_green).addcmul_(red - green, is_blue)
+    wheel = wheel.div_(spread.clamp_min(1e-12)).add_(is_green, alpha=2).add_(is_blue, alpha=4)
+    wheel = wheel.add_(6 * shift.view(-1, 1, 1))
+    wheel = wheel.sub_(torch.floor(wheel / 6), alpha=6)
+    # How far each channel lies below the brightest: nothing within one sixth of its own place, all beyond two sixths.
+    below = torch.stack([(wheel - 3).abs_().neg_().add_(2), (wheel - 2).abs_().sub_(1), (wheel - 4).abs_().sub_(1)])
+    return (high - below.clamp_(0.0, 1.0).mul_(spread)).transpose(0, 1)
 
 
 _ADJUSTMENTS = (adjust_brightness, adjust_contrast, adjust_saturation, adjust_hue)
@@ -388,20 +393,37 @@ def draw_jitter(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor,
 
 
 def transform_jitter(x: Tensor, factors: Tensor, order: Tensor, jittered: Tensor, greyed: Tensor) -> Tensor:
-    """Apply drawn colour changes to images float32 (B, C, H, W) in [0, 1]; arguments as :func:`draw_jitter` returns."""
-    kinds = range(4) if x.shape[1] == 3 else range(2)
-    x = x.clone()
+    """Apply drawn colour changes.
+
+    Parameters
+    ----------
+    x
+        float32 (B, C, H, W) in [0, 1].
+    factors, order, jittered, greyed
+        As :func:`draw_jitter` returns them.
+
+    Returns
+    -------
+    Tensor
+        float32 (B, C, H, W), a new tensor.
+    """
+    colour = x.shape[1] == 3
+    # One plane per channel over the whole batch: the arithmetic between channels then runs on contiguous memory.
+    planes = x.transpose(0, 1).clone(memory_format=torch.contiguous_format)
     # Images that are changed in the same way at the same place in their order are worked on together.
     for place in range(4):
-        for kind in kinds:
+        for kind in range(4 if colour else 2):
             chosen = torch.nonzero(jittered & (order[:, place] == kind))[:, 0]
             if len(chosen):
                 rows = chosen.to(x.device)
-                x[rows] = _ADJUSTMENTS[kind](x[rows], factors[chosen, kind].to(x.device))
-    if x.shape[1] == 3:
+                images = planes.index_select(1, rows).transpose(0, 1)
+                changed = _ADJUSTMENTS[kind](images, factors[chosen, kind].to(x.device))
+                planes.index_copy_(1, rows, changed.transpose(0, 1))
+    if colour:
         rows = torch.nonzero(greyed)[:, 0].to(x.device)
-        x[rows] = to_grey(x[rows]).expand(-1, 3, -1, -1)
-    return x
+        luma = to_grey(planes.index_select(1, rows).transpose(0, 1))
+        planes.index_copy_(1, rows, luma.transpose(0, 1).expand(3, -1, -1, -1))
+    return planes.transpose(0, 1)
 
 
 def _strong(x_u8: Tensor, spec: InputSpec, generator: torch.Generator) -> Tensor:
@@ -409,6 +431,6 @@ def _strong(x_u8: Tensor, spec: InputSpec, generator: torch.Generator) -> Tensor
     boxes = draw_resized_crop(count, spec.size, generator)
     mirrored = _uniform(generator, 0.0, 1.0, count) < 0.5
     jitter = draw_jitter(count, generator)
-    x = x_u8.contiguous().to(torch.float32).div_(spec.scale)
+    x = x_u8.to(torch.float32).div_(spec.scale)
     x = transform_jitter(transform_resized_crop(x, boxes, mirrored), *jitter)
-    return _standardise(_as_images(x), spec, 1.0)
+    return _standardise(_pixels_last(x), spec, 1.0)
