@@ -32,6 +32,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -277,6 +278,9 @@ class Session:
     log : Path or None
         File that the SuperLink and everything below it write to; appended. None = inside the session's temporary
         folder, which is removed at the end.
+    ray_cpus : int or None
+        Start Ray once for all runs of the session, with this many CPUs, beside the SuperLink; each run then starts
+        about five seconds sooner. None = each run starts its own Ray. Without effect where ``RAY_ADDRESS`` names a cluster.
     env : mapping or None
         Further environment variables for the SuperLink and all below it.
     start_timeout : float
@@ -293,12 +297,16 @@ class Session:
         *,
         app: Path | None = None,
         log: Path | None = None,
+        ray_cpus: int | None = None,
         env: Mapping[str, str] | None = None,
         start_timeout: float = 60.0,
     ) -> None:
         self._given_app = app
         self._given_log = log
         self._given_env = dict(env or {})
+        self._ray_cpus = None if cluster_address() else ray_cpus
+        self._ray_port = 0
+        self._ray: subprocess.Popen[bytes] | None = None
         self._start_timeout = start_timeout
         self._mark = uuid.uuid4().hex
         self._superlink: subprocess.Popen[bytes] | None = None
@@ -320,6 +328,9 @@ class Session:
             self.app = self._given_app.resolve() if self._given_app is not None else stage(self.home / "app")
             self.log_path = (self._given_log or self.home / "superlink.log").resolve()
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            if self._ray_cpus is not None:
+                self._ray_port = _free_port()
+                self._start_ray()
             self._start()
         except BaseException as error:
             self._close(error)
@@ -336,39 +347,67 @@ class Session:
         for attempt in range(1, attempts + 1):
             self.port = _free_port()
             self._write_config()
-            command = [
-                *_DIE_WITH_PARENT,
-                _executable("flower-superlink", self._environment()["PATH"]),
+            self._superlink = self._spawn(
+                "flower-superlink",
                 "--simulation",
                 "--insecure",
                 "--disable-runtime-dependency-installation",
-                "--isolation",
-                "subprocess",
-                "--host",
-                "127.0.0.1",
-                "--port",
-                str(self.port),
-            ]
-            with self.log_path.open("ab") as log:
-                self._superlink = subprocess.Popen(
-                    command,
-                    cwd=self.app,
-                    env=self._environment(),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    # Its own session: Ctrl-C in the terminal reaches this process only, which then stops it in order.
-                    start_new_session=True,
-                )
+                *("--isolation", "subprocess"),
+                *("--host", "127.0.0.1"),
+                *("--port", str(self.port)),
+            )
             if self._healthy():
                 return
             # The free port may have been taken between asking for it and using it; a new one is tried.
-            self._stop_processes()
+            self._stop_processes(keep=_RAY)
             if attempt == attempts:
                 raise LaunchError(
                     f"the SuperLink did not come up within {self._start_timeout:g} s; its log ends:\n"
                     + _tail(self.log_path, 0)
                 )
+
+    def _start_ray(self) -> None:
+        """Start the Ray of all runs without waiting for it; it comes up while the SuperLink and the first run do."""
+        self._ray = self._spawn(
+            "ray",
+            "start",
+            "--head",
+            "--block",
+            "--disable-usage-stats",
+            *("--include-dashboard", "false"),
+            *("--node-ip-address", "127.0.0.1"),
+            *("--port", str(self._ray_port)),
+            *("--num-cpus", str(self._ray_cpus)),
+            without=("RAY_ADDRESS",),
+        )
+
+    def _ensure_ray(self) -> None:
+        """Wait until Ray takes connections; start it anew if it died with an earlier run."""
+        for _ in range(2):
+            assert self._ray is not None
+            deadline = time.monotonic() + self._start_timeout
+            while time.monotonic() < deadline and self._ray.poll() is None:
+                with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._ray_port), timeout=1):
+                    return
+                time.sleep(0.05)
+            self._stop_processes(keep=_FLOWER)
+            # On the same port: the simulations look for Ray where the SuperLink's environment says.
+            self._start_ray()
+        raise LaunchError("Ray did not come up; the log ends:\n" + _tail(self.log_path, 0))
+
+    def _spawn(self, name: str, *arguments: str, without: Sequence[str] = ()) -> subprocess.Popen[bytes]:
+        env = {key: value for key, value in self._environment().items() if key not in without}
+        with self.log_path.open("ab") as log:
+            return subprocess.Popen(
+                [*_DIE_WITH_PARENT, _executable(name, env["PATH"]), *arguments],
+                cwd=self.app,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                # Its own session: Ctrl-C in the terminal reaches this process only, which then stops it in order.
+                start_new_session=True,
+            )
 
     def _healthy(self) -> bool:
         assert self._superlink is not None
@@ -412,7 +451,9 @@ class Session:
         }
         env.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.25")
         if not cluster_address():
-            env["RAY_ADDRESS"] = "local"
+            env["RAY_ADDRESS"] = f"127.0.0.1:{self._ray_port}" if self._ray_port else "local"
+            # Workers started before a job says what it needs are never used by it.
+            env.setdefault("RAY_prestart_worker_first_driver", "0")
             # Unix socket paths end at about 100 characters; Ray appends about 70 to this folder.
             if len(str(self.home)) < 36:
                 env["RAY_TMPDIR"] = str(self.home)
@@ -464,7 +505,11 @@ class Session:
             "client-resources-num-cpus": client_cpus,
             "client-resources-num-gpus": float(client_gpus),
         }
-        if total_cpus is not None and not cluster_address():
+        if self._ray_cpus is not None:
+            if total_cpus not in (None, self._ray_cpus):
+                raise LaunchError(f"this session's Ray has {self._ray_cpus} CPUs, not {total_cpus}")
+            self._ensure_ray()
+        elif total_cpus is not None and not cluster_address():
             federation["init-args-num-cpus"] = total_cpus
         log_start = self.log_path.stat().st_size
         submitted = time.time_ns()
@@ -524,7 +569,7 @@ class Session:
         self._known = {process for process in found if process.pid != me and _alive(process)}
         return set(self._known)
 
-    def _stop_processes(self, keep: Sequence[str] = (), grace: float = 3.0) -> list[psutil.Process]:
+    def _stop_processes(self, keep: Sequence[str] = (), grace: float = 2.0) -> list[psutil.Process]:
         """Stop the family, politely and then not; return what is left.
 
         Parameters
@@ -560,8 +605,14 @@ class Session:
         return left
 
     def _reap(self) -> None:
-        if self._superlink is not None:
-            self._superlink.poll()
+        for process in (self._superlink, self._ray):
+            if process is not None:
+                process.poll()
+
+    def _clear_run(self) -> None:
+        """Stop what a run left; Ray's helpers may outlive it by minutes, and the next run must have the machine."""
+        self._stop_processes(keep=_FLOWER if self._ray_cpus is None else _FLOWER + _RAY)
+        self._active = None
 
     def _close(self, error: BaseException | None) -> None:
         with _shielded():
@@ -635,9 +686,7 @@ class RunHandle:
             copier.start()
             status, details = self._watch(progress, out, on_event, poll, start_timeout, end_timeout, control)
             copier.join(timeout=2.0)
-        # Ray's helpers may outlive the run by minutes; the next run must have the machine to itself.
-        self._session._stop_processes(keep=_SERVICES, grace=2.0)
-        self._session._active = None
+        self._session._clear_run()
         progress.read(on_event)
         summary = _newer_json(out / SUMMARY_FILE, self._submitted)
         error = _newer_json(out / ERROR_FILE, self._submitted)
@@ -695,9 +744,8 @@ class RunHandle:
         """Stop the run, whatever its state; the session can then take the next one."""
         with contextlib.suppress(LaunchError):
             self._session._flwr("stop", str(self.run_id), CONNECTION, "--format", "json")
-        self._session._stop_processes(keep=_SERVICES, grace=2.0)
         if self._session._active is self:
-            self._session._active = None
+            self._session._clear_run()
 
 
 class _Events:
@@ -732,7 +780,18 @@ class _Events:
                 on_event(event)
 
 
-_SERVICES = ("flower-superlink", "flower-superexec")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_FLOWER = ("flower-superlink", "flower-superexec")
+_RAY = (
+    "ray",
+    "gcs_server",
+    "raylet",
+    "monitor.py",
+    "log_monitor.py",
+    "dashboard.py",
+    "ray::DashboardAgent",
+    "ray::RuntimeEnvAgent",
+)
 
 # Linux: the SuperLink gets SIGTERM should its parent be killed outright, where no clean-up of ours can run.
 _DIE_WITH_PARENT: tuple[str, ...] = (
@@ -851,9 +910,9 @@ def _alive(process: psutil.Process) -> bool:
 
 
 def _command_names(process: psutil.Process) -> set[str]:
-    """File names of the first words of a command line: the interpreter and its script."""
+    """File names of the first words of a command line: the interpreter, its option, its script."""
     try:
-        return {Path(word).name for word in process.cmdline()[:2]}
+        return {Path(word).name for word in process.cmdline()[:3]}
     except psutil.Error:
         return set()
 
@@ -880,7 +939,7 @@ def _tail(path: Path, start: int, lines: int = 60) -> str:
     try:
         with path.open("rb") as file:
             file.seek(start)
-            text = file.read().decode("utf-8", errors="replace")
+            text = _COLOUR.sub("", file.read().decode("utf-8", errors="replace"))
     except OSError:
         return ""
     noise = ('"POST /', '"GET /', "ControlServicer.ListRuns")
