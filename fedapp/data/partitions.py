@@ -43,9 +43,10 @@ import hashlib
 import json
 import os
 import tempfile
+import warnings
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,7 +230,7 @@ def make(
     class_shares = None
     tests: list[Int64] | None = None
     if kind == "two-class":
-        held, tests = _two_class(np.asarray(labels), split, request, deal_rng, order_rng)
+        held, tests = _two_class(np.asarray(labels), split, request, deal_rng, split_rng)
     elif kind in ("iid", "shards"):
         held = _flower(np.asarray(labels), kind, request, order_rng)
     else:
@@ -280,10 +281,14 @@ class _Request:
 
     def failure(self, kind: str, samples: int, smallest: int) -> BadRequest:
         """Say that no draw was good enough."""
+        if kind.startswith("dirichlet"):
+            setting, remedy = f"alpha {self.alpha:g}", "raise alpha, or lower clients or min-samples"
+        else:
+            setting = f"classes-per-client {self.classes_per_client}"
+            remedy = "raise classes-per-client, or lower clients or min-samples"
         return BadRequest(
             f"partition {kind!r}: no draw of {MAX_DRAWS:,} gave each of {self.clients} clients at least "
-            f"{self.min_samples} of {samples} samples (alpha {self.alpha:g}; best draw: smallest client {smallest}): "
-            "raise alpha, or lower clients or min-samples"
+            f"{self.min_samples} of {samples} samples ({setting}; best draw: smallest client {smallest}): {remedy}"
         )
 
 
@@ -330,8 +335,6 @@ def _check_request(
             f"classes-per-client (shards of each client) must lie in 1 .. {samples // clients} for {clients} clients "
             f"and {samples} samples, got {classes_per_client}"
         )
-    if kind == "two-class" and dataset.num_classes < 2:
-        raise BadRequest(f"partition 'two-class' needs two classes, {dataset.name} has {dataset.num_classes}")
 
 
 def _check_sizes(sizes: Sequence[int], kind: str, request: _Request) -> None:
@@ -381,21 +384,34 @@ def dirichlet_counts(shares: Float64, class_sizes: Int64) -> Int64:
     return counts
 
 
-def _dirichlet(sizes: Int64, request: _Request, rng: np.random.Generator) -> Int64:
+def _first_good(draw: Callable[[int], Int64], kind: str, sizes: Int64, request: _Request) -> tuple[Int64, int]:
+    """Return the first draw in which every client holds min_samples images, and its place in the last block drawn.
+
+    ``draw(block)`` returns counts (block, K, C). The first block is one draw, which is nearly always enough; later ones
+    grow, so that 10,000 draws on label counts take seconds.
+    """
     per_draw = request.clients * request.num_classes
     done, block, smallest = 0, 1, 0
     while done < MAX_DRAWS:
         block = min(block, MAX_DRAWS - done, max(1, _BLOCK_NUMBERS // per_draw))
-        shares = rng.dirichlet(np.full(request.clients, request.alpha), (block, request.num_classes))
-        counts = dirichlet_counts(np.nan_to_num(shares), sizes)
+        counts = draw(block)
         minima = counts.sum(axis=2).min(axis=1)
         good = np.flatnonzero(minima >= request.min_samples)
         if good.size:
-            return np.asarray(counts[good[0]])
+            return np.asarray(counts[good[0]]), int(good[0])
         smallest = max(smallest, int(minima.max()))
         done += block
         block *= 4
-    raise request.failure("dirichlet", int(sizes.sum()), smallest)
+    raise request.failure(kind, int(sizes.sum()), smallest)
+
+
+def _dirichlet(sizes: Int64, request: _Request, rng: np.random.Generator) -> Int64:
+    def draw(block: int) -> Int64:
+        shares = rng.dirichlet(np.full(request.clients, request.alpha), (block, request.num_classes))
+        # A concentration near zero can underflow to 0/0; a class without shares fails the draw.
+        return dirichlet_counts(np.nan_to_num(shares), sizes)
+
+    return _first_good(draw, "dirichlet", sizes, request)[0]
 
 
 def scale_to_margins(weights: Float64, rows: Float64, columns: Float64, steps: int = 200) -> Float64:
@@ -476,8 +492,16 @@ def _dirichlet_equal(sizes: Int64, request: _Request, rng: np.random.Generator) 
     raise request.failure("dirichlet-equal", int(sizes.sum()), smallest)
 
 
-def _pathological(sizes: Int64, request: _Request, rng: np.random.Generator) -> Int64:
-    clients, num_classes, per_client = request.clients, request.num_classes, request.classes_per_client
+def block_owners(num_classes: int, clients: int, per_client: int) -> list[Int64]:
+    """Return the owners of each class in PFLlib's blocks.
+
+    In index order a class goes to the first ceil(clients * per_client / num_classes) clients with free class slots.
+
+    Returns
+    -------
+    list of numpy.ndarray
+        For each class the ids of its owners, increasing; empty when all slots are taken.
+    """
     width = -(-clients * per_client // num_classes)
     slots = np.full(clients, per_client)
     owners = []
@@ -485,23 +509,26 @@ def _pathological(sizes: Int64, request: _Request, rng: np.random.Generator) -> 
         chosen = np.flatnonzero(slots > 0)[:width]
         slots[chosen] -= 1
         owners.append(chosen)
-    smallest = 0
-    for _ in range(MAX_DRAWS):
-        counts = np.zeros((clients, num_classes), np.int64)
+    return owners
+
+
+def _pathological(sizes: Int64, request: _Request, rng: np.random.Generator) -> Int64:
+    owners = block_owners(request.num_classes, request.clients, request.classes_per_client)
+
+    def draw(block: int) -> Int64:
+        counts = np.zeros((block, request.clients, request.num_classes), np.int64)
         for label, chosen in enumerate(owners):
             if not chosen.size:
                 continue
             even = sizes[label] / len(chosen)
             # PFLlib's bounds. For tiny classes its lower one would pass the upper one: then all get the even part.
-            low = min(int(max(even / 10, request.min_samples / num_classes)), int(even))
-            parts = rng.integers(low, max(int(even), low + 1), len(chosen) - 1)
-            counts[chosen[:-1], label] = parts
-            counts[chosen[-1], label] = sizes[label] - parts.sum()
-        held = int(counts.sum(axis=1).min())
-        if held >= request.min_samples:
-            return counts
-        smallest = max(smallest, held)
-    raise request.failure("pathological", int(sizes.sum()), smallest)
+            low = min(int(max(even / 10, request.min_samples / request.num_classes)), int(even))
+            parts = rng.integers(low, max(int(even), low + 1), (block, len(chosen) - 1))
+            counts[:, chosen[:-1], label] = parts
+            counts[:, chosen[-1], label] = sizes[label] - parts.sum(axis=1)
+        return counts
+
+    return _first_good(draw, "pathological", sizes, request)[0]
 
 
 def choose_classes(
@@ -548,18 +575,20 @@ def _class_shares(sizes: Int64, request: _Request, rng: np.random.Generator) -> 
     FedGH draws the shares of all slots, so that with slots left over some images stay unused; here they are drawn for
     the slots that were taken. Both are the same when clients * classes_per_client is a multiple of the classes.
     """
-    smallest = 0
-    for _ in range(MAX_DRAWS):
-        picks = choose_classes(request.num_classes, request.clients, request.classes_per_client, rng)
-        shares = np.zeros((request.clients, request.num_classes))
-        for client, own in enumerate(picks):
-            shares[client, own] = rng.uniform(0.4, 0.6, len(own))
-        shares /= np.maximum(shares.sum(axis=0), 1e-12)
-        held = int(cut_by_shares(shares, sizes).sum(axis=1).min())
-        if held >= request.min_samples:
-            return shares
-        smallest = max(smallest, held)
-    raise request.failure("classes", int(sizes.sum()), smallest)
+    picks = choose_classes(request.num_classes, request.clients, request.classes_per_client, rng)
+    owned = np.zeros((request.clients, request.num_classes), bool)
+    for client, own in enumerate(picks):
+        owned[client, own] = True
+    shares = np.zeros(0)
+
+    def draw(block: int) -> Int64:
+        nonlocal shares
+        shares = np.where(owned, rng.uniform(0.4, 0.6, (block, *owned.shape)), 0.0)
+        shares /= np.maximum(shares.sum(axis=1, keepdims=True), 1e-12)
+        return cut_by_shares(shares, sizes)
+
+    _, place = _first_good(draw, "classes", sizes, request)
+    return np.asarray(shares[place])
 
 
 def cut_by_shares(shares: Float64, class_sizes: Int64) -> Int64:
@@ -568,14 +597,14 @@ def cut_by_shares(shares: Float64, class_sizes: Int64) -> Int64:
     Parameters
     ----------
     shares
-        float64 (K, C), column sums at most 1.
+        float64 (..., K, C), column sums at most 1.
     class_sizes
         int64 (C,).
 
     Returns
     -------
     numpy.ndarray
-        int64 (K, C).
+        int64 (..., K, C).
     """
     # The tiny addition keeps a product such as 0.29 * 100 = 28.999999999999996 from losing an image.
     return np.floor(shares * class_sizes + 1e-9).astype(np.int64)
@@ -617,7 +646,11 @@ def _flower(labels: Int64, kind: str, request: _Request, rng: np.random.Generato
             seed=int(rng.integers(2**31)),
         )
     partitioner.dataset = datasets.Dataset.from_dict({"label": labels[rows], "row": rows})
-    return [np.asarray(partitioner.load_partition(client)["row"], dtype=np.int64) for client in range(request.clients)]
+    with warnings.catch_warnings():
+        # Sorting a column makes pyarrow warn about an option that the datasets library passes.
+        warnings.simplefilter("ignore", FutureWarning)
+        parts = [partitioner.load_partition(client)["row"] for client in range(request.clients)]
+    return [np.asarray(part, dtype=np.int64) for part in parts]
 
 
 def _stratified(rows: Int64, labels: Int64, rng: np.random.Generator) -> tuple[Int64, Int64]:
@@ -633,24 +666,46 @@ def _stratified(rows: Int64, labels: Int64, rng: np.random.Generator) -> tuple[I
     return shuffled[~is_test], shuffled[is_test]
 
 
+def draw_two_classes(rows_of: Sequence[Int64], each: int, rng: Any) -> tuple[list[int], list[Int64]]:
+    """Draw one client of FedClassAvg's skewed setting: two distinct classes, then images of each with replacement.
+
+    Parameters
+    ----------
+    rows_of
+        For each class the indices of its images; classes without images are never drawn.
+    each
+        Images per class.
+    rng
+        A numpy generator, old or new: only its ``choice`` is used.
+
+    Returns
+    -------
+    classes : list of int
+    rows : list of numpy.ndarray
+        int64 (each,) for each of the two classes.
+    """
+    present = np.flatnonzero([len(rows) > 0 for rows in rows_of])
+    classes = [int(label) for label in rng.choice(present, 2, replace=False)]
+    return classes, [rng.choice(rows_of[label], each) for label in classes]
+
+
 def _two_class(
-    labels: Int64, split: str, request: _Request, deal_rng: np.random.Generator, order_rng: np.random.Generator
+    labels: Int64, split: str, request: _Request, deal_rng: np.random.Generator, test_rng: np.random.Generator
 ) -> tuple[list[Int64], list[Int64] | None]:
-    """Draw two classes per client and the same number of images of each; tests only if the pool is cut here."""
+    """Return the clients' training rows, and their test rows if the pool is cut here (not ``official``)."""
     pool = np.arange(len(labels))
-    train_pool, test_pool = (pool, pool[:0]) if split == "official" else _stratified(pool, labels, order_rng)
+    train_pool, test_pool = (pool, pool[:0]) if split == "official" else _stratified(pool, labels, test_rng)
     train_of = [train_pool[labels[train_pool] == label] for label in range(request.num_classes)]
     test_of = [test_pool[labels[test_pool] == label] for label in range(request.num_classes)]
-    present = np.flatnonzero([len(rows) > 0 for rows in train_of])
-    if len(present) < 2:
-        raise BadRequest(f"partition 'two-class' needs images of two classes, found {len(present)}")
+    if sum(len(rows) > 0 for rows in train_of) < 2:
+        raise BadRequest("partition 'two-class' needs images of at least two classes")
     each = len(train_pool) // (2 * request.clients)
     test_each = max(1, len(test_pool) // (2 * request.clients))
     held, tests = [], []
     for _ in range(request.clients):
-        own = deal_rng.choice(present, 2, replace=False)
-        held.append(np.concatenate([order_rng.choice(train_of[label], each) for label in own]))
-        tests.append(np.concatenate([order_rng.permutation(test_of[label])[:test_each] for label in own]))
+        classes, rows = draw_two_classes(train_of, each, deal_rng)
+        held.append(np.concatenate(rows))
+        tests.append(np.concatenate([test_rng.permutation(test_of[label])[:test_each] for label in classes]))
     return held, None if split == "official" else tests
 
 

@@ -96,7 +96,7 @@ def _standardise(x: Tensor, spec: InputSpec, scale: float) -> Tensor:
     """Normalise float32 (B, H, W, C) of grey levels 0 .. scale in place; return (B, C, H, W), channels_last."""
     factor, offset = _affine(spec, scale, x.device)
     # On whole images: a broadcast over three channels in the last axis would run in steps of three numbers.
-    x.view(len(x), -1).mul_(factor).add_(offset)
+    x.view(len(x), factor.numel()).mul_(factor).add_(offset)
     return x.permute(0, 3, 1, 2)
 
 
