@@ -2,4 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from fedapp.engine import RunResult, run
+
+__all__ = ["RunResult", "__version__", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the engine only when it is asked for: the light modules stay light."""
+    if name in ("run", "RunResult"):
+        from fedapp import engine
+
+        return getattr(engine, name)
+    raise AttributeError(f"module 'fedapp' has no attribute '{name}'")

@@ -280,7 +280,8 @@ class Session:
         folder, which is removed at the end.
     ray_cpus : int or None
         Start Ray once for all runs of the session, with this many CPUs, beside the SuperLink; each run then starts
-        about five seconds sooner. None = each run starts its own Ray. Without effect where ``RAY_ADDRESS`` names a cluster.
+        about five seconds sooner. None = each run starts its own Ray. Without effect where ``RAY_ADDRESS`` names a
+        cluster.
     env : mapping or None
         Further environment variables for the SuperLink and all below it.
     start_timeout : float
@@ -368,17 +369,14 @@ class Session:
 
     def _start_ray(self) -> None:
         """Start the Ray of all runs without waiting for it; it comes up while the SuperLink and the first run do."""
+        # Through ray.init, as the simulation would; "ray start" adds a server on a fixed port that nobody here needs.
         self._ray = self._spawn(
-            "ray",
-            "start",
-            "--head",
-            "--block",
-            "--disable-usage-stats",
-            *("--include-dashboard", "false"),
-            *("--node-ip-address", "127.0.0.1"),
-            *("--port", str(self._ray_port)),
-            *("--num-cpus", str(self._ray_cpus)),
-            without=("RAY_ADDRESS",),
+            sys.executable,
+            "-c",
+            _RAY_HOLDER,
+            "fedapp-ray",
+            str(self._ray_cpus),
+            env={"RAY_ADDRESS": "local", "RAY_GCS_SERVER_PORT": str(self._ray_port)},
         )
 
     def _ensure_ray(self) -> None:
@@ -395,8 +393,8 @@ class Session:
             self._start_ray()
         raise LaunchError("Ray did not come up; the log ends:\n" + _tail(self.log_path, 0))
 
-    def _spawn(self, name: str, *arguments: str, without: Sequence[str] = ()) -> subprocess.Popen[bytes]:
-        env = {key: value for key, value in self._environment().items() if key not in without}
+    def _spawn(self, name: str, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+        env = self._environment() | dict(env or {})
         with self.log_path.open("ab") as log:
             return subprocess.Popen(
                 [*_DIE_WITH_PARENT, _executable(name, env["PATH"]), *arguments],
@@ -454,6 +452,8 @@ class Session:
             env["RAY_ADDRESS"] = f"127.0.0.1:{self._ray_port}" if self._ray_port else "local"
             # Workers started before a job says what it needs are never used by it.
             env.setdefault("RAY_prestart_worker_first_driver", "0")
+            # Ray listens on all interfaces, not on loopback alone; the token keeps others out.
+            env |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self._mark}
             # Unix socket paths end at about 100 characters; Ray appends about 70 to this folder.
             if len(str(self.home)) < 36:
                 env["RAY_TMPDIR"] = str(self.home)
@@ -783,7 +783,7 @@ class _Events:
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _FLOWER = ("flower-superlink", "flower-superexec")
 _RAY = (
-    "ray",
+    "fedapp-ray",
     "gcs_server",
     "raylet",
     "monitor.py",
@@ -792,6 +792,13 @@ _RAY = (
     "ray::DashboardAgent",
     "ray::RuntimeEnvAgent",
 )
+
+# The name of its first argument is how the process is told from others.
+_RAY_HOLDER = """\
+import signal, sys, ray
+ray.init(num_cpus=int(sys.argv[2]), include_dashboard=False, log_to_driver=False)
+signal.pause()
+"""
 
 # Linux: the SuperLink gets SIGTERM should its parent be killed outright, where no clean-up of ours can run.
 _DIE_WITH_PARENT: tuple[str, ...] = (
@@ -910,9 +917,9 @@ def _alive(process: psutil.Process) -> bool:
 
 
 def _command_names(process: psutil.Process) -> set[str]:
-    """File names of the first words of a command line: the interpreter, its option, its script."""
+    """File names of the first words of a command line: the interpreter, its options, its script."""
     try:
-        return {Path(word).name for word in process.cmdline()[:3]}
+        return {Path(word).name for word in process.cmdline()[:4]}
     except psutil.Error:
         return set()
 

@@ -1,0 +1,375 @@
+"""`FedClient`: one round of one client, as a NumPyClient that exchanges only named, partial parameters.
+
+A method's client overrides hooks, in the order in which they run:
+
+1. `receive(payload)`: take over what the server sent (default: the shared model arrays);
+2. `before_training(payload)`;
+3. `step_loss(batch)`: the loss of one batch (default: cross-entropy);
+4. `after_training(payload)`: further arrays for the reply, such as class means;
+5. `answer(kind, payload)`: replies to the server's questions (`ask`).
+
+`self.model` is the client's model, `self.own` holds the method's further private arrays; both are stored on disk after
+the round and restored before the next. What leaves the client is the declared `shared` set and nothing else.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from flwr.client import NumPyClient
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedapp import sampling, selection
+from fedapp.data.transforms import InputSpec
+from fedapp.evaluation import Scores, batched, evaluate
+from fedapp.method import Array, Arrays, BaseHParams, Method, Payload, Scalar
+from fedapp.models import SplitModel, build_model
+from fedapp.state import ClientStore, Stored
+from fedapp.training import Batch, TrainReport, TrainSpec, train
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """What a model is built from; `seed` decides its initial values."""
+
+    name: str
+    num_classes: int
+    channels: int
+    size: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a client works on.
+
+    Attributes
+    ----------
+    client : stable client id.   seed : the run's seed.
+    model : name of the client's architecture.
+    x_train, x_test : (n, H, W, C) uint8 tensors on the client's device; y_train, y_test : (n,) int64.
+    x_union, y_union : the union of all clients' test splits for the balanced score (simulation only), or None.
+    protocols : which of `received` and `trained` are measured.
+    """
+
+    client: int
+    seed: int
+    num_classes: int
+    inputs: InputSpec
+    model: str
+    x_train: Tensor
+    y_train: Tensor
+    x_test: Tensor
+    y_test: Tensor
+    x_union: Tensor | None = None
+    y_union: Tensor | None = None
+    train: TrainSpec = field(default_factory=TrainSpec)
+    buffers: str = "global"
+    protocols: tuple[str, ...] = ("received", "trained")
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_samples(self) -> int:
+        """Number of training samples n_k."""
+        return len(self.y_train)
+
+    def spec(self, seed: int) -> ModelSpec:
+        """Return the specification of this client's architecture with initial values of `seed`."""
+        return ModelSpec(self.model, self.num_classes, self.inputs.channels, self.inputs.size, seed)
+
+    def class_counts(self) -> NDArray[np.int64]:
+        """(C,) counts of the local training split; they never leave the client unless a method's page says so."""
+        counts: NDArray[np.int64] = torch.bincount(self.y_train, minlength=self.num_classes).cpu().numpy()
+        return counts
+
+
+class FedClient(NumPyClient):
+    """One client of a federation.
+
+    Parameters
+    ----------
+    task : data, architecture and settings.
+    method, hparams : the method and its hyperparameters.
+    store : where the private state lives between rounds; None keeps nothing (for tests and foreign apps).
+    """
+
+    views: ClassVar[int] = 1
+    """Independent augmentations of each image in a step."""
+    needs_state: ClassVar[bool] = False
+    """Whether the method needs the stored state even where the server sends the whole model."""
+
+    def __init__(self, task: Task, method: Method, hparams: Any, store: ClientStore | None = None) -> None:
+        self.task = task
+        self.method = method
+        self.hparams = hparams
+        self.store = store
+        self.device = task.y_train.device
+        self.own: Arrays = {}
+        self.round = 0
+        self.model: SplitModel
+        self.report = TrainReport()
+        self._loaded: Stored | None = None
+
+    # ---- hooks ---------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def build_model(cls, spec: ModelSpec, hparams: Any) -> SplitModel:
+        """Build the model of a specification; server and clients call the same function."""
+        return build_model(
+            spec.name, num_classes=spec.num_classes, channels=spec.channels, size=spec.size, seed=spec.seed
+        )
+
+    @classmethod
+    def configure_model(cls, model: SplitModel, scalars: Mapping[str, Scalar]) -> None:
+        """Apply a payload's plain values to the model itself (not its arrays); server and clients call the same function."""
+
+    def receive(self, payload: Payload) -> None:
+        """Take over what the server sent: copy the shared model arrays into the model."""
+        selection.merge(self.model, payload.all())
+        self.configure_model(self.model, payload.scalars)
+
+    def before_training(self, payload: Payload) -> None:
+        """Prepare the round, for example by copying what the loss refers to."""
+
+    def step_loss(self, batch: Batch) -> Tensor:
+        """Return the loss of one batch, a scalar in nats: mean cross-entropy."""
+        return F.cross_entropy(self.model(batch.x), batch.y)
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Return what is optimised."""
+        return self.model.parameters()
+
+    def after_epoch(self, epoch: int) -> None:
+        """Run after each local epoch, counted from 0."""
+
+    def train_spec(self) -> TrainSpec:
+        """Return how this round trains."""
+        return self.task.train
+
+    def after_training(self, payload: Payload) -> Arrays:
+        """Return further arrays for the reply, named as the method's `extra_up` declares."""
+        return {}
+
+    def reply_metrics(self) -> dict[str, Any]:
+        """Return further numbers for the reply."""
+        return {}
+
+    def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
+        """Answer the server's question `kind` with the model that `receive(payload)` gives."""
+        raise ValueError(f"the method '{self.method.id}' has no answer to 'query.{kind}'")
+
+    def adam_betas(self) -> tuple[float, float]:
+        """Moment decay rates where the optimizer is Adam."""
+        return (0.9, 0.999)
+
+    def optimise(self, payload: Payload) -> TrainReport:
+        """Run the local training of the round."""
+        return train(
+            self.model,
+            self.task.x_train,
+            self.task.y_train,
+            self.train_spec(),
+            self.task.inputs,
+            self.step_loss,
+            self.generator("batches"),
+            parameters=self.parameters(),
+            views=self.views,
+            betas=self.adam_betas(),
+            on_epoch=self.after_epoch,
+        )
+
+    # ---- one exchange --------------------------------------------------------------------------------------------
+
+    def train_round(
+        self, payload: Payload, round: int, *, balanced: bool = False
+    ) -> tuple[Arrays, int, dict[str, Any]]:
+        """Evaluate what was received, train, evaluate what was trained, store the state, and reply.
+
+        Parameters
+        ----------
+        round : number of the round from 1.
+        balanced : measure the balanced score too.
+
+        Returns
+        -------
+        The reply's arrays, n_k, and its metrics.
+        """
+        self.round = round
+        self.restore(round, payload)
+        self.receive(payload)
+        metrics: dict[str, Any] = {}
+        if "received" in self.task.protocols:
+            metrics.update(self.measure("received", balanced))
+        self.before_training(payload)
+        self.report = self.optimise(payload)
+        extras = self.after_training(payload)
+        if "trained" in self.task.protocols:
+            metrics.update(self.measure("trained", balanced))
+        arrays = {**selection.extract(self.model, self.up_names()), **extras}
+        if not math.isnan(self.report.loss):
+            metrics["train-loss"] = self.report.loss
+        metrics["steps"] = self.report.steps
+        metrics["train-seconds"] = self.report.seconds
+        metrics.update(self.reply_metrics())
+        if self.store is not None:
+            self.store.save(round, self.state())
+        return arrays, self.task.num_samples, metrics
+
+    def evaluate_round(self, payload: Payload, round: int, *, balanced: bool = True) -> dict[str, Any]:
+        """Score the model as last trained (`trained`), and as handed out now (`received`); nothing is stored.
+
+        A client that never trained scores what it received under both names.
+        """
+        self.round = round
+        self.restore(round, payload, always=True)
+        metrics: dict[str, Any] = {}
+        trained = self._loaded is not None
+        if trained and "trained" in self.task.protocols:
+            metrics.update(self.measure("trained", balanced))
+        self.receive(payload)
+        received = self.measure("received", balanced)
+        if "received" in self.task.protocols:
+            metrics.update(received)
+        if not trained and "trained" in self.task.protocols:
+            metrics.update({k.replace("received", "trained"): v for k, v in received.items()})
+        return metrics
+
+    def answer_query(self, kind: str, payload: Payload, round: int) -> tuple[Arrays, int, dict[str, Any]]:
+        """Answer one `ask` of the server."""
+        self.round = round
+        self.restore(round, payload)
+        self.receive(payload)
+        arrays, metrics = self.answer(kind, payload)
+        return arrays, self.task.num_samples, metrics
+
+    # ---- pieces --------------------------------------------------------------------------------------------------
+
+    def generator(self, purpose: str) -> torch.Generator:
+        """Return a generator that depends on seed, purpose, round and client alone."""
+        return sampling.torch_generator(self.task.seed, purpose, self.round, self.task.client)
+
+    def measure(self, protocol: str, balanced: bool = False) -> dict[str, Any]:
+        """Score the present model on the client's own test split, as sums and counts."""
+        scores = self.score(self.task.x_test, self.task.y_test)
+        metrics: dict[str, Any] = {
+            f"{protocol}-correct": int(scores.correct.sum()),
+            f"{protocol}-total": scores.n,
+            f"{protocol}-loss-sum": scores.loss_sum,
+        }
+        if balanced and self.task.x_union is not None and self.task.y_union is not None:
+            metrics[f"{protocol}-balanced"] = self.score(self.task.x_union, self.task.y_union).balanced
+        return metrics
+
+    def score(self, x: Tensor, y: Tensor) -> Scores:
+        """Score the present model on images (n, H, W, C) uint8."""
+        return evaluate(self.model, x, y, self.task.inputs, self.task.num_classes)
+
+    def representations(self, x: Tensor | None = None) -> Tensor:
+        """(n, width) float32 representations of the training split (or of `x`), in evaluation mode, test transform."""
+        self.model.eval()
+        return batched(self.model.represent, self.task.x_train if x is None else x, self.task.inputs)
+
+    def restore(self, round: int, payload: Payload, always: bool = False) -> None:
+        """Set up the model as this client left it before `round`; a new client gets its seeded initial model."""
+        skeleton = _skeleton(type(self), self.task.spec(0), self.hparams)
+        self._loaded = None
+        if self.store is not None and (always or self.needs_state or not self._covered(skeleton, payload)):
+            self._loaded = self.store.load(round)
+        if self._loaded is None:
+            if self._covered(skeleton, payload):
+                self.model = copy.deepcopy(skeleton)
+            else:
+                seed = sampling.derived_seed(self.task.seed, "model", self.task.client)
+                self.model = self.build_model(self.task.spec(seed), self.hparams)
+        else:
+            self.model = copy.deepcopy(skeleton)
+            stored = self._loaded.arrays
+            selection.merge(self.model, {n[6:]: a for n, a in stored.items() if n.startswith("model/")})
+            self.own = {n[4:]: a for n, a in stored.items() if n.startswith("own/")}
+        self.model.to(self.device)
+        if self.task.buffers == "drop":
+            for module in self.model.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.reset_running_stats()
+
+    def _covered(self, model: nn.Module, payload: Payload) -> bool:
+        """Whether the payload holds every parameter and floating-point buffer of the model."""
+        names = payload.all().keys()
+        return all(n in names for n in selection.shared_names(model, ("",)))
+
+    def state(self) -> Arrays:
+        """Return everything that must survive the round."""
+        model = {f"model/{name}": a for name, a in selection.everything(self.model).items()}
+        return {**model, **{f"own/{name}": np.asarray(a) for name, a in self.own.items()}}
+
+    def down_names(self) -> list[str]:
+        """Names of the model arrays that the server sends, in state-dict order."""
+        return self.names_of(self._model_or_skeleton(), self.method, self.hparams, self.task.buffers)
+
+    def up_names(self) -> list[str]:
+        """Names of the model arrays in this client's replies, in state-dict order."""
+        prefixes = self.method.up_prefixes(self.hparams)
+        return selection.shared_names(self._model_or_skeleton(), prefixes, self.task.buffers) if prefixes else []
+
+    @staticmethod
+    def names_of(model: nn.Module, method: Method, hparams: BaseHParams, buffers: str) -> list[str]:
+        """Names of the shared arrays of a model under a method."""
+        prefixes = method.shared_prefixes(hparams)
+        return selection.shared_names(model, prefixes, buffers) if prefixes else []
+
+    def _model_or_skeleton(self) -> nn.Module:
+        return self.model if hasattr(self, "model") else _skeleton(type(self), self.task.spec(0), self.hparams)
+
+    def hello(self) -> tuple[dict[str, Any], dict[str, Scalar]]:
+        """Say who this client is: sample count and shared shapes, never class counts."""
+        model = _skeleton(type(self), self.task.spec(0), self.hparams)
+        state = model.state_dict()
+        shapes = {n: list(state[n].shape) for n in [*self.down_names(), *self.up_names()]}
+        info: dict[str, Scalar] = {
+            "client": self.task.client,
+            "model": self.task.model,
+            "num-classes": self.task.num_classes,
+            "channels": self.task.inputs.channels,
+            "size": self.task.inputs.size,
+            "width": model.width,
+            "shapes": json.dumps(shapes),
+        }
+        return {"num-examples": self.task.num_samples}, info
+
+    # ---- NumPyClient, for anybody's client_fn --------------------------------------------------------------------
+
+    def get_parameters(self, config: dict[str, Scalar]) -> list[Array]:
+        """Return the shared arrays in the order of `down_names()`."""
+        if not hasattr(self, "model"):
+            self.restore(1, Payload())
+        return list(selection.extract(self.model, self.down_names()).values())
+
+    def fit(self, parameters: list[Array], config: dict[str, Scalar]) -> tuple[list[Array], int, dict[str, Scalar]]:
+        """Train one round on positional parameters (`config["round"]`, default 1)."""
+        payload = Payload(arrays=dict(zip(self.down_names(), parameters, strict=True)))
+        arrays, n, metrics = self.train_round(payload, int(config.get("round", 1)))
+        return list(arrays.values()), n, metrics
+
+    def evaluate(self, parameters: list[Array], config: dict[str, Scalar]) -> tuple[float, int, dict[str, Scalar]]:
+        """Score positional parameters on the client's own test split."""
+        payload = Payload(arrays=dict(zip(self.down_names(), parameters, strict=True)))
+        metrics = self.evaluate_round(payload, int(config.get("round", 1)), balanced=False)
+        total = max(1, int(metrics["received-total"]))
+        accuracy = metrics["received-correct"] / total
+        return metrics["received-loss-sum"] / total, total, {"accuracy": accuracy}
+
+
+@functools.lru_cache(maxsize=16)
+def _skeleton(client: type[FedClient], spec: ModelSpec, hparams: Any) -> SplitModel:
+    """Build a model once per process; clients work on copies, so nothing leaks from one to the next."""
+    return client.build_model(spec, hparams)

@@ -1,0 +1,122 @@
+"""FedClassAvg, local step. Jang, Ha, Jung, Yoon, FedClassAvg, ICPP 2022.
+
+| symbol (paper)    | here                                                                   |
+|-------------------|------------------------------------------------------------------------|
+| F_k(x)            | `model.features(x)`, (B, d), before the head's ReLU                    |
+| C_k = (W, b)      | `model.head`                                                           |
+| C^t               | `self.received_head`, the head as received                             |
+| x', x''           | `batch.views`, two independent augmentations                           |
+| rho               | `hparams.rho`                                                          |
+| T, T_b            | `temperature`, `base_temperature`                                      |
+
+Local loss, Eqs. 4 to 6:  L = L_CL(F_k(x'), F_k(x'')) + L_CE(C_k(F_k(x')), y) + rho * ||C_k - C^t||_2.
+The paper names neither temperature nor normalisation; the released code uses T = 100, T_b = 0.07 on raw features, which
+diverges under SGD. `preset` chooses between them; the default normalises.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from clients.base import FedClient
+from fedapp.core.contrastive import l2_distance, mse_half, supcon
+from fedapp.method import BaseHParams, Payload
+from fedapp.training import Batch, TrainSpec, train
+
+
+class Preset(NamedTuple):
+    """What the paper leaves open, decided together."""
+
+    temperature: float
+    base_temperature: float
+    normalise: bool
+    proximal: Literal["l2", "mse_half"]
+    warmup_epochs: int
+
+
+PRESETS = {
+    "khosla": Preset(0.07, 0.07, True, "l2", 0),
+    "paper": Preset(100.0, 0.07, False, "l2", 0),
+    "authors": Preset(100.0, 0.07, False, "mse_half", 1),
+}
+
+
+class FedClassAvgHParams(BaseHParams):
+    """Hyperparameters of FedClassAvg."""
+
+    preset: Literal["khosla", "paper", "authors"] = Field(
+        "khosla",
+        description="what the paper leaves open: khosla = normalised features, T = 0.07; paper = Eq. 5 with the released "
+        "code's T = 100 on raw features; authors = the released code throughout",
+    )
+    rho: float = Field(0.1, ge=0, description="weight of the proximal term on the head (paper: 0.1, 0.4662, 0.1)")
+    contrastive: float = Field(1.0, ge=0, description="weight of the contrastive term (paper: 1); 0 switches it off")
+    share: Literal["head", "all", "none"] = Field(
+        "head", description="what is averaged: the head, the whole model ('+weight', Table 3), or nothing (control)"
+    )
+    temperature: float | None = Field(None, gt=0, description="T, instead of the preset's")
+    base_temperature: float | None = Field(None, gt=0, description="T_b, instead of the preset's")
+    normalise: bool | None = Field(None, description="L2-normalise features in the contrastive term, or the preset's")
+    proximal: Literal["l2", "mse_half"] | None = Field(None, description="form of the proximal term, or the preset's")
+    warmup_epochs: int | None = Field(
+        None, ge=0, description="local epochs before a client's first round, or the preset's"
+    )
+    beta1: float = Field(
+        0.5, ge=0, lt=1, description="first moment decay where the optimizer is Adam (released code: 0.5)"
+    )
+
+    @property
+    def chosen(self) -> Preset:
+        """The preset with the values that were given instead."""
+        given = {f: getattr(self, f) for f in Preset._fields if getattr(self, f) is not None}
+        return PRESETS[self.preset]._replace(**given)
+
+
+class FedClassAvgClient(FedClient):
+    """Trains trunk and head on cross-entropy, supervised contrastive and proximal terms."""
+
+    views = 2
+    received_head: list[Tensor]
+
+    def receive(self, payload: Payload) -> None:
+        """Warm the trunk up before the client's first round if asked to, then take the received arrays."""
+        epochs = self.hparams.chosen.warmup_epochs
+        if epochs and self._loaded is None and self.store is not None:
+            self.received_head = [p.detach().clone() for p in self.model.head.parameters()]
+            spec = TrainSpec(**{**vars(self.train_spec()), "epochs": epochs})
+            task = self.task
+            train(
+                self.model, task.x_train, task.y_train, spec, task.inputs, self.step_loss,
+                self.generator("warm-up"), views=self.views, betas=self.adam_betas(),
+            )  # fmt: skip
+        super().receive(payload)
+
+    def before_training(self, payload: Payload) -> None:
+        """Keep C^t: detached, taken after loading and before the first step."""
+        self.received_head = [p.detach().clone() for p in self.model.head.parameters()]
+
+    def step_loss(self, batch: Batch) -> Tensor:
+        """Return L_CL + L_CE + rho * L_R of one batch; cross-entropy sees the first view only."""
+        hparams, chosen = self.hparams, self.hparams.chosen
+        size = len(batch.y)
+        two = hparams.contrastive > 0
+        f = self.model.features(torch.cat(batch.views) if two else batch.x)  # (2B, d): all x', then all x''
+        logits = self.model.classify(self.model.activation(f[:size]))
+        loss = F.cross_entropy(logits, batch.y)
+        if two:
+            labels = torch.cat([batch.y, batch.y])
+            contrast = supcon(f, labels, chosen.temperature, chosen.base_temperature, chosen.normalise)
+            loss = loss + hparams.contrastive * contrast
+        if hparams.rho > 0 and hparams.share != "none":
+            distance = l2_distance if chosen.proximal == "l2" else mse_half
+            loss = loss + hparams.rho * distance(list(self.model.head.parameters()), self.received_head)
+        return loss
+
+    def adam_betas(self) -> tuple[float, float]:
+        """The released code's Adam."""
+        return (self.hparams.beta1, 0.999)

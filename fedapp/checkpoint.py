@@ -1,0 +1,94 @@
+"""Server checkpoints: any state that is a nested dict of arrays and JSON scalars, written atomically, the last two kept."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedapp.method import Arrays, ServerState
+from fedapp.state import StateError, read_safetensors, write_safetensors
+
+_FILE = re.compile(r"^round-(\d{6})\.safetensors$")
+
+
+def flatten(state: ServerState) -> tuple[Arrays, dict[str, Any]]:
+    """Split a state into arrays by path and JSON scalars by path (paths joined by a unit separator).
+
+    Raises
+    ------
+    TypeError : a value that is neither array, scalar, list of scalars, None nor dict.
+    """
+    arrays: Arrays = {}
+    scalars: dict[str, Any] = {}
+
+    def walk(prefix: str, value: Any) -> None:
+        if isinstance(value, dict):
+            if not value:
+                scalars[prefix + "\x1f{}"] = True
+            for key, inner in value.items():
+                kind = "i:" if isinstance(key, int) else "s:"
+                walk(f"{prefix}\x1f{kind}{key}" if prefix else f"{kind}{key}", inner)
+        elif isinstance(value, np.ndarray):
+            arrays[prefix] = np.ascontiguousarray(value).reshape(value.shape)
+        elif isinstance(value, np.generic):
+            scalars[prefix] = value.item()
+        elif value is None or isinstance(value, (bool, int, float, str, list)):
+            scalars[prefix] = value
+        else:
+            raise TypeError(
+                f"a strategy's state may hold arrays and plain values, not {type(value).__name__} at {prefix!r}"
+            )
+
+    for key, inner in state.items():
+        walk(f"s:{key}", inner)
+    return arrays, scalars
+
+
+def unflatten(arrays: Arrays, scalars: dict[str, Any]) -> ServerState:
+    """Put a state together again (the inverse of `flatten`)."""
+    state: ServerState = {}
+    for path, value in [*arrays.items(), *scalars.items()]:
+        parts = path.split("\x1f")
+        empty = parts[-1] == "{}"
+        keys: list[Any] = [int(p[2:]) if p.startswith("i:") else p[2:] for p in (parts[:-1] if empty else parts)]
+        node: dict[Any, Any] = state
+        for key in keys[:-1]:
+            node = node.setdefault(key, {})
+        node[keys[-1]] = {} if empty else value
+    return state
+
+
+def save(folder: Path, round: int, state: ServerState, extra: dict[str, Any]) -> Path:
+    """Write the state after `round`, with `extra` (JSON) beside it; keeps the last two."""
+    arrays, scalars = flatten(state)
+    path = folder / f"round-{round:06d}.safetensors"
+    if not arrays:
+        arrays = {"_": np.zeros(0, np.float32)}
+    write_safetensors(path, arrays, {"round": round, "scalars": scalars, "extra": extra})
+    for old in sorted(p for p in folder.iterdir() if _FILE.match(p.name))[:-2]:
+        old.unlink(missing_ok=True)
+    return path
+
+
+def latest(folder: Path) -> tuple[int, ServerState, dict[str, Any]] | None:
+    """Read the newest readable checkpoint: (round, state, extra), or None if there is none."""
+    if not folder.is_dir():
+        return None
+    paths = sorted((p for p in folder.iterdir() if _FILE.match(p.name)), reverse=True)
+    problem: StateError | None = None
+    for path in paths:
+        try:
+            arrays, header = read_safetensors(path)
+        except StateError as e:
+            problem = e
+            continue
+        arrays.pop("_", None)
+        scalars, extra = header["scalars"], header["extra"]
+        assert isinstance(scalars, dict) and isinstance(extra, dict) and isinstance(header["round"], int)
+        return header["round"], unflatten(arrays, scalars), extra
+    if problem is not None:
+        raise problem
+    return None

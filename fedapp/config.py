@@ -1,0 +1,346 @@
+"""The run configuration: one frozen, validated object made from Flower's flat run-config.
+
+Every key is declared in pyproject.toml with the default that stands here (a test compares them). Unknown keys, wrong
+types, values out of range and clashes are `BadRequest`s that say what to do.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedapp import registry
+from fedapp.errors import BadRequest
+from fedapp.federation import Settings
+from fedapp.method import BaseHParams, Method
+from fedapp.models import MODEL_NAMES, default_model
+from fedapp.text import suggest
+from fedapp.training import TrainSpec
+
+Auto = Literal["auto"]
+PROTOCOLS = ("received", "trained", "global")
+
+_T = TypeVar("_T")
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+
+class RunConfig(BaseModel):
+    """All run-config keys; on the wire their names have hyphens."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, alias_generator=lambda n: n.replace("_", "-"),
+        populate_by_name=True, protected_namespaces=(),
+    )  # fmt: skip
+
+    method: str = Field("fedclassavg", description="id of the method; see fedapp methods")
+    method_args: str = Field("", description='hyperparameters of the method, "name=value name=value"')
+    dataset: str = Field("digits", description="name of the data set, or npz / folder for your own")
+    data_dir: str = Field("", description="folder with NAME.npz, or where to download to; for npz and folder the data")
+    clients: int = Field(0, ge=0, le=1_000_000, description="number of clients; 0 = the nodes present")
+    partition: str = Field("dirichlet", description="how data is dealt to clients")
+    alpha: float = Field(0.5, gt=0, description="Dirichlet concentration")
+    classes_per_client: int = Field(2, ge=1, description="for pathological and classes")
+    min_samples: int = Field(10, ge=1, description="smallest number of samples a client may get")
+    split: Literal["auto", "official", "merged", "holdout"] = Field(
+        "auto", description="where test data come from; auto = official where the data set has a test set, else holdout"
+    )
+    model: str = Field("auto", description="architecture, or several with commas, dealt to clients by id")
+    num_server_rounds: int = Field(20, ge=1, description="rounds in all")
+    fraction_train: float = Field(1.0, gt=0, le=1, description="share of clients per round")
+    local_epochs: int = Field(2, ge=1, description="epochs of local training per round")
+    batch_size: int = Field(16, ge=1, description="samples per step")
+    lr: Positive | Auto = Field("auto", description="learning rate")
+    optimizer: Literal["auto", "sgd", "adam"] = Field("auto", description="local optimizer, new in every round")
+    momentum: Annotated[float, Field(ge=0, lt=1)] | Auto = Field("auto", description="of SGD")
+    weight_decay: NonNegative | Auto = Field("auto", description="L2 weight decay")
+    clip: NonNegative | Auto = Field("auto", description="largest gradient norm, 0 = none")
+    augment: Literal["auto", "none", "weak", "strong"] = Field("auto", description="augmentation of training images")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 = autocast of the forward pass")
+    buffers: Literal["global", "local", "drop"] = Field("global", description="what happens to BatchNorm statistics")
+    threads: int = Field(1, ge=1, le=1024, description="threads of each client; they decide the last bits")
+    server_threads: int = Field(1, ge=1, le=1024, description="threads of the server's mathematics")
+    protocols: str = Field("received,trained,global", description="what is measured")
+    balanced_every: int = Field(
+        0, ge=-1, description="rounds between balanced scores; 0 = never (digits: 1), -1 = never"
+    )
+    evaluate_every: int = Field(
+        0, ge=0, description="rounds between evaluations of all clients; 0 = after the last only"
+    )
+    min_replies: Annotated[float, Field(gt=0, le=1)] | Auto = Field(
+        "auto", description="least share of good replies; auto = 1.0 in simulation, 0.5 in deployment"
+    )
+    round_timeout: float = Field(3600.0, ge=0, description="seconds a round waits for replies, 0 = for ever")
+    wait_timeout: float = Field(600.0, ge=0, description="seconds to wait for clients at the start, 0 = for ever")
+    patience: int = Field(0, ge=0, description="stop after this many rounds without a lower training loss; 0 = never")
+    wire_dtype: Literal["fp32", "fp16"] = Field("fp32", description="fp16 = float32 arrays travel in half precision")
+    public_data: str = Field(
+        "", description="public data set of KT-pFL, or a share such as 0.05 of the training images"
+    )
+    state_dir: str = Field("", description="folder of the clients' private state; empty = OUT/state")
+    federation: str = Field("", description="name under which clients keep their state; empty = run")
+    warm_start: bool = Field(False, description="clients start from the state an earlier run left")
+    seed: int = Field(0, ge=0, lt=2**31, description="decides every random draw")
+    out: str = Field("", description="absolute path of the run directory")
+    resume: bool = Field(False, description="continue the run in OUT from its last checkpoint")
+
+    # ---- derived -------------------------------------------------------------------------------------------------
+
+    def to_flat(self) -> dict[str, Any]:
+        """Return the flat run-config: hyphenated keys, plain values."""
+        return self.model_dump(by_alias=True)
+
+    def replaced(self, **changes: Any) -> RunConfig:
+        """Return a validated copy with changes (Python names)."""
+        return from_flat({**self.to_flat(), **{k.replace("_", "-"): v for k, v in changes.items()}})
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The architectures, in the order in which they are dealt."""
+        return tuple(m.strip() for m in self.model.split(",") if m.strip())
+
+    def model_of(self, client: int) -> str:
+        """Architecture of a client: dealt by id."""
+        names = self.model_names
+        return names[client % len(names)]
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """The protocols that are measured."""
+        return tuple(p.strip() for p in self.protocols.split(",") if p.strip())
+
+    def balanced_in(self, round: int) -> bool:
+        """Whether round `round` measures the balanced score."""
+        every = 1 if self.balanced_every == 0 and self.dataset == "digits" else self.balanced_every
+        return every > 0 and round % every == 0
+
+    def method_and_hparams(self) -> tuple[Method, BaseHParams]:
+        """Return the method that is run, and its hyperparameters."""
+        return _method_and_hparams(self.method, self.method_args)
+
+    def train_spec(self) -> TrainSpec:
+        """Return the local training settings of a resolved configuration."""
+        resolved = resolve(self)
+        return TrainSpec(
+            epochs=resolved.local_epochs,
+            batch_size=resolved.batch_size,
+            lr=float(resolved.lr),
+            optimizer=resolved.optimizer,
+            momentum=float(resolved.momentum),
+            weight_decay=float(resolved.weight_decay),
+            clip=float(resolved.clip),
+            augment=resolved.augment,
+            precision=resolved.precision,
+        )
+
+    def settings(self, simulation: bool) -> Settings:
+        """Return how the server talks to clients."""
+        least = (1.0 if simulation else 0.5) if self.min_replies == "auto" else float(self.min_replies)
+        return Settings(
+            fraction=self.fraction_train,
+            min_replies=least,
+            round_timeout=self.round_timeout,
+            wait_timeout=self.wait_timeout,
+            wire_dtype=self.wire_dtype,
+            poll=0.01 if simulation else 1.0,
+        )
+
+
+@functools.lru_cache(maxsize=64)
+def _method_and_hparams(method_id: str, args: str) -> tuple[Method, BaseHParams]:
+    method = registry.get(method_id)
+    hparams = registry.parse_args(method, args)
+    return registry.resolve(method, hparams), hparams
+
+
+KEYS = tuple(name.replace("_", "-") for name in RunConfig.model_fields)
+
+
+def defaults() -> dict[str, Any]:
+    """Return every key with its default, as pyproject.toml declares them."""
+    return RunConfig().to_flat()
+
+
+def from_flat(values: Mapping[str, Any]) -> RunConfig:
+    """Validate a flat run-config.
+
+    Raises
+    ------
+    BadRequest : unknown key, wrong type, value out of range, or keys that clash; one line each.
+    """
+    unknown = [k for k in values if k not in KEYS]
+    if unknown:
+        raise BadRequest("; ".join(f"unknown key '{k}'{suggest(k, KEYS)}" for k in unknown))
+    fields = RunConfig.model_fields
+    given = {
+        k: float(v) if isinstance(v, int) and not isinstance(v, bool) and _is_float(fields[k.replace("-", "_")]) else v
+        for k, v in values.items()
+    }
+    try:
+        config = RunConfig.model_validate(given)
+    except ValidationError as e:
+        lines: dict[str, list[str]] = {}
+        for item in e.errors():
+            key = str(item["loc"][0])
+            lines.setdefault(key, []).append(_plain(item))
+        text = "; ".join(f"{k} = {given.get(k)!r}: {' or '.join(dict.fromkeys(v))}" for k, v in lines.items())
+        raise BadRequest(text) from e
+    _check(config)
+    return config
+
+
+def _is_float(field: Any) -> bool:
+    return "float" in str(field.annotation) and "int" not in str(field.annotation).replace("Point", "")
+
+
+def _plain(error: Any) -> str:
+    """Say a validation error in plain words."""
+    kind, context = error["type"], error.get("ctx", {})
+    words = {
+        "greater_than": f"must be greater than {context.get('gt')}",
+        "greater_than_equal": f"must be at least {context.get('ge')}",
+        "less_than": f"must be less than {context.get('lt')}",
+        "less_than_equal": f"must be at most {context.get('le')}",
+        "int_type": "must be a whole number",
+        "float_type": "must be a number",
+        "string_type": "must be text",
+        "bool_type": "must be true or false",
+        "literal_error": f"must be {context.get('expected')}",
+    }
+    return words.get(kind, str(error["msg"]))
+
+
+def _check(config: RunConfig) -> None:
+    """Refuse what cannot go together, without looking at any data."""
+    method, hparams = config.method_and_hparams()
+    bad = [p for p in config.measured if p not in PROTOCOLS]
+    if bad or not config.measured:
+        raise BadRequest(f"protocols = '{config.protocols}': choose from {', '.join(PROTOCOLS)}")
+    if not config.model_names:
+        raise BadRequest("model is empty: give one architecture, several with commas, or auto")
+    for name in config.model_names:
+        if name != "auto" and name not in MODEL_NAMES:
+            raise BadRequest(
+                f"unknown model '{name}'{suggest(name, MODEL_NAMES)}: choose from {', '.join(MODEL_NAMES)}"
+            )
+    if len(set(config.model_names)) > 1 and not method.heterogeneous:
+        raise BadRequest(
+            f"{config.method} needs one architecture, model = '{config.model}' names {len(set(config.model_names))}: "
+            "give one, or take a method that allows different ones (fedapp methods)"
+        )
+    if method.shared_prefixes(hparams) and any(p == "features." for p in method.shared_prefixes(hparams)):
+        if len(set(config.model_names)) > 1:
+            raise BadRequest(
+                f"{config.method} with these method-args shares extractors: all clients need one architecture"
+            )
+    if config.optimizer == "adam" and config.momentum not in ("auto", 0.0):
+        raise BadRequest("momentum is for SGD: leave it at auto with optimizer = 'adam'")
+    if config.federation and not config.federation.replace("-", "").replace("_", "").replace(".", "").isalnum():
+        raise BadRequest(f"federation = '{config.federation}': letters, digits, '-', '_' and '.' only")
+    if config.warm_start and not config.state_dir:
+        raise BadRequest("warm-start needs state-dir (and federation): the folder that the earlier run's clients kept")
+    if config.resume and not config.out:
+        raise BadRequest("resume needs out, the run directory to continue")
+    if config.partition not in PARTITIONS:
+        raise BadRequest(
+            f"unknown partition '{config.partition}'{suggest(config.partition, PARTITIONS)}: "
+            f"choose from {', '.join(PARTITIONS)}"
+        )
+    if config.dataset not in DATASETS:
+        raise BadRequest(
+            f"unknown dataset '{config.dataset}'{suggest(config.dataset, DATASETS)}: choose from {', '.join(DATASETS)}"
+        )
+    if config.dataset in ("npz", "folder") and not config.data_dir:
+        raise BadRequest(f"dataset = '{config.dataset}' needs data-dir: where your data lie")
+
+
+PARTITIONS = ("iid", "dirichlet", "dirichlet-equal", "pathological", "classes", "two-class", "shards")
+DATASETS = (
+    "digits", "mnist", "fashion_mnist", "emnist_letters", "cifar10", "cifar100", "tiny_imagenet", "cinic10", "npz",
+    "folder",
+)  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def resolve(config: RunConfig) -> RunConfig:
+    """Replace every `auto` that depends on method and data set alone by the value it stands for."""
+    method, _ = config.method_and_hparams()
+    d = method.defaults
+
+    def pick(value: Any, auto: _T) -> Any:
+        return auto if value == "auto" else value
+
+    optimizer = pick(config.optimizer, d.optimizer)
+    return config.replaced(
+        model=",".join(default_model(config.dataset) if n == "auto" else n for n in config.model_names),
+        lr=pick(config.lr, d.lr_digits if config.dataset == "digits" else d.lr),
+        optimizer=optimizer,
+        momentum=pick(config.momentum, d.momentum if optimizer == "sgd" else 0.0),
+        weight_decay=pick(config.weight_decay, d.weight_decay),
+        clip=pick(config.clip, d.clip),
+        augment=pick(config.augment, d.augment),
+    )
+
+
+def from_context(run_config: Mapping[str, Any]) -> RunConfig:
+    """Validate and resolve the run-config of a Flower context (cached: it is asked for with every message)."""
+    return _from_json(json.dumps(dict(run_config), sort_keys=True))
+
+
+@functools.lru_cache(maxsize=16)
+def _from_json(text: str) -> RunConfig:
+    return resolve(from_flat(json.loads(text)))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file of run-config keys; nested tables become dotted keys and are refused as unknown."""
+    try:
+        with path.open("rb") as f:
+            data = tomllib.load(f)
+    except FileNotFoundError as e:
+        raise BadRequest(f"{path} does not exist") from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise BadRequest(f"{path} is not TOML: {e}") from e
+    return data
+
+
+def write_toml(path: Path, config: RunConfig) -> None:
+    """Write a configuration as the TOML file that `fedapp run FILE.toml` reads."""
+    path.write_text(tomli_w.dumps(config.to_flat()), encoding="utf-8")
+
+
+def parse_value(key: str, text: str) -> Any:
+    """Turn the text of `--set key=value` into the type of the key.
+
+    Raises
+    ------
+    BadRequest : unknown key, or text that is not of the key's type.
+    """
+    if key not in KEYS:
+        raise BadRequest(f"unknown key '{key}'{suggest(key, KEYS)}")
+    field = RunConfig.model_fields[key.replace("-", "_")]
+    kind = str(field.annotation)
+    if text == "auto" and "auto" in kind:
+        return text
+    if field.annotation is bool:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        raise BadRequest(f"{key} = '{text}': must be true or false")
+    if field.annotation is int:
+        try:
+            return int(text)
+        except ValueError as e:
+            raise BadRequest(f"{key} = '{text}': must be a whole number") from e
+    if "float" in kind:
+        try:
+            return float(text)
+        except ValueError as e:
+            raise BadRequest(f"{key} = '{text}': must be a number" + (" or auto" if "auto" in kind else "")) from e
+    return text

@@ -1,0 +1,132 @@
+"""Run one configuration on an engine, from Python: `from fedapp import run` in a notebook, `fedapp run` in a shell."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fedapp import config as configuration
+from fedapp import tasks
+from fedapp.config import RunConfig
+from fedapp.errors import BadRequest
+from fedapp.results import check_out
+
+DEFAULT_CLIENTS = 10
+Listener = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Where a run's results lie, and what they are.
+
+    Attributes
+    ----------
+    out : the run directory.   summary : its `summary.json`.
+    """
+
+    out: Path
+    summary: dict[str, Any]
+
+    @property
+    def rounds(self) -> pd.DataFrame:
+        """A row a round."""
+        return pd.read_csv(self.out / "rounds.csv")
+
+    @property
+    def clients(self) -> pd.DataFrame:
+        """A row a client and round."""
+        return pd.read_csv(self.out / "clients.csv")
+
+    @property
+    def final(self) -> pd.DataFrame:
+        """A row a client, scored after the last round."""
+        return pd.read_csv(self.out / "final.csv")
+
+
+def prepare(values: Mapping[str, Any], out: Path | None) -> RunConfig:
+    """Make the effective configuration of a simulation and check everything that can be checked before training.
+
+    Parameters
+    ----------
+    values : flat run-config keys; the others have their defaults.
+    out : run directory (made absolute), default `./runs/<method>-<dataset>-s<seed>-<time>`.
+
+    Raises
+    ------
+    BadRequest : anything that would fail later.
+    """
+    config = configuration.resolve(configuration.from_flat({**values, "resume": False}))
+    resume = bool(values.get("resume", False))
+    if config.clients == 0:
+        config = config.replaced(clients=DEFAULT_CLIENTS)
+    if config.data_dir:
+        config = config.replaced(data_dir=str(Path(config.data_dir).expanduser().absolute()))
+    if config.state_dir:
+        config = config.replaced(state_dir=str(Path(config.state_dir).expanduser().absolute()))
+    if out is None:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        out = Path("runs") / f"{config.method}-{config.dataset}-s{config.seed}-{stamp}"
+    out = out.expanduser().absolute()
+    tasks.check(config, config.clients)
+    check_out(out, resume)
+    return config.replaced(out=str(out), resume=resume)
+
+
+def resumed(out: Path, rounds: int | None = None) -> dict[str, Any]:
+    """Return the flat run-config that continues the run in `out`; `rounds` is the new total."""
+    out = out.expanduser().absolute()
+    check_out(out, resume=True)
+    values = configuration.read_toml(out / "config.toml")
+    if rounds is not None:
+        values["num-server-rounds"] = rounds
+    return {**values, "resume": True, "out": str(out)}
+
+
+def run_local(config: RunConfig, listener: Listener | None = None) -> RunResult:
+    """Run a prepared configuration in this process, without Ray."""
+    from fedapp.client_app import app as client_app
+    from fedapp.localgrid import LocalGrid
+    from fedapp.server_app import serve
+
+    flat = config.to_flat()
+    summary = serve(LocalGrid(client_app, flat, config.clients), flat, listener)
+    return RunResult(Path(config.out), summary)
+
+
+def run(*, out: str | Path | None = None, resume: str | Path | None = None, **settings: Any) -> RunResult:
+    """Run a federation in this process and return its results.
+
+    Parameters
+    ----------
+    out : run directory.   resume : run directory to continue instead.
+    settings : run-config keys with underscores, such as `method="cwfedavg"`, `method_args="lam=10"`, `clients=20`,
+        `num_server_rounds=5`. `rounds` is short for `num_server_rounds`.
+
+    Examples
+    --------
+    >>> result = run(method="fedavg", clients=4, rounds=2, out="runs/try")  # doctest: +SKIP
+    >>> result.rounds[["round", "received_accuracy"]]  # doctest: +SKIP
+    """
+    if "rounds" in settings:
+        settings["num_server_rounds"] = settings.pop("rounds")
+    values = {k.replace("_", "-"): v for k, v in settings.items()}
+    if resume is not None:
+        extra = sorted(set(values) - {"num-server-rounds"})
+        if extra:
+            raise BadRequest(f"resume takes everything from the run's config.toml; leave out {', '.join(extra)}")
+        values = resumed(Path(resume), values.get("num-server-rounds"))
+        out = resume
+    config = prepare(values, Path(out) if out is not None else None)
+    return run_local(config)
+
+
+def summary_of(out: Path) -> dict[str, Any]:
+    """Read a run's summary, or an empty dict."""
+    path = out / "summary.json"
+    return dict(json.loads(path.read_text())) if path.is_file() else {}

@@ -1,0 +1,80 @@
+"""Scoring a model: one evaluator for all methods and protocols."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedapp.data.transforms import InputSpec, normalise
+
+BATCH = 128
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Sums and counts, from which every average recomputes.
+
+    Attributes
+    ----------
+    correct, total : (C,) int64 per class.
+    loss_sum : sum of cross-entropies in nats.
+    """
+
+    correct: NDArray[np.int64]
+    total: NDArray[np.int64]
+    loss_sum: float
+
+    @property
+    def n(self) -> int:
+        """Number of samples."""
+        return int(self.total.sum())
+
+    @property
+    def accuracy(self) -> float:
+        """Share of correct predictions, NaN without samples."""
+        return float(self.correct.sum() / self.n) if self.n else float("nan")
+
+    @property
+    def loss(self) -> float:
+        """Mean cross-entropy in nats, NaN without samples."""
+        return self.loss_sum / self.n if self.n else float("nan")
+
+    @property
+    def balanced(self) -> float:
+        """Mean recall over the classes that are present, NaN without samples."""
+        present = self.total > 0
+        if not present.any():
+            return float("nan")
+        return float((self.correct[present] / self.total[present]).mean())
+
+
+@torch.inference_mode()
+def batched(function: Callable[[Tensor], Tensor], x: Tensor, inputs: InputSpec, batch: int = BATCH) -> Tensor:
+    """Apply `function` to normalised batches of uint8 images (n, H, W, C); returns the rows (n, ...) stacked."""
+    parts = [function(normalise(x[i : i + batch].permute(0, 3, 1, 2), inputs)) for i in range(0, len(x), batch)]
+    return torch.cat(parts)
+
+
+@torch.inference_mode()
+def evaluate(model: nn.Module, x: Tensor, y: Tensor, inputs: InputSpec, num_classes: int, batch: int = BATCH) -> Scores:
+    """Score `model` on images (n, H, W, C) uint8 with labels (n,), in evaluation mode; training mode is restored."""
+    was_training = model.training
+    model.eval()
+    device = y.device
+    correct = torch.zeros(num_classes, dtype=torch.int64, device=device)
+    total = torch.bincount(y, minlength=num_classes)
+    loss = torch.zeros((), dtype=torch.float64, device=device)
+    for i in range(0, len(y), batch):
+        labels = y[i : i + batch]
+        logits = model(normalise(x[i : i + batch].permute(0, 3, 1, 2), inputs)).float()
+        hits = labels[logits.argmax(dim=1) == labels]
+        correct += torch.bincount(hits, minlength=num_classes)
+        loss += F.cross_entropy(logits, labels, reduction="sum").double()
+    model.train(was_training)
+    return Scores(correct.cpu().numpy(), total.cpu().numpy(), float(loss))

@@ -1,0 +1,350 @@
+"""The clients as the server sees them: stable ids, checked replies in the order of the ids, bounded waits.
+
+Flower's node ids are random per run, replies come in any order, and a client that fails is an error reply or silence.
+Here each client has its own id, every reply is checked by itself, and what is dropped is named with its reason.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr.app import Message
+from flwr.serverapp import Grid
+
+from fedapp.errors import BadRequest
+from fedapp.method import ClientInfo, Method, Payload, Reply, Scalar
+from fedapp.records import Encoder, reject, reply_of
+
+Event = Callable[[dict[str, Any]], None]
+
+
+class RoundFailed(RuntimeError):
+    """A round had fewer good replies than `min-replies` asks for."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How the server talks to the clients.
+
+    Attributes
+    ----------
+    fraction : share of clients per round.   min_replies : least share of good replies among those messaged.
+    round_timeout, wait_timeout : seconds; 0 = no limit.
+    poll : seconds between two looks for replies.
+    """
+
+    fraction: float = 1.0
+    min_replies: float = 1.0
+    round_timeout: float = 0.0
+    wait_timeout: float = 600.0
+    wire_dtype: str = "fp32"
+    poll: float = 0.02
+
+
+@dataclass
+class Dropped:
+    """A reply that did not count."""
+
+    round: int
+    client: int
+    stage: str
+    reason: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a plain dict."""
+        return vars(self).copy()
+
+
+@dataclass
+class Traffic:
+    """What one exchange moved: bytes of arrays as they travel, summed over clients, and the clients counted."""
+
+    messaged: list[int] = field(default_factory=list)
+    answered: list[int] = field(default_factory=list)
+    down: int = 0
+    up: int = 0
+    dropped: list[Dropped] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+class Federation:
+    """The server's view of its clients over one Flower grid.
+
+    Parameters
+    ----------
+    grid : Flower's grid.   settings : timeouts and shares.
+    method : what may be in a reply.   up_names : wire names of the model arrays every reply must hold.
+    control : values that go with every message (the run's token, the shared folder, ...).
+    event : receives progress events (plain dicts with a `kind`).
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        settings: Settings,
+        control: Mapping[str, Scalar],
+        event: Event = lambda e: None,
+    ) -> None:
+        self.grid = grid
+        self.settings = settings
+        self.control = dict(control)
+        self.event = event
+        self.nodes: dict[int, int] = {}
+        self.infos: dict[int, ClientInfo] = {}
+        self.facts: dict[int, dict[str, Any]] = {}
+        self.first_error: dict[str, Any] | None = None
+        self._seen: set[int] = set()
+        self._encoder = Encoder(settings.wire_dtype)
+        if hasattr(grid, "pull_interval"):
+            grid.pull_interval = min(settings.poll, float(grid.pull_interval))
+
+    # ---- who is there --------------------------------------------------------------------------------------------
+
+    def gather(self, expected: int) -> list[ClientInfo]:
+        """Wait until `expected` clients have introduced themselves (0: as many as there are nodes).
+
+        Raises
+        ------
+        BadRequest : the wait limit passed, two clients share an id, or a client cannot take part; says which and why.
+        """
+        started = reported = time.monotonic()
+        want = expected
+        while True:
+            self.greet()
+            partitions = [int(f["partitions"]) for f in self.facts.values() if f.get("partitions")]
+            if expected == 0:
+                want = max(partitions, default=max(1, len(self.nodes)))
+            elif (
+                partitions and min(partitions) > 0 and min(partitions) < expected and len(self.nodes) >= min(partitions)
+            ):
+                raise BadRequest(
+                    f"clients = {expected}, but there are only {min(partitions)} SuperNodes. "
+                    f"Start {expected} (fedapp run does; with flwr run: --federation-config 'num-supernodes={expected}'), "
+                    "or leave clients at 0 to take those present"
+                )
+            if len(self.nodes) >= want:
+                return [self.infos[c] for c in sorted(self.infos)]
+            now = time.monotonic()
+            if self.settings.wait_timeout and now - started > self.settings.wait_timeout:
+                raise BadRequest(f"gave up after {self.settings.wait_timeout:g} s: {self._waiting(want)}")
+            if now - reported > 30:
+                reported = now
+                self.event({"kind": "waiting", "text": self._waiting(want)})
+            time.sleep(min(0.2, 10 * self.settings.poll))
+
+    def _waiting(self, want: int) -> str:
+        known = set(self.nodes)
+        missing = [str(c) for c in range(want) if c not in known] if all(c < want for c in known) else []
+        named = f", missing {', '.join(missing[:20])}" if missing and known else ""
+        return f"waiting for {want - len(known)} of {want} clients{named}"
+
+    def greet(self) -> list[int]:
+        """Say hello to nodes that are new; returns the ids of clients that joined or came back."""
+        nodes = sorted(set(self.grid.get_node_ids()) - self._seen)
+        if not nodes:
+            return []
+        self._seen.update(nodes)
+        joined = []
+        content, _ = self._encoder.content(Payload(), {**self.control, "round": 0})
+        for reply in self._raw({n: Message(content, n, "query.hello") for n in nodes}, self.settings.wait_timeout):
+            node = reply.metadata.src_node_id
+            if reply.has_error():
+                reason = _reason(reply)
+                self._note_error(0, -1, "hello", reason)
+                raise BadRequest(f"a client cannot take part: {reason.splitlines()[0]}")
+            _, metrics, info, _ = reply_of(reply)
+            if "error" in info:
+                self._note_error(0, int(info.get("client", -1)), "hello", str(info["error"]))
+                raise BadRequest(f"a client cannot take part: {_last_line(str(info['error']))}")
+            client = int(info["client"])
+            if client in self.nodes and self.nodes[client] in set(self.grid.get_node_ids()):
+                raise BadRequest(
+                    f"two nodes are client {client}: give every node its own client-id (or partition-id) in its node-config"
+                )
+            shapes = {n: tuple(int(d) for d in s) for n, s in json.loads(str(info["shapes"])).items()}
+            self.nodes[client] = node
+            self.facts[client] = info
+            self.infos[client] = ClientInfo(
+                client, int(metrics["num-examples"]), str(info["model"]), int(info["num-classes"]), shapes
+            )
+            joined.append(client)
+        return sorted(joined)
+
+    def agree(self, method: Method) -> None:
+        """Check that all clients mean the same by what they share, before round 1.
+
+        Raises
+        ------
+        BadRequest : names the clients, models and shapes that differ.
+        """
+        infos = [self.infos[c] for c in sorted(self.infos)]
+        first = infos[0]
+        models = {i.model for i in infos}
+        if len(models) > 1 and not method.heterogeneous:
+            raise BadRequest(
+                f"{method.id} needs one architecture, but the clients have {', '.join(sorted(models))}. "
+                "Give model = one name, or take a method that allows different ones (fedapp methods)"
+            )
+        for info in infos[1:]:
+            if info.num_classes != first.num_classes:
+                raise BadRequest(
+                    f"client {info.client} has {info.num_classes} classes, client {first.client} has {first.num_classes}"
+                )
+            for name in sorted(set(first.shapes) | set(info.shapes)):
+                a, b = first.shapes.get(name), info.shapes.get(name)
+                if a != b:
+                    raise BadRequest(
+                        f"'{name}' is shared but client {first.client} ({first.model}) has {_shape(a)} and "
+                        f"client {info.client} ({info.model}) {_shape(b)}: take models of one family (one feature width)"
+                    )
+        widths = {int(f["width"]) for f in self.facts.values()}
+        if method.same_width and len(widths) > 1 and (method.shared != () or method.extra_up):
+            raise BadRequest(
+                f"{method.id} compares representations, but the models have widths {sorted(widths)}: "
+                "take models of one family"
+            )
+
+    # ---- one exchange --------------------------------------------------------------------------------------------
+
+    def exchange(
+        self,
+        kind: str,
+        round: int,
+        payloads: Iterable[tuple[int, Payload]],
+        expected: Mapping[str, tuple[int, ...]],
+        check: Callable[[Reply], str | None],
+        traffic: Traffic,
+        control: Mapping[str, Scalar] | None = None,
+        timeout: float | None = None,
+    ) -> Iterator[Reply]:
+        """Send one message to each client and yield the good replies in the order of the client ids.
+
+        A reply is held back only until those of lower ids have come or are given up, so that sums are added up in one
+        order without keeping all replies. Afterwards `traffic` says who was messaged, who answered and who was dropped.
+        """
+        started = time.perf_counter()
+        messages: dict[int, Message] = {}
+        owner: dict[int, int] = {}
+        extra = {**self.control, **(control or {}), "round": round}
+        for client, payload in payloads:
+            content, size = self._encoder.content(payload, extra)
+            node = self.nodes[client]
+            messages[node] = Message(content, node, kind, group_id=str(round))
+            owner[node] = client
+            traffic.messaged.append(client)
+            traffic.down += size
+        traffic.messaged.sort()
+        held: dict[int, Reply | None] = {}
+        order = iter(traffic.messaged)
+        head = next(order, None)
+        limit = self.settings.round_timeout if timeout is None else timeout
+        for message in self._raw(messages, limit):
+            client = owner[message.metadata.src_node_id]
+            held[client] = self._checked(message, client, round, kind, expected, check, traffic)
+            while head is not None and head in held:
+                reply = held.pop(head)
+                head = next(order, None)
+                if reply is not None:
+                    yield reply
+        while head is not None:
+            if head in held:
+                if (reply := held.pop(head)) is not None:
+                    yield reply
+            else:
+                self._drop(traffic, round, head, kind, f"no answer within {limit:g} s")
+            head = next(order, None)
+        traffic.seconds = time.perf_counter() - started
+
+    def _raw(self, messages: Mapping[int, Message], limit: float) -> Iterator[Message]:
+        """Push messages and yield replies as they come, until all have come or `limit` seconds passed (0: no limit)."""
+        waiting = {i for i in self.grid.push_messages(list(messages.values())) if i}
+        end = time.monotonic() + (limit if limit else math.inf)
+        while waiting:
+            replies = list(self.grid.pull_messages(waiting))
+            for reply in replies:
+                waiting.discard(reply.metadata.reply_to_message_id)
+                yield reply
+            if time.monotonic() > end:
+                return
+            if not replies and waiting:
+                time.sleep(self.settings.poll)
+
+    def _checked(
+        self,
+        message: Message,
+        client: int,
+        round: int,
+        stage: str,
+        expected: Mapping[str, tuple[int, ...]],
+        check: Callable[[Reply], str | None],
+        traffic: Traffic,
+    ) -> Reply | None:
+        if message.has_error():
+            reason = _reason(message)
+            self._note_error(round, client, stage, reason)
+            self._drop(traffic, round, client, stage, _last_line(reason))
+            return None
+        try:
+            arrays, metrics, info, size = reply_of(message)
+            if "error" in info:
+                self._note_error(round, client, str(info.get("stage", stage)), str(info["error"]))
+                self._drop(traffic, round, client, str(info.get("stage", stage)), _last_line(str(info["error"])))
+                return None
+            problem = reject(arrays, expected, metrics)
+            reply = Reply(client, int(metrics.get("num-examples", 0) or 0), arrays, metrics, size)
+            problem = problem or check(reply)
+        except (KeyError, TypeError, ValueError) as e:
+            problem = f"the reply cannot be read: {e}"
+        if problem:
+            self._drop(traffic, round, client, stage, problem)
+            return None
+        traffic.answered.append(client)
+        traffic.up += size
+        return reply
+
+    def _drop(self, traffic: Traffic, round: int, client: int, stage: str, reason: str) -> None:
+        dropped = Dropped(round, client, stage, reason)
+        traffic.dropped.append(dropped)
+        self.event({"kind": "dropped", **dropped.as_dict()})
+
+    def _note_error(self, round: int, client: int, stage: str, text: str) -> None:
+        """Keep the first client error whole, with its remote traceback."""
+        if self.first_error is None:
+            self.first_error = {
+                "client": client,
+                "round": round,
+                "stage": stage,
+                "message": _last_line(text),
+                "traceback": text,
+            }
+            self.event({"kind": "client-error", **self.first_error})
+
+    def require(self, traffic: Traffic, round: int) -> None:
+        """Raise `RoundFailed` unless enough good replies came."""
+        needed = max(1, math.ceil(self.settings.min_replies * len(traffic.messaged) - 1e-9))
+        if len(traffic.answered) < needed:
+            reasons = "; ".join(f"client {d.client}: {d.reason}" for d in traffic.dropped[:5])
+            more = f" and {len(traffic.dropped) - 5} more" if len(traffic.dropped) > 5 else ""
+            raise RoundFailed(
+                f"round {round}: {len(traffic.answered)} good replies of {len(traffic.messaged)}, "
+                f"min-replies asks for {needed} ({reasons}{more})"
+            )
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "nothing of that name" if shape is None else f"shape {shape}"
+
+
+def _reason(message: Message) -> str:
+    error = message.error
+    return str(error.reason or f"error code {error.code}")
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return lines[-1].strip() if lines else "no reason given"

@@ -1,0 +1,101 @@
+"""`LocalGrid`: Flower's Grid in this process, without Ray: the same ServerApp and ClientApp, for tests and comparisons.
+
+Two lines touch what Flower 1.41 keeps internal: the identity of the running task, and the id that a SuperLink gives to a
+message. They stand in `_identify` and `push_messages`, nowhere else.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from flwr.app import Context, Error, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.supercore.task_identity import TaskIdentity
+
+SERVER = 1
+FIRST_NODE = 1000
+
+
+def _identify(node: int) -> None:
+    TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, node
+
+
+class LocalGrid(Grid):
+    """Runs clients one after another in this process, when their replies are asked for.
+
+    Parameters
+    ----------
+    client_app : the ClientApp.   run_config : what `context.run_config` holds.   clients : number of nodes.
+    """
+
+    def __init__(self, client_app: ClientApp, run_config: Mapping[str, Any], clients: int) -> None:
+        self.client_app = client_app
+        self.pull_interval = 0.01
+        self._ids = itertools.count(1)
+        self._waiting: dict[str, Message] = {}
+        self.contexts = {
+            FIRST_NODE + i: Context(
+                run_id=1, node_id=FIRST_NODE + i, node_config={"partition-id": i, "num-partitions": clients},
+                state=RecordDict(), run_config=dict(run_config),
+            )
+            for i in range(clients)
+        }  # fmt: skip
+        _identify(SERVER)
+
+    def set_run(self, run: Any) -> None:
+        """There is one run."""
+
+    @property
+    def run(self) -> Any:
+        """There is one run."""
+        return None
+
+    def create_message(
+        self, content: RecordDict, message_type: str, dst_node_id: int, group_id: str, ttl: float | None = None
+    ) -> Message:
+        """Build a message."""
+        return Message(content, dst_node_id, message_type, ttl=ttl, group_id=group_id)
+
+    def get_node_ids(self) -> Iterable[int]:
+        """Return the node ids."""
+        return list(self.contexts)
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        """Take messages; their clients run when replies are pulled."""
+        ids = []
+        for message in messages:
+            message_id = f"local-{next(self._ids)}"
+            message.metadata.__dict__["_message_id"] = message_id
+            self._waiting[message_id] = message
+            ids.append(message_id)
+        return ids
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        """Run the next client whose reply is asked for."""
+        wanted = set(message_ids)
+        chosen = next((i for i in self._waiting if i in wanted), None)
+        if chosen is None:
+            return []
+        message = self._waiting.pop(chosen)
+        node = message.metadata.dst_node_id
+        _identify(node)
+        try:
+            reply = self.client_app(message, self.contexts[node])
+        except Exception as e:
+            reply = Message(Error(code=2, reason=f"{type(e)}:<{e}>"), reply_to=message)
+        finally:
+            _identify(SERVER)
+        return [reply]
+
+    def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
+        """Send messages and run all their clients."""
+        waiting = set(self.push_messages(messages))
+        replies: list[Message] = []
+        while waiting:
+            for reply in self.pull_messages(waiting):
+                waiting.discard(reply.metadata.reply_to_message_id)
+                replies.append(reply)
+        return replies

@@ -1,0 +1,209 @@
+"""What a federated method is, in data: the vocabulary that strategies, clients and the registry share.
+
+This module imports nothing else of the project, so that both sides of a method can build on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict
+
+Array: TypeAlias = NDArray[Any]
+Arrays: TypeAlias = dict[str, Array]
+Scalar: TypeAlias = bool | int | float | str
+ServerState: TypeAlias = dict[str, Any]
+"""A server's state: a nested dict of numpy arrays, JSON scalars, and dicts of these (so every checkpoint is generic)."""
+
+ALL = ("features.", "head.")
+HEAD = ("head.",)
+NONE: tuple[str, ...] = ()
+
+
+class BaseHParams(BaseModel):
+    """Hyperparameters of a method: frozen, typed, unknown names refused. Field descriptions are the documentation."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class TrainDefaults:
+    """The values that `auto` stands for in a run configuration.
+
+    Attributes
+    ----------
+    lr : float
+        Learning rate per step; `lr_digits` on the 8 x 8 digits, whose small models take larger steps.
+    clip : float
+        Largest gradient norm, 0 = no clipping.
+    augment : str
+        `none`, `weak` or `strong`.
+    """
+
+    lr: float = 0.01
+    lr_digits: float = 0.05
+    optimizer: str = "sgd"
+    momentum: float = 0.9
+    weight_decay: float = 0.0
+    clip: float = 0.0
+    augment: str = "none"
+
+
+@dataclass
+class Payload:
+    """What the server sends to one client.
+
+    Attributes
+    ----------
+    arrays : named arrays for this client alone.
+    common : named arrays that every client of the exchange gets; pass the *same* array objects to all clients, they are
+        encoded and stored once.
+    scalars : plain values (bool, int, float, str).
+    """
+
+    arrays: Arrays = field(default_factory=dict)
+    common: Arrays = field(default_factory=dict)
+    scalars: dict[str, Scalar] = field(default_factory=dict)
+
+    def all(self) -> Arrays:
+        """Return both kinds of arrays in one dict."""
+        return {**self.common, **self.arrays}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays as they are held here (before `wire-dtype`)."""
+        return sum(a.nbytes for a in self.common.values()) + sum(a.nbytes for a in self.arrays.values())
+
+
+@dataclass
+class Reply:
+    """A checked reply of one client.
+
+    Attributes
+    ----------
+    client : stable client id.
+    num_samples : number of training samples of the client, > 0.
+    arrays : named arrays, only names of the method's declared uplink.
+    metrics : numbers or lists of numbers.
+    bytes_up : bytes of the arrays as they travelled.
+    """
+
+    client: int
+    num_samples: int
+    arrays: Arrays
+    metrics: dict[str, Any]
+    bytes_up: int = 0
+
+
+@dataclass(frozen=True)
+class ClientInfo:
+    """What a client tells about itself before round 1 (never class counts).
+
+    Attributes
+    ----------
+    shapes : shape of every array that the client would exchange, by name.
+    """
+
+    client: int
+    num_samples: int
+    model: str
+    num_classes: int
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class ServerContext:
+    """What a strategy knows when it starts.
+
+    Attributes
+    ----------
+    initial : the server's initial values of every shared model array, by wire name, float32.
+    initial_from : draws another initial model: `initial_from(k)` is what `initial` would be with the k-th seed
+        (`initial_from(0)` equals `initial`); used by methods that keep several models.
+    clients : the known clients, sorted by id.
+    num_classes, width : classes C and feature width d of the (common) head.
+    rng : seeded generator, `rng(purpose, *numbers)`.
+    score : accuracy in [0, 1] on the central test set of the model with these arrays (and the scalars that a payload would
+        carry); None where there is no central test set.
+    """
+
+    seed: int
+    clients: tuple[ClientInfo, ...]
+    num_classes: int
+    width: int
+    initial: Arrays
+    initial_from: Callable[[int], Arrays]
+    rng: Callable[..., np.random.Generator]
+    score: Callable[[Mapping[str, Array], Mapping[str, Scalar]], float | None] = lambda arrays, scalars: None
+
+    def ids(self) -> tuple[int, ...]:
+        """Return the sorted client ids."""
+        return tuple(c.client for c in self.clients)
+
+
+Ask: TypeAlias = Callable[[str, Payload], list[Reply]]
+"""`ask(kind, payload)`: one `query.<kind>` message to every client; checked replies sorted by client id."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One federated method.
+
+    Attributes
+    ----------
+    id : name in `method = "..."`.
+    title, paper : for tables and pages.
+    strategy, client : classes of the two sides.
+    hparams : the hyperparameter class.
+    shared : dotted prefixes of the model arrays that travel (or a function of the hyperparameters that gives them).
+        Names outside it never appear in a reply.
+    up : prefixes of model arrays in replies where that differs from `shared` (None: the same).
+    extra_up : names (or prefixes ending in `/`) of further arrays in replies, such as class means.
+    heterogeneous : whether clients may have different architectures.
+    same_width : whether different architectures need one feature width (heads or representations are compared).
+    global_model : whether there is one global model, scored on the central test set.
+    travels : one line for the table of methods.
+    defaults : what `auto` means.
+    queries : kinds of `ask` that the client answers.
+    resolve : for methods that wrap another one: `resolve(hparams, lookup) -> Method` gives the method that is run.
+    warn : `warn(hparams, optimizer)` gives a sentence where settings are known not to work together, or None.
+    """
+
+    id: str
+    title: str
+    paper: str
+    strategy: type[Any]
+    client: type[Any]
+    hparams: type[BaseHParams] = BaseHParams
+    shared: tuple[str, ...] | Callable[[Any], tuple[str, ...]] = ALL
+    up: tuple[str, ...] | None = None
+    extra_up: tuple[str, ...] = ()
+    heterogeneous: bool = False
+    same_width: bool = True
+    global_model: bool = False
+    travels: str = "the whole model, both ways"
+    defaults: TrainDefaults = field(default_factory=TrainDefaults)
+    queries: tuple[str, ...] = ()
+    resolve: Callable[[Any, Callable[[str], Method]], Method] | None = None
+    warn: Callable[[Any, str], str | None] | None = None
+
+    def shared_prefixes(self, hparams: BaseHParams) -> tuple[str, ...]:
+        """Prefixes of the model arrays that travel with these hyperparameters."""
+        return self.shared(hparams) if callable(self.shared) else self.shared
+
+    def up_prefixes(self, hparams: BaseHParams) -> tuple[str, ...]:
+        """Prefixes of the model arrays in replies."""
+        return self.shared_prefixes(hparams) if self.up is None else self.up
+
+    def allows(self, name: str) -> bool:
+        """Whether `name` is one of the method's further arrays in replies."""
+        return any(name == e or (e.endswith("/") and name.startswith(e)) for e in self.extra_up)
+
+
+def sorted_replies(replies: Iterable[Reply]) -> list[Reply]:
+    """Replies in the order of their client ids, the order in which everything is summed."""
+    return sorted(replies, key=lambda r: r.client)

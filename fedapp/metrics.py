@@ -1,0 +1,67 @@
+"""From clients' sums and counts to the columns of the result tables. Every average recomputes from clients.csv."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+
+def mean(values: Iterable[float]) -> float:
+    """Unweighted mean over clients, NaN skipped; NaN without values."""
+    array = np.array([v for v in values if not math.isnan(v)], dtype=np.float64)
+    return float(array.mean()) if len(array) else float("nan")
+
+
+def std(values: Iterable[float]) -> float:
+    """Population standard deviation over clients (ddof 0), NaN skipped; NaN without values."""
+    array = np.array([v for v in values if not math.isnan(v)], dtype=np.float64)
+    return float(array.std()) if len(array) else float("nan")
+
+
+def client_row(metrics: Mapping[str, Any], protocols: Iterable[str]) -> dict[str, float]:
+    """Return one client's columns: sums and counts as they came, and the accuracy and loss they give."""
+    row: dict[str, float] = {"num_samples": float(metrics.get("num-examples", math.nan))}
+    for p in protocols:
+        total = float(metrics.get(f"{p}-total", math.nan))
+        correct = float(metrics.get(f"{p}-correct", math.nan))
+        loss = float(metrics.get(f"{p}-loss-sum", math.nan))
+        row[f"{p}_correct"], row[f"{p}_total"] = correct, total
+        row[f"{p}_accuracy"] = correct / total if total else math.nan
+        row[f"{p}_loss"] = loss / total if total else math.nan
+        row[f"{p}_balanced"] = float(metrics.get(f"{p}-balanced", math.nan))
+    row["train_loss"] = float(metrics.get("train-loss", math.nan))
+    row["steps"] = float(metrics.get("steps", math.nan))
+    row["bytes_up"] = float(metrics.get("bytes-up", 0))
+    row["train_seconds"] = float(metrics.get("train-seconds", math.nan))
+    row["client_seconds"] = float(metrics.get("seconds", math.nan))
+    return row
+
+
+def summarise(rows: Iterable[Mapping[str, float]], protocols: Iterable[str]) -> dict[str, float]:
+    """Return the averages of a round over its clients.
+
+    `<protocol>_accuracy` is the unweighted mean, `_std` its spread over clients (ddof 0), `_pooled` weighted by test size.
+    """
+    rows = list(rows)
+    out: dict[str, float] = {}
+    for p in protocols:
+        accuracy = [r[f"{p}_accuracy"] for r in rows]
+        total = float(np.nansum([r[f"{p}_total"] for r in rows])) if rows else 0.0
+        correct = float(np.nansum([r[f"{p}_correct"] for r in rows])) if rows else 0.0
+        out[f"{p}_accuracy"] = mean(accuracy)
+        out[f"{p}_accuracy_std"] = std(accuracy)
+        out[f"{p}_accuracy_pooled"] = correct / total if total else math.nan
+        out[f"{p}_loss"] = mean(r[f"{p}_loss"] for r in rows)
+        out[f"{p}_balanced"] = mean(r[f"{p}_balanced"] for r in rows)
+    out["train_loss"] = mean(r["train_loss"] for r in rows)
+    return out
+
+
+def tidy(value: float) -> float | int | None:
+    """NaN becomes None, whole numbers become int (for JSON)."""
+    if isinstance(value, float) and math.isnan(value):
+        return None
+    return int(value) if float(value).is_integer() and abs(value) < 2**53 else float(value)

@@ -1,0 +1,136 @@
+"""Named numpy arrays to and from Flower's records; dtypes on the wire are stated, never guessed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from flwr.app import Array as FlowerArray
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+from fedapp.method import Array, Arrays, Payload, Scalar
+
+ARRAYS, SCALARS, CONTROL, METRICS, INFO = "arrays", "scalars", "control", "metrics", "info"
+_CAST = "cast"
+
+
+def _narrow(array: Array, wire_dtype: str) -> Array:
+    """float32 and float64 arrays become half precision on the wire when asked; everything else is left alone."""
+    if wire_dtype == "fp16" and array.dtype == np.float32:
+        return array.astype(np.float16)
+    return array
+
+
+class Encoder:
+    """Turns named arrays into Flower arrays; an array object that is sent to many clients is encoded once."""
+
+    def __init__(self, wire_dtype: str = "fp32") -> None:
+        self.wire_dtype = wire_dtype
+        self._known: dict[int, tuple[Array, FlowerArray]] = {}
+
+    def common(self, array: Array) -> FlowerArray:
+        """Encode an array that several clients get, once per object."""
+        found = self._known.get(id(array))
+        if found is None or found[0] is not array:
+            found = (array, self.one(array))
+            self._known[id(array)] = found
+        return found[1]
+
+    def one(self, array: Array) -> FlowerArray:
+        """Encode one array."""
+        return FlowerArray(np.ascontiguousarray(_narrow(np.asarray(array), self.wire_dtype)))
+
+    def content(self, payload: Payload, control: Mapping[str, Scalar]) -> tuple[RecordDict, int]:
+        """Return the content of a message, and the bytes of its arrays as they travel."""
+        arrays = {name: self.common(a) for name, a in payload.common.items()}
+        arrays.update({name: self.one(a) for name, a in payload.arrays.items()})
+        casts = {n: str(a.dtype) for n, a in payload.all().items() if str(a.dtype) != arrays[n].dtype}
+        header = ConfigRecord({**control, _CAST: json.dumps(casts)})
+        content = RecordDict(
+            {ARRAYS: ArrayRecord(arrays), SCALARS: ConfigRecord(dict(payload.scalars)), CONTROL: header}
+        )
+        return content, sum(wire_bytes(a) for a in arrays.values())
+
+
+def wire_bytes(array: FlowerArray) -> int:
+    """Bytes of an array's numbers (Flower's own header of about 128 bytes is not counted)."""
+    return int(np.prod(array.shape, dtype=np.int64)) * np.dtype(array.dtype).itemsize
+
+
+def arrays_of(record: ArrayRecord, casts: str = "{}") -> Arrays:
+    """Decode named arrays; those that were narrowed get their dtype back."""
+    back: dict[str, str] = json.loads(casts)
+    arrays = {name: value.numpy() for name, value in record.items()}
+    return {name: a.astype(back[name]) if name in back else a for name, a in arrays.items()}
+
+
+def payload_of(message: Message) -> tuple[Payload, dict[str, Any]]:
+    """Decode what the server sent: the payload, and the control values beside it."""
+    content = message.content
+    control = dict(content.config_records.get(CONTROL, ConfigRecord()))
+    casts = str(control.pop(_CAST, "{}"))
+    arrays = arrays_of(content.array_records.get(ARRAYS, ArrayRecord()), casts)
+    scalars = dict(content.config_records.get(SCALARS, ConfigRecord()))
+    return Payload(arrays=arrays, scalars=scalars), control  # type: ignore[arg-type]
+
+
+def reply_content(
+    arrays: Arrays, metrics: Mapping[str, Any], info: Mapping[str, Scalar], wire_dtype: str
+) -> RecordDict:
+    """Build a client's reply: arrays, numbers (or lists of numbers), and plain facts about itself."""
+    encoded = {name: FlowerArray(np.ascontiguousarray(_narrow(a, wire_dtype))) for name, a in arrays.items()}
+    casts = {n: str(a.dtype) for n, a in arrays.items() if str(a.dtype) != encoded[n].dtype}
+    return RecordDict(
+        {
+            ARRAYS: ArrayRecord(encoded),
+            METRICS: MetricRecord({k: _number(v) for k, v in metrics.items()}),
+            INFO: ConfigRecord({**info, _CAST: json.dumps(casts)}),
+        }
+    )
+
+
+def _number(value: Any) -> Any:
+    """MetricRecord takes plain int and float, and lists of one of the two."""
+    if isinstance(value, (list, tuple, np.ndarray)):
+        items = [float(v) for v in value]
+        return [int(v) for v in value] if all(isinstance(v, (int, np.integer)) for v in value) and items else items
+    if isinstance(value, (bool, int, np.integer)):
+        return int(value)
+    return float(value)
+
+
+def reply_of(message: Message) -> tuple[Arrays, dict[str, Any], dict[str, Any], int]:
+    """Decode a reply: arrays, metrics, info, and the bytes of its arrays as they travelled."""
+    content = message.content
+    info = dict(content.config_records.get(INFO, ConfigRecord()))
+    record = content.array_records.get(ARRAYS, ArrayRecord())
+    sent = sum(wire_bytes(a) for a in record.values())
+    arrays = arrays_of(record, str(info.pop(_CAST, "{}")))
+    return arrays, dict(content.metric_records.get(METRICS, MetricRecord())), info, sent
+
+
+def reject(arrays: Arrays, expected: Mapping[str, tuple[int, ...]], metrics: Mapping[str, Any]) -> str | None:
+    """Say what is wrong with a reply's arrays and sample count, or return None.
+
+    Parameters
+    ----------
+    expected : shape by name of the model arrays that must be there. Further arrays are checked by the caller.
+    """
+    missing = [name for name in expected if name not in arrays]
+    if missing:
+        return f"arrays missing: {', '.join(missing[:5])}"
+    for name, shape in expected.items():
+        if tuple(arrays[name].shape) != tuple(shape):
+            return f"'{name}' has shape {tuple(arrays[name].shape)}, expected {tuple(shape)}"
+        if not np.issubdtype(arrays[name].dtype, np.floating):
+            return f"'{name}' has dtype {arrays[name].dtype}, expected a floating-point one"
+    for name, array in arrays.items():
+        if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
+            return f"'{name}' contains NaN or infinity"
+    count = metrics.get("num-examples")
+    if not isinstance(count, (int, float)) or not math.isfinite(count) or count <= 0:
+        return f"num-examples is {count}, it must be a positive number"
+    return None

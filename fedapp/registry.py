@@ -1,0 +1,107 @@
+"""Discovery of methods: every module of `strategies/` that is not private states one `METHOD`."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import pkgutil
+
+from pydantic import ValidationError
+
+import strategies
+from fedapp.errors import BadRequest
+from fedapp.method import BaseHParams, Method
+from fedapp.text import suggest
+
+ORDER = (
+    "fedclassavg cwfedavg fedgh ccvr local fedavg fedprox fedavgm moon lgfedavg fedproto ktpfl fml fedkd fd fedamp "
+    "fedfomo cfl ifca fednh feduv"
+).split()
+"""The order of tables; methods of your own follow."""
+
+
+@functools.cache
+def discover() -> dict[str, Method]:
+    """Import every module of `strategies/` and collect its `METHOD`.
+
+    Raises
+    ------
+    RuntimeError : a module without `METHOD`, with one of another type, or with an id that exists or is not its name.
+    """
+    found: dict[str, Method] = {}
+    for module_info in pkgutil.iter_modules(strategies.__path__):
+        name = module_info.name
+        if name.startswith("_") or name == "base":
+            continue
+        module = importlib.import_module(f"strategies.{name}")
+        method = getattr(module, "METHOD", None)
+        if not isinstance(method, Method):
+            raise RuntimeError(f"strategies/{name}.py states no METHOD = Method(...)")
+        if method.id != name:
+            raise RuntimeError(f"strategies/{name}.py states METHOD.id = '{method.id}'; it must be the file's name")
+        found[name] = method
+    rank = {m: i for i, m in enumerate(ORDER)}
+    return dict(sorted(found.items(), key=lambda item: (rank.get(item[0], len(ORDER)), item[0])))
+
+
+def get(name: str) -> Method:
+    """Return a method by its id; an unknown one is a `BadRequest` with a suggestion."""
+    methods = discover()
+    if name not in methods:
+        raise BadRequest(f"unknown method '{name}'{suggest(name, methods)}. See: fedapp methods")
+    return methods[name]
+
+
+def parse_args(method: Method, text: str) -> BaseHParams:
+    """Parse `method-args` ("name=value name=value") into the method's hyperparameters.
+
+    Raises
+    ------
+    BadRequest : unknown name, wrong type, value out of range, a name given twice; lists the fields.
+    """
+    values: dict[str, str] = {}
+    for part in text.split():
+        name, sep, value = part.partition("=")
+        name = name.replace("-", "_")
+        if not sep or not name or not value:
+            raise BadRequest(f"method-args: '{part}' is not name=value (values without spaces). {fields_text(method)}")
+        if values.get(name, value) != value:
+            raise BadRequest(f"method-args: '{name}' is given twice, {values[name]} and {value}")
+        values[name] = value
+    return build_hparams(method, values)
+
+
+def build_hparams(method: Method, values: dict[str, str]) -> BaseHParams:
+    """Build hyperparameters from strings; names with a dot are for the method's base (`base.mu`)."""
+    fields = method.hparams.model_fields
+    data: dict[str, object] = {}
+    inner: list[str] = []
+    for name, value in values.items():
+        if name.startswith("base.") and "base_args" in fields:
+            inner.append(f"{name[5:]}={value}")
+            continue
+        if name not in fields:
+            raise BadRequest(
+                f"method-args: {method.id} has no hyperparameter '{name}'{suggest(name, fields)}. {fields_text(method)}"
+            )
+        data[name] = value
+    if inner:
+        data["base_args"] = " ".join(inner)
+    try:
+        return method.hparams.model_validate(data)
+    except ValidationError as e:
+        lines = [
+            f"method-args: {'.'.join(map(str, x['loc'])) or method.id} = {x['input']!r}: {x['msg']}" for x in e.errors()
+        ]
+        raise BadRequest("; ".join(lines) + f". {fields_text(method)}") from e
+
+
+def fields_text(method: Method) -> str:
+    """One sentence that lists a method's hyperparameters with their defaults."""
+    parts = [f"{n} (default {f.default})" for n, f in method.hparams.model_fields.items()]
+    return f"{method.id} takes: {', '.join(parts)}" if parts else f"{method.id} takes no hyperparameters"
+
+
+def resolve(method: Method, hparams: BaseHParams) -> Method:
+    """Return the method that is run: itself, or what a wrapping method makes of its base."""
+    return method if method.resolve is None else method.resolve(hparams, get)

@@ -1,0 +1,207 @@
+"""The run directory: configuration, versions, tables, summary, checkpoints, models.
+
+| file                | content                                                                               |
+|---------------------|---------------------------------------------------------------------------------------|
+| `config.toml`       | the effective configuration; `fedapp run config.toml` repeats the run                  |
+| `versions.json`     | versions of packages, processor, the run's token                                       |
+| `rounds.csv`        | a row a round; every column that is not reproducible ends in `seconds`                  |
+| `clients.csv`       | a row a client and round: sums, counts and the accuracies they give                     |
+| `evaluations.csv`   | with `evaluate-every`: averages over all clients, a row an evaluation                   |
+| `final.csv`         | all clients scored once after the last round                                            |
+| `partition.npz`, `data_card.json`, `data_card.txt` | how the data are dealt                                  |
+| `dropped.csv`       | replies that did not count, with reasons                                                |
+| `summary.json`      | written last; `ok` says whether the run ended well                                      |
+| `progress.jsonl`    | events while the run goes on                                                            |
+| `error.json`        | the first error of a run that did not end well                                          |
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import os
+import platform
+import secrets
+import tempfile
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from fedapp.config import RunConfig, write_toml
+from fedapp.errors import BadRequest
+from fedapp.federation import Dropped
+from fedapp.metrics import tidy
+
+PACKAGES = ("fedapp", "flwr", "ray", "torch", "torchvision", "numpy", "pandas", "scikit-learn", "scipy")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON atomically; NaN becomes null."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+    with os.fdopen(handle, "w", encoding="utf-8") as f:
+        json.dump(_clean(value), f, indent=2)
+        f.write("\n")
+    Path(name).chmod(0o644)
+    Path(name).replace(path)
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(k): _clean(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_clean(v) for v in value]
+    return value
+
+
+def check_out(out: Path, resume: bool) -> None:
+    """Refuse an output directory that cannot be written, is not empty, or (with `resume`) holds no run."""
+    if resume:
+        if not (out / "config.toml").is_file():
+            raise BadRequest(f"{out} holds no run to resume (no config.toml)")
+        return
+    if out.exists() and not out.is_dir():
+        raise BadRequest(f"{out} is a file; give a folder")
+    if out.is_dir() and any(p.name not in ALLOWED_BEFORE for p in out.iterdir()):
+        raise BadRequest(f"{out} is not empty; give a new folder, or continue the run in it with --resume {out}")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=out)
+        os.close(handle)
+        Path(name).unlink()
+    except OSError as e:
+        raise BadRequest(f"{out} cannot be written ({e.strerror}); give another folder with --out") from e
+
+
+ALLOWED_BEFORE = ("superlink.log", "progress.jsonl", "launch.log")
+
+
+def versions() -> dict[str, str]:
+    """Return versions of the packages that numbers depend on, of Python, and the kind of machine."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed as a package"
+    return {**found, "python": platform.python_version(), "machine": platform.machine(), "system": platform.system()}
+
+
+class RunDirectory:
+    """Writes a run directory.
+
+    Parameters
+    ----------
+    path : absolute path.   config : effective configuration.
+    keep_rounds : rounds to keep of an existing run (resume), None for a new run.
+    """
+
+    def __init__(self, path: Path, config: RunConfig, keep_rounds: int | None = None) -> None:
+        self.path = path
+        self.config = config
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "checkpoint").mkdir(exist_ok=True)
+        (path / "models").mkdir(exist_ok=True)
+        info_path = path / "versions.json"
+        if keep_rounds is None:
+            self.token = secrets.token_hex(6)
+            write_json(info_path, {**versions(), "run": self.token, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+        else:
+            self.token = str(json.loads(info_path.read_text())["run"])
+            for name in ("rounds.csv", "clients.csv", "evaluations.csv", "dropped.csv"):
+                self._truncate(path / name, keep_rounds)
+            for name in ("summary.json", "error.json", "final.csv"):
+                (path / name).unlink(missing_ok=True)
+        write_toml(path / "config.toml", config.replaced(resume=False))
+
+    @staticmethod
+    def _truncate(path: Path, keep: int) -> None:
+        """Drop rows of rounds after `keep`: the checkpoint did not see them."""
+        if not path.is_file():
+            return
+        with path.open(newline="", encoding="utf-8") as f:
+            rows = list(csv.reader(f))
+        kept = [rows[0], *(r for r in rows[1:] if int(r[0]) <= keep)]
+        with path.open("w", newline="", encoding="utf-8") as f:
+            csv.writer(f, lineterminator="\n").writerows(kept)
+
+    def append(self, name: str, row: Mapping[str, Any]) -> None:
+        """Append a row to a CSV file; the first row writes the header, later ones must have the same columns."""
+        path = self.path / name
+        cells = {k: _cell(v) for k, v in row.items()}
+        new = not path.exists() or path.stat().st_size == 0
+        if not new:
+            with path.open(newline="", encoding="utf-8") as f:
+                header = next(csv.reader(f))
+            if list(cells) != header:
+                raise ValueError(f"{name}: columns {list(cells)} differ from the header {header}")
+        with path.open("a", newline="", encoding="utf-8") as f:
+            writer = csv.writer(f, lineterminator="\n")
+            if new:
+                writer.writerow(cells.keys())
+            writer.writerow(cells.values())
+
+    def dropped(self, dropped: Dropped) -> None:
+        """Record a reply that did not count."""
+        self.append("dropped.csv", dropped.as_dict())
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Append an event for whoever follows the run."""
+        line = json.dumps(_clean({"time": time.time(), **event}))
+        with (self.path / "progress.jsonl").open("a", encoding="utf-8") as f:
+            f.write(line + "\n")
+
+    def table(self, name: str) -> pd.DataFrame:
+        """Read one of the CSV files back (empty if it is not there)."""
+        path = self.path / name
+        return pd.read_csv(path) if path.is_file() else pd.DataFrame()
+
+
+def _cell(value: Any) -> Any:
+    """Write floats so that they read back to the same bits; NaN is an empty cell."""
+    if isinstance(value, float):
+        return "" if math.isnan(value) else (int(value) if value.is_integer() and abs(value) < 2**53 else repr(value))
+    return value
+
+
+def accuracy_summary(
+    rounds: pd.DataFrame, final: Mapping[str, float], protocols: tuple[str, ...]
+) -> dict[str, dict[str, Any]]:
+    """Return `summary.json`'s accuracy entry: last, best, last_std and balanced by protocol.
+
+    `received.last` comes from the final evaluation of all clients; `trained.last` from the last round; `best` is the best
+    round of rounds.csv (for received, the final evaluation counts too), and is named best, never the headline.
+    """
+    out: dict[str, dict[str, Any]] = {}
+    for p in protocols:
+        column = f"{p}_accuracy"
+        history = [float(v) for v in rounds.get(column, pd.Series(dtype=float)).dropna()]
+        if p == "global":
+            if history:
+                last = final.get(column, history[-1])
+                out[p] = {
+                    "last": tidy(last),
+                    "best": tidy(max([*history, last])),
+                    "last_std": None,
+                    "balanced": tidy(final.get("global_balanced", math.nan)),
+                }
+            continue
+        from_final = p == "received"
+        last = final.get(column, math.nan) if from_final else (history[-1] if history else math.nan)
+        spread = final.get(f"{column}_std", math.nan)
+        if not from_final and len(rounds):
+            spread = float(rounds[f"{column}_std"].iloc[-1])
+        best = max([v for v in [*history, last] if not math.isnan(v)], default=math.nan)
+        out[p] = {
+            "last": tidy(last),
+            "best": tidy(best),
+            "last_std": tidy(spread),
+            "balanced": tidy(final.get(f"{p}_balanced", math.nan)),
+        }
+    return out

@@ -1,0 +1,74 @@
+"""What leaves a client: arrays chosen by whole dotted name prefixes, merged back strictly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import torch
+from torch import nn
+
+from fedapp.method import Array, Arrays
+
+
+def matches(name: str, prefixes: Iterable[str]) -> bool:
+    """Whether `name` lies under one of `prefixes` (whole dotted components: `head.` never matches `header.x`)."""
+    return any(not p or name.startswith(p if p.endswith(".") else p + ".") or name == p for p in prefixes)
+
+
+def float_buffers(model: nn.Module) -> set[str]:
+    """Names of the floating-point buffers, such as BatchNorm's running mean and variance."""
+    return {name for name, b in model.named_buffers() if b.is_floating_point()}
+
+
+def shared_names(model: nn.Module, prefixes: Iterable[str], buffers: str = "global") -> list[str]:
+    """Wire names of the arrays under `prefixes`, in state-dict order.
+
+    Parameters
+    ----------
+    buffers : `global` counts floating-point buffers in; `local` and `drop` leave them out. Integer buffers
+        (`num_batches_tracked`) never travel: they are not averaged.
+
+    Raises
+    ------
+    ValueError : a prefix matches nothing, so that a misspelt one cannot pass in silence.
+    """
+    prefixes = tuple(prefixes)
+    parameters = {name for name, _ in model.named_parameters()}
+    wanted = parameters | (float_buffers(model) if buffers == "global" else set())
+    state = model.state_dict()
+    for prefix in prefixes:
+        if not any(matches(name, (prefix,)) for name in state):
+            raise ValueError(f"'{prefix}' matches no array of the model {type(model).__name__}")
+    return [name for name in state if name in wanted and matches(name, prefixes)]
+
+
+def extract(model: nn.Module, names: Iterable[str]) -> Arrays:
+    """Copy named arrays out of a model, C-contiguous, in their own dtype."""
+    state = model.state_dict()
+    return {name: np.array(state[name].detach().cpu().contiguous().numpy(), copy=True, order="C") for name in names}
+
+
+@torch.no_grad()
+def merge(model: nn.Module, arrays: Mapping[str, Array]) -> None:
+    """Copy arrays into a model, strict on names, shapes and kinds.
+
+    Raises
+    ------
+    ValueError : an unknown name, another shape, or an integer array for a floating-point one (and the reverse).
+    """
+    state = model.state_dict()
+    for name, array in arrays.items():
+        if name not in state:
+            raise ValueError(f"the model has no array named '{name}'")
+        target = state[name]
+        if tuple(array.shape) != tuple(target.shape):
+            raise ValueError(f"'{name}' has shape {tuple(array.shape)}, the model wants {tuple(target.shape)}")
+        if np.issubdtype(array.dtype, np.floating) != target.is_floating_point():
+            raise ValueError(f"'{name}' has dtype {array.dtype}, the model wants {target.dtype}")
+        target.copy_(torch.from_numpy(np.ascontiguousarray(array)))
+
+
+def everything(model: nn.Module) -> Arrays:
+    """Copy the whole state of a model: parameters and all buffers, integer ones included."""
+    return extract(model, model.state_dict().keys())

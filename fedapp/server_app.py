@@ -1,0 +1,356 @@
+"""The only ServerApp: configuration, clients, strategy, rounds, results; the same in all engines."""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from flwr.app import Context
+from flwr.serverapp import Grid, ServerApp
+
+from clients.base import FedClient, ModelSpec
+from fedapp import checkpoint, process, sampling, selection, tasks
+from fedapp import config as configuration
+from fedapp.config import RunConfig
+from fedapp.data import partitions
+from fedapp.data.transforms import InputSpec
+from fedapp.errors import BadRequest
+from fedapp.evaluation import Scores, evaluate
+from fedapp.federation import Federation
+from fedapp.method import Array, Arrays, Method, Scalar, ServerContext, ServerState
+from fedapp.metrics import client_row, mean, summarise
+from fedapp.results import RunDirectory, accuracy_summary, check_out, write_json
+from fedapp.state import write_safetensors
+from strategies.base import Exchange, FedStrategy, Observer
+
+app = ServerApp()
+
+Event = Callable[[Mapping[str, Any]], None]
+
+
+@app.main()
+def main(grid: Grid, context: Context) -> None:
+    """Run what the run-config says."""
+    serve(grid, context.run_config)
+
+
+def default_out(config: RunConfig) -> Path:
+    """Where plain `flwr run` writes when `out` is not given: never the folder that a SuperLink happens to run in."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    return Path.home() / "fedapp-runs" / f"{config.method}-{config.dataset}-s{config.seed}-{stamp}"
+
+
+def serve(grid: Grid, run_config: Mapping[str, Any], event: Event | None = None) -> dict[str, Any]:
+    """Run a federation over a grid and write its run directory; returns the summary.
+
+    Raises
+    ------
+    BadRequest : found before anything is trained.
+    Exception : the run did not end well; `error.json` and `summary.json` (`ok: false`) say why.
+    """
+    out: Path | None = None
+    try:
+        config = configuration.from_context(run_config)
+        out = Path(config.out) if config.out else default_out(config)
+        if not out.is_absolute():
+            raise BadRequest(f"out = '{config.out}' must be an absolute path: a run-config travels to other processes")
+        check_out(out, config.resume)
+        run = Run(grid, config, out, event)
+        return run.go()
+    except BaseException as e:
+        bad = isinstance(e, BadRequest)
+        if out is not None and out.is_dir() and not isinstance(e, KeyboardInterrupt):
+            text = str(e) if bad else f"{type(e).__name__}: {e}"
+            _fail(out, text, "" if bad else traceback.format_exc(), 2 if bad else 1)
+        raise
+
+
+def _fail(out: Path, message: str, trace: str, code: int) -> None:
+    """Leave a truthful end: the first error, with the client's own traceback where a client was the cause."""
+    path = out / "error.json"
+    entry: dict[str, Any] = {
+        "message": message,
+        "traceback": trace,
+        "exit": code,
+        "client": None,
+        "round": None,
+        "stage": "server",
+    }
+    if path.is_file():
+        import json
+
+        entry = {**entry, **json.loads(path.read_text()), "message": message, "exit": code}
+    write_json(path, entry)
+    write_json(out / "summary.json", {"ok": False, "error": message})
+
+
+class Run(Observer):
+    """One run: builds everything, then watches the strategy and writes results."""
+
+    def __init__(self, grid: Grid, config: RunConfig, out: Path, event: Event | None) -> None:
+        process.prepare(config.server_threads)
+        self.config = config
+        self.out = out
+        self.simulation = hasattr(grid, "pull_interval")
+        self.method, self.hparams = config.method_and_hparams()
+        self.device = process.device()
+        self.started = time.perf_counter()
+        found = checkpoint.latest(out / "checkpoint") if config.resume else None
+        self.done = found[0] if found else 0
+        self.state: ServerState | None = found[1] if found else None
+        self.extra: dict[str, Any] = (
+            found[2] if found else {"best": None, "best_loss": None, "since": 0, "dropped": 0, "seconds": 0.0}
+        )
+        if config.resume and self.done > config.num_server_rounds:
+            raise BadRequest(f"{out} already holds {self.done} rounds; give --rounds {self.done} or more")
+        self.directory = RunDirectory(out, config, self.done if config.resume else None)
+        self.listener = event
+        self.warnings: list[str] = []
+        control: dict[str, Scalar] = {"run": self.directory.token, "state-dir": str(out / "state")}
+        self.federation = Federation(grid, config.settings(self.simulation), control, self.tell)
+        self.final: dict[str, float] = {}
+        self.stopped: str | None = None
+        self.global_scores: Scores | None = None
+
+    # ---- before round 1 ------------------------------------------------------------------------------------------
+
+    def tell(self, event: dict[str, Any]) -> None:
+        """Pass an event on to the run directory and whoever listens."""
+        if event.get("kind") == "client-error":
+            write_json(self.out / "error.json", {k: v for k, v in event.items() if k != "kind"})
+        self.directory.event(event)
+        if self.listener is not None:
+            self.listener(event)
+
+    def go(self) -> dict[str, Any]:
+        """Run all rounds and write the summary."""
+        self.infos = self.federation.gather(self.config.clients)
+        self.federation.agree(self.method)
+        facts = next(iter(self.federation.facts.values()))
+        self.spec = ModelSpec(
+            self.infos[0].model, self.infos[0].num_classes, int(facts["channels"]), int(facts["size"]), 0
+        )
+        self._data()
+        warn = self.method.warn(self.hparams, self.config.optimizer) if self.method.warn else None
+        if warn:
+            self.warnings.append(warn)
+            self.tell({"kind": "warning", "text": warn})
+        strategy: FedStrategy = self.method.strategy(self.method, self.hparams)
+        self.strategy = strategy
+        self.tell(
+            {
+                "kind": "start", "method": self.config.method, "dataset": self.config.dataset, "clients": len(self.infos),
+                "rounds": self.config.num_server_rounds, "done": self.done, "out": str(self.out), "device": str(self.device),
+            }
+        )  # fmt: skip
+        state = strategy.run(
+            self.federation,
+            self._context(),
+            rounds=self.config.num_server_rounds,
+            done=self.done,
+            state=self.state,
+            observer=self,
+            control=lambda round: {"balanced": self.config.balanced_in(round)},
+            evaluate_every=self.config.evaluate_every,
+        )
+        return self._finish(state)
+
+    def _data(self) -> None:
+        """Load the data where the server has them: the data card, and the central test set for the `global` score."""
+        self.central: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.inputs: InputSpec | None = None
+        if not self.simulation:
+            return
+        data = tasks.federated(self.config, len(self.infos))
+        self.inputs = data.inputs
+        card = partitions.data_card(data.dataset, data.partition)
+        data.partition.save(self.out / "partition.npz")
+        write_json(self.out / "data_card.json", card.to_dict())
+        (self.out / "data_card.txt").write_text(card.text() + "\n", encoding="utf-8")
+        self.tell({"kind": "data", "text": card.text()})
+        if self.method.global_model and "global" in self.config.measured:
+            self.central = data.central(self.device)
+
+    def _context(self) -> ServerContext:
+        client = self.method.client
+        config = self.config
+
+        def initial_from(k: int) -> Arrays:
+            seed = sampling.derived_seed(config.seed, "server-model", k)
+            model = client.build_model(ModelSpec(*list(vars(self.spec).values())[:-1], seed), self.hparams)
+            names = FedClient.names_of(model, self.method, self.hparams, config.buffers)
+            return selection.extract(model, names)
+
+        return ServerContext(
+            seed=config.seed,
+            clients=tuple(self.infos),
+            num_classes=self.spec.num_classes,
+            width=int(next(iter(self.federation.facts.values()))["width"]),
+            initial=initial_from(0),
+            initial_from=initial_from,
+            rng=lambda purpose, *numbers: sampling.rng(config.seed, purpose, *numbers),
+            score=self.score,
+        )
+
+    def score(self, arrays: Mapping[str, Array], scalars: Mapping[str, Scalar]) -> float | None:
+        """Accuracy of the model with these arrays on the central test set, or None where there is none."""
+        scores = self._scores(arrays, scalars)
+        return None if scores is None else scores.accuracy
+
+    def _scores(self, arrays: Mapping[str, Array], scalars: Mapping[str, Scalar]) -> Scores | None:
+        if self.central is None or self.inputs is None:
+            return None
+        client: type[FedClient] = self.method.client
+        model = client.build_model(self.spec, self.hparams)
+        selection.merge(model, arrays)
+        client.configure_model(model, scalars)
+        return evaluate(model.to(self.device), *self.central, self.inputs, self.spec.num_classes)
+
+    def _score_global(self, state: ServerState) -> None:
+        arrays = self.strategy.global_arrays(state)
+        if arrays is None:
+            return
+        scalars = self.strategy.send(state, 0, self.infos[0].client).scalars
+        self.global_scores = self._scores(arrays, scalars)
+
+    # ---- what happens --------------------------------------------------------------------------------------------
+
+    def trained(self, exchange: Exchange, state: ServerState) -> bool:
+        """Write a round: tables, models, checkpoint; says whether to go on."""
+        config, traffic, round = self.config, exchange.traffic, exchange.round
+        protocols = [p for p in config.measured if p != "global"]
+        rows = {c: client_row(m, protocols) for c, m in sorted(exchange.metrics.items())}
+        row: dict[str, Any] = {"round": round, "clients": len(rows), **summarise(rows.values(), protocols)}
+        if self.method.global_model and "global" in config.measured:
+            self._score_global(state)
+            row["global_accuracy"] = self.global_scores.accuracy if self.global_scores else math.nan
+            row["global_loss"] = self.global_scores.loss if self.global_scores else math.nan
+        row["bytes_up"] = traffic.up / max(1, len(traffic.answered))
+        row["bytes_down"] = traffic.down / max(1, len(traffic.messaged))
+        row["dropped"] = len(traffic.dropped)
+        row["round_seconds"] = exchange.seconds
+        row["train_seconds"] = mean(r["train_seconds"] for r in rows.values())
+        self.directory.append("rounds.csv", row)
+        for client, columns in rows.items():
+            self.directory.append("clients.csv", {"round": round, "client": client, **columns})
+        for dropped in traffic.dropped:
+            self.directory.dropped(dropped)
+        self.extra["dropped"] += len(traffic.dropped)
+        self.extra["seconds"] += exchange.seconds
+        self._models(state, row)
+        loss = row["train_loss"]
+        if self.extra["best_loss"] is None or loss < self.extra["best_loss"]:
+            self.extra["best_loss"], self.extra["since"] = (None if math.isnan(loss) else loss), 0
+        else:
+            self.extra["since"] += 1
+        checkpoint.save(self.out / "checkpoint", round, self.strategy.state_dict(state), self.extra)
+        self.tell({"kind": "round", "rounds": config.num_server_rounds, **row})
+        if config.patience and self.extra["since"] >= config.patience:
+            self.stopped = f"no lower training loss for {config.patience} rounds"
+            return False
+        return True
+
+    def _models(self, state: ServerState, row: Mapping[str, Any]) -> None:
+        """Keep the server's arrays of the last round, and of the round with the best `received` accuracy."""
+        arrays = self.strategy.global_arrays(state) or state.get("model")
+        if not isinstance(arrays, dict) or not arrays:
+            return
+        key = "global_accuracy" if not math.isnan(row.get("global_accuracy", math.nan)) else "received_accuracy"
+        value = row.get(key, math.nan)
+        header: dict[str, object] = {
+            "method": self.config.method,
+            "model": self.spec.name,
+            "round": row["round"],
+            key: value,
+        }
+        header.update(num_classes=self.spec.num_classes, channels=self.spec.channels, size=self.spec.size)
+        write_safetensors(self.out / "models" / "last.safetensors", dict(arrays), header)
+        if self.extra["best"] is None or value > self.extra["best"]:
+            self.extra["best"] = None if math.isnan(value) else value
+            write_safetensors(self.out / "models" / "best.safetensors", dict(arrays), header)
+
+    def evaluated(self, exchange: Exchange) -> None:
+        """Write an evaluation of all clients: `final.csv` after the last round, else a row of `evaluations.csv`."""
+        protocols = [p for p in self.config.measured if p != "global"]
+        rows = {c: client_row(m, protocols) for c, m in sorted(exchange.metrics.items())}
+        summary = summarise(rows.values(), protocols)
+        if exchange.kind == "final":
+            (self.out / "final.csv").unlink(missing_ok=True)
+            for client, columns in rows.items():
+                kept = {
+                    k: v for k, v in columns.items() if k not in ("train_loss", "steps", "bytes_up", "train_seconds")
+                }
+                self.directory.append("final.csv", {"client": client, **kept})
+            self.final = summary
+        else:
+            row = {"round": exchange.round, "clients": len(rows), **summary, "evaluate_seconds": exchange.seconds}
+            self.directory.append("evaluations.csv", row)
+            self.tell({"kind": "evaluated", **row})
+        for dropped in exchange.traffic.dropped:
+            self.directory.dropped(dropped)
+            self.extra["dropped"] += 1
+
+    def asked(self, exchange: Exchange) -> None:
+        """Record the traffic of a question."""
+        traffic = exchange.traffic
+        self.extra[f"bytes_up_{exchange.kind}"] = traffic.up / max(1, len(traffic.answered))
+        self.extra["dropped"] += len(traffic.dropped)
+        for dropped in traffic.dropped:
+            self.directory.dropped(dropped)
+        self.tell(
+            {"kind": "asked", "what": exchange.kind, "clients": len(traffic.answered), "seconds": exchange.seconds}
+        )
+
+    # ---- the end -------------------------------------------------------------------------------------------------
+
+    def _finish(self, state: ServerState) -> dict[str, Any]:
+        rounds = self.directory.table("rounds.csv")
+        if self.method.global_model and "global" in self.config.measured:
+            self._score_global(state)
+            if self.global_scores is not None:
+                self.final["global_accuracy"] = self.global_scores.accuracy
+                self.final["global_balanced"] = self.global_scores.balanced
+        arrays = self.strategy.global_arrays(state) or state.get("model")
+        if isinstance(arrays, dict) and arrays:
+            header: dict[str, object] = {"method": self.config.method, "model": self.spec.name, "final": True}
+            header.update(num_classes=self.spec.num_classes, channels=self.spec.channels, size=self.spec.size)
+            write_safetensors(self.out / "models" / "last.safetensors", dict(arrays), header)
+        final = self.directory.table("final.csv")
+        tests = [int(v) for v in final.get("received_total", final.get("trained_total", [])) if not math.isnan(v)]
+        weight = rounds["clients"].sum() or 1
+        summary = {
+            "ok": True,
+            "method": self.config.method,
+            "dataset": self.config.dataset,
+            "model": self.config.model,
+            "clients": len(self.infos),
+            "rounds": int(rounds["round"].max()) if len(rounds) else 0,
+            "seed": self.config.seed,
+            "accuracy": accuracy_summary(rounds, self.final, self.config.measured),
+            "pooled": {p: self.final.get(f"{p}_accuracy_pooled") for p in self.config.measured if p != "global"},
+            "test_sizes": {"min": min(tests, default=0), "mean": mean(map(float, tests)), "max": max(tests, default=0)},
+            "bytes_up": _whole(float((rounds["bytes_up"] * rounds["clients"]).sum() / weight)),
+            "bytes_down": _whole(float((rounds["bytes_down"] * rounds["clients"]).sum() / weight)),
+            "dropped": int(self.extra["dropped"]),
+            "stopped": self.stopped,
+            "warnings": self.warnings,
+            **{k: _whole(v) for k, v in self.extra.items() if k.startswith("bytes_up_query")},
+            **self.strategy.report(state),
+            "seconds": time.perf_counter() - self.started,
+        }
+        write_json(self.out / "summary.json", summary)
+        (self.out / "error.json").unlink(missing_ok=True)
+        self.tell({"kind": "end", "summary": summary})
+        return summary
+
+
+def _whole(value: float) -> float | int:
+    return int(value) if float(value).is_integer() else float(value)
+
+
+__all__ = ["Method", "Run", "app", "main", "serve"]

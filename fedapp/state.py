@@ -1,0 +1,126 @@
+"""Client state on disk: versioned, atomic, the last two rounds kept, so that a resumed run can roll back.
+
+Layout: ``STATE-DIR/<federation>/<client-id>/<run>.<round>.safetensors``. The header of each file names the method, the
+schema version and the run; a mismatch is an error, never a silent fresh start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from fedapp.method import Arrays
+
+SCHEMA = 1
+_FILE = re.compile(r"^(?P<run>[0-9a-f]+)\.(?P<round>\d{6})\.safetensors$")
+
+
+class StateError(RuntimeError):
+    """A stored client state cannot be used; the message names the file and the remedy."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One stored state: the round after which it was written, and its arrays by name."""
+
+    round: int
+    path: Path
+    arrays: Arrays
+
+
+def write_safetensors(path: Path, arrays: Arrays, header: dict[str, object]) -> None:
+    """Write arrays atomically (temporary file in the same folder, then rename) with a JSON header."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+    os.close(handle)
+    try:
+        save_file(arrays, name, metadata={"fedapp": json.dumps(header)})
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def read_safetensors(path: Path) -> tuple[Arrays, dict[str, object]]:
+    """Read arrays and header back; raises `StateError` for a file that is damaged or foreign."""
+    try:
+        with safe_open(str(path), framework="numpy") as f:
+            header = json.loads((f.metadata() or {})["fedapp"])
+            return {name: f.get_tensor(name) for name in f.keys()}, header  # noqa: SIM118
+    except (SafetensorError, OSError, KeyError, ValueError) as e:
+        raise StateError(f"{path} cannot be read ({e}); delete it to start this client afresh") from e
+
+
+class ClientStore:
+    """The stored states of one client.
+
+    Parameters
+    ----------
+    folder : `STATE-DIR/<federation>/<client-id>`.
+    method : id of the method; a state written by another one is refused.
+    run : token of the run (hexadecimal). States of other runs are used only by `warm_start`.
+    warm_start : start from the newest state of an earlier run when this run has none yet.
+    """
+
+    def __init__(self, folder: Path, method: str, run: str, warm_start: bool = False) -> None:
+        self.folder = folder
+        self.method = method
+        self.run = run
+        self.warm_start = warm_start
+
+    def _files(self) -> list[tuple[str, int, Path]]:
+        if not self.folder.is_dir():
+            return []
+        found = []
+        for path in self.folder.iterdir():
+            if m := _FILE.match(path.name):
+                found.append((m["run"], int(m["round"]), path))
+        return sorted(found, key=lambda f: f[1])
+
+    def load(self, before: int) -> Stored | None:
+        """Return the newest state written before round `before`, or None if the client is new.
+
+        A state of this run from round `before` or later belongs to work that was rolled back, and is passed over.
+        """
+        files = self._files()
+        own = [f for f in files if f[0] == self.run]
+        usable = [f for f in own if f[1] < before]
+        if usable:
+            return self._read(usable[-1])
+        others = [f for f in files if f[0] != self.run]
+        if self.warm_start and others:
+            newest = max(others, key=lambda f: f[2].stat().st_mtime_ns)
+            stored = self._read(newest)
+            return Stored(0, stored.path, stored.arrays)
+        return None
+
+    def _read(self, file: tuple[str, int, Path]) -> Stored:
+        arrays, header = read_safetensors(file[2])
+        if header.get("schema") != SCHEMA:
+            raise StateError(
+                f"{file[2]} has schema {header.get('schema')}, this version reads {SCHEMA}; start a new run"
+            )
+        if header.get("method") != self.method:
+            raise StateError(
+                f"{file[2]} was written by the method '{header.get('method')}', not '{self.method}'; "
+                "use another state-dir or federation"
+            )
+        return Stored(file[1], file[2], arrays)
+
+    def save(self, round: int, arrays: Arrays) -> Path:
+        """Write the state after `round`; keeps this run's two newest rounds, and drops what was rolled back."""
+        path = self.folder / f"{self.run}.{round:06d}.safetensors"
+        write_safetensors(path, arrays, {"schema": SCHEMA, "method": self.method, "run": self.run, "round": round})
+        files = self._files()
+        keep = [f for f in files if f[0] == self.run and f[1] <= round][-2:]
+        for file in files:
+            if file not in keep and (file[0] == self.run or len(keep) == 2):
+                file[2].unlink(missing_ok=True)
+        return path

@@ -1,0 +1,1 @@
+"""The server side of each method: one file a method, each with `METHOD`."""

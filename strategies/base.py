@@ -1,0 +1,337 @@
+"""`FedStrategy`: the server side of a method as five pure functions, and the round loop that runs them over Flower.
+
+A method states its mathematics and nothing else:
+
+- ``init(context) -> state``: a nested dict of arrays and JSON scalars;
+- ``send(state, round, client) -> Payload``;
+- ``aggregate(state, round, replies) -> state``: `replies` arrive checked, in the order of the client ids, one at a time;
+- ``finalize(state, ask) -> state``: after the last round; `ask` is the only extra exchange;
+- ``global_arrays(state)``: the one global model, where there is one.
+
+The rest of this file is the same for all methods: who takes part, messages, evaluation, and what observers are told.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import Result, Strategy
+
+from fedapp.core.averages import RunningMean
+from fedapp.federation import Federation, Settings, Traffic
+from fedapp.method import Arrays, Ask, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.records import Encoder, arrays_of, reply_of
+from fedapp.sampling import sample_clients
+
+
+@dataclass
+class Exchange:
+    """What one exchange with clients gave, for results.
+
+    Attributes
+    ----------
+    kind : `train`, `evaluate`, `final` or `query.<kind>`.
+    metrics : each good client's numbers, by client id, with `num-examples`.
+    """
+
+    kind: str
+    round: int
+    metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=Traffic)
+    seconds: float = 0.0
+
+
+class Observer:
+    """Is told what happens; every method may do nothing."""
+
+    def trained(self, exchange: Exchange, state: ServerState) -> bool:
+        """Record a finished round; returning False ends the run early."""
+        return True
+
+    def evaluated(self, exchange: Exchange) -> None:
+        """Record an exchange in which all clients were scored."""
+
+    def asked(self, exchange: Exchange) -> None:
+        """Record an answered question."""
+
+
+class FedStrategy(Strategy):
+    """Base of all strategies; by itself it is FedAvg on the method's shared arrays.
+
+    Parameters
+    ----------
+    method, hparams : the method and its hyperparameters.
+    """
+
+    def __init__(self, method: Method, hparams: Any) -> None:
+        self.method = method
+        self.hparams = hparams
+        self.context: ServerContext
+        self._state: ServerState = {}
+        self._federation: Federation | None = None
+
+    # ---- mathematics ---------------------------------------------------------------------------------------------
+
+    def init(self, context: ServerContext) -> ServerState:
+        """Return the state before round 1: the common initial values of what is shared."""
+        self.context = context
+        return {"model": dict(context.initial)}
+
+    def send(self, state: ServerState, round: int, client: int) -> Payload:
+        """Return what `client` gets in `round`: the shared arrays, the same for all."""
+        return Payload(common=state["model"])
+
+    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+        """Average the shared arrays over the participants, weighted by n_k."""
+        return {**state, "model": weighted_mean(replies, state["model"])}
+
+    def check(self, reply: Reply) -> str | None:
+        """Say what is wrong with a reply beyond names, shapes and NaN; None if nothing."""
+        return None
+
+    def finalize(self, state: ServerState, ask: Ask) -> ServerState:
+        """Finish after the last round."""
+        return state
+
+    def global_arrays(self, state: ServerState) -> Arrays | None:
+        """Return the one global model by wire name, or None where the method has none."""
+        return dict(state["model"]) if self.method.global_model else None
+
+    def report(self, state: ServerState) -> dict[str, Any]:
+        """Return further entries for the run's summary."""
+        return {}
+
+    def state_dict(self, state: ServerState) -> ServerState:
+        """Return the state as nested dicts of arrays and scalars, for a checkpoint."""
+        return state
+
+    def load_state_dict(self, state: ServerState, context: ServerContext) -> ServerState:
+        """Take a checkpointed state back."""
+        self.context = context
+        return state
+
+    # ---- the round loop ------------------------------------------------------------------------------------------
+
+    def expected(self, federation: Federation) -> dict[str, tuple[int, ...]]:
+        """Shapes of the model arrays that every reply must hold."""
+        prefixes = self.method.up_prefixes(self.hparams)
+        shapes = next(iter(federation.infos.values())).shapes
+        return {n: s for n, s in shapes.items() if any(n.startswith(p) or n == p.rstrip(".") for p in prefixes)}
+
+    def run(
+        self,
+        federation: Federation,
+        context: ServerContext,
+        *,
+        rounds: int,
+        done: int = 0,
+        state: ServerState | None = None,
+        observer: Observer | None = None,
+        control: Callable[[int], Mapping[str, Any]] = lambda round: {},
+        evaluate_every: int = 0,
+    ) -> ServerState:
+        """Run rounds `done + 1 .. rounds`, finish, and score all clients once.
+
+        Parameters
+        ----------
+        state : state after round `done` (None: start afresh).
+        control : values that go with the messages of a round, such as whether to measure the balanced score.
+        evaluate_every : n > 0: an evaluation exchange with all clients every n rounds.
+
+        Returns
+        -------
+        The final state.
+        """
+        observer = observer or Observer()
+        state = self.init(context) if state is None else self.load_state_dict(state, context)
+        for round in range(done + 1, rounds + 1):
+            started = time.perf_counter()
+            federation.greet()
+            ids = sample_clients(context.seed, round, list(federation.nodes), federation.settings.fraction)
+            state, exchange = self._train(federation, state, round, ids, control(round))
+            exchange.seconds = time.perf_counter() - started
+            proceed = observer.trained(exchange, state)
+            if evaluate_every and round % evaluate_every == 0 and round < rounds:
+                observer.evaluated(self._evaluate(federation, state, round + 1, "evaluate", control(round)))
+            if not proceed:
+                rounds = round
+                break
+        state = self.finalize(state, self._asker(federation, rounds + 1, observer))
+        observer.evaluated(self._evaluate(federation, state, rounds + 1, "final", {"balanced": True}))
+        return state
+
+    def _train(
+        self, federation: Federation, state: ServerState, round: int, ids: list[int], control: Mapping[str, Any]
+    ) -> tuple[ServerState, Exchange]:
+        exchange = Exchange("train", round)
+        replies = federation.exchange(
+            "train",
+            round,
+            ((c, self.send(state, round, c)) for c in ids),
+            self.expected(federation),
+            self._check,
+            exchange.traffic,
+            control,
+        )
+        state = self.aggregate(state, round, _recorded(replies, exchange))
+        for _ in replies:
+            raise RuntimeError(f"{type(self).__name__}.aggregate left replies unread")
+        federation.require(exchange.traffic, round)
+        return state, exchange
+
+    def _evaluate(
+        self, federation: Federation, state: ServerState, round: int, kind: str, control: Mapping[str, Any]
+    ) -> Exchange:
+        exchange = Exchange(kind, round - 1)
+        payloads = ((c, self.send(state, round, c)) for c in sorted(federation.nodes))
+        replies = federation.exchange("evaluate", round, payloads, {}, lambda r: None, exchange.traffic, control)
+        for _ in _recorded(replies, exchange):
+            pass
+        exchange.seconds = exchange.traffic.seconds
+        federation.require(exchange.traffic, round - 1)
+        return exchange
+
+    def _asker(self, federation: Federation, round: int, observer: Observer) -> Ask:
+        def ask(kind: str, payload: Payload) -> list[Reply]:
+            exchange = Exchange(f"query.{kind}", round - 1)
+            payloads = ((c, payload) for c in sorted(federation.nodes))
+            replies = federation.exchange(f"query.{kind}", round, payloads, {}, self.check, exchange.traffic)
+            answers = list(_recorded(replies, exchange))
+            exchange.seconds = exchange.traffic.seconds
+            federation.require(exchange.traffic, round - 1)
+            observer.asked(exchange)
+            return answers
+
+        return ask
+
+    def _check(self, reply: Reply) -> str | None:
+        """Refuse arrays that the method did not declare, then ask the method."""
+        prefixes = self.method.up_prefixes(self.hparams)
+        for name in reply.arrays:
+            if not (self.method.allows(name) or any(name.startswith(p) for p in prefixes)):
+                return f"'{name}' is not in what {self.method.id} shares"
+        return self.check(reply)
+
+    # ---- Flower's Strategy interface -----------------------------------------------------------------------------
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
+    ) -> Result:
+        """Run the strategy the way any Flower strategy is started: for apps other than fedapp's own.
+
+        The clients must answer `query.hello` as fedapp's ClientApp does. `initial_arrays` are the shared arrays by wire
+        name; the result holds the global model where there is one, else the shared arrays.
+        """
+        config = dict(train_config or ConfigRecord())
+        federation = Federation(grid, Settings(round_timeout=timeout), {})  # type: ignore[arg-type]
+        infos = federation.gather(0)
+        federation.agree(self.method)
+        initial = arrays_of(initial_arrays)
+        context = ServerContext(
+            seed=int(config.get("seed", 0)),  # type: ignore[arg-type]
+            clients=tuple(infos),
+            num_classes=infos[0].num_classes,
+            width=int(next(iter(federation.facts.values()))["width"]),
+            initial=initial,
+            initial_from=lambda k: initial,
+            rng=_rng(int(config.get("seed", 0))),  # type: ignore[arg-type]
+        )
+        result = Result()
+
+        class Keep(Observer):
+            def trained(self, exchange: Exchange, state: ServerState) -> bool:
+                result.train_metrics_clientapp[exchange.round] = _mean_metrics(exchange)
+                return True
+
+            def evaluated(self, exchange: Exchange) -> None:
+                result.evaluate_metrics_clientapp[exchange.round] = _mean_metrics(exchange)
+
+        state = self.run(federation, context, rounds=num_rounds, observer=Keep())
+        result.arrays = ArrayRecord({n: Encoder().one(a) for n, a in (self.global_arrays(state) or initial).items()})
+        return result
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Build the messages of a round (Flower's own loop; `start` does not use it)."""
+        encoder = Encoder()
+        for client, node in sorted(self._nodes(grid).items()):
+            content, _ = encoder.content(self.send(self._state, server_round, client), {"round": server_round})
+            yield Message(content, node, "train")
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Aggregate replies (Flower's own loop; `start` does not use it)."""
+        decoded = []
+        for message in replies:
+            if not message.has_error():
+                got, metrics, info, size = reply_of(message)
+                decoded.append(Reply(int(info["client"]), int(metrics["num-examples"]), got, metrics, size))
+        if not decoded:
+            return None, None
+        self._state = self.aggregate(self._state, server_round, sorted(decoded, key=lambda r: r.client))
+        shared = self.global_arrays(self._state) or self._state.get("model", {})
+        return ArrayRecord({n: Encoder().one(a) for n, a in shared.items()}), MetricRecord({"clients": len(decoded)})
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Clients are scored inside the train exchange: no evaluation messages."""
+        return []
+
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Clients are scored inside the train exchange: nothing to aggregate."""
+        return None
+
+    def summary(self) -> None:
+        """Say nothing: the run directory holds the configuration."""
+
+    def _nodes(self, grid: Grid) -> dict[int, int]:
+        if self._federation is None or self._federation.grid is not grid:
+            self._federation = Federation(grid, Settings(), {})
+            self._federation.gather(0)
+        return self._federation.nodes
+
+
+def weighted_mean(replies: Iterable[Reply], previous: Mapping[str, Any]) -> Arrays:
+    """Average the arrays named in `previous` over replies, weighted by n_k; without replies `previous` stays.
+
+    Each reply is added in place in float32 as it comes; memory is one model however many clients there are.
+    """
+    mean = RunningMean()
+    count = 0
+    for reply in replies:
+        mean.add({n: reply.arrays[n] for n in previous}, float(reply.num_samples))
+        count += 1
+    return mean.mean() if count else dict(previous)
+
+
+def _recorded(replies: Iterator[Reply], exchange: Exchange) -> Iterator[Reply]:
+    for reply in replies:
+        exchange.metrics[reply.client] = {**reply.metrics, "bytes-up": reply.bytes_up}
+        yield reply
+
+
+def _mean_metrics(exchange: Exchange) -> MetricRecord:
+    rows = list(exchange.metrics.values())
+    names = [n for n in (rows[0] if rows else {}) if all(isinstance(r.get(n), (int, float)) for r in rows)]
+    return MetricRecord({n: float(sum(float(r[n]) for r in rows) / len(rows)) for n in names})
+
+
+def _rng(seed: int) -> Callable[..., Any]:
+    from fedapp.sampling import rng
+
+    return lambda purpose, *numbers: rng(seed, purpose, *numbers)
