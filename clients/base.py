@@ -131,7 +131,7 @@ class FedClient(NumPyClient):
 
     @classmethod
     def configure_model(cls, model: SplitModel, scalars: Mapping[str, Scalar]) -> None:
-        """Apply a payload's plain values to the model itself (not its arrays); server and clients call the same function."""
+        """Apply a payload's plain values to the model itself, not to its arrays; server and clients both call this."""
 
     def receive(self, payload: Payload) -> None:
         """Take over what the server sent: copy the shared model arrays into the model."""
@@ -348,19 +348,19 @@ class FedClient(NumPyClient):
 
     # ---- NumPyClient, for anybody's client_fn --------------------------------------------------------------------
 
-    def get_parameters(self, config: dict[str, Scalar]) -> list[Array]:
+    def get_parameters(self, config: dict[str, Any]) -> list[Array]:
         """Return the shared arrays in the order of `down_names()`."""
         if not hasattr(self, "model"):
             self.restore(1, Payload())
         return list(selection.extract(self.model, self.down_names()).values())
 
-    def fit(self, parameters: list[Array], config: dict[str, Scalar]) -> tuple[list[Array], int, dict[str, Scalar]]:
+    def fit(self, parameters: list[Array], config: dict[str, Any]) -> tuple[list[Array], int, dict[str, Any]]:
         """Train one round on positional parameters (`config["round"]`, default 1)."""
         payload = Payload(arrays=dict(zip(self.down_names(), parameters, strict=True)))
         arrays, n, metrics = self.train_round(payload, int(config.get("round", 1)))
         return list(arrays.values()), n, metrics
 
-    def evaluate(self, parameters: list[Array], config: dict[str, Scalar]) -> tuple[float, int, dict[str, Scalar]]:
+    def evaluate(self, parameters: list[Array], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
         """Score positional parameters on the client's own test split."""
         payload = Payload(arrays=dict(zip(self.down_names(), parameters, strict=True)))
         metrics = self.evaluate_round(payload, int(config.get("round", 1)), balanced=False)

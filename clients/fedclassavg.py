@@ -51,8 +51,8 @@ class FedClassAvgHParams(BaseHParams):
 
     preset: Literal["khosla", "paper", "authors"] = Field(
         "khosla",
-        description="what the paper leaves open: khosla = normalised features, T = 0.07; paper = Eq. 5 with the released "
-        "code's T = 100 on raw features; authors = the released code throughout",
+        description="what the paper leaves open: khosla = normalised features, T = 0.07; paper = Eq. 5 with the "
+        "released code's T = 100 on raw features; authors = the released code throughout",
     )
     rho: float = Field(0.1, ge=0, description="weight of the proximal term on the head (paper: 0.1, 0.4662, 0.1)")
     contrastive: float = Field(1.0, ge=0, description="weight of the contrastive term (paper: 1); 0 switches it off")
@@ -63,9 +63,7 @@ class FedClassAvgHParams(BaseHParams):
     base_temperature: float | None = Field(None, gt=0, description="T_b, instead of the preset's")
     normalise: bool | None = Field(None, description="L2-normalise features in the contrastive term, or the preset's")
     proximal: Literal["l2", "mse_half"] | None = Field(None, description="form of the proximal term, or the preset's")
-    warmup_epochs: int | None = Field(
-        None, ge=0, description="local epochs before a client's first round, or the preset's"
-    )
+    warmup_epochs: int | None = Field(None, ge=0, description="local epochs before the first round, or the preset's")
     beta1: float = Field(
         0.5, ge=0, lt=1, description="first moment decay where the optimizer is Adam (released code: 0.5)"
     )

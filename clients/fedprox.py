@@ -35,4 +35,5 @@ class FedProxClient(FedClient):
         loss = super().step_loss(batch)
         if self.hparams.mu == 0:
             return loss
-        return loss + 0.5 * self.hparams.mu * squared_distance(list(self.model.parameters()), self.received)
+        mu: float = self.hparams.mu
+        return loss + 0.5 * mu * squared_distance(list(self.model.parameters()), self.received)

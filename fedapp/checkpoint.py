@@ -1,4 +1,4 @@
-"""Server checkpoints: any state that is a nested dict of arrays and JSON scalars, written atomically, the last two kept."""
+"""Server checkpoints: nested dicts of arrays and JSON scalars, written atomically, the last two kept."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def flatten(state: ServerState) -> tuple[Arrays, dict[str, Any]]:
             scalars[prefix] = value
         else:
             raise TypeError(
-                f"a strategy's state may hold arrays and plain values, not {type(value).__name__} at {prefix!r}"
+                f"a strategy's state may hold arrays and plain values, not {type(value).__name__}: {prefix}"
             )
 
     for key, inner in state.items():

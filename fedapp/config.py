@@ -235,11 +235,8 @@ def _check(config: RunConfig) -> None:
             f"{config.method} needs one architecture, model = '{config.model}' names {len(set(config.model_names))}: "
             "give one, or take a method that allows different ones (fedapp methods)"
         )
-    if method.shared_prefixes(hparams) and any(p == "features." for p in method.shared_prefixes(hparams)):
-        if len(set(config.model_names)) > 1:
-            raise BadRequest(
-                f"{config.method} with these method-args shares extractors: all clients need one architecture"
-            )
+    if "features." in method.shared_prefixes(hparams) and len(set(config.model_names)) > 1:
+        raise BadRequest(f"{config.method} with these method-args shares extractors: all clients need one architecture")
     if config.optimizer == "adam" and config.momentum not in ("auto", 0.0):
         raise BadRequest("momentum is for SGD: leave it at auto with optimizer = 'adam'")
     if config.federation and not config.federation.replace("-", "").replace("_", "").replace(".", "").isalnum():

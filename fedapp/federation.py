@@ -119,12 +119,10 @@ class Federation:
             partitions = [int(f["partitions"]) for f in self.facts.values() if f.get("partitions")]
             if expected == 0:
                 want = max(partitions, default=max(1, len(self.nodes)))
-            elif (
-                partitions and min(partitions) > 0 and min(partitions) < expected and len(self.nodes) >= min(partitions)
-            ):
+            elif partitions and min(partitions) < expected and len(self.nodes) >= min(partitions):
                 raise BadRequest(
                     f"clients = {expected}, but there are only {min(partitions)} SuperNodes. "
-                    f"Start {expected} (fedapp run does; with flwr run: --federation-config 'num-supernodes={expected}'), "
+                    f"Start {expected} (fedapp run does; else --federation-config 'num-supernodes={expected}'), "
                     "or leave clients at 0 to take those present"
                 )
             if len(self.nodes) >= want:
@@ -164,7 +162,7 @@ class Federation:
             client = int(info["client"])
             if client in self.nodes and self.nodes[client] in set(self.grid.get_node_ids()):
                 raise BadRequest(
-                    f"two nodes are client {client}: give every node its own client-id (or partition-id) in its node-config"
+                    f"two nodes are client {client}: give every node its own client-id or partition-id in node-config"
                 )
             shapes = {n: tuple(int(d) for d in s) for n, s in json.loads(str(info["shapes"])).items()}
             self.nodes[client] = node
@@ -193,14 +191,16 @@ class Federation:
         for info in infos[1:]:
             if info.num_classes != first.num_classes:
                 raise BadRequest(
-                    f"client {info.client} has {info.num_classes} classes, client {first.client} has {first.num_classes}"
+                    f"client {info.client} has {info.num_classes} classes, "
+                    f"client {first.client} has {first.num_classes}"
                 )
             for name in sorted(set(first.shapes) | set(info.shapes)):
                 a, b = first.shapes.get(name), info.shapes.get(name)
                 if a != b:
                     raise BadRequest(
                         f"'{name}' is shared but client {first.client} ({first.model}) has {_shape(a)} and "
-                        f"client {info.client} ({info.model}) {_shape(b)}: take models of one family (one feature width)"
+                        f"client {info.client} ({info.model}) {_shape(b)}: "
+                        "take models of one family (one feature width)"
                     )
         widths = {int(f["width"]) for f in self.facts.values()}
         if method.same_width and len(widths) > 1 and (method.shared != () or method.extra_up):

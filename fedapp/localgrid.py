@@ -1,7 +1,7 @@
 """`LocalGrid`: Flower's Grid in this process, without Ray: the same ServerApp and ClientApp, for tests and comparisons.
 
-Two lines touch what Flower 1.41 keeps internal: the identity of the running task, and the id that a SuperLink gives to a
-message. They stand in `_identify` and `push_messages`, nowhere else.
+Two lines touch what Flower 1.41 keeps internal: the identity of the running task, and the id that a SuperLink gives to
+a message. They stand in `_identify` and `push_messages`, nowhere else.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ Array: TypeAlias = NDArray[Any]
 Arrays: TypeAlias = dict[str, Array]
 Scalar: TypeAlias = bool | int | float | str
 ServerState: TypeAlias = dict[str, Any]
-"""A server's state: a nested dict of numpy arrays, JSON scalars, and dicts of these (so every checkpoint is generic)."""
+"""A server's state: a nested dict of numpy arrays and JSON scalars, so that every checkpoint is generic."""
 
 ALL = ("features.", "head.")
 HEAD = ("head.",)
@@ -127,8 +127,8 @@ class ServerContext:
     clients : the known clients, sorted by id.
     num_classes, width : classes C and feature width d of the (common) head.
     rng : seeded generator, `rng(purpose, *numbers)`.
-    score : accuracy in [0, 1] on the central test set of the model with these arrays (and the scalars that a payload would
-        carry); None where there is no central test set.
+    score : accuracy in [0, 1] on the central test set of the model with these arrays (and the scalars that a payload
+        would carry); None where there is no central test set.
     """
 
     seed: int

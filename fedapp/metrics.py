@@ -43,7 +43,8 @@ def client_row(metrics: Mapping[str, Any], protocols: Iterable[str]) -> dict[str
 def summarise(rows: Iterable[Mapping[str, float]], protocols: Iterable[str]) -> dict[str, float]:
     """Return the averages of a round over its clients.
 
-    `<protocol>_accuracy` is the unweighted mean, `_std` its spread over clients (ddof 0), `_pooled` weighted by test size.
+    `<protocol>_accuracy` is the unweighted mean, `_std` its spread over clients (ddof 0), `_pooled` is weighted by test
+    size.
     """
     rows = list(rows)
     out: dict[str, float] = {}

@@ -13,10 +13,29 @@ from fedapp.errors import BadRequest
 from fedapp.method import BaseHParams, Method
 from fedapp.text import suggest
 
-ORDER = (
-    "fedclassavg cwfedavg fedgh ccvr local fedavg fedprox fedavgm moon lgfedavg fedproto ktpfl fml fedkd fd fedamp "
-    "fedfomo cfl ifca fednh feduv"
-).split()
+ORDER = [
+    "fedclassavg",
+    "cwfedavg",
+    "fedgh",
+    "ccvr",
+    "local",
+    "fedavg",
+    "fedprox",
+    "fedavgm",
+    "moon",
+    "lgfedavg",
+    "fedproto",
+    "ktpfl",
+    "fml",
+    "fedkd",
+    "fd",
+    "fedamp",
+    "fedfomo",
+    "cfl",
+    "ifca",
+    "fednh",
+    "feduv",
+]
 """The order of tables; methods of your own follow."""
 
 

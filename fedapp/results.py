@@ -175,8 +175,8 @@ def accuracy_summary(
 ) -> dict[str, dict[str, Any]]:
     """Return `summary.json`'s accuracy entry: last, best, last_std and balanced by protocol.
 
-    `received.last` comes from the final evaluation of all clients; `trained.last` from the last round; `best` is the best
-    round of rounds.csv (for received, the final evaluation counts too), and is named best, never the headline.
+    `received.last` comes from the final evaluation of all clients; `trained.last` from the last round; `best` is the
+    best round of rounds.csv (for received, the final evaluation counts too), and is named best, never the headline.
     """
     out: dict[str, dict[str, Any]] = {}
     for p in protocols:

@@ -6,6 +6,7 @@ import math
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,7 @@ class Run(Observer):
 
     def go(self) -> dict[str, Any]:
         """Run all rounds and write the summary."""
+        config = self.config
         self.infos = self.federation.gather(self.config.clients)
         self.federation.agree(self.method)
         facts = next(iter(self.federation.facts.values()))
@@ -144,10 +146,16 @@ class Run(Observer):
         self.strategy = strategy
         self.tell(
             {
-                "kind": "start", "method": self.config.method, "dataset": self.config.dataset, "clients": len(self.infos),
-                "rounds": self.config.num_server_rounds, "done": self.done, "out": str(self.out), "device": str(self.device),
+                "kind": "start",
+                "method": config.method,
+                "dataset": config.dataset,
+                "clients": len(self.infos),
+                "rounds": config.num_server_rounds,
+                "done": self.done,
+                "out": str(self.out),
+                "device": str(self.device),
             }
-        )  # fmt: skip
+        )
         state = strategy.run(
             self.federation,
             self._context(),
@@ -182,7 +190,7 @@ class Run(Observer):
 
         def initial_from(k: int) -> Arrays:
             seed = sampling.derived_seed(config.seed, "server-model", k)
-            model = client.build_model(ModelSpec(*list(vars(self.spec).values())[:-1], seed), self.hparams)
+            model = client.build_model(replace(self.spec, seed=seed), self.hparams)
             names = FedClient.names_of(model, self.method, self.hparams, config.buffers)
             return selection.extract(model, names)
 

@@ -4,7 +4,7 @@ A method states its mathematics and nothing else:
 
 - ``init(context) -> state``: a nested dict of arrays and JSON scalars;
 - ``send(state, round, client) -> Payload``;
-- ``aggregate(state, round, replies) -> state``: `replies` arrive checked, in the order of the client ids, one at a time;
+- ``aggregate(state, round, replies) -> state``: `replies` come checked, in the order of the client ids, one by one;
 - ``finalize(state, ask) -> state``: after the last round; `ask` is the only extra exchange;
 - ``global_arrays(state)``: the one global model, where there is one.
 
@@ -235,7 +235,7 @@ class FedStrategy(Strategy):
         name; the result holds the global model where there is one, else the shared arrays.
         """
         config = dict(train_config or ConfigRecord())
-        federation = Federation(grid, Settings(round_timeout=timeout), {})  # type: ignore[arg-type]
+        federation = Federation(grid, Settings(round_timeout=timeout), {})
         infos = federation.gather(0)
         federation.agree(self.method)
         initial = arrays_of(initial_arrays)

@@ -2,8 +2,8 @@
 Heterogeneous Neural Networks, ICPP 2022.
 
 Symbols    C^t -> state["model"]["head.*"]     |D_k| -> reply.num_samples     S_t -> the clients that replied
-Eq. 3:  C^{t+1} = sum_{k in S_t} |D_k| / |D_{S_t}| C_k.  The paper divides by the data of all clients, which would shrink
-the head under partial participation; like the released code this divides by the participants' data.
+Eq. 3:  C^{t+1} = sum_{k in S_t} |D_k| / |D_{S_t}| C_k.  The paper divides by the data of all clients, which would
+shrink the head under partial participation; like the released code this divides by the participants' data.
 
 Without contrastive and proximal terms it is LG-FedAvg (tested). `share=all` averages trunks too (Table 3, "+weight");
 `share=none` averages nothing: the control that tells the gain of the federation from that of the local loss.

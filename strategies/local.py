@@ -1,4 +1,4 @@
-"""Standalone: every client trains alone. Nothing travels but metrics; the lower bound a federated method has to beat."""
+"""Standalone: every client trains alone, nothing travels but metrics: the lower bound a federated method must beat."""
 
 from __future__ import annotations
 
