@@ -24,10 +24,10 @@ Array = npt.NDArray[Any]
 BLOCK = 1 << 20
 """Entries of the mean that are worked on at a time (4 MiB of float32: within a last-level cache)."""
 
-__all__ = ["RunningMean", "weighted_mean"]
+__all__ = ["RunningMean", "as_tensor", "weighted_mean"]
 
 
-def _as_tensor(array: Array) -> torch.Tensor:
+def as_tensor(array: Array) -> torch.Tensor:
     """Return a tensor on the array's own memory, also when that memory is read-only (the tensor is only read)."""
     if array.flags.writeable:
         return torch.from_numpy(array)
@@ -49,9 +49,8 @@ def _copy(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
         names = [name for name in arrays if dtypes[name] == dtype]
         block, start = np.empty(sum(room[name] for name in names), dtype=dtype), 0
         for name in names:
-            view = block[start : start + arrays[name].size].reshape(arrays[name].shape)
-            np.copyto(view, arrays[name])
-            copies[name] = torch.from_numpy(view)
+            copy = torch.from_numpy(block[start : start + arrays[name].size]).view(arrays[name].shape)
+            copies[name] = copy.copy_(as_tensor(np.asarray(arrays[name], order="C")))
             start += room[name]
     return {name: copies[name] for name in arrays}
 
@@ -157,7 +156,7 @@ class RunningMean:
             return
         for name, mean in self._mean.items():
             flat = mean.view(-1)
-            rows = [_as_tensor(np.asarray(arrays[name], order="C")).view(-1) for arrays in models]
+            rows = [as_tensor(np.asarray(arrays[name], order="C")).view(-1) for arrays in models]
             for start in range(0, flat.numel(), BLOCK):
                 block = slice(start, start + BLOCK)
                 part = flat[block]
