@@ -495,7 +495,8 @@ def _dirichlet_equal(sizes: Int64, request: _Request, rng: np.random.Generator) 
 def block_owners(num_classes: int, clients: int, per_client: int) -> list[Int64]:
     """Return the owners of each class in PFLlib's blocks.
 
-    In index order a class goes to the first ceil(clients * per_client / num_classes) clients with free class slots.
+    In index order a class goes to the first ceil(clients * per_client / num_classes) clients with free slots. Unless
+    that division is exact, the slots are used up before the last classes, whose images then stay unused.
 
     Returns
     -------
@@ -799,9 +800,9 @@ class DataCard:
         float64 (K,): accuracy on the client's test split of always answering the client's most frequent training class
         (the first one if several are); nan for a client without test images.
     unused : int
-        Images of the pool that no client holds.
+        Images of the dealt pool (``official``, ``holdout``: the training images) that no client holds.
     shared : int
-        Images of the pool that stand more than once in the training splits (several clients, or duplicates).
+        Images that stand more than once in the training splits (several clients, or duplicates).
     """
 
     dataset: str
@@ -910,10 +911,8 @@ def data_card(dataset: Dataset, partition: Partition) -> DataCard:
     majority = np.where(sizes > 0, hits / np.maximum(sizes, 1), np.nan)
     held_train = np.concatenate([client.train for client in partition.clients])
     held = np.union1d(held_train, np.concatenate([client.test for client in partition.clients]))
-    if partition.split == "holdout":
-        pool = dataset.num_train
-    else:
-        pool = dataset.num_train + dataset.num_test
+    # Official test images are drawn, not dealt: those that nobody drew are not missing from anything.
+    pool = len(labels) if partition.split == "merged" else dataset.num_train
     return DataCard(
         dataset=dataset.name,
         kind=partition.kind,
@@ -923,7 +922,7 @@ def data_card(dataset: Dataset, partition: Partition) -> DataCard:
         train=train,
         test=test,
         majority=majority,
-        unused=pool - len(held),
+        unused=pool - int(np.count_nonzero(held < pool)),
         shared=int(np.count_nonzero(np.unique(held_train, return_counts=True)[1] > 1)),
     )
 
