@@ -26,7 +26,7 @@ Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
 Model = Mapping[str, Array]
 
-CHUNK = 1 << 16
+CHUNK = 1 << 14
 """Default number of columns worked on at a time."""
 
 __all__ = [
@@ -378,7 +378,7 @@ def distances_from_gram(inner: Float64) -> Float64:
         A Gram matrix.
     """
     norms = np.diag(inner)
-    squared = np.maximum(norms[:, None] + norms[None, :] - 2.0 * inner, 0.0)
+    squared: Float64 = np.maximum(norms[:, None] + norms[None, :] - 2.0 * inner, 0.0)
     np.fill_diagonal(squared, 0.0)
     return squared
 
@@ -395,7 +395,7 @@ def cosine_from_gram(inner: Float64) -> Float64:
     """
     norms = np.sqrt(np.diag(inner))
     scale = np.where(norms > 0, norms, 1.0)
-    cosine = np.clip(inner / (scale[:, None] * scale[None, :]), -1.0, 1.0)
+    cosine: Float64 = np.clip(inner / (scale[:, None] * scale[None, :]), -1.0, 1.0)
     np.fill_diagonal(cosine, 1.0)
     return cosine
 

@@ -1,0 +1,331 @@
+"""Class-wise federated averaging and the regulariser that makes it possible.
+
+Lee and Choi, "Class-Wise Federated Averaging for Efficient Personalization", ICCV 2025, arXiv:2406.07800.
+
+================  ==============================================================================
+``pt_ij``         share of class j in client i's head: normalised norm of its row (Eq. 4)
+``q_ij``          weight of client i in the global model of class j (Eq. 5); columns sum to 1
+``g_j``           global model of class j, ``sum_i q_ij theta_i`` (Eq. 6)
+``theta_i``       personalised model, ``sum_j pt_ij g_j`` (Eq. 7)
+``R_i``           ``|| p_i - pt_i ||_2``, weight-distribution regulariser WDR (Eq. 8), not squared
+================  ==============================================================================
+
+Equations 6 and 7 together are one product: with the m uploaded models as rows of ``Theta``, ``L = P Q^T Theta``. It can
+be multiplied as ``(P Q^T) Theta`` (the mixing matrix A, R x m) or as ``P (Q^T Theta)``; both give the same models, and
+which is cheaper depends on the numbers of models and classes only. In neither order are the K global models held.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedapp.core.pairwise import CHUNK, Model, combine, product
+
+Array = npt.NDArray[Any]
+Float64 = npt.NDArray[np.float64]
+Order = Literal["auto", "direct", "factored"]
+
+TOLERANCE = 1e-4
+"""How far the sum of a distribution may be from 1: float32 rounding over a few hundred classes stays well below."""
+
+__all__ = [
+    "cheaper_order",
+    "class_globals",
+    "class_weights",
+    "mix",
+    "mixing_matrix",
+    "norm_distribution",
+    "wdr",
+    "weakly_held",
+]
+
+
+def norm_distribution(head_weight: Array) -> Float64:
+    """Return the class distribution that a head's weight norms suggest (Eq. 4).
+
+    Parameters
+    ----------
+    head_weight : ndarray, (K, d)
+        Weight matrix of the output layer, one row a class, without the bias.
+
+    Returns
+    -------
+    ndarray, (K,), float64
+        Row norms divided by their sum.
+
+    Raises
+    ------
+    ValueError
+        Not a matrix, values that are not finite, or all rows zero.
+    """
+    if head_weight.ndim != 2:
+        raise ValueError(f"a head's weight must have shape (K, d), got {head_weight.shape}")
+    norms: Float64 = np.linalg.norm(head_weight.astype(np.float64), axis=1)
+    total = norms.sum()
+    if not np.isfinite(total):
+        raise ValueError("the head has weights that are not finite")
+    if total == 0:
+        raise ValueError("all rows of the head are zero: its norms say nothing about classes")
+    distribution: Float64 = norms / total
+    return distribution
+
+
+def _check_distributions(what: str, rows: Float64) -> None:
+    if rows.ndim != 2:
+        raise ValueError(f"{what} must be a matrix, got shape {rows.shape}")
+    if not np.isfinite(rows).all() or (rows < 0).any():
+        raise ValueError(f"{what} must be finite and not negative")
+    if rows.size and np.abs(rows.sum(axis=1) - 1).max() > TOLERANCE:
+        worst = int(np.abs(rows.sum(axis=1) - 1).argmax())
+        raise ValueError(f"row {worst} of {what} sums to {rows[worst].sum():.6g}, not to 1")
+
+
+def _sample_counts(n: Array, clients: int) -> Float64:
+    counts = np.asarray(n, dtype=np.float64)
+    if counts.shape != (clients,):
+        raise ValueError(f"{clients} distributions need {clients} sample counts, got shape {counts.shape}")
+    if not np.isfinite(counts).all() or (counts < 0).any() or counts.sum() == 0:
+        raise ValueError("sample counts must be finite, not negative, and not all zero")
+    return counts
+
+
+def class_weights(n: Array, p: Array) -> Float64:
+    """Return the weight of every client in every class's global model (Eq. 5).
+
+    ``q_ij = n_i p_ij / sum_i' n_i' p_i'j``. A class that nobody holds (possible with empirical distributions only)
+    would be 0/0; its global model is then the FedAvg mean, ``q_ij = n_i / n``, so that every column still sums to 1.
+
+    Parameters
+    ----------
+    n : array_like, (m,)
+        Sample counts of the clients that answered.
+    p : ndarray, (m, K)
+        Their class distributions, rows summing to 1.
+
+    Returns
+    -------
+    ndarray, (m, K), float64
+        Columns sum to 1.
+
+    Raises
+    ------
+    ValueError
+        Shapes that do not fit, negative or non-finite values, rows that are no distributions, no sample at all.
+    """
+    shares = np.asarray(p, dtype=np.float64)
+    _check_distributions("the class distributions", shares)
+    counts = _sample_counts(n, shares.shape[0])
+    mass = counts[:, None] * shares
+    held = mass.sum(axis=0)
+    fedavg = counts / counts.sum()
+    return np.where(held > 0, mass / np.where(held > 0, held, 1.0), fedavg[:, None])
+
+
+def weakly_held(n: Array, p: Array, tau: float) -> npt.NDArray[np.bool_]:
+    """Return which classes the clients that answered hardly hold.
+
+    Class j is weakly held if ``sum_i n_i p_ij < tau * sum_i n_i / K``: it has less than ``tau`` times the mass of an
+    even split. A server under partial participation may keep the previous global model for such a class.
+
+    Parameters
+    ----------
+    n : array_like, (m,)
+        Sample counts.
+    p : ndarray, (m, K)
+        Class distributions.
+    tau : float
+        Threshold; 0 marks no class.
+
+    Returns
+    -------
+    ndarray, (K,), bool
+    """
+    shares = np.asarray(p, dtype=np.float64)
+    _check_distributions("the class distributions", shares)
+    counts = _sample_counts(n, shares.shape[0])
+    weak: npt.NDArray[np.bool_] = counts @ shares < tau * counts.sum() / shares.shape[1]
+    return weak
+
+
+def _pair(recipients: Array, weights: Array) -> tuple[Float64, Float64]:
+    """Return P and Q in float64 after checking that rows of P and columns of Q sum to 1."""
+    p, q = np.asarray(recipients, dtype=np.float64), np.asarray(weights, dtype=np.float64)
+    _check_distributions("the recipients' distributions", p)
+    _check_distributions("the transposed class weights", q.T)
+    if p.shape[1] != q.shape[1]:
+        raise ValueError(f"the recipients' distributions have {p.shape[1]} classes, the class weights {q.shape[1]}")
+    return p, q
+
+
+def mixing_matrix(recipients: Array, weights: Array) -> Float64:
+    """Return ``A = P Q^T``: how much of every uploaded model goes into every recipient's.
+
+    Parameters
+    ----------
+    recipients : ndarray, (R, K)
+        P, class distributions of the recipients. A client that never answered has 1/K everywhere.
+    weights : ndarray, (m, K)
+        Q, from `class_weights`.
+
+    Returns
+    -------
+    ndarray, (R, m), float64
+        Not negative, rows sum to 1 (the rows of P and the columns of Q do).
+
+    Raises
+    ------
+    ValueError
+        Shapes that do not fit, or rows of P or columns of Q that do not sum to 1.
+    """
+    p, q = _pair(recipients, weights)
+    return p @ q.T
+
+
+def cheaper_order(recipients: int, uploads: int, classes: int) -> Literal["direct", "factored"]:
+    """Return the cheaper order of ``P Q^T Theta``.
+
+    ``direct`` needs R m multiply-adds for each parameter, ``factored`` K (m + R); with everybody taking part, direct is
+    cheaper below 2K clients.
+
+    Parameters
+    ----------
+    recipients, uploads, classes : int
+        R, m and K.
+    """
+    return "direct" if recipients * uploads < classes * (uploads + recipients) else "factored"
+
+
+@overload
+def mix(
+    theta: Array,
+    recipients: Array,
+    weights: Array,
+    *,
+    out: Array | None = None,
+    chunk: int = CHUNK,
+    order: Order = "auto",
+) -> Array: ...
+@overload
+def mix(
+    theta: Sequence[Model],
+    recipients: Array,
+    weights: Array,
+    *,
+    out: Sequence[Mapping[str, Array]] | None = None,
+    chunk: int = CHUNK,
+    order: Order = "auto",
+) -> list[dict[str, Array]]: ...
+def mix(
+    theta: Array | Sequence[Model],
+    recipients: Array,
+    weights: Array,
+    *,
+    out: Any = None,
+    chunk: int = CHUNK,
+    order: Order = "auto",
+) -> Array | list[dict[str, Array]]:
+    """Return the personalised models ``P Q^T Theta`` of R recipients from m uploads (Eq. 6 and 7).
+
+    Memory beyond uploads and results: at most ``(m + R + K) x chunk`` entries; the K global models are never held, in
+    neither order.
+
+    Parameters
+    ----------
+    theta : ndarray, (m, D), or sequence of m mappings of str to ndarray
+        Uploaded models, floating point, equal in names and shapes.
+    recipients : ndarray, (R, K)
+        P, class distributions of the recipients.
+    weights : ndarray, (m, K)
+        Q, from `class_weights`.
+    out : optional
+        Where the result goes; may be ``theta`` itself when R = m. See `fedapp.core.pairwise.product`.
+    chunk : int
+        Columns at a time.
+    order : {"auto", "direct", "factored"}
+        ``auto`` takes the cheaper one by `cheaper_order`. The mixing matrix is formed in float64, the product with the
+        models in their own precision (float32 at least).
+
+    Returns
+    -------
+    ndarray, (R, D), or list of R dicts
+        In the form of ``theta``.
+
+    Raises
+    ------
+    ValueError
+        Shapes that do not fit, or P, Q that are no distributions.
+    TypeError
+        Models that are not floating point.
+    """
+    p, q = _pair(recipients, weights)
+    if order not in ("auto", "direct", "factored"):
+        raise ValueError(f"order must be 'auto', 'direct' or 'factored', got {order!r}")
+    if order == "auto":
+        order = cheaper_order(p.shape[0], q.shape[0], q.shape[1])
+    return product([p @ q.T] if order == "direct" else [p, q.T], theta, out=out, chunk=chunk)
+
+
+@overload
+def class_globals(theta: Array, weights: Array, *, chunk: int = CHUNK) -> Array: ...
+@overload
+def class_globals(theta: Sequence[Model], weights: Array, *, chunk: int = CHUNK) -> list[dict[str, Array]]: ...
+def class_globals(
+    theta: Array | Sequence[Model], weights: Array, *, chunk: int = CHUNK
+) -> Array | list[dict[str, Array]]:
+    """Return the K class-specific global models ``Q^T Theta`` (Eq. 6).
+
+    Mixing does not need them; they are for keeping between rounds under partial participation where K is smaller than
+    the number of uploads, and for looking at (then pass the head's arrays only).
+
+    Parameters
+    ----------
+    theta : ndarray, (m, D), or sequence of m mappings of str to ndarray
+        Uploaded models.
+    weights : ndarray, (m, K)
+        Q, from `class_weights`.
+    chunk : int
+        Columns at a time.
+
+    Returns
+    -------
+    ndarray, (K, D), or list of K dicts
+        In the form of ``theta``. Memory: K models.
+    """
+    q = np.asarray(weights, dtype=np.float64)
+    _check_distributions("the transposed class weights", q.T)
+    return combine(q.T, theta, chunk=chunk)
+
+
+def wdr(head_weight: Tensor, p: Tensor) -> Tensor:
+    """Return the weight-distribution regulariser ``|| p - pt ||_2`` (Eq. 8), not squared.
+
+    The gradient keeps its length as the distance shrinks; the paper's factors lambda are made for that. At distance
+    zero, and for a row of zeros, the subgradient is 0.
+
+    Parameters
+    ----------
+    head_weight : Tensor, (K, d)
+        Weight matrix of the output layer, without the bias.
+    p : Tensor, (K,)
+        Label distribution of the client's training data. No gradient flows into it.
+
+    Returns
+    -------
+    Tensor, ()
+        float32 (float64 for a float64 head), also inside an autocast region. A head of zeros counts as ``pt = 0``.
+    """
+    if head_weight.ndim != 2 or p.shape != head_weight.shape[:1]:
+        raise ValueError(f"a head of shape {tuple(head_weight.shape)} does not fit {tuple(p.shape)} class shares")
+    with torch.autocast(head_weight.device.type, enabled=False):
+        rows = head_weight if head_weight.dtype == torch.float64 else head_weight.float()
+        # vector_norm, unlike the root of a sum of squares, has a finite (zero) gradient at a row of zeros.
+        norms = torch.linalg.vector_norm(rows, dim=1)
+        share = norms / norms.sum().clamp_min(1e-12)
+        distance: Tensor = torch.linalg.vector_norm(p.detach().to(share.dtype) - share)
+        return distance
