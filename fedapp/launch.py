@@ -569,7 +569,7 @@ class Session:
         self._known = {process for process in found if process.pid != me and _alive(process)}
         return set(self._known)
 
-    def _stop_processes(self, keep: Sequence[str] = (), grace: float = 2.0) -> list[psutil.Process]:
+    def _stop_processes(self, keep: Sequence[str] = (), grace: float = 1.0) -> list[psutil.Process]:
         """Stop the family, politely and then not; return what is left.
 
         Parameters
@@ -611,7 +611,7 @@ class Session:
 
     def _clear_run(self) -> None:
         """Stop what a run left; Ray's helpers may outlive it by minutes, and the next run must have the machine."""
-        self._stop_processes(keep=_FLOWER if self._ray_cpus is None else _FLOWER + _RAY)
+        self._stop_processes(keep=_FLOWER if self._ray_cpus is None else _FLOWER + _RAY, grace=0.3)
         self._active = None
 
     def _close(self, error: BaseException | None) -> None:
