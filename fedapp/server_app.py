@@ -22,7 +22,7 @@ from fedapp.data import partitions
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest
 from fedapp.evaluation import Scores, evaluate
-from fedapp.federation import Federation
+from fedapp.federation import Federation, RoundFailed
 from fedapp.method import Array, Arrays, Method, Scalar, ServerContext, ServerState
 from fedapp.metrics import client_row, mean, summarise
 from fedapp.results import RunDirectory, accuracy_summary, check_out, write_json
@@ -55,6 +55,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any], event: Event | None = None)
     Exception : the run did not end well; `error.json` and `summary.json` (`ok: false`) say why.
     """
     out: Path | None = None
+    run: Run | None = None
     try:
         config = configuration.from_context(run_config)
         out = Path(config.out) if config.out else default_out(config)
@@ -66,27 +67,18 @@ def serve(grid: Grid, run_config: Mapping[str, Any], event: Event | None = None)
     except BaseException as e:
         bad = isinstance(e, BadRequest)
         if out is not None and out.is_dir() and not isinstance(e, KeyboardInterrupt):
-            text = str(e) if bad else f"{type(e).__name__}: {e}"
-            _fail(out, text, "" if bad else traceback.format_exc(), 2 if bad else 1)
+            cause = run.federation.first_error if run is not None else None
+            text = str(e) if bad or isinstance(e, RoundFailed) else f"{type(e).__name__}: {e}"
+            _fail(out, text, "" if bad else traceback.format_exc(), 2 if bad else 1, cause)
         raise
 
 
-def _fail(out: Path, message: str, trace: str, code: int) -> None:
+def _fail(out: Path, message: str, trace: str, code: int, cause: Mapping[str, Any] | None) -> None:
     """Leave a truthful end: the first error, with the client's own traceback where a client was the cause."""
-    path = out / "error.json"
-    entry: dict[str, Any] = {
-        "message": message,
-        "traceback": trace,
-        "exit": code,
-        "client": None,
-        "round": None,
-        "stage": "server",
-    }
-    if path.is_file():
-        import json
-
-        entry = {**entry, **json.loads(path.read_text()), "message": message, "exit": code}
-    write_json(path, entry)
+    entry = {"message": message, "traceback": trace, "exit": code, "client": None, "round": None, "stage": "server"}
+    if cause is not None:
+        entry.update({k: cause[k] for k in ("client", "round", "stage", "traceback")}, cause=cause["message"])
+    write_json(out / "error.json", entry)
     write_json(out / "summary.json", {"ok": False, "error": message})
 
 
@@ -122,8 +114,6 @@ class Run(Observer):
 
     def tell(self, event: dict[str, Any]) -> None:
         """Pass an event on to the run directory and whoever listens."""
-        if event.get("kind") == "client-error":
-            write_json(self.out / "error.json", {k: v for k, v in event.items() if k != "kind"})
         self.directory.event(event)
         if self.listener is not None:
             self.listener(event)

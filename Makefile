@@ -1,0 +1,37 @@
+# Two commands do everything: `make run` and `make test`. Both set up .venv at their first call only.
+PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export FLWR_TELEMETRY_ENABLED := 0
+export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
+
+.PHONY: run test slow bench lint setup clean
+
+run: $(READY)
+	$(BIN)/fedapp compare fedapp/conf/digits.toml --methods local,lgfedavg,fedclassavg --engine ray
+
+test: $(READY) lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+slow: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+
+bench: $(READY)
+	$(BIN)/python -m benchmarks
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit("fedapp needs Python 3.11 or later: make PYTHON=/path/to/python3.11 run" if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev,figures]" -c constraints.txt
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,262 @@
+"""What `fedapp run` does: check, choose an engine, follow the run, tell how it went, exit truthfully."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from clients.base import FedClient, ModelSpec
+from fedapp import config as configuration
+from fedapp import engine as engines
+from fedapp import tasks
+from fedapp.config import RunConfig
+from fedapp.data.partitions import data_card
+from fedapp.errors import BadRequest
+
+TOLD_ONCE = ("waiting", "warning")
+
+
+def resume_values(resume: Path, values: Mapping[str, Any], out: Path | None, file: Path | None) -> dict[str, Any]:
+    """Return the run-config that continues `resume`; only the number of rounds may be given beside it."""
+    others = sorted(set(values) - {"num-server-rounds"})
+    if others or file is not None or (out is not None and out.absolute() != resume.absolute()):
+        named = ", ".join([*others, *(["the file"] if file else []), *(["out"] if out else [])])
+        raise BadRequest(f"--resume takes everything but --rounds from {resume / 'config.toml'}; leave out {named}")
+    return engines.resumed(resume, values.get("num-server-rounds"))
+
+
+class Follower:
+    """Shows events of a run on standard error: a live line on a terminal, a line a round elsewhere."""
+
+    def __init__(self, label: str = "") -> None:
+        self.console = Console(stderr=True, highlight=False)
+        self.label = label
+        self.progress: Progress | None = None
+        self.task: TaskID | None = None
+        self.started = time.monotonic()
+        self.done_before = 0
+
+    def __enter__(self) -> Follower:
+        if self.console.is_terminal:
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+            self.progress = Progress(
+                *columns, TimeRemainingColumn(), TextColumn("{task.fields[text]}"), console=self.console
+            )
+            self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.progress is not None:
+            self.progress.stop()
+
+    def line(self, text: str) -> None:
+        """Print a line above the progress bar."""
+        (self.progress.console if self.progress is not None else self.console).print(text, markup=False)
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Show one event."""
+        kind = event.get("kind")
+        if kind == "start":
+            self.done_before = int(event["done"])
+            self.started = time.monotonic()
+            if self.progress is not None:
+                text = self.label or str(event["method"])
+                self.task = self.progress.add_task(text, total=event["rounds"], completed=event["done"], text="")
+        elif kind == "round":
+            self._round(event)
+        elif kind in TOLD_ONCE:
+            self.line(str(event["text"]))
+        elif kind == "dropped":
+            self.line(
+                f"round {event['round']}: client {event['client']} dropped in {event['stage']}: {event['reason']}"
+            )
+        elif kind == "client-error":
+            self.line(
+                f"client {event['client']}, round {event['round']}, stage {event['stage']}:\n{event['traceback']}"
+            )
+
+    def _round(self, event: Mapping[str, Any]) -> None:
+        parts = [
+            f"{name} {100 * event[key]:.1f} %"
+            for name, key in (
+                ("received", "received_accuracy"),
+                ("trained", "trained_accuracy"),
+                ("global", "global_accuracy"),
+            )
+            if event.get(key) is not None and not math.isnan(event[key])
+        ]
+        if event.get("train_loss") is not None:
+            parts.append(f"loss {event['train_loss']:.3f}")
+        text = ", ".join(parts)
+        if self.progress is not None and self.task is not None:
+            self.progress.update(self.task, completed=event["round"], text=text)
+            return
+        done = event["round"] - self.done_before
+        left = (time.monotonic() - self.started) / max(1, done) * (event["rounds"] - event["round"])
+        name = f"{self.label} " if self.label else ""
+        self.line(f"{name}round {event['round']}/{event['rounds']}: {text}, {left:.0f} s left")
+
+
+def what_leaves(config: RunConfig) -> list[str]:
+    """Say which arrays a client sends each round, and how many bytes they are, for each architecture."""
+    data = tasks.federated(config, config.clients)
+    method, hparams = config.method_and_hparams()
+    lines = []
+    half = config.wire_dtype == "fp16"
+    for name in dict.fromkeys(configuration.resolve(config).model_names):
+        client: type[FedClient] = method.client
+        model = client.build_model(
+            ModelSpec(name, data.dataset.num_classes, data.inputs.channels, data.inputs.size, 0), hparams
+        )
+        state = model.state_dict()
+        names = FedClient.names_of(model, method, hparams, config.buffers) if method.up is None else []
+        total = sum(state[n].numel() * (2 if half else 4) for n in names)
+        lines.append(
+            f"{name}: {len(names)} arrays, {total:,} bytes each way"
+            + (f" ({', '.join(names)})" if len(names) < 5 else "")
+        )
+    if method.extra_up:
+        lines.append(f"further arrays in replies: {', '.join(method.extra_up)} (their size depends on the data)")
+    return [f"what travels: {method.travels}", *lines]
+
+
+def run_and_report(
+    values: Mapping[str, Any],
+    out: Path | None,
+    *,
+    engine: str = "ray",
+    superlink: str | None = None,
+    client_cpus: int | None = None,
+    client_gpus: float | None = None,
+    dry_run: bool = False,
+) -> int:
+    """Run one configuration on an engine and print how it went; returns the exit code."""
+    from fedapp import launch
+
+    if engine == "deploy":
+        from fedapp import deploy
+
+        return int(deploy.run(values, out, superlink))
+    resources = None
+    probe = configuration.from_flat({**values, "resume": False})
+    if engine == "ray":
+        resources = launch.choose_resources(probe.clients or engines.DEFAULT_CLIENTS, client_cpus, client_gpus)
+    elif client_cpus is not None or client_gpus is not None:
+        raise BadRequest("--client-cpus and --client-gpus go with --engine ray; the local engine runs clients in turn")
+    if dry_run:
+        config = configuration.resolve(probe)
+        config = config.replaced(clients=config.clients or engines.DEFAULT_CLIENTS)
+        tasks.check(config, config.clients)
+        for key, value in config.to_flat().items():
+            typer.echo(f"{key} = {value!r}" if not isinstance(value, bool) else f"{key} = {str(value).lower()}")
+        typer.echo("\n".join(what_leaves(config)))
+        if resources is not None:
+            typer.echo(resources.text)
+        return 0
+    config = engines.prepare(values, out)
+    folder = Path(config.out)
+    data = tasks.federated(config, config.clients)
+    typer.echo(data_card(data.dataset, data.partition).text(), err=True)
+    typer.echo(auto_text(configuration.from_flat(values), config), err=True)
+    with Follower() as follower:
+        if engine == "local":
+            code = local(config, follower)
+        else:
+            assert resources is not None
+            follower.line(resources.text)
+            with launch.Session(log=folder / "superlink.log") as session:
+                code = run_in(session, config, resources, follower)
+    if code == 0:
+        print_summary(engines.summary_of(folder))
+    typer.echo(f"results: {folder}", err=code != 0)
+    return code
+
+
+def auto_text(given: RunConfig, used: RunConfig) -> str:
+    """Say in one line what `auto` stood for."""
+    pairs = [
+        f"{k} = {v}" for k, v in used.to_flat().items() if given.to_flat()[k] == "auto" and v != "auto" and k != "split"
+    ]
+    return "auto: " + ", ".join(pairs) if pairs else "no value was left to the method"
+
+
+def local(config: RunConfig, follower: Follower) -> int:
+    """Run one configuration in this process; returns the exit code."""
+    try:
+        engines.run_local(config, follower)
+    except BadRequest:
+        raise
+    except Exception as e:
+        follower.line(f"the run did not end well: {e}")
+        return 1
+    return 0
+
+
+def run_in(session: Any, config: RunConfig, resources: Any, follower: Follower) -> int:
+    """Submit one run to a session and follow it to its end; returns the exit code."""
+    handle = session.submit(
+        config.to_flat(),
+        num_supernodes=config.clients,
+        client_cpus=resources.client_cpus,
+        client_gpus=resources.client_gpus,
+        total_cpus=resources.total_cpus,
+    )
+    outcome = handle.follow(Path(config.out), follower)
+    if outcome.ok:
+        return 0
+    error = outcome.error or {}
+    if error.get("exit") == 2:
+        raise BadRequest(str(error["message"]))
+    if error:
+        where = (
+            f" (client {error['client']}, round {error['round']}, {error['stage']})"
+            if error.get("client") is not None
+            else ""
+        )
+        follower.line(f"the run did not end well{where}: {error.get('message')}\n{error.get('traceback', '')}")
+    else:
+        follower.line(f"the run did not end well: {outcome.status} {outcome.details}\n{outcome.log_tail}")
+    return 1
+
+
+def percent(value: float | None) -> str:
+    """Format a share as percent, a dash where there is none."""
+    return "-" if value is None or (isinstance(value, float) and math.isnan(value)) else f"{100 * value:.1f}"
+
+
+def print_summary(summary: Mapping[str, Any]) -> None:
+    """Print a run's final table."""
+    table = Table(
+        title=f"{summary['method']} on {summary['dataset']}, {summary['clients']} clients, {summary['rounds']} rounds"
+    )
+    for name in ("protocol", "last %", "best %", "std over clients", "balanced %"):
+        table.add_column(name, justify="left" if name == "protocol" else "right")
+    for protocol, scores in summary["accuracy"].items():
+        table.add_row(
+            protocol,
+            percent(scores["last"]),
+            percent(scores["best"]),
+            percent(scores["last_std"]),
+            percent(scores["balanced"]),
+        )
+    Console().print(table)
+    sizes = summary["test_sizes"]
+    text = (
+        f"test images per client: {sizes['min']} to {sizes['max']}, mean {sizes['mean']:.1f}; "
+        f"bytes per client and round: {summary['bytes_up']:,} up, {summary['bytes_down']:,} down; "
+        f"dropped: {summary['dropped']}"
+    )
+    if summary.get("calibration"):
+        c = summary["calibration"]
+        text += f"\ncalibration (global): before {percent(c.get('before'))} %, after {percent(c.get('after'))} %"
+    if summary.get("stopped"):
+        text += f"\nstopped early: {summary['stopped']}"
+    Console(highlight=False).print(text)
