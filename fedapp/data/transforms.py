@@ -142,13 +142,13 @@ def augment(x_u8: Tensor, spec: InputSpec, kind: str, generator: torch.Generator
     BadRequest
         If the kind is unknown.
     """
-    if kind == "none":
+    if kind not in AUGMENTATIONS:
+        raise BadRequest(f"unknown augmentation {kind!r}: known are {', '.join(AUGMENTATIONS)}")
+    if kind == "none" or not len(x_u8):
         return normalise(x_u8, spec)
     if kind == "weak":
         return _weak_grey(x_u8, spec, generator) if spec.channels == 1 else _weak_colour(x_u8, spec, generator)
-    if kind == "strong":
-        return _strong(x_u8, spec, generator)
-    raise BadRequest(f"unknown augmentation {kind!r}: known are {', '.join(AUGMENTATIONS)}")
+    return _strong(x_u8, spec, generator)
 
 
 def _uniform(generator: torch.Generator, low: float, high: float, *shape: int) -> Tensor:
