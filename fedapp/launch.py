@@ -29,6 +29,7 @@ named by absolute paths.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import importlib.util
 import json
 import os
@@ -269,7 +270,8 @@ class Session:
     Starting it takes two or three seconds; several runs in sequence share it. While the block lasts SIGTERM and
     SIGHUP raise ``KeyboardInterrupt`` in the main thread, so that every end passes through the same clean-up: all
     processes that descend from the SuperLink are stopped and it is verified that none is left. Should this process be
-    killed outright, the SuperLink is told by the kernel (Linux) and stops its own.
+    killed outright, the SuperLink is told by the kernel (Linux) and stops its own; the kernel goes by the thread that
+    entered the block, which must therefore live as long as the session.
 
     Parameters
     ----------
@@ -490,13 +492,14 @@ class Session:
         Raises
         ------
         BadRequest
-            Flower refuses the configuration, for example because of a key that the app does not declare.
+            The app does not declare a key (the message has a suggestion), or Flower refuses the configuration.
         LaunchError
             The SuperLink cannot be reached, or another run of this session has not been followed to its end: two at a
             time would each believe that all cores are theirs.
         """
         if self._active is not None:
             raise LaunchError(f"run {self._active.run_id} has not ended yet: follow or stop it before the next one")
+        self._check_keys(run_config)
         self._runs += 1
         config = self.home / f"run-{self._runs}.toml"
         config.write_text(tomli_w.dumps(dict(run_config)), encoding="utf-8")
@@ -527,6 +530,16 @@ class Session:
         handle = RunHandle(self, int(reply["run-id"]), submitted, log_start)
         self._active = handle
         return handle
+
+    def _check_keys(self, run_config: Mapping[str, Scalar]) -> None:
+        """Refuse keys that the app does not declare; Flower would too, but without naming them."""
+        project = tomllib.loads((self.app / "pyproject.toml").read_text(encoding="utf-8"))
+        declared = _flat_keys(project["tool"]["flwr"]["app"].get("config", {}))
+        for key in run_config:
+            if key not in declared:
+                near = difflib.get_close_matches(key, declared, n=1)
+                hint = f"; did you mean '{near[0]}'?" if near else f"; there are: {', '.join(sorted(declared))}"
+                raise BadRequest(f"unknown run-config key '{key}'{hint}")
 
     def _flwr(self, *arguments: str) -> dict[str, Any]:
         """Call Flower's command line and return the JSON object that it prints."""
@@ -712,7 +725,8 @@ class RunHandle:
         simulation: psutil.Process | None = None
         status, details = "pending", ""
         while True:
-            progress.read(on_event)
+            if progress.read(on_event):
+                written = None  # it still works
             now = time.monotonic()
             superlink = self._session._superlink
             if superlink is None or superlink.poll() is not None:
@@ -734,7 +748,7 @@ class RunHandle:
                 status, details = control.status()
                 if status.startswith("finished"):
                     return status, details
-            if gone is not None and now - gone > 3:
+            if gone is not None and now - gone > 1.5:
                 return "lost", "the simulation process ended without a word (killed, perhaps for memory?)"
             if written is not None and now - written > end_timeout:
                 return status, f"still {status} {end_timeout:g} s after its results were written; stopped"
@@ -760,8 +774,8 @@ class _Events:
             if found.st_mtime_ns < since:
                 self._position = found.st_size
 
-    def read(self, on_event: Callable[[dict[str, Any]], None]) -> None:
-        """Hand over the complete lines that have been added."""
+    def read(self, on_event: Callable[[dict[str, Any]], None]) -> int:
+        """Hand over the complete lines that have been added; return their number."""
         try:
             with self._path.open("rb") as file:
                 if file.seek(0, os.SEEK_END) < self._position:
@@ -769,7 +783,8 @@ class _Events:
                 file.seek(self._position)
                 lines = file.read()
         except FileNotFoundError:
-            return
+            return 0
+        count = 0
         for line in lines[: lines.rfind(b"\n") + 1].splitlines(keepends=True):
             self._position += len(line)
             if line.strip():
@@ -778,6 +793,8 @@ class _Events:
                 except ValueError as error:
                     raise LaunchError(f"{self._path} holds a line that is no JSON object: {line!r}") from error
                 on_event(event)
+                count += 1
+        return count
 
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
@@ -893,6 +910,13 @@ def _shielded() -> Iterator[None]:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+def _flat_keys(table: Mapping[str, Any], prefix: str = "") -> set[str]:
+    keys: set[str] = set()
+    for key, value in table.items():
+        keys |= _flat_keys(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key}
+    return keys
 
 
 def _executable(name: str, path: str) -> str:
