@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import gzip
 import importlib.metadata
 import io
 import json
@@ -405,9 +406,10 @@ def _build_npz(name: str, path: Path, store: Store) -> dict[str, Any]:
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
     wanted = ("x_train", "y_train", "x_test", "y_test", "class_names")
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise BadRequest(f"{path} is one array, not an .npz file: write it with numpy.savez")
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise BadRequest(f"{path} is one array, not an .npz file: write it with numpy.savez")
+        with archive:
             # Names without an array still stand in the message about missing ones.
             return {key: archive[key] if key in wanted else np.empty(0) for key in archive.files}
     except BadRequest:
@@ -567,7 +569,7 @@ def _build_tiny_imagenet(path: Path, store: Store) -> dict[str, Any]:
 def _build_cinic10(path: Path, store: Store) -> dict[str, Any]:
     # A gzip stream can only be read from its start. The first pass finds the names, so that the second one can write
     # every image to its row (sorted by name) without holding the data set in memory.
-    with tarfile.open(path, "r|gz") as archive:
+    with _stream_tar(path) as archive:
         members = [place for entry in archive if entry.isfile() and (place := _cinic10_place(entry.name)) is not None]
     rows: dict[str, tuple[np.ndarray, int]] = {}
     arrays: dict[str, np.ndarray] = {}
@@ -579,7 +581,7 @@ def _build_cinic10(path: Path, store: Store) -> dict[str, Any]:
         arrays[f"x_{split}"] = x
         arrays[f"y_{split}"] = np.array([CIFAR10_CLASSES.index(label) for _, label, _ in found], np.int64)
         rows.update({"/".join(place): (x, row) for row, place in enumerate(found)})
-    with tarfile.open(path, "r|gz") as archive:
+    with _stream_tar(path) as archive:
         for entry in _progress(archive, "cinic10", total=None):
             place = _cinic10_place(entry.name) if entry.isfile() else None
             stream = archive.extractfile(entry) if place is not None else None
@@ -587,6 +589,16 @@ def _build_cinic10(path: Path, store: Store) -> dict[str, Any]:
                 x, row = rows["/".join(place)]
                 x[row] = _decode(io.BytesIO(stream.read()), 32, entry.name)
     return _finish(store, "cinic10", classes=None, **arrays)
+
+
+@contextlib.contextmanager
+def _stream_tar(path: Path) -> Iterator[tarfile.TarFile]:
+    """Read a .tar.gz from front to back. tarfile's own gzip reader takes a download that was cut for a shorter one."""
+    with gzip.open(path) as stream:
+        with tarfile.open(fileobj=stream, mode="r|") as archive:
+            yield archive
+        while stream.read(1 << 20):  # the checksum stands at the very end
+            pass
 
 
 def _cinic10_place(member: str) -> tuple[str, str, str] | None:

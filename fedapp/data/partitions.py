@@ -770,6 +770,55 @@ def union_test(dataset: Dataset, partition: Partition, seed: int, limit: int = 2
     )
 
 
+def hold_back(partition: Partition, share: float, seed: int) -> tuple[Partition, Int64]:
+    """Take a public set out of the clients' training splits.
+
+    Every client gives up the same share of its training images, drawn at random, and keeps at least one; an image that
+    several clients hold is taken from all of them. Test splits stay as they are.
+
+    Parameters
+    ----------
+    partition
+        Who holds what.
+    share
+        Share of each client's training images, in (0, 1); the number is rounded half up.
+    seed
+        Fixes the draw.
+
+    Returns
+    -------
+    partition : Partition
+        The same clients without the public images; its settings say how many were taken.
+    public : numpy.ndarray
+        int64 (P,), sorted, without duplicates: indices into the virtual pool.
+
+    Raises
+    ------
+    BadRequest
+        If the share is out of range, so small that no image would be public, or so large that a client whose images
+        others hold too would have none left.
+    """
+    if not 0 < share < 1:
+        raise BadRequest(f"a public set is a share of the training images between 0 and 1, got {share}")
+    rng = np.random.default_rng(np.random.SeedSequence([seed, 200]))
+    given = []
+    for client in partition.clients:
+        count = max(0, min(int(np.floor(share * len(client.train) + 0.5)), len(client.train) - 1))
+        given.append(rng.permutation(client.train)[:count])
+    public = np.unique(np.concatenate(given))
+    if len(public) == 0:
+        raise BadRequest(f"a share of {share:g} of the training images holds back none: give a larger one")
+    kept = tuple(ClientSplit(c.train[~np.isin(c.train, public)], c.test) for c in partition.clients)
+    empty = [str(k) for k, c in enumerate(kept) if len(c.train) == 0]
+    if empty:
+        raise BadRequest(
+            f"with a public share of {share:g} client {', '.join(empty[:5])} has no training image left: "
+            "give a smaller share, or another data set"
+        )
+    settings = {**partition.settings, "public_share": float(share), "public_images": len(public)}
+    return Partition(partition.kind, partition.split, kept, _hash(kept), settings), public
+
+
 def _hash(clients: Sequence[ClientSplit]) -> str:
     digest = hashlib.sha256()
     for client in clients:

@@ -1,0 +1,644 @@
+"""Data sets: readers on generated files of the published layouts, the shared cache, and what users get wrong."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import os
+import struct
+import subprocess
+import sys
+import tarfile
+import textwrap
+import urllib.error
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedapp.data import cache, datasets
+from fedapp.data.datasets import CIFAR10_CLASSES, DATASET_NAMES, load, picture_size, upright_letters
+from fedapp.errors import BadRequest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("FEDAPP_CACHE", str(folder))
+    return folder
+
+
+def arrays(num_train=20, num_test=10, size=6, channels=3, num_classes=5, seed=0):
+    rng = np.random.default_rng(seed)
+    return {
+        "x_train": rng.integers(0, 256, (num_train, size, size, channels), dtype=np.uint8),
+        "y_train": np.arange(num_train) % num_classes,
+        "x_test": rng.integers(0, 256, (num_test, size, size, channels), dtype=np.uint8),
+        "y_test": np.arange(num_test) % num_classes,
+    }
+
+
+def write(path: Path, **changes) -> Path:
+    """Write good arrays with some replaced, or left out where the change is None."""
+    content = {key: value for key, value in {**arrays(), **changes}.items() if value is not None}
+    np.savez(path, **content)
+    return path
+
+
+# --- digits --------------------------------------------------------------------------------------------------------
+
+
+def test_digits_are_those_of_scikit_learn():
+    from sklearn.datasets import load_digits
+
+    data = load("digits")
+    bunch = load_digits()
+    assert np.array_equal(np.asarray(data.x_train)[..., 0], bunch.images)
+    assert np.array_equal(data.y_train, bunch.target)
+    assert (data.num_train, data.num_test, data.size, data.channels, data.num_classes) == (1797, 0, 8, 1, 10)
+    assert data.x_test.shape == (0, 8, 8, 1)
+    assert (data.scale, data.mean, data.std) == (16.0, (0.305,), (0.376,))
+    scaled = bunch.images / 16
+    assert scaled.mean() == pytest.approx(data.mean[0], abs=5e-4)
+    assert scaled.std() == pytest.approx(data.std[0], abs=5e-4)
+
+
+def test_arrays_are_mapped_and_read_only():
+    data = load("digits")
+    assert isinstance(data.x_train, np.memmap)
+    assert isinstance(data.y_train, np.memmap)
+    for array in (data.x_train, data.y_train, data.x_test, data.y_test, data.pool_labels):
+        with pytest.raises(ValueError, match="read-only"):
+            array[...] = 0
+    assert load("digits") is data
+
+
+# --- .npz ----------------------------------------------------------------------------------------------------------
+
+
+def test_npz_of_a_name_wins(tmp_path):
+    content = arrays(num_classes=10, channels=1)
+    np.savez(tmp_path / "mnist.npz", **{**content, "x_train": content["x_train"][..., 0]})
+    data = load("mnist", tmp_path)
+    assert np.array_equal(data.x_train, content["x_train"])
+    assert np.array_equal(data.x_test, content["x_test"])
+    assert np.array_equal(data.pool_labels, np.concatenate([content["y_train"], content["y_test"]]))
+    assert data.pool_labels.dtype == data.y_train.dtype == np.int64
+    assert data.classes == tuple(str(i) for i in range(10))
+    assert data.mean == (0.1307,)
+
+
+def test_digits_npz_wins_too(tmp_path):
+    x = np.full((10, 8, 8), 16, np.uint8)
+    np.savez(tmp_path / "digits.npz", x_train=x, y_train=np.arange(10))
+    assert load("digits", tmp_path).num_train == 10
+    assert load("digits", tmp_path / "absent").num_train == 1797
+
+
+def test_take_reads_the_virtual_pool(tmp_path):
+    content = arrays()
+    data = load("npz", write(tmp_path / "own.npz"))
+    x = np.concatenate([content["x_train"], content["x_test"]])
+    y = np.concatenate([content["y_train"], content["y_test"]])
+    for rows in ([3, 25, 0, 29, 3], [1, 2], [20, 21], []):
+        got_x, got_y = data.take(rows)
+        assert np.array_equal(got_x, x[np.array(rows, int)])
+        assert np.array_equal(got_y, y[np.array(rows, int)])
+        assert (got_x.dtype, got_y.dtype) == (np.uint8, np.int64)
+        assert type(got_x) is np.ndarray
+        assert got_x.flags.writeable
+    for wrong in ([30], [-1]):
+        with pytest.raises(IndexError):
+            data.take(wrong)
+
+
+def test_mean_and_std_of_own_data_come_from_its_training_images(tmp_path):
+    content = arrays(num_train=5000, size=4)
+    data = load("npz", write(tmp_path / "own.npz", **content))
+    scaled = content["x_train"] / 255.0
+    np.testing.assert_allclose(data.mean, scaled.mean(axis=(0, 1, 2)), rtol=1e-12)
+    np.testing.assert_allclose(data.std, scaled.std(axis=(0, 1, 2)), rtol=1e-12)
+    flat = load(
+        "npz", write(tmp_path / "flat.npz", x_train=np.full((20, 6, 6), 51, np.uint8), x_test=None, y_test=None)
+    )
+    assert flat.mean == (pytest.approx(0.2),)
+    assert flat.std == (1.0,)
+
+
+def test_own_npz_without_test_images(tmp_path):
+    data = load("npz", write(tmp_path / "own.npz", x_test=None, y_test=None))
+    assert data.num_test == 0
+    assert data.x_test.shape == (0, 6, 6, 3)
+
+
+def test_class_names_are_kept_and_may_name_absent_classes(tmp_path):
+    names = np.array(["a", "b", "c", "d", "e", "never seen"])
+    data = load("npz", write(tmp_path / "own.npz", class_names=names))
+    assert data.classes == tuple(names)
+
+
+def test_folder_with_one_npz(tmp_path):
+    write(tmp_path / "one.npz")
+    assert load("npz", tmp_path).num_train == 20
+    write(tmp_path / "two.npz")
+    with pytest.raises(BadRequest, match=r"exactly one.*one\.npz, two\.npz"):
+        load("npz", tmp_path)
+
+
+X, Y = arrays()["x_train"], arrays()["y_train"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"x_train": None}, "no array 'x_train' (found: x_test, y_test, y_train)"),
+        ({"y_test": None}, "both be there"),
+        ({"x_train": X / 255.0}, "x_train is float64, wanted uint8"),
+        ({"x_train": X[:, 0, 0]}, "wanted (N, H, H)"),
+        ({"x_train": X[:, :4]}, "square"),
+        ({"x_train": X[..., :2]}, "2 channels"),
+        ({"x_train": np.moveaxis(X, 3, 1)}, "square"),
+        ({"x_train": X[:0], "y_train": Y[:0]}, "no images"),
+        ({"x_train": X[:9]}, "9 images but y_train has 20 labels"),
+        ({"x_test": X[:10, :5, :5]}, "test images are (5, 5, 3), training images (6, 6, 3)"),
+        ({"y_train": Y.astype(float)}, "y_train is float64, wanted integer"),
+        ({"y_train": Y[:, None]}, "one label per image"),
+        ({"y_train": Y - 1}, "label -1 is out of range: labels must be 0 .. 4"),
+        ({"y_train": Y + 1, "y_test": arrays()["y_test"] + 1}, "no image has label 0"),
+        ({"class_names": np.array(["a", "b"])}, "label 4 is out of range: labels must be 0 .. 1"),
+        ({"y_train": np.array([None] * 20)}, "cannot read"),
+    ],
+)
+def test_wrong_arrays(tmp_path, changes, message):
+    path = write(tmp_path / "own.npz", **changes)
+    with pytest.raises(BadRequest) as caught:
+        load("npz", path)
+    assert message in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"y_train": Y + 10}, "label 14 is out of range: labels must be 0 .. 9"),
+        ({"class_names": np.array(["a", "b"])}, "2 class_names, but cifar10 has 10"),
+    ],
+)
+def test_wrong_arrays_of_a_published_set(tmp_path, changes, message):
+    write(tmp_path / "cifar10.npz", **changes)
+    with pytest.raises(BadRequest) as caught:
+        load("cifar10", tmp_path)
+    assert message in str(caught.value)
+
+
+def test_digits_have_seventeen_grey_levels(tmp_path):
+    np.savez(tmp_path / "digits.npz", x_train=np.full((10, 8, 8), 17, np.uint8), y_train=np.arange(10))
+    with pytest.raises(BadRequest, match=r"0 \.\. 16, found 17"):
+        load("digits", tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["text", "cut", "flipped", "array"])
+def test_damaged_npz(tmp_path, damage):
+    path = tmp_path / "own.npz"
+    np.savez_compressed(path, **arrays(num_train=200))
+    content = bytearray(path.read_bytes())
+    if damage == "text":
+        path.write_text("not an archive")
+    elif damage == "cut":
+        path.write_bytes(content[: len(content) // 2])
+    elif damage == "flipped":
+        middle = len(content) // 4
+        content[middle : middle + 8] = bytes(255 - byte for byte in content[middle : middle + 8])
+        path.write_bytes(content)
+    else:
+        with path.open("wb") as stream:
+            np.save(stream, np.arange(3))
+    with pytest.raises(BadRequest, match=r"own\.npz"):
+        load("npz", path)
+
+
+@pytest.mark.parametrize(
+    ("name", "data_dir", "message"),
+    [
+        ("minst", None, "did you mean 'mnist'"),
+        ("zzz", None, ", ".join(DATASET_NAMES)),
+        ("npz", None, "needs data-dir"),
+        ("npz", "absent", "does not exist"),
+        ("npz", "empty", "found: none"),
+        ("folder", None, "needs data-dir"),
+        ("folder", "absent", "is no folder"),
+        ("folder", "empty", "no class folders"),
+        ("tiny_imagenet", None, "tiny-imagenet-200.zip"),
+        ("tiny_imagenet", "empty", "tiny_imagenet.npz"),
+        ("cinic10", "empty", "CINIC-10.tar.gz"),
+    ],
+)
+def test_nothing_there(tmp_path, name, data_dir, message):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(BadRequest) as caught:
+        load(name, tmp_path / data_dir if data_dir else None)
+    assert message in str(caught.value)
+
+
+# --- torchvision ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error", [urllib.error.URLError("no route"), RuntimeError("Error downloading x"), TimeoutError()]
+)
+def test_offline_names_both_remedies(tmp_path, monkeypatch, error):
+    import torchvision.datasets
+
+    def refuse(*_args, **_options):
+        raise error
+
+    monkeypatch.setattr(torchvision.datasets, "MNIST", refuse)
+    with pytest.raises(BadRequest) as caught:
+        load("mnist", tmp_path)
+    text = str(caught.value)
+    assert "put mnist.npz in" in text
+    assert str(tmp_path) in text
+    assert "x_train, y_train, x_test, y_test" in text
+    assert "connect to the network so that torchvision downloads" in text
+
+
+def test_what_torchvision_gives_is_stored_once(tmp_path, monkeypatch):
+    import torchvision.datasets
+
+    content = arrays(num_classes=100, num_train=200, size=32)
+    calls = []
+
+    class Published:
+        classes = tuple(f"class {i}" for i in range(100))
+
+        def __init__(self, root, train, download):
+            calls.append((root, train, download))
+            split = "train" if train else "test"
+            self.data, self.targets = content[f"x_{split}"], content[f"y_{split}"].tolist()
+
+    monkeypatch.setattr(torchvision.datasets, "CIFAR100", Published)
+    data = load("cifar100", tmp_path)
+    assert calls == [(str(tmp_path), True, True), (str(tmp_path), False, True)]
+    assert np.array_equal(data.x_train, content["x_train"])
+    assert np.array_equal(data.y_test, content["y_test"])
+    assert data.classes[7] == "class 7"
+    load("cifar100", None)
+    assert len(calls) == 2
+
+
+def idx(path: Path, values: np.ndarray) -> None:
+    """Write the format of the MNIST family: magic number, dimensions, bytes."""
+    header = struct.pack(">BBBB", 0, 0, 8, values.ndim) + struct.pack(f">{values.ndim}I", *values.shape)
+    path.write_bytes(header + values.astype(np.uint8).tobytes())
+
+
+def test_emnist_letters_are_upright_and_start_at_zero(tmp_path):
+    # Files as NIST publishes them, read by torchvision itself: columns first, labels from 1.
+    raw = tmp_path / "EMNIST" / "raw"
+    raw.mkdir(parents=True)
+    upright = np.zeros((26, 28, 28), np.uint8)
+    upright[:, 20:24, 4:24] = 255  # a bar at the bottom
+    for split in ("byclass", "bymerge", "balanced", "letters", "digits", "mnist"):
+        for part in ("train", "test"):
+            idx(raw / f"emnist-{split}-{part}-images-idx3-ubyte", upright.transpose(0, 2, 1))
+            idx(raw / f"emnist-{split}-{part}-labels-idx1-ubyte", np.arange(1, 27))
+    data = load("emnist_letters", tmp_path)
+    assert np.array_equal(np.asarray(data.x_train)[..., 0], upright)
+    assert np.array_equal(data.y_test, np.arange(26))
+    assert data.classes[0] == "A"
+    assert data.num_classes == 26
+
+
+def test_upright_letters():
+    x = np.arange(6, dtype=np.uint8).reshape(1, 2, 3)
+    turned, labels = upright_letters(x, np.array([26]))
+    assert turned.tolist() == [[[0, 3], [1, 4], [2, 5]]]
+    assert labels.tolist() == [25]
+
+
+# --- published archives --------------------------------------------------------------------------------------------
+
+
+def picture(array: np.ndarray, form: str) -> bytes:
+    stream = io.BytesIO()
+    Image.fromarray(array).save(stream, form, **({"quality": 95} if form == "JPEG" else {}))
+    return stream.getvalue()
+
+
+def flat(size: int, value: int, channels: int = 3) -> np.ndarray:
+    shape = (size, size, channels) if channels == 3 else (size, size)
+    return np.full(shape, value, np.uint8)
+
+
+def tiny_imagenet(path: Path) -> None:
+    top = "tiny-imagenet-200/"
+    ids = ["n02", "n01", "n03"]
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(top + "wnids.txt", "\n".join(ids) + "\n")
+        archive.writestr(
+            top + "words.txt", "n00\tnothing\nn01\tgoldfish, Carassius auratus\nn02\tcrane\nn03\tcrane, bird\n"
+        )
+        for identifier in ids:
+            for number in range(3):
+                value = 50 * int(identifier[1:]) + 10 * number
+                # Some of the published pictures are grey.
+                image = flat(64, value, channels=1 if number == 2 else 3)
+                archive.writestr(f"{top}train/{identifier}/images/{identifier}_{number}.JPEG", picture(image, "JPEG"))
+            archive.writestr(f"{top}train/{identifier}/{identifier}_boxes.txt", "box")
+        archive.writestr(
+            top + "val/val_annotations.txt", "val_1.JPEG\tn03\t0\t0\t62\t62\nval_0.JPEG\tn01\t0\t0\t62\t62\n"
+        )
+        for number in range(2):
+            archive.writestr(f"{top}val/images/val_{number}.JPEG", picture(flat(64, 200 + number), "JPEG"))
+        archive.writestr(f"{top}test/images/test_0.JPEG", picture(flat(64, 9), "JPEG"))
+
+
+def cinic10(path: Path) -> None:
+    with tarfile.open(path, "w:gz") as archive:
+        for split in ("valid", "test", "train"):
+            for label, name in reversed(list(enumerate(CIFAR10_CLASSES))):
+                for number in (1, 0):
+                    image = flat(32, {"train": 0, "test": 100, "valid": 200}[split] + 2 * label + number)
+                    content = picture(image, "PNG")
+                    entry = tarfile.TarInfo(f"./{split}/{name}/cifar10-{split}-{number}.png")
+                    entry.size = len(content)
+                    archive.addfile(entry, io.BytesIO(content))
+        entry = tarfile.TarInfo("./README.md")
+        archive.addfile(entry, io.BytesIO())
+
+
+def test_tiny_imagenet(tmp_path):
+    tiny_imagenet(tmp_path / "tiny-imagenet-200.zip")
+    data = load("tiny_imagenet", tmp_path)
+    assert data.x_train.shape == (9, 64, 64, 3)
+    # Classes in the order of their identifiers; images in the order of their names.
+    assert data.y_train.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    expected = [50, 60, 70, 100, 110, 120, 150, 160, 170]
+    assert np.abs(np.asarray(data.x_train)[:, 32, 32, 1].astype(int) - expected).max() <= 2
+    assert data.y_test.tolist() == [0, 2]
+    assert np.abs(np.asarray(data.x_test)[:, 5, 5, 0].astype(int) - [200, 201]).max() <= 2
+    assert data.classes == ("goldfish", "crane (n02)", "crane (n03)")
+
+
+def test_cinic10(tmp_path):
+    cinic10(tmp_path / "CINIC-10.tar.gz")
+    data = load("cinic10", tmp_path)
+    assert data.y_train.tolist() == sorted(list(range(10)) * 2)
+    assert np.asarray(data.x_train)[:, 3, 3, 2].tolist() == list(range(20))
+    assert np.asarray(data.x_test)[:, 3, 3, 2].tolist() == list(range(100, 120))
+    assert data.x_test.shape == (20, 32, 32, 3)
+    assert data.classes == CIFAR10_CLASSES
+
+
+def test_archives_are_decoded_once(tmp_path, monkeypatch):
+    tiny_imagenet(tmp_path / "tiny-imagenet-200.zip")
+    first = load("tiny_imagenet", tmp_path)
+    datasets._open.cache_clear()
+    monkeypatch.setattr(datasets, "_decode", None)  # a second decoding would fail
+    again = load("tiny_imagenet", tmp_path)
+    assert again is not first
+    assert np.array_equal(again.x_train, first.x_train)
+
+
+@pytest.mark.parametrize("damage", ["cut", "text", "other layout", "no picture", "size"])
+@pytest.mark.parametrize(("name", "file"), [("tiny_imagenet", "tiny-imagenet-200.zip"), ("cinic10", "CINIC-10.tar.gz")])
+def test_damaged_archives(tmp_path, own_cache, name, file, damage):
+    path = tmp_path / file
+    make = tiny_imagenet if name == "tiny_imagenet" else cinic10
+    make(path)
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    elif damage == "text":
+        path.write_text("moved permanently")
+    else:
+        content = {"other layout": b"", "no picture": b"nothing", "size": picture(flat(20, 1), "PNG")}[damage]
+        if name == "tiny_imagenet":
+            member = "tiny-imagenet-200/train/n01/images/n01_9.JPEG"
+            if damage == "other layout":
+                with zipfile.ZipFile(path, "w") as archive:
+                    archive.writestr("readme.txt", "x")
+            else:
+                with zipfile.ZipFile(path, "a") as archive:
+                    archive.writestr(member, content)
+        else:
+            with tarfile.open(path, "w:gz") as archive:
+                member = "readme.txt" if damage == "other layout" else "./train/cat/x.png"
+                for name_ in (member, member.replace("train", "test")):
+                    entry = tarfile.TarInfo(name_)
+                    entry.size = len(content)
+                    archive.addfile(entry, io.BytesIO(content))
+    with pytest.raises(BadRequest, match=r"cannot read.*download it again"):
+        load(name, tmp_path)
+    assert not [item for item in (own_cache / "datasets").iterdir() if item.is_dir()]
+
+
+@pytest.mark.parametrize("missing", [4, 20])
+def test_a_cut_gzip_stream_is_noticed(tmp_path, missing):
+    path = tmp_path / "CINIC-10.tar.gz"
+    cinic10(path)
+    plain = gzip.decompress(path.read_bytes())
+    path.write_bytes(gzip.compress(plain)[:-missing])
+    with pytest.raises(BadRequest, match="cannot read"):
+        load("cinic10", tmp_path)
+
+
+# --- folders of pictures -------------------------------------------------------------------------------------------
+
+
+def save(path: Path, array: np.ndarray, **options) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(array).save(path, **options)
+
+
+def test_folder_of_pictures(tmp_path):
+    for label, name in enumerate(["apple", "pear"]):
+        for number in range(3):
+            save(tmp_path / "train" / name / f"{number}.png", flat(20, 40 * label + number))
+        save(tmp_path / "test" / name / "0.png", flat(20, 100 + label))
+    (tmp_path / "train" / "apple" / ".hidden").write_text("x")
+    data = load("folder", tmp_path)
+    assert data.classes == ("apple", "pear")
+    assert data.x_train.shape == (6, 20, 20, 3)
+    assert np.asarray(data.x_train)[:, 0, 0, 0].tolist() == [0, 1, 2, 40, 41, 42]
+    assert data.y_train.tolist() == [0, 0, 0, 1, 1, 1]
+    assert np.asarray(data.x_test)[:, 9, 9, 2].tolist() == [100, 101]
+    assert data.mean[0] == pytest.approx(np.mean([0, 1, 2, 40, 41, 42]) / 255)
+
+
+def test_folder_without_test_pictures_brings_them_to_one_size(tmp_path):
+    wide = np.zeros((40, 80, 3), np.uint8)
+    wide[:, 40:] = 200
+    save(tmp_path / "a" / "wide.jpg", wide, quality=95)
+    save(tmp_path / "b" / "tall.png", np.ascontiguousarray(wide.transpose(1, 0, 2)))
+    data = load("folder", tmp_path)
+    assert data.x_train.shape == (2, 32, 32, 3)
+    assert data.num_test == 0
+    x = np.asarray(data.x_train).astype(int)
+    # The middle square is kept: dark on one side, light on the other, not squeezed.
+    assert x[0, :, :14].max() < 10
+    assert x[0, :, 18:].min() > 190
+    assert np.abs(x[0].transpose(1, 0, 2) - x[1]).max() <= 6
+
+
+def test_grey_folder_stays_grey_and_exif_is_obeyed(tmp_path):
+    half = np.zeros((16, 16), np.uint8)
+    half[:8] = 255
+    exif = Image.Exif()
+    exif[0x0112] = 3  # upside down
+    save(tmp_path / "a" / "0.png", half)
+    save(tmp_path / "b" / "0.jpg", half, quality=95, exif=exif)
+    data = load("folder", tmp_path)
+    assert data.x_train.shape == (2, 16, 16, 1)
+    x = np.asarray(data.x_train)[..., 0].astype(int)
+    assert x[0, 2].min() > 250
+    assert x[1, 2].max() < 5
+    assert x[1, 13].min() > 250
+
+
+@pytest.mark.parametrize(
+    ("shapes", "size"),
+    [
+        ([(20, 20)] * 3, 20),
+        ([(64, 64)], 64),
+        ([(96, 96)], 64),
+        ([(20, 20), (22, 22)], 28),
+        ([(30, 40), (31, 50), (200, 300)], 28),
+        ([(32, 40), (33, 50), (200, 300)], 32),
+        ([(640, 480)] * 2, 64),
+        ([(20, 24)] * 2, 28),
+    ],
+)
+def test_size_of_pictures(shapes, size):
+    assert picture_size(shapes) == size
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda root: (root / "train" / "c").mkdir(), "holds no pictures"),
+        (lambda root: (root / "train" / "a" / "notes.txt").write_text("x"), "notes.txt is no picture"),
+        (lambda root: (root / "train" / "a" / "1.png").write_text("x"), "cannot read the picture"),
+        (lambda root: (root / "val").mkdir(), "'val', which would not be used"),
+        (lambda root: save(root / "test" / "z" / "0.png", flat(8, 1)), "class 'z' has no folder"),
+        (lambda root: save(root / "train" / "a" / "9.png", np.full((8, 8), 999, np.uint16)), "more than 8 bits"),
+    ],
+)
+def test_wrong_folders(tmp_path, spoil, message):
+    for name in ("a", "b"):
+        save(tmp_path / "train" / name / "0.png", flat(8, 1))
+    spoil(tmp_path)
+    with pytest.raises(BadRequest) as caught:
+        load("folder", tmp_path)
+    assert message in str(caught.value)
+
+
+# --- the cache -----------------------------------------------------------------------------------------------------
+
+
+def test_a_changed_file_is_read_anew(tmp_path):
+    path = write(tmp_path / "own.npz")
+    first = load("npz", path)
+    stat = path.stat()
+    write(path, x_train=255 - X)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1_000_000_000))
+    second = load("npz", path)
+    assert np.array_equal(second.x_train, 255 - np.asarray(first.x_train))
+
+
+def test_two_processes_build_once(tmp_path, own_cache):
+    write(tmp_path / "own.npz")
+    script = textwrap.dedent(
+        """
+        import sys, time
+        from pathlib import Path
+        from fedapp.data import datasets
+
+        folder, me = Path(sys.argv[1]), sys.argv[2]
+        original = datasets._build_npz
+
+        def slow(*arguments):
+            (folder / f"built-{me}").touch()
+            time.sleep(1.0)  # long enough for the other process to come and find the build under way
+            return original(*arguments)
+
+        datasets._build_npz = slow
+        (folder / f"ready-{me}").touch()
+        while len(list(folder.glob("ready-*"))) < 2:
+            time.sleep(0.005)
+        data = datasets.load("npz", folder / "own.npz")
+        print(int(data.x_train.astype("int64").sum()), type(data.x_train).__name__)
+        """
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    running = [
+        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+        for i in range(2)
+    ]
+    results = [process.communicate(timeout=120) for process in running]
+    assert [process.returncode for process in running] == [0, 0], results
+    assert {out.strip() for out, _ in results} == {f"{int(X.astype(np.int64).sum())} memmap"}
+    assert len(list(tmp_path.glob("built-*"))) == 1
+    assert len([item for item in (own_cache / "datasets").iterdir() if item.is_dir()]) == 1
+
+
+def test_a_build_that_died_leaves_nothing_in_the_way(own_cache):
+    def explode(store):
+        store.put("x_train", np.zeros(3))
+        raise RuntimeError("killed")
+
+    key = {"k": 1}
+    with pytest.raises(RuntimeError):
+        cache.build_once("thing", key, explode)
+    folders = [item for item in (own_cache / "datasets").iterdir() if item.is_dir()]
+    assert not folders
+
+    # What a process that was killed leaves: a temporary folder under the hidden name of its data set.
+    final = cache.build_once("thing", key, lambda _: {})
+    stale = final.parent / f".{final.name}.tmp-abc"
+    stale.mkdir()
+    (stale / "x_train.npy").write_bytes(b"half")
+    (final / "meta.json").unlink()
+    again = cache.build_once("thing", key, lambda store: (store.put("a", np.arange(3)), {"n": 1})[1])
+    assert again == final
+    assert not stale.exists()
+    assert np.array_equal(cache.open_array(again / "a.npy"), np.arange(3))
+
+
+def test_cache_folder_is_chosen_by_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("FEDAPP_CACHE", str(tmp_path / "there"))
+    load("digits")
+    assert list((tmp_path / "there" / "datasets").glob("digits-*"))
+    monkeypatch.delenv("FEDAPP_CACHE")
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache.cache_root() == tmp_path / "xdg" / "fedapp"
+
+
+def test_cache_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setenv("FEDAPP_CACHE", str(tmp_path / "file" / "below"))
+    with pytest.raises(BadRequest, match="FEDAPP_CACHE"):
+        load("digits")
+
+
+def test_damaged_cache_says_what_to_delete(own_cache):
+    folder = Path(load("digits").x_train.filename).parent
+    datasets._open.cache_clear()
+    (folder / "y_train.npy").write_bytes(b"\x93NUMPY")
+    with pytest.raises(BadRequest, match="delete the folder"):
+        load("digits")
+
+
+def test_unfinished_rows_are_mapped_while_written(tmp_path):
+    store = cache.Store(tmp_path)
+    rows = store.create("x", (4, 2), np.uint8)
+    rows[2] = 7
+    rows.flush()
+    assert cache.open_array(tmp_path / "x.npy")[2].tolist() == [7, 7]
+    assert store.create("none", (0, 2), np.uint8).shape == (0, 2)
+    assert cache.open_array(tmp_path / "none.npy").shape == (0, 2)
