@@ -264,6 +264,8 @@ def test_offline_names_both_remedies(tmp_path, monkeypatch, error):
     assert str(tmp_path) in text
     assert "x_train, y_train, x_test, y_test" in text
     assert "connect to the network so that torchvision downloads" in text
+    assert "\n" not in text
+    assert (str(error) or "TimeoutError") in text
 
 
 def test_what_torchvision_gives_is_stored_once(tmp_path, monkeypatch):

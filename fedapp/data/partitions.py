@@ -852,6 +852,8 @@ class DataCard:
         Images of the dealt pool (``official``, ``holdout``: the training images) that no client holds.
     shared : int
         Images that stand more than once in the training splits (several clients, or duplicates).
+    public : int
+        Training images that were held back from the clients as a public set.
     """
 
     dataset: str
@@ -864,6 +866,7 @@ class DataCard:
     majority: Float64
     unused: int
     shared: int
+    public: int = 0
 
     @property
     def mean_majority(self) -> float:
@@ -888,6 +891,7 @@ class DataCard:
             "majority_mean": None if np.isnan(self.mean_majority) else self.mean_majority,
             "unused": self.unused,
             "shared": self.shared,
+            "public": self.public,
         }
 
     def text(self, max_classes: int = 26) -> str:
@@ -911,6 +915,8 @@ class DataCard:
         ]
         if self.unused:
             lines.append(f"{self.unused} images are held by nobody")
+        if self.public:
+            lines.append(f"{self.public} training images are held back from the clients as the public set")
         if self.shared:
             lines.append(f"{self.shared} training images are held more than once")
         wide = len(self.classes) > max_classes
@@ -962,6 +968,7 @@ def data_card(dataset: Dataset, partition: Partition) -> DataCard:
     held = np.union1d(held_train, np.concatenate([client.test for client in partition.clients]))
     # Official test images are drawn, not dealt: those that nobody drew are not missing from anything.
     pool = len(labels) if partition.split == "merged" else dataset.num_train
+    public = int(partition.settings.get("public_images", 0))
     return DataCard(
         dataset=dataset.name,
         kind=partition.kind,
@@ -971,8 +978,9 @@ def data_card(dataset: Dataset, partition: Partition) -> DataCard:
         train=train,
         test=test,
         majority=majority,
-        unused=pool - int(np.count_nonzero(held < pool)),
+        unused=pool - int(np.count_nonzero(held < pool)) - public,
         shared=int(np.count_nonzero(np.unique(held_train, return_counts=True)[1] > 1)),
+        public=public,
     )
 
 
