@@ -1,0 +1,93 @@
+"""IFCA, local step. Ghosh, Chung, Yin, Ramchandran, An Efficient Framework for Clustered Federated Learning,
+NeurIPS 2020.
+
+| symbol (paper)      | here                                                        |
+|---------------------|-------------------------------------------------------------|
+| theta_j, j in [k]   | arrays `ifca/<j>/<name>` of the payload                     |
+| F_i(theta_j)        | `self.losses[j]`, mean cross-entropy on the training split  |
+| hat j               | `self.choice`                                               |
+
+Algorithm 1, user machine:  hat j = argmin_j F_i(theta_j);  train from theta_{hat j};  return the model and hat j.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+from torch import nn
+
+from clients.base import FedClient
+from fedapp import selection
+from fedapp.method import Array, Arrays, BaseHParams, Payload
+
+PREFIX = "ifca/"
+
+
+class IFCAHParams(BaseHParams):
+    """Hyperparameters of IFCA."""
+
+    clusters: int = Field(2, ge=1, description="number of models k (paper: the true number of clusters, or a few more)")
+    weighting: Literal["samples", "uniform"] = Field(
+        "samples", description="how a cluster's members are averaged: by n_k, or all alike (paper: all alike)"
+    )
+    trunk: Literal["clustered", "shared"] = Field(
+        "clustered",
+        description="whether each cluster has its own trunk, or one trunk is averaged over all clients and only the "
+        "head is clustered (paper: shared on FEMNIST)",
+    )
+
+
+def wire_name(cluster: int, name: str) -> str:
+    """Name of a cluster's array in a payload."""
+    return f"{PREFIX}{cluster}/{name}"
+
+
+def split_payload(arrays: Mapping[str, Array]) -> tuple[Arrays, list[Arrays]]:
+    """Split a payload into the arrays under plain model names and the clusters' models, in the order of clusters."""
+    plain: Arrays = {}
+    models: dict[int, Arrays] = {}
+    for name, array in arrays.items():
+        if name.startswith(PREFIX):
+            _, cluster, inner = name.split("/", 2)
+            models.setdefault(int(cluster), {})[inner] = array
+        else:
+            plain[name] = array
+    return plain, [models[c] for c in sorted(models)]
+
+
+def choose(losses: Sequence[float]) -> int:
+    """Return the index of the lowest loss, ties to the lowest index; what is not finite never beats a finite loss."""
+    values = np.asarray(losses, dtype=np.float64)
+    return int(np.argmin(np.where(np.isfinite(values), values, np.inf)))
+
+
+class IFCAClient(FedClient):
+    """Estimates its cluster by the loss on its training split, then trains that cluster's model."""
+
+    choice = 0
+    losses: tuple[float, ...] = ()
+
+    def receive(self, payload: Payload) -> None:
+        """Score all cluster models on the training split and take the best one."""
+        plain, models = split_payload(payload.all())
+        super().receive(Payload(arrays=plain, scalars=payload.scalars))
+        losses = []
+        for arrays in models:
+            selection.merge(self.model, arrays)
+            losses.append(self.score(self.task.x_train, self.task.y_train).loss)
+        if models:
+            self.losses = tuple(losses)
+            self.choice = choose(losses)
+            selection.merge(self.model, models[self.choice])
+
+    def reply_metrics(self) -> dict[str, Any]:
+        """Return hat j."""
+        return {"ifca-cluster": self.choice}
+
+    def _covered(self, model: nn.Module, payload: Payload) -> bool:
+        """Whether any one cluster's model, with what is shared by all, is a whole model."""
+        plain, models = split_payload(payload.all())
+        return super()._covered(model, Payload(arrays={**plain, **(models[0] if models else {})}))
