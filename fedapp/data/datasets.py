@@ -464,8 +464,8 @@ def _build_torchvision(name: str, root: Path | None, store: Store) -> dict[str, 
         reason = " ".join(str(error).split()) or type(error).__name__
         raise BadRequest(
             f"data set {name!r} is not here and could not be downloaded: either put {name}.npz {place}, with "
-            "the arrays x_train, y_train, x_test, y_test (images uint8 N x H x W [x C], labels 0 .. C-1), or connect to "
-            f"the network so that torchvision downloads it into {target} ({reason})"
+            "the arrays x_train, y_train, x_test, y_test (images uint8 N x H x W [x C], labels 0 .. C-1), or connect "
+            f"to the network so that torchvision downloads it into {target} ({reason})"
         ) from error
     arrays: dict[str, np.ndarray] = {}
     for split, part in parts.items():
