@@ -1,0 +1,71 @@
+"""FedGH, local step. Yi, Wang, Liu, Shi, Yu, FedGH: Heterogeneous Federated Learning with Generalized Global Header,
+ACM MM 2023.
+
+| symbol (paper)   | here                                                            |
+|------------------|-----------------------------------------------------------------|
+| phi_k            | `model.features`, private                                       |
+| theta            | `model.head`, replaced by the received one every round (Eq. 5)  |
+| F_k(phi_k; x)    | `model.represent(x)`, (B, d), after the last activation         |
+| S_k              | classes present at client k                                     |
+| LAR  R_k^s       | row of `lar`, mean representation of class s (Eq. 3)            |
+
+Local training is plain cross-entropy on extractor and header. Afterwards, with the trained extractor,
+Eq. 3:  R_k^s = 1 / |D_k^s| * sum_{i in D_k^s} F_k(phi_k; x_i)
+on images without augmentation. LARs and their labels are sent; class counts, and the header trained here, are not.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from clients.base import FedClient
+from fedapp.method import Arrays, BaseHParams, Payload
+
+ROWS = 4096
+"""Images whose representations are held at a time."""
+
+
+class FedGHHParams(BaseHParams):
+    """Hyperparameters of FedGH; all but `min_class_count` belong to the server's training of the header."""
+
+    header_lr: float = Field(0.01, ge=0, description="eta_theta, learning rate of the header (paper: 0.01)")
+    header_batch: Literal["sample", "client", "all"] | Annotated[int, Field(ge=1)] = Field(
+        "sample",
+        description="LARs per step: sample = one (paper, Eq. 4), client = one client's, all = one step on all, or a "
+        "number of pooled LARs",
+    )
+    header_epochs: int = Field(1, ge=1, description="passes over the LARs per round (paper: 1)")
+    header_clip: float = Field(50.0, ge=0, description="largest gradient norm of a step, 0 = none (released code: 50)")
+    order: Literal["shuffled", "arrival", "sorted"] = Field(
+        "shuffled",
+        description="order of the clients: shuffled by (seed, round), as replies arrive (paper; differs from run to "
+        "run), or sorted by id",
+    )
+    mode: Literal["trained", "frozen"] = Field(
+        "trained", description="frozen = the header never changes, which is what the released code does"
+    )
+    min_class_count: int = Field(
+        1, ge=1, description="leave out classes with fewer samples: the LAR of one sample is that sample (paper: 1)"
+    )
+
+
+class FedGHClient(FedClient):
+    """Trains extractor and received header, then sends one mean representation per class."""
+
+    def after_training(self, payload: Payload) -> Arrays:
+        """Return `lar` (S_k, d) float32 and `labels` (S_k,) int32, ascending: Eq. 3, summed in float64."""
+        y = self.task.y_train
+        labels, counts = torch.unique(y, return_counts=True)
+        labels = labels[counts >= self.hparams.min_class_count]
+        counts = counts[counts >= self.hparams.min_class_count]
+        sums = torch.zeros(len(labels), self.model.width, dtype=torch.float64, device=self.device)
+        for start in range(0, len(y) if len(labels) else 0, ROWS):
+            part = slice(start, start + ROWS)
+            member = (y[part] == labels[:, None]).double()  # (S_k, rows)
+            sums += member @ self.representations(self.task.x_train[part]).double()
+        lar = (sums / counts[:, None]).cpu().numpy().astype(np.float32)
+        return {"lar": lar, "labels": labels.cpu().numpy().astype(np.int32)}

@@ -1,0 +1,160 @@
+"""cwFedAvg + WDR. Lee and Choi, Class-Wise Federated Averaging for Efficient Personalization, ICCV 2025.
+
+| symbol (paper)      | here                                                                               |
+|---------------------|------------------------------------------------------------------------------------|
+| p~_ij               | state["pt"][i] (K,), from client i's last upload; 1/K if it never uploaded         |
+| p_i = n_i / n       | reply.num_samples (n cancels in Eq. 5)                                             |
+| Theta, q_ij         | state["rows"] and state["q"]: models of the last round and their class weights     |
+| w_j^G = g_j         | never held while there are fewer uploads than classes; else state["rows"] are they |
+| w_i^L = theta_i     | what `send` returns                                                                |
+| C^t                 | the clients that replied                                                           |
+
+Algorithm 1, round t:
+line 6, Eq. 7:  theta_i = sum_j p~_ij g_j                  (`send`, each client its own model)
+line 8, Eq. 4:  p~_ij = ||W_i,j|| / sum_k ||W_i,k||        (from the uploaded head; nothing but the model is sent)
+line 9, Eq. 6:  g_j = sum_i q_ij theta_i,  q_ij = n_i p~_ij / sum_i' n_i' p~_i'j   over C^t.
+Lines 9 and 6 together are one product, theta_i = (p~_i Q^T) Theta. All layers but `layers` are averaged as in FedAvg.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clients.cwfedavg import CwFedAvgClient, CwFedAvgHParams, classwise_names
+from fedapp.core.averages import RunningMean
+from fedapp.core.classwise import class_globals, class_weights, mix, norm_distribution, weakly_held
+from fedapp.method import ALL, Arrays, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.metrics import mean, tidy
+from strategies.base import FedStrategy
+
+Float64 = NDArray[np.float64]
+
+
+class CwFedAvg(FedStrategy):
+    """One global model per class, blended for each client by the class distribution of its own head."""
+
+    def init(self, context: ServerContext) -> ServerState:
+        """Return the start: every g_j is the one initial model, every p~_i is 1/K (lines 1 and 2)."""
+        self.context = context
+        names = self._names()
+        return {
+            "common": {n: a for n, a in context.initial.items() if n not in names},
+            "rows": {0: {n: context.initial[n] for n in names}},
+            "q": np.ones((1, context.num_classes)),
+            "pt": {},
+            "wdr": np.zeros(0),
+        }
+
+    def _names(self) -> list[str]:
+        return classwise_names(self.hparams.layers, list(self.context.initial))
+
+    def send(self, state: ServerState, round: int, client: int) -> Payload:
+        """Return theta_i = (p~_i Q^T) Theta (line 6); what is the same for all travels as common arrays."""
+        rows = _rows(state)
+        if len(rows) == 1:  # before the first upload, or after a single one, every g_j is this model
+            return Payload(common={**state["common"], **rows[0]})
+        classes = self.context.num_classes
+        pt = state["pt"].get(client, np.full(classes, 1 / classes))
+        return Payload(arrays=mix(rows, pt[None, :], state["q"])[0], common=state["common"])
+
+    def check(self, reply: Reply) -> str | None:
+        """Refuse a head or a distribution that says nothing about classes."""
+        if self.hparams.dist == "approx":
+            zero = not np.any(reply.arrays["head.weight"])
+            return "all rows of the head are zero: their norms say nothing about classes" if zero else None
+        p = reply.arrays.get("distribution")
+        if p is None:
+            return "distribution missing: dist=empirical needs the clients' label distributions"
+        if p.shape != (self.context.num_classes,) or (p < 0).any() or abs(float(p.sum()) - 1) > 0.01:
+            return f"distribution must hold {self.context.num_classes} shares that sum to 1"
+        return None
+
+    def _distribution(self, reply: Reply) -> Float64:
+        """Return p~_i of a reply (line 8), or the client's true p_i in the ablation."""
+        if self.hparams.dist == "approx":
+            return norm_distribution(reply.arrays["head.weight"])
+        sent = reply.arrays["distribution"].astype(np.float64)
+        p: Float64 = sent / sent.sum()
+        return p
+
+    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+        """Take p~ from the uploads and form Q over the clients that answered (lines 8 and 9).
+
+        At most 2K class-wise parts of uploads are held. When there are more, K class models take their place: for all
+        further sums the model of class j is a client with sum_i n_i p~_ij samples, all of class j.
+        """
+        names, classes = self._names(), self.context.num_classes
+        common, pt = RunningMean(), dict(state["pt"])
+        rows: list[Arrays] = []
+        n: list[float] = []
+        shares: list[Float64] = []
+        distances: list[float] = []
+        for reply in replies:
+            pt[reply.client] = self._distribution(reply)
+            common.add({name: reply.arrays[name] for name in state["common"]}, float(reply.num_samples))
+            if len(rows) == 2 * classes:
+                held = np.array(n) @ np.array(shares)
+                rows = class_globals(rows, class_weights(np.array(n), np.array(shares)))
+                n, shares = list(held), list(np.eye(classes))
+            rows.append({name: reply.arrays[name] for name in names})
+            n.append(float(reply.num_samples))
+            shares.append(pt[reply.client])
+            distances.append(float(reply.metrics.get("wdr", np.nan)))
+        if not rows:
+            return {**state, "wdr": np.append(state["wdr"], np.nan)}
+        q = class_weights(np.array(n), np.array(shares))
+        for j in np.flatnonzero(weakly_held(np.array(n), np.array(shares), self.hparams.tau)):
+            rows.append(class_globals(_rows(state), state["q"][:, [j]])[0])
+            q[:, j] = 0
+            q = np.vstack([q, np.eye(classes)[j]])
+        if len(rows) > classes:
+            rows, q = class_globals(rows, q), np.eye(classes)
+        return {
+            "common": common.mean(),
+            "rows": dict(enumerate(rows)),
+            "q": q,
+            "pt": pt,
+            "wdr": np.append(state["wdr"], mean(distances)),
+        }
+
+    def report(self, state: ServerState) -> dict[str, Any]:
+        """Return the mean of R after training in every round, and which layers are class-wise."""
+        layers = dict.fromkeys(n.rsplit(".", 1)[0] for n in self._names())
+        return {"wdr": [tidy(v) for v in state["wdr"].tolist()], "classwise_layers": list(layers)}
+
+
+def _rows(state: ServerState) -> list[Arrays]:
+    """Return Theta: the class-wise parts of the models that the state holds, in the order of Q's rows."""
+    return [state["rows"][i] for i in range(len(state["rows"]))]
+
+
+def _resolve(hparams: CwFedAvgHParams, lookup: Callable[[str], Method]) -> Method:
+    """Only the ablation may send label distributions."""
+    return dataclasses.replace(METHOD, extra_up=("distribution",)) if hparams.dist == "empirical" else METHOD
+
+
+def _warn(hparams: CwFedAvgHParams, optimizer: str) -> str | None:
+    if hparams.dist == "empirical":
+        return (
+            "dist=empirical: every client sends its label distribution to the server, which cwFedAvg is made to avoid"
+        )
+    return None
+
+
+METHOD = Method(
+    id="cwfedavg",
+    title="cwFedAvg + WDR",
+    paper="Lee and Choi, ICCV 2025",
+    strategy=CwFedAvg,
+    client=CwFedAvgClient,
+    hparams=CwFedAvgHParams,
+    shared=ALL,
+    travels="the whole model, both ways; each client gets its own",
+    resolve=_resolve,
+    warn=_warn,
+)

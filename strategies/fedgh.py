@@ -1,0 +1,179 @@
+"""FedGH. Yi, Wang, Liu, Shi, Yu, FedGH: Heterogeneous Federated Learning with Generalized Global Header, ACM MM 2023.
+
+| symbol (paper)   | here                                                                   |
+|------------------|------------------------------------------------------------------------|
+| theta = (W, b)   | state["model"]["head.weight"] (C, d), state["model"]["head.bias"] (C,) |
+| R_k^s, s         | rows of reply.arrays["lar"], entries of reply.arrays["labels"]         |
+| S^t              | the clients that replied                                               |
+| eta_theta        | hparams.header_lr                                                      |
+
+Algorithm 1, server, for each client k in S^t and each of its classes s:
+Eq. 4:  theta <- theta - eta_theta * grad CE(W R_k^s + b, s),  with p = softmax(W R + b):
+        W <- W - eta_theta (p - e_s) R^T,   b <- b - eta_theta (p - e_s).
+No LAR is weighted by its number of samples: the server does not know them.
+
+In the released code the header has no optimizer and never changes; `mode=frozen` is that behaviour.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clients.fedgh import FedGHClient, FedGHHParams
+from fedapp.method import HEAD, NONE, Method, Reply, ServerContext, ServerState
+from fedapp.metrics import tidy
+from strategies.base import FedStrategy
+
+Float64 = NDArray[np.float64]
+Labels = NDArray[np.int64]
+
+
+class LARs(NamedTuple):
+    """One client's class means `r` (S, d) with their labels `s` (S,), classes ascending."""
+
+    r: Float64
+    s: Labels
+
+
+def header_step(w: Float64, b: Float64, r: Float64, s: Labels, lr: float, clip: float = 0.0) -> float:
+    """Take one step of Eq. 4 in place, on the mean cross-entropy of B LARs.
+
+    Parameters
+    ----------
+    w, b : (C, d) and (C,) float64, changed in place.
+    r, s : (B, d) LARs and (B,) labels.
+    lr : eta_theta.   clip : largest norm of the gradient of W and b together, 0 = none.
+
+    Returns
+    -------
+    The loss before the step, in nats.
+    """
+    logits = r @ w.T + b
+    logits -= logits.max(axis=1, keepdims=True)
+    rows = np.arange(len(s))
+    p = np.exp(logits)
+    total = p.sum(axis=1, keepdims=True)
+    loss = float(np.mean(np.log(total[:, 0]) - logits[rows, s]))
+    p /= total
+    p[rows, s] -= 1.0  # p - e_s
+    p /= len(s)
+    dw, db = p.T @ r, p.sum(axis=0)
+    norm = float(np.sqrt((dw * dw).sum() + (db * db).sum()))
+    rate = lr * clip / norm if 0 < clip < norm else lr
+    w -= rate * dw
+    b -= rate * db
+    return loss
+
+
+def batches(
+    lars: Sequence[LARs], batch: str | int, rng: np.random.Generator | None
+) -> Iterator[tuple[Float64, Labels]]:
+    """Give the LARs of one pass in steps.
+
+    Parameters
+    ----------
+    lars : the clients' LARs in their order.
+    batch : `sample`, `client`, `all` or a number of pooled LARs.
+    rng : shuffles the clients (and, for a number, the pooled LARs); None keeps the order.
+    """
+    if rng is not None:
+        lars = [lars[i] for i in rng.permutation(len(lars))]
+    if batch == "client":
+        yield from lars
+        return
+    r, s = np.concatenate([x.r for x in lars]), np.concatenate([x.s for x in lars])
+    if isinstance(batch, int) and rng is not None:
+        mixed = rng.permutation(len(s))
+        r, s = r[mixed], s[mixed]
+    size = batch if isinstance(batch, int) else 1 if batch == "sample" else len(s)
+    for start in range(0, len(s), size):
+        yield r[start : start + size], s[start : start + size]
+
+
+class FedGH(FedStrategy):
+    """Trains the header on the clients' class means and broadcasts it."""
+
+    def __init__(self, method: Method, hparams: Any) -> None:
+        super().__init__(method, hparams)
+        self._arrivals = itertools.count()
+
+    def init(self, context: ServerContext) -> ServerState:
+        """Return theta^0, which round 1 broadcasts, and empty records of the rounds."""
+        state = super().init(context)
+        covered = np.zeros((0, context.num_classes), dtype=np.bool_)
+        return {**state, "covered": covered, "loss": np.zeros(0), "moved": np.zeros(0)}
+
+    def check(self, reply: Reply) -> str | None:
+        """Refuse what is no set of LARs; note in which order good replies came."""
+        lar, labels = reply.arrays.get("lar"), reply.arrays.get("labels")
+        width, classes = self.context.width, self.context.num_classes
+        if lar is None or labels is None:
+            return "lar or labels missing"
+        if not np.issubdtype(lar.dtype, np.floating) or not np.issubdtype(labels.dtype, np.integer):
+            return f"lar has dtype {lar.dtype} and labels {labels.dtype}, expected floating point and integers"
+        if labels.ndim != 1 or lar.shape != (len(labels), width):
+            return f"lar has shape {lar.shape} for labels of shape {labels.shape}, expected one row of {width} a label"
+        if len(labels) and not (labels.min() >= 0 and labels.max() < classes):
+            return f"labels lie in {labels.min()} .. {labels.max()}, expected 0 .. {classes - 1}"
+        if len(np.unique(labels)) < len(labels):
+            return "a label occurs twice"
+        reply.metrics["arrival"] = next(self._arrivals)
+        return None
+
+    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+        """Train theta on the LARs of the clients that answered (Algorithm 1, server); without LARs it stays."""
+        hparams, theta = self.hparams, state["model"]
+        arrived: list[tuple[float, LARs]] = []
+        for reply in replies:
+            ascending = np.argsort(reply.arrays["labels"])
+            r, s = reply.arrays["lar"][ascending], reply.arrays["labels"][ascending]
+            if len(s):
+                arrived.append((reply.metrics.get("arrival", 0), LARs(r.astype(np.float64), s.astype(np.int64))))
+        if hparams.order == "arrival":
+            arrived.sort(key=lambda item: item[0])
+        lars = [x for _, x in arrived]
+        w, b = (theta[name].astype(np.float64) for name in ("head.weight", "head.bias"))
+        losses = []
+        for epoch in range(hparams.header_epochs if lars else 0):
+            rng = self.context.rng("header", round, epoch) if hparams.order == "shuffled" else None
+            for r, s in batches(lars, hparams.header_batch, rng):
+                lr = 0.0 if hparams.mode == "frozen" else hparams.header_lr
+                losses.append(header_step(w, b, r, s, lr, hparams.header_clip))
+        moved = np.sqrt(((w - theta["head.weight"]) ** 2).sum() + ((b - theta["head.bias"]) ** 2).sum())
+        covered = np.zeros(self.context.num_classes, dtype=np.bool_)
+        covered[[c for x in lars for c in x.s]] = True
+        return {
+            "model": {"head.weight": w.astype(np.float32), "head.bias": b.astype(np.float32)},
+            "covered": np.vstack([state["covered"], covered]),
+            "loss": np.append(state["loss"], np.mean(losses) if losses else np.nan),
+            "moved": np.append(state["moved"], moved),
+        }
+
+    def report(self, state: ServerState) -> dict[str, Any]:
+        """Return per round the header's loss on the LARs, how far it moved, and the classes no client sent."""
+        absent = {str(t): np.flatnonzero(~row).tolist() for t, row in enumerate(state["covered"], start=1)}
+        return {
+            "header_loss": [tidy(v) for v in state["loss"].tolist()],
+            "header_moved": [tidy(v) for v in state["moved"].tolist()],
+            "classes_absent": {t: classes for t, classes in absent.items() if classes},
+        }
+
+
+METHOD = Method(
+    id="fedgh",
+    title="FedGH",
+    paper="Yi et al., ACM MM 2023",
+    strategy=FedGH,
+    client=FedGHClient,
+    hparams=FedGHHParams,
+    shared=HEAD,
+    up=NONE,
+    extra_up=("lar", "labels"),
+    heterogeneous=True,
+    travels="class means up, the header down",
+)
