@@ -77,6 +77,8 @@ def batch_slices(n: int, batch_size: int) -> list[slice]:
     if n == 0:
         return []
     count = max(1, math.floor(n / batch_size + 0.5))
+    if batch_size > 1:
+        count = max(1, min(count, n // 2))
     small, extra = divmod(n, count)
     slices, start = [], 0
     for i in range(count):

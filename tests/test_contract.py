@@ -1,0 +1,133 @@
+"""What every registered method must do, from the first one on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fedapp import checkpoint, registry, selection
+from fedapp.engine import RunResult, run
+from fedapp.federation import Federation
+from fedapp.method import Reply
+from fedapp.registry import ORDER
+
+METHODS = list(registry.discover())
+SETTINGS: dict[str, Any] = {"dataset": "digits", "clients": 3, "local_epochs": 1, "batch_size": 64, "alpha": 1.0}
+
+
+def deterministic(table: pd.DataFrame) -> pd.DataFrame:
+    return table[[c for c in table.columns if not c.endswith("seconds")]]
+
+
+@pytest.fixture
+def replies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Reply]]:
+    """Record every good reply of a run with the kind of message it answers."""
+    seen: list[tuple[str, Reply]] = []
+    original = Federation.exchange
+
+    def exchange(self: Federation, kind: str, *args: Any, **kwargs: Any) -> Iterator[Reply]:
+        for reply in original(self, kind, *args, **kwargs):
+            seen.append((kind, reply))
+            yield reply
+
+    monkeypatch.setattr(Federation, "exchange", exchange)
+    return seen
+
+
+def mixed(method: str) -> str:
+    """Two architectures where the method allows them."""
+    return "digits-a,digits-b" if registry.get(method).heterogeneous else "digits-a"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_two_rounds_and_only_the_declared_set_leaves(
+    method: str, tmp_path: Path, replies: list[tuple[str, Reply]]
+) -> None:
+    result = run(method=method, rounds=2, out=tmp_path / "run", model=mixed(method), **SETTINGS)
+    summary = result.summary
+    assert summary["ok"] and summary["rounds"] == 2 and summary["clients"] == 3 and summary["dropped"] == 0
+    received = summary["accuracy"]["received"]
+    assert 0.0 <= received["last"] <= 1.0 and 0.0 <= received["balanced"] <= 1.0
+    assert list(result.rounds["round"]) == [1, 2]
+    assert len(result.final) == 3 and len(result.clients) == 6
+    declared = registry.get(method)
+    hparams = registry.parse_args(declared, "")
+    actual = registry.resolve(declared, hparams)
+    prefixes = actual.up_prefixes(hparams)
+    for kind, reply in replies:
+        for name in reply.arrays:
+            assert actual.allows(name) or any(name.startswith(p) for p in prefixes), f"{name} left in {kind}"
+        if kind == "evaluate":
+            assert not reply.arrays
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_resume_is_exact(method: str, tmp_path: Path) -> None:
+    """Four rounds equal two rounds, an end, and two resumed rounds, bit for bit."""
+    common = {**SETTINGS, "method": method, "fraction_train": 0.67, "clients": 4, "model": mixed(method), "seed": 3}
+    straight = run(rounds=4, out=tmp_path / "straight", **common)
+    run(rounds=2, out=tmp_path / "broken", **common)
+    resumed = run(resume=tmp_path / "broken", rounds=4)
+    pd.testing.assert_frame_equal(deterministic(straight.rounds), deterministic(resumed.rounds), check_exact=True)
+    pd.testing.assert_frame_equal(deterministic(straight.clients), deterministic(resumed.clients), check_exact=True)
+    pd.testing.assert_frame_equal(deterministic(straight.final), deterministic(resumed.final), check_exact=True)
+    assert straight.summary["accuracy"] == resumed.summary["accuracy"]
+    assert straight.summary["bytes_up"] == resumed.summary["bytes_up"]
+    a, b = (checkpoint.latest(r.out / "checkpoint") for r in (straight, resumed))
+    assert a is not None and b is not None and a[0] == b[0] == 4
+    left, right = checkpoint.flatten(a[1]), checkpoint.flatten(b[1])
+    assert left[0].keys() == right[0].keys() and left[1] == right[1]
+    assert all(np.array_equal(left[0][n], right[0][n]) for n in left[0])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_page_and_a_row_for_each_method(method: str) -> None:
+    entry = registry.get(method)
+    assert entry.title and entry.paper and entry.travels
+    page = Path(__file__).parent.parent / "docs" / "methods" / f"{method}.md"
+    assert page.is_file(), f"docs/methods/{method}.md is missing"
+    text = page.read_text(encoding="utf-8")
+    for field in type(registry.parse_args(entry, "")).model_fields:
+        assert f"`{field}" in text, f"{page.name} does not name the hyperparameter {field}"
+
+
+def test_the_four_and_their_baselines_are_there() -> None:
+    assert set(ORDER) <= set(METHODS)
+    assert METHODS[: len(ORDER)] == list(ORDER)
+
+
+def test_same_seed_same_numbers_and_another_seed_not(tiny: Callable[..., RunResult]) -> None:
+    first, second, other = tiny(seed=1), tiny(seed=1), tiny(seed=2)
+    pd.testing.assert_frame_equal(deterministic(first.rounds), deterministic(second.rounds), check_exact=True)
+    a = (first.out / "clients.csv").read_text()
+    assert a != (other.out / "clients.csv").read_text()
+    assert not deterministic(first.rounds).equals(deterministic(other.rounds))
+
+
+def test_heads_only_methods_send_the_head_alone(tiny: Callable[..., RunResult]) -> None:
+    result = tiny(method="fedclassavg", model="digits-a,digits-b,digits-c")
+    assert result.summary["bytes_up"] == result.summary["bytes_down"] == 4 * (64 * 10 + 10)
+    half = tiny(method="fedclassavg", model="digits-a,digits-b,digits-c", wire_dtype="fp16")
+    assert half.summary["bytes_up"] == 2 * (64 * 10 + 10)
+
+
+def test_averages_recompute_from_the_clients_rows(tiny: Callable[..., RunResult]) -> None:
+    result = tiny(method="fedavg")
+    for protocol in ("received", "trained"):
+        for round, rows in result.clients.groupby("round"):
+            row = result.rounds.set_index("round").loc[round]
+            accuracy = rows[f"{protocol}_correct"] / rows[f"{protocol}_total"]
+            assert row[f"{protocol}_accuracy"] == pytest.approx(accuracy.mean(), abs=1e-12)
+            assert row[f"{protocol}_accuracy_std"] == pytest.approx(accuracy.std(ddof=0), abs=1e-12)
+            pooled = rows[f"{protocol}_correct"].sum() / rows[f"{protocol}_total"].sum()
+            assert row[f"{protocol}_accuracy_pooled"] == pytest.approx(pooled, abs=1e-12)
+
+
+def test_selection_names_are_whole_components() -> None:
+    assert selection.matches("head.weight", ("head.",))
+    assert not selection.matches("header.weight", ("head.",))
