@@ -82,7 +82,9 @@ class RunConfig(BaseModel):
     patience: int = Field(0, ge=0, description="stop after this many rounds without a lower training loss; 0 = never")
     wire_dtype: Literal["fp32", "fp16"] = Field("fp32", description="fp16 = float32 arrays travel in half precision")
     public_data: str = Field(
-        "", description="public data set of KT-pFL, or a share such as 0.05 of the training images"
+        "",
+        description="public set of KT-pFL: a share such as 0.05 of the training images, held back from the clients of "
+        "every method, or another data set, NAME or NAME:COUNT; empty = the method's own share",
     )
     state_dir: str = Field("", description="folder of the clients' private state; empty = OUT/state")
     federation: str = Field("", description="name under which clients keep their state; empty = run")

@@ -129,6 +129,7 @@ class ServerContext:
     rng : seeded generator, `rng(purpose, *numbers)`.
     score : accuracy in [0, 1] on the central test set of the model with these arrays (and the scalars that a payload
         would carry); None where there is no central test set.
+    channels, size : of the clients' images (H = W = size), for strategies that build a model of their own; 0 = unknown.
     """
 
     seed: int
@@ -139,6 +140,8 @@ class ServerContext:
     initial_from: Callable[[int], Arrays]
     rng: Callable[..., np.random.Generator]
     score: Callable[[Mapping[str, Array], Mapping[str, Scalar]], float | None] = lambda arrays, scalars: None
+    channels: int = 0
+    size: int = 0
 
     def ids(self) -> tuple[int, ...]:
         """Return the sorted client ids."""
@@ -170,6 +173,8 @@ class Method:
     defaults : what `auto` means.
     queries : kinds of `ask` that the client answers.
     resolve : for methods that wrap another one: `resolve(hparams, lookup) -> Method` gives the method that is run.
+    public_share : share of the training images that is held back from the clients as the public set of a method that
+        needs one, unless `public-data` says otherwise; 0 = the method uses no public data.
     warn : `warn(hparams, optimizer)` gives a sentence where settings are known not to work together, or None.
     """
 
@@ -189,6 +194,7 @@ class Method:
     defaults: TrainDefaults = field(default_factory=TrainDefaults)
     queries: tuple[str, ...] = ()
     resolve: Callable[[Any, Callable[[str], Method]], Method] | None = None
+    public_share: float = 0.0
     warn: Callable[[Any, str], str | None] | None = None
 
     def shared_prefixes(self, hparams: BaseHParams) -> tuple[str, ...]:

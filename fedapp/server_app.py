@@ -193,6 +193,8 @@ class Run(Observer):
             initial_from=initial_from,
             rng=lambda purpose, *numbers: sampling.rng(config.seed, purpose, *numbers),
             score=self.score,
+            channels=self.spec.channels,
+            size=self.spec.size,
         )
 
     def score(self, arrays: Mapping[str, Array], scalars: Mapping[str, Scalar]) -> float | None:

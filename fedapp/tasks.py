@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from clients.base import Task
-from fedapp.config import RunConfig, resolve
+from fedapp import sampling
+from fedapp.config import DATASETS, RunConfig, resolve
 from fedapp.data import datasets, partitions
-from fedapp.data.datasets import Dataset
+from fedapp.data.datasets import Dataset, UInt8
 from fedapp.data.partitions import Partition
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest
@@ -22,12 +23,16 @@ from fedapp.models import check_model
 
 @dataclass(frozen=True)
 class FederatedData:
-    """A data set and how it is dealt to clients; tensors are made once per process, client and device."""
+    """A data set and how it is dealt to clients; tensors are made once per process, client and device.
+
+    `public` are the images (P, H, W, C) uint8 that all clients may see, for methods that need such a set; no labels.
+    """
 
     dataset: Dataset
     partition: Partition
     inputs: InputSpec
     seed: int
+    public: UInt8 | None = None
     _made: dict[tuple[int, str], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def tensors(self, part: str, client: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -41,6 +46,15 @@ class FederatedData:
             x, y = self.dataset.take(indices)
             self._made[key] = torch.from_numpy(x).to(device), torch.from_numpy(y).long().to(device)
         return self._made[key]
+
+    def public_tensor(self, device: torch.device) -> Tensor | None:
+        """The public images (P, H, W, C) uint8 in their one order, or None where there are none."""
+        if self.public is None:
+            return None
+        key = (-1, f"public/{device}")
+        if key not in self._made:
+            self._made[key] = torch.from_numpy(self.public).to(device), torch.zeros(0, dtype=torch.int64)
+        return self._made[key][0]
 
     def central(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
         """The central test set for the `global` score.
@@ -61,13 +75,60 @@ def federated(config: RunConfig, clients: int) -> FederatedData:
     """Load the data set and deal it to `clients` clients; a function of the configuration alone, cached."""
     return _federated(
         config.dataset, config.data_dir, config.partition, config.split, clients, config.seed, config.alpha,
-        config.classes_per_client, config.min_samples,
+        config.classes_per_client, config.min_samples, public_data(config),
     )  # fmt: skip
+
+
+PUBLIC_IMAGES = 3000
+"""Images that are drawn from another data set where `public-data` gives no number (KT-pFL's published setting)."""
+
+
+def public_data(config: RunConfig) -> str:
+    """What the public set is: "" (none), a share of the training images, or `NAME:COUNT` of another data set.
+
+    A share that is given explicitly is held back from the clients of *every* method, so that methods which are compared
+    train on the same private images; the method's own default share concerns that method alone.
+
+    Raises
+    ------
+    BadRequest : neither a share between 0 and 1 nor a data set with a whole number of images.
+    """
+    method, _ = config.method_and_hparams()
+    text = config.public_data.strip()
+    if not text:
+        return str(method.public_share) if method.public_share else ""
+    try:
+        share = float(text)
+    except ValueError:
+        name, _, count = text.partition(":")
+        if count and not (count.isascii() and count.isdigit() and int(count) > 0):
+            raise BadRequest(
+                f"public-data = '{text}': after the colon stands the number of images, as in {name}:3000"
+            ) from None
+        if name not in DATASETS or name in ("npz", "folder", config.dataset):
+            others = ", ".join(d for d in DATASETS if d not in ("npz", "folder", config.dataset))
+            raise BadRequest(
+                f"public-data = '{text}': give a share of the training images such as 0.05, or another data set "
+                f"({others}), NAME or NAME:COUNT"
+            ) from None
+        return f"{name}:{count or PUBLIC_IMAGES}" if method.public_share else ""
+    if not 0 < share < 1:
+        raise BadRequest(f"public-data = '{text}': a share of the training images lies between 0 and 1")
+    return str(share)
 
 
 @functools.lru_cache(maxsize=2)
 def _federated(
-    name: str, data_dir: str, kind: str, split: str, clients: int, seed: int, alpha: float, cpc: int, min_samples: int
+    name: str,
+    data_dir: str,
+    kind: str,
+    split: str,
+    clients: int,
+    seed: int,
+    alpha: float,
+    cpc: int,
+    min_samples: int,
+    public: str,
 ) -> FederatedData:
     dataset = datasets.load(name, data_dir or None)
     if split == "auto":
@@ -76,7 +137,30 @@ def _federated(
         dataset, kind=kind, split=split, clients=clients, seed=seed, alpha=alpha, classes_per_client=cpc,
         min_samples=min_samples,
     )  # fmt: skip
-    return FederatedData(dataset, partition, InputSpec.of(dataset), seed)
+    images = None
+    if ":" in public:
+        # The folder of the user's own data holds no other data set.
+        images = _other_images(dataset, public, "" if name in ("npz", "folder") else data_dir, seed)
+    elif public:
+        partition, indices = partitions.hold_back(partition, float(public), seed)
+        images = dataset.take(indices)[0]
+    return FederatedData(dataset, partition, InputSpec.of(dataset), seed, images)
+
+
+def _other_images(dataset: Dataset, public: str, data_dir: str, seed: int) -> UInt8:
+    """Draw training images (P, H, W, C) uint8 of another data set, in the order of that data set."""
+    name, count = public.split(":")
+    other = datasets.load(name, data_dir or None)
+    if (other.size, other.channels, other.scale) != (dataset.size, dataset.channels, dataset.scale):
+        raise BadRequest(
+            f"public-data = '{name}' has images of {other.size}x{other.size} pixels, {other.channels} channel(s) and "
+            f"grey levels to {other.scale:g}; {dataset.name} has {dataset.size}x{dataset.size}, {dataset.channels} and "
+            f"{dataset.scale:g}: take a data set that fits, or a share such as 0.05"
+        )
+    if int(count) > other.num_train:
+        raise BadRequest(f"public-data = '{public}': {name} has {other.num_train} training images")
+    drawn = sampling.rng(seed, "public").choice(other.num_train, int(count), replace=False)
+    return other.take(np.sort(drawn))[0]
 
 
 def check(config: RunConfig, clients: int) -> FederatedData:
@@ -127,4 +211,5 @@ def task_of(config: RunConfig, client: int, clients: int, device: torch.device) 
         train=config.train_spec(),
         buffers=config.buffers,
         protocols=tuple(p for p in config.measured if p != "global"),
+        extras={} if data.public is None else {"public": data.public_tensor(device)},
     )

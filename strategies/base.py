@@ -238,15 +238,18 @@ class FedStrategy(Strategy):
         federation = Federation(grid, Settings(round_timeout=timeout), {})
         infos = federation.gather(0)
         federation.agree(self.method)
+        facts = next(iter(federation.facts.values()))
         initial = arrays_of(initial_arrays)
         context = ServerContext(
             seed=int(config.get("seed", 0)),  # type: ignore[arg-type]
             clients=tuple(infos),
             num_classes=infos[0].num_classes,
-            width=int(next(iter(federation.facts.values()))["width"]),
+            width=int(facts["width"]),
             initial=initial,
             initial_from=lambda k: initial,
             rng=_rng(int(config.get("seed", 0))),  # type: ignore[arg-type]
+            channels=int(facts["channels"]),
+            size=int(facts["size"]),
         )
         result = Result()
 
