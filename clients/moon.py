@@ -1,0 +1,87 @@
+"""MOON, local step. Li, He, Song, Model-Contrastive Federated Learning, CVPR 2021.
+
+| symbol (paper) | here                                                                              |
+|----------------|-----------------------------------------------------------------------------------|
+| R_w(x)         | `model.represent(x)`, (B, d): what the head sees (model `moon`: its projection)    |
+| w_i^t          | `self.model`, in training                                                          |
+| w^t            | `self.frozen[0]`, as it came, in evaluation mode                                   |
+| w_i^{t-1}      | `self.previous`, as this client last trained it, in evaluation mode                |
+| mu, tau        | `hparams.mu`, `hparams.tau`                                                        |
+
+Eqs. 3 and 4:  l = l_sup + mu * l_con,
+    l_con = -log( e^{cos(z, z_glob) / tau} / (e^{cos(z, z_glob) / tau} + e^{cos(z, z_prev) / tau}) ).
+
+The previous model is the state that every client keeps anyway (so it is the one of its last participation, however long
+ago). A client that never trained has none: its loss is l_sup, as in the released code. Taking the received model for it
+gives the constant mu log 2 with a gradient of exactly zero, the same training.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from clients.base import FedClient
+from fedapp.core.contrastive import moon_contrast
+from fedapp.evaluation import batched
+from fedapp.method import BaseHParams, Payload
+from fedapp.models import SplitModel
+from fedapp.training import Batch
+
+
+class MoonHParams(BaseHParams):
+    """Hyperparameters of MOON."""
+
+    mu: float = Field(1.0, ge=0, description="weight of the contrastive term (paper: 5 on CIFAR-10, 1 on CIFAR-100)")
+    tau: float = Field(0.5, gt=0, description="temperature (paper: 0.5)")
+
+
+class MoonClient(FedClient):
+    """Pulls representations towards the received model's and away from the client's own previous ones."""
+
+    needs_state = True
+    previous: SplitModel | None = None
+    frozen: Sequence[SplitModel] = ()
+    references: Sequence[Tensor] = ()
+
+    def receive(self, payload: Payload) -> None:
+        """Put w_i^{t-1} aside before w^t replaces it."""
+        self.previous = None if self._loaded is None else _frozen(self.model)
+        super().receive(payload)
+
+    def before_training(self, payload: Payload) -> None:
+        """Freeze w^t; without augmentation both frozen models see the same images in all epochs: one pass is enough."""
+        self.frozen, self.references = (), ()
+        if self.previous is not None and self.hparams.mu > 0:
+            self.frozen = (_frozen(self.model), self.previous)
+            if self.train_spec().augment == "none":
+                self.references = [batched(m.represent, self.task.x_train, self.task.inputs) for m in self.frozen]
+
+    def step_loss(self, batch: Batch) -> Tensor:
+        """Return l_sup + mu * l_con; exactly FedAvg's loss where mu is 0 or there is no previous model."""
+        if not self.frozen:
+            return super().step_loss(batch)
+        z = self.model.represent(batch.x)
+        loss = F.cross_entropy(self.model.classify(z), batch.y)
+        z_glob, z_prev = self.frozen_representations(batch)
+        mu: float = self.hparams.mu
+        return loss + mu * moon_contrast(z, z_glob, z_prev, self.hparams.tau)
+
+    def frozen_representations(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return z_glob and z_prev of a batch, (B, d) each, without gradient."""
+        if self.references:
+            return self.references[0][batch.index], self.references[1][batch.index]
+        with torch.no_grad():
+            return self.frozen[0].represent(batch.x), self.frozen[1].represent(batch.x)
+
+
+def _frozen(model: SplitModel) -> SplitModel:
+    """Copy a model for use in evaluation mode without gradients."""
+    frozen = copy.deepcopy(model).eval()
+    frozen.requires_grad_(False)
+    return frozen

@@ -1,0 +1,23 @@
+"""MOON. Li, He, Song, Model-Contrastive Federated Learning, CVPR 2021: FedAvg's server, a contrastive local loss.
+
+Symbols    w -> state["model"]     |D_i| -> reply.num_samples
+Algorithm 1, server:  w^{t+1} = sum_{i in S_t} (|D_i| / sum_{j in S_t} |D_j|) w_i^t.
+Reduces to FedAvg, bit for bit, where mu is 0 (tested). The local step is in clients/moon.py.
+"""
+
+from __future__ import annotations
+
+from clients.moon import MoonClient, MoonHParams
+from fedapp.method import ALL, Method
+from strategies.fedavg import FedAvg
+
+METHOD = Method(
+    id="moon",
+    title="MOON",
+    paper="Li et al., CVPR 2021",
+    strategy=FedAvg,
+    client=MoonClient,
+    hparams=MoonHParams,
+    shared=ALL,
+    global_model=True,
+)

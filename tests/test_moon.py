@@ -1,0 +1,259 @@
+"""MOON: the loss by plain loops, FedAvg at mu = 0, first participation, the previous model, frozen models, resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from clients.base import FedClient, Task
+from clients.moon import MoonClient, MoonHParams
+from fedapp import run
+from fedapp.core.contrastive import moon_contrast
+from fedapp.data.transforms import InputSpec, normalise
+from fedapp.method import Arrays, Payload
+from fedapp.models import SplitModel, build_model
+from fedapp.selection import extract
+from fedapp.state import ClientStore, read_safetensors
+from fedapp.training import Batch, TrainSpec
+from strategies.fedavg import METHOD as FEDAVG
+from strategies.moon import METHOD
+
+INPUTS = InputSpec(1, 8, 16.0, (0.3,), (0.4,))
+
+
+def task(n: int = 40, model: str = "digits-a", **train: Any) -> Task:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randint(0, 17, (n, 8, 8, 1), generator=generator, dtype=torch.uint8)
+    y = torch.randint(0, 4, (n,), generator=generator)
+    return Task(0, 1, 4, INPUTS, model, x, y, x[:10], y[:10], train=TrainSpec(epochs=2, batch_size=8, lr=0.05, **train))
+
+
+def client(folder: Path | None = None, job: Task | None = None, **hparams: Any) -> MoonClient:
+    store = None if folder is None else ClientStore(folder, "moon", "ab")
+    return MoonClient(job or task(), METHOD, MoonHParams(**hparams), store)
+
+
+def payload(seed: int, model: str = "digits-a") -> Payload:
+    made = build_model(model, num_classes=4, channels=1, size=8, seed=seed)
+    return Payload(common=extract(made, [n for n, _ in made.named_parameters()]))
+
+
+def same(a: Arrays, b: Arrays) -> bool:
+    return a.keys() == b.keys() and all(np.array_equal(a[n], b[n]) for n in a)
+
+
+def parameters(model: SplitModel) -> Arrays:
+    return extract(model, [n for n, _ in model.named_parameters()])
+
+
+def ready(tmp_path: Path, job: Task | None = None, **hparams: Any) -> MoonClient:
+    """A client in its second participation, at the start of local training, its model a little way off what it got."""
+    first = client(tmp_path, job, **hparams)
+    first.train_round(payload(1, first.task.model), 1)
+    again = client(tmp_path, job, **hparams)
+    sent = payload(2, first.task.model)
+    again.round = 2
+    again.restore(2, sent)
+    again.receive(sent)
+    again.before_training(sent)
+    with torch.no_grad():
+        for p in again.model.parameters():
+            p.add_(0.01)
+    return again
+
+
+def batch(made: FedClient, rows: list[int]) -> Batch:
+    x = normalise(made.task.x_train[rows].permute(0, 3, 1, 2), INPUTS)
+    return Batch(x, made.task.y_train[rows], [x], torch.tensor(rows))
+
+
+def contrast_loops(z: Tensor, z_glob: Tensor, z_prev: Tensor, tau: float) -> float:
+    """Eq. 3 as it stands in the paper, with plain floats."""
+
+    def cosine(a: list[float], b: list[float]) -> float:
+        norms = math.sqrt(sum(v * v for v in a)) * math.sqrt(sum(v * v for v in b))
+        return sum(u * v for u, v in zip(a, b)) / norms
+
+    losses = []
+    for a, g, p in zip(z.tolist(), z_glob.tolist(), z_prev.tolist()):
+        near, far = math.exp(cosine(a, g) / tau), math.exp(cosine(a, p) / tau)
+        losses.append(-math.log(near / (near + far)))
+    return sum(losses) / len(losses)
+
+
+def test_worked_numbers() -> None:
+    z, z_glob, z_prev = (torch.tensor([row]) for row in ([1.0, 2, 2], [2.0, 1, 2], [-1.0, 0, 1]))
+    assert contrast_loops(z, z_glob, z_prev, 0.5) == pytest.approx(0.239647, abs=5e-7)
+    assert moon_contrast(z, z_glob, z_prev, 0.5).item() == pytest.approx(0.239647, abs=5e-7)
+
+
+@pytest.mark.parametrize(("mu", "tau"), [(1.0, 0.5), (5.0, 0.2)])
+def test_loss_equals_the_papers_formula_by_loops(tmp_path: Path, mu: float, tau: float) -> None:
+    made = ready(tmp_path, mu=mu, tau=tau)
+    rows = [3, 17, 0, 25, 9]
+    got = batch(made, rows)
+    assert made.previous is not None
+    received, previous = made.frozen
+    with torch.no_grad():
+        z, z_glob, z_prev = (m.represent(got.x).double() for m in (made.model, received, previous))
+        supervised = F.cross_entropy(made.model(got.x), got.y).item()
+    expected = supervised + mu * contrast_loops(z, z_glob, z_prev, tau)
+    assert made.step_loss(got).item() == pytest.approx(expected, rel=1e-5)
+    assert expected - supervised > 1e-3
+
+
+def test_gradient_reaches_the_extractor_and_leaves_the_head_to_cross_entropy(tmp_path: Path) -> None:
+    made = ready(tmp_path, mu=3.0)
+    got = batch(made, [1, 2, 3, 4])
+    plain = torch.autograd.grad(F.cross_entropy(made.model(got.x), got.y), list(made.model.parameters()))
+    full = torch.autograd.grad(made.step_loss(got), list(made.model.parameters()))
+    for (name, _), a, b in zip(made.model.named_parameters(), plain, full):
+        assert torch.equal(a, b) == name.startswith("head.")
+
+
+def test_references_computed_once_equal_those_of_every_batch(tmp_path: Path) -> None:
+    made = ready(tmp_path, mu=2.0)
+    got = batch(made, [5, 30, 11])
+    once = made.step_loss(got).item()
+    assert made.references
+    made.references = ()
+    assert made.step_loss(got).item() == pytest.approx(once, rel=1e-5)
+
+
+def test_augmented_images_pass_through_the_frozen_models(tmp_path: Path) -> None:
+    job = task(augment="weak")
+    made = ready(tmp_path, job, mu=2.0)
+    assert not made.references and len(made.frozen) == 2
+    got = batch(made, [5, 30, 11])
+    got.x = got.x.flip(3)
+    z_glob, _ = made.frozen_representations(got)
+    with torch.no_grad():
+        assert torch.equal(z_glob, made.frozen[0].represent(got.x))
+
+
+def test_where_previous_and_received_are_one_model_the_gradient_is_cross_entropys(tmp_path: Path) -> None:
+    made = ready(tmp_path, mu=5.0)
+    made.frozen = (made.frozen[0], made.frozen[0])
+    made.references = ()
+    got = batch(made, [0, 1, 2, 3])
+    loss = made.step_loss(got)
+    plain = F.cross_entropy(made.model(got.x), got.y)
+    assert loss.item() == pytest.approx(plain.item() + 5 * math.log(2), rel=1e-6)
+    for a, b in zip(
+        torch.autograd.grad(loss, list(made.model.parameters())),
+        torch.autograd.grad(plain, list(made.model.parameters())),
+    ):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("round", [1, 7])
+def test_first_participation_is_fedavgs_training_bit_for_bit(tmp_path: Path, round: int) -> None:
+    plain = FedClient(task(), FEDAVG, FEDAVG.hparams(), None)
+    expected, _, expected_metrics = plain.train_round(payload(1), round)
+    arrays, _, metrics = client(tmp_path, mu=5.0).train_round(payload(1), round)
+    assert same(arrays, expected)
+    assert metrics["train-loss"] == expected_metrics["train-loss"]
+
+
+def test_previous_model_is_the_one_of_the_last_participation(tmp_path: Path) -> None:
+    first, _, _ = client(tmp_path).train_round(payload(1), 1)
+    # Rounds 2 to 4 pass without this client; an evaluation in between must not count as a participation.
+    client(tmp_path).evaluate_round(payload(7), 3)
+    again = client(tmp_path)
+    second, _, _ = again.train_round(payload(4), 5)
+    assert again.previous is not None
+    assert same(parameters(again.previous), first)
+    assert same(parameters(again.frozen[0]), payload(4).common)
+    assert not same(second, first)
+    third = client(tmp_path)
+    third.train_round(payload(5), 6)
+    assert third.previous is not None and same(parameters(third.previous), second)
+
+
+def test_contrast_changes_what_is_trained(tmp_path: Path) -> None:
+    results = []
+    for mu in (0.0, 5.0):
+        folder = tmp_path / str(mu)
+        client(folder, mu=mu).train_round(payload(1), 1)
+        results.append(client(folder, mu=mu).train_round(payload(2), 2)[0])
+    assert not same(*results)
+
+
+def test_frozen_models_stay_as_they_are(tmp_path: Path) -> None:
+    client(tmp_path, mu=5.0).train_round(payload(1), 1)
+    before = read_safetensors(next(tmp_path.glob("*.000001.safetensors")))[0]
+    made = client(tmp_path, mu=5.0)
+    made.train_round(payload(2), 2)
+    assert made.previous is not None
+    assert same(parameters(made.previous), {n[6:]: a for n, a in before.items()})
+    for model in made.frozen:
+        assert not model.training
+        assert all(not p.requires_grad and p.grad is None for p in model.parameters())
+    assert all(p.requires_grad for p in made.model.parameters())
+
+
+def test_dropout_is_off_in_the_frozen_models(tmp_path: Path) -> None:
+    made = ready(tmp_path, task(12, "alexnet", augment="weak"), mu=1.0)
+    made.model.train()
+    got = batch(made, [0, 1, 2])
+    for a, b in zip(made.frozen_representations(got), made.frozen_representations(got)):
+        assert torch.equal(a, b)
+    assert not torch.equal(made.model.represent(got.x), made.model.represent(got.x))
+
+
+def test_nothing_but_the_model_is_sent_and_stored(tmp_path: Path) -> None:
+    arrays, n, _ = client(tmp_path).train_round(payload(1), 1)
+    assert list(arrays) == FedClient(task(), FEDAVG, FEDAVG.hparams(), None).up_names()
+    assert n == 40
+    stored = read_safetensors(next(tmp_path.glob("*.safetensors")))[0]
+    assert all(name.startswith("model/") for name in stored)
+
+
+def test_one_sample_and_bf16_are_no_trouble(tmp_path: Path) -> None:
+    for name, job in {"one": task(1), "half": task(precision="bf16")}.items():
+        client(tmp_path / name, job).train_round(payload(1), 1)
+        _, _, metrics = client(tmp_path / name, job).train_round(payload(2), 2)
+        assert math.isfinite(metrics["train-loss"])
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_at_mu_zero_a_run_gives_fedavgs_table(tmp_path: Path, fraction: float) -> None:
+    settings: dict[str, Any] = {"clients": 4, "rounds": 3, "dataset": "digits", "fraction_train": fraction}
+    plain = run(method="fedavg", out=tmp_path / "a", **settings).rounds
+    zero = run(method="moon", method_args="mu=0", out=tmp_path / "z", **settings).rounds
+    other = run(method="moon", method_args="mu=5", out=tmp_path / "o", **settings).rounds
+    kept = [c for c in plain.columns if not c.endswith("seconds")]
+    pd.testing.assert_frame_equal(plain[kept], zero[kept])
+    assert not plain[kept].equals(other[kept])
+
+
+def test_resume_finds_the_previous_models(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"method": "moon", "method_args": "mu=5", "clients": 4, "fraction_train": 0.5}
+    whole = run(rounds=4, out=tmp_path / "whole", **settings).rounds
+    run(rounds=2, out=tmp_path / "parts", **settings)
+    parts = run(resume=tmp_path / "parts", rounds=4).rounds
+    kept = [c for c in whole.columns if not c.endswith("seconds")]
+    pd.testing.assert_frame_equal(whole[kept], parts[kept])
+
+
+def test_the_model_named_moon_contrasts_its_projection(tmp_path: Path) -> None:
+    # The method and MOON's network share a name; the projection ends in 256 numbers without an activation.
+    spec = InputSpec(1, 28, 255.0, (0.3,), (0.4,))
+    x = torch.randint(0, 256, (6, 28, 28, 1), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    job = dataclasses.replace(task(), inputs=spec, model="moon", x_train=x, y_train=torch.arange(6) % 4, x_test=x)
+    job = dataclasses.replace(job, y_test=job.y_train)
+    sent = [Payload(common=parameters(build_model("moon", num_classes=4, channels=1, size=28, seed=s))) for s in (1, 2)]
+    client(tmp_path, job).train_round(sent[0], 1)
+    made = client(tmp_path, job)
+    made.train_round(sent[1], 2)
+    assert [r.shape for r in made.references] == [(6, 256), (6, 256)]
+    assert (made.references[0] < 0).any()
