@@ -1,0 +1,239 @@
+"""The configuration: declared keys, autos, and what is refused before anything is trained."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedapp import cli, config
+from fedapp import engine as engines
+from fedapp.config import RunConfig, defaults, from_flat, resolve
+from fedapp.errors import BadRequest
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_pyproject_declares_every_key_with_its_default() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    declared = project["tool"]["flwr"]["app"]["config"]
+    assert declared == defaults()
+    assert {k: type(v) for k, v in declared.items()} == {k: type(v) for k, v in defaults().items()}
+
+
+def test_a_configuration_survives_its_toml_file(tmp_path: Path) -> None:
+    chosen = from_flat({"method": "fedprox", "method-args": "mu=0.5", "alpha": 0.1, "data-dir": 'a "b" c', "lr": 0.02})
+    config.write_toml(tmp_path / "c.toml", chosen)
+    assert from_flat(config.read_toml(tmp_path / "c.toml")) == chosen
+
+
+def test_auto_is_the_methods_own_value() -> None:
+    assert resolve(from_flat({"method": "fedavg"})).lr == 0.05
+    other = resolve(from_flat({"method": "fedclassavg", "dataset": "mnist"}))
+    assert (other.lr, other.augment, other.model) == (0.01, "weak", "cnn")
+    assert resolve(from_flat({"method": "fedavg", "lr": 0.3})).lr == 0.3
+    assert resolve(from_flat({"optimizer": "adam"})).momentum == 0.0
+
+
+def test_models_are_dealt_by_client_id() -> None:
+    dealt = from_flat({"model": "digits-a, digits-b,digits-c"})
+    assert [dealt.model_of(c) for c in range(5)] == ["digits-a", "digits-b", "digits-c", "digits-a", "digits-b"]
+
+
+def test_balanced_every_round_on_digits_only_unless_said() -> None:
+    assert from_flat({"dataset": "digits"}).balanced_in(3)
+    assert not from_flat({"dataset": "mnist"}).balanced_in(3)
+    assert not from_flat({"dataset": "digits", "balanced-every": -1}).balanced_in(3)
+    every = from_flat({"dataset": "mnist", "balanced-every": 5})
+    assert [every.balanced_in(r) for r in (4, 5, 10)] == [False, True, True]
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"methd": "fedavg"}, "did you mean 'method'"),
+    ({"method": "fedavgg"}, "did you mean 'fedavg'"),
+    ({"method": "zzzzzz"}, "unknown method"),
+    ({"method": 3}, "must be text"),
+    ({"dataset": "mnits"}, "did you mean 'mnist'"),
+    ({"model": "digits-z"}, "did you mean"),
+    ({"model": ","}, "model is empty"),
+    ({"partition": "dirichlett"}, "did you mean 'dirichlet'"),
+    ({"clients": -1}, "at least 0"),
+    ({"clients": 2.5}, "whole number"),
+    ({"clients": "ten"}, "whole number"),
+    ({"num-server-rounds": 0}, "at least 1"),
+    ({"num-server-rounds": "abc"}, "whole number"),
+    ({"fraction-train": 0.0}, "greater than 0"),
+    ({"fraction-train": 1.5}, "at most 1"),
+    ({"alpha": 0.0}, "greater than 0"),
+    ({"alpha": float("nan")}, "alpha"),
+    ({"lr": -0.1}, "lr"),
+    ({"lr": "fast"}, "lr"),
+    ({"batch-size": 0}, "at least 1"),
+    ({"local-epochs": 0}, "at least 1"),
+    ({"momentum": 1.0}, "less than 1"),
+    ({"optimizer": "adamw"}, "optimizer"),
+    ({"augment": "heavy"}, "augment"),
+    ({"precision": "fp8"}, "precision"),
+    ({"buffers": "keep"}, "buffers"),
+    ({"split": "random"}, "split"),
+    ({"min-replies": 0.0}, "min-replies"),
+    ({"wire-dtype": "int8"}, "wire-dtype"),
+    ({"seed": -1}, "at least 0"),
+    ({"resume": "yes"}, "true or false"),
+    ({"protocols": "received,best"}, "protocols"),
+    ({"protocols": ""}, "protocols"),
+    ({"method-args": "mu=1"}, "no hyperparameter 'mu'"),
+    ({"method": "fedprox", "method-args": "mu"}, "name=value"),
+    ({"method": "fedprox", "method-args": "mu=-1"}, "mu"),
+    ({"method": "fedprox", "method-args": "mu=high"}, "mu"),
+    ({"method": "fedprox", "method-args": "mu=1 mu=2"}, "given twice"),
+    ({"method": "fedprox", "method-args": "muu=1"}, "did you mean 'mu'"),
+    ({"method": "fedavg", "model": "digits-a,digits-b"}, "one architecture"),
+    ({"method-args": "share=all", "model": "digits-a,digits-b"}, "one architecture"),
+    ({"optimizer": "adam", "momentum": 0.9}, "momentum is for SGD"),
+    ({"warm-start": True}, "needs state-dir"),
+    ({"resume": True}, "needs out"),
+    ({"federation": "a/b"}, "letters, digits"),
+    ({"dataset": "npz"}, "needs data-dir"),
+    ({"dataset": "folder"}, "needs data-dir"),
+]
+
+
+@pytest.mark.parametrize(("values", "says"), BAD, ids=[str(v) for v, _ in BAD])
+def test_bad_values_are_refused_with_a_reason(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        from_flat(values)
+    assert says in str(caught.value)
+    assert len(str(caught.value).splitlines()) <= 5
+
+
+def small(path: Path, n: int = 12) -> Path:
+    path.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 256, (n, 8, 8), dtype=np.uint8)
+    np.savez(path / "own.npz", x_train=x, y_train=np.arange(n) % 3, x_test=x[:3], y_test=np.arange(3))
+    return path / "own.npz"
+
+
+DATA_BAD: list[tuple[dict[str, Any], str]] = [
+    ({"dataset": "digits", "clients": 5000}, "client"),
+    ({"dataset": "digits", "model": "cnn"}, "cnn"),
+    ({"dataset": "digits", "split": "official"}, "holdout"),
+    ({"dataset": "digits", "partition": "dirichlet", "alpha": 0.001, "clients": 50, "min-samples": 30}, "alpha"),
+    ({"dataset": "digits", "partition": "pathological", "classes-per-client": 11}, "class"),
+    ({"dataset": "mnist", "data-dir": "EMPTY"}, "mnist.npz"),
+    ({"dataset": "npz", "data-dir": "MISSING"}, "MISSING"),
+    ({"dataset": "npz", "data-dir": "OWN", "clients": 20}, "client"),
+]
+
+
+@pytest.mark.parametrize(("values", "says"), DATA_BAD, ids=[str(v) for v, _ in DATA_BAD])
+def test_what_does_not_fit_the_data_is_refused_before_training(
+    values: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDAPP_OFFLINE", "1")
+    places = {"EMPTY": tmp_path, "MISSING": tmp_path / "MISSING", "OWN": small(tmp_path / "own")}
+    if "data-dir" in values:
+        values = {**values, "data-dir": str(places[values["data-dir"]])}
+    with pytest.raises(BadRequest) as caught:
+        engines.prepare(values, tmp_path / "out")
+    assert says in str(caught.value)
+    assert not (tmp_path / "out" / "config.toml").exists()
+
+
+def test_an_output_directory_must_be_new_and_writable(tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "notes.txt").write_text("mine")
+    with pytest.raises(BadRequest, match="not empty"):
+        engines.prepare({}, taken)
+    with pytest.raises(BadRequest, match="is a file"):
+        engines.prepare({}, taken / "notes.txt")
+    with pytest.raises(BadRequest, match=r"cannot be written|is a file"):
+        engines.prepare({}, taken / "notes.txt" / "below")
+    with pytest.raises(BadRequest, match="no run to resume"):
+        engines.resumed(tmp_path / "nothing")
+
+
+def test_the_command_line_goes_before_the_file_and_contradicts_itself_never(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('method = "fedavg"\nseed = 1\n')
+    assert cli.collect({"seed": 2}, ["alpha=0.3"], file) == {"method": "fedavg", "seed": 2, "alpha": 0.3}
+    assert cli.collect({"seed": 2}, ["seed=2"]) == {"seed": 2}
+    with pytest.raises(BadRequest, match="given twice"):
+        cli.collect({"seed": 2}, ["seed=3"])
+    with pytest.raises(BadRequest, match="given twice"):
+        cli.collect({}, ["alpha=0.1", "alpha=0.2"])
+    with pytest.raises(BadRequest, match="key=value"):
+        cli.collect({}, ["alpha"])
+    with pytest.raises(BadRequest, match="does not exist"):
+        cli.collect({}, [], tmp_path / "none.toml")
+    (tmp_path / "bad.toml").write_text("a = = 1")
+    with pytest.raises(BadRequest, match="not TOML"):
+        cli.collect({}, [], tmp_path / "bad.toml")
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [("seed", "3", 3), ("alpha", "1", 1.0), ("lr", "auto", "auto"), ("resume", "true", True), ("dataset", "x", "x")],
+)
+def test_set_values_take_the_type_of_their_key(key: str, text: str, value: Any) -> None:
+    assert config.parse_value(key, text) == value and type(config.parse_value(key, text)) is type(value)
+
+
+@pytest.mark.parametrize(("key", "text"), [("seed", "1.5"), ("alpha", "x"), ("resume", "1"), ("nokey", "1")])
+def test_set_values_of_another_type_are_refused(key: str, text: str) -> None:
+    with pytest.raises(BadRequest):
+        config.parse_value(key, text)
+
+
+def fedapp(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "fedapp.cli", *arguments], capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run", "--method", "fedavgg"],
+        ["run", "--set", "nokey=1"],
+        ["run", "--rounds", "many"],
+        ["run", "--seed", "1", "--set", "seed=2"],
+        ["run", "--engine", "cloud"],
+        ["run", "--resume", "nowhere"],
+        ["run", "--engine", "local", "--client-gpus", "0.5"],
+        ["run", "--superlink", "prod"],
+        ["compare", "--methods", "local,nonsense"],
+        ["compare", "--methods", "local,local"],
+    ],
+    ids=" ".join,
+)
+def test_exit_code_2_and_no_traceback(arguments: list[str]) -> None:
+    done = fedapp(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr and 0 < len(done.stderr.strip().splitlines()) <= 12
+
+
+def test_methods_lists_a_line_each_when_stdout_is_no_terminal() -> None:
+    done = fedapp("methods")
+    assert done.returncode == 0
+    lines = done.stdout.splitlines()
+    assert [line.split("\t")[0] for line in lines][:4] == ["fedclassavg", "cwfedavg", "fedgh", "ccvr"]
+    assert all(len(line.split("\t")) == 5 for line in lines)
+
+
+def test_dry_run_shows_configuration_and_traffic_and_trains_nothing(tmp_path: Path) -> None:
+    done = fedapp("run", "--dry-run", "--out", str(tmp_path / "o"), "--set", "model=digits-a,digits-b")
+    assert done.returncode == 0, done.stderr
+    assert "lr = 0.05" in done.stdout and "2,600 bytes each way" in done.stdout
+    assert not (tmp_path / "o").exists()
+
+
+def test_every_key_has_a_description() -> None:
+    assert all(f.description for f in RunConfig.model_fields.values())

@@ -1,0 +1,195 @@
+"""Replies that do not count: each kind of fault is named, recorded and bounded."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array as FlowerArray
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+
+from fedapp import server_app
+from fedapp.client_app import app as client_app
+from fedapp.config import from_flat, resolve
+from fedapp.errors import BadRequest
+from fedapp.federation import RoundFailed
+from fedapp.localgrid import LocalGrid
+from fedapp.records import INFO, METRICS
+
+Change = Callable[[Message], Message | None]
+
+
+class Faulty(LocalGrid):
+    """A grid that changes the train replies of client 1."""
+
+    def __init__(self, change: Change, clients: int, flat: dict[str, Any], first: int = 1) -> None:
+        super().__init__(client_app, flat, clients)
+        self.change = change
+        self.first = first
+        self.trains = 0
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        replies = []
+        for reply in super().pull_messages(message_ids):
+            if reply.metadata.message_type == "train" and reply.metadata.src_node_id == 1001:
+                self.trains += 1
+                changed = self.change(reply) if self.trains >= self.first else reply
+                if changed is not None:
+                    replies.append(changed)
+            else:
+                replies.append(reply)
+        return replies
+
+
+def arrays(reply: Message) -> ArrayRecord:
+    return reply.content.array_records["arrays"]
+
+
+def rename(reply: Message) -> Message:
+    record = arrays(reply)
+    reply.content["arrays"] = ArrayRecord({("other" if n == "head.bias" else n): a for n, a in record.items()})
+    return reply
+
+
+def put(name: str, value: np.ndarray) -> Change:
+    def change(reply: Message) -> Message:
+        record = dict(arrays(reply).items())
+        record[name] = FlowerArray(value)
+        reply.content["arrays"] = ArrayRecord(record)
+        return reply
+
+    return change
+
+
+def number(key: str, value: float) -> Change:
+    def change(reply: Message) -> Message:
+        reply.content.metric_records[METRICS][key] = value
+        return reply
+
+    return change
+
+
+def failed(reply: Message) -> Message:
+    info = ConfigRecord({"error": "Traceback ...\nValueError: boom", "stage": "train", "client": 1})
+    empty = {"arrays": ArrayRecord(), METRICS: MetricRecord({"num-examples": 0}), INFO: info}
+    reply.content = RecordDict(empty)  # type: ignore[arg-type]
+    return reply
+
+
+def nothing(reply: Message) -> None:
+    return None
+
+
+def garbage(reply: Message) -> Message:
+    reply.content = RecordDict()
+    return reply
+
+
+FAULTS: dict[str, tuple[Change, str]] = {
+    "missing name": (rename, "arrays missing: head.bias"),
+    "foreign name": (put("features.secret", np.zeros(3, np.float32)), "not in what lgfedavg shares"),
+    "wrong shape": (put("head.bias", np.zeros(4, np.float32)), "shape (4,), expected (10,)"),
+    "wrong dtype": (put("head.bias", np.zeros(10, np.int64)), "dtype int64"),
+    "NaN": (put("head.bias", np.full(10, np.nan, np.float32)), "NaN or infinity"),
+    "infinity": (put("head.bias", np.full(10, np.inf, np.float32)), "NaN or infinity"),
+    "zero count": (number("num-examples", 0), "num-examples is 0"),
+    "negative count": (number("num-examples", -5), "num-examples is -5"),
+    "error reply": (failed, "ValueError: boom"),
+    "no content": (garbage, "arrays missing"),
+    "never comes": (nothing, "no answer within"),
+}
+
+
+def go(tmp_path: Path, change: Change, least: float, first: int = 1) -> dict[str, Any]:
+    values = {
+        "method": "lgfedavg", "clients": 3, "num-server-rounds": 2, "local-epochs": 1, "batch-size": 64,
+        "min-replies": least, "round-timeout": 1.0, "out": str(tmp_path / "run"),
+    }  # fmt: skip
+    flat = resolve(from_flat(values)).to_flat()
+    return server_app.serve(Faulty(change, 3, flat, first), flat)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_named_and_the_round_goes_on(fault: str, tmp_path: Path) -> None:
+    change, reason = FAULTS[fault]
+    summary = go(tmp_path, change, least=0.6)
+    assert summary["ok"] and summary["dropped"] == 2
+    rows = (tmp_path / "run" / "dropped.csv").read_text().splitlines()
+    assert len(rows) == 3
+    for line, round in zip(rows[1:], (1, 2), strict=True):
+        assert line.startswith(f"{round},1,train,") and reason in line.replace('"', "")
+    clients = (tmp_path / "run" / "clients.csv").read_text()
+    assert "\n1,0," in clients and "\n1,1," not in clients and "\n1,2," in clients
+
+
+@pytest.mark.parametrize("fault", ["NaN", "error reply", "never comes"])
+def test_too_few_good_replies_end_the_run_truthfully(fault: str, tmp_path: Path) -> None:
+    change, reason = FAULTS[fault]
+    with pytest.raises(RoundFailed, match="min-replies asks for 3"):
+        go(tmp_path, change, least=1.0, first=2)
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    error = json.loads((tmp_path / "run" / "error.json").read_text())
+    assert summary["ok"] is False and reason in error["message"] and "client 1" in error["message"]
+    assert error["exit"] == 1
+    if fault == "error reply":
+        assert (error["client"], error["round"], error["stage"]) == (1, 2, "train")
+        assert "Traceback" in error["traceback"]
+    assert (tmp_path / "run" / "rounds.csv").read_text().count("\n") == 2, "round 1 is kept, round 2 is not written"
+
+
+def test_a_dropped_reply_changes_nothing_but_its_own_weight(tmp_path: Path) -> None:
+    """Averaging without client 1 equals averaging the two others."""
+    from fedapp.state import read_safetensors
+
+    go(tmp_path, FAULTS["NaN"][0], least=0.6)
+    got, _ = read_safetensors(tmp_path / "run" / "models" / "last.safetensors")
+    assert all(np.isfinite(a).all() for a in got.values())
+
+
+class Absent(LocalGrid):
+    """A grid on which a client never introduces itself."""
+
+    def get_node_ids(self) -> Iterable[int]:
+        return [n for n in super().get_node_ids() if n != 1002]
+
+
+def test_waiting_names_who_is_missing_and_ends(tmp_path: Path) -> None:
+    values = {"method": "local", "clients": 3, "out": str(tmp_path / "run"), "wait-timeout": 0.5}
+    flat = resolve(from_flat(values)).to_flat()
+    started = time.monotonic()
+    with pytest.raises(BadRequest, match="waiting for 1 of 3 clients, missing 2"):
+        server_app.serve(Absent(client_app, flat, 3), flat)
+    assert time.monotonic() - started < 60
+    assert json.loads((tmp_path / "run" / "error.json").read_text())["exit"] == 2
+
+
+def test_fewer_nodes_than_clients_is_said_at_once(tmp_path: Path) -> None:
+    values = {"method": "local", "clients": 5, "out": str(tmp_path / "run")}
+    flat = resolve(from_flat(values)).to_flat()
+    with pytest.raises(BadRequest, match="only 3 SuperNodes"):
+        server_app.serve(LocalGrid(client_app, flat, 3), flat)
+
+
+def test_clients_zero_takes_the_nodes_present(tmp_path: Path) -> None:
+    values = {"method": "local", "num-server-rounds": 1, "local-epochs": 1, "out": str(tmp_path / "run")}
+    flat = resolve(from_flat(values)).to_flat()
+    assert server_app.serve(LocalGrid(client_app, flat, 4), flat)["clients"] == 4
+
+
+def test_models_that_disagree_on_what_is_shared_are_found_before_round_1(tmp_path: Path) -> None:
+    values = {
+        "method": "lgfedavg", "dataset": "npz", "clients": 2, "model": "cnn-a,fedgh-5", "data-dir": str(tmp_path),
+        "out": str(tmp_path / "run"), "min-samples": 1, "partition": "iid",
+    }  # fmt: skip
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 256, (40, 28, 28), dtype=np.uint8)
+    np.savez(tmp_path / "own.npz", x_train=x, y_train=np.arange(40) % 4, x_test=x[:8], y_test=np.arange(8) % 4)
+    flat = resolve(from_flat(values)).to_flat()
+    with pytest.raises(BadRequest, match=r"head.weight.*shape \(4, 512\).*shape \(4, 500\)"):
+        server_app.serve(LocalGrid(client_app, flat, 2), flat)
+    assert not (tmp_path / "run" / "rounds.csv").exists()
