@@ -32,7 +32,7 @@ def flatten(state: ServerState) -> tuple[Arrays, dict[str, Any]]:
                 kind = "i:" if isinstance(key, int) else "s:"
                 walk(f"{prefix}\x1f{kind}{key}" if prefix else f"{kind}{key}", inner)
         elif isinstance(value, np.ndarray):
-            arrays[prefix] = np.ascontiguousarray(value).reshape(value.shape)
+            arrays[prefix] = np.asarray(value, order="C")
         elif isinstance(value, np.generic):
             scalars[prefix] = value.item()
         elif value is None or isinstance(value, (bool, int, float, str, list)):

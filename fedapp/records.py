@@ -41,7 +41,7 @@ class Encoder:
 
     def one(self, array: Array) -> FlowerArray:
         """Encode one array."""
-        return FlowerArray(np.ascontiguousarray(_narrow(np.asarray(array), self.wire_dtype)))
+        return FlowerArray(np.asarray(_narrow(array, self.wire_dtype), order="C"))
 
     def content(self, payload: Payload, control: Mapping[str, Scalar]) -> tuple[RecordDict, int]:
         """Return the content of a message, and the bytes of its arrays as they travel."""
@@ -81,7 +81,7 @@ def reply_content(
     arrays: Arrays, metrics: Mapping[str, Any], info: Mapping[str, Scalar], wire_dtype: str
 ) -> RecordDict:
     """Build a client's reply: arrays, numbers (or lists of numbers), and plain facts about itself."""
-    encoded = {name: FlowerArray(np.ascontiguousarray(_narrow(a, wire_dtype))) for name, a in arrays.items()}
+    encoded = {name: FlowerArray(np.asarray(_narrow(a, wire_dtype), order="C")) for name, a in arrays.items()}
     casts = {n: str(a.dtype) for n, a in arrays.items() if str(a.dtype) != encoded[n].dtype}
     return RecordDict(
         {

@@ -66,7 +66,7 @@ def merge(model: nn.Module, arrays: Mapping[str, Array]) -> None:
             raise ValueError(f"'{name}' has shape {tuple(array.shape)}, the model wants {tuple(target.shape)}")
         if np.issubdtype(array.dtype, np.floating) != target.is_floating_point():
             raise ValueError(f"'{name}' has dtype {array.dtype}, the model wants {target.dtype}")
-        target.copy_(torch.from_numpy(np.ascontiguousarray(array)))
+        target.copy_(torch.from_numpy(np.asarray(array, order="C")))
 
 
 def everything(model: nn.Module) -> Arrays:
