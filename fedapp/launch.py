@@ -270,8 +270,7 @@ class Session:
     Starting it takes two or three seconds; several runs in sequence share it. While the block lasts SIGTERM and
     SIGHUP raise ``KeyboardInterrupt`` in the main thread, so that every end passes through the same clean-up: all
     processes that descend from the SuperLink are stopped and it is verified that none is left. Should this process be
-    killed outright, the SuperLink is told by the kernel (Linux) and stops its own; the kernel goes by the thread that
-    entered the block, which must therefore live as long as the session.
+    killed outright, a small guard process does the same.
 
     Parameters
     ----------
@@ -313,7 +312,8 @@ class Session:
         self._start_timeout = start_timeout
         self._mark = uuid.uuid4().hex
         self._superlink: subprocess.Popen[bytes] | None = None
-        self._known: set[psutil.Process] = set()
+        self._family = _Family(self._mark)
+        self._guard: subprocess.Popen[bytes] | None = None
         self._active: RunHandle | None = None
         self._runs = 0
         self._handlers: dict[signal.Signals, Any] = {}
@@ -331,6 +331,7 @@ class Session:
             self.app = self._given_app.resolve() if self._given_app is not None else stage(self.home / "app")
             self.log_path = (self._given_log or self.home / "superlink.log").resolve()
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
+            self._station_guard()
             if self._ray_cpus is not None:
                 self._ray_port = _free_port()
                 self._start_ray()
@@ -362,7 +363,7 @@ class Session:
             if self._healthy():
                 return
             # The free port may have been taken between asking for it and using it; a new one is tried.
-            self._stop_processes(keep=_RAY)
+            self._family.stop(keep=_RAY)
             if attempt == attempts:
                 raise LaunchError(
                     f"the SuperLink did not come up within {self._start_timeout:g} s; its log ends:\n"
@@ -390,7 +391,7 @@ class Session:
                 with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._ray_port), timeout=1):
                     return
                 time.sleep(0.05)
-            self._stop_processes(keep=_FLOWER)
+            self._family.stop(keep=_FLOWER)
             # On the same port: the simulations look for Ray where the SuperLink's environment says.
             self._start_ray()
         raise LaunchError("Ray did not come up; the log ends:\n" + _tail(self.log_path, 0))
@@ -399,7 +400,7 @@ class Session:
         env = self._environment() | dict(env or {})
         with self.log_path.open("ab") as log:
             return subprocess.Popen(
-                [*_DIE_WITH_PARENT, _executable(name, env["PATH"]), *arguments],
+                [_executable(name, env["PATH"]), *arguments],
                 cwd=self.app,
                 env=env,
                 stdin=subprocess.DEVNULL,
@@ -561,84 +562,48 @@ class Session:
             raise (BadRequest if refused else LaunchError)(f"flwr {arguments[0]}: {message}")
         return reply
 
-    # Processes
-
-    def _family(self) -> set[psutil.Process]:
-        """Collect everything that descends from the SuperLink.
-
-        The environment carries a mark, which also finds processes whose parent has died; the tree finds those that
-        wrote over their environment (Ray retitles its workers); what was seen earlier is remembered.
-        """
-        me = os.getpid()
-        found = {process for process in self._known if _alive(process)}
-        uid = os.getuid() if hasattr(os, "getuid") else None
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):
-                if (uid is None or process.uids().real == uid) and process.environ().get(_MARKER) == self._mark:
-                    found.add(process)
-        for process in list(found):
-            with contextlib.suppress(psutil.Error):
-                found.update(process.children(recursive=True))
-        self._known = {process for process in found if process.pid != me and _alive(process)}
-        return set(self._known)
-
-    def _stop_processes(self, keep: Sequence[str] = (), grace: float = 1.0) -> list[psutil.Process]:
-        """Stop the family, politely and then not; return what is left.
-
-        Parameters
-        ----------
-        keep : sequence of str
-            Command names whose processes stay.
-        grace : float
-            Seconds between SIGTERM and SIGKILL.
-        """
-
-        def targets() -> list[psutil.Process]:
-            return [process for process in self._family() if not (keep and _command_names(process) & set(keep))]
-
-        left = targets()
-        for process in left:
-            with contextlib.suppress(psutil.Error):
-                process.terminate()
-        deadline = time.monotonic() + grace
-        while left and time.monotonic() < deadline:
-            time.sleep(0.05)
-            self._reap()
-            left = [process for process in left if _alive(process)]
-        # Children may have been born meanwhile, and killing a parent may take several looks.
-        for _ in range(50):
-            left = targets()
-            if not left:
-                break
-            for process in left:
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
-            time.sleep(0.1)
-            self._reap()
-        return left
-
-    def _reap(self) -> None:
-        for process in (self._superlink, self._ray):
-            if process is not None:
-                process.poll()
-
     def _clear_run(self) -> None:
         """Stop what a run left; Ray's helpers may outlive it by minutes, and the next run must have the machine."""
-        self._stop_processes(keep=_FLOWER if self._ray_cpus is None else _FLOWER + _RAY, grace=0.3)
+        self._family.stop(keep=_FLOWER if self._ray_cpus is None else _FLOWER + _RAY, grace=0.3)
         self._active = None
 
     def _close(self, error: BaseException | None) -> None:
         with _shielded():
-            left = self._stop_processes()
+            left = self._family.stop()
             self._active = None
+            self._dismiss()
             if self.home != Path():
                 shutil.rmtree(self.home, ignore_errors=True)
-            self._restore_signals()
+        self._restore_signals()
         if left:
             message = "these processes could not be stopped: " + ", ".join(str(process.pid) for process in left)
             if error is None:
                 raise LaunchError(message)
             error.add_note(message)
+
+    def _station_guard(self) -> None:
+        """Start the small process that cleans up should this one be killed outright."""
+        self._guard = subprocess.Popen(
+            [sys.executable, "-c", _GUARD, str(Path(__file__).parent.parent), self._mark, str(self.home)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def _dismiss(self) -> None:
+        """Send the guard home, and take leave of the children that were stopped."""
+        if self._guard is not None and self._guard.stdin is not None:
+            with contextlib.suppress(OSError):
+                self._guard.stdin.write(b"done")
+            with contextlib.suppress(OSError):
+                self._guard.stdin.close()
+        for child in (self._guard, self._superlink, self._ray):
+            if child is not None:
+                try:
+                    child.wait(timeout=5)
+                except subprocess.TimeoutExpired:
+                    child.kill()
 
     def _trap_signals(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -653,6 +618,66 @@ class Session:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
         self._handlers.clear()
+
+
+class _Family:
+    """The processes that descend from a session.
+
+    The environment carries a mark, which also finds processes whose parent has died; the tree finds those that wrote
+    over their environment, as a process may that sets its title; what was seen earlier is remembered.
+    """
+
+    def __init__(self, mark: str) -> None:
+        self._mark = mark
+        self._known: set[psutil.Process] = set()
+
+    def members(self) -> set[psutil.Process]:
+        """Collect those that are alive."""
+        me = os.getpid()
+        found = {process for process in self._known if _alive(process)}
+        uid = os.getuid() if hasattr(os, "getuid") else None
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if (uid is None or process.uids().real == uid) and process.environ().get(_MARKER) == self._mark:
+                    found.add(process)
+        for process in list(found):
+            with contextlib.suppress(psutil.Error):
+                found.update(process.children(recursive=True))
+        self._known = {process for process in found if process.pid != me and _alive(process)}
+        return set(self._known)
+
+    def stop(self, keep: Sequence[str] = (), grace: float = 1.0) -> list[psutil.Process]:
+        """Stop them, politely and then not; return what is left.
+
+        Parameters
+        ----------
+        keep : sequence of str
+            Command names whose processes stay.
+        grace : float
+            Seconds between SIGTERM and SIGKILL.
+        """
+
+        def targets() -> list[psutil.Process]:
+            return [process for process in self.members() if not (keep and _command_names(process) & set(keep))]
+
+        left = targets()
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.terminate()
+        deadline = time.monotonic() + grace
+        while left and time.monotonic() < deadline:
+            time.sleep(0.05)
+            left = [process for process in left if _alive(process)]
+        # Children may have been born meanwhile, and killing a parent may take several looks.
+        for _ in range(50):
+            left = targets()
+            if not left:
+                break
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            time.sleep(0.1)
+        return left
 
 
 class RunHandle:
@@ -733,7 +758,7 @@ class RunHandle:
                 return "lost", "the SuperLink ended while the run was going on"
             if simulation is None or now - counted > 5:
                 counted = now
-                family = self._session._family()
+                family = self._session._family.members()
                 if simulation is None:
                     simulation = next((p for p in family if "flwr-simulation" in _command_names(p)), None)
             if simulation is None and now - began > start_timeout:
@@ -817,19 +842,20 @@ ray.init(num_cpus=int(sys.argv[2]), include_dashboard=False, log_to_driver=False
 signal.pause()
 """
 
-# Linux: the SuperLink gets SIGTERM should its parent be killed outright, where no clean-up of ours can run.
-_DIE_WITH_PARENT: tuple[str, ...] = (
-    (
-        sys.executable,
-        "-S",
-        "-c",
-        "import ctypes, os, signal, sys\n"
-        "ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"
-        "os.execv(sys.argv[1], sys.argv[1:])",
-    )
-    if sys.platform == "linux"
-    else ()
-)
+# Run by the guard's interpreter, which is told where this package lies.
+_GUARD = """\
+import sys
+sys.path.insert(0, sys.argv[1])
+from fedapp.launch import _watch_over
+_watch_over(sys.argv[2], sys.argv[3])
+"""
+
+
+def _watch_over(mark: str, home: str) -> None:
+    """Wait until the launcher dismisses this process, or is gone; then stop what it left and remove its folder."""
+    if not sys.stdin.buffer.read():
+        _Family(mark).stop()
+        shutil.rmtree(home, ignore_errors=True)
 
 
 class _Control:
