@@ -1,0 +1,76 @@
+"""Means per class, collected batch by batch: prototypes (FedProto) and mean outputs (federated distillation)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["ClassMeans", "Rows", "problem_of"]
+
+
+class Rows(NamedTuple):
+    """One row per class that is present.
+
+    Attributes
+    ----------
+    values : (S, d) float32.   labels : (S,) int32, ascending.   counts : (S,) int64, at least 1.
+    """
+
+    values: NDArray[np.float32]
+    labels: NDArray[np.int32]
+    counts: NDArray[np.int64]
+
+
+class ClassMeans:
+    """Sums rows per class in float64, in the order in which they come.
+
+    Parameters
+    ----------
+    num_classes, width : C and d.
+    device : where the rows lie.
+    """
+
+    def __init__(self, num_classes: int, width: int, device: torch.device | str = "cpu") -> None:
+        self._sums = torch.zeros(num_classes, width, dtype=torch.float64, device=device)
+        self._counts = torch.zeros(num_classes, dtype=torch.int64, device=device)
+
+    @torch.no_grad()
+    def add(self, rows: Tensor, labels: Tensor) -> None:
+        """Add rows (n, d) with labels (n,) in 0 .. C - 1."""
+        classes = torch.arange(len(self._counts), device=labels.device)
+        # A product instead of a scattered sum, whose order on a GPU would change from run to run.
+        member = labels[None, :] == classes[:, None]
+        self._sums += member.double() @ rows.detach().double()
+        self._counts += member.sum(dim=1)
+
+    def rows(self) -> Rows:
+        """Return the mean of every class of which a row was added."""
+        labels = torch.nonzero(self._counts).reshape(-1)
+        counts = self._counts[labels]
+        values = (self._sums[labels] / counts[:, None]).cpu().numpy().astype(np.float32)
+        return Rows(values, labels.cpu().numpy().astype(np.int32), counts.cpu().numpy())
+
+
+def problem_of(values: NDArray[Any] | None, labels: NDArray[Any] | None, width: int, num_classes: int) -> str | None:
+    """Say what is wrong with rows per class that came from elsewhere, or return None.
+
+    Parameters
+    ----------
+    values, labels : what was received; None where it is missing.
+    width, num_classes : d and C, which the receiver expects.
+    """
+    if values is None or labels is None:
+        return "the values or the labels of the classes are missing"
+    if not np.issubdtype(values.dtype, np.floating) or not np.issubdtype(labels.dtype, np.integer):
+        return f"class values have dtype {values.dtype} and labels {labels.dtype}, expected floating point and integers"
+    if labels.ndim != 1 or values.shape != (len(labels), width):
+        return f"class values have shape {values.shape} for labels of shape {labels.shape}, expected (S, {width}), (S,)"
+    if len(labels) and not (labels.min() >= 0 and labels.max() < num_classes):
+        return f"labels lie in {labels.min()} .. {labels.max()}, expected 0 .. {num_classes - 1}"
+    if len(np.unique(labels)) < len(labels):
+        return "a label occurs twice"
+    return None

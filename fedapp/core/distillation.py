@@ -1,0 +1,50 @@
+"""Divergences between soft predictions, for methods that distil.
+
+Hinton, Vinyals, Dean, "Distilling the Knowledge in a Neural Network", 2015; Zhang et al., "Deep Mutual Learning",
+CVPR 2018. Teachers are constants: no gradient flows into them. Computed in float32 at least.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from torch import Tensor
+from torch.nn import functional as F
+
+__all__ = ["Reduction", "divergence", "divergence_to", "soften"]
+
+Reduction: TypeAlias = Literal["batch", "mean"]
+"""`batch`: sum over classes, mean over the batch, as the divergence is defined. `mean`: mean over batch and classes, C
+times smaller (what `KLDivLoss` does by default, and several published codes with it)."""
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor if tensor.itemsize >= 4 else tensor.float()
+
+
+def _divisor(logits: Tensor, reduction: Reduction) -> int:
+    return 1 if reduction == "batch" else logits.shape[1]
+
+
+def soften(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return `softmax(logits / temperature)`, (B, C)."""
+    return F.softmax(_wide(logits) / temperature, dim=1)
+
+
+def divergence_to(target: Tensor, logits: Tensor, temperature: float = 1.0, reduction: Reduction = "batch") -> Tensor:
+    """Return `KL(target || softmax(logits / temperature))` in nats.
+
+    Parameters
+    ----------
+    target : (B, C) probabilities, rows that sum to 1; zeros are allowed.
+    logits : (B, C) of the student, which alone gets a gradient.
+    """
+    student = F.log_softmax(_wide(logits) / temperature, dim=1)
+    return F.kl_div(student, target.detach(), reduction="batchmean") / _divisor(logits, reduction)
+
+
+def divergence(teacher: Tensor, logits: Tensor, temperature: float = 1.0, reduction: Reduction = "batch") -> Tensor:
+    """Return `KL(softmax(teacher / temperature) || softmax(logits / temperature))` in nats; both (B, C) logits."""
+    student = F.log_softmax(_wide(logits) / temperature, dim=1)
+    target = F.log_softmax(_wide(teacher.detach()) / temperature, dim=1)
+    return F.kl_div(student, target, reduction="batchmean", log_target=True) / _divisor(logits, reduction)
