@@ -1,0 +1,643 @@
+"""cwFedAvg + WDR: worked numbers, slow double loops, limits, and the rules of partial participation."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fedapp
+from clients.base import FedClient, Task
+from clients.cwfedavg import CwFedAvgClient, CwFedAvgHParams, classwise_names
+from fedapp import checkpoint, sampling, selection
+from fedapp.core.classwise import class_globals
+from fedapp.data.transforms import InputSpec
+from fedapp.errors import BadRequest
+from fedapp.method import Arrays, Payload, Reply, ServerContext, ServerState
+from fedapp.models import build_model
+from fedapp.registry import parse_args, resolve
+from fedapp.training import Batch, TrainSpec
+from strategies.cwfedavg import METHOD, CwFedAvg
+from strategies.fedavg import METHOD as FEDAVG
+
+# Three clients, three classes, two features.
+N = [100, 60, 40]
+W = [[[3, 4], [0, 2], [0.6, 0.8]], [[0.3, 0.4], [6, 8], [1, 0]], [[1, 0], [0, 1], [1.2, 1.6]]]
+B = [[0.5, 0.1, -0.2], [0.0, 0.4, 0.2], [-0.1, 0.3, 0.6]]
+COUNTS = [[80, 20, 0], [0, 50, 10], [10, 10, 20]]
+PT = [[0.625, 0.25, 0.125], [0.043478, 0.869565, 0.086957], [0.25, 0.25, 0.5]]
+L = [
+    [2.134366, 2.608257, 1.131748, 2.953575, 0.782354, 0.791639, 0.298784, 0.192222, 0.017989],
+    [1.254965, 1.471088, 3.203860, 5.052211, 0.904580, 0.494138, 0.142022, 0.290523, 0.134910],
+    [1.731636, 1.872724, 1.364840, 3.037747, 0.887245, 0.879696, 0.190008, 0.233661, 0.152664],
+]
+G = [
+    [2.639942, 3.342402, 0.208394, 2.075253, 0.693777, 0.878726, 0.402750, 0.137048, -0.079595],
+    [1.154613, 1.386534, 3.591022, 5.476309, 0.908229, 0.412968, 0.131920, 0.302494, 0.131172],
+    [1.565994, 1.380980, 0.829971, 2.299712, 0.973487, 1.113545, 0.112680, 0.247550, 0.279539],
+]
+FEDAVG_ROW = [1.79, 2.12, 1.80, 3.60, 0.84, 0.72, 0.23, 0.23, 0.08]
+EXACT = {"rtol": 0, "atol": 6e-7}
+
+
+def context(initial: Arrays, num_classes: int) -> ServerContext:
+    return ServerContext(
+        seed=0,
+        clients=(),
+        num_classes=num_classes,
+        width=int(initial["head.weight"].shape[1]),
+        initial=initial,
+        initial_from=lambda k: initial,
+        rng=lambda purpose, *numbers: sampling.rng(0, purpose, *numbers),
+    )
+
+
+def strategy(**hparams: object) -> CwFedAvg:
+    chosen = CwFedAvgHParams(**hparams)  # type: ignore[arg-type]
+    return CwFedAvg(resolve(METHOD, chosen), chosen)
+
+
+def toy_head(w: object, b: object) -> Arrays:
+    return {"head.weight": np.array(w, np.float32), "head.bias": np.array(b, np.float32)}
+
+
+def toy_reply(i: int, **extra: np.ndarray) -> Reply:
+    return Reply(i, N[i], {**toy_head(W[i], B[i]), **extra}, {})
+
+
+def toy(
+    *clients: int, state: ServerState | None = None, round: int = 1, **hparams: object
+) -> tuple[CwFedAvg, ServerState]:
+    server = strategy(**hparams)
+    ctx = context(toy_head(np.full((3, 2), 7.0), np.zeros(3)), 3)
+    start = server.init(ctx) if state is None else server.load_state_dict(state, ctx)
+    return server, server.aggregate(start, round, iter([toy_reply(i) for i in clients]))
+
+
+def flat(arrays: Arrays) -> np.ndarray:
+    return np.concatenate([arrays[n].ravel() for n in sorted(arrays, key=lambda n: (n != "head.weight", n))])
+
+
+def sent(server: CwFedAvg, state: ServerState, client: int) -> np.ndarray:
+    return flat(server.send(state, 2, client).all())
+
+
+def rows(state: ServerState) -> list[Arrays]:
+    return [state["rows"][i] for i in range(len(state["rows"]))]
+
+
+# ---- worked numbers --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", ["output", "all", "1"])
+def test_worked_numbers(layers: str) -> None:
+    server, state = toy(0, 1, 2, layers=layers)
+    np.testing.assert_allclose([state["pt"][i] for i in range(3)], PT, **EXACT)
+    q = [[0.832127, 0.286783, 0.331412], [0.034732, 0.598504, 0.138329], [0.133140, 0.114713, 0.530259]]
+    np.testing.assert_allclose(state["q"], q, **EXACT)
+    np.testing.assert_allclose([sent(server, state, i) for i in range(3)], L, rtol=0, atol=1e-6)
+    np.testing.assert_allclose([flat(g) for g in class_globals(rows(state), state["q"])], G, rtol=0, atol=1e-6)
+
+
+def test_common_layers_are_fedavg() -> None:
+    server, state = toy(0, 1, 2, layers="none")
+    np.testing.assert_allclose([sent(server, state, i) for i in (0, 1, 9)], [FEDAVG_ROW] * 3, rtol=0, atol=1e-6)
+
+
+def test_partial_participation() -> None:
+    """Round 2 sees clients 0 and 2; client 1 is blended with its stored distribution, a newcomer with 1/K."""
+    _, first = toy(0, 1, 2)
+    server, state = toy(0, 2, state=first, round=2)
+    np.testing.assert_allclose(state["q"], [[0.862069, 0.714286, 0.384615], [0.137931, 0.285714, 0.615385]], **EXACT)
+    theta = [flat(toy_head(W[i], B[i])) for i in (0, 2)]
+    a = [[0.765441, 0.234559], [0.692044, 0.307956], [0.586396, 0.413604], [0.653657, 0.346343]]
+    for client, row in zip((0, 1, 2, 7), a, strict=True):
+        np.testing.assert_allclose(sent(server, state, client), np.array(row) @ theta, rtol=0, atol=4e-6)
+    newcomer = [2.307313, 2.614627, 0, 1.653657, 0.807806, 1.077075, 0.292194, 0.169269, 0.077075]
+    np.testing.assert_allclose(sent(server, state, 7), newcomer, rtol=0, atol=1e-6)
+    np.testing.assert_allclose(state["pt"][1], PT[1], **EXACT)  # of its last upload
+    assert 7 not in state["pt"]
+
+
+def test_empirical_distributions() -> None:
+    p = np.array(COUNTS) / np.array(N)[:, None]
+    server = strategy(dist="empirical")
+    start = server.init(context(toy_head(np.ones((3, 2)), np.zeros(3)), 3))
+    replies = [toy_reply(i, distribution=p[i].astype(np.float32)) for i in range(3)]
+    assert all(server._check(r) is None for r in replies)
+    state = server.aggregate(start, 1, iter(replies))
+    q = [[0.888889, 0.25, 0], [0, 0.625, 0.333333], [0.111111, 0.125, 0.666667]]
+    np.testing.assert_allclose(state["q"], q, **EXACT)
+    a = [[0.761111, 0.125, 0.113889], [0.208333, 0.576389, 0.215278], [0.284722, 0.322917, 0.392361]]
+    theta = np.array([flat(toy_head(W[i], B[i])) for i in range(3)])
+    np.testing.assert_allclose([sent(server, state, i) for i in range(3)], a @ theta, rtol=0, atol=4e-6)
+
+
+# ---- oracle ----------------------------------------------------------------------------------------------------------
+
+NAMES = {"features.conv1.weight": (2, 3), "features.bn1.running_var": (2,), "features.fc1.weight": (4, 2)}
+
+
+def instance(seed: int, clients: int, classes: int) -> tuple[Arrays, list[Reply]]:
+    rng = np.random.default_rng(seed)
+    shapes = {**NAMES, "head.weight": (classes, 4), "head.bias": (classes,)}
+
+    def draw() -> Arrays:
+        arrays = {n: rng.normal(size=s).astype(np.float32) for n, s in shapes.items()}
+        arrays["features.bn1.running_var"] = np.abs(arrays["features.bn1.running_var"])
+        arrays["head.weight"] *= rng.uniform(0.05, 3, size=(classes, 1)).astype(np.float32)
+        return arrays
+
+    return draw(), [Reply(i, int(rng.integers(1, 500)), draw(), {}) for i in range(clients)]
+
+
+def slow(
+    replies: Sequence[Reply], p: dict[int, np.ndarray], recipient: np.ndarray, names: Sequence[str], classes: int
+) -> Arrays:
+    """Equations 5, 6 and 7 one number after the other; all other arrays averaged by n_i."""
+    total = sum(r.num_samples for r in replies)
+    out = {}
+    for name in replies[0].arrays:
+        value = np.zeros(replies[0].arrays[name].shape)
+        if name not in names:
+            for r in replies:
+                value += r.num_samples / total * r.arrays[name].astype(float)
+        else:
+            for j in range(classes):
+                mass = sum(r.num_samples * p[r.client][j] for r in replies)
+                for r in replies:
+                    q = r.num_samples * p[r.client][j] / mass if mass else r.num_samples / total
+                    value += recipient[j] * q * r.arrays[name].astype(float)
+        out[name] = value
+    return out
+
+
+def slow_pt(head_weight: np.ndarray) -> np.ndarray:
+    norms = [sum(float(v) ** 2 for v in row) ** 0.5 for row in head_weight]
+    return np.array(norms) / sum(norms)
+
+
+@pytest.mark.parametrize("layers", ["output", "all", "fc1+output", "conv1"])
+@pytest.mark.parametrize(
+    ("clients", "classes"), [(1, 4), (3, 4), (4, 4), (5, 4), (8, 4), (9, 4), (23, 4), (7, 1), (6, 2), (5, 30)]
+)
+def test_against_double_loops(layers: str, clients: int, classes: int) -> None:
+    initial, replies = instance(clients * 31 + classes, clients, classes)
+    server = strategy(layers=layers)
+    start = server.init(context(initial, classes))
+    state = server.aggregate(start, 1, iter(replies))
+    assert len(state["rows"]) == min(clients, classes) == len(state["q"])
+    np.testing.assert_allclose(state["q"].sum(axis=0), 1, rtol=1e-12)
+    names = classwise_names(layers, list(initial))
+    p = {r.client: slow_pt(r.arrays["head.weight"]) for r in replies}
+    for client in (*range(clients), 99):
+        expected = slow(replies, p, p.get(client, np.full(classes, 1 / classes)), names, classes)
+        payload = server.send(state, 2, client)
+        got = payload.all()
+        assert set(got) == set(initial)
+        for name in got:
+            np.testing.assert_allclose(got[name], expected[name], rtol=2e-5, atol=3e-6)
+            assert got[name].dtype == np.float32 and got[name].shape == initial[name].shape
+        assert (got["features.bn1.running_var"] >= 0).all()
+        if len(state["rows"]) > 1:  # a single class-wise model is common to all
+            assert sorted(payload.arrays) == sorted(names)
+            assert all(payload.common[n] is state["common"][n] for n in set(initial) - set(names))
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), clients=st.integers(1, 12), classes=st.integers(1, 5))
+def test_order_of_clients_changes_nothing(seed: int, clients: int, classes: int) -> None:
+    initial, replies = instance(seed, clients, classes)
+    server = strategy(layers="all")
+    start = server.init(context(initial, classes))
+    one = server.aggregate(start, 1, iter(replies))
+    other = server.aggregate(start, 1, iter(replies[::-1]))
+    for client in (0, 99):
+        a, b = server.send(one, 2, client).all(), server.send(other, 2, client).all()
+        for name in a:
+            np.testing.assert_allclose(a[name], b[name], rtol=2e-5, atol=3e-6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 10_000), clients=st.integers(1, 12), classes=st.integers(1, 5))
+def test_a_consensus_is_kept_and_blends_stay_between_the_uploads(seed: int, clients: int, classes: int) -> None:
+    initial, replies = instance(seed, clients, classes)
+    server = strategy(layers="all")
+    state = server.aggregate(server.init(context(initial, classes)), 1, iter(replies))
+    for name, blend in server.send(state, 2, 0).all().items():
+        uploads = np.stack([r.arrays[name] for r in replies])
+        assert (blend <= uploads.max(0) + 1e-5).all() and (blend >= uploads.min(0) - 1e-5).all()
+    same = [Reply(r.client, r.num_samples, replies[0].arrays, {}) for r in replies]
+    state = server.aggregate(server.init(context(initial, classes)), 1, iter(same))
+    for name, blend in server.send(state, 2, 0).all().items():
+        np.testing.assert_allclose(blend, replies[0].arrays[name], rtol=1e-5, atol=1e-6)
+
+
+# ---- limits ----------------------------------------------------------------------------------------------------------
+
+
+def test_even_distributions_give_fedavg() -> None:
+    initial, replies = instance(5, 6, 3)
+    for r in replies:  # rows of equal norm: p~ = 1/K
+        w = r.arrays["head.weight"]
+        r.arrays["head.weight"] = (w / np.linalg.norm(w, axis=1, keepdims=True)).astype(np.float32)
+    mean, all_layers = strategy(layers="none"), strategy(layers="all")
+    expected = mean.send(mean.aggregate(mean.init(context(initial, 3)), 1, iter(replies)), 2, 0).all()
+    state = all_layers.aggregate(all_layers.init(context(initial, 3)), 1, iter(replies))
+    for client in (0, 5, 99):
+        got = all_layers.send(state, 2, client).all()
+        for name in got:
+            np.testing.assert_allclose(got[name], expected[name], rtol=1e-5, atol=2e-6)
+
+
+def empirical(replies: list[Reply], owners: Sequence[Sequence[float]]) -> list[Reply]:
+    for r, p in zip(replies, owners, strict=True):
+        r.arrays["distribution"] = np.array(p, np.float32)
+    return replies
+
+
+@pytest.mark.parametrize("clients", [4, 11])
+def test_one_class_a_client(clients: int) -> None:
+    """Eq. 9: clients of one class share FedAvg of that class among themselves. Class 3 is held by nobody."""
+    initial, replies = instance(7, clients, 4)
+    kinds = [i % 3 for i in range(clients)]
+    server = strategy(layers="all", dist="empirical")
+    start = server.init(context(initial, 4))
+    state = server.aggregate(start, 1, iter(empirical(replies, np.eye(4)[kinds].tolist())))
+    for i, kind in enumerate(kinds):
+        own = [r for r, k in zip(replies, kinds, strict=True) if k == kind]
+        weight = sum(r.num_samples for r in own)
+        for name, value in server.send(state, 2, i).all().items():
+            expected = sum(r.num_samples / weight * r.arrays[name].astype(float) for r in own)
+            np.testing.assert_allclose(value, expected, rtol=1e-5, atol=2e-6)
+    nobody = {**state, "pt": {50: np.eye(4)[3]}}  # the class without a holder: FedAvg over all, not 0/0
+    total = sum(r.num_samples for r in replies)
+    for name, value in server.send(nobody, 2, 50).all().items():
+        expected = sum(r.num_samples / total * r.arrays[name].astype(float) for r in replies)
+        np.testing.assert_allclose(value, expected, rtol=1e-5, atol=2e-6)
+
+
+def test_one_class_in_all_is_fedavg() -> None:
+    initial, replies = instance(8, 5, 1)
+    a, b = strategy(layers="all"), strategy(layers="none")
+    one = a.send(a.aggregate(a.init(context(initial, 1)), 1, iter(replies)), 2, 0).all()
+    two = b.send(b.aggregate(b.init(context(initial, 1)), 1, iter(replies)), 2, 0).all()
+    for name in one:
+        np.testing.assert_allclose(one[name], two[name], rtol=1e-5, atol=2e-6)
+
+
+# ---- partial participation -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", ["output", "all", "none"])
+def test_round_one_hands_out_the_initial_model_itself(layers: str) -> None:
+    initial, _ = instance(1, 0, 4)
+    server = strategy(layers=layers)
+    state = server.init(context(initial, 4))
+    first, second = server.send(state, 1, 0), server.send(state, 1, 17)
+    assert set(first.common) == set(initial) and not first.arrays
+    assert all(first.common[n] is second.common[n] is initial[n] for n in initial)
+
+
+def test_only_the_last_rounds_uploads_count_and_old_distributions_stay() -> None:
+    initial, replies = instance(2, 6, 3)
+    server = strategy(layers="all")
+    first = server.aggregate(server.init(context(initial, 3)), 1, iter(replies[:4]))
+    second = server.aggregate(first, 2, iter(replies[4:]))
+    assert sorted(second["pt"]) == [0, 1, 2, 3, 4, 5]
+    p = {r.client: slow_pt(r.arrays["head.weight"]) for r in replies}
+    expected = slow(replies[4:], p, p[1], list(initial), 3)
+    for name, value in server.send(second, 3, 1).all().items():
+        np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=2e-6)
+
+
+def test_a_single_upload_is_what_everybody_gets() -> None:
+    initial, replies = instance(3, 1, 4)
+    server = strategy()
+    state = server.aggregate(server.init(context(initial, 4)), 1, iter(replies))
+    for client in (0, 9):
+        got = server.send(state, 2, client).all()
+        assert all(np.array_equal(got[n], replies[0].arrays[n]) for n in initial)
+
+
+def test_no_upload_leaves_everything() -> None:
+    server, state = toy(0, 1, 2)
+    after = server.aggregate(state, 2, iter([]))
+    assert np.array_equal(sent(server, after, 1), sent(server, state, 1))
+    assert server.report(after)["wdr"] == [None, None]
+
+
+@pytest.mark.parametrize("classes", [3, 2])
+def test_a_class_that_no_participant_holds_may_keep_its_model(classes: int) -> None:
+    """tau: with 2 classes the kept model makes three rows for two classes, so the globals themselves are kept."""
+    initial, replies = instance(4, 4, classes)
+    eye = np.eye(classes)
+    server = strategy(layers="all", dist="empirical", tau=0.5)
+    start = server.init(context(initial, classes))
+    first = server.aggregate(start, 1, iter(empirical(replies[:2], eye[[0, 1]].tolist())))
+    before = {j: flat(class_globals(rows(first), first["q"])[j]) for j in range(classes)}
+    second = server.aggregate(first, 2, iter(empirical(replies[2:], eye[[0, 0]].tolist())))
+    after = {j: flat(class_globals(rows(second), second["q"])[j]) for j in range(classes)}
+    assert not np.allclose(after[0], before[0])
+    for j in range(1, classes):
+        np.testing.assert_allclose(after[j], before[j], rtol=1e-6)
+    assert len(second["rows"]) == len(second["q"]) and (len(second["rows"]) == 2 if classes == 2 else True)
+    assert len(second["rows"]) <= max(2, classes)
+
+
+def test_without_tau_no_class_keeps_its_model() -> None:
+    initial, replies = instance(4, 4, 3)
+    eye = np.eye(3)
+    server = strategy(layers="all", dist="empirical")
+    first = server.aggregate(server.init(context(initial, 3)), 1, iter(empirical(replies[:2], eye[[0, 1]].tolist())))
+    second = server.aggregate(first, 2, iter(empirical(replies[2:], eye[[0, 0]].tolist())))
+    total = sum(r.num_samples for r in replies[2:])
+    mean = sum(
+        r.num_samples / total * flat(r.arrays).astype(float) for r in replies[2:] if r.arrays.pop("distribution").any()
+    )
+    np.testing.assert_allclose(flat(class_globals(rows(second), second["q"])[1]), mean, rtol=1e-5, atol=2e-6)
+
+
+def test_no_more_than_three_k_models_are_held_while_replies_come_in() -> None:
+    import weakref
+
+    classes, clients = 2, 40
+    initial, _ = instance(0, 0, classes)
+    alive: list[weakref.ref[np.ndarray]] = []
+    most = 0
+
+    def replies() -> object:
+        nonlocal most
+        for i in range(clients):
+            reply = instance(i, 1, classes)[1][0]
+            alive.append(weakref.ref(reply.arrays["features.fc1.weight"]))
+            reply.client = i
+            yield reply
+            del reply
+            most = max(most, sum(r() is not None for r in alive))
+
+    server = strategy(layers="all")
+    state = server.aggregate(server.init(context(initial, classes)), 1, replies())  # type: ignore[arg-type]
+    assert most <= 2 * classes + 1
+    assert len(state["rows"]) == classes and len(state["pt"]) == clients
+
+
+def test_the_old_state_is_left_alone() -> None:
+    initial, replies = instance(6, 9, 3)
+    server = strategy(layers="fc1+output")
+    first = server.aggregate(server.init(context(initial, 3)), 1, iter(replies))
+    arrays, _ = checkpoint.flatten(first)
+    copies = {k: a.copy() for k, a in arrays.items()}
+    server.aggregate(first, 2, iter(replies[3:5]))
+    again, _ = checkpoint.flatten(first)
+    assert set(again) == set(copies)
+    assert all(np.array_equal(again[k], copies[k], equal_nan=True) for k in copies)
+
+
+@pytest.mark.parametrize(("clients", "classes"), [(0, 4), (12, 15), (30, 12)])
+def test_the_state_survives_a_checkpoint(tmp_path: Path, clients: int, classes: int) -> None:
+    """More than ten rows, so that an order by names ("10" before "2") would show."""
+    initial, replies = instance(9, clients, classes)
+    server = strategy(layers="all")
+    state = server.aggregate(server.init(context(initial, classes)), 1, iter(replies))
+    checkpoint.save(tmp_path, 1, state, {})
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    fresh = strategy(layers="all")
+    back = fresh.load_state_dict(found[1], context(initial, classes))
+    for client in (0, 11, 99):
+        a, b = server.send(state, 2, client).all(), fresh.send(back, 2, client).all()
+        assert set(a) == set(b) and all(np.array_equal(a[n], b[n]) for n in a)
+
+
+# ---- replies ---------------------------------------------------------------------------------------------------------
+
+
+def test_replies_that_say_nothing_about_classes_are_refused() -> None:
+    server, _ = toy(0, 1, 2)
+    zero = toy_reply(0)
+    zero.arrays["head.weight"] = np.zeros((3, 2), np.float32)
+    assert "zero" in str(server._check(zero))
+    assert server._check(toy_reply(0)) is None
+
+
+def test_a_distribution_travels_only_where_it_was_asked_for() -> None:
+    p = np.array([0.2, 0.3, 0.5], np.float32)
+    server, _ = toy(0, 1, 2)
+    assert "distribution" in str(server._check(toy_reply(0, distribution=p)))
+    asked = strategy(dist="empirical")
+    asked.init(context(toy_head(np.ones((3, 2)), np.zeros(3)), 3))
+    assert asked._check(toy_reply(0, distribution=p)) is None
+    assert "missing" in str(asked._check(toy_reply(0)))
+    for bad in (p * 2, np.array([-0.5, 0.5, 1.0], np.float32), p[:2], p[:, None]):
+        assert "shares" in str(asked._check(toy_reply(0, distribution=bad)))
+
+
+# ---- layers ----------------------------------------------------------------------------------------------------------
+
+CNN = [f"features.{n}.{part}" for n in ("conv1", "conv2", "fc1") for part in ("weight", "bias")] + [
+    "head.weight",
+    "head.bias",
+]
+
+
+@pytest.mark.parametrize(
+    ("layers", "count"),
+    [
+        ("output", 2), ("head", 2), ("all", 8), ("none", 0), ("1", 2), ("2", 4), ("3", 6), ("4", 8), ("fc1+output", 4),
+        ("fc1,output", 4), ("conv2+fc1+output", 6), ("conv1", 2), ("features.conv1", 2), ("features", 6),
+    ],
+)  # fmt: skip
+def test_layers_of_the_four_layer_network(layers: str, count: int) -> None:
+    model = build_model("cnn", num_classes=10, channels=3, size=32, seed=0)
+    names = selection.shared_names(model, ("",))
+    assert names == CNN
+    got = classwise_names(layers, names)
+    assert len(got) == count and got == [n for n in names if n in got]
+    if layers.isdecimal() or layers in ("output", "fc1+output", "conv2+fc1+output", "all"):
+        assert got == CNN[len(CNN) - count :]  # a suffix in forward order
+
+
+def test_layers_are_whole_name_components() -> None:
+    names = ["features.conv2.weight", "features.conv2b.weight", "features.bn.running_var", "head.weight", "head.bias"]
+    assert classwise_names("conv2", names) == ["features.conv2.weight"]
+    assert classwise_names("2", names) == ["features.bn.running_var", "head.weight", "head.bias"]
+
+
+@pytest.mark.parametrize("layers", ["fc2", "conv", "0", "5", "fc1,,output", "bias", "fc1+"])
+def test_unknown_layers_are_bad_requests(layers: str) -> None:
+    with pytest.raises(BadRequest, match="conv1, conv2, fc1, output"):
+        classwise_names(layers, CNN)
+
+
+# ---- the client ------------------------------------------------------------------------------------------------------
+
+
+def task(y: Sequence[int], classes: int, lr: float = 0.005) -> Task:
+    x = torch.randint(0, 17, (len(y), 8, 8, 1), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+    labels = torch.tensor(y, dtype=torch.int64)
+    return Task(
+        client=0, seed=0, num_classes=classes, inputs=InputSpec(1, 8, 16.0, (0.3,), (0.4,)), model="digits-b",
+        x_train=x, y_train=labels, x_test=x[:2], y_test=labels[:2],
+        train=TrainSpec(epochs=1, batch_size=16, lr=lr, momentum=0.0),
+    )  # fmt: skip
+
+
+def client(i: int, **hparams: object) -> CwFedAvgClient:
+    y = list(itertools.chain.from_iterable([k] * c for k, c in enumerate(COUNTS[i])))
+    one = CwFedAvgClient(task(y, 3), METHOD, CwFedAvgHParams(**hparams))  # type: ignore[arg-type]
+    one.model = build_model("digits-b", num_classes=3, channels=1, size=8, seed=0)
+    one.model.head = torch.nn.Linear(2, 3)
+    with torch.no_grad():
+        one.model.head.weight.copy_(torch.tensor(W[i]))
+        one.model.head.bias.copy_(torch.tensor(B[i]))
+    one.before_training(Payload())
+    return one
+
+
+def without_cross_entropy(monkeypatch: pytest.MonkeyPatch, one: CwFedAvgClient) -> torch.Tensor:
+    monkeypatch.setattr(FedClient, "step_loss", lambda self, batch: torch.zeros(()))
+    empty = torch.zeros(0)
+    return one.step_loss(Batch(empty, empty, [empty], empty))
+
+
+@pytest.mark.parametrize(("i", "distance"), [(0, 0.220794), (1, 0.097759), (2, 0.0)])
+def test_regulariser(monkeypatch: pytest.MonkeyPatch, i: int, distance: float) -> None:
+    loss = without_cross_entropy(monkeypatch, client(i, lam=10))
+    assert float(loss.detach()) == pytest.approx(10 * distance, abs=6e-6)
+    assert client(i).reply_metrics()["wdr"] == pytest.approx(distance, abs=6e-7)
+
+
+def test_authors_factor(monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = without_cross_entropy(monkeypatch, client(0, lam=10, wdr="authors"))
+    assert float(loss.detach()) == pytest.approx(1.103970, abs=3e-6)
+
+
+def test_one_step_of_the_regulariser_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = client(0, lam=10)
+    loss = without_cross_entropy(monkeypatch, one)
+    loss.backward()  # type: ignore[no-untyped-call]
+    head = one.model.head
+    assert head.weight.grad is not None and head.bias.grad is None
+    expected = [[-0.031845, -0.042460], [0, 0.074306], [0.070060, 0.093413]]
+    np.testing.assert_allclose(head.weight.grad.numpy() / 10, expected, rtol=0, atol=6e-7)
+    torch.optim.SGD(head.parameters(), lr=0.005).step()
+    after = [[3.001592, 4.002123], [0, 1.996285], [0.596497, 0.795329]]
+    np.testing.assert_allclose(head.weight.detach().numpy(), after, rtol=0, atol=6e-7)
+    assert one.reply_metrics()["wdr"] == pytest.approx(0.219694, abs=6e-7)
+
+
+def test_no_gradient_at_distance_zero_and_a_finite_one_at_a_zero_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = client(2, lam=10)
+    without_cross_entropy(monkeypatch, exact).backward()  # type: ignore[no-untyped-call]
+    grad = exact.model.head.weight.grad
+    assert grad is not None and not torch.isnan(grad).any() and float(grad.abs().max()) < 1e-5
+    zero = client(0, lam=10)
+    with torch.no_grad():
+        zero.model.head.weight[1] = 0
+    without_cross_entropy(monkeypatch, zero).backward()  # type: ignore[no-untyped-call]
+    grad = zero.model.head.weight.grad
+    assert grad is not None and torch.isfinite(grad).all() and not grad[1].any() and grad[0].any()
+
+
+def test_distribution_of_the_training_split() -> None:
+    p = client(0).distribution()
+    assert p.dtype == np.float32 and p.tolist() == pytest.approx([0.8, 0.2, 0.0]) and p[2] == 0
+
+
+@pytest.mark.parametrize(("classes", "lam"), [(10, 10.0), (100, 1000.0), (26, 67.6)])
+def test_lambda_grows_with_the_square_of_the_number_of_classes(classes: int, lam: float) -> None:
+    assert CwFedAvgHParams().weight(classes) == pytest.approx(lam)
+    assert CwFedAvgHParams(wdr="authors").weight(classes) == pytest.approx(lam / 2)
+    assert CwFedAvgHParams(lam=2000).weight(classes) == 2000
+
+
+def test_the_regulariser_does_its_work() -> None:
+    """A step changes p~ by about lr lambda / S^2 = 0.015 here (S = 4 * 0.577): 100 steps are enough, and it stays."""
+    from dataclasses import replace
+
+    def distance(lam: float) -> float:
+        data = task([0] * 60 + [1] * 20, 4, lr=0.05)
+        data = replace(data, train=replace(data.train, epochs=20))
+        one = CwFedAvgClient(data, METHOD, CwFedAvgHParams(lam=lam))
+        model = build_model("digits-b", num_classes=4, channels=1, size=8, seed=0)
+        one.train_round(Payload(arrays=selection.everything(model)), 1)
+        return float(one.reply_metrics()["wdr"])
+
+    assert distance(1.6) < 0.1 < 0.5 < distance(0)
+
+
+def test_nothing_but_the_model_leaves_a_client() -> None:
+    model = build_model("digits-b", num_classes=4, channels=1, size=8, seed=0)
+    payload = Payload(arrays=selection.everything(model))
+    one = CwFedAvgClient(task([0, 1, 2, 0], 4), METHOD, CwFedAvgHParams())
+    assert set(one.train_round(payload, 1)[0]) == set(model.state_dict())
+    told = CwFedAvgHParams(dist="empirical")
+    two = CwFedAvgClient(task([0, 1, 2, 0], 4), resolve(METHOD, told), told)
+    arrays = two.train_round(payload, 1)[0]
+    assert set(arrays) == {*model.state_dict(), "distribution"}
+    assert arrays["distribution"].tolist() == [0.5, 0.25, 0.25, 0.0] and arrays["distribution"].dtype == np.float32
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+
+
+def run(out: Path, method: str = "cwfedavg", args: str = "", **kw: object) -> fedapp.RunResult:
+    values: dict[str, object] = {
+        "clients": 4, "rounds": 2, "local_epochs": 1, "partition": "classes", "protocols": "received,trained", **kw,
+    }  # fmt: skip
+    return fedapp.run(method=method, method_args=args, dataset="digits", out=out, **values)
+
+
+def table(result: fedapp.RunResult) -> str:
+    rounds = result.rounds
+    return str(rounds[[c for c in rounds if not c.endswith("seconds")]].to_csv())
+
+
+def test_without_regulariser_and_class_wise_layers_it_is_fedavg(tmp_path: Path) -> None:
+    mine = run(tmp_path / "a", args="layers=none lam=0", fraction_train=0.5)
+    fedavg = run(tmp_path / "b", FEDAVG.id, fraction_train=0.5)
+    assert table(mine) == table(fedavg)
+    assert mine.final.drop(columns="client_seconds").equals(fedavg.final.drop(columns="client_seconds"))
+
+
+def test_with_one_client_it_is_fedavg(tmp_path: Path) -> None:
+    settings = {"clients": 1, "partition": "iid", "rounds": 1}
+    mine = run(tmp_path / "a", args="layers=all lam=0", **settings)
+    assert table(mine) == table(run(tmp_path / "b", FEDAVG.id, **settings))
+
+
+def test_resume_under_partial_participation(tmp_path: Path) -> None:
+    settings = {"clients": 6, "fraction_train": 0.5}
+    whole = run(tmp_path / "a", args="layers=fc1+output", **{**settings, "rounds": 3})
+    run(tmp_path / "b", args="layers=fc1+output", **{**settings, "rounds": 2})
+    resumed = fedapp.run(resume=tmp_path / "b", rounds=3)
+    assert table(whole) == table(resumed)
+    assert whole.summary["wdr"] == resumed.summary["wdr"] and len(resumed.summary["wdr"]) == 3
+    assert whole.summary["classwise_layers"] == ["features.fc1", "head"]
+
+
+def test_traffic_is_that_of_fedavg(tmp_path: Path) -> None:
+    size = 38_282 * 4
+    summary = run(tmp_path / "a").summary
+    assert summary["bytes_up"] == summary["bytes_down"] == size and not summary["warnings"]
+    told = run(tmp_path / "b", args="dist=empirical").summary
+    assert told["bytes_up"] == size + 10 * 4 and "label distribution" in told["warnings"][0]
+
+
+def test_unknown_layers_end_the_run_before_it_starts(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="did you mean 'fc1'"):
+        run(tmp_path / "a", args="layers=fc2")
+    assert not (tmp_path / "a" / "rounds.csv").exists()
+
+
+@pytest.mark.parametrize("args", ["lam=-1", "lam=big", "wdr=half", "dist=true", "tau=-1", "layer=all"])
+def test_bad_hyperparameters(args: str) -> None:
+    with pytest.raises(BadRequest, match=args.split("=")[0]):
+        parse_args(METHOD, args)
