@@ -1,0 +1,53 @@
+"""A client that sends one mean per class: of its representations (FedProto) or of its outputs (federated distillation).
+
+Two ways to collect them, `hparams.collect`: `eval`, a pass over the training images after training, in evaluation mode
+and without augmentation; `train`, the rows of the last local epoch as they were computed, while the weights moved.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from clients.base import FedClient
+from fedapp.core.classmeans import ClassMeans, Rows
+from fedapp.evaluation import BATCH
+from fedapp.method import Payload
+
+
+class ClassMeansClient(FedClient):
+    """Collects means per class; a method says of what (`rows_of`) and calls `collect` in its step."""
+
+    means: ClassMeans
+    epoch: int
+
+    def rows_of(self, representations: Tensor) -> Tensor:
+        """Return what is averaged, (n, rows_width), from representations (n, width)."""
+        return representations
+
+    @property
+    def rows_width(self) -> int:
+        """Length of one row."""
+        return self.model.width
+
+    def before_training(self, payload: Payload) -> None:
+        """Begin with empty sums."""
+        self.epoch = 0
+        self.means = ClassMeans(self.task.num_classes, self.rows_width, self.device)
+
+    def after_epoch(self, epoch: int) -> None:
+        """Count epochs."""
+        self.epoch = epoch + 1
+
+    def collect(self, representations: Tensor, labels: Tensor) -> None:
+        """Add the rows of a training step if they count."""
+        if self.hparams.collect == "train" and self.epoch == self.train_spec().epochs - 1:
+            self.means.add(self.rows_of(representations), labels)
+
+    def class_rows(self) -> Rows:
+        """Return the means of the classes of the training split."""
+        if self.hparams.collect == "eval":
+            x, y = self.task.x_train, self.task.y_train
+            for start in range(0, len(y), BATCH):
+                part = slice(start, start + BATCH)
+                self.means.add(self.rows_of(self.representations(x[part])), y[part])
+        return self.means.rows()

@@ -1,0 +1,154 @@
+"""FedProto, local step. Tan et al., FedProto: Federated Prototype Learning across Heterogeneous Clients, AAAI 2022.
+
+| symbol (paper)   | here                                                                       |
+|------------------|----------------------------------------------------------------------------|
+| f_i(phi_i; x)    | `model.represent(x)`, (B, r)                                               |
+| C_i^(j)          | row of `protos` in the reply: mean representation of class j at client i   |
+| bar C^(j)        | `self.prototypes[j]`, where `self.known[j]`                                |
+| lambda           | `hparams.lam`                                                              |
+
+Local loss, Eq. 7:  L = L_S(F_i(x), y) + lambda * L_R,  L_R = distance between representations and global prototypes.
+As in the released code the distance is taken for every sample, to the prototype of its own class. A sample whose class
+has no global prototype adds zero and still counts in the mean; in round 1 nothing has one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from clients.classmeans import ClassMeansClient
+from fedapp.evaluation import Scores, evaluate
+from fedapp.method import Arrays, BaseHParams, Payload
+from fedapp.models import SplitModel
+from fedapp.training import Batch
+
+
+class FedProtoHParams(BaseHParams):
+    """Hyperparameters of FedProto."""
+
+    lam: float = Field(1.0, ge=0, description="lambda, weight of the prototype term (paper: 1; 0.1 on CIFAR-10)")
+    distance: Literal["mse", "squared", "norm"] = Field(
+        "mse",
+        description="per sample: squared distance averaged over the r coordinates (released code), summed, or its root",
+    )
+    average: Literal["plain", "count"] = Field(
+        "plain",
+        description="global prototype: mean over the clients that own the class (released code), or weighted by their "
+        "samples of it, which travel then",
+    )
+    collect: Literal["eval", "train"] = Field(
+        "eval",
+        description="local prototypes from a pass after training, or from the last epoch as it ran (released code)",
+    )
+    down: Literal["own", "all"] = Field("own", description="prototypes sent to a client: of its own classes, or all")
+    inference: Literal["classifier", "prototype"] = Field(
+        "classifier", description="predict with the head, or by the nearest prototype that the client was sent"
+    )
+
+
+def prototype_loss(z: Tensor, y: Tensor, prototypes: Tensor, known: Tensor, distance: str = "mse") -> Tensor:
+    """L_R of one batch.
+
+    Parameters
+    ----------
+    z : (B, r) representations.   y : (B,) labels.
+    prototypes : (C, r), of which only rows with `known` (C,) bool are looked at.
+    distance : see `FedProtoHParams`.
+    """
+    squared = (z - prototypes[y]).square()
+    per_sample = {
+        "mse": lambda: squared.mean(dim=1),
+        "squared": lambda: squared.sum(dim=1),
+        # The root has no gradient at zero; a sample that sits on its prototype is not moved.
+        "norm": lambda: squared.sum(dim=1).clamp_min(1e-24).sqrt(),
+    }[distance]()
+    return torch.where(known[y], per_sample, torch.zeros_like(per_sample)).mean()
+
+
+class NearestPrototype(nn.Module):
+    """A classifier whose logits are the negative mean squared distances to the prototypes.
+
+    A class without prototype is farther away than any other, so it is never predicted.
+    """
+
+    def __init__(self, model: SplitModel, prototypes: Tensor, known: Tensor) -> None:
+        super().__init__()
+        self.model, self.prototypes, self.known = model, prototypes, known
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map images (n, channels, H, W) to (n, C)."""
+        return self.logits(self.model.represent(x).float())
+
+    def logits(self, z: Tensor) -> Tensor:
+        """Map representations (n, r) to (n, C)."""
+        distances = torch.cdist(z, self.prototypes, compute_mode="donot_use_mm_for_euclid_dist").square() / z.shape[1]
+        # 100 is what the released code gives to classes that are not the client's.
+        farthest = distances.amax(dim=1, keepdim=True) + 100.0
+        return -torch.where(self.known[None, :], distances, farthest)
+
+
+class FedProtoClient(ClassMeansClient):
+    """Trains its own model towards the global prototypes and sends its own."""
+
+    prototypes: Tensor
+    known: Tensor
+    nearest: Scores | None = None
+
+    def restore(self, round: int, payload: Payload, always: bool = False) -> None:
+        """Restore the own model and take the prototypes (M, r) with their labels (M,)."""
+        super().restore(round, payload, always)
+        arrays = payload.all()
+        labels = torch.from_numpy(arrays["labels"].astype(np.int64)).to(self.device)
+        self.prototypes = torch.zeros(self.task.num_classes, self.model.width, device=self.device)
+        self.prototypes[labels] = torch.from_numpy(arrays["protos"].astype(np.float32)).to(self.device)
+        self.known = torch.zeros(self.task.num_classes, dtype=torch.bool, device=self.device)
+        self.known[labels] = True
+
+    def receive(self, payload: Payload) -> None:
+        """Leave the model alone: it is the client's own."""
+
+    def before_training(self, payload: Payload) -> None:
+        """Score nearest-prototype prediction with what was received, beside the protocols."""
+        super().before_training(payload)
+        if bool(self.known.any()) and len(self.task.y_test):
+            self.nearest = self.score_nearest(self.task.x_test, self.task.y_test)
+
+    def step_loss(self, batch: Batch) -> Tensor:
+        """Return L_S + lambda * L_R."""
+        z = self.model.represent(batch.x)
+        self.collect(z, batch.y)
+        loss = F.cross_entropy(self.model.classify(z), batch.y)
+        if self.hparams.lam == 0:
+            return loss
+        pull = prototype_loss(z.float(), batch.y, self.prototypes, self.known, self.hparams.distance)
+        total: Tensor = loss + self.hparams.lam * pull
+        return total
+
+    def after_training(self, payload: Payload) -> Arrays:
+        """Return `protos` (S, r), `labels` (S,) and, where asked for, `counts` (S,)."""
+        rows = self.class_rows()
+        counts = {"counts": rows.counts.astype(np.int32)} if self.hparams.average == "count" else {}
+        return {"protos": rows.values, "labels": rows.labels, **counts}
+
+    def reply_metrics(self) -> dict[str, Any]:
+        """Return how many test images the nearest received prototype predicts right."""
+        if self.nearest is None:
+            return {}
+        return {"prototype-correct": int(self.nearest.correct.sum()), "prototype-total": self.nearest.n}
+
+    def score(self, x: Tensor, y: Tensor) -> Scores:
+        """Score with the head, or by the nearest prototype if that is asked for and there is one."""
+        if self.hparams.inference == "prototype" and bool(self.known.any()):
+            return self.score_nearest(x, y)
+        return super().score(x, y)
+
+    def score_nearest(self, x: Tensor, y: Tensor) -> Scores:
+        """Score nearest-prototype prediction on images (n, H, W, C) uint8."""
+        classifier = NearestPrototype(self.model, self.prototypes, self.known)
+        return evaluate(classifier, x, y, self.task.inputs, self.task.num_classes)

@@ -1,0 +1,260 @@
+"""FedProto: worked numbers, class-by-class oracle, reduction to Standalone, missing classes, both inference modes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from clients.fedproto import FedProtoClient, FedProtoHParams, NearestPrototype, prototype_loss
+from fedapp import checkpoint, tasks
+from fedapp import config as configuration
+from fedapp.engine import RunResult
+from fedapp.errors import BadRequest
+from fedapp.method import Payload, Reply, ServerContext, ServerState
+from fedapp.models import build_model
+from strategies.fedproto import METHOD, FedProto
+
+COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss", "train_loss"]
+
+
+def strategy(width: int = 2, classes: int = 3, **hparams: Any) -> tuple[FedProto, ServerState]:
+    made = FedProto(METHOD, FedProtoHParams(**hparams))
+    context = ServerContext(0, (), classes, width, {}, lambda k: {}, lambda *a: np.random.default_rng(0))
+    return made, made.init(context)
+
+
+def reply(client: int, rows: Mapping[int, Sequence[float]], counts: Sequence[int] | None = None) -> Reply:
+    arrays = {"protos": np.array(list(rows.values()), np.float32), "labels": np.array(list(rows), np.int32)}
+    if counts is not None:
+        arrays["counts"] = np.array(counts, np.int32)
+    return Reply(client, 5, arrays, {})
+
+
+WORKED = [({0: [0.9, 0.2], 1: [0.2, 1.0]}, [2, 3]), ({1: [0.4, 0.6], 2: [0.6, 0.6]}, [1, 4])]
+
+
+@pytest.mark.parametrize(
+    ("average", "expected"),
+    [("plain", [[0.9, 0.2], [0.3, 0.8], [0.6, 0.6]]), ("count", [[0.9, 0.2], [0.25, 0.9], [0.6, 0.6]])],
+)
+def test_worked_averages(average: str, expected: list[list[float]]) -> None:
+    server, state = strategy(average=average)
+    replies = [reply(k, rows, counts if average == "count" else None) for k, (rows, counts) in enumerate(WORKED)]
+    assert all(server.check(r) is None for r in replies)
+    np.testing.assert_allclose(server.aggregate(state, 1, iter(replies))["protos"], expected, atol=1e-7)
+
+
+def test_worked_losses() -> None:
+    z = torch.tensor([[1.0, 0], [0, 1], [0.5, 0.5]])
+    y = torch.tensor([0, 1, 2])
+    protos = torch.tensor([[0.9, 0.2], [0.3, 0.8], [0.6, 0.6]])
+    known = torch.ones(3, dtype=torch.bool)
+    assert float(prototype_loss(z, y, protos, known)) == pytest.approx(0.033333, abs=1e-6)
+    assert float(prototype_loss(z, y, protos, known, "squared")) == pytest.approx(0.066667, abs=1e-6)
+    assert float(prototype_loss(z, y, protos, known, "norm")) == pytest.approx(0.241861, abs=1e-6)
+    assert float(prototype_loss(z, y, protos, torch.tensor([True, True, False]))) == pytest.approx(0.03, abs=1e-6)
+    assert float(prototype_loss(z, y, protos, torch.zeros(3, dtype=torch.bool))) == 0.0
+
+
+def test_worked_inference() -> None:
+    protos = torch.tensor([[0.9, 0.2], [0.3, 0.8], [0.6, 0.6]])
+    z = torch.tensor([[0.55, 0.75]])
+    model = build_model("digits-b", num_classes=3, channels=1, size=8, seed=0)
+    everything = NearestPrototype(model, protos, torch.ones(3, dtype=torch.bool)).logits(z)
+    torch.testing.assert_close(everything, -torch.tensor([[0.2125, 0.0325, 0.0125]]))
+    without = NearestPrototype(model, protos, torch.tensor([True, True, False])).logits(z)
+    assert int(without.argmax()) == 1 and bool(without.isfinite().all())
+
+
+def test_norm_has_a_finite_gradient_on_the_prototype() -> None:
+    z = torch.tensor([[0.9, 0.2]], requires_grad=True)
+    prototype_loss(z, torch.tensor([0]), z.detach().clone(), torch.tensor([True]), "norm").backward()
+    assert z.grad is not None and z.grad.tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.parametrize("average", ["plain", "count"])
+def test_rounds_equal_a_loop_over_classes_and_clients(average: str) -> None:
+    """Random rounds with partial participation and missing classes, against dictionaries and loops."""
+    rng = np.random.default_rng(4)
+    server, state = strategy(width=3, classes=6, average=average)
+    expected: dict[int, np.ndarray] = {}
+    for round in range(1, 5):
+        replies = []
+        for client in sorted(rng.choice(7, 3, replace=False).tolist()):
+            owned = sorted(rng.choice(5, rng.integers(1, 4), replace=False).tolist())
+            rows = {c: rng.normal(size=3).tolist() for c in owned}
+            counts = rng.integers(1, 9, len(owned)).tolist()
+            replies.append(reply(client, rows, counts if average == "count" else None))
+        for label in range(6):
+            mine = []
+            for r in replies:
+                for i, c in enumerate(r.arrays["labels"]):
+                    if c == label:
+                        mine.append((r.arrays["protos"][i], r.arrays["counts"][i] if average == "count" else 1))
+            if mine:
+                expected[label] = sum(v * n for v, n in mine) / sum(n for _, n in mine)
+        before = {k: v.copy() for k, v in state.items() if isinstance(v, np.ndarray)}
+        new = server.aggregate(state, round, iter(replies))
+        assert all(np.array_equal(before[k], state[k]) for k in before), "the old state was changed"
+        state = new
+        assert set(np.flatnonzero(state["known"])) == set(expected)
+        for label, value in expected.items():
+            np.testing.assert_allclose(state["protos"][label], value, rtol=1e-5, atol=1e-6)
+
+
+def test_a_missing_class_keeps_its_prototype_and_an_unseen_one_is_absent() -> None:
+    server, state = strategy(classes=5, down="all")
+    assert server.send(state, 1, 0).arrays["protos"].shape == (0, 2)
+    state = server.aggregate(state, 1, iter([reply(0, {0: [1, 2], 3: [3, 4]})]))
+    state = server.aggregate(state, 2, iter([reply(1, {3: [5, 6]})]))
+    sent = server.send(state, 3, 0).arrays
+    assert sent["labels"].tolist() == [0, 3] and sent["protos"].tolist() == [[1, 2], [5, 6]]
+    unchanged = server.aggregate(state, 3, iter([]))
+    assert np.array_equal(unchanged["protos"], state["protos"]) and unchanged["owned"] == state["owned"]
+
+
+def test_a_client_gets_its_own_classes_or_all() -> None:
+    for down, expected in (("own", [0, 1]), ("all", [0, 1, 2])):
+        server, state = strategy(down=down)
+        state = server.aggregate(state, 1, iter([reply(k, rows) for k, (rows, _) in enumerate(WORKED)]))
+        assert server.send(state, 2, 0).arrays["labels"].tolist() == expected
+        assert server.send(state, 2, 9).arrays["labels"].tolist() == [0, 1, 2], "a client that never answered"
+        assert server.send(state, 2, 0).nbytes == len(expected) * (4 * 2 + 4)
+
+
+def test_disjoint_classes_carry_nothing_from_one_client_to_another() -> None:
+    server, state = strategy(classes=4)
+    mine = {0: [0.5, 1.0], 1: [2.0, 3.0]}
+    state = server.aggregate(state, 1, iter([reply(0, mine), reply(1, {2: [9.0, 9.0], 3: [8.0, 8.0]})]))
+    assert server.send(state, 2, 0).arrays["protos"].tolist() == list(mine.values())
+
+
+def test_state_survives_a_checkpoint(tmp_path: Any) -> None:
+    server, state = strategy()
+    state = server.aggregate(state, 1, iter([reply(k, rows) for k, (rows, _) in enumerate(WORKED)]))
+    checkpoint.save(tmp_path, 1, state, {})
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    for client in (0, 1, 2):
+        a, b = server.send(state, 2, client).arrays, server.send(found[1], 2, client).arrays
+        assert all(np.array_equal(a[n], b[n]) for n in a)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"protos": np.zeros((2, 3), np.float32)}, "shape"),
+        ({"labels": np.array([0, 3], np.int32)}, "expected 0 .. 2"),
+        ({"labels": np.array([1, 1], np.int32)}, "twice"),
+        ({"counts": np.array([1, 2], np.int32)}, "not asked for"),
+    ],
+)
+def test_bad_replies_are_refused(change: dict[str, np.ndarray], words: str) -> None:
+    server, _ = strategy()
+    bad = reply(0, {0: [1, 2], 1: [3, 4]})
+    bad.arrays.update(change)
+    assert words in str(server.check(bad))
+
+
+def test_counts_are_checked() -> None:
+    server, _ = strategy(average="count")
+    assert "missing" in str(server.check(reply(0, {0: [1, 2]})))
+    assert "positive" in str(server.check(reply(0, {0: [1, 2]}, [0])))
+    assert server.check(reply(0, {0: [1, 2]}, [1])) is None
+
+
+def client(**hparams: Any) -> FedProtoClient:
+    config = configuration.resolve(configuration.from_flat({"method": "fedproto", "dataset": "digits", "clients": 4}))
+    return FedProtoClient(tasks.task_of(config, 1, 4, torch.device("cpu")), METHOD, FedProtoHParams(**hparams))
+
+
+def payload(rows: Mapping[int, Sequence[float]]) -> Payload:
+    values = np.array(list(rows.values()), np.float32).reshape(len(rows), 64)
+    return Payload(arrays={"protos": values, "labels": np.array(list(rows), np.int32)})
+
+
+def test_what_a_client_sends_is_the_mean_of_its_representations() -> None:
+    made = client()
+    arrays, n, _ = made.train_round(payload({}), 1)
+    assert set(arrays) == {"protos", "labels"} and n == made.task.num_samples
+    assert arrays["labels"].tolist() == np.flatnonzero(made.task.class_counts()).tolist()
+    made.model.eval()
+    z = made.representations()
+    for row, label in zip(arrays["protos"], arrays["labels"], strict=True):
+        np.testing.assert_allclose(row, z[made.task.y_train == int(label)].mean(dim=0), rtol=1e-4, atol=1e-5)
+
+
+def test_collecting_while_training_takes_the_last_epoch() -> None:
+    made = client(collect="train", average="count")
+    arrays, _, _ = made.train_round(payload({}), 1)
+    assert arrays["counts"].tolist() == made.task.class_counts()[arrays["labels"]].tolist()
+    after = client().train_round(payload({}), 1)[0]
+    assert not np.allclose(arrays["protos"], after["protos"])
+
+
+def test_gradient_of_the_local_loss_is_that_of_the_formula() -> None:
+    made = client(lam=0.7)
+    rng = np.random.default_rng(0)
+    sent = payload({c: rng.normal(size=64).tolist() for c in (0, 2, 3, 5, 7)})
+    made.round = 1
+    made.restore(1, sent)
+    made.before_training(sent)
+    from fedapp.training import Batch
+
+    x = torch.randn(20, 1, 8, 8)
+    y = torch.arange(20) % 10
+    made.step_loss(Batch(x, y, [x], y)).backward()
+    got = [p.grad.clone() for p in made.model.parameters()]
+    made.model.zero_grad()
+    loss = F.cross_entropy(made.model(x), y)
+    rows = dict(zip(sent.arrays["labels"].tolist(), sent.arrays["protos"], strict=True))
+    for xi, yi in zip(x, y, strict=True):
+        if int(yi) in rows:
+            loss = loss + 0.7 * F.mse_loss(made.model.represent(xi[None])[0], torch.from_numpy(rows[int(yi)])) / 20
+    loss.backward()
+    for a, p in zip(got, made.model.parameters(), strict=True):
+        torch.testing.assert_close(a, p.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_without_the_term_it_is_standalone(tiny: Callable[..., RunResult]) -> None:
+    model = "digits-a,digits-b"
+    alone = tiny(method="local", rounds=3, model=model)
+    for args in ("lam=0", "lam=0 collect=train average=count down=all"):
+        same = tiny(method="fedproto", method_args=args, rounds=3, model=model)
+        assert same.rounds[COLUMNS].equals(alone.rounds[COLUMNS])
+    pulled = tiny(method="fedproto", rounds=3, model=model)
+    assert pulled.rounds[COLUMNS].iloc[0].equals(alone.rounds[COLUMNS].iloc[0]), "round 1 is plain training"
+    assert not pulled.rounds[COLUMNS].iloc[1].equals(alone.rounds[COLUMNS].iloc[1])
+
+
+def test_bytes_are_those_of_the_clients_classes(tiny: Callable[..., RunResult]) -> None:
+    result = tiny(method="fedproto", rounds=2, partition="pathological", classes_per_client=3, clients=4)
+    assert result.clients["bytes_up"].eq(3 * (64 * 4 + 4)).all()
+    assert result.rounds["bytes_down"].tolist() == [0, 3 * (64 * 4 + 4)]
+
+
+def test_prototype_inference_is_measured_and_can_be_the_prediction(tiny: Callable[..., RunResult]) -> None:
+    head = tiny(method="fedproto", rounds=3)
+    nearest = tiny(method="fedproto", method_args="inference=prototype", rounds=3)
+    assert head.summary["prototype_accuracy"] == pytest.approx(nearest.rounds["received_accuracy"].iloc[-1])
+    assert head.rounds["received_accuracy"].iloc[-1] != nearest.rounds["received_accuracy"].iloc[-1]
+    assert head.rounds["train_loss"].equals(nearest.rounds["train_loss"])
+
+
+def test_widths_must_agree(tiny: Callable[..., RunResult], monkeypatch: pytest.MonkeyPatch) -> None:
+    from clients.base import FedClient
+
+    original = FedClient.hello
+
+    def hello(self: FedClient) -> Any:
+        metrics, info = original(self)
+        return metrics, {**info, "width": 64 + self.task.client}
+
+    monkeypatch.setattr(FedClient, "hello", hello)
+    with pytest.raises(BadRequest, match="widths"):
+        tiny(method="fedproto")
