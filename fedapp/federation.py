@@ -231,8 +231,9 @@ class Federation:
         messages: dict[int, Message] = {}
         owner: dict[int, int] = {}
         extra = {**self.control, **(control or {}), "round": round}
+        encoder = Encoder(self.settings.wire_dtype)  # of this exchange alone: it holds on to all it has encoded
         for client, payload in payloads:
-            content, size = self._encoder.content(payload, extra)
+            content, size = encoder.content(payload, extra)
             node = self.nodes[client]
             messages[node] = Message(content, node, kind, group_id=str(round))
             owner[node] = client
