@@ -1,0 +1,88 @@
+"""FedNH, local step. Dai, Chen, Li, Heinecke, Sun, Xu, Tackling Data Heterogeneity in Federated Learning with Class
+Prototypes, AAAI 2023.
+
+| symbol (paper)   | here                                                                                    |
+|------------------|-----------------------------------------------------------------------------------------|
+| f(x; theta)      | `model.represent(x)`, (B, d)                                                             |
+| W (rows W_c)     | `model.head.weight`, (C, d), rows of length 1, never trained                             |
+| s                | `model.scale`, (1,), trained with the extractor                                          |
+| z                | f(x) / ||f(x)||                                                                          |
+| n_kc, mu_kc      | class counts and mean directions of this client: `nh/count`, and `nh/proto_sum` = n mu   |
+
+Logits:  s * z W^T, without bias. Local loss: cross-entropy, over theta and s. After training, in evaluation mode and
+without augmentation, one pass over the training split gives  mu_kc = normalise(mean of z over class c).
+W^0 has orthonormal rows: C directions as far apart as they can be without knowing anything of the classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from clients.base import FedClient, ModelSpec
+from fedapp import sampling
+from fedapp.errors import BadRequest
+from fedapp.method import Arrays, BaseHParams, Payload
+from fedapp.models import SplitModel
+
+PROTO_SUM, COUNT = "nh/proto_sum", "nh/count"
+
+
+class FedNHHParams(BaseHParams):
+    """Hyperparameters of FedNH."""
+
+    rho: float = Field(0.9, ge=0, le=1, description="share of the old prototypes kept in a round (paper: 0.9)")
+    scale: float = Field(20.0, gt=0, description="s at the start (released code: 1 for its CNN, 20 for ResNet, or 30)")
+    train_scale: bool = Field(True, description="whether s is trained and averaged (released code: for 1 and 20)")
+    weights: Literal["uniform", "samples"] = Field(
+        "uniform", description="how clients' extractors are averaged: alike (released code), or by n_k as FedAvg does"
+    )
+
+
+class PrototypeModel(SplitModel):
+    """A trunk whose head compares directions: logits s * cos(represent(x), W_c).
+
+    Parameters
+    ----------
+    base : model whose trunk and head are taken over; the head gets orthonormal rows and no bias, and is frozen.
+    scale : s.   train_scale : whether s is trained.   seed : seed of the rows.
+    """
+
+    def __init__(self, base: SplitModel, *, scale: float, train_scale: bool, seed: int) -> None:
+        super().__init__(name=base.name, features=base.features, activation=base.activation, head=base.head)
+        if self.num_classes > self.width:
+            raise BadRequest(
+                f"fednh needs at least as many features as classes, but {base.name} has {self.width} features for "
+                f"{self.num_classes} classes: take a wider model"
+            )
+        self.scale = nn.Parameter(torch.full((1,), scale), requires_grad=train_scale)
+        self.head.requires_grad_(False)
+        nn.init.zeros_(self.head.bias)
+        nn.init.orthogonal_(self.head.weight, generator=sampling.torch_generator(seed, "prototypes"))
+
+    def classify(self, z: Tensor) -> Tensor:
+        """Return the logits (B, C) of representations (B, d) of any length."""
+        return self.scale * F.linear(F.normalize(z, dim=1), self.head.weight)
+
+
+class FedNHClient(FedClient):
+    """Trains the extractor against fixed prototypes, then says where its classes lie."""
+
+    @classmethod
+    def build_model(cls, spec: ModelSpec, hparams: Any) -> SplitModel:
+        """Build the zoo's model with a prototype head."""
+        base = super().build_model(spec, hparams)
+        return PrototypeModel(base, scale=hparams.scale, train_scale=hparams.train_scale, seed=spec.seed)
+
+    def after_training(self, payload: Payload) -> Arrays:
+        """Return n_kc mu_kc, (C, d) float32 with zero rows for absent classes, and n_kc, (C,) int32."""
+        z = F.normalize(self.representations(), dim=1)
+        y = self.task.y_train
+        sums = z.new_zeros(self.task.num_classes, z.shape[1], dtype=torch.float64).index_add_(0, y, z.double())
+        count = torch.bincount(y, minlength=self.task.num_classes)
+        proto_sum = count[:, None] * F.normalize(sums, dim=1)
+        return {PROTO_SUM: proto_sum.float().cpu().numpy(), COUNT: count.int().cpu().numpy()}
