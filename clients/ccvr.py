@@ -1,0 +1,207 @@
+"""CCVR, client side. Luo, Chen, Hu, Zhang, Liang, Feng, No Fear of Heterogeneity: Classifier Calibration for Federated
+Learning with Non-IID Data, NeurIPS 2021.
+
+| symbol (paper)     | here                                                                              |
+|--------------------|-----------------------------------------------------------------------------------|
+| f(x) = z           | `model.represent(x)`, (d,): what the last linear layer sees                       |
+| g, phi = (W, b)    | `model.head`                                                                      |
+| N_ck               | `count`                                                                           |
+| mu_ck, Sigma_ck    | `mean`, `cov` (Eq. 2, divisor N_ck - 1; zero where N_ck is 1)                     |
+| phi^{t-1}          | `received_head`                                                                   |
+| mu (Sec. 3.3)      | `settings.clsprox`                                                                |
+
+While training runs, the client is the base method's, with this class added. Afterwards it answers one
+question: Eq. 2 on its own training split, with the final model in evaluation mode and without augmentation, in one pass
+and in float64. Eq. 3 and 4 need N_ck, so it travels with mean and covariance; classes that the client lacks do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from clients.base import FedClient, ModelSpec
+from fedapp.core import gaussian
+from fedapp.core.contrastive import squared_distance
+from fedapp.core.gaussian import ClassMoments
+from fedapp.method import Array, Arrays, BaseHParams, Payload, Scalar
+from fedapp.models import SplitModel
+from fedapp.training import Batch
+
+STATISTICS, FEATURES = "statistics/", "features/"
+"""Prefixes of the arrays of an answer; also of what the server asks about (`statistics/centres`)."""
+BLOCK = 1024
+"""Images whose representations are held at a time."""
+
+
+class CCVRHParams(BaseHParams):
+    """Hyperparameters of CCVR; those of the base method are given as `base.NAME=value`."""
+
+    base: str = Field("fedavg", description="the method that trains: fedavg, fedprox, fedavgm, moon, ...")
+    base_args: str = Field("", description="the base method's hyperparameters; written base.NAME=value")
+    samples: int = Field(
+        100, ge=1, description="M_c, virtual samples per class (paper: 100, 500, 1000; Table 2 at alpha <= 0.1: 2000)"
+    )
+    mc_mode: Literal["fixed", "proportional"] = Field(
+        "fixed",
+        description="M_c the same for all classes, or in proportion to N_c / |D| (paper: fixed; Sec. 4 names both)",
+    )
+    transform: Literal["none", "feature", "sample", "sample-only"] = Field(
+        "none",
+        description="ReLU and root (Tukey's ladder): feature = before the statistics, sample = of the virtual samples, "
+        "both also before the head; sample-only = not before the head (paper: where is not said)",
+    )
+    cov: Literal["full", "diag", "lowrank", "pooled", "sums"] = Field(
+        "full", description="form in which covariances travel (paper: full)"
+    )
+    rank: int = Field(16, ge=1, description="directions kept per class where cov is lowrank")
+    dtype: Literal["float32", "float64"] = Field("float32", description="of means and covariances on the wire")
+    shrink: float = Field(0.0, ge=0, le=1, description="share of the pooled covariance mixed in (paper: none)")
+    min_count: int = Field(
+        1, ge=1, description="classes with fewer samples at a client stay there; 3 for privacy (paper: 1)"
+    )
+    lr: float = Field(0.01, gt=0, description="learning rate of the head's re-training (paper: not known)")
+    momentum: float = Field(0.9, ge=0, lt=1, description="momentum of the head's re-training (paper: not known)")
+    weight_decay: float = Field(1e-5, ge=0, description="weight decay of the head's re-training (paper: not known)")
+    epochs: int = Field(30, ge=0, description="passes over the virtual samples (paper: not known); 0 leaves the head")
+    batch: int = Field(64, ge=1, description="samples per step (paper: not known)")
+    oracle: bool = Field(
+        False, description="also calibrate on the clients' real features, for comparison; not deployable (Sec. 3.3)"
+    )
+    oracle_samples: int = Field(0, ge=0, description="real features per class, 0 = all (Table 5: all, 1000, 100)")
+    clsnorm: bool = Field(False, description="train and infer with weight vectors of norm 1 and no bias (Sec. 3.3)")
+    clsprox: float = Field(0.0, ge=0, description="mu of the proximal term on the head while training (Sec. 3.3)")
+
+    @property
+    def transforms_input(self) -> bool:
+        """Whether the calibrated head sees transformed representations."""
+        return self.transform in ("feature", "sample")
+
+
+class CCVRHead(nn.Linear):
+    """The head as calibrated: Tukey's transform before it, and weight vectors of norm 1, where asked for.
+
+    It holds `weight` (C, d) and `bias` (C,) like any linear head. With `normalise` the logits are
+    phi_i . z / ||phi_i||, and the bias stays 0 and is not trained.
+    """
+
+    def __init__(self, plain: nn.Linear, normalise: bool) -> None:
+        super().__init__(plain.in_features, plain.out_features)
+        self.load_state_dict(plain.state_dict())
+        self.normalise = normalise
+        self.transform = False
+        if normalise:
+            nn.init.zeros_(self.bias)
+            self.bias.requires_grad_(False)
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Return logits (B, C) of representations (B, d)."""
+        return logits(gaussian.tukey(z) if self.transform else z, self.weight, self.bias, self.normalise)
+
+
+def logits(z: Tensor, weight: Tensor, bias: Tensor, normalise: bool) -> Tensor:
+    """Return W z + b, or with `normalise` (clsnorm, Sec. 3.3) phi_i . z / ||phi_i||, (B, C)."""
+    return F.linear(z, F.normalize(weight, dim=1, eps=1e-12)) if normalise else F.linear(z, weight, bias)
+
+
+class CCVRClient(FedClient):
+    """Trains as the base method's client does, and answers with Gaussian statistics.
+
+    `settings` and `base_hparams` are set where this class is added to the base's.
+    """
+
+    settings: ClassVar[CCVRHParams] = CCVRHParams()
+    base_hparams: ClassVar[BaseHParams] = BaseHParams()
+    received_head: list[Tensor]
+
+    def __init__(self, task: Any, method: Any, hparams: Any, store: Any = None) -> None:
+        super().__init__(task, method, self.base_hparams, store)
+
+    # ---- the model -----------------------------------------------------------------------------------------------
+
+    @classmethod
+    def build_model(cls, spec: ModelSpec, hparams: Any) -> SplitModel:
+        """Build the base's model, with a head that can do what the settings ask for."""
+        model = super().build_model(spec, cls.base_hparams)
+        if cls.settings.clsnorm or cls.settings.transforms_input:
+            model.head = CCVRHead(model.head, cls.settings.clsnorm)
+        return model
+
+    @classmethod
+    def configure_model(cls, model: SplitModel, scalars: Mapping[str, Scalar]) -> None:
+        """Put Tukey's transform before the head once the server says that the head is calibrated for it."""
+        super().configure_model(model, scalars)
+        if isinstance(model.head, CCVRHead):
+            model.head.transform = bool(scalars.get("tukey", False))
+
+    def receive(self, payload: Payload) -> None:
+        """Take over the model; what a question is about is no part of it."""
+        asked = [n for n in payload.all() if n.startswith(STATISTICS)]
+        if asked:
+            payload = Payload({n: a for n, a in payload.all().items() if n not in asked}, {}, payload.scalars)
+        super().receive(payload)
+
+    # ---- clsprox -------------------------------------------------------------------------------------------------
+
+    def before_training(self, payload: Payload) -> None:
+        """Keep phi^{t-1}, detached, taken after loading."""
+        super().before_training(payload)
+        self.received_head = [p.detach().clone() for p in self.model.head.parameters()]
+
+    def step_loss(self, batch: Batch) -> Tensor:
+        """Return the base's loss + mu/2 ||phi - phi^{t-1}||^2; exactly the base's where mu is 0."""
+        loss = super().step_loss(batch)
+        if self.settings.clsprox == 0:
+            return loss
+        return loss + 0.5 * self.settings.clsprox * squared_distance(
+            list(self.model.head.parameters()), self.received_head
+        )
+
+    # ---- the one exchange after training -------------------------------------------------------------------------
+
+    def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
+        """Answer `statistics` (N_ck and Eq. 2), `totals` (before it where cov is sums), `features` (for the oracle)."""
+        s = self.settings
+        if kind == "totals" and s.cov == "sums":
+            totals = gaussian.sums(self.moments())
+            return _named(STATISTICS, {n: totals[n] for n in ("count", "sum")}), {}
+        if kind == "statistics" and s.cov == "sums":
+            found = gaussian.sums(self.moments(), payload.all()[STATISTICS + "centres"])
+        elif kind == "statistics":
+            found = gaussian.to_arrays(self.moments(), s.cov, s.rank, s.dtype)
+        elif kind == "features" and s.oracle:
+            return _named(FEATURES, self.features()), {}
+        else:
+            return super().answer(kind, payload)
+        return _named(STATISTICS, found), self.measure("received")
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (z, label) of the training split in blocks: z (n, d) float32, evaluation mode, no augmentation."""
+        for start in range(0, self.task.num_samples, BLOCK):
+            part = slice(start, start + BLOCK)
+            yield self.representations(self.task.x_train[part]).float(), self.task.y_train[part]
+
+    def moments(self) -> ClassMoments:
+        """Return count, mean and scatter of z, or of T(z), of every class that has `min_count` samples here."""
+        s = self.settings
+        found = ClassMoments(self.task.num_classes, self.model.width, gaussian.form_of(s.cov))
+        many = torch.from_numpy(self.task.class_counts() >= s.min_count).to(self.device)
+        for z, label in self.blocks():
+            rows = many[label]
+            found.update(gaussian.tukey(z[rows]) if s.transform == "feature" else z[rows], label[rows])
+        return found
+
+    def features(self) -> Arrays:
+        """Return what the head sees of every training image, (n, d) float32, and the labels: for the oracle alone."""
+        z, label = (torch.cat(parts) for parts in zip(*self.blocks()))
+        z = gaussian.tukey(z) if self.settings.transforms_input else z
+        return {"z": z.cpu().numpy(), "label": label.cpu().numpy()}
+
+
+def _named(prefix: str, arrays: Mapping[str, Array]) -> Arrays:
+    return {prefix + name: array for name, array in arrays.items()}
