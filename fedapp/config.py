@@ -89,6 +89,14 @@ class RunConfig(BaseModel):
     state_dir: str = Field("", description="folder of the clients' private state; empty = OUT/state")
     federation: str = Field("", description="name under which clients keep their state; empty = run")
     warm_start: bool = Field(False, description="clients start from the state an earlier run left")
+    class_names: str = Field(
+        "", description="the federation's classes with commas, for nodes with their own data; empty = the data set's"
+    )
+    clip_update: float = Field(
+        0.0,
+        ge=0,
+        description="largest L2 norm of what a client changed in the arrays it sends back; 0 = none",
+    )
     seed: int = Field(0, ge=0, lt=2**31, description="decides every random draw")
     out: str = Field("", description="absolute path of the run directory")
     resume: bool = Field(False, description="continue the run in OUT from its last checkpoint")
@@ -112,6 +120,13 @@ class RunConfig(BaseModel):
         """Architecture of a client: dealt by id."""
         names = self.model_names
         return names[client % len(names)]
+
+    def check_simulation(self) -> None:
+        """Refuse what a simulation lacks and real nodes bring along: their own data, and their own state folder."""
+        if self.dataset in ("npz", "folder") and not self.data_dir:
+            raise BadRequest(f"dataset = '{self.dataset}' needs data-dir: where your data lie")
+        if self.warm_start and not self.state_dir:
+            raise BadRequest("warm-start needs state-dir (and federation): where the earlier run's clients kept theirs")
 
     @property
     def measured(self) -> tuple[str, ...]:
@@ -243,8 +258,9 @@ def _check(config: RunConfig) -> None:
         raise BadRequest("momentum is for SGD: leave it at auto with optimizer = 'adam'")
     if config.federation and not config.federation.replace("-", "").replace("_", "").replace(".", "").isalnum():
         raise BadRequest(f"federation = '{config.federation}': letters, digits, '-', '_' and '.' only")
-    if config.warm_start and not config.state_dir:
-        raise BadRequest("warm-start needs state-dir (and federation): the folder that the earlier run's clients kept")
+    names = [n.strip() for n in config.class_names.split(",")]
+    if config.class_names and (not all(names) or len(set(names)) != len(names)):
+        raise BadRequest(f"class-names = '{config.class_names}': different names with commas between them")
     if config.resume and not config.out:
         raise BadRequest("resume needs out, the run directory to continue")
     if config.partition not in PARTITIONS:
@@ -256,8 +272,6 @@ def _check(config: RunConfig) -> None:
         raise BadRequest(
             f"unknown dataset '{config.dataset}'{suggest(config.dataset, DATASETS)}: choose from {', '.join(DATASETS)}"
         )
-    if config.dataset in ("npz", "folder") and not config.data_dir:
-        raise BadRequest(f"dataset = '{config.dataset}' needs data-dir: where your data lie")
 
 
 PARTITIONS = ("iid", "dirichlet", "dirichlet-equal", "pathological", "classes", "two-class", "shards")

@@ -63,6 +63,7 @@ def prepare(values: Mapping[str, Any], out: Path | None) -> RunConfig:
     """
     config = configuration.resolve(configuration.from_flat({**values, "resume": False}))
     resume = bool(values.get("resume", False))
+    config.check_simulation()
     if config.clients == 0:
         config = config.replaced(clients=DEFAULT_CLIENTS)
     if config.data_dir:

@@ -96,11 +96,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"method": "fedavg", "model": "digits-a,digits-b"}, "one architecture"),
     ({"method-args": "share=all", "model": "digits-a,digits-b"}, "one architecture"),
     ({"optimizer": "adam", "momentum": 0.9}, "momentum is for SGD"),
-    ({"warm-start": True}, "needs state-dir"),
     ({"resume": True}, "needs out"),
     ({"federation": "a/b"}, "letters, digits"),
-    ({"dataset": "npz"}, "needs data-dir"),
-    ({"dataset": "folder"}, "needs data-dir"),
+    ({"class-names": "cat,,dog"}, "different names"),
+    ({"class-names": "cat,cat"}, "different names"),
+    ({"clip-update": -1.0}, "at least 0"),
 ]
 
 
@@ -121,6 +121,9 @@ def small(path: Path, n: int = 12) -> Path:
 
 
 DATA_BAD: list[tuple[dict[str, Any], str]] = [
+    ({"warm-start": True}, "needs state-dir"),
+    ({"dataset": "npz"}, "needs data-dir"),
+    ({"dataset": "folder"}, "needs data-dir"),
     ({"dataset": "digits", "clients": 5000}, "client"),
     ({"dataset": "digits", "model": "cnn"}, "cnn"),
     ({"dataset": "digits", "split": "official"}, "holdout"),
