@@ -317,6 +317,17 @@ def test_only_the_last_rounds_uploads_count_and_old_distributions_stay() -> None
         np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=2e-6)
 
 
+def test_a_new_upload_brings_a_new_distribution() -> None:
+    initial, replies = instance(2, 4, 3)
+    server = strategy()
+    first = server.aggregate(server.init(context(initial, 3)), 1, iter(replies[:2]))
+    again = Reply(0, replies[0].num_samples, replies[3].arrays, {})
+    second = server.aggregate(first, 2, iter([again]))
+    np.testing.assert_allclose(second["pt"][0], slow_pt(replies[3].arrays["head.weight"]), rtol=1e-6)
+    np.testing.assert_allclose(first["pt"][0], slow_pt(replies[0].arrays["head.weight"]), rtol=1e-6)
+    assert np.array_equal(second["pt"][1], first["pt"][1])
+
+
 def test_a_single_upload_is_what_everybody_gets() -> None:
     initial, replies = instance(3, 1, 4)
     server = strategy()
@@ -414,6 +425,19 @@ def test_the_state_survives_a_checkpoint(tmp_path: Path, clients: int, classes: 
     for client in (0, 11, 99):
         a, b = server.send(state, 2, client).all(), fresh.send(back, 2, client).all()
         assert set(a) == set(b) and all(np.array_equal(a[n], b[n]) for n in a)
+
+
+def test_what_is_common_is_encoded_once() -> None:
+    from fedapp.records import Encoder
+
+    initial, replies = instance(10, 5, 4)
+    server = strategy()
+    state = server.aggregate(server.init(context(initial, 4)), 1, iter(replies))
+    encoder = Encoder()
+    one, two = (encoder.content(server.send(state, 2, i), {})[0].array_records["arrays"] for i in (0, 1))
+    for name in initial:
+        assert (one[name].data is two[name].data) == (not name.startswith("head."))
+    assert not np.array_equal(one["head.weight"].numpy(), two["head.weight"].numpy())
 
 
 # ---- replies ---------------------------------------------------------------------------------------------------------
