@@ -1,0 +1,230 @@
+"""FD: worked numbers, leave-one-out against loops, reduction to Standalone, labels that go missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from clients.base import FedClient
+from clients.fd import FDClient, FDHParams, distillation_loss
+from fedapp import checkpoint, tasks
+from fedapp import config as configuration
+from fedapp.engine import RunResult
+from fedapp.method import Payload, Reply, ServerContext, ServerState
+from fedapp.training import Batch
+from strategies.fd import FD, METHOD
+
+COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss", "train_loss"]
+LOGITS = [{0: [2, 0, -1], 1: [0, 1.5, 0]}, {1: [0.5, 0.9, 0.1], 2: [-0.5, 0.2, 1]}]
+
+
+def softmax(z: Any) -> list[float]:
+    return F.softmax(torch.tensor(z, dtype=torch.float64), dim=0).tolist()
+
+
+def strategy(classes: int = 3, **hparams: Any) -> tuple[FD, ServerState]:
+    made = FD(METHOD, FDHParams(**hparams))
+    return made, made.init(ServerContext(0, (), classes, 9, {}, lambda k: {}, lambda *a: np.random.default_rng(0)))
+
+
+def reply(client: int, rows: Mapping[int, Any]) -> Reply:
+    arrays = {"outputs": np.array(list(rows.values()), np.float32), "labels": np.array(list(rows), np.int32)}
+    return Reply(client, 5, arrays, {})
+
+
+def worked(**hparams: Any) -> tuple[FD, ServerState]:
+    server, state = strategy(**hparams)
+    replies = [reply(k, {c: softmax(z) for c, z in rows.items()}) for k, rows in enumerate(LOGITS)]
+    assert all(server.check(r) is None for r in replies)
+    return server, server.aggregate(state, 1, iter(replies))
+
+
+def rows_of(payload: Payload) -> dict[int, list[float]]:
+    return dict(zip(payload.arrays["labels"].tolist(), payload.arrays["outputs"].tolist(), strict=True))
+
+
+def test_worked_targets_leave_the_own_share_out() -> None:
+    server, state = worked()
+    first, second = (rows_of(server.send(state, 2, k)) for k in (0, 1))
+    assert list(first) == list(second) == [1], "labels that only one client owns have no target"
+    np.testing.assert_allclose(first[1], [0.316241, 0.471776, 0.211983], atol=1e-6)
+    np.testing.assert_allclose(second[1], [0.154281, 0.691438, 0.154281], atol=1e-6)
+
+
+def test_worked_targets_with_the_own_share() -> None:
+    server, state = worked(include_self=True)
+    first = rows_of(server.send(state, 2, 0))
+    np.testing.assert_allclose(first[0], [0.843795, 0.114195, 0.042010], atol=1e-6)
+    np.testing.assert_allclose(first[1], [0.235261, 0.581607, 0.183132], atol=1e-6)
+    np.testing.assert_allclose(rows_of(server.send(state, 2, 1))[2], [0.133414, 0.268664, 0.597922], atol=1e-6)
+
+
+def test_worked_losses() -> None:
+    z, y = torch.tensor([[0.2, 0.7, -0.3]]), torch.tensor([1])
+    assert float(F.cross_entropy(z, y)) == pytest.approx(0.680270, abs=1e-6)
+    known = torch.tensor([False, True, False])
+    for target, output, expected in (
+        ([0.235261, 0.581607, 0.183132], "softmax", 0.981032),
+        ([0.316241, 0.471776, 0.211983], "softmax", 1.050373),
+        ([0.25, 1.2, 0.05], "logits", 0.125),
+    ):
+        targets = torch.zeros(3, 3)
+        targets[1] = torch.tensor(target)
+        assert float(distillation_loss(z, y, targets, known, output)) == pytest.approx(expected, abs=2e-6)
+        assert float(distillation_loss(z, y, targets, ~known, output)) == 0.0
+
+
+def test_logit_targets_are_means_of_logits() -> None:
+    server, state = strategy(output="logits", include_self=True)
+    replies = [reply(k, rows) for k, rows in enumerate(LOGITS)]
+    assert all(server.check(r) is None for r in replies)
+    state = server.aggregate(state, 1, iter(replies))
+    np.testing.assert_allclose(rows_of(server.send(state, 2, 0))[1], [0.25, 1.2, 0.05], atol=1e-7)
+
+
+@pytest.mark.parametrize("include_self", [False, True])
+def test_rounds_equal_loops_over_the_last_senders(include_self: bool, tmp_path: Path) -> None:
+    """Random rounds with partial participation and labels that come and go; the state goes through a checkpoint."""
+    rng = np.random.default_rng(7)
+    server, state = strategy(classes=5, include_self=include_self, down="all")
+    last: dict[int, dict[int, np.ndarray]] = {}
+    for round in range(1, 7):
+        replies, fresh = [], {}
+        for client in sorted(rng.choice(6, 3, replace=False).tolist()):
+            owned = sorted(rng.choice(4, rng.integers(1, 4), replace=False).tolist())
+            rows = {c: rng.dirichlet(np.ones(5)) for c in owned}
+            replies.append(reply(client, rows))
+            for c in owned:
+                fresh.setdefault(c, {})[client] = rows[c]
+        last.update(fresh)
+        kept = {k: v.copy() for k, v in state.items() if isinstance(v, np.ndarray)}
+        new = server.aggregate(state, round, iter(replies))
+        assert all(np.array_equal(kept[k], state[k]) for k in kept), "the old state was changed"
+        checkpoint.save(tmp_path, round, new, {})
+        found = checkpoint.latest(tmp_path)
+        assert found is not None
+        state = found[1]
+        for client in range(7):
+            got = rows_of(server.send(state, round + 1, client))
+            expected = {}
+            for label, senders in last.items():
+                others = [v for k, v in senders.items() if include_self or k != client]
+                if others:
+                    expected[label] = sum(others) / len(others)
+            assert set(got) == set(expected)
+            for label, value in expected.items():
+                np.testing.assert_allclose(got[label], value, atol=1e-6)
+
+
+def test_a_missing_label_keeps_its_sum_and_no_reply_changes_nothing() -> None:
+    server, state = worked()
+    before = rows_of(server.send(state, 2, 0))
+    state = server.aggregate(state, 2, iter([reply(1, {2: [0.2, 0.2, 0.6]})]))
+    assert rows_of(server.send(state, 3, 0)) == before
+    assert rows_of(server.send(server.aggregate(state, 3, iter([])), 4, 0)) == before
+
+
+def test_a_client_gets_targets_for_its_own_labels() -> None:
+    server, state = worked()
+    state = server.aggregate(state, 2, iter([reply(2, {0: [1, 0, 0], 1: [0, 1, 0], 2: [0, 0, 1]})]))
+    assert list(rows_of(server.send(state, 3, 0))) == [0, 1]
+    assert list(rows_of(server.send(state, 3, 7))) == [0, 1, 2], "a client that never answered"
+    everything, state = worked(down="all")
+    assert list(rows_of(everything.send(state, 2, 0))) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ({0: [0.5, 0.6, 0.2]}, "probabilities"),
+        ({0: [1.5, -0.5, 0]}, "probabilities"),
+        ({0: [1, 0]}, "shape"),
+        ({5: [1, 0, 0]}, "expected 0 .. 2"),
+    ],
+)
+def test_bad_replies_are_refused(rows: dict[int, list[float]], words: str) -> None:
+    assert words in str(strategy()[0].check(reply(0, rows)))
+
+
+def client(**hparams: Any) -> FDClient:
+    config = configuration.resolve(configuration.from_flat({"method": "fd", "dataset": "digits", "clients": 4}))
+    return FDClient(tasks.task_of(config, 1, 4, torch.device("cpu")), METHOD, FDHParams(**hparams))
+
+
+def nothing() -> Payload:
+    return Payload(arrays={"outputs": np.zeros((0, 10), np.float32), "labels": np.zeros(0, np.int32)})
+
+
+@pytest.mark.parametrize("output", ["softmax", "logits"])
+def test_what_a_client_sends_is_the_mean_of_its_outputs(output: str) -> None:
+    made = client(output=output)
+    arrays, _, _ = made.train_round(nothing(), 1)
+    assert set(arrays) == {"outputs", "labels"}
+    assert arrays["labels"].tolist() == np.flatnonzero(made.task.class_counts()).tolist()
+    made.model.eval()
+    with torch.no_grad():
+        z = made.model.classify(made.representations())
+        p = z if output == "logits" else F.softmax(z, dim=1)
+    for row, label in zip(arrays["outputs"], arrays["labels"], strict=True):
+        np.testing.assert_allclose(row, p[made.task.y_train == int(label)].mean(dim=0), rtol=1e-4, atol=1e-5)
+
+
+def test_gradient_of_the_local_loss_is_that_of_the_formula() -> None:
+    made = client(gamma=0.3)
+    rng = np.random.default_rng(0)
+    labels = np.array([0, 3, 4, 9], np.int32)
+    sent = Payload(arrays={"outputs": rng.dirichlet(np.ones(10), 4).astype(np.float32), "labels": labels})
+    made.round = 1
+    made.restore(1, sent)
+    made.receive(sent)
+    made.before_training(sent)
+    x, y = torch.randn(20, 1, 8, 8), torch.arange(20) % 10
+    made.step_loss(Batch(x, y, [x], y)).backward()
+    got = [p.grad.clone() for p in made.model.parameters() if p.grad is not None]
+    made.model.zero_grad()
+    loss = F.cross_entropy(made.model(x), y)
+    rows = dict(zip(labels.tolist(), sent.arrays["outputs"], strict=True))
+    for xi, yi in zip(x, y, strict=True):
+        if int(yi) in rows:
+            log_p = F.log_softmax(made.model(xi[None])[0], dim=0)
+            loss = loss - 0.3 * (torch.from_numpy(rows[int(yi)]) * log_p).sum() / 20
+    loss.backward()
+    for a, p in zip(got, made.model.parameters(), strict=True):
+        torch.testing.assert_close(a, p.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_without_the_term_it_is_standalone(tiny: Callable[..., RunResult]) -> None:
+    alone = tiny(method="local", rounds=3, model="digits-a,digits-b")
+    same = tiny(method="fd", method_args="gamma=0 collect=train", rounds=3, model="digits-a,digits-b")
+    assert same.rounds[COLUMNS].equals(alone.rounds[COLUMNS])
+
+
+def test_disjoint_labels_are_standalone(tiny: Callable[..., RunResult]) -> None:
+    """The mean over the other owners of a label: where there is none, nothing is learnt from anybody."""
+    settings = {"rounds": 3, "clients": 5, "partition": "pathological", "classes_per_client": 2}
+    alone, same = tiny(method="local", **settings), tiny(method="fd", **settings)
+    assert same.rounds[COLUMNS].equals(alone.rounds[COLUMNS])
+    assert same.clients["bytes_up"].eq(2 * (10 * 4 + 4)).all()
+    assert same.rounds["bytes_down"].eq(0).all()
+    other = tiny(method="fd", method_args="include_self=true", **settings)
+    assert not other.rounds[COLUMNS].equals(alone.rounds[COLUMNS])
+
+
+def test_logit_distillation_runs_and_widths_may_differ(
+    tiny: Callable[..., RunResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = FedClient.hello
+
+    def hello(self: FedClient) -> Any:
+        metrics, info = original(self)
+        return metrics, {**info, "width": 64 + self.task.client}
+
+    monkeypatch.setattr(FedClient, "hello", hello)
+    result = tiny(method="fd", method_args="output=logits down=all", model="digits-a,digits-c", fraction_train=0.67)
+    assert result.summary["ok"]
