@@ -140,22 +140,41 @@ def _federated(
     images = None
     if ":" in public:
         # The folder of the user's own data holds no other data set.
-        images = _other_images(dataset, public, "" if name in ("npz", "folder") else data_dir, seed)
+        inputs = InputSpec.of(dataset)
+        images = _other_images(dataset.name, inputs, public, "" if name in ("npz", "folder") else data_dir, seed)
     elif public:
         partition, indices = partitions.hold_back(partition, float(public), seed)
         images = dataset.take(indices)[0]
     return FederatedData(dataset, partition, InputSpec.of(dataset), seed, images)
 
 
-def _other_images(dataset: Dataset, public: str, data_dir: str, seed: int) -> UInt8:
+def public_images(config: RunConfig, inputs: InputSpec) -> UInt8 | None:
+    """Return the public images (P, H, W, C) uint8 for a node with its own data, or None where the method needs none.
+
+    Raises
+    ------
+    BadRequest : a share is asked for, which nodes with their own data cannot hold back together.
+    """
+    public = public_data(config)
+    if not public:
+        return None
+    if ":" not in public:
+        raise BadRequest(
+            f"{config.method} needs public images, and nodes with their own data have none in common: "
+            "give public-data = NAME or NAME:COUNT, a data set that every node has in its data-dir"
+        )
+    return _other_images("the node's data", inputs, public, config.data_dir, config.seed)
+
+
+def _other_images(dataset: str, inputs: InputSpec, public: str, data_dir: str, seed: int) -> UInt8:
     """Draw training images (P, H, W, C) uint8 of another data set, in the order of that data set."""
     name, count = public.split(":")
     other = datasets.load(name, data_dir or None)
-    if (other.size, other.channels, other.scale) != (dataset.size, dataset.channels, dataset.scale):
+    if (other.size, other.channels, other.scale) != (inputs.size, inputs.channels, inputs.scale):
         raise BadRequest(
             f"public-data = '{name}' has images of {other.size}x{other.size} pixels, {other.channels} channel(s) and "
-            f"grey levels to {other.scale:g}; {dataset.name} has {dataset.size}x{dataset.size}, {dataset.channels} and "
-            f"{dataset.scale:g}: take a data set that fits, or a share such as 0.05"
+            f"grey levels to {other.scale:g}; {dataset} has {inputs.size}x{inputs.size}, {inputs.channels} and "
+            f"{inputs.scale:g}: take a data set that fits, or a share such as 0.05"
         )
     if int(count) > other.num_train:
         raise BadRequest(f"public-data = '{public}': {name} has {other.num_train} training images")

@@ -107,6 +107,19 @@ PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", 
 STANDARD_SIZES = (28, 32, 64)
 
 
+def published(name: str) -> tuple[tuple[str, ...], float, tuple[float, ...], tuple[float, ...]] | None:
+    """Return what is known of a published data set without loading it, or None for the user's own.
+
+    Returns
+    -------
+    Names of the classes, largest grey level, and mean and standard deviation per channel of x / scale.
+    """
+    facts = _FACTS.get(name)
+    if facts is None:
+        return None
+    return facts.classes or tuple(str(i) for i in range(facts.num_classes)), facts.scale, facts.mean, facts.std
+
+
 @dataclass(frozen=True, eq=False)
 class Dataset:
     """One image data set; all arrays are read-only and memory-mapped.

@@ -1,0 +1,267 @@
+"""What a real node brings along: its id, its own data or a share of a common data set, its model, its state folder.
+
+`flower-supernode --node-config "client-id=3 data-path='/data/site1' model='resnet18' state-dir='/state'"`
+
+=================  ===================================================================================================
+key                meaning
+=================  ===================================================================================================
+`client-id`        whole number from 0, the same for ever: under it the node keeps its model and appears in the results
+`data-path`        own data: an `.npz` file (`x_train`, `y_train`, perhaps `x_test`, `y_test`, `class_names`), a folder
+                   with exactly one of them, or a folder of pictures (`<class>/*`, or `train/<class>/*`,
+                   `test/<class>/*`)
+`partition-id`,    instead of the two above, for a demonstration: the node takes its share of the run's data set
+`num-partitions`
+`data-dir`         where this node has common data sets: a demonstration's, or the public one of methods that need it
+`model`            this node's architecture (default: the run's)
+`state-dir`        folder that survives a restart (default: `$FEDAPP_STATE`, else `~/.fedapp/state`)
+=================  ===================================================================================================
+
+Own data keep their place: labels are translated to the federation's numbering by the *names* of the classes, so that a
+site which lacks a class, or numbers its classes otherwise, does no harm. A quarter of the images is held out for
+testing where the node has no test set, the same images in every run.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from clients.base import Task
+from fedapp import tasks
+from fedapp.config import RunConfig, resolve
+from fedapp.data import datasets, partitions
+from fedapp.data.transforms import InputSpec
+from fedapp.errors import BadRequest
+from fedapp.models import MODEL_NAMES, check_model
+from fedapp.text import suggest
+
+KEYS: dict[str, type] = {
+    "client-id": int,
+    "partition-id": int,
+    "num-partitions": int,
+    "data-path": str,
+    "data-dir": str,
+    "model": str,
+    "state-dir": str,
+}
+EXAMPLE = '"client-id=0 data-path=\'/data/site\'", or "partition-id=0 num-partitions=3" for a demonstration'
+KINDS = {int: "a whole number from 0", str: "text in quotation marks"}
+
+
+@dataclass(frozen=True)
+class Node:
+    """A checked node-config.
+
+    Attributes
+    ----------
+    client : stable client id.
+    partitions : number of shares of the demonstration that this node takes part in; 0 = own data.
+    data_path, data_dir, model, state_dir : as in the node-config, "" where not given.
+    """
+
+    client: int
+    partitions: int = 0
+    data_path: str = ""
+    data_dir: str = ""
+    model: str = ""
+    state_dir: str = ""
+
+    @classmethod
+    def parse(cls, config: Mapping[str, Any]) -> Node:
+        """Check a node-config.
+
+        Raises
+        ------
+        BadRequest : a key is missing, unknown, of the wrong type, or clashes with another; says what to write.
+        """
+        for key, value in config.items():
+            if key not in KEYS:
+                raise BadRequest(
+                    f"node-config: unknown key '{key}'{suggest(key, list(KEYS))}; known: {', '.join(KEYS)}"
+                )
+            kind = KEYS[key]
+            if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0) or value == "":
+                raise BadRequest(f"node-config: {key} = {value!r} must be {KINDS[kind]}")
+        given = config.keys()
+        if "data-path" in given:
+            if "client-id" not in given:
+                raise BadRequest("node-config: data-path needs client-id, a number that no other node has")
+            clash = sorted(given & {"partition-id", "num-partitions"})
+            if clash:
+                raise BadRequest(f"node-config: data-path (own data) and {clash[0]} (a share of common data) clash")
+            number, parts = config["client-id"], 0
+        elif "partition-id" in given:
+            if "client-id" in given:
+                raise BadRequest(
+                    "node-config: client-id goes with data-path; with partition-id that is the client's id"
+                )
+            if "num-partitions" not in given:
+                raise BadRequest("node-config: partition-id needs num-partitions, the number of all nodes")
+            number, parts = config["partition-id"], config["num-partitions"]
+            if number >= parts:
+                raise BadRequest(
+                    f"node-config: partition-id {number} is not among the {parts} partitions 0 .. {parts - 1}"
+                )
+        else:
+            missing = "data-path" if "client-id" in given else "client-id and data-path"
+            raise BadRequest(f"node-config: {missing} missing: start flower-supernode with --node-config {EXAMPLE}")
+        if "model" in given and config["model"] not in MODEL_NAMES:
+            name = config["model"]
+            raise BadRequest(
+                f"node-config: unknown model '{name}'{suggest(name, MODEL_NAMES)}: choose from {', '.join(MODEL_NAMES)}"
+            )
+        texts = {k.replace("-", "_"): str(config.get(k, "")) for k in ("data-path", "data-dir", "model", "state-dir")}
+        return cls(int(number), int(parts), **texts)
+
+    @property
+    def own(self) -> bool:
+        """Whether the node has data of its own."""
+        return self.partitions == 0
+
+    def state_root(self, config: RunConfig) -> Path:
+        """Return the folder of this node's private state, made if needed.
+
+        Raises
+        ------
+        BadRequest : it cannot be written.
+        """
+        chosen = self.state_dir or config.state_dir or os.environ.get("FEDAPP_STATE", "") or "~/.fedapp/state"
+        root = Path(chosen).expanduser().absolute()
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=root, prefix=".", suffix=".part")
+            os.close(handle)
+            Path(name).unlink()
+        except OSError as e:
+            raise BadRequest(f"state-dir {root} cannot be written ({e.strerror}): give a folder that user "
+                             f"{os.getuid() if hasattr(os, 'getuid') else ''} owns") from e  # fmt: skip
+        return root
+
+
+@dataclass(frozen=True, eq=False)
+class OwnData:
+    """A node's own images in the federation's numbering of classes.
+
+    Attributes
+    ----------
+    x_train, x_test : (n, H, H, C) uint8.   y_train, y_test : (n,) int64.
+    classes : the federation's class names.
+    """
+
+    x_train: NDArray[np.uint8]
+    y_train: NDArray[np.int64]
+    x_test: NDArray[np.uint8]
+    y_test: NDArray[np.int64]
+    classes: tuple[str, ...]
+    inputs: InputSpec
+
+
+def federation_classes(config: RunConfig) -> tuple[str, ...] | None:
+    """Return the federation's class names: `class-names`, else those of the published data set, else None."""
+    if config.class_names:
+        return tuple(n.strip() for n in config.class_names.split(","))
+    known = datasets.published(config.dataset)
+    return known[0] if known else None
+
+
+@functools.lru_cache(maxsize=2)
+def own_data(path: str, classes: tuple[str, ...] | None, dataset: str) -> OwnData:
+    """Load a node's own data.
+
+    Parameters
+    ----------
+    path : `data-path`.
+    classes : the federation's class names; None = the data's own.
+    dataset : the run's data set: where it is a published one, its normalisation is used, so that all nodes have the
+        same; otherwise each node's own mean and standard deviation, which then stay on the node.
+
+    Raises
+    ------
+    BadRequest : nothing there, unreadable, or a class that the federation does not know.
+    """
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise BadRequest(f"data-path {place} does not exist on this node: mount or copy the data there")
+    is_npz = place.is_file() or any(place.glob("*.npz"))
+    data = datasets.load("npz" if is_npz else "folder", place)
+    table = np.arange(data.num_classes)
+    if classes is not None:
+        foreign = [name for name in data.classes if name not in classes]
+        if foreign:
+            raise BadRequest(
+                f"data-path {place}: class '{foreign[0]}' is none of the federation's {len(classes)} classes "
+                f"({', '.join(classes[:12])}{', ...' if len(classes) > 12 else ''}){suggest(foreign[0], classes)}: "
+                "rename it here, or have it added to class-names"
+            )
+        table = np.array([classes.index(name) for name in data.classes])
+    if data.num_test:
+        x_train, y_train = np.array(data.x_train), np.array(data.y_train)
+        x_test, y_test = np.array(data.x_test), np.array(data.y_test)
+    else:
+        cut = partitions.make(data, kind="iid", split="holdout", clients=1, seed=0, min_samples=1).clients[0]
+        x_train, y_train = data.take(cut.train)
+        x_test, y_test = data.take(cut.test)
+    inputs = InputSpec.of(data)
+    known = datasets.published(dataset)
+    if known is not None and len(known[2]) == data.channels:
+        _, scale, mean, std = known
+        brightest = int(max(x_train.max(initial=0), x_test.max(initial=0)))
+        if brightest > scale:
+            raise BadRequest(f"data-path {place}: {dataset} has grey levels 0 .. {scale:g}, found {brightest}")
+        inputs = InputSpec(data.channels, data.size, scale, mean, std)
+    return OwnData(x_train, table[y_train], x_test, table[y_test], classes or data.classes, inputs)
+
+
+def task_of(config: RunConfig, node: Node, device: torch.device) -> Task:
+    """Return what this node works on; `extras["classes"]` holds the names of the classes.
+
+    Raises
+    ------
+    BadRequest : the data or the architecture do not fit.
+    """
+    if node.data_dir:
+        config = config.replaced(data_dir=str(Path(node.data_dir).expanduser().absolute()))
+    if not node.own:
+        total = config.clients or node.partitions
+        task = tasks.task_of(config, node.client, total, device)
+        classes = tasks.federated(config, total).dataset.classes
+        task = replace(task, model=node.model or task.model, extras={**task.extras, "classes": classes})
+    else:
+        data = own_data(node.data_path, federation_classes(config), config.dataset)
+        extras: dict[str, Any] = {"classes": data.classes}
+        public = tasks.public_images(config, data.inputs)
+        if public is not None:
+            extras["public"] = torch.from_numpy(public).to(device)
+        task = Task(
+            client=node.client,
+            seed=config.seed,
+            num_classes=len(data.classes),
+            inputs=data.inputs,
+            model=node.model or resolve(config).model_of(node.client),
+            x_train=torch.from_numpy(data.x_train).to(device),
+            y_train=torch.from_numpy(data.y_train).to(device),
+            x_test=torch.from_numpy(data.x_test).to(device),
+            y_test=torch.from_numpy(data.y_test).to(device),
+            train=config.train_spec(),
+            buffers=config.buffers,
+            protocols=tuple(p for p in config.measured if p != "global"),
+            extras=extras,
+        )
+    if node.own or node.model:
+        check_model(task.model, channels=task.inputs.channels, size=task.inputs.size)
+    return task
+
+
+def fingerprint(classes: tuple[str, ...]) -> str:
+    """Return a short hash of class names and their order, by which nodes are compared without sending the names."""
+    return hashlib.sha256("\x1f".join(classes).encode()).hexdigest()[:12]
