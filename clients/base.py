@@ -223,6 +223,7 @@ class FedClient(NumPyClient):
         metrics.update(self.reply_metrics())
         if self.store is not None:
             self.store.save(round, self.state())
+            self.store.note_head_norms(round, self.model.head.weight.detach().double().norm(dim=1).cpu().numpy())
         return arrays, self.task.num_samples, metrics
 
     def evaluate_round(self, payload: Payload, round: int, *, balanced: bool = True) -> dict[str, Any]:

@@ -13,6 +13,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -20,6 +22,7 @@ from fedapp.method import Arrays
 
 SCHEMA = 1
 _FILE = re.compile(r"^(?P<run>[0-9a-f]+)\.(?P<round>\d{6})\.safetensors$")
+_NOTES = "head-norms"
 
 
 class StateError(RuntimeError):
@@ -56,6 +59,15 @@ def read_safetensors(path: Path) -> tuple[Arrays, dict[str, object]]:
             return {name: f.get_tensor(name) for name in f.keys()}, header  # noqa: SIM118
     except (SafetensorError, OSError, KeyError, ValueError) as e:
         raise StateError(f"{path} cannot be read ({e}); delete it to start this client afresh") from e
+
+
+def read_head_norms(folder: Path, run: str) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """Read what `ClientStore.note_head_norms` wrote: rounds (T,) ascending and norms (T, C); T = 0 without a file."""
+    path = folder / f"{run}.{_NOTES}"
+    if not path.is_file():
+        return np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
+    arrays, _ = read_safetensors(path)
+    return arrays["rounds"], arrays["norms"]
 
 
 class ClientStore:
@@ -124,3 +136,23 @@ class ClientStore:
             if file not in keep and (file[0] == self.run or len(keep) == 2):
                 file[2].unlink(missing_ok=True)
         return path
+
+    def note_head_norms(self, round: int, norms: NDArray[np.floating]) -> None:
+        """Note the L2 norms of the head's rows, (C,), after the training of a round, for figures of how heads evolve.
+
+        They say much about the client's class counts, so they stay here, beside its state, and never travel. Rounds
+        from `round` on, which a resumed run does again, are dropped; of other runs only those notes stay whose states
+        do.
+        """
+        rounds, rows = read_head_norms(self.folder, self.run)
+        before = rounds < round
+        row = np.asarray(norms, dtype=np.float32)[None]
+        arrays: Arrays = {
+            "rounds": np.append(rounds[before], np.int64(round)),
+            "norms": np.concatenate([rows[before], row]) if before.any() else row,
+        }
+        write_safetensors(self.folder / f"{self.run}.{_NOTES}", arrays, {"schema": SCHEMA, "run": self.run})
+        runs = {run for run, _, _ in self._files()} | {self.run}
+        for old in self.folder.glob(f"*.{_NOTES}"):
+            if old.name.split(".")[0] not in runs:
+                old.unlink(missing_ok=True)
