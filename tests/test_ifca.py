@@ -9,18 +9,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from clustering import (
-    DIGITS_BYTES,
-    context,
-    digit_tasks,
-    digits_context,
-    equal,
-    federate,
-    flat,
-    point,
-    random_model,
-    reply,
-)
 from torch.nn import functional as F
 
 import fedapp
@@ -32,6 +20,18 @@ from fedapp.method import Payload
 from fedapp.state import ClientStore
 from strategies import fedavg
 from strategies.ifca import IFCA, METHOD
+from tests.clustering import (
+    DIGITS_BYTES,
+    context,
+    digit_tasks,
+    digits_context,
+    equal,
+    federate,
+    flat,
+    point,
+    random_model,
+    reply,
+)
 
 
 def strategy_of(**values: object) -> IFCA:

@@ -1,0 +1,182 @@
+"""CFL. Sattler, Mueller, Samek, Clustered Federated Learning: Model-Agnostic Distributed Multitask Optimization Under
+Privacy Constraints, IEEE TNNLS 2021.
+
+Symbols    theta_c -> state["clusters"][c]     members of c -> state["members"][c]     Delta theta_i -> updates[i]
+           alpha_ij = cos(Delta theta_i, Delta theta_j) -> cosine     eps_1, eps_2 -> `_limits`     gamma_max -> gamma
+Each round, for each cluster c:
+    stationary      ||mean_{i in c} Delta theta_i|| < eps_1
+    incongruent     max_{i in c} ||Delta theta_i|| > eps_2
+    if both: split c into c_1, c_2 by complete linkage on -alpha, if sqrt((1 - max_{c_1 x c_2} alpha) / 2) >= gamma_max
+    theta_c <- theta_c + mean_{i in c} Delta theta_i   (of each cluster, after its split)
+
+Lengths of updates scale with learning rate and model, so by default the limits are relative: eps_1 to the cluster's
+longest update, eps_2 to the longest of the run so far. Norms are means over the last `smooth` tests.
+A test needs an update of every member that was made since the cluster exists. Where only part of the clients answers,
+the last update of each is kept for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+from scipy.cluster.hierarchy import cut_tree, linkage
+from scipy.spatial.distance import squareform
+
+from clients.base import FedClient
+from fedapp.core.averages import weighted_mean
+from fedapp.core.pairwise import cosine_from_gram, gram
+from fedapp.method import ALL, Arrays, BaseHParams, Method, Payload, Reply, ServerContext, ServerState
+from strategies.base import FedStrategy
+
+
+class CFLHParams(BaseHParams):
+    """Hyperparameters of CFL."""
+
+    thresholds: Literal["relative", "absolute"] = Field(
+        "relative", description="relative: r1 and r2; absolute: eps1 and eps2 (paper)"
+    )
+    r1: float = Field(0.4, ge=0, description="a cluster is stationary below r1 x its longest update")
+    r2: float = Field(0.5, ge=0, description="its members disagree above r2 x the longest update of the run so far")
+    eps1: float = Field(0.4, ge=0, description="a cluster is stationary below this norm (authors' code: 0.4)")
+    eps2: float = Field(1.6, ge=0, description="its members disagree above this norm (authors' code: 1.6)")
+    gamma: float = Field(
+        0.7,
+        ge=0,
+        le=1,
+        description="gamma_max, least separation of the two halves: 0.7 = no pair across them points the same way, 0 "
+        "asks for none (authors' code: none)",
+    )
+    smooth: int = Field(3, ge=1, description="tests whose norms are averaged (paper: 1)")
+    start_round: int = Field(10, ge=0, description="no split up to this round (authors' code: 20)")
+    min_size: int = Field(2, ge=1, description="clusters of this size or smaller stay whole (authors' code: 2)")
+    max_stale: int = Field(0, ge=0, description="oldest kept update that a test may use, in rounds; 0 = any age")
+    weighting: Literal["uniform", "samples"] = Field(
+        "uniform", description="how a cluster's members are averaged: all alike (paper), or by n_k"
+    )
+
+
+def bipartition(cosine: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Split m >= 2 clients in two by complete linkage on their cosines.
+
+    Parameters
+    ----------
+    cosine : (m, m) symmetric, in [-1, 1].
+
+    Returns
+    -------
+    (m,) bool, False for the half that holds the first client; both halves have members.
+    """
+    # 1 - cos merges in the order of -cos, and is the non-negative distance that scipy asks for.
+    tree = linkage(squareform(1.0 - cosine, checks=False), method="complete")
+    labels: NDArray[np.int64] = cut_tree(tree, n_clusters=2).ravel()
+    return np.asarray(labels != labels[0])
+
+
+class CFL(FedStrategy):
+    """FedAvg within clusters that are split where their members pull in different directions."""
+
+    def init(self, context: ServerContext) -> ServerState:
+        """Return one cluster of all clients."""
+        self.context = context
+        return {
+            "clusters": {0: dict(context.initial)},
+            "members": {0: list(context.ids())},
+            "born": {0: 0},
+            "norms": np.zeros((0, 4)),  # rows: round, cluster, norm of the mean update, norm of the longest update
+            "updates": {},
+            "seen": {},
+        }
+
+    def send(self, state: ServerState, round: int, client: int) -> Payload:
+        """Return the model of the client's cluster, the same arrays for all its members."""
+        return Payload(common=state["clusters"][self._cluster_of(state["members"], client)])
+
+    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+        """Test every cluster, split where due, and average within the clusters that result."""
+        got = {reply.client: reply for reply in replies}
+        clusters, born, norms = dict(state["clusters"]), dict(state["born"]), state["norms"]
+        members = {c: list(m) for c, m in state["members"].items()}
+        updates, seen = dict(state["updates"]), dict(state["seen"])
+        for client, reply in got.items():
+            home = self._cluster_of(members, client)
+            if client not in members[home]:
+                members[home] = sorted([*members[home], client])
+            updates[client] = _difference(reply.arrays, clusters[home])
+            seen[client] = round
+        for c in sorted(members):
+            if not all(i in updates and self._fresh(round, seen[i], born[c]) for i in members[c]):
+                continue
+            inner = gram([updates[i] for i in members[c]])
+            norms = np.vstack([norms, [round, c, np.sqrt(max(inner.mean(), 0.0)), np.sqrt(inner.diagonal().max())]])
+            if len(members[c]) <= self.hparams.min_size or not self._due(norms, round, c, born[c]):
+                continue
+            cosine = cosine_from_gram(inner)
+            side = bipartition(cosine)
+            if np.sqrt((1.0 - cosine[np.ix_(side, ~side)].max()) / 2.0) < self.hparams.gamma:
+                continue
+            new = max(clusters) + 1
+            clusters[new], born[new], born[c] = clusters[c], round, round
+            members[new] = [i for i, other in zip(members[c], side) if other]
+            members[c] = [i for i, other in zip(members[c], side) if not other]
+        for c in clusters:
+            here = [got[i] for i in members[c] if i in got]
+            if here:
+                weights = [float(r.num_samples) if self.hparams.weighting == "samples" else 1.0 for r in here]
+                clusters[c] = weighted_mean([{n: r.arrays[n] for n in clusters[c]} for r in here], weights)
+        kept = {i for c, m in members.items() for i in m if i in updates and self._fresh(round + 1, seen[i], born[c])}
+        if all(i in got for m in members.values() for i in m):
+            kept = set()  # everybody answers: the next test has its own updates
+        return {
+            "clusters": clusters, "members": members, "born": born, "norms": norms,
+            "updates": {i: updates[i] for i in sorted(kept)}, "seen": {i: seen[i] for i in sorted(kept)},
+        }  # fmt: skip
+
+    def report(self, state: ServerState) -> dict[str, Any]:
+        """Return the members of each cluster, and the norms on which thresholds are chosen."""
+        return {"clusters": [state["members"][c] for c in sorted(state["members"])], "norms": state["norms"].tolist()}
+
+    # ---- pieces --------------------------------------------------------------------------------------------------
+
+    def _fresh(self, round: int, seen: int, born: int) -> bool:
+        """Whether an update of round `seen` may be used in `round` for a cluster that was made after round `born`."""
+        return seen > born and (self.hparams.max_stale == 0 or round - seen <= self.hparams.max_stale)
+
+    def _due(self, norms: NDArray[np.float64], round: int, cluster: int, born: int) -> bool:
+        """Whether a cluster is stationary and its members disagree."""
+        own = norms[(norms[:, 1] == cluster) & (norms[:, 0] > born)][-self.hparams.smooth :]
+        if round <= self.hparams.start_round or len(own) < self.hparams.smooth:
+            return False
+        mean, longest = own[:, 2:].mean(axis=0)
+        if self.hparams.thresholds == "absolute":
+            return bool(mean < self.hparams.eps1 and longest > self.hparams.eps2)
+        return bool(mean < self.hparams.r1 * longest and longest > self.hparams.r2 * norms[:, 3].max())
+
+    @staticmethod
+    def _cluster_of(members: Mapping[int, list[int]], client: int) -> int:
+        """Return the client's cluster; one that came later joins the largest (of equal ones the first)."""
+        for c, inside in members.items():
+            if client in inside:
+                return c
+        return max(sorted(members), key=lambda c: len(members[c]))
+
+
+def _difference(model: Mapping[str, Any], start: Mapping[str, Any]) -> Arrays:
+    """Return the update of what gradients train; running statistics of normalisation layers point nowhere."""
+    trained = [n for n in start if not n.endswith((".running_mean", ".running_var"))]
+    return {n: model[n] - start[n] for n in trained}
+
+
+METHOD = Method(
+    id="cfl",
+    title="CFL",
+    paper="Sattler et al., TNNLS 2021",
+    strategy=CFL,
+    client=FedClient,
+    hparams=CFLHParams,
+    shared=ALL,
+    travels="the whole model, both ways (one per cluster)",
+)
