@@ -1,0 +1,762 @@
+"""CCVR: worked numbers, pooled features through the whole message path, edge cases, composition with base methods."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch.nn import functional as F
+
+from clients.base import FedClient, ModelSpec
+from clients.ccvr import CCVRClient, CCVRHead, CCVRHParams
+from fedapp import checkpoint, config, registry, sampling, tasks
+from fedapp.core import gaussian
+from fedapp.core.gaussian import MomentsPool
+from fedapp.engine import RunResult, run
+from fedapp.errors import BadRequest
+from fedapp.evaluation import batched
+from fedapp.federation import Federation
+from fedapp.method import Arrays, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.selection import extract
+from fedapp.state import read_safetensors
+from fedapp.training import Batch, batch_slices
+from strategies.ccvr import CCVR, draws, retrain
+
+W, B = "head.weight", "head.bias"
+BASES = ("fedavg", "fedprox", "fedavgm", "moon")
+SMALL: dict[str, Any] = {"dataset": "digits", "clients": 3, "local_epochs": 1, "batch_size": 64, "alpha": 0.3}
+
+# Three clients, three classes, d = 2.
+CLIENTS = [
+    ([[1, 2], [2, 1], [3, 3], [0, 4], [1, 5]], [0, 0, 0, 1, 1]),
+    ([[4, 0], [2, 6], [0, 6], [5, 5]], [0, 1, 1, 2]),
+    ([[3, 4]], [1]),
+]
+
+
+def method_of(args: str = "") -> tuple[Method, CCVRHParams]:
+    outer = registry.get("ccvr")
+    hparams = registry.parse_args(outer, args)
+    assert isinstance(hparams, CCVRHParams)
+    return registry.resolve(outer, hparams), hparams
+
+
+def context(num_classes: int = 3, width: int = 2, seed: int = 0) -> ServerContext:
+    rng = np.random.default_rng(seed)
+    initial = {
+        "features.0.weight": rng.standard_normal((4, 3)).astype(np.float32),
+        W: rng.standard_normal((num_classes, width)).astype(np.float32),
+        B: rng.standard_normal(num_classes).astype(np.float32),
+    }
+    return ServerContext(
+        seed=seed,
+        clients=(),
+        num_classes=num_classes,
+        width=width,
+        initial=initial,
+        initial_from=lambda k: initial,
+        rng=lambda purpose, *numbers: sampling.rng(seed, purpose, *numbers),
+    )
+
+
+def server(args: str = "", ctx: ServerContext | None = None) -> tuple[CCVR, ServerState]:
+    method, hparams = method_of(args)
+    strategy = method.strategy(method, hparams)
+    assert isinstance(strategy, CCVR)
+    return strategy, strategy.init(ctx or context())
+
+
+Data = list[tuple[Any, Any]]
+
+
+def asker(strategy: CCVR, data: Data, order: list[int] | None = None) -> Callable[[str, Payload], list[Reply]]:
+    """Answer like clients that hold these features; every answer goes through the strategy's own check."""
+    s = strategy.settings
+
+    def answer(k: int, kind: str, payload: Payload) -> Arrays:
+        z, y = np.asarray(data[k][0], np.float64), np.asarray(data[k][1])
+        if kind == "features":
+            return {"features/z": z.astype(np.float32), "features/label": y}
+        keep = np.bincount(y, minlength=strategy.context.num_classes)[y] >= s.min_count
+        found = gaussian.moments(z[keep], y[keep], strategy.context.num_classes, gaussian.form_of(s.cov))
+        if s.cov == "sums":
+            arrays = gaussian.sums(found, payload.all().get("statistics/centres"))
+            names = ("count", "sum") if kind == "totals" else tuple(arrays)
+            arrays = {n: arrays[n] for n in names}
+        else:
+            arrays = gaussian.to_arrays(found, s.cov, s.rank, s.dtype)
+        return {f"statistics/{n}": a for n, a in arrays.items()}
+
+    def ask(kind: str, payload: Payload) -> list[Reply]:
+        replies = []
+        for client, k in enumerate(order or range(len(data))):
+            reply = Reply(
+                client, len(data[k][1]), answer(k, kind, payload), {"received-correct": 1, "received-total": 2}
+            )
+            assert strategy.check(reply) is None
+            replies.append(reply)
+        return replies
+
+    return ask
+
+
+def pooled(args: str, data: Data, ctx: ServerContext | None = None) -> gaussian.ClassMoments:
+    strategy, state = server(args, ctx)
+    return strategy.statistics(state["model"], asker(strategy, data))[1]
+
+
+def calibrate(args: str, data: Data, ctx: ServerContext | None = None) -> tuple[CCVR, ServerState, ServerState]:
+    strategy, state = server(args, ctx)
+    return strategy, state, strategy.finalize(state, asker(strategy, data))
+
+
+def together(data: Data) -> tuple[np.ndarray, np.ndarray]:
+    return np.concatenate([np.asarray(z, np.float64) for z, _ in data]), np.concatenate([y for _, y in data])
+
+
+def random_data(clients: int, classes: int, width: int, seed: int, shift: float = 0.0) -> Data:
+    rng = np.random.default_rng(seed)
+    data: Data = []
+    for _ in range(clients):
+        y = rng.choice(classes, size=int(rng.integers(2, 40)), p=rng.dirichlet(np.full(classes, 0.5)))
+        mixing = rng.standard_normal((width, width))
+        data.append((rng.standard_normal((len(y), width)) @ mixing + y[:, None] + shift, y))
+    return data
+
+
+def deterministic(table: pd.DataFrame, without: str = "-") -> pd.DataFrame:
+    return table[[c for c in table.columns if not c.endswith("seconds") and not c.startswith(without)]]
+
+
+# ---- worked numbers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("args", ["", "dtype=float64", "cov=sums"])
+def test_pooled_statistics_of_the_worked_example(args: str) -> None:
+    found = pooled(args, CLIENTS)
+    assert found.counts.tolist() == [4, 5, 1]
+    np.testing.assert_allclose(found.means, [[2.5, 1.5], [1.2, 5.0], [5, 5]], atol=1e-6)
+    np.testing.assert_allclose(found.cov(0), [[5 / 3, -2 / 3], [-2 / 3, 5 / 3]], atol=1e-6)
+    np.testing.assert_allclose(found.cov(1), [[1.7, -0.25], [-0.25, 1.0]], atol=1e-6)
+
+
+def test_diagonal_and_pooled_forms_of_the_worked_example() -> None:
+    diagonal = pooled("cov=diag", CLIENTS)
+    np.testing.assert_allclose(diagonal.cov(0), [5 / 3, 5 / 3], atol=1e-6)
+    np.testing.assert_allclose(diagonal.cov(1), [1.7, 1.0], atol=1e-6)
+    # (3 Sigma_0 + 4 Sigma_1 + 0) / 7, the same for all classes.
+    common = (np.array([[5.0, -2.0], [-2.0, 5.0]]) + np.array([[6.8, -1.0], [-1.0, 4.0]])) / 7
+    for c in range(3):
+        np.testing.assert_allclose(pooled("cov=pooled", CLIENTS).cov(c), common, atol=1e-6)
+
+
+def test_one_retraining_step_of_the_worked_example() -> None:
+    z = gaussian.tukey(np.array([[2.0, 1.0], [1.0, 5.0], [5.0, 5.0]]))
+    head = {W: np.array([[1, 0], [0, 1], [1, 1]], np.float32), B: np.zeros(3, np.float32)}
+    s = CCVRHParams(lr=0.1, momentum=0, weight_decay=0, epochs=1, batch=3)
+    new = retrain(head, z, np.arange(3), s, np.random.default_rng)
+    w = [[1.027397, 0.013757], [0.011341, 1.044349], [0.961262, 0.941894]]
+    np.testing.assert_allclose(new[W], w, atol=1e-6)
+    np.testing.assert_allclose(new[B], [0.020371, 0.017053, -0.037423], atol=1e-6)
+    loss = F.cross_entropy(torch.tensor(z @ head[W].T), torch.arange(3))
+    assert float(loss) == pytest.approx(1.019689, abs=1e-6)
+
+
+def test_draws() -> None:
+    counts = np.array([30, 0, 10, 1])
+    assert draws(counts, CCVRHParams(samples=7)).tolist() == [7, 0, 7, 7]
+    # 3 classes seen, 300 samples shared as 30 : 10 : 1 of 41.
+    assert draws(counts, CCVRHParams(mc_mode="proportional")).tolist() == [220, 0, 73, 7]
+    assert draws(counts, CCVRHParams(mc_mode="proportional", samples=1)).tolist() == [2, 0, 1, 1]
+
+
+# ---- oracles -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("args", "tolerance"), [("dtype=float64", 1e-10), ("cov=sums", 1e-10), ("", 1e-5)])
+@pytest.mark.parametrize("seed", range(3))
+def test_pooling_equals_numpy_on_all_features_together(args: str, tolerance: float, seed: int) -> None:
+    """Exact with float64 on the wire; float32 rounds each client's numbers to 6e-8 of their size, here below 1e2."""
+    ctx = context(num_classes=4, width=5)
+    data = random_data(6, 4, 5, seed)
+    z, y = together(data)
+    found = pooled(args, data, ctx)
+    assert found.counts.tolist() == np.bincount(y, minlength=4).tolist()
+    for c in found.classes:
+        np.testing.assert_allclose(found.means[c], z[y == c].mean(axis=0), atol=tolerance)
+        if found.counts[c] > 1:
+            scale = 1 + np.abs(np.cov(z[y == c].T)).max()
+            np.testing.assert_allclose(found.cov(c) / scale, np.cov(z[y == c].T) / scale, atol=tolerance)
+
+
+def test_sums_do_not_cancel_far_from_zero() -> None:
+    """With means of 1e6 and variances of 1, S2 - S1 S1^T / N alone would keep three or four digits."""
+    ctx = context(num_classes=2, width=3)
+    data = random_data(4, 2, 3, seed=1, shift=1e6)
+    z, y = together(data)
+    found = pooled("cov=sums", data, ctx)
+    np.testing.assert_allclose(found.cov(0), np.cov(z[y == 0].T), rtol=1e-7, atol=1e-7)
+
+
+def test_sums_are_decided_by_who_answers_the_second_question() -> None:
+    """A client that is lost between the two questions leaves no trace: the centre need not be the mean."""
+    strategy, state = server("cov=sums", context(num_classes=2, width=3))
+    data = random_data(4, 2, 3, seed=2)
+    full = asker(strategy, data)
+    found = strategy.statistics(state["model"], lambda kind, p: full(kind, p)[: 3 if kind == "statistics" else 4])[1]
+    z, y = together(data[:3])
+    for c in range(2):
+        np.testing.assert_allclose(found.means[c], z[y == c].mean(axis=0), atol=1e-10)
+        np.testing.assert_allclose(found.cov(c), np.cov(z[y == c].T), atol=1e-10)
+
+
+def slow_retrain(
+    w: np.ndarray, b: np.ndarray, z: np.ndarray, y: np.ndarray, s: CCVRHParams, norm: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """SGD with momentum and weight decay, gradients written out, in float64."""
+    w, b = w.astype(np.float64), b.astype(np.float64)
+    vw, vb, first = np.zeros_like(w), np.zeros_like(b), True
+    for epoch in range(s.epochs):
+        order = np.random.default_rng(epoch).permutation(len(y))
+        for part in batch_slices(len(y), s.batch):
+            rows = order[part]
+            norms = np.linalg.norm(w, axis=1, keepdims=True)
+            unit = w / norms
+            scores = z[rows] @ unit.T if norm else z[rows] @ w.T + b
+            p = np.exp(scores - scores.max(axis=1, keepdims=True))
+            p /= p.sum(axis=1, keepdims=True)
+            p[np.arange(len(rows)), y[rows]] -= 1
+            gw, gb = p.T @ z[rows] / len(rows), p.mean(axis=0)
+            if norm:
+                gw = (gw - (gw * unit).sum(axis=1, keepdims=True) * unit) / norms
+            gw, gb = gw + s.weight_decay * w, gb + s.weight_decay * b
+            vw, vb = (gw, gb) if first else (s.momentum * vw + gw, s.momentum * vb + gb)
+            first = False
+            w = w - s.lr * vw
+            b = b if norm else b - s.lr * vb
+    return w, b
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_retraining_against_gradients_written_out(norm: bool) -> None:
+    rng = np.random.default_rng(3)
+    z, y = rng.standard_normal((50, 4)), rng.integers(0, 3, 50)
+    head = {W: rng.standard_normal((3, 4)).astype(np.float32), B: np.zeros(3, np.float32)}
+    s = CCVRHParams(lr=0.05, weight_decay=0.01, epochs=4, batch=16, clsnorm=norm)
+    new = retrain(head, z, y, s, np.random.default_rng)
+    w, b = slow_retrain(head[W], head[B], z, y, s, norm)
+    np.testing.assert_allclose(new[W], w, atol=2e-6)
+    np.testing.assert_allclose(new[B], b, atol=2e-6)
+
+
+@pytest.fixture
+def replies(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Reply]]:
+    """Record the replies of a run by the kind of message that they answer."""
+    seen: dict[str, list[Reply]] = {}
+    original = Federation.exchange
+
+    def exchange(self: Federation, kind: str, *args: Any, **kwargs: Any) -> Iterator[Reply]:
+        for reply in original(self, kind, *args, **kwargs):
+            seen.setdefault(kind, []).append(reply)
+            yield reply
+
+    monkeypatch.setattr(Federation, "exchange", exchange)
+    return seen
+
+
+def named(reply: Reply, prefix: str) -> Arrays:
+    return {n.removeprefix(prefix): a for n, a in reply.arrays.items() if n.startswith(prefix)}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-10), ("float32", 1e-5)])
+def test_statistics_of_a_federation_are_those_of_its_pooled_features(
+    dtype: str, tolerance: float, tmp_path: Path, replies: dict[str, list[Reply]]
+) -> None:
+    """Through model, client, message and pool: np.mean and np.cov of all clients' real features."""
+    args = f"oracle=true epochs=1 dtype={dtype}"
+    result = run(method="ccvr", method_args=args, rounds=1, out=tmp_path / "run", **SMALL)
+    statistics = [named(r, "statistics/") for r in replies["query.statistics"]]
+    features = [named(r, "features/") for r in replies["query.features"]]
+    assert all(a["mean"].dtype == a["cov"].dtype == dtype for a in statistics)
+    pool = MomentsPool(10, 64)
+    for arrays in statistics:
+        pool.add(arrays)
+    found = pool.moments()
+    z = np.concatenate([f["z"] for f in features]).astype(np.float64)
+    y = np.concatenate([f["label"] for f in features])
+    assert found.counts.tolist() == np.bincount(y, minlength=10).tolist()
+    assert result.summary["calibration"]["samples"] == len(y)
+    for c in found.classes:
+        np.testing.assert_allclose(found.means[c], z[y == c].mean(axis=0), atol=tolerance)
+        np.testing.assert_allclose(found.cov(c), np.cov(z[y == c].T), atol=tolerance)
+
+
+def test_features_are_the_heads_input_in_evaluation_mode_without_augmentation(tmp_path: Path) -> None:
+    """The features that are asked for are those of the stored global model on the plain training images."""
+    result = run(method="ccvr", method_args="epochs=0", rounds=1, augment="weak", out=tmp_path / "run", **SMALL)
+    settings = config.RunConfig.model_validate(
+        {k.replace("_", "-"): v for k, v in {**SMALL, "method": "ccvr", "method_args": "epochs=0"}.items()}
+    )
+    settings = config.resolve(settings)
+    method, hparams = method_of("epochs=0")
+    task = tasks.task_of(settings, 1, 3, torch.device("cpu"))
+    arrays = read_safetensors(result.out / "models" / "last.safetensors")[0]
+    client = method.client(task, method, hparams)
+    answer, count, metrics = client.answer_query("statistics", Payload(common=arrays), 2)
+    model = client.build_model(task.spec(0), hparams)
+    model.load_state_dict({n: torch.from_numpy(a) for n, a in arrays.items()})
+    z = batched(model.eval().represent, task.x_train, task.inputs).numpy().astype(np.float64)
+    y = task.y_train.numpy()
+    assert count == len(y) and metrics["received-total"] == len(task.y_test)
+    for row, c in enumerate(answer["statistics/ids"].tolist()):
+        np.testing.assert_allclose(answer["statistics/mean"][row], z[y == c].mean(axis=0), rtol=1e-6, atol=1e-6)
+        if answer["statistics/count"][row] > 1:
+            cov = gaussian.unpack(answer["statistics/cov"][row], 64)
+            np.testing.assert_allclose(cov, np.cov(z[y == c].T), rtol=1e-5, atol=1e-6)
+
+
+# ---- reductions ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cov", ["full", "sums"])
+def test_one_client_is_its_own_gaussian(cov: str) -> None:
+    data = random_data(1, 3, 2, seed=4)
+    z, y = together(data)
+    found = pooled(f"cov={cov} dtype=float64", data)
+    own = gaussian.moments(z, y, 3)
+    for c in own.classes:
+        np.testing.assert_allclose(found.means[c], own.means[c], atol=1e-13)
+        np.testing.assert_allclose(found.cov(c), own.cov(c), atol=1e-13)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_without_epochs_it_is_the_base_method_bit_for_bit(base: str, tmp_path: Path) -> None:
+    common = {**SMALL, "rounds": 2, "fraction_train": 0.67}
+    plain = run(method=base, out=tmp_path / "plain", **common)
+    ccvr = run(method="ccvr", method_args=f"base={base} epochs=0", out=tmp_path / "ccvr", **common)
+    for table in ("rounds", "clients", "final"):
+        a, b = deterministic(getattr(plain, table)), deterministic(getattr(ccvr, table))
+        pd.testing.assert_frame_equal(a, b, check_exact=True)
+    a, b = (read_safetensors(r.out / "models" / "last.safetensors")[0] for r in (plain, ccvr))
+    assert a.keys() == b.keys() and all(np.array_equal(a[n], b[n]) for n in a)
+    found = ccvr.summary["calibration"]
+    assert found["before"] == found["after"] == plain.summary["accuracy"]["global"]["last"]
+
+
+def test_the_base_gets_its_own_hyperparameters(tmp_path: Path) -> None:
+    plain = run(method="fedprox", method_args="mu=0.5", rounds=2, out=tmp_path / "plain", **SMALL)
+    ccvr = run(method="ccvr", method_args="base=fedprox base.mu=0.5", rounds=2, out=tmp_path / "ccvr", **SMALL)
+    other = run(method="ccvr", method_args="base=fedprox base.mu=0", rounds=2, out=tmp_path / "other", **SMALL)
+    pd.testing.assert_frame_equal(deterministic(plain.rounds), deterministic(ccvr.rounds), check_exact=True)
+    assert not deterministic(plain.rounds).equals(deterministic(other.rounds))
+
+
+# ---- invariants ----------------------------------------------------------------------------------------------------
+
+
+def test_only_the_head_changes_and_the_trained_one_is_kept() -> None:
+    strategy, before, after = calibrate("", CLIENTS)
+    old, new = strategy.global_arrays(before), strategy.global_arrays(after)
+    assert old.keys() == new.keys()
+    assert np.array_equal(old["features.0.weight"], new["features.0.weight"])
+    assert not np.array_equal(old[W], new[W]) and not np.array_equal(old[B], new[B])
+    assert np.array_equal(after["model"][W], before["model"][W])
+
+
+def test_the_order_of_the_clients_and_splitting_a_client_change_nothing() -> None:
+    ctx = context(num_classes=4, width=5)
+    data = random_data(5, 4, 5, seed=5)
+    z, y = data[0]
+    heads = []
+    for version, order in ((data, None), (data, [3, 1, 4, 0, 2]), ([(z[:1], y[:1]), (z[1:], y[1:]), *data[1:]], None)):
+        strategy, state = server("dtype=float64", ctx)
+        heads.append(strategy.finalize(state, asker(strategy, version, order))["ccvr"]["head"])
+    for head in heads[1:]:
+        np.testing.assert_allclose(head[W], heads[0][W], atol=1e-5)
+        np.testing.assert_allclose(head[B], heads[0][B], atol=1e-5)
+
+
+def test_calibrating_twice_or_training_on_starts_from_the_trained_head() -> None:
+    strategy, state, once = calibrate("", CLIENTS)
+    twice = strategy.finalize(once, asker(strategy, CLIENTS))
+    assert all(np.array_equal(once["ccvr"]["head"][n], twice["ccvr"]["head"][n]) for n in (W, B))
+    model = state["model"]
+    replies = [Reply(k, 10, {n: a + k for n, a in model.items()}, {}) for k in range(2)]
+    assert all(
+        np.array_equal(a, b)
+        for a, b in zip(
+            strategy.aggregate(state, 1, iter(replies))["model"].values(),
+            strategy.aggregate(once, 1, iter(replies))["model"].values(),
+        )
+    )
+    assert "ccvr" not in strategy.aggregate(once, 1, iter(replies))
+
+
+def test_the_state_can_be_checkpointed_after_calibration(tmp_path: Path) -> None:
+    strategy, _, state = calibrate("", CLIENTS)
+    checkpoint.save(tmp_path, 1, state, {})
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert np.array_equal(found[1]["ccvr"]["head"][W], state["ccvr"]["head"][W])
+    assert strategy.report(found[1]) == strategy.report(state)
+
+
+def test_resume_goes_on_before_the_calibration(tmp_path: Path) -> None:
+    common = {**SMALL, "method": "ccvr", "method_args": "base=fedavgm epochs=3 samples=20"}
+    straight = run(rounds=3, out=tmp_path / "straight", **common)
+    first = run(rounds=2, out=tmp_path / "broken", **common)
+    again = run(resume=tmp_path / "broken", rounds=2)
+    assert again.summary["calibration"] == first.summary["calibration"]
+    resumed = run(resume=tmp_path / "broken", rounds=3)
+    assert resumed.summary["calibration"] == straight.summary["calibration"]
+    for table in ("rounds", "clients", "final"):
+        a, b = deterministic(getattr(straight, table)), deterministic(getattr(resumed, table))
+        pd.testing.assert_frame_equal(a, b, check_exact=True)
+
+
+# ---- edge cases ----------------------------------------------------------------------------------------------------
+
+
+def test_single_samples_everywhere_still_have_a_covariance() -> None:
+    """N_ck = 1 at every client: Sigma_ck has no weight, the means alone give the pooled covariance."""
+    points = np.array([[0.0, 1.0], [2.0, 0.0], [1.0, 5.0]])
+    data: Data = [(p[None], [0]) for p in points]
+    np.testing.assert_allclose(pooled("dtype=float64", data).cov(0), np.cov(points.T), atol=1e-14)
+
+
+def test_one_sample_in_all_takes_the_pooled_covariance() -> None:
+    """Class 2 of the example: its virtual samples lie around (5, 5) with the spread of the other classes."""
+    strategy, _ = server("samples=4000", context())
+    found = pooled("dtype=float64", CLIENTS)
+    z, y, _ = gaussian.virtual_features(found, draws(found.counts, strategy.settings), seed=0)
+    np.testing.assert_allclose(z[y == 2].mean(axis=0), [5, 5], atol=0.1)
+    np.testing.assert_allclose(np.cov(z[y == 2].T), found.pooled_cov(), atol=0.15)
+    _, _, state = calibrate("epochs=1", CLIENTS)
+    assert state["ccvr"]["calibration"]["classes_single"] == [2]
+
+
+def test_an_unseen_class_is_left_alone() -> None:
+    ctx = context(num_classes=5)
+    strategy, before, after = calibrate("weight_decay=0.1", CLIENTS, ctx)
+    head = after["ccvr"]["head"]
+    assert np.array_equal(head[W][3:], before["model"][W][3:]) and np.array_equal(head[B][3:], before["model"][B][3:])
+    assert strategy.report(after)["calibration"]["classes_unseen"] == [3, 4]
+    seen = {n: a[:3] for n, a in before["model"].items() if n in (W, B)}
+    small = dataclasses.replace(context(), initial={"features.0.weight": before["model"]["features.0.weight"], **seen})
+    _, _, alone = calibrate("weight_decay=0.1", CLIENTS, small)
+    np.testing.assert_allclose(head[W][:3], alone["ccvr"]["head"][W], atol=1e-6)
+
+
+def test_no_class_at_all_leaves_the_head_and_says_so() -> None:
+    strategy, before, after = calibrate("min_count=100", CLIENTS)
+    assert np.array_equal(after["ccvr"]["head"][W], before["model"][W])
+    found = strategy.report(after)["calibration"]
+    assert found["samples"] == 0 and found["samples_left_out"] == 10 and found["classes_unseen"] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("cov", ["full", "diag", "lowrank", "pooled", "sums"])
+def test_too_few_samples_stay_with_the_client(cov: str) -> None:
+    found = pooled(f"min_count=2 cov={cov}", CLIENTS)
+    assert found.counts.tolist() == [3, 4, 0]
+    np.testing.assert_allclose(found.means[:2], [[2, 2], [0.75, 5.25]], atol=1e-6)
+
+
+@pytest.mark.parametrize("args", ["", "dtype=float64", "cov=sums", "cov=lowrank rank=2"])
+def test_features_of_lower_rank_than_their_width(args: str) -> None:
+    """Width 6, rank 2: covariances are singular, the draws stay in the plane that the features span."""
+    rng = np.random.default_rng(7)
+    plane, ctx = rng.standard_normal((2, 6)), context(num_classes=2, width=6)
+    data: Data = [(rng.standard_normal((9, 2)) @ plane, rng.integers(0, 2, 9)) for _ in range(4)]
+    found = pooled(args, data, ctx)
+    z, _, jitter = gaussian.virtual_features(found, 50, seed=0)
+    outside = z @ (np.eye(6) - np.linalg.pinv(plane) @ plane)
+    assert np.isfinite(z).all() and not jitter
+    assert np.abs(outside).max() < 3e-3 * np.abs(z).max()
+    _, _, state = calibrate(args, data, ctx)
+    assert np.isfinite(state["ccvr"]["head"][W]).all()
+
+
+def test_fewer_samples_than_features_of_a_real_model(tmp_path: Path) -> None:
+    """The projection network: 84 numbers mapped to 256, and fewer images than that in every class."""
+    result = run(method="ccvr", method_args="base=moon", rounds=1, model="moon", out=tmp_path / "run", **NPZ(tmp_path))
+    found = result.summary["calibration"]
+    assert found["jitter"] == {} and found["after"] is not None
+
+
+def NPZ(folder: Path) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    y = np.repeat(np.arange(3), 30)
+    x = (rng.integers(0, 80, (90, 32, 32, 3)) + 80 * y[:, None, None, None] // 2).astype(np.uint8)
+    np.savez(folder / "own.npz", x_train=x, y_train=y, x_test=x[::3], y_test=y[::3])
+    return {"dataset": "npz", "data_dir": str(folder / "own.npz"), "clients": 2, "local_epochs": 1, "partition": "iid"}
+
+
+# ---- transforms ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transform", ["none", "feature", "sample", "sample-only"])
+def test_clients_and_server_use_the_same_calibrated_model(transform: str, tmp_path: Path) -> None:
+    """The clients' test splits together are the central test set here: both score one model on the same images."""
+    result = run(method="ccvr", method_args=f"transform={transform}", rounds=2, out=tmp_path / "run", **SMALL)
+    summary, found = result.summary, result.summary["calibration"]
+    assert summary["pooled"]["received"] == pytest.approx(found["after"], abs=1e-12)
+    assert summary["accuracy"]["global"]["last"] == found["after"]
+    assert found["before"] == result.rounds["global_accuracy"].iloc[-1]
+    assert found["score"] == "global"
+
+
+def test_where_the_transform_goes() -> None:
+    spec = ModelSpec("digits-a", 10, 1, 8, 0)
+    z = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    for transform, before_head in (("none", False), ("feature", True), ("sample", True), ("sample-only", False)):
+        method, hparams = method_of(f"transform={transform}")
+        model = method.client.build_model(spec, hparams)
+        plain = FedClient.build_model(spec, None)
+        assert torch.equal(model.classify(z), plain.classify(z)), "no transform while the base method trains"
+        method.client.configure_model(model, {"tukey": before_head})
+        wanted = plain.classify(z.clamp_min(0).sqrt()) if before_head else plain.classify(z)
+        torch.testing.assert_close(model.classify(z), wanted)
+        assert list(model.state_dict()) == list(plain.state_dict())
+        strategy, _, state = calibrate(f"transform={transform} epochs=1", CLIENTS)
+        assert strategy.send(state, 0, 0).scalars == {"tukey": before_head}
+
+
+def test_sample_and_sample_only_train_alike_and_feature_asks_for_transformed_statistics() -> None:
+    heads = [calibrate(f"transform={t}", CLIENTS)[2]["ccvr"]["head"][W] for t in ("sample", "sample-only", "none")]
+    assert np.array_equal(heads[0], heads[1]) and not np.array_equal(heads[0], heads[2])
+    settings = config.resolve(config.from_flat({"clients": 3, "dataset": "digits", "method": "ccvr"}))
+    task = tasks.task_of(settings, 0, 3, torch.device("cpu"))
+    means = []
+    for transform in ("none", "feature"):
+        method, hparams = method_of(f"transform={transform} oracle=true")
+        client = method.client(task, method, hparams)
+        model = client.build_model(task.spec(1), hparams)
+        payload = Payload(common=extract(model, model.state_dict()))
+        means.append(client.answer_query("statistics", payload, 1)[0]["statistics/mean"])
+        z, y = (client.answer_query("features", payload, 1)[0][f"features/{n}"] for n in ("z", "label"))
+        np.testing.assert_allclose(means[-1], [z[y == c].mean(axis=0) for c in np.unique(y)], rtol=1e-5, atol=1e-6)
+    assert not np.allclose(*means)
+
+
+# ---- classifier variants and the oracle ----------------------------------------------------------------------------
+
+
+def test_clsnorm_uses_unit_rows_and_no_bias(tmp_path: Path) -> None:
+    method, hparams = method_of("clsnorm=true")
+    model = method.client.build_model(ModelSpec("digits-a", 10, 1, 8, 0), hparams)
+    assert isinstance(model.head, CCVRHead)
+    z = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    w = model.head.weight.detach()
+    wanted = torch.stack([torch.stack([row @ phi / phi.norm() for phi in w]) for row in z])
+    torch.testing.assert_close(model.classify(z).detach(), wanted)
+    F.cross_entropy(model.classify(z), torch.arange(5)).backward()
+    slope = model.head.weight.grad
+    assert slope is not None and float((slope * w).sum(dim=1).abs().max()) < 1e-6, "along phi_i nothing changes"
+    result = run(method="ccvr", method_args="clsnorm=true", rounds=2, out=tmp_path / "run", **SMALL)
+    arrays = read_safetensors(result.out / "models" / "last.safetensors")[0]
+    assert not arrays[B].any()
+    np.testing.assert_allclose(np.linalg.norm(arrays[W], axis=1), 1, atol=1e-6)
+    assert result.summary["pooled"]["received"] == pytest.approx(result.summary["calibration"]["after"], abs=1e-12)
+    assert result.rounds["train_loss"].iloc[-1] < np.log(10)
+
+
+def test_clsprox_pulls_the_head_alone() -> None:
+    settings = config.resolve(config.from_flat({"clients": 3, "dataset": "digits", "method": "ccvr"}))
+    task = tasks.task_of(settings, 0, 3, torch.device("cpu"))
+    losses, slopes = [], []
+    for mu in (0.0, 0.5):
+        method, hparams = method_of(f"clsprox={mu}")
+        client = method.client(task, method, hparams)
+        client.restore(1, Payload())
+        client.before_training(Payload())
+        with torch.no_grad():
+            client.model.head.weight += 0.1
+            client.model.head.bias -= 0.2
+            client.model.features[0].weight += 0.3
+        x = torch.randn(6, 1, 8, 8, generator=torch.Generator().manual_seed(2))
+        loss = client.step_loss(Batch(x, torch.arange(6), [x], torch.arange(6)))
+        loss.backward()
+        losses.append(float(loss.detach()))
+        slopes.append([p.grad.clone() for p in client.model.parameters()])
+    assert losses[1] - losses[0] == pytest.approx(0.5 / 2 * (640 * 0.1**2 + 10 * 0.2**2), rel=1e-4)
+    difference = [float((b - a).abs().max()) for a, b in zip(*slopes)]
+    assert difference[:-2] == [0.0] * (len(difference) - 2)
+    torch.testing.assert_close(slopes[1][-2] - slopes[0][-2], torch.full((10, 64), 0.5 * 0.1), atol=1e-5, rtol=0)
+
+
+def test_the_oracle_is_reported_beside_and_changes_nothing(tmp_path: Path) -> None:
+    plain = run(method="ccvr", rounds=2, out=tmp_path / "plain", **SMALL)
+    both = run(method="ccvr", method_args="oracle=true", rounds=2, out=tmp_path / "both", **SMALL)
+    a, b = plain.summary["calibration"], both.summary["calibration"]
+    assert {k: b[k] for k in a} == a
+    assert b["oracle_deployable"] is False and b["oracle_samples"] == b["samples"] and 0 <= b["oracle"] <= 1
+    assert "bytes_up_query.features" not in plain.summary
+    assert both.summary["bytes_up_query.features"] == pytest.approx(b["samples"] / 3 * (64 * 4 + 8))
+    assert any("real features" in w for w in both.summary["warnings"])
+    pd.testing.assert_frame_equal(deterministic(plain.final), deterministic(both.final), check_exact=True)
+
+
+def test_the_oracle_is_the_head_trained_on_all_features() -> None:
+    data = random_data(4, 3, 2, seed=8)
+    found: dict[int, float | None] = {}
+    for most in (0, 5):
+        seen: list[np.ndarray] = []
+        ctx = context()
+        ctx = dataclasses.replace(ctx, score=lambda arrays, scalars, seen=seen: seen.append(arrays[W]) or 0.5)
+        strategy, before, after = calibrate(f"oracle=true oracle_samples={most} epochs=5", data, ctx)
+        z, y = together(data)
+        if most:
+            assert after["ccvr"]["calibration"]["oracle_samples"] == np.minimum(np.bincount(y), most).sum()
+        else:
+            order = lambda epoch: sampling.rng(0, "ccvr-oracle-order", epoch)  # noqa: E731
+            wanted = retrain(before["model"], z, y, strategy.settings, order)
+            np.testing.assert_array_equal(seen[2], wanted[W])
+        found[most] = after["ccvr"]["calibration"]["oracle"]
+    assert found == {0: 0.5, 5: 0.5}
+
+
+def test_a_client_gives_no_features_unless_the_run_is_an_oracle() -> None:
+    settings = config.resolve(config.from_flat({"clients": 3, "dataset": "digits", "method": "ccvr"}))
+    task = tasks.task_of(settings, 0, 3, torch.device("cpu"))
+    method, hparams = method_of()
+    client = method.client(task, method, hparams)
+    payload = Payload(common=extract(client.build_model(task.spec(1), hparams), client.down_names()))
+    with pytest.raises(ValueError, match=r"no answer to 'query\.features'"):
+        client.answer_query("features", payload, 1)
+    assert not method.allows("features/z") and method.allows("statistics/mean")
+    assert method_of("oracle=true")[0].allows("features/z")
+
+
+# ---- what travels, composition, errors -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "numbers"),
+    [
+        ("", 64 + 2080),
+        ("cov=diag", 64 + 64),
+        ("cov=lowrank rank=4", 64 + 5 * 64),
+        ("cov=pooled", 64),
+    ],
+)
+def test_bytes_of_the_statistics(args: str, numbers: int, tmp_path: Path, replies: dict[str, list[Reply]]) -> None:
+    result = run(method="ccvr", method_args=f"epochs=1 {args}", rounds=1, out=tmp_path / "run", **SMALL)
+    classes = [len(r.arrays["statistics/ids"]) for r in replies["query.statistics"]]
+    once = 2080 * 4 if "pooled" in args else 0
+    wanted = np.mean([k * (16 + 4 * numbers) + once for k in classes])
+    assert result.summary["bytes_up_query.statistics"] == pytest.approx(wanted)
+    assert result.summary["bytes_up"] == 153128
+
+
+def test_sums_take_two_questions(tmp_path: Path) -> None:
+    result = run(method="ccvr", method_args="cov=sums", rounds=1, out=tmp_path / "run", **SMALL)
+    full = run(method="ccvr", method_args="dtype=float64", rounds=1, out=tmp_path / "full", **SMALL)
+    assert result.summary["bytes_up_query.totals"] == 10 * (8 + 64 * 8)
+    assert result.summary["bytes_up_query.statistics"] == 10 * (8 + 64 * 8 + 2080 * 8)
+    assert result.summary["calibration"]["after"] == full.summary["calibration"]["after"]
+
+
+def test_without_a_central_test_set_the_clients_scores_stand_in(tmp_path: Path) -> None:
+    plain = run(method="fedavg", rounds=1, split="merged", out=tmp_path / "plain", **SMALL)
+    result = run(method="ccvr", rounds=1, split="merged", out=tmp_path / "run", **SMALL)
+    found = result.summary["calibration"]
+    assert found["score"].startswith("received")
+    assert found["before"] == pytest.approx(plain.summary["accuracy"]["received"]["last"], abs=1e-12)
+    assert found["after"] == pytest.approx(result.summary["accuracy"]["received"]["last"], abs=1e-12)
+    assert json.loads((result.out / "summary.json").read_text())["calibration"] == found
+
+
+def test_it_repairs_the_head_of_a_skewed_federation(tmp_path: Path) -> None:
+    """Ten clients, Dirichlet 0.1, three rounds: FedAvg's head is biased, its features are not."""
+    result = run(method="ccvr", alpha=0.1, rounds=3, clients=10, method_args="oracle=true", out=tmp_path / "run")
+    found = result.summary["calibration"]
+    assert found["before"] < found["after"] and found["before"] < found["oracle"]
+    assert found["head_norm_ratio"][1] < found["head_norm_ratio"][0]
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_composition(base: str) -> None:
+    method, hparams = method_of(f"base={base}")
+    inner = registry.get(base)
+    assert issubclass(method.client, CCVRClient) and issubclass(method.client, inner.client)
+    assert issubclass(method.strategy, CCVR) and issubclass(method.strategy, inner.strategy)
+    assert method.defaults == inner.defaults and method.resolve is None and method.id == "ccvr"
+    again = registry.resolve(registry.get("ccvr"), hparams)
+    assert again.client is method.client and again.strategy is method.strategy
+    assert method.client.views == inner.client.views and method.client.needs_state == inner.client.needs_state
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("base=lgfedavg", "lgfedavg does not leave one: take base=fedavg, base=fedprox, base=fedavgm or base=moon"),
+        ("base=local", "local does not leave one"),
+        ("base=cwfedavg", "cwfedavg does not leave one"),
+        ("base=ccvr", "ccvr does not leave one"),
+        ("base=fedavgn", "unknown method 'fedavgn', did you mean 'fedavg'"),
+        ("base.mu=1", "fedavg has no 'base.mu'; it takes no hyperparameters"),
+        ("base=moon base.nu=1", "moon has no 'base.nu'; it takes base.mu, base.tau"),
+        ("base=fedavgm base.momentun=1", "did you mean 'momentum'"),
+        ("base=fedprox base.mu=-1", "base.mu = '-1'"),
+        ("samples=0", "samples"),
+        ("cov=square", "cov"),
+        ("transform=log", "transform"),
+        ("sample=10", "did you mean 'samples'"),
+    ],
+)
+def test_bad_requests_are_found_before_training(args: str, message: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        method_of(args)
+    assert message in str(caught.value)
+
+
+def test_different_architectures_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="one architecture"):
+        run(method="ccvr", model="digits-a,digits-b", out=tmp_path / "run", clients=2)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: a.pop("statistics/count"), "count"),
+        (lambda a: a.update({"head.weight": np.zeros((3, 2), np.float32)}), "'head.weight' was not asked for"),
+        (lambda a: a.update({"statistics/count": a["statistics/count"] * 0}), "positive"),
+        (lambda a: a.update({"statistics/count": a["statistics/count"] * 9}), "from a client of 5"),
+        (lambda a: a.update({"statistics/ids": np.array([0, 3])}), "class ids"),
+        (lambda a: a.update({"statistics/cov": a["statistics/cov"][:, :2]}), "cov"),
+    ],
+)
+def test_a_bad_answer_is_dropped_with_its_reason(change: Callable[[Arrays], Any], message: str) -> None:
+    strategy, _ = server("")
+    found = gaussian.to_arrays(gaussian.moments(np.array(CLIENTS[0][0], float), np.array(CLIENTS[0][1]), 3))
+    arrays = {f"statistics/{n}": a for n, a in found.items()}
+    strategy.asking = "statistics"
+    assert strategy.check(Reply(0, 5, dict(arrays), {})) is None
+    change(arrays)
+    assert message in (strategy.check(Reply(0, 5, arrays, {})) or "")
+
+
+def test_statistics_that_nobody_asked_for_are_dropped() -> None:
+    strategy, state = server("")
+    model = dict(state["model"])
+    assert strategy.check(Reply(0, 5, model, {})) is None
+    extra = {**model, "statistics/mean": np.zeros((1, 2))}
+    assert strategy.check(Reply(0, 5, extra, {})) == "'statistics/mean' was not asked for"
+    strategy.asking = "features"
+    bad = {"features/z": np.zeros((2, 2), np.float32), "features/label": np.array([0, 3])}
+    assert strategy.check(Reply(0, 2, bad, {})) == "labels must lie in 0..2"
+    assert "features must be" in (strategy.check(Reply(0, 2, {"features/z": bad["features/z"]}, {})) or "")
+
+
+def test_a_run_result_names_what_it_did(tmp_path: Path) -> None:
+    result: RunResult = run(method="ccvr", rounds=1, out=tmp_path / "run", method_args="min_count=4", **SMALL)
+    found = result.summary["calibration"]
+    assert found["clients"] == 3 and found["deployable"] is True and found["virtual_samples"] == 1000
+    assert found["samples_left_out"] > 0 and result.summary["method"] == "ccvr"
