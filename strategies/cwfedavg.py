@@ -5,7 +5,7 @@
 | p~_ij               | state["pt"][i] (K,), from client i's last upload; 1/K if it never uploaded         |
 | p_i = n_i / n       | reply.num_samples (n cancels in Eq. 5)                                             |
 | Theta, q_ij         | state["rows"] and state["q"]: models of the last round and their class weights     |
-| w_j^G = g_j         | never held while there are fewer uploads than classes; else state["rows"] are they |
+| w_j^G = g_j         | never formed for up to K uploads; with more, state["rows"] are they                 |
 | w_i^L = theta_i     | what `send` returns                                                                |
 | C^t                 | the clients that replied                                                           |
 
@@ -13,7 +13,9 @@ Algorithm 1, round t:
 line 6, Eq. 7:  theta_i = sum_j p~_ij g_j                  (`send`, each client its own model)
 line 8, Eq. 4:  p~_ij = ||W_i,j|| / sum_k ||W_i,k||        (from the uploaded head; nothing but the model is sent)
 line 9, Eq. 6:  g_j = sum_i q_ij theta_i,  q_ij = n_i p~_ij / sum_i' n_i' p~_i'j   over C^t.
-Lines 9 and 6 together are one product, theta_i = (p~_i Q^T) Theta. All layers but `layers` are averaged as in FedAvg.
+Lines 9 and 6 together are one product, theta_i = (p~_i Q^T) Theta, as long as there are at most K uploads. With more,
+Q^T Theta comes first: it needs less memory, and from 2K uploads on less work too.
+Layers that are not in `layers` are averaged as in FedAvg.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.cwfedavg import CwFedAvgClient, CwFedAvgHParams, classwise_names
-from fedapp.core.averages import RunningMean
-from fedapp.core.classwise import class_globals, class_weights, mix, norm_distribution, weakly_held
+from fedapp.core.averages import RunningMean, weighted_mean
+from fedapp.core.classwise import class_globals, class_weights, mixing_matrix, norm_distribution, weakly_held
 from fedapp.method import ALL, Arrays, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.metrics import mean, tidy
 from strategies.base import FedStrategy
@@ -60,7 +62,8 @@ class CwFedAvg(FedStrategy):
             return Payload(common={**state["common"], **rows[0]})
         classes = self.context.num_classes
         pt = state["pt"].get(client, np.full(classes, 1 / classes))
-        return Payload(arrays=mix(rows, pt[None, :], state["q"])[0], common=state["common"])
+        a = mixing_matrix(pt[None, :], state["q"])[0]  # this client's row of A = P Q^T
+        return Payload(arrays=weighted_mean(rows, a), common=state["common"])
 
     def check(self, reply: Reply) -> str | None:
         """Refuse a head or a distribution that says nothing about classes."""
@@ -104,7 +107,8 @@ class CwFedAvg(FedStrategy):
             rows.append({name: reply.arrays[name] for name in names})
             n.append(float(reply.num_samples))
             shares.append(pt[reply.client])
-            distances.append(float(reply.metrics.get("wdr", np.nan)))
+            distance = reply.metrics.get("wdr")
+            distances.append(float(distance) if isinstance(distance, (int, float)) else np.nan)
         if not rows:
             return {**state, "wdr": np.append(state["wdr"], np.nan)}
         q = class_weights(np.array(n), np.array(shares))

@@ -337,6 +337,15 @@ def test_a_single_upload_is_what_everybody_gets() -> None:
         assert all(np.array_equal(got[n], replies[0].arrays[n]) for n in initial)
 
 
+def test_the_mean_distance_is_reported_and_nonsense_in_it_is_passed_over() -> None:
+    initial, replies = instance(3, 4, 4)
+    for r, value in zip(replies, (0.25, [1.0], 0.75, None), strict=True):
+        r.metrics = {} if value is None else {"wdr": value}
+    server = strategy()
+    state = server.aggregate(server.init(context(initial, 4)), 1, iter(replies))
+    assert server.report(state) == {"wdr": [0.5], "classwise_layers": ["head"]}
+
+
 def test_no_upload_leaves_everything() -> None:
     server, state = toy(0, 1, 2)
     after = server.aggregate(state, 2, iter([]))
