@@ -5,7 +5,7 @@
 | p~_ij               | state["pt"][i] (K,), from client i's last upload; 1/K if it never uploaded         |
 | p_i = n_i / n       | reply.num_samples (n cancels in Eq. 5)                                             |
 | Theta, q_ij         | state["rows"] and state["q"]: models of the last round and their class weights     |
-| w_j^G = g_j         | never formed for up to K uploads; with more, state["rows"] are they                 |
+| w_j^G = g_j         | never formed for up to K uploads; with more, state["rows"] are they                |
 | w_i^L = theta_i     | what `send` returns                                                                |
 | C^t                 | the clients that replied                                                           |
 
