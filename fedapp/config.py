@@ -44,6 +44,9 @@ class RunConfig(BaseModel):
     method_args: str = Field("", description='hyperparameters of the method, "name=value name=value"')
     dataset: str = Field("digits", description="name of the data set, or npz / folder for your own")
     data_dir: str = Field("", description="folder with NAME.npz, or where to download to; for npz and folder the data")
+    data_fraction: float = Field(
+        1.0, gt=0, le=1, description="share of the images of each class that is used at all, for small studies"
+    )
     clients: int = Field(0, ge=0, le=1_000_000, description="number of clients; 0 = the nodes present")
     partition: str = Field("dirichlet", description="how data is dealt to clients")
     alpha: float = Field(0.5, gt=0, description="Dirichlet concentration")
@@ -123,6 +126,8 @@ class RunConfig(BaseModel):
 
     def check_simulation(self) -> None:
         """Refuse what a simulation lacks and real nodes bring along: their own data, and their own state folder."""
+        if self.class_names:
+            raise BadRequest("class-names is for nodes with their own data (--engine deploy); data sets have theirs")
         if self.dataset in ("npz", "folder") and not self.data_dir:
             raise BadRequest(f"dataset = '{self.dataset}' needs data-dir: where your data lie")
         if self.warm_start and not self.state_dir:
@@ -258,6 +263,8 @@ def _check(config: RunConfig) -> None:
         raise BadRequest("momentum is for SGD: leave it at auto with optimizer = 'adam'")
     if config.federation and not config.federation.replace("-", "").replace("_", "").replace(".", "").isalnum():
         raise BadRequest(f"federation = '{config.federation}': letters, digits, '-', '_' and '.' only")
+    if config.clip_update and not method.up_prefixes(hparams):
+        raise BadRequest(f"clip-update bounds changes of model arrays, and {config.method} sends none; leave it at 0")
     names = [n.strip() for n in config.class_names.split(",")]
     if config.class_names and (not all(names) or len(set(names)) != len(names)):
         raise BadRequest(f"class-names = '{config.class_names}': different names with commas between them")

@@ -74,8 +74,8 @@ class FederatedData:
 def federated(config: RunConfig, clients: int) -> FederatedData:
     """Load the data set and deal it to `clients` clients; a function of the configuration alone, cached."""
     return _federated(
-        config.dataset, config.data_dir, config.partition, config.split, clients, config.seed, config.alpha,
-        config.classes_per_client, config.min_samples, public_data(config),
+        config.dataset, config.data_dir, config.data_fraction, config.partition, config.split, clients,
+        config.seed, config.alpha, config.classes_per_client, config.min_samples, public_data(config),
     )  # fmt: skip
 
 
@@ -121,6 +121,7 @@ def public_data(config: RunConfig) -> str:
 def _federated(
     name: str,
     data_dir: str,
+    fraction: float,
     kind: str,
     split: str,
     clients: int,
@@ -130,7 +131,7 @@ def _federated(
     min_samples: int,
     public: str,
 ) -> FederatedData:
-    dataset = datasets.load(name, data_dir or None)
+    dataset = datasets.sample(datasets.load(name, data_dir or None), fraction, sampling.rng(seed, "data-fraction"))
     if split == "auto":
         split = "official" if dataset.num_test else "holdout"
     partition = partitions.make(

@@ -644,3 +644,19 @@ def test_unfinished_rows_are_mapped_while_written(tmp_path):
     assert cache.open_array(tmp_path / "x.npy")[2].tolist() == [7, 7]
     assert store.create("none", (0, 2), np.uint8).shape == (0, 2)
     assert cache.open_array(tmp_path / "none.npy").shape == (0, 2)
+
+
+def test_a_sample_keeps_the_share_of_every_class_and_the_order() -> None:
+    whole = datasets.load("digits")
+    half = datasets.sample(whole, 0.5, np.random.default_rng(1))
+    for c in range(10):
+        assert (half.y_train == c).sum() == round(0.5 * int((whole.y_train == c).sum()))
+    flat = whole.x_train.reshape(len(whole.x_train), -1)
+    place = {row.tobytes(): i for i, row in enumerate(flat)}
+    kept = [place[row.tobytes()] for row in half.x_train.reshape(len(half.x_train), -1)]
+    assert kept == sorted(kept) and np.array_equal(whole.y_train[kept], half.y_train)
+    assert datasets.sample(whole, 1.0, np.random.default_rng(1)) is whole
+    again = datasets.sample(whole, 0.5, np.random.default_rng(1))
+    assert np.array_equal(half.x_train, again.x_train)
+    other = datasets.sample(whole, 0.5, np.random.default_rng(2))
+    assert not np.array_equal(half.x_train, other.x_train)

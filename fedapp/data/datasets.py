@@ -34,7 +34,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -214,6 +214,42 @@ class Dataset:
             x[~from_test] = self.x_train[rows[~from_test]]
             x[from_test] = self.x_test[rows[from_test] - self.num_train]
         return x, self.pool_labels[rows]
+
+
+def sample(dataset: Dataset, fraction: float, rng: np.random.Generator) -> Dataset:
+    """Return a smaller data set: the same share of every class, of training and of test images.
+
+    Parameters
+    ----------
+    fraction : float
+        In (0, 1]; each class keeps ``round(fraction * count)`` images, at least one. 1 returns the data set itself.
+    rng : numpy.random.Generator
+        Decides which images are kept; their order stays.
+
+    Returns
+    -------
+    Dataset
+        With arrays in this process's memory.
+    """
+    if fraction == 1:
+        return dataset
+
+    def rows(labels: Int64) -> Int64:
+        kept = [
+            rng.choice(found, max(1, round(fraction * len(found))), replace=False)
+            for c in range(dataset.num_classes)
+            if len(found := np.flatnonzero(labels == c))
+        ]
+        return np.sort(np.concatenate(kept)) if kept else np.zeros(0, np.int64)
+
+    train, test = rows(dataset.y_train), rows(dataset.y_test)
+    return replace(
+        dataset,
+        x_train=dataset.x_train[train],
+        y_train=dataset.y_train[train],
+        x_test=dataset.x_test[test],
+        y_test=dataset.y_test[test],
+    )
 
 
 @dataclass(frozen=True)
