@@ -196,5 +196,29 @@ def compare(
     raise typer.Exit(comparing.run(values, names, seeds, folder, engine))
 
 
+@app.command()
+def predict(
+    images: Annotated[list[Path], typer.Argument(help="pictures", metavar="IMAGE...")],
+    model: Annotated[Path, typer.Option(help="a node's personal.safetensors, or a run's models/last.safetensors")],
+    top: Annotated[int, typer.Option(min=1, help="classes to show per picture")] = 3,
+    dataset: Annotated[str, typer.Option(help="for a server's model: the data set it was trained on")] = "",
+) -> None:
+    """Classify pictures with a model that a node kept after training."""
+    from fedapp import predict as predicting
+
+    rows = predicting.run(model, images, top, dataset)
+    if not sys.stdout.isatty():
+        for path, found in rows:
+            sys.stdout.write("\t".join([path, *(f"{name}\t{p:.4f}" for name, p in found)]) + "\n")
+        return
+    table = Table(title=predicting.load(model, dataset).about)
+    table.add_column("picture")
+    for place in range(1, len(rows[0][1]) + 1):
+        table.add_column(f"{place}.")
+    for path, found in rows:
+        table.add_row(path, *(f"{name} {100 * p:.1f} %" for name, p in found))
+    Console().print(table)
+
+
 if __name__ == "__main__":
     main()

@@ -13,44 +13,31 @@ from flwr.clientapp import ClientApp
 
 from clients.base import FedClient
 from fedapp import config as configuration
-from fedapp import process, registry, tasks
+from fedapp import nodes, process, registry
+from fedapp import predict as models
 from fedapp.config import RunConfig
 from fedapp.errors import BadRequest
 from fedapp.method import Scalar
+from fedapp.nodes import Node
+from fedapp.privacy import clip_update
 from fedapp.records import payload_of, reply_content
 from fedapp.state import ClientStore
 
 app = ClientApp()
 
 
-def identity(context: Context, config: RunConfig) -> tuple[int, int]:
-    """Return (client id, number of clients) of the node that handles a message.
-
-    Raises
-    ------
-    BadRequest : the node-config lacks what is needed; says which keys.
-    """
-    node = context.node_config
-    number = node.get("client-id", node.get("partition-id"))
-    if number is None:
-        raise BadRequest(
-            "this node's node-config has neither client-id nor partition-id: start flower-supernode with "
-            '--node-config "client-id=0 data-path=\'/data/site\'" or "partition-id=0 num-partitions=3"'
-        )
-    total = config.clients or int(node.get("num-partitions", 0))
-    return int(number), total
-
-
 def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedClient:
     """Build the client that a message is for."""
     process.prepare(config.threads)
-    client, total = identity(context, config)
+    node = Node.parse(context.node_config)
     method, hparams = config.method_and_hparams()
-    task = tasks.task_of(config, client, total, process.device())
+    task = nodes.task_of(config, node, process.device())
     store = None
     if control.get("run"):
-        root = str(context.node_config.get("state-dir", "") or config.state_dir or control.get("state-dir", ""))
-        folder = Path(root) / (config.federation or "run") / str(client)
+        # On a real node the server has no say in where files go.
+        real = bool(control.get("deployed", False))
+        root = node.state_root(config) if real else Path(config.state_dir or str(control.get("state-dir", "")))
+        folder = root / (config.federation or "run") / str(node.client)
         store = ClientStore(folder, config.method, str(control["run"]), config.warm_start)
     return method.client(task, method, hparams, store)  # type: ignore[no-any-return]
 
@@ -69,24 +56,34 @@ def handle(stage: str, message: Message, context: Context) -> Message:
         balanced = bool(control.get("balanced", False))
         if stage == "hello":
             metrics, facts = client.hello()
-            facts["partitions"] = int(context.node_config.get("num-partitions", 0))
+            partitions = int(context.node_config.get("num-partitions", 0))
+            facts["partitions"] = partitions
+            facts["classes"] = "" if partitions else nodes.fingerprint(client.task.extras["classes"])
             return Message(reply_content({}, metrics, facts, wire), reply_to=message)
         if stage == "train":
             arrays, count, metrics = client.train_round(payload, round, balanced=balanced)
             _remember(context, client, round)
+            if control.get("deployed") and client.store is not None:
+                models.keep(client.store.folder / "personal.safetensors", client, config, round, payload.scalars)
+            if config.clip_update:
+                arrays, norm = clip_update(arrays, payload.all(), config.clip_update)
+                metrics["update-clipped"] = int(norm > config.clip_update)
         elif stage == "evaluate":
             arrays, count = {}, client.task.num_samples
             metrics = client.evaluate_round(payload, round, balanced=balanced)
+            if control.get("deployed") and client.store is not None and payload.all():
+                models.keep(client.store.folder / "received.safetensors", client, config, round - 1, payload.scalars)
         else:
             arrays, count, metrics = client.answer_query(stage.removeprefix("query."), payload, round)
         metrics = {**metrics, "num-examples": count, "seconds": time.perf_counter() - started}
         return Message(reply_content(arrays, metrics, info, wire), reply_to=message)
     except Exception as e:
+        if isinstance(e, BadRequest):
+            print(f"fedapp: this node cannot take part in {stage}: {e}", flush=True)
         text = f"{type(e).__name__}: {e}" if isinstance(e, BadRequest) else traceback.format_exc()
         failed: dict[str, Scalar] = {**info, "error": text, "stage": stage}
-        failed.setdefault(
-            "client", int(context.node_config.get("client-id", context.node_config.get("partition-id", -1)))
-        )
+        number = context.node_config.get("client-id", context.node_config.get("partition-id"))
+        failed.setdefault("client", number if isinstance(number, int) else -1)
         return Message(reply_content({}, {"num-examples": 0}, failed, "fp32"), reply_to=message)
 
 

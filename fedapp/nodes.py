@@ -90,7 +90,8 @@ class Node:
                     f"node-config: unknown key '{key}'{suggest(key, list(KEYS))}; known: {', '.join(KEYS)}"
                 )
             kind = KEYS[key]
-            if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0) or value == "":
+            negative = isinstance(value, int) and value < 0
+            if not isinstance(value, kind) or isinstance(value, bool) or negative or value == "":
                 raise BadRequest(f"node-config: {key} = {value!r} must be {KINDS[kind]}")
         given = config.keys()
         if "data-path" in given:
@@ -99,7 +100,7 @@ class Node:
             clash = sorted(given & {"partition-id", "num-partitions"})
             if clash:
                 raise BadRequest(f"node-config: data-path (own data) and {clash[0]} (a share of common data) clash")
-            number, parts = config["client-id"], 0
+            number, parts = int(config["client-id"]), 0
         elif "partition-id" in given:
             if "client-id" in given:
                 raise BadRequest(
@@ -107,7 +108,7 @@ class Node:
                 )
             if "num-partitions" not in given:
                 raise BadRequest("node-config: partition-id needs num-partitions, the number of all nodes")
-            number, parts = config["partition-id"], config["num-partitions"]
+            number, parts = int(config["partition-id"]), int(config["num-partitions"])
             if number >= parts:
                 raise BadRequest(
                     f"node-config: partition-id {number} is not among the {parts} partitions 0 .. {parts - 1}"
@@ -121,7 +122,7 @@ class Node:
                 f"node-config: unknown model '{name}'{suggest(name, MODEL_NAMES)}: choose from {', '.join(MODEL_NAMES)}"
             )
         texts = {k.replace("-", "_"): str(config.get(k, "")) for k in ("data-path", "data-dir", "model", "state-dir")}
-        return cls(int(number), int(parts), **texts)
+        return cls(number, parts, **texts)
 
     @property
     def own(self) -> bool:

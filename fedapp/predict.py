@@ -1,0 +1,171 @@
+"""Models that stay on a node after training, and `fedapp predict`, which uses them.
+
+A node writes `STATE-DIR/<federation>/<client-id>/personal.safetensors` after every round it trained, and
+`received.safetensors` when it is scored with what the server handed out. Each file stands alone: its header names the
+method, the architecture, the classes and the normalisation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from clients.base import FedClient, ModelSpec
+from fedapp import registry, selection
+from fedapp.config import RunConfig
+from fedapp.data import datasets
+from fedapp.data.transforms import InputSpec, normalise
+from fedapp.errors import BadRequest
+from fedapp.method import Scalar
+from fedapp.models import SplitModel
+from fedapp.state import StateError, read_safetensors, write_safetensors
+
+SCHEMA = 1
+
+
+def keep(path: Path, client: FedClient, config: RunConfig, round: int, scalars: Mapping[str, Scalar]) -> None:
+    """Write the present model of a client with everything that is needed to use it."""
+    task = client.task
+    header: dict[str, object] = {
+        "model-schema": SCHEMA,
+        "method": config.method,
+        "method-args": config.method_args,
+        "model": task.model,
+        "num_classes": task.num_classes,
+        "channels": task.inputs.channels,
+        "size": task.inputs.size,
+        "scale": task.inputs.scale,
+        "mean": list(task.inputs.mean),
+        "std": list(task.inputs.std),
+        "classes": list(task.extras.get("classes", ())),
+        "client": task.client,
+        "round": round,
+        "scalars": dict(scalars),
+    }
+    write_safetensors(path, selection.everything(client.model), header)
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """A model with its classes and normalisation.
+
+    Attributes
+    ----------
+    model : in evaluation mode, on the CPU.   classes : names, in the order of the logits.   about : one line.
+    """
+
+    model: SplitModel
+    classes: tuple[str, ...]
+    inputs: InputSpec
+    about: str
+
+    @torch.inference_mode()
+    def probabilities(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
+        """(N, C) class probabilities of images (N, H, W, C) uint8 with grey levels 0 .. scale."""
+        x = normalise(torch.from_numpy(images).permute(0, 3, 1, 2), self.inputs)
+        found: NDArray[np.float32] = torch.softmax(self.model(x).float(), dim=1).numpy()
+        return found
+
+
+def load(path: Path, dataset: str = "") -> Predictor:
+    """Load a model that a node or a server kept.
+
+    Parameters
+    ----------
+    path : `personal.safetensors` or `received.safetensors` of a node, or `models/last.safetensors` of a run directory.
+    dataset : published data set whose classes and normalisation to use where the file does not say (a server's file).
+
+    Raises
+    ------
+    BadRequest : not such a file, or a server's file that holds only a part of a model.
+    """
+    if not path.is_file():
+        raise BadRequest(
+            f"{path} does not exist: give a node's STATE-DIR/<federation>/<client-id>/personal.safetensors"
+        )
+    try:
+        arrays, header = read_safetensors(path)
+    except StateError:
+        raise BadRequest(
+            f"{path} is no model of fedapp: give a personal.safetensors or a models/last.safetensors"
+        ) from None
+    head: dict[str, Any] = dict(header)
+    if "model" not in head:
+        raise BadRequest(f"{path} is a client's training state: use personal.safetensors in its folder")
+    if int(head.get("model-schema", SCHEMA)) != SCHEMA:
+        raise BadRequest(f"{path} has schema {head['model-schema']}, this version reads {SCHEMA}")
+    if "scale" not in head:
+        known = datasets.published(dataset)
+        if known is None:
+            names = ", ".join(n for n in datasets.DATASET_NAMES if datasets.published(n))
+            raise BadRequest(f"{path} is a server's model, which knows no normalisation: add --dataset, one of {names}")
+        head |= dict(zip(("classes", "scale", "mean", "std"), known, strict=True))
+    method = registry.get(str(head["method"]))
+    hparams = registry.parse_args(method, str(head.get("method-args", "")))
+    method = registry.resolve(method, hparams)
+    spec = ModelSpec(str(head["model"]), int(head["num_classes"]), int(head["channels"]), int(head["size"]), 0)
+    client: type[FedClient] = method.client
+    model = client.build_model(spec, hparams)
+    lacking = [n for n, _ in model.named_parameters() if n not in arrays]
+    if lacking:
+        raise BadRequest(
+            f"{path} holds only the shared part of {head['method']} ({', '.join(sorted(arrays))[:80]}): "
+            "use a node's personal.safetensors"
+        )
+    try:
+        selection.merge(model, arrays)
+    except ValueError as e:
+        raise BadRequest(f"{path} does not fit the model '{spec.name}': {e}") from e
+    client.configure_model(model, head.get("scalars", {}))
+    inputs = InputSpec(
+        spec.channels, spec.size, float(head["scale"]), tuple(map(float, head["mean"])), tuple(map(float, head["std"]))
+    )
+    classes = tuple(map(str, head["classes"])) or tuple(str(i) for i in range(spec.num_classes))
+    who = f"client {head['client']}, " if "client" in head else ""
+    about = f"{who}{head['method']}, {head['model']}, round {head.get('round', 'last')}, {spec.num_classes} classes"
+    return Predictor(model.eval(), classes, inputs, about)
+
+
+def read_images(paths: Sequence[Path], inputs: InputSpec) -> NDArray[np.uint8]:
+    """Read pictures the way a folder of pictures is read: upright, central square, resized, grey or colour.
+
+    Returns
+    -------
+    (N, H, W, C) uint8 with grey levels 0 .. scale.
+
+    Raises
+    ------
+    BadRequest : a file that is no picture.
+    """
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    out = np.empty((len(paths), inputs.size, inputs.size, inputs.channels), np.uint8)
+    for row, path in enumerate(paths):
+        try:
+            with Image.open(path) as picture:
+                upright = ImageOps.exif_transpose(picture).convert("L" if inputs.channels == 1 else "RGB")
+        except (OSError, UnidentifiedImageError) as e:
+            reason = "does not exist" if isinstance(e, FileNotFoundError) else "is no picture that can be read"
+            raise BadRequest(f"{path} {reason}") from e
+        if upright.size != (inputs.size, inputs.size):
+            upright = ImageOps.fit(upright, (inputs.size, inputs.size), Image.Resampling.BILINEAR)
+        pixels = np.asarray(upright, np.float64).reshape(inputs.size, inputs.size, inputs.channels)
+        out[row] = pixels if inputs.scale == 255 else np.rint(pixels * inputs.scale / 255)
+    return out
+
+
+def run(model: Path, images: Sequence[Path], top: int, dataset: str = "") -> list[tuple[str, list[tuple[str, float]]]]:
+    """Return for each picture its `top` most probable classes with their probabilities, most probable first."""
+    predictor = load(model, dataset)
+    probabilities = predictor.probabilities(read_images(images, predictor.inputs))
+    rows = []
+    for path, p in zip(images, probabilities, strict=True):
+        order = np.argsort(-p, kind="stable")[:top]
+        rows.append((str(path), [(predictor.classes[i], float(p[i])) for i in order]))
+    return rows
