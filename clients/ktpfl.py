@@ -1,0 +1,131 @@
+"""KT-pFL, local step. Zhang et al., Parameterized Knowledge Transfer for Personalized Federated Learning, NeurIPS 2021.
+
+| symbol (paper)     | here                                                                          |
+|--------------------|-------------------------------------------------------------------------------|
+| D_r                | `self.public`, (P, H, W, C) uint8: images that all clients have, without labels |
+| s(w_k, x)          | `soften(model(x), T)`; `soft` in the reply, (P, C), in the order of D_r       |
+| sum_l c_kl s(w_l)  | `self.target`, (P, C), this client's own mixture; no rows in round 1          |
+| T                  | `hparams.temperature`                                                         |
+
+Algorithm 1, client k, every round:  1. distil: `distil_epochs` passes over D_r towards the target;  2. train on the own
+images;  3. predict D_r. Distillation and prediction see the same images in the same order with the same preprocessing.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from clients.base import FedClient
+from fedapp.core.distillation import divergence_to, soften
+from fedapp.errors import BadRequest
+from fedapp.evaluation import batched
+from fedapp.method import Arrays, BaseHParams, Payload
+from fedapp.training import Batch, TrainReport, TrainSpec, train
+
+
+class KTpFLHParams(BaseHParams):
+    """Hyperparameters of KT-pFL; `lr_c`, `rho` and `coefficients` belong to the server's matrix."""
+
+    lr_c: float = Field(0.02, ge=0, description="learning rate of the coefficients (paper: 0.02; 0.01 on grey images)")
+    rho: float = Field(0.7, ge=0, description="weight that holds the coefficients at 1/K (paper: 0.7; 0.6 grey)")
+    coefficients: Literal["free", "rows", "softmax"] = Field(
+        "free",
+        description="after a step: left as they are, rows divided by their sums, or softmax(5 c) (authors' code)",
+    )
+    temperature: float = Field(10.0, gt=0, description="T of predictions and distillation (paper: 10)")
+    distil: Literal["kl", "mse"] = Field(
+        "kl", description="kl = divergence from the target at temperature T; mse = squared error of the plain softmax"
+    )
+    scale: bool = Field(
+        True,
+        description="multiply the divergence by T^2, so that its gradient does not shrink with T (authors' code: no)",
+    )
+    distil_epochs: int = Field(
+        1, ge=0, description="passes over the public set per round (paper: 1); 0 switches it off"
+    )
+    public_batch: int = Field(0, ge=0, description="images per distillation step (paper: 256); 0 = batch-size")
+    epochs: Literal["fixed", "growing"] = Field(
+        "fixed", description="local epochs: local-epochs, or min(round, 20) (authors' code)"
+    )
+    freeze_bn: bool = Field(False, description="keep BatchNorm statistics as they are while distilling")
+    ship: Literal["indices", "images"] = Field(
+        "indices", description="what `public_bytes` counts: the list of indices, or the images themselves (paper)"
+    )
+
+
+def distillation_loss(logits: Tensor, target: Tensor, hparams: KTpFLHParams) -> Tensor:
+    """Return the loss of a student's logits (B, C) against its target (B, C), whose rows need not sum to 1."""
+    if hparams.distil == "mse":
+        return F.mse_loss(soften(logits), target)
+    t = hparams.temperature
+    loss = divergence_to(target / target.sum(dim=1, keepdim=True), logits, t)
+    return loss * t**2 if hparams.scale else loss
+
+
+class KTpFLClient(FedClient):
+    """Distils its own mixture of predictions, trains on its own images, predicts the public set."""
+
+    target: Tensor
+
+    @property
+    def public(self) -> Tensor:
+        """The public images (P, H, W, C) uint8."""
+        images = self.task.extras.get("public")
+        if images is None:
+            raise BadRequest(
+                "ktpfl needs a public set: give public-data a share such as 0.05, or the name of a data set"
+            )
+        public: Tensor = images
+        return public
+
+    def receive(self, payload: Payload) -> None:
+        """Take the target; the model stays the client's own."""
+        target = payload.all()["target"].astype(np.float32)
+        if len(target) not in (0, len(self.public)):
+            raise BadRequest(f"the server mixes {len(target)} public images, this client has {len(self.public)}")
+        self.target = torch.from_numpy(target).to(self.device)
+
+    def train_spec(self) -> TrainSpec:
+        """Return the run's settings, with growing epochs if asked for."""
+        if self.hparams.epochs == "fixed":
+            return self.task.train
+        return replace(self.task.train, epochs=min(self.round, 20))
+
+    def optimise(self, payload: Payload) -> TrainReport:
+        """Distil where there is a target, then train."""
+        if len(self.target) and self.hparams.distil_epochs:
+            size = self.hparams.public_batch or self.task.train.batch_size
+            spec = replace(self.task.train, epochs=self.hparams.distil_epochs, batch_size=size, augment="none")
+            no_labels = torch.zeros(len(self.public), dtype=torch.int64, device=self.device)
+            train(
+                self.model, self.public, no_labels, spec, self.task.inputs, self.distil_step,
+                self.generator("public"), parameters=self.parameters(),
+            )  # fmt: skip
+        return super().optimise(payload)
+
+    def distil_step(self, batch: Batch) -> Tensor:
+        """Return the distillation loss of a batch of public images."""
+        if self.hparams.freeze_bn:
+            for module in self.model.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.eval()
+        return distillation_loss(self.model(batch.x).float(), self.target[batch.index], self.hparams)
+
+    def after_training(self, payload: Payload) -> Arrays:
+        """Return `soft` (P, C): predictions on the public set in its own order."""
+        self.model.eval()
+        t = self.hparams.temperature
+        soft = batched(lambda x: soften(self.model(x), t), self.public, self.task.inputs)
+        return {"soft": soft.cpu().numpy()}
+
+    def reply_metrics(self) -> dict[str, Any]:
+        """Return a checksum of the public images, by which the server knows that all clients have the same."""
+        return {"public-checksum": zlib.crc32(self.public.cpu().contiguous().numpy().tobytes())}

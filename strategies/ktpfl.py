@@ -1,0 +1,155 @@
+"""KT-pFL. Zhang et al., Parameterized Knowledge Transfer for Personalized Federated Learning, NeurIPS 2021.
+
+| symbol (paper)   | here                                                                     |
+|------------------|--------------------------------------------------------------------------|
+| c                | state["c"], (K, K), rows and columns in the order of state["ids"]        |
+| s(w_k, D_r)      | state["soft"][k], (P, C): what client k last predicted                   |
+| rho, lr_c        | hparams.rho, hparams.lr_c                                                |
+
+Algorithm 1, server, with t_k = sum_l c_kl S_l, means over P * C and over K:
+    J_k = mean (S_k - t_k)^2 + rho * mean_l (c_kl - 1/K)^2
+    dJ_k / dc_kl = 2 mean((t_k - S_k) S_l) + 2 rho (c_kl - 1/K) / K
+    c_k <- c_k - lr_c dJ_k / dc_k     (one step a round, all k),  then client k gets t_k of the new c.
+
+Clients that were not drawn keep the predictions that they sent last: the public set never changes. While some client
+has sent none yet, the rows are restricted to the others and scaled to the mass that they had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.special import softmax
+
+from clients.ktpfl import KTpFLClient, KTpFLHParams
+from fedapp.method import NONE, Array, Method, Payload, Reply, ServerContext, ServerState
+from strategies.base import FedStrategy
+
+Float64 = NDArray[np.float64]
+
+
+def gradient(c: Float64, mixed: Float64, soft: Float64, rho: float, clients: int) -> Float64:
+    """dJ_k / dc_kl for all pairs.
+
+    Parameters
+    ----------
+    c : (m, m) coefficients among the m clients with predictions.
+    mixed, soft : (m, P * C) rows t_k and S_k.
+    clients : K, of which m have sent predictions.
+    """
+    result: Float64 = 2 * (mixed - soft) @ soft.T / soft.shape[1] + 2 * rho * (c - 1 / clients) / clients
+    return result
+
+
+def mixing(c: Float64, known: NDArray[np.int64]) -> Float64:
+    """Rows of `c` restricted to the columns `known` and scaled to the mass they had; `c` itself if all are known."""
+    if len(known) == c.shape[1]:
+        return c
+    kept = c[:, known]
+    result: Float64 = kept * (c.sum(axis=1) / kept.sum(axis=1))[:, None]
+    return result
+
+
+class KTpFL(FedStrategy):
+    """Learns who should learn from whom, and sends each client its own mixture of predictions."""
+
+    public: tuple[int, int] | None = None
+    """Checksum and number of the public images, as the first good reply states them."""
+
+    def init(self, context: ServerContext) -> ServerState:
+        """Return equal coefficients 1/K and no predictions."""
+        self.context = context
+        self.public = None
+        k = len(context.clients)
+        return {"ids": list(context.ids()), "c": np.full((k, k), 1 / k), "soft": {}, "public": None}
+
+    def load_state_dict(self, state: ServerState, context: ServerContext) -> ServerState:
+        """Take a checkpointed state back, and what public set it speaks of."""
+        self.public = tuple(state["public"]) if state["public"] else None
+        return super().load_state_dict(state, context)
+
+    def send(self, state: ServerState, round: int, client: int) -> Payload:
+        """Return t_k, no rows in round 1; a client that the matrix does not know gets the plain mean."""
+        ids, known = state["ids"], sorted(state["soft"])
+        target = np.zeros((len(state["soft"][known[0]]) if known else 0, self.context.num_classes))
+        if known:
+            row = state["c"][[ids.index(client)]] if client in ids else np.full((1, len(ids)), 1 / len(ids))
+            weights = mixing(row, np.array([ids.index(k) for k in known]))[0]
+            for weight, k in zip(weights, known, strict=True):
+                target += weight * state["soft"][k]
+        return Payload(arrays={"target": target.astype(np.float32)})
+
+    def check(self, reply: Reply) -> str | None:
+        """Refuse what are no probabilities, and predictions on another public set than everybody's."""
+        soft, checksum = reply.arrays.get("soft"), reply.metrics.get("public-checksum")
+        if soft is None or checksum is None:
+            return "the predictions, or the checksum of the public set, are missing"
+        if soft.ndim != 2 or soft.shape[1] != self.context.num_classes or not len(soft) or soft.dtype.kind != "f":
+            return f"predictions have shape {soft.shape}, expected (images, {self.context.num_classes})"
+        # Half precision on the wire keeps three digits.
+        if (soft < 0).any() or (np.abs(soft.sum(axis=1) - 1) > 1e-2).any():
+            return "predictions are no probabilities: rows must not be negative and sum to 1"
+        mine = (int(checksum), len(soft))
+        self.public = self.public or mine
+        if mine != self.public:
+            return f"another public set ({mine[1]} images) than the other clients have ({self.public[1]} images)"
+        return None
+
+    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+        """Take the new predictions and make one step on the coefficients of all clients that ever sent some."""
+        soft: dict[int, Array] = dict(state["soft"])
+        soft.update({r.client: r.arrays["soft"].astype(np.float32) for r in replies})
+        if not soft:
+            return state
+        ids, c = _grown(state["ids"], state["c"], soft)
+        known = np.array([ids.index(k) for k in sorted(soft)])
+        stacked = np.stack([soft[k].reshape(-1).astype(np.float64) for k in sorted(soft)])
+        rows = mixing(c[known], known)
+        c[np.ix_(known, known)] -= self.hparams.lr_c * gradient(
+            c[np.ix_(known, known)], rows @ stacked, stacked, self.hparams.rho, len(ids)
+        )
+        if self.hparams.coefficients == "rows":
+            c[known] /= c[known].sum(axis=1, keepdims=True)
+        elif self.hparams.coefficients == "softmax":
+            c[known] = softmax(5 * c[known], axis=1)
+        return {"ids": ids, "c": c, "soft": soft, "public": list(self.public) if self.public else None}
+
+    def report(self, state: ServerState) -> dict[str, Any]:
+        """Return the size of the public set, which every client gets once, and the mean weight of own predictions."""
+        images = len(next(iter(state["soft"].values()))) if state["soft"] else 0
+        each = 4 if self.hparams.ship == "indices" else self.context.size**2 * self.context.channels
+        return {
+            "public_images": images,
+            "public_bytes": images * each,
+            "self_coefficient": float(np.diag(state["c"]).mean()),
+        }
+
+
+def _grown(ids: list[int], c: Float64, soft: dict[int, Array]) -> tuple[list[int], Float64]:
+    """Copy c, with rows and columns for clients that joined since; they begin at 1/K, the others keep their ratios."""
+    grown = sorted({*ids, *soft})
+    if grown == ids:
+        return ids, c.copy()
+    old = [grown.index(k) for k in ids]
+    result = np.full((len(grown), len(grown)), 1 / len(grown))
+    result[np.ix_(old, old)] = c * len(ids) / len(grown)
+    return grown, result
+
+
+METHOD = Method(
+    id="ktpfl",
+    title="KT-pFL",
+    paper="Zhang et al., NeurIPS 2021",
+    strategy=KTpFL,
+    client=KTpFLClient,
+    hparams=KTpFLHParams,
+    shared=NONE,
+    extra_up=("soft",),
+    heterogeneous=True,
+    same_width=False,
+    public_share=0.05,
+    travels="soft predictions on a public set, both ways",
+)

@@ -1,0 +1,331 @@
+"""KT-pFL: worked numbers, the gradient by autograd, targets aligned with images, reduction, partial participation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from clients.base import FedClient
+from clients.ktpfl import KTpFLClient, KTpFLHParams, distillation_loss
+from fedapp import checkpoint, tasks
+from fedapp import config as configuration
+from fedapp.data.transforms import normalise
+from fedapp.engine import RunResult, run
+from fedapp.errors import BadRequest
+from fedapp.federation import RoundFailed
+from fedapp.method import ClientInfo, Payload, Reply, ServerContext, ServerState
+from strategies.ktpfl import METHOD, KTpFL, gradient, mixing
+
+COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss", "train_loss"]
+WORKED = np.array(
+    [
+        [[0.7, 0.2, 0.1], [0.6, 0.3, 0.1]],
+        [[0.1, 0.8, 0.1], [0.2, 0.5, 0.3]],
+        [[0.3, 0.3, 0.4], [0.1, 0.2, 0.7]],
+    ]
+)
+TARGET_0 = [[0.367680, 0.432347, 0.199618], [0.300898, 0.333076, 0.365671]]
+
+
+def strategy(clients: int = 3, classes: int = 3, **hparams: Any) -> tuple[KTpFL, ServerState]:
+    infos = tuple(ClientInfo(k, 5, "m", classes, {}) for k in range(clients))
+    made = KTpFL(METHOD, KTpFLHParams(**hparams))
+    context = ServerContext(
+        0, infos, classes, 9, {}, lambda k: {}, lambda *a: np.random.default_rng(0), channels=3, size=32
+    )
+    return made, made.init(context)
+
+
+def reply(client: int, soft: Any, checksum: int = 1) -> Reply:
+    return Reply(client, 5, {"soft": np.array(soft, np.float32)}, {"public-checksum": checksum})
+
+
+def replies(soft: np.ndarray = WORKED) -> list[Reply]:
+    return [reply(k, s) for k, s in enumerate(soft)]
+
+
+def test_worked_gradient() -> None:
+    c, flat = np.full((3, 3), 1 / 3), WORKED.reshape(3, -1)
+    mixed = c @ flat
+    np.testing.assert_allclose(mixed[0], [0.366667, 0.433333, 0.2, 0.3, 0.333333, 0.366667], atol=1e-6)
+    np.testing.assert_allclose(((flat - mixed) ** 2).mean(axis=1), [0.056296, 0.042963, 0.038519], atol=1e-6)
+    np.testing.assert_allclose(
+        gradient(c, mixed, flat, 0.7, 3),
+        [[-0.106667, 0.066667, 0.057778], [0.046667, -0.1, 0.011111], [0.06, 0.033333, -0.068889]],
+        atol=1e-6,
+    )
+
+
+def test_worked_round() -> None:
+    server, state = strategy()
+    assert all(server.check(r) is None for r in replies())
+    state = server.aggregate(state, 1, iter(replies()))
+    np.testing.assert_allclose(
+        state["c"],
+        [[0.335467, 0.332, 0.332178], [0.3324, 0.335333, 0.333111], [0.332133, 0.332667, 0.334711]],
+        atol=1e-6,
+    )
+    np.testing.assert_allclose(state["c"].sum(axis=1), [0.999644, 1.000844, 0.999511], atol=1e-6)
+    np.testing.assert_allclose(server.send(state, 2, 0).arrays["target"], TARGET_0, atol=1e-6)
+
+
+def test_worked_softmax_and_five_large_steps() -> None:
+    server, state = strategy(coefficients="softmax")
+    state = server.aggregate(state, 1, iter(replies()))
+    np.testing.assert_allclose(state["c"][0], [0.337097, 0.331304, 0.331599], atol=1e-6)
+    server, state = strategy(lr_c=1.0)
+    for round in range(1, 6):
+        state = server.aggregate(state, round, iter(replies()))
+    np.testing.assert_allclose(state["c"][0], [0.505519, 0.236219, 0.247307], atol=1e-6)
+
+
+def test_worked_distillation_losses() -> None:
+    logits = torch.tensor([[2, 0.5, -1], [0.3, 0.2, 0.1]])
+    target = torch.tensor(TARGET_0)
+    mse = distillation_loss(logits, target, KTpFLHParams(distil="mse"))
+    assert float(mse) == pytest.approx(0.045853, abs=1e-6)
+    plain = distillation_loss(logits, target, KTpFLHParams(scale=False))
+    assert float(plain) == pytest.approx(0.016314, abs=1e-6)
+    assert float(plain) / 3 == pytest.approx(0.005438, abs=1e-6)
+    assert float(distillation_loss(logits, target, KTpFLHParams())) == pytest.approx(100 * float(plain), rel=1e-5)
+
+
+@pytest.mark.parametrize("rho", [0.0, 0.7])
+def test_the_gradient_is_that_of_the_objective(rho: float) -> None:
+    rng = np.random.default_rng(1)
+    soft = rng.dirichlet(np.ones(4), (5, 6)).reshape(5, -1)
+    start = rng.dirichlet(np.ones(5), 5)
+    c, s = torch.from_numpy(start).requires_grad_(), torch.from_numpy(soft)
+    objective = torch.zeros((), dtype=torch.float64)
+    for k in range(5):
+        t_k = sum(c[k, j] * s[j] for j in range(5))
+        objective = objective + (s[k] - t_k).square().mean() + rho * (c[k] - 1 / 5).square().mean()
+    objective.backward()
+    np.testing.assert_allclose(gradient(start, start @ soft, soft, rho, 5), c.grad, atol=1e-12)
+
+
+def test_rows_sum_to_one_where_asked() -> None:
+    for coefficients in ("rows", "softmax"):
+        server, state = strategy(coefficients=coefficients, lr_c=1.0)
+        for round in range(3):
+            state = server.aggregate(state, round, iter(replies()))
+        np.testing.assert_allclose(state["c"].sum(axis=1), 1, atol=1e-12)
+        np.testing.assert_allclose(server.send(state, 2, 1).arrays["target"].sum(axis=1), 1, atol=1e-6)
+
+
+def test_equal_clients_stay_equal_and_nothing_is_changed_in_place() -> None:
+    server, state = strategy(lr_c=0.5)
+    first = server.aggregate(state, 1, iter(replies(np.stack([WORKED[0]] * 3))))
+    assert np.ptp(first["c"]) < 1e-15
+    np.testing.assert_allclose(server.send(first, 2, 0).arrays["target"] / first["c"][0].sum(), WORKED[0], atol=1e-6)
+    assert (state["c"] == 1 / 3).all() and not state["soft"]
+    kept = first["c"].copy()
+    server.aggregate(first, 2, iter(replies()))
+    assert np.array_equal(first["c"], kept)
+
+
+def test_like_clients_listen_to_each_other() -> None:
+    server, state = strategy(clients=4, lr_c=1.0)
+    pair = np.stack([WORKED[0], WORKED[0], WORKED[2], WORKED[2]])
+    for round in range(20):
+        state = server.aggregate(state, round, iter(replies(pair)))
+    assert state["c"][0, 1] > 2 * state["c"][0, 2]
+    assert state["c"][3, 2] > 2 * state["c"][3, 1]
+
+
+def test_clients_that_were_not_drawn_keep_their_last_predictions() -> None:
+    server, state = strategy()
+    state = server.aggregate(state, 1, iter(replies()))
+    partial = server.aggregate(state, 2, iter([reply(1, WORKED[2])]))
+    full = server.aggregate(state, 2, iter([reply(0, WORKED[0]), reply(1, WORKED[2]), reply(2, WORKED[2])]))
+    assert np.array_equal(partial["c"], full["c"])
+    same = server.aggregate(partial, 3, iter([]))
+    assert np.array_equal(same["soft"][1], partial["soft"][1])
+
+
+def test_before_everybody_has_answered_rows_keep_their_mass() -> None:
+    server, state = strategy(clients=4)
+    assert server.send(state, 1, 0).arrays["target"].shape == (0, 3)
+    assert server.aggregate(state, 1, iter([])) == state
+    state = server.aggregate(state, 1, iter([reply(0, WORKED[0]), reply(2, WORKED[2])]))
+    assert (state["c"][1] == 1 / 4).all() and (state["c"][:, 3] == 1 / 4).all()
+    c = state["c"]
+    mixed = (c[0, 0] * WORKED[0] + c[0, 2] * WORKED[2]) * c[0].sum() / (c[0, 0] + c[0, 2])
+    np.testing.assert_allclose(server.send(state, 2, 0).arrays["target"], mixed, atol=1e-6)
+    plain = (WORKED[0] + WORKED[2]) / 2
+    np.testing.assert_allclose(server.send(state, 2, 3).arrays["target"], plain, atol=1e-6)
+    everything = np.arange(4)
+    assert mixing(c, everything) is c
+
+
+def test_a_client_that_joins_gets_a_row_and_a_column() -> None:
+    server, state = strategy(clients=2, lr_c=0.0)
+    state = server.aggregate(state, 1, iter(replies(WORKED[:2])))
+    assert server.send(state, 2, 7).arrays["target"] == pytest.approx(WORKED[:2].mean(axis=0))
+    state = server.aggregate(state, 2, iter([reply(7, WORKED[2])]))
+    assert state["ids"] == [0, 1, 7]
+    np.testing.assert_allclose(state["c"], 1 / 3)
+
+
+def test_state_survives_a_checkpoint(tmp_path: Path) -> None:
+    server, state = strategy()
+    for r in replies():
+        server.check(r)
+    state = server.aggregate(state, 1, iter(replies()))
+    checkpoint.save(tmp_path, 1, state, {})
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    again, _ = strategy()
+    back = again.load_state_dict(found[1], server.context)
+    for k in range(3):
+        assert np.array_equal(again.send(back, 2, k).arrays["target"], server.send(state, 2, k).arrays["target"])
+    assert "another public set" in str(again.check(reply(0, WORKED[0], checksum=2)))
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        (reply(1, WORKED[0], checksum=2), "another public set"),
+        (reply(1, WORKED[0][:1]), "another public set"),
+        (reply(1, WORKED[0][:, :2]), "shape"),
+        (reply(1, WORKED[0] * 2), "probabilities"),
+        (reply(1, WORKED[0] - 0.2), "probabilities"),
+        (Reply(1, 5, {}, {}), "missing"),
+        (Reply(1, 5, {"soft": WORKED[0]}, {}), "checksum"),
+    ],
+)
+def test_bad_replies_are_refused(bad: Reply, words: str) -> None:
+    server, _ = strategy()
+    assert server.check(reply(0, WORKED[0])) is None
+    assert words in str(server.check(bad))
+
+
+def test_the_public_set_is_counted() -> None:
+    for ship, each in (("indices", 4), ("images", 32 * 32 * 3)):
+        server, state = strategy(ship=ship)
+        assert server.report(state)["public_bytes"] == 0
+        state = server.aggregate(state, 1, iter(replies()))
+        assert server.report(state)["public_images"] == 2
+        assert server.report(state)["public_bytes"] == 2 * each
+
+
+def client(model: str = "digits-a", **hparams: Any) -> KTpFLClient:
+    config = configuration.resolve(
+        configuration.from_flat({"method": "ktpfl", "dataset": "digits", "clients": 4, "model": model})
+    )
+    return KTpFLClient(tasks.task_of(config, 1, 4, torch.device("cpu")), METHOD, KTpFLHParams(**hparams))
+
+
+def no_target() -> Payload:
+    return Payload(arrays={"target": np.zeros((0, 10), np.float32)})
+
+
+def test_predictions_are_in_the_order_of_the_public_set_without_augmentation() -> None:
+    made = client(temperature=3.0)
+    made.task = replace(made.task, train=replace(made.task.train, augment="weak"))
+    arrays, _, metrics = made.train_round(no_target(), 1)
+    made.model.eval()
+    for image, row in zip(made.public, arrays["soft"], strict=True):
+        z = made.model(normalise(image[None].permute(0, 3, 1, 2), made.task.inputs))
+        np.testing.assert_allclose(row, torch.softmax(z / 3.0, dim=1)[0].detach(), atol=1e-6)
+    assert metrics["public-checksum"] == client().train_round(no_target(), 1)[2]["public-checksum"]
+
+
+def test_each_public_image_is_distilled_towards_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = client(distil_epochs=3, public_batch=16)
+    made.task = replace(made.task, train=replace(made.task.train, augment="weak"))
+    count = len(made.public)
+    images = normalise(made.public.permute(0, 3, 1, 2), made.task.inputs)
+    target = np.random.default_rng(0).dirichlet(np.ones(10), count).astype(np.float32)
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    original = KTpFLClient.distil_step
+
+    def step(self: KTpFLClient, batch: Any) -> torch.Tensor:
+        seen.append((batch.index, batch.x))
+        return original(self, batch)
+
+    monkeypatch.setattr(KTpFLClient, "distil_step", step)
+    made.train_round(Payload(arrays={"target": target}), 2)
+    indices = torch.cat([i for i, _ in seen])
+    assert torch.bincount(indices, minlength=count).eq(3).all(), "every row in every epoch"
+    for index, x in seen:
+        torch.testing.assert_close(x, images[index])
+
+
+def test_distillation_moves_predictions_towards_the_target() -> None:
+    made = client(distil_epochs=30, temperature=2.0)
+    made.task = replace(made.task, y_train=made.task.y_train[:0], x_train=made.task.x_train[:0])
+    target = np.random.default_rng(0).dirichlet(np.ones(10), 1).repeat(len(made.public), axis=0).astype(np.float32)
+    before = made.train_round(no_target(), 2)[0]["soft"]
+    after = made.train_round(Payload(arrays={"target": target}), 2)[0]["soft"]
+    assert np.abs(after - target).mean() < 0.2 * np.abs(before - target).mean()
+
+
+def test_frozen_batch_norm_keeps_its_statistics() -> None:
+    for freeze in (True, False):
+        made = client(freeze_bn=freeze)
+        made.round = 2
+        made.restore(2, no_target())
+        norm = torch.nn.BatchNorm1d(64)
+        made.model.activation = torch.nn.Sequential(norm, torch.nn.ReLU())  # type: ignore[assignment]
+        made.task = replace(made.task, y_train=made.task.y_train[:0], x_train=made.task.x_train[:0])
+        made.target = torch.full((len(made.public), 10), 0.1)
+        made.optimise(no_target())
+        assert bool((norm.running_mean == 0).all()) is freeze  # type: ignore[union-attr]
+
+
+def test_epochs_can_grow() -> None:
+    made = client(epochs="growing")
+    for round, epochs in ((1, 1), (7, 7), (20, 20), (40, 20)):
+        made.round = round
+        assert made.train_spec().epochs == epochs
+    assert client().train_spec().epochs == 2
+
+
+def test_a_client_without_public_set_says_what_to_do() -> None:
+    made = client()
+    made.task = replace(made.task, extras={})
+    with pytest.raises(BadRequest, match="public-data"):
+        made.train_round(no_target(), 1)
+    with pytest.raises(BadRequest, match="mixes 3 public images"):
+        client().train_round(Payload(arrays={"target": np.full((3, 10), 0.1, np.float32)}), 2)
+
+
+def test_without_distillation_it_is_standalone_on_the_same_images(tiny: Callable[..., RunResult]) -> None:
+    settings = {"rounds": 3, "model": "digits-a,digits-b", "public_data": "0.1"}
+    alone = tiny(method="local", **settings)
+    same = tiny(method="ktpfl", method_args="distil_epochs=0", **settings)
+    assert same.rounds[COLUMNS].equals(alone.rounds[COLUMNS])
+    distilled = tiny(method="ktpfl", **settings)
+    assert distilled.rounds[COLUMNS].iloc[0].equals(alone.rounds[COLUMNS].iloc[0]), "round 1 is plain training"
+    assert not distilled.rounds[COLUMNS].iloc[1].equals(alone.rounds[COLUMNS].iloc[1])
+    images = distilled.summary["public_images"]
+    assert distilled.summary["bytes_up"] == images * 10 * 4
+    assert distilled.summary["public_bytes"] == images * 4
+    assert distilled.rounds["bytes_down"].tolist() == [0, images * 40, images * 40]
+
+
+def test_different_public_sets_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = KTpFLClient.reply_metrics
+
+    def metrics(self: KTpFLClient) -> dict[str, Any]:
+        found = original(self)
+        return {"public-checksum": 5} if self.task.client == 2 else found
+
+    monkeypatch.setattr(KTpFLClient, "reply_metrics", metrics)
+    with pytest.raises(RoundFailed, match="client 2: another public set"):
+        run(method="ktpfl", clients=3, rounds=1, local_epochs=1, out=tmp_path / "run")
+
+
+def test_widths_may_differ(tiny: Callable[..., RunResult], monkeypatch: pytest.MonkeyPatch) -> None:
+    original = FedClient.hello
+    monkeypatch.setattr(
+        FedClient, "hello", lambda self: (original(self)[0], {**original(self)[1], "width": 64 + self.task.client})
+    )
+    assert tiny(method="ktpfl", fraction_train=0.67).summary["ok"]
