@@ -99,6 +99,7 @@ class Federation:
         self.facts: dict[int, dict[str, Any]] = {}
         self.first_error: dict[str, Any] | None = None
         self._seen: set[int] = set()
+        self._method: Method | None = None
         self._encoder = Encoder(settings.wire_dtype)
         if hasattr(grid, "pull_interval"):
             grid.pull_interval = min(settings.poll, float(grid.pull_interval))
@@ -108,6 +109,9 @@ class Federation:
     def gather(self, expected: int) -> list[ClientInfo]:
         """Wait until `expected` clients have introduced themselves (0: as many as there are nodes).
 
+        When the wait limit has passed, those who came are enough if they are a share of `min_replies`; the others may
+        join before any later round.
+
         Raises
         ------
         BadRequest : the wait limit passed, two clients share an id, or a client cannot take part; says which and why.
@@ -115,7 +119,7 @@ class Federation:
         started = reported = time.monotonic()
         want = expected
         while True:
-            self.greet()
+            self.greet(strict=True)
             partitions = [int(f["partitions"]) for f in self.facts.values() if f.get("partitions")]
             if expected == 0:
                 want = max(partitions, default=max(1, len(self.nodes)))
@@ -129,6 +133,10 @@ class Federation:
                 return [self.infos[c] for c in sorted(self.infos)]
             now = time.monotonic()
             if self.settings.wait_timeout and now - started > self.settings.wait_timeout:
+                if len(self.nodes) >= max(1, math.ceil(self.settings.min_replies * want - 1e-9)):
+                    text = f"{self._waiting(want)} after {self.settings.wait_timeout:g} s: starting without them"
+                    self.event({"kind": "warning", "text": text})
+                    return [self.infos[c] for c in sorted(self.infos)]
                 raise BadRequest(f"gave up after {self.settings.wait_timeout:g} s: {self._waiting(want)}")
             if now - reported > 30:
                 reported = now
@@ -141,37 +149,72 @@ class Federation:
         named = f", missing {', '.join(missing[:20])}" if missing and known else ""
         return f"waiting for {want - len(known)} of {want} clients{named}"
 
-    def greet(self) -> list[int]:
-        """Say hello to nodes that are new; returns the ids of clients that joined or came back."""
-        nodes = sorted(set(self.grid.get_node_ids()) - self._seen)
+    def greet(self, strict: bool = False) -> list[int]:
+        """Say hello to nodes that are new or came back; returns the ids of clients that joined.
+
+        Parameters
+        ----------
+        strict : before round 1 a node that cannot take part is an error. Later it is named and left out, and greeted
+            again once it has been away.
+
+        Raises
+        ------
+        BadRequest : with `strict`, a node cannot take part or two nodes claim one id; says which and why.
+        """
+        online = set(self.grid.get_node_ids())
+        self._seen &= online
+        nodes = sorted(online - self._seen)
         if not nodes:
             return []
         self._seen.update(nodes)
         joined = []
         content, _ = self._encoder.content(Payload(), {**self.control, "round": 0})
-        for reply in self._raw({n: Message(content, n, "query.hello") for n in nodes}, self.settings.wait_timeout):
-            node = reply.metadata.src_node_id
-            if reply.has_error():
-                reason = _reason(reply)
-                self._note_error(0, -1, "hello", reason)
-                raise BadRequest(f"a client cannot take part: {reason.splitlines()[0]}")
-            _, metrics, info, _ = reply_of(reply)
-            if "error" in info:
-                self._note_error(0, int(info.get("client", -1)), "hello", str(info["error"]))
-                raise BadRequest(f"a client cannot take part: {_last_line(str(info['error']))}")
-            client = int(info["client"])
-            if client in self.nodes and self.nodes[client] in set(self.grid.get_node_ids()):
-                raise BadRequest(
-                    f"two nodes are client {client}: give every node its own client-id or partition-id in node-config"
-                )
-            shapes = {n: tuple(int(d) for d in s) for n, s in json.loads(str(info["shapes"])).items()}
-            self.nodes[client] = node
-            self.facts[client] = info
-            self.infos[client] = ClientInfo(
-                client, int(metrics["num-examples"]), str(info["model"]), int(info["num-classes"]), shapes
-            )
-            joined.append(client)
+        limits = [t for t in (self.settings.wait_timeout, self.settings.round_timeout) if t]
+        limit = self.settings.wait_timeout if strict else min(limits, default=60.0)
+        silent = set(nodes)
+        for reply in self._raw({n: Message(content, n, "query.hello") for n in nodes}, limit):
+            silent.discard(reply.metadata.src_node_id)
+            try:
+                joined.append(self._introduced(reply, online))
+            except BadRequest as e:
+                if strict:
+                    raise
+                self.event({"kind": "warning", "text": f"a node that came was left out: {e}"})
+        self._seen -= silent
         return sorted(joined)
+
+    def _introduced(self, reply: Message, online: set[int]) -> int:
+        """Take up a client that answered the hello; `BadRequest` says why it cannot take part."""
+        node = reply.metadata.src_node_id
+        if reply.has_error():
+            reason = _reason(reply)
+            self._note_error(0, -1, "hello", reason)
+            raise BadRequest(f"a client cannot take part: {reason.splitlines()[0]}")
+        _, metrics, info, _ = reply_of(reply)
+        if "error" in info:
+            self._note_error(0, int(info.get("client", -1)), "hello", str(info["error"]))
+            who = f"client {info['client']}" if int(info.get("client", -1)) >= 0 else "a client"
+            raise BadRequest(f"{who} cannot take part: {_last_line(str(info['error']))}")
+        client = int(info["client"])
+        if self.nodes.get(client, node) != node and self.nodes[client] in online:
+            self._seen.discard(node)
+            raise BadRequest(
+                f"two nodes are client {client}: give every node its own client-id or partition-id in node-config "
+                "(a node without a key that was killed and restarted counts twice for a minute)"
+            )
+        shapes = {n: tuple(int(d) for d in s) for n, s in json.loads(str(info["shapes"])).items()}
+        newcomer = ClientInfo(
+            client, int(metrics["num-examples"]), str(info["model"]), int(info["num-classes"]), shapes
+        )
+        others = [c for c in sorted(self.infos) if c != client]
+        if self._method is not None and others:
+            clash = self._clash(self._method, self.infos[others[0]], newcomer, self.facts[others[0]], info)
+            if clash:
+                raise BadRequest(clash)
+        for former in [c for c, n in self.nodes.items() if n == node and c != client]:
+            del self.nodes[former]
+        self.nodes[client], self.facts[client], self.infos[client] = node, info, newcomer
+        return client
 
     def agree(self, method: Method) -> None:
         """Check that all clients mean the same by what they share, before round 1.
@@ -180,34 +223,56 @@ class Federation:
         ------
         BadRequest : names the clients, models and shapes that differ.
         """
-        infos = [self.infos[c] for c in sorted(self.infos)]
-        first = infos[0]
-        models = {i.model for i in infos}
+        ids = sorted(self.infos)
+        first = ids[0]
+        models = {i.model for i in self.infos.values()}
         if len(models) > 1 and not method.heterogeneous:
             raise BadRequest(
                 f"{method.id} needs one architecture, but the clients have {', '.join(sorted(models))}. "
                 "Give model = one name, or take a method that allows different ones (fedapp methods)"
             )
-        for info in infos[1:]:
-            if info.num_classes != first.num_classes:
-                raise BadRequest(
-                    f"client {info.client} has {info.num_classes} classes, "
-                    f"client {first.client} has {first.num_classes}"
-                )
-            for name in sorted(set(first.shapes) | set(info.shapes)):
-                a, b = first.shapes.get(name), info.shapes.get(name)
-                if a != b:
-                    raise BadRequest(
-                        f"'{name}' is shared but client {first.client} ({first.model}) has {_shape(a)} and "
-                        f"client {info.client} ({info.model}) {_shape(b)}: "
-                        "take models of one family (one feature width)"
-                    )
+        for c in ids[1:]:
+            clash = self._clash(method, self.infos[first], self.infos[c], self.facts[first], self.facts[c])
+            if clash:
+                raise BadRequest(clash)
         widths = {int(f["width"]) for f in self.facts.values()}
         if method.same_width and len(widths) > 1 and (method.shared != () or method.extra_up):
             raise BadRequest(
                 f"{method.id} compares representations, but the models have widths {sorted(widths)}: "
                 "take models of one family"
             )
+        self._method = method
+
+    @staticmethod
+    def _clash(
+        method: Method, a: ClientInfo, b: ClientInfo, facts_a: Mapping[str, Any], facts_b: Mapping[str, Any]
+    ) -> str | None:
+        """Say what two clients do not mean in the same way, or return None."""
+        if a.num_classes != b.num_classes:
+            return f"client {b.client} has {b.num_classes} classes, client {a.client} has {a.num_classes}"
+        if facts_a.get("classes") and facts_b.get("classes") and facts_a["classes"] != facts_b["classes"]:
+            return (
+                f"the classes of client {b.client} have other names than those of client {a.client}: "
+                "name the federation's classes with --set class-names=a,b,c"
+            )
+        images = [f"{int(f['size'])}x{int(f['size'])} with {int(f['channels'])} channel(s)" for f in (facts_a, facts_b)]
+        if not method.heterogeneous and images[0] != images[1]:
+            return (
+                f"client {b.client} has images of {images[1]}, client {a.client} of {images[0]}: "
+                f"{method.id} needs one kind, bring them to one size"
+            )
+        if not method.heterogeneous and a.model != b.model:
+            return (
+                f"{method.id} needs one architecture, but client {b.client} has {b.model}, client {a.client} {a.model}"
+            )
+        for name in sorted(set(a.shapes) | set(b.shapes)):
+            x, y = a.shapes.get(name), b.shapes.get(name)
+            if x != y:
+                return (
+                    f"'{name}' is shared but client {a.client} ({a.model}) has {_shape(x)} and "
+                    f"client {b.client} ({b.model}) {_shape(y)}: take models of one family (one feature width)"
+                )
+        return None
 
     # ---- one exchange --------------------------------------------------------------------------------------------
 
@@ -231,11 +296,14 @@ class Federation:
         messages: dict[int, Message] = {}
         owner: dict[int, int] = {}
         extra = {**self.control, **(control or {}), "round": round}
+        limit = self.settings.round_timeout if timeout is None else timeout
+        # What nobody waits for any more must not keep a slow node busy; a minute for clocks that differ.
+        lifetime = limit + 60 if limit else None
         encoder = Encoder(self.settings.wire_dtype)  # of this exchange alone: it holds on to all it has encoded
         for client, payload in payloads:
             content, size = encoder.content(payload, extra)
             node = self.nodes[client]
-            messages[node] = Message(content, node, kind, group_id=str(round))
+            messages[node] = Message(content, node, kind, ttl=lifetime, group_id=str(round))
             owner[node] = client
             traffic.messaged.append(client)
             traffic.down += size
@@ -243,7 +311,6 @@ class Federation:
         held: dict[int, Reply | None] = {}
         order = iter(traffic.messaged)
         head = next(order, None)
-        limit = self.settings.round_timeout if timeout is None else timeout
         for message in self._raw(messages, limit):
             client = owner[message.metadata.src_node_id]
             held[client] = self._checked(message, client, round, kind, expected, check, traffic)
@@ -297,6 +364,9 @@ class Federation:
                 self._drop(traffic, round, client, str(info.get("stage", stage)), _last_line(str(info["error"])))
                 return None
             problem = reject(arrays, expected, metrics)
+            if int(info.get("client", client)) != client:
+                self._seen.discard(message.metadata.src_node_id)
+                problem = f"the node now answers as client {info['client']}"
             reply = Reply(client, int(metrics.get("num-examples", 0) or 0), arrays, metrics, size)
             problem = problem or check(reply)
         except (KeyError, TypeError, ValueError) as e:
