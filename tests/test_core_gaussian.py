@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threadpoolctl import threadpool_limits
 
 from fedapp.core import gaussian
 from fedapp.core.gaussian import (
@@ -204,6 +205,20 @@ def test_tensors_and_read_only_arrays() -> None:
     for given_as in (moments(z, y, 4), moments(tensor, torch.from_numpy(y).int(), 4)):
         for c in expected.classes:
             np.testing.assert_array_equal(given_as.cov(c), expected.cov(c))
+
+
+@pytest.mark.parametrize("width", [84, 512])
+def test_the_number_of_blas_threads_changes_no_bit(width: int) -> None:
+    rng = np.random.default_rng(width)
+    z, y = rng.normal(size=(3000, width)).astype(np.float32), rng.integers(0, 2, size=3000)
+    results = []
+    for threads in (1, 2, 3):
+        with threadpool_limits(threads, user_api="blas"):
+            results.append(pool([moments(z[:2000], y[:2000], 2), moments(z[2000:], y[2000:], 2)]))
+    for other in results[1:]:
+        for c in (0, 1):
+            np.testing.assert_array_equal(other.means[c], results[0].means[c])
+            np.testing.assert_array_equal(other.cov(c), results[0].cov(c))
 
 
 def test_large_means_do_not_cancel() -> None:

@@ -183,8 +183,13 @@ def mixing_matrix(recipients: Array, weights: Array) -> Float64:
     ValueError
         Shapes that do not fit, or rows of P or columns of Q that do not sum to 1.
     """
-    p, q = _pair(recipients, weights)
-    return p @ q.T
+    return _mixing(*_pair(recipients, weights))
+
+
+def _mixing(p: Float64, q: Float64) -> Float64:
+    # By PyTorch, whose number of threads (which decides last bits) every handler sets.
+    mixing: Float64 = (torch.from_numpy(p) @ torch.from_numpy(q).T).numpy()
+    return mixing
 
 
 def cheaper_order(recipients: int, uploads: int, classes: int) -> Literal["direct", "factored"]:
@@ -268,7 +273,7 @@ def mix(
         raise ValueError(f"order must be 'auto', 'direct' or 'factored', got {order!r}")
     if order == "auto":
         order = cheaper_order(p.shape[0], q.shape[0], q.shape[1])
-    return product([p @ q.T] if order == "direct" else [p, q.T], theta, out=out, chunk=chunk)
+    return product([_mixing(p, q)] if order == "direct" else [p, q.T], theta, out=out, chunk=chunk)
 
 
 @overload

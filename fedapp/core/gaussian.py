@@ -14,6 +14,9 @@ Everything is float64. Equation 4 is used in its centred form ``(N_c - 1) Sigma_
 sum_k N_ck (mu_ck - mu_c)(mu_ck - mu_c)^T``, in which large means do not cancel; one-pass accumulation is the same rule
 applied to batches (Chan, Golub, LeVeque 1979).
 
+PyTorch does the linear algebra whose last bits depend on the number of threads, so that ``torch.set_num_threads``
+decides them; BLAS's symmetric update, twice as fast as a full product, gives the same bits with any number.
+
 Three forms of statistics exist: ``full`` (a scatter matrix a class), ``diag`` (its diagonal only) and ``pooled`` (one
 matrix for the deviations of all classes from their own means, as in linear discriminant analysis).
 """
@@ -47,6 +50,10 @@ PIVOT_LIMIT = 1e-10
 """Smallest pivot, relative to the mean variance, with which a covariance counts as definite."""
 ISOTROPIC = 1e-6
 """Variance of a class of one sample when no class has two, so that nothing is known about any spread."""
+BLOCK = 1024
+"""Rows that are widened to float64, centred and multiplied at a time."""
+DRAWS = 256
+"""Virtual features that are drawn, multiplied and rounded at a time."""
 STREAM = 7919
 """Keeps the generators of virtual features apart from all others made from the same seed."""
 
@@ -137,9 +144,10 @@ def unpack(packed: Array, width: int) -> Array:
 class ClassMoments:
     """Count, mean and scatter of every class, from features seen batch by batch.
 
-    Memory: for each class seen (``pooled``: once) d x d float64, for ``diag`` d; and at most ``buffer_rows`` rows of
-    features in their own precision. Time: one symmetric product for each class and flush of the buffer. Rows are
-    gathered in the buffer first because a batch with few rows a class would spend its time on the d x d matrices.
+    Memory: for each class seen (``pooled``: once) d x d float64, for ``diag`` d; at most ``buffer_rows`` rows of
+    features in their own precision (twice while they are worked in), and ``BLOCK`` rows in float64. Time: one symmetric
+    product for each class and flush of the buffer, which does all the work there is at width 512. Rows are gathered
+    first because a batch with few rows a class would spend its time on moving the d x d matrices.
 
     Parameters
     ----------
@@ -236,26 +244,29 @@ class ClassMoments:
         order = torch.argsort(labels, stable=True)
         counts = torch.bincount(labels, minlength=self.num_classes).tolist()
         ends = list(itertools.accumulate(counts))
+        # Blocks that fit the cache are gathered, widened, centred and multiplied in the same memory.
+        size = min(BLOCK, max(counts))
+        gathered = torch.empty(size, self.width, dtype=rows.dtype)
+        scratch = torch.empty(size + 1, self.width, dtype=torch.float64)
         for c, (count, end) in enumerate(zip(counts, ends)):
-            # Blocks keep the float64 copy small; they are merged like batches.
-            for start in range(end - count, end, self.buffer_rows):
-                self._work_in(c, rows[order[start : min(start + self.buffer_rows, end)]])
+            for start in range(end - count, end, size):
+                chosen = order[start : min(start + size, end)]
+                self._work_in(c, torch.index_select(rows, 0, chosen, out=gathered[: chosen.numel()]), scratch)
 
-    def _work_in(self, c: int, rows: torch.Tensor) -> None:
-        """Merge the rows of one class: their own deviations, and the shift of the mean as one more row."""
+    def _work_in(self, c: int, rows: torch.Tensor, scratch: torch.Tensor) -> None:
+        """Merge rows of one class: their deviations from their own mean, and the shift of the mean as one more row."""
         count = rows.shape[0]
-        block = torch.empty(count + 1, self.width, dtype=torch.float64)
-        deviations = block[:count].copy_(rows)
-        mean = deviations.mean(dim=0)
+        deviations = scratch[:count].copy_(rows)
+        mean = deviations.sum(dim=0).div_(count)
         if not bool(torch.isfinite(mean).all()):
             raise ValueError(f"features of class {c} are not finite")
         deviations -= mean
-        old_mean = torch.from_numpy(self._means[c])
+        kept_mean = torch.from_numpy(self._means[c])
         before, total = int(self._counts[c]), int(self._counts[c]) + count
-        shift = mean - old_mean
-        block[count] = shift * (before * count / total) ** 0.5
-        self._add_rows(c, block.numpy() if before else deviations.numpy())
-        old_mean += shift * (count / total)
+        shift = mean - kept_mean
+        scratch[count] = shift * (before * count / total) ** 0.5
+        self._add_rows(c, scratch[: count + 1 if before else count].numpy())
+        kept_mean += shift * (count / total)
         self._counts[c] = total
 
     def _key(self, c: int) -> int:
@@ -403,10 +414,11 @@ class ClassMoments:
         result = ClassMoments(self.num_classes, v.shape[0], self.form, self.buffer_rows)
         result._counts = self.counts
         seen = self._counts > 0
-        result._means[seen] = self._means[seen] @ v.T + shift
+        matrix = torch.from_numpy(v)
+        result._means[seen] = (torch.from_numpy(self._means[seen]) @ matrix.T).numpy() + shift
         for key in self._scatter:
-            mapped = v @ self.scatter(key) @ v.T
-            result._scatter[key] = np.asfortranarray(0.5 * (mapped + mapped.T))
+            mapped = matrix @ torch.from_numpy(self.scatter(key)) @ matrix.T
+            result._scatter[key] = np.asfortranarray((0.5 * (mapped + mapped.T)).numpy())
         return result
 
     def _absorb(self, other: ClassMoments) -> None:
@@ -501,7 +513,7 @@ def _pool_means(result: ClassMoments, counts: Int64, means: Sequence[Float64]) -
         weight = counts[members, c].astype(np.float64)
         rows = np.stack([means[k][c] for k in members])
         # Centring on the first mean keeps clients with equal means exactly equal.
-        mean = rows[0] + weight @ (rows - rows[0]) / weight.sum()
+        mean = rows[0] + (weight[:, None] * (rows - rows[0])).sum(axis=0) / weight.sum()
         result._means[c] = mean
         if len(members) > 1:
             result._add_rows(c, np.sqrt(weight)[:, None] * (rows - mean))
@@ -527,7 +539,7 @@ def form_of(mode: Mode) -> Form:
 
 def _low_rank(cov: Float64, rank: int) -> tuple[Float64, Float64]:
     """Return the leading ``rank`` eigenvectors times the roots of their eigenvalues, and the variances left over."""
-    values, vectors = np.linalg.eigh(cov)
+    values, vectors = (part.numpy() for part in torch.linalg.eigh(torch.from_numpy(cov)))
     kept = min(rank, values.size)
     factor = np.zeros((rank, values.size))
     factor[:kept] = (vectors[:, ::-1][:, :kept] * np.sqrt(np.maximum(values[::-1][:kept], 0.0))).T
@@ -705,7 +717,8 @@ class MomentsPool:
     def _accumulate(self, key: int, scatter: torch.Tensor, weight: float) -> None:
         if key not in self._scatter:
             self._scatter[key] = torch.zeros(scatter.shape, dtype=torch.float64)
-        self._scatter[key].add_(scatter, alpha=weight)
+        # Widened first: an addition of mixed precision converts entry by entry.
+        self._scatter[key].add_(scatter.double(), alpha=weight)
 
     def moments(self) -> ClassMoments:
         """Return the statistics of all replies added so far.
@@ -912,8 +925,8 @@ def draw(mean: Array, factor: Factor, eps: Float64, dtype: npt.DTypeLike = np.fl
         drawn = middle + rows * root
     elif factor.triangular:
         drawn = torch.empty_like(rows)
-        for start in range(0, rows.shape[1], 64):  # the zeros above the diagonal are not multiplied
-            stop = min(start + 64, rows.shape[1])
+        for start in range(0, rows.shape[1], 128):  # most of the zeros above the diagonal are not multiplied
+            stop = min(start + 128, rows.shape[1])
             torch.addmm(middle[start:stop], rows[:, :stop], root[start:stop, :stop].T, out=drawn[:, start:stop])
     else:
         drawn = torch.addmm(middle, rows, root.T)
@@ -957,8 +970,13 @@ def sample(
     if m < 0:
         raise ValueError(f"the number of draws must not be negative, got {m}")
     factor = cov if isinstance(cov, Factor) else factorise(cov, method)
-    eps = np.random.default_rng([seed, STREAM, label]).standard_normal((m, np.asarray(mean).size))
-    return draw(mean, factor, eps, dtype)
+    middle = np.asarray(mean, dtype=np.float64)
+    generator = np.random.default_rng([seed, STREAM, label])
+    drawn = np.empty((m, middle.size), dtype=dtype)
+    for start in range(0, m, DRAWS):
+        rows = drawn[start : start + DRAWS]
+        rows[:] = draw(middle, factor, generator.standard_normal(rows.shape), dtype)
+    return drawn
 
 
 def virtual_features(
