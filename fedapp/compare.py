@@ -60,37 +60,33 @@ def jobs_of(values: Mapping[str, Any], methods: Sequence[str], seeds: int, out: 
     for seed in range(first, first + seeds):
         for method in methods:
             folder = out / "runs" / f"{method}-s{seed}"
-            config = configuration.resolve(configuration.from_flat({**values, "method": method, "seed": seed}))
-            config = config.replaced(
-                clients=config.clients or engines.DEFAULT_CLIENTS,
-                out=str(folder),
-                data_dir=str(Path(config.data_dir).expanduser().absolute()) if config.data_dir else "",
-            )
+            config = engines.effective({**values, "method": method, "seed": seed}).replaced(out=str(folder))
             tasks.check(config, config.clients)
             jobs.append(Job(method, seed, config))
     return jobs
 
 
-def pending(job: Job) -> RunConfig | None:
+def pending_config(config: RunConfig) -> RunConfig | None:
     """Return what is still to run: None if the run is complete, a resuming configuration if it broke off.
 
     Raises
     ------
     BadRequest : the directory holds a run with another configuration.
     """
-    saved = job.out / "config.toml"
+    out = Path(config.out)
+    saved = out / "config.toml"
     if not saved.is_file():
-        if job.out.is_dir():
-            shutil.rmtree(job.out)
-        return job.config
-    if configuration.from_flat(configuration.read_toml(saved)) != job.config:
-        raise BadRequest(f"{job.out} holds a run with another configuration; give a new --out")
-    if engines.summary_of(job.out).get("ok"):
+        if out.is_dir():
+            shutil.rmtree(out)
+        return config
+    if configuration.from_flat(configuration.read_toml(saved)) != config:
+        raise BadRequest(f"{out} holds a run with another configuration; give a new --out")
+    if engines.summary_of(out).get("ok"):
         return None
-    if any((job.out / "checkpoint").glob("*.safetensors")):
-        return job.config.replaced(resume=True)
-    shutil.rmtree(job.out)
-    return job.config
+    if any((out / "checkpoint").glob("*.safetensors")):
+        return config.replaced(resume=True)
+    shutil.rmtree(out)
+    return config
 
 
 def differences(jobs: Sequence[Job]) -> list[str]:
@@ -111,7 +107,7 @@ def run(values: Mapping[str, Any], methods: Sequence[str], seeds: int, out: Path
     (out / "runs").mkdir(parents=True, exist_ok=True)
     data = tasks.federated(jobs[0].config, jobs[0].config.clients)
     typer.echo(data_card(data.dataset, data.partition).text(), err=True)
-    todo = [(job, config) for job in jobs if (config := pending(job)) is not None]
+    todo = [(job, config) for job in jobs if (config := pending_config(job.config)) is not None]
     if len(todo) < len(jobs):
         typer.echo(f"{len(jobs) - len(todo)} of {len(jobs)} runs are there already", err=True)
     failed: list[str] = []

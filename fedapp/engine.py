@@ -49,6 +49,19 @@ class RunResult:
         return pd.read_csv(self.out / "final.csv")
 
 
+def effective(values: Mapping[str, Any]) -> RunConfig:
+    """Make the effective configuration of a simulation: autos resolved, clients counted, paths absolute."""
+    config = configuration.resolve(configuration.from_flat({**values, "resume": False}))
+    config.check_simulation()
+    if config.clients == 0:
+        config = config.replaced(clients=DEFAULT_CLIENTS)
+    if config.data_dir:
+        config = config.replaced(data_dir=str(Path(config.data_dir).expanduser().absolute()))
+    if config.state_dir:
+        config = config.replaced(state_dir=str(Path(config.state_dir).expanduser().absolute()))
+    return config
+
+
 def prepare(values: Mapping[str, Any], out: Path | None) -> RunConfig:
     """Make the effective configuration of a simulation and check everything that can be checked before training.
 
@@ -61,15 +74,8 @@ def prepare(values: Mapping[str, Any], out: Path | None) -> RunConfig:
     ------
     BadRequest : anything that would fail later.
     """
-    config = configuration.resolve(configuration.from_flat({**values, "resume": False}))
+    config = effective(values)
     resume = bool(values.get("resume", False))
-    config.check_simulation()
-    if config.clients == 0:
-        config = config.replaced(clients=DEFAULT_CLIENTS)
-    if config.data_dir:
-        config = config.replaced(data_dir=str(Path(config.data_dir).expanduser().absolute()))
-    if config.state_dir:
-        config = config.replaced(state_dir=str(Path(config.state_dir).expanduser().absolute()))
     if out is None:
         stamp = time.strftime("%Y%m%d-%H%M%S")
         out = Path("runs") / f"{config.method}-{config.dataset}-s{config.seed}-{stamp}"
