@@ -24,6 +24,7 @@ from fedapp.errors import BadRequest
 from fedapp.evaluation import batched
 from fedapp.federation import Federation
 from fedapp.method import Arrays, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.predict import load
 from fedapp.selection import extract
 from fedapp.state import read_safetensors
 from fedapp.training import Batch, batch_slices
@@ -510,6 +511,13 @@ def test_clients_and_server_use_the_same_calibrated_model(transform: str, tmp_pa
     assert summary["accuracy"]["global"]["last"] == found["after"]
     assert found["before"] == result.rounds["global_accuracy"].iloc[-1]
     assert found["score"] == "global"
+    settings = config.resolve(config.from_flat({"method": "ccvr", "clients": 3, "dataset": "digits", "alpha": 0.3}))
+    data = tasks.federated(settings, 3)
+    central = data.central(torch.device("cpu"))
+    assert central is not None
+    stored = load(result.out / "models" / "last.safetensors", "digits")
+    hits = stored.probabilities(central[0].numpy()).argmax(axis=1) == central[1].numpy()
+    assert hits.mean() == pytest.approx(found["after"], abs=1e-12)
 
 
 def test_where_the_transform_goes() -> None:
