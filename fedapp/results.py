@@ -17,6 +17,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import math
@@ -25,12 +26,13 @@ import platform
 import secrets
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from filelock import FileLock, Timeout
 
 from fedapp.config import RunConfig, write_toml
 from fedapp.errors import BadRequest
@@ -44,20 +46,40 @@ def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically; NaN becomes null."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
     with os.fdopen(handle, "w", encoding="utf-8") as f:
-        json.dump(_clean(value), f, indent=2)
+        json.dump(clean(value), f, indent=2)
         f.write("\n")
     Path(name).chmod(0o644)
     Path(name).replace(path)
 
 
-def _clean(value: Any) -> Any:
+def clean(value: Any) -> Any:
+    """Make a value JSON: NaN and infinity become None, keys text, tuples lists."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, Mapping):
-        return {str(k): _clean(v) for k, v in value.items()}
+        return {str(k): clean(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_clean(v) for v in value]
+        return [clean(v) for v in value]
     return value
+
+
+@contextlib.contextmanager
+def only_writer(out: Path) -> Iterator[None]:
+    """Hold the run directory while a server writes to it: a server that lost its SuperLink may live on for a while.
+
+    Raises
+    ------
+    BadRequest : another process writes there.
+    """
+    lock = FileLock(out / LOCK, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise BadRequest(f"another server process still writes to {out}: wait until it has ended, or end it") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def check_out(out: Path, resume: bool) -> None:
@@ -79,7 +101,10 @@ def check_out(out: Path, resume: bool) -> None:
         raise BadRequest(f"{out} cannot be written ({e.strerror}); give another folder with --out") from e
 
 
-ALLOWED_BEFORE = ("superlink.log", "progress.jsonl", "launch.log")
+LOCK = ".lock"
+ALLOWED_BEFORE = ("superlink.log", "progress.jsonl", "launch.log", LOCK)
+ANNOUNCED = "fedapp-event "
+"""What a line of a deployed server's log begins with that holds an event."""
 
 
 def versions() -> dict[str, str]:
@@ -153,7 +178,7 @@ class RunDirectory:
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Append an event for whoever follows the run."""
-        line = json.dumps(_clean({"time": time.time(), **event}))
+        line = json.dumps(clean({"time": time.time(), **event}))
         with (self.path / "progress.jsonl").open("a", encoding="utf-8") as f:
             f.write(line + "\n")
 

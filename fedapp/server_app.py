@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -25,7 +28,7 @@ from fedapp.evaluation import Scores, evaluate
 from fedapp.federation import Federation, RoundFailed
 from fedapp.method import Array, Arrays, Method, Scalar, ServerContext, ServerState
 from fedapp.metrics import client_row, mean, summarise
-from fedapp.results import RunDirectory, accuracy_summary, check_out, write_json
+from fedapp.results import ANNOUNCED, RunDirectory, accuracy_summary, check_out, clean, only_writer, write_json
 from fedapp.state import write_safetensors
 from strategies.base import Exchange, FedStrategy, Observer
 
@@ -37,13 +40,42 @@ Event = Callable[[Mapping[str, Any]], None]
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run what the run-config says."""
-    serve(grid, context.run_config)
+    serve(grid, context.run_config, None if _simulated(grid) else announce)
+
+
+def _simulated(grid: Grid) -> bool:
+    """Whether the grid is a simulation's (or in this process): both let their pace be set."""
+    return hasattr(grid, "pull_interval")
+
+
+def announce(event: Mapping[str, Any]) -> None:
+    """Print an event as one line for whoever follows the run's log from another machine."""
+    sys.stdout.write(f"{ANNOUNCED}{json.dumps(clean(event))}\n")
 
 
 def default_out(config: RunConfig) -> Path:
-    """Where plain `flwr run` writes when `out` is not given: never the folder that a SuperLink happens to run in."""
+    """Where a run writes when `out` is not given: never the folder that a SuperLink happens to run in."""
     stamp = time.strftime("%Y%m%d-%H%M%S")
-    return Path.home() / "fedapp-runs" / f"{config.method}-{config.dataset}-s{config.seed}-{stamp}"
+    root = os.environ.get("FEDAPP_RUNS") or Path.home() / "fedapp-runs"
+    return Path(root) / f"{config.method}-{config.dataset}-s{config.seed}-{stamp}"
+
+
+def place(config: RunConfig) -> Path:
+    """Return the run directory. With `FEDAPP_RUNS` the SuperLink's owner decides below which folder all of them lie.
+
+    Raises
+    ------
+    BadRequest : a relative path.
+    """
+    if not config.out:
+        return default_out(config)
+    out = Path(config.out)
+    if not out.is_absolute():
+        raise BadRequest(f"out = '{config.out}' must be an absolute path: a run-config travels to other processes")
+    runs = os.environ.get("FEDAPP_RUNS")
+    if runs and not out.resolve().is_relative_to(Path(runs).resolve()):
+        return Path(runs) / out.name
+    return out
 
 
 def serve(grid: Grid, run_config: Mapping[str, Any], event: Event | None = None) -> dict[str, Any]:
@@ -58,28 +90,39 @@ def serve(grid: Grid, run_config: Mapping[str, Any], event: Event | None = None)
     run: Run | None = None
     try:
         config = configuration.from_context(run_config)
-        out = Path(config.out) if config.out else default_out(config)
-        if not out.is_absolute():
-            raise BadRequest(f"out = '{config.out}' must be an absolute path: a run-config travels to other processes")
+        out = place(config)
         check_out(out, config.resume)
-        run = Run(grid, config, out, event)
-        return run.go()
+        with only_writer(out):
+            try:
+                run = Run(grid, config.replaced(out=str(out)), out, event)
+                return run.go()
+            except BaseException as e:
+                if out.is_dir() and not isinstance(e, KeyboardInterrupt):
+                    entry = _entry(e, run)
+                    write_json(out / "error.json", entry)
+                    write_json(out / "summary.json", {"ok": False, "error": entry["message"]})
+                raise
     except BaseException as e:
-        bad = isinstance(e, BadRequest)
-        if out is not None and out.is_dir() and not isinstance(e, KeyboardInterrupt):
-            cause = run.federation.first_error if run is not None else None
-            text = str(e) if bad or isinstance(e, RoundFailed) else f"{type(e).__name__}: {e}"
-            _fail(out, text, "" if bad else traceback.format_exc(), 2 if bad else 1, cause)
+        if event is not None:
+            event({"kind": "failed", **_entry(e, run)})
         raise
 
 
-def _fail(out: Path, message: str, trace: str, code: int, cause: Mapping[str, Any] | None) -> None:
-    """Leave a truthful end: the first error, with the client's own traceback where a client was the cause."""
-    entry = {"message": message, "traceback": trace, "exit": code, "client": None, "round": None, "stage": "server"}
+def _entry(e: BaseException, run: Run | None) -> dict[str, Any]:
+    """Describe a bad end: the first error, with the client's own traceback where a client was the cause."""
+    bad = isinstance(e, BadRequest)
+    entry: dict[str, Any] = {
+        "message": str(e) if bad or isinstance(e, RoundFailed) else f"{type(e).__name__}: {e}",
+        "traceback": "" if bad else "".join(traceback.format_exception(e)),
+        "exit": 2 if bad else 1,
+        "client": None,
+        "round": None,
+        "stage": "server",
+    }
+    cause = run.federation.first_error if run is not None else None
     if cause is not None:
         entry.update({k: cause[k] for k in ("client", "round", "stage", "traceback")}, cause=cause["message"])
-    write_json(out / "error.json", entry)
-    write_json(out / "summary.json", {"ok": False, "error": message})
+    return entry
 
 
 class Run(Observer):
@@ -89,7 +132,9 @@ class Run(Observer):
         process.prepare(config.server_threads)
         self.config = config
         self.out = out
-        self.simulation = hasattr(grid, "pull_interval")
+        self.simulation = _simulated(grid)
+        if self.simulation:
+            config.check_simulation()
         self.method, self.hparams = config.method_and_hparams()
         self.device = process.device()
         self.started = time.perf_counter()
@@ -104,7 +149,8 @@ class Run(Observer):
         self.directory = RunDirectory(out, config, self.done if config.resume else None)
         self.listener = event
         self.warnings: list[str] = []
-        control: dict[str, Scalar] = {"run": self.directory.token, "state-dir": str(out / "state")}
+        control: dict[str, Scalar] = {"run": self.directory.token}
+        control |= {"state-dir": str(out / "state")} if self.simulation else {"deployed": True}
         self.federation = Federation(grid, config.settings(self.simulation), control, self.tell)
         self.final: dict[str, float] = {}
         self.stopped: str | None = None
@@ -121,6 +167,7 @@ class Run(Observer):
     def go(self) -> dict[str, Any]:
         """Run all rounds and write the summary."""
         config = self.config
+        self.tell({"kind": "directory", "out": str(self.out), "run": self.directory.token})
         self.infos = self.federation.gather(self.config.clients)
         self.federation.agree(self.method)
         facts = next(iter(self.federation.facts.values()))
@@ -162,10 +209,20 @@ class Run(Observer):
         """Load the data where the server has them: the data card, and the central test set for the `global` score."""
         self.central: tuple[torch.Tensor, torch.Tensor] | None = None
         self.inputs: InputSpec | None = None
-        if not self.simulation:
+        self.about: dict[str, object] = {}
+        shares = [int(f.get("partitions", 0)) for f in self.federation.facts.values()]
+        if not self.simulation and not all(shares):
             return
-        data = tasks.federated(self.config, len(self.infos))
+        try:
+            data = tasks.federated(self.config, self.config.clients or max(len(self.infos), *shares))
+        except BadRequest as e:
+            if self.simulation:
+                raise
+            self.tell({"kind": "warning", "text": f"no data card and no global score, the server lacks the data: {e}"})
+            return
         self.inputs = data.inputs
+        self.about = {"scale": data.inputs.scale, "mean": list(data.inputs.mean), "std": list(data.inputs.std)}
+        self.about |= {"classes": list(data.dataset.classes), "method-args": self.config.method_args}
         card = partitions.data_card(data.dataset, data.partition)
         data.partition.save(self.out / "partition.npz")
         write_json(self.out / "data_card.json", card.to_dict())
@@ -264,11 +321,12 @@ class Run(Observer):
         value = row.get(key, math.nan)
         header: dict[str, object] = {
             "method": self.config.method,
+            "method-args": self.config.method_args,
             "model": self.spec.name,
             "round": row["round"],
             key: value,
         }
-        header.update(num_classes=self.spec.num_classes, channels=self.spec.channels, size=self.spec.size)
+        header.update(num_classes=self.spec.num_classes, channels=self.spec.channels, size=self.spec.size, **self.about)
         write_safetensors(self.out / "models" / "last.safetensors", dict(arrays), header)
         if self.extra["best"] is None or value > self.extra["best"]:
             self.extra["best"] = None if math.isnan(value) else value
@@ -318,7 +376,11 @@ class Run(Observer):
         arrays = self.strategy.global_arrays(state) or state.get("model")
         if isinstance(arrays, dict) and arrays:
             header: dict[str, object] = {"method": self.config.method, "model": self.spec.name, "final": True}
-            header.update(num_classes=self.spec.num_classes, channels=self.spec.channels, size=self.spec.size)
+            header["method-args"] = self.config.method_args
+            header["scalars"] = dict(self.strategy.send(state, 0, self.infos[0].client).scalars)
+            header.update(
+                num_classes=self.spec.num_classes, channels=self.spec.channels, size=self.spec.size, **self.about
+            )
             write_safetensors(self.out / "models" / "last.safetensors", dict(arrays), header)
         final = self.directory.table("final.csv")
         tests = [int(v) for v in final.get("received_total", final.get("trained_total", [])) if not math.isnan(v)]
