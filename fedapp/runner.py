@@ -144,7 +144,9 @@ def run_and_report(
     if engine == "deploy":
         from fedapp import deploy
 
-        return int(deploy.run(values, out, superlink))
+        if client_cpus is not None or client_gpus is not None:
+            raise BadRequest("--client-cpus and --client-gpus go with --engine ray; real nodes have what they have")
+        return deploy.run(values, out, superlink, dry_run)
     resources = None
     probe = configuration.from_flat({**values, "resume": False})
     if engine == "ray":

@@ -15,6 +15,7 @@ FLOWER = {
     "fedapp/federation.py",
     "fedapp/localgrid.py",
     "fedapp/launch.py",
+    "fedapp/deploy.py",
     "clients/base.py",
     "strategies/base.py",
 }

@@ -1,0 +1,61 @@
+#!/bin/sh
+# Make a certificate authority of the federation's own, and a server certificate for its SuperLink.
+#
+#   docker/certs.sh DIR [NAME-OR-ADDRESS ...]      default names: localhost 127.0.0.1 ::1 superlink
+#
+# Writes DIR/ca.key, ca.crt, server.key, server.crt. An authority that is there already is kept: running it again renews
+# the server's certificate, and no node has to change anything. Nodes and whoever submits runs get ca.crt, nothing else;
+# ca.key belongs on no machine of the federation.
+# DAYS (default 365) is the life of the server's certificate, CA_DAYS (default 3650) that of the authority.
+set -eu
+
+[ $# -ge 1 ] || { echo "usage: $0 DIR [NAME-OR-ADDRESS ...]" >&2; exit 2; }
+dir=$1
+shift
+[ $# -ge 1 ] || set -- localhost 127.0.0.1 ::1 superlink
+
+umask 077
+mkdir -p "$dir"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+if [ ! -f "$dir/ca.key" ] || [ ! -f "$dir/ca.crt" ]; then
+  openssl ecparam -name prime256v1 -genkey -noout -out "$dir/ca.key"
+  cat > "$work/ca.cnf" <<EOF
+[req]
+distinguished_name = name
+x509_extensions = authority
+prompt = no
+[name]
+O = fedapp
+CN = fedapp authority
+[authority]
+basicConstraints = critical, CA:TRUE, pathlen:0
+keyUsage = critical, keyCertSign, cRLSign
+subjectKeyIdentifier = hash
+EOF
+  openssl req -new -x509 -sha256 -key "$dir/ca.key" -days "${CA_DAYS:-3650}" -config "$work/ca.cnf" -out "$dir/ca.crt"
+fi
+
+names=
+for name in "$@"; do
+  case $name in
+    *:* | *[0-9].[0-9]*.[0-9]*.[0-9]*) kind=IP ;;
+    *) kind=DNS ;;
+  esac
+  names="${names:+$names, }$kind:$name"
+done
+cat > "$work/server.cnf" <<EOF
+basicConstraints = critical, CA:FALSE
+keyUsage = critical, digitalSignature
+extendedKeyUsage = serverAuth
+subjectKeyIdentifier = hash
+authorityKeyIdentifier = keyid
+subjectAltName = $names
+EOF
+openssl ecparam -name prime256v1 -genkey -noout -out "$dir/server.key"
+openssl req -new -sha256 -key "$dir/server.key" -subj "/O=fedapp/CN=$1" -out "$work/server.csr"
+openssl x509 -req -sha256 -in "$work/server.csr" -CA "$dir/ca.crt" -CAkey "$dir/ca.key" -CAcreateserial \
+  -CAserial "$work/serial" -days "${DAYS:-365}" -extfile "$work/server.cnf" -out "$dir/server.crt" 2> /dev/null
+chmod 644 "$dir/ca.crt" "$dir/server.crt"
+echo "$dir: server certificate for $names, valid until $(openssl x509 -in "$dir/server.crt" -noout -enddate | cut -d= -f2)"
