@@ -1,0 +1,94 @@
+"""A client with two models: its own, private one, and a small one that all clients share (FML, FedKD).
+
+Both are trained on every batch by one optimizer. Targets taken from the other model are constants, so this is one step
+on each, both from the predictions before the step. The small model's arrays travel under `small/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pydantic import Field, field_validator
+from torch import nn
+
+from clients.base import FedClient
+from fedapp import selection
+from fedapp.method import ALL, Array, Arrays, BaseHParams, Payload
+from fedapp.models import MODEL_NAMES, SplitModel, build_model
+from fedapp.text import suggest
+
+SMALL = "small/"
+
+
+class MutualHParams(BaseHParams):
+    """What both methods need: which small model."""
+
+    small: str = Field(
+        "auto",
+        description="architecture of the shared small model, the same for all clients (FedGH's comparison: fedgh-5); "
+        "auto = digits-c for 8x8 images, else cnn-d",
+    )
+
+    @field_validator("small")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name != "auto" and name not in MODEL_NAMES:
+            raise ValueError(
+                f"unknown model '{name}'{suggest(name, MODEL_NAMES)}: choose auto or one of {', '.join(MODEL_NAMES)}"
+            )
+        return name
+
+
+def build_small(hparams: Any, *, num_classes: int, channels: int, size: int, seed: int) -> SplitModel:
+    """Build the small model; server and clients call the same function."""
+    name = hparams.small if hparams.small != "auto" else "digits-c" if size == 8 else "cnn-d"
+    return build_model(name, num_classes=num_classes, channels=channels, size=size, seed=seed)
+
+
+def small_arrays(small: nn.Module) -> Arrays:
+    """Copy the arrays of a small model that travel: parameters and floating-point buffers, by wire name."""
+    return selection.extract(small, selection.shared_names(small, ALL))
+
+
+def prefixed(arrays: Mapping[str, Array]) -> Arrays:
+    """Put `small/` before every name."""
+    return {SMALL + name: array for name, array in arrays.items()}
+
+
+def stripped(arrays: Mapping[str, Array]) -> Arrays:
+    """Return what stands under `small/`, without it."""
+    return {name.removeprefix(SMALL): array for name, array in arrays.items() if name.startswith(SMALL)}
+
+
+class MutualClient(FedClient):
+    """Trains the private model and the small one together; a method says how they teach each other."""
+
+    small: SplitModel
+
+    def receive(self, payload: Payload) -> None:
+        """Set up the small model with the server's arrays; the private model stays as it is."""
+        spec = self.task.spec(0)
+        self.small = build_small(
+            self.hparams, num_classes=spec.num_classes, channels=spec.channels, size=spec.size, seed=0
+        )
+        arrays = self.received_small(payload)
+        missing = [name for name in selection.shared_names(self.small, ALL) if name not in arrays]
+        if missing:
+            raise ValueError(
+                f"the server sent no '{SMALL}{missing[0]}' ({len(missing)} arrays of the small model miss)"
+            )
+        selection.merge(self.small, arrays)
+        self.small.to(self.device)
+
+    def received_small(self, payload: Payload) -> Arrays:
+        """Return the small model's arrays that a payload stands for, by wire name."""
+        return stripped(payload.all())
+
+    def before_training(self, payload: Payload) -> None:
+        """Put the small model into training mode, as the loop does with the private one."""
+        self.small.train()
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Optimise both models."""
+        return [*self.model.parameters(), *self.small.parameters()]

@@ -1,0 +1,214 @@
+"""FML: worked numbers, a two-optimizer oracle, reductions to Standalone and to FedAvg, what leaves and what stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from clients.fml import FMLClient, FMLHParams, mutual_losses
+from clients.mutual import build_small, prefixed, small_arrays, stripped
+from fedapp import checkpoint, registry, tasks
+from fedapp import config as configuration
+from fedapp.engine import RunResult
+from fedapp.errors import BadRequest
+from fedapp.method import Arrays, Payload, Reply, ServerContext, ServerState
+from fedapp.training import epoch_batches
+from strategies.fml import FML, METHOD
+
+COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss"]
+Z_L = torch.tensor([[2, 0.5, -1], [0.3, 0.2, 0.1]])
+Z_M = torch.tensor([[1.0, 1, 0], [-0.5, 0.8, 0.4]])
+Y = torch.tensor([0, 1])
+
+
+def context(size: int = 8, seed: int = 0) -> ServerContext:
+    return ServerContext(seed, (), 10, 64, {}, lambda k: {}, lambda *a: np.random.default_rng(0), channels=1, size=size)
+
+
+def strategy(**hparams: Any) -> tuple[FML, ServerState]:
+    made = FML(METHOD, FMLHParams(**hparams))
+    return made, made.init(context())
+
+
+def client(model: str = "digits-a", **hparams: Any) -> FMLClient:
+    config = configuration.resolve(
+        configuration.from_flat({"method": "fml", "dataset": "digits", "clients": 4, "model": model})
+    )
+    return FMLClient(tasks.task_of(config, 1, 4, torch.device("cpu")), METHOD, FMLHParams(**hparams))
+
+
+def reply(k: int, arrays: Arrays, n: int = 5) -> Reply:
+    return Reply(k, n, arrays, {})
+
+
+def test_worked_losses() -> None:
+    assert float(F.cross_entropy(Z_L, Y)) == pytest.approx(0.671627, abs=1e-6)
+    assert float(F.cross_entropy(Z_M, Y)) == pytest.approx(0.763076, abs=1e-6)
+    local, meme = mutual_losses(Z_L, Z_M, Y, FMLHParams())
+    assert float(local) == pytest.approx(0.451168, abs=1e-6)
+    assert float(meme) == pytest.approx(0.493026, abs=1e-6)
+    local, _ = mutual_losses(Z_L, Z_M, Y, FMLHParams(divergence="mean"))
+    assert float(local) == pytest.approx(0.374265, abs=1e-6)
+
+
+def test_each_loss_moves_its_own_model_only() -> None:
+    z_l, z_m = Z_L.clone().requires_grad_(), Z_M.clone().requires_grad_()
+    local, meme = mutual_losses(z_l, z_m, Y, FMLHParams(alpha=0.3, beta=0.6))
+    (grad,) = torch.autograd.grad(local, z_l, retain_graph=True)
+    assert torch.autograd.grad(local, z_m, retain_graph=True, allow_unused=True) == (None,)
+    assert torch.autograd.grad(meme, z_l, retain_graph=True, allow_unused=True) == (None,)
+    p, q, e = F.softmax(Z_L, dim=1), F.softmax(Z_M, dim=1), F.one_hot(Y, 3)
+    torch.testing.assert_close(grad, (0.3 * (p - e) + 0.7 * (p - q)) / 2)
+
+
+def test_local_training_equals_two_optimizers() -> None:
+    """One optimizer over both models on the sum of both losses is one step on each, from the same predictions."""
+    server, state = strategy(alpha=0.4, beta=0.7)
+    made = client(alpha=0.4, beta=0.7)
+    made.round = 1
+    payload = server.send(state, 1, 1)
+    made.restore(1, payload)
+    made.receive(payload)
+    import copy
+
+    large, small = copy.deepcopy(made.model).train(), copy.deepcopy(made.small).train()
+    made.before_training(payload)
+    made.optimise(payload)
+    spec = made.task.train
+    optimizers = [torch.optim.SGD(m.parameters(), lr=spec.lr, momentum=spec.momentum) for m in (large, small)]
+    generator = made.generator("batches")
+    from fedapp.data.transforms import normalise
+
+    for _ in range(spec.epochs):
+        for raw, y, _ in epoch_batches(made.task.x_train, made.task.y_train, spec.batch_size, generator):
+            x = normalise(raw, made.task.inputs)
+            z_l, z_m = large(x), small(x)
+            log_l, log_m = F.log_softmax(z_l, dim=1), F.log_softmax(z_m, dim=1)
+            kl_l = (log_m.detach().exp() * (log_m.detach() - log_l)).sum(dim=1).mean()
+            kl_m = (log_l.detach().exp() * (log_l.detach() - log_m)).sum(dim=1).mean()
+            losses = (0.4 * F.cross_entropy(z_l, y) + 0.6 * kl_l, 0.7 * F.cross_entropy(z_m, y) + 0.3 * kl_m)
+            for optimizer, loss in zip(optimizers, losses, strict=True):
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    for ours, theirs in ((made.model, large), (made.small, small)):
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("average", ["plain", "samples"])
+def test_merge_is_the_mean_over_participants(average: str) -> None:
+    server, state = strategy(average=average)
+    rng = np.random.default_rng(0)
+    sent = [{n: rng.normal(size=a.shape).astype(np.float32) for n, a in state["small"].items()} for _ in range(3)]
+    counts = [2, 3, 7]
+    replies = [reply(k, arrays, n) for k, (arrays, n) in enumerate(zip(sent, counts, strict=True))]
+    assert all(server.check(r) is None for r in replies)
+    kept = {n: a.copy() for n, a in state["small"].items()}
+    new = server.aggregate(state, 1, iter(replies))
+    weights = counts if average == "samples" else [1, 1, 1]
+    for name, value in new["small"].items():
+        expected = sum(w * a[name].astype(np.float64) for w, a in zip(weights, sent, strict=True)) / sum(weights)
+        np.testing.assert_allclose(value, expected, rtol=1e-5, atol=1e-6)
+        assert np.array_equal(state["small"][name], kept[name]), "the old state was changed"
+    assert server.aggregate(new, 2, iter([])) is new
+
+
+def test_auto_chooses_by_image_size_alone() -> None:
+    hparams = FMLHParams()
+    for size, name in ((8, "digits-c"), (28, "cnn-d"), (32, "cnn-d"), (64, "cnn-d")):
+        assert build_small(hparams, num_classes=5, channels=3, size=size, seed=0).name == name
+    assert build_small(FMLHParams(small="fedgh-5"), num_classes=10, channels=3, size=32, seed=0).name == "fedgh-5"
+    named = sum(
+        a.nbytes
+        for a in small_arrays(
+            build_small(FMLHParams(small="fedgh-5"), num_classes=10, channels=3, size=32, seed=0)
+        ).values()
+    )
+    assert named == 2_680_232
+
+
+def test_unknown_and_unfit_small_models_are_bad_requests() -> None:
+    with pytest.raises(BadRequest, match="digits-c"):
+        registry.parse_args(METHOD, "small=digitsc")
+    with pytest.raises(BadRequest, match="8x8"):
+        FML(METHOD, FMLHParams(small="fedgh-5")).init(context())
+
+
+@pytest.mark.parametrize("what", ["missing", "extra", "shape", "integer"])
+def test_bad_replies_are_refused(what: str) -> None:
+    server, state = strategy()
+    arrays = dict(state["small"])
+    assert server.check(reply(0, arrays)) is None
+    name = "small/head.bias"
+    if what == "missing":
+        del arrays[name]
+    elif what == "extra":
+        arrays["small/other"] = arrays[name]
+    elif what == "shape":
+        arrays[name] = arrays[name][:3]
+    else:
+        arrays[name] = arrays[name].astype(np.int32)
+    assert (
+        name in str(server.check(reply(0, arrays)))
+        or "small/other" in str(server.check(reply(0, arrays)))
+        or ("other" in str(server.check(reply(0, arrays))))
+    )
+
+
+def test_a_payload_without_the_small_model_is_an_error() -> None:
+    with pytest.raises(ValueError, match="small/"):
+        client().train_round(Payload(), 1)
+
+
+def test_batch_norm_statistics_of_the_small_model_travel() -> None:
+    small = build_small(FMLHParams(small="resnet18"), num_classes=3, channels=1, size=32, seed=0)
+    names = small_arrays(small)
+    assert any(n.endswith("running_mean") for n in names)
+    assert not any(n.endswith("num_batches_tracked") for n in names)
+
+
+def test_with_labels_alone_private_models_are_standalone_and_the_small_one_is_fedavg(
+    tiny: Callable[..., RunResult],
+) -> None:
+    model = "digits-a,digits-b"
+    alone = tiny(method="local", rounds=3, model=model)
+    both = tiny(method="fml", method_args="alpha=1 beta=1 average=samples", rounds=3, model=model)
+    assert both.rounds[COLUMNS].equals(alone.rounds[COLUMNS])
+    fedavg = tiny(method="fedavg", rounds=3, model="digits-c")
+    a, b = (checkpoint.latest(r.out / "checkpoint") for r in (both, fedavg))
+    assert a is not None and b is not None
+    small = stripped(a[1]["small"])
+    assert small.keys() == b[1]["model"].keys()
+    assert all(np.array_equal(small[n], b[1]["model"][n]) for n in small)
+    taught = tiny(method="fml", rounds=1, model=model)
+    assert not taught.rounds[COLUMNS].iloc[0].equals(alone.rounds[COLUMNS].iloc[0])
+
+
+def test_private_models_stay_and_the_small_one_is_counted(tiny: Callable[..., RunResult]) -> None:
+    result = tiny(method="fml", rounds=2, model="digits-a,digits-b", fraction_train=0.67)
+    assert result.summary["bytes_up"] == result.summary["bytes_down"] == 4 * 9738
+    states = sorted((result.out / "state").rglob("*.safetensors"))
+    from safetensors import safe_open
+
+    with safe_open(str(states[0]), framework="numpy") as f:
+        assert all(n.startswith("model/") for n in f.keys())  # noqa: SIM118
+
+
+def test_private_models_persist_between_rounds(tiny: Callable[..., RunResult], tmp_path: Path) -> None:
+    result = tiny(method="fml", rounds=3)
+    table = result.clients.set_index(["client", "round"])
+    for k in range(3):
+        for t in (1, 2):
+            assert table.loc[(k, t), "trained_correct"] == table.loc[(k, t + 1), "received_correct"]
+
+
+def test_prefixes_round_trip() -> None:
+    arrays = {"head.bias": np.zeros(3)}
+    assert stripped({**prefixed(arrays), "other": np.ones(1)}) == arrays
