@@ -478,6 +478,7 @@ def _renamed(arrays: dict) -> dict:
         (lambda a: a.update(ids=np.array([0, 0])), "distinct"),
         (lambda a: a.update(ids=np.array([0, 3])), "distinct"),
         (lambda a: a.update(cov=a["cov"] * np.nan), "not finite"),
+        (lambda a: a.update(mean=a["mean"] + np.array([np.inf, -np.inf], dtype=np.float32)), "not finite"),
     ],
 )
 def test_a_reply_that_cannot_be_statistics_is_refused_and_changes_nothing(change, message: str) -> None:

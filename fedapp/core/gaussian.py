@@ -605,6 +605,11 @@ def to_arrays(
     return arrays
 
 
+def _finite(array: Array) -> bool:
+    """Say whether all entries are finite; a finite sum shows it in one cheap pass, an overflowed one does not."""
+    return bool(torch.isfinite(as_tensor(array).sum())) or bool(np.isfinite(array).all())
+
+
 def _checked(arrays: Mapping[str, Array], mode: Mode, num_classes: int, width: int) -> None:
     """Refuse a reply whose names, shapes or values cannot be statistics."""
     triangle = width * (width + 1) // 2
@@ -632,7 +637,7 @@ def _checked(arrays: Mapping[str, Array], mode: Mode, num_classes: int, width: i
                 f"array {name!r} of statistics must be {kind.__name__} of shape {shape}, "
                 f"got {array.dtype} of shape {array.shape}"
             )
-        if kind is np.floating and not np.isfinite(array).all():
+        if kind is np.floating and not _finite(array):
             raise ValueError(f"array {name!r} of statistics has values that are not finite")
     if mode == "sums":
         if (arrays["count"] < 0).any():
@@ -667,6 +672,7 @@ class MomentsPool:
         self._counts: list[Int64] = []
         self._means: list[Float64] = []
         self._scatter: dict[int, torch.Tensor] = {}
+        self._widened = torch.empty(0, dtype=torch.float64)
 
     def add(self, arrays: Mapping[str, Array]) -> None:
         """Add one client's reply; nothing is changed when it is refused.
@@ -717,8 +723,10 @@ class MomentsPool:
     def _accumulate(self, key: int, scatter: torch.Tensor, weight: float) -> None:
         if key not in self._scatter:
             self._scatter[key] = torch.zeros(scatter.shape, dtype=torch.float64)
+        if self._widened.shape != scatter.shape:
+            self._widened = torch.empty(scatter.shape, dtype=torch.float64)
         # Widened first: an addition of mixed precision converts entry by entry.
-        self._scatter[key].add_(scatter.double(), alpha=weight)
+        self._scatter[key].add_(self._widened.copy_(scatter), alpha=weight)
 
     def moments(self) -> ClassMoments:
         """Return the statistics of all replies added so far.
@@ -733,7 +741,7 @@ class MomentsPool:
         result = ClassMoments(self.num_classes, self.width, self.form)
         for key, scatter in self._scatter.items():
             flat = scatter.numpy()
-            result._scatter[key] = flat.copy() if self.form == "diag" else np.asfortranarray(unpack(flat, self.width))
+            result._scatter[key] = flat.copy() if self.form == "diag" else unpack(flat, self.width).T
         _pool_means(result, np.stack(self._counts), self._means)
         return result
 
