@@ -1,0 +1,92 @@
+"""FedAMP. Huang, Chu, Zhou, Wang, Liu, Pei, Zhang, Personalized Cross-Silo Federated Learning on Non-IID Data, AAAI
+2021.
+
+Symbols    w_i -> reply.arrays     u_i -> state["mixed"][i]     xi_ij -> `attention(...)`[i, j]     S_t -> participants
+Each round, over S_t:
+    u_i = sum_j xi_ij w_j,   rows of xi sum to 1
+    distance (FedAMP)       xi_ij = alpha A'(||w_i - w_j||^2),  A'(x) = exp(-x / sigma) / sigma;  xi_ii = 1 - the others
+    cosine (HeurFedAMP)     xi_ij = (1 - xi) e^{s cos(w_i, w_j)} / sum_{h != i} e^{s cos(w_i, w_h)};  xi_ii = xi
+In the distance form nothing bounds the sum of a row's other weights; where they exceed 1 - xi they are scaled down to
+that, so that no model enters with a negative weight.
+
+Clients that are absent keep the mix that they were last given; a client that never took part gets the initial model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from clients.fedamp import FedAMPClient, FedAMPHParams
+from fedapp.core.pairwise import combine, cosine_matrix, squared_distances
+from fedapp.method import ALL, Arrays, Method, Payload, Reply, ServerContext, ServerState
+from strategies.base import FedStrategy
+
+
+def attention(models: Sequence[Arrays], hparams: FedAMPHParams) -> NDArray[np.float64]:
+    """Return how much each client takes of each model.
+
+    Parameters
+    ----------
+    models : m models with equal names and shapes; running statistics of normalisation layers have no say.
+
+    Returns
+    -------
+    (m, m) float64, not negative, rows sum to 1.
+    """
+    trained = [{n: a for n, a in w.items() if not n.endswith((".running_mean", ".running_var"))} for w in models]
+    itself: NDArray[np.bool_] = np.eye(len(models), dtype=bool)
+    weights: NDArray[np.float64]
+    if len(models) == 1:
+        return np.ones((1, 1))
+    if hparams.form == "cosine":
+        logits = np.where(itself, -np.inf, hparams.scale * cosine_matrix(trained))
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        weights *= (1.0 - hparams.xi) / weights.sum(axis=1, keepdims=True)
+    else:
+        weights = hparams.alpha * np.exp(-squared_distances(trained) / hparams.sigma) / hparams.sigma
+        weights[itself] = 0.0
+        total = weights.sum(axis=1, keepdims=True)
+        weights *= np.minimum(1.0, (1.0 - hparams.xi) / np.maximum(total, np.finfo(np.float64).tiny))
+    weights[itself] = np.maximum(1.0 - weights.sum(axis=1), 0.0)
+    return weights
+
+
+class FedAMP(FedStrategy):
+    """Keeps for every client a mix of all participants' models in which similar ones weigh more."""
+
+    def init(self, context: ServerContext) -> ServerState:
+        """Return the common initial model and no mix."""
+        self.context = context
+        return {"initial": dict(context.initial), "mixed": {}}
+
+    def send(self, state: ServerState, round: int, client: int) -> Payload:
+        """Return u_i, or the initial model to a client that never took part."""
+        if client in state["mixed"]:
+            return Payload(arrays=state["mixed"][client])
+        return Payload(common=state["initial"])
+
+    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+        """Mix the participants' models: one m x m matrix, one product."""
+        clients, models = [], []
+        for reply in replies:
+            clients.append(reply.client)
+            models.append({n: reply.arrays[n] for n in state["initial"]})
+        if not clients:
+            return state
+        mixed = combine(attention(models, self.hparams), models)
+        return {**state, "mixed": {**state["mixed"], **dict(zip(clients, mixed))}}
+
+
+METHOD = Method(
+    id="fedamp",
+    title="FedAMP",
+    paper="Huang et al., AAAI 2021",
+    strategy=FedAMP,
+    client=FedAMPClient,
+    hparams=FedAMPHParams,
+    shared=ALL,
+    travels="a mix of whole models of one's own down, the whole model up",
+)

@@ -1,0 +1,322 @@
+"""FedAMP: attention between models in both forms, the mix, and a proximal term that pulls."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+import fedapp
+from clients.fedamp import FedAMPClient, FedAMPHParams
+from fedapp import checkpoint, selection
+from fedapp.data.transforms import normalise
+from fedapp.method import Arrays, Payload
+from fedapp.state import ClientStore
+from fedapp.training import Batch
+from strategies.fedamp import METHOD, FedAMP, attention
+from tests.clustering import (
+    DIGITS_BYTES,
+    context,
+    digit_tasks,
+    digits_context,
+    equal,
+    flat,
+    point,
+    random_model,
+    reply,
+)
+
+
+def hparams_of(**values: Any) -> FedAMPHParams:
+    return FedAMPHParams.model_validate(values)
+
+
+def strategy_of(**values: Any) -> FedAMP:
+    return FedAMP(METHOD, hparams_of(**values))
+
+
+WORKED = [point(1.2, 0.8), point(0.6, 1.4), point(1.5, 1.5)]
+
+
+def test_worked_numbers_of_the_distance_form() -> None:
+    strategy = strategy_of(form="distance", alpha=0.05, sigma=1)
+    expected = [
+        [0.947667, 0.024338, 0.027995],
+        [0.024338, 0.953641, 0.022022],
+        [0.027995, 0.022022, 0.949983],
+    ]
+    np.testing.assert_allclose(attention(WORKED, strategy.hparams), expected, atol=1e-6)
+    state = strategy.init(context(point(1.0, 1.0)))
+    state = strategy.aggregate(state, 1, iter([reply(i, 10 + i, w) for i, w in enumerate(WORKED)]))
+    u = [state["mixed"][i]["head.weight"] for i in range(3)]
+    np.testing.assert_allclose(u, [[1.193796, 0.834199], [0.634422, 1.387600], [1.471782, 1.478201]], atol=1e-6)
+
+
+def test_worked_numbers_of_the_cosine_form() -> None:
+    expected = [[0.5, 0.096573, 0.403427], [0.143637, 0.5, 0.356363], [0.313695, 0.186305, 0.5]]
+    np.testing.assert_allclose(attention(WORKED, hparams_of(scale=10, xi=0.5)), expected, atol=1e-6)
+
+
+def slow_attention(models: list[Arrays], h: FedAMPHParams) -> np.ndarray:
+    """The formulas, one pair after the other, on flat float64 vectors."""
+    w = [flat(m) for m in models]
+    m = len(w)
+    a = np.zeros((m, m))
+    for i in range(m):
+        for j in range(m):
+            if i != j and h.form == "cosine":
+                a[i, j] = np.exp(h.scale * (w[i] @ w[j]) / (np.linalg.norm(w[i]) * np.linalg.norm(w[j])))
+            elif i != j:
+                a[i, j] = h.alpha * np.exp(-((w[i] - w[j]) ** 2).sum() / h.sigma) / h.sigma
+        total = a[i].sum()
+        if h.form == "cosine" or total > 1 - h.xi:
+            a[i] *= (1 - h.xi) / total
+        a[i, i] = 1 - a[i].sum()
+    return a
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    m=st.integers(2, 7),
+    form=st.sampled_from(["cosine", "distance"]),
+    xi=st.floats(0, 1),
+    scale=st.floats(0, 30),
+    alpha=st.floats(0.01, 1000),
+    sigma=st.floats(0.5, 50),
+)
+def test_attention_and_mix_equal_a_slow_computation(
+    seed: int, m: int, form: str, xi: float, scale: float, alpha: float, sigma: float
+) -> None:
+    rng = np.random.default_rng(seed)
+    models = [random_model(rng) for _ in range(m)]
+    h = hparams_of(form=form, xi=xi, scale=scale, alpha=alpha, sigma=sigma)
+    a = attention(models, h)
+    np.testing.assert_allclose(a, slow_attention(models, h), rtol=1e-5, atol=1e-7)
+    assert (a >= 0).all()
+    np.testing.assert_allclose(a.sum(axis=1), 1.0, rtol=1e-12)
+    assert (a.diagonal() >= xi - 1e-9).all()
+    strategy = FedAMP(METHOD, h)
+    state = strategy.init(context(models[0], clients=m))
+    state = strategy.aggregate(state, 1, iter([reply(i, 1 + i, w) for i, w in enumerate(models)]))
+    theta = np.stack([flat(w) for w in models])
+    for i in range(m):
+        np.testing.assert_allclose(flat(state["mixed"][i]), (a @ theta)[i], rtol=1e-4, atol=1e-5)
+
+
+def test_small_distances_do_not_make_weights_negative() -> None:
+    """alpha = 1000, sigma = 0.1 give xi_ij = 10^4 for equal models: unbounded, a client would subtract itself."""
+    rng = np.random.default_rng(0)
+    start = random_model(rng)
+    models = [{n: a + np.float32(0.001 * i) for n, a in start.items()} for i in range(4)]
+    a = attention(models, hparams_of(form="distance", alpha=1000, sigma=0.1, xi=0.25))
+    np.testing.assert_allclose(a.diagonal(), 0.25, rtol=1e-9)
+    assert (a > 0).all()
+
+
+def test_far_models_get_no_weight_in_the_distance_form() -> None:
+    models = [point(0, 0), point(1000, 0), point(0, 1000)]
+    np.testing.assert_array_equal(attention(models, hparams_of(form="distance")), np.eye(3))
+
+
+def test_sharp_cosines_do_not_overflow_and_zero_models_have_a_direction_of_none() -> None:
+    a = attention([point(1, 0), point(1, 0.1), point(-1, 0)], hparams_of(scale=1e6))
+    np.testing.assert_allclose(a, [[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0.5, 0.5]], atol=1e-9)
+    a = attention([point(0, 0), point(1, 0), point(-1, 0)], hparams_of())
+    np.testing.assert_allclose(a[0], [0.5, 0.25, 0.25])
+
+
+@pytest.mark.parametrize("form", ["cosine", "distance"])
+def test_the_order_of_clients_does_not_matter(form: str) -> None:
+    rng = np.random.default_rng(3)
+    models = [random_model(rng) for _ in range(5)]
+    order = rng.permutation(5)
+    h = hparams_of(form=form)
+    a = attention(models, h)
+    np.testing.assert_allclose(attention([models[i] for i in order], h), a[np.ix_(order, order)], rtol=1e-9)
+
+
+def test_cosines_do_not_see_lengths_and_similar_models_weigh_more() -> None:
+    rng = np.random.default_rng(4)
+    models = [random_model(rng) for _ in range(4)]
+    models[1] = {n: a + np.float32(0.1) for n, a in models[0].items()}
+    a = attention(models, hparams_of())
+    np.testing.assert_allclose(
+        a, attention([{n: 4 * x for n, x in w.items()} for w in models], hparams_of()), rtol=1e-6
+    )
+    assert a[0, 1] > a[0, 2] and a[0, 1] > a[0, 3]
+
+
+def test_running_statistics_are_mixed_but_have_no_say() -> None:
+    plain = [point(1, 0), point(1, 0.5), point(0, 1)]
+    models = [{**w, "features.bn.running_var": np.float32([10.0**i])} for i, w in enumerate(plain)]
+    np.testing.assert_array_equal(attention(models, hparams_of()), attention(plain, hparams_of()))
+    strategy = strategy_of()
+    state = strategy.init(context(models[0]))
+    state = strategy.aggregate(state, 1, iter([reply(i, 5, w) for i, w in enumerate(models)]))
+    expected = attention(plain, hparams_of()) @ [1.0, 10.0, 100.0]
+    got = [state["mixed"][i]["features.bn.running_var"][0] for i in range(3)]
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_full_self_weight_gives_every_client_its_own_model_back() -> None:
+    rng = np.random.default_rng(5)
+    models = [random_model(rng) for _ in range(4)]
+    for form in ("cosine", "distance"):
+        strategy = strategy_of(form=form, xi=1.0)
+        state = strategy.init(context(models[0], clients=4))
+        state = strategy.aggregate(state, 1, iter([reply(i, 5, w) for i, w in enumerate(models)]))
+        assert all(equal(state["mixed"][i], w) for i, w in enumerate(models))
+
+
+def test_uniform_attention_is_the_unweighted_average() -> None:
+    rng = np.random.default_rng(6)
+    models = [random_model(rng) for _ in range(5)]
+    strategy = strategy_of(scale=0.0, xi=0.2)
+    state = strategy.init(context(models[0], clients=5))
+    state = strategy.aggregate(state, 1, iter([reply(i, 5 * i + 1, w) for i, w in enumerate(models)]))
+    mean = np.mean([flat(w) for w in models], axis=0)
+    for i in range(5):
+        np.testing.assert_allclose(flat(state["mixed"][i]), mean, atol=1e-6)
+
+
+def test_absent_clients_keep_their_mix_and_newcomers_get_the_initial_model() -> None:
+    strategy = strategy_of()
+    start = point(9.0, 9.0)
+    state = strategy.init(context(start, clients=4))
+    assert equal(strategy.send(state, 1, 0).all(), start)
+    first = strategy.aggregate(state, 1, iter([reply(0, 5, point(1, 0)), reply(2, 5, point(0, 1))]))
+    second = strategy.aggregate(first, 2, iter([reply(1, 5, point(3, 0)), reply(2, 5, point(0, 4))]))
+    assert equal(strategy.send(second, 3, 0).all(), first["mixed"][0])
+    assert not equal(second["mixed"][2], first["mixed"][2])
+    assert equal(strategy.send(second, 3, 3).all(), start)
+    # Only participants mix: client 0's model of round 1 has no part in round 2.
+    np.testing.assert_allclose(second["mixed"][1]["head.weight"], [1.5, 2.0])
+    assert sorted(first["mixed"]) == [0, 2], "the old state is left alone"
+
+
+def test_a_lone_participant_and_an_empty_round() -> None:
+    strategy = strategy_of()
+    state = strategy.init(context(point(9.0, 9.0)))
+    after = strategy.aggregate(state, 1, iter([reply(1, 5, point(1, 2))]))
+    assert equal(after["mixed"][1], point(1, 2))
+    assert strategy.aggregate(after, 2, iter([])) is after
+
+
+def test_the_state_survives_a_checkpoint(tmp_path) -> None:
+    strategy = strategy_of()
+    state = strategy.init(context(point(9.0, 9.0)))
+    state = strategy.aggregate(state, 1, iter([reply(1, 5, point(1, 2)), reply(2, 5, point(2, 1))]))
+    checkpoint.save(tmp_path, 1, state, {})
+    _, back, _ = checkpoint.latest(tmp_path) or (0, {}, {})
+    for client in range(3):
+        assert equal(strategy.send(back, 2, client).all(), strategy.send(state, 2, client).all())
+
+
+def client_with(payload: Payload, **values: Any) -> FedAMPClient:
+    (task,) = digit_tasks(1)
+    client = FedAMPClient(task, METHOD, hparams_of(**values))
+    client.round = 1
+    client.restore(1, payload)
+    client.receive(payload)
+    client.before_training(payload)
+    return client
+
+
+def initial() -> Payload:
+    strategy = strategy_of()
+    return strategy.send(strategy.init(digits_context(METHOD, hparams_of(), digit_tasks(1))), 1, 0)
+
+
+@pytest.mark.parametrize(("lam", "alpha"), [(1.0, 10.0), (3.0, 0.5)])
+def test_the_proximal_term_has_the_gradient_lam_over_alpha(lam: float, alpha: float) -> None:
+    payload = initial()
+    client = client_with(payload, lam=lam, alpha=alpha)
+    with torch.no_grad():
+        for p in client.model.parameters():
+            p += 0.01 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0))
+    x = normalise(client.task.x_train[:8].permute(0, 3, 1, 2), client.task.inputs)
+    y = client.task.y_train[:8]
+    parameters = list(client.model.parameters())
+    whole = torch.autograd.grad(client.step_loss(Batch(x, y, [x], torch.arange(8))), parameters)
+    plain = torch.autograd.grad(F.cross_entropy(client.model(x), y), parameters)
+    received = payload.all()
+    for (name, p), with_term, without in zip(client.model.named_parameters(), whole, plain):
+        pull = lam / alpha * (p.detach() - torch.from_numpy(received[name]))
+        torch.testing.assert_close(with_term - without, pull, rtol=1e-4, atol=1e-5)
+
+
+def test_a_stronger_pull_keeps_the_model_nearer_to_the_mix() -> None:
+    payload = initial()
+    (task,) = digit_tasks(1)
+    distances = []
+    for lam in (0.0, 1.0, 10.0):
+        client = FedAMPClient(task, METHOD, hparams_of(lam=lam, alpha=1.0))
+        arrays, _, _ = client.train_round(payload, 1)
+        distances.append(np.linalg.norm(flat(arrays) - flat(payload.all())))
+    assert distances[0] > distances[1] > distances[2]
+
+
+def test_training_may_start_from_the_own_model(tmp_path) -> None:
+    """`received` is the mix in any case; with a step of length zero the reply shows where training began."""
+    (task,) = digit_tasks(1)
+    store = ClientStore(tmp_path, "fedamp", "ab")
+    own, _, _ = FedAMPClient(task, METHOD, hparams_of(start="own"), store).train_round(initial(), 1)
+    mix = Payload(arrays={n: np.zeros_like(a) for n, a in initial().all().items()})
+    still = replace(task, train=replace(task.train, lr=0.0))
+    for start, expected in (("own", own), ("mix", mix.arrays)):
+        client = FedAMPClient(still, METHOD, hparams_of(start=start), store)
+        arrays, _, metrics = client.train_round(mix, 2)
+        assert equal(arrays, expected)
+        assert metrics["received-loss-sum"] == pytest.approx(40 * np.log(10), rel=1e-5), "a model of zeros"
+        store.folder.joinpath("ab.000002.safetensors").unlink()
+
+
+def test_a_client_that_never_trained_starts_from_what_it_received() -> None:
+    client = client_with(initial(), start="own")
+    assert equal(selection.extract(client.model, client.down_names()), initial().all())
+
+
+def table(result: Any, name: str, prefix: str) -> pd.DataFrame:
+    frame = getattr(result, name)
+    return frame[[c for c in frame.columns if c.startswith(prefix)]]
+
+
+def test_without_a_pull_the_first_round_is_fedavgs(tmp_path) -> None:
+    common = {"clients": 4, "rounds": 1, "dataset": "digits"}
+    ours = fedapp.run(method="fedamp", method_args="lam=0", out=tmp_path / "fedamp", **common)
+    theirs = fedapp.run(method="fedavg", out=tmp_path / "fedavg", **common)
+    for prefix in ("received", "trained", "train_loss"):
+        pd.testing.assert_frame_equal(
+            table(ours, "clients", prefix), table(theirs, "clients", prefix), check_exact=True
+        )
+
+
+def test_own_start_without_a_pull_is_training_alone(tmp_path) -> None:
+    """The mix can then reach nobody's model, so its weights make no difference; with a pull they do."""
+    common = {"method": "fedamp", "clients": 4, "rounds": 3, "dataset": "digits"}
+    alone = fedapp.run(method_args="xi=1 lam=0", out=tmp_path / "alone", **common)
+    own = fedapp.run(method_args="xi=0.1 lam=0 start=own", out=tmp_path / "own", **common)
+    pulled = fedapp.run(method_args="xi=0.1 lam=1 alpha=1 start=own", out=tmp_path / "pulled", **common)
+    for prefix in ("trained", "train_loss"):
+        pd.testing.assert_frame_equal(table(own, "clients", prefix), table(alone, "clients", prefix), check_exact=True)
+    assert not table(pulled, "clients", "trained").equals(table(alone, "clients", "trained"))
+    assert not table(own, "clients", "received").equals(table(alone, "clients", "received"))
+
+
+@pytest.mark.parametrize("args", ["", "form=distance", "start=own"])
+def test_a_run_with_part_of_the_clients_resumes_exactly(tmp_path, args: str) -> None:
+    common = {"method": "fedamp", "method_args": args, "clients": 5, "dataset": "digits", "fraction_train": 0.6}
+    whole = fedapp.run(rounds=3, out=tmp_path / "whole", **common)
+    fedapp.run(rounds=2, out=tmp_path / "parts", **common)
+    parts = fedapp.run(resume=tmp_path / "parts", rounds=3)
+    columns = [c for c in whole.rounds.columns if not c.endswith("seconds")]
+    pd.testing.assert_frame_equal(parts.rounds[columns], whole.rounds[columns], check_exact=True)
+    assert whole.summary["bytes_down"] == whole.summary["bytes_up"] == DIGITS_BYTES
