@@ -220,5 +220,18 @@ def predict(
     Console().print(table)
 
 
+@app.command()
+def report(
+    directory: Annotated[Path, typer.Argument(help="a run directory, or a folder with run directories", metavar="DIR")],
+    figures: Annotated[Path | None, typer.Option(help="folder for the figures as PNG and SVG files too")] = None,
+) -> None:
+    """Write DIR/report.html: one page of a run or of a comparison that opens offline."""
+    from fedapp import report as reporting
+
+    typer.echo(f"report: {reporting.write(directory, figures)}")
+    if figures is not None:
+        typer.echo(f"figures: {figures.expanduser().absolute()}")
+
+
 if __name__ == "__main__":
     main()

@@ -1,0 +1,836 @@
+"""What a run directory holds, and what can be computed from it without training again.
+
+`read_run` and `read_comparison` only read. Everything else starts from their results and raises `Unavailable`, with the
+reason and with the command that would make the missing piece, where a directory does not hold what is needed.
+
+| symbol (papers)                 | here                                                               |
+|---------------------------------|--------------------------------------------------------------------|
+| p_i (cwFedAvg)                  | `label_shares`, (K, C) shares of the classes in the training splits |
+| p~_i (cwFedAvg, Eq. 4)          | `norm_distribution` of a client's head                              |
+| A = p~ Q^T (cwFedAvg, Eq. 6, 7) | `who_learns_from_whom`                                              |
+| z = f(x) (CCVR)                 | `represent`, what the head sees                                     |
+| M_c (CCVR)                      | virtual samples per class in `calibration_sweep`                    |
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from clients.base import ModelSpec
+from fedapp import checkpoint, selection, tasks
+from fedapp import config as configuration
+from fedapp.config import RunConfig
+from fedapp.data import partitions
+from fedapp.errors import BadRequest
+from fedapp.evaluation import batched
+from fedapp.method import Arrays, Method
+from fedapp.models import SplitModel
+from fedapp.state import StateError, read_head_norms, read_safetensors
+from fedapp.tasks import FederatedData
+
+Float64 = NDArray[np.float64]
+Int64 = NDArray[np.int64]
+
+PROBE_IMAGES = 600
+"""Test images on which clients' models are looked at, drawn by class; the same for all clients and methods."""
+CALIBRATION_IMAGES = 20_000
+"""Training images from which class statistics are computed at most."""
+RUN_MARK = "config.toml"
+
+
+class Unavailable(Exception):
+    """Something that a directory does not hold.
+
+    Parameters
+    ----------
+    why : one sentence without a full stop.
+    command : what would make it, or an empty string.
+    """
+
+    def __init__(self, why: str, command: str = "") -> None:
+        super().__init__(why)
+        self.why = why
+        self.command = command
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class RunData:
+    """A run directory as it lies on disk; files that are not there are empty.
+
+    Attributes
+    ----------
+    flat : run-config as written.   config : the same, validated, or None where this version does not accept it.
+    problem : why `config` is None, else an empty string.
+    card : the data card (`data_card.json`).   error : `error.json` of a run that did not end well.
+    """
+
+    path: Path
+    flat: dict[str, Any]
+    config: RunConfig | None
+    problem: str
+    summary: dict[str, Any]
+    versions: dict[str, Any]
+    card: dict[str, Any]
+    error: dict[str, Any]
+    rounds: pd.DataFrame
+    clients: pd.DataFrame
+    final: pd.DataFrame
+    evaluations: pd.DataFrame
+    dropped: pd.DataFrame
+
+    @property
+    def ok(self) -> bool:
+        """Whether the run ended well."""
+        return bool(self.summary.get("ok"))
+
+    @property
+    def method(self) -> str:
+        """The method's id."""
+        return str(self.flat.get("method", "?"))
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return int(self.flat.get("seed", 0))
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, as the data card has them."""
+        return tuple(str(c) for c in self.card.get("classes", ()))
+
+    @property
+    def counts(self) -> Int64:
+        """(K, C) training images by client and class; (0, 0) without a data card (real devices)."""
+        return np.array(self.card.get("train", np.zeros((0, 0))), dtype=np.int64)
+
+    @property
+    def protocols(self) -> tuple[str, ...]:
+        """Protocols that were measured, in the order of the tables."""
+        return tuple(p for p in configuration.PROTOCOLS if f"{p}_accuracy" in self.rounds.columns)
+
+
+def read_run(path: Path) -> RunData:
+    """Read a run directory, finished or not.
+
+    Raises
+    ------
+    BadRequest : there is no `config.toml`, or it is no TOML.
+    """
+    path = path.expanduser().absolute()
+    file = path / RUN_MARK
+    try:
+        flat = tomllib.loads(file.read_text(encoding="utf-8"))
+    except OSError as e:
+        raise BadRequest(f"{path} holds no run ({RUN_MARK}: {e.strerror})") from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise BadRequest(f"{file} cannot be read ({e})") from e
+    config, problem = None, ""
+    try:
+        config = configuration.resolve(configuration.from_flat({**flat, "resume": False}))
+    except BadRequest as e:
+        problem = str(e)
+    return RunData(
+        path=path,
+        flat=flat,
+        config=config,
+        problem=problem,
+        summary=_json(path / "summary.json"),
+        versions=_json(path / "versions.json"),
+        card=_json(path / "data_card.json"),
+        error=_json(path / "error.json"),
+        **{name: _table(path / f"{name}.csv") for name in ("rounds", "clients", "final", "evaluations", "dropped")},
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _table(path: Path) -> pd.DataFrame:
+    try:
+        return pd.read_csv(path)
+    except (OSError, ValueError):  # absent, empty, or cut off in the middle of a row
+        return pd.DataFrame()
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Several runs under one folder.
+
+    Attributes
+    ----------
+    runs : all run directories, sorted by path.   table : `results.csv` where there is one.
+    """
+
+    path: Path
+    runs: tuple[RunData, ...]
+    table: pd.DataFrame = field(default_factory=pd.DataFrame)
+
+    @property
+    def finished(self) -> tuple[RunData, ...]:
+        """The runs that ended well."""
+        return tuple(r for r in self.runs if r.ok)
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """Ids of the methods in the order of their first run in the table, else by name."""
+        listed = [str(m) for m in self.table["method"]] if "method" in self.table else []
+        present = {r.method for r in self.runs}
+        return tuple(dict.fromkeys([*(m for m in listed if m in present), *sorted(present)]))
+
+
+def read_comparison(path: Path) -> Comparison:
+    """Read all run directories below a folder, up to four levels deep.
+
+    Raises
+    ------
+    BadRequest : there is none.
+    """
+    path = path.expanduser().absolute()
+    folders = sorted(p.parent for depth in range(1, 5) for p in path.glob("*/" * depth + RUN_MARK))
+    runs = tuple(read_run(p) for p in folders if "state" not in p.relative_to(path).parts)
+    if not runs:
+        raise BadRequest(f"{path} holds neither a run ({RUN_MARK}) nor a comparison (run directories below it)")
+    return Comparison(path, runs, _table(path / "results.csv"))
+
+
+def read(path: Path) -> RunData | Comparison:
+    """Read a run directory, or a folder of run directories."""
+    path = path.expanduser().absolute()
+    if not path.is_dir():
+        raise BadRequest(f"{path} is no folder; give a run directory or the folder of a comparison")
+    return read_run(path) if (path / RUN_MARK).is_file() else read_comparison(path)
+
+
+# ---- models and data of a run ----------------------------------------------------------------------------------------
+
+
+def _config(run: RunData) -> RunConfig:
+    if run.config is None:
+        raise Unavailable(f"this version does not accept the run's configuration ({run.problem})")
+    return run.config
+
+
+@functools.lru_cache(maxsize=1)
+def _data(run: RunData) -> FederatedData:
+    config = _config(run)
+    if not run.card:
+        raise Unavailable("the data lie on the devices: the run has no data card", "fedapp run --engine local ...")
+    try:
+        data = tasks.federated(config, len(run.counts))
+    except (BadRequest, OSError) as e:
+        raise Unavailable(f"the run's data cannot be loaded ({e})") from e
+    if data.partition.hash != run.card.get("hash"):
+        raise Unavailable("the data or the way they are dealt have changed since the run", "fedapp run ... --out NEW")
+    return data
+
+
+def data_of(run: RunData) -> FederatedData:
+    """Load the data of a run and check that they are dealt as they were.
+
+    Raises
+    ------
+    Unavailable : data on devices, moved or changed data.
+    """
+    return _data(run)
+
+
+def state_folder(run: RunData) -> Path:
+    """Folder with one folder a client, in which the clients of this run kept their state."""
+    config = _config(run)
+    # A run directory that was moved or copied takes OUT/state along.
+    root = Path(config.state_dir) if config.state_dir else run.path / "state"
+    return root / (config.federation or "run")
+
+
+def client_arrays(run: RunData) -> dict[int, tuple[int, Arrays]]:
+    """Read the newest stored state of every client: {client: (round, arrays by name)}.
+
+    Names start with `model/` (the model after local training) or `own/`.
+
+    Raises
+    ------
+    Unavailable : no client state of this run.
+    """
+    folder, token = state_folder(run), str(run.versions.get("run", ""))
+    found: dict[int, tuple[int, Arrays]] = {}
+    numbered = sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
+    for client in numbered:
+        files = sorted((folder / str(client)).glob(f"{token}.*.safetensors"))
+        if files:
+            try:
+                arrays, header = read_safetensors(files[-1])
+            except StateError as e:
+                raise Unavailable(str(e)) from e
+            found[client] = int(str(header["round"])), arrays
+    if not found:
+        raise Unavailable("the clients' stored states are not there (OUT/state)", f"fedapp run {run.path / RUN_MARK}")
+    return found
+
+
+def _method(run: RunData) -> tuple[Method, Any]:
+    return _config(run).method_and_hparams()
+
+
+def _model(run: RunData, name: str, arrays: Arrays) -> SplitModel:
+    """Build an architecture as clients of the run's method do, with these values, in evaluation mode."""
+    method, hparams = _method(run)
+    data = data_of(run)
+    spec = ModelSpec(name, data.dataset.num_classes, data.inputs.channels, data.inputs.size, 0)
+    model: SplitModel = method.client.build_model(spec, hparams)
+    try:
+        selection.merge(model, arrays)
+    except ValueError as e:
+        raise Unavailable(f"stored arrays do not fit the model {name} ({e})") from e
+    return model.eval()
+
+
+def client_models(run: RunData, limit: int | None = None) -> dict[int, SplitModel]:
+    """Build the clients' models as they were after their last local training, in evaluation mode.
+
+    Parameters
+    ----------
+    limit : how many clients at most, by id; None = all.
+    """
+    config = _config(run)
+    stored = client_arrays(run)
+    chosen = list(stored)[:limit]
+    return {
+        c: _model(run, config.model_of(c), {n[6:]: a for n, a in stored[c][1].items() if n.startswith("model/")})
+        for c in chosen
+    }
+
+
+def global_arrays(run: RunData, calibrated: bool = True) -> Arrays:
+    """Read the arrays of the one global model after the last round.
+
+    Parameters
+    ----------
+    calibrated : with CCVR's re-trained head where the run has one; False gives the head as it was trained.
+
+    Raises
+    ------
+    Unavailable : the method has no global model, or it is not there.
+    """
+    method, _ = _method(run)
+    if not method.global_model:
+        raise Unavailable(f"{run.method} has no global model", "fedapp run --method fedavg ... (or ccvr)")
+    if calibrated:
+        path = run.path / "models" / "last.safetensors"
+        try:
+            return read_safetensors(path)[0]
+        except StateError as e:
+            raise Unavailable(f"models/{path.name} is not there or damaged") from e
+    try:
+        latest = checkpoint.latest(run.path / "checkpoint")
+    except StateError as e:
+        raise Unavailable(f"the checkpoint is damaged ({e})") from e
+    arrays = latest[1].get("model") if latest else None
+    if not isinstance(arrays, dict) or not arrays:
+        raise Unavailable("the checkpoint of the last round is not there")
+    return arrays
+
+
+def global_model(run: RunData, calibrated: bool = True) -> SplitModel:
+    """Build the global model after the last round, in evaluation mode; see `global_arrays`."""
+    config = _config(run)
+    model = _model(run, config.model_names[0], global_arrays(run, calibrated))
+    method, _ = _method(run)
+    method.client.configure_model(model, {"tukey": calibrated and _transforms(run)})
+    return model
+
+
+def _transforms(run: RunData) -> bool:
+    """Whether the run's calibrated head sees Tukey-transformed representations."""
+    _, hparams = _method(run)
+    return bool(getattr(hparams, "transforms_input", False))
+
+
+def probe(run: RunData, limit: int = PROBE_IMAGES) -> tuple[Tensor, Int64]:
+    """Draw test images of all clients by class with the run's seed: (n, H, W, C) uint8 and (n,) labels."""
+    data = data_of(run)
+    indices = partitions.union_test(data.dataset, data.partition, run.seed, limit)
+    if not len(indices):
+        raise Unavailable("no client has test images")
+    x, y = data.dataset.take(indices)
+    return torch.from_numpy(x), np.asarray(y, dtype=np.int64)
+
+
+def represent(run: RunData, model: SplitModel, x: Tensor) -> NDArray[np.float32]:
+    """(n, width) float32 representations: what the head sees of images (n, H, W, C) uint8."""
+    rows: NDArray[np.float32] = batched(model.represent, x, data_of(run).inputs).float().numpy()
+    return rows
+
+
+# ---- heads -----------------------------------------------------------------------------------------------------------
+
+
+def label_shares(run: RunData) -> Float64:
+    """p, (K, C): shares of the classes in the clients' training splits.
+
+    Raises
+    ------
+    Unavailable : no data card.
+    """
+    counts = run.counts
+    if not counts.size:
+        raise Unavailable("the run has no data card: real devices keep their class counts to themselves")
+    shares: Float64 = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    return shares
+
+
+def head_norms(run: RunData) -> tuple[list[int], Float64]:
+    """L2 norms of the rows of the clients' heads after their last local training: client ids, (K, C)."""
+    stored = client_arrays(run)
+    rows = [np.linalg.norm(a["model/head.weight"].astype(np.float64), axis=1) for _, a in stored.values()]
+    return list(stored), np.stack(rows)
+
+
+def head_norm_history(run: RunData) -> dict[int, tuple[Int64, Float64]]:
+    """Row norms of the clients' heads over rounds: {client: (rounds (T,), norms (T, C))}.
+
+    Each client notes them beside its own state, on its own disk; they never travel.
+    """
+    folder, token = state_folder(run), str(run.versions.get("run", ""))
+    found: dict[int, tuple[Int64, Float64]] = {}
+    numbered = sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
+    for client in numbered:
+        rounds, norms = read_head_norms(folder / str(client), token)
+        if len(rounds):
+            found[client] = rounds, norms.astype(np.float64)
+    if not found:
+        raise Unavailable("the clients' notes of head norms are not there", f"fedapp run {run.path / RUN_MARK}")
+    return found
+
+
+def who_learns_from_whom(run: RunData) -> tuple[list[int], Float64, str]:
+    """A, (K, K): the share of client j's last upload in what client i is handed out next; rows sum to 1.
+
+    Returns
+    -------
+    Client ids, A, and one sentence that says how A was found.
+
+    Raises
+    ------
+    Unavailable : the method hands out one model to all, or none, or its weights are not kept.
+    """
+    method = run.method
+    latest = checkpoint.latest(run.path / "checkpoint")
+    state = latest[1] if latest else {}
+    sizes = run.counts.sum(axis=1) if run.counts.size else None
+    if isinstance(state.get("mixing"), np.ndarray):
+        matrix = np.asarray(state["mixing"], dtype=np.float64)
+        return list(range(len(matrix))), matrix, "the server's weights after the last round"
+    if sizes is None:
+        raise Unavailable("the weights need the clients' sample counts, which only a simulation has")
+    if method == "cwfedavg":
+        from fedapp.core.classwise import class_weights, mixing_matrix, norm_distribution
+
+        stored = client_arrays(run)
+        last = max(r for r, _ in stored.values())
+        ids = list(stored)
+        pt = np.stack([norm_distribution(a["model/head.weight"]) for _, a in stored.values()])
+        uploaded = [i for i, c in enumerate(ids) if stored[c][0] == last]
+        q = class_weights(sizes[[ids[i] for i in uploaded]].astype(np.float64), pt[uploaded])
+        matrix = np.zeros((len(ids), len(ids)))
+        matrix[:, uploaded] = mixing_matrix(pt, q)
+        return ids, matrix, "of the class-wise layers, from the row norms of the last heads (Eq. 4, 6 and 7)"
+    groups = _groups(state)
+    if groups:
+        ids = sorted(c for members in groups for c in members)
+        place = {c: i for i, c in enumerate(ids)}
+        matrix = np.zeros((len(ids), len(ids)))
+        for members in groups:
+            share = sizes[members] / sizes[members].sum()
+            for c in members:
+                matrix[place[c], [place[m] for m in members]] = share
+        return ids, matrix, "members of a cluster, weighted by their sample counts"
+    raise Unavailable(
+        f"{method} keeps no weights of clients for each other", "fedapp run --method cwfedavg ... (or ifca, cfl)"
+    )
+
+
+def _groups(state: Mapping[str, Any]) -> list[list[int]]:
+    """Clusters of clients in a strategy's state: IFCA's last choices, CFL's partition."""
+    chosen = state.get("chosen")
+    if isinstance(chosen, dict) and chosen:
+        return [
+            sorted(int(c) for c, j in chosen.items() if int(j) == k) for k in sorted({int(j) for j in chosen.values()})
+        ]
+    return []
+
+
+# ---- representations -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Embedding:
+    """Representations of the same test images by all clients, in two dimensions (FedClassAvg, Fig. 8).
+
+    Attributes
+    ----------
+    points : (n, 2).   label, client : (n,).
+    silhouette_label, silhouette_client : mean silhouette of the representations themselves (not of the picture), by
+        class and by client, in -1..1: high by class and low by client where clients agree.
+    """
+
+    points: Float64
+    label: Int64
+    client: Int64
+    silhouette_label: float
+    silhouette_client: float
+
+
+def embed(rows: NDArray[Any], seed: int) -> Float64:
+    """t-SNE of (n, d) rows in two dimensions: principal components as a start, perplexity 30 or less, seeded."""
+    from sklearn.manifold import TSNE
+
+    if len(rows) < 5:
+        raise Unavailable(f"{len(rows)} points are too few for t-SNE")
+    perplexity = min(30.0, (len(rows) - 1) / 3)
+    tsne = TSNE(2, perplexity=perplexity, init="pca", random_state=seed % 2**32, n_jobs=1, max_iter=500)
+    points: Float64 = np.asarray(tsne.fit_transform(np.asarray(rows, dtype=np.float32)), dtype=np.float64)
+    return points
+
+
+def client_embedding(run: RunData, clients: int = 8, points: int = 1200) -> Embedding:
+    """t-SNE of what the clients' trained trunks make of the same test images; at most `clients` clients."""
+    from sklearn.metrics import silhouette_score
+
+    models = client_models(run, clients)
+    widths = {m.width for m in models.values()}
+    if len(widths) > 1:
+        raise Unavailable(f"the clients' representations have different widths ({sorted(widths)})")
+    x, y = probe(run, max(20, points // len(models)))
+    # Each client's representations at one scale: what differs is their shape, not the length that training gave them.
+    rows = np.concatenate([_at_unit_scale(represent(run, m, x)) for m in models.values()])
+    label = np.tile(y, len(models))
+    client = np.repeat(list(models), len(y))
+    by_label = float(silhouette_score(rows, label)) if len(set(y)) > 1 else float("nan")
+    by_client = float(silhouette_score(rows, client)) if len(models) > 1 else float("nan")
+    return Embedding(embed(rows, run.seed), label, client, by_label, by_client)
+
+
+def _at_unit_scale(rows: NDArray[np.float32]) -> NDArray[np.float32]:
+    length = float(np.sqrt((rows.astype(np.float64) ** 2).sum(axis=1).mean()))
+    return rows / np.float32(length) if length > 0 else rows
+
+
+@dataclass(frozen=True, eq=False)
+class Repair:
+    """Test images before and after calibration (CCVR, Fig. 5): one embedding, three colourings.
+
+    Attributes
+    ----------
+    points : (n, 2).   label, before, after : (n,) truth and predictions.
+    """
+
+    points: Float64
+    label: Int64
+    before: Int64
+    after: Int64
+
+
+def calibration_embedding(run: RunData, points: int = 1000) -> Repair:
+    """t-SNE of the global trunk's test representations, with the predictions of the head before and after CCVR."""
+    if run.method != "ccvr":
+        raise Unavailable("only a calibrated run has predictions before and after", "fedapp run --method ccvr ...")
+    x, y = probe(run, points)
+    trained, repaired = global_model(run, calibrated=False), global_model(run)
+    z = represent(run, trained, x)
+    inputs = data_of(run).inputs
+    before, after = (batched(m, x, inputs).argmax(1).numpy().astype(np.int64) for m in (trained, repaired))
+    return Repair(embed(z, run.seed), y, before, after)
+
+
+def stages(run: RunData, model: SplitModel, x: Tensor) -> dict[str, NDArray[np.float32]]:
+    """What every layer with parameters makes of images, in forward order: {name: (n, d)}; the last is `head`."""
+    kept: dict[str, list[Tensor]] = {}
+
+    def keep(name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                kept.setdefault(name, []).append(output.detach().float().flatten(1))
+
+        return hook
+
+    layers = [(n, m) for n, m in model.features.named_children() if any(True for _ in m.parameters())]
+    handles = [m.register_forward_hook(keep(n)) for n, m in [*layers, ("head", model.head)]]
+    try:
+        batched(model, x, data_of(run).inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: torch.cat(parts).numpy() for name, parts in kept.items()}
+
+
+def _unit_gram(rows: NDArray[np.float32]) -> Float64:
+    """Centred (n, n) Gram matrix of (n, d) rows divided by its Frobenius norm; NaN where the rows do not vary."""
+    centred = rows.astype(np.float64) - rows.mean(axis=0, dtype=np.float64)
+    gram = centred @ centred.T
+    with np.errstate(invalid="ignore", divide="ignore"):
+        unit: Float64 = gram / np.linalg.norm(gram)
+    return unit
+
+
+def layer_cka(run: RunData, clients: int = 10, images: int = 300) -> tuple[list[int], dict[str, Float64]]:
+    """Linear CKA between the clients' trained models, layer by layer (CCVR, Fig. 1 and 2).
+
+    Returns
+    -------
+    Client ids, and {layer: (K, K)} in forward order. Inner layers are compared between equal architectures only (NaN
+    elsewhere); `features` (the end of the trunk) and `head` (the logits) between all.
+    """
+    config = _config(run)
+    models = client_models(run, clients)
+    if len(models) < 2:
+        raise Unavailable("a comparison of clients needs two of them")
+    x, _ = probe(run, images)
+    ids = list(models)
+    grams: dict[str, dict[int, Float64]] = {}
+    for client, model in models.items():
+        outputs = stages(run, model, x)
+        last = [n for n in outputs if n != "head"][-1:]
+        for name, rows in outputs.items():
+            shared = name == "head" or name in last
+            key = "head" if name == "head" else "features" if shared else f"{config.model_of(client)} {name}"
+            grams.setdefault(key, {})[client] = _unit_gram(rows)
+    order = [k for k in grams if k not in ("features", "head")] + [k for k in ("features", "head") if k in grams]
+    one = len(config.model_names) == 1
+    result: dict[str, Float64] = {}
+    for key in order:
+        matrix = np.full((len(ids), len(ids)), np.nan)
+        for i, a in enumerate(ids):
+            for j, b in enumerate(ids):
+                if a in grams[key] and b in grams[key]:
+                    matrix[i, j] = float((grams[key][a] * grams[key][b]).sum())
+        result[key.split(" ", 1)[1] if one and " " in key else key] = matrix
+    return ids, result
+
+
+def mean_of_pairs(matrix: Float64) -> float:
+    """Mean over all pairs of different clients, NaN skipped; NaN without pairs."""
+    values = matrix[np.triu_indices(len(matrix), 1)]
+    values = values[~np.isnan(values)]
+    return float(values.mean()) if len(values) else float("nan")
+
+
+@dataclass(frozen=True, eq=False)
+class Conductance:
+    """How clients that classify one image correctly use the units before the head (FedClassAvg, Fig. 9).
+
+    Attributes
+    ----------
+    clients : ids.   ranks : (K, d) ranks 0 .. d-1 of the units' conductance per client, ties at their mean.
+    label : class of the image.   agreement : mean Spearman correlation over pairs of clients.
+    image : (H, W, C) uint8.
+    """
+
+    clients: list[int]
+    ranks: Float64
+    label: int
+    agreement: float
+    image: NDArray[np.uint8]
+
+
+def unit_conductance(model: SplitModel, x: Tensor, baseline: Tensor, target: int) -> Float64:
+    """Layer conductance of the units that the head sees, for one normalised image, (d,).
+
+    For the logit c of a linear head on z = represent(x) the path integral has a closed form, whatever the trunk:
+    W_cj (z_j(x) - z_j(x0)); it sums to the difference of the logits.
+
+    Parameters
+    ----------
+    x, baseline : (1, C, H, W) float32, the image and where the path starts.
+    """
+    with torch.inference_mode():
+        step = (model.represent(x) - model.represent(baseline))[0].double()
+        values: Float64 = (model.head.weight[target].double() * step).numpy()
+    return values
+
+
+def conductance(run: RunData, clients: int = 8, images: int = 200) -> Conductance:
+    """Rank units by conductance at the clients that classify one image correctly: the image that most of them do.
+
+    The path starts at the mean image (zeros after normalisation), which is captum's default.
+    """
+    from scipy.stats import rankdata, spearmanr
+
+    from fedapp.data.transforms import normalise
+
+    models = client_models(run)
+    widths = {m.width for m in models.values()}
+    if len(widths) > 1:
+        raise Unavailable(f"the clients' representations have different widths ({sorted(widths)})")
+    x, y = probe(run, images)
+    inputs = data_of(run).inputs
+    right = np.stack([batched(m, x, inputs).argmax(1).numpy() == y for m in models.values()])
+    best = int(right.sum(axis=0).argmax())
+    chosen = [c for c, ok in zip(models, right[:, best]) if ok][:clients]
+    if len(chosen) < 2:
+        raise Unavailable("no test image is classified correctly by two clients")
+    image = normalise(x[best : best + 1].permute(0, 3, 1, 2), inputs)
+    rows = np.stack(
+        [rankdata(unit_conductance(models[c], image, torch.zeros_like(image), int(y[best]))) - 1 for c in chosen]
+    )
+    pairs = [spearmanr(rows[i], rows[j]).statistic for i in range(len(rows)) for j in range(i)]
+    agreement = float(np.nanmean(pairs)) if not np.all(np.isnan(pairs)) else float("nan")
+    return Conductance(chosen, rows, int(y[best]), agreement, x[best].numpy())
+
+
+# ---- calibration -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Calibration:
+    """What CCVR's calibration makes of a run's global model, computed after the fact.
+
+    Attributes
+    ----------
+    samples : M_c, virtual samples per class; the first is 0, the head as it was trained.
+    accuracy : on the central test set (or on all clients' test splits), same length.
+    separability : mean sliced Wasserstein distance over pairs of classes (CCVR, Fig. 6).
+    images : training images that the statistics are of.
+    norms_before, norms_after : (C,) row norms of the head, after with the largest M_c.
+    """
+
+    samples: list[int]
+    accuracy: list[float]
+    separability: float
+    images: int
+    norms_before: Float64
+    norms_after: Float64
+
+
+def calibration_sweep(run: RunData, samples: Sequence[int] = (0, 10, 50, 100, 500, 1000, 2000)) -> Calibration:
+    """Calibrate the head of a run's global model with several M_c (CCVR, Fig. 7); nothing is written.
+
+    The statistics are those that the clients would send, computed here from their training splits (from at most
+    `CALIBRATION_IMAGES`); settings are those of the run where its method is CCVR, else CCVR's defaults.
+
+    Raises
+    ------
+    Unavailable : no global model with a linear head, or no test images.
+    """
+    from clients.ccvr import CCVRHParams
+    from fedapp import sampling
+    from fedapp.core import gaussian
+    from strategies.ccvr import retrain
+
+    _, hparams = _method(run)
+    settings = hparams if isinstance(hparams, CCVRHParams) else CCVRHParams()
+    if settings.transform != "none" or settings.clsnorm or settings.mc_mode != "fixed":
+        raise Unavailable("the sweep is drawn for CCVR without transform, clsnorm and mc_mode=proportional")
+    arrays = global_arrays(run, calibrated=False)
+    if "head.weight" not in arrays or "head.bias" not in arrays:
+        raise Unavailable(f"{run.method} leaves no linear head with bias to calibrate")
+    data = data_of(run)
+    model = global_model(run, calibrated=False)
+    if type(model.head) is not nn.Linear:
+        raise Unavailable(f"{run.method} leaves no plain linear head to calibrate")
+    central = data.central(torch.device("cpu"))
+    if central is None:
+        central = _all_tests(data)
+    indices = np.sort(np.concatenate([c.train for c in data.partition.clients]))
+    if len(indices) > CALIBRATION_IMAGES:
+        indices = np.sort(sampling.rng(run.seed, "report").choice(indices, CALIBRATION_IMAGES, replace=False))
+    x, y = data.dataset.take(indices)
+    z = represent(run, model, torch.from_numpy(x))
+    classes = data.dataset.num_classes
+    pooled = gaussian.moments(z, np.asarray(y, dtype=np.int64), classes)
+    test_z, test_y = represent(run, model, central[0]), central[1].numpy()
+
+    def score(head: Mapping[str, Any]) -> float:
+        logits = test_z @ np.asarray(head["head.weight"]).T + np.asarray(head["head.bias"])
+        return float((logits.argmax(axis=1) == test_y).mean())
+
+    head = {n: np.asarray(arrays[n]) for n in ("head.weight", "head.bias")}
+    kept = [m for m in samples if m == 0 or m * classes <= 50_000]
+    after: Mapping[str, Any] = head
+    accuracy = []
+    for m in kept:
+        if m:
+            virtual, label, _ = gaussian.virtual_features(
+                pooled, np.where(pooled.counts > 0, m, 0), run.seed, settings.shrink
+            )
+            after = retrain(head, virtual, label, settings, lambda epoch: sampling.rng(run.seed, "ccvr-order", epoch))
+        accuracy.append(score(after if m else head))
+    return Calibration(
+        samples=kept,
+        accuracy=accuracy,
+        separability=gaussian.separability(pooled, run.seed) if pooled.classes.size > 1 else float("nan"),
+        images=len(indices),
+        norms_before=np.linalg.norm(head["head.weight"].astype(np.float64), axis=1),
+        norms_after=np.linalg.norm(np.asarray(after["head.weight"], dtype=np.float64), axis=1),
+    )
+
+
+def _all_tests(data: FederatedData) -> tuple[Tensor, Tensor]:
+    x, y = data.dataset.take(np.sort(np.concatenate([c.test for c in data.partition.clients])))
+    return torch.from_numpy(x), torch.from_numpy(np.asarray(y)).long()
+
+
+# ---- several runs ----------------------------------------------------------------------------------------------------
+
+
+SETTING_KEYS = (
+    "dataset", "partition", "alpha", "classes-per-client", "clients", "fraction-train", "model", "local-epochs",
+    "num-server-rounds", "split", "method-args",
+)  # fmt: skip
+"""Run-config keys in which the runs of a comparison may differ beside method and seed, the outermost first."""
+
+
+def varying(runs: Sequence[RunData]) -> list[str]:
+    """Return the setting keys in which runs differ (those that a partition does not use are left out)."""
+    return [k for k in SETTING_KEYS if len({str(_setting(r, k)) for r in runs}) > 1]
+
+
+def _setting(run: RunData, key: str) -> Any:
+    """A setting's value, or None where the run's partition does not use it."""
+    kind = str(run.flat.get("partition", ""))
+    if key == "alpha" and not kind.startswith("dirichlet"):
+        return None
+    if key == "classes-per-client" and kind not in ("pathological", "classes", "shards"):
+        return None
+    return run.flat.get(key)
+
+
+def groups_of(runs: Sequence[RunData]) -> Iterator[tuple[dict[str, Any], list[RunData]]]:
+    """Yield the settings of a comparison and their runs; one empty setting where all runs share everything."""
+    keys = [k for k in varying(runs) if k != "method-args"]
+    found: dict[tuple[str, ...], tuple[dict[str, Any], list[RunData]]] = {}
+    for run in runs:
+        setting = {k: _setting(run, k) for k in keys if _setting(run, k) is not None}
+        found.setdefault(tuple(f"{k}={v}" for k, v in setting.items()), (setting, []))[1].append(run)
+    yield from found.values()
+
+
+def score_of(run: RunData, protocol: str, name: str = "last") -> float:
+    """A number of `summary.json`'s accuracy, NaN where it is not there."""
+    value = (run.summary.get("accuracy") or {}).get(protocol, {}).get(name)
+    return float("nan") if value is None else float(value)
+
+
+def label_of(run: RunData, several_args: bool = False) -> str:
+    """Name of a run's method, with its arguments where runs of a method differ in them."""
+    args = str(run.flat.get("method-args", "")).strip()
+    return f"{run.method} {args}".strip() if several_args else run.method

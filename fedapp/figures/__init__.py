@@ -1,0 +1,8 @@
+"""Figures of the papers, drawn from run directories: `of_run`, `of_comparison`."""
+
+from __future__ import annotations
+
+from fedapp.figures.gallery import Gallery, Missing, of_comparison, of_run
+from fedapp.figures.style import Drawing
+
+__all__ = ["Drawing", "Gallery", "Missing", "of_comparison", "of_run"]
