@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import json
 import os
 import queue
@@ -103,7 +104,8 @@ class Control:
     def _open(self) -> Any:
         from flwr.cli.utils import init_http_client_from_connection
 
-        return init_http_client_from_connection(self._to.raw)
+        with contextlib.redirect_stdout(io.StringIO()):  # it names the connection, which we do ourselves
+            return init_http_client_from_connection(self._to.raw)
 
     def close(self) -> None:
         """Close the connection."""
@@ -397,7 +399,7 @@ def _watch(control: Control, run_id: int, followed: Followed) -> tuple[str, str]
                 over = now
             if (status.startswith("finished") and (not open_ or now - asked > 15)) or (over and now - over > 30):
                 return status, details
-            if not status.startswith("finished") and (now - asked > 2 or not open_):
+            if not status.startswith("finished") and (now - asked > 3 or not open_):
                 asked = now
                 status, details = control.status(run_id)
                 if status != "unknown":

@@ -172,10 +172,10 @@ class Federation:
         limits = [t for t in (self.settings.wait_timeout, self.settings.round_timeout) if t]
         limit = self.settings.wait_timeout if strict else min(limits, default=60.0)
         silent = set(nodes)
-        for reply in self._raw({n: Message(content, n, "query.hello") for n in nodes}, limit):
-            silent.discard(reply.metadata.src_node_id)
+        for node, reply in self._raw({n: Message(content, n, "query.hello") for n in nodes}, limit):
+            silent.discard(node)
             try:
-                joined.append(self._introduced(reply, online))
+                joined.append(self._introduced(node, reply, online))
             except BadRequest as e:
                 if strict:
                     raise
@@ -183,9 +183,8 @@ class Federation:
         self._seen -= silent
         return sorted(joined)
 
-    def _introduced(self, reply: Message, online: set[int]) -> int:
+    def _introduced(self, node: int, reply: Message, online: set[int]) -> int:
         """Take up a client that answered the hello; `BadRequest` says why it cannot take part."""
-        node = reply.metadata.src_node_id
         if reply.has_error():
             reason = _reason(reply)
             self._note_error(0, -1, "hello", reason)
@@ -311,8 +310,8 @@ class Federation:
         held: dict[int, Reply | None] = {}
         order = iter(traffic.messaged)
         head = next(order, None)
-        for message in self._raw(messages, limit):
-            client = owner[message.metadata.src_node_id]
+        for node, message in self._raw(messages, limit):
+            client = owner[node]
             held[client] = self._checked(message, client, round, kind, expected, check, traffic)
             while head is not None and head in held:
                 reply = held.pop(head)
@@ -328,15 +327,21 @@ class Federation:
             head = next(order, None)
         traffic.seconds = time.perf_counter() - started
 
-    def _raw(self, messages: Mapping[int, Message], limit: float) -> Iterator[Message]:
-        """Push messages and yield replies as they come, until all have come or `limit` seconds passed (0: no limit)."""
-        waiting = {i for i in self.grid.push_messages(list(messages.values())) if i}
+    def _raw(self, messages: Mapping[int, Message], limit: float) -> Iterator[tuple[int, Message]]:
+        """Push messages, by node, and yield (node, reply) as they come, until all have or `limit` seconds passed.
+
+        The node is the one that was asked: where it is gone, the reply is an error that the SuperLink signs itself.
+        A limit of 0 waits for ever.
+        """
+        ids = self.grid.push_messages(list(messages.values()))
+        waiting = {i: node for node, i in zip(messages, ids, strict=True) if i}
         end = time.monotonic() + (limit if limit else math.inf)
         while waiting:
-            replies = list(self.grid.pull_messages(waiting))
+            replies = list(self.grid.pull_messages(set(waiting)))
             for reply in replies:
-                waiting.discard(reply.metadata.reply_to_message_id)
-                yield reply
+                node = waiting.pop(reply.metadata.reply_to_message_id, None)
+                if node is not None:
+                    yield node, reply
             if time.monotonic() > end:
                 return
             if not replies and waiting:
@@ -365,7 +370,7 @@ class Federation:
                 return None
             problem = reject(arrays, expected, metrics)
             if int(info.get("client", client)) != client:
-                self._seen.discard(message.metadata.src_node_id)
+                self._seen.discard(self.nodes[client])
                 problem = f"the node now answers as client {info['client']}"
             reply = Reply(client, int(metrics.get("num-examples", 0) or 0), arrays, metrics, size)
             problem = problem or check(reply)
