@@ -108,7 +108,7 @@ FAULTS: dict[str, tuple[Change, str]] = {
 def go(tmp_path: Path, change: Change, least: float, first: int = 1) -> dict[str, Any]:
     values = {
         "method": "lgfedavg", "clients": 3, "num-server-rounds": 2, "local-epochs": 1, "batch-size": 64,
-        "min-replies": least, "round-timeout": 1.0, "out": str(tmp_path / "run"),
+        "min-replies": least, "round-timeout": 1.0 if change is nothing else 60.0, "out": str(tmp_path / "run"),
     }  # fmt: skip
     flat = resolve(from_flat(values)).to_flat()
     return server_app.serve(Faulty(change, 3, flat, first), flat)
