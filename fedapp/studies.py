@@ -41,11 +41,11 @@ def _v(method: str, args: str = "", **more: Any) -> tuple[str, str, Mapping[str,
 
 _HETERO: dict[str, Any] = {
     "clients": 20, "partition": "dirichlet", "alpha": 0.5, "model": LIGHT, "data-fraction": 0.1,
-    "num-server-rounds": 20, "local-epochs": 1, "batch-size": 16, "protocols": "received,trained", "min-samples": 20,
+    "num-server-rounds": 12, "local-epochs": 1, "batch-size": 32, "protocols": "received,trained", "min-samples": 20,
 }  # fmt: skip
 _HETERO_SCALED = (
-    "10 % of the images, four light trunks instead of ResNet-18, ShuffleNetV2, GoogLeNet and AlexNet, 20 rounds "
-    "instead of up to 1000, SGD with momentum 0.9 and batches of 16"
+    "10 % of the images, four light trunks instead of ResNet-18, ShuffleNetV2, GoogLeNet and AlexNet, 12 rounds "
+    "instead of up to 1000, SGD with momentum 0.9 and batches of 32"
 )
 _FEDGH: dict[str, Any] = {
     "dataset": "cifar10", "clients": 10, "partition": "classes", "classes-per-client": 2, "model": LIGHT,
@@ -53,11 +53,11 @@ _FEDGH: dict[str, Any] = {
     "protocols": "received,trained", "clip": 50.0, "weight-decay": 0.001,
 }  # fmt: skip
 _CW: dict[str, Any] = {
-    "clients": 20, "split": "merged", "model": "cnn-a", "data-fraction": 0.1, "num-server-rounds": 15,
+    "clients": 20, "split": "merged", "model": "cnn-a", "data-fraction": 0.1, "num-server-rounds": 10,
     "local-epochs": 1, "batch-size": 10, "protocols": "received,trained", "min-samples": 20,
 }  # fmt: skip
 _CW_SCALED = (
-    "10 % of the images, a light CNN instead of the 4-layer CNN, 15 rounds instead of 1000, SGD lr 0.01 with momentum "
+    "10 % of the images, a light CNN instead of the 4-layer CNN, 10 rounds instead of 1000, SGD lr 0.01 with momentum "
     "0.9 instead of lr 0.005 without, last round instead of best"
 )
 _CCVR: dict[str, Any] = {
@@ -117,28 +117,27 @@ STUDIES: dict[str, Study] = {
         Study(
             "hetero-fashion",
             "20 clients with different architectures, Fashion-MNIST, Dirichlet 0.5",
-            {**_HETERO, "dataset": "fashion_mnist", "num-server-rounds": 15},
+            {**_HETERO, "dataset": "fashion_mnist", "num-server-rounds": 8},
             {
                 "local": _v("local"),
                 "fedclassavg": _v("fedclassavg"),
                 "ca": _v("fedclassavg", "contrastive=0 rho=0"),
-                "fedproto": _v("fedproto"),
                 "ktpfl": _v("ktpfl"),
                 "lgfedavg": _v("lgfedavg"),
             },
-            _HETERO_SCALED.replace("20 rounds", "15 rounds"),
+            _HETERO_SCALED.replace("12 rounds", "8 rounds"),
         ),
         Study(
             "homo-cifar10",
             "20 clients with one architecture, CIFAR-10, Dirichlet 0.5",
-            {**_HETERO, "dataset": "cifar10", "model": "cnn-a", "num-server-rounds": 15},
+            {**_HETERO, "dataset": "cifar10", "model": "cnn-a"},
             {
                 "fedavg": _v("fedavg"),
                 "fedprox": _v("fedprox"),
                 "head": _v("fedclassavg"),
                 "weight": _v("fedclassavg", "share=all"),
             },
-            "10 % of the images, a light CNN instead of ResNet-18, 15 rounds",
+            "10 % of the images, a light CNN instead of ResNet-18, 12 rounds",
         ),
         Study(
             "fedgh-cifar10",
@@ -201,9 +200,9 @@ STUDIES: dict[str, Study] = {
         Study(
             "cw-mnist",
             "20 clients, MNIST, Dirichlet 0.1",
-            {**_CW, "dataset": "mnist", "partition": "dirichlet", "alpha": 0.1, "num-server-rounds": 10},
+            {**_CW, "dataset": "mnist", "partition": "dirichlet", "alpha": 0.1, "num-server-rounds": 6},
             {**_TABLE1, **_FEDAVGM_MOON},
-            _CW_SCALED.replace("15 rounds", "10 rounds"),
+            _CW_SCALED.replace("10 rounds", "6 rounds"),
         ),
         *(
             Study(
