@@ -668,33 +668,50 @@ def unit_conductance(model: SplitModel, x: Tensor, baseline: Tensor, target: int
     return values
 
 
-def conductance(run: RunData, clients: int = 8, images: int = 200) -> Conductance:
-    """Rank units by conductance at the clients that classify one image correctly: the image that most of them do.
+def right_clients(run: RunData, images: int = 200) -> tuple[list[int], NDArray[np.bool_]]:
+    """Which clients' trained models classify which probe images correctly: client ids, (K, n).
 
-    The path starts at the mean image (zeros after normalisation), which is captum's default.
+    Runs of one data set, partition and seed have the same images.
     """
-    from scipy.stats import rankdata, spearmanr
-
-    from fedapp.data.transforms import normalise
-
     models = client_models(run)
     widths = {m.width for m in models.values()}
     if len(widths) > 1:
         raise Unavailable(f"the clients' representations have different widths ({sorted(widths)})")
     x, y = probe(run, images)
     inputs = data_of(run).inputs
-    right = np.stack([batched(m, x, inputs).argmax(1).numpy() == y for m in models.values()])
-    best = int(right.sum(axis=0).argmax())
-    chosen = [c for c, ok in zip(models, right[:, best]) if ok][:clients]
-    if len(chosen) < 2:
+    return list(models), np.stack([batched(m, x, inputs).argmax(1).numpy() == y for m in models.values()])
+
+
+def conductance(
+    run: RunData, chosen: int | None = None, right: tuple[list[int], NDArray[np.bool_]] | None = None, clients: int = 8
+) -> Conductance:
+    """Rank units by conductance at the clients that classify one image correctly.
+
+    The path starts at the mean image (zeros after normalisation), which is captum's default.
+
+    Parameters
+    ----------
+    chosen : the image's place among the probe images; None = the image that most clients classify correctly.
+    right : what `right_clients` returned.   clients : how many at most, by id.
+    """
+    from scipy.stats import rankdata, spearmanr
+
+    from fedapp.data.transforms import normalise
+
+    known, table = right if right is not None else right_clients(run)
+    best = int(table.sum(axis=0).argmax()) if chosen is None else chosen
+    ids = [c for c, ok in zip(known, table[:, best]) if ok][:clients]
+    if len(ids) < 2:
         raise Unavailable("no test image is classified correctly by two clients")
-    image = normalise(x[best : best + 1].permute(0, 3, 1, 2), inputs)
+    x, y = probe(run, table.shape[1])
+    models = client_models(run)
+    image = normalise(x[best : best + 1].permute(0, 3, 1, 2), data_of(run).inputs)
     rows = np.stack(
-        [rankdata(unit_conductance(models[c], image, torch.zeros_like(image), int(y[best]))) - 1 for c in chosen]
+        [rankdata(unit_conductance(models[c], image, torch.zeros_like(image), int(y[best]))) - 1 for c in ids]
     )
     pairs = [spearmanr(rows[i], rows[j]).statistic for i in range(len(rows)) for j in range(i)]
     agreement = float(np.nanmean(pairs)) if not np.all(np.isnan(pairs)) else float("nan")
-    return Conductance(chosen, rows, int(y[best]), agreement, x[best].numpy())
+    return Conductance(ids, rows, int(y[best]), agreement, x[best].numpy())
 
 
 # ---- calibration -----------------------------------------------------------------------------------------------------

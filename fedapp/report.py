@@ -7,11 +7,10 @@ it lacks why, and which command makes what is missing.
 from __future__ import annotations
 
 import html
-import json
 import math
 import os
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -224,7 +223,7 @@ STYLE = """
 --accent:#79bdec;--alert:#f0a870}}
 *{box-sizing:border-box}
 html{color-scheme:light dark;-webkit-text-size-adjust:100%}
-body{margin:0 auto;padding:3rem 1.5rem 5rem;max-width:54rem;background:var(--paper);color:var(--ink);
+body{margin:0 auto;padding:3rem 1.5rem 5rem;max-width:53rem;background:var(--paper);color:var(--ink);
 font:16px/1.55 var(--sans);font-variant-numeric:tabular-nums lining-nums}
 h1,h2,h3{font-weight:600;line-height:1.25;text-wrap:balance}
 h1{font-size:1.9rem;margin:.1rem 0 .5rem;letter-spacing:-.012em}
@@ -235,9 +234,9 @@ h3{font-size:1rem;margin:0 0 .5rem}
 a{color:var(--accent);text-underline-offset:.15em}
 nav{display:flex;flex-wrap:wrap;gap:.3rem 1.3rem;margin:1.7rem 0 0;font-size:.92rem}
 nav a{text-decoration:none}nav a:hover,nav a:focus-visible{text-decoration:underline}
-.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(9.5rem,1fr));gap:1.2rem 1.6rem;margin:1.8rem 0 0}
+.facts{display:grid;grid-template-columns:repeat(auto-fit,minmax(7.6rem,1fr));gap:1.2rem 1.2rem;margin:1.8rem 0 0}
 .facts dt{font-size:.83rem;color:var(--muted)}
-.facts dd{margin:0;font-size:1.55rem;font-weight:600;letter-spacing:-.01em}
+.facts dd{margin:0;font-size:1.4rem;font-weight:600;letter-spacing:-.01em}
 .facts dd.note{font-size:.83rem;font-weight:400;color:var(--muted);letter-spacing:0}
 .alerts{margin:1.4rem 0 0;padding:.2rem 1rem;border-left:3px solid var(--alert);background:var(--tint)}
 .alerts p{margin:.5rem 0}
@@ -307,10 +306,11 @@ def of_run(run: RunData) -> tuple[str, Gallery]:
     page.facts = _facts(run)
     page.alerts = _alerts(run)
     page.add("scores", SECTIONS["scores"], _score_table(run), _pooled_note(run))
+    page.add("data", SECTIONS["data"], _data_text(run))
+    page.add("cost", SECTIONS["cost"], _traffic(run))
     _add_figures(page, gallery)
     page.add("scores", SECTIONS["scores"], _client_table(run), _rounds_table(run))
-    page.add("data", SECTIONS["data"], _data_card(run))
-    page.add("cost", SECTIONS["cost"], _traffic(run))
+    page.add("data", SECTIONS["data"], _data_table(run))
     page.add("further", "Further results of the method", _further(run))
     page.add("warnings", "Warnings and dropped replies", _warnings(run))
     page.add("configuration", "Configuration", _configuration(run), _versions(run))
@@ -440,7 +440,7 @@ def _rounds_table(run: RunData) -> str:
     return _details(f"All rounds as a table ({len(run.rounds)})", _table(names, rows))
 
 
-def _data_card(run: RunData) -> str:
+def _data_text(run: RunData) -> str:
     card = run.card
     if not card:
         return "<p class=note>The data lie on the devices; they told sample counts only.</p>"
@@ -462,6 +462,14 @@ def _data_card(run: RunData) -> str:
     majority = card.get("majority_mean")
     if majority is not None:
         text += f" Always answering the own majority class scores {100 * majority:.1f} % (mean over clients)."
+    return f"<p>{_h(text)}</p>"
+
+
+def _data_table(run: RunData) -> str:
+    card = run.card
+    if not card:
+        return ""
+    sizes, tests, classes = card.get("train_sizes", []), card.get("test_sizes", []), card.get("classes", [])
     rows = []
     for client, counts in enumerate(card.get("train", [])[:MOST_ROWS]):
         cells: list[Any] = [Cell(str(client))]
@@ -473,40 +481,38 @@ def _data_card(run: RunData) -> str:
     names = [str(c) for c in classes] if len(classes) <= 26 else ["classes held"]
     table = _table(["client", *names, "train", "test", "majority %"], rows)
     return (
-        f"<p>{_h(text)}</p>{_details('Training images by client and class as a table', table)}"
+        f"{_details('Training images by client and class as a table', table)}"
         f"<p class=note>Hash of the partition: <code>{_h(card.get('hash', ''))}</code></p>"
     )
 
 
 def _traffic(run: RunData) -> str:
     summary, rounds = run.summary, run.rounds
-    rows: list[list[Any]] = []
+    moved: list[tuple[str, float]] = []
     if summary.get("bytes_up") is not None:
-        up, down = summary["bytes_up"], summary.get("bytes_down")
-        rows.append(["arrays that a client sends in a round", _bytes(up), Cell(f"{float(up):,.0f}", number=True)])
-        rows.append(
-            ["arrays that a client receives in a round", _bytes(down), Cell(f"{float(down or 0):,.0f}", number=True)]
-        )
+        moved.append(("arrays that a client sends in a round", float(summary["bytes_up"])))
+        moved.append(("arrays that a client receives in a round", float(summary.get("bytes_down") or 0)))
     for key, value in summary.items():
         if key.startswith("bytes_up_query"):
-            kind = key.removeprefix("bytes_up_query.")
-            rows.append(
-                [f"further answer of a client ({kind})", _bytes(value), Cell(f"{float(value):,.0f}", number=True)]
-            )
+            moved.append((f"answer of a client to {key.removeprefix('bytes_up_')}", float(value)))
     if {"bytes_up", "bytes_down", "clients"} <= set(rounds.columns) and len(rounds):
         total = float(((rounds["bytes_up"] + rounds["bytes_down"]) * rounds["clients"]).sum())
-        rows.append(["all clients and rounds, both ways", _bytes(total), Cell(f"{total:,.0f}", number=True)])
-    traffic = _table(["traffic", "", "bytes"], rows) if rows else ""
-    times = []
+        moved.append(("all clients and rounds, both ways", total))
+    parts = []
+    if moved:
+        rows = [[name, Cell(f"{n:,.0f}", number=True), Cell(_bytes(n), number=True)] for name, n in moved]
+        parts.append(_table(["traffic", "bytes", "about"], rows))
+    times: list[tuple[str, Any]] = []
     if "round_seconds" in rounds and len(rounds):
-        seconds = rounds["round_seconds"]
-        times.append(["a round, median", _seconds(seconds.median())])
-        times.append(["first round (with the start of the workers)", _seconds(seconds.iloc[0])])
+        times.append(("a round, median", rounds["round_seconds"].median()))
+        times.append(("first round (with the start of the workers)", rounds["round_seconds"].iloc[0]))
     if "train_seconds" in rounds and len(rounds):
-        times.append(["local training of a client, mean", _seconds(rounds["train_seconds"].mean())])
+        times.append(("local training of a client in a round, mean", rounds["train_seconds"].mean()))
     if summary.get("seconds") is not None:
-        times.append(["whole run", _seconds(summary["seconds"])])
-    return traffic + (_table(["time", "wall clock"], times) if times else "")
+        times.append(("whole run", summary["seconds"]))
+    if times:
+        parts.append(_table(["time", "wall clock"], [[n, Cell(_seconds(t), number=True)] for n, t in times]))
+    return "".join(parts)
 
 
 KNOWN = {
@@ -520,9 +526,23 @@ def _further(run: RunData) -> str:
     for key, value in run.summary.items():
         if key in KNOWN or key.startswith("bytes_up_query") or value in (None, {}, []):
             continue
-        text = json.dumps(value, ensure_ascii=False) if isinstance(value, (dict, list)) else str(value)
+        text = _plain(value)
         rows.append([key, text if len(text) <= 600 else f"{text[:600]} … (all in summary.json)"])
     return _table(["name", "value"], rows) if rows else ""
+
+
+def _plain(value: Any) -> str:
+    """Write a JSON value for people: four digits, no quotes and braces where words do."""
+    if isinstance(value, dict):
+        return "; ".join(f"{k}: {_plain(v)}" for k, v in value.items())
+    if isinstance(value, list):
+        nested = any(isinstance(v, (list, dict)) for v in value)
+        return ", ".join(f"[{_plain(v)}]" if nested else _plain(v) for v in value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return "none" if value is None else str(value)
 
 
 def _warnings(run: RunData) -> str:
@@ -550,20 +570,27 @@ def _warnings(run: RunData) -> str:
 
 def _configuration(run: RunData) -> str:
     defaults = configuration.defaults()
-    rows = []
+    own, usual = [], []
     for key, value in run.flat.items():
-        shown = str(value).lower() if isinstance(value, bool) else ("(empty)" if value == "" else str(value))
-        default = defaults.get(key)
-        own = key in defaults and value == default
-        said = (
-            "" if own else "" if default == "" else str(default).lower() if isinstance(default, bool) else str(default)
-        )
-        rows.append([key, Cell(shown, strong=not own), said])
-    return (
-        "<p class=note>The effective configuration (<code>config.toml</code>); values that differ from the default "
-        "stand out, with the default beside them (auto: the method's own value).</p>"
-        + _table(["key", "value", "default"], rows)
+        if key in defaults and value == defaults[key]:
+            usual.append([key, _setting(value)])
+        else:
+            own.append([key, _setting(value), _setting(defaults[key]) if key in defaults else "–"])
+    note = (
+        "<p class=note>The effective configuration, as in <code>config.toml</code>; <code>fedapp run config.toml</code>"
+        " repeats the run. Where the default is auto, the value is the method's own.</p>"
     )
+    return (
+        note
+        + _table(["key", "value", "default"], own)
+        + _details(f"Keys at their defaults ({len(usual)})", _table(["key", "value"], usual))
+    )
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return "(empty)" if value == "" else str(value)
 
 
 def _versions(run: RunData) -> str:
@@ -621,9 +648,12 @@ def of_comparison(comparison: Comparison) -> tuple[str, Gallery]:
     if settings:
         page.add("scores", SECTIONS["scores"], _comparison_note(finished))
     page.add("scores", SECTIONS["scores"], _other_tables(comparison))
+    if finished:
+        where = f"<p class=note>Of {_h(finished[0].path.relative_to(comparison.path))}:</p>" if len(runs) > 1 else ""
+        page.add("data", SECTIONS["data"], where, _data_text(finished[0]))
     _add_figures(page, gallery)
     if finished:
-        page.add("data", SECTIONS["data"], _data_card(finished[0]))
+        page.add("data", SECTIONS["data"], _data_table(finished[0]))
     page.add("runs", "Runs", _runs_table(comparison))
     page.add("warnings", "Warnings", _comparison_warnings(comparison))
     page.add("configuration", "Configuration", _shared_configuration(runs))
@@ -634,7 +664,7 @@ def of_comparison(comparison: Comparison) -> tuple[str, Gallery]:
 
 COLUMNS = (
     ("received", "received", "last"), ("trained", "trained", "last"), ("received balanced", "received", "balanced"),
-    ("trained balanced", "trained", "balanced"), ("global", "global", "last"), ("best received", "received", "best"),
+    ("trained balanced", "trained", "balanced"), ("global", "global", "last"),
 )  # fmt: skip
 
 
@@ -656,6 +686,14 @@ def _low_end(run: RunData, share: float) -> float:
     return math.nan
 
 
+FURTHER: dict[str, Callable[[RunData], float]] = {
+    "best received": lambda run: analysis.score_of(run, "received", "best"),
+    "best trained": lambda run: analysis.score_of(run, "trained", "best"),
+    "worst client": lambda run: _low_end(run, 0.0),
+    "worst tenth": lambda run: _low_end(run, 0.1),
+}
+
+
 def _comparison_table(name: str, runs: Sequence[RunData], methods: Sequence[str]) -> str:
     labels: dict[str, list[RunData]] = {}
     several = len({str(r.flat.get("method-args", "")) for r in runs}) > 1
@@ -666,26 +704,40 @@ def _comparison_table(name: str, runs: Sequence[RunData], methods: Sequence[str]
         values = {n: [analysis.score_of(r, protocol, which) for r in m] for n, m in labels.items()}
         if any(not math.isnan(v) for scores in values.values() for v in scores):
             columns.append((title, values))
-    columns.append(("worst client", {n: [_low_end(r, 0.0) for r in m] for n, m in labels.items()}))
-    columns.append(("worst tenth", {n: [_low_end(r, 0.1) for r in m] for n, m in labels.items()}))
+    for title, score in FURTHER.items():
+        columns.append((title, {n: [score(r) for r in m] for n, m in labels.items()}))
+    scores, rest = columns[: -len(FURTHER)], columns[-len(FURTHER) :]
+    names = {label: label if several else _method_title(label) for label in labels}
+    tables = [_table(["accuracy in %", *(t for t, _ in scores)], _score_rows(names, scores), _capital(name))]
+    rows = _score_rows(names, rest)
+    for row, members in zip(rows, labels.values()):
+        for key in ("bytes_up", "bytes_down"):
+            mean = float(np.mean([float(r.summary.get(key) or 0) for r in members]))
+            row.append(Cell(_bytes(mean), number=True))
+        row.append(Cell(_seconds(np.mean([float(r.summary.get("seconds") or 0) for r in members])), number=True))
+    tables.append(_table(["further", *(t for t, _ in rest), "bytes up", "bytes down", "time"], rows))
+    return "".join(tables)
+
+
+def _score_rows(names: Mapping[str, str], columns: Sequence[tuple[str, dict[str, list[float]]]]) -> list[list[Any]]:
+    """Return a row a method: its name, then mean and spread of each column in percent, the highest mean in bold."""
     best = {
         title: max((float(np.nanmean(v)) for v in values.values() if not np.isnan(v).all()), default=math.nan)
         for title, values in columns
     }
-    rows = []
-    for label, members in labels.items():
-        shown = label if several else _method_title(label)
-        cells: list[Any] = [shown]
+    rows: list[list[Any]] = []
+    for label, name in names.items():
+        cells: list[Any] = [name]
         for title, values in columns:
             scores = values[label]
             top = not np.isnan(scores).all() and math.isclose(float(np.nanmean(scores)), best[title], abs_tol=1e-12)
             cells.append(Cell(_spread(scores), number=True, strong=top))
-        moved = [float(r.summary.get(k) or 0) for r in members for k in ("bytes_up", "bytes_down")]
-        cells.append(Cell(f"{_bytes(np.mean(moved[::2]))} / {_bytes(np.mean(moved[1::2]))}", number=True))
-        cells.append(Cell(_seconds(np.mean([float(r.summary.get("seconds") or 0) for r in members])), number=True))
         rows.append(cells)
-    head = ["accuracy in %", *(t for t, _ in columns), "bytes up / down", "time"]
-    return _table(head, rows, name[:1].upper() + name[1:] if name else "")
+    return rows
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _comparison_note(runs: Sequence[RunData]) -> str:
@@ -699,8 +751,9 @@ def _comparison_note(runs: Sequence[RunData]) -> str:
     return (
         f"<p class=note>{spread}After the last round. Received: as handed out, before local training; trained: after "
         "it; both on each client's own test split, mean over clients. Balanced: mean recall over all classes on all "
-        "clients' test images. Worst client and worst tenth: of the trained models' own test splits. Bytes: a client "
-        f"and round. Bold: the highest mean of a column, which with few seeds may be chance.{guess}{one}</p>"
+        "clients' test images. Best: the best round. Worst client and worst tenth of the clients: trained models on own "
+        "test splits. Bytes: a client and round. Bold: the highest mean of a column, which with few seeds may be "
+        f"chance.{guess}{one}</p>"
     )
 
 

@@ -94,44 +94,51 @@ def of_run(run: RunData) -> Gallery:
     return gallery
 
 
-def _protocol_curves(run: RunData) -> dict[str, Curve]:
-    rounds = run.rounds
-    curves = {}
+def _protocol_curves(run: RunData, what: str) -> list[Curve]:
+    """Curves of a run by protocol: `what` is accuracy (bands: standard deviation over clients) or balanced."""
+    curves = []
     for p in run.protocols:
-        mean = rounds[f"{p}_accuracy"].to_numpy(float)
-        if not np.isnan(mean).all():
-            std = f"{p}_accuracy_std"
-            spread = rounds[std].to_numpy(float) if std in rounds else None
-            curves[p] = Curve(p, rounds["round"].to_numpy(float), mean, spread)
+        column = f"{p}_{what}"
+        if column in run.rounds and run.rounds[column].notna().any():
+            shown = run.rounds[run.rounds[column].notna()]
+            std = f"{column}_std"
+            spread = shown[std].to_numpy(float) if std in shown else None
+            curves.append(Curve(p, shown["round"].to_numpy(float), shown[column].to_numpy(float), spread))
     return curves
 
 
-def _majority(run: RunData) -> tuple[float, str] | None:
-    value = run.card.get("majority_mean")
-    return None if value is None else (float(value), "guessing each client's majority class")
-
-
 def learning_curves(run: RunData) -> Drawing:
-    """Accuracy by round and protocol, beside the training loss."""
-    curves = _protocol_curves(run)
-    if not curves or run.rounds.empty:
+    """Accuracy by round and protocol, with the balanced score beside it where rounds measured it."""
+    if run.rounds.empty or not _protocol_curves(run, "accuracy"):
         raise Unavailable("no round was finished", f"fedapp run --resume {run.path}")
-    lines = list(curves.values())
+    panels = {"accuracy": _protocol_curves(run, "accuracy")}
+    balanced = _protocol_curves(run, "balanced")
+    if balanced:
+        panels["balanced: mean recall over all classes"] = balanced
+    lines = panels["accuracy"]
     ends = "; ".join(
         f"{c.label} from {percent(float(c.mean[0]))} in round {c.x[0]:.0f} to {percent(float(c.mean[-1]))} in round "
         f"{c.x[-1]:.0f}"
         for c in lines
     )
-    how = "; ".join(f"{c.label}: {CAPTIONS[c.label]}" for c in lines)
+    guess = run.card.get("majority_mean")
+    dotted = f" Dotted: guessing each client's majority class, {percent(float(guess))}." if guess is not None else ""
     return Drawing(
         "learning-curves",
         "Learning curves",
-        f"Mean accuracy over the clients of a round on their own test splits; bands: one standard deviation over "
-        f"clients. {how[0].upper()}{how[1:]}.",
+        f"Mean over the clients of a round; bands: one standard deviation over clients. {_how(c.label for c in lines)} "
+        + ("Balanced scores are on all clients' test images." if balanced else "")
+        + dotted,
         f"Line chart of accuracy by round: {ends}.",
-        plots.curves({"own test splits" if set(curves) != {"global"} else "": lines}, baseline=_majority(run)),
+        plots.curves(panels, baselines={"accuracy": None if guess is None else float(guess)}),
         "FedClassAvg, Figs. 4 to 7; FedGH, Fig. 2",
     )
+
+
+def _how(protocols: Iterable[str]) -> str:
+    """Say what protocols mean, in a sentence."""
+    text = "; ".join(f"{p}: {CAPTIONS[p]}" for p in protocols)
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _final_scores(run: RunData) -> tuple[list[int], dict[str, Array]]:
@@ -267,9 +274,10 @@ def norm_evolution(run: RunData, clients: int = 6) -> Drawing:
     return Drawing(
         "norm-evolution",
         "Evolution of head norms",
-        "Share of each class in the sum of the head's row norms, p~, after every local training; marks at the right "
-        f"edge: the class's share of the client's data, p. Shown: the {len(chosen)} clients with the most uneven data. "
-        "Each client notes the norms on its own disk; they do not travel.",
+        "Share of each class in the sum of the head's row norms, p~, after every local training; bars at the right "
+        "edge, with the class's number: its share of the client's data, p. Grey: classes that the client has little or "
+        f"nothing of. Shown: the {len(chosen)} clients with the most uneven data. Each client notes the norms on its "
+        "own disk; they do not travel.",
         f"Line charts of norm shares by round for clients {', '.join(map(str, chosen))}; at the end they are "
         f"{percent(float(np.mean(apart)))} away from the label shares (total variation, mean).",
         plots.norm_evolution(lines, {c: shares[c] for c in chosen}),
@@ -360,20 +368,23 @@ def cka(runs: Sequence[RunData]) -> Drawing:
 
 def conductance(runs: Sequence[RunData]) -> Drawing:
     """Ranks of units by layer conductance at clients that classify one image correctly."""
-    found = _each(runs, analysis.conductance)
+    base = runs[0]
+    right = _each(runs, analysis.right_clients)
+    shared = {_title(r, runs): r for r in runs if _title(r, runs) in right}
+    best = int(np.min([table.sum(axis=0) for _, table in right.values()], axis=0).argmax())
+    found = {name: analysis.conductance(run, best, right[name]) for name, run in shared.items()}
     first = next(iter(found.values()))
-    scale = analysis.data_of(runs[0]).dataset.scale
     said = "; ".join(f"{n}: {c.agreement:.2f}" for n, c in found.items())
-    names = runs[0].classes
-    label = ", ".join(dict.fromkeys(names[c.label] for c in found.values()))
     return Drawing(
         "conductance",
         "Units that matter",
-        f"Units before the head at clients that classify one test image (class {label}) correctly; dark: high rank of "
-        "layer conductance for that class, W_cj (z_j(x) - z_j(x0)), x0 the mean image. Vertical stripes mean that "
-        f"clients use the same units. Mean Spearman correlation between clients: {said}.",
+        f"Units before the head at clients that classify one test image (class {base.classes[first.label]}) correctly; "
+        "dark: high rank of layer conductance for that class, W_cj (z_j(x) - z_j(x0)), x0 the mean image. Vertical "
+        f"stripes mean that clients use the same units. Mean Spearman correlation between clients: {said}.",
         f"Heat map of unit ranks by client. Mean Spearman correlation between clients: {said}.",
-        plots.conductance({n: (c.ranks, c.clients) for n, c in found.items()}, first.image, scale),
+        plots.conductance(
+            {n: (c.ranks, c.clients) for n, c in found.items()}, first.image, analysis.data_of(base).dataset.scale
+        ),
         "FedClassAvg, Fig. 9",
     )
 
@@ -457,7 +468,8 @@ def round_seconds(run: RunData) -> Drawing:
 def of_comparison(comparison: Comparison) -> Gallery:
     """Draw all figures that the runs of a comparison hold the data for."""
     gallery = Gallery()
-    runs = comparison.finished
+    order = comparison.methods
+    runs = sorted(comparison.finished, key=lambda r: order.index(r.method))
     if not runs:
         gallery.missing.append(Missing("All figures", "no run has ended well yet", "fedapp compare ... (again)"))
         return gallery
@@ -526,7 +538,7 @@ def _by_method(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
 
 def _over_seeds(runs: Sequence[RunData], x: str, y: str) -> tuple[Array, Array, Array | None]:
     """Mean and spread (ddof 1) over runs of a column of rounds.csv."""
-    table = pd.concat([r.rounds[[x, y]] for r in runs if y in r.rounds and len(r.rounds)])
+    table = pd.concat([r.rounds[[x, y]].dropna() for r in runs])
     grouped = table.groupby(x)[y]
     several = len(runs) > 1
     return (
@@ -536,34 +548,41 @@ def _over_seeds(runs: Sequence[RunData], x: str, y: str) -> tuple[Array, Array, 
     )
 
 
-def compared_curves(runs: Sequence[RunData], name: str = "", suffix: str = "") -> Drawing:
-    """Accuracy by round, a line a method, a panel a protocol; bands over seeds."""
-    panels: dict[str, list[Curve]] = {}
-    for p in CAPTIONS:
-        lines = []
-        for label, members in _by_method(runs).items():
-            column = f"{p}_accuracy"
-            if any(column in r.rounds and r.rounds[column].notna().any() for r in members):
-                lines.append(Curve(label, *_over_seeds(members, "round", column)))
-        if lines:
-            panels[p] = lines
-    if not panels:
-        raise Unavailable("no round was finished")
-    ends = "; ".join(
-        f"{p}: " + ", ".join(f"{c.label} {percent(float(c.mean[-1]))}" for c in lines) for p, lines in panels.items()
-    )
+def compared_curves(runs: Sequence[RunData], name: str = "", suffix: str = "") -> list[Drawing]:
+    """Accuracy by round, a line a method, a panel a protocol; bands over seeds. Then the same for balanced scores."""
+    drawings = []
     seeds = len({r.seed for r in runs})
     bands = f"; bands: one standard deviation over {seeds} seeds" if seeds > 1 else ""
-    how = "; ".join(f"{p}: {CAPTIONS[p]}" for p in panels)
-    return Drawing(
-        f"curves{suffix}",
-        "Learning curves" + (f": {name}" if name else ""),
-        f"Mean accuracy by round{bands}. {how[0].upper()}{how[1:]}. Received and trained are means over the clients' "
-        "own test splits.",
-        f"Line charts of accuracy by round. Last round: {ends}.",
-        plots.curves(panels, baseline=None),
-        "FedClassAvg, Figs. 4 to 7; FedGH, Fig. 2; cwFedAvg, Fig. 4",
-    )
+    for what, heading, where in (
+        ("accuracy", "Learning curves", "Received and trained are means over the clients' own test splits."),
+        ("balanced", "Learning curves, balanced", "Mean recall over all classes on all clients' test images."),
+    ):
+        panels: dict[str, list[Curve]] = {}
+        for p in CAPTIONS:
+            for label, members in _by_method(runs).items():
+                column = f"{p}_{what}"
+                measured = [r for r in members if column in r.rounds and r.rounds[column].notna().any()]
+                if measured:
+                    panels.setdefault(p, []).append(Curve(label, *_over_seeds(measured, "round", column)))
+        if not panels:
+            continue
+        ends = "; ".join(
+            f"{p}: " + ", ".join(f"{c.label} {percent(float(c.mean[-1]))}" for c in lines)
+            for p, lines in panels.items()
+        )
+        drawings.append(
+            Drawing(
+                f"curves-{what}{suffix}",
+                heading + (f": {name}" if name else ""),
+                f"Mean {what if what == 'accuracy' else 'balanced accuracy'} by round{bands}. {_how(panels)} {where}",
+                f"Line charts of {what} by round. Last round: {ends}.",
+                plots.curves(panels),
+                "FedClassAvg, Figs. 4 to 7; FedGH, Fig. 2; cwFedAvg, Fig. 4" if what == "accuracy" else "",
+            )
+        )
+    if not drawings:
+        raise Unavailable("no round was finished")
+    return drawings
 
 
 def traffic_curves(runs: Sequence[RunData], name: str = "", suffix: str = "") -> Drawing:
@@ -586,7 +605,7 @@ def traffic_curves(runs: Sequence[RunData], name: str = "", suffix: str = "") ->
         "Accuracy as handed out against the bytes of all arrays that all clients sent and received so far, in "
         "megabytes (10^6 bytes); first seed. Methods that send nothing are not shown.",
         f"Line chart of accuracy against traffic: {said}.",
-        plots.curves({"": lines}, xlabel="megabytes, all clients, both ways"),
+        plots.curves({"": lines}, xlabel="megabytes, all clients, both ways", log=len(lines) > 1),
         "FedGH, Table 3",
     )
 

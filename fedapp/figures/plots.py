@@ -53,8 +53,15 @@ def _shades(n: int) -> list[Any]:
     return [scale(0.12 + 0.70 * i / max(1, n - 1)) for i in range(n)]
 
 
-def _percent(axes: Axes, axis: str = "y") -> None:
-    (axes.yaxis if axis == "y" else axes.xaxis).set_major_formatter(lambda v, _: f"{100 * v:.0f} %")
+def _percent(axes: Axes) -> None:
+    """Write the vertical axis in percent, with a decimal where ticks lie closer than a point."""
+
+    def text(value: float, _: float) -> str:
+        ticks = axes.get_yticks()
+        fine = len(ticks) > 1 and abs(ticks[1] - ticks[0]) < 0.0099
+        return f"{100 * value:.{1 if fine else 0}f} %"
+
+    axes.yaxis.set_major_formatter(text)
 
 
 def _ticks(axis: Any, names: Sequence[Any], **kwargs: Any) -> None:
@@ -75,7 +82,7 @@ def _heat(
     values = np.asarray(values, dtype=np.float64)
     mesh = axes.pcolormesh(
         np.ma.masked_invalid(values), cmap=cmap, vmin=low, vmax=high, rasterized=values.size > 1500,
-        edgecolors="none",
+        edgecolors="face", linewidth=0.3,  # without edges browsers show seams between cells
     )  # fmt: skip
     axes.invert_yaxis()
     axes.tick_params(length=0)
@@ -127,17 +134,17 @@ def _rows_height(rows: int, low: float = 1.6, each: float = 0.2, high: float = 9
 
 @styled
 def curves(
-    panels: Mapping[str, Sequence[Curve]], xlabel: str = "round", baseline: tuple[float, str] | None = None,
-    ylabel: str = "accuracy", percent: bool = True,
+    panels: Mapping[str, Sequence[Curve]], xlabel: str = "round", baselines: Mapping[str, float | None] | None = None,
+    ylabel: str = "accuracy", percent: bool = True, log: bool = False,
 ) -> Figure:  # fmt: skip
     """Draw lines with bands, a panel each, with one legend.
 
     Parameters
     ----------
     panels : curves by the panel's title; a label has the same look in all panels.
-    baseline : a horizontal line and its name.
+    baselines : a dotted horizontal line by panel, or None.
     """
-    figure = new(WIDTH, 3.0)
+    figure = new(WIDTH, 3.1)
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     labels = list(dict.fromkeys(c.label for curves in panels.values() for c in curves))
     for axes, (title, lines) in zip(grid, panels.items()):
@@ -147,22 +154,26 @@ def curves(
             axes.plot(x, y, label=curve.label, markevery=max(1, len(x) // 8), **look)
             if curve.spread is not None:
                 band = np.nan_to_num(np.asarray(curve.spread, float))
-                axes.fill_between(x, y - band, y + band, color=look["color"], alpha=0.13, linewidth=0)
-        if baseline is not None:
-            axes.axhline(baseline[0], color=MUTED, linewidth=0.9, linestyle=(0, (1, 2)))
-            axes.annotate(
-                baseline[1], (1, baseline[0]), xycoords=("axes fraction", "data"), xytext=(0, 2),
-                textcoords="offset points", ha="right", va="bottom", fontsize=7, color=MUTED,
-            )  # fmt: skip
+                alpha = 0.13 if len(lines) < 5 else 0.07
+                axes.fill_between(x, y - band, y + band, color=look["color"], alpha=alpha, linewidth=0)
+        level = (baselines or {}).get(title)
+        if level is not None:
+            axes.axhline(level, color=MUTED, linewidth=1.0, linestyle=(0, (1, 2)))
         axes.set_title(title)
         axes.set_xlabel(xlabel)
         axes.grid(axis="y")
-        axes.xaxis.set_major_locator(MaxNLocator(6, integer=xlabel == "round"))
+        if log:
+            axes.set_xscale("log")
+            axes.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=xlabel == "round"))
     grid[0].set_ylabel(ylabel)
     if percent:
         _percent(grid[0])
+        low, high = grid[0].get_ylim()
+        grid[0].set_ylim(max(low, -0.02), min(high, 1.03))  # bands leave 0 and 1, shares cannot
     longest = max(grid, key=lambda a: len(a.get_legend_handles_labels()[1]))
-    if len(labels) > 1 or baseline is not None:
+    if len(labels) > 1:
         _legend(figure, longest, len(labels))
     return figure
 
@@ -318,39 +329,40 @@ def norm_maps(panels: Mapping[str, Array], classes: Sequence[str], clients: Sequ
 
 
 @styled
-def norm_evolution(history: Mapping[Any, tuple[Array, Array]], shares: Mapping[Any, Array]) -> Figure:
-    """Draw p~ over rounds, a panel a client, a line a class, with the true share p as a tick at the right edge.
+def norm_evolution(history: Mapping[Any, tuple[Array, Array]], shares: Mapping[Any, Array], named: int = 5) -> Figure:
+    """Draw p~ over rounds, a panel a client, a line a class, with the true share p as a bar at the right edge.
 
     Parameters
     ----------
     history : {client: (rounds (T,), p~ (T, C))}.   shares : {client: p (C,)}.
+    named : how many classes of a client, those with the largest p, stand out and are named; the others are grey.
     """
     columns = min(3, len(history))
     rows = math.ceil(len(history) / columns)
-    figure = new(WIDTH, 0.6 + 1.75 * rows)
+    figure = new(WIDTH, 0.6 + 1.8 * rows)
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    classes = next(iter(history.values()))[1].shape[1]
-    colours = _shades(classes)
+    top = 1.06 * max(max(float(v.max()), float(shares[c].max())) for c, (_, v) in history.items())
     for axes, (client, (rounds, values)) in zip(grid.flat, history.items()):
-        for c in range(classes):
-            axes.plot(rounds, values[:, c], color=colours[c], linewidth=1.1, linestyle=DASHES[c % len(DASHES)])
-            if client in shares:
-                axes.plot([1.0, 1.03], [shares[client][c]] * 2, color=colours[c], linewidth=1.6, clip_on=False,
-                          transform=axes.get_yaxis_transform())  # fmt: skip
-        # Numbers stand at the last value, pushed apart where lines end close together.
-        order = np.argsort(values[-1], kind="stable")
-        apart = 0.05 * float(max(v[1].max() for v in history.values()))
-        if classes <= 12:
-            place = -math.inf
-            for c in order:
-                place = max(float(values[-1, c]), place + apart)
-                axes.annotate(
-                    str(c), (1.05, place), xycoords=axes.get_yaxis_transform(), fontsize=6, color=colours[c],
-                    va="center", annotation_clip=False,
-                )  # fmt: skip
+        p = shares[client]
+        chosen = [int(c) for c in np.argsort(-p, kind="stable")[:named] if p[c] > 0]
+        for c in range(len(p)):
+            if c not in chosen:
+                axes.plot(rounds, values[:, c], color=MUTED, linewidth=0.6, alpha=0.6)
+        for i, c in enumerate(chosen):
+            look = {"color": COLOURS[i], "linestyle": DASHES[i % len(DASHES)]}
+            axes.plot(rounds, values[:, c], linewidth=1.3, **look)
+            axes.plot([1.01, 1.04], [p[c]] * 2, color=COLOURS[i], linewidth=2, clip_on=False,
+                      transform=axes.get_yaxis_transform())  # fmt: skip
+        place = -math.inf
+        for c in sorted(chosen, key=lambda c: float(p[c])):  # names beside the bars, pushed apart where they touch
+            place = max(float(p[c]), place + 0.09 * top)
+            axes.annotate(
+                str(c), (1.06, place), xycoords=axes.get_yaxis_transform(), fontsize=7,
+                color=COLOURS[chosen.index(c)], va="center", annotation_clip=False,
+            )  # fmt: skip
         axes.set_title(f"client {client}")
         axes.grid(axis="y")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, top)
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     for axes in list(grid.flat)[len(history) :]:
         axes.set_visible(False)
@@ -399,7 +411,7 @@ def norms_before_after(before: Array, after: Array, classes: Sequence[str]) -> F
     axes.vlines(place, before, after, color=LINE, linewidth=2.4)
     axes.plot(place, before, label="as trained", **{**_look(0), "linestyle": "none"})
     axes.plot(place, after, label="calibrated", **{**_look(1), "linestyle": "none"})
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.08 * float(max(before.max(), after.max())))
     axes.grid(axis="y")
     axes.set_xlabel("class")
     axes.set_ylabel("norm of the head's row")
@@ -412,15 +424,20 @@ def norms_before_after(before: Array, after: Array, classes: Sequence[str]) -> F
 
 
 def _numbers(axes: Axes, points: Array, group: Array, size: float = 16.0) -> None:
-    """Draw every point as the number of its group, so that groups can be told apart without colour."""
+    """Draw every point as the number of its group, so that groups can be told apart without colour.
+
+    Points are drawn in several layers, so that no group lies on top of all others.
+    """
     names = sorted({int(g) for g in group})
-    for name, colour in zip(names, _shades(len(names))):
-        chosen = points[group == name]
-        marker = f"${name}$" if len(names) <= 40 else "."
-        axes.scatter(
-            chosen[:, 0], chosen[:, 1], s=size * (1.7 if name > 9 else 1.0), marker=marker, color=colour,
-            linewidths=0.15, rasterized=True,
-        )  # fmt: skip
+    layer = np.arange(len(points)) * 7 % 8
+    for k in range(8):
+        for name, colour in zip(names, _shades(len(names))):
+            chosen = points[(group == name) & (layer == k)]
+            marker = f"${name}$" if len(names) <= 40 else "."
+            axes.scatter(
+                chosen[:, 0], chosen[:, 1], s=size * (1.7 if name > 9 else 1.0), marker=marker, color=colour,
+                linewidths=0.15, rasterized=True,
+            )  # fmt: skip
     axes.set_xticks([])
     axes.set_yticks([])
     axes.set_aspect("equal", "datalim")

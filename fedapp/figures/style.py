@@ -23,7 +23,9 @@ from matplotlib.figure import Figure
 
 INK, MUTED, LINE = "#1b1d21", "#666b74", "#d4d7dd"
 """Text, secondary text and axes, grid lines. On the page these three follow the reader's light or dark scheme."""
-COLOURS = ("#0072b2", "#d55e00", "#00916a", "#b5609a", "#b07d00", "#3a9bd0", "#7a7f87", "#8f5f3a")
+COLOURS = (
+    "#0072b2", "#d55e00", "#00916a", "#b5609a", "#b07d00", "#3a9bd0", "#7a7f87", "#8f5f3a", "#6a62c9", "#c63d5c",
+)  # fmt: skip
 DASHES: tuple[Any, ...] = (
     "-",
     (0, (5, 2)),
@@ -36,7 +38,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p")
 HEAT = LinearSegmentedColormap.from_list("fedapp-heat", ["#f4f6f9", "#bcd3e6", "#6aa3cc", "#22699f", "#08294b"])
 """Light to dark in one hue: the order of lightness is the order of values."""
 SPLIT = LinearSegmentedColormap.from_list("fedapp-split", ["#7a3300", "#d98a4a", "#f4f4f2", "#6aa3cc", "#08294b"])
-WIDTH = 7.2
+WIDTH = 7.8
 """Width of a full figure in inches."""
 
 _SETTINGS: dict[str, Any] = {
