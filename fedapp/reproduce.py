@@ -1,0 +1,182 @@
+"""`fedapp reproduce`: run what the ledger of claims needs, decide each claim, and publish the outcome as it is."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fedapp import engine as engines
+from fedapp import tasks
+from fedapp.compare import pending_config
+from fedapp.config import RunConfig
+from fedapp.errors import BadRequest
+from fedapp.ledger import CLAIMS, Claim, Evidence, Verdict
+from fedapp.pool import Ended, run_all
+from fedapp.studies import STUDIES, RunKey, keys_of, settings_of
+
+START, END = "<!-- ledger -->", "<!-- /ledger -->"
+
+
+def chosen(names: Sequence[str]) -> list[Claim]:
+    """Return the named claims, all if none is named.
+
+    Raises
+    ------
+    BadRequest : an unknown name.
+    """
+    known = {c.id: c for c in CLAIMS}
+    bad = [n for n in names if n not in known]
+    if bad:
+        raise BadRequest(f"unknown claim {', '.join(bad)}: choose from {', '.join(known)}")
+    return [known[n] for n in names] if names else list(CLAIMS)
+
+
+def wanted(claims: Sequence[Claim], studies: Sequence[str]) -> list[RunKey]:
+    """Return the runs that the claims need (or whole studies), each once, seed by seed."""
+    pairs = [p for c in claims for p in c.runs]
+    pairs += [(s, v) for s in studies for v in STUDIES[s].variants]
+    keys = dict.fromkeys(keys_of(list(dict.fromkeys(pairs))))
+    return sorted(keys, key=lambda k: (k.seed, list(STUDIES).index(k.study)))
+
+
+def prepared(key: RunKey, out: Path, data_dir: str) -> RunConfig:
+    """Return the effective configuration of one run, checked."""
+    config = engines.effective({**settings_of(key, {"data-dir": data_dir})})
+    tasks.check(config, config.clients)
+    return config.replaced(out=str(out / key.folder))
+
+
+def reproduce(
+    out: Path,
+    data_dir: str,
+    claims: Sequence[str] = (),
+    studies: Sequence[str] = (),
+    minutes: float = 0.0,
+    workers: int | None = None,
+    doc: Path | None = None,
+) -> int:
+    """Run the missing runs (for at most `minutes`, 0: to the end), decide, print, and write `doc`.
+
+    Finished runs are not run again and broken ones go on from their last checkpoint, so the ledger can be worked
+    through in pieces.
+
+    Returns
+    -------
+    0, or 1 if a run did not end well.
+    """
+    out = out.expanduser().absolute()
+    selected = chosen(claims) if claims or not studies else []
+    unknown = [s for s in studies if s not in STUDIES]
+    if unknown:
+        raise BadRequest(f"unknown study {', '.join(unknown)}: choose from {', '.join(STUDIES)}")
+    keys = wanted(selected, studies)
+    todo = []
+    for key in keys:
+        config = prepared(key, out, data_dir)
+        left = pending_config(config)
+        if left is not None:
+            todo.append(left)
+    typer.echo(f"{len(keys) - len(todo)} of {len(keys)} runs are there already", err=True)
+    failed: list[Ended] = []
+    end = time.monotonic() + 60 * minutes
+    console = Console(stderr=True, highlight=False)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("runs", total=len(todo))
+
+        def on_end(ended: Ended) -> None:
+            progress.advance(bar)
+            if ended.error:
+                failed.append(ended)
+            if not console.is_terminal or ended.error:
+                console.print(f"{ended.out.relative_to(out)}: {ended.error or 'done'}", markup=False)
+
+        run_all(todo, workers, on_end, lambda: bool(minutes) and time.monotonic() > end)
+    evidence = Evidence(out)
+    verdicts = [(c, c.decide(evidence)) for c in (selected or CLAIMS)]
+    print_ledger(verdicts)
+    if doc is not None:
+        write(doc, verdicts, evidence)
+        typer.echo(f"written to {doc}")
+    return 1 if failed else 0
+
+
+def print_ledger(verdicts: Sequence[tuple[Claim, Verdict]]) -> None:
+    """Print one row a claim."""
+    table = Table(title="Ledger of claims", show_lines=True)
+    for name in ("claim", "paper", "ours", "outcome"):
+        table.add_column(name)
+    for claim, verdict in verdicts:
+        table.add_row(f"{claim.id}: {claim.text}", claim.paper, verdict.ours, verdict.outcome)
+    Console(width=max(140, Console().width)).print(table)
+
+
+def write(doc: Path, verdicts: Sequence[tuple[Claim, Verdict]], evidence: Evidence) -> None:
+    """Write the ledger between its markers in a Markdown file; the chapters around it are kept."""
+    text = doc.read_text(encoding="utf-8") if doc.is_file() else f"# Reproduction\n\n{START}\n{END}\n"
+    if START not in text or END not in text:
+        raise BadRequest(f"{doc} has no markers {START} ... {END}")
+    counts = {o: sum(v.outcome == o for _, v in verdicts) for o in ("holds", "does not hold", "not decided")}
+    lines = [
+        f"{len(verdicts)} claims: " + ", ".join(f"{n} {o}" for o, n in counts.items()) + ".",
+        "",
+        "| claim | paper | ours | outcome |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| **{c.id}** {c.text} | {c.paper} | {v.ours} | {v.outcome} |" for c, v in verdicts]
+    lines += [
+        "",
+        "### The runs",
+        "",
+        "| study | setting | scaled down | runs | minutes of one core |",
+        "|---|---|---|---:|---:|",
+    ]
+    for study in STUDIES.values():
+        runs, seconds = evidence.spent(study.id)
+        if runs:
+            settings = ", ".join(f"{k} = {v}" for k, v in study.settings.items())
+            lines.append(f"| `{study.id}`: {study.title} | {settings} | {study.scaled} | {runs} | {seconds / 60:.0f} |")
+    total = sum(evidence.spent(s)[1] for s in STUDIES)
+    cores = tasks_cores()
+    lines += [
+        "",
+        f"{total / 60:.0f} minutes of one core in all, on {cores} cores ({platform.machine()}, {processor()}), "
+        f"seeds 0 to 2, one thread a client, {versions_text()}. A busy machine takes "
+        "longer; times are not results.",
+    ]
+    head, rest = text.split(START, 1)
+    tail = rest.split(END, 1)[1]
+    doc.write_text(head + START + "\n" + "\n".join(lines) + "\n" + END + tail, encoding="utf-8")
+
+
+def tasks_cores() -> int:
+    """Cores that can be used here."""
+    from fedapp.launch import usable_cores
+
+    return usable_cores()
+
+
+def processor() -> str:
+    """The processor's name, where the system tells it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or "unknown processor"
+
+
+def versions_text() -> str:
+    """Versions of what numbers depend on most."""
+    from fedapp.results import versions
+
+    found = versions()
+    return ", ".join(f"{p} {found[p]}" for p in ("flwr", "torch", "numpy"))
