@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fedapp.errors import BadRequest
@@ -231,6 +232,55 @@ def report(
     typer.echo(f"report: {reporting.write(directory, figures)}")
     if figures is not None:
         typer.echo(f"figures: {figures.expanduser().absolute()}")
+
+
+deployment = typer.Typer(no_args_is_help=True, help="Real devices: what is wrong, and what to do about it.")
+app.add_typer(deployment, name="deploy")
+
+
+@deployment.callback()
+def _deployment() -> None:
+    """Real devices."""
+
+
+@deployment.command("check")
+def deploy_check(
+    superlink: Annotated[str | None, typer.Option(help="connection in Flower's configuration")] = None,
+    address: Annotated[str | None, typer.Option(help="or the SuperLink's HOST:PORT")] = None,
+    root_certificates: Annotated[Path | None, typer.Option(help="with --address: the CA's certificate")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="with --address: plain HTTP")] = False,
+    node_config: Annotated[str | None, typer.Option(help="what flower-supernode --node-config gets")] = None,
+    key: Annotated[Path | None, typer.Option(help="this node's private key")] = None,
+    certificate: Annotated[Path | None, typer.Option(help="on the server: its certificate")] = None,
+    sets: Set = None,
+) -> None:
+    """Check a node or the server: versions, clock, certificates, reachability, data, model, disk.
+
+    Exit codes: 0 nothing failed; 1 something did; 2 bad request.
+    """
+    from fedapp import deploycheck
+
+    if superlink and (address or root_certificates or insecure):
+        raise BadRequest("--superlink names a connection; --address, --root-certificates, --insecure stand for one")
+    if insecure and root_certificates:
+        raise BadRequest("--insecure and --root-certificates clash: plain HTTP has no certificates")
+    found = deploycheck.check(
+        superlink=superlink, address=address, root_certificates=root_certificates, insecure=insecure,
+        node_config=node_config, key=key, certificate=certificate, values=collect({}, sets),
+    )  # fmt: skip
+    failed = any(f.state == deploycheck.FAIL for f in found)
+    if not sys.stdout.isatty():
+        for f in found:
+            sys.stdout.write("\t".join([f.state, f.name, f.found, f.remedy]).rstrip() + "\n")
+        raise typer.Exit(int(failed))
+    table = Table(title="fedapp deploy check")
+    for name in ("", "what", "found", "what to do"):
+        table.add_column(name, overflow="fold")
+    colours = {"ok": "green", "warn": "yellow", "fail": "red"}
+    for f in found:
+        table.add_row(f"[{colours[f.state]}]{f.state}[/]", *(escape(text) for text in (f.name, f.found, f.remedy)))
+    Console().print(table)
+    raise typer.Exit(int(failed))
 
 
 if __name__ == "__main__":
