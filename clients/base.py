@@ -160,6 +160,10 @@ class FedClient(NumPyClient):
         """Return further arrays for the reply, named as the method's `extra_up` declares."""
         return {}
 
+    def reference(self, payload: Payload) -> Arrays:
+        """Return what a bound on updates measures the reply against: the model arrays as received, by their names."""
+        return payload.all()
+
     def reply_metrics(self) -> dict[str, Any]:
         """Return further numbers for the reply."""
         return {}

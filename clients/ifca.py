@@ -83,6 +83,11 @@ class IFCAClient(FedClient):
             self.choice = choose(losses)
             selection.merge(self.model, models[self.choice])
 
+    def reference(self, payload: Payload) -> Arrays:
+        """Return the model that was chosen."""
+        plain, models = split_payload(payload.all())
+        return {**plain, **(models[self.choice] if models else {})}
+
     def reply_metrics(self) -> dict[str, Any]:
         """Return hat j."""
         return {"ifca-cluster": self.choice}

@@ -66,7 +66,7 @@ def handle(stage: str, message: Message, context: Context) -> Message:
             if control.get("deployed") and client.store is not None:
                 models.keep(client.store.folder / "personal.safetensors", client, config, round, payload.scalars)
             if config.clip_update:
-                arrays, norm = clip_update(arrays, payload.all(), config.clip_update)
+                arrays, norm = clip_update(arrays, client.reference(payload), config.clip_update)
                 metrics["update-clipped"] = int(norm > config.clip_update)
         elif stage == "evaluate":
             arrays, count = {}, client.task.num_samples

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import fedapp
 from clients.ifca import IFCAClient, IFCAHParams, choose, split_payload, wire_name
-from fedapp import selection
+from fedapp import checkpoint, selection
 from fedapp.data.transforms import normalise
 from fedapp.errors import BadRequest
 from fedapp.method import Payload
@@ -224,6 +224,20 @@ def test_a_run_with_part_of_the_clients_resumes_exactly(tmp_path, buffers: str) 
     columns = [c for c in whole.rounds.columns if not c.endswith("seconds")]
     pd.testing.assert_frame_equal(parts.rounds[columns], whole.rounds[columns], check_exact=True)
     assert parts.summary["clusters"] == whole.summary["clusters"]
+
+
+@pytest.mark.parametrize("trunk", ["clustered", "shared"])
+def test_a_bound_on_updates_holds_against_the_chosen_model(tmp_path, trunk: str) -> None:
+    """The payload has no arrays under plain names; the bound must see the model that the client started from."""
+    args = f"trunk={trunk}"
+    fedapp.run(
+        method="ifca", method_args=args, clients=3, rounds=1, dataset="digits", out=tmp_path / "run", clip_update=0.01
+    )
+    _, state, _ = checkpoint.latest(tmp_path / "run" / "checkpoint") or (0, {}, {})
+    strategy = strategy_of(trunk=trunk)
+    start = strategy.init(digits_context(METHOD, strategy.hparams, digit_tasks(1)))
+    lengths = [np.linalg.norm(flat(state["clusters"][c]) - flat(start["clusters"][c])) for c in range(2)]
+    assert 0 < max(lengths) < 0.0101
 
 
 def test_what_is_shared_covers_the_model_so_no_state_is_read(tmp_path) -> None:
