@@ -1,0 +1,145 @@
+"""FedFomo, local step. Zhang, Sapra, Fidler, Yeung, Alvarez, Personalized Federated Learning with First Order Model
+Optimization, ICLR 2021.
+
+| symbol (paper)          | here                                                            |
+|-------------------------|-----------------------------------------------------------------|
+| theta_i^(l-1)           | the client's model as it was left, `own` in `receive`           |
+| theta_n                 | arrays `fomo/<slot>/<name>` of the payload                      |
+| L_i                     | mean cross-entropy on `self.x_validation`, never trained on     |
+| w_n (Eq. 4)             | `self.values[slot]`                                             |
+
+Eqs. 3 to 5:  v_n = (L_i(theta_i) - L_i(theta_n)) / (||theta_n - theta_i|| + 1e-5),  v+ = max(v, 0),
+theta_i <- theta_i + sum_n (v+_n / sum v+) (theta_n - theta_i)  unless all v+ are 0;  then local training.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+
+from clients.base import FedClient, Task
+from fedapp import sampling, selection
+from fedapp.core.pairwise import combine
+from fedapp.method import Array, Arrays, BaseHParams, Method, Payload
+from fedapp.state import ClientStore
+
+PREFIX = "fomo/"
+EPSILON = 1e-5
+"""Added to a distance, so that a model equal to one's own is worth 0 and not 0 / 0."""
+
+
+class FedFomoHParams(BaseHParams):
+    """Hyperparameters of FedFomo."""
+
+    models: int = Field(5, ge=0, description="other clients' models M sent to a client (paper: 5); 0 = none, a control")
+    validation: float = Field(
+        0.2, gt=0, lt=1, description="share of the local training split held out to compare models (paper: 0.2)"
+    )
+    epsilon: float = Field(
+        0.3,
+        ge=0,
+        le=1,
+        description="chance that a slot goes to a random client instead of the most useful (paper: 0.3)",
+    )
+    decay: float = Field(0.95, gt=0, le=1, description="factor on epsilon after each round (paper: decaying)")
+
+
+def wire_name(slot: int, name: str) -> str:
+    """Name of another client's array in a payload."""
+    return f"{PREFIX}{slot}/{name}"
+
+
+def split_payload(arrays: Mapping[str, Array]) -> tuple[Arrays, list[Arrays]]:
+    """Split a payload into the arrays under plain model names and other clients' models, in the order of slots."""
+    plain: Arrays = {}
+    models: dict[int, Arrays] = {}
+    for name, array in arrays.items():
+        if name.startswith(PREFIX):
+            _, slot, inner = name.split("/", 2)
+            models.setdefault(int(slot), {})[inner] = array
+        else:
+            plain[name] = array
+    return plain, [models[s] for s in sorted(models)]
+
+
+def value(loss: float, other_loss: float, distance: float) -> float:
+    """Return v_n: how much lower the loss is there, per unit of distance; 0 where a loss is not finite."""
+    v = (loss - other_loss) / (distance + EPSILON)
+    return v if math.isfinite(v) else 0.0
+
+
+def mix_weights(values: Sequence[float]) -> NDArray[np.float64]:
+    """Return the weights of (own model, other models): shares of the positive values, or all for the own model."""
+    positive = np.maximum(np.asarray(values, dtype=np.float64), 0.0)
+    total = positive.sum()
+    if total == 0.0:
+        return np.concatenate([[1.0], positive])
+    return np.concatenate([[0.0], positive / total])
+
+
+def held_out(n: int, share: float, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw which of n samples train and which validate, both in ascending order.
+
+    At least one sample validates and one trains; a single sample trains.
+    """
+    count = min(n - 1, max(1, round(share * n)))
+    order = torch.randperm(n, generator=generator)
+    return order[count:].sort().values, order[:count].sort().values
+
+
+class FedFomoClient(FedClient):
+    """Moves towards the models that do better on its validation split, then trains on the rest."""
+
+    values: tuple[float, ...] = ()
+    mixed: Arrays
+
+    def __init__(self, task: Task, method: Method, hparams: Any, store: ClientStore | None = None) -> None:
+        generator = sampling.torch_generator(task.seed, "fomo-validation", task.client)
+        train, validation = held_out(task.num_samples, hparams.validation, generator)
+        train, validation = train.to(task.y_train.device), validation.to(task.y_train.device)
+        self.x_validation, self.y_validation = task.x_train[validation], task.y_train[validation]
+        kept = dataclasses.replace(task, x_train=task.x_train[train], y_train=task.y_train[train])
+        super().__init__(kept, method, hparams, store)
+
+    def receive(self, payload: Payload) -> None:
+        """Weigh the other clients' models on the validation split and move towards the useful ones."""
+        plain, models = split_payload(payload.all())
+        super().receive(Payload(arrays=plain, scalars=payload.scalars))
+        self.values = ()
+        if not models:
+            return
+        own = selection.extract(self.model, models[0])
+        trained = [name for name, _ in self.model.named_parameters() if name in own]
+        loss = self.validation_loss()
+        values = []
+        for arrays in models:
+            selection.merge(self.model, arrays)
+            squares = (np.square(arrays[n] - own[n], dtype=np.float64).sum() for n in trained)
+            values.append(value(loss, self.validation_loss(), math.sqrt(sum(squares))))
+        self.values = tuple(values)
+        (mixed,) = combine(mix_weights(values)[None], [own, *models])
+        selection.merge(self.model, mixed)
+
+    def before_training(self, payload: Payload) -> None:
+        """Keep the mixed model, from which training starts."""
+        self.mixed = selection.extract(self.model, self.up_names())
+
+    def reference(self, payload: Payload) -> Arrays:
+        """Return the mixed model: the payload may hold no model of this client's own."""
+        return self.mixed
+
+    def validation_loss(self) -> float:
+        """Mean cross-entropy of the present model on the validation split, in evaluation mode without gradients."""
+        return self.score(self.x_validation, self.y_validation).loss
+
+    def reply_metrics(self) -> dict[str, Any]:
+        """Return v_n for each slot, zeros for slots that were empty."""
+        empty = self.hparams.models - len(self.values)
+        return {"fomo-weights": [*self.values, *[0.0] * empty]} if self.hparams.models else {}

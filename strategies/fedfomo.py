@@ -1,0 +1,94 @@
+"""FedFomo. Zhang, Sapra, Fidler, Yeung, Alvarez, Personalized Federated Learning with First Order Model Optimization,
+ICLR 2021.
+
+Symbols    theta_n -> state["models"][n]     P -> state["P"], rows and columns in the order of state["ids"]
+           w_{i,n} -> reply.metrics["fomo-weights"], by slot     M -> hparams.models     epsilon -> hparams.epsilon
+Algorithm, server:  P_i += w_i;  send client i the models of the M clients n with the largest P_{i,n}; with probability
+epsilon a slot goes to a random one of the others instead.
+
+P starts at zero and its diagonal is not used: a client has its own model. What sat in which slot is a function of
+(state, round, client), so `aggregate` finds it again without any memory beside the state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+from clients.fedfomo import FedFomoClient, FedFomoHParams, wire_name
+from fedapp.method import ALL, Arrays, Method, Payload, Reply, ServerContext, ServerState
+from strategies.base import FedStrategy
+
+
+class FedFomo(FedStrategy):
+    """Keeps every client's last model and passes on those that were of use to the receiver."""
+
+    def init(self, context: ServerContext) -> ServerState:
+        """Return the common initial model, no client's model, and P = 0."""
+        self.context = context
+        ids = np.array(context.ids(), dtype=np.int64)
+        return {"initial": dict(context.initial), "models": {}, "ids": ids, "P": np.zeros((len(ids), len(ids)))}
+
+    def slots(self, state: ServerState, round: int, client: int) -> list[int]:
+        """Return whose models `client` gets in `round`, by slot: at most M clients, all different, never itself."""
+        others = [n for n in sorted(state["models"]) if n != client]
+        rng = self.context.rng("fomo", round, client)
+        rng.shuffle(others)  # equal values are met in random order
+        row = {int(n): float(p) for n, p in zip(state["ids"], self._row(state, client))}
+        ranked = sorted(others, key=lambda n: -row.get(n, 0.0))
+        epsilon = self.hparams.epsilon * self.hparams.decay ** (round - 1)
+        chosen: list[int] = []
+        while ranked and len(chosen) < self.hparams.models:
+            explore = rng.random() < epsilon
+            chosen.append(ranked.pop(int(rng.integers(len(ranked))) if explore else 0))
+        return chosen
+
+    def send(self, state: ServerState, round: int, client: int) -> Payload:
+        """Return the models of the chosen clients, and to a client that never took part the initial model."""
+        common: Arrays = {} if client in state["models"] else dict(state["initial"])
+        for slot, other in enumerate(self.slots(state, round, client)):
+            common.update({wire_name(slot, n): a for n, a in state["models"][other].items()})
+        return Payload(common=common)
+
+    def check(self, reply: Reply) -> str | None:
+        """Refuse weights that are not M finite numbers."""
+        values = reply.metrics.get("fomo-weights", [])
+        if not isinstance(values, list) or len(values) != self.hparams.models:
+            return f"fomo-weights must be a list of {self.hparams.models} numbers, got {values!r}"
+        if not all(math.isfinite(v) for v in values):
+            return "fomo-weights contains NaN or infinity"
+        return None
+
+    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+        """Keep the participants' models and add their weights, negative ones too, to P."""
+        models, ids, table = dict(state["models"]), state["ids"], state["P"].copy()
+        for reply in replies:
+            if reply.client not in ids:
+                place = int(np.searchsorted(ids, reply.client))
+                ids = np.insert(ids, place, reply.client)
+                table = np.insert(np.insert(table, place, 0.0, axis=0), place, 0.0, axis=1)
+            row = int(np.searchsorted(ids, reply.client))
+            for other, weight in zip(self.slots(state, round, reply.client), reply.metrics.get("fomo-weights", [])):
+                table[row, np.searchsorted(ids, other)] += weight
+            models[reply.client] = {n: reply.arrays[n] for n in state["initial"]}
+        return {**state, "models": models, "ids": ids, "P": table}
+
+    @staticmethod
+    def _row(state: ServerState, client: int) -> list[float]:
+        """Return P_i, zeros for a client that is not in the table yet."""
+        found = np.flatnonzero(state["ids"] == client)
+        return list(state["P"][found[0]]) if len(found) else [0.0] * len(state["ids"])
+
+
+METHOD = Method(
+    id="fedfomo",
+    title="FedFomo",
+    paper="Zhang et al., ICLR 2021",
+    strategy=FedFomo,
+    client=FedFomoClient,
+    hparams=FedFomoHParams,
+    shared=ALL,
+    travels="M other clients' whole models down, the whole model and M numbers up",
+)

@@ -1,0 +1,416 @@
+"""FedFomo: weights by validation, exploration, and what each client is sent."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch.nn import functional as F
+
+import fedapp
+from clients.fedfomo import (
+    FedFomoClient,
+    FedFomoHParams,
+    held_out,
+    mix_weights,
+    split_payload,
+    value,
+    wire_name,
+)
+from fedapp import checkpoint, selection
+from fedapp.data.transforms import normalise
+from fedapp.method import Arrays, Payload, ServerState
+from fedapp.state import ClientStore
+from strategies import fedavg
+from strategies.fedfomo import METHOD, FedFomo
+from tests.clustering import (
+    DIGITS_BYTES,
+    context,
+    digit_tasks,
+    digits_context,
+    equal,
+    federate,
+    flat,
+    point,
+    reply,
+)
+
+
+def hparams_of(**values: Any) -> FedFomoHParams:
+    return FedFomoHParams.model_validate(values)
+
+
+def strategy_of(**values: Any) -> FedFomo:
+    return FedFomo(METHOD, hparams_of(**values))
+
+
+def test_worked_numbers() -> None:
+    previous = np.array([1.0, 1.0])
+    others = np.array([[1.2, 0.8], [0.6, 1.4], [1.5, 1.5]])
+    values = [value(1.0, loss, float(np.linalg.norm(w - previous))) for loss, w in zip((0.9, 1.2, 0.7), others)]
+    np.testing.assert_allclose(values, [0.353541, -0.353547, 0.424258], atol=1e-6)
+    weights = mix_weights(values)
+    np.testing.assert_allclose(weights, [0.0, 0.454540, 0.0, 0.545460], atol=1e-6)
+    np.testing.assert_allclose(weights @ np.vstack([previous, others]), [1.363638, 1.181822], atol=1e-6)
+
+
+def test_weights_are_those_of_the_update_rule_and_convex() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(30):
+        values = rng.standard_normal(int(rng.integers(1, 7)))
+        models = rng.standard_normal((len(values) + 1, 4))
+        positive = [max(float(v), 0.0) for v in values]
+        expected = models[0].copy()
+        if sum(positive) > 0:
+            for v, w in zip(positive, models[1:]):
+                expected += v / sum(positive) * (w - models[0])
+        weights = mix_weights(list(values))
+        np.testing.assert_allclose(weights @ models, expected, rtol=1e-9, atol=1e-12)
+        assert (weights >= 0).all() and weights.sum() == pytest.approx(1.0)
+
+
+def test_a_value_is_zero_for_an_equal_model_and_where_a_loss_is_not_finite() -> None:
+    assert value(1.0, 1.0, 0.0) == 0.0
+    assert value(1.0, 0.5, 0.0) == pytest.approx(0.5e5)
+    for loss, other in ((math.inf, 1.0), (1.0, math.nan), (math.inf, math.inf)):
+        assert value(loss, other, 1.0) == 0.0
+
+
+# ---- the validation split -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("n", "expected"), [(1, 0), (2, 1), (3, 1), (10, 2), (13, 3), (100, 20)])
+def test_sizes_of_the_validation_split(n: int, expected: int) -> None:
+    train, validation = held_out(n, 0.2, torch.Generator().manual_seed(0))
+    assert len(validation) == expected
+    assert sorted([*train.tolist(), *validation.tolist()]) == list(range(n))
+    assert len(held_out(n, 0.99, torch.Generator().manual_seed(0))[0]) >= 1
+
+
+def test_validation_images_are_never_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, other = digit_tasks(2)
+    client = FedFomoClient(task, METHOD, hparams_of())
+    trained: set[bytes] = set()
+    original = FedFomoClient.step_loss
+
+    def step_loss(self: FedFomoClient, batch: Any) -> torch.Tensor:
+        trained.update(self.task.x_train[i].numpy().tobytes() for i in batch.index)
+        return original(self, batch)
+
+    monkeypatch.setattr(FedFomoClient, "step_loss", step_loss)
+    _, n, _ = client.train_round(Payload(), 1)
+    validation = {x.numpy().tobytes() for x in client.x_validation}
+    everything = {x.numpy().tobytes() for x in task.x_train}
+    assert len(everything) == 40 and len(validation) == 8
+    assert trained == everything - validation
+    assert n == 32 and client.hello()[0] == {"num-examples": 32}, "the weight is what was trained on"
+    again = FedFomoClient(task, METHOD, hparams_of())
+    assert torch.equal(again.x_validation, client.x_validation), "the same split in every round"
+    moved = FedFomoClient(replace(task, client=1), METHOD, hparams_of())
+    assert not torch.equal(moved.x_validation, client.x_validation)
+    assert len(other.x_train) == len(task.x_train) == 40, "the task itself is left alone"
+
+
+# ---- what a client does with other models ---------------------------------------------------------------------------
+
+
+def models_from(count: int, seed: int = 0, scale: float = 0.05) -> tuple[Arrays, list[Arrays]]:
+    """The initial model, and models near it."""
+    initial = digits_context(METHOD, hparams_of(), digit_tasks(1)).initial
+    rng = np.random.default_rng(seed)
+    return initial, [
+        {n: a + (scale * rng.standard_normal(a.shape)).astype(np.float32) for n, a in initial.items()}
+        for _ in range(count)
+    ]
+
+
+def slots_payload(models: list[Arrays], plain: Arrays | None = None) -> Payload:
+    arrays = {wire_name(s, n): a for s, model in enumerate(models) for n, a in model.items()}
+    return Payload(arrays={**(plain or {}), **arrays})
+
+
+def test_receiving_equals_a_slow_computation() -> None:
+    (task,) = digit_tasks(1)
+    initial, others = models_from(4)
+    client = FedFomoClient(task, METHOD, hparams_of())
+    payload = slots_payload(others, initial)
+    client.restore(1, payload)
+    client.receive(payload)
+
+    def loss(arrays: Arrays) -> float:
+        model = FedFomoClient.build_model(task.spec(0), client.hparams).eval()
+        selection.merge(model, arrays)
+        with torch.no_grad():
+            logits = [model(normalise(x.permute(2, 0, 1)[None], task.inputs))[0] for x in client.x_validation]
+        return float(np.mean([float(F.cross_entropy(z, y)) for z, y in zip(logits, client.y_validation)]))
+
+    own = flat(initial)
+    values = [(loss(initial) - loss(w)) / (np.sqrt(((flat(w) - own) ** 2).sum()) + 1e-5) for w in others]
+    np.testing.assert_allclose(client.values, values, rtol=1e-3, atol=1e-7)
+    assert any(v > 0 for v in values) and any(v < 0 for v in values), "the case tells both signs apart"
+    total = sum(v for v in values if v > 0)
+    expected = own + sum(v / total * (flat(w) - own) for v, w in zip(values, others) if v > 0)
+    got = selection.extract(client.model, initial)
+    np.testing.assert_allclose(flat(got), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_models_that_do_not_help_change_nothing() -> None:
+    (task,) = digit_tasks(1)
+    client = FedFomoClient(task, METHOD, hparams_of(models=3))
+    initial, _ = models_from(0)
+    trained, _, _ = client.train_round(Payload(arrays=initial), 1)
+    bad = [{n: a + np.float32(10 * s) for n, a in trained.items()} for s in (1, -1)]
+    client = FedFomoClient(task, METHOD, hparams_of(models=3))
+    payload = slots_payload([*bad, trained], trained)
+    client.restore(2, payload)
+    client.receive(payload)
+    assert equal(selection.extract(client.model, trained), trained)
+    assert client.values[0] < 0 and client.values[1] < 0 and client.values[2] == 0
+    assert client.reply_metrics() == {"fomo-weights": list(client.values)}
+
+
+def test_empty_slots_are_reported_as_zeros() -> None:
+    (task,) = digit_tasks(1)
+    initial, others = models_from(2)
+    _, _, metrics = FedFomoClient(task, METHOD, hparams_of()).train_round(slots_payload(others, initial), 1)
+    assert len(metrics["fomo-weights"]) == 5 and metrics["fomo-weights"][2:] == [0.0, 0.0, 0.0]
+    _, _, metrics = FedFomoClient(task, METHOD, hparams_of(models=0)).train_round(Payload(arrays=initial), 1)
+    assert "fomo-weights" not in metrics
+
+
+def test_the_own_model_is_the_stored_one(tmp_path) -> None:
+    """From its second round on a client is not sent its own model: it has it."""
+    (task,) = digit_tasks(1)
+    store = ClientStore(tmp_path, "fedfomo", "ab")
+    initial, _ = models_from(0)
+    trained, _, _ = FedFomoClient(task, METHOD, hparams_of(), store).train_round(Payload(arrays=initial), 1)
+    still = replace(task, train=replace(task.train, lr=0.0))
+    arrays, _, _ = FedFomoClient(still, METHOD, hparams_of(), store).train_round(Payload(), 2)
+    assert equal(arrays, trained)
+    worse = {n: a + np.float32(10) for n, a in trained.items()}
+    arrays, _, metrics = FedFomoClient(still, METHOD, hparams_of(), store).train_round(slots_payload([worse]), 3)
+    assert equal(arrays, trained) and metrics["fomo-weights"][0] < 0
+
+
+def test_a_client_that_lost_its_state_goes_on_with_the_others_models() -> None:
+    (task,) = digit_tasks(1)
+    initial, _ = models_from(0)
+    good, _, _ = FedFomoClient(task, METHOD, hparams_of()).train_round(Payload(arrays=initial), 1)
+    client = FedFomoClient(task, METHOD, hparams_of())
+    client.restore(2, slots_payload([good]))
+    client.receive(slots_payload([good]))
+    assert equal(selection.extract(client.model, good), good)
+
+
+def test_a_client_with_one_sample_trains_and_takes_part() -> None:
+    (task,) = digit_tasks(1)
+    task = replace(task, x_train=task.x_train[:1], y_train=task.y_train[:1])
+    initial, others = models_from(2)
+    arrays, n, metrics = FedFomoClient(task, METHOD, hparams_of()).train_round(slots_payload(others, initial), 1)
+    assert n == 1 and metrics["fomo-weights"] == [0.0] * 5
+    assert all(np.isfinite(a).all() for a in arrays.values())
+
+
+def test_names_on_the_wire() -> None:
+    plain, models = split_payload({wire_name(10, "head.bias"): 10, wire_name(2, "head.bias"): 2, "features.0": 0})  # type: ignore[dict-item]
+    assert plain == {"features.0": 0} and models == [{"head.bias": 2}, {"head.bias": 10}]
+
+
+# ---- what the server sends ------------------------------------------------------------------------------------------
+
+
+def trained_state(strategy: FedFomo, clients: int, table: Any = None) -> ServerState:
+    """A state in which all clients took part; client c's model is the point (c, c)."""
+    state = strategy.init(context(point(9.0, 9.0), clients=clients))
+    zeros = [0.0] * strategy.hparams.models
+    replies = [reply(c, 10, point(c, c), fomo_weights=zeros) for c in range(clients)]
+    state = strategy.aggregate(state, 1, iter(replies))
+    return state if table is None else {**state, "P": np.asarray(table, dtype=np.float64)}
+
+
+def test_the_most_useful_models_are_sent_not_the_least() -> None:
+    strategy = strategy_of(models=2, epsilon=0.0)
+    table = [[0, -1, 3, 1, 2], [5, 0, -5, -6, -7], *np.zeros((3, 5))]
+    state = trained_state(strategy, 5, table)
+    assert strategy.slots(state, 2, 0) == [2, 4]
+    assert strategy.slots(state, 2, 1) == [0, 2]
+    _, models = split_payload(strategy.send(state, 2, 0).all())
+    assert [m["head.weight"].tolist() for m in models] == [[2, 2], [4, 4]]
+
+
+def test_exploration_reaches_everybody_and_fades() -> None:
+    table = np.zeros((6, 6))
+    table[0] = [0, 50, 40, 1, 1, 1]
+    for epsilon, decay, round, greedy in ((1.0, 1.0, 2, False), (1.0, 0.5, 60, True), (0.0, 1.0, 2, True)):
+        strategy = strategy_of(models=2, epsilon=epsilon, decay=decay)
+        seen: Counter[int] = Counter()
+        for seed in range(60):
+            ctx = context(point(9.0, 9.0), clients=6, seed=seed)
+            state = trained_state(strategy, 6, table)
+            strategy.context = ctx
+            seen.update(strategy.slots(state, round, 0))
+        assert (set(seen) == {1, 2}) is greedy
+        if not greedy:
+            assert set(seen) == {1, 2, 3, 4, 5} and max(seen.values()) < 3 * min(seen.values())
+
+
+def test_without_any_experience_choices_differ_between_clients_and_rounds_but_repeat() -> None:
+    strategy = strategy_of(models=2, epsilon=0.0)
+    state = trained_state(strategy, 12)
+    choices = [tuple(strategy.slots(state, r, c)) for r in range(2, 6) for c in range(12)]
+    assert len(set(choices)) > 20
+    assert choices == [tuple(strategy.slots(state, r, c)) for r in range(2, 6) for c in range(12)]
+    for c in range(12):
+        chosen = strategy.slots(state, 2, c)
+        assert c not in chosen and len(set(chosen)) == 2
+
+
+def test_weights_go_to_the_clients_that_sat_in_the_slots() -> None:
+    strategy = strategy_of(models=3)
+    state = trained_state(strategy, 6)
+    for round in (2, 3):
+        slots = {c: strategy.slots(state, round, c) for c in (1, 4)}
+        values = {1: [0.5, -2.0, 0.25], 4: [1.0, 2.0, -3.0]}
+        replies = [reply(c, 10, point(-c, -c), fomo_weights=values[c]) for c in (1, 4)]
+        after = strategy.aggregate(state, round, iter(replies))
+        expected = state["P"].copy()
+        for c, chosen in slots.items():
+            for other, v in zip(chosen, values[c]):
+                expected[c, other] += v
+        np.testing.assert_array_equal(after["P"], expected)
+        assert equal(after["models"][1], point(-1, -1)) and equal(after["models"][2], point(2, 2))
+        state = after
+    assert (state["P"] < 0).any(), "what hurt is remembered too"
+
+
+def test_the_first_round_sends_the_initial_model_alone_and_newcomers_get_it_beside_the_others() -> None:
+    strategy = strategy_of(models=2)
+    state = strategy.init(context(point(9.0, 9.0), clients=4))
+    assert equal(strategy.send(state, 1, 0).all(), point(9.0, 9.0))
+    zeros = [0.0, 0.0]
+    state = strategy.aggregate(state, 1, iter([reply(c, 5, point(c, c), fomo_weights=zeros) for c in (0, 2)]))
+    assert strategy.slots(state, 2, 0) == [2], "only clients that took part have a model to pass on"
+    plain, models = split_payload(strategy.send(state, 2, 3).all())
+    assert equal(plain, point(9.0, 9.0)) and len(models) == 2
+    plain, models = split_payload(strategy.send(state, 2, 2).all())
+    assert plain == {} and len(models) == 1
+
+
+def test_a_client_that_joins_later_is_added_to_the_table() -> None:
+    strategy = strategy_of(models=2)
+    state = trained_state(strategy, 3, np.arange(9).reshape(3, 3))
+    state["ids"] = np.array([0, 1, 5])
+    state["models"] = {0: point(0, 0), 1: point(1, 1), 5: point(5, 5)}
+    chosen = strategy.slots(state, 2, 3)
+    after = strategy.aggregate(state, 2, iter([reply(3, 5, point(3, 3), fomo_weights=[1.0, 2.0])]))
+    assert after["ids"].tolist() == [0, 1, 3, 5]
+    np.testing.assert_array_equal(after["P"][np.ix_([0, 1, 3], [0, 1, 3])], state["P"])
+    row = dict(zip(after["ids"].tolist(), after["P"][2]))
+    assert [row[c] for c in chosen] == [1.0, 2.0] and sum(row.values()) == 3.0
+    assert state["P"].shape == (3, 3), "the old state is left alone"
+
+
+@pytest.mark.parametrize("bad", [None, [1.0], [1.0, math.nan], [math.inf, 0.0], 3.0])
+def test_weights_that_are_not_m_numbers_are_refused(bad: Any) -> None:
+    metrics = {} if bad is None else {"fomo_weights": bad}
+    assert "fomo-weights" in str(strategy_of(models=2).check(reply(0, 1, point(1), **metrics)))
+    assert strategy_of(models=2).check(reply(0, 1, point(1), fomo_weights=[1.0, -1.0])) is None
+    assert strategy_of(models=0).check(reply(0, 1, point(1))) is None
+
+
+def test_the_state_survives_a_checkpoint(tmp_path) -> None:
+    strategy = strategy_of(models=2)
+    state = trained_state(strategy, 4, np.random.default_rng(0).standard_normal((4, 4)))
+    checkpoint.save(tmp_path, 1, state, {})
+    _, back, _ = checkpoint.latest(tmp_path) or (0, {}, {})
+    for c in range(5):
+        assert strategy.slots(back, 2, c) == strategy.slots(state, 2, c)
+        assert equal(strategy.send(back, 2, c).all(), strategy.send(state, 2, c).all())
+
+
+# ---- whole runs -----------------------------------------------------------------------------------------------------
+
+
+def test_clients_find_those_of_their_own_population(tmp_path) -> None:
+    """Labels of odd clients are shifted by 3: afterwards the most useful other client is one of the same kind."""
+    tasks = digit_tasks(6, relabel=lambda c, y: y if c % 2 == 0 else (y + 3) % 10, train=80)
+    stores = {t.client: ClientStore(tmp_path / str(t.client), "fedfomo", "ab") for t in tasks}
+    _, state, scores = federate(METHOD, hparams_of(), tasks, 8, stores=stores)
+    table = state["P"] - 1e9 * np.eye(6)
+    assert all(int(table[c].argmax()) % 2 == c % 2 for c in range(6))
+    _, _, single = federate(fedavg.METHOD, fedavg.METHOD.hparams(), tasks, 8)
+    assert min(scores.values()) > max(single.values())
+
+
+def columns(frame: pd.DataFrame) -> pd.DataFrame:
+    return frame[[c for c in frame.columns if not c.endswith("seconds")]]
+
+
+def test_bytes_of_the_extra_downloads(tmp_path) -> None:
+    """Round 1: the initial model; then the models of the other three clients, up to M."""
+    common = {"method": "fedfomo", "clients": 4, "rounds": 3, "dataset": "digits"}
+    for args, per_round in (("", [1, 3, 3]), ("models=2", [1, 2, 2]), ("models=0", [1, 0, 0])):
+        result = fedapp.run(method_args=args, out=tmp_path / f"run-{args}", **common)
+        assert result.rounds["bytes_down"].tolist() == [k * DIGITS_BYTES for k in per_round]
+        assert result.rounds["bytes_up"].tolist() == [DIGITS_BYTES] * 3
+        assert result.rounds[["received_accuracy", "trained_accuracy"]].notna().all(axis=None)
+
+
+def test_a_bound_on_updates_holds(tmp_path) -> None:
+    fedapp.run(method="fedfomo", clients=3, rounds=1, dataset="digits", out=tmp_path / "run", clip_update=0.01)
+    _, state, _ = checkpoint.latest(tmp_path / "run" / "checkpoint") or (0, {}, {})
+    lengths = [np.linalg.norm(flat(w) - flat(state["initial"])) for w in state["models"].values()]
+    assert len(lengths) == 3 and all(0 < length < 0.0101 for length in lengths)
+
+
+def test_a_bound_on_updates_is_measured_from_the_mixed_model() -> None:
+    """The payload holds other clients' models only, under other names."""
+    (task,) = digit_tasks(1)
+    client = FedFomoClient(task, METHOD, hparams_of())
+    initial, others = models_from(3)
+    payload = slots_payload(others, initial)
+    client.restore(1, payload)
+    client.receive(payload)
+    mixed = selection.extract(client.model, initial)
+    client.before_training(payload)
+    client.optimise(payload)
+    assert equal(client.reference(payload), mixed) and not equal(mixed, initial)
+    assert not equal(selection.extract(client.model, initial), mixed)
+
+
+def test_without_other_models_a_client_receives_what_it_left(tmp_path) -> None:
+    """The reduction to training alone: what is received is what was trained one round before."""
+    result = fedapp.run(
+        method="fedfomo", method_args="models=0", clients=4, rounds=3, dataset="digits", out=tmp_path / "alone"
+    )
+    for name in ("correct", "loss"):
+        received = result.clients.pivot(index="round", columns="client", values=f"received_{name}")
+        trained = result.clients.pivot(index="round", columns="client", values=f"trained_{name}")
+        np.testing.assert_array_equal(received.loc[[2, 3]], trained.loc[[1, 2]])
+    np.testing.assert_array_equal(result.final["received_accuracy"], result.final["trained_accuracy"])
+
+
+def test_round_one_does_not_depend_on_the_number_of_models(tmp_path) -> None:
+    common = {"method": "fedfomo", "clients": 3, "rounds": 1, "dataset": "digits"}
+    a = fedapp.run(method_args="models=0", out=tmp_path / "a", **common)
+    b = fedapp.run(method_args="models=5", out=tmp_path / "b", **common)
+    pd.testing.assert_frame_equal(columns(a.clients), columns(b.clients), check_exact=True)
+
+
+@pytest.mark.parametrize("buffers", ["global", "local"])
+def test_a_run_with_part_of_the_clients_resumes_exactly(tmp_path, buffers: str) -> None:
+    common = {
+        "method": "fedfomo", "method_args": "models=2", "clients": 5, "dataset": "digits", "fraction_train": 0.6,
+        "buffers": buffers,
+    }  # fmt: skip
+    whole = fedapp.run(rounds=4, out=tmp_path / "whole", **common)
+    fedapp.run(rounds=2, out=tmp_path / "parts", **common)
+    parts = fedapp.run(resume=tmp_path / "parts", rounds=4)
+    pd.testing.assert_frame_equal(columns(parts.clients), columns(whole.clients), check_exact=True)
+    pd.testing.assert_frame_equal(columns(parts.final), columns(whole.final), check_exact=True)
