@@ -23,6 +23,14 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 Engine = Literal["ray", "local", "deploy"]
+File = Annotated[
+    Path | None,
+    typer.Argument(help="TOML file of run-config keys, or a shipped recipe (fedapp recipes)", metavar="[FILE.toml]"),
+]
+Scale = Annotated[
+    float | None,
+    typer.Option(help="shrink FILE's rounds and data by this factor (0 to 1), and large models to light ones"),
+]
 Set = Annotated[
     list[str] | None, typer.Option("--set", help="any run-config key, as key=value; repeatable", metavar="KEY=VALUE")
 ]
@@ -43,8 +51,10 @@ def main() -> None:
         raise SystemExit(1) from None
 
 
-def collect(options: dict[str, Any], sets: list[str] | None, file: Path | None = None) -> dict[str, Any]:
-    """Join a file's keys, options and `--set` values; the command line goes before the file.
+def collect(
+    options: dict[str, Any], sets: list[str] | None, file: Path | None = None, scale: float | None = None
+) -> dict[str, Any]:
+    """Join a file's keys, options and `--set` values; the command line goes before the file and is not scaled.
 
     Raises
     ------
@@ -68,12 +78,21 @@ def collect(options: dict[str, Any], sets: list[str] | None, file: Path | None =
             raise BadRequest(f"--set {item}: write --set key=value")
         put(key.strip(), config.parse_value(key.strip(), text.strip()), f"--set {item}")
     values = config.read_toml(file) if file is not None else {}
-    return {**values, **{k: v for k, (v, _) in given.items()}}
+    chosen = {k: v for k, (v, _) in given.items()}
+    if scale is not None:
+        from fedapp import recipes
+
+        shrunk, told = recipes.scaled(
+            {**values, **({"dataset": chosen["dataset"]} if "dataset" in chosen else {})}, scale
+        )
+        typer.echo(told, err=True)
+        values = shrunk
+    return {**values, **chosen}
 
 
 @app.command()
 def run(
-    file: Annotated[Path | None, typer.Argument(help="TOML file of run-config keys", metavar="[FILE.toml]")] = None,
+    file: File = None,
     method: Annotated[str | None, typer.Option(help="id of the method (fedapp methods)")] = None,
     dataset: Annotated[str | None, typer.Option(help="data set")] = None,
     clients: Annotated[int | None, typer.Option(help="number of clients (default 10)")] = None,
@@ -86,20 +105,24 @@ def run(
     out: Annotated[Path | None, typer.Option(help="run directory (default ./runs/...)")] = None,
     resume: Annotated[Path | None, typer.Option(help="continue the run in this directory")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show configuration and traffic, train nothing")] = False,
+    scale: Scale = None,
     sets: Set = None,
 ) -> None:
     """Run one federation and write a run directory.
 
     Exit codes: 0 every round had enough good replies; 1 the run did not end well; 2 bad request; 130 interrupted.
     """
-    from fedapp import runner
+    from fedapp import recipes, runner
 
     if engine != "deploy" and superlink is not None:
         raise BadRequest("--superlink goes with --engine deploy")
     options = {
         "method": method, "dataset": dataset, "clients": clients, "num-server-rounds": rounds, "seed": seed,
     }  # fmt: skip
-    values = collect(options, sets, file)
+    file = recipes.find(file) if file is not None else None
+    if resume is not None and scale is not None:
+        raise BadRequest("--resume takes everything but --rounds from the run; leave out --scale")
+    values = collect(options, sets, file, scale)
     if resume is not None:
         values = runner.resume_values(resume, values, out, file)
         out = resume
@@ -170,31 +193,81 @@ def partition(
 
 @app.command()
 def compare(
-    file: Annotated[Path | None, typer.Argument(help="TOML file of run-config keys", metavar="[FILE.toml]")] = None,
-    methods: Annotated[str, typer.Option(help="ids with commas")] = "local,lgfedavg,fedclassavg",
+    file: File = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(help='ids with commas, each perhaps with its own values: "local,fedprox(mu=0.1 lr=0.01)"'),
+    ] = None,
     dataset: Annotated[str | None, typer.Option(help="data set")] = None,
+    datasets: Annotated[str, typer.Option(help="several data sets with commas")] = "",
+    partitions: Annotated[
+        str, typer.Option(help='several, with alpha or classes per client: "pathological:2,dirichlet:0.1"')
+    ] = "",
     clients: Annotated[int | None, typer.Option(help="number of clients (default 10)")] = None,
     rounds: Annotated[int | None, typer.Option(help="rounds in all")] = None,
     seed: Annotated[int | None, typer.Option(help="first seed")] = None,
     seeds: Annotated[int, typer.Option(help="number of seeds")] = 1,
+    reference: Annotated[str | None, typer.Option(help="method that the others are tested against (the first)")] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(help="accuracy, such as 0.9, to count rounds and bytes to (what the reference ends at)"),
+    ] = None,
     engine: Annotated[
         Literal["ray", "local"], typer.Option(help="local: this machine's processes; ray: flwr run")
     ] = "local",
+    workers: Annotated[int | None, typer.Option(help="processes at a time, local engine (a core each)")] = None,
     out: Annotated[Path | None, typer.Option(help="folder of the comparison (default ./runs/compare-...)")] = None,
+    scale: Scale = None,
     sets: Set = None,
 ) -> None:
-    """Run several methods on the same data, partition and sampled clients, and print one table; resumable."""
+    """Run several methods on the same data, partition and sampled clients, and compare them; resumable.
+
+    Without --methods: the rows that a recipe lists, else the file's method beside Standalone. Exit codes as fedapp run.
+    """
     import time
 
     from fedapp import compare as comparing
+    from fedapp import recipes
 
+    file = recipes.find(file) if file is not None else None
     options = {"dataset": dataset, "clients": clients, "num-server-rounds": rounds, "seed": seed}
-    values = collect(options, sets, file)
-    for key in ("method", "out", "resume"):
+    values = collect(options, sets, file, scale)
+    given = set(collect(options, sets))
+    lists = {"dataset": _names(datasets), "partition": _names(partitions)}
+    for key, several in lists.items():
+        if several and key in given:
+            raise BadRequest(f"{key} is given twice: --{key}s {','.join(several)}, and {key} = {values[key]!r}")
+    for key in ("out", "resume"):
         values.pop(key, None)
-    names = [m.strip() for m in methods.split(",") if m.strip()]
+    if methods is None:
+        methods = recipes.rows_of(file) or (f"local,{values['method']}" if "method" in values else "")
     folder = out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
-    raise typer.Exit(comparing.run(values, names, seeds, folder, engine))
+    code = comparing.run(
+        values,
+        methods or comparing.DEFAULT_METHODS,
+        seeds,
+        folder,
+        engine,
+        datasets=lists["dataset"],
+        partitions=lists["partition"],
+        reference=reference,
+        target=target,
+        workers=workers,
+    )
+    raise typer.Exit(code)
+
+
+def _names(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+@app.command(name="recipes")
+def list_recipes() -> None:
+    """List the shipped recipes: the settings of the papers' tables."""
+    from fedapp import recipes
+
+    for recipe in recipes.shipped().values():
+        typer.echo(f"{recipe.name}\t{recipe.title}")
 
 
 @app.command()
@@ -281,6 +354,25 @@ def deploy_check(
         table.add_row(f"[{colours[f.state]}]{f.state}[/]", *(escape(text) for text in (f.name, f.found, f.remedy)))
     Console().print(table)
     raise typer.Exit(int(failed))
+
+
+@app.command()
+def reproduce(
+    out: Annotated[Path, typer.Option(help="folder of the runs; finished ones are not run again")],
+    data_dir: Annotated[str, typer.Option(help="folder with mnist.npz, fashion_mnist.npz, cifar10.npz")] = "",
+    claims: Annotated[str, typer.Option(help="ids with commas; default all")] = "",
+    studies: Annotated[str, typer.Option(help="also run all variants of these studies")] = "",
+    minutes: Annotated[float, typer.Option(help="start no run after this many minutes; 0 = to the end")] = 0.0,
+    workers: Annotated[int | None, typer.Option(help="runs at a time (default: one a core)")] = None,
+    doc: Annotated[Path | None, typer.Option(help="Markdown file whose ledger is rewritten")] = None,
+) -> None:
+    """Run what the ledger of the papers' claims needs, decide each claim, print the table; resumable."""
+    from fedapp import reproduce as reproducing
+
+    def names(text: str) -> list[str]:
+        return [n.strip() for n in text.split(",") if n.strip()]
+
+    raise typer.Exit(reproducing.reproduce(out, data_dir, names(claims), names(studies), minutes, workers, doc))
 
 
 if __name__ == "__main__":

@@ -1,36 +1,217 @@
-"""Several methods on the same data, partition and sampled clients: run directories, one tidy table, one report.
+"""Methods x data sets x partitions x seeds: full run directories, tidy tables, one report; resumable.
 
-`DIR/runs/<method>-s<seed>/` are full run directories; finished ones are not run again, broken ones are continued from
-their last checkpoint. `DIR/results.csv` holds a row a run.
+| file               | content                                                                                  |
+|--------------------|------------------------------------------------------------------------------------------|
+| `runs/`            | a run directory for each `<method>-s<seed>`; with several data sets or partitions in a    |
+|                    | folder `<dataset>-<partition>`                                                           |
+| `results.csv`      | a row a run                                                                              |
+| `curves.csv`       | a row a run, round and protocol                                                          |
+| `significance.csv` | a row a measure and method, tested against the reference                                 |
+| `report.html`      | all of it on one page                                                                    |
+
+Finished runs are not run again, broken ones are continued from their last checkpoint.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import re
 import shutil
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-import numpy as np
-import pandas as pd
 import typer
+from filelock import FileLock, Timeout
 from rich.console import Console
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TextColumn
 
 from fedapp import config as configuration
 from fedapp import engine as engines
-from fedapp import launch, registry, runner, tasks
+from fedapp import launch, pool, registry, runner, tables, tasks
 from fedapp.config import RunConfig
 from fedapp.data.partitions import data_card
 from fedapp.errors import BadRequest
+from fedapp.models import head_width
+from fedapp.text import suggest
+
+OWN_SETTINGS = (
+    "lr", "optimizer", "momentum", "weight-decay", "clip", "augment", "local-epochs", "batch-size", "model",
+    "precision", "buffers", "wire-dtype",
+)  # fmt: skip
+"""Run-config keys that one method of a comparison may have for itself; all others are common to its runs."""
+DEFAULT_METHODS = "local,lgfedavg,fedclassavg"
+ALPHA_KINDS = ("dirichlet", "dirichlet-equal")
+CLASSES_KINDS = ("pathological", "classes", "shards")
+MAX_FOLDER = 80
+
+
+# ---- what is compared ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method with hyperparameters and settings of its own.
+
+    Attributes
+    ----------
+    label : as it was written, `fedavg` or `fedprox(mu=0.1)`; names it in tables and folders.
+    args : hyperparameters, name -> text.   settings : run-config keys of :data:`OWN_SETTINGS`, typed.
+    """
+
+    label: str
+    method: str
+    args: tuple[tuple[str, str], ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def folder(self) -> str:
+        """Beginning of its runs' folders."""
+        return re.sub(r"[^A-Za-z0-9._=+-]+", "-", self.label).strip("-")[:MAX_FOLDER]
+
+    @property
+    def title(self) -> str:
+        """Name in tables."""
+        inside = self.label[len(self.method) :]
+        return registry.get(self.method).title + (f" {inside}" if inside else "")
+
+
+def parse_variants(text: str) -> list[Variant]:
+    """Read `--methods`: ids with commas between them, each perhaps with `(name=value name=value)`.
+
+    A name in the brackets is a hyperparameter of the method; where the method has none of that name, it is one of the
+    run-config keys :data:`OWN_SETTINGS`. `config.lr` always means the key (CCVR has an `lr` of its own).
+
+    Raises
+    ------
+    BadRequest : no method, an unknown one, an unknown name, brackets that do not match, or the same entry twice.
+    """
+    variants: list[Variant] = []
+    for entry in _split(text):
+        found = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", entry, flags=re.S)
+        if found is None:
+            raise BadRequest(f"--methods: '{entry.strip()}' is neither an id nor id(name=value name=value)")
+        args, settings = _inside(found[1], (found[2] or "").split())
+        texts = [*(f"{k}={v}" for k, v in args), *(f"{k}={v}" for k, v in settings)]
+        variants.append(Variant(found[1] + (f"({' '.join(texts)})" if texts else ""), found[1], args, settings))
+    if not variants:
+        raise BadRequest("no method given: --methods local,fedavg,...")
+    folders = [v.folder for v in variants]
+    twice = sorted({v.label for v in variants if folders.count(v.folder) > 1})
+    if twice:
+        raise BadRequest(f"--methods names {', '.join(twice)} twice")
+    return variants
+
+
+def _split(text: str) -> list[str]:
+    """Split at commas that stand outside brackets."""
+    entries, depth = [""], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if depth not in (0, 1):
+            break
+        if letter == "," and not depth:
+            entries.append("")
+        else:
+            entries[-1] += letter
+    if depth:
+        raise BadRequest(f"--methods '{text}': the brackets do not match")
+    return [e for e in entries if e.strip()]
+
+
+def _inside(method_id: str, pairs: Sequence[str]) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, Any], ...]]:
+    """Tell hyperparameters from run-config keys."""
+    fields = registry.get(method_id).hparams.model_fields
+    args: dict[str, str] = {}
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        name, sep, value = pair.partition("=")
+        if not sep or not name or not value:
+            raise BadRequest(f"--methods: '{pair}' in {method_id}(...) is not name=value (a blank between two)")
+        field, key = name.replace("-", "_"), name.removeprefix("config.").replace("_", "-")
+        if name in args or key in settings:
+            raise BadRequest(f"--methods: {method_id}(...) names {name} twice")
+        if field in fields or (name.startswith("base.") and "base_args" in fields):
+            args[name if name.startswith("base.") else field] = value
+        elif key in OWN_SETTINGS:
+            settings[key] = configuration.parse_value(key, value)
+        elif key in configuration.KEYS:
+            raise BadRequest(
+                f"--methods: {key} is common to all runs of a comparison; give it with --set {key}={value}. "
+                f"A method may have its own {', '.join(OWN_SETTINGS)}"
+            )
+        else:
+            names = [*fields, *OWN_SETTINGS]
+            raise BadRequest(f"--methods: {method_id} has no '{name}'{suggest(name, names)}: {', '.join(names)}")
+    return tuple(args.items()), tuple(settings.items())
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A data set and how it is dealt: what the methods of one table share.
+
+    Attributes
+    ----------
+    values : run-config keys.   folder : of its runs where a comparison has several settings.
+    """
+
+    values: tuple[tuple[str, Any], ...]
+    folder: str
+
+
+def parse_partition(text: str) -> dict[str, Any]:
+    """Read an entry of `--partitions`: `KIND` or `KIND:NUMBER`, the number being alpha or the classes per client.
+
+    Raises
+    ------
+    BadRequest : unknown kind, a number that the kind does not take, or no number.
+    """
+    kind, sep, number = text.strip().partition(":")
+    if kind not in configuration.PARTITIONS:
+        raise BadRequest(
+            f"unknown partition '{kind}'{suggest(kind, configuration.PARTITIONS)}: "
+            f"choose from {', '.join(configuration.PARTITIONS)}"
+        )
+    if not sep:
+        return {"partition": kind}
+    if kind in ALPHA_KINDS:
+        return {"partition": kind, "alpha": configuration.parse_value("alpha", number)}
+    if kind in CLASSES_KINDS:
+        return {"partition": kind, "classes-per-client": configuration.parse_value("classes-per-client", number)}
+    raise BadRequest(f"--partitions {text}: {kind} takes no number")
+
+
+def settings_of(values: Mapping[str, Any], datasets: Sequence[str], partitions: Sequence[str]) -> list[Setting]:
+    """Return all pairs of data sets and partitions; those of `values` where none is named."""
+    settings = []
+    for dataset in datasets or [str(values.get("dataset", configuration.defaults()["dataset"]))]:
+        for text in partitions or [""]:
+            chosen = {"dataset": dataset, **(parse_partition(text) if text else {})}
+            flat = {**configuration.defaults(), **values, **chosen}
+            folder = f"{dataset}-{flat['partition']}"
+            if flat["partition"] in ALPHA_KINDS:
+                folder += f"-{flat['alpha']:g}"
+            elif flat["partition"] in CLASSES_KINDS:
+                folder += f"-{flat['classes-per-client']}"
+            settings.append(Setting(tuple(chosen.items()), folder))
+    folders = [s.folder for s in settings]
+    twice = sorted({f for f in folders if folders.count(f) > 1})
+    if twice:
+        raise BadRequest(f"{', '.join(twice)} is asked for twice in --datasets and --partitions")
+    return settings
 
 
 @dataclass(frozen=True)
 class Job:
     """One run of a comparison."""
 
-    method: str
+    variant: Variant
+    setting: str
     seed: int
     config: RunConfig
 
@@ -39,165 +220,373 @@ class Job:
         """The run directory."""
         return Path(self.config.out)
 
+    @property
+    def name(self) -> str:
+        """Short name in messages."""
+        return f"{self.setting} {self.variant.label} s{self.seed}".strip()
 
-def jobs_of(values: Mapping[str, Any], methods: Sequence[str], seeds: int, out: Path) -> list[Job]:
+
+def jobs_of(
+    values: Mapping[str, Any], variants: Sequence[Variant], settings: Sequence[Setting], seeds: int, out: Path
+) -> list[Job]:
     """Make the effective configuration of every run and check it before anything is trained.
+
+    `method-args` of the values are for the values' method (for all where they name none); brackets go before them.
+    If a method needs public data and no `public-data` is given, its share is held back from the clients of every
+    method, so that all train on the same images.
 
     Raises
     ------
-    BadRequest : an unknown method, none at all, or a configuration that one of the methods refuses.
+    BadRequest : a configuration that a method refuses (all that do are named), or data that cannot be dealt so.
     """
-    if not methods:
-        raise BadRequest("no method given: --methods local,fedavg,...")
     if seeds < 1:
         raise BadRequest(f"--seeds {seeds}: at least 1")
-    for method in methods:
-        registry.get(method)
-    if len(set(methods)) < len(methods):
-        raise BadRequest("a method is named twice in --methods")
-    first = int(values.get("seed", 0))
+    values = with_public_data(values, variants)
+    given = _pairs(str(values.get("method-args", "")))
+    refused: dict[str, None] = {}
     jobs = []
-    for seed in range(first, first + seeds):
-        for method in methods:
-            folder = out / "runs" / f"{method}-s{seed}"
-            config = engines.effective({**values, "method": method, "seed": seed}).replaced(out=str(folder))
-            tasks.check(config, config.clients)
-            jobs.append(Job(method, seed, config))
+    for setting in settings:
+        common = {**values, **dict(setting.values)}
+        for seed in range(int(values.get("seed", 0)), int(values.get("seed", 0)) + seeds):
+            for variant in variants:
+                args = {
+                    **(given if values.get("method", variant.method) == variant.method else {}),
+                    **dict(variant.args),
+                }
+                flat = {
+                    **common, **dict(variant.settings), "method": variant.method, "seed": seed,
+                    "method-args": " ".join(f"{k}={v}" for k, v in args.items()),
+                }  # fmt: skip
+                several = setting.folder if len(settings) > 1 else ""
+                folder = out / "runs" / several / f"{variant.folder}-s{seed}"
+                try:
+                    config = engines.effective(flat).replaced(out=str(folder))
+                    _check_widths(config)
+                    if not refused:
+                        tasks.check(config, config.clients)
+                except BadRequest as e:
+                    refused.setdefault(f"{variant.label}: {e}")
+                    continue
+                jobs.append(Job(variant, several, seed, config))
+    if refused:
+        raise BadRequest("\n".join(refused))
     return jobs
+
+
+def with_public_data(values: Mapping[str, Any], variants: Sequence[Variant]) -> dict[str, Any]:
+    """Return the values with a public share for all methods where one of them needs it and none is given."""
+    share = max((registry.get(v.method).public_share for v in variants), default=0.0)
+    return {**values, "public-data": str(share)} if share and not values.get("public-data") else dict(values)
+
+
+def _pairs(text: str) -> dict[str, str]:
+    return {p.partition("=")[0].replace("-", "_"): p.partition("=")[2] for p in text.split()}
+
+
+def _check_widths(config: RunConfig) -> None:
+    """Refuse architectures whose heads do not fit together, which the server would find out at the first hello."""
+    method, hparams = config.method_and_hparams()
+    widths = {head_width(name) for name in configuration.resolve(config).model_names}
+    if len(widths) > 1 and method.same_width and (method.shared_prefixes(hparams) or method.extra_up):
+        raise BadRequest(
+            f"the models of {config.model} have features of widths {sorted(widths)}, but heads or representations are "
+            "compared: take models of one family"
+        )
+
+
+# ---- what is there already -------------------------------------------------------------------------------------------
+
+OURS = ("checkpoint", "models", "state", "versions.json", "progress.jsonl", "superlink.log", "launch.log", ".lock")
+
+
+def standing(config: RunConfig) -> Literal["new", "done", "broken off", "nothing kept"]:
+    """Say how far the run in `config.out` is; touches nothing.
+
+    Raises
+    ------
+    BadRequest : the directory holds a run with another configuration, or something else.
+    """
+    out = Path(config.out)
+    saved = out / "config.toml"
+    if not saved.is_file():
+        strange = [p.name for p in out.iterdir() if p.name not in OURS] if out.is_dir() else []
+        if strange or (out.exists() and not out.is_dir()):
+            raise BadRequest(f"{out} holds no run, but {', '.join(strange) or 'is a file'}; give a new --out")
+        return "nothing kept" if out.is_dir() else "new"
+    there, wanted = configuration.from_flat(configuration.read_toml(saved)).to_flat(), config.to_flat()
+    differing = [f"{k} = {there[k]!r} there, {wanted[k]!r} now" for k in wanted if there[k] != wanted[k]]
+    if differing:
+        raise BadRequest(
+            f"{out} holds a run with another configuration ({'; '.join(differing)}): give a new --out, or its settings"
+        )
+    if engines.summary_of(out).get("ok"):
+        return "done"
+    return "broken off" if any((out / "checkpoint").glob("*.safetensors")) else "nothing kept"
 
 
 def pending_config(config: RunConfig) -> RunConfig | None:
     """Return what is still to run: None if the run is complete, a resuming configuration if it broke off.
 
+    What a run left that broke off before its first checkpoint is removed.
+
     Raises
     ------
-    BadRequest : the directory holds a run with another configuration.
+    BadRequest : the directory holds a run with another configuration, or something else.
     """
-    out = Path(config.out)
-    saved = out / "config.toml"
-    if not saved.is_file():
-        if out.is_dir():
-            shutil.rmtree(out)
-        return config
-    if configuration.from_flat(configuration.read_toml(saved)) != config:
-        raise BadRequest(f"{out} holds a run with another configuration; give a new --out")
-    if engines.summary_of(out).get("ok"):
-        return None
-    if any((out / "checkpoint").glob("*.safetensors")):
-        return config.replaced(resume=True)
-    shutil.rmtree(out)
-    return config
+    state = standing(config)
+    if state == "nothing kept":
+        shutil.rmtree(config.out)
+    return None if state == "done" else config.replaced(resume=state == "broken off")
+
+
+@contextlib.contextmanager
+def only_one(out: Path) -> Iterator[None]:
+    """Hold a comparison's folder: two processes in it would remove each other's unfinished runs.
+
+    Raises
+    ------
+    BadRequest : another process compares there, or the folder cannot be written.
+    """
+    try:
+        (out / "runs").mkdir(parents=True, exist_ok=True)
+        lock = FileLock(out / ".lock", timeout=0)
+        lock.acquire()
+    except Timeout:
+        raise BadRequest(f"another fedapp compare works in {out}: wait for it, or give another --out") from None
+    except OSError as e:
+        raise BadRequest(f"{out} cannot be written ({e.strerror}); give another folder with --out") from e
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+# ---- running ---------------------------------------------------------------------------------------------------------
+
+
+def rounds_done(out: Path) -> int:
+    """Return the number of the last round that a run told of in its `progress.jsonl`."""
+    path = out / "progress.jsonl"
+    try:
+        with path.open("rb") as f:
+            f.seek(max(0, path.stat().st_size - 65536))
+            lines = f.read().splitlines()
+    except OSError:
+        return 0
+    for line in reversed(lines):
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue  # a line that is being written, or that begins before what was read
+        if event.get("kind") == "round":
+            return int(event["round"])
+    return 0
+
+
+class Board:
+    """Shows on standard error how far many runs are: a bar with the time left, or lines where there is no terminal."""
+
+    EVERY_SECONDS = 60.0
+
+    def __init__(self, jobs: Sequence[tuple[Job, RunConfig]]) -> None:
+        self.jobs = [job for job, _ in jobs]
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.total = sum(j.config.num_server_rounds for j in self.jobs)
+        self.ended: dict[Path, float] = {}
+        self.before = {j.out: rounds_done(j.out) if c.resume else 0 for j, c in jobs}
+        self.started = self.told = time.monotonic()
+        self.stop = threading.Event()
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"))
+        self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
+        self.bar = self.progress.add_task("runs", total=max(1, self.total), text="")
+        self.watch = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Board:
+        self.progress.start()
+        self.watch.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop.set()
+        self.watch.join()
+        self._show()
+        self.progress.stop()
+
+    def done(self) -> int:
+        """Rounds done in all runs."""
+        return sum(
+            j.config.num_server_rounds if j.out in self.ended else max(self.before[j.out], rounds_done(j.out))
+            for j in self.jobs
+        )
+
+    def text(self, done: int) -> str:
+        """Say how many runs have ended, and what is left at the pace so far."""
+        fresh = done - sum(self.before.values())
+        text = f"{len(self.ended)} of {len(self.jobs)} runs, {done} of {self.total} rounds"
+        if fresh > 0 and done < self.total:
+            left = (time.monotonic() - self.started) / fresh * (self.total - done)
+            text += f", about {left:.0f} s left" if left < 120 else f", about {left / 60:.0f} min left"
+        return text
+
+    def _show(self) -> None:
+        done = self.done()
+        self.progress.update(self.bar, completed=done, text=self.text(done))
+
+    def _watch(self) -> None:
+        while not self.stop.wait(0.5):
+            if self.console.is_terminal:
+                self._show()
+            elif time.monotonic() - self.told > self.EVERY_SECONDS:
+                self.line(self.text(self.done()))
+
+    def line(self, text: str) -> None:
+        """Print a line above the bar."""
+        self.told = time.monotonic()
+        self.progress.console.print(text, markup=False)
+
+    def on_end(self, ended: pool.Ended) -> None:
+        """Tell of a run that ended."""
+        job = next(j for j in self.jobs if j.out == ended.out)
+        self.ended[ended.out] = time.monotonic()
+        if ended.error:
+            self.line(f"{job.name} did not end well: {ended.error}")
+        elif not self.console.is_terminal:
+            self.line(f"{job.name}: done; {self.text(self.done())}")
+
+
+def run_here(todo: Sequence[tuple[Job, RunConfig]], workers: int | None) -> dict[str, str]:
+    """Run on the local engine, a process a core; returns the errors by name of the run."""
+    threads = max(max(c.threads, c.server_threads) for _, c in todo)
+    count = workers or max(1, launch.usable_cores() // threads)
+    names = {job.out: job.name for job, _ in todo}
+    with Board(todo) as board:
+        try:
+            ended = pool.run_all([config for _, config in todo], count, board.on_end)
+        except BrokenProcessPool as e:
+            board.line(f"a process ended of itself ({e}): perhaps the memory was too small; --workers 1 takes less")
+            return {job.name: "the process ended" for job, _ in todo if job.out not in board.ended}
+    return {names[e.out]: e.error for e in ended if e.error}
+
+
+def run_on_ray(todo: Sequence[tuple[Job, RunConfig]], log: Path) -> dict[str, str]:
+    """Run one after the other through `flwr run` on one Ray; returns the errors by name of the run."""
+    failed = {}
+    resources = launch.choose_resources(todo[0][1].clients)
+    with launch.Session(log=log, ray_cpus=resources.total_cpus) as session:
+        for number, (job, config) in enumerate(todo, 1):
+            with runner.Follower(f"{job.name} ({number}/{len(todo)})") as follower:
+                try:
+                    if runner.run_in(session, config, resources, follower):
+                        failed[job.name] = "see above"
+                except BadRequest as e:
+                    follower.line(f"{job.name} did not end well: {e}")
+                    failed[job.name] = f"BadRequest: {e}"
+    return failed
+
+
+def run(
+    values: Mapping[str, Any],
+    methods: str,
+    seeds: int,
+    out: Path,
+    engine: str = "local",
+    *,
+    datasets: Sequence[str] = (),
+    partitions: Sequence[str] = (),
+    reference: str | None = None,
+    target: float | None = None,
+    workers: int | None = None,
+) -> int:
+    """Run a comparison, print its tables, write its files.
+
+    Parameters
+    ----------
+    values : flat run-config that all runs share.   methods : see :func:`parse_variants`.
+    seeds : number of seeds, from the values' seed on.
+    datasets, partitions : none = those of the values.   reference : label of the method that others are tested against.
+    target : accuracy in (0, 1) whose rounds and bytes are counted; None = what the reference ends at.
+    workers : processes at a time on the local engine.
+
+    Returns
+    -------
+    Exit code: 0; 1 if a run did not end well or the runs do not share partition and sampling; 2 if all were refused.
+    """
+    out = out.expanduser().absolute()
+    variants = parse_variants(methods)
+    first = parse_variants(reference)[0].label if reference else variants[0].label
+    if first not in [v.label for v in variants]:
+        raise BadRequest(f"--reference {reference}: not among {', '.join(v.label for v in variants)}")
+    if target is not None and not 0 < target < 1:
+        raise BadRequest(f"--target {target:g}: a share between 0 and 1, such as 0.9")
+    if workers is not None and (workers < 1 or engine != "local"):
+        raise BadRequest("--workers: at least 1, with --engine local")
+    settings = settings_of(values, datasets, partitions)
+    jobs = jobs_of(values, variants, settings, seeds, out)
+    for job in jobs:
+        standing(job.config)
+    with only_one(out):
+        for line in _beforehand(values, jobs):
+            typer.echo(line, err=True)
+        todo = [(job, config) for job in jobs if (config := pending_config(job.config)) is not None]
+        if len(todo) < len(jobs):
+            typer.echo(f"{len(jobs) - len(todo)} of {len(jobs)} runs are there already", err=True)
+        failed: dict[str, str] = {}
+        if todo:
+            failed = run_on_ray(todo, out / "superlink.log") if engine == "ray" else run_here(todo, workers)
+        finished = [job for job in jobs if engines.summary_of(job.out).get("ok")]
+        shared = tables.verify(finished)
+        tables.write(out, finished, first, target, [*differences(jobs), *shared.lines])
+    others = sorted(
+        str(p.parent.relative_to(out / "runs"))
+        for depth in (1, 2)
+        for p in (out / "runs").glob("*/" * depth + "config.toml")
+        if p.parent not in {j.out for j in jobs}
+    )
+    if others:
+        typer.echo(f"not in these tables, but in {out / 'runs'}: {', '.join(others)}", err=True)
+    typer.echo(f"results: {out}")
+    _report(out, finished)
+    if failed:
+        typer.echo(f"did not end well: {', '.join(failed)} (the same command again continues)", err=True)
+        refused = all(e.startswith("BadRequest") for e in failed.values()) and not finished
+        return 2 if refused else 1
+    return 0 if shared.ok else 1
+
+
+def _beforehand(values: Mapping[str, Any], jobs: Sequence[Job]) -> Iterator[str]:
+    """Say how data are dealt, and what was decided for all methods."""
+    told = set()
+    for job in jobs:
+        if job.setting not in told:
+            told.add(job.setting)
+            data = tasks.federated(job.config, job.config.clients)
+            yield data_card(data.dataset, data.partition).text()
+    public = jobs[0].config.public_data
+    if public and not values.get("public-data"):
+        yield f"public-data = {public} for all methods, since one of them needs public images"
+
+
+def _report(out: Path, finished: Sequence[Job]) -> None:
+    """Write `report.html`; a page that cannot be made does not undo the runs."""
+    if not finished:
+        return
+    try:
+        from fedapp import report
+
+        report.write(out)
+    except Exception as e:
+        typer.echo(f"no report.html: {type(e).__name__}: {e} (fedapp report {out} tries again)", err=True)
+    else:
+        typer.echo(f"report: {out / 'report.html'}")
 
 
 def differences(jobs: Sequence[Job]) -> list[str]:
     """Name the training settings in which methods differ, since `auto` is each method's own."""
-    first = {j.method: j.config.to_flat() for j in reversed(jobs)}
+    first = {j.variant.label: j.config.to_flat() for j in reversed(jobs)}
+    order = list(dict.fromkeys(j.variant.label for j in jobs))
     lines = []
-    for key in ("lr", "optimizer", "momentum", "weight-decay", "clip", "augment"):
-        values = {m: flat[key] for m, flat in first.items()}
+    for key in OWN_SETTINGS:
+        values = {m: first[m][key] for m in order}
         if len(set(values.values())) > 1:
-            lines.append(f"{key}: " + ", ".join(f"{m} {v}" for m, v in values.items()))
+            lines.append(f"settings differ, {key}: " + ", ".join(f"{m} {v}" for m, v in values.items()))
     return lines
-
-
-def run(values: Mapping[str, Any], methods: Sequence[str], seeds: int, out: Path, engine: str) -> int:
-    """Run a comparison and print its table; returns the exit code (1 if any run did not end well)."""
-    out = out.expanduser().absolute()
-    jobs = jobs_of(values, methods, seeds, out)
-    (out / "runs").mkdir(parents=True, exist_ok=True)
-    data = tasks.federated(jobs[0].config, jobs[0].config.clients)
-    typer.echo(data_card(data.dataset, data.partition).text(), err=True)
-    todo = [(job, config) for job in jobs if (config := pending_config(job.config)) is not None]
-    if len(todo) < len(jobs):
-        typer.echo(f"{len(jobs) - len(todo)} of {len(jobs)} runs are there already", err=True)
-    failed: list[str] = []
-    if engine == "ray" and todo:
-        resources = launch.choose_resources(jobs[0].config.clients)
-        with launch.Session(log=out / "superlink.log", ray_cpus=resources.total_cpus) as session:
-            for job, config in todo:
-                with runner.Follower(f"{job.method} s{job.seed}") as follower:
-                    if runner.run_in(session, config, resources, follower):
-                        failed.append(job.out.name)
-    else:
-        for job, config in todo:
-            with runner.Follower(f"{job.method} s{job.seed}") as follower:
-                if runner.local(config, follower):
-                    failed.append(job.out.name)
-    table = collect(jobs)
-    table.to_csv(out / "results.csv", index=False)
-    print_table(table, differences(jobs))
-    typer.echo(f"results: {out}")
-    if failed:
-        typer.echo(f"did not end well: {', '.join(failed)} (run the same command again to continue)", err=True)
-    return 1 if failed else 0
-
-
-def collect(jobs: Sequence[Job]) -> pd.DataFrame:
-    """Return a row a finished run: scores by protocol, traffic, time."""
-    rows = []
-    for job in jobs:
-        summary = engines.summary_of(job.out)
-        if not summary.get("ok"):
-            continue
-        row: dict[str, Any] = {
-            "method": job.method, "dataset": job.config.dataset, "partition": job.config.partition, "seed": job.seed,
-            "clients": summary["clients"], "rounds": summary["rounds"],
-        }  # fmt: skip
-        for protocol in configuration.PROTOCOLS:
-            scores = summary["accuracy"].get(protocol, {})
-            for name in ("last", "best", "last_std", "balanced"):
-                row[f"{protocol}_{name}"] = scores.get(name)
-        calibration = summary.get("calibration") or {}
-        row.update({f"calibration_{k}": calibration.get(k) for k in ("before", "after")})
-        row.update(bytes_up=summary["bytes_up"], bytes_down=summary["bytes_down"], dropped=summary["dropped"])
-        row.update(test_mean=summary["test_sizes"]["mean"], run_seconds=summary["seconds"])
-        rows.append(row)
-    return pd.DataFrame(rows)
-
-
-def spread(values: pd.Series) -> str:
-    """Format mean and spread over seeds (ddof 1) in percent."""
-    numbers = pd.to_numeric(values, errors="coerce").dropna()
-    if numbers.empty:
-        return "-"
-    text = f"{100 * numbers.mean():.1f}"
-    return f"{text} ± {100 * numbers.std(ddof=1):.1f}" if len(numbers) > 1 else text
-
-
-def print_table(table: pd.DataFrame, notes: Sequence[str]) -> None:
-    """Print local and balanced accuracy in both protocols, a row a method."""
-    if table.empty:
-        return
-    columns = {
-        "local received": "received_last", "local trained": "trained_last", "balanced received": "received_balanced",
-        "balanced trained": "trained_balanced", "global": "global_last",
-    }  # fmt: skip
-    seeds = table["seed"].nunique()
-    title = f"{table['dataset'].iloc[0]}, {table['partition'].iloc[0]}, {table['clients'].iloc[0]} clients, after "
-    title += f"{int(np.max(table['rounds']))} rounds, in %" + (f", mean ± std over {seeds} seeds" if seeds > 1 else "")
-    shown = Table(title=title)
-    shown.add_column("method")
-    for name in columns:
-        shown.add_column(name, justify="right")
-    shown.add_column("bytes up", justify="right")
-    for method in dict.fromkeys(table["method"]):
-        rows = table[table["method"] == method]
-        cells = [spread(rows[c]) for c in columns.values()]
-        shown.add_row(registry.get(method).title, *cells, f"{rows['bytes_up'].mean():,.0f}")
-    console = Console(highlight=False)
-    console.print(shown)
-    lines = [
-        "local: own test split, mean over clients; balanced: mean recall over all classes on all clients' test images.",
-        "received: as handed out, before local training; trained: after it. All methods share partition and sampling.",
-        f"test images per client: {table['test_mean'].mean():.0f} on average, so one image is "
-        f"{100 / max(1.0, float(table['test_mean'].mean())):.1f} points of one client's local score.",
-    ]
-    console.print("\n".join([*lines, *(f"settings differ, {n}" for n in notes)]))
-
-
-def read(out: Path) -> pd.DataFrame:
-    """Read a comparison's table back."""
-    path = out / "results.csv"
-    if not path.is_file():
-        raise BadRequest(f"{out} holds no comparison (no results.csv)")
-    return pd.read_csv(path)

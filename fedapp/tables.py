@@ -1,0 +1,435 @@
+"""From finished runs to tidy tables: results, curves, paired tests, and whether the runs may be compared at all.
+
+Spread over seeds has ddof 1 (a sample of seeds), spread over clients ddof 0 (all clients there are).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from scipy import stats
+
+from fedapp import config as configuration
+from fedapp import engine as engines
+from fedapp.errors import BadRequest
+
+if TYPE_CHECKING:
+    from fedapp.compare import Job
+
+PROTOCOLS = configuration.PROTOCOLS
+OWN = ("received", "trained")
+"""Protocols that every client has a score in."""
+MEASURES = ("received_accuracy", "trained_accuracy", "received_balanced", "trained_balanced")
+"""Columns of final.csv that methods are tested on."""
+NARROWEST = 150
+"""Columns of a table that goes to a file or a pipe."""
+
+
+# ---- reading runs ----------------------------------------------------------------------------------------------------
+
+
+def describe(job: Job) -> dict[str, Any]:
+    """Return the columns that say which run a row is of."""
+    c = job.config
+    return {
+        "method": job.variant.method, "variant": job.variant.label, "method_args": c.method_args, "dataset": c.dataset,
+        "partition": c.partition, "alpha": c.alpha if c.partition.startswith("dirichlet") else math.nan,
+        "classes_per_client": c.classes_per_client if c.partition in COUNTED else math.nan, "seed": job.seed,
+    }  # fmt: skip
+
+
+COUNTED = ("pathological", "classes", "shards")
+SETTING = ["dataset", "partition", "alpha", "classes_per_client"]
+
+
+def worst(accuracies: Sequence[float]) -> tuple[float, float]:
+    """Return the lowest accuracy, and the mean of the lowest tenth of the clients (at least one); NaN are skipped."""
+    values = np.sort([a for a in accuracies if not math.isnan(a)])
+    if not len(values):
+        return math.nan, math.nan
+    return float(values[0]), float(values[: math.ceil(len(values) / 10)].mean())
+
+
+def traffic(rounds: pd.DataFrame) -> NDArray[np.float64]:
+    """Return the bytes of arrays that all clients together moved in the rounds up to each one, both ways.
+
+    `bytes_up` of rounds.csv is a mean over the clients that answered, `bytes_down` over those that were messaged.
+    """
+    up = rounds["bytes_up"] * rounds["clients"]
+    down = rounds["bytes_down"] * (rounds["clients"] + rounds["dropped"])
+    return np.asarray((up + down).cumsum(), dtype=np.float64)
+
+
+def reached(rounds: pd.DataFrame, column: str, target: float) -> tuple[float, float]:
+    """Return the first round whose `column` is at least `target`, and all bytes up to it; NaN where there is none."""
+    if column not in rounds or math.isnan(target):
+        return math.nan, math.nan
+    hits = np.flatnonzero(rounds[column].to_numpy(dtype=float) >= target)
+    if not len(hits):
+        return math.nan, math.nan
+    return float(rounds["round"].iloc[hits[0]]), float(traffic(rounds)[hits[0]])
+
+
+def results(jobs: Sequence[Job], reference: str, target: float | None = None) -> pd.DataFrame:
+    """Return a row a finished run.
+
+    Parameters
+    ----------
+    reference : label of the method whose last accuracy, seed by seed, is the target where `target` is None.
+
+    Returns
+    -------
+    Columns of :func:`describe`, then `clients`, `rounds`, and by protocol `last`, `best`, `last_std`, `pooled`,
+    `balanced`, `worst` (client), `worst_decile`, `target`, `target_rounds`, `target_bytes`; then CCVR's calibration,
+    bytes per client and round, dropped replies, test images per client, why it stopped early, and seconds.
+    """
+    rows = []
+    for job in jobs:
+        summary = engines.summary_of(job.out)
+        if not summary.get("ok"):
+            continue
+        row: dict[str, Any] = {**describe(job), "clients": summary["clients"], "rounds": summary["rounds"]}
+        final = pd.read_csv(job.out / "final.csv")
+        for p in PROTOCOLS:
+            scores = summary["accuracy"].get(p, {})
+            row.update({f"{p}_{name}": scores.get(name) for name in ("last", "best", "last_std")})
+            row[f"{p}_pooled"] = summary.get("pooled", {}).get(p)
+            row[f"{p}_balanced"] = scores.get("balanced")
+            column = f"{p}_accuracy"
+            row[f"{p}_worst"], row[f"{p}_worst_decile"] = worst(list(final[column]) if column in final else [])
+            row.update({f"{p}_target": math.nan, f"{p}_target_rounds": math.nan, f"{p}_target_bytes": math.nan})
+        calibration = summary.get("calibration") or {}
+        row.update({f"calibration_{k}": calibration.get(k) for k in ("before", "after", "oracle")})
+        row.update(bytes_up=summary["bytes_up"], bytes_down=summary["bytes_down"], dropped=summary["dropped"])
+        row.update(test_mean=summary["test_sizes"]["mean"], stopped=summary.get("stopped") or "")
+        row.update(run_seconds=summary["seconds"], out=str(job.out))
+        rows.append(row)
+    table = pd.DataFrame(rows)
+    if table.empty:
+        return table
+    numbers = [str(c) for c in table.columns if str(c).startswith(tuple(f"{p}_" for p in (*PROTOCOLS, "calibration")))]
+    for name in numbers:
+        table[name] = pd.to_numeric(table[name])
+    for _, part in table.groupby([*SETTING, "seed"], dropna=False):
+        for p in PROTOCOLS:
+            goal = part.loc[part["variant"] == reference, f"{p}_last"].mean() if target is None else target
+            for index in part.index:
+                count, size = reached(
+                    pd.read_csv(Path(str(table.at[index, "out"])) / "rounds.csv"), f"{p}_accuracy", goal
+                )
+                table.loc[index, [f"{p}_target", f"{p}_target_rounds", f"{p}_target_bytes"]] = [goal, count, size]
+    return table.drop(columns="out")
+
+
+def curves(jobs: Sequence[Job]) -> pd.DataFrame:
+    """Return the learning curves, a row a run, round and protocol.
+
+    Returns
+    -------
+    Columns of :func:`describe`, `round`, `protocol`, `accuracy`, `std` and `pooled` (over clients), `balanced`, `loss`,
+    `train_loss`, `total_bytes` (all clients, both ways, up to this round).
+    """
+    parts = []
+    for job in jobs:
+        rounds = pd.read_csv(job.out / "rounds.csv")
+        bytes_so_far = traffic(rounds)
+        for p in PROTOCOLS:
+            if f"{p}_accuracy" not in rounds or rounds[f"{p}_accuracy"].isna().all():
+                continue
+            part = pd.DataFrame({"round": rounds["round"], "protocol": p, "accuracy": rounds[f"{p}_accuracy"]})
+            for name, column in (
+                ("std", f"{p}_accuracy_std"), ("pooled", f"{p}_accuracy_pooled"), ("balanced", f"{p}_balanced"),
+                ("loss", f"{p}_loss"), ("train_loss", "train_loss"),
+            ):  # fmt: skip
+                part[name] = rounds.get(column, math.nan)
+            part["total_bytes"] = bytes_so_far
+            for place, (name, value) in enumerate(describe(job).items()):
+                part.insert(place, name, value)
+            parts.append(part)
+    return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
+
+
+# ---- paired tests ----------------------------------------------------------------------------------------------------
+
+
+def signed_rank(differences: NDArray[np.float64]) -> float:
+    """Return the two-sided p of Wilcoxon's signed-rank test, with zeros ranked and then left out (Pratt).
+
+    1 where nothing differs. Differences are rounded to 12 digits: equal gaps between accuracies of few images must tie.
+    """
+    rounded = np.round(differences, 12)
+    if not np.any(rounded):
+        return 1.0
+    return float(stats.wilcoxon(rounded, zero_method="pratt").pvalue)
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """Return p values corrected for their number after Holm (1979): step down, monotone, at most 1."""
+    order = np.argsort(p, kind="stable")
+    corrected = np.empty(len(p))
+    highest = 0.0
+    for rank, index in enumerate(order):
+        highest = max(highest, min(1.0, (len(p) - rank) * p[index]))
+        corrected[index] = highest
+    return [float(v) for v in corrected]
+
+
+def significance(jobs: Sequence[Job], reference: str) -> pd.DataFrame:
+    """Test every method against the reference, paired by client and seed, on the final scores of all clients.
+
+    Returns
+    -------
+    A row a setting, measure and method: `pairs`, `seeds`, `mean_difference`, `std_over_seeds` (of the seeds' mean
+    differences, ddof 1), `p` (:func:`signed_rank` over all pairs), `p_holm` (corrected over the methods of a
+    setting and measure). Clients of one seed share a federation, so p speaks of these partitions; the spread over seeds
+    stands beside it.
+    """
+    finals = {(j.setting, j.variant.label, j.seed): pd.read_csv(j.out / "final.csv").set_index("client") for j in jobs}
+    rows: list[dict[str, Any]] = []
+    for setting in dict.fromkeys(j.setting for j in jobs):
+        members = [j for j in jobs if j.setting == setting]
+        about = {k: v for k, v in describe(members[0]).items() if k in SETTING}
+        for measure in MEASURES:
+            tested = []
+            for label in dict.fromkeys(j.variant.label for j in members):
+                by_seed = []
+                for seed in dict.fromkeys(j.seed for j in members):
+                    a, b = finals.get((setting, label, seed)), finals.get((setting, reference, seed))
+                    if label != reference and a is not None and b is not None and measure in a and measure in b:
+                        by_seed.append((a[measure] - b[measure]).dropna().to_numpy(dtype=np.float64))
+                by_seed = [d for d in by_seed if len(d)]
+                if not by_seed:
+                    continue
+                means = np.array([d.mean() for d in by_seed])
+                tested.append(
+                    {
+                        **about,
+                        "measure": measure,
+                        "variant": label,
+                        "reference": reference,
+                        "pairs": sum(map(len, by_seed)),
+                        "seeds": len(means),
+                        "mean_difference": float(means.mean()),
+                        "std_over_seeds": float(means.std(ddof=1)) if len(means) > 1 else math.nan,
+                        "p": signed_rank(np.concatenate(by_seed)),
+                    }
+                )
+            for row, corrected in zip(tested, holm([r["p"] for r in tested])):
+                rows.append({**row, "p_holm": corrected})
+    return pd.DataFrame(rows)
+
+
+# ---- may they be compared? -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Whether the runs of each seed share partition and sampled clients, in words."""
+
+    ok: bool
+    lines: tuple[str, ...]
+
+
+def participants(out: Path, rounds: set[int]) -> str:
+    """Return a hash of who took part in the named rounds, from clients.csv."""
+    table = pd.read_csv(out / "clients.csv", usecols=["round", "client"])
+    pairs = sorted((int(r), int(c)) for r, c in zip(table["round"], table["client"]) if int(r) in rounds)
+    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+
+
+def verify(jobs: Sequence[Job]) -> Shared:
+    """Compare the hashes of partitions and of sampled clients between the methods of each setting and seed.
+
+    Rounds that only some runs have (early stopping), and rounds in which a reply was dropped, are left out.
+    """
+    lines: list[str] = []
+    groups: dict[tuple[str, int], list[Job]] = {}
+    for job in jobs:
+        groups.setdefault((job.setting, job.seed), []).append(job)
+    for (setting, seed), members in groups.items():
+        where = f"{setting} seed {seed}".strip()
+        deals = {j.variant.label: json.loads((j.out / "data_card.json").read_text())["hash"] for j in members}
+        if len(set(deals.values())) > 1:
+            named = ", ".join(f"{m} {h[:12]}" for m, h in deals.items())
+            lines.append(f"NOT COMPARABLE, {where}: partitions differ ({named})")
+        tables = [pd.read_csv(j.out / "rounds.csv", usecols=["round", "dropped"]) for j in members]
+        common = set.intersection(*({int(r) for r in t.loc[t["dropped"] == 0, "round"]} for t in tables))
+        drawn = {j.variant.label: participants(j.out, common) for j in members}
+        if len(set(drawn.values())) > 1:
+            named = ", ".join(f"{m} {h[:12]}" for m, h in drawn.items())
+            lines.append(f"NOT COMPARABLE, {where}: sampled clients differ ({named})")
+    if lines or not groups:
+        return Shared(not lines, tuple(lines))
+    seeds, settings = len({s for _, s in groups}), len({s for s, _ in groups})
+    where = f"{seeds} seed{'s' if seeds > 1 else ''}" + (f", {settings} settings" if settings > 1 else "")
+    return Shared(
+        True, (f"checked by hash ({where}): all methods had the same images and the same clients each round",)
+    )
+
+
+# ---- showing ---------------------------------------------------------------------------------------------------------
+
+
+def spread(values: pd.Series, factor: float = 100.0, digits: int = 1) -> str:
+    """Format mean and spread over seeds (ddof 1), in percent by default; a dash without values."""
+    numbers = pd.to_numeric(values, errors="coerce").dropna()
+    if numbers.empty:
+        return "-"
+    text = f"{factor * numbers.mean():,.{digits}f}"
+    return f"{text} ± {factor * numbers.std(ddof=1):,.{digits}f}" if len(numbers) > 1 else text
+
+
+def until(values: pd.Series, factor: float = 1.0, digits: int = 0) -> str:
+    """Format rounds or bytes to a target: the mean over the seeds that reached it, and how many did if not all."""
+    numbers = pd.to_numeric(values, errors="coerce").dropna()
+    if numbers.empty:
+        return "never"
+    text = f"{factor * numbers.mean():,.{digits}f}"
+    return text if len(numbers) == len(values) else f"{text} ({len(numbers)}/{len(values)})"
+
+
+def probability(p: float) -> str:
+    """Format a p value."""
+    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
+
+
+def setting_title(part: pd.DataFrame) -> str:
+    """Name a setting: data set, partition, clients."""
+    first = part.iloc[0]
+    number = first["alpha"] if not math.isnan(first["alpha"]) else first["classes_per_client"]
+    kind = first["partition"] + ("" if math.isnan(number) else f" {number:g}")
+    return f"{first['dataset']}, {kind}, {first['clients']} clients"
+
+
+ACCURACY_COLUMNS: Mapping[str, str] = {
+    "local received": "received_last", "local trained": "trained_last", "best trained": "trained_best",
+    "balanced received": "received_balanced", "balanced trained": "trained_balanced", "global": "global_last",
+    "before": "calibration_before",
+}  # fmt: skip
+
+
+def print_tables(table: pd.DataFrame, tests: pd.DataFrame, titles: Mapping[str, str], notes: Sequence[str]) -> None:
+    """Print accuracy, spread over clients and cost, and differences to the reference; three tables a setting.
+
+    Parameters
+    ----------
+    titles : label -> name of the method.
+    """
+    if table.empty:
+        return
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=max(NARROWEST, console.width))
+    for _, part in table.groupby(SETTING, dropna=False, sort=False):
+        _print_setting(console, part, tests, titles)
+    size = float(table["test_mean"].mean())
+    lines = [
+        "local: own test split, mean over clients; balanced: mean recall over all classes on all clients' test images.",
+        "received: as handed out, before local training; trained: after it. Last round unless it says best.",
+        f"test images per client: {size:.0f} on average, so one image is {100 / max(1.0, size):.1f} points of "
+        "one client's local score.",
+    ]
+    console.print("\n".join([*lines, *notes]), soft_wrap=True)
+
+
+def _print_setting(console: Console, part: pd.DataFrame, tests: pd.DataFrame, titles: Mapping[str, str]) -> None:
+    order = list(dict.fromkeys(part["variant"]))
+    seeds = part["seed"].nunique()
+    over = f", mean ± std over {seeds} seeds" if seeds > 1 else ""
+
+    def start(title: str, columns: Sequence[str]) -> Table:
+        shown = Table(title=title, title_justify="left")
+        shown.add_column("method", no_wrap=True)
+        for name in columns:
+            shown.add_column(name, justify="right")
+        return shown
+
+    rounds = f"{int(part['rounds'].max())} rounds"
+    columns = {k: c for k, c in ACCURACY_COLUMNS.items() if part[c].notna().any()}
+    shown = start(f"{setting_title(part)}, after {rounds}, in %{over}", list(columns))
+    for label in order:
+        rows = part[part["variant"] == label]
+        shown.add_row(titles[label], *(spread(rows[c]) for c in columns.values()))
+    console.print(shown)
+    if part["calibration_before"].notna().any():
+        console.print("before: the global model before CCVR's calibration.", soft_wrap=True)
+    goals = part["trained_target"]
+    goal = f"{100 * goals.mean():.1f} %" + ("" if goals.nunique() == 1 else " (mean)") if goals.notna().any() else "-"
+    shown = start(
+        "Weak clients (trained, in %), what it took, and traffic per client and round",
+        ["worst client", "worst tenth", f"rounds to {goal}", "MB to it, all clients", "bytes up",
+         "bytes down", "dropped", "seconds"],
+    )  # fmt: skip
+    for label in order:
+        rows = part[part["variant"] == label]
+        shown.add_row(
+            titles[label], spread(rows["trained_worst"]), spread(rows["trained_worst_decile"]),
+            until(rows["trained_target_rounds"], digits=1), until(rows["trained_target_bytes"], 1e-6, 2),
+            f"{rows['bytes_up'].mean():,.0f}", f"{rows['bytes_down'].mean():,.0f}", f"{int(rows['dropped'].sum())}",
+            f"{rows['run_seconds'].mean():,.0f}",
+        )  # fmt: skip
+    console.print(shown)
+    if tests.empty:
+        return
+    first = part.iloc[0]
+    here = np.ones(len(tests), dtype=bool)
+    for key in SETTING:
+        here &= (tests[key].isna() if pd.isna(first[key]) else tests[key] == first[key]).to_numpy()
+    mine = tests[here]
+    if mine.empty:
+        return
+    names = {
+        "received_accuracy": "local received", "trained_accuracy": "local trained",
+        "received_balanced": "balanced received", "trained_balanced": "balanced trained",
+    }  # fmt: skip
+    measures = [m for m in names if (mine["measure"] == m).any()]
+    reference = titles[mine["reference"].iloc[0]]
+    shown = start(
+        f"Difference to {reference} in points, paired over clients{' and seeds' if seeds > 1 else ''} "
+        f"(Wilcoxon signed-rank, p after Holm)",
+        [names[m] for m in measures],
+    )
+    for label in order:
+        cells = []
+        for measure in measures:
+            row = mine[(mine["variant"] == label) & (mine["measure"] == measure)]
+            if row.empty:
+                cells.append("-")
+                continue
+            d, s = 100 * row["mean_difference"].iloc[0], 100 * row["std_over_seeds"].iloc[0]
+            cells.append(f"{d:+.1f}{'' if math.isnan(s) else f' ± {s:.1f}'}, {probability(row['p_holm'].iloc[0])}")
+        if any(c != "-" for c in cells):
+            shown.add_row(titles[label], *cells)
+    console.print(shown)
+
+
+def write(out: Path, jobs: Sequence[Job], reference: str, target: float | None, notes: Sequence[str]) -> pd.DataFrame:
+    """Write `results.csv`, `curves.csv` and `significance.csv` of the finished runs, and print the tables."""
+    table = results(jobs, reference, target)
+    tests = significance(jobs, reference)
+    if not table.empty:
+        table.to_csv(out / "results.csv", index=False)
+        curves(jobs).to_csv(out / "curves.csv", index=False)
+        tests.to_csv(out / "significance.csv", index=False)
+    warnings = {f"{j.variant.label}: {w}": None for j in jobs for w in engines.summary_of(j.out).get("warnings", [])}
+    print_tables(table, tests, {j.variant.label: j.variant.title for j in jobs}, [*notes, *warnings])
+    return table
+
+
+def read(out: Path) -> pd.DataFrame:
+    """Read a comparison's `results.csv` back."""
+    path = out / "results.csv"
+    if not path.is_file():
+        raise BadRequest(f"{out} holds no comparison (no results.csv)")
+    return pd.read_csv(path)
