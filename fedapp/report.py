@@ -533,6 +533,8 @@ def _further(run: RunData) -> str:
 
 def _plain(value: Any) -> str:
     """Write a JSON value for people: four digits, no quotes and braces where words do."""
+    if value in (None, [], {}):
+        return "none"
     if isinstance(value, dict):
         return "; ".join(f"{k}: {_plain(v)}" for k, v in value.items())
     if isinstance(value, list):
@@ -542,7 +544,7 @@ def _plain(value: Any) -> str:
         return "yes" if value else "no"
     if isinstance(value, float):
         return f"{value:.4g}"
-    return "none" if value is None else str(value)
+    return str(value)
 
 
 def _warnings(run: RunData) -> str:
@@ -751,8 +753,8 @@ def _comparison_note(runs: Sequence[RunData]) -> str:
     return (
         f"<p class=note>{spread}After the last round. Received: as handed out, before local training; trained: after "
         "it; both on each client's own test split, mean over clients. Balanced: mean recall over all classes on all "
-        "clients' test images. Best: the best round. Worst client and worst tenth of the clients: trained models on own "
-        "test splits. Bytes: a client and round. Bold: the highest mean of a column, which with few seeds may be "
+        "clients' test images. Best: the best round. Worst client and worst tenth of the clients: trained models on "
+        "own test splits. Bytes: a client and round. Bold: the highest mean of a column, which with few seeds may be "
         f"chance.{guess}{one}</p>"
     )
 

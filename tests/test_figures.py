@@ -1,0 +1,472 @@
+"""Figures: what they are computed from against slow or independent computations, and how they are written."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from fedapp import analysis, checkpoint, figures
+from fedapp.analysis import RunData, Unavailable, read_comparison, read_run
+from fedapp.core.gaussian import linear_cka
+from fedapp.data.transforms import normalise
+from fedapp.engine import run
+from fedapp.figures import gallery, plots, style
+from fedapp.models import build_model
+from fedapp.state import ClientStore, read_head_norms
+
+SMALL: dict[str, Any] = {"dataset": "digits", "clients": 4, "rounds": 3, "local_epochs": 1, "batch_size": 8}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("figures")
+
+
+@pytest.fixture(scope="module")
+def cw(folder: Path) -> RunData:
+    run(**{**SMALL, "method": "cwfedavg", "partition": "classes", "classes_per_client": 4, "out": folder / "cw"})
+    return read_run(folder / "cw")
+
+
+@pytest.fixture(scope="module")
+def ccvr(folder: Path) -> RunData:
+    run(**{**SMALL, "method": "ccvr", "alpha": 0.2, "clients": 3, "out": folder / "ccvr"})
+    return read_run(folder / "ccvr")
+
+
+@pytest.fixture(scope="module")
+def mixed(folder: Path) -> RunData:
+    settings = {**SMALL, "clients": 3, "rounds": 2, "method": "fedclassavg", "model": "digits-a,digits-b"}
+    run(**{**settings, "out": folder / "mixed"})
+    return read_run(folder / "mixed")
+
+
+def files(data: RunData, client: int) -> list[Path]:
+    return sorted((data.path / "state" / "run" / str(client)).glob("*.safetensors"))
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def test_counts_are_those_of_the_saved_partition(cw: RunData) -> None:
+    from fedapp.data.partitions import Partition
+
+    partition = Partition.load(cw.path / "partition.npz")
+    labels = analysis.data_of(cw).dataset.pool_labels
+    slow = np.zeros((4, 10), int)
+    for k, client in enumerate(partition.clients):
+        for i in client.train:
+            slow[k, labels[i]] += 1
+    np.testing.assert_array_equal(cw.counts, slow)
+    np.testing.assert_allclose(analysis.label_shares(cw), slow / slow.sum(axis=1, keepdims=True))
+
+
+def test_a_moved_run_directory_is_read_where_it_lies(cw: RunData, tmp_path: Path) -> None:
+    moved = tmp_path / "elsewhere"
+    shutil.copytree(cw.path, moved)
+    here, there = analysis.client_arrays(cw), analysis.client_arrays(read_run(moved))
+    assert here.keys() == there.keys()
+    for client, (round, arrays) in here.items():
+        assert there[client][0] == round == 3
+        np.testing.assert_array_equal(there[client][1]["model/head.weight"], arrays["model/head.weight"])
+
+
+def test_data_that_changed_since_the_run_are_not_used(cw: RunData, tmp_path: Path) -> None:
+    import json
+
+    moved = tmp_path / "changed"
+    shutil.copytree(cw.path, moved)
+    card = json.loads((moved / "data_card.json").read_text())
+    (moved / "data_card.json").write_text(json.dumps({**card, "hash": "0" * 64}))
+    with pytest.raises(Unavailable, match="changed since the run"):
+        analysis.data_of(read_run(moved))
+
+
+# ---- heads -----------------------------------------------------------------------------------------------------------
+
+
+def test_head_norms_are_those_of_the_stored_models(cw: RunData) -> None:
+    ids, norms = analysis.head_norms(cw)
+    assert ids == [0, 1, 2, 3]
+    for k in ids:
+        weight = load_file(files(cw, k)[-1])["model/head.weight"]
+        slow = [sum(float(w) ** 2 for w in row) ** 0.5 for row in weight]
+        np.testing.assert_allclose(norms[k], slow, rtol=1e-6)
+
+
+def test_the_history_of_norms_ends_with_the_stored_models(cw: RunData) -> None:
+    history = analysis.head_norm_history(cw)
+    _, norms = analysis.head_norms(cw)
+    for k, (rounds, rows) in history.items():
+        assert rounds.tolist() == [1, 2, 3]
+        np.testing.assert_allclose(rows[-1], norms[k], rtol=1e-6)
+        before = load_file(files(cw, k)[0])["model/head.weight"]
+        np.testing.assert_allclose(rows[-2], np.linalg.norm(before, axis=1), rtol=1e-6)
+
+
+def test_resume_leaves_the_history_as_if_never_stopped(cw: RunData, tmp_path: Path) -> None:
+    settings = {**SMALL, "method": "cwfedavg", "partition": "classes", "classes_per_client": 4}
+    run(**{**settings, "rounds": 2, "out": tmp_path / "resumed"})
+    run(resume=tmp_path / "resumed", rounds=3)
+    whole, parts = analysis.head_norm_history(cw), analysis.head_norm_history(read_run(tmp_path / "resumed"))
+    for k in whole:
+        np.testing.assert_array_equal(whole[k][0], parts[k][0])
+        np.testing.assert_array_equal(whole[k][1], parts[k][1])
+
+
+def test_notes_of_rounds_that_are_done_again_are_dropped(tmp_path: Path) -> None:
+    store = ClientStore(tmp_path / "0", "local", "aa")
+    for t in (1, 2, 3):
+        store.note_head_norms(t, np.array([t, 10.0 * t]))
+    store.note_head_norms(2, np.array([7.0, 8.0]))
+    rounds, norms = read_head_norms(tmp_path / "0", "aa")
+    assert rounds.tolist() == [1, 2]
+    assert norms.tolist() == [[1.0, 10.0], [7.0, 8.0]]
+    assert read_head_norms(tmp_path / "0", "bb")[0].size == 0
+
+
+def test_notes_of_other_runs_go_with_their_states(tmp_path: Path) -> None:
+    old, new = (ClientStore(tmp_path / "0", "local", run) for run in ("aa", "bb"))
+    old.save(1, {"own/x": np.zeros(1, np.float32)})
+    old.note_head_norms(1, np.ones(2))
+    new.save(1, {"own/x": np.zeros(1, np.float32)})
+    new.note_head_norms(1, np.ones(2))
+    assert len(list((tmp_path / "0").glob("*.head-norms"))) == 2, "the earlier run's state is still there"
+    new.save(2, {"own/x": np.zeros(1, np.float32)})
+    new.note_head_norms(2, np.ones(2))
+    assert [p.name for p in (tmp_path / "0").glob("*.head-norms")] == ["bb.head-norms"]
+
+
+def test_head_norms_never_travel(cw: RunData) -> None:
+    for path in (cw.path / "checkpoint").glob("*.safetensors"):
+        assert not any("norm" in name for name in load_file(path))
+    assert not any("norm" in c for c in cw.clients.columns)
+
+
+def test_who_learns_from_whom_is_what_the_server_hands_out_next(cw: RunData) -> None:
+    """A times the uploads, in plain loops, is the blend of class models that the checkpoint holds."""
+    ids, matrix, _ = analysis.who_learns_from_whom(cw)
+    np.testing.assert_allclose(matrix.sum(axis=1), 1)
+    uploads = [load_file(files(cw, k)[-1])["model/head.weight"].astype(np.float64) for k in ids]
+    found = checkpoint.latest(cw.path / "checkpoint")
+    assert found is not None
+    state = found[1]
+    rows = [state["rows"][i]["head.weight"].astype(np.float64) for i in range(len(state["rows"]))]
+    for i in ids:
+        handed_out = np.zeros_like(uploads[0])
+        for j in range(10):  # theta_i = sum_j p~_ij g_j,  g_j = sum_k q_kj theta_k
+            for k in range(len(rows)):
+                handed_out += state["pt"][i][j] * state["q"][k, j] * rows[k]
+        mine = sum(matrix[i, k] * uploads[k] for k in range(len(ids)))
+        np.testing.assert_allclose(mine, handed_out, rtol=1e-5, atol=1e-6)
+
+
+def test_members_of_a_cluster_learn_from_each_other_by_sample_counts(folder: Path) -> None:
+    run(**{**SMALL, "rounds": 2, "method": "ifca", "out": folder / "ifca"})
+    data = read_run(folder / "ifca")
+    ids, matrix, _ = analysis.who_learns_from_whom(data)
+    found = checkpoint.latest(data.path / "checkpoint")
+    assert found is not None
+    chosen, sizes = found[1]["chosen"], data.counts.sum(axis=1)
+    for i, j in itertools.product(ids, ids):
+        together = chosen[i] == chosen[j]
+        total = sum(sizes[k] for k in ids if chosen[k] == chosen[i])
+        assert matrix[i, j] == pytest.approx(sizes[j] / total if together else 0)
+
+
+def test_without_weights_the_reason_is_told(mixed: RunData) -> None:
+    with pytest.raises(Unavailable, match="fedclassavg keeps no weights") as e:
+        analysis.who_learns_from_whom(mixed)
+    assert "cwfedavg" in e.value.command
+
+
+# ---- representations -------------------------------------------------------------------------------------------------
+
+
+def test_stages_are_what_the_layers_put_out(cw: RunData) -> None:
+    model = analysis.client_models(cw, 1)[0]
+    x, _ = analysis.probe(cw, 40)
+    outputs = analysis.stages(cw, model, x)
+    assert list(outputs) == ["conv1", "conv2", "fc1", "head"]
+    with torch.no_grad():
+        image = normalise(x.permute(0, 3, 1, 2), analysis.data_of(cw).inputs)
+        np.testing.assert_allclose(outputs["fc1"], model.features(image).numpy(), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(outputs["head"], model(image).numpy(), rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(outputs["conv1"], model.features[0](image).flatten(1).numpy(), rtol=1e-5, atol=1e-6)
+
+
+def test_cka_of_layers_against_the_formula(cw: RunData) -> None:
+    ids, maps = analysis.layer_cka(cw, images=60)
+    assert list(maps) == ["conv1", "conv2", "features", "head"]
+    models = analysis.client_models(cw)
+    x, _ = analysis.probe(cw, 60)
+    outputs = {c: analysis.stages(cw, m, x) for c, m in models.items()}
+    for name, key in (("conv1", "conv1"), ("features", "fc1"), ("head", "head")):
+        for i, a in enumerate(ids):
+            for j, b in enumerate(ids):
+                assert maps[name][i, j] == pytest.approx(linear_cka(outputs[a][key], outputs[b][key]), abs=1e-9)
+        np.testing.assert_allclose(np.diag(maps[name]), 1)
+
+
+def test_inner_layers_are_compared_between_equal_architectures_only(mixed: RunData) -> None:
+    ids, maps = analysis.layer_cka(mixed, images=40)
+    assert ids == [0, 1, 2]
+    assert list(maps)[-2:] == ["features", "head"]
+    inner = maps["digits-a conv1"]
+    assert np.isfinite(inner[0, 2])
+    assert np.isnan(inner[0, 1])
+    assert np.isfinite(maps["features"]).all()
+    assert analysis.mean_of_pairs(inner) == pytest.approx(inner[0, 2])
+
+
+def test_conductance_sums_to_the_difference_of_logits() -> None:
+    model = build_model("digits-a", num_classes=10, channels=1, size=8, seed=3).eval()
+    x = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    zero = torch.zeros_like(x)
+    with torch.no_grad():
+        gap = float(model(x)[0, 4] - model(zero)[0, 4])
+    values = analysis.unit_conductance(model, x, zero, 4)
+    assert values.shape == (64,)
+    assert values.sum() == pytest.approx(gap, abs=1e-5)
+
+
+def test_conductance_against_captum() -> None:
+    attr = pytest.importorskip("captum.attr")
+    model = build_model("digits-a", num_classes=10, channels=1, size=8, seed=3).eval()
+    x = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    path = attr.LayerConductance(model, model.activation)
+    theirs = path.attribute(x, baselines=torch.zeros_like(x), target=4, n_steps=1500, internal_batch_size=500)
+    ours = analysis.unit_conductance(model, x, torch.zeros_like(x), 4)
+    np.testing.assert_allclose(ours, theirs[0].detach().numpy(), atol=5e-4)
+
+
+def test_ranks_are_of_the_units_and_clients_that_are_right(cw: RunData) -> None:
+    ids, right = analysis.right_clients(cw, 50)
+    found = analysis.conductance(cw, None, (ids, right))
+    best = right.sum(axis=0).max()
+    assert len(found.clients) == min(8, best) >= 2
+    assert found.ranks.shape == (len(found.clients), 64)
+    np.testing.assert_allclose(found.ranks.sum(axis=1), 63 * 64 / 2)
+    assert -1 <= found.agreement <= 1
+
+
+def test_tsne_is_the_same_every_time() -> None:
+    rows = np.random.default_rng(0).standard_normal((60, 8)).astype(np.float32)
+    np.testing.assert_array_equal(analysis.embed(rows, 5), analysis.embed(rows, 5))
+    with pytest.raises(Unavailable, match="too few"):
+        analysis.embed(rows[:4], 5)
+
+
+def test_every_client_sees_the_same_images_in_the_embedding(cw: RunData) -> None:
+    found = analysis.client_embedding(cw, clients=3, points=90)
+    assert found.points.shape == (len(found.label), 2)
+    first = found.label[found.client == 0]
+    for k in (1, 2):
+        np.testing.assert_array_equal(found.label[found.client == k], first)
+    assert -1 <= found.silhouette_client <= found.silhouette_label + 2 <= 3
+
+
+# ---- calibration -----------------------------------------------------------------------------------------------------
+
+
+def test_the_sweep_repeats_the_runs_own_calibration(ccvr: RunData) -> None:
+    """The same statistics, draws and training order: 0 samples is `before`, the run's M_c is `after`.
+
+    On the wire means and covariances are float32 here, which may tip one test image.
+    """
+    found = analysis.calibration_sweep(ccvr, (0, 100))
+    said = ccvr.summary["calibration"]
+    images = sum(ccvr.card["test_sizes"])
+    assert found.accuracy[0] == pytest.approx(said["before"], abs=1e-9)
+    assert found.accuracy[1] == pytest.approx(said["after"], abs=1.01 / images)
+    assert found.images == ccvr.counts.sum()
+    assert found.separability > 0
+
+
+def test_head_norms_before_and_after_calibration(ccvr: RunData) -> None:
+    before, after = (np.linalg.norm(analysis.global_arrays(ccvr, c)["head.weight"], axis=1) for c in (False, True))
+    ratios = ccvr.summary["calibration"]["head_norm_ratio"]
+    assert before.max() / before.min() == pytest.approx(ratios[0], rel=1e-5)
+    assert after.max() / after.min() == pytest.approx(ratios[1], rel=1e-5)
+
+
+def test_predictions_before_and_after_are_the_two_heads(ccvr: RunData) -> None:
+    found = analysis.calibration_embedding(ccvr, points=150)
+    x, y = analysis.probe(ccvr, 150)
+    np.testing.assert_array_equal(found.label, y)
+    model = analysis.global_model(ccvr, calibrated=False)
+    z = analysis.represent(ccvr, model, x)
+    for predicted, calibrated in ((found.before, False), (found.after, True)):
+        arrays = analysis.global_arrays(ccvr, calibrated)
+        np.testing.assert_array_equal(predicted, (z @ arrays["head.weight"].T + arrays["head.bias"]).argmax(axis=1))
+
+
+def test_personal_models_cannot_be_calibrated(cw: RunData) -> None:
+    with pytest.raises(Unavailable, match="cwfedavg has no global model"):
+        analysis.calibration_sweep(cw)
+
+
+# ---- several runs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sweep(folder: Path) -> analysis.Comparison:
+    base = {**SMALL, "clients": 3, "rounds": 1}
+    for alpha, seed in itertools.product((0.3, 3.0), (0, 1)):
+        run(**{**base, "method": "local", "alpha": alpha, "seed": seed, "out": folder / "sweep" / f"a{alpha}-s{seed}"})
+    for lam in (0, 10):
+        out = folder / "sweep" / "deep" / f"lam{lam}"
+        run(**{**base, "method": "cwfedavg", "method_args": f"lam={lam}", "alpha": 0.3, "out": out})
+    return read_comparison(folder / "sweep")
+
+
+def test_settings_and_seeds_are_told_apart(sweep: analysis.Comparison) -> None:
+    assert len(sweep.runs) == 6
+    assert set(analysis.varying(sweep.runs)) == {"alpha", "method-args"}
+    groups = {tuple(s.items()): len(m) for s, m in analysis.groups_of(sweep.runs)}
+    assert groups == {(("alpha", 0.3),): 4, (("alpha", 3.0),): 2}
+
+
+def test_a_sweep_shows_mean_and_spread_over_seeds(sweep: analysis.Comparison) -> None:
+    curve = gallery._sweep_lines([r for r in sweep.runs if r.method == "local"], "alpha")["trained"][0]
+    for i, alpha in enumerate((0.3, 3.0)):
+        scores = [
+            r.summary["accuracy"]["trained"]["last"]
+            for r in sweep.runs
+            if r.method == "local" and r.flat["alpha"] == alpha
+        ]
+        assert curve.x[i] == alpha
+        assert curve.mean[i] == pytest.approx(np.mean(scores))
+        assert curve.spread is not None
+        assert curve.spread[i] == pytest.approx(abs(scores[0] - scores[1]) / 2**0.5)
+
+
+def test_hyperparameters_of_a_method_make_a_figure_with_the_distance(sweep: analysis.Comparison) -> None:
+    ids = [d.id for d in gallery.hyperparameters(sweep.runs)]
+    assert ids == ["sweep-cwfedavg-lam", "sweep-cwfedavg-lam-distance"]
+
+
+# ---- what is drawn and what is left out ------------------------------------------------------------------------------
+
+ALWAYS = {
+    "learning-curves", "client-accuracy", "labels-heat", "labels-dots", "head-norms", "norm-evolution",
+    "p-against-norms", "representations", "cka", "conductance", "round-seconds",
+}  # fmt: skip
+
+
+def test_each_kind_of_run_has_its_figures(cw: RunData, ccvr: RunData) -> None:
+    found = figures.of_run(cw)
+    assert {d.id for d in found.drawings} == ALWAYS | {"who-learns-from-whom"}
+    assert all("drawn" not in m.why for m in found.missing)
+    found = figures.of_run(ccvr)
+    assert {d.id for d in found.drawings} == ALWAYS | {"norms-before-after", "samples-sweep", "calibration-map"}
+    for drawing in found.drawings:
+        assert len(drawing.alt) > 30
+        assert drawing.caption.endswith(".")
+
+
+def test_what_is_left_out_says_why_and_what_to_do(cw: RunData, tmp_path: Path) -> None:
+    moved = tmp_path / "bare"
+    shutil.copytree(cw.path, moved)
+    shutil.rmtree(moved / "state")
+    found = figures.of_run(read_run(moved))
+    missing = {m.title: m for m in found.missing}
+    assert {"Evolution of head norms", "Similarity of clients by layer", "Units that matter"} <= missing.keys()
+    assert "stored states are not there" in missing["Similarity of clients by layer"].why
+    assert missing["Similarity of clients by layer"].command.startswith("fedapp run")
+    assert {d.id for d in found.drawings} >= {"learning-curves", "labels-heat"}
+
+
+def test_a_run_on_devices_has_curves_and_no_data(cw: RunData, tmp_path: Path) -> None:
+    moved = tmp_path / "devices"
+    shutil.copytree(cw.path, moved)
+    shutil.rmtree(moved / "state")
+    for name in ("data_card.json", "partition.npz"):
+        (moved / name).unlink()
+    found = figures.of_run(read_run(moved))
+    assert {d.id for d in found.drawings} == {"learning-curves", "client-accuracy", "round-seconds"}
+    assert any("keep their class counts to themselves" in m.why for m in found.missing)
+
+
+# ---- how figures are written -----------------------------------------------------------------------------------------
+
+
+def drawing(seed: int = 0) -> style.Drawing:
+    rng = np.random.default_rng(seed)
+    lines = [plots.Curve(n, np.arange(1, 6), rng.random(5), 0.1 * rng.random(5)) for n in ("a", "b & <c>")]
+    return style.Drawing("x-y", "title", "caption.", "alt <&>", plots.curves({"p": lines, "q": lines}))
+
+
+def test_the_same_data_give_the_same_bytes() -> None:
+    assert drawing().svg() == drawing().svg()
+    assert drawing().svg(text=False) == drawing().svg(text=False)
+    assert drawing().png() == drawing().png()
+    assert drawing().svg() != drawing(1).svg()
+
+
+def test_inline_figures_have_their_own_ids_and_no_reference_to_the_web() -> None:
+    svg = drawing().inline()
+    ids = re.findall(r' id="([^"]+)"', svg)
+    assert len(ids) == len(set(ids))
+    assert all(i.startswith("x-y-") for i in ids)
+    for reference in re.findall(r'href="([^"]+)"', svg) + re.findall(r"url\(([^)]+)\)", svg):
+        assert reference.startswith("#x-y-")
+        assert reference[1:] in ids
+    assert set(re.findall(r'https?://[^"]+', svg)) <= {
+        "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink",
+    }  # fmt: skip
+    assert "alt &lt;&amp;&gt;" in svg
+    assert style.INK not in svg
+    assert "currentColor" in svg
+
+
+def test_drawing_leaves_matplotlib_as_it_was() -> None:
+    before = dict(mpl.rcParams)
+    drawing().svg()
+    assert dict(mpl.rcParams) == before
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of sRGB."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("colour", style.COLOURS)
+def test_colours_stand_out_from_white_and_from_black_paper(colour: str) -> None:
+    """A contrast of 3 to 1 on white and on the page's dark colour (graphics, WCAG 2.1, 1.4.11)."""
+    light = luminance(colour)
+    assert 1.05 / (light + 0.05) >= 3
+    assert (light + 0.05) / (luminance("#15171a") + 0.05) >= 3
+
+
+def test_lines_can_be_told_apart_without_colour() -> None:
+    looks = [plots._look(i) for i in range(21)]
+    marks = [(str(k["linestyle"]), k["marker"], k["markerfacecolor"] == "none") for k in looks]
+    assert len(set(marks)) == 21
+
+
+def test_heat_maps_go_from_light_to_dark() -> None:
+    shades = [luminance(mpl.colors.to_hex(style.HEAT(v))) for v in np.linspace(0, 1, 64)]
+    assert all(a > b for a, b in itertools.pairwise(shades))
+
+
+def test_many_clients_and_classes_are_drawn() -> None:
+    counts = np.random.default_rng(0).integers(0, 9, (120, 100))
+    names = [f"class {i}" for i in range(100)]
+    for figure in (
+        plots.label_heat(counts, names),
+        plots.label_dots(counts, names),
+        plots.mixing(counts / 9, range(120)[:120]),
+    ):
+        assert len(figure.axes[0].get_xticks()) <= 40
