@@ -16,7 +16,7 @@ from rich.table import Table
 from clients.base import FedClient, ModelSpec
 from fedapp import config as configuration
 from fedapp import engine as engines
-from fedapp import tasks
+from fedapp import selection, tasks
 from fedapp.config import RunConfig
 from fedapp.data.partitions import data_card
 from fedapp.errors import BadRequest
@@ -117,12 +117,18 @@ def what_leaves(config: RunConfig) -> list[str]:
             ModelSpec(name, data.dataset.num_classes, data.inputs.channels, data.inputs.size, 0), hparams
         )
         state = model.state_dict()
-        names = FedClient.names_of(model, method, hparams, config.buffers) if method.up is None else []
-        total = sum(state[n].numel() * (2 if half else 4) for n in names)
-        lines.append(
-            f"{name}: {len(names)} arrays, {total:,} bytes each way"
-            + (f" ({', '.join(names)})" if len(names) < 5 else "")
-        )
+        ways = {
+            "down": FedClient.names_of(model, method, hparams, config.buffers),
+            "up": selection.shared_names(model, method.up_prefixes(hparams), config.buffers)
+            if method.up_prefixes(hparams)
+            else [],
+        }
+        if ways["down"] == ways["up"]:
+            ways = {"each way": ways["up"]}
+        for way, names in ways.items():
+            total = sum(state[n].numel() * (2 if half else 4) for n in names)
+            named = f" ({', '.join(names)})" if 0 < len(names) < 5 else ""
+            lines.append(f"{name}: {len(names)} arrays, {total:,} bytes {way}{named}")
     if method.extra_up:
         lines.append(f"further arrays in replies: {', '.join(method.extra_up)} (their size depends on the data)")
     return [f"what travels: {method.travels}", *lines]
