@@ -254,12 +254,13 @@ def run(values: Mapping[str, Any], out: Path | None, superlink: str | None, dry_
             control.close()
     if followed.failed is not None and followed.failed.get("exit") == 2:
         raise BadRequest(str(followed.failed["message"]))
-    summary = followed.summary
+    summary = followed.result()
     if summary is not None and summary.get("ok") is True and followed.failed is None:
         print_summary(summary)
         typer.echo(f"results: {here}" + (f" (a mirror of {followed.there})" if followed.mirror else ""))
         return 0
     _explain(status, details, followed)
+    followed.bad_end(status, details)
     typer.echo(f"results: {here}\n{_resume(to, here)}", err=True)
     return 1
 
@@ -372,6 +373,29 @@ class Followed:
         if self.mirror is not None:
             self.mirror.event(event)
         self.tell(event)
+
+    def result(self) -> dict[str, Any] | None:
+        """Return the summary, from the disk where the log's last lines were lost."""
+        path = self.here / "summary.json"
+        if self.summary is None and self.there and self.mirror is None and path.is_file():
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return found
+        return self.summary
+
+    def bad_end(self, status: str, details: str) -> None:
+        """Leave a truthful end where the server could not: it was killed, or nobody answers any more."""
+        if self.failed is None and not (self.here / "summary.json").is_file():
+            message = f"{status}: {details}"
+            entry = {
+                "message": message,
+                "traceback": "",
+                "exit": 1,
+                "client": None,
+                "round": None,
+                "stage": "superlink",
+            }
+            write_json(self.here / "error.json", entry)
+            write_json(self.here / "summary.json", {"ok": False, "error": message})
 
 
 def _watch(control: Control, run_id: int, followed: Followed) -> tuple[str, str]:

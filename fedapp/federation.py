@@ -23,6 +23,10 @@ from fedapp.records import Encoder, reject, reply_of
 Event = Callable[[dict[str, Any]], None]
 
 
+GONE = (3, 4, 5)
+"""Flower's error codes for a message, a reply or a node that is no longer there: nobody answered."""
+
+
 class RoundFailed(RuntimeError):
     """A round had fewer good replies than `min-replies` asks for."""
 
@@ -173,6 +177,8 @@ class Federation:
         limit = self.settings.wait_timeout if strict else min(limits, default=60.0)
         silent = set(nodes)
         for node, reply in self._raw({n: Message(content, n, "query.hello") for n in nodes}, limit):
+            if reply.has_error() and reply.error.code in GONE:
+                continue
             silent.discard(node)
             try:
                 joined.append(self._introduced(node, reply, online))

@@ -12,7 +12,7 @@ key                meaning
 `partition-id`,    instead of the two above, for a demonstration: the node takes its share of the run's data set
 `num-partitions`
 `data-dir`         where this node has common data sets: a demonstration's, or the public one of methods that need it
-`model`            this node's architecture (default: the run's)
+`model`            this node's architecture (default, and `auto`: the run's)
 `state-dir`        folder that survives a restart (default: `$FEDAPP_STATE`, else `~/.fedapp/state`)
 =================  ===================================================================================================
 
@@ -116,12 +116,14 @@ class Node:
         else:
             missing = "data-path" if "client-id" in given else "client-id and data-path"
             raise BadRequest(f"node-config: {missing} missing: start flower-supernode with --node-config {EXAMPLE}")
-        if "model" in given and config["model"] not in MODEL_NAMES:
+        if config.get("model", "auto") not in (*MODEL_NAMES, "auto"):
             name = config["model"]
             raise BadRequest(
                 f"node-config: unknown model '{name}'{suggest(name, MODEL_NAMES)}: choose from {', '.join(MODEL_NAMES)}"
             )
         texts = {k.replace("-", "_"): str(config.get(k, "")) for k in ("data-path", "data-dir", "model", "state-dir")}
+        if texts["model"] == "auto":
+            texts["model"] = ""
         return cls(number, parts, **texts)
 
     @property

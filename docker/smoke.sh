@@ -1,0 +1,75 @@
+#!/bin/sh
+# Everything once, in containers: build, certificates, keys, three sites with handwritten digits, two rounds, one node
+# killed, a run without it, one more with it again. Needs a Docker daemon with Compose v2 and some ten minutes.
+#
+#   docker/smoke.sh            cleans up behind itself; KEEP=yes leaves the containers running
+#
+# Exit code 0: all of it went well.
+set -eu
+
+cd "$(dirname "$0")/.."
+compose="docker compose -f docker/compose.yml -p fedapp-smoke"
+user=10001
+
+cleanup() {
+  code=$?
+  if [ "$code" -ne 0 ]; then
+    $compose logs --tail 50 || true
+  fi
+  [ "${KEEP:-}" = yes ] || $compose down --volumes --timeout 30 || true
+  exit "$code"
+}
+trap cleanup EXIT
+trap 'exit 130' INT TERM
+
+say() { printf '\n== %s\n' "$*"; }
+in_superlink() { $compose exec -T superlink "$@"; }
+good() { # good RUN: its summary says that every round was good
+  in_superlink python -c "import json, sys; s = json.load(open(sys.argv[1])); sys.exit(0 if s['ok'] else str(s))" \
+    "/var/lib/fedapp/runs/$1/summary.json"
+}
+
+say "certificates and keys"
+docker/certs.sh docker/certs superlink localhost 127.0.0.1
+docker/keys.sh docker/keys supernode-0 supernode-1 supernode-2
+
+say "image"
+$compose build superlink
+
+say "data of three sites; private files for the user inside the containers"
+mkdir -p docker/sites
+docker run --rm --user 0 -e FEDAPP_CACHE=/tmp/cache -v "$PWD/docker:/work" fedapp:0.1.0 \
+  sh -c "python /work/sites.py /work/sites --owner $user && chmod -R a+rX /work/sites \
+         && chown $user /work/certs/server.key /work/keys/supernode-0 /work/keys/supernode-1 /work/keys/supernode-2"
+
+say "SuperLink"
+$compose up -d --wait superlink
+for node in 0 1 2; do
+  in_superlink flwr supernode register "/keys/supernode-$node.pub" superlink
+done
+
+say "nodes"
+MODEL_0=digits-a MODEL_1=digits-b MODEL_2=digits-c
+export MODEL_0 MODEL_1 MODEL_2
+$compose up -d --wait
+in_superlink fedapp deploy check --superlink superlink --certificate /run/secrets/server.crt
+$compose exec -T supernode-0 fedapp deploy check --address superlink:8000 --root-certificates /run/secrets/ca.crt \
+  --key /run/secrets/supernode-0 --node-config "client-id=0 data-path='/data' model='digits-a'"
+
+say "two rounds with three architectures"
+in_superlink fedapp run --engine deploy --superlink superlink --rounds 2 --clients 3 --out /var/lib/fedapp/runs/first
+good first
+
+say "supernode-2 is killed: a round without it"
+$compose kill --signal SIGKILL supernode-2
+in_superlink fedapp run --engine deploy --superlink superlink --rounds 1 --clients 3 --set wait-timeout=30 \
+  --set round-timeout=90 --out /var/lib/fedapp/runs/two-nodes
+good two-nodes
+
+say "it comes back and goes on with its own model"
+$compose up -d --wait supernode-2
+in_superlink fedapp run --engine deploy --superlink superlink --rounds 1 --clients 3 --set warm-start=true \
+  --out /var/lib/fedapp/runs/warm
+good warm
+
+say "all went well"
