@@ -1,0 +1,89 @@
+"""FedKD. Wu et al., Communication-efficient federated learning via knowledge distillation, Nature Communications 2022.
+
+| symbol (paper)   | here                                                                                |
+|------------------|-------------------------------------------------------------------------------------|
+| Theta^s          | state["small"], the mentee as every client of the last round will hold it           |
+| g_k              | the mentee's update of client k, from reply.arrays["small/*"]                       |
+| g                | state["update"], the mean update in its compressed form                             |
+| T(t)             | `energy(hparams, t)`, t = finished rounds                                           |
+
+Algorithm 1, server:  g <- mean_{k in S_t} rebuild(g_k);  compress g at T(t);  Theta^s <- Theta^s + rebuild(g);  send g.
+Server and clients add the *compressed* mean, so they hold the same mentee.  A client that was not in the last round
+lacks the base to add to: it gets the mentee whole (scalar `whole`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from clients.fedkd import FedKDClient, FedKDHParams
+from clients.mutual import prefixed, stripped
+from fedapp.core.averages import RunningMean
+from fedapp.core.lowrank import compress, problem_of, ranks, rebuild
+from fedapp.method import NONE, Method, Payload, Reply, ServerContext, ServerState
+from strategies.fml import FML
+
+
+def energy(hparams: FedKDHParams, finished: int) -> float:
+    """Share of an update's energy that is kept after `finished` rounds: linear from start to end, then constant."""
+    done = min(1.0, finished / hparams.energy_rounds)
+    return hparams.energy_start + (hparams.energy_end - hparams.energy_start) * done
+
+
+class FedKD(FML):
+    """Averages compressed updates of the small model."""
+
+    def init(self, context: ServerContext) -> ServerState:
+        """Return the mentee with its initial values, version 0, which nobody holds yet."""
+        return {**super().init(context), "update": {}, "version": 0, "holders": []}
+
+    def send(self, state: ServerState, round: int, client: int) -> Payload:
+        """Return the last mean update to clients that hold what it was added to, the whole mentee to all others."""
+        whole = client not in state["holders"]
+        return Payload(
+            common=state["small"] if whole else state["update"],
+            scalars={"whole": whole, "version": state["version"], "energy": energy(self.hparams, round - 1)},
+        )
+
+    def check(self, reply: Reply) -> str | None:
+        """Refuse what does not stand for an update of the mentee."""
+        return problem_of(stripped(reply.arrays), self.shapes)
+
+    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+        """Rebuild and average the updates, compress the mean, and move the mentee by what the clients will get."""
+        mean, holders = RunningMean(), []
+        for reply in replies:
+            mean.add(rebuild(stripped(reply.arrays), self.shapes), self.weight(reply))
+            if reply.metrics.get("version") == state["version"]:
+                holders.append(reply.client)
+        if not mean.replies:
+            return state
+        update = compress(mean.mean(), energy(self.hparams, round - 1))
+        step = rebuild(update, self.shapes)
+        small = {name: array + step[name] for name, array in stripped(state["small"]).items()}
+        return {
+            "small": prefixed(small),
+            "update": prefixed(update),
+            "version": state["version"] + 1,
+            "holders": holders,
+        }
+
+    def report(self, state: ServerState) -> dict[str, Any]:
+        """Return the ranks of the last mean update; arrays that are not named went dense."""
+        return {"update_ranks": ranks(stripped(state["update"]))}
+
+
+METHOD = Method(
+    id="fedkd",
+    title="FedKD",
+    paper="Wu et al., Nature Communications 2022",
+    strategy=FedKD,
+    client=FedKDClient,
+    hparams=FedKDHParams,
+    shared=NONE,
+    extra_up=("small/",),
+    heterogeneous=True,
+    same_width=False,
+    travels="low-rank updates of a small shared model, both ways",
+)

@@ -1,0 +1,252 @@
+"""FedKD: worked numbers, a mentee that server and clients agree on, reductions, missed rounds, what stays private."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from torch.nn import functional as F
+
+from clients.fedkd import FedKDClient, FedKDHParams, mentor_mentee_losses
+from clients.mutual import build_small, prefixed, small_arrays, stripped
+from fedapp import checkpoint, tasks
+from fedapp import config as configuration
+from fedapp.core.lowrank import compress, rebuild
+from fedapp.data.transforms import normalise
+from fedapp.engine import RunResult
+from fedapp.method import Arrays, Payload, Reply, ServerContext, ServerState
+from fedapp.state import ClientStore
+from fedapp.training import epoch_batches
+from strategies.fedkd import METHOD, FedKD, energy
+
+COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss"]
+Z_L = torch.tensor([[2, 0.5, -1], [0.3, 0.2, 0.1]])
+Z_M = torch.tensor([[1.0, 1, 0], [-0.5, 0.8, 0.4]])
+H_L = torch.tensor([[1.0, 0], [0.5, 0.5]])
+H_M = torch.tensor([[0.2, 0.4], [0.6, 0]])
+W_H = torch.tensor([[1, 0.5], [0, 1]])
+Y = torch.tensor([0, 1])
+SMALL = 9738
+
+
+def strategy(**hparams: Any) -> tuple[FedKD, ServerState]:
+    made = FedKD(METHOD, FedKDHParams(**hparams))
+    context = ServerContext(0, (), 10, 64, {}, lambda k: {}, lambda *a: np.random.default_rng(0), channels=1, size=8)
+    return made, made.init(context)
+
+
+def client(k: int, folder: Path, model: str = "digits-a", **hparams: Any) -> FedKDClient:
+    config = configuration.resolve(
+        configuration.from_flat({"method": "fedkd", "dataset": "digits", "clients": 4, "model": model})
+    )
+    store = ClientStore(folder / str(k), "fedkd", "ab")
+    return FedKDClient(tasks.task_of(config, k, 4, torch.device("cpu")), METHOD, FedKDHParams(**hparams), store)
+
+
+def train(made: FedKDClient, payload: Payload, round: int) -> Reply:
+    arrays, n, metrics = made.train_round(payload, round)
+    return Reply(made.task.client, n, arrays, metrics)
+
+
+def test_worked_losses() -> None:
+    assert float(F.mse_loss(H_M @ W_H.T, H_L)) == pytest.approx(0.195, abs=1e-6)
+    mentor, mentee = mentor_mentee_losses(Z_L, Z_M, H_L, H_M, W_H, Y, FedKDHParams())
+    assert float(mentor) == pytest.approx(0.968349, abs=1e-6)
+    assert float(mentee) == pytest.approx(1.054408, abs=1e-6)
+    mentor, mentee = mentor_mentee_losses(Z_L, Z_M, H_L, H_M, W_H, Y, FedKDHParams(divergence="mean"))
+    assert float(mentor) == pytest.approx(0.861146, abs=1e-6)
+    assert float(mentee) == pytest.approx(0.950798, abs=1e-6)
+
+
+def test_worked_energy() -> None:
+    hparams = FedKDHParams(energy_rounds=10)
+    assert [energy(hparams, t) for t in (0, 5, 10, 30)] == pytest.approx([0.95, 0.965, 0.98, 0.98])
+
+
+def test_the_weight_is_a_constant_and_teachers_are_too() -> None:
+    z_l, z_m, h_l, h_m, w = (t.clone().requires_grad_() for t in (Z_L, Z_M, H_L, H_M, W_H))
+    mentor, mentee = mentor_mentee_losses(z_l, z_m, h_l, h_m, w, Y, FedKDHParams())
+    weight = 1 / 1.434703
+    p, q, e = F.softmax(Z_L, dim=1), F.softmax(Z_M, dim=1), F.one_hot(Y, 3)
+    g = torch.autograd.grad(mentor + mentee, (z_l, z_m, h_l, h_m, w))
+    torch.testing.assert_close(g[0], (p - e) / 2 + weight * (p - q) / 2, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(g[1], (q - e) / 2 + weight * (q - p) / 2, rtol=1e-5, atol=1e-6)
+    difference = 2 * weight * 2 * (H_L - H_M @ W_H.T) / 4  # L_H stands in both losses
+    torch.testing.assert_close(g[2], difference, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(g[3], -difference @ W_H, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(g[4], -difference.T @ H_M, rtol=1e-5, atol=1e-6)
+
+
+def test_a_perfect_batch_gives_finite_losses() -> None:
+    z = torch.tensor([[200.0, 0, 0]])
+    for floor in (0.0, 1.0):
+        losses = mentor_mentee_losses(z, z, H_L[:1], H_M[:1], W_H, Y[:1], FedKDHParams(floor=floor))
+        assert all(bool(loss.isfinite()) for loss in losses)
+
+
+def test_local_training_equals_a_plain_loop(tmp_path: Path) -> None:
+    server, state = strategy()
+    made = client(1, tmp_path)
+    made.round = 1
+    payload = server.send(state, 1, 1)
+    made.restore(1, payload)
+    made.receive(payload)
+    made.before_training(payload)
+    large, small = copy.deepcopy(made.model).train(), copy.deepcopy(made.small).train()
+    w = torch.nn.Parameter(made.hidden_map.detach().clone())
+    made.optimise(payload)
+    spec = made.task.train
+    optimizer = torch.optim.SGD([*large.parameters(), *small.parameters(), w], lr=spec.lr, momentum=spec.momentum)
+    generator = made.generator("batches")
+    for _ in range(spec.epochs):
+        for raw, y, _ in epoch_batches(made.task.x_train, made.task.y_train, spec.batch_size, generator):
+            x = normalise(raw, made.task.inputs)
+            h_l, h_m = large.represent(x), small.represent(x)
+            log_l, log_m = F.log_softmax(large.classify(h_l), dim=1), F.log_softmax(small.classify(h_m), dim=1)
+            ce_l, ce_m = F.nll_loss(log_l, y), F.nll_loss(log_m, y)
+            d = max(1.0, float((ce_l + ce_m).detach()))
+            kl_l = (log_m.detach().exp() * (log_m.detach() - log_l)).sum(dim=1).mean()
+            kl_m = (log_l.detach().exp() * (log_l.detach() - log_m)).sum(dim=1).mean()
+            hidden = (h_l - h_m @ w.T).square().mean()
+            optimizer.zero_grad()
+            (ce_l + ce_m + (kl_l + kl_m + 2 * hidden) / d).backward()
+            optimizer.step()
+    pairs = [*zip(made.model.parameters(), large.parameters()), *zip(made.small.parameters(), small.parameters())]
+    for a, b in [*pairs, (made.hidden_map, w)]:
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_server_and_clients_hold_the_same_mentee(tmp_path: Path) -> None:
+    """Bit for bit over rounds with changing participants, and every update is what the definition says."""
+    server, state = strategy()
+    trained: dict[int, Arrays] = {}
+    for round, ids in enumerate(([0, 1, 2], [0, 1], [0, 2], [1, 2, 3]), start=1):
+        replies = []
+        for k in ids:
+            payload = server.send(state, round, k)
+            made = client(k, tmp_path, model="digits-a" if k % 2 else "digits-b")
+            reply = train(made, payload, round)
+            assert server.check(reply) is None
+            held, sent = made.base(), stripped(state["small"])
+            assert all(np.array_equal(held[n], sent[n]) for n in sent), f"client {k} in round {round}"
+            trained[k] = small_arrays(made.small)
+            exact = {n: trained[k][n] - held[n] for n in held}
+            kept = rebuild(stripped(reply.arrays), server.shapes)
+            for n in exact:
+                lost = np.square(kept[n] - exact[n]).sum()
+                assert lost <= (1 - energy(server.hparams, round - 1)) * np.square(exact[n]).sum() * 1.001 + 1e-12
+            replies.append(reply)
+        mean = {
+            n: np.mean([rebuild(stripped(r.arrays), server.shapes)[n] for r in replies], axis=0) for n in server.shapes
+        }
+        new = server.aggregate(state, round, iter(replies))
+        expected = rebuild(compress(mean, energy(server.hparams, round - 1)), server.shapes)
+        for n, before in stripped(state["small"]).items():
+            np.testing.assert_allclose(stripped(new["small"])[n] - before, expected[n], atol=1e-4)
+        assert new["holders"] == ids and new["version"] == round
+        state = new
+
+
+def test_who_missed_a_round_gets_the_whole_mentee() -> None:
+    server, state = strategy()
+    zeros = {n: np.zeros_like(a) for n, a in state["small"].items()}
+    first = server.send(state, 1, 0)
+    assert first.scalars["whole"] is True and first.nbytes == 4 * SMALL
+    state = server.aggregate(state, 1, iter([Reply(0, 5, zeros, {"version": 0}), Reply(1, 5, zeros, {"version": 0})]))
+    assert [server.send(state, 2, k).scalars["whole"] for k in (0, 1, 2)] == [False, False, True]
+    assert server.send(state, 2, 0).common is server.send(state, 2, 1).common
+    assert server.send(state, 2, 0).nbytes < 4 * SMALL
+    state = server.aggregate(state, 2, iter([Reply(1, 5, zeros, {"version": 1}), Reply(2, 5, zeros, {"version": 0})]))
+    assert [server.send(state, 3, k).scalars["whole"] for k in (0, 1, 2)] == [True, False, True]
+    assert server.aggregate(state, 3, iter([])) is state
+
+
+def test_a_client_without_the_base_says_so(tmp_path: Path) -> None:
+    server, state = strategy()
+    zeros = {n: np.zeros_like(a) for n, a in state["small"].items()}
+    state = server.aggregate(state, 1, iter([Reply(0, 5, zeros, {"version": 0})]))
+    with pytest.raises(ValueError, match="holds version None"):
+        client(0, tmp_path).train_round(server.send(state, 2, 0), 2)
+
+
+def test_uncompressed_it_is_the_mean_of_the_mentees(tmp_path: Path) -> None:
+    server, state = strategy(energy_start=1, energy_end=1)
+    replies, mentees = [], []
+    for k in (0, 1, 2):
+        made = client(k, tmp_path, energy_start=1, energy_end=1)
+        replies.append(train(made, server.send(state, 1, k), 1))
+        mentees.append(small_arrays(made.small))
+    state = server.aggregate(state, 1, iter(replies))
+    for name, value in stripped(state["small"]).items():
+        np.testing.assert_allclose(value, np.mean([m[name] for m in mentees], axis=0), rtol=1e-4, atol=1e-5)
+
+
+def test_with_labels_alone_mentors_are_standalone_and_the_mentee_nearly_fedavg(
+    tiny: Callable[..., RunResult],
+) -> None:
+    model = "digits-a,digits-b"
+    alone = tiny(method="local", rounds=3, model=model)
+    args = "distil=0 average=samples energy_start=1 energy_end=1"
+    both = tiny(method="fedkd", method_args=args, rounds=3, model=model)
+    assert both.rounds[COLUMNS].equals(alone.rounds[COLUMNS])
+    fedavg = tiny(method="fedavg", rounds=3, model="digits-c")
+    a, b = (checkpoint.latest(r.out / "checkpoint") for r in (both, fedavg))
+    assert a is not None and b is not None
+    for name, value in stripped(a[1]["small"]).items():
+        np.testing.assert_allclose(value, b[1]["model"][name], atol=1e-4)
+    taught = tiny(method="fedkd", rounds=1, model=model)
+    assert not taught.rounds[COLUMNS].iloc[0].equals(alone.rounds[COLUMNS].iloc[0])
+
+
+def test_traffic_is_compressed_and_the_private_parts_stay(tiny: Callable[..., RunResult]) -> None:
+    result = tiny(method="fedkd", rounds=3, model="digits-a,digits-b")
+    assert result.clients["bytes_up"].lt(4 * SMALL).all()
+    down = result.rounds["bytes_down"].tolist()
+    assert down[0] == 4 * SMALL and max(down[1:]) < 4 * SMALL
+    assert "head.weight" not in result.summary["update_ranks"] or result.summary["update_ranks"]["head.weight"] <= 8
+    states = sorted((result.out / "state").rglob("*.safetensors"))
+    with safe_open(str(states[0]), framework="numpy") as f:
+        names = set(f.keys())
+    assert {"own/hidden_map", "own/version", "own/base/head.weight"} <= names
+
+
+def test_private_state_persists(tiny: Callable[..., RunResult]) -> None:
+    result = tiny(method="fedkd", rounds=3)
+    table = result.clients.set_index(["client", "round"])
+    for k in range(3):
+        for t in (1, 2):
+            assert table.loc[(k, t), "trained_correct"] == table.loc[(k, t + 1), "received_correct"]
+
+
+def test_the_hidden_map_is_trained_kept_and_bridges_widths(tmp_path: Path) -> None:
+    server, state = strategy()
+    made = client(0, tmp_path)
+    reply = train(made, server.send(state, 1, 0), 1)
+    first = made.own["hidden_map"].copy()
+    state = server.aggregate(state, 1, iter([reply]))
+    again = client(0, tmp_path)
+    payload = server.send(state, 2, 0)
+    again.restore(2, payload)
+    assert np.array_equal(again.own["hidden_map"], first)
+    h_l, h_m = torch.randn(2, 5), torch.randn(2, 3)
+    losses = mentor_mentee_losses(Z_L, Z_M, h_l, h_m, torch.randn(5, 3), Y, FedKDHParams())
+    assert all(bool(loss.isfinite()) for loss in losses)
+
+
+@pytest.mark.parametrize("name", ["head.bias", "head.weight/u", "head.weight/s"])
+def test_bad_replies_are_refused(name: str, tmp_path: Path) -> None:
+    server, _ = strategy()
+    small = build_small(FedKDHParams(), num_classes=10, channels=1, size=8, seed=0)
+    factors = {"head.weight/u": np.ones((10, 1)), "head.weight/s": np.ones(1), "head.weight/v": np.ones((1, 64))}
+    arrays = {n: a for n, a in small_arrays(small).items() if n != "head.weight"}
+    good = prefixed({**arrays, **{n: f.astype(np.float32) for n, f in factors.items()}})
+    assert server.check(Reply(0, 5, good, {})) is None
+    bad = {n: a for n, a in good.items() if n != f"small/{name}"}
+    assert name.split("/")[0] in str(server.check(Reply(0, 5, bad, {})))
+    assert "no array" in str(server.check(Reply(0, 5, {**good, "small/other": np.ones(1)}, {})))
