@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from clients.base import FedClient
 from clients.fedproto import FedProtoClient, FedProtoHParams, NearestPrototype, prototype_loss
 from fedapp import checkpoint, tasks
 from fedapp import config as configuration
@@ -17,6 +18,7 @@ from fedapp.engine import RunResult
 from fedapp.errors import BadRequest
 from fedapp.method import Payload, Reply, ServerContext, ServerState
 from fedapp.models import build_model
+from fedapp.training import Batch
 from strategies.fedproto import METHOD, FedProto
 
 COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss", "train_loss"]
@@ -204,8 +206,6 @@ def test_gradient_of_the_local_loss_is_that_of_the_formula() -> None:
     made.round = 1
     made.restore(1, sent)
     made.before_training(sent)
-    from fedapp.training import Batch
-
     x = torch.randn(20, 1, 8, 8)
     y = torch.arange(20) % 10
     made.step_loss(Batch(x, y, [x], y)).backward()
@@ -247,8 +247,6 @@ def test_prototype_inference_is_measured_and_can_be_the_prediction(tiny: Callabl
 
 
 def test_widths_must_agree(tiny: Callable[..., RunResult], monkeypatch: pytest.MonkeyPatch) -> None:
-    from clients.base import FedClient
-
     original = FedClient.hello
 
     def hello(self: FedClient) -> Any:
