@@ -15,6 +15,7 @@ Finished runs are not run again, broken ones are continued from their last check
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import re
 import shutil
@@ -72,7 +73,10 @@ class Variant:
     @property
     def folder(self) -> str:
         """Beginning of its runs' folders."""
-        return re.sub(r"[^A-Za-z0-9._=+-]+", "-", self.label).strip("-")[:MAX_FOLDER]
+        text = re.sub(r"[^A-Za-z0-9._=+-]+", "-", self.label).strip("-")
+        if len(text) <= MAX_FOLDER:
+            return text
+        return f"{text[: MAX_FOLDER - 9]}-{hashlib.sha256(self.label.encode()).hexdigest()[:8]}"
 
     @property
     def title(self) -> str:
@@ -571,9 +575,13 @@ def _report(out: Path, finished: Sequence[Job]) -> None:
     if not finished:
         return
     try:
+        from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
+
         from fedapp import report
 
-        report.write(out)
+        # Several threads wait for each other longer than they help with figures of this size.
+        with threadpool_limits(limits=1):
+            report.write(out)
     except Exception as e:
         typer.echo(f"no report.html: {type(e).__name__}: {e} (fedapp report {out} tries again)", err=True)
     else:

@@ -315,7 +315,7 @@ def setting_title(part: pd.DataFrame) -> str:
 ACCURACY_COLUMNS: Mapping[str, str] = {
     "local received": "received_last", "local trained": "trained_last", "best trained": "trained_best",
     "balanced received": "received_balanced", "balanced trained": "trained_balanced", "global": "global_last",
-    "before": "calibration_before",
+    "global, uncalibrated": "calibration_before",
 }  # fmt: skip
 
 
@@ -362,8 +362,6 @@ def _print_setting(console: Console, part: pd.DataFrame, tests: pd.DataFrame, ti
         rows = part[part["variant"] == label]
         shown.add_row(titles[label], *(spread(rows[c]) for c in columns.values()))
     console.print(shown)
-    if part["calibration_before"].notna().any():
-        console.print("before: the global model before CCVR's calibration.", soft_wrap=True)
     goals = part["trained_target"]
     goal = f"{100 * goals.mean():.1f} %" + ("" if goals.nunique() == 1 else " (mean)") if goals.notna().any() else "-"
     shown = start(
