@@ -100,9 +100,9 @@ def parse_variants(text: str) -> list[Variant]:
         found = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", entry, flags=re.S)
         if found is None:
             raise BadRequest(f"--methods: '{entry.strip()}' is neither an id nor id(name=value name=value)")
-        args, settings = _inside(found[1], (found[2] or "").split())
-        texts = [*(f"{k}={v}" for k, v in args), *(f"{k}={v}" for k, v in settings)]
-        variants.append(Variant(found[1] + (f"({' '.join(texts)})" if texts else ""), found[1], args, settings))
+        pairs = (found[2] or "").split()
+        args, settings = _inside(found[1], pairs)
+        variants.append(Variant(found[1] + (f"({' '.join(pairs)})" if pairs else ""), found[1], args, settings))
     if not variants:
         raise BadRequest("no method given: --methods local,fedavg,...")
     folders = [v.folder for v in variants]

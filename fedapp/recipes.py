@@ -23,7 +23,7 @@ LIGHT = ("cnn-a", "cnn-b", "cnn-c", "cnn-d")
 SMALL = (*LIGHT, "moon", "digits-a", "digits-b", "digits-c")
 """Architectures that stay as they are."""
 LEAST_ROUNDS = 2
-LEAST_SAMPLES = 10
+LEAST_SAMPLES = 5
 LEAST_PUBLIC = 100
 
 
@@ -104,7 +104,7 @@ def scaled(values: Mapping[str, Any], scale: float) -> tuple[dict[str, Any], str
     """Shrink a run-config: the budget of rounds, the data, and the models; all else stays the paper's.
 
     `num-server-rounds` and `patience` are multiplied by `scale` (at least 2), `data-fraction` and the number of public
-    images of another data set too, `min-samples` as well but not below 10, and large architectures are replaced by the
+    images of another data set too, `min-samples` as well but not below 5, and large architectures are replaced by the
     light family. Numbers so obtained are not the paper's.
 
     Returns

@@ -1,0 +1,245 @@
+"""The shipped recipes: all valid, dealable at full size, bundled, and scaled as stated."""
+
+from __future__ import annotations
+
+import io
+import re
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fedapp import cli, compare, config, engine, launch, recipes, registry, tasks
+from fedapp.data import datasets
+from fedapp.data.datasets import Dataset
+from fedapp.errors import BadRequest
+
+ROOT = Path(__file__).parent.parent
+PAPERS = {
+    "fedclassavg": "FedClassAvg (Jang et al., ICPP 2022)",
+    "cwfedavg": "cwFedAvg (Lee and Choi, ICCV 2025)",
+    "fedgh": "FedGH (Yi et al., ACM MM 2023)",
+    "ccvr": "CCVR (Luo et al., NeurIPS 2021)",
+}
+NAMES = [n for n in recipes.shipped() if n != "digits"]
+
+# classes, side, channels, images for training and for testing, as published
+SHAPES = {
+    "mnist": (10, 28, 1, 60_000, 10_000),
+    "fashion_mnist": (10, 28, 1, 60_000, 10_000),
+    "emnist_letters": (26, 28, 1, 124_800, 20_800),
+    "cifar10": (10, 32, 3, 50_000, 10_000),
+    "cifar100": (100, 32, 3, 50_000, 10_000),
+    "tiny_imagenet": (200, 64, 3, 100_000, 10_000),
+    "cinic10": (10, 32, 3, 90_000, 90_000),
+}
+
+
+def blank(name: str, data_dir: str | None = None) -> Dataset:
+    """A data set of the published size whose images are one black pixel, seen many times."""
+    classes, side, channels, train, test = SHAPES[name]
+
+    def part(count: int) -> tuple[Any, Any]:
+        x = np.broadcast_to(np.zeros((1, 1, 1, 1), np.uint8), (count, side, side, channels))
+        return x, np.arange(count, dtype=np.int64) % classes
+
+    x_train, y_train = part(train)
+    x_test, y_test = part(test)
+    names = tuple(map(str, range(classes)))
+    return Dataset(name, x_train, y_train, x_test, y_test, names, 255.0, (0.5,) * channels, (0.5,) * channels)
+
+
+@pytest.fixture
+def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    tasks._federated.cache_clear()
+    monkeypatch.setattr(datasets, "load", blank)
+    yield
+    tasks._federated.cache_clear()
+
+
+def flat(name: str) -> dict[str, Any]:
+    return config.read_toml(recipes.shipped()[name].path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_names_its_table_and_every_value_its_source(name: str) -> None:
+    recipe = recipes.shipped()[name]
+    paper, place = name.split("-")[:2]
+    number = re.fullmatch(r"(table|figure)(\d)", place)
+    assert number is not None
+    assert recipe.title.startswith(f"{PAPERS[paper]}, {number[1].capitalize()} {number[2]}: ")
+    for line in recipe.path.read_text(encoding="utf-8").splitlines():
+        if line and not line.startswith("#"):
+            assert re.search(r"  # .*(paper|released code|ours|MOON's code|PFLlib's generator)", line), line
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_is_valid_for_run_and_for_all_rows_of_its_table(name: str) -> None:
+    values, recipe = flat(name), recipes.shipped()[name]
+    assert values["method"] == name.split("-")[0]
+    resolved = engine.effective(values)
+    assert "auto" not in (resolved.model, resolved.lr, resolved.optimizer, resolved.weight_decay, resolved.augment)
+    variants = compare.parse_variants(recipe.methods)
+    assert [v.label for v in variants] == [re.sub(r"\s+", " ", e) for e in recipe.rows], "rows are written as labels"
+    assert all(recipe.rows.values()), "every row says what the paper calls it"
+    for variant in variants:
+        args = {**compare._pairs(values.get("method-args", "")), **dict(variant.args)}
+        own = {**values, **dict(variant.settings), "method": variant.method}
+        own["method-args"] = " ".join(
+            f"{k}={v}" for k, v in (args if variant.method == values["method"] else dict(variant.args)).items()
+        )
+        engine.effective(own)
+
+
+def test_every_table_of_the_four_papers_has_recipes() -> None:
+    found = {tuple(n.split("-")[:2]) for n in NAMES}
+    wanted = {("fedclassavg", f"table{t}") for t in (2, 3, 4, 5)} | {("cwfedavg", f"table{t}") for t in (1, 2, 3, 4)}
+    wanted |= {("fedgh", p) for p in ("table1", "table3", "figure3", "figure4", "figure5")}
+    wanted |= {("ccvr", f"table{t}") for t in (1, 2, 3, 4, 5)}
+    assert found == wanted
+
+
+def test_every_method_stands_in_some_row() -> None:
+    used = {v.method for n in NAMES for v in compare.parse_variants(recipes.shipped()[n].methods)}
+    assert used | {"local"} >= set(registry.discover()) - {"moon", "fedavgm"}
+    bases = {flat(n)["method-args"] for n in NAMES} | {e for n in NAMES for e in recipes.shipped()[n].rows}
+    assert any("base=moon" in b for b in bases)
+    assert any("base=fedavgm" in b for b in bases)
+
+
+def test_every_recipe_can_be_dealt_at_published_size_and_scaled_to_a_tenth(published: None) -> None:
+    by_data = sorted(NAMES, key=lambda n: str([flat(n).get(k) for k in ("dataset", "partition", "alpha", "clients")]))
+    for name in by_data:
+        resolved = engine.effective(flat(name))
+        data = tasks.check(resolved, resolved.clients)
+        assert len(data.partition.clients) == resolved.clients
+        if resolved.dataset in ("cifar10", "mnist"):
+            small, _ = recipes.scaled(flat(name), 0.1)
+            shrunk = engine.effective(small)
+            assert len(tasks.check(shrunk, shrunk.clients).dataset.y_train) <= 0.11 * len(data.dataset.y_train)
+
+
+@pytest.mark.parametrize("name", ["fedclassavg-table2-cifar10-skewed", "cwfedavg-table1-cifar10-pathological"])
+def test_commands_in_the_comments_are_accepted(name: str, published: None, tmp_path: Path) -> None:
+    """`fedapp compare NAME` as the recipe says goes through all checks, up to an output folder that is a file."""
+    found = re.search(r"^# fedapp (compare .*)$", recipes.shipped()[name].path.read_text(encoding="utf-8"), flags=re.M)
+    assert found is not None
+    out = tmp_path / "out"
+    out.write_text("a file where a folder should be")
+    words = [*found[1].split(), "--scale", "0.1", "--out", str(out)]
+    result = CliRunner().invoke(cli.app, words)
+    assert isinstance(result.exception, BadRequest)
+    assert "out" in str(result.exception)
+
+
+# ---- scale -----------------------------------------------------------------------------------------------------------
+
+
+def test_scale_shrinks_rounds_data_and_models_and_nothing_else() -> None:
+    values = {
+        "num-server-rounds": 1000, "min-samples": 40, "patience": 30, "data-fraction": 0.5, "dataset": "cifar10",
+        "model": "resnet18,shufflenetv2,googlenet,alexnet", "public-data": "cifar100:3000", "local-epochs": 10,
+        "lr": 0.1, "clients": 20,
+    }  # fmt: skip
+    new, told = recipes.scaled(values, 0.1)
+    assert new == {
+        **values, "num-server-rounds": 100, "min-samples": 5, "patience": 3, "data-fraction": 0.05,
+        "model": "cnn-a,cnn-b,cnn-c,cnn-d", "public-data": "cifar100:300",
+    }  # fmt: skip
+    for text in ("scale 0.1", "num-server-rounds 1000 -> 100", "model resnet18", "data-fraction 0.5 -> 0.05"):
+        assert text in told
+    tiny, _ = recipes.scaled(values, 0.001)
+    assert (tiny["num-server-rounds"], tiny["min-samples"], tiny["public-data"]) == (2, 5, "cifar100:100")
+
+
+def test_scale_never_enlarges() -> None:
+    values = {"num-server-rounds": 1, "min-samples": 3, "public-data": "mnist:50", "dataset": "fashion_mnist"}
+    new, _ = recipes.scaled(values, 0.5)
+    assert (new["num-server-rounds"], new["min-samples"], new["public-data"]) == (1, 3, "mnist:50")
+    assert new["data-fraction"] == 0.5
+    assert "patience" not in new
+
+
+@pytest.mark.parametrize(
+    ("model", "dataset", "light"),
+    [
+        ("cnn", "cifar10", "cnn-a"),
+        ("fedgh-1,fedgh-2,fedgh-3,fedgh-4,fedgh-5", "cifar10", "cnn-a,cnn-b,cnn-c,cnn-d,cnn-a"),
+        ("moon", "cifar10", "moon"),
+        ("auto", "cifar10", "cnn-a"),
+        ("auto", "digits", "digits-a"),
+        ("digits-a,digits-b", "digits", "digits-a,digits-b"),
+        ("cnn-b,cnn-b,resnet18", "mnist", "cnn-b,cnn-b,cnn-a"),
+    ],
+)
+def test_light_models(model: str, dataset: str, light: str) -> None:
+    assert recipes.light(model, dataset) == light
+
+
+def test_scale_one_changes_nothing_and_others_are_refused() -> None:
+    values = flat("ccvr-table2-cifar100")
+    assert recipes.scaled(values, 1.0)[0] == values
+    for bad in (0.0, -1.0, 1.5, float("nan")):
+        with pytest.raises(BadRequest, match="--scale"):
+            recipes.scaled(values, bad)
+
+
+# ---- command line ----------------------------------------------------------------------------------------------------
+
+
+def dry_run(*words: str) -> dict[str, Any]:
+    result = CliRunner().invoke(cli.app, ["run", *words, "--dry-run", "--engine", "local"], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return tomllib.loads("\n".join(line for line in result.stdout.splitlines() if re.match(r"[a-z-]+ = ", line)))
+
+
+def test_run_takes_a_recipe_by_name_and_scales_what_the_command_line_does_not_say() -> None:
+    words = ("cwfedavg-table1-cifar10-dirichlet", "--dataset", "digits", "--clients", "5", "--set", "alpha=1.0")
+    shown = dry_run(*words, "--scale", "0.5", "--set", "data-fraction=1.0")
+    assert (shown["num-server-rounds"], shown["model"], shown["min-samples"]) == (500, "cnn-a", 20)
+    assert (shown["data-fraction"], shown["lr"], shown["batch-size"]) == (1.0, 0.005, 10)
+    assert dry_run(*words, "--scale", "0.5", "--rounds", "7")["num-server-rounds"] == 7
+    assert dry_run(*words, "--set", "model=cnn-b")["num-server-rounds"] == 1000
+
+
+def test_an_unknown_recipe_is_refused_with_a_suggestion() -> None:
+    with pytest.raises(BadRequest, match="cwfedavg-table4-tiny"):
+        recipes.find(Path("cwfedavg-table4-tinny"))
+    assert recipes.find(Path("some/where.toml")) == Path("some/where.toml"), "a path is read as one"
+
+
+def test_a_file_goes_before_a_recipe_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert recipes.find(Path("digits")) == recipes.FOLDER / "digits.toml"
+    Path("digits").write_text("clients = 3\n")
+    assert recipes.find(Path("digits")) == Path("digits")
+
+
+def test_resume_and_scale_do_not_go_together(tmp_path: Path) -> None:
+    result = CliRunner().invoke(cli.app, ["run", "--resume", str(tmp_path), "--scale", "0.5"])
+    assert isinstance(result.exception, BadRequest)
+
+
+def test_recipes_are_listed_one_a_line() -> None:
+    result = CliRunner().invoke(cli.app, ["recipes"])
+    lines = [line.split("\t") for line in result.stdout.splitlines()]
+    assert [n for n, _ in lines] == list(recipes.shipped())
+
+
+# ---- packaging -------------------------------------------------------------------------------------------------------
+
+
+def test_recipes_travel_in_the_bundle_and_in_the_wheel(tmp_path: Path) -> None:
+    from flwr.cli.build import build_fab_from_disk
+
+    bundle = zipfile.ZipFile(io.BytesIO(build_fab_from_disk(launch.stage(tmp_path / "app"))))
+    bundled = {Path(n).stem for n in bundle.namelist() if n.startswith("fedapp/conf/")}
+    assert bundled == set(recipes.shipped())
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert "fedapp" in wheel["packages"]
+    assert not {"exclude", "only-include"} & set(wheel)
