@@ -32,7 +32,7 @@ from fedapp import config as configuration
 from fedapp import launch
 from fedapp.config import RunConfig
 from fedapp.errors import BadRequest
-from fedapp.results import ANNOUNCED, check_out, write_json
+from fedapp.results import ANNOUNCED, cell, check_out, write_json
 
 LOST_AFTER = 30.0
 """Seconds without an answer from the SuperLink after which a run is given up as lost."""
@@ -169,7 +169,7 @@ class Mirror:
         if event["kind"] == "start":
             self._keep(int(event["done"]))
         elif event["kind"] == "round":
-            row = {k: v for k, v in event.items() if k not in ("kind", "rounds", "time")}
+            row = {k: cell(v) for k, v in event.items() if k not in ("kind", "rounds", "time")}
             self._rows([*self._kept(row["round"] - 1), row])
         elif event["kind"] == "end":
             write_json(self.path / "summary.json", event["summary"])

@@ -159,7 +159,7 @@ class RunDirectory:
     def append(self, name: str, row: Mapping[str, Any]) -> None:
         """Append a row to a CSV file; the first row writes the header, later ones must have the same columns."""
         path = self.path / name
-        cells = {k: _cell(v) for k, v in row.items()}
+        cells = {k: cell(v) for k, v in row.items()}
         new = not path.exists() or path.stat().st_size == 0
         if not new:
             with path.open(newline="", encoding="utf-8") as f:
@@ -188,7 +188,7 @@ class RunDirectory:
         return pd.read_csv(path) if path.is_file() else pd.DataFrame()
 
 
-def _cell(value: Any) -> Any:
+def cell(value: Any) -> Any:
     """Write floats so that they read back to the same bits; NaN is an empty cell."""
     if isinstance(value, float):
         return "" if math.isnan(value) else (int(value) if value.is_integer() and abs(value) < 2**53 else repr(value))

@@ -1,0 +1,475 @@
+"""What nodes bring along, and a server that sees them come, go and come back, without any network."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from flwr.app import Context, Error, Message, RecordDict
+from PIL import Image
+
+from fedapp import deploy, nodes, results, server_app, tasks
+from fedapp.client_app import app as client_app
+from fedapp.config import from_flat, resolve
+from fedapp.errors import BadRequest
+from fedapp.localgrid import LocalGrid
+from fedapp.nodes import Node
+from fedapp.privacy import clip_update
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "docker"))
+import sites
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDAPP_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("FEDAPP_CACHE", str(tmp_path / "cache"))
+
+
+# ---- node-config ---------------------------------------------------------------------------------------------------
+
+
+def test_the_two_kinds_of_nodes() -> None:
+    own = Node.parse({"client-id": 3, "data-path": "/data/site1", "model": "resnet18", "state-dir": "/state"})
+    assert own == Node(3, 0, "/data/site1", "", "resnet18", "/state") and own.own
+    share = Node.parse({"partition-id": 2, "num-partitions": 3, "model": "auto"})
+    assert share == Node(2, 3) and not share.own
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({}, "client-id and data-path missing"),
+    ({"client-id": 3}, "data-path missing"),
+    ({"data-path": "/x"}, "data-path needs client-id"),
+    ({"client-id": 3, "data-path": "/x", "partition-id": 3, "num-partitions": 4}, "clash"),
+    ({"client-id": 3, "partition-id": 3, "num-partitions": 4}, "client-id goes with data-path"),
+    ({"partition-id": 3}, "needs num-partitions"),
+    ({"partition-id": 3, "num-partitions": 3}, "0 .. 2"),
+    ({"client_id": 3, "data-path": "/x"}, "did you mean 'client-id'"),
+    ({"client-id": "3", "data-path": "/x"}, "whole number"),
+    ({"client-id": True, "data-path": "/x"}, "whole number"),
+    ({"client-id": -1, "data-path": "/x"}, "whole number"),
+    ({"client-id": 3, "data-path": ""}, "text in quotation marks"),
+    ({"client-id": 3, "data-path": "/x", "model": "resnet19"}, "did you mean 'resnet18'"),
+]
+
+
+@pytest.mark.parametrize(("config", "says"), BAD, ids=[str(c) for c, _ in BAD])
+def test_a_bad_node_config_is_one_line_that_says_what_to_write(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        Node.parse(config)
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+# ---- own data ------------------------------------------------------------------------------------------------------
+
+
+def npz(path: Path, names: list[str] | None, labels: list[int], size: int = 8, high: int = 256) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    x = np.random.default_rng(0).integers(0, high, (len(labels), size, size), dtype=np.uint8)
+    extra = {} if names is None else {"class_names": np.array(names)}
+    np.savez(path, x_train=x, y_train=np.array(labels), **extra)
+    return path
+
+
+def test_labels_follow_the_names_of_the_classes(tmp_path: Path) -> None:
+    path = npz(tmp_path / "a.npz", ["dog", "cat"], [0, 0, 0, 0, 1, 1, 1, 1])
+    data = nodes.own_data(str(path), ("cat", "cow", "dog"), "npz")
+    with np.load(path) as raw:
+        pictures = raw["x_train"]
+    found = {
+        bytes(x): int(y) for x, y in zip([*data.x_train, *data.x_test], [*data.y_train, *data.y_test], strict=True)
+    }
+    assert found == {bytes(x): 2 if i < 4 else 0 for i, x in enumerate(pictures)}
+    assert data.classes == ("cat", "cow", "dog") and len(data.y_test) == 2
+
+
+def test_a_class_that_the_federation_lacks_is_named(tmp_path: Path) -> None:
+    path = npz(tmp_path / "a.npz", ["cat", "dgo"], [0, 1] * 4)
+    with pytest.raises(BadRequest, match=r"class 'dgo' is none of the federation's 2 classes.*did you mean 'dog'"):
+        nodes.own_data(str(path), ("cat", "dog"), "npz")
+
+
+def test_without_names_the_data_keep_their_own(tmp_path: Path) -> None:
+    data = nodes.own_data(str(npz(tmp_path / "a.npz", None, [0, 1, 2] * 4)), None, "npz")
+    assert data.classes == ("0", "1", "2")
+
+
+def test_what_is_held_out_is_the_same_in_every_run(tmp_path: Path) -> None:
+    path = npz(tmp_path / "a.npz", None, [0, 1] * 20)
+    config = from_flat({"dataset": "npz", "model": "digits-a"})
+    node = Node(0, data_path=str(path))
+    one = nodes.task_of(config, node, CPU)
+    other = nodes.task_of(config.replaced(seed=7), node, CPU)
+    assert len(one.y_test) == 10 and torch.equal(one.x_test, other.x_test) and torch.equal(one.x_train, other.x_train)
+
+
+def test_a_folder_of_pictures(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        for number in range(6):
+            path = tmp_path / "site" / name / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8)).save(path)
+    config = from_flat({"dataset": "folder", "class-names": "dog, cat", "model": "cnn"})
+    task = nodes.task_of(config, Node(4, data_path=str(tmp_path / "site")), CPU)
+    assert task.client == 4 and task.num_classes == 2 and task.inputs.channels == 3 and task.inputs.size == 28
+    assert len(task.y_train) + len(task.y_test) == 12 and task.extras["classes"] == ("dog", "cat")
+
+
+def test_a_published_data_set_lends_its_normalisation(tmp_path: Path) -> None:
+    path = npz(tmp_path / "a.npz", None, list(range(10)) * 2, high=17)
+    assert nodes.own_data(str(path), None, "digits").inputs.scale == 16
+    assert nodes.own_data(str(path), None, "npz").inputs.scale == 255
+    bright = npz(tmp_path / "b.npz", None, list(range(10)) * 2)
+    with pytest.raises(BadRequest, match=r"grey levels 0 .. 16"):
+        nodes.own_data(str(bright), None, "digits")
+
+
+def test_data_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="does not exist on this node"):
+        nodes.own_data(str(tmp_path / "no.npz"), None, "npz")
+
+
+def test_a_model_that_does_not_fit_the_images(tmp_path: Path) -> None:
+    path = npz(tmp_path / "a.npz", None, [0, 1] * 4)
+    with pytest.raises(BadRequest, match="resnet18"):
+        nodes.task_of(from_flat({"dataset": "npz"}), Node(0, data_path=str(path), model="resnet18"), CPU)
+
+
+def test_a_site_has_the_very_data_of_the_client_in_simulation(tmp_path: Path) -> None:
+    paths = sites.write(tmp_path)
+    config = resolve(from_flat({"clients": 3, "model": "digits-a,digits-b,digits-c"}))
+    for k, path in enumerate(paths):
+        own = nodes.task_of(config, Node(k, data_path=str(path.parent)), CPU)
+        simulated = tasks.task_of(config, k, 3, CPU)
+        for name in ("x_train", "y_train", "x_test", "y_test"):
+            assert torch.equal(getattr(own, name), getattr(simulated, name))
+        assert own.inputs == simulated.inputs and own.model == simulated.model and own.train == simulated.train
+        assert own.num_classes == 10 and own.x_union is None
+
+
+def test_the_node_decides_where_its_state_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = from_flat({})
+    assert Node(0, state_dir=str(tmp_path / "a")).state_root(config) == tmp_path / "a"
+    assert Node(0).state_root(config) == tmp_path / "state"
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    with pytest.raises(BadRequest, match="cannot be written"):
+        Node(0, state_dir=str(blocked / "x")).state_root(config)
+
+
+# ---- what leaves ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bound", [0.1, 1.0, 3.0, 100.0])
+def test_an_update_is_no_longer_than_the_bound(bound: float) -> None:
+    rng = np.random.default_rng(1)
+    received = {"a": rng.normal(size=(3, 4)).astype(np.float32), "b": rng.normal(size=5).astype(np.float32)}
+    sent = {n: (a + rng.normal(size=a.shape)).astype(np.float32) for n, a in received.items()}
+    means = {"lar": rng.normal(size=(2, 2)).astype(np.float32)}
+    new, norm = clip_update({**sent, **means}, received, bound)
+    before = np.concatenate([(sent[n] - received[n]).ravel() for n in sent]).astype(np.float64)
+    after = np.concatenate([(new[n] - received[n]).ravel() for n in sent]).astype(np.float64)
+    assert norm == pytest.approx(np.linalg.norm(before), rel=1e-5)
+    assert np.linalg.norm(after) == pytest.approx(min(bound, norm), rel=1e-5)
+    assert np.allclose(after * np.linalg.norm(before), before * np.linalg.norm(after), atol=1e-4)
+    assert new["lar"] is means["lar"] and all(new[n].dtype == np.float32 for n in sent)
+
+
+def test_a_bound_on_nothing_is_refused() -> None:
+    with pytest.raises(BadRequest, match="sends none"):
+        from_flat({"method": "fedgh", "clip-update": 1.0})
+
+
+# ---- nodes that come, go and come back -----------------------------------------------------------------------------
+
+Script = Callable[["Nodes", int], None]
+
+
+class Nodes(LocalGrid):
+    """Real nodes as a server sees them: ids without meaning, own node-configs, some of them offline."""
+
+    def __init__(self, flat: Mapping[str, Any], configs: Mapping[int, Mapping[str, Any]], script: Script) -> None:
+        super().__init__(client_app, flat, 0)
+        del self.pull_interval  # what tells a simulation's grid
+        self.flat = dict(flat)
+        self.script = script
+        self.offline: set[int] = set()
+        self.told: dict[int, list[str]] = {}
+        for node, config in configs.items():
+            self.join(node, config)
+
+    def join(self, node: int, config: Mapping[str, Any]) -> None:
+        self.contexts[node] = Context(
+            run_id=1, node_id=node, node_config=dict(config), state=RecordDict(), run_config=self.flat
+        )
+
+    def get_node_ids(self) -> list[int]:
+        return [n for n in self.contexts if n not in self.offline]
+
+    def push_messages(self, messages: Any) -> Any:
+        messages = list(messages)
+        kinds = {m.metadata.message_type for m in messages}
+        if kinds == {"train"}:
+            self.script(self, int(messages[0].metadata.group_id))
+        for m in messages:
+            self.told.setdefault(m.metadata.dst_node_id, []).append(m.metadata.message_type)
+        return super().push_messages(messages)
+
+    def pull_messages(self, message_ids: Any) -> Any:
+        for i in message_ids:
+            message = self._waiting.get(i)
+            if message is not None and message.metadata.dst_node_id in self.offline:
+                del self._waiting[i]
+                reply = Message(Error(code=5, reason="Node Unavailable"), reply_to=message)
+                reply.metadata.__dict__["_src_node_id"] = 1  # the SuperLink signs for a node that is gone
+                return [reply]
+        return super().pull_messages(message_ids)
+
+
+def share(k: int, of: int = 3, **more: Any) -> dict[str, Any]:
+    return {"partition-id": k, "num-partitions": of, **more}
+
+
+def start(
+    tmp_path: Path, configs: Mapping[int, Mapping[str, Any]], script: Script = lambda g, r: None, **values: Any
+) -> tuple[dict[str, Any], Nodes, list[dict[str, Any]]]:
+    events: list[dict[str, Any]] = []
+    settings: dict[str, Any] = {"method": "lgfedavg", "clients": 3, "num-server-rounds": 3}
+    settings |= {"wait-timeout": 2.0, "round-timeout": 60.0, "out": str(tmp_path / "run")}
+    flat = resolve(from_flat(settings | values)).to_flat()
+    grid = Nodes(flat, configs, script)
+    return server_app.serve(grid, flat, lambda e: events.append(dict(e))), grid, events
+
+
+def rounds(tmp_path: Path) -> pd.DataFrame:
+    return pd.read_csv(tmp_path / "run" / "rounds.csv")
+
+
+THREE = {71: share(0), 12: share(1), 55: share(2)}
+
+
+def test_a_node_that_goes_is_dropped_and_goes_on_with_its_own_model(tmp_path: Path) -> None:
+    def script(grid: Nodes, round: int) -> None:
+        grid.offline = {12} if round == 2 else set()
+
+    summary, grid, _ = start(tmp_path, THREE, script)
+    assert summary["ok"] and summary["dropped"] == 1
+    assert list(rounds(tmp_path)["clients"]) == [3, 2, 3]
+    clients = pd.read_csv(tmp_path / "run" / "clients.csv")
+    back = clients[(clients["client"] == 1) & (clients["round"] == 3)]
+    assert float(back["received_accuracy"].iloc[0]) > 0.5  # a new trunk under the averaged head would guess
+    assert grid.told[12].count("train") == 3
+
+
+def test_a_node_may_come_back_under_another_id(tmp_path: Path) -> None:
+    def script(grid: Nodes, round: int) -> None:
+        if round == 2:
+            grid.offline = {12}
+            grid.join(99, share(1))
+
+    summary, grid, _ = start(tmp_path, THREE, script)
+    assert summary["ok"] and list(rounds(tmp_path)["clients"]) == [3, 2, 3]
+    assert grid.told[99] == ["query.hello", "train", "evaluate"]
+    clients = pd.read_csv(tmp_path / "run" / "clients.csv")
+    back = clients[(clients["client"] == 1) & (clients["round"] == 3)]
+    assert float(back["received_accuracy"].iloc[0]) > 0.5
+
+
+def test_a_late_node_joins_and_one_that_cannot_is_left_out(tmp_path: Path) -> None:
+    def script(grid: Nodes, round: int) -> None:
+        if round == 1:
+            grid.join(13, share(2))
+            grid.join(14, {"client-id": 9})  # no data
+            grid.join(15, share(0))  # an id that is taken
+
+    configs = {n: c for n, c in THREE.items() if c["partition-id"] != 2}
+    summary, grid, events = start(tmp_path, configs, script)
+    assert summary["ok"] and list(rounds(tmp_path)["clients"]) == [2, 3, 3]
+    warnings = [e["text"] for e in events if e["kind"] == "warning"]
+    assert any("waiting for 1 of 3" in w for w in warnings)
+    assert any("left out" in w and "data-path missing" in w for w in warnings)
+    assert any("two nodes are client 0" in w for w in warnings)
+    assert "train" not in grid.told[14] + grid.told[15]
+
+
+def test_before_round_one_a_node_that_cannot_take_part_is_a_bad_request(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=r"client 4 cannot take part: .*data-path missing"):
+        start(tmp_path, {**THREE, 8: {"client-id": 4}})
+    error = json.loads((tmp_path / "run" / "error.json").read_text())
+    assert error["exit"] == 2 and error["stage"] == "hello" and error["client"] == 4
+
+
+def test_a_dead_node_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
+    class Unaware(Nodes):
+        def get_node_ids(self) -> list[int]:
+            return list(self.contexts)
+
+    flat = resolve(from_flat({"clients": 3, "num-server-rounds": 1, "local-epochs": 1, "batch-size": 64,
+                              "wait-timeout": 1.0, "out": str(tmp_path / "run")})).to_flat()  # fmt: skip
+    grid = Unaware(flat, THREE, lambda g, r: None)
+    grid.offline = {12}
+    assert server_app.serve(grid, flat)["ok"]
+    assert list(rounds(tmp_path)["clients"]) == [2]
+
+
+def test_too_few_nodes_are_too_few(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="gave up after 2 s: waiting for 2 of 3"):
+        start(tmp_path, {71: share(0)})
+
+
+def test_other_architectures_join_only_where_the_method_allows_it(tmp_path: Path) -> None:
+    def script(grid: Nodes, round: int) -> None:
+        grid.join(30, share(2, model="digits-b"))
+
+    configs = {71: share(0, model="digits-a"), 12: share(1, model="digits-a")}
+    _, grid, events = start(tmp_path, configs, script, method="fedavg")
+    assert any("fedavg needs one architecture" in e.get("text", "") for e in events)
+    assert "train" not in grid.told[30]
+
+
+def test_own_data_give_the_numbers_of_the_simulation(tmp_path: Path) -> None:
+    paths = sites.write(tmp_path / "sites")
+    models = "digits-a,digits-b,digits-c"
+    own = {50 - k: {"client-id": k, "data-path": str(p)} for k, p in enumerate(paths)}
+    start(tmp_path, own, model=models)
+    simulated = {
+        "method": "lgfedavg",
+        "clients": 3,
+        "num-server-rounds": 3,
+        "model": models,
+        "out": str(tmp_path / "simulated"),
+    }
+    flat = resolve(from_flat(simulated)).to_flat()
+    server_app.serve(LocalGrid(client_app, flat, 3), flat)
+    for name in ("rounds.csv", "clients.csv", "final.csv"):
+        real, wanted = pd.read_csv(tmp_path / "run" / name), pd.read_csv(tmp_path / "simulated" / name)
+        columns = [c for c in wanted if not c.endswith("seconds") and "balanced" not in c]
+        pd.testing.assert_frame_equal(real[columns], wanted[columns], check_exact=True)
+
+
+def test_classes_with_other_names_do_not_meet(tmp_path: Path) -> None:
+    a = npz(tmp_path / "a.npz", ["cat", "dog"], [0, 1] * 6)
+    b = npz(tmp_path / "b.npz", ["dog", "cat"], [0, 1] * 6)
+    configs = {5: {"client-id": 0, "data-path": str(a)}, 6: {"client-id": 1, "data-path": str(b)}}
+    with pytest.raises(BadRequest, match="class-names"):
+        start(tmp_path, configs, clients=2, dataset="npz", model="digits-a")
+    again = tmp_path / "again"
+    summary, _, _ = start(again, configs, clients=2, dataset="npz", model="digits-a", **{"class-names": "cat,dog"})
+    assert summary["ok"]
+
+
+def test_state_lies_on_the_node_and_a_later_run_starts_from_it(tmp_path: Path) -> None:
+    start(tmp_path / "a", {n: share(k) for k, n in enumerate((4, 5, 6))}, federation="clinic")
+    folder = tmp_path / "state" / "clinic" / "1"
+    assert (folder / "personal.safetensors").is_file() and (folder / "received.safetensors").is_file()
+    assert not (tmp_path / "a" / "run" / "state").exists()
+    cold = pd.read_csv(tmp_path / "a" / "run" / "rounds.csv")["received_accuracy"].iloc[0]
+    start(tmp_path / "b", {n: share(k) for k, n in enumerate((7, 8, 9))}, federation="clinic", **{"warm-start": True})
+    warm = pd.read_csv(tmp_path / "b" / "run" / "rounds.csv")["trained_accuracy"].iloc[0]
+    first = pd.read_csv(tmp_path / "a" / "run" / "rounds.csv")["trained_accuracy"].iloc[0]
+    assert cold < 0.5 < first < warm
+
+
+def test_updates_are_bounded_on_the_way(tmp_path: Path) -> None:
+    start(tmp_path / "a", THREE, method="fedavg", **{"num-server-rounds": 1})
+    start(tmp_path / "b", THREE, method="fedavg", **{"num-server-rounds": 1, "clip-update": 0.001})
+    a = pd.read_csv(tmp_path / "a" / "run" / "final.csv")["received_accuracy"].mean()
+    b = pd.read_csv(tmp_path / "b" / "run" / "final.csv")["received_accuracy"].mean()
+    assert b < 0.3 < a  # an average that moved by a thousandth still guesses
+
+
+# ---- where the server writes, and who follows from afar ------------------------------------------------------------
+
+
+def test_the_owner_of_the_superlink_decides_where_runs_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDAPP_RUNS", str(tmp_path / "runs"))
+    assert server_app.place(from_flat({"out": "/somewhere/else/x"})) == tmp_path / "runs" / "x"
+    assert server_app.place(from_flat({"out": str(tmp_path / "runs" / "y")})) == tmp_path / "runs" / "y"
+    assert server_app.place(from_flat({})).parent == tmp_path / "runs"
+    assert server_app.place(from_flat({"out": f"{tmp_path}/runs/../../z"})) == tmp_path / "runs" / "z"
+
+
+def test_one_process_writes_to_a_run_directory(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with results.only_writer(tmp_path):
+            os.write(write, b"x")
+            os.read(os.open(tmp_path / "go", os.O_RDONLY), 1) if (tmp_path / "go").exists() else None
+            import time
+
+            time.sleep(30)
+        os._exit(0)
+    try:
+        os.read(read, 1)
+        with pytest.raises(BadRequest, match="another server process"), results.only_writer(tmp_path):
+            pass
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    with results.only_writer(tmp_path):
+        pass
+
+
+class Silent:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        pass
+
+
+def test_a_mirror_holds_what_the_log_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    events: list[dict[str, Any]] = []
+    flat = resolve(from_flat({"clients": 2, "num-server-rounds": 2, "local-epochs": 1, "batch-size": 64,
+                              "out": str(tmp_path / "there")})).to_flat()  # fmt: skip
+    grid = Nodes(flat, {1: share(0, 2), 2: share(1, 2)}, lambda g, r: None)
+    server_app.serve(grid, flat, lambda e: (events.append(dict(e)), server_app.announce(e))[0])
+    log = "a line\n" + capsys.readouterr().out
+    here = tmp_path / "here"
+    here.mkdir()
+    followed = deploy.Followed(here, from_flat({**flat, "out": str(here)}), Silent())
+    for i in range(0, len(log), 37):  # pieces of a log end anywhere
+        followed.text(log[i : i + 37])
+    assert followed.mirror is not None and followed.there == str(tmp_path / "there")
+    assert followed.summary is not None and followed.summary["ok"]
+    real, copy = pd.read_csv(tmp_path / "there" / "rounds.csv"), pd.read_csv(here / "rounds.csv")
+    pd.testing.assert_frame_equal(real, copy[real.columns])
+    assert json.loads((here / "summary.json").read_text()) == json.loads(
+        (tmp_path / "there" / "summary.json").read_text()
+    )
+    assert "a line" in (here / "superlink.log").read_text()
+
+
+def test_the_run_directory_itself_is_not_mirrored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flat = resolve(from_flat({"clients": 1, "num-server-rounds": 1, "local-epochs": 1, "partition": "iid",
+                              "out": str(tmp_path / "run")})).to_flat()  # fmt: skip
+    server_app.serve(Nodes(flat, {1: share(0, 1)}, lambda g, r: None), flat, server_app.announce)
+    before = (tmp_path / "run" / "progress.jsonl").read_bytes()
+    followed = deploy.Followed(tmp_path / "run", from_flat(flat), Silent())
+    followed.text(capsys.readouterr().out)
+    assert followed.mirror is None and (tmp_path / "run" / "progress.jsonl").read_bytes() == before
+
+
+def test_a_bad_end_is_told_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flat = resolve(from_flat({"clients": 1, "num-server-rounds": 1, "wait-timeout": 1.0, "out": str(tmp_path / "run")}))
+    with pytest.raises(BadRequest):
+        server_app.serve(Nodes(flat.to_flat(), {1: {"client-id": 5}}, lambda g, r: None), flat.to_flat(),
+                         server_app.announce)  # fmt: skip
+    followed = deploy.Followed(tmp_path / "run", flat, Silent())
+    followed.text(capsys.readouterr().out)
+    assert followed.failed is not None and followed.failed["exit"] == 2 and "client 5" in followed.failed["message"]
