@@ -359,7 +359,7 @@ def test_hyperparameters_of_a_method_make_a_figure_with_the_distance(sweep: anal
 
 ALWAYS = {
     "learning-curves", "client-accuracy", "labels-heat", "labels-dots", "head-norms", "norm-evolution",
-    "p-against-norms", "representations", "cka", "conductance", "round-seconds",
+    "p-against-norms", "tsne", "cka", "conductance", "round-seconds",
 }  # fmt: skip
 
 

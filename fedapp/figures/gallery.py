@@ -334,7 +334,7 @@ def embedding(runs: Sequence[RunData], points: int = 1200) -> Drawing:
     )
     clients = len(set(next(iter(found.values())).client.tolist()))
     return Drawing(
-        "representations",
+        "tsne",
         "Representations by class and client",
         f"t-SNE of what the trained trunks of {clients} clients make of the same test images, drawn as class numbers "
         "and as client numbers. Where clients agree, numbers mix on the right and part on the left. Mean silhouette of "
@@ -658,7 +658,8 @@ def sweeps(runs: Sequence[RunData], key: str) -> list[Drawing]:
             Drawing(
                 f"sweep-{key}" + (f"-{i}" if len(groups) > 1 else ""),
                 f"Accuracy against {names[key]}" + (f": {name}" if name else ""),
-                f"After the last round; error bars: one standard deviation over seeds. {key} on the horizontal axis.",
+                "After the last round; error bars: one standard deviation over seeds. Received and global count all "
+                "clients, trained those of the last round.",
                 f"Line charts of accuracy against {key}. {said}.",
                 plots.sweep(panels, x[key], log=key == "alpha"),
                 {"alpha": "FedGH, Fig. 3; CCVR, Table 2", "classes-per-client": "FedGH, Fig. 3",

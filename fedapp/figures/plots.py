@@ -236,19 +236,25 @@ def sweep(
     panels: Mapping[str, Sequence[Curve]], xlabel: str, log: bool = False, ylabel: str = "accuracy",
     percent: bool = True,
 ) -> Figure:  # fmt: skip
-    """Draw scores against a setting, a panel a protocol, with error bars over seeds."""
+    """Draw scores against a setting, a panel a protocol, with error bars over seeds.
+
+    Values of the setting that would lie too close together on a linear axis stand at equal distances.
+    """
     figure = new(WIDTH if len(panels) > 1 else 0.62 * WIDTH, 3.0)
     grid = figure.subplots(1, len(panels), sharey=percent, squeeze=False)[0]
     labels = list(dict.fromkeys(c.label for lines in panels.values() for c in lines))
     ticks = sorted({float(v) for lines in panels.values() for c in lines for v in c.x})
+    logarithmic = log and ticks[0] > 0
+    crowded = not logarithmic and ticks[-1] - ticks[0] > 12 * float(np.diff(ticks).min(initial=np.inf))
     for axes, (title, lines) in zip(grid, panels.items()):
         for curve in lines:
             look = _look(labels.index(curve.label))
-            axes.errorbar(curve.x, curve.mean, yerr=curve.spread, label=curve.label, capsize=2, elinewidth=0.8, **look)
-        if log and min(ticks, default=1) > 0:
+            x = [ticks.index(float(v)) for v in curve.x] if crowded else curve.x
+            axes.errorbar(x, curve.mean, yerr=curve.spread, label=curve.label, capsize=2, elinewidth=0.8, **look)
+        if logarithmic:
             axes.set_xscale("log")
         axes.minorticks_off()
-        axes.set_xticks(ticks, [f"{t:g}" for t in ticks])
+        axes.set_xticks(range(len(ticks)) if crowded else ticks, [f"{t:g}" for t in ticks])
         axes.set_title(title)
         axes.set_xlabel(xlabel)
         axes.grid(axis="y")
