@@ -1,10 +1,14 @@
-"""A SuperLink and SuperNodes on loopback with TLS and node keys, for tests: started, killed and restarted by PID."""
+"""The services of docker/compose.yml without containers: the same commands, on loopback, with paths of this machine.
+
+Certificates and keys come from docker/certs.sh and docker/keys.sh, the environment from the image's ENV lines.
+Processes are started, killed and restarted by PID.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shlex
+import re
 import shutil
 import signal
 import socket
@@ -19,6 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
+import yaml
 
 ROOT = Path(__file__).parent.parent
 MARK = "FEDAPP_TEST_MARK"
@@ -29,6 +34,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+COMPOSE = yaml.safe_load((ROOT / "docker" / "compose.yml").read_text(encoding="utf-8"))
+
+
+def image_env() -> dict[str, str]:
+    """The ENV lines of docker/Dockerfile."""
+    text = (ROOT / "docker" / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line.removeprefix("ENV ") for line in text.splitlines() if line.startswith("ENV ")]
+    return dict(pair.split("=", 1) for line in lines for pair in line.split())
 
 
 def until(true: Callable[[], object], seconds: float, what: str) -> None:
@@ -48,7 +63,7 @@ class Deployment:
     nodes : names of the nodes that get keys.
     """
 
-    def __init__(self, folder: Path, nodes: tuple[str, ...] = ("sn0", "sn1", "sn2")) -> None:
+    def __init__(self, folder: Path, nodes: tuple[str, ...] = ("supernode-0", "supernode-1", "supernode-2")) -> None:
         self.folder = folder
         self.port = free_port()
         self.mark = uuid.uuid4().hex
@@ -56,38 +71,47 @@ class Deployment:
         folder.mkdir(parents=True, exist_ok=True)
         self.sh("docker/certs.sh", str(folder / "certs"), "localhost", "127.0.0.1")
         self.sh("docker/keys.sh", str(folder / "keys"), *nodes)
-        home = folder / "home-cli"
-        home.mkdir()
-        (home / "config.toml").write_text(
-            f'[superlink]\ndefault = "prod"\n[superlink.prod]\naddress = "127.0.0.1:{self.port}"\n'
-            f'root-certificates = "{folder}/certs/ca.crt"\n'
-        )
+        self.env("superlink")
+        connection = (ROOT / "docker" / "connection.toml").read_text(encoding="utf-8")
+        (folder / "vol-superlink" / "flwr" / "config.toml").write_text(self.here(connection, "superlink"))
 
     # ---- processes -----------------------------------------------------------------------------------------------
 
-    def env(self, home: str) -> dict[str, str]:
+    def env(self, name: str) -> dict[str, str]:
+        """The image's environment, with the volume of a service in a folder of this machine."""
         env = {k: v for k, v in os.environ.items() if not k.startswith(("FLWR_", "FEDAPP_"))}
-        env["PATH"] = os.pathsep.join([str(BIN), env.get("PATH", os.defpath)])
-        env |= {name: "127.0.0.1,localhost" for name in ("NO_PROXY", "no_proxy")}
-        (self.folder / home).mkdir(exist_ok=True)
-        return env | {
-            MARK: self.mark,
-            "FLWR_HOME": str(self.folder / home),
-            "FLWR_TELEMETRY_ENABLED": "0",
-            "FLWR_DISABLE_UPDATE_CHECK": "1",
-            "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
-            "FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25",
-            "FEDAPP_CACHE": str(self.folder / "cache"),
-            "OMP_NUM_THREADS": "1",
-            "PYTHONUNBUFFERED": "1",
-        }
+        env["PATH"] = os.pathsep.join([str(ROOT / "docker"), str(BIN), env.get("PATH", os.defpath)])
+        env |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
+        env |= {k: self.here(v, name) for k, v in image_env().items() if k != "XDG_CACHE_HOME"}
+        volume = self.folder / f"vol-{name}"
+        (volume / "flwr").mkdir(parents=True, exist_ok=True)
+        # The decoded data sets are the same for all: one cache saves time.
+        return env | {MARK: self.mark, "FEDAPP_CACHE": str(self.folder / "cache"), "OMP_NUM_THREADS": "1"}
+
+    def here(self, text: str, name: str) -> str:
+        """What a word of a container's command or environment is on this machine."""
+        text = re.sub(r"\$\{\w+:-(.*?)\}", r"\1", text)
+        text = text.replace("/run/secrets/supernode", f"{self.folder}/keys/supernode")
+        text = text.replace("/run/secrets", f"{self.folder}/certs").replace(
+            "/var/lib/fedapp", f"{self.folder}/vol-{name}"
+        )
+        text = text.replace("'/data'", f"'{self.folder}/sites/{name.replace('supernode-', 'site')}'")
+        return text.replace("superlink:8000", f"127.0.0.1:{self.port}").replace("0.0.0.0", "127.0.0.1")
+
+    def command(self, service: str, **changes: str) -> list[str]:
+        """The command of a service; `changes` replaces the value of an option (named without dashes)."""
+        words = [self.here(str(w), service) for w in COMPOSE["services"][service]["command"]]
+        changes.setdefault("port", str(self.port if service == "superlink" else free_port()))
+        for option, value in changes.items():
+            words[words.index("--" + option.replace("_", "-")) + 1] = value
+        return words
 
     def start(self, name: str, *command: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 command,
                 cwd=self.folder,
-                env={**self.env(f"home-{name}"), **(env or {})},
+                env={**self.env(name), **(env or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -103,15 +127,8 @@ class Deployment:
         path = self.folder / f"{name}.log"
         return path.read_text(errors="replace") if path.is_file() else ""
 
-    def superlink(self, *extra: str) -> None:
-        certs = self.folder / "certs"
-        self.start(
-            "superlink", str(BIN / "flower-superlink"),
-            "--ssl-ca-certfile", str(certs / "ca.crt"), "--ssl-certfile", str(certs / "server.crt"),
-            "--ssl-keyfile", str(certs / "server.key"), "--enable-supernode-auth",
-            "--disable-runtime-dependency-installation", "--host", "127.0.0.1", "--port", str(self.port),
-            "--database", str(self.folder / "state.db"), *extra,
-        )  # fmt: skip
+    def superlink(self) -> None:
+        self.start("superlink", *self.command("superlink"))
         until(self.healthy, 60, "SuperLink answers /health\n" + self.log("superlink")[-2000:])
 
     def healthy(self) -> bool:
@@ -125,28 +142,18 @@ class Deployment:
 
     def register(self, *names: str) -> None:
         for name in names:
-            self.flwr("supernode", "register", str(self.folder / "keys" / f"{name}.pub"), "prod")
+            self.flwr("supernode", "register", str(self.folder / "keys" / f"{name}.pub"), "superlink")
 
     def flwr(self, *arguments: str) -> str:
         done = subprocess.run(
-            [str(BIN / "flwr"), *arguments], cwd=self.folder, env=self.env("home-cli"), capture_output=True, text=True
+            [str(BIN / "flwr"), *arguments], cwd=self.folder, env=self.env("superlink"), capture_output=True, text=True
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def node(
-        self, name: str, config: str, ca: Path | None = None, key: str | None = None, restart_after: int | None = None
-    ) -> subprocess.Popen[bytes]:
-        """Start a SuperNode; with `restart_after` below the script that starts it again."""
-        command = str(BIN / "flower-supernode") if restart_after is None else str(ROOT / "docker" / "supernode.sh")
-        return self.start(
-            name, command,
-            "--root-certificates", str(ca or self.folder / "certs" / "ca.crt"),
-            "--superlink", f"127.0.0.1:{self.port}", "--port", str(free_port()),
-            "--auth-supernode-private-key", str(self.folder / "keys" / (key or name)),
-            "--node-config", config,
-            env={"FEDAPP_STATE": str(self.folder / f"state-{name}"), "RESTART_AFTER": str(restart_after)},
-        )  # fmt: skip
+    def node(self, name: str, restart_after: int = 65, **changes: str) -> subprocess.Popen[bytes]:
+        """Start a SuperNode below the script that starts it again."""
+        return self.start(name, *self.command(name, **changes), env={"RESTART_AFTER": str(restart_after)})
 
     def online(self, name: str, seconds: float = 60) -> None:
         """Wait until a node that was just started has its id."""
@@ -158,16 +165,16 @@ class Deployment:
         assert process.poll() is None, self.log(name)[-2000:]
 
     def run(self, *arguments: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-        """Call `fedapp`."""
+        """Call `fedapp` where the SuperLink is."""
         return subprocess.run(
             [sys.executable, "-m", "fedapp.cli", *arguments],
-            cwd=ROOT, env=self.env("home-cli"), capture_output=True, text=True, timeout=timeout,
+            cwd=ROOT, env=self.env("superlink"), capture_output=True, text=True, timeout=timeout,
         )  # fmt: skip
 
     def begin(self, *arguments: str) -> subprocess.Popen[bytes]:
         """Start `fedapp` in the background; its output goes to fedapp.log."""
-        return self.start("fedapp", sys.executable, "-m", "fedapp.cli", *arguments,
-                          env={"FLWR_HOME": str(self.folder / "home-cli"), "PYTHONPATH": str(ROOT)})  # fmt: skip
+        env = {**self.env("superlink"), "PYTHONPATH": str(ROOT)}
+        return self.start("fedapp", sys.executable, "-m", "fedapp.cli", *arguments, env=env)
 
     def kill(self, name: str) -> None:
         """Kill one process outright, by its PID."""
@@ -182,6 +189,11 @@ class Deployment:
                 if process.uids().real == os.getuid() and process.environ().get(MARK) == self.mark:
                     found.append(process)
         return found
+
+    def supernode(self, name: str) -> psutil.Process:
+        """The flower-supernode below its script."""
+        children = psutil.Process(self.processes[name].pid).children()
+        return next(c for c in children if any("flower-supernode" in word for word in c.cmdline()))
 
     def close(self) -> None:
         for sign in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
@@ -209,8 +221,3 @@ def deployed(folder: Path, **settings: object) -> Iterator[Deployment]:
         yield it
     finally:
         it.close()
-
-
-def told(text: str) -> str:
-    """A command as one would type it, for the output of a test."""
-    return shlex.join(text.split())

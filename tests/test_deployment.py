@@ -1,0 +1,340 @@
+"""Real SuperLink and SuperNodes on loopback, with TLS and node keys: docker/compose.yml without containers."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image
+
+from fedapp.engine import run
+from fedapp.errors import BadRequest
+from tests.deployment import ROOT, Deployment, deployed, free_port, until
+
+sys.path.insert(0, str(ROOT / "docker"))
+import sites
+
+pytestmark = pytest.mark.deploy
+
+NODES = ("supernode-0", "supernode-1", "supernode-2")
+MODELS = "digits-a,digits-b,digits-c"
+DEPLOY = ("run", "--engine", "deploy", "--superlink", "superlink")
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A SuperLink and three registered nodes with data of their own."""
+    with deployed(tmp_path_factory.mktemp("deployment")) as it:
+        sites.write(it.folder / "sites")
+        it.superlink()
+        it.register(*NODES)
+        for name in NODES:
+            it.node(name)
+        for name in NODES:
+            it.online(name)
+        yield it
+
+
+def table(folder: Path, name: str) -> pd.DataFrame:
+    frame = pd.read_csv(folder / name)
+    return frame[[c for c in frame if not c.endswith("seconds")]]
+
+
+def same(real: Path, simulated: Path, *names: str, without: str = "\0") -> None:
+    """Tables are equal to the last bit, apart from times and columns that contain `without`."""
+    for name in names:
+        a, b = table(real, name), table(simulated, name)
+        columns = [c for c in b if without not in c]
+        pd.testing.assert_frame_equal(a[columns], b[columns], check_exact=True, obj=name)
+
+
+def test_fedclassavg_with_three_architectures_equals_the_simulation(three: Deployment, tmp_path: Path) -> None:
+    settings = ("--method", "fedclassavg", "--clients", "3", "--rounds", "2", "--seed", "0", "--set", f"model={MODELS}")
+    out = three.folder / "vol-superlink" / "runs" / "heads"
+    done = three.run(*DEPLOY, *settings, "--out", str(out))
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "round 2/2" in done.stderr and "fedclassavg on digits, 3 clients, 2 rounds" in done.stdout
+    assert json.loads((out / "summary.json").read_text())["ok"] is True
+    run(method="fedclassavg", clients=3, rounds=2, seed=0, model=MODELS, out=tmp_path / "simulated")
+    # The union of all clients' test images exists in simulation only.
+    same(out, tmp_path / "simulated", "rounds.csv", "clients.csv", "final.csv", without="balanced")
+    for k, name in enumerate(NODES):
+        assert (three.folder / f"vol-{name}" / "state" / "run" / str(k) / "personal.safetensors").is_file()
+
+
+def test_ccvr_on_one_architecture_equals_the_simulation(three: Deployment, tmp_path: Path) -> None:
+    settings = ("--method", "ccvr", "--clients", "3", "--rounds", "1", "--seed", "0", "--set", "model=digits-a")
+    mirror = tmp_path / "mirror"
+    done = three.run(*DEPLOY, *settings, "--out", str(mirror))
+    assert done.returncode == 0, done.stdout + done.stderr
+    # The SuperLink's owner decides where runs lie; whoever submits gets a mirror.
+    out = three.folder / "vol-superlink" / "runs" / "mirror"
+    assert str(out) in done.stdout and json.loads((mirror / "summary.json").read_text())["ok"] is True
+    pd.testing.assert_frame_equal(table(out, "rounds.csv"), table(mirror, "rounds.csv"), check_dtype=False)
+    run(method="ccvr", clients=3, rounds=1, seed=0, model="digits-a", out=tmp_path / "simulated")
+    same(out, tmp_path / "simulated", "clients.csv", "final.csv", without="balanced")
+    calibration = json.loads((out / "summary.json").read_text())["calibration"]
+    scored = table(tmp_path / "simulated", "final.csv")["received_accuracy"].mean()
+    assert calibration["after"] == pytest.approx(scored, abs=0) and calibration["score"].startswith("received")
+
+
+def test_the_node_uses_its_model(three: Deployment, tmp_path: Path) -> None:
+    model = three.folder / "vol-supernode-1" / "state" / "run" / "1" / "personal.safetensors"
+    with np.load(three.folder / "sites" / "site1" / "data.npz") as data:
+        x, y = data["x_test"][:40, :, :, 0], data["y_test"][:40]
+    pictures = [tmp_path / f"{i}.png" for i in range(len(x))]
+    for path, image in zip(pictures, x, strict=True):
+        Image.fromarray(np.rint(image * (255 / 16)).astype(np.uint8)).save(path)
+    done = three.run("predict", "--model", str(model), "--top", "1", *map(str, pictures))
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("\t") for line in done.stdout.splitlines()]
+    assert [r[0] for r in rows] == [str(p) for p in pictures]
+    assert np.mean([r[1] == str(label) for r, label in zip(rows, y, strict=True)]) > 0.8
+
+
+def test_the_check_finds_nothing_wrong(three: Deployment) -> None:
+    folder = three.folder
+    config = f"client-id=0 data-path='{folder}/sites/site0' model='digits-a' state-dir='{folder}/vol-supernode-0/state'"
+    done = three.run(
+        "deploy", "check", "--superlink", "superlink", "--certificate", f"{folder}/certs/server.crt",
+        "--key", f"{folder}/keys/supernode-0", "--node-config", config,
+    )  # fmt: skip
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {line.split("\t")[1]: line.split("\t") for line in done.stdout.splitlines()}
+    assert {r[0] for r in rows.values()} == {"ok"}, done.stdout
+    assert "3 online of 3" in rows["nodes"][2] and "secp384r1" in rows["key"][2] and "flwr there" in rows
+    assert "487 images to train, 162 to test" in rows["data"][2]
+
+
+def ends(three: Deployment, name: str, seconds: float = 60, **changes: str) -> str:
+    """Start a SuperNode that must not come in; returns its log once it has given up, or been refused for a while."""
+    words = three.command("supernode-0", **changes)
+    process = three.start(name, "flower-supernode", *words[1:], "--max-retries", "1")
+    until(lambda: process.poll() is not None, seconds, f"{name} ends\n{three.log(name)[-1500:]}")
+    assert process.returncode != 0 and "SuperNode ID" not in three.log(name)
+    return three.log(name)
+
+
+def check(three: Deployment, *arguments: str) -> str:
+    done = three.run("deploy", "check", *arguments)
+    assert done.returncode == 1, done.stdout + done.stderr
+    return next(line for line in done.stdout.splitlines() if line.startswith("fail"))
+
+
+def test_a_node_without_a_registered_key_is_refused(three: Deployment) -> None:
+    three.sh("docker/keys.sh", str(three.folder / "keys"), "stranger")
+    log = ends(three, "stranger", auth_supernode_private_key=str(three.folder / "keys" / "stranger"))
+    assert "305" in log and "Failed to activate SuperNode" in log
+
+
+def test_a_foreign_authority_is_refused(three: Deployment) -> None:
+    three.sh("docker/certs.sh", str(three.folder / "foreign"), "localhost", "127.0.0.1")
+    ca = str(three.folder / "foreign" / "ca.crt")
+    log = ends(three, "foreigner", root_certificates=ca)
+    assert "CERTIFICATE_VERIFY_FAILED" in log or "certificate verify failed" in log
+    row = check(three, "--address", f"127.0.0.1:{three.port}", "--root-certificates", ca)
+    assert "TLS" in row and "take the ca.crt that signed" in row
+
+
+def test_an_expired_certificate_is_refused(three: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = three.folder / "expired"
+    folder.mkdir()
+    for name in ("ca.key", "ca.crt"):
+        (folder / name).write_bytes((three.folder / "certs" / name).read_bytes())
+    expire(folder)
+    port = free_port()
+    words = three.command("superlink", port=str(port), ssl_certfile=str(folder / "server.crt"),
+                          ssl_keyfile=str(folder / "server.key"), database=":flwr-in-memory:")  # fmt: skip
+    three.start("late", *words)
+    until(lambda: "startup complete" in three.log("late"), 60, "the second SuperLink\n" + three.log("late")[-1500:])
+    log = ends(three, "punctual", superlink=f"127.0.0.1:{port}")
+    assert "certificate has expired" in log
+    row = check(three, "--address", f"127.0.0.1:{port}", "--root-certificates", str(folder / "ca.crt"))
+    assert "expired" in row and "docker/certs.sh" in row
+    assert "expired" in check(three, "--certificate", str(folder / "server.crt"))
+
+
+def expire(folder: Path) -> None:
+    """Write a server certificate of the authority in `folder` that ended yesterday."""
+    import datetime
+    import ipaddress
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.x509.oid import NameOID
+
+    authority = x509.load_pem_x509_certificate((folder / "ca.crt").read_bytes())
+    signer = serialization.load_pem_private_key((folder / "ca.key").read_bytes(), None)
+    assert isinstance(signer, ec.EllipticCurvePrivateKey)
+    key = ec.generate_private_key(ec.SECP256R1())
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")]))
+        .issuer_name(authority.subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=30))
+        .not_valid_after(now - datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
+        .sign(signer, hashes.SHA256())
+    )
+    (folder / "server.crt").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    (folder / "server.key").write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+
+
+def test_bad_requests_are_found_before_anything_is_submitted(three: Deployment, tmp_path: Path) -> None:
+    for arguments, says in (
+        (("--superlink", "prod"), "it has superlink"),
+        (("--superlink", "superlink", "--set", "lr=fast"), "must be a number"),
+        (("--superlink", "superlink", "--client-cpus", "1"), "--engine ray"),
+        (("--superlink", "superlink", "--resume", str(tmp_path)), "no run to resume"),
+    ):
+        done = three.run("run", "--engine", "deploy", *arguments)
+        assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+def test_nobody_there_is_a_bad_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedapp import deploy
+
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    with pytest.raises(BadRequest, match=r"config\.toml does not exist: write it with"):
+        deploy.connection("superlink")
+    (tmp_path / "config.toml").write_text(f'[superlink.a]\naddress = "127.0.0.1:{free_port()}"\ninsecure = true\n'
+                                          '[superlink.b]\naddress = ":local:"\n')  # fmt: skip
+    with pytest.raises(BadRequest, match="it has a; give one"):
+        deploy.connection("c")
+    with pytest.raises(BadRequest, match="simulates"):
+        deploy.connection("b")
+    with pytest.raises(BadRequest, match="did not take the run"):
+        deploy.run({"method": "local"}, tmp_path / "out", "a")
+
+
+# ---- slow: what dies, and what comes back --------------------------------------------------------------------------
+
+
+def events(out: Path) -> list[dict[str, Any]]:
+    path = out / "progress.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+
+def reached(out: Path, round: int) -> bool:
+    return any(e["kind"] == "round" and e["round"] == round for e in events(out))
+
+
+@pytest.mark.slow
+def test_a_killed_node_and_a_killed_superlink(tmp_path: Path) -> None:
+    limit = 60
+    with deployed(tmp_path / "deployment") as it:
+        it.superlink()
+        it.register(*NODES)
+        for k, name in enumerate(NODES):
+            it.node(name, restart_after=5, node_config=f"partition-id={k} num-partitions=3")
+        for name in NODES:
+            it.online(name)
+        out = it.folder / "vol-superlink" / "runs" / "killed"
+        settings = ("--method", "fedclassavg", "--clients", "3", "--rounds", "4", "--set", f"model={MODELS}")
+        following = it.begin(*DEPLOY, *settings, "--set", f"round-timeout={limit}", "--out", str(out))
+        until(lambda: reached(out, 1), 180, "round 1\n" + it.log("fedapp"))
+
+        # A node is killed in round 2: the round ends at the limit, or when the SuperLink misses its heartbeats.
+        it.supernode("supernode-1").kill()
+        began = time.monotonic()
+        until(lambda: reached(out, 2), limit + 60, "round 2")
+        assert time.monotonic() - began < limit + 30
+        first, second = [e for e in events(out) if e["kind"] == "round"][:2]
+        assert (first["clients"], second["clients"], second["dropped"]) == (3, 2, 1)
+        state = it.folder / "vol-supernode-1" / "state" / "run" / "1"
+        assert list(state.glob("*.000001.safetensors"))
+
+        # It comes back once the SuperLink lets it in, and goes on with its own model.
+        until(lambda: it.log("supernode-1").count("SuperNode ID") == 2, 180, "supernode-1 is back")
+        until(lambda: reached(out, 3), limit + 60, "round 3")
+
+        # The SuperLink is killed in round 4: the run has failed, and says so.
+        it.kill("superlink")
+        assert following.wait(120) == 1
+        assert "the run did not end well" in it.log("fedapp") and f"--resume {out}" in it.log("fedapp")
+        assert json.loads((out / "summary.json").read_text())["ok"] is False
+
+        # Registrations survive; a resumed run goes on from the last complete round.
+        it.superlink()
+        until(lambda: "3 online of 3" in it.run("deploy", "check", "--superlink", "superlink").stdout, 180, "all nodes")
+        done = it.run(*DEPLOY, "--resume", str(out))
+        print(it.log("fedapp"), done.stdout, done.stderr)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "round 4/4" in done.stderr and "round 3/4" not in done.stderr
+        rounds = table(out, "rounds.csv")
+        assert list(rounds["round"]) == [1, 2, 3, 4] and list(rounds["clients"])[::3] == [3, 3]
+        clients = table(out, "clients.csv")
+        back = clients[(clients["client"] == 1) & (clients["round"] == 4)]["received_accuracy"].iloc[0]
+        assert back > 0.5, "a new trunk under the averaged head would guess"
+
+
+@pytest.mark.slow
+def test_a_run_resumed_after_its_superlink_was_killed_equals_the_simulation(tmp_path: Path) -> None:
+    with deployed(tmp_path / "deployment") as it:
+        it.superlink()
+        it.register(*NODES)
+        for k, name in enumerate(NODES):
+            it.node(name, node_config=f"partition-id={k} num-partitions=3")
+        for name in NODES:
+            it.online(name)
+        out = it.folder / "vol-superlink" / "runs" / "killed"
+        settings = ("--method", "fedclassavg", "--clients", "3", "--rounds", "2", "--set", f"model={MODELS}")
+        following = it.begin(*DEPLOY, *settings, "--out", str(out))
+        until(lambda: reached(out, 1), 180, "round 1\n" + it.log("fedapp"))
+        it.kill("superlink")
+        it.superlink()
+        assert following.wait(120) == 1, it.log("fedapp")
+        done = it.run(*DEPLOY, "--resume", str(out))
+        print(it.log("fedapp"), done.stdout, done.stderr)
+        assert done.returncode == 0, done.stdout + done.stderr
+        run(method="fedclassavg", clients=3, rounds=2, model=MODELS, out=tmp_path / "simulated")
+        same(out, tmp_path / "simulated", "rounds.csv", "clients.csv", "final.csv")
+
+
+@pytest.mark.slow
+def test_a_node_that_cannot_take_part_ends_the_run_before_training(tmp_path: Path) -> None:
+    with deployed(tmp_path / "deployment", nodes=("supernode-0",)) as it:
+        it.superlink()
+        it.register("supernode-0")
+        it.node("supernode-0", node_config="client-id=3 data-path='/does/not/exist'")
+        it.online("supernode-0")
+        done = it.run(*DEPLOY, "--method", "fedavg", "--clients", "1", "--out", str(tmp_path / "out"))
+        assert done.returncode == 2 and "client 3 cannot take part" in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr
+        lines = [line for line in it.log("supernode-0").splitlines() if "cannot take part" in line]
+        assert len(lines) == 1 and "data-path /does/not/exist does not exist on this node" in lines[0]
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_is_stopped(tmp_path: Path) -> None:
+    import signal
+
+    with deployed(tmp_path / "deployment", nodes=("supernode-0",)) as it:
+        it.superlink()
+        following = it.begin(*DEPLOY, "--method", "local", "--clients", "1", "--out", str(tmp_path / "out"))
+        until(lambda: "submitted" in it.log("fedapp"), 90, "submitted")
+        time.sleep(3)
+        os.kill(following.pid, signal.SIGINT)
+        assert following.wait(60) == 130
+        done = subprocess.run(
+            [str(Path(sys.executable).parent / "flwr"), "list", "superlink", "--format", "json"],
+            env=it.env("superlink"), capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        assert json.loads(done.stdout[done.stdout.index("{") :])["runs"][0]["status"] == "finished:stopped"
