@@ -1,0 +1,555 @@
+"""Comparisons: what is run, what is kept, what the tables say, and that the runs may be compared."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from fedapp import cli, compare, config, engine, launch, pool, report, tables
+from fedapp.compare import Job, Variant
+from fedapp.engine import RunResult
+from fedapp.errors import BadRequest
+
+BASE: dict[str, Any] = {
+    "dataset": "digits", "clients": 4, "num-server-rounds": 3, "local-epochs": 1, "batch-size": 64, "alpha": 1.0,
+}  # fmt: skip
+
+
+# ---- what is asked for -----------------------------------------------------------------------------------------------
+
+
+def test_methods_may_have_values_of_their_own() -> None:
+    text = "local, local(augment=weak),cwfedavg( lam=1  layers=fc1,output ) ,"
+    text += "ccvr(base=moon base.mu=5 lr=0.1 config.lr=0.2)"
+    plain, weak, cw, ccvr = compare.parse_variants(text)
+    assert plain == Variant("local", "local")
+    assert (weak.label, weak.args, weak.settings) == ("local(augment=weak)", (), (("augment", "weak"),))
+    assert cw.args == (("lam", "1"), ("layers", "fc1,output"))
+    assert cw.label == "cwfedavg(lam=1 layers=fc1,output)"
+    assert dict(ccvr.args) == {"base": "moon", "base.mu": "5", "lr": "0.1"}, "CCVR has an lr of its own"
+    assert dict(ccvr.settings) == {"lr": 0.2}
+    assert weak.title == "Standalone (augment=weak)"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "no method"),
+        ("fedavgg", "did you mean"),
+        ("local,local", "twice"),
+        ("local(augment=weak),local( augment=weak )", "twice"),
+        ("local(augment=weak", "brackets"),
+        ("local)", "brackets"),
+        ("local((augment=weak))", "brackets"),
+        ("local(augment)", "name=value"),
+        ("fedprox(mu=1 mu=2)", "twice"),
+        ("fedprox(lr=1 config.lr=2)", "twice"),
+        ("fedprox(muu=1)", "did you mean 'mu'"),
+        ("local(alpha=1)", "--set alpha=1"),
+        ("local(augment=bright)", None),
+        ("local(lr=fast)", "must be a number"),
+    ],
+)
+def test_methods_that_cannot_be_read_are_refused(text: str, says: str | None, tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=says and says.replace("(", r"\(")):
+        plan(compare.parse_variants(text), tmp_path)
+
+
+def plan(
+    variants: list[Variant], out: Path, seeds: int = 1, datasets: Any = (), partitions: Any = (), **values: Any
+) -> list[Job]:
+    values = {**BASE, **{k.replace("_", "-"): v for k, v in values.items()}}
+    settings = compare.settings_of(values, datasets, partitions)
+    return compare.jobs_of(values, variants, settings, seeds, out)
+
+
+def parsed(text: str) -> list[Variant]:
+    return compare.parse_variants(text)
+
+
+@given(st.lists(st.sampled_from(["mu=0.1", "mu=1e-3", "augment=weak", "lr=0.5", "batch-size=8"]), unique=True))
+def test_folders_are_plain_names(pairs: list[str]) -> None:
+    try:
+        (variant,) = parsed(f"fedprox({' '.join(pairs)})" if pairs else "fedprox")
+    except BadRequest:
+        assert sum(p.startswith("mu") for p in pairs) == 2
+        return
+    assert variant.folder.startswith("fedprox")
+    assert set(variant.folder) <= set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._=+-")
+
+
+def test_long_labels_have_short_folders_that_differ() -> None:
+    long = " ".join(f"{name}=0.123456789" for name in ("mu", "lr", "weight-decay", "clip"))
+    a, b = parsed(f"fedprox({long}),fedprox({long}1)")
+    assert a.folder != b.folder
+    assert max(len(a.folder), len(b.folder)) <= compare.MAX_FOLDER
+
+
+def test_one_setting_has_plain_folders_and_several_have_one_each(tmp_path: Path) -> None:
+    one = plan(parsed("local,fedavg"), tmp_path, seeds=2, seed=5)
+    names = [str(j.out.relative_to(tmp_path)) for j in one]
+    assert names == ["runs/local-s5", "runs/fedavg-s5", "runs/local-s6", "runs/fedavg-s6"]
+    several = plan(parsed("local"), tmp_path, partitions=["iid", "dirichlet:0.5", "pathological:3"])
+    names = [str(j.out.relative_to(tmp_path)) for j in several]
+    assert names == [f"runs/digits-{p}/local-s0" for p in ("iid", "dirichlet-0.5", "pathological-3")]
+    assert [j.config.partition for j in several] == ["iid", "dirichlet", "pathological"]
+    assert several[1].config.alpha == 0.5
+    assert several[2].config.classes_per_client == 3
+
+
+@pytest.mark.parametrize(
+    ("partitions", "says"),
+    [(["iid:3"], "takes no number"), (["direchlet"], "did you mean"), (["dirichlet:x"], "number"),
+     (["dirichlet", "dirichlet:1.0"], "twice"), (["classes:2.5"], "whole number")],
+)  # fmt: skip
+def test_partitions_that_cannot_be_read_are_refused(partitions: list[str], says: str, tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=says):
+        plan(parsed("local"), tmp_path, partitions=partitions)
+
+
+def test_all_methods_that_refuse_the_setting_are_named_before_anything_runs(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest) as e:
+        plan(parsed("local,fedavg,fedclassavg,cwfedavg"), tmp_path, model="digits-a,digits-b")
+    lines = str(e.value).splitlines()
+    assert [line.split(":")[0] for line in lines] == ["fedavg", "cwfedavg"]
+    assert not any(tmp_path.iterdir())
+
+
+def test_models_of_different_width_are_refused_where_heads_are_compared(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=r"^fedclassavg: .*widths"):
+        plan(parsed("local,fedclassavg"), tmp_path, model="digits-a,cnn-a")
+    assert len(plan(parsed("local"), tmp_path, model="digits-a,cnn-a")) == 1
+
+
+def test_method_args_of_a_file_are_for_its_method_alone(tmp_path: Path) -> None:
+    given = {"method": "fedprox", "method_args": "mu=0.5"}
+    jobs = plan(parsed("local,fedprox,fedprox(mu=2)"), tmp_path, **given)
+    assert [j.config.method_args for j in jobs] == ["", "mu=0.5", "mu=2"]
+    with pytest.raises(BadRequest, match="local has no hyperparameter"):
+        plan(parsed("local,fedprox"), tmp_path, method_args="mu=0.5")
+
+
+def test_public_images_of_one_method_are_held_back_from_all(tmp_path: Path) -> None:
+    jobs = plan(parsed("local,ktpfl"), tmp_path)
+    assert [j.config.public_data for j in jobs] == ["0.05", "0.05"]
+    assert [j.config.public_data for j in plan(parsed("local,fedavg"), tmp_path)] == ["", ""]
+    assert {j.config.public_data for j in plan(parsed("local,ktpfl"), tmp_path, public_data="0.1")} == {"0.1"}
+
+
+# ---- what is there already -------------------------------------------------------------------------------------------
+
+
+def test_standing_of_a_run(tiny: Callable[..., RunResult], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    finished = tiny(out=out)
+    there = config.from_flat(config.read_toml(finished.out / "config.toml"))
+    assert compare.standing(there.replaced(out=str(tmp_path / "other"))) == "new"
+    assert compare.standing(there) == "done"
+    assert compare.pending_config(there) is None
+    with pytest.raises(BadRequest, match="num-server-rounds = 2 there, 5 now"):
+        compare.pending_config(there.replaced(num_server_rounds=5))
+    (out / "summary.json").unlink()
+    assert compare.standing(there) == "broken off"
+    resumed = compare.pending_config(there)
+    assert resumed is not None
+    assert resumed.resume
+    for file in (out / "checkpoint").iterdir():
+        file.unlink()
+    assert compare.standing(there) == "nothing kept"
+    assert compare.pending_config(there) == there
+    assert not out.exists(), "what broke off before its first checkpoint begins anew"
+
+
+def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
+    out = tmp_path / "local-s0"
+    out.mkdir()
+    (out / "thesis.tex").write_text("mine")
+    there = config.from_flat(BASE).replaced(out=str(out))
+    with pytest.raises(BadRequest, match=r"thesis\.tex"):
+        compare.pending_config(there)
+    assert (out / "thesis.tex").read_text() == "mine"
+
+
+def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
+    with (
+        compare.only_one(tmp_path / "c"),
+        pytest.raises(BadRequest, match="another fedapp compare"),
+        compare.only_one(tmp_path / "c"),
+    ):
+        pass
+
+
+# ---- the whole command -----------------------------------------------------------------------------------------------
+
+
+def command(*words: str) -> Any:
+    return CliRunner().invoke(cli.app, ["compare", "--clients", "4", "--rounds", "3", *words])
+
+
+SMALL = ("--set", "local-epochs=1", "--set", "batch-size=64", "--set", "alpha=1.0")
+
+
+@pytest.fixture
+def no_page(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Leave the report out, which has tests of its own; collects what it was asked for."""
+    asked: list[Path] = []
+    monkeypatch.setattr(report, "write", asked.append)
+    return asked
+
+
+@pytest.fixture
+def in_turn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run in this process, in turn; collects which runs were started."""
+    started: list[str] = []
+
+    def run_all(configs: Any, workers: Any, on_end: Any = lambda e: None) -> list[pool.Ended]:
+        ended = []
+        for c in configs:
+            started.append(Path(c.out).name)
+            try:
+                engine.run_local(c)
+                ended.append(pool.Ended(Path(c.out), None))
+            except Exception as e:
+                ended.append(pool.Ended(Path(c.out), f"{type(e).__name__}: {e}"))
+            on_end(ended[-1])
+        return ended
+
+    monkeypatch.setattr(pool, "run_all", run_all)
+    return started
+
+
+def test_a_comparison_in_processes_equals_runs_alone_and_is_not_repeated(
+    tmp_path: Path, tiny: Callable[..., RunResult], no_page: list[Path]
+) -> None:
+    out = tmp_path / "c"
+    words = ("--methods", "local,fedavg", "--set", "fraction-train=0.5", *SMALL, "--out", str(out))
+    result = command(*words, "--workers", "2")
+    assert result.exit_code == 0, result.output
+    table = pd.read_csv(out / "results.csv")
+    assert list(table["variant"]) == ["local", "fedavg"]
+    assert no_page == [out]
+    alone = tiny(method="fedavg", clients=4, rounds=3, alpha=1.0, fraction_train=0.5, out=tmp_path / "alone")
+
+    def reproducible(path: Path) -> pd.DataFrame:
+        frame = pd.read_csv(path)
+        return frame[[c for c in frame if not c.endswith("seconds")]]
+
+    for name in ("rounds.csv", "clients.csv", "final.csv"):
+        pd.testing.assert_frame_equal(reproducible(out / "runs/fedavg-s0" / name), reproducible(alone.out / name))
+    summary = json.loads((out / "runs/fedavg-s0/summary.json").read_text())
+    row = table[table["variant"] == "fedavg"].iloc[0]
+    assert row["received_last"] == summary["accuracy"]["received"]["last"]
+    assert row["trained_best"] == summary["accuracy"]["trained"]["best"]
+    assert row["global_last"] == summary["accuracy"]["global"]["last"]
+    final = pd.read_csv(out / "runs/fedavg-s0/final.csv")
+    assert row["trained_worst"] == final["trained_accuracy"].min()
+    assert "checked by hash (1 seed)" in result.stdout
+    lines = pd.read_csv(out / "curves.csv")
+    assert set(lines[lines["variant"] == "fedavg"]["protocol"]) == {"received", "trained", "global"}
+    assert set(lines["round"]) == {1, 2, 3}
+    stamps = {p: p.stat().st_mtime_ns for p in out.glob("runs/*/summary.json")}
+    again = command(*words)
+    assert again.exit_code == 0
+    assert "2 of 2 runs are there already" in again.stderr
+    assert stamps == {p: p.stat().st_mtime_ns for p in out.glob("runs/*/summary.json")}
+    pd.testing.assert_frame_equal(table, pd.read_csv(out / "results.csv"))
+
+
+def test_a_broken_run_goes_on_and_others_are_left_out_by_name(
+    tmp_path: Path, no_page: list[Path], in_turn: list[str]
+) -> None:
+    out = tmp_path / "c"
+    words = (*SMALL, "--out", str(out))
+    assert command("--methods", "local,fedavg,fedprox", *words).exit_code == 0
+    before = (out / "runs/fedavg-s0/rounds.csv").read_text()
+    (out / "runs/fedavg-s0/summary.json").unlink()
+    in_turn.clear()
+    result = command("--methods", "fedavg,local", *words)
+    assert result.exit_code == 0
+    assert in_turn == ["fedavg-s0"]
+    assert (out / "runs/fedavg-s0/rounds.csv").read_text() == before, "all rounds were checkpointed"
+    assert "not in these tables" in result.stderr
+    assert "fedprox-s0" in result.stderr
+    assert list(pd.read_csv(out / "results.csv")["variant"]) == ["fedavg", "local"]
+
+
+def test_another_configuration_in_the_folder_stops_before_any_run(
+    tmp_path: Path, no_page: list[Path], in_turn: list[str]
+) -> None:
+    words = (*SMALL, "--out", str(tmp_path))
+    assert command("--methods", "local", *words).exit_code == 0
+    in_turn.clear()
+    result = command("--methods", "fedavg,local", *words, "--set", "lr=0.001")
+    assert isinstance(result.exception, BadRequest)
+    assert "lr = " in str(result.exception)
+    assert in_turn == []
+
+
+def test_several_settings_are_tabled_and_tested_apart(tmp_path: Path, no_page: list[Path], in_turn: list[str]) -> None:
+    words = ("--methods", "local,fedavg(lr=0.02)", "--partitions", "iid,dirichlet:1.0", "--seeds", "2", *SMALL[:4])
+    result = command(*words, "--out", str(tmp_path), "--target", "0.3")
+    assert result.exit_code == 0, result.output
+    table = pd.read_csv(tmp_path / "results.csv")
+    assert len(table) == 8
+    assert set(table["trained_target"]) == {0.3}
+    assert (tmp_path / "runs/digits-iid/fedavg-lr=0.02-s1/summary.json").is_file()
+    tests = pd.read_csv(tmp_path / "significance.csv")
+    assert len(tests) == 2 * len(tables.MEASURES)
+    assert set(tests["pairs"]) == {8}, "4 clients x 2 seeds"
+    assert set(tests["variant"]) == {"fedavg(lr=0.02)"}
+    row = tests[(tests["partition"] == "iid") & (tests["measure"] == "trained_accuracy")].iloc[0]
+    finals = {
+        (m, s): pd.read_csv(tmp_path / f"runs/digits-iid/{m}-s{s}/final.csv")["trained_accuracy"].to_numpy()
+        for m in ("local", "fedavg-lr=0.02")
+        for s in (0, 1)
+    }
+    by_seed = [finals["fedavg-lr=0.02", s] - finals["local", s] for s in (0, 1)]
+    assert row["mean_difference"] == pytest.approx(np.mean([d.mean() for d in by_seed]))
+    assert row["std_over_seeds"] == pytest.approx(np.std([d.mean() for d in by_seed], ddof=1))
+    assert row["p"] == row["p_holm"] == tables.signed_rank(np.concatenate(by_seed))
+    assert result.stdout.count("after 3 rounds") == 2
+    assert "settings differ, lr: local 0.05, fedavg(lr=0.02) 0.02" in result.stdout
+
+
+def test_a_run_that_fails_gives_exit_code_1_and_the_rest_is_tabled(
+    tmp_path: Path, no_page: list[Path], in_turn: list[str]
+) -> None:
+    result = command("--methods", "local,fedavg(lr=1e30)", *SMALL, "--out", str(tmp_path))
+    assert result.exit_code == 1
+    assert "did not end well: fedavg(lr=1e30) s0" in result.stderr
+    assert list(pd.read_csv(tmp_path / "results.csv")["variant"]) == ["local"]
+
+
+def test_a_page_that_cannot_be_made_is_told_and_changes_nothing(
+    tmp_path: Path, in_turn: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(out: Path) -> None:
+        raise RuntimeError("no ink")
+
+    monkeypatch.setattr(report, "write", broken)
+    result = command("--methods", "local", *SMALL, "--out", str(tmp_path))
+    assert result.exit_code == 0
+    assert "no report.html: RuntimeError: no ink" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--seeds", "0"), ("--target", "90"), ("--workers", "0"), ("--reference", "fedprox"),
+        ("--partitions", "iid", "--set", "partition=iid"), ("--datasets", "digits", "--dataset", "digits"),
+    ],
+)  # fmt: skip
+def test_requests_that_make_no_sense(words: tuple[str, ...], tmp_path: Path) -> None:
+    result = command("--methods", "local,fedavg", *words, "--out", str(tmp_path))
+    assert isinstance(result.exception, BadRequest)
+
+
+def test_a_file_without_rows_is_compared_with_standalone(
+    tmp_path: Path, no_page: list[Path], in_turn: list[str]
+) -> None:
+    file = tmp_path / "mine.toml"
+    file.write_text('method = "fedprox"\nmethod-args = "mu=0.5"\n')
+    result = CliRunner().invoke(
+        cli.app, ["compare", str(file), "--clients", "4", "--rounds", "1", *SMALL, "--out", str(tmp_path / "c")]
+    )
+    assert result.exit_code == 0, result.output
+    table = pd.read_csv(tmp_path / "c" / "results.csv", keep_default_na=False)
+    assert list(zip(table["variant"], table["method_args"])) == [("local", ""), ("fedprox", "mu=0.5")]
+
+
+def test_the_ray_engine_runs_one_session_for_all(
+    tmp_path: Path, no_page: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sessions: list[Any] = []
+
+    class Session:
+        def __init__(self, **settings: Any) -> None:
+            sessions.append(settings)
+
+        def __enter__(self) -> Session:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            return None
+
+        def submit(self, flat: dict[str, Any], **_: Any) -> Any:
+            def follow(out: Path, listener: Any) -> Any:
+                engine.run_local(config.from_flat(flat), listener)
+                return SimpleNamespace(ok=True)
+
+            return SimpleNamespace(follow=follow)
+
+    monkeypatch.setattr(launch, "Session", Session)
+    result = command("--methods", "local,fedavg", *SMALL, "--engine", "ray", "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert len(sessions) == 1
+    assert len(pd.read_csv(tmp_path / "results.csv")) == 2
+
+
+def test_progress_is_read_from_the_last_round_told(tmp_path: Path) -> None:
+    assert compare.rounds_done(tmp_path) == 0
+    events = [{"kind": "start"}, {"kind": "round", "round": 1}, {"kind": "round", "round": 2}, {"kind": "dropped"}]
+    text = "\n".join(map(json.dumps, events)) + '\n{"kind": "round", "rou'
+    (tmp_path / "progress.jsonl").write_text(text)
+    assert compare.rounds_done(tmp_path) == 2
+
+
+# ---- numbers ---------------------------------------------------------------------------------------------------------
+
+
+def test_worst_client_and_tenth() -> None:
+    assert tables.worst([0.9, 0.5, math.nan, 0.7]) == (0.5, 0.5)
+    assert tables.worst([i / 20 for i in range(20)]) == (0.0, pytest.approx(0.025))
+    assert tables.worst([0.1, 0.2, *[1.0] * 9]) == (0.1, pytest.approx(0.15)), "11 clients: a tenth is two"
+    assert all(math.isnan(v) for v in tables.worst([]))
+
+
+def test_rounds_and_bytes_to_a_target() -> None:
+    rounds = pd.DataFrame(
+        {
+            "round": [1, 2, 3],
+            "clients": [4, 3, 4],
+            "dropped": [0, 1, 0],
+            "bytes_up": [10.0, 20.0, 10.0],
+            "bytes_down": [5.0, 5.0, 5.0],
+            "trained_accuracy": [0.5, 0.8, 0.7],
+        }
+    )
+    assert list(tables.traffic(rounds)) == [60.0, 140.0, 200.0]
+    assert tables.reached(rounds, "trained_accuracy", 0.7) == (2.0, 140.0)
+    assert tables.reached(rounds, "trained_accuracy", 0.5) == (1.0, 60.0)
+    assert all(math.isnan(v) for v in tables.reached(rounds, "trained_accuracy", 0.81))
+    assert all(math.isnan(v) for v in tables.reached(rounds, "global_accuracy", 0.1))
+    assert all(math.isnan(v) for v in tables.reached(rounds, "trained_accuracy", math.nan))
+
+
+def enumerated(differences: list[float]) -> float:
+    """Exact two-sided p of the signed-rank test, by going through all signs; no ties, no zeros."""
+    ranks = np.argsort(np.argsort(np.abs(differences))) + 1
+    total = ranks.sum()
+
+    def distance(signs: Any) -> float:
+        return abs(2 * ranks[np.asarray(signs, dtype=bool)].sum() - total)
+
+    here = distance([d > 0 for d in differences])
+    signs = list(itertools.product([0, 1], repeat=len(ranks)))
+    return sum(distance(s) >= here for s in signs) / len(signs)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_signed_rank_equals_enumeration(seed: int) -> None:
+    drawn = np.random.default_rng(seed).normal(0.4, 1.0, 9)
+    assert tables.signed_rank(drawn) == pytest.approx(enumerated(list(drawn)))
+    assert tables.signed_rank(-drawn) == pytest.approx(tables.signed_rank(drawn))
+
+
+def test_signed_rank_without_differences_is_one_and_ties_do_not_depend_on_rounding() -> None:
+    assert tables.signed_rank(np.zeros(5)) == 1.0
+    assert tables.signed_rank(np.full(3, 1e-17)) == 1.0
+    a = np.array([0.8 - 0.7, 0.7 - 0.6, 0.2 - 0.1, 0.3, -0.2, 0.0])
+    b = np.array([0.1, 0.1, 0.1, 0.3, -0.2, 0.0])
+    assert tables.signed_rank(a) == tables.signed_rank(b)
+
+
+def test_holm_on_worked_numbers() -> None:
+    assert tables.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert tables.holm([0.6, 0.5]) == [1.0, 1.0]
+    assert tables.holm([]) == []
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_rejects_what_stepping_down_rejects(p: list[float]) -> None:
+    corrected = tables.holm(p)
+    for level in (0.01, 0.05, 0.2):
+        rejected = set()
+        for step, index in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
+            if (len(p) - step) * p[index] > level:
+                break
+            rejected.add(index)
+        assert rejected == {i for i, v in enumerate(corrected) if v <= level}
+    assert all(c >= q for c, q in zip(corrected, p))
+
+
+# ---- may they be compared? -------------------------------------------------------------------------------------------
+
+
+def fake(out: Path, label: str, deal: str, played: list[list[int]], dropped: tuple[int, ...] = ()) -> Job:
+    """A run directory with the files that say how data were dealt and who took part."""
+    folder = out / label
+    folder.mkdir()
+    (folder / "data_card.json").write_text(json.dumps({"hash": deal}))
+    rows = [{"round": r, "client": c} for r, clients in enumerate(played, 1) for c in clients]
+    pd.DataFrame(rows).to_csv(folder / "clients.csv", index=False)
+    rounds = [{"round": r, "dropped": int(r in dropped)} for r in range(1, len(played) + 1)]
+    pd.DataFrame(rounds).to_csv(folder / "rounds.csv", index=False)
+    return Job(Variant(label, "local"), "", 0, config.from_flat(BASE).replaced(out=str(folder)))
+
+
+def test_runs_that_share_partition_and_sampling_are_said_to(tmp_path: Path) -> None:
+    played = [[0, 2], [1, 3], [0, 1]]
+    a, b = fake(tmp_path, "a", "x", played), fake(tmp_path, "b", "x", played[:2])
+    c = fake(tmp_path, "c", "x", [[0, 2], [1], [0, 1]], dropped=(2,))
+    shared = tables.verify([a, b, c])
+    assert shared.ok, "stopping early and a dropped reply are no difference"
+    assert "checked by hash (1 seed)" in shared.lines[0]
+    assert tables.verify([]).ok
+
+
+def test_another_partition_or_sampling_is_found(tmp_path: Path) -> None:
+    a = fake(tmp_path, "a", "x", [[0, 2], [1, 3]])
+    other_deal = fake(tmp_path, "b", "y", [[0, 2], [1, 3]])
+    other_clients = fake(tmp_path, "c", "x", [[0, 2], [1, 2]])
+    found = tables.verify([a, other_deal])
+    assert not found.ok
+    assert "partitions differ" in found.lines[0]
+    found = tables.verify([a, other_clients])
+    assert not found.ok
+    assert "sampled clients differ" in found.lines[0]
+
+
+def test_a_comparison_of_runs_that_differ_is_not_a_success(
+    tmp_path: Path, no_page: list[Path], in_turn: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("--methods", "local,fedavg", *SMALL, "--out", str(tmp_path))
+    assert command(*words).exit_code == 0
+    card = tmp_path / "runs/local-s0/data_card.json"
+    card.write_text(json.dumps({**json.loads(card.read_text()), "hash": "another"}))
+    result = command(*words)
+    assert result.exit_code == 1
+    assert "NOT COMPARABLE" in result.stdout
+
+
+# ---- showing ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_narrow_pipe_does_not_squeeze_names(
+    tmp_path: Path, no_page: list[Path], in_turn: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    result = command("--methods", "local,cwfedavg(lam=1)", *SMALL, "--out", str(tmp_path))
+    assert result.stdout.count("Standalone ") >= 2
+    assert result.stdout.count("cwFedAvg + WDR (lam=1)") == 3
+    assert "…" not in result.stdout
+
+
+def test_cells() -> None:
+    assert tables.spread(pd.Series([0.5, 0.7])) == "60.0 ± 14.1"
+    assert tables.spread(pd.Series([0.5])) == "50.0"
+    assert tables.spread(pd.Series([math.nan, None])) == "-"
+    assert tables.until(pd.Series([3.0, 5.0])) == "4"
+    assert tables.until(pd.Series([3.0, math.nan])) == "3 (1/2)"
+    assert tables.until(pd.Series([math.nan])) == "never"
+    assert tables.probability(0.0004) == "p < 0.001"
+    assert tables.probability(0.25) == "p = 0.250"
