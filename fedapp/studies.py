@@ -171,7 +171,6 @@ STUDIES: dict[str, Study] = {
             {**_CW, "dataset": "cifar10", "partition": "pathological", "classes-per-client": 2},
             {
                 **_TABLE1,
-                **_FEDAVGM_MOON,
                 "cw-all": _v("cwfedavg", "lam=10 layers=all"),
                 "cw-no-wdr": _v("cwfedavg", "lam=0 layers=all"),
             },
@@ -183,7 +182,6 @@ STUDIES: dict[str, Study] = {
             {**_CW, "dataset": "cifar10", "partition": "dirichlet", "alpha": 0.1},
             {
                 **_TABLE1,
-                **_FEDAVGM_MOON,
                 "cw-all": _v("cwfedavg", "lam=10 layers=all"),
                 "cw-no-wdr": _v("cwfedavg", "lam=0 layers=all"),
                 "cw-empirical": _v("cwfedavg", "lam=0 layers=all dist=empirical"),
