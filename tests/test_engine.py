@@ -1,0 +1,184 @@
+"""The engine's promises: early stop, models kept, evaluations, warm start, buffers, summaries, the notebook entry."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import fedapp
+from clients.base import FedClient, ModelSpec, Task
+from fedapp import registry
+from fedapp.data.transforms import InputSpec
+from fedapp.engine import RunResult, run
+from fedapp.errors import BadRequest
+from fedapp.models import SplitModel
+from fedapp.state import ClientStore, read_safetensors
+from strategies.fedavg import METHOD as FEDAVG
+
+Tiny = Callable[..., RunResult]
+
+
+def test_early_stop_by_patience(tiny: Tiny) -> None:
+    """A learning rate of nearly zero: the training loss of a client sample moves up and down, not on."""
+    result = tiny(method="local", rounds=40, lr=1e-9, patience=2, clients=4, fraction_train=0.5)
+    summary = result.summary
+    assert summary["ok"] and summary["rounds"] < 40
+    assert "no lower training loss for 2 rounds" in summary["stopped"]
+    losses = list(result.rounds["train_loss"])
+    assert min(losses[:-2]) <= min(losses[-2:])
+
+
+def test_patience_survives_a_resume(tiny: Tiny, tmp_path: Path) -> None:
+    common = {"method": "local", "lr": 1e-9, "patience": 2, "clients": 4, "fraction_train": 0.5}
+    whole = tiny(rounds=40, **common)
+    stopped = whole.summary["rounds"]
+    tiny(rounds=stopped - 1, out=tmp_path / "part", **common)
+    rest = run(resume=tmp_path / "part", rounds=40)
+    assert rest.summary["rounds"] == stopped and rest.summary["stopped"] == whole.summary["stopped"]
+
+
+def test_models_last_and_best(tiny: Tiny) -> None:
+    result = tiny(method="fedavg", rounds=4, lr=0.2)
+    scores = result.rounds["global_accuracy"]
+    for name, round in (("last", 4), ("best", int(result.rounds["round"][scores.idxmax()]))):
+        arrays, header = read_safetensors(result.out / "models" / f"{name}.safetensors")
+        assert "head.weight" in arrays and all(np.isfinite(a).all() for a in arrays.values())
+        if name == "best":
+            assert header["round"] == round and header["global_accuracy"] == pytest.approx(scores.max())
+
+
+def test_evaluations_between_rounds_change_nothing_else(tiny: Tiny) -> None:
+    plain = tiny(method="lgfedavg", rounds=3, fraction_train=0.67)
+    watched = tiny(method="lgfedavg", rounds=3, fraction_train=0.67, evaluate_every=1)
+    keep = [c for c in plain.rounds.columns if not c.endswith("seconds")]
+    pd.testing.assert_frame_equal(plain.rounds[keep], watched.rounds[keep], check_exact=True)
+    rows = pd.read_csv(watched.out / "evaluations.csv")
+    assert list(rows["round"]) == [1, 2] and (rows["clients"] == 3).all()
+    assert not (plain.out / "evaluations.csv").exists()
+
+
+def test_a_later_run_starts_warm_from_an_earlier_ones_clients(tiny: Tiny, tmp_path: Path) -> None:
+    shared = {"method": "local", "state_dir": str(tmp_path / "state"), "federation": "lab"}
+    first = tiny(rounds=4, **shared)
+    warm = tiny(rounds=1, warm_start=True, **shared)
+    cold = tiny(rounds=1, method="local")
+    assert warm.rounds["received_accuracy"][0] == pytest.approx(first.summary["accuracy"]["received"]["last"])
+    assert warm.rounds["received_accuracy"][0] > cold.rounds["received_accuracy"][0]
+
+
+def test_another_method_does_not_start_from_it(tiny: Tiny, tmp_path: Path) -> None:
+    shared = {"state_dir": str(tmp_path / "state"), "federation": "lab"}
+    tiny(method="local", rounds=1, **shared)
+    with pytest.raises(Exception, match="was written by the method 'local'"):
+        tiny(method="lgfedavg", rounds=1, warm_start=True, **shared)
+
+
+def test_the_summary_names_what_it_says(tiny: Tiny) -> None:
+    result = tiny(method="fedavg", rounds=3)
+    saved = json.loads((result.out / "summary.json").read_text())
+    assert saved == json.loads(json.dumps(result.summary))
+    received, trained = saved["accuracy"]["received"], saved["accuracy"]["trained"]
+    assert received["last"] == pytest.approx(result.final["received_accuracy"].mean())
+    assert received["last_std"] == pytest.approx(result.final["received_accuracy"].std(ddof=0))
+    assert received["balanced"] == pytest.approx(result.final["received_balanced"].mean())
+    assert trained["last"] == result.rounds["trained_accuracy"].iloc[-1]
+    assert received["best"] == max([*result.rounds["received_accuracy"], received["last"]])
+    assert saved["test_sizes"]["max"] >= saved["test_sizes"]["min"] > 0
+    card = (result.out / "data_card.txt").read_text()
+    assert "majority" in card and result.summary["bytes_up"] == result.rounds["bytes_up"].mean()
+
+
+def test_protocols_that_are_not_asked_for_are_not_measured(tiny: Tiny) -> None:
+    result = tiny(method="fedavg", protocols="trained", balanced_every=-1)
+    assert not [c for c in result.rounds.columns if c.startswith(("received", "global"))]
+    assert list(result.summary["accuracy"]) == ["trained"]
+
+
+def test_the_notebook_entry_refuses_what_the_command_line_refuses(tmp_path: Path) -> None:
+    assert fedapp.run is run
+    with pytest.raises(BadRequest, match="unknown key 'metod'"):
+        run(metod="fedavg", out=tmp_path / "a")
+    with pytest.raises(BadRequest, match="leave out method"):
+        run(resume=tmp_path, method="fedavg")
+
+
+# ---- BatchNorm: the most repeated bug in federated code --------------------------------------------------------------
+
+
+class Normed(FedClient):
+    """A client whose model has BatchNorm."""
+
+    @classmethod
+    def build_model(cls, spec: ModelSpec, hparams: object) -> SplitModel:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(spec.seed)
+            trunk = torch.nn.Sequential(
+                torch.nn.Flatten(), torch.nn.Linear(64, 32), torch.nn.BatchNorm1d(32, momentum=0.3)
+            )
+            head = torch.nn.Linear(32, spec.num_classes)
+        return SplitModel(name="normed", features=trunk, activation=torch.nn.ReLU(), head=head)
+
+
+def normed_task(buffers: str, client: int = 0) -> Task:
+    from sklearn.datasets import load_digits
+
+    x, y = load_digits(return_X_y=True)
+    images = torch.from_numpy(x.astype(np.uint8).reshape(-1, 8, 8, 1))[client::2]
+    labels = torch.from_numpy(y)[client::2]
+    inputs = InputSpec(channels=1, size=8, scale=16.0, mean=(0.305,), std=(0.376,))
+    return Task(
+        client=client, seed=0, num_classes=10, inputs=inputs, model="normed", x_train=images[:400],
+        y_train=labels[:400], x_test=images[400:], y_test=labels[400:], buffers=buffers,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("buffers", ["global", "local", "drop"])
+def test_running_statistics_travel_stay_or_start_anew(buffers: str, tmp_path: Path) -> None:
+    from fedapp.method import BaseHParams, Payload
+
+    def client(k: int) -> FedClient:
+        return Normed(normed_task(buffers, k), FEDAVG, BaseHParams(), ClientStore(tmp_path / str(k), "fedavg", "aa"))
+
+    stat = "features.2.running_mean"
+    first = client(0)
+    arrays, _, _ = first.train_round(Payload(), 1)
+    assert (stat in arrays) is (buffers == "global")
+    assert "features.2.num_batches_tracked" not in arrays
+    trained = first.model.state_dict()[stat].clone()
+    again = client(0)
+    again.restore(2, Payload(arrays=arrays))
+    again.receive(Payload(arrays=arrays))
+    now = again.model.state_dict()[stat]
+    assert torch.equal(now, torch.zeros(32)) if buffers == "drop" else torch.allclose(now, trained)
+
+
+def test_fedavg_with_batchnorm_on_iid_data_learns_what_one_computer_learns(tmp_path: Path) -> None:
+    """Two IID halves, averaged statistics included, against the same model on all data: within five points."""
+    from fedapp.core.averages import RunningMean
+    from fedapp.method import BaseHParams, Payload
+
+    payload = Payload()
+    for round in range(1, 7):
+        mean = RunningMean()
+        for k in (0, 1):
+            c = Normed(normed_task("global", k), FEDAVG, BaseHParams(), ClientStore(tmp_path / str(k), "fedavg", "aa"))
+            arrays, n, _ = c.train_round(payload, round)
+            mean.add(arrays, n)
+        payload = Payload(arrays=mean.mean())
+    metrics = c.evaluate_round(payload, 7, balanced=False)
+    together = metrics["received-correct"] / metrics["received-total"]
+    tasks = [normed_task("global", k) for k in (0, 1)]
+    x, y = torch.cat([t.x_train for t in tasks]), torch.cat([t.y_train for t in tasks])
+    task = replace(tasks[1], x_train=x, y_train=y)
+    central = Normed(task, registry.get("local"), BaseHParams(), ClientStore(tmp_path / "c", "local", "aa"))
+    for round in range(1, 7):
+        _, _, scores = central.train_round(Payload(), round)
+    one = scores["trained-correct"] / scores["trained-total"]
+    assert together > one - 0.05 and one > 0.8
