@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,6 +190,18 @@ def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
         compare.only_one(tmp_path / "c"),
     ):
         pass
+
+
+def test_the_page_speaks_of_options_that_exist() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "comparing.md").read_text(encoding="utf-8")
+    shown = "".join(
+        CliRunner().invoke(cli.app, [name, "--help"], terminal_width=200).output for name in ("compare", "run")
+    )
+    named = set(re.findall(r"--[a-z-]+", text))
+    assert len(named) > 10
+    assert {n for n in named if n not in shown} == set()
+    for column in ("worst_decile", "target_rounds", "std_over_seeds", "p_holm", "classes_per_client", "total_bytes"):
+        assert column in text
 
 
 # ---- the whole command -----------------------------------------------------------------------------------------------
