@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -17,9 +19,9 @@ from fedapp import tasks
 from fedapp.compare import pending_config
 from fedapp.config import RunConfig
 from fedapp.errors import BadRequest
-from fedapp.ledger import CLAIMS, Claim, Evidence, Verdict
+from fedapp.ledger import CLAIMS, Claim, Evidence, Missing, Run, Verdict, points, rounds_to
 from fedapp.pool import Ended, run_all
-from fedapp.studies import STUDIES, RunKey, keys_of, settings_of
+from fedapp.studies import STUDIES, RunKey, Study, keys_of, settings_of
 
 START, END = "<!-- ledger -->", "<!-- /ledger -->"
 
@@ -32,9 +34,11 @@ def chosen(names: Sequence[str]) -> list[Claim]:
     BadRequest : an unknown name.
     """
     known = {c.id: c for c in CLAIMS}
-    bad = [n for n in names if n not in known]
+    bad = [n for n in names if n not in known and list(names) != ["none"]]
     if bad:
         raise BadRequest(f"unknown claim {', '.join(bad)}: choose from {', '.join(known)}")
+    if list(names) == ["none"]:
+        return []
     return [known[n] for n in names] if names else list(CLAIMS)
 
 
@@ -143,6 +147,8 @@ def write(doc: Path, verdicts: Sequence[tuple[Claim, Verdict]], evidence: Eviden
         if runs:
             settings = ", ".join(f"{k} = {v}" for k, v in study.settings.items())
             lines.append(f"| `{study.id}`: {study.title} | {settings} | {study.scaled} | {runs} | {seconds / 60:.0f} |")
+    for study in STUDIES.values():
+        lines += study_table(study, evidence)
     total = sum(evidence.spent(s)[1] for s in STUDIES)
     cores = tasks_cores()
     lines += [
@@ -154,6 +160,63 @@ def write(doc: Path, verdicts: Sequence[tuple[Claim, Verdict]], evidence: Eviden
     head, rest = text.split(START, 1)
     tail = rest.split(END, 1)[1]
     doc.write_text(head + START + "\n" + "\n".join(lines) + "\n" + END + tail, encoding="utf-8")
+
+
+def study_table(study: Study, evidence: Evidence) -> list[str]:
+    """Build a study's table: every finished variant, mean ± std over seeds, with the paper's number beside it.
+
+    The target is what Standalone (else the first variant) reaches after its last round, less one point; bytes count both
+    ways per client, with KT-pFL's public images once.
+    """
+    found: dict[str, list[Run]] = {}
+    for variant in study.variants:
+        with contextlib.suppress(Missing):
+            found[variant] = list(evidence.runs(study.id, variant).values())
+    if not found:
+        return []
+    calibrated = "calibration" in next(iter(found.values()))[0].summary
+    lines = ["", f"#### {study.title}", "", f"`fedapp reproduce --studies {study.id} --claims none ...`", ""]
+    if calibrated:
+        lines += [
+            "| variant | global before | after | on real features | paper, before to after |",
+            "|---|---:|---:|---:|---|",
+        ]
+        for variant, runs in found.items():
+            cells = [seeds_text([r.summary["calibration"].get(k) for r in runs]) for k in ("before", "after", "oracle")]
+            lines.append(f"| {variant} | {' | '.join(cells)} | {study.paper.get(variant, '-')} |")
+        return lines
+    protocol = "trained"
+    first = found.get("local") or next(iter(found.values()))
+    target = float(np.mean([r.rounds[f"{protocol}_accuracy"].iloc[-1] for r in first])) - 0.01
+    lines += [
+        "| variant | received | trained | balanced received | worst client | "
+        f"rounds to {100 * target:.1f} % | MB to it | paper |",
+        "|---|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for variant, runs in found.items():
+        reached = [rounds_to(r, target, protocol) for r in runs]
+        last = [len(r.rounds) for r in runs]
+        done = all(n <= m for n, m in zip(reached, last, strict=True))
+        size = [
+            n * (r.summary["bytes_up"] + r.summary["bytes_down"]) + r.summary.get("public_bytes", 0)
+            for n, r in zip(reached, runs, strict=True)
+        ]
+        cells = [
+            seeds_text([r.final["received_accuracy"].mean() for r in runs]),
+            seeds_text([r.final["trained_accuracy"].mean() for r in runs]),
+            seeds_text([r.summary["accuracy"]["received"]["balanced"] for r in runs]),
+            seeds_text([r.final["received_accuracy"].min() for r in runs]),
+            f"{np.mean(reached):.1f}" if done else "not by all",
+            f"{np.mean(size) / 1e6:.3g}" if done else "-",
+        ]
+        lines.append(f"| {variant} | {' | '.join(cells)} | {study.paper.get(variant, '-')} |")
+    return lines
+
+
+def seeds_text(values: Sequence[float | None]) -> str:
+    """Format mean ± std over seeds in percent, or a dash."""
+    numbers = np.array([v for v in values if v is not None], dtype=np.float64)
+    return points(numbers) if len(numbers) > 1 else "-"
 
 
 def tasks_cores() -> int:
