@@ -165,8 +165,8 @@ def write(doc: Path, verdicts: Sequence[tuple[Claim, Verdict]], evidence: Eviden
 def study_table(study: Study, evidence: Evidence) -> list[str]:
     """Build a study's table: every finished variant, mean ± std over seeds, with the paper's number beside it.
 
-    The target is what Standalone (else the first variant) reaches after its last round, less one point; bytes count both
-    ways per client, with KT-pFL's public images once.
+    The target is what Standalone (else the first variant) reaches after its last round, less one point; bytes count
+    both ways per client, with KT-pFL's public images once.
     """
     found: dict[str, list[Run]] = {}
     for variant in study.variants:
@@ -178,7 +178,7 @@ def study_table(study: Study, evidence: Evidence) -> list[str]:
     lines = ["", f"#### {study.title}", "", f"`fedapp reproduce --studies {study.id} --claims none ...`", ""]
     if calibrated:
         lines += [
-            "| variant | global before | after | on real features | paper, before to after |",
+            "| variant | global before | after | on real features | paper |",
             "|---|---:|---:|---:|---|",
         ]
         for variant, runs in found.items():

@@ -26,7 +26,8 @@ def made(out: Path, study: str, variant: str, level: float, noise: float = 0.02,
         pd.DataFrame({"client": range(20), **columns}).to_csv(folder / "final.csv", index=False)
         rounds = pd.DataFrame({"round": [1, 2, 3], "trained_accuracy": [level - 0.2, level - 0.1, level]})
         rounds.to_csv(folder / "rounds.csv", index=False)
-        (folder / "summary.json").write_text(json.dumps({"ok": True, "seconds": 60.0, **summary}))
+        facts = {"bytes_up": 100, "bytes_down": 200, "accuracy": {"received": {"balanced": level}}}
+        (folder / "summary.json").write_text(json.dumps({"ok": True, "seconds": 60.0, **facts, **summary}))
 
 
 def claim(id: str) -> ledger.Claim:
@@ -104,7 +105,7 @@ def test_the_document_keeps_its_chapters(tmp_path: Path) -> None:
     verdicts = [(c, c.decide(Evidence(tmp_path))) for c in CLAIMS]
     reproduce.write(doc, verdicts, Evidence(tmp_path))
     text = doc.read_text()
-    assert "before" in text and "after" in text and "old" not in text
+    assert "before" in text and "after" in text and "\nold\n" not in text
     rows = [line for line in text.splitlines() if line.startswith("| **")]
     assert len(rows) == len(CLAIMS)
     assert all(r.rstrip(" |").endswith(("holds", "does not hold", "not decided")) for r in rows)
@@ -118,3 +119,16 @@ def test_unknown_claims_and_studies_are_refused(tmp_path: Path) -> None:
         reproduce.chosen(["nope"])
     with pytest.raises(BadRequest, match="unknown study"):
         reproduce.reproduce(tmp_path, "", studies=["nope"])
+
+
+def test_a_studys_table_counts_rounds_and_bytes_to_the_target(tmp_path: Path) -> None:
+    made(tmp_path, ledger.H, "local", 0.6)
+    made(tmp_path, ledger.H, "fedclassavg", 0.7)
+    made(tmp_path, ledger.H, "ktpfl", 0.6, public_bytes=1_000_000)
+    made(tmp_path, ledger.H, "fedproto", 0.5)
+    rows = reproduce.study_table(STUDIES[ledger.H], Evidence(tmp_path))
+    cells = {r.split("|")[1].strip(): [c.strip() for c in r.split("|")[2:-1]] for r in rows if r.startswith("| ")}
+    assert "rounds to 59.0 %" in " ".join(rows)
+    assert cells["fedclassavg"][4:6] == ["2.0", "0.0006"] and cells["fedclassavg"][6] == "76.7 ± 5.3"
+    assert cells["ktpfl"][5] == "1" and cells["fedproto"][4:6] == ["not by all", "-"]
+    assert "fml" not in cells
