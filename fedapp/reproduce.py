@@ -108,6 +108,7 @@ def reproduce(
     print_ledger(verdicts)
     if doc is not None:
         write(doc, verdicts, evidence)
+        write_pages(doc.parent / "methods", evidence)
         typer.echo(f"written to {doc}")
     return 1 if failed else 0
 
@@ -160,6 +161,32 @@ def write(doc: Path, verdicts: Sequence[tuple[Claim, Verdict]], evidence: Eviden
     head, rest = text.split(START, 1)
     tail = rest.split(END, 1)[1]
     doc.write_text(head + START + "\n" + "\n".join(lines) + "\n" + END + tail, encoding="utf-8")
+
+
+PAGES = {
+    "fedclassavg": ("hetero-cifar10", "hetero-cifar10-skewed", "hetero-fashion", "homo-cifar10"),
+    "cwfedavg": ("cw-pathological", "cw-dirichlet", "cw-dirichlet-1", "cw-mnist"),
+    "fedgh": ("fedgh-cifar10", "fedgh-cifar10-6"),
+    "ccvr": ("ccvr-0.5", "ccvr-0.1", "ccvr-0.05"),
+}
+"""Studies whose tables stand on the pages of the four methods."""
+
+
+def write_pages(folder: Path, evidence: Evidence) -> None:
+    """Put the studies' tables between the markers of the four methods' pages, where those exist."""
+    start, end = "<!-- measured -->", "<!-- /measured -->"
+    for page, studies in PAGES.items():
+        path = folder / f"{page}.md"
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        if start not in text or end not in text:
+            continue
+        lines: list[str] = []
+        for study in studies:
+            table = study_table(STUDIES[study], evidence)
+            lines += [*table, "", f"Scaled down: {STUDIES[study].scaled}."] if table else []
+        head, rest = text.split(start, 1)
+        tail = rest.split(end, 1)[1]
+        path.write_text(head + start + "\n" + "\n".join(lines).strip() + "\n" + end + tail, encoding="utf-8")
 
 
 def study_table(study: Study, evidence: Evidence) -> list[str]:

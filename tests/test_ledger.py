@@ -132,3 +132,15 @@ def test_a_studys_table_counts_rounds_and_bytes_to_the_target(tmp_path: Path) ->
     assert cells["fedclassavg"][4:6] == ["2.0", "0.0006"] and cells["fedclassavg"][6] == "76.7 ± 5.3"
     assert cells["ktpfl"][5] == "1" and cells["fedproto"][4:6] == ["not by all", "-"]
     assert "fml" not in cells
+
+
+def test_pages_of_methods_get_their_studies(tmp_path: Path) -> None:
+    made(tmp_path / "runs", ledger.H, "local", 0.6)
+    page = tmp_path / "fedclassavg.md"
+    page.write_text("# F\n\nabove\n<!-- measured -->\nstale table\n<!-- /measured -->\nbelow\n")
+    reproduce.write_pages(tmp_path, Evidence(tmp_path / "runs"))
+    text = page.read_text()
+    assert "above" in text and "below" in text and "stale" not in text
+    assert "| local |" in text and "Scaled down: 10 % of the images" in text
+    reproduce.write_pages(tmp_path, Evidence(tmp_path / "runs"))
+    assert page.read_text() == text
