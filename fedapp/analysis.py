@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ class RunData:
     flat : run-config as written.   config : the same, validated, or None where this version does not accept it.
     problem : why `config` is None, else an empty string.
     card : the data card (`data_card.json`).   error : `error.json` of a run that did not end well.
+    label : the method's id, and in a comparison with its own values: `fedprox(mu=0.1)`.
+    setting : in a comparison, the run-config keys in which its settings differ, without those of the method.
     """
 
     path: Path
@@ -92,6 +95,8 @@ class RunData:
     final: pd.DataFrame
     evaluations: pd.DataFrame
     dropped: pd.DataFrame
+    label: str = ""
+    setting: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -153,7 +158,12 @@ def read_run(path: Path) -> RunData:
         versions=_json(path / "versions.json"),
         card=_json(path / "data_card.json"),
         error=_json(path / "error.json"),
-        **{name: _table(path / f"{name}.csv") for name in ("rounds", "clients", "final", "evaluations", "dropped")},
+        rounds=_table(path / "rounds.csv"),
+        clients=_table(path / "clients.csv"),
+        final=_table(path / "final.csv"),
+        evaluations=_table(path / "evaluations.csv"),
+        dropped=_table(path / "dropped.csv"),
+        label=str(flat.get("method", "?")),
     )
 
 
@@ -191,11 +201,13 @@ class Comparison:
         return tuple(r for r in self.runs if r.ok)
 
     @property
-    def methods(self) -> tuple[str, ...]:
-        """Ids of the methods in the order of their first run in the table, else by name."""
-        listed = [str(m) for m in self.table["method"]] if "method" in self.table else []
-        present = {r.method for r in self.runs}
-        return tuple(dict.fromkeys([*(m for m in listed if m in present), *sorted(present)]))
+    def labels(self) -> tuple[str, ...]:
+        """Methods, each with its own values, in the order of the table, else by name."""
+        listed = (
+            [str(v) for v in self.table["variant" if "variant" in self.table else "method"]] if len(self.table) else []
+        )
+        present = {r.label for r in self.runs}
+        return tuple(dict.fromkeys([*(v for v in listed if v in present), *sorted(present)]))
 
 
 def read_comparison(path: Path) -> Comparison:
@@ -207,10 +219,38 @@ def read_comparison(path: Path) -> Comparison:
     """
     path = path.expanduser().absolute()
     folders = sorted(p.parent for depth in range(1, 5) for p in path.glob("*/" * depth + RUN_MARK))
-    runs = tuple(read_run(p) for p in folders if "state" not in p.relative_to(path).parts)
+    runs = [read_run(p) for p in folders if "state" not in p.relative_to(path).parts]
     if not runs:
         raise BadRequest(f"{path} holds neither a run ({RUN_MARK}) nor a comparison (run directories below it)")
-    return Comparison(path, runs, _table(path / "results.csv"))
+    table = _table(path / "results.csv")
+    return Comparison(path, tuple(_labelled(runs, table)), table)
+
+
+def _labelled(runs: Sequence[RunData], table: pd.DataFrame) -> list[RunData]:
+    """Give every run its setting, and a label that tells it from the other runs of that setting and seed.
+
+    `fedapp compare` names the variants of a method in results.csv and in the names of their folders; among other runs,
+    the keys in which those of one method and setting differ make the label.
+    """
+    variants = {_letters(str(v)): str(v) for v in table["variant"]} if "variant" in table else {}
+    named = {r.path: variants.get(_letters(re.sub(r"-s[0-9]+$", "", r.path.name)), "") for r in runs}
+    whole = all(named.values())
+    keys = [k for k in varying(runs) if k != "method-args" and not (whole and k in OWN_KEYS)]
+    settings = {r.path: {k: v for k in keys if (v := _setting(r, k)) is not None} for r in runs}
+    labelled = []
+    for run in runs:
+        label = named[run.path] if whole else ""
+        if not label:
+            like = [r for r in runs if r.method == run.method and settings[r.path] == settings[run.path]]
+            own = [k for k in run.flat if k not in NOT_OWN and len({str(r.flat.get(k)) for r in like}) > 1]
+            inside = [str(run.flat[k]) if k == "method-args" else f"{k}={run.flat[k]}" for k in own]
+            label = run.method + (f"({' '.join(i for i in inside if i)})" if any(inside) else "")
+        labelled.append(replace(run, label=label, setting=settings[run.path]))
+    return labelled
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "", text)
 
 
 def read(path: Path) -> RunData | Comparison:
@@ -816,6 +856,12 @@ SETTING_KEYS = (
 """Run-config keys in which the runs of a comparison may differ beside method and seed, the outermost first."""
 
 
+OWN_KEYS = ("model", "local-epochs")
+"""Setting keys that `fedapp compare` lets one method have for itself."""
+NOT_OWN = ("method", "seed", "out", "resume", "state-dir", "federation")
+"""Run-config keys that do not tell the runs of one method apart in a label."""
+
+
 def varying(runs: Sequence[RunData]) -> list[str]:
     """Return the setting keys in which runs differ (those that a partition does not use are left out)."""
     return [k for k in SETTING_KEYS if len({str(_setting(r, k)) for r in runs}) > 1]
@@ -823,31 +869,27 @@ def varying(runs: Sequence[RunData]) -> list[str]:
 
 def _setting(run: RunData, key: str) -> Any:
     """A setting's value, or None where the run's partition does not use it."""
+    return run.flat.get(key) if uses(run, key) else None
+
+
+def uses(run: RunData, key: str) -> bool:
+    """Whether a run's way of dealing the data uses `alpha` or `classes-per-client`; true for every other key."""
     kind = str(run.flat.get("partition", ""))
-    if key == "alpha" and not kind.startswith("dirichlet"):
-        return None
-    if key == "classes-per-client" and kind not in ("pathological", "classes", "shards"):
-        return None
-    return run.flat.get(key)
+    if key == "alpha":
+        return kind.startswith("dirichlet")
+    return key != "classes-per-client" or kind in ("pathological", "classes", "shards")
 
 
-def groups_of(runs: Sequence[RunData]) -> Iterator[tuple[dict[str, Any], list[RunData]]]:
+def groups_of(runs: Sequence[RunData]) -> Iterator[tuple[Mapping[str, Any], list[RunData]]]:
     """Yield the settings of a comparison and their runs; one empty setting where all runs share everything."""
-    keys = [k for k in varying(runs) if k != "method-args"]
-    found: dict[tuple[str, ...], tuple[dict[str, Any], list[RunData]]] = {}
+    found: dict[tuple[str, ...], list[RunData]] = {}
     for run in runs:
-        setting = {k: _setting(run, k) for k in keys if _setting(run, k) is not None}
-        found.setdefault(tuple(f"{k}={v}" for k, v in setting.items()), (setting, []))[1].append(run)
-    yield from found.values()
+        found.setdefault(tuple(f"{k}={v}" for k, v in run.setting.items()), []).append(run)
+    for members in found.values():
+        yield members[0].setting, members
 
 
 def score_of(run: RunData, protocol: str, name: str = "last") -> float:
     """A number of `summary.json`'s accuracy, NaN where it is not there."""
     value = (run.summary.get("accuracy") or {}).get(protocol, {}).get(name)
     return float("nan") if value is None else float(value)
-
-
-def label_of(run: RunData, several_args: bool = False) -> str:
-    """Name of a run's method, with its arguments where runs of a method differ in them."""
-    args = str(run.flat.get("method-args", "")).strip()
-    return f"{run.method} {args}".strip() if several_args else run.method

@@ -617,7 +617,7 @@ def of_comparison(comparison: Comparison) -> tuple[str, Gallery]:
     """Return the page of a comparison, and its figures."""
     gallery = figures.of_comparison(comparison)
     runs, finished = comparison.runs, comparison.finished
-    methods = comparison.methods
+    methods = comparison.labels
     datasets = sorted({str(r.flat.get("dataset", "?")) for r in runs})
     settings = list(analysis.groups_of(finished))
     seeds = sorted({r.seed for r in runs})
@@ -646,7 +646,8 @@ def of_comparison(comparison: Comparison) -> tuple[str, Gallery]:
         named = ", ".join(f"{r.path.name} {n}" for r, n in drops[:10])
         page.alerts.append(f"Replies that did not count: {_h(named)}.")
     for setting, members in settings:
-        page.add("scores", SECTIONS["scores"], _comparison_table(setting_text(setting), members, methods))
+        page.add("scores", SECTIONS["scores"], _comparison_table(comparison, setting_text(setting), members))
+        page.add("scores", SECTIONS["scores"], _significance(comparison, members))
     if settings:
         page.add("scores", SECTIONS["scores"], _comparison_note(finished))
     page.add("scores", SECTIONS["scores"], _other_tables(comparison))
@@ -696,29 +697,102 @@ FURTHER: dict[str, Callable[[RunData], float]] = {
 }
 
 
-def _comparison_table(name: str, runs: Sequence[RunData], methods: Sequence[str]) -> str:
+def _comparison_table(comparison: Comparison, name: str, runs: Sequence[RunData]) -> str:
     labels: dict[str, list[RunData]] = {}
-    several = len({str(r.flat.get("method-args", "")) for r in runs}) > 1
-    for run in sorted(runs, key=lambda r: (methods.index(r.method), r.path)):
-        labels.setdefault(analysis.label_of(run, several), []).append(run)
-    columns: list[tuple[str, dict[str, list[float]]]] = []
+    for run in sorted(runs, key=lambda r: (comparison.labels.index(r.label), r.path)):
+        labels.setdefault(run.label, []).append(run)
+    scores: list[tuple[str, dict[str, list[float]]]] = []
     for title, protocol, which in COLUMNS:
         values = {n: [analysis.score_of(r, protocol, which) for r in m] for n, m in labels.items()}
-        if any(not math.isnan(v) for scores in values.values() for v in scores):
-            columns.append((title, values))
-    for title, score in FURTHER.items():
-        columns.append((title, {n: [score(r) for r in m] for n, m in labels.items()}))
-    scores, rest = columns[: -len(FURTHER)], columns[-len(FURTHER) :]
-    names = {label: label if several else _method_title(label) for label in labels}
+        if any(not math.isnan(v) for found in values.values() for v in found):
+            scores.append((title, values))
+    rest = [(title, {n: [score(r) for r in m] for n, m in labels.items()}) for title, score in FURTHER.items()]
+    names = {label: _label_title(members[0]) for label, members in labels.items()}
     tables = [_table(["accuracy in %", *(t for t, _ in scores)], _score_rows(names, scores), _capital(name))]
     rows = _score_rows(names, rest)
-    for row, members in zip(rows, labels.values()):
+    head = ["further", *(t for t, _ in rest)]
+    targets = {label: _target(comparison, members) for label, members in labels.items()}
+    if any(targets.values()):
+        level = next(t[0] for t in targets.values() if t)
+        head += [f"rounds to {level}", "traffic to it"]
+    for row, (label, members) in zip(rows, labels.items()):
+        if any(targets.values()):
+            found = targets[label] or ("", "–", "–")
+            row += [Cell(found[1], number=True), Cell(found[2], number=True)]
         for key in ("bytes_up", "bytes_down"):
             mean = float(np.mean([float(r.summary.get(key) or 0) for r in members]))
             row.append(Cell(_bytes(mean), number=True))
         row.append(Cell(_seconds(np.mean([float(r.summary.get("seconds") or 0) for r in members])), number=True))
-    tables.append(_table(["further", *(t for t, _ in rest), "bytes up", "bytes down", "time"], rows))
+    tables.append(_table([*head, "bytes up", "bytes down", "time"], rows))
     return "".join(tables)
+
+
+def _label_title(run: RunData) -> str:
+    """The method's title, with its own values where its label has some."""
+    inside = run.label.removeprefix(run.method)
+    return f"{_method_title(run.method)} {inside}".strip()
+
+
+def _lines_of(table: pd.DataFrame, run: RunData) -> pd.DataFrame:
+    """Rows of one of `fedapp compare`'s tables that speak of a run's setting."""
+    for column, key in (
+        ("dataset", "dataset"), ("partition", "partition"), ("alpha", "alpha"),
+        ("classes_per_client", "classes-per-client"),
+    ):  # fmt: skip
+        if column in table and analysis.uses(run, key):
+            table = table[table[column] == run.flat.get(key)]
+    return table
+
+
+def _target(comparison: Comparison, runs: Sequence[RunData]) -> tuple[str, str, str] | None:
+    """Level, rounds and bytes to the target accuracy, as `fedapp compare` counted them; mean over seeds."""
+    table = comparison.table
+    if not {"variant", "trained_target", "trained_target_rounds", "trained_target_bytes"} <= set(table.columns):
+        return None
+    lines = _lines_of(table[table["variant"] == runs[0].label], runs[0])
+    if lines.empty or lines["trained_target"].isna().all():
+        return None
+    level = f"{100 * float(lines['trained_target'].mean()):.1f} %"
+    reached = lines[lines["trained_target_rounds"].notna()]
+    if reached.empty:
+        return level, "never", "–"
+    part = f" ({len(reached)}/{len(lines)})" if len(reached) < len(lines) else ""
+    rounds, moved = float(reached["trained_target_rounds"].mean()), float(reached["trained_target_bytes"].mean())
+    return level, f"{rounds:.1f}{part}", _bytes(moved)
+
+
+def _significance(comparison: Comparison, runs: Sequence[RunData]) -> str:
+    """Show what `fedapp compare` tested: differences to the reference in points, with p after Holm's correction."""
+    try:
+        table = pd.read_csv(comparison.path / "significance.csv")
+    except (OSError, ValueError):
+        return ""
+    wanted = {"measure", "variant", "reference", "mean_difference", "p_holm"}
+    if not wanted <= set(table.columns) or not runs:
+        return ""
+    table = _lines_of(table, runs[0])
+    measures = list(dict.fromkeys(table["measure"]))
+    rows = []
+    for variant in dict.fromkeys(table["variant"]):
+        cells: list[Any] = [str(variant)]
+        for measure in measures:
+            line = table[(table["variant"] == variant) & (table["measure"] == measure)]
+            if line.empty or line["mean_difference"].isna().all():
+                cells.append(None)
+                continue
+            p = float(line["p_holm"].iloc[0])
+            shown = "–" if math.isnan(p) else f"{p:.3f}" if p >= 0.001 else "< 0.001"
+            points = 100 * float(line["mean_difference"].iloc[0])
+            cells.append(Cell(f"{points:+.1f}, p {shown}", number=True, strong=p < 0.05))
+        rows.append(cells)
+    if not rows:
+        return ""
+    reference = str(table["reference"].iloc[0])
+    caption = (
+        f"Difference to {reference} in points, paired over clients and seeds; p of Wilcoxon's signed-rank test after "
+        "Holm's correction, bold below 0.05"
+    )
+    return _table(["method", *(str(m).replace("_accuracy", "").replace("_", " ") for m in measures)], rows, caption)
 
 
 def _score_rows(names: Mapping[str, str], columns: Sequence[tuple[str, dict[str, list[float]]]]) -> list[list[Any]]:
@@ -760,10 +834,10 @@ def _comparison_note(runs: Sequence[RunData]) -> str:
 
 
 def _other_tables(comparison: Comparison) -> str:
-    """Show the further tables that `fedapp compare` left beside results.csv, such as significances."""
+    """Show tables that lie beside results.csv and are not shown elsewhere on the page."""
     parts = []
     for path in sorted(comparison.path.glob("*.csv")):
-        if path.name == "results.csv":
+        if path.name in ("results.csv", "curves.csv", "significance.csv"):
             continue
         try:
             table = pd.read_csv(path)

@@ -245,11 +245,48 @@ def test_the_table_is_mean_and_spread_over_seeds(several: Path) -> None:
 
 def test_other_tables_of_a_comparison_are_shown(several: Path, tmp_path: Path) -> None:
     path = copy(several, tmp_path / "tables")
-    (path / "significance.csv").write_text("a,b,p\nlocal,fedavg,0.03\n")
+    (path / "by-hand.csv").write_text("a,b,p\nlocal,fedavg,0.03\n")
     report.write(path)
     found = page(path)
     assert ["local", "fedavg", "0.03"] in found.rows
-    assert "Significance (1 rows)" in found.said
+    assert "By hand (1 rows)" in found.said
+
+
+def test_what_compare_counted_and_tested_is_shown_per_setting(tmp_path: Path) -> None:
+    """Variants of a method are told apart, settings have tables of their own, and its further tables are read."""
+    base = {**SMALL, "rounds": 1, "batch_size": 64, "partition": "dirichlet"}
+    for alpha in (0.3, 2.0):
+        for name, more in (("local", {}), ("fedprox-mu=0.1-lr=0.1", {"method_args": "mu=0.1", "lr": 0.1}),
+                           ("fedprox-mu=0.1-lr=0.2", {"method_args": "mu=0.1", "lr": 0.2})):  # fmt: skip
+            out = tmp_path / "runs" / f"digits-dirichlet-{alpha:g}" / f"{name}-s0"
+            run(**{**base, "method": name.split("-")[0], "alpha": alpha, "out": out, **more})
+            shutil.rmtree(out / "state")
+    head = "method,variant,dataset,partition,alpha,classes_per_client,seed,trained_target,trained_target_rounds,"
+    rows = [
+        f"{m},{v},digits,dirichlet,{a},,0,0.9,{reached}"
+        for a in (0.3, 2.0)
+        for m, v, reached in (
+            ("local", "local", "4,0"), ("fedprox", "fedprox(mu=0.1 lr=0.1)", f"{2 * a},1000000"),
+            ("fedprox", "fedprox(mu=0.1 lr=0.2)", ","),
+        )
+    ]  # fmt: skip
+    (tmp_path / "results.csv").write_text("\n".join([head + "trained_target_bytes", *rows]) + "\n")
+    (tmp_path / "significance.csv").write_text(
+        "dataset,partition,alpha,classes_per_client,measure,variant,reference,mean_difference,p_holm\n"
+        "digits,dirichlet,0.3,,trained_accuracy,fedprox(mu=0.1 lr=0.1),local,0.0123,0.04\n"
+        "digits,dirichlet,2.0,,trained_accuracy,fedprox(mu=0.1 lr=0.1),local,-0.2,0.0002\n"
+    )
+    found, data = (report.write(tmp_path), page(tmp_path))[1], read_comparison(tmp_path)
+    assert data.labels == ("local", "fedprox(mu=0.1 lr=0.1)", "fedprox(mu=0.1 lr=0.2)")
+    assert {(r.label, r.flat["lr"]) for r in data.runs if r.method == "fedprox"} == {
+        ("fedprox(mu=0.1 lr=0.1)", 0.1), ("fedprox(mu=0.1 lr=0.2)", 0.2),
+    }  # fmt: skip
+    further = [r for r in found.rows if r[0] == "FedProx (mu=0.1 lr=0.1)" and len(r) == 10]
+    assert [r[5:7] for r in further] == [["0.6", "1.0 MB"], ["4.0", "1.0 MB"]]
+    assert [r[5:7] for r in found.rows if r[0] == "FedProx (mu=0.1 lr=0.2)" and len(r) == 10] == [["never", "–"]] * 2
+    assert ["fedprox(mu=0.1 lr=0.1)", "+1.2, p 0.040"] in found.rows
+    assert ["fedprox(mu=0.1 lr=0.1)", "-20.0, p < 0.001"] in found.rows
+    assert "Alpha 0.3" in found.said and "Alpha 2.0" in found.said
 
 
 def test_runs_that_did_not_end_well_are_named_and_not_counted(several: Path, tmp_path: Path) -> None:

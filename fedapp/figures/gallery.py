@@ -205,20 +205,13 @@ def label_distribution(run: RunData) -> list[Drawing]:
     ]
 
 
-def _title(run: RunData, runs: Sequence[RunData]) -> str:
-    """Name a run among others: its method, with what else tells it apart."""
-    same = [r for r in runs if r.method == run.method]
-    args = len({str(r.flat.get("method-args", "")) for r in same}) > 1
-    return analysis.label_of(run, args)
-
-
 def _each(runs: Sequence[RunData], make: Callable[[RunData], _T]) -> dict[str, _T]:
     """Apply a function to every run that has what it needs; raise the first reason if none has."""
     found: dict[str, _T] = {}
     first: Unavailable | None = None
     for run in runs:
         try:
-            found[_title(run, runs)] = make(run)
+            found[run.label] = make(run)
         except Unavailable as e:
             first = first or e
     if not found:
@@ -370,7 +363,7 @@ def conductance(runs: Sequence[RunData]) -> Drawing:
     """Ranks of units by layer conductance at clients that classify one image correctly."""
     base = runs[0]
     right = _each(runs, analysis.right_clients)
-    shared = {_title(r, runs): r for r in runs if _title(r, runs) in right}
+    shared = {r.label: r for r in runs if r.label in right}
     best = int(np.min([table.sum(axis=0) for _, table in right.values()], axis=0).argmax())
     found = {name: analysis.conductance(run, best, right[name]) for name, run in shared.items()}
     first = next(iter(found.values()))
@@ -468,8 +461,8 @@ def round_seconds(run: RunData) -> Drawing:
 def of_comparison(comparison: Comparison) -> Gallery:
     """Draw all figures that the runs of a comparison hold the data for."""
     gallery = Gallery()
-    order = comparison.methods
-    runs = sorted(comparison.finished, key=lambda r: order.index(r.method))
+    order = comparison.labels
+    runs = sorted(comparison.finished, key=lambda r: order.index(r.label))
     if not runs:
         gallery.missing.append(Missing("All figures", "no run has ended well yet", "fedapp compare ... (again)"))
         return gallery
@@ -520,19 +513,16 @@ def representatives(comparison: Comparison) -> list[RunData]:
     """One finished run a method of the first setting and seed: local training first, then the four, then the others."""
     first = next(iter(analysis.groups_of(comparison.finished)))[1]
     order = ["local", "fedclassavg", "cwfedavg", "fedgh", "ccvr"]
-    methods = sorted(
-        comparison.methods, key=lambda m: (order.index(m) if m in order else len(order), comparison.methods.index(m))
-    )
     best: dict[str, RunData] = {}
-    for run in sorted(first, key=lambda r: r.seed):
-        best.setdefault(run.method, run)
-    return [best[m] for m in methods if m in best]
+    for run in sorted(first, key=lambda r: (r.seed, comparison.labels.index(r.label))):
+        best.setdefault(run.label, run)
+    return sorted(best.values(), key=lambda r: order.index(r.method) if r.method in order else len(order))
 
 
 def _by_method(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
     found: dict[str, list[RunData]] = {}
     for run in runs:
-        found.setdefault(_title(run, runs), []).append(run)
+        found.setdefault(run.label, []).append(run)
     return found
 
 
@@ -621,31 +611,32 @@ def _sweep_lines(runs: Sequence[RunData], key: str) -> dict[str, list[Curve]]:
     return panels
 
 
+SWEEPS = {
+    "alpha": ("non-IID degree", "Dirichlet concentration (left: more uneven)", "FedGH, Fig. 3; CCVR, Table 2"),
+    "classes-per-client": ("non-IID degree", "classes per client", "FedGH, Fig. 3"),
+    "fraction-train": ("participation", "share of clients in a round", "FedGH, Fig. 4"),
+    "clients": ("number of clients", "clients", "CCVR, Table 4"),
+    "local-epochs": ("local epochs", "local epochs", ""),
+}
+"""What a sweep over a run-config key is called, its axis, and its source."""
+
+
 def sweeps(runs: Sequence[RunData], key: str) -> list[Drawing]:
     """Last accuracy against a setting in which runs differ; a figure for each setting of everything else."""
-    names = {
-        "alpha": "non-IID degree", "classes-per-client": "non-IID degree", "fraction-train": "participation",
-        "clients": "number of clients", "local-epochs": "local epochs",
-    }  # fmt: skip
-    x = {
-        "alpha": "Dirichlet concentration (left: more uneven)", "classes-per-client": "classes per client",
-        "fraction-train": "share of clients in a round", "clients": "clients", "local-epochs": "local epochs",
-    }  # fmt: skip
     values = {str(r.flat.get(key)) for r in runs}
     if len(values) < 2:
         raise Unavailable(
             f"all runs have {key} = {next(iter(values), '-')}",
             f"fedapp run --set {key}=VALUE --out DIR/NAME for several values, then fedapp report DIR",
         )
-    drawings = []
+    degree = ("alpha", "classes-per-client")
     groups: dict[str, list[RunData]] = {}
-    others = [k for k in analysis.varying(runs) if k not in (key, "method-args")]
     for run in runs:
-        if key in ("alpha", "classes-per-client") and not _uses(run, key):
-            continue
-        rest = {k: run.flat.get(k) for k in others if k not in ("alpha", "classes-per-client") or _uses(run, k)}
-        groups.setdefault(setting_text(rest), []).append(run)
-    for i, (name, members) in enumerate(groups.items()):
+        if analysis.uses(run, key):
+            rest = {k: v for k, v in run.setting.items() if k != key}
+            groups.setdefault(setting_text(rest), []).append(run)
+    drawings: list[Drawing] = []
+    for name, members in groups.items():
         panels = _sweep_lines(members, key)
         if not panels:
             continue
@@ -654,38 +645,33 @@ def sweeps(runs: Sequence[RunData], key: str) -> list[Drawing]:
             for p, lines in panels.items()
             for c in lines
         )
+        what, axis, source = SWEEPS[key]
+        one = "" if key in degree else " Received and global count all clients, trained those of the last round."
         drawings.append(
             Drawing(
-                f"sweep-{key}" + (f"-{i}" if len(groups) > 1 else ""),
-                f"Accuracy against {names[key]}" + (f": {name}" if name else ""),
-                "After the last round; error bars: one standard deviation over seeds. Received and global count all "
-                "clients, trained those of the last round.",
+                f"sweep-{key}" + (f"-{len(drawings)}" if drawings else ""),
+                f"Accuracy against {what}" + (f": {name}" if name else ""),
+                f"After the last round; error bars: one standard deviation over seeds.{one}",
                 f"Line charts of accuracy against {key}. {said}.",
-                plots.sweep(panels, x[key], log=key == "alpha"),
-                {"alpha": "FedGH, Fig. 3; CCVR, Table 2", "classes-per-client": "FedGH, Fig. 3",
-                 "fraction-train": "FedGH, Fig. 4", "clients": "CCVR, Table 4"}.get(key, ""),
+                plots.sweep(panels, axis, log=key == "alpha"),
+                source,
             )
-        )  # fmt: skip
+        )
     if not drawings:
         raise Unavailable(f"no method was run with two values of {key} and all else equal")
     return drawings
-
-
-def _uses(run: RunData, key: str) -> bool:
-    kind = str(run.flat.get("partition", ""))
-    return kind.startswith("dirichlet") if key == "alpha" else kind in ("pathological", "classes", "shards")
 
 
 def non_iid(runs: Sequence[RunData]) -> list[Drawing]:
     """Accuracy against classes per client, or against the Dirichlet concentration, whatever the runs vary."""
     drawings = []
     for key in ("classes-per-client", "alpha"):
-        if len({str(r.flat.get(key)) for r in runs if _uses(r, key)}) > 1:
+        if len({str(r.flat.get(key)) for r in runs if analysis.uses(r, key)}) > 1:
             drawings += sweeps(runs, key)
     if not drawings:
         raise Unavailable(
             "all runs have the same non-IID degree (alpha, classes-per-client)",
-            "fedapp run --set alpha=VALUE --out DIR/NAME for several values, then fedapp report DIR",
+            "fedapp compare --partitions dirichlet:0.1,dirichlet:0.5,dirichlet:5 ...",
         )
     return drawings
 
@@ -693,48 +679,58 @@ def non_iid(runs: Sequence[RunData]) -> list[Drawing]:
 def hyperparameters(runs: Sequence[RunData]) -> list[Drawing]:
     """Accuracy, and for cwFedAvg the distance R, against a numeric hyperparameter in which runs of a method differ."""
     drawings: list[Drawing] = []
-    for method in dict.fromkeys(r.method for r in runs):
-        members = [r for r in runs if r.method == method]
-        parsed = [_arguments(r) for r in members]
-        for name in sorted({n for p in parsed for n in p}):
-            points = [(r, float(p[name])) for r, p in zip(members, parsed) if _number(p.get(name))]
-            if len({v for _, v in points}) < 2:
-                continue
-            panels = {}
-            for protocol in CAPTIONS:
-                curve = _curve(method, [(v, analysis.score_of(r, protocol)) for r, v in points])
-                if curve is not None:
-                    panels[protocol] = [curve]
-            given = [v for _, v in points]
-            log = min(given) > 0 and max(given) / min(given) >= 20
-            drawings.append(
-                Drawing(
-                    f"sweep-{method}-{name}",
-                    f"{method}: {name}",
-                    f"Accuracy after the last round against the hyperparameter {name}.",
-                    f"Line chart of accuracy against {name}: "
-                    + "; ".join(f"{p} {percent(float(c[0].mean.max()))} at best" for p, c in panels.items()) + ".",
-                    plots.sweep(panels, name, log=log),
-                    "cwFedAvg, Fig. 5" if (method, name) == ("cwfedavg", "lam") else "",
-                )
-            )  # fmt: skip
-            distance = _curve(method, [(v, _last_wdr(r)) for r, v in points])
-            if distance is not None:
-                drawings.append(
-                    Drawing(
-                        f"sweep-{method}-{name}-distance",
-                        f"{method}: distance R against {name}",
-                        "Mean over clients of R = ||p - p~|| after the last local training.",
-                        f"Line chart of R against {name}, from {distance.mean[0]:.3f} to {distance.mean[-1]:.3f}.",
-                        plots.sweep({"": [distance]}, name, log=log, ylabel="R", percent=False),
-                        "cwFedAvg, Fig. 5",
-                    )
-                )
+    for setting, members in analysis.groups_of(runs):
+        for method in dict.fromkeys(r.method for r in members):
+            own = [r for r in members if r.method == method]
+            for name in sorted({n for r in own for n in _arguments(r)}):
+                points = [(r, float(_arguments(r)[name])) for r in own if _number(_arguments(r).get(name))]
+                if len({v for _, v in points}) > 1:
+                    suffix = f"-{len(drawings)}" if drawings else ""
+                    drawings += _against(method, name, points, setting_text(setting), suffix)
     if not drawings:
         raise Unavailable(
             "no method was run with several values of a hyperparameter",
-            "fedapp run --method cwfedavg --set method-args='lam=VALUE' --out DIR/NAME for several values, then "
-            "fedapp report DIR",
+            "fedapp compare --methods 'cwfedavg(lam=0),cwfedavg(lam=1),cwfedavg(lam=10)' ...",
+        )
+    return drawings
+
+
+def _against(method: str, name: str, points: Sequence[tuple[RunData, float]], where: str, suffix: str) -> list[Drawing]:
+    """Draw accuracy, and R where there is one, against a hyperparameter."""
+    panels: dict[str, list[Curve]] = {}
+    for protocol in CAPTIONS:
+        curve = _curve(method, [(v, analysis.score_of(r, protocol)) for r, v in points])
+        if curve is not None:
+            panels[protocol] = [curve]
+    given = [v for _, v in points]
+    log = min(given) > 0 and max(given) / min(given) >= 20
+    source = "cwFedAvg, Fig. 5" if (method, name) == ("cwfedavg", "lam") else ""
+    title = f"{method}: {name}" + (f", {where}" if where else "")
+    drawings = []
+    if panels:
+        said = "; ".join(f"{p} {percent(float(c[0].mean.max()))} at best" for p, c in panels.items())
+        drawings.append(
+            Drawing(
+                f"sweep-{method}-{name}{suffix}",
+                title,
+                f"Accuracy after the last round against the hyperparameter {name}; error bars: one standard deviation "
+                "over seeds.",
+                f"Line chart of accuracy against {name}: {said}.",
+                plots.sweep(panels, name, log=log),
+                source,
+            )
+        )
+    distance = _curve(method, [(v, _last_wdr(r)) for r, v in points])
+    if distance is not None:
+        drawings.append(
+            Drawing(
+                f"sweep-{method}-{name}-distance{suffix}",
+                f"{title}, distance R",
+                "Mean over clients of R = ||p - p~|| after the last local training.",
+                f"Line chart of R against {name}, from {distance.mean[0]:.3f} to {distance.mean[-1]:.3f}.",
+                plots.sweep({"": [distance]}, name, log=log, ylabel="R", percent=False),
+                source,
+            )
         )
     return drawings
 
@@ -779,7 +775,7 @@ def separability(runs: Sequence[RunData], samples: int = 100) -> Drawing:
         except Unavailable as e:
             reason = reason or e
             continue
-        distances, gains = groups.setdefault(_title(run, runs), ([], []))
+        distances, gains = groups.setdefault(run.label, ([], []))
         distances.append(found.separability)
         gains.append(found.accuracy[1] - found.accuracy[0])
     count = sum(len(d) for d, _ in groups.values())
