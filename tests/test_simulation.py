@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,37 @@ def test_a_client_that_fails_is_told_with_its_traceback(session: launch.Session,
     error = launch._newer_json(tmp_path / "run" / "error.json", 0)
     assert error is not None and error["stage"] == "train" and error["round"] == 1
     assert "FloatingPointError" in error["traceback"] and "lower lr" in error["message"]
+
+
+class ActorKiller(runner.Follower):
+    """Kills one Ray actor of the session after round 1."""
+
+    def __init__(self, session: launch.Session) -> None:
+        super().__init__()
+        self.session = session
+        self.killed = 0
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        super().__call__(event)
+        if event.get("kind") == "round" and not self.killed:
+            actors = [
+                p for p in self.session._family.members() if "ClientAppActor" in " ".join(p.cmdline() or [p.name()])
+            ]
+            assert actors, "no actor was found"
+            actors[0].kill()
+            self.killed = actors[0].pid
+
+
+def test_a_killed_actor_is_named_and_ends_the_run_truthfully(session: launch.Session, tmp_path: Path) -> None:
+    config = prepared(tmp_path / "run", method="fedavg", num_server_rounds=200, fraction_train=1.0)
+    with ActorKiller(session) as follower:
+        assert runner.run_in(session, config, launch.choose_resources(config.clients), follower) == 1
+    assert follower.killed
+    dropped = pd.read_csv(tmp_path / "run" / "dropped.csv") if (tmp_path / "run" / "dropped.csv").exists() else None
+    error = launch._newer_json(tmp_path / "run" / "error.json", 0)
+    assert error is not None and "min-replies" in error["message"] and "client" in error["message"]
+    assert error["client"] in range(4) and error["stage"] == "train" and error["round"] >= 1
+    assert dropped is None or set(dropped["client"]) <= set(range(4))
 
 
 def test_an_interrupted_run_leaves_no_process_and_resumes(tmp_path: Path) -> None:
