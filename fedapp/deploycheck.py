@@ -310,7 +310,7 @@ def _key(path: Path) -> Finding:
 def _node(text: str, values: Mapping[str, Any], folders: dict[str, Path]) -> Iterator[Finding]:
     """Check what a node brings along: its node-config, data, model and state folder."""
     try:
-        given = _parsed(text)
+        given = parsed(text)
         node = nodes.Node.parse(given)
     except BadRequest as e:
         yield Finding("node-config", FAIL, str(e), "write --node-config as docs/deployment.md shows")
@@ -339,7 +339,7 @@ def _node(text: str, values: Mapping[str, Any], folders: dict[str, Path]) -> Ite
             yield Finding("state", FAIL, str(e), "as it says")
 
 
-def _parsed(text: str) -> dict[str, Any]:
+def parsed(text: str) -> dict[str, Any]:
     """Read a node-config the way flower-supernode does: key=value, with TOML values."""
     import re
 
