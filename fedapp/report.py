@@ -228,7 +228,7 @@ font:16px/1.55 var(--sans);font-variant-numeric:tabular-nums lining-nums}
 h1,h2,h3{font-weight:600;line-height:1.25;text-wrap:balance}
 h1{font-size:1.9rem;margin:.1rem 0 .5rem;letter-spacing:-.012em}
 h2{font-size:1.3rem;margin:3.2rem 0 .4rem;padding-top:.9rem;border-top:1px solid var(--line)}
-h3{font-size:1rem;margin:0 0 .5rem}
+h3{font-size:1rem;margin:1.8rem 0 .5rem}figure h3{margin-top:0}
 .eyebrow{margin:0;color:var(--muted);font-size:.85rem}
 .lead{margin:0;max-width:44rem;color:var(--muted)}
 a{color:var(--accent);text-underline-offset:.15em}
@@ -708,23 +708,27 @@ def _comparison_table(comparison: Comparison, name: str, runs: Sequence[RunData]
             scores.append((title, values))
     rest = [(title, {n: [score(r) for r in m] for n, m in labels.items()}) for title, score in FURTHER.items()]
     names = {label: _label_title(members[0]) for label, members in labels.items()}
-    tables = [_table(["accuracy in %", *(t for t, _ in scores)], _score_rows(names, scores), _capital(name))]
-    rows = _score_rows(names, rest)
-    head = ["further", *(t for t, _ in rest)]
     targets = {label: _target(comparison, members) for label, members in labels.items()}
-    if any(targets.values()):
-        level = next(t[0] for t in targets.values() if t)
-        head += [f"rounds to {level}", "traffic to it"]
-    for row, (label, members) in zip(rows, labels.items()):
-        if any(targets.values()):
-            found = targets[label] or ("", "–", "–")
-            row += [Cell(found[1], number=True), Cell(found[2], number=True)]
+    level = next((t[0] for t in targets.values() if t), "")
+    cost = []
+    for label, members in labels.items():
+        row: list[Any] = [names[label]]
+        if level:
+            _, rounds, traffic = targets[label] or ("", "–", "–")
+            row += [Cell(rounds, number=True), Cell(traffic, number=True)]
         for key in ("bytes_up", "bytes_down"):
-            mean = float(np.mean([float(r.summary.get(key) or 0) for r in members]))
-            row.append(Cell(_bytes(mean), number=True))
+            row.append(Cell(_bytes(np.mean([float(r.summary.get(key) or 0) for r in members])), number=True))
         row.append(Cell(_seconds(np.mean([float(r.summary.get("seconds") or 0) for r in members])), number=True))
-    tables.append(_table([*head, "bytes up", "bytes down", "time"], rows))
-    return "".join(tables)
+        cost.append(row)
+    counted = [f"rounds to {level}", "traffic to it"] if level else []
+    return "".join(
+        [
+            f"<h3>{_h(_capital(name))}</h3>" if name else "",
+            _table(["accuracy in %", *(t for t, _ in scores)], _score_rows(names, scores)),
+            _table(["further, in %", *(t for t, _ in rest)], _score_rows(names, rest)),
+            _table(["cost", *counted, "bytes up", "bytes down", "time"], cost),
+        ]
+    )
 
 
 def _label_title(run: RunData) -> str:
@@ -828,8 +832,9 @@ def _comparison_note(runs: Sequence[RunData]) -> str:
         f"<p class=note>{spread}After the last round. Received: as handed out, before local training; trained: after "
         "it; both on each client's own test split, mean over clients. Balanced: mean recall over all classes on all "
         "clients' test images. Best: the best round. Worst client and worst tenth of the clients: trained models on "
-        "own test splits. Bytes: a client and round. Bold: the highest mean of a column, which with few seeds may be "
-        f"chance.{guess}{one}</p>"
+        "own test splits. Rounds and traffic to a target: trained models; the target is what the reference ends at "
+        "unless one was given. Bytes: a client and round. Bold: the highest mean of a column, which with few seeds may "
+        f"be chance.{guess}{one}</p>"
     )
 
 

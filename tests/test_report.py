@@ -281,9 +281,14 @@ def test_what_compare_counted_and_tested_is_shown_per_setting(tmp_path: Path) ->
     assert {(r.label, r.flat["lr"]) for r in data.runs if r.method == "fedprox"} == {
         ("fedprox(mu=0.1 lr=0.1)", 0.1), ("fedprox(mu=0.1 lr=0.2)", 0.2),
     }  # fmt: skip
-    further = [r for r in found.rows if r[0] == "FedProx (mu=0.1 lr=0.1)" and len(r) == 10]
-    assert [r[5:7] for r in further] == [["0.6", "1.0 MB"], ["4.0", "1.0 MB"]]
-    assert [r[5:7] for r in found.rows if r[0] == "FedProx (mu=0.1 lr=0.2)" and len(r) == 10] == [["never", "–"]] * 2
+    first, second = (i for i, r in enumerate(found.rows) if r[0] == "cost")
+    assert [r[:3] for r in found.rows[first : first + 4]] == [
+        ["cost", "rounds to 90.0 %", "traffic to it"],
+        ["Standalone", "4.0", "0 B"],
+        ["FedProx (mu=0.1 lr=0.1)", "0.6", "1.0 MB"],
+        ["FedProx (mu=0.1 lr=0.2)", "never", "–"],
+    ]
+    assert found.rows[second + 2][:3] == ["FedProx (mu=0.1 lr=0.1)", "4.0", "1.0 MB"]
     assert ["fedprox(mu=0.1 lr=0.1)", "+1.2, p 0.040"] in found.rows
     assert ["fedprox(mu=0.1 lr=0.1)", "-20.0, p < 0.001"] in found.rows
     assert "Alpha 0.3" in found.said and "Alpha 2.0" in found.said
