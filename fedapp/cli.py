@@ -130,15 +130,15 @@ def run(
         if out is not None and str(out) != values["out"]:
             raise BadRequest(f"out is given twice: --out says {out}, --set says {values['out']}")
         out = Path(str(values.pop("out")))
+    if engine == "deploy":
+        from fedapp import deploy
+
+        if client_cpus is not None or client_gpus is not None:
+            raise BadRequest("--client-cpus and --client-gpus go with --engine ray; real nodes have what they have")
+        raise typer.Exit(deploy.run(values, out, superlink, dry_run))
     raise typer.Exit(
         runner.run_and_report(
-            values,
-            out,
-            engine=engine,
-            superlink=superlink,
-            client_cpus=client_cpus,
-            client_gpus=client_gpus,
-            dry_run=dry_run,
+            values, out, engine=engine, client_cpus=client_cpus, client_gpus=client_gpus, dry_run=dry_run
         )
     )
 

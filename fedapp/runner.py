@@ -139,20 +139,13 @@ def run_and_report(
     out: Path | None,
     *,
     engine: str = "ray",
-    superlink: str | None = None,
     client_cpus: int | None = None,
     client_gpus: float | None = None,
     dry_run: bool = False,
 ) -> int:
-    """Run one configuration on an engine and print how it went; returns the exit code."""
+    """Run one configuration as a simulation and print how it went; returns the exit code."""
     from fedapp import launch
 
-    if engine == "deploy":
-        from fedapp import deploy
-
-        if client_cpus is not None or client_gpus is not None:
-            raise BadRequest("--client-cpus and --client-gpus go with --engine ray; real nodes have what they have")
-        return deploy.run(values, out, superlink, dry_run)
     resources = None
     probe = configuration.from_flat({**values, "resume": False})
     if engine == "ray":
