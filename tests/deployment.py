@@ -164,7 +164,7 @@ class Deployment:
         )  # fmt: skip
         assert process.poll() is None, self.log(name)[-2000:]
 
-    def run(self, *arguments: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, timeout: float = 1800) -> subprocess.CompletedProcess[str]:
         """Call `fedapp` where the SuperLink is."""
         return subprocess.run(
             [sys.executable, "-m", "fedapp.cli", *arguments],

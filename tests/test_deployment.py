@@ -15,7 +15,9 @@ import numpy as np
 import pandas as pd
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 
+from fedapp.cli import app, main
 from fedapp.engine import run
 from fedapp.errors import BadRequest
 from tests.deployment import ROOT, Deployment, deployed, free_port, until
@@ -126,10 +128,11 @@ def ends(three: Deployment, name: str, seconds: float = 60, **changes: str) -> s
     return three.log(name)
 
 
-def check(three: Deployment, *arguments: str) -> str:
-    done = three.run("deploy", "check", *arguments)
-    assert done.returncode == 1, done.stdout + done.stderr
-    return next(line for line in done.stdout.splitlines() if line.startswith("fail"))
+def check(*arguments: str) -> str:
+    """Return the line that failed."""
+    done = CliRunner().invoke(app, ["deploy", "check", *arguments])
+    assert done.exit_code == 1, done.output
+    return next(line for line in done.output.splitlines() if line.startswith("fail"))
 
 
 def test_a_node_without_a_registered_key_is_refused(three: Deployment) -> None:
@@ -143,7 +146,7 @@ def test_a_foreign_authority_is_refused(three: Deployment) -> None:
     ca = str(three.folder / "foreign" / "ca.crt")
     log = ends(three, "foreigner", root_certificates=ca)
     assert "CERTIFICATE_VERIFY_FAILED" in log or "certificate verify failed" in log
-    row = check(three, "--address", f"127.0.0.1:{three.port}", "--root-certificates", ca)
+    row = check("--address", f"127.0.0.1:{three.port}", "--root-certificates", ca)
     assert "TLS" in row and "take the ca.crt that signed" in row
 
 
@@ -160,9 +163,9 @@ def test_an_expired_certificate_is_refused(three: Deployment, monkeypatch: pytes
     until(lambda: "startup complete" in three.log("late"), 60, "the second SuperLink\n" + three.log("late")[-1500:])
     log = ends(three, "punctual", superlink=f"127.0.0.1:{port}")
     assert "certificate has expired" in log
-    row = check(three, "--address", f"127.0.0.1:{port}", "--root-certificates", str(folder / "ca.crt"))
+    row = check("--address", f"127.0.0.1:{port}", "--root-certificates", str(folder / "ca.crt"))
     assert "expired" in row and "docker/certs.sh" in row
-    assert "expired" in check(three, "--certificate", str(folder / "server.crt"))
+    assert "expired" in check("--certificate", str(folder / "server.crt"))
 
 
 def expire(folder: Path) -> None:
@@ -197,15 +200,21 @@ def expire(folder: Path) -> None:
     )
 
 
-def test_bad_requests_are_found_before_anything_is_submitted(three: Deployment, tmp_path: Path) -> None:
+def test_bad_requests_are_found_before_anything_is_submitted(
+    three: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FLWR_HOME", three.env("superlink")["FLWR_HOME"])
     for arguments, says in (
         (("--superlink", "prod"), "it has superlink"),
         (("--superlink", "superlink", "--set", "lr=fast"), "must be a number"),
         (("--superlink", "superlink", "--client-cpus", "1"), "--engine ray"),
         (("--superlink", "superlink", "--resume", str(tmp_path)), "no run to resume"),
     ):
-        done = three.run("run", "--engine", "deploy", *arguments)
-        assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr, done.stderr
+        monkeypatch.setattr(sys, "argv", ["fedapp", "run", "--engine", "deploy", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        errors = capsys.readouterr().err
+        assert ended.value.code == 2 and says in errors and "Traceback" not in errors, errors
 
 
 def test_nobody_there_is_a_bad_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
