@@ -18,8 +18,8 @@ from PIL import Image
 
 from fedapp import deploy, nodes, registry, results, server_app, tasks
 from fedapp.client_app import app as client_app
-from fedapp.config import from_flat, resolve
-from fedapp.engine import run
+from fedapp.config import from_flat, resolve, write_toml
+from fedapp.engine import resumed, run
 from fedapp.errors import BadRequest
 from fedapp.localgrid import LocalGrid
 from fedapp.nodes import Node
@@ -495,3 +495,29 @@ def test_every_method_takes_a_late_client_and_loses_one(method: str, tmp_path: P
     values = {"num-server-rounds": 4, "local-epochs": 1, "batch-size": 64, "public-data": "0.05"}
     summary, _, _ = start(tmp_path, {71: share(0), 12: share(1)}, script, method=method, **values)
     assert summary["ok"] and list(rounds(tmp_path)["clients"]) == [2, 3, 2, 3]
+
+
+@pytest.mark.parametrize("mirror", [True, False])
+def test_resuming_names_the_place_where_the_run_lies(
+    mirror: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class NoControl:
+        def __init__(self, to: deploy.Connection) -> None: ...
+
+        def close(self) -> None: ...
+
+    submitted = []
+    monkeypatch.setattr(deploy, "connection", lambda name: deploy.Connection("prod", "host:1", False, "", None))
+    monkeypatch.setattr(deploy, "Control", NoControl)
+    monkeypatch.setattr(deploy, "submit", lambda to, config: submitted.append(config) or 7)
+    monkeypatch.setattr(deploy, "_watch", lambda control, run_id, followed: ("lost", "no answer"))
+    here = tmp_path / "here"
+    here.mkdir()
+    write_toml(here / "config.toml", from_flat({"out": "/srv/runs/x", "num-server-rounds": 3}))
+    if not mirror:
+        (here / "checkpoint").mkdir()
+    assert deploy.run(resumed(here, 5), here, "prod") == 1
+    assert submitted[0].resume and submitted[0].num_server_rounds == 5
+    assert submitted[0].out == ("/srv/runs/x" if mirror else str(here))
+    assert f"--superlink prod --resume {here}" in capsys.readouterr().err
+    assert json.loads((here / "summary.json").read_text()) == {"ok": False, "error": "lost: no answer"}
