@@ -67,7 +67,8 @@ def save(folder: Path, round: int, state: ServerState, extra: dict[str, Any]) ->
     path = folder / f"round-{round:06d}.safetensors"
     if not arrays:
         arrays = {"_": np.zeros(0, np.float32)}
-    write_safetensors(path, arrays, {"round": round, "scalars": scalars, "extra": extra})
+    header = {"round": round, "scalars": scalars, "extra": extra, "order": list(arrays)}
+    write_safetensors(path, arrays, header)  # the file sorts names, but sums are added up in the state's own order
     for old in sorted(p for p in folder.iterdir() if _FILE.match(p.name))[:-2]:
         old.unlink(missing_ok=True)
     return path
@@ -85,7 +86,7 @@ def latest(folder: Path) -> tuple[int, ServerState, dict[str, Any]] | None:
         except StateError as e:
             problem = e
             continue
-        arrays.pop("_", None)
+        arrays = {name: arrays[name] for name in header.get("order", arrays) if name != "_"}  # type: ignore[attr-defined]
         scalars, extra = header["scalars"], header["extra"]
         assert isinstance(scalars, dict) and isinstance(extra, dict) and isinstance(header["round"], int)
         return header["round"], unflatten(arrays, scalars), extra

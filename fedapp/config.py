@@ -172,6 +172,7 @@ class RunConfig(BaseModel):
             wait_timeout=self.wait_timeout,
             wire_dtype=self.wire_dtype,
             poll=0.01 if simulation else 1.0,
+            queued=simulation,
         )
 
 

@@ -121,6 +121,8 @@ def run(*, out: str | Path | None = None, resume: str | Path | None = None, **se
     >>> result.rounds[["round", "received_accuracy"]]  # doctest: +SKIP
     """
     if "rounds" in settings:
+        if settings.get("num_server_rounds", settings["rounds"]) != settings["rounds"]:
+            raise BadRequest(f"rounds = {settings['rounds']} and num_server_rounds = {settings['num_server_rounds']}")
         settings["num_server_rounds"] = settings.pop("rounds")
     values = {k.replace("_", "-"): v for k, v in settings.items()}
     if resume is not None:

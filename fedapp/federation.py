@@ -30,6 +30,10 @@ GONE = (3, 4, 5)
 class RoundFailed(RuntimeError):
     """A round had fewer good replies than `min-replies` asks for."""
 
+    def __init__(self, message: str, round: int) -> None:
+        super().__init__(message)
+        self.round = round
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -40,6 +44,7 @@ class Settings:
     fraction : share of clients per round.   min_replies : least share of good replies among those messaged.
     round_timeout, wait_timeout : seconds; 0 = no limit.
     poll : seconds between two looks for replies.
+    queued : clients take turns on one machine, so the limit counts from the last reply and not from the start.
     """
 
     fraction: float = 1.0
@@ -48,6 +53,7 @@ class Settings:
     wait_timeout: float = 600.0
     wire_dtype: str = "fp32"
     poll: float = 0.02
+    queued: bool = False
 
 
 @dataclass
@@ -82,7 +88,6 @@ class Federation:
     Parameters
     ----------
     grid : Flower's grid.   settings : timeouts and shares.
-    method : what may be in a reply.   up_names : wire names of the model arrays every reply must hold.
     control : values that go with every message (the run's token, the shared folder, ...).
     event : receives progress events (plain dicts with a `kind`).
     """
@@ -337,19 +342,28 @@ class Federation:
         """Push messages, by node, and yield (node, reply) as they come, until all have or `limit` seconds passed.
 
         The node is the one that was asked: where it is gone, the reply is an error that the SuperLink signs itself.
-        A limit of 0 waits for ever.
+        A limit of 0 waits for ever; who is waited for is told every 30 seconds.
         """
         ids = self.grid.push_messages(list(messages.values()))
         waiting = {i: node for node, i in zip(messages, ids, strict=True) if i}
-        end = time.monotonic() + (limit if limit else math.inf)
+        last = told = time.monotonic()
         while waiting:
             replies = list(self.grid.pull_messages(set(waiting)))
+            if replies and self.settings.queued:
+                last = time.monotonic()
             for reply in replies:
                 node = waiting.pop(reply.metadata.reply_to_message_id, None)
                 if node is not None:
                     yield node, reply
-            if time.monotonic() > end:
+            now = time.monotonic()
+            if limit and now - last > limit:
                 return
+            if waiting and now - told > 30:
+                told = now
+                names = {node: str(client) for client, node in self.nodes.items()}
+                clients = sorted(names.get(node, f"node {node}") for node in waiting.values())
+                text = f"waiting for {len(waiting)} of {len(messages)} replies: {', '.join(clients[:20])}"
+                self.event({"kind": "waiting", "text": text})
             if not replies and waiting:
                 time.sleep(self.settings.poll)
 
@@ -414,7 +428,8 @@ class Federation:
             more = f" and {len(traffic.dropped) - 5} more" if len(traffic.dropped) > 5 else ""
             raise RoundFailed(
                 f"round {round}: {len(traffic.answered)} good replies of {len(traffic.messaged)}, "
-                f"min-replies asks for {needed} ({reasons}{more})"
+                f"min-replies asks for {needed} ({reasons}{more})",
+                round,
             )
 
 

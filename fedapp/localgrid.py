@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
@@ -82,12 +83,15 @@ class LocalGrid(Grid):
         message = self._waiting.pop(chosen)
         node = message.metadata.dst_node_id
         _identify(node)
+        threads = torch.get_num_threads()
         try:
             reply = self.client_app(message, self.contexts[node])
         except Exception as e:
             reply = Message(Error(code=2, reason=f"{type(e)}:<{e}>"), reply_to=message)
         finally:
             _identify(SERVER)
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)  # the client's setting is not the server's
         return [reply]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:

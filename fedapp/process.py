@@ -28,6 +28,7 @@ def keep_heap() -> bool:
 def prepare(threads: int) -> None:
     """Set the thread count of this process (it decides the last bits of every sum) and keep its heap."""
     keep_heap()
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
 

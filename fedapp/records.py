@@ -18,7 +18,7 @@ _CAST = "cast"
 
 
 def _narrow(array: Array, wire_dtype: str) -> Array:
-    """float32 and float64 arrays become half precision on the wire when asked; everything else is left alone."""
+    """float32 arrays become half precision on the wire when asked; everything else is left alone."""
     if wire_dtype == "fp16" and array.dtype == np.float32:
         return array.astype(np.float16)
     return array

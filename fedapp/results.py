@@ -143,7 +143,12 @@ class RunDirectory:
                 self._truncate(path / name, keep_rounds)
             for name in ("summary.json", "error.json", "final.csv"):
                 (path / name).unlink(missing_ok=True)
-        write_toml(path / "config.toml", config.replaced(resume=False))
+        self.configure(config)
+
+    def configure(self, config: RunConfig) -> None:
+        """Write the effective configuration."""
+        self.config = config
+        write_toml(self.path / "config.toml", config.replaced(resume=False))
 
     @staticmethod
     def _truncate(path: Path, keep: int) -> None:
@@ -152,9 +157,11 @@ class RunDirectory:
             return
         with path.open(newline="", encoding="utf-8") as f:
             rows = list(csv.reader(f))
-        kept = [rows[0], *(r for r in rows[1:] if int(r[0]) <= keep)]
-        with path.open("w", newline="", encoding="utf-8") as f:
-            csv.writer(f, lineterminator="\n").writerows(kept)
+        whole = [r for r in rows[1:] if len(r) == len(rows[0])]  # a line that a kill cut off is no row
+        part = path.with_suffix(".part")
+        with part.open("w", newline="", encoding="utf-8") as f:
+            csv.writer(f, lineterminator="\n").writerows([*rows[:1], *(r for r in whole if int(r[0]) <= keep)])
+        part.replace(path)
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
         """Append a row to a CSV file; the first row writes the header, later ones must have the same columns."""

@@ -97,7 +97,8 @@ def serve(grid: Grid, run_config: Mapping[str, Any], event: Event | None = None)
                 run = Run(grid, config.replaced(out=str(out)), out, event)
                 return run.go()
             except BaseException as e:
-                if out.is_dir() and not isinstance(e, KeyboardInterrupt):
+                refused = config.resume and run is None  # nothing was begun: what the earlier run left stays
+                if out.is_dir() and not refused and not isinstance(e, KeyboardInterrupt):
                     entry = _entry(e, run)
                     write_json(out / "error.json", entry)
                     write_json(out / "summary.json", {"ok": False, "error": entry["message"]})
@@ -120,7 +121,8 @@ def _entry(e: BaseException, run: Run | None) -> dict[str, Any]:
         "stage": "server",
     }
     cause = run.federation.first_error if run is not None else None
-    if cause is not None:
+    blamed = isinstance(e, RoundFailed) and cause is not None and cause["round"] == e.round
+    if cause is not None and (blamed or (bad and cause["stage"] == "hello")):
         entry.update({k: cause[k] for k in ("client", "round", "stage", "traceback")}, cause=cause["message"])
     return entry
 
@@ -136,6 +138,7 @@ class Run(Observer):
         if self.simulation:
             config.check_simulation()
         self.method, self.hparams = config.method_and_hparams()
+        self.strategy: FedStrategy = self.method.strategy(self.method, self.hparams)
         self.device = process.device()
         self.started = time.perf_counter()
         found = checkpoint.latest(out / "checkpoint") if config.resume else None
@@ -144,6 +147,8 @@ class Run(Observer):
         self.extra: dict[str, Any] = (
             found[2] if found else {"best": None, "best_loss": None, "since": 0, "dropped": 0, "seconds": 0.0}
         )
+        self.earlier = float(self.extra["seconds"])
+        self.sent: Arrays | None = self.published(self.state) if self.state is not None else None
         if config.resume and self.done > config.num_server_rounds:
             raise BadRequest(f"{out} already holds {self.done} rounds; give --rounds {self.done} or more")
         self.directory = RunDirectory(out, config, self.done if config.resume else None)
@@ -170,6 +175,9 @@ class Run(Observer):
         self.tell({"kind": "directory", "out": str(self.out), "run": self.directory.token})
         self.infos = self.federation.gather(self.config.clients)
         self.federation.agree(self.method)
+        if self.simulation and not self.config.clients:
+            self.config = config = self.config.replaced(clients=len(self.infos))
+            self.directory.configure(config)
         facts = next(iter(self.federation.facts.values()))
         self.spec = ModelSpec(
             self.infos[0].model, self.infos[0].num_classes, int(facts["channels"]), int(facts["size"]), 0
@@ -179,8 +187,6 @@ class Run(Observer):
         if warn:
             self.warnings.append(warn)
             self.tell({"kind": "warning", "text": warn})
-        strategy: FedStrategy = self.method.strategy(self.method, self.hparams)
-        self.strategy = strategy
         self.tell(
             {
                 "kind": "start",
@@ -193,10 +199,10 @@ class Run(Observer):
                 "device": str(self.device),
             }
         )
-        state = strategy.run(
+        state = self.strategy.run(
             self.federation,
             self._context(),
-            rounds=self.config.num_server_rounds,
+            rounds=self.done if self._patience_is_over() else self.config.num_server_rounds,
             done=self.done,
             state=self.state,
             observer=self,
@@ -224,7 +230,13 @@ class Run(Observer):
         self.about = {"scale": data.inputs.scale, "mean": list(data.inputs.mean), "std": list(data.inputs.std)}
         self.about |= {"classes": list(data.dataset.classes), "method-args": self.config.method_args}
         card = partitions.data_card(data.dataset, data.partition)
-        data.partition.save(self.out / "partition.npz")
+        saved = self.out / "partition.npz"
+        if self.done and saved.is_file() and partitions.Partition.load(saved).hash != data.partition.hash:
+            raise BadRequest(
+                f"the data are not dealt as in rounds 1 to {self.done} (another number of clients, or other files in "
+                f"data-dir): resume with what {self.out / 'config.toml'} says, or start a new run"
+            )
+        data.partition.save(saved)
         write_json(self.out / "data_card.json", card.to_dict())
         (self.out / "data_card.txt").write_text(card.text() + "\n", encoding="utf-8")
         self.tell({"kind": "data", "text": card.text()})
@@ -298,7 +310,7 @@ class Run(Observer):
         for dropped in traffic.dropped:
             self.directory.dropped(dropped)
         self.extra["dropped"] += len(traffic.dropped)
-        self.extra["seconds"] += exchange.seconds
+        self.extra["seconds"] = self.earlier + time.perf_counter() - self.started
         self._models(state, row)
         loss = row["train_loss"]
         if self.extra["best_loss"] is None or loss < self.extra["best_loss"]:
@@ -307,30 +319,51 @@ class Run(Observer):
             self.extra["since"] += 1
         checkpoint.save(self.out / "checkpoint", round, self.strategy.state_dict(state), self.extra)
         self.tell({"kind": "round", "rounds": config.num_server_rounds, **row})
-        if config.patience and self.extra["since"] >= config.patience:
-            self.stopped = f"no lower training loss for {config.patience} rounds"
+        return not self._patience_is_over()
+
+    def _patience_is_over(self) -> bool:
+        """Whether the training loss has not fallen for `patience` rounds; remembers why the run stops."""
+        patience = self.config.patience
+        if not patience or self.extra["since"] < patience:
             return False
+        self.stopped = f"no lower training loss for {patience} rounds"
         return True
 
-    def _models(self, state: ServerState, row: Mapping[str, Any]) -> None:
-        """Keep the server's arrays of the last round, and of the round with the best `received` accuracy."""
+    def published(self, state: ServerState) -> Arrays | None:
+        """The server's arrays that are kept as a model: the global one, else what is shared, or None."""
         arrays = self.strategy.global_arrays(state) or state.get("model")
-        if not isinstance(arrays, dict) or not arrays:
+        return dict(arrays) if isinstance(arrays, dict) and arrays else None
+
+    def evaluated_after(self, round: int) -> bool:
+        """Whether `evaluations.csv` holds the evaluation after `round`."""
+        rows = self.directory.table("evaluations.csv")
+        return bool(len(rows)) and round in set(rows["round"])
+
+    def _models(self, state: ServerState, row: Mapping[str, Any]) -> None:
+        """Keep the server's arrays of the last round, and the best ones that were scored.
+
+        `global` scores what the round made; where there is none, `received` scores what the round had sent.
+        """
+        made, sent = self.published(state), self.sent
+        self.sent = made
+        if made is None:
             return
-        key = "global_accuracy" if not math.isnan(row.get("global_accuracy", math.nan)) else "received_accuracy"
+        scored_now = not math.isnan(row.get("global_accuracy", math.nan))
+        key = "global_accuracy" if scored_now else "received_accuracy"
+        scored = made if scored_now else sent
         value = row.get(key, math.nan)
         header: dict[str, object] = {
             "method": self.config.method,
             "method-args": self.config.method_args,
             "model": self.spec.name,
-            "round": row["round"],
-            key: value,
         }
         header.update(num_classes=self.spec.num_classes, channels=self.spec.channels, size=self.spec.size, **self.about)
-        write_safetensors(self.out / "models" / "last.safetensors", dict(arrays), header)
-        if self.extra["best"] is None or value > self.extra["best"]:
-            self.extra["best"] = None if math.isnan(value) else value
-            write_safetensors(self.out / "models" / "best.safetensors", dict(arrays), header)
+        write_safetensors(self.out / "models" / "last.safetensors", made, {**header, "round": row["round"]})
+        best = self.extra["best"]
+        if scored is not None and not math.isnan(value) and (best is None or value > best):
+            self.extra["best"] = value
+            of = row["round"] if scored_now else row["round"] - 1
+            write_safetensors(self.out / "models" / "best.safetensors", scored, {**header, "round": of, key: value})
 
     def evaluated(self, exchange: Exchange) -> None:
         """Write an evaluation of all clients: `final.csv` after the last round, else a row of `evaluations.csv`."""
@@ -403,7 +436,7 @@ class Run(Observer):
             "warnings": self.warnings,
             **{k: _whole(v) for k, v in self.extra.items() if k.startswith("bytes_up_query")},
             **self.strategy.report(state),
-            "seconds": time.perf_counter() - self.started,
+            "seconds": self.earlier + time.perf_counter() - self.started,
         }
         write_json(self.out / "summary.json", summary)
         (self.out / "error.json").unlink(missing_ok=True)

@@ -127,13 +127,16 @@ class ClientStore:
         return Stored(file[1], file[2], arrays)
 
     def save(self, round: int, arrays: Arrays) -> Path:
-        """Write the state after `round`; keeps this run's two newest rounds, and drops what was rolled back."""
+        """Write the state after `round`; keeps this run's two newest rounds, and drops what was rolled back.
+
+        Other runs may be going on beside this one, so their states stay, except where this run started from one.
+        """
         path = self.folder / f"{self.run}.{round:06d}.safetensors"
         write_safetensors(path, arrays, {"schema": SCHEMA, "method": self.method, "run": self.run, "round": round})
         files = self._files()
         keep = [f for f in files if f[0] == self.run and f[1] <= round][-2:]
         for file in files:
-            if file not in keep and (file[0] == self.run or len(keep) == 2):
+            if file not in keep and (file[0] == self.run or (self.warm_start and len(keep) == 2)):
                 file[2].unlink(missing_ok=True)
         return path
 

@@ -138,7 +138,7 @@ def train(
 
     Raises
     ------
-    FloatingPointError : the loss is not finite; says at which step and what to lower.
+    FloatingPointError : the loss is not finite; says what to lower.
     """
     report = TrainReport()
     if len(y) == 0:

@@ -56,6 +56,10 @@ class Observer:
     def evaluated(self, exchange: Exchange) -> None:
         """Record an exchange in which all clients were scored."""
 
+    def evaluated_after(self, round: int) -> bool:
+        """Whether the evaluation after `round` was recorded (a resumed run may have to make up for it)."""
+        return False
+
     def asked(self, exchange: Exchange) -> None:
         """Record an answered question."""
 
@@ -149,6 +153,14 @@ class FedStrategy(Strategy):
         """
         observer = observer or Observer()
         state = self.init(context) if state is None else self.load_state_dict(state, context)
+        if (
+            evaluate_every
+            and done
+            and done % evaluate_every == 0
+            and done < rounds
+            and not observer.evaluated_after(done)
+        ):
+            observer.evaluated(self._evaluate(federation, state, done + 1, "evaluate", control(done)))
         for round in range(done + 1, rounds + 1):
             started = time.perf_counter()
             federation.greet()

@@ -1,0 +1,148 @@
+"""What a resumed, refused or interrupted run must not do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from fedapp import checkpoint, server_app
+from fedapp.client_app import app as client_app
+from fedapp.config import from_flat, resolve
+from fedapp.engine import RunResult, run
+from fedapp.errors import BadRequest
+from fedapp.localgrid import LocalGrid
+from fedapp.results import RunDirectory
+from fedapp.state import ClientStore, read_safetensors
+
+Tiny = Callable[..., RunResult]
+
+
+def test_a_refused_resume_leaves_the_finished_run_as_it_was(tiny: Tiny) -> None:
+    result = tiny(method="local", rounds=2)
+    before = (result.out / "summary.json").read_text()
+    with pytest.raises(BadRequest, match="already holds 2 rounds"):
+        run(resume=result.out, rounds=1)
+    assert (result.out / "summary.json").read_text() == before and not (result.out / "error.json").exists()
+
+
+def test_nodes_that_were_counted_stay_counted(tmp_path: Path) -> None:
+    """`clients = 0` becomes the number that was found, so that a resumed run deals the data as before."""
+    values = {"method": "local", "num-server-rounds": 1, "local-epochs": 1, "out": str(tmp_path / "run")}
+    flat = resolve(from_flat(values)).to_flat()
+    server_app.serve(LocalGrid(client_app, flat, 3), flat)
+    resumed = run(resume=tmp_path / "run", rounds=2)
+    assert resumed.summary["clients"] == 3 and list(resumed.rounds["clients"]) == [3, 3]
+
+
+def test_other_data_than_before_are_refused(tiny: Tiny) -> None:
+    result = tiny(method="local", rounds=1)
+    config = (result.out / "config.toml").read_text()
+    (result.out / "config.toml").write_text(config.replace("alpha = 0.5", "alpha = 5.0"))
+    with pytest.raises(BadRequest, match="not dealt as in rounds 1 to 1"):
+        run(resume=result.out, rounds=2)
+
+
+def test_two_runs_in_one_state_folder_do_not_delete_each_others_states(tmp_path: Path) -> None:
+    one, two = (ClientStore(tmp_path / "0", "m", token) for token in ("aa", "bb"))
+    for round in (1, 2, 3):
+        one.save(round, {"x": np.ones(1)})
+        two.save(round, {"x": np.ones(1)})
+    first, second = one.load(4), two.load(4)
+    assert first is not None and second is not None and first.round == second.round == 3
+
+
+def test_evaluations_between_rounds_are_made_up_for(tiny: Tiny, tmp_path: Path) -> None:
+    common = {"method": "fedavg", "evaluate_every": 2, "fraction_train": 0.67}
+    whole = tiny(rounds=5, **common)
+    tiny(rounds=2, out=tmp_path / "part", **common)
+    rest = run(resume=tmp_path / "part", rounds=5)
+    a, b = (pd.read_csv(r.out / "evaluations.csv") for r in (whole, rest))
+    keep = [c for c in a.columns if not c.endswith("seconds")]
+    assert list(a["round"]) == [2, 4]
+    pd.testing.assert_frame_equal(a[keep], b[keep], check_exact=True)
+
+
+def test_a_stopped_run_stays_stopped(tiny: Tiny) -> None:
+    common = {"method": "local", "lr": 1e-9, "patience": 2, "clients": 4, "fraction_train": 0.5}
+    result = tiny(rounds=40, **common)
+    again = run(resume=result.out)
+    assert again.summary["rounds"] == result.summary["rounds"] and again.summary["stopped"] == result.summary["stopped"]
+
+
+def test_best_is_the_model_that_was_scored(tiny: Tiny) -> None:
+    """Where `received` decides, row t speaks of what round t had sent: the state after round t - 1."""
+    result = tiny(method="lgfedavg", rounds=4, lr=0.3)
+    scores = result.rounds["received_accuracy"]
+    best = int(result.rounds["round"][scores[1:].idxmax()]) - 1
+    arrays, header = read_safetensors(result.out / "models" / "best.safetensors")
+    assert header["round"] == best and header["received_accuracy"] == pytest.approx(scores[1:].max())
+    shorter = tiny(method="lgfedavg", rounds=best, lr=0.3)
+    last, _ = read_safetensors(shorter.out / "models" / "last.safetensors")
+    assert all(np.array_equal(arrays[n], last[n]) for n in last)
+
+
+def test_the_servers_threads_are_its_own(tmp_path: Path) -> None:
+    seen: list[int] = []
+
+    class Watched(LocalGrid):
+        def pull_messages(self, message_ids: object) -> object:  # type: ignore[override]
+            replies = super().pull_messages(message_ids)  # type: ignore[arg-type]
+            seen.append(torch.get_num_threads())
+            return replies
+
+    values = {
+        "method": "local", "num-server-rounds": 1, "local-epochs": 1, "clients": 2, "server-threads": 2,
+        "out": str(tmp_path / "run"),
+    }  # fmt: skip
+    flat = resolve(from_flat(values)).to_flat()
+    before = torch.get_num_threads()
+    try:
+        server_app.serve(Watched(client_app, flat, 2), flat)
+        assert set(seen) == {2}
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_checkpoint_keeps_the_order_of_arrays(tmp_path: Path) -> None:
+    state = {"model": {"w": np.ones(1), "b": np.ones(1), "a": np.ones(1)}, "rows": {11: np.ones(1), 2: np.ones(1)}}
+    checkpoint.save(tmp_path, 1, state, {})
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    assert list(found[1]["model"]) == ["w", "b", "a"] and list(found[1]["rows"]) == [11, 2]
+
+
+@pytest.mark.parametrize("damage", ["", "round,clients\n1,3\n2"])
+def test_a_table_that_a_kill_cut_off_does_not_stop_a_resume(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "rounds.csv"
+    path.write_text(damage)
+    RunDirectory._truncate(path, 5)
+    assert path.read_text() == ("round,clients\n1,3\n" if damage else "")
+
+
+def test_a_later_fault_of_the_server_is_not_blamed_on_an_earlier_client(tmp_path: Path) -> None:
+    from fedapp.federation import RoundFailed
+    from tests.test_federation import FAULTS, Faulty
+
+    values = {
+        "method": "lgfedavg", "clients": 3, "num-server-rounds": 3, "local-epochs": 1, "batch-size": 64,
+        "min-replies": 0.6, "out": str(tmp_path / "run"),
+    }  # fmt: skip
+    flat = resolve(from_flat(values)).to_flat()
+
+    class Later(Faulty):
+        def push_messages(self, messages):  # type: ignore[no-untyped-def]
+            if self.trains >= 2:
+                raise OSError("no space left")
+            return super().push_messages(messages)
+
+    with pytest.raises(OSError, match="no space left"):
+        server_app.serve(Later(FAULTS["error reply"][0], 3, flat), flat)
+    error = json.loads((tmp_path / "run" / "error.json").read_text())
+    assert error["client"] is None and error["stage"] == "server" and "no space left" in error["traceback"]
+    assert issubclass(RoundFailed, RuntimeError)
