@@ -25,7 +25,7 @@ from flwr.serverapp.strategy import Result, Strategy
 from fedapp.core.averages import RunningMean
 from fedapp.federation import Federation, Settings, Traffic
 from fedapp.method import Arrays, Ask, Method, Payload, Reply, ServerContext, ServerState
-from fedapp.records import Encoder, arrays_of, reply_of
+from fedapp.records import Encoder, arrays_of
 from fedapp.sampling import sample_clients
 
 
@@ -76,8 +76,6 @@ class FedStrategy(Strategy):
         self.method = method
         self.hparams = hparams
         self.context: ServerContext
-        self._state: ServerState = {}
-        self._federation: Federation | None = None
 
     # ---- mathematics ---------------------------------------------------------------------------------------------
 
@@ -201,7 +199,7 @@ class FedStrategy(Strategy):
     ) -> Exchange:
         exchange = Exchange(kind, round - 1)
         payloads = ((c, self.send(state, round, c)) for c in sorted(federation.nodes))
-        replies = federation.exchange("evaluate", round, payloads, {}, lambda r: None, exchange.traffic, control)
+        replies = federation.exchange("evaluate", round, payloads, {}, _no_arrays, exchange.traffic, control)
         for _ in _recorded(replies, exchange):
             pass
         exchange.seconds = exchange.traffic.seconds
@@ -212,7 +210,7 @@ class FedStrategy(Strategy):
         def ask(kind: str, payload: Payload) -> list[Reply]:
             exchange = Exchange(f"query.{kind}", round - 1)
             payloads = ((c, payload) for c in sorted(federation.nodes))
-            replies = federation.exchange(f"query.{kind}", round, payloads, {}, self.check, exchange.traffic)
+            replies = federation.exchange(f"query.{kind}", round, payloads, {}, self._check, exchange.traffic)
             answers = list(_recorded(replies, exchange))
             exchange.seconds = exchange.traffic.seconds
             federation.require(exchange.traffic, round - 1)
@@ -280,26 +278,18 @@ class FedStrategy(Strategy):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Build the messages of a round (Flower's own loop; `start` does not use it)."""
-        encoder = Encoder()
-        for client, node in sorted(self._nodes(grid).items()):
-            content, _ = encoder.content(self.send(self._state, server_round, client), {"round": server_round})
-            yield Message(content, node, "train")
+        """Refuse Flower's own loop: `start` runs the round loop of this class, which checks and orders replies."""
+        raise RuntimeError(
+            f"{type(self).__name__} runs its own round loop: call start(grid, initial_arrays, num_rounds)"
+        )
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]
     ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Aggregate replies (Flower's own loop; `start` does not use it)."""
-        decoded = []
-        for message in replies:
-            if not message.has_error():
-                got, metrics, info, size = reply_of(message)
-                decoded.append(Reply(int(info["client"]), int(metrics["num-examples"]), got, metrics, size))
-        if not decoded:
-            return None, None
-        self._state = self.aggregate(self._state, server_round, sorted(decoded, key=lambda r: r.client))
-        shared = self.global_arrays(self._state) or self._state.get("model", {})
-        return ArrayRecord({n: Encoder().one(a) for n, a in shared.items()}), MetricRecord({"clients": len(decoded)})
+        """Refuse Flower's own loop, as `configure_train` does."""
+        raise RuntimeError(
+            f"{type(self).__name__} runs its own round loop: call start(grid, initial_arrays, num_rounds)"
+        )
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
@@ -314,12 +304,6 @@ class FedStrategy(Strategy):
     def summary(self) -> None:
         """Say nothing: the run directory holds the configuration."""
 
-    def _nodes(self, grid: Grid) -> dict[int, int]:
-        if self._federation is None or self._federation.grid is not grid:
-            self._federation = Federation(grid, Settings(), {})
-            self._federation.gather(0)
-        return self._federation.nodes
-
 
 def weighted_mean(replies: Iterable[Reply], previous: Mapping[str, Any]) -> Arrays:
     """Average the arrays named in `previous` over replies, weighted by n_k; without replies `previous` stays.
@@ -332,6 +316,10 @@ def weighted_mean(replies: Iterable[Reply], previous: Mapping[str, Any]) -> Arra
         mean.add({n: reply.arrays[n] for n in previous}, float(reply.num_samples))
         count += 1
     return mean.mean() if count else dict(previous)
+
+
+def _no_arrays(reply: Reply) -> str | None:
+    return f"an evaluation holds no arrays, but '{next(iter(reply.arrays))}' came" if reply.arrays else None
 
 
 def _recorded(replies: Iterator[Reply], exchange: Exchange) -> Iterator[Reply]:
