@@ -463,60 +463,104 @@ def head_norm_history(run: RunData) -> dict[int, tuple[Int64, Float64]]:
 
 
 def who_learns_from_whom(run: RunData) -> tuple[list[int], Float64, str]:
-    """A, (K, K): the share of client j's last upload in what client i is handed out next; rows sum to 1.
+    """A, (K, K): the share of client j in what client i is handed out next; rows sum to 1.
 
     Returns
     -------
-    Client ids, A, and one sentence that says how A was found.
+    Client ids, A, and a few words that say what is shared and how A was found.
 
     Raises
     ------
-    Unavailable : the method hands out one model to all, or none, or its weights are not kept.
+    Unavailable : the method hands out one model to all, or none.
     """
-    method = run.method
-    latest = checkpoint.latest(run.path / "checkpoint")
-    state = latest[1] if latest else {}
-    sizes = run.counts.sum(axis=1) if run.counts.size else None
-    if isinstance(state.get("mixing"), np.ndarray):
-        matrix = np.asarray(state["mixing"], dtype=np.float64)
-        return list(range(len(matrix))), matrix, "the server's weights after the last round"
-    if sizes is None:
-        raise Unavailable("the weights need the clients' sample counts, which only a simulation has")
-    if method == "cwfedavg":
-        from fedapp.core.classwise import class_weights, mixing_matrix, norm_distribution
+    try:
+        latest = checkpoint.latest(run.path / "checkpoint")
+    except StateError as e:
+        raise Unavailable(f"the checkpoint is damaged ({e})") from e
+    if latest is None:
+        raise Unavailable("the checkpoint of the last round is not there", f"fedapp run --resume {run.path}")
+    state = latest[1]
+    find = {
+        "cwfedavg": _cwfedavg_weights, "fedamp": _fedamp_weights, "fedfomo": _fedfomo_weights, "ktpfl": _ktpfl_weights,
+        "ifca": _cluster_weights, "cfl": _cluster_weights,
+    }.get(run.method)  # fmt: skip
+    if find is None:
+        raise Unavailable(
+            f"{run.method} keeps no weights of clients for each other",
+            "fedapp run --method cwfedavg ... (or fedamp, fedfomo, ktpfl, ifca, cfl)",
+        )
+    return find(run, state)
 
-        stored = client_arrays(run)
-        last = max(r for r, _ in stored.values())
-        ids = list(stored)
-        pt = np.stack([norm_distribution(a["model/head.weight"]) for _, a in stored.values()])
-        uploaded = [i for i, c in enumerate(ids) if stored[c][0] == last]
-        q = class_weights(sizes[[ids[i] for i in uploaded]].astype(np.float64), pt[uploaded])
-        matrix = np.zeros((len(ids), len(ids)))
-        matrix[:, uploaded] = mixing_matrix(pt, q)
-        return ids, matrix, "of the class-wise layers, from the row norms of the last heads (Eq. 4, 6 and 7)"
-    groups = _groups(state)
-    if groups:
-        ids = sorted(c for members in groups for c in members)
-        place = {c: i for i, c in enumerate(ids)}
-        matrix = np.zeros((len(ids), len(ids)))
-        for members in groups:
-            share = sizes[members] / sizes[members].sum()
-            for c in members:
-                matrix[place[c], [place[m] for m in members]] = share
-        return ids, matrix, "members of a cluster, weighted by their sample counts"
-    raise Unavailable(
-        f"{method} keeps no weights of clients for each other", "fedapp run --method cwfedavg ... (or ifca, cfl)"
+
+def _sizes(run: RunData) -> Int64:
+    if not run.counts.size:
+        raise Unavailable("the weights need the clients' sample counts, which only a simulation has")
+    sizes: Int64 = run.counts.sum(axis=1)
+    return sizes
+
+
+def _cwfedavg_weights(run: RunData, state: Mapping[str, Any]) -> tuple[list[int], Float64, str]:
+    """p~ Q^T from the uploads of the last round."""
+    from fedapp.core.classwise import class_weights, mixing_matrix, norm_distribution
+
+    sizes, stored = _sizes(run), client_arrays(run)
+    ids, last = list(stored), max(r for r, _ in stored.values())
+    pt = np.stack([norm_distribution(a["model/head.weight"]) for _, a in stored.values()])
+    uploaded = [i for i, c in enumerate(ids) if stored[c][0] == last]
+    q = class_weights(sizes[[ids[i] for i in uploaded]].astype(np.float64), pt[uploaded])
+    matrix = np.zeros((len(ids), len(ids)))
+    matrix[:, uploaded] = mixing_matrix(pt, q)
+    return ids, matrix, "of the class-wise layers, from the row norms of the last heads (cwFedAvg, Eq. 4, 6 and 7)"
+
+
+def _fedamp_weights(run: RunData, state: Mapping[str, Any]) -> tuple[list[int], Float64, str]:
+    """FedAMP's attention over the uploads of the last round."""
+    from strategies.fedamp import attention
+
+    _, hparams = _method(run)
+    stored = client_arrays(run)
+    last = max(r for r, _ in stored.values())
+    ids = [c for c, (r, _) in stored.items() if r == last]
+    models = [{n: stored[c][1][f"model/{n}"] for n in state["initial"]} for c in ids]
+    return ids, np.asarray(attention(models, hparams), dtype=np.float64), "attention of the last round's participants"
+
+
+def _fedfomo_weights(run: RunData, state: Mapping[str, Any]) -> tuple[list[int], Float64, str]:
+    """FedFomo's table P, its positive part by rows."""
+    kept = np.maximum(np.asarray(state["P"], dtype=np.float64), 0)
+    total = kept.sum(axis=1, keepdims=True)
+    matrix = np.where(total > 0, kept / np.where(total > 0, total, 1), np.eye(len(kept)))
+    how = "weights that clients gave to each other's models so far, positive parts; a row without any is the client's own"
+    return [int(c) for c in state["ids"]], matrix, how
+
+
+def _ktpfl_weights(run: RunData, state: Mapping[str, Any]) -> tuple[list[int], Float64, str]:
+    """KT-pFL's knowledge coefficients."""
+    c = np.asarray(state["c"], dtype=np.float64)
+    return (
+        [int(k) for k in state["ids"]],
+        c / c.sum(axis=1, keepdims=True),
+        "knowledge coefficients: predictions, not models",
     )
 
 
-def _groups(state: Mapping[str, Any]) -> list[list[int]]:
-    """Clusters of clients in a strategy's state: IFCA's last choices, CFL's partition."""
-    chosen = state.get("chosen")
-    if isinstance(chosen, dict) and chosen:
-        return [
-            sorted(int(c) for c, j in chosen.items() if int(j) == k) for k in sorted({int(j) for j in chosen.values()})
-        ]
-    return []
+def _cluster_weights(run: RunData, state: Mapping[str, Any]) -> tuple[list[int], Float64, str]:
+    """IFCA's last choices and CFL's members: within a cluster by sample counts."""
+    sizes = _sizes(run)
+    if run.method == "cfl":
+        groups = [sorted(int(c) for c in members) for members in state["members"].values()]
+    else:
+        chosen = {int(c): int(j) for c, j in state["chosen"].items()}
+        groups = [sorted(c for c, j in chosen.items() if j == k) for k in sorted(set(chosen.values()))]
+    ids = sorted(c for members in groups for c in members)
+    if not ids:
+        raise Unavailable("no client has a cluster yet", f"fedapp run --resume {run.path}")
+    place = {c: i for i, c in enumerate(ids)}
+    matrix = np.zeros((len(ids), len(ids)))
+    for members in groups:
+        for c in members:
+            matrix[place[c], [place[m] for m in members]] = sizes[members] / sizes[members].sum()
+    return ids, matrix, f"{len(groups)} clusters, within them by sample counts"
 
 
 # ---- representations -------------------------------------------------------------------------------------------------

@@ -135,7 +135,8 @@ def test_notes_of_rounds_that_are_done_again_are_dropped(tmp_path: Path) -> None
 
 
 def test_notes_of_other_runs_go_with_their_states(tmp_path: Path) -> None:
-    old, new = (ClientStore(tmp_path / "0", "local", run) for run in ("aa", "bb"))
+    old = ClientStore(tmp_path / "0", "local", "aa")
+    new = ClientStore(tmp_path / "0", "local", "bb", warm_start=True)
     old.save(1, {"own/x": np.zeros(1, np.float32)})
     old.note_head_norms(1, np.ones(2))
     new.save(1, {"own/x": np.zeros(1, np.float32)})
@@ -170,17 +171,46 @@ def test_who_learns_from_whom_is_what_the_server_hands_out_next(cw: RunData) -> 
         np.testing.assert_allclose(mine, handed_out, rtol=1e-5, atol=1e-6)
 
 
-def test_members_of_a_cluster_learn_from_each_other_by_sample_counts(folder: Path) -> None:
-    run(**{**SMALL, "rounds": 2, "method": "ifca", "out": folder / "ifca"})
-    data = read_run(folder / "ifca")
-    ids, matrix, _ = analysis.who_learns_from_whom(data)
-    found = checkpoint.latest(data.path / "checkpoint")
+def after(folder: Path, method: str, **more: Any) -> tuple[RunData, dict[str, Any]]:
+    run(**{**SMALL, "rounds": 2, "method": method, "out": folder / method, **more})
+    found = checkpoint.latest(folder / method / "checkpoint")
     assert found is not None
-    chosen, sizes = found[1]["chosen"], data.counts.sum(axis=1)
+    return read_run(folder / method), found[1]
+
+
+@pytest.mark.parametrize("method", ["ifca", "cfl"])
+def test_members_of_a_cluster_learn_from_each_other_by_sample_counts(method: str, folder: Path) -> None:
+    data, state = after(folder, method)
+    ids, matrix, _ = analysis.who_learns_from_whom(data)
+    sizes = data.counts.sum(axis=1)
+    chosen = state["chosen"] if method == "ifca" else {c: j for j, m in state["members"].items() for c in m}
     for i, j in itertools.product(ids, ids):
-        together = chosen[i] == chosen[j]
         total = sum(sizes[k] for k in ids if chosen[k] == chosen[i])
-        assert matrix[i, j] == pytest.approx(sizes[j] / total if together else 0)
+        assert matrix[i, j] == pytest.approx(sizes[j] / total if chosen[i] == chosen[j] else 0)
+
+
+def test_attention_times_uploads_is_what_fedamp_hands_out(folder: Path) -> None:
+    data, state = after(folder, "fedamp")
+    ids, matrix, _ = analysis.who_learns_from_whom(data)
+    np.testing.assert_allclose(matrix.sum(axis=1), 1)
+    uploads = [load_file(files(data, k)[-1])["model/head.bias"].astype(np.float64) for k in ids]
+    for i in ids:
+        mine = sum(matrix[i, k] * uploads[k] for k in ids)
+        np.testing.assert_allclose(mine, state["mixed"][i]["head.bias"], rtol=1e-4, atol=1e-6)
+
+
+def test_tables_of_fedfomo_and_ktpfl_by_rows(folder: Path) -> None:
+    data, state = after(folder, "fedfomo")
+    ids, matrix, _ = analysis.who_learns_from_whom(data)
+    for i in range(len(ids)):
+        row = [max(0.0, v) for v in state["P"][i]]
+        expected = [v / sum(row) for v in row] if sum(row) else [float(i == j) for j in range(len(ids))]
+        np.testing.assert_allclose(matrix[i], expected)
+    data, state = after(folder, "ktpfl")
+    ids, matrix, _ = analysis.who_learns_from_whom(data)
+    assert ids == state["ids"]
+    np.testing.assert_allclose(matrix.sum(axis=1), 1)
+    np.testing.assert_allclose(matrix * state["c"].sum(axis=1)[:, None], state["c"])
 
 
 def test_without_weights_the_reason_is_told(mixed: RunData) -> None:

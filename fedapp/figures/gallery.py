@@ -309,12 +309,11 @@ def mixing(run: RunData) -> Drawing:
     return Drawing(
         "who-learns-from-whom",
         "Who learns from whom",
-        f"Row i: the shares of the clients' models in what client i is handed out next ({how}); rows sum to 1. "
+        f"Row i: the shares of the clients in what client i is handed out next ({how}); rows sum to 1. "
         f"Own share: {percent(own)} on average; an even mixture has {percent(1 / len(ids))} everywhere.",
         f"Heat map of {len(ids)} by {len(ids)} shares; the diagonal is {percent(own)} on average, the largest share "
         f"{percent(float(matrix.max()))}.",
         plots.mixing(matrix, ids),
-        "cwFedAvg, Eq. 6 and 7",
     )
 
 
@@ -483,7 +482,7 @@ def of_comparison(comparison: Comparison) -> Gallery:
     gallery.add("data", "Label distribution", lambda: label_distribution(shown[0]))
     gallery.add("heads", "Head norms against class counts", lambda: head_maps(shown[:DETAILED]))
     gallery.add("heads", "Label shares against norm shares", lambda: p_against_norms(shown[:DETAILED]))
-    blended = [r for r in shown if r.method in ("cwfedavg", "fedamp", "fedfomo", "ifca", "cfl")]
+    blended = [r for r in shown if r.method in ("cwfedavg", "fedamp", "fedfomo", "ktpfl", "ifca", "cfl")]
     gallery.add("heads", "Who learns from whom", lambda: mixing((blended or shown)[0]))
     gallery.add(
         "representations", "Representations by class and client", lambda: embedding(shown[:DETAILED], points=800)
