@@ -530,7 +530,7 @@ def _fedfomo_weights(run: RunData, state: Mapping[str, Any]) -> tuple[list[int],
     kept = np.maximum(np.asarray(state["P"], dtype=np.float64), 0)
     total = kept.sum(axis=1, keepdims=True)
     matrix = np.where(total > 0, kept / np.where(total > 0, total, 1), np.eye(len(kept)))
-    how = "weights that clients gave to each other's models so far, positive parts; a row without any is the client's own"
+    how = "positive weights that clients gave to each other's models so far; a client without any has its own"
     return [int(c) for c in state["ids"]], matrix, how
 
 
