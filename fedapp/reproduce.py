@@ -140,7 +140,7 @@ def write(doc: Path, verdicts: Sequence[tuple[Claim, Verdict]], evidence: Eviden
         "",
         "### The runs",
         "",
-        "| study | setting | scaled down | runs | minutes of one core |",
+        "| study | setting | scaled down | runs | minutes |",
         "|---|---|---|---:|---:|",
     ]
     for study in STUDIES.values():
@@ -154,7 +154,7 @@ def write(doc: Path, verdicts: Sequence[tuple[Claim, Verdict]], evidence: Eviden
     cores = tasks_cores()
     lines += [
         "",
-        f"{total / 60:.0f} minutes of one core in all, on {cores} cores ({platform.machine()}, {processor()}), "
+        f"{total / 60:.0f} minutes of runs in all, two at a time on {cores} cores ({platform.machine()}, {processor()}), "
         f"seeds 0 to 2, one thread a client, {versions_text()}. A busy machine takes "
         "longer; times are not results.",
     ]
