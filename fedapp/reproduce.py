@@ -154,9 +154,9 @@ def write(doc: Path, verdicts: Sequence[tuple[Claim, Verdict]], evidence: Eviden
     cores = tasks_cores()
     lines += [
         "",
-        f"{total / 60:.0f} minutes of runs in all, two at a time on {cores} cores ({platform.machine()}, {processor()}), "
-        f"seeds 0 to 2, one thread a client, {versions_text()}. A busy machine takes "
-        "longer; times are not results.",
+        f"{total / 60:.0f} minutes of runs in all, two at a time on {cores} cores "
+        f"({platform.machine()}, {processor()}), seeds 0 to 2, one thread a client, {versions_text()}. "
+        "A busy machine takes longer; times are not results.",
     ]
     head, rest = text.split(START, 1)
     tail = rest.split(END, 1)[1]
