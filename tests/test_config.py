@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tomllib
+import urllib.error
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,11 @@ DATA_BAD: list[tuple[dict[str, Any], str]] = [
 def test_what_does_not_fit_the_data_is_refused_before_training(
     values: dict[str, Any], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FEDAPP_OFFLINE", "1")
+    def unplugged(*args: object, **kwargs: object) -> None:
+        raise urllib.error.URLError("no network")
+
+    monkeypatch.setattr("urllib.request.urlopen", unplugged)
+    monkeypatch.setenv("FEDAPP_CACHE", str(tmp_path / "cache"))
     places = {"EMPTY": tmp_path, "MISSING": tmp_path / "MISSING", "OWN": small(tmp_path / "own")}
     if "data-dir" in values:
         values = {**values, "data-dir": str(places[values["data-dir"]])}
