@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 from fedapp.engine import RunResult, run
 
 torch.set_num_threads(1)
+# A shell that starts the tests in the background has them ignore Ctrl-C, and children inherit that; they test it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture
