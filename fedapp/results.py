@@ -26,7 +26,7 @@ import platform
 import secrets
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -64,18 +64,30 @@ def clean(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def only_writer(out: Path) -> Iterator[None]:
-    """Hold the run directory while a server writes to it: a server that lost its SuperLink may live on for a while.
+def only_writer(out: Path, patience: float = 0.0, tell: Callable[[str], None] = lambda text: None) -> Iterator[None]:
+    """Hold the run directory while a server writes to it.
+
+    Parameters
+    ----------
+    patience : seconds to wait for another one to end. A server that lost its SuperLink may live on until the SuperLink
+        is back and refuses its heartbeat, which comes every 30 seconds or so.
+    tell : is told that there is something to wait for.
 
     Raises
     ------
     BadRequest : another process writes there.
     """
-    lock = FileLock(out / LOCK, timeout=0)
+    lock = FileLock(out / LOCK)
+    text = f"another server process still writes to {out}"
     try:
-        lock.acquire()
+        lock.acquire(timeout=0)
     except Timeout:
-        raise BadRequest(f"another server process still writes to {out}: wait until it has ended, or end it") from None
+        try:
+            if patience:
+                tell(f"{text}: waiting up to {patience:g} s for its end")
+            lock.acquire(timeout=patience)
+        except Timeout:
+            raise BadRequest(f"{text}: wait until it has ended, or end it") from None
     try:
         yield
     finally:

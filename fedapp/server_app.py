@@ -35,6 +35,8 @@ from strategies.base import Exchange, FedStrategy, Observer
 app = ServerApp()
 
 Event = Callable[[Mapping[str, Any]], None]
+ORPHAN_LIFE = 120.0
+"""Seconds to wait for a server process that lost its SuperLink and still holds the run directory."""
 
 
 @app.main()
@@ -92,7 +94,8 @@ def serve(grid: Grid, run_config: Mapping[str, Any], event: Event | None = None)
         config = configuration.from_context(run_config)
         out = place(config)
         check_out(out, config.resume)
-        with only_writer(out):
+        patience = 0.0 if _simulated(grid) else ORPHAN_LIFE
+        with only_writer(out, patience, lambda text: event({"kind": "waiting", "text": text}) if event else None):
             try:
                 run = Run(grid, config.replaced(out=str(out)), out, event)
                 return run.go()

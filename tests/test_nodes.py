@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -411,25 +411,28 @@ def test_the_owner_of_the_superlink_decides_where_runs_lie(tmp_path: Path, monke
 
 
 def test_one_process_writes_to_a_run_directory(tmp_path: Path) -> None:
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        with results.only_writer(tmp_path):
-            os.write(write, b"x")
-            os.read(os.open(tmp_path / "go", os.O_RDONLY), 1) if (tmp_path / "go").exists() else None
-            import time
+    holder = "import sys, time, fedapp.results as r; from pathlib import Path\n"
+    holder += "with r.only_writer(Path(sys.argv[1])): print('held', flush=True); time.sleep(float(sys.argv[2]))"
 
-            time.sleep(30)
-        os._exit(0)
-    try:
-        os.read(read, 1)
-        with pytest.raises(BadRequest, match="another server process"), results.only_writer(tmp_path):
-            pass
-    finally:
-        os.kill(child, 9)
-        os.waitpid(child, 0)
+    def hold(seconds: float) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", holder, str(tmp_path), str(seconds)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parent.parent)
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        return process
+
+    other = hold(60)
+    with pytest.raises(BadRequest, match="another server process"), results.only_writer(tmp_path):
+        pass
+    other.kill()  # a lock does not outlive its process
+    other.communicate()
     with results.only_writer(tmp_path):
         pass
+    told: list[str] = []
+    other = hold(1)
+    with results.only_writer(tmp_path, 60, told.append):
+        assert other.poll() is not None or other.wait(5) == 0
+    other.communicate()
+    assert len(told) == 1 and "waiting up to 60 s" in told[0]
 
 
 class Silent:
