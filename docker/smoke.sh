@@ -38,9 +38,9 @@ $compose build superlink
 
 say "data of three sites; private files for the user inside the containers"
 mkdir -p docker/sites
-docker run --rm --user 0 -e FEDAPP_CACHE=/tmp/cache -v "$PWD/docker:/work" fedapp:0.1.0 \
-  sh -c "python /work/sites.py /work/sites --owner $user && chmod -R a+rX /work/sites \
-         && chown $user /work/certs/server.key /work/keys/supernode-0 /work/keys/supernode-1 /work/keys/supernode-2"
+docker run --rm --user 0 -e FEDAPP_CACHE=/tmp/cache -v "$PWD/docker:/setup" fedapp:0.1.0 \
+  sh -c "python /setup/sites.py /setup/sites --owner $user && chmod -R a+rX /setup/sites \
+         && chown $user /setup/certs/server.key /setup/keys/supernode-0 /setup/keys/supernode-1 /setup/keys/supernode-2"
 
 say "SuperLink"
 $compose up -d --wait superlink
