@@ -27,6 +27,12 @@ GONE = (3, 4, 5)
 """Flower's error codes for a message, a reply or a node that is no longer there: nobody answered."""
 
 
+LATECOMERS = 10.0
+"""Seconds that further nodes have for their answer to the hello once as many clients as expected are there."""
+HELLO_AGAIN = 600.0
+"""Seconds after which a hello without an answer is taken for lost and said again."""
+
+
 class RoundFailed(RuntimeError):
     """A round had fewer good replies than `min-replies` asks for."""
 
@@ -108,6 +114,7 @@ class Federation:
         self.facts: dict[int, dict[str, Any]] = {}
         self.first_error: dict[str, Any] | None = None
         self._seen: set[int] = set()
+        self._hellos: dict[str, tuple[int, float]] = {}  # unanswered, by message id: node, when it was said
         self._method: Method | None = None
         self._encoder = Encoder(settings.wire_dtype)
         if hasattr(grid, "pull_interval"):
@@ -118,14 +125,16 @@ class Federation:
     def gather(self, expected: int) -> list[ClientInfo]:
         """Wait until `expected` clients have introduced themselves (0: as many as there are nodes).
 
-        When the wait limit has passed, those who came are enough if they are a share of `min_replies`; the others may
-        join before any later round.
+        On real devices a node that is there but does not answer delays nobody: once `expected` clients have answered,
+        it has `LATECOMERS` seconds. When the wait limit has passed, those who came are enough if they are a share of
+        `min_replies`. Whoever is left out may join before any later round.
 
         Raises
         ------
         BadRequest : the wait limit passed, two clients share an id, or a client cannot take part; says which and why.
         """
         started = reported = time.monotonic()
+        enough: float | None = None
         want = expected
         while True:
             self.greet(strict=True)
@@ -138,9 +147,15 @@ class Federation:
                     f"Start {expected} (fedapp run does; else --federation-config 'num-supernodes={expected}'), "
                     "or leave clients at 0 to take those present"
                 )
-            if len(self.nodes) >= want:
-                return [self.infos[c] for c in sorted(self.infos)]
             now = time.monotonic()
+            if len(self.nodes) >= want:
+                enough = now if enough is None else enough
+                # Virtual clients all answer, and what one of them cannot do is an error whoever comes first.
+                late = bool(expected) and not self.settings.queued and now - enough > LATECOMERS
+                if self._hellos and late:
+                    self.event({"kind": "warning", "text": f"{self._silent()}: starting without them"})
+                if late or not self._hellos:
+                    return [self.infos[c] for c in sorted(self.infos)]
             if self.settings.wait_timeout and now - started > self.settings.wait_timeout:
                 if len(self.nodes) >= max(1, math.ceil(self.settings.min_replies * want - 1e-9)):
                     text = f"{self._waiting(want)} after {self.settings.wait_timeout:g} s: starting without them"
@@ -156,43 +171,70 @@ class Federation:
         known = set(self.nodes)
         missing = [str(c) for c in range(want) if c not in known] if all(c < want for c in known) else []
         named = f", missing {', '.join(missing[:20])}" if missing and known else ""
-        return f"waiting for {want - len(known)} of {want} clients{named}"
+        if len(known) >= want:
+            return self._silent()
+        silent = f"; {self._silent()}" if self._hellos else ""
+        return f"waiting for {want - len(known)} of {want} clients{named}{silent}"
+
+    def _silent(self) -> str:
+        return f"{len(self._hellos)} node(s) that are online have not answered"
 
     def greet(self, strict: bool = False) -> list[int]:
         """Say hello to nodes that are new or came back; returns the ids of clients that joined.
 
         Parameters
         ----------
-        strict : before round 1 a node that cannot take part is an error. Later it is named and left out, and greeted
-            again once it has been away.
+        strict : before round 1 a node that cannot take part is an error, and the caller does the waiting. Later such a
+            node is named and left out, and greeted again once it has been away; new nodes are waited for, once: who
+            stays silent may answer before any later round, which does not wait for it.
 
         Raises
         ------
         BadRequest : with `strict`, a node cannot take part or two nodes claim one id; says which and why.
         """
+        now = time.monotonic()
         online = set(self.grid.get_node_ids())
         self._seen &= online
-        nodes = sorted(online - self._seen)
-        if not nodes:
-            return []
-        self._seen.update(nodes)
-        joined = []
-        content, _ = self._encoder.content(Payload(), {**self.control, "round": 0})
+        fresh = online - self._seen
+        lost = [i for i, (node, since) in self._hellos.items() if node not in online or now - since > HELLO_AGAIN]
+        again = {self._hellos.pop(i)[0] for i in lost} & self._seen
+        self._say_hello(sorted(fresh | again), now)
         limits = [t for t in (self.settings.wait_timeout, self.settings.round_timeout) if t]
-        limit = self.settings.wait_timeout if strict else min(limits, default=60.0)
-        silent = set(nodes)
-        for node, reply in self._raw({n: Message(content, n, "query.hello") for n in nodes}, limit):
-            if reply.has_error() and reply.error.code in GONE:
-                continue
-            silent.discard(node)
-            try:
-                joined.append(self._introduced(node, reply, online))
-            except BadRequest as e:
-                if strict:
-                    raise
-                self.event({"kind": "warning", "text": f"a node that came was left out: {e}"})
-        self._seen -= silent
+        limit = 0.0 if strict else min(limits, default=60.0)
+        joined = []
+        while self._hellos:
+            replies = list(self.grid.pull_messages(set(self._hellos)))
+            for reply in replies:
+                said = self._hellos.pop(reply.metadata.reply_to_message_id, None)
+                if said is None:
+                    continue
+                node = said[0]
+                if reply.has_error() and reply.error.code in GONE:
+                    self._seen.discard(node)
+                    continue
+                try:
+                    joined.append(self._introduced(node, reply, online))
+                except BadRequest as e:
+                    if strict:
+                        raise
+                    self.event({"kind": "warning", "text": f"a node that came was left out: {e}"})
+            if not replies:
+                awaited = fresh & {node for node, _ in self._hellos.values()}
+                if not awaited or time.monotonic() - now >= limit:
+                    break
+                time.sleep(self.settings.poll)
         return sorted(joined)
+
+    def _say_hello(self, nodes: list[int], now: float) -> None:
+        """Push the hello; a node that the SuperLink did not take it for counts as not seen."""
+        if not nodes:
+            return
+        content, _ = self._encoder.content(Payload(), {**self.control, "round": 0})
+        ids = self.grid.push_messages([Message(content, n, "query.hello") for n in nodes])
+        for node, message_id in zip(nodes, ids, strict=True):
+            if message_id:
+                self._hellos[message_id] = (node, now)
+                self._seen.add(node)
 
     def _introduced(self, node: int, reply: Message, online: set[int]) -> int:
         """Take up a client that answered the hello; `BadRequest` says why it cannot take part."""

@@ -13,11 +13,11 @@ import pytest
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from fedapp import server_app
+from fedapp import federation, server_app
 from fedapp.client_app import app as client_app
 from fedapp.config import from_flat, resolve
 from fedapp.errors import BadRequest
-from fedapp.federation import RoundFailed
+from fedapp.federation import Federation, RoundFailed, Settings
 from fedapp.localgrid import LocalGrid
 from fedapp.records import INFO, METRICS
 
@@ -193,3 +193,68 @@ def test_models_that_disagree_on_what_is_shared_are_found_before_round_1(tmp_pat
     with pytest.raises(BadRequest, match=r"head.weight.*shape \(4, 512\).*shape \(4, 500\)"):
         server_app.serve(LocalGrid(client_app, flat, 2), flat)
     assert not (tmp_path / "run" / "rounds.csv").exists()
+
+
+class Silent(LocalGrid):
+    """Three clients that answer, and a fourth node that takes the hello and says nothing until `wakes`."""
+
+    extra = 1003
+
+    def __init__(self, flat: dict[str, Any]) -> None:
+        super().__init__(client_app, flat, 4)
+        self.wakes = False
+        self.hellos = 0
+
+    def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+        messages = list(messages)
+        self.hellos += sum(m.metadata.dst_node_id == self.extra for m in messages)
+        return super().push_messages(messages)
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        heard = [i for i in message_ids if i in self._waiting]
+        awake = [i for i in heard if self.wakes or self._waiting[i].metadata.dst_node_id != self.extra]
+        return super().pull_messages(awake)
+
+
+def silent(**settings: Any) -> tuple[Silent, Federation, list[dict[str, Any]]]:
+    events: list[dict[str, Any]] = []
+    grid = Silent(resolve(from_flat({"method": "local", "clients": 4})).to_flat())
+    chosen = Settings(**{"wait_timeout": 60.0, "min_replies": 0.5, "round_timeout": 60.0, **settings})
+    return grid, Federation(grid, chosen, {}, events.append), events
+
+
+def test_a_silent_node_does_not_hold_the_start_nor_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(federation, "LATECOMERS", 0.2)
+    grid, clients, events = silent()
+    started = time.monotonic()
+    assert [i.client for i in clients.gather(3)] == [0, 1, 2]
+    assert [e["text"] for e in events] == ["1 node(s) that are online have not answered: starting without them"]
+    assert clients.greet() == [], "round 1 does not wait for it either"
+    assert time.monotonic() - started < 30, "well before the limits of 60 seconds"
+    grid.wakes = True
+    assert clients.greet() == [3] and grid.hellos == 1, "its answer counts when it comes"
+    assert clients.greet() == [] and grid.hellos == 1
+
+
+def test_a_hello_that_was_lost_is_said_again_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(federation, "LATECOMERS", 0.0)
+    grid, clients, _ = silent()
+    clients.gather(3)
+    monkeypatch.setattr(federation, "HELLO_AGAIN", 0.0)
+    started = time.monotonic()
+    assert clients.greet() == [] and grid.hellos == 2
+    assert time.monotonic() - started < 30
+    grid.wakes = True
+    assert clients.greet() == [3]
+
+
+def test_who_is_expected_is_waited_for_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(federation, "LATECOMERS", 0.0)
+    _, clients, events = silent(wait_timeout=0.5)
+    assert len(clients.gather(4)) == 3
+    assert "waiting for 1 of 4 clients, missing 3; 1 node(s) that are online" in events[-1]["text"]
+    _, clients, _ = silent(wait_timeout=0.5, min_replies=1.0)
+    with pytest.raises(BadRequest, match=r"gave up after 0\.5 s: waiting for 1 of 4"):
+        clients.gather(4)
+    _, clients, _ = silent(wait_timeout=0.5)
+    assert len(clients.gather(0)) == 3, "where no number is given, all that are online are waited for"
