@@ -341,13 +341,16 @@ class Federation:
     ) -> Iterator[Reply]:
         """Send one message to each client and yield the good replies in the order of the client ids.
 
+        `round` is what records and errors speak of. A client takes up the state that it had before the round named in
+        its message: where that is another one, `control` says so.
+
         A reply is held back only until those of lower ids have come or are given up, so that sums are added up in one
         order without keeping all replies. Afterwards `traffic` says who was messaged, who answered and who was dropped.
         """
         started = time.perf_counter()
         messages: dict[int, Message] = {}
         owner: dict[int, int] = {}
-        extra = {**self.control, **(control or {}), "round": round}
+        extra = {**self.control, "round": round, **(control or {})}
         limit = self.settings.round_timeout if timeout is None else timeout
         # What nobody waits for any more must not keep a slow node busy; a minute for clocks that differ.
         lifetime = limit + 60 if limit else None

@@ -153,6 +153,7 @@ class RunDirectory:
             self.token = str(json.loads(info_path.read_text())["run"])
             for name in ("rounds.csv", "clients.csv", "evaluations.csv", "dropped.csv"):
                 self._truncate(path / name, keep_rounds)
+            self._forget_the_end()
             for name in ("summary.json", "error.json", "final.csv"):
                 (path / name).unlink(missing_ok=True)
         self.configure(config)
@@ -173,6 +174,23 @@ class RunDirectory:
         part = path.with_suffix(".part")
         with part.open("w", newline="", encoding="utf-8") as f:
             csv.writer(f, lineterminator="\n").writerows([*rows[:1], *(r for r in whole if int(r[0]) <= keep)])
+        part.replace(path)
+
+    def _forget_the_end(self) -> None:
+        """Take what was dropped after the former last round, in questions and the final evaluation, out again.
+
+        Both are done again; an evaluation that `evaluations.csv` holds is not.
+        """
+        path = self.path / "dropped.csv"
+        if not path.is_file():
+            return
+        with path.open(newline="", encoding="utf-8") as f:
+            rows = list(csv.reader(f))
+        kept = {str(r) for r in self.table("evaluations.csv").get("round", ())}
+        stays = [r for r in rows[1:] if r[2] == "train" or (r[2] == "evaluate" and r[0] in kept)]
+        part = path.with_suffix(".part")
+        with part.open("w", newline="", encoding="utf-8") as f:
+            csv.writer(f, lineterminator="\n").writerows([*rows[:1], *stays])
         part.replace(path)
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
@@ -204,7 +222,7 @@ class RunDirectory:
     def table(self, name: str) -> pd.DataFrame:
         """Read one of the CSV files back (empty if it is not there)."""
         path = self.path / name
-        return pd.read_csv(path) if path.is_file() else pd.DataFrame()
+        return pd.read_csv(path) if path.is_file() and path.stat().st_size else pd.DataFrame()
 
 
 def cell(value: Any) -> Any:

@@ -155,6 +155,7 @@ class Run(Observer):
         if config.resume and self.done > config.num_server_rounds:
             raise BadRequest(f"{out} already holds {self.done} rounds; give --rounds {self.done} or more")
         self.directory = RunDirectory(out, config, self.done if config.resume else None)
+        self.extra["dropped"] = len(self.directory.table("dropped.csv"))
         self.listener = event
         self.warnings: list[str] = []
         control: dict[str, Scalar] = {"run": self.directory.token}

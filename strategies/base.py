@@ -158,7 +158,7 @@ class FedStrategy(Strategy):
             and done < rounds
             and not observer.evaluated_after(done)
         ):
-            observer.evaluated(self._evaluate(federation, state, done + 1, "evaluate", control(done)))
+            observer.evaluated(self._evaluate(federation, state, done, "evaluate", control(done)))
         for round in range(done + 1, rounds + 1):
             started = time.perf_counter()
             federation.greet()
@@ -167,12 +167,12 @@ class FedStrategy(Strategy):
             exchange.seconds = time.perf_counter() - started
             proceed = observer.trained(exchange, state)
             if evaluate_every and round % evaluate_every == 0 and round < rounds:
-                observer.evaluated(self._evaluate(federation, state, round + 1, "evaluate", control(round)))
+                observer.evaluated(self._evaluate(federation, state, round, "evaluate", control(round)))
             if not proceed:
                 rounds = round
                 break
-        state = self.finalize(state, self._asker(federation, rounds + 1, observer))
-        observer.evaluated(self._evaluate(federation, state, rounds + 1, "final", {"balanced": True}))
+        state = self.finalize(state, self._asker(federation, rounds, observer))
+        observer.evaluated(self._evaluate(federation, state, rounds, "final", {"balanced": True}))
         return state
 
     def _train(
@@ -197,23 +197,27 @@ class FedStrategy(Strategy):
     def _evaluate(
         self, federation: Federation, state: ServerState, round: int, kind: str, control: Mapping[str, Any]
     ) -> Exchange:
-        exchange = Exchange(kind, round - 1)
-        payloads = ((c, self.send(state, round, c)) for c in sorted(federation.nodes))
+        """Score all clients after `round`: they take what is handed out next, and their state from that round."""
+        exchange = Exchange(kind, round)
+        payloads = ((c, self.send(state, round + 1, c)) for c in sorted(federation.nodes))
+        control = {**control, "round": round + 1}
         replies = federation.exchange("evaluate", round, payloads, {}, _no_arrays, exchange.traffic, control)
         for _ in _recorded(replies, exchange):
             pass
         exchange.seconds = exchange.traffic.seconds
-        federation.require(exchange.traffic, round - 1)
+        federation.require(exchange.traffic, round)
         return exchange
 
     def _asker(self, federation: Federation, round: int, observer: Observer) -> Ask:
         def ask(kind: str, payload: Payload) -> list[Reply]:
-            exchange = Exchange(f"query.{kind}", round - 1)
+            stage = f"query.{kind}"
+            exchange = Exchange(stage, round)
             payloads = ((c, payload) for c in sorted(federation.nodes))
-            replies = federation.exchange(f"query.{kind}", round, payloads, {}, self._check, exchange.traffic)
+            control = {"round": round + 1}
+            replies = federation.exchange(stage, round, payloads, {}, self._check, exchange.traffic, control)
             answers = list(_recorded(replies, exchange))
             exchange.seconds = exchange.traffic.seconds
-            federation.require(exchange.traffic, round - 1)
+            federation.require(exchange.traffic, round)
             observer.asked(exchange)
             return answers
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import time
 from collections.abc import Callable, Iterable
@@ -149,6 +150,56 @@ def test_a_dropped_reply_changes_nothing_but_its_own_weight(tmp_path: Path) -> N
     go(tmp_path, FAULTS["NaN"][0], least=0.6)
     got, _ = read_safetensors(tmp_path / "run" / "models" / "last.safetensors")
     assert all(np.isfinite(a).all() for a in got.values())
+
+
+class Deaf(LocalGrid):
+    """A grid on which client 1 fails in one kind of exchange."""
+
+    def __init__(self, kind: str, flat: dict[str, Any]) -> None:
+        super().__init__(client_app, flat, 3)
+        self.kind = kind
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        replies = list(super().pull_messages(message_ids))
+        for reply in replies:
+            if reply.metadata.message_type == self.kind and reply.metadata.src_node_id == 1001:
+                failed(reply).content.config_records[INFO]["stage"] = self.kind
+        return replies
+
+
+def deaf(kind: str, out: Path, **values: Any) -> dict[str, Any]:
+    base = {
+        "method": "local", "clients": 3, "num-server-rounds": 2, "local-epochs": 1, "batch-size": 64,
+        "min-replies": 0.6, "out": str(out), **values,
+    }  # fmt: skip
+    flat = resolve(from_flat(base)).to_flat()
+    return server_app.serve(Deaf(kind, flat), flat)
+
+
+def rows_of(out: Path) -> list[tuple[int, str]]:
+    with (out / "dropped.csv").open(newline="", encoding="utf-8") as f:
+        rows = list(csv.DictReader(f))
+    assert all(r["client"] == "1" and "boom" in r["reason"] for r in rows)
+    return [(int(r["round"]), r["stage"]) for r in rows]
+
+
+def test_what_is_dropped_after_a_round_is_recorded_under_that_round(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    summary = deaf("evaluate", out, **{"evaluate-every": 1})
+    assert rows_of(out) == [(1, "evaluate"), (2, "evaluate")] and summary["dropped"] == 2
+    longer = deaf("evaluate", out, **{"evaluate-every": 1, "num-server-rounds": 3, "resume": True})
+    assert rows_of(out) == [(1, "evaluate"), (2, "evaluate"), (3, "evaluate")], "the final one of round 2 is done again"
+    assert longer["dropped"] == 3
+    ccvr = tmp_path / "ccvr"
+    deaf("query.statistics", ccvr, method="ccvr")
+    assert set(rows_of(ccvr)) == {(2, "query.statistics")}
+
+
+def test_a_failed_final_evaluation_names_the_client_that_caused_it(tmp_path: Path) -> None:
+    with pytest.raises(RoundFailed, match="round 2: 2 good replies of 3"):
+        deaf("evaluate", tmp_path / "run", **{"min-replies": 1.0})
+    error = json.loads((tmp_path / "run" / "error.json").read_text())
+    assert (error["client"], error["round"], error["stage"]) == (1, 2, "evaluate") and "boom" in error["traceback"]
 
 
 class Absent(LocalGrid):
