@@ -22,19 +22,21 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from clients.base import FedClient, ModelSpec
 from fedapp.core import gaussian
 from fedapp.core.contrastive import squared_distance
 from fedapp.core.gaussian import ClassMoments
+from fedapp.core.heads import CCVRHead
 from fedapp.method import Array, Arrays, BaseHParams, Payload, Scalar
 from fedapp.models import SplitModel
 from fedapp.training import Batch
 
 STATISTICS, FEATURES = "statistics/", "features/"
-"""Prefixes of the arrays of an answer; also of what the server asks about (`statistics/centres`)."""
+"""Prefixes of the arrays of an answer."""
+CENTRES = STATISTICS + "centres"
+"""mu_c in a question: what the sums of the answer are taken around."""
 BLOCK = 1024
 """Images whose representations are held at a time."""
 
@@ -83,32 +85,6 @@ class CCVRHParams(BaseHParams):
         return self.transform in ("feature", "sample")
 
 
-class CCVRHead(nn.Linear):
-    """The head as calibrated: Tukey's transform before it, and weight vectors of norm 1, where asked for.
-
-    It holds `weight` (C, d) and `bias` (C,) like any linear head. With `normalise` the logits are
-    phi_i . z / ||phi_i||, and the bias stays 0 and is not trained.
-    """
-
-    def __init__(self, plain: nn.Linear, normalise: bool) -> None:
-        super().__init__(plain.in_features, plain.out_features)
-        self.load_state_dict(plain.state_dict())
-        self.normalise = normalise
-        self.transform = False
-        if normalise:
-            nn.init.zeros_(self.bias)
-            self.bias.requires_grad_(False)
-
-    def forward(self, z: Tensor) -> Tensor:
-        """Return logits (B, C) of representations (B, d)."""
-        return logits(gaussian.tukey(z) if self.transform else z, self.weight, self.bias, self.normalise)
-
-
-def logits(z: Tensor, weight: Tensor, bias: Tensor, normalise: bool) -> Tensor:
-    """Return W z + b, or with `normalise` (clsnorm, Sec. 3.3) phi_i . z / ||phi_i||, (B, C)."""
-    return F.linear(z, F.normalize(weight, dim=1, eps=1e-12)) if normalise else F.linear(z, weight, bias)
-
-
 class CCVRClient(FedClient):
     """Trains as the base method's client does, and answers with Gaussian statistics.
 
@@ -141,10 +117,7 @@ class CCVRClient(FedClient):
 
     def receive(self, payload: Payload) -> None:
         """Take over the model; what a question is about is no part of it."""
-        asked = [n for n in payload.all() if n.startswith(STATISTICS)]
-        if asked:
-            payload = Payload({n: a for n, a in payload.all().items() if n not in asked}, {}, payload.scalars)
-        super().receive(payload)
+        super().receive(Payload({n: a for n, a in payload.all().items() if n != CENTRES}, {}, payload.scalars))
 
     # ---- clsprox -------------------------------------------------------------------------------------------------
 
@@ -167,18 +140,16 @@ class CCVRClient(FedClient):
     def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Answer `statistics` (N_ck and Eq. 2), `totals` (before it where cov is sums), `features` (for the oracle)."""
         s = self.settings
+        if kind == "statistics":
+            centres = payload.all()[CENTRES] if s.cov == "sums" else None
+            found = gaussian.to_arrays(self.moments(), s.cov, s.rank, s.dtype, centres)
+            return _named(STATISTICS, found), self.measure("received")
         if kind == "totals" and s.cov == "sums":
             totals = gaussian.sums(self.moments())
             return _named(STATISTICS, {n: totals[n] for n in ("count", "sum")}), {}
-        if kind == "statistics" and s.cov == "sums":
-            found = gaussian.sums(self.moments(), payload.all()[STATISTICS + "centres"])
-        elif kind == "statistics":
-            found = gaussian.to_arrays(self.moments(), s.cov, s.rank, s.dtype)
-        elif kind == "features" and s.oracle:
+        if kind == "features" and s.oracle:
             return _named(FEATURES, self.features()), {}
-        else:
-            return super().answer(kind, payload)
-        return _named(STATISTICS, found), self.measure("received")
+        return super().answer(kind, payload)
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (z, label) of the training split in blocks: z (n, d) float32, evaluation mode, no augmentation."""

@@ -148,8 +148,9 @@ class ServerContext:
         return tuple(c.client for c in self.clients)
 
 
-Ask: TypeAlias = Callable[[str, Payload], list[Reply]]
-"""`ask(kind, payload)`: one `query.<kind>` message to every client; checked replies sorted by client id."""
+Ask: TypeAlias = Callable[[str, Payload], Iterable[Reply]]
+"""`ask(kind, payload)`: one `query.<kind>` message to every client; checked replies in the order of the client ids, one
+by one as they come, to be read to the end."""
 
 
 @dataclass(frozen=True)

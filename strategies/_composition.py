@@ -1,22 +1,32 @@
 """Building a method on another one: the outer method's classes added to the base's, once per pair.
 
 Both sides of an outer method are classes that call `super()` throughout. `on` puts them before the base's classes in
-the order of inheritance, with the outer method's settings and the base's own hyperparameters as class attributes.
+the order of inheritance, with the outer method's settings and the base's own hyperparameters as class attributes;
+`built_on` does so for a whole method. `PostHoc` is the server side of a method that repairs the base's model at the
+end.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 from pydantic import ValidationError
 
 from clients.base import FedClient
 from fedapp.errors import BadRequest
-from fedapp.method import ALL, BaseHParams, Method
+from fedapp.federation import Federation
+from fedapp.method import ALL, Arrays, Ask, BaseHParams, Method, Payload, Reply, ServerState
 from fedapp.text import suggest
+from strategies.base import Exchange, FedStrategy
 
 T = TypeVar("T")
+
+BASES = ("base=fedavg", "base=fedprox", "base=fedavgm", "base=moon")
+"""What to take where a base does not do; others that leave one linear head do as well."""
 
 
 def on(outer: type[T], base: type[Any], settings: BaseHParams, base_hparams: BaseHParams) -> type[T]:
@@ -37,6 +47,46 @@ def _on(pair: tuple[Any, Any], settings: BaseHParams, base_hparams: BaseHParams)
     outer, base = pair
     space = {"settings": settings, "base_hparams": base_hparams, "__module__": outer.__module__}
     return type(f"{outer.__name__}On{base.__name__}", pair, {**space, "__doc__": outer.__doc__})
+
+
+def built_on(outer: Method, settings: Any, lookup: Callable[[str], Method]) -> Method:
+    """Return the method `settings.base` with `outer` added on both sides; it shares and defaults to what the base does.
+
+    Parameters
+    ----------
+    settings : hyperparameters of `outer`; `base` and `base_args` say on what it is built.
+    lookup : finds a method by its id.
+
+    Raises
+    ------
+    BadRequest : the base is unknown, leaves no head that `outer` can calibrate, or does not take its arguments.
+    """
+    base = lookup(settings.base)
+    inner = base_hparams(base, settings.base_args)
+    if not leaves_one_linear_head(base, inner):
+        raise BadRequest(
+            f"{outer.id} calibrates the linear head of one global model, and {base.id} does not leave one: "
+            f"take {', '.join(BASES[:-1])} or {BASES[-1]}"
+        )
+
+    def warn(hparams: BaseHParams, optimizer: str) -> str | None:
+        found = [m.warn(h, optimizer) for m, h in ((base, inner), (outer, hparams)) if m.warn]
+        return "; ".join(text for text in found if text) or None
+
+    return dataclasses.replace(
+        outer,
+        title=f"{outer.title} after {base.title}",
+        strategy=on(outer.strategy, base.strategy, settings, inner),
+        client=on(outer.client, base.client, settings, inner),
+        shared=base.shared_prefixes(inner),
+        up=base.up,
+        extra_up=(*base.extra_up, *outer.extra_up),
+        same_width=base.same_width,
+        defaults=base.defaults,
+        queries=(*base.queries, *outer.queries),
+        resolve=None,
+        warn=warn,
+    )
 
 
 def base_hparams(base: Method, text: str) -> BaseHParams:
@@ -69,3 +119,103 @@ def leaves_one_linear_head(base: Method, hparams: BaseHParams) -> bool:
 def _function(cls: type[Any], name: str) -> Any:
     """Return the function behind a class method."""
     return getattr(getattr(cls, name), "__func__", None)
+
+
+class PostHoc(FedStrategy):
+    """The base's strategy, with a repair of its one global model after the last round.
+
+    The state keeps the model as the base trained it, and what takes the place of its arrays beside it, under the
+    method's id: repairing twice, or training on after a repair, starts from the trained model.
+
+    `settings` and `base_hparams` are set where a subclass is added to the base's. `answers` gives the prefix of the
+    arrays that answer each question.
+    """
+
+    settings: ClassVar[Any] = None
+    base_hparams: ClassVar[BaseHParams] = BaseHParams()
+    answers: ClassVar[Mapping[str, str]] = {}
+
+    def __init__(self, method: Method, hparams: Any) -> None:
+        super().__init__(method, self.base_hparams)
+        self.asking = ""
+        self.received: float | None = None
+
+    def repair(self, state: ServerState) -> Payload:
+        """Return the arrays that take the place of trained ones, and the scalars that go with them."""
+        raise NotImplementedError
+
+    def check_answer(self, arrays: Arrays, reply: Reply) -> str | None:
+        """Say what is wrong with an answer to `self.asking`; `arrays` have their names without the prefix."""
+        raise NotImplementedError
+
+    def repaired(self, state: ServerState) -> Payload:
+        """Return the repair, or an empty payload where there is none yet."""
+        return self.repair(state) if self.method.id in state else Payload()
+
+    def untouched(self, state: ServerState) -> ServerState:
+        """Return the base's state alone."""
+        return {name: value for name, value in state.items() if name != self.method.id}
+
+    def trained(self, state: ServerState) -> Arrays:
+        """Return the global model as the base left it."""
+        arrays = super().global_arrays(state)
+        assert arrays is not None, "only bases with one global model are admitted"
+        return arrays
+
+    def global_arrays(self, state: ServerState) -> Arrays:
+        """Return the global model, repaired where it is."""
+        return {**self.trained(state), **self.repaired(state).common}
+
+    def score(self, state: ServerState) -> float | None:
+        """Return the accuracy of the global model on the central test set, or None where there is none."""
+        return self.context.score(self.global_arrays(state), self.repaired(state).scalars)
+
+    def send(self, state: ServerState, round: int, client: int) -> Payload:
+        """Return the base's payload; once repaired, with the repair in the place of what was trained."""
+        payload, new = super().send(state, round, client), self.repaired(state)
+        own = {n: a for n, a in payload.arrays.items() if n not in new.common}
+        return Payload(own, {**payload.common, **new.common}, {**payload.scalars, **new.scalars})
+
+    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+        """Do what the base does; training goes on from the trained model, not from a repaired one."""
+        return super().aggregate(self.untouched(state), round, replies)
+
+    def finalize(self, state: ServerState, ask: Ask) -> ServerState:
+        """Do what the base does; the repair starts here."""
+        return super().finalize(self.untouched(state), ask)
+
+    def ask(self, ask: Ask, kind: str, payload: Payload) -> Iterator[tuple[Reply, Arrays]]:
+        """Ask all clients; yield each reply without its arrays, and the arrays by their names without the prefix."""
+        self.asking = kind
+        try:
+            for reply in ask(kind, payload):
+                yield dataclasses.replace(reply, arrays={}), _answered(reply, self.answers[kind])
+        finally:
+            self.asking = ""
+
+    def check(self, reply: Reply) -> str | None:
+        """Say what is wrong with a reply; what is no answer to a question is checked by the base method."""
+        prefix, prefixes = self.answers.get(self.asking), tuple(self.answers.values())
+        for name in reply.arrays:
+            if not name.startswith(prefix) if prefix else name.startswith(prefixes):
+                return f"'{name}' was not asked for"
+        return self.check_answer(_answered(reply, prefix), reply) if prefix else super().check(reply)
+
+    def _evaluate(
+        self, federation: Federation, state: ServerState, round: int, kind: str, control: Mapping[str, Any]
+    ) -> Exchange:
+        """Keep the final `received` score: it stands for `global` where there is no central test set."""
+        exchange = super()._evaluate(federation, state, round, kind, control)
+        if kind == "final":
+            self.received = mean_accuracy(exchange.metrics.values())
+        return exchange
+
+
+def _answered(reply: Reply, prefix: str) -> Arrays:
+    return {n.removeprefix(prefix): a for n, a in reply.arrays.items() if n.startswith(prefix)}
+
+
+def mean_accuracy(metrics: Iterable[Mapping[str, Any]]) -> float | None:
+    """Mean over clients of the accuracy of what they received, on their own test splits; None where nobody has any."""
+    shares = [m["received-correct"] / m["received-total"] for m in metrics if m.get("received-total")]
+    return float(np.mean(shares)) if shares else None

@@ -15,10 +15,11 @@ import torch
 from torch.nn import functional as F
 
 from clients.base import FedClient, ModelSpec
-from clients.ccvr import CCVRClient, CCVRHead, CCVRHParams
+from clients.ccvr import CCVRClient, CCVRHParams
 from fedapp import checkpoint, config, registry, sampling, tasks
 from fedapp.core import gaussian
 from fedapp.core.gaussian import MomentsPool
+from fedapp.core.heads import CCVRHead
 from fedapp.engine import RunResult, run
 from fedapp.errors import BadRequest
 from fedapp.evaluation import batched
@@ -28,7 +29,7 @@ from fedapp.predict import load
 from fedapp.selection import extract
 from fedapp.state import read_safetensors
 from fedapp.training import Batch, batch_slices
-from strategies.ccvr import CCVR, draws, retrain
+from strategies.ccvr import CCVR, retrain
 
 W, B = "head.weight", "head.bias"
 BASES = ("fedavg", "fedprox", "fedavgm", "moon")
@@ -168,14 +169,6 @@ def test_one_retraining_step_of_the_worked_example() -> None:
     np.testing.assert_allclose(new[B], [0.020371, 0.017053, -0.037423], atol=1e-6)
     loss = F.cross_entropy(torch.tensor(z @ head[W].T), torch.arange(3))
     assert float(loss) == pytest.approx(1.019689, abs=1e-6)
-
-
-def test_draws() -> None:
-    counts = np.array([30, 0, 10, 1])
-    assert draws(counts, CCVRHParams(samples=7)).tolist() == [7, 0, 7, 7]
-    # 3 classes seen, 300 samples shared as 30 : 10 : 1 of 41.
-    assert draws(counts, CCVRHParams(mc_mode="proportional")).tolist() == [220, 0, 73, 7]
-    assert draws(counts, CCVRHParams(mc_mode="proportional", samples=1)).tolist() == [2, 0, 1, 1]
 
 
 # ---- oracles -------------------------------------------------------------------------------------------------------
@@ -434,9 +427,8 @@ def test_single_samples_everywhere_still_have_a_covariance() -> None:
 
 def test_one_sample_in_all_takes_the_pooled_covariance() -> None:
     """Class 2 of the example: its virtual samples lie around (5, 5) with the spread of the other classes."""
-    strategy, _ = server("samples=4000", context())
     found = pooled("dtype=float64", CLIENTS)
-    z, y, _ = gaussian.virtual_features(found, draws(found.counts, strategy.settings), seed=0)
+    z, y, _ = gaussian.virtual_features(found, 4000, seed=0)
     np.testing.assert_allclose(z[y == 2].mean(axis=0), [5, 5], atol=0.1)
     np.testing.assert_allclose(np.cov(z[y == 2].T), found.pooled_cov(), atol=0.15)
     _, _, state = calibrate("epochs=1", CLIENTS)

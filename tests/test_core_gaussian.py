@@ -12,9 +12,11 @@ from threadpoolctl import threadpool_limits
 from fedapp.core import gaussian
 from fedapp.core.gaussian import (
     MODES,
+    REPLIES,
     ClassMoments,
     Factor,
     MomentsPool,
+    allot,
     draw,
     factorise,
     form_of,
@@ -372,6 +374,35 @@ def test_shrinkage() -> None:
 # Modes of sending
 
 
+@pytest.mark.parametrize("form", ["full", "diag", "pooled"])
+def test_a_pool_of_many_replies_keeps_a_few_means_and_stays_exact(form: str) -> None:
+    """Means far apart and far from zero; a class that nobody has, and one that appears in the last replies only."""
+    rng = np.random.default_rng(21)
+    clients = []
+    for k in range(3 * REPLIES + 5):
+        y = rng.integers(0, 3 if k > 2 * REPLIES else 2, size=int(rng.integers(1, 6)))
+        clients.append((rng.normal(size=(y.size, 6)) + 100 * y[:, None] + rng.normal(size=6) * 5, y))
+    replies = MomentsPool(4, 6, form)
+    for z, y in clients:
+        replies.add(to_arrays(moments(z, y, 4, form), form, dtype=np.float64))
+        assert len(replies._means) <= REPLIES
+    assert_equal_to_data(replies.moments(), clients)
+
+
+def test_a_pool_of_sums_is_that_of_their_totals() -> None:
+    parts = [moments(z + 1e3, y, 4) for z, y in random_clients(22)]
+    centres = pool(parts).means + 0.1
+    replies, arrays = MomentsPool(4, 6, "sums", centres), [to_arrays(part, "sums", centres=centres) for part in parts]
+    for reply in arrays:
+        replies.add(reply)
+    total = {name: sum(reply[name] for reply in arrays) for name in ("count", "sum", "square")}
+    wanted, found = from_sums(total["count"], total["sum"], total["square"], centres), replies.moments()
+    for c in wanted.classes:
+        np.testing.assert_array_equal(found.means[c], wanted.means[c])
+        np.testing.assert_array_equal(found.cov(c), wanted.cov(c))
+        np.testing.assert_allclose(found.cov(c), pool(parts).cov(c), rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_reply_comes_back(mode: str) -> None:
     z, y = random_clients(11, clients=1)[0]
@@ -525,6 +556,14 @@ def test_refusals() -> None:
 
 
 # Sampling
+
+
+def test_allotted_draws() -> None:
+    counts = np.array([30, 0, 10, 1])
+    assert allot(counts, 7).tolist() == [7, 0, 7, 7]
+    # 3 classes seen, 300 samples shared as 30 : 10 : 1 of 41.
+    assert allot(counts, 100, "proportional").tolist() == [220, 0, 73, 7]
+    assert allot(counts, 1, "proportional").tolist() == [2, 0, 1, 1]
 
 
 def singular(width: int, rank: int, seed: int = 0) -> np.ndarray:

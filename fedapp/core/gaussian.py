@@ -54,6 +54,8 @@ BLOCK = 1024
 """Rows that are widened to float64, centred and multiplied at a time."""
 DRAWS = 256
 """Virtual features that are drawn, multiplied and rounded at a time."""
+REPLIES = 64
+"""Replies whose means a pool keeps side by side before it merges them into one."""
 STREAM = 7919
 """Keeps the generators of virtual features apart from all others made from the same seed."""
 
@@ -64,6 +66,7 @@ __all__ = [
     "Form",
     "Mode",
     "MomentsPool",
+    "allot",
     "draw",
     "factorise",
     "form_of",
@@ -74,6 +77,7 @@ __all__ = [
     "moments",
     "pack",
     "pool",
+    "problem_of",
     "sample",
     "separability",
     "sliced_wasserstein",
@@ -548,7 +552,11 @@ def _low_rank(cov: Float64, rank: int) -> tuple[Float64, Float64]:
 
 
 def to_arrays(
-    statistics: ClassMoments, mode: Mode = "full", rank: int = 8, dtype: npt.DTypeLike = np.float32
+    statistics: ClassMoments,
+    mode: Mode = "full",
+    rank: int = 8,
+    dtype: npt.DTypeLike = np.float32,
+    centres: Array | None = None,
 ) -> dict[str, Array]:
     """Return what a client sends.
 
@@ -573,6 +581,8 @@ def to_arrays(
         r of ``lowrank``.
     dtype : dtype
         Precision of means and covariances.
+    centres : ndarray, (C, d), optional
+        What ``sums`` are taken around.
 
     Returns
     -------
@@ -582,7 +592,7 @@ def to_arrays(
     if statistics.form != form_of(mode):
         raise ValueError(f"mode {mode!r} needs statistics of form {form_of(mode)!r}, got {statistics.form!r}")
     if mode == "sums":
-        return sums(statistics)
+        return sums(statistics, centres)
     ids = statistics.classes
     arrays: dict[str, Array] = {
         "ids": ids,
@@ -652,11 +662,31 @@ def _checked(arrays: Mapping[str, Array], mode: Mode, num_classes: int, width: i
         )
 
 
+def problem_of(arrays: Mapping[str, Array], mode: Mode, num_classes: int, width: int) -> str | None:
+    """Say why arrays that came from elsewhere cannot be statistics of a mode, or return None.
+
+    Parameters
+    ----------
+    arrays : mapping of str to ndarray
+        What was received.
+    mode : {"full", "diag", "lowrank", "pooled", "sums"}
+        What was asked for, see `to_arrays`.
+    num_classes, width : int
+        C and d.
+    """
+    try:
+        _checked(arrays, mode, num_classes, width)
+    except ValueError as e:
+        return str(e)
+    return None
+
+
 class MomentsPool:
     """Pooled statistics of the replies of all clients, added as they arrive.
 
-    Memory: for each class seen one packed float64 covariance (``pooled``: one in all), and the means of all replies.
-    The result is that of `pool`; the order of the replies matters in the last bits only.
+    Memory, however many clients reply: for each class seen one packed float64 covariance (``pooled``: one in all), and
+    the means of at most ``REPLIES`` replies. The result is that of `pool`; the order of the replies matters in the last
+    bits only. In the mode ``sums`` nothing but the totals over clients enters the result.
 
     Parameters
     ----------
@@ -664,11 +694,14 @@ class MomentsPool:
         C and d.
     mode : {"full", "diag", "lowrank", "pooled", "sums"}
         What the clients send, see `to_arrays`.
+    centres : ndarray, (C, d), optional
+        What the clients subtracted, in the mode ``sums``; see `sums`.
     """
 
-    def __init__(self, num_classes: int, width: int, mode: Mode = "full") -> None:
+    def __init__(self, num_classes: int, width: int, mode: Mode = "full", centres: Array | None = None) -> None:
         self.form = form_of(mode)
-        self.num_classes, self.width, self.mode = num_classes, width, mode
+        self.num_classes, self.width, self.mode, self.centres = num_classes, width, mode, centres
+        self._totals: dict[str, Array] = {}
         self._counts: list[Int64] = []
         self._means: list[Float64] = []
         self._scatter: dict[int, torch.Tensor] = {}
@@ -689,17 +722,21 @@ class MomentsPool:
         """
         _checked(arrays, self.mode, self.num_classes, self.width)
         if self.mode == "sums":
-            part = from_sums(arrays["count"], arrays["sum"], arrays["square"])
-            self._append(part.counts, part.means)
-            for c in part.classes.tolist():
-                self._accumulate(c, torch.from_numpy(pack(part.scatter(c))), 1.0)
+            for name, array in arrays.items():
+                if name in self._totals:
+                    self._totals[name] += array
+                else:
+                    self._totals[name] = array.astype(np.int64 if name == "count" else np.float64)
             return
+        if len(self._counts) == REPLIES:
+            self._condense()
         ids, count = arrays["ids"], arrays["count"]
         counts = np.zeros(self.num_classes, dtype=np.int64)
         counts[ids] = count
         means = np.zeros((self.num_classes, self.width))
         means[ids] = arrays["mean"]
-        self._append(counts, means)
+        self._counts.append(counts)
+        self._means.append(means)
         if self.mode == "pooled":
             self._accumulate(0, as_tensor(arrays["cov"]), float(counts.sum() - ids.size))
             return
@@ -712,13 +749,17 @@ class MomentsPool:
             # With N - 1 = 0 the covariance of a single sample, whatever was sent, has no weight.
             self._accumulate(c, cov, float(counts[c] - 1))
 
-    def check(self, arrays: Mapping[str, Array]) -> None:
-        """Raise what `add` would raise, without adding."""
-        _checked(arrays, self.mode, self.num_classes, self.width)
-
-    def _append(self, counts: Int64, means: Float64) -> None:
-        self._counts.append(counts)
-        self._means.append(means)
+    def _condense(self) -> None:
+        """Put one mean a class in the place of those of many replies, and their spread around it into the scatter."""
+        counts = np.stack(self._counts)
+        means = np.zeros((self.num_classes, self.width))
+        for c in np.flatnonzero(counts.any(axis=0)).tolist():
+            one = ClassMoments(1, self.width, self.form)
+            _pool_means(one, counts[:, [c]], [mean[[c]] for mean in self._means])
+            means[c], spread = one._means[0], one.scatter(0)
+            key = 0 if self.form == "pooled" else c
+            self._accumulate(key, torch.from_numpy(spread if self.form == "diag" else pack(spread)), 1.0)
+        self._counts, self._means = [counts.sum(axis=0)], [means]
 
     def _accumulate(self, key: int, scatter: torch.Tensor, weight: float) -> None:
         if key not in self._scatter:
@@ -736,6 +777,8 @@ class MomentsPool:
         ValueError
             No reply was added.
         """
+        if self._totals:
+            return from_sums(self._totals["count"], self._totals["sum"], self._totals["square"], self.centres)
         if not self._counts:
             raise ValueError("no statistics to pool")
         result = ClassMoments(self.num_classes, self.width, self.form)
@@ -985,6 +1028,29 @@ def sample(
         rows = drawn[start : start + DRAWS]
         rows[:] = draw(middle, factor, generator.standard_normal(rows.shape), dtype)
     return drawn
+
+
+def allot(counts: Int64, samples: int, mode: Literal["fixed", "proportional"] = "fixed") -> Int64:
+    """Return M_c, how many virtual features each class gets.
+
+    Parameters
+    ----------
+    counts : ndarray, (C,), integer
+        N_c; classes of which nothing was seen get none.
+    samples : int
+        M, mean number of a class seen.
+    mode : {"fixed", "proportional"}
+        M for every class, or shares of the same total as ``N_c / |D|``, rounded, and at least 1.
+
+    Returns
+    -------
+    ndarray, (C,), int64
+    """
+    seen = counts > 0
+    if mode == "fixed":
+        return np.where(seen, samples, 0)
+    share = counts / max(1, counts.sum())
+    return np.where(seen, np.maximum(1, np.rint(samples * seen.sum() * share)), 0).astype(np.int64)
 
 
 def virtual_features(

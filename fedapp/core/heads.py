@@ -1,0 +1,153 @@
+"""The linear head on given representations: its logits, its re-training, and how even its rows are.
+
+Luo et al., "No Fear of Heterogeneity: Classifier Calibration for Federated Learning with Non-IID Data", NeurIPS 2021:
+Algorithm 1 re-trains a head on labelled representations, Section 3.3 normalises its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fedapp.core.gaussian import tukey
+
+Array = npt.NDArray[Any]
+Float32 = npt.NDArray[np.float32]
+
+__all__ = ["CCVRHead", "logits", "norm_ratio", "problem_of", "retrain"]
+
+
+def logits(z: Tensor, weight: Tensor, bias: Tensor, normalise: bool) -> Tensor:
+    """Return ``W z + b``, or with ``normalise`` (Section 3.3) ``phi_i . z / ||phi_i||``.
+
+    Parameters
+    ----------
+    z : Tensor, (B, d)
+        Representations.
+    weight, bias : Tensor, (C, d) and (C,)
+        The head; with ``normalise`` the bias plays no part.
+    normalise : bool
+        Whether weight vectors count by their direction alone.
+
+    Returns
+    -------
+    Tensor, (B, C)
+    """
+    if normalise:
+        return functional.linear(z, functional.normalize(weight, dim=1, eps=1e-12))
+    return functional.linear(z, weight, bias)
+
+
+class CCVRHead(nn.Linear):
+    """A linear head that can do what calibration asks for: Tukey's transform before it, weight vectors of norm 1.
+
+    It holds ``weight`` (C, d) and ``bias`` (C,) like any linear head. ``transform`` is switched on from outside, once
+    the head is calibrated for it. With ``normalise`` the bias stays 0 and is not trained.
+
+    Parameters
+    ----------
+    plain : nn.Linear
+        The head whose values it takes over.
+    normalise : bool
+        As in `logits`.
+    """
+
+    def __init__(self, plain: nn.Linear, normalise: bool) -> None:
+        super().__init__(plain.in_features, plain.out_features)
+        self.load_state_dict(plain.state_dict())
+        self.normalise = normalise
+        self.transform = False
+        if normalise:
+            nn.init.zeros_(self.bias)
+            self.bias.requires_grad_(False)
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Return logits (B, C) of representations (B, d)."""
+        return logits(tukey(z) if self.transform else z, self.weight, self.bias, self.normalise)
+
+
+def retrain(
+    weight: Array,
+    bias: Array,
+    z: Array,
+    y: Array,
+    steps: Iterable[Array],
+    lr: float,
+    *,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    normalise: bool = False,
+) -> tuple[Float32, Float32]:
+    """Re-train a head by SGD on the mean cross-entropy of labelled representations, from its present values.
+
+    Parameters
+    ----------
+    weight, bias : ndarray, (C, d) and (C,)
+        The head; not changed.
+    z : ndarray, (n, d)
+        Representations.
+    y : ndarray, (n,), integer
+        Their labels.
+    steps : iterable of ndarray of int
+        The rows of z that each step sees.
+    lr, momentum, weight_decay : float
+        Of SGD; momentum starts at 0.
+    normalise : bool
+        As in `logits`; the bias is then not trained.
+
+    Returns
+    -------
+    weight, bias : ndarray, (C, d) and (C,), float32
+        Rows of classes without a sample are left as they were, bit for bit: their logits are no part of the loss, so
+        that nothing pushes them down.
+    """
+    seen = np.unique(y)
+    w, b = (torch.tensor(part[seen], dtype=torch.float32, requires_grad=True) for part in (weight, bias))
+    inputs = torch.from_numpy(np.asarray(z, dtype=np.float32))
+    labels = torch.from_numpy(np.searchsorted(seen, y).astype(np.int64))
+    optimizer = torch.optim.SGD([w] if normalise else [w, b], lr=lr, momentum=momentum, weight_decay=weight_decay)
+    for step in steps:
+        rows = torch.from_numpy(step)
+        loss = functional.cross_entropy(logits(inputs[rows], w, b, normalise), labels[rows])
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+    new_weight, new_bias = (np.array(part, dtype=np.float32) for part in (weight, bias))
+    new_weight[seen], new_bias[seen] = w.detach().numpy(), b.detach().numpy()
+    return new_weight, new_bias
+
+
+def norm_ratio(weight: Array) -> float | None:
+    """Return the largest over the smallest norm of a head's rows: 1 where no class is favoured by its norm.
+
+    Parameters
+    ----------
+    weight : ndarray, (C, d)
+        None is returned without rows, or where one of them is zero.
+    """
+    norms = np.linalg.norm(weight, axis=1)
+    return float(norms.max() / norms.min()) if norms.size and norms.min() > 0 else None
+
+
+def problem_of(z: Array | None, labels: Array | None, width: int, num_classes: int) -> str | None:
+    """Say what is wrong with labelled representations that came from elsewhere, or return None.
+
+    Parameters
+    ----------
+    z, labels : ndarray or None
+        What was received; None where it is missing.
+    width, num_classes : int
+        d and C, which the receiver expects.
+    """
+    fits = z is not None and labels is not None and labels.ndim == 1 and z.shape == (len(labels), width)
+    if not fits or labels is None or not np.issubdtype(labels.dtype, np.integer):
+        return f"features must be z (n, {width}) and integer labels (n,)"
+    if len(labels) and not 0 <= labels.min() <= labels.max() < num_classes:
+        return f"labels must lie in 0..{num_classes - 1}"
+    return None
