@@ -209,17 +209,16 @@ class FedStrategy(Strategy):
         return exchange
 
     def _asker(self, federation: Federation, round: int, observer: Observer) -> Ask:
-        def ask(kind: str, payload: Payload) -> list[Reply]:
+        def ask(kind: str, payload: Payload) -> Iterator[Reply]:
             stage = f"query.{kind}"
             exchange = Exchange(stage, round)
             payloads = ((c, payload) for c in sorted(federation.nodes))
             control = {"round": round + 1}
             replies = federation.exchange(stage, round, payloads, {}, self._check, exchange.traffic, control)
-            answers = list(_recorded(replies, exchange))
+            yield from _recorded(replies, exchange)
             exchange.seconds = exchange.traffic.seconds
             federation.require(exchange.traffic, round)
             observer.asked(exchange)
-            return answers
 
         return ask
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -290,6 +291,25 @@ def test_statistics_of_a_federation_are_those_of_its_pooled_features(
     for c in found.classes:
         np.testing.assert_allclose(found.means[c], z[y == c].mean(axis=0), atol=tolerance)
         np.testing.assert_allclose(found.cov(c), np.cov(z[y == c].T), atol=tolerance)
+
+
+@pytest.mark.parametrize("cov", ["full", "sums"])
+def test_answers_are_pooled_one_by_one(cov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the number of clients, no more than the last two answers are in memory."""
+    original, most = Federation.exchange, []
+
+    def exchange(self: Federation, kind: str, *args: Any, **kwargs: Any) -> Iterator[Reply]:
+        seen: list[weakref.ref[Reply]] = []
+        for reply in original(self, kind, *args, **kwargs):
+            seen.append(weakref.ref(reply))
+            if kind.startswith("query"):
+                most.append(sum(ref() is not None for ref in seen))
+            yield reply
+
+    monkeypatch.setattr(Federation, "exchange", exchange)
+    args = f"epochs=1 cov={cov}"
+    run(method="ccvr", method_args=args, rounds=1, out=tmp_path / "run", **{**SMALL, "clients": 6})
+    assert len(most) == (12 if cov == "sums" else 6) and max(most) <= 2
 
 
 def test_features_are_the_heads_input_in_evaluation_mode_without_augmentation(tmp_path: Path) -> None:
