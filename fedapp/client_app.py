@@ -88,12 +88,12 @@ def handle(stage: str, message: Message, context: Context) -> Message:
 
 
 def _remember(context: Context, client: FedClient, round: int) -> None:
-    """Keep round, path and hash of the stored state in the node's context; the state itself lies on disk."""
+    """Keep round, path and SHA-256 of the stored state's file in the node's context; the state itself lies on disk."""
     if client.store is None:
         return
     path = client.store.folder / f"{client.store.run}.{round:06d}.safetensors"
-    stat = path.stat()
-    digest = hashlib.sha256(f"{path.name}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()
+    with path.open("rb") as f:
+        digest = hashlib.file_digest(f, "sha256").hexdigest()
     context.state["fedapp"] = ConfigRecord({"round": round, "path": str(path), "hash": digest})
 
 
