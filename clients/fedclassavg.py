@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clients.base import FedClient
+from fedapp import sampling
 from fedapp.core.contrastive import l2_distance, mse_half, supcon
 from fedapp.method import BaseHParams, Payload
 from fedapp.training import Batch, TrainSpec, train
@@ -63,7 +64,12 @@ class FedClassAvgHParams(BaseHParams):
     base_temperature: float | None = Field(None, gt=0, description="T_b, instead of the preset's")
     normalise: bool | None = Field(None, description="L2-normalise features in the contrastive term, or the preset's")
     proximal: Literal["l2", "mse_half"] | None = Field(None, description="form of the proximal term, or the preset's")
-    warmup_epochs: int | None = Field(None, ge=0, description="local epochs before the first round, or the preset's")
+    warmup_epochs: int | None = Field(
+        None,
+        ge=0,
+        description="local epochs before a client's first round, its head discarded, or the preset's (authors: 1); "
+        "none where share=all hands out the whole model",
+    )
     beta1: float = Field(
         0.5, ge=0, lt=1, description="first moment decay where the optimizer is Adam (released code: 0.5)"
     )
@@ -82,15 +88,21 @@ class FedClassAvgClient(FedClient):
     received_head: list[Tensor]
 
     def receive(self, payload: Payload) -> None:
-        """Warm the trunk up before the client's first round if asked to, then take the received arrays."""
+        """Warm the trunk up before the client's first round if asked to, then take the received arrays.
+
+        It comes before round 1 whenever it is computed, so that a client scored before it ever trains has the same one.
+        Where the whole model is handed out, nothing of a warm-up would be left, so there is none.
+        """
         epochs = self.hparams.chosen.warmup_epochs
-        if epochs and self._loaded is None and self.store is not None:
+        fresh = self._loaded is None and not self._covered(self.model, payload)
+        if epochs and fresh and self.store is not None:
             self.received_head = [p.detach().clone() for p in self.model.head.parameters()]
             spec = TrainSpec(**{**vars(self.train_spec()), "epochs": epochs})
             task = self.task
             train(
                 self.model, task.x_train, task.y_train, spec, task.inputs, self.step_loss,
-                self.generator("warm-up"), views=self.views, betas=self.adam_betas(),
+                sampling.torch_generator(task.seed, "warm-up", 1, task.client), views=self.views,
+                betas=self.adam_betas(),
             )  # fmt: skip
         super().receive(payload)
 
