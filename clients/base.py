@@ -56,10 +56,15 @@ class Task:
     Attributes
     ----------
     client : stable client id.   seed : the run's seed.
+    num_classes : classes of the federation, C.   inputs : channels, size and normalisation of the images.
     model : name of the client's architecture.
     x_train, x_test : (n, H, W, C) uint8 tensors on the client's device; y_train, y_test : (n,) int64.
     x_union, y_union : the union of all clients' test splits for the balanced score (simulation only), or None.
+    train : how a round trains.
+    buffers : floating-point buffers (BatchNorm's statistics): `global` = shared like parameters, `local` = kept by
+        the client, `drop` = reset before every round.
     protocols : which of `received` and `trained` are measured.
+    extras : what else a node or a method adds, by name: `public` images, `classes` (names).
     """
 
     client: int
@@ -366,9 +371,17 @@ class FedClient(NumPyClient):
         return list(arrays.values()), n, metrics
 
     def evaluate(self, parameters: list[Array], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
-        """Score positional parameters on the client's own test split."""
+        """Score positional parameters on the client's own test split (`config["round"]`, default 1).
+
+        Returns
+        -------
+        Mean loss in nats, number of test samples (at least 1), and `accuracy`; whatever the task's `protocols` are.
+        """
         payload = Payload(arrays=dict(zip(self.down_names(), parameters, strict=True)))
-        metrics = self.evaluate_round(payload, int(config.get("round", 1)), balanced=False)
+        self.round = int(config.get("round", 1))
+        self.restore(self.round, payload, always=True)
+        self.receive(payload)
+        metrics = self.measure("received")
         total = max(1, int(metrics["received-total"]))
         accuracy = metrics["received-correct"] / total
         return metrics["received-loss-sum"] / total, total, {"accuracy": accuracy}

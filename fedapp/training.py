@@ -136,12 +136,16 @@ def train(
     views : independent augmentations per image.
     on_epoch : called after each epoch with its number from 0.
 
+    Returns
+    -------
+    What was done; without samples or epochs that is nothing: 0 steps, a loss of NaN, and the model as it was.
+
     Raises
     ------
     FloatingPointError : the loss is not finite; says what to lower.
     """
     report = TrainReport()
-    if len(y) == 0:
+    if len(y) == 0 or spec.epochs < 1:
         return report
     chosen = [p for p in (model.parameters() if parameters is None else parameters) if p.requires_grad]
     optimizer = make_optimizer(chosen, spec, betas)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -182,6 +183,42 @@ def test_fedavg_with_batchnorm_on_iid_data_learns_what_one_computer_learns(tmp_p
         _, _, scores = central.train_round(Payload(), round)
     one = scores["trained-correct"] / scores["trained-total"]
     assert together > one - 0.05 and one > 0.8
+
+
+@pytest.mark.parametrize("protocols", [("received",), ("trained",), ()])
+def test_anybodys_client_fn_scores_whatever_is_measured_in_a_run(protocols: tuple[str, ...]) -> None:
+    from fedapp.method import BaseHParams
+
+    c = Normed(replace(normed_task("global"), protocols=protocols), FEDAVG, BaseHParams())
+    parameters = c.get_parameters({})
+    loss, n, metrics = c.evaluate(parameters, {})
+    expected = c.measure("received")
+    assert n == len(c.task.y_test) == expected["received-total"]
+    assert metrics == {"accuracy": expected["received-correct"] / n}
+    assert loss == pytest.approx(expected["received-loss-sum"] / n)
+
+
+def test_a_nodes_context_holds_round_path_and_hash_of_its_state_and_no_more(tmp_path: Path) -> None:
+    from fedapp import server_app
+    from fedapp.client_app import app as client_app
+    from fedapp.config import from_flat, resolve
+    from fedapp.localgrid import LocalGrid
+
+    values = {
+        "method": "lgfedavg",
+        "clients": 2,
+        "num-server-rounds": 2,
+        "local-epochs": 1,
+        "out": str(tmp_path / "run"),
+    }
+    flat = resolve(from_flat(values)).to_flat()
+    grid = LocalGrid(client_app, flat, 2)
+    server_app.serve(grid, flat)
+    for context in grid.contexts.values():
+        assert list(context.state) == ["fedapp"]
+        kept = dict(context.state.config_records["fedapp"])
+        content = Path(str(kept["path"])).read_bytes()
+        assert kept == {"round": 2, "path": kept["path"], "hash": hashlib.sha256(content).hexdigest()}
 
 
 def test_a_strategy_starts_in_anybodys_server_app() -> None:

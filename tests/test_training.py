@@ -163,3 +163,15 @@ def test_evaluation_counts_by_class_and_restores_training_mode() -> None:
     assert scores.balanced == pytest.approx(np.mean(recalls))
     empty = evaluate(model, x[:0], y[:0], INPUTS, 10)
     assert np.isnan(empty.accuracy) and np.isnan(empty.loss) and np.isnan(empty.balanced)
+
+
+@pytest.mark.parametrize(("epochs", "n"), [(0, 60), (2, 0)])
+def test_nothing_to_do_is_reported_as_nothing(epochs: int, n: int) -> None:
+    model = build_model("digits-a", num_classes=10, channels=1, size=8, seed=1)
+    before = copy.deepcopy(model.state_dict())
+    x, y = data(n)
+    spec = TrainSpec(epochs=epochs)
+    generator = torch.Generator().manual_seed(5)
+    report = train(model, x, y, spec, INPUTS, lambda b: F.cross_entropy(model(b.x), b.y), generator)
+    assert np.isnan(report.loss) and (report.steps, report.samples) == (0, 0)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
