@@ -147,16 +147,8 @@ def l2_distance(params: Iterable[Tensor], refs: Iterable[Tensor]) -> Tensor:
 def mse_half(params: Iterable[Tensor], refs: Iterable[Tensor]) -> Tensor:
     """Half the sum over tensors of the mean squared difference: the proximal term of FedClassAvg's released code.
 
-    Against `l2_distance` its gradient is weaker by about the number of entries of the tensor.
-
-    Parameters
-    ----------
-    params, refs : iterable of Tensor
-        As in `l2_distance`.
-
-    Returns
-    -------
-    Tensor, ()
+    Against `l2_distance`, whose parameters it takes, its gradient is weaker by about the number of entries of the
+    tensor.
     """
     return 0.5 * torch.stack([difference.square().mean() for difference in _differences(params, refs)]).sum()
 
@@ -164,13 +156,6 @@ def mse_half(params: Iterable[Tensor], refs: Iterable[Tensor]) -> Tensor:
 def squared_distance(params: Iterable[Tensor], refs: Iterable[Tensor]) -> Tensor:
     """Sum of squared differences ``||w - w_ref||^2``; FedProx adds ``mu / 2`` times it to the loss.
 
-    Parameters
-    ----------
-    params, refs : iterable of Tensor
-        As in `l2_distance`.
-
-    Returns
-    -------
-    Tensor, ()
+    Parameters are those of `l2_distance`.
     """
     return torch.stack([difference.square().sum() for difference in _differences(params, refs)]).sum()

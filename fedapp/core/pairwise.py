@@ -340,7 +340,7 @@ def combine(
     return product([weights], theta, out=out, chunk=chunk)
 
 
-def gram(theta: Array | Sequence[Model], chunk: int = CHUNK) -> Float64:
+def gram(theta: Array | Sequence[Model], chunk: int = CHUNK, *, centred: bool = False) -> Float64:
     """Return the m x m matrix of inner products of models.
 
     Parameters
@@ -348,17 +348,16 @@ def gram(theta: Array | Sequence[Model], chunk: int = CHUNK) -> Float64:
     theta : ndarray, (m, D), or sequence of m mappings of str to ndarray
         Floating-point models.
     chunk : int
-        Columns at a time; the function holds one m x chunk block in float64.
+        Columns at a time; the function holds one m x chunk block in float64, two if centred.
+    centred : bool
+        Subtract model 0 from all first. Distances do not change by that, and the small differences of models that all
+        come from one received model are not lost beside the length they share.
 
     Returns
     -------
     ndarray, (m, m), float64
         Exactly symmetric, summed in float64.
     """
-    return _gram(theta, chunk, centred=False)
-
-
-def _gram(theta: Array | Sequence[Model], chunk: int, *, centred: bool) -> Float64:
     if isinstance(theta, np.ndarray):
         _check_matrix(theta, chunk)
     total = torch.zeros(len(theta), len(theta), dtype=torch.float64)
@@ -401,39 +400,16 @@ def cosine_from_gram(inner: Float64) -> Float64:
 
 
 def squared_distances(theta: Array | Sequence[Model], chunk: int = CHUNK) -> Float64:
-    """Return the m x m matrix of squared Euclidean distances of models.
+    """Return the m x m matrix of squared Euclidean distances of models, from their centred `gram`.
 
-    Model 0 is subtracted from all first: distances do not change, and the small differences of models that all come
-    from one received model are not lost beside the length they share.
-
-    Parameters
-    ----------
-    theta : ndarray, (m, D), or sequence of m mappings of str to ndarray
-        Floating-point models.
-    chunk : int
-        Columns at a time; the function holds two m x chunk blocks in float64.
-
-    Returns
-    -------
-    ndarray, (m, m), float64
-        Symmetric, not negative, zero on the diagonal.
+    Parameters and memory are those of `gram`; the result is symmetric, not negative, and zero on the diagonal.
     """
-    return distances_from_gram(_gram(theta, chunk, centred=True))
+    return distances_from_gram(gram(theta, chunk, centred=True))
 
 
 def cosine_matrix(theta: Array | Sequence[Model], chunk: int = CHUNK) -> Float64:
-    """Return the m x m matrix of cosines of models or updates; see `cosine_from_gram` for zero vectors.
+    """Return the m x m matrix of cosines of models or updates, from their `gram`.
 
-    Parameters
-    ----------
-    theta : ndarray, (m, D), or sequence of m mappings of str to ndarray
-        Floating-point models or updates.
-    chunk : int
-        Columns at a time; the function holds one m x chunk block in float64.
-
-    Returns
-    -------
-    ndarray, (m, m), float64
-        Symmetric, in [-1, 1], ones on the diagonal.
+    Parameters and memory are those of `gram`; see `cosine_from_gram` for the result and for zero vectors.
     """
     return cosine_from_gram(gram(theta, chunk))
