@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from clients.cwfedavg import CwFedAvgClient, CwFedAvgHParams, classwise_names
 from fedapp.core.averages import RunningMean, weighted_mean
-from fedapp.core.classwise import class_globals, class_weights, mixing_matrix, norm_distribution, weakly_held
+from fedapp.core.classwise import Uploads, class_globals, class_weights, mixing_matrix, norm_distribution, weakly_held
 from fedapp.method import ALL, Arrays, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.metrics import mean, tidy
 from strategies.base import FedStrategy
@@ -86,33 +86,22 @@ class CwFedAvg(FedStrategy):
         return p
 
     def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
-        """Take p~ from the uploads and form Q over the clients that answered (lines 8 and 9).
-
-        At most 2K class-wise parts of uploads are held. When there are more, K class models take their place: for all
-        further sums the model of class j is a client with sum_i n_i p~_ij samples, all of class j.
-        """
+        """Take p~ from the uploads and form Q over the clients that answered (lines 8 and 9)."""
         names, classes = self._names(), self.context.num_classes
-        common, pt = RunningMean(), dict(state["pt"])
-        rows: list[Arrays] = []
-        n: list[float] = []
-        shares: list[Float64] = []
+        common, pt, uploads = RunningMean(), dict(state["pt"]), Uploads(classes)
         distances: list[float] = []
         for reply in replies:
-            pt[reply.client] = self._distribution(reply)
-            common.add({name: reply.arrays[name] for name in state["common"]}, float(reply.num_samples))
-            if len(rows) == 2 * classes:
-                held = np.array(n) @ np.array(shares)
-                rows = class_globals(rows, class_weights(np.array(n), np.array(shares)))
-                n, shares = list(held), list(np.eye(classes))
-            rows.append({name: reply.arrays[name] for name in names})
-            n.append(float(reply.num_samples))
-            shares.append(pt[reply.client])
+            n, p = float(reply.num_samples), self._distribution(reply)
+            pt[reply.client] = p
+            common.add({name: reply.arrays[name] for name in state["common"]}, n)
+            uploads.add({name: reply.arrays[name] for name in names}, n, p)
             distance = reply.metrics.get("wdr")
             distances.append(float(distance) if isinstance(distance, (int, float)) else np.nan)
+        rows = uploads.models
         if not rows:
             return {**state, "wdr": np.append(state["wdr"], np.nan)}
-        q = class_weights(np.array(n), np.array(shares))
-        for j in np.flatnonzero(weakly_held(np.array(n), np.array(shares), self.hparams.tau)):
+        q = class_weights(uploads.n, uploads.p)
+        for j in np.flatnonzero(weakly_held(uploads.n, uploads.p, self.hparams.tau)):
             rows.append(class_globals(_rows(state), state["q"][:, [j]])[0])
             q[:, j] = 0
             q = np.vstack([q, np.eye(classes)[j]])

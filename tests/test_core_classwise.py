@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedapp.core.classwise import (
+    Uploads,
     cheaper_order,
     class_globals,
     class_weights,
@@ -184,6 +185,19 @@ def test_equal_distributions_give_fedavg() -> None:
     fedavg = n @ theta / n.sum()
     np.testing.assert_allclose(class_globals(theta, weights), np.tile(fedavg, (4, 1)), atol=1e-12)
     np.testing.assert_allclose(mix(theta, even, weights), np.tile(fedavg, (5, 1)), atol=1e-12)
+
+
+@pytest.mark.parametrize("clients", [3, 8, 9, 40])
+def test_uploads_that_are_merged_on_the_way_give_the_same_global_models(clients: int) -> None:
+    theta, n, shares = random_case(17, clients)
+    uploads = Uploads(4)
+    for row, samples, share in zip(theta, n, shares):
+        uploads.add({"w": row}, float(samples), share)
+        assert len(uploads.models) <= 8
+    found = class_globals(uploads.models, class_weights(uploads.n, uploads.p))
+    wanted = naive_mix(theta, np.eye(4), n, shares)
+    np.testing.assert_allclose([model["w"] for model in found], wanted, atol=1e-12)
+    assert uploads.n.sum() == pytest.approx(n.sum(), rel=1e-12)
 
 
 def test_one_class_gives_fedavg() -> None:

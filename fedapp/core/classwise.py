@@ -35,6 +35,7 @@ TOLERANCE = 1e-4
 """How far the sum of a distribution may be from 1: float32 rounding over a few hundred classes stays well below."""
 
 __all__ = [
+    "Uploads",
     "cheaper_order",
     "class_globals",
     "class_weights",
@@ -305,6 +306,50 @@ def class_globals(
     q = np.asarray(weights, dtype=np.float64)
     _check_distributions("the transposed class weights", q.T)
     return combine(q.T, theta, chunk=chunk)
+
+
+class Uploads:
+    """The models of the clients that answered, added as they arrive, with at most 2K models in memory.
+
+    When there are more, the K global models take their place: for all further sums that of class j is an upload of
+    ``sum_i n_i p_ij`` samples, all of class j.
+
+    Parameters
+    ----------
+    num_classes : int
+        K.
+
+    Attributes
+    ----------
+    models : list of dict of str to ndarray
+        What is held, m models.
+    """
+
+    def __init__(self, num_classes: int) -> None:
+        self.num_classes = num_classes
+        self.models: list[dict[str, Array]] = []
+        self._n: list[float] = []
+        self._p: list[Float64] = []
+
+    @property
+    def n(self) -> Float64:
+        """Sample counts, (m,)."""
+        return np.array(self._n, dtype=np.float64)
+
+    @property
+    def p(self) -> Float64:
+        """Class distributions, (m, K)."""
+        return np.array(self._p, dtype=np.float64)
+
+    def add(self, model: dict[str, Array], n: float, p: Float64) -> None:
+        """Add a model, kept by reference, with its sample count and its class distribution (K,)."""
+        if len(self.models) == 2 * self.num_classes:
+            mass = self.n @ self.p
+            self.models = class_globals(self.models, class_weights(self.n, self.p))
+            self._n, self._p = list(mass), list(np.eye(self.num_classes))
+        self.models.append(model)
+        self._n.append(n)
+        self._p.append(p)
 
 
 def wdr(head_weight: Tensor, p: Tensor) -> Tensor:
