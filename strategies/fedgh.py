@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.fedgh import FedGHClient, FedGHHParams
+from fedapp.core.classmeans import problem_of
 from fedapp.method import HEAD, NONE, Method, Reply, ServerContext, ServerState
 from fedapp.metrics import tidy
 from strategies.base import FedStrategy
@@ -38,6 +39,13 @@ class LARs(NamedTuple):
 
     r: Float64
     s: Labels
+
+    @classmethod
+    def of(cls, reply: Reply) -> LARs:
+        """Return those of a reply."""
+        lar, labels = reply.arrays["lar"], reply.arrays["labels"]
+        ascending = np.argsort(labels)
+        return cls(lar[ascending].astype(np.float64), labels[ascending].astype(np.int64))
 
 
 def header_step(w: Float64, b: Float64, r: Float64, s: Labels, lr: float, clip: float = 0.0) -> float:
@@ -109,40 +117,24 @@ class FedGH(FedStrategy):
         return {**state, "covered": covered, "loss": np.zeros(0), "moved": np.zeros(0)}
 
     def check(self, reply: Reply) -> str | None:
-        """Refuse what is no set of LARs; note in which order good replies came."""
-        lar, labels = reply.arrays.get("lar"), reply.arrays.get("labels")
-        width, classes = self.context.width, self.context.num_classes
-        if lar is None or labels is None:
-            return "lar or labels missing"
-        if not np.issubdtype(lar.dtype, np.floating) or not np.issubdtype(labels.dtype, np.integer):
-            return f"lar has dtype {lar.dtype} and labels {labels.dtype}, expected floating point and integers"
-        if labels.ndim != 1 or lar.shape != (len(labels), width):
-            return f"lar has shape {lar.shape} for labels of shape {labels.shape}, expected one row of {width} a label"
-        if len(labels) and not (labels.min() >= 0 and labels.max() < classes):
-            return f"labels lie in {labels.min()} .. {labels.max()}, expected 0 .. {classes - 1}"
-        if len(np.unique(labels)) < len(labels):
-            return "a label occurs twice"
+        """Refuse what is no set of LARs; note in which order replies came."""
         reply.metrics["arrival"] = next(self._arrivals)
-        return None
+        lar, labels = reply.arrays.get("lar"), reply.arrays.get("labels")
+        return problem_of(lar, labels, self.context.width, self.context.num_classes)
 
     def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
         """Train theta on the LARs of the clients that answered (Algorithm 1, server); without LARs it stays."""
         hparams, theta = self.hparams, state["model"]
-        arrived: list[tuple[float, LARs]] = []
-        for reply in replies:
-            ascending = np.argsort(reply.arrays["labels"])
-            r, s = reply.arrays["lar"][ascending], reply.arrays["labels"][ascending]
-            if len(s):
-                arrived.append((reply.metrics.get("arrival", 0), LARs(r.astype(np.float64), s.astype(np.int64))))
+        answers = [reply for reply in replies if len(reply.arrays["labels"])]
         if hparams.order == "arrival":
-            arrived.sort(key=lambda item: item[0])
-        lars = [x for _, x in arrived]
+            answers.sort(key=lambda reply: reply.metrics["arrival"])
+        lars = [LARs.of(reply) for reply in answers]
         w, b = (theta[name].astype(np.float64) for name in ("head.weight", "head.bias"))
+        lr = 0.0 if hparams.mode == "frozen" else hparams.header_lr
         losses = []
         for epoch in range(hparams.header_epochs if lars else 0):
             rng = self.context.rng("header", round, epoch) if hparams.order == "shuffled" else None
             for r, s in batches(lars, hparams.header_batch, rng):
-                lr = 0.0 if hparams.mode == "frozen" else hparams.header_lr
                 losses.append(header_step(w, b, r, s, lr, hparams.header_clip))
         moved = np.sqrt(((w - theta["head.weight"]) ** 2).sum() + ((b - theta["head.bias"]) ** 2).sum())
         covered = np.zeros(self.context.num_classes, dtype=np.bool_)
