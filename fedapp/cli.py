@@ -224,8 +224,6 @@ def compare(
 
     Without --methods: the rows that a recipe lists, else the file's method beside Standalone. Exit codes as fedapp run.
     """
-    import time
-
     from fedapp import compare as comparing
     from fedapp import recipes
 
@@ -241,12 +239,11 @@ def compare(
         values.pop(key, None)
     if methods is None:
         methods = recipes.rows_of(file) or (f"local,{values['method']}" if "method" in values else "")
-    folder = out or Path("runs") / f"compare-{time.strftime('%Y%m%d-%H%M%S')}"
     code = comparing.run(
         values,
         methods or comparing.DEFAULT_METHODS,
         seeds,
-        folder,
+        out,
         engine,
         datasets=lists["dataset"],
         partitions=lists["partition"],

@@ -39,6 +39,7 @@ from fedapp.config import RunConfig
 from fedapp.data.partitions import data_card
 from fedapp.errors import BadRequest
 from fedapp.models import head_width
+from fedapp.results import absolute, check_out, check_writable, new_folder
 from fedapp.text import suggest
 
 OWN_SETTINGS = (
@@ -308,8 +309,15 @@ def standing(config: RunConfig) -> Literal["new", "done", "broken off", "nothing
 
     Raises
     ------
-    BadRequest : the directory holds a run with another configuration, or something else.
+    BadRequest : the directory holds a run with another configuration, or something else, or cannot be looked into.
     """
+    try:
+        return _standing(config)
+    except OSError as e:
+        raise BadRequest(f"{config.out} cannot be used ({e.strerror or e}); give another --out") from e
+
+
+def _standing(config: RunConfig) -> Literal["new", "done", "broken off", "nothing kept"]:
     out = Path(config.out)
     saved = out / "config.toml"
     if not saved.is_file():
@@ -339,7 +347,10 @@ def pending_config(config: RunConfig) -> RunConfig | None:
     """
     state = standing(config)
     if state == "nothing kept":
-        shutil.rmtree(config.out)
+        try:
+            shutil.rmtree(config.out)
+        except OSError as e:
+            raise BadRequest(f"{config.out} cannot be removed ({e.strerror or e}); give another --out") from e
     return None if state == "done" else config.replaced(resume=state == "broken off")
 
 
@@ -351,8 +362,8 @@ def only_one(out: Path) -> Iterator[None]:
     ------
     BadRequest : another process compares there, or the folder cannot be written.
     """
+    check_writable(out / "runs")
     try:
-        (out / "runs").mkdir(parents=True, exist_ok=True)
         lock = FileLock(out / ".lock", timeout=0)
         lock.acquire()
     except Timeout:
@@ -492,7 +503,7 @@ def run(
     values: Mapping[str, Any],
     methods: str,
     seeds: int,
-    out: Path,
+    out: Path | None,
     engine: str = "local",
     *,
     datasets: Sequence[str] = (),
@@ -507,6 +518,7 @@ def run(
     ----------
     values : flat run-config that all runs share.   methods : see :func:`parse_variants`.
     seeds : number of seeds, from the values' seed on.
+    out : folder of the comparison, default a new `./runs/compare-<time>`.
     datasets, partitions : none = those of the values.   reference : label of the method that others are tested against.
     target : accuracy in (0, 1) whose rounds and bytes are counted; None = what the reference ends at.
     workers : processes at a time on the local engine.
@@ -515,7 +527,6 @@ def run(
     -------
     Exit code: 0; 1 if a run did not end well or the runs do not share partition and sampling; 2 if all were refused.
     """
-    out = out.expanduser().absolute()
     variants = parse_variants(methods)
     first = parse_variants(reference)[0].label if reference else variants[0].label
     if first not in [v.label for v in variants]:
@@ -525,7 +536,14 @@ def run(
     if workers is not None and (workers < 1 or engine != "local"):
         raise BadRequest("--workers: at least 1, with --engine local")
     settings = settings_of(values, datasets, partitions)
-    jobs = jobs_of(values, variants, settings, seeds, out)
+    made = out is None
+    out = new_folder(Path("runs"), "compare") if out is None else absolute(out)
+    try:
+        jobs = jobs_of(values, variants, settings, seeds, out)
+    except BadRequest:
+        if made:
+            out.rmdir()
+        raise
     for job in jobs:
         standing(job.config)
     with only_one(out):
@@ -534,6 +552,8 @@ def run(
         todo = [(job, config) for job in jobs if (config := pending_config(job.config)) is not None]
         if len(todo) < len(jobs):
             typer.echo(f"{len(jobs) - len(todo)} of {len(jobs)} runs are there already", err=True)
+        for _, config in todo:
+            check_out(Path(config.out), config.resume)
         failed: dict[str, str] = {}
         if todo:
             failed = run_on_ray(todo, out / "superlink.log") if engine == "ray" else run_here(todo, workers)

@@ -327,6 +327,8 @@ def read_toml(path: Path) -> dict[str, Any]:
             data = tomllib.load(f)
     except FileNotFoundError as e:
         raise BadRequest(f"{path} does not exist") from e
+    except OSError as e:
+        raise BadRequest(f"{path} cannot be read ({e.strerror})") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise BadRequest(f"{path} is not TOML: {e}") from e
     return data

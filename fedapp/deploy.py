@@ -32,7 +32,7 @@ from fedapp import config as configuration
 from fedapp import launch
 from fedapp.config import RunConfig
 from fedapp.errors import BadRequest
-from fedapp.results import ANNOUNCED, cell, check_out, write_json
+from fedapp.results import ANNOUNCED, absolute, cell, check_out, new_folder, run_name, write_json
 
 LOST_AFTER = 30.0
 """Seconds without an answer from the SuperLink after which a run is given up as lost."""
@@ -230,8 +230,7 @@ def run(values: Mapping[str, Any], out: Path | None, superlink: str | None, dry_
             typer.echo("\n".join(what_leaves(config.replaced(clients=config.clients or 3))))
         typer.echo(f"SuperLink: {to.name}, {to.address}, {'plain HTTP' if to.insecure else 'TLS'}")
         return 0
-    here = out or Path("runs") / f"{config.method}-{config.dataset}-s{config.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-    here = here.expanduser().absolute()
+    here = absolute(out) if out is not None else new_folder(Path("runs"), run_name(config))
     check_out(here, resume)
     there = str(here)
     if resume and not (here / "checkpoint").is_dir():

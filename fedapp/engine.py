@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from fedapp import config as configuration
 from fedapp import tasks
 from fedapp.config import RunConfig
 from fedapp.errors import BadRequest
-from fedapp.results import check_out
+from fedapp.results import absolute, check_out, new_folder, run_name
 
 DEFAULT_CLIENTS = 10
 Listener = Callable[[Mapping[str, Any]], None]
@@ -68,7 +67,7 @@ def prepare(values: Mapping[str, Any], out: Path | None) -> RunConfig:
     Parameters
     ----------
     values : flat run-config keys; the others have their defaults.
-    out : run directory (made absolute), default `./runs/<method>-<dataset>-s<seed>-<time>`.
+    out : run directory (made absolute), default a new `./runs/<method>-<dataset>-s<seed>-<time>`.
 
     Raises
     ------
@@ -76,18 +75,18 @@ def prepare(values: Mapping[str, Any], out: Path | None) -> RunConfig:
     """
     config = effective(values)
     resume = bool(values.get("resume", False))
-    if out is None:
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        out = Path("runs") / f"{config.method}-{config.dataset}-s{config.seed}-{stamp}"
-    out = out.expanduser().absolute()
+    if out is not None:
+        out = absolute(out)
     tasks.check(config, config.clients)
+    if out is None:
+        out = new_folder(Path("runs"), run_name(config))
     check_out(out, resume)
     return config.replaced(out=str(out), resume=resume)
 
 
 def resumed(out: Path, rounds: int | None = None) -> dict[str, Any]:
     """Return the flat run-config that continues the run in `out`; `rounds` is the new total."""
-    out = out.expanduser().absolute()
+    out = absolute(out)
     check_out(out, resume=True)
     values = configuration.read_toml(out / "config.toml")
     if rounds is not None:

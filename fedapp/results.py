@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import itertools
 import json
 import math
 import os
@@ -88,6 +89,8 @@ def only_writer(out: Path, patience: float = 0.0, tell: Callable[[str], None] = 
             lock.acquire(timeout=patience)
         except Timeout:
             raise BadRequest(f"{text}: wait until it has ended, or end it") from None
+    except OSError as e:
+        raise BadRequest(_unusable(out, e)) from e
     try:
         yield
     finally:
@@ -95,22 +98,85 @@ def only_writer(out: Path, patience: float = 0.0, tell: Callable[[str], None] = 
 
 
 def check_out(out: Path, resume: bool) -> None:
-    """Refuse an output directory that cannot be written, is not empty, or (with `resume`) holds no run."""
-    if resume:
-        if not (out / "config.toml").is_file():
-            raise BadRequest(f"{out} holds no run to resume (no config.toml)")
-        return
-    if out.exists() and not out.is_dir():
-        raise BadRequest(f"{out} is a file; give a folder")
-    if out.is_dir() and any(p.name not in ALLOWED_BEFORE for p in out.iterdir()):
-        raise BadRequest(f"{out} is not empty; give a new folder, or continue the run in it with --resume {out}")
+    """Refuse an output directory that cannot be written, is not empty, or (with `resume`) holds no run.
+
+    Raises
+    ------
+    BadRequest : any of that, and a folder that cannot even be looked into.
+    """
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=out)
+        if resume:
+            if not (out / "config.toml").is_file():
+                raise BadRequest(f"{out} holds no run to resume (no config.toml)")
+        elif out.exists() and not out.is_dir():
+            raise BadRequest(f"{out} is a file; give a folder")
+        elif out.is_dir() and any(p.name not in ALLOWED_BEFORE for p in out.iterdir()):
+            raise BadRequest(f"{out} is not empty; give a new folder, or continue the run in it with --resume {out}")
+    except OSError as e:
+        raise BadRequest(_unusable(out, e)) from e
+    check_writable(out)
+
+
+def check_writable(folder: Path) -> None:
+    """Make a folder if it is not there, and refuse one in which no file can be made.
+
+    Raises
+    ------
+    BadRequest : says what the system says.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=folder)
         os.close(handle)
         Path(name).unlink()
     except OSError as e:
-        raise BadRequest(f"{out} cannot be written ({e.strerror}); give another folder with --out") from e
+        raise BadRequest(_unusable(folder, e)) from e
+
+
+def _unusable(folder: Path, error: OSError) -> str:
+    return f"{folder} cannot be written ({error.strerror or error}); give a folder that you may write to"
+
+
+def absolute(folder: Path) -> Path:
+    """Return an absolute path, `~` resolved.
+
+    Raises
+    ------
+    BadRequest : no such home folder, or the current folder is gone.
+    """
+    try:
+        return folder.expanduser().absolute()
+    except (RuntimeError, OSError) as e:
+        raise BadRequest(f"{folder}: {e}") from e
+
+
+def new_folder(root: Path, name: str) -> Path:
+    """Make `root/<name>-<time>`, which is nobody else's: with a number behind it where that one is taken.
+
+    Raises
+    ------
+    BadRequest : it cannot be made.
+    """
+    root = absolute(root)
+    base = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in itertools.count(1):
+        folder = root / (base if number == 1 else f"{base}-{number}")
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()  # of two processes in the same second, one fails here and takes the next number
+        except FileExistsError:
+            if not root.is_dir():
+                raise BadRequest(f"{root} is a file; give a folder with --out") from None
+        except OSError as e:
+            raise BadRequest(_unusable(folder, e)) from e
+        else:
+            return folder
+    raise AssertionError("there is always a next number")
+
+
+def run_name(config: RunConfig) -> str:
+    """Beginning of the name of a run's folder where none is given."""
+    return f"{config.method}-{config.dataset}-s{config.seed}"
 
 
 LOCK = ".lock"

@@ -28,7 +28,17 @@ from fedapp.evaluation import Scores, evaluate
 from fedapp.federation import Federation, RoundFailed
 from fedapp.method import Array, Arrays, Method, Scalar, ServerContext, ServerState
 from fedapp.metrics import client_row, mean, summarise
-from fedapp.results import ANNOUNCED, RunDirectory, accuracy_summary, check_out, clean, only_writer, write_json
+from fedapp.results import (
+    ANNOUNCED,
+    RunDirectory,
+    accuracy_summary,
+    check_out,
+    clean,
+    new_folder,
+    only_writer,
+    run_name,
+    write_json,
+)
 from fedapp.state import write_safetensors
 from strategies.base import Exchange, FedStrategy, Observer
 
@@ -56,10 +66,8 @@ def announce(event: Mapping[str, Any]) -> None:
 
 
 def default_out(config: RunConfig) -> Path:
-    """Where a run writes when `out` is not given: never the folder that a SuperLink happens to run in."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    root = os.environ.get("FEDAPP_RUNS") or Path.home() / "fedapp-runs"
-    return Path(root) / f"{config.method}-{config.dataset}-s{config.seed}-{stamp}"
+    """Make the folder of a run where `out` is not given: never below the one that a SuperLink happens to run in."""
+    return new_folder(Path(os.environ.get("FEDAPP_RUNS") or Path.home() / "fedapp-runs"), run_name(config))
 
 
 def place(config: RunConfig) -> Path:

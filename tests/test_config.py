@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
 import tomllib
 import urllib.error
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fedapp import cli, config
+from fedapp import cli, compare, config, results, server_app
 from fedapp import engine as engines
 from fedapp.config import RunConfig, defaults, from_flat, resolve
 from fedapp.errors import BadRequest
@@ -166,6 +169,76 @@ def test_an_output_directory_must_be_new_and_writable(tmp_path: Path) -> None:
         engines.prepare({}, taken / "notes.txt" / "below")
     with pytest.raises(BadRequest, match="no run to resume"):
         engines.resumed(tmp_path / "nothing")
+
+
+LONG = "x" * 300
+"""A name that no file system takes: an error of the system that a root user gets too."""
+
+
+LOCAL, RAY = ["run", "--engine", "local"], ["run", "--engine", "ray"]
+
+
+@pytest.mark.parametrize("command", [[*LOCAL, "--out"], [*RAY, "--out"], [*LOCAL, "--resume"], ["compare", "--out"]])
+def test_a_folder_that_cannot_be_looked_into_is_a_bad_request(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fedapp", *command, str(tmp_path / LONG)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    errors = capsys.readouterr().err
+    assert ended.value.code == 2 and "cannot be " in errors and "File name too long" in errors
+    assert "Traceback" not in errors and "majority" not in errors, "found before the data are dealt"
+
+
+@pytest.mark.parametrize("mode", [0o000, 0o500])
+def test_a_folder_without_permission_is_a_bad_request(mode: int, tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir()
+    closed.chmod(mode)
+    if os.access(closed, os.W_OK):
+        pytest.skip("this user may write everywhere")
+    try:
+        for ask in (
+            lambda: engines.prepare({}, closed),
+            lambda: engines.prepare({}, closed / "below"),
+            lambda: compare.run({}, "local", 1, closed),
+        ):
+            with pytest.raises(BadRequest, match="cannot be "):
+                ask()
+    finally:
+        closed.chmod(0o700)
+
+
+def test_a_folder_that_becomes_unwritable_refuses_to_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.toml").write_text("seed = 1")
+
+    def denied(*args: object, **kwargs: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(results.tempfile, "mkstemp", denied)
+    with pytest.raises(BadRequest, match=r"cannot be written \(Permission denied\)"):
+        engines.resumed(tmp_path)
+
+
+def test_default_folders_of_the_same_second_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDAPP_RUNS", str(tmp_path / "served"))
+    monkeypatch.setattr(results.time, "strftime", lambda form: "20260102-030405")
+    names = [Path(engines.prepare({"method": "local"}, None).out) for _ in range(3)]
+    name = "local-digits-s0-20260102-030405"
+    assert names == [tmp_path / "runs" / n for n in (name, f"{name}-2", f"{name}-3")]
+    served = [server_app.place(config.from_flat({"method": "local"})) for _ in range(2)]
+    assert served == [tmp_path / "served" / n for n in (name, f"{name}-2")]
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(lambda _: results.new_folder(tmp_path / "many", "x"), range(40)))
+    assert len(set(made)) == 40
+
+
+def test_a_refused_comparison_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadRequest):
+        compare.run({"lr": -1.0}, "local", 1, None)
+    assert not any((tmp_path / "runs").iterdir())
 
 
 def test_the_command_line_goes_before_the_file_and_contradicts_itself_never(tmp_path: Path) -> None:
