@@ -15,8 +15,9 @@ theta_i <- theta_i + sum_n (v+_n / sum v+) (theta_n - theta_i)  unless all v+ ar
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,10 +28,13 @@ from pydantic import Field
 from clients.base import FedClient, Task
 from fedapp import sampling, selection
 from fedapp.core.pairwise import combine
-from fedapp.method import Array, Arrays, BaseHParams, Method, Payload
+from fedapp.method import Arrays, BaseHParams, Method, Payload
 from fedapp.state import ClientStore
 
 PREFIX = "fomo/"
+wire_name = functools.partial(selection.numbered, PREFIX)
+split_payload = functools.partial(selection.split_numbered, PREFIX)
+"""Wire name of the array `name` of the model in a slot, and the way back to (plain arrays, models by slot)."""
 EPSILON = 1e-5
 """Added to a distance, so that a model equal to one's own is worth 0 and not 0 / 0."""
 
@@ -49,24 +53,6 @@ class FedFomoHParams(BaseHParams):
         description="chance that a slot goes to a random client instead of the most useful (paper: 0.3)",
     )
     decay: float = Field(0.95, gt=0, le=1, description="factor on epsilon after each round (paper: decaying)")
-
-
-def wire_name(slot: int, name: str) -> str:
-    """Name of another client's array in a payload."""
-    return f"{PREFIX}{slot}/{name}"
-
-
-def split_payload(arrays: Mapping[str, Array]) -> tuple[Arrays, list[Arrays]]:
-    """Split a payload into the arrays under plain model names and other clients' models, in the order of slots."""
-    plain: Arrays = {}
-    models: dict[int, Arrays] = {}
-    for name, array in arrays.items():
-        if name.startswith(PREFIX):
-            _, slot, inner = name.split("/", 2)
-            models.setdefault(int(slot), {})[inner] = array
-        else:
-            plain[name] = array
-    return plain, [models[s] for s in sorted(models)]
 
 
 def value(loss: float, other_loss: float, distance: float) -> float:

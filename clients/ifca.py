@@ -12,7 +12,8 @@ Algorithm 1, user machine:  hat j = argmin_j F_i(theta_j);  train from theta_{ha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -21,9 +22,12 @@ from torch import nn
 
 from clients.base import FedClient
 from fedapp import selection
-from fedapp.method import Array, Arrays, BaseHParams, Payload
+from fedapp.method import Arrays, BaseHParams, Payload
 
 PREFIX = "ifca/"
+wire_name = functools.partial(selection.numbered, PREFIX)
+split_payload = functools.partial(selection.split_numbered, PREFIX)
+"""Wire name of the array `name` of a cluster's model, and the way back to (plain arrays, models by cluster)."""
 
 
 class IFCAHParams(BaseHParams):
@@ -38,24 +42,6 @@ class IFCAHParams(BaseHParams):
         description="whether each cluster has its own trunk, or one trunk is averaged over all clients and only the "
         "head is clustered (paper: shared on FEMNIST)",
     )
-
-
-def wire_name(cluster: int, name: str) -> str:
-    """Name of a cluster's array in a payload."""
-    return f"{PREFIX}{cluster}/{name}"
-
-
-def split_payload(arrays: Mapping[str, Array]) -> tuple[Arrays, list[Arrays]]:
-    """Split a payload into the arrays under plain model names and the clusters' models, in the order of clusters."""
-    plain: Arrays = {}
-    models: dict[int, Arrays] = {}
-    for name, array in arrays.items():
-        if name.startswith(PREFIX):
-            _, cluster, inner = name.split("/", 2)
-            models.setdefault(int(cluster), {})[inner] = array
-        else:
-            plain[name] = array
-    return plain, [models[c] for c in sorted(models)]
 
 
 def choose(losses: Sequence[float]) -> int:

@@ -69,6 +69,24 @@ def merge(model: nn.Module, arrays: Mapping[str, Array]) -> None:
         target.copy_(torch.from_numpy(np.asarray(array, order="C")))
 
 
+def numbered(prefix: str, number: int, name: str) -> str:
+    """Wire name of an array of one of several models in a payload: `<prefix><number>/<name>`."""
+    return f"{prefix}{number}/{name}"
+
+
+def split_numbered(prefix: str, arrays: Mapping[str, Array]) -> tuple[Arrays, list[Arrays]]:
+    """Split a payload into the arrays under plain model names, and the models under `prefix` in numeric order."""
+    plain: Arrays = {}
+    models: dict[int, Arrays] = {}
+    for name, array in arrays.items():
+        if name.startswith(prefix):
+            number, inner = name.removeprefix(prefix).split("/", 1)
+            models.setdefault(int(number), {})[inner] = array
+        else:
+            plain[name] = array
+    return plain, [models[number] for number in sorted(models)]
+
+
 def everything(model: nn.Module) -> Arrays:
     """Copy the whole state of a model: parameters and all buffers, integer ones included."""
     return extract(model, model.state_dict().keys())

@@ -217,11 +217,6 @@ def test_a_client_with_one_sample_trains_and_takes_part() -> None:
     assert all(np.isfinite(a).all() for a in arrays.values())
 
 
-def test_names_on_the_wire() -> None:
-    plain, models = split_payload({wire_name(10, "head.bias"): 10, wire_name(2, "head.bias"): 2, "features.0": 0})  # type: ignore[dict-item]
-    assert plain == {"features.0": 0} and models == [{"head.bias": 2}, {"head.bias": 10}]
-
-
 # ---- what the server sends ------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional as F
 
 import fedapp
-from clients.ifca import IFCAClient, IFCAHParams, choose, split_payload, wire_name
+from clients.ifca import IFCAClient, IFCAHParams, choose, split_payload
 from fedapp import checkpoint, selection
 from fedapp.data.transforms import normalise
 from fedapp.errors import BadRequest
@@ -167,12 +167,6 @@ def test_received_is_the_chosen_model_and_trained_starts_from_it() -> None:
     _, models = split_payload(payload.all())
     assert n == 40 and equal(arrays, models[metrics["ifca-cluster"]])
     assert metrics["received-correct"] == metrics["trained-correct"]
-
-
-def test_names_on_the_wire() -> None:
-    plain, models = split_payload({wire_name(10, "head.bias"): 10, wire_name(2, "head.bias"): 2, "features.0": 0})  # type: ignore[dict-item]
-    assert plain == {"features.0": 0}
-    assert models == [{"head.bias": 2}, {"head.bias": 10}], "in the order of the clusters, not of their names"
 
 
 def test_an_app_of_its_own_may_use_the_client_with_one_model() -> None:
