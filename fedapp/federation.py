@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +33,13 @@ LATECOMERS = 10.0
 """Seconds that further nodes have for their answer to the hello once as many clients as expected are there."""
 HELLO_AGAIN = 600.0
 """Seconds after which a hello without an answer is taken for lost and said again."""
+UNDERWAY = 128
+"""Messages of a simulation that are under way at a time, unless it has more workers than half of that: every tenth of a
+second its engine looks through all of them for each of its nodes."""
+WORTH_SORTING = 2.0
+"""Seconds of an exchange from which on the order of its messages pays."""
+HELD_BYTES = 1 << 30
+"""Memory that replies may take while those of lower ids are waited for."""
 
 
 class RoundFailed(RuntimeError):
@@ -117,6 +126,7 @@ class Federation:
         self._hellos: dict[str, tuple[int, float]] = {}  # unanswered, by message id: node, when it was said
         self._method: Method | None = None
         self._encoder = Encoder(settings.wire_dtype)
+        self._lasted: dict[str, float] = {}
         if hasattr(grid, "pull_interval"):
             grid.pull_interval = min(settings.poll, float(grid.pull_interval))
 
@@ -198,7 +208,9 @@ class Federation:
         fresh = online - self._seen
         lost = [i for i, (node, since) in self._hellos.items() if node not in online or now - since > HELLO_AGAIN]
         again = {self._hellos.pop(i)[0] for i in lost} & self._seen
-        self._say_hello(sorted(fresh | again), now)
+        self._seen -= again
+        room = UNDERWAY - len(self._hellos) if self.settings.queued else None  # the others' turn comes next time
+        self._say_hello(sorted(fresh | again)[:room], now)
         limits = [t for t in (self.settings.wait_timeout, self.settings.round_timeout) if t]
         limit = 0.0 if strict else min(limits, default=60.0)
         joined = []
@@ -241,7 +253,7 @@ class Federation:
         if reply.has_error():
             reason = _reason(reply)
             self._note_error(0, -1, "hello", reason)
-            raise BadRequest(f"a client cannot take part: {reason.splitlines()[0]}")
+            raise BadRequest(f"a client cannot take part: {_last_line(reason)}")
         _, metrics, info, _ = reply_of(reply)
         if "error" in info:
             self._note_error(0, int(info.get("client", -1)), "hello", str(info["error"]))
@@ -345,30 +357,38 @@ class Federation:
         its message: where that is another one, `control` says so.
 
         A reply is held back only until those of lower ids have come or are given up, so that sums are added up in one
-        order without keeping all replies. Afterwards `traffic` says who was messaged, who answered and who was dropped.
+        order whatever the order in which clients end. In a simulation the clients with the most data begin first, so
+        that no worker is left alone with the largest at the end (see :meth:`_dispatch`); the price is memory: the reply
+        of a large client with a high id waits for small ones with low ids, in the worst case for the last of them. This
+        is bounded: clients are sorted only among the last ones by id, as many as have replies of `HELD_BYTES` together;
+        those before them begin in the order of their ids, so that only those wait that overtake a slower one.
+
+        Afterwards `traffic` says who was messaged, who answered and who was dropped.
         """
         started = time.perf_counter()
-        messages: dict[int, Message] = {}
-        owner: dict[int, int] = {}
         extra = {**self.control, "round": round, **(control or {})}
         limit = self.settings.round_timeout if timeout is None else timeout
-        # What nobody waits for any more must not keep a slow node busy; a minute for clocks that differ.
-        lifetime = limit + 60 if limit else None
+        # What nobody waits for any more must not keep a slow node busy; a minute for clocks that differ. Virtual
+        # clients take turns for as long as it takes.
+        lifetime = limit + 60 if limit and not self.settings.queued else None
         encoder = Encoder(self.settings.wire_dtype)  # of this exchange alone: it holds on to all it has encoded
-        for client, payload in payloads:
-            content, size = encoder.content(payload, extra)
-            node = self.nodes[client]
-            messages[node] = Message(content, node, kind, ttl=lifetime, group_id=str(round))
-            owner[node] = client
-            traffic.messaged.append(client)
+        given = dict(payloads)
+        traffic.messaged.extend(sorted(given))
+        owner = {self.nodes[client]: client for client in given}
+
+        def message(client: int) -> Message:
+            content, size = encoder.content(given.pop(client), extra)
             traffic.down += size
-        traffic.messaged.sort()
+            return Message(content, self.nodes[client], kind, ttl=lifetime, group_id=str(round))
+
+        bytes_each = 4 * sum(math.prod(shape) for shape in expected.values())
+        ids, at_once = self._dispatch(kind, traffic.messaged, bytes_each)
         held: dict[int, Reply | None] = {}
         order = iter(traffic.messaged)
         head = next(order, None)
-        for node, message in self._raw(messages, limit):
+        for node, answer in self._raw([self.nodes[c] for c in ids], lambda n: message(owner[n]), limit, at_once):
             client = owner[node]
-            held[client] = self._checked(message, client, round, kind, expected, check, traffic)
+            held[client] = self._checked(answer, client, round, kind, expected, check, traffic)
             while head is not None and head in held:
                 reply = held.pop(head)
                 head = next(order, None)
@@ -381,36 +401,62 @@ class Federation:
             else:
                 self._drop(traffic, round, head, kind, f"no answer within {limit:g} s")
             head = next(order, None)
-        traffic.seconds = time.perf_counter() - started
+        self._lasted[kind] = traffic.seconds = time.perf_counter() - started
 
-    def _raw(self, messages: Mapping[int, Message], limit: float) -> Iterator[tuple[int, Message]]:
-        """Push messages, by node, and yield (node, reply) as they come, until all have or `limit` seconds passed.
+    def _dispatch(self, kind: str, ids: Sequence[int], bytes_each: int) -> tuple[list[int], int]:
+        """Say in which order clients are messaged, and how many messages may be under way at a time.
 
-        The node is the one that was asked: where it is gone, the reply is an error that the SuperLink signs itself.
-        A limit of 0 waits for ever; who is waited for is told every 30 seconds.
+        Flower's simulation hands messages to its workers in the order of its nodes, not in the order in which they were
+        pushed, whenever it looks, every tenth of a second. What decides the order is therefore what is pushed later:
+        half of the messages go out at once, but enough for all workers, the others one by one as replies come. Where an
+        exchange was over within two seconds it is not worth a tenth of one, and all go out at once.
         """
-        ids = self.grid.push_messages(list(messages.values()))
-        waiting = {i: node for node, i in zip(messages, ids, strict=True) if i}
+        if not self.settings.queued or getattr(self.grid, "one_at_a_time", False):
+            return list(ids), len(ids)
+        enough = 2 * (os.cpu_count() or 1)
+        if self._lasted.get(kind, math.inf) < WORTH_SORTING:
+            return list(ids), max(UNDERWAY, enough)
+        first = max(0, len(ids) - max(1, HELD_BYTES // max(1, bytes_each)))
+        largest_first = sorted(ids[first:], key=lambda c: (-self.infos[c].num_samples, c))
+        return [*ids[:first], *largest_first], min(max(UNDERWAY, enough), max(len(ids) // 2, enough))
+
+    def _raw(
+        self, nodes: Sequence[int], message: Callable[[int], Message], limit: float, at_once: int
+    ) -> Iterator[tuple[int, Message]]:
+        """Message nodes, at most `at_once` at a time, and yield (node, reply) as they come.
+
+        Ends when all have answered or `limit` seconds passed. The node is the one that was asked: where it is gone, the
+        reply is an error that the SuperLink signs itself. A limit of 0 waits for ever; who is waited for is told every
+        30 seconds.
+        """
+        unsent = deque(nodes)
+        waiting: dict[str, int] = {}
         last = told = time.monotonic()
-        while waiting:
+        while unsent or waiting:
+            now = [unsent.popleft() for _ in range(min(len(unsent), at_once - len(waiting)))]
+            if now:
+                ids = self.grid.push_messages([message(node) for node in now])
+                waiting |= {i: node for node, i in zip(now, ids, strict=True) if i}
+            asked = time.monotonic()
             replies = list(self.grid.pull_messages(set(waiting)))
+            answered = time.monotonic()
             if replies and self.settings.queued:
-                last = time.monotonic()
+                last = answered
             for reply in replies:
                 node = waiting.pop(reply.metadata.reply_to_message_id, None)
                 if node is not None:
                     yield node, reply
-            now = time.monotonic()
-            if limit and now - last > limit:
+            if limit and answered - last > limit:
                 return
-            if waiting and now - told > 30:
-                told = now
+            if waiting and answered - told > 30:
+                told = answered
                 names = {node: str(client) for client, node in self.nodes.items()}
                 clients = sorted(names.get(node, f"node {node}") for node in waiting.values())
-                text = f"waiting for {len(waiting)} of {len(messages)} replies: {', '.join(clients[:20])}"
+                text = f"waiting for {len(waiting) + len(unsent)} of {len(nodes)} replies: {', '.join(clients[:20])}"
                 self.event({"kind": "waiting", "text": text})
             if not replies and waiting:
-                time.sleep(self.settings.poll)
+                # Looking must not take the time of those who answer: in a simulation they share a lock.
+                time.sleep(max(self.settings.poll, 4 * (answered - asked)))
 
     def _checked(
         self,

@@ -32,6 +32,9 @@ class LocalGrid(Grid):
     client_app : the ClientApp.   run_config : what `context.run_config` holds.   clients : number of nodes.
     """
 
+    one_at_a_time = True
+    """No two clients work side by side: the order in which they begin does not matter."""
+
     def __init__(self, client_app: ClientApp, run_config: Mapping[str, Any], clients: int) -> None:
         self.client_app = client_app
         self.pull_interval = 0.01

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
@@ -19,7 +20,7 @@ from fedapp.client_app import app as client_app
 from fedapp.config import from_flat, resolve
 from fedapp.errors import BadRequest
 from fedapp.federation import Federation, RoundFailed, Settings
-from fedapp.localgrid import LocalGrid
+from fedapp.localgrid import FIRST_NODE, LocalGrid
 from fedapp.records import INFO, METRICS
 
 Change = Callable[[Message], Message | None]
@@ -309,3 +310,93 @@ def test_who_is_expected_is_waited_for_up_to_the_limit(monkeypatch: pytest.Monke
         clients.gather(4)
     _, clients, _ = silent(wait_timeout=0.5)
     assert len(clients.gather(0)) == 3, "where no number is given, all that are online are waited for"
+
+
+class SideBySide(LocalGrid):
+    """A grid of one worker that hands out what it has been given in the order of the nodes, as Flower's simulation."""
+
+    one_at_a_time = False
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.queue: dict[str, Message] = {}
+        self.began: list[tuple[str, str, int]] = []
+        self.most = 0
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        self.most = max(self.most, len(self._waiting))
+        new = [m for m in self._waiting.items() if m[0] not in self.queue]
+        self.queue |= dict(sorted(new, key=lambda m: m[1].metadata.dst_node_id))
+        self._waiting = {i: m for i, m in self.queue.items() if i in self._waiting}
+        replies = list(super().pull_messages(message_ids))
+        for reply in replies:
+            meta = reply.metadata
+            self.began.append((meta.message_type, meta.group_id, meta.src_node_id - FIRST_NODE))
+        return replies
+
+    def of(self, kind: str, round: int) -> list[int]:
+        return [client for k, r, client in self.began if (k, r) == (kind, str(round))]
+
+
+UNEQUAL = {
+    "method": "fedavg", "clients": 8, "num-server-rounds": 2, "local-epochs": 1, "batch-size": 64, "alpha": 0.3,
+    "partition": "dirichlet", "seed": 1,
+}  # fmt: skip
+
+
+def unequal(out: Path, grid: type[LocalGrid]) -> Any:
+    flat = resolve(from_flat({**UNEQUAL, "out": str(out)})).to_flat()
+    made = grid(client_app, flat, 8)
+    server_app.serve(made, flat)
+    return made
+
+
+def sizes(out: Path) -> dict[int, int]:
+    rows = pd.read_csv(out / "clients.csv")
+    return dict(zip(rows["client"], rows["num_samples"], strict=True))
+
+
+@pytest.mark.parametrize("held", [1 << 30, 500_000])
+def test_the_largest_clients_begin_first_and_no_number_changes(
+    held: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half go out at once, the rest by size; where memory is for three replies only the last three by id are sorted."""
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr(federation, "WORTH_SORTING", 0.0)
+    monkeypatch.setattr(federation, "HELD_BYTES", held)
+    plain, sorted_ = tmp_path / "plain", tmp_path / "sorted"
+    assert unequal(plain, LocalGrid).one_at_a_time
+    grid = unequal(sorted_, SideBySide)
+    size = sizes(sorted_)
+    for round in (1, 2):
+        began = grid.of("train", round)
+        assert sorted(began) == list(range(8))
+        by_size = sorted(range(8) if held > 1 << 20 else range(5, 8), key=lambda c: -size[c])
+        assert [size[c] for c in began if c in by_size[-3:]] == [size[c] for c in by_size[-3:]]
+        if held > 1 << 20:
+            assert set(began[:4]) == set(by_size[:4]) and began[4:] == by_size[4:]
+        else:
+            assert sorted(began[:5]) == list(range(5))
+    for name in ("rounds.csv", "clients.csv", "final.csv"):
+        a, b = pd.read_csv(plain / name), pd.read_csv(sorted_ / name)
+        keep = [c for c in a.columns if not c.endswith("seconds")]
+        pd.testing.assert_frame_equal(a[keep], b[keep], check_exact=True)
+    assert (plain / "models" / "last.safetensors").read_bytes() == (
+        sorted_ / "models" / "last.safetensors"
+    ).read_bytes()
+
+
+def test_short_exchanges_are_not_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lasts less than two seconds goes out at once from the second time on: in the order of the nodes."""
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr(federation, "WORTH_SORTING", 1e9)
+    grid = unequal(tmp_path / "run", SideBySide)
+    assert grid.of("train", 1) != list(range(8)) and grid.of("train", 2) == list(range(8))
+
+
+def test_few_of_many_messages_are_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    monkeypatch.setattr(federation, "UNDERWAY", 3)
+    grid = unequal(tmp_path / "run", SideBySide)
+    assert grid.most == 3
+    assert sorted(grid.of("evaluate", 2)) == list(range(8))
