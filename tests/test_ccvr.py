@@ -31,6 +31,8 @@ from fedapp.selection import extract
 from fedapp.state import read_safetensors
 from fedapp.training import Batch, batch_slices
 from strategies.ccvr import CCVR, retrain
+from tests import handmade
+from tests.handmade import deterministic
 
 W, B = "head.weight", "head.bias"
 BASES = ("fedavg", "fedprox", "fedavgm", "moon")
@@ -58,15 +60,7 @@ def context(num_classes: int = 3, width: int = 2, seed: int = 0) -> ServerContex
         W: rng.standard_normal((num_classes, width)).astype(np.float32),
         B: rng.standard_normal(num_classes).astype(np.float32),
     }
-    return ServerContext(
-        seed=seed,
-        clients=(),
-        num_classes=num_classes,
-        width=width,
-        initial=initial,
-        initial_from=lambda k: initial,
-        rng=lambda purpose, *numbers: sampling.rng(seed, purpose, *numbers),
-    )
+    return handmade.context(initial, 0, seed, num_classes=num_classes, width=width)
 
 
 def server(args: str = "", ctx: ServerContext | None = None) -> tuple[CCVR, ServerState]:
@@ -132,10 +126,6 @@ def random_data(clients: int, classes: int, width: int, seed: int, shift: float 
         mixing = rng.standard_normal((width, width))
         data.append((rng.standard_normal((len(y), width)) @ mixing + y[:, None] + shift, y))
     return data
-
-
-def deterministic(table: pd.DataFrame, without: str = "-") -> pd.DataFrame:
-    return table[[c for c in table.columns if not c.endswith("seconds") and not c.startswith(without)]]
 
 
 # ---- worked numbers ------------------------------------------------------------------------------------------------

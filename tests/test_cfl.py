@@ -15,7 +15,7 @@ from fedapp import checkpoint
 from fedapp.method import Arrays, Reply, ServerState
 from strategies import fedavg
 from strategies.cfl import CFL, METHOD, CFLHParams, bipartition
-from tests.clustering import DIGITS_BYTES, context, digit_tasks, equal, federate, flat, point, random_model, reply
+from tests.handmade import DIGITS_BYTES, context, digit_tasks, equal, federate, flat, point, random_model, reply
 
 EAGER: dict[str, Any] = {"start_round": 0, "smooth": 1, "gamma": 0.0}
 WORKED = [(0, 100, (1.2, 0.8)), (1, 60, (0.6, 1.4)), (2, 40, (1.5, 1.5))]

@@ -15,13 +15,10 @@ from fedapp.engine import RunResult, run
 from fedapp.federation import Federation
 from fedapp.method import Reply
 from fedapp.registry import ORDER
+from tests.handmade import deterministic
 
 METHODS = list(registry.discover())
 SETTINGS: dict[str, Any] = {"dataset": "digits", "clients": 3, "local_epochs": 1, "batch_size": 64, "alpha": 1.0}
-
-
-def deterministic(table: pd.DataFrame) -> pd.DataFrame:
-    return table[[c for c in table.columns if not c.endswith("seconds")]]
 
 
 @pytest.fixture

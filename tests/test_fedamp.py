@@ -21,7 +21,7 @@ from fedapp.method import Arrays, Payload
 from fedapp.state import ClientStore
 from fedapp.training import Batch
 from strategies.fedamp import METHOD, FedAMP, attention
-from tests.clustering import (
+from tests.handmade import (
     DIGITS_BYTES,
     context,
     digit_tasks,

@@ -15,13 +15,14 @@ from torch.nn import functional as F
 import fedapp
 from clients.base import Task
 from clients.fedgh import FedGHClient, FedGHHParams
-from fedapp import checkpoint, sampling
+from fedapp import checkpoint
 from fedapp.data.transforms import InputSpec
 from fedapp.method import Payload, Reply, ServerContext, ServerState
 from fedapp.models import build_model
 from fedapp.records import reject
 from fedapp.training import TrainSpec
-from strategies.fedgh import METHOD, FedGH, batches, header_step
+from strategies.fedgh import METHOD, FedGH, LARs, batches, header_step
+from tests import handmade
 
 # Two clients with hand-made features, d = 2, three classes.
 LAR_0 = ([[0.9, 0.2], [0.2, 1.0]], [0, 1])
@@ -34,15 +35,7 @@ def context(num_classes: int = 3, width: int = 2, w: object = START_W, seed: int
         "head.weight": np.array(w, np.float32).reshape(num_classes, width),
         "head.bias": np.zeros(num_classes, np.float32),
     }
-    return ServerContext(
-        seed=seed,
-        clients=(),
-        num_classes=num_classes,
-        width=width,
-        initial=initial,
-        initial_from=lambda k: initial,
-        rng=lambda purpose, *numbers: sampling.rng(seed, purpose, *numbers),
-    )
+    return handmade.context(initial, 0, seed, num_classes=num_classes, width=width)
 
 
 def reply(client: int, lar: object, labels: object, arrival: int | None = None) -> Reply:
@@ -232,8 +225,6 @@ def test_arrival_does_not_matter_otherwise(order: str) -> None:
 @pytest.mark.parametrize("batch", ["sample", "client", "all", 3, 100])
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_every_lar_is_used_once_a_pass(batch: str | int, shuffle: bool) -> None:
-    from strategies.fedgh import LARs
-
     lars = [LARs(np.full((k, 2), 10.0 * k) + np.arange(k)[:, None], np.arange(k)) for k in (1, 4, 2)]
     rng = np.random.default_rng(0) if shuffle else None
     got = list(batches(lars, batch, rng))
@@ -443,8 +434,7 @@ def run(out: Path, args: str = "", **settings: object) -> fedapp.RunResult:
 
 
 def table(result: fedapp.RunResult) -> object:
-    rounds = result.rounds
-    return rounds[[c for c in rounds if not c.endswith("seconds")]].to_csv()
+    return handmade.deterministic(result.rounds).to_csv()
 
 
 def test_heterogeneous_extractors_partial_participation_and_covered_classes(tmp_path: Path) -> None:

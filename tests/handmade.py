@@ -1,4 +1,4 @@
-"""What the tests of the personal and clustered methods share: hand-made contexts and replies, and a bare round loop."""
+"""What tests of methods share: hand-made contexts, replies and clients, a bare round loop, tables without times."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 
 from clients.base import FedClient, ModelSpec, Task
@@ -31,17 +32,18 @@ def reply(client: int, n: int, arrays: Arrays, **metrics: Any) -> Reply:
 
 
 def context(
-    initial: Callable[[int], Arrays] | Arrays, clients: int | Sequence[int] = 3, seed: int = 0, samples: int = 10
-) -> ServerContext:
+    initial: Callable[[int], Arrays] | Arrays, clients: int | Sequence[int] = 3, seed: int = 0, samples: int = 10,
+    num_classes: int = 10, width: int = 64,
+) -> ServerContext:  # fmt: skip
     """A server's context around given initial models."""
     draw = initial if callable(initial) else lambda k: initial
     ids = range(clients) if isinstance(clients, int) else clients
     shapes = {n: a.shape for n, a in draw(0).items()}
     return ServerContext(
         seed=seed,
-        clients=tuple(ClientInfo(c, samples, "digits-a", 10, shapes) for c in ids),
-        num_classes=10,
-        width=64,
+        clients=tuple(ClientInfo(c, samples, "digits-a", num_classes, shapes) for c in ids),
+        num_classes=num_classes,
+        width=width,
         initial=draw(0),
         initial_from=draw,
         rng=lambda purpose, *numbers: sampling.rng(seed, purpose, *numbers),
@@ -57,6 +59,11 @@ def random_model(rng: np.random.Generator, scale: float = 1.0) -> Arrays:
 def flat(model: Mapping[str, Array]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """All numbers of a model in one float64 vector, by name."""
     return np.concatenate([np.asarray(model[n], dtype=np.float64).ravel() for n in sorted(model)])
+
+
+def deterministic(table: pd.DataFrame) -> pd.DataFrame:
+    """The columns of a result table that two equal runs have in common: all but seconds."""
+    return table[[c for c in table.columns if not c.endswith("seconds")]]
 
 
 def equal(a: Mapping[str, Array], b: Mapping[str, Array]) -> bool:
