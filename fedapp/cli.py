@@ -11,11 +11,26 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperGroup
 
 from fedapp.errors import BadRequest
 
+
+class Commands(TyperGroup):
+    """The commands; Ctrl-C is one line and exit code 130. Typer itself, depending on its version, would end with 1."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("fedapp: interrupted", err=True)
+            raise typer.Exit(130) from None
+
+
 app = typer.Typer(
     name="fedapp",
+    cls=Commands,
     help="Federated learning where the classifier head does the work.",
     no_args_is_help=True,
     add_completion=False,
@@ -43,9 +58,6 @@ def main() -> None:
     except BadRequest as e:
         typer.echo(f"fedapp: {e}", err=True)
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        typer.echo("fedapp: interrupted", err=True)
-        raise SystemExit(130) from None
     except Exception:
         traceback.print_exc()
         raise SystemExit(1) from None

@@ -318,3 +318,19 @@ def test_dry_run_shows_configuration_and_traffic_and_trains_nothing(tmp_path: Pa
 
 def test_every_key_has_a_description() -> None:
     assert all(f.description for f in RunConfig.model_fields.values())
+
+
+@pytest.mark.parametrize(
+    ("words", "what"), [(["methods"], "fedapp.registry.discover"), (["deploy", "check"], "fedapp.deploycheck.check")]
+)
+def test_an_interrupt_is_one_line_and_exit_code_130(
+    words: list[str], what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(what, interrupted)
+    monkeypatch.setattr(sys, "argv", ["fedapp", *words])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 130 and capsys.readouterr().err == "fedapp: interrupted\n"
