@@ -1,1 +1,1 @@
-"""Measurements that the documentation quotes."""
+"""Measurements that the documentation quotes: `python -m benchmarks` (speed), `python -m benchmarks.leakage`."""

@@ -282,7 +282,8 @@ class FedClient(NumPyClient):
 
     def score(self, x: Tensor, y: Tensor) -> Scores:
         """Score the present model on images (n, H, W, C) uint8."""
-        return evaluate(self.model, x, y, self.task.inputs, self.task.num_classes)
+        precision = self.task.train.precision
+        return evaluate(self.model, x, y, self.task.inputs, self.task.num_classes, precision=precision)
 
     def representations(self, x: Tensor | None = None) -> Tensor:
         """(n, width) float32 representations of the training split (or of `x`), in evaluation mode, test transform."""

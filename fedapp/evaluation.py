@@ -62,8 +62,19 @@ def batched(function: Callable[[Tensor], Tensor], x: Tensor, inputs: InputSpec, 
 
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, x: Tensor, y: Tensor, inputs: InputSpec, num_classes: int, batch: int = BATCH) -> Scores:
-    """Score `model` on images (n, H, W, C) uint8 with labels (n,), in evaluation mode; training mode is restored."""
+def evaluate(
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    inputs: InputSpec,
+    num_classes: int,
+    batch: int = BATCH,
+    precision: str = "fp32",
+) -> Scores:
+    """Score `model` on images (n, H, W, C) uint8 with labels (n,), in evaluation mode; training mode is restored.
+
+    `precision` is that of training (`bf16` = autocast of the forward pass); the loss is computed in float32 always.
+    """
     was_training = model.training
     model.eval()
     device = y.device
@@ -72,7 +83,9 @@ def evaluate(model: nn.Module, x: Tensor, y: Tensor, inputs: InputSpec, num_clas
     loss = torch.zeros((), dtype=torch.float64, device=device)
     for i in range(0, len(y), batch):
         labels = y[i : i + batch]
-        logits = model(normalise(x[i : i + batch].permute(0, 3, 1, 2), inputs)).float()
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+            logits = model(normalise(x[i : i + batch].permute(0, 3, 1, 2), inputs))
+        logits = logits.float()
         hits = labels[logits.argmax(dim=1) == labels]
         correct += torch.bincount(hits, minlength=num_classes)
         loss += F.cross_entropy(logits, labels, reduction="sum").double()

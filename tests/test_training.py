@@ -175,3 +175,21 @@ def test_nothing_to_do_is_reported_as_nothing(epochs: int, n: int) -> None:
     report = train(model, x, y, spec, INPUTS, lambda b: F.cross_entropy(model(b.x), b.y), generator)
     assert np.isnan(report.loss) and (report.steps, report.samples) == (0, 0)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_bf16_scores_in_bfloat16_and_sums_the_loss_in_float32() -> None:
+    seen: list[torch.dtype] = []
+
+    class Watched(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            logits = super().forward(x.flatten(1))
+            seen.append(logits.dtype)
+            return logits
+
+    model = Watched(INPUTS.channels * INPUTS.size**2, 10)
+    x = torch.randint(0, 16, (9, INPUTS.size, INPUTS.size, INPUTS.channels), dtype=torch.uint8)
+    y = torch.arange(9)
+    exact, half = (evaluate(model, x, y, INPUTS, 10, precision=p) for p in ("fp32", "bf16"))
+    assert seen == [torch.float32, torch.bfloat16]
+    assert half.loss == pytest.approx(exact.loss, rel=0.05)
+    assert half.loss != exact.loss

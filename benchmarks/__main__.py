@@ -1,0 +1,89 @@
+"""Measure the speed of the app: `make bench`, or `python -m benchmarks`.
+
+Alternatives are run in turn on an otherwise idle machine; the whole takes about 40 minutes on two cores. Results go to
+`docs/performance.json` and between the markers of `docs/performance.md`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks import machine, overhead, report, rounds, server
+from fedapp import launch
+
+PARTS = ("rounds", "overhead", "server")
+
+
+def measure(parts: list[str], data: Path | None, small: bool, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Run the parts; returns the figures for performance.json and the sections of performance.md.
+
+    Parameters
+    ----------
+    data : folder with cifar10.npz; None = random images.   small : a form of seconds, without Ray, for tests.
+    folder : for files that are not kept.
+    """
+    torch.set_num_threads(1 if small else launch.usable_cores())
+    speeds = (
+        machine.memory_speed(1 << (20 if small else 28)),
+        machine.product_speed(n=64 if small else 2048),
+        machine.product_speed(torch.float64, 64 if small else 2048),
+    )
+    about = machine.describe()
+    figures: dict[str, Any] = {"machine": {**about, "memory_bytes_per_second": speeds[0]}}
+    sections: dict[str, Any] = {"Machine": [report.machine_text(about, speeds)]}
+    if "server" in parts:
+        found = server.measure(server.SMALL if small else server.ROWS, speeds, memory=not small)
+        figures |= report.server_figures(found)
+        threads = f"{torch.get_num_threads()} threads (`server-threads`), naive forms with as many."
+        sections["The server's mathematics"] = [threads, "", *report.server_table(found)]
+    if "overhead" in parts:
+        cases = overhead.SMALL if small else overhead.CASES
+        seconds = overhead.measure(folder / "overhead", cases, ray=not small)
+        figures |= {key: statistics.median(values) for key, values in seconds.items()}
+        sections["Overhead of a round"] = report.overhead_table(seconds)
+    if "rounds" in parts:
+        times, peaks = rounds.measure(folder / "rounds", data, rounds.SMALL if small else rounds.Scale())
+        figures |= report.round_figures(times)
+        figures |= {f"{name}_peak_bytes": peak for name, peak in peaks.items()}
+        sections["A round of federated learning"] = report.rounds_table(times, peaks)
+    sections["Asked and reached"] = report.targets_table(figures)
+    order = ("Asked and reached", "A round of federated learning", "Overhead of a round", "The server's mathematics")
+    return figures, {title: sections[title] for title in (*order, "Machine") if title in sections}
+
+
+def main() -> None:
+    """Parse the command line, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--only", default=",".join(PARTS), help="parts with commas (then nothing is written): %(default)s"
+    )
+    parser.add_argument("--data-dir", type=Path, help="folder with cifar10.npz; without it random images are used")
+    parser.add_argument("--out", type=Path, default=Path("docs"), help="where the two files go (default: docs)")
+    parser.add_argument("--small", action="store_true", help="a form of seconds that tries everything out, without Ray")
+    options = parser.parse_args()
+    parts = options.only.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"unknown part {', '.join(sorted(unknown))}; there are: {', '.join(PARTS)}")
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="fedapp-bench-") as folder:
+        figures, sections = measure(parts, options.data_dir, options.small, Path(folder))
+    if len(parts) == len(PARTS):
+        report.write(options.out, figures, sections)
+        sys.stdout.write(f"written to {options.out}\n")
+    else:
+        sys.stdout.write("\n".join(line for lines in sections.values() for line in [*lines, ""]))
+    sys.stdout.write(json.dumps(figures, indent=1) + "\n")
+    sys.stdout.write(f"{(time.perf_counter() - started) / 60:.1f} minutes\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""The bare floor: a round's gradient steps and evaluations in worker processes, with no federation around them.
+
+Clients wait in one queue, the largest first; a worker takes the next one, scores the common model on its test split,
+trains a copy, scores it again, and throws it away. No messages, no files, no average: what the engine adds to this is
+its own cost.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from typing import Any
+
+import torch
+
+from fedapp import process, sampling
+from fedapp.config import RunConfig, from_flat
+from fedapp.evaluation import evaluate
+from fedapp.models import build_model
+from fedapp.tasks import federated, task_of
+from fedapp.training import train
+
+
+def one_client(config: RunConfig, client: int, model: torch.nn.Module) -> float:
+    """Do what a FedAvg client computes in a round; returns its accuracy before training."""
+    task = task_of(config, client, config.clients, torch.device("cpu"))
+    before = evaluate(model, task.x_test, task.y_test, task.inputs, task.num_classes)
+    train(
+        model, task.x_train, task.y_train, task.train, task.inputs,
+        lambda batch: torch.nn.functional.cross_entropy(model(batch.x), batch.y),
+        sampling.torch_generator(config.seed, "batches", 1, client),
+    )  # fmt: skip
+    evaluate(model, task.x_test, task.y_test, task.inputs, task.num_classes)
+    return before.accuracy
+
+
+def _work(flat: dict[str, Any], jobs: Any, done: Any) -> None:
+    config = from_flat(flat)
+    process.prepare(config.threads)
+    data = federated(config, config.clients)
+    shape = {"num_classes": data.dataset.num_classes, "channels": data.inputs.channels, "size": data.inputs.size}
+    while (client := jobs.get()) is not None:
+        done.put(one_client(config, client, build_model(config.model, **shape, seed=0)))
+
+
+class Floor:
+    """Worker processes that wait for rounds; a context manager.
+
+    Parameters
+    ----------
+    config : what the federation under comparison runs.   workers : processes.
+    """
+
+    def __init__(self, config: RunConfig, workers: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._jobs, self._done = context.Queue(), context.Queue()
+        sizes = [len(c.train) for c in federated(config, config.clients).partition.clients]
+        self._order = sorted(range(len(sizes)), key=lambda k: -sizes[k])
+        self.workers = [
+            context.Process(target=_work, args=(config.to_flat(), self._jobs, self._done), daemon=True)
+            for _ in range(workers)
+        ]
+
+    def __enter__(self) -> Floor:
+        for worker in self.workers:
+            worker.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for _ in self.workers:
+            self._jobs.put(None)
+        for worker in self.workers:
+            worker.join(timeout=30)
+
+    def round(self) -> float:
+        """Seconds until all clients are done."""
+        started = time.perf_counter()
+        for client in self._order:
+            self._jobs.put(client)
+        for _ in self._order:
+            self._done.get()
+        return time.perf_counter() - started

@@ -1,0 +1,142 @@
+"""Benchmark (b): what a round costs when the clients have nothing to do, by payload and number of clients.
+
+Every client has four training images and one test image of 8 x 8 pixels, for which the small CNN needs milliseconds.
+What travels is the head and a block of zeros, and the client keeps the rest of its model on disk. The seconds from one
+round's end to the next one's are the engine's: messages, storing and loading arrays and client states, Ray, evaluation
+calls, averaging, checkpoint and result files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import strategies
+from benchmarks import padded
+from benchmarks.rounds import between_rounds
+from fedapp import engine, launch, registry, server_app
+from fedapp.client_app import app as client_app
+from fedapp.localgrid import LocalGrid
+
+HEAD = 650
+"""Numbers of the head: 64 features, 10 classes."""
+SIZES = {"20kb": 20_000, "4mb": 4_000_000, "45mb": 45_000_000}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One payload, one number of clients.
+
+    Attributes
+    ----------
+    size : key of `SIZES`.   clients : that exist.   sample : of them that take part in a round.
+    """
+
+    size: str
+    clients: int
+    sample: int
+    rounds: int = 6
+
+    @property
+    def key(self) -> str:
+        """Name in performance.json."""
+        some = f"_sample_{self.sample}" if self.sample < self.clients else f"x{self.size}"
+        rest = "" if self.sample == self.clients or self.size == "20kb" else f"_{self.size}"
+        return f"overhead_{self.clients}{some}{rest}_seconds"
+
+
+CASES = [
+    Case("20kb", 20, 20), Case("4mb", 20, 20), Case("45mb", 20, 20, 4),
+    Case("20kb", 100, 100), Case("4mb", 100, 100, 4), Case("45mb", 100, 100, 3),
+    Case("20kb", 1000, 100), Case("4mb", 1000, 100, 4), Case("45mb", 1000, 100, 3),
+]  # fmt: skip
+SMALL = [Case("20kb", 4, 4, 3), Case("20kb", 8, 4, 3)]
+
+
+def tiny_images(folder: Path, clients: int) -> Path:
+    """Write random images of 8 x 8 pixels, for each client four to train on and one to test with."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 256, (5 * clients, 8, 8, 1), dtype=np.uint8)
+    y = np.arange(len(x)) % 10
+    cut = 4 * clients
+    np.savez(folder / "tiny.npz", x_train=x[:cut], y_train=y[:cut], x_test=x[cut:], y_test=y[cut:])
+    return folder
+
+
+def configuration(case: Case, data: Path, out: Path) -> dict[str, Any]:
+    """Return the flat run-config of a case."""
+    values = {
+        "dataset": "npz", "data-dir": str(data), "model": "digits-c",
+        "clients": case.clients, "fraction-train": case.sample / case.clients, "partition": "iid", "min-samples": 1,
+        "batch-size": 4, "local-epochs": 1, "num-server-rounds": case.rounds, "protocols": "received,trained",
+        "augment": "none",
+    }  # fmt: skip
+    method = {"method": "padded", "method-args": f"numbers={SIZES[case.size] // 4 - HEAD}"}
+    return engine.prepare(values, out).to_flat() | method
+
+
+class _Enough(Exception):
+    """The last counted round is over; what would follow is not measured."""
+
+
+def ray_rounds(app: Path, case: Case, flat: Mapping[str, Any], out: Path) -> list[float]:
+    """Run under Ray until the last round has ended; returns the seconds of the counted rounds."""
+
+    def stop_after_last(event: Mapping[str, Any]) -> None:
+        if event["kind"] == "round" and event["round"] == case.rounds:
+            raise _Enough
+
+    resources = launch.choose_resources(case.clients)
+    with launch.Session(app=app) as session:
+        handle = session.submit(
+            flat, num_supernodes=case.clients, client_cpus=resources.client_cpus,
+            client_gpus=resources.client_gpus, total_cpus=resources.total_cpus,
+        )  # fmt: skip
+        try:
+            outcome = handle.follow(out, stop_after_last, poll=0.5)
+            raise RuntimeError(f"{case.key} failed: {outcome.status} {outcome.error} {outcome.log_tail}")
+        except _Enough:
+            handle.stop()
+    return between_rounds(out)
+
+
+@contextlib.contextmanager
+def padded_here(folder: Path) -> Iterator[None]:
+    """Let this process know the padded method too."""
+    strategies.__path__.append(str(folder))
+    registry.discover.cache_clear()
+    try:
+        yield
+    finally:
+        strategies.__path__.remove(str(folder))
+        registry.discover.cache_clear()
+
+
+def local_rounds(app: Path, flat: Mapping[str, Any], out: Path) -> list[float]:
+    """Run in this process."""
+    with padded_here(app / "strategies"):
+        server_app.serve(LocalGrid(client_app, dict(flat), int(flat["clients"])), dict(flat))
+    return between_rounds(out)
+
+
+def measure(folder: Path, cases: list[Case], ray: bool) -> dict[str, list[float]]:
+    """Return the seconds of every counted round by key."""
+    app = launch.stage(folder / "app")
+    shutil.copy(Path(padded.__file__), app / "strategies" / "padded.py")
+    found: dict[str, list[float]] = {}
+    for case in cases:
+        out = folder / "out"
+        data = tiny_images(folder / case.key, case.clients)
+        flat = configuration(case, data, out)
+        found[case.key] = ray_rounds(app, case, flat, out) if ray else local_rounds(app, flat, out)
+        shutil.rmtree(out)
+        time.sleep(1.0 if ray else 0.0)
+    return found

@@ -1,0 +1,164 @@
+"""From measurements to `docs/performance.json` and the tables of `docs/performance.md`."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.server import Found
+from benchmarks.timing import Times
+
+START, END = "<!-- benchmark -->", "<!-- /benchmark -->"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What was asked of a figure: `least` a ratio, or `most` a ratio or seconds."""
+
+    key: str
+    text: str
+    least: float | None = None
+    most: float | None = None
+
+    def met(self, value: float) -> bool:
+        """Whether the figure is as good as asked."""
+        return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
+
+    @property
+    def bound(self) -> str:
+        """The bound in words."""
+        return f"at least {self.least:g}" if self.least is not None else f"at most {self.most:g}"
+
+
+TARGETS = [
+    Target("fedavg_vs_reference_fp32", "FedAvg: reference loop over the app, fp32", least=2.2),
+    Target("fedavg_vs_reference_bf16", "FedAvg: reference loop (fp32) over the app in bf16", least=3.0),
+    Target("cwfedavg_vs_reference_fp32", "cwFedAvg, all layers: reference loop over the app, fp32", least=2.2),
+    Target("fedavg_over_floor", "FedAvg: the app over the bare floor", most=1.10),
+    Target("overhead_20x4mb_seconds", "seconds a round, 20 clients, 4 MB each way", most=0.6),
+    Target("overhead_1000_sample_100_seconds", "seconds a round, 100 of 1,000 clients, 20 KB", most=1.0),
+    Target("cwfedavg_server_vs_naive_k100", "cwFedAvg's server step, M = K = 100, all layers", least=10),
+    Target("ccvr_statistics_vs_numpy", "CCVR's statistics over NumPy's, K = 10", least=1.4),
+    Target("ccvr_merging_vs_numpy", "CCVR's merging over NumPy's, M = 100", least=2.5),
+    Target("ccvr_sampling_vs_numpy", "CCVR's sampling over NumPy's, K = 10", least=4),
+    Target("average_over_floor", "averages over the memory floor, 20 x 45 MB", most=1.5),
+]
+
+
+def round_figures(times: Times) -> dict[str, float]:
+    """Ratios and seconds of benchmark (a)."""
+    return {
+        "fedavg_vs_reference_fp32": times.ratio("reference_fedavg", "fedavg"),
+        "fedavg_vs_reference_bf16": times.ratio("reference_fedavg", "fedavg_bf16"),
+        "cwfedavg_vs_reference_fp32": times.ratio("reference_cwfedavg", "cwfedavg"),
+        "fedavg_over_floor": times.ratio("fedavg", "floor"),
+        **{f"{name}_round_seconds": times.median(name) for name in times.seconds},
+    }
+
+
+def server_figures(found: list[Found]) -> dict[str, float]:
+    """Ratios of benchmark (c)."""
+    figures = {f.row.key: f.speedup for f in found if f.row.key}
+    figures |= {f.row.key.replace("_vs_naive", "_over_floor"): f.over for f in found if f.row.key.startswith("average")}
+    return figures
+
+
+def _mb(value: float | None) -> str:
+    return "-" if not value else f"{value / 1e6:,.0f}"
+
+
+def _spread(values: list[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
+def targets_table(figures: Mapping[str, float]) -> list[str]:
+    """What was asked and what was reached."""
+    lines = ["| figure | asked | reached | |", "|---|---:|---:|---|"]
+    for target in TARGETS:
+        value = figures.get(target.key)
+        if value is not None:
+            met = "reached" if target.met(value) else "not reached"
+            lines.append(f"| {target.text} (`{target.key}`) | {target.bound} | {value:.2f} | {met} |")
+    return lines
+
+
+NAMES = {
+    "reference_fedavg": "reference loop, FedAvg",
+    "fedavg": "app, FedAvg",
+    "floor": "bare floor",
+    "fedavg_bf16": "app, FedAvg, bf16",
+    "reference_cwfedavg": "reference loop, cwFedAvg",
+    "cwfedavg": "app, cwFedAvg, all layers",
+}
+
+
+def rounds_table(times: Times, peaks: Mapping[str, int]) -> list[str]:
+    """Seconds a round by alternative."""
+    lines = ["| | seconds a round | min to max | turns | peak memory, MB |", "|---|---:|---:|---:|---:|"]
+    for key, name in NAMES.items():
+        values = times.seconds[key]
+        lines.append(
+            f"| {name} | {times.median(key):.2f} | {_spread(values)} | {len(values)} | {_mb(peaks.get(key))} |"
+        )
+    pairs = [
+        ("reference_fedavg", "fedavg"), ("reference_fedavg", "fedavg_bf16"), ("reference_cwfedavg", "cwfedavg"),
+        ("fedavg", "floor"),
+    ]  # fmt: skip
+    lines += ["", "| ratio | median over turns | min to max |", "|---|---:|---:|"]
+    for slow, fast in pairs:
+        lines.append(
+            f"| {NAMES[slow]} / {NAMES[fast]} | {times.ratio(slow, fast):.2f} | {_spread(times.ratios(slow, fast))} |"
+        )
+    return lines
+
+
+def overhead_table(rounds: Mapping[str, list[float]]) -> list[str]:
+    """Seconds a round by payload and clients."""
+    lines = ["| case | seconds a round, median | min to max | rounds |", "|---|---:|---:|---:|"]
+    for key, values in rounds.items():
+        lines.append(f"| `{key}` | {statistics.median(values):.2f} | {_spread(values)} | {len(values)} |")
+    return lines
+
+
+def server_table(found: list[Found]) -> list[str]:
+    """Every computation of the server."""
+    lines = [
+        "| computation | size | naive, ms | ours, ms | naive / ours | ours / floor | difference | MB, naive | ours |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for f in found:
+        error = "random" if f.error is None else f"{f.error:.0e}"
+        lines.append(
+            f"| {f.row.name} | {f.row.sizes} | {1e3 * f.times.median('naive'):,.1f} | "
+            f"{1e3 * f.times.median('ours'):,.1f} | {f.speedup:.2f} | {f.over:.2f} | {error} | "
+            f"{_mb(f.memory.get('naive'))} | {_mb(f.memory.get('ours'))} |"
+        )
+    return lines
+
+
+def machine_text(machine: Mapping[str, Any], speeds: tuple[float, float, float]) -> str:
+    """One paragraph on the machine."""
+    memory, single, double = speeds
+    return (
+        f"{machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB, GPU: {machine['gpu']}, "
+        f"{machine['system']}; Python {machine['python']}, torch {machine['torch']}, numpy {machine['numpy']}, flwr "
+        f"{machine['flwr']}, ray {machine['ray']}. Measured speeds: memory {memory / 1e9:.0f} GB/s, products "
+        f"{single / 1e9:.0f} GFLOP/s in float32 and {double / 1e9:.0f} in float64, all cores."
+    )
+
+
+def write(folder: Path, figures: Mapping[str, Any], sections: Mapping[str, list[str]]) -> None:
+    """Renew performance.json, and what stands between the markers of performance.md (made if it is not there)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "performance.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    page = folder / "performance.md"
+    text = page.read_text(encoding="utf-8") if page.is_file() else f"# Performance\n\n{START}\n{END}\n"
+    if START not in text or END not in text:
+        raise ValueError(f"{page} lacks the markers {START} and {END}, between which the tables go")
+    body = "\n\n".join("\n".join([f"### {title}", "", *lines]) for title, lines in sections.items())
+    head, rest = text.split(START, 1)
+    page.write_text(f"{head}{START}\n{body}\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")

@@ -1,0 +1,188 @@
+"""Benchmark (a): a round of FedAvg and of cwFedAvg against the reference loop and against the bare floor.
+
+CIFAR-10's 60,000 images pooled, 75 / 25 a client, 20 clients, Dirichlet 0.1, `cnn`, batch 10, one local epoch, which
+is about 45,000 samples a round, each client scored before and after its training. The reference loop, the floor and the
+app take turns; a turn of the app is a whole run, of which the rounds after the first count.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import multiprocessing
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import memory
+from benchmarks.floor import Floor
+from benchmarks.reference import Reference
+from benchmarks.timing import Times, alternate
+from fedapp import engine, launch, process
+from fedapp.config import RunConfig, from_flat
+
+LAM = 10.0
+"""cwFedAvg's factor of the regulariser for 10 classes."""
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large the benchmark is; the small form is for tests.
+
+    Attributes
+    ----------
+    images : of the pooled data set.   rounds : of a turn's run, of which the first does not count.
+    workers : processes that train side by side.   ray : under Ray, else in this process.
+    """
+
+    images: int = 60_000
+    clients: int = 20
+    rounds: int = 3
+    repeats: int = 3
+    workers: int = 2
+    ray: bool = True
+
+
+SMALL = Scale(images=1200, clients=4, rounds=2, repeats=1, workers=1, ray=False)
+
+
+def random_images(folder: Path, count: int) -> Path:
+    """Write random arrays of CIFAR-10's form where no real ones are given: the arithmetic takes as long."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    test = count // 6
+    np.savez(
+        folder / "cifar10.npz",
+        x_train=rng.integers(0, 256, (count - test, 32, 32, 3), dtype=np.uint8),
+        y_train=np.arange(count - test) % 10,
+        x_test=rng.integers(0, 256, (test, 32, 32, 3), dtype=np.uint8),
+        y_test=np.arange(test) % 10,
+    )
+    return folder
+
+
+def configuration(data: Path, out: Path, scale: Scale, **values: Any) -> RunConfig:
+    """Return the setting of all alternatives."""
+    common = {
+        "dataset": "cifar10", "data-dir": str(data), "clients": scale.clients, "partition": "dirichlet", "alpha": 0.1,
+        "split": "merged", "model": "cnn", "batch-size": 10, "local-epochs": 1, "lr": 0.005, "momentum": 0.0,
+        "num-server-rounds": scale.rounds, "min-samples": 40 if scale.images >= 60_000 else 10,
+    }  # fmt: skip
+    return engine.prepare({**common, **values}, out)
+
+
+def between_rounds(out: Path) -> list[float]:
+    """Seconds from the end of a round to the end of the next one, with everything that the server does in between."""
+    events = [json.loads(line) for line in (out / "progress.jsonl").read_text(encoding="utf-8").splitlines()]
+    ends = [float(e["time"]) for e in events if e["kind"] == "round"]
+    return [b - a for a, b in itertools.pairwise(ends)]
+
+
+def ray_run(config: RunConfig, watch: dict[str, int] | None = None) -> None:
+    """Run a configuration under Ray in a session of its own; the workers' number is the machine's cores."""
+    resources = launch.choose_resources(config.clients)
+    with launch.Session() as session:
+        handle = session.submit(
+            config.to_flat(), num_supernodes=config.clients, client_cpus=resources.client_cpus,
+            client_gpus=resources.client_gpus, total_cpus=resources.total_cpus,
+        )  # fmt: skip
+        if watch is None:
+            outcome = handle.follow(Path(config.out), lambda event: None, poll=1.0)
+        else:
+            with memory.watching(lambda: list(session._family.members())) as watched:
+                outcome = handle.follow(Path(config.out), lambda event: None, poll=1.0)
+            watch["peak"] = watched.peak
+    if not outcome.ok:
+        raise RuntimeError(f"the benchmark's run failed: {outcome.status} {outcome.error} {outcome.log_tail}")
+
+
+class Visits:
+    """Turns of the app: each is a run in a new folder; all its counted rounds are kept."""
+
+    def __init__(self, config: Callable[[Path], RunConfig], folder: Path, scale: Scale) -> None:
+        self.config, self.folder, self.scale = config, folder, scale
+        self.peak: dict[str, int] = {}
+
+    def __call__(self) -> float:
+        """Mean seconds of a counted round of this turn."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        config = self.config(self.folder)
+        if self.scale.ray:
+            ray_run(config, None if self.peak else self.peak)
+        else:
+            engine.run_local(config)
+        rounds = between_rounds(self.folder)
+        return sum(rounds) / len(rounds)
+
+
+def _reference(flat: dict[str, Any], folder: str, threads: int, lam: float | None, pipe: Any) -> None:
+    reference = Reference(from_flat(flat), Path(folder), threads, lam)
+    while pipe.recv():
+        pipe.send(reference.round())
+
+
+class ReferenceProcess:
+    """The reference loop in a process of its own, with as many threads as the app has workers."""
+
+    def __init__(self, config: RunConfig, folder: Path, threads: int, lam: float | None) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, there = context.Pipe()
+        args = (config.to_flat(), str(folder), threads, lam, there)
+        self.process = context.Process(target=_reference, args=args, daemon=True)
+
+    def __enter__(self) -> ReferenceProcess:
+        self.process.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.send(False)
+        self.process.join(timeout=30)
+
+    def round(self) -> float:
+        """Seconds of one round."""
+        self._pipe.send(True)
+        return float(self._pipe.recv())
+
+
+def measure(folder: Path, data: Path | None, scale: Scale) -> tuple[Times, dict[str, int]]:
+    """Take turns; returns the seconds a round and the peak memory in bytes by alternative."""
+    process.prepare(1)
+    data = data or random_images(folder / "data", scale.images)
+
+    def visits(name: str, **values: Any) -> Visits:
+        return Visits(lambda out: configuration(data, out, scale, **values), folder / name, scale)
+
+    classwise = {"method": "cwfedavg", "method-args": f"layers=all wdr=authors lam={LAM}"}
+    app = {
+        "fedavg": visits("fedavg", method="fedavg"),
+        "fedavg_bf16": visits("fedavg-bf16", method="fedavg", precision="bf16"),
+        "cwfedavg": visits("cwfedavg", **classwise),
+    }
+    config = configuration(data, folder / "reference", scale, method="fedavg")
+    peak: dict[str, int] = {}
+    with (
+        ReferenceProcess(config, folder / "files", scale.workers, None) as fedavg,
+        ReferenceProcess(config, folder / "files-classwise", scale.workers, LAM) as cwfedavg,
+        Floor(config, scale.workers) as floor,
+    ):
+        fedavg.round(), cwfedavg.round()  # the files are written by now: they are not part of any round
+        for name, process_, call in (
+            ("reference_fedavg", [fedavg.process], fedavg.round),
+            ("reference_cwfedavg", [cwfedavg.process], cwfedavg.round),
+            ("floor", floor.workers, floor.round),
+        ):
+            pids = [int(p.pid or 0) for p in process_]
+            with memory.watching(lambda pids=pids: [p for pid in pids for p in memory.tree(pid)]) as watched:  # type: ignore[misc]
+                call()
+            peak[name] = watched.peak
+        alternatives: dict[str, Callable[[], object]] = {
+            "reference_fedavg": fedavg.round, "fedavg": app["fedavg"], "floor": floor.round,
+            "fedavg_bf16": app["fedavg_bf16"], "reference_cwfedavg": cwfedavg.round, "cwfedavg": app["cwfedavg"],
+        }  # fmt: skip
+        times = alternate(alternatives, scale.repeats, warmup=1 if scale.ray else 0)
+    peak |= {name: visit.peak["peak"] for name, visit in app.items() if visit.peak}
+    return times, peak

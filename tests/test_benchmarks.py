@@ -1,0 +1,70 @@
+"""The benchmark in its small form: every part runs, alternatives agree, both files are written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import __main__ as bench
+from benchmarks import report, server
+from benchmarks.overhead import CASES
+from benchmarks.timing import Times, alternate
+
+
+def test_the_small_form_writes_every_figure(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    try:
+        figures, sections = bench.measure(list(bench.PARTS), None, True, tmp_path / "work")
+    finally:
+        torch.set_num_threads(threads)
+    report.write(tmp_path, figures, sections)
+    written = json.loads((tmp_path / "performance.json").read_text())
+    asked = {t.key for t in report.TARGETS if not t.key.startswith("overhead_")}
+    assert asked <= written.keys()
+    assert all(written[key] > 0 for key in asked)
+    page = (tmp_path / "performance.md").read_text()
+    assert all(f"### {title}\n" in page for title in sections)
+    report.write(tmp_path, figures, {"Only this": ["text"]})
+    assert (tmp_path / "performance.md").read_text().count("###") == 1, "tables are replaced, not added"
+
+
+@pytest.mark.parametrize("row", server.SMALL, ids=lambda row: row.name)
+def test_naive_form_and_ours_agree(row: server.Row) -> None:
+    problem = row.problem()
+    if problem.check is not None:
+        assert problem.check(problem.naive(), problem.ours()) < 1e-5
+
+
+def test_the_keys_of_the_overhead_cases() -> None:
+    keys = {case.key for case in CASES}
+    assert {"overhead_20x4mb_seconds", "overhead_20x45mb_seconds", "overhead_1000_sample_100_seconds"} <= keys
+    assert len(keys) == len(CASES)
+
+
+def test_alternatives_are_called_in_turn_and_may_measure_themselves() -> None:
+    calls: list[str] = []
+
+    def slow() -> float:
+        calls.append("slow")
+        return 3.0 * len(calls)
+
+    def fast() -> float:
+        calls.append("fast")
+        return 1.0 * len(calls)
+
+    times = alternate({"slow": slow, "fast": fast}, repeats=3, warmup=1)
+    assert calls == ["slow", "fast"] * 4
+    assert times.seconds == {"slow": [9.0, 15.0, 21.0], "fast": [4.0, 6.0, 8.0]}
+    assert times.median("slow") == 15.0
+    assert times.ratio("slow", "fast") == 15 / 6
+
+
+def test_a_target_is_met_at_its_bound() -> None:
+    assert report.Target("k", "t", least=2.0).met(2.0) and not report.Target("k", "t", least=2.0).met(1.99)
+    assert report.Target("k", "t", most=1.1).met(1.1) and not report.Target("k", "t", most=1.1).met(1.11)
+    table = report.targets_table({"average_over_floor": 1.6})
+    assert table[-1].endswith("| at most 1.5 | 1.60 | not reached |")
+    assert Times({"a": [2.0, 4.0], "b": [1.0, 1.0]}).ratios("a", "b") == [2.0, 4.0]
