@@ -81,6 +81,7 @@ def handle(stage: str, message: Message, context: Context) -> Message:
         if isinstance(e, BadRequest):
             print(f"fedapp: this node cannot take part in {stage}: {e}", flush=True)
         text = f"{type(e).__name__}: {e}" if isinstance(e, BadRequest) else traceback.format_exc()
+        text += process.out_of_memory(e) or ""
         failed: dict[str, Scalar] = {**info, "error": text, "stage": stage}
         number = context.node_config.get("client-id", context.node_config.get("partition-id"))
         failed.setdefault("client", number if isinstance(number, int) else -1)

@@ -18,6 +18,7 @@ from typing import Any
 from flwr.app import Message
 from flwr.serverapp import Grid
 
+from fedapp import process
 from fedapp.errors import BadRequest
 from fedapp.method import ClientInfo, Method, Payload, Reply, Scalar
 from fedapp.records import Encoder, reject, reply_of
@@ -40,6 +41,15 @@ WORTH_SORTING = 2.0
 """Seconds of an exchange from which on the order of its messages pays."""
 HELD_BYTES = 1 << 30
 """Memory that replies may take while those of lower ids are waited for."""
+WORKER_DIED = (
+    "ActorDiedError",
+    "ActorUnavailableError",
+    "RayActorError",
+    "WorkerCrashedError",
+    "NodeDiedError",
+    "OutOfMemoryError",
+)
+"""Ray's errors for a process that is no longer there."""
 
 
 class RoundFailed(RuntimeError):
@@ -529,8 +539,14 @@ def _shape(shape: tuple[int, ...] | None) -> str:
 
 
 def _reason(message: Message) -> str:
+    """Return what an error reply says; a worker of Ray that died is told last, in one sentence and with what to do."""
     error = message.error
-    return str(error.reason or f"error code {error.code}")
+    reason = str(error.reason or f"error code {error.code}")
+    if not any(f"ray.exceptions.{name}" in reason for name in WORKER_DIED):
+        return reason
+    sure = any(words in reason for words in ("OutOfMemoryError", "running low on memory", "memory usage threshold"))
+    cause = "memory ran out" if sure else "most often because memory ran out"
+    return f"{reason}\nthe client's worker process was killed ({cause}): lower batch-size, or {process.FEWER}"
 
 
 def _last_line(text: str) -> str:

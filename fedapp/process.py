@@ -1,12 +1,18 @@
-"""Settings of the process a client or server runs in: threads, kept heap, device."""
+"""The process a client or server runs in: threads, kept heap, device, memory and what to do when it runs out."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import sys
+from contextlib import suppress
+from pathlib import Path
 
 import torch
+
+FEWER = "in a simulation let fewer clients work at a time (--client-cpus 2 or more)"
+FEWER_ON_GPU = "in a simulation let fewer clients share a GPU (a larger --client-gpus, such as 0.5)"
 
 
 @functools.cache
@@ -36,3 +42,41 @@ def prepare(threads: int) -> None:
 def device() -> torch.device:
     """Return the device to train on: the GPU that this process may see, else the CPU."""
     return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+
+
+def reset_peak() -> None:
+    """Let :func:`peak_memory` count from now on, where the system can (Linux)."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def peak_memory() -> int:
+    """Return the most bytes of main memory that this process has held at a time, libraries and mapped files included.
+
+    Counted since :func:`reset_peak` on Linux, elsewhere since the process began.
+    """
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM:")))
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(most if sys.platform == "darwin" else 1024 * most)
+
+
+def out_of_memory(error: BaseException) -> str | None:
+    """Say in one sentence what to change where `error` means that memory ran out; None for every other error.
+
+    PyTorch has an error class of its own for a GPU's memory only; main memory that cannot be had is a plain
+    RuntimeError, which its words tell from others.
+    """
+    words = str(error).lower()
+    plain = isinstance(error, RuntimeError)
+    if isinstance(error, torch.OutOfMemoryError) or (
+        plain and ("alloc_failed" in words or ("cuda" in words and "out of memory" in words))
+    ):
+        return f"the GPU's memory ran out: lower batch-size, take a smaller model, or {FEWER_ON_GPU}"
+    refused = isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM
+    if refused or (plain and any(w in words for w in ("can't allocate memory", "not enough memory", "bad_alloc"))):
+        return f"the main memory ran out: lower batch-size, take a smaller model, or {FEWER}"
+    return None

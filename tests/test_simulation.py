@@ -112,6 +112,8 @@ def test_a_killed_actor_is_named_and_ends_the_run_truthfully(session: launch.Ses
     error = launch._newer_json(tmp_path / "run" / "error.json", 0)
     assert error is not None and "min-replies" in error["message"] and "client" in error["message"]
     assert error["client"] in range(4) and error["stage"] == "train" and error["round"] >= 1
+    assert "worker process was killed" in error["cause"] and "--client-cpus" in error["cause"]
+    assert "worker process was killed" in error["message"] and "ActorDiedError" in error["traceback"]
     assert dropped is None or set(dropped["client"]) <= set(range(4))
 
 
