@@ -63,6 +63,14 @@ def main() -> None:
         raise SystemExit(1) from None
 
 
+def _tell_broken() -> None:
+    """Name the files of `strategies/` that give no method: the others work without them."""
+    from fedapp import registry
+
+    for text in registry.broken().values():
+        typer.echo(f"fedapp: left out: {text}", err=True)
+
+
 def collect(
     options: dict[str, Any], sets: list[str] | None, file: Path | None = None, scale: float | None = None
 ) -> dict[str, Any]:
@@ -126,6 +134,7 @@ def run(
     """
     from fedapp import recipes, runner
 
+    _tell_broken()
     if engine != "deploy" and superlink is not None:
         raise BadRequest("--superlink goes with --engine deploy")
     options = {
@@ -160,6 +169,7 @@ def methods() -> None:
     """List all methods: heterogeneous yes/no, what travels, paper."""
     from fedapp import registry
 
+    _tell_broken()
     rows = [
         (m.id, m.title, "yes" if m.heterogeneous else "no", m.travels, m.paper) for m in registry.discover().values()
     ]
@@ -239,6 +249,7 @@ def compare(
     from fedapp import compare as comparing
     from fedapp import recipes
 
+    _tell_broken()
     file = recipes.find(file) if file is not None else None
     options = {"dataset": dataset, "clients": clients, "num-server-rounds": rounds, "seed": seed}
     values = collect(options, sets, file, scale)

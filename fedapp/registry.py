@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+import traceback
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -39,33 +41,64 @@ ORDER = [
 """The order of tables; methods of your own follow."""
 
 
-@functools.cache
 def discover() -> dict[str, Method]:
-    """Import every module of `strategies/` and collect its `METHOD`.
+    """Import every module of `strategies/` and collect its `METHOD`; files that give none are in :func:`broken`."""
+    return _discovered()[0]
 
-    Raises
-    ------
-    RuntimeError : a module without `METHOD`, with one of another type, or with an id that exists or is not its name.
-    """
+
+def broken() -> dict[str, str]:
+    """Return the files of `strategies/` that give no method: name -> one line that says which file and why."""
+    return _discovered()[1]
+
+
+@functools.cache
+def _discovered() -> tuple[dict[str, Method], dict[str, str]]:
     found: dict[str, Method] = {}
+    refused: dict[str, str] = {}
     for module_info in pkgutil.iter_modules(strategies.__path__):
         name = module_info.name
         if name.startswith("_") or name == "base":
             continue
-        module = importlib.import_module(f"strategies.{name}")
-        method = getattr(module, "METHOD", None)
-        if not isinstance(method, Method):
-            raise RuntimeError(f"strategies/{name}.py states no METHOD = Method(...)")
-        if method.id != name:
-            raise RuntimeError(f"strategies/{name}.py states METHOD.id = '{method.id}'; it must be the file's name")
-        found[name] = method
+        try:
+            found[name] = _method_of(name)
+        except Exception as e:
+            refused[name] = f"strategies/{name}.py {_reason(e)}"
     rank = {m: i for i, m in enumerate(ORDER)}
-    return dict(sorted(found.items(), key=lambda item: (rank.get(item[0], len(ORDER)), item[0])))
+    return dict(sorted(found.items(), key=lambda item: (rank.get(item[0], len(ORDER)), item[0]))), refused
+
+
+def _method_of(name: str) -> Method:
+    """Import a module and return its `METHOD`; `BadRequest` says what is wrong with it."""
+    method = getattr(importlib.import_module(f"strategies.{name}"), "METHOD", None)
+    if not isinstance(method, Method):
+        raise BadRequest("states no METHOD = Method(...)")
+    if method.id != name:
+        raise BadRequest(f"states METHOD.id = '{method.id}'; it must be the file's name")
+    return method
+
+
+def _reason(error: Exception) -> str:
+    """Say in one line why a file gives no method, with the place where its import ended."""
+    if isinstance(error, BadRequest):
+        return str(error)
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    if isinstance(error, SyntaxError):  # its text holds file and line
+        return f"cannot be imported: {text}"
+    root = Path(__file__).parent.parent
+    ours = (*map(Path, strategies.__path__), root / "clients", root / "fedapp")
+    places = [
+        f" ({path.parent.name}/{path.name}, line {frame.lineno})"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if (path := Path(frame.filename)) != Path(__file__) and any(path.is_relative_to(o) for o in ours)
+    ]
+    return f"cannot be imported: {text}" + (places[-1] if places else "")
 
 
 def get(name: str) -> Method:
-    """Return a method by its id; an unknown one is a `BadRequest` with a suggestion."""
+    """Return a method by its id; an unknown one is a `BadRequest` with a suggestion, a broken one with its error."""
     methods = discover()
+    if name in broken():
+        raise BadRequest(f"no method '{name}': {broken()[name]}")
     if name not in methods:
         raise BadRequest(f"unknown method '{name}'{suggest(name, methods)}. See: fedapp methods")
     return methods[name]
