@@ -29,6 +29,10 @@ from fedapp.records import Encoder, arrays_of
 from fedapp.sampling import sample_clients
 
 
+TOGETHER = 4
+"""Replies that are added to a mean in one pass."""
+
+
 @dataclass
 class Exchange:
     """What one exchange with clients gave, for results.
@@ -311,14 +315,18 @@ class FedStrategy(Strategy):
 def weighted_mean(replies: Iterable[Reply], previous: Mapping[str, Any]) -> Arrays:
     """Average the arrays named in `previous` over replies, weighted by n_k; without replies `previous` stays.
 
-    Each reply is added in place in float32 as it comes; memory is one model however many clients there are.
+    Replies are added in float32 as they come, a few at a time, since every pass reads and writes the mean; memory is
+    one model and `TOGETHER` replies however many clients there are.
     """
     mean = RunningMean()
-    count = 0
+    waiting: list[tuple[Arrays, float]] = []
     for reply in replies:
-        mean.add({n: reply.arrays[n] for n in previous}, float(reply.num_samples))
-        count += 1
-    return mean.mean() if count else dict(previous)
+        waiting.append(({n: reply.arrays[n] for n in previous}, float(reply.num_samples)))
+        if len(waiting) == TOGETHER:
+            mean.add_many(waiting)
+            waiting = []
+    mean.add_many(waiting)
+    return mean.mean() if mean.replies else dict(previous)
 
 
 def _no_arrays(reply: Reply) -> str | None:
