@@ -15,7 +15,6 @@ Finished runs are not run again, broken ones are continued from their last check
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 import shutil
@@ -38,6 +37,7 @@ from fedapp import launch, pool, registry, runner, tables, tasks
 from fedapp.config import RunConfig
 from fedapp.data.partitions import data_card
 from fedapp.errors import BadRequest
+from fedapp.jobs import Job, Variant
 from fedapp.models import head_width
 from fedapp.results import absolute, check_out, check_writable, new_folder
 from fedapp.text import suggest
@@ -50,40 +50,9 @@ OWN_SETTINGS = (
 DEFAULT_METHODS = "local,lgfedavg,fedclassavg"
 ALPHA_KINDS = ("dirichlet", "dirichlet-equal")
 CLASSES_KINDS = ("pathological", "classes", "shards")
-MAX_FOLDER = 80
 
 
 # ---- what is compared ------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Variant:
-    """A method with hyperparameters and settings of its own.
-
-    Attributes
-    ----------
-    label : as it was written, `fedavg` or `fedprox(mu=0.1)`; names it in tables and folders.
-    args : hyperparameters, name -> text.   settings : run-config keys of :data:`OWN_SETTINGS`, typed.
-    """
-
-    label: str
-    method: str
-    args: tuple[tuple[str, str], ...] = ()
-    settings: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def folder(self) -> str:
-        """Beginning of its runs' folders."""
-        text = re.sub(r"[^A-Za-z0-9._=+-]+", "-", self.label).strip("-")
-        if len(text) <= MAX_FOLDER:
-            return text
-        return f"{text[: MAX_FOLDER - 9]}-{hashlib.sha256(self.label.encode()).hexdigest()[:8]}"
-
-    @property
-    def title(self) -> str:
-        """Name in tables."""
-        inside = self.label[len(self.method) :]
-        return registry.get(self.method).title + (f" {inside}" if inside else "")
 
 
 def parse_variants(text: str) -> list[Variant]:
@@ -209,26 +178,6 @@ def settings_of(values: Mapping[str, Any], datasets: Sequence[str], partitions: 
     if twice:
         raise BadRequest(f"{', '.join(twice)} is asked for twice in --datasets and --partitions")
     return settings
-
-
-@dataclass(frozen=True)
-class Job:
-    """One run of a comparison."""
-
-    variant: Variant
-    setting: str
-    seed: int
-    config: RunConfig
-
-    @property
-    def out(self) -> Path:
-        """The run directory."""
-        return Path(self.config.out)
-
-    @property
-    def name(self) -> str:
-        """Short name in messages."""
-        return f"{self.setting} {self.variant.label} s{self.seed}".strip()
 
 
 def jobs_of(
@@ -595,13 +544,9 @@ def _report(out: Path, finished: Sequence[Job]) -> None:
     if not finished:
         return
     try:
-        from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
-
         from fedapp import report
 
-        # Several threads wait for each other longer than they help with figures of this size.
-        with threadpool_limits(limits=1):
-            report.write(out)
+        report.write(out)
     except Exception as e:
         typer.echo(f"no report.html: {type(e).__name__}: {e} (fedapp report {out} tries again)", err=True)
     else:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]
 
 from fedapp import analysis, figures, registry
 from fedapp import config as configuration
@@ -55,8 +56,12 @@ def write(directory: str | Path, figures_to: str | Path | None = None) -> Path:
     ------
     BadRequest : no run there, or a folder that cannot be written.
     """
+    import sklearn.manifold  # noqa: F401 - brings a thread pool of its own, which is limited only once it is there
+
     found = analysis.read(Path(directory))
-    page, gallery = of_run(found) if isinstance(found, RunData) else of_comparison(found)
+    # Several threads wait for each other longer than they help with figures of this size.
+    with threadpool_limits(limits=1):
+        page, gallery = of_run(found) if isinstance(found, RunData) else of_comparison(found)
     try:
         target = found.path / PAGE
         _write(target, page)

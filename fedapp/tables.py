@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -23,9 +23,7 @@ from scipy import stats
 from fedapp import config as configuration
 from fedapp import engine as engines
 from fedapp.errors import BadRequest
-
-if TYPE_CHECKING:
-    from fedapp.compare import Job
+from fedapp.jobs import Job
 
 PROTOCOLS = configuration.PROTOCOLS
 OWN = ("received", "trained")

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fedapp import cli, compare, config, engine, launch, pool, report, tables
-from fedapp.compare import Job, Variant
 from fedapp.engine import RunResult
 from fedapp.errors import BadRequest
+from fedapp.jobs import MAX_FOLDER, Job, Variant
 
 BASE: dict[str, Any] = {
     "dataset": "digits", "clients": 4, "num-server-rounds": 3, "local-epochs": 1, "batch-size": 64, "alpha": 1.0,
@@ -95,7 +95,7 @@ def test_long_labels_have_short_folders_that_differ() -> None:
     long = " ".join(f"{name}=0.123456789" for name in ("mu", "lr", "weight-decay", "clip"))
     a, b = parsed(f"fedprox({long}),fedprox({long}1)")
     assert a.folder != b.folder
-    assert max(len(a.folder), len(b.folder)) <= compare.MAX_FOLDER
+    assert max(len(a.folder), len(b.folder)) <= MAX_FOLDER
 
 
 def test_one_setting_has_plain_folders_and_several_have_one_each(tmp_path: Path) -> None:

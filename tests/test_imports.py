@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,31 @@ def test_imports(path: Path) -> None:
         assert not ours
     if name.startswith(("fedapp/data/", "fedapp/models/")):
         assert not any(m.startswith(("clients", "strategies")) for m in ours)
+
+
+def begin(path: Path) -> set[str]:
+    """Our modules that a file names before its functions run, for type checking alone too."""
+    modules = {module(p) for p in FILES}
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        for inner in [node, *(node.body if isinstance(node, ast.If) else [])]:
+            if isinstance(inner, ast.ImportFrom) and inner.module:
+                names = {f"{inner.module}.{a.name}" for a in inner.names}
+                found |= (names & modules) or {inner.module}
+            elif isinstance(inner, ast.Import):
+                found |= {a.name for a in inner.names}
+    return (found & modules) - {module(path)}
+
+
+def module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_no_two_modules_need_each_other() -> None:
+    """Names of types count: a type that two modules name belongs below both. The package's own front door does not."""
+    graph = {module(p): begin(p) for p in FILES if p != ROOT / "fedapp" / "__init__.py"}
+    order = list(graphlib.TopologicalSorter(graph).static_order())
+    assert order.index("fedapp.jobs") < order.index("fedapp.tables") < order.index("fedapp.compare")
 
 
 def test_the_list_of_flower_files_is_current() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_info, threadpool_limits
 from typer.testing import CliRunner
 
 from fedapp import cli, report
@@ -144,6 +145,20 @@ def test_the_same_directory_gives_the_same_page(single: Path) -> None:
     assert report.write(single) == single / "report.html"
     assert (single / "report.html").read_bytes() == before
     assert not list(single.glob(".*.part"))
+
+
+def test_one_thread_draws_the_page(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: set[int] = set()
+    true = report.of_run
+
+    def of_run(found: Any) -> Any:
+        threads.update(pool["num_threads"] for pool in threadpool_info())
+        return true(found)
+
+    monkeypatch.setattr(report, "of_run", of_run)
+    with threadpool_limits(limits=2):
+        report.write(single)
+    assert threads == {1}
 
 
 # ---- what a run's page says ------------------------------------------------------------------------------------------

@@ -1,0 +1,65 @@
+"""The runs of a comparison: a method with values of its own, on one setting, with one seed."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedapp import registry
+from fedapp.config import RunConfig
+
+MAX_FOLDER = 80
+"""Letters of a folder's name from which on a label is cut and hashed."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A method with hyperparameters and settings of its own.
+
+    Attributes
+    ----------
+    label : as it was written, `fedavg` or `fedprox(mu=0.1)`; names it in tables and folders.
+    args : hyperparameters, name -> text.   settings : run-config keys of its own, typed.
+    """
+
+    label: str
+    method: str
+    args: tuple[tuple[str, str], ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def folder(self) -> str:
+        """Beginning of its runs' folders."""
+        text = re.sub(r"[^A-Za-z0-9._=+-]+", "-", self.label).strip("-")
+        if len(text) <= MAX_FOLDER:
+            return text
+        return f"{text[: MAX_FOLDER - 9]}-{hashlib.sha256(self.label.encode()).hexdigest()[:8]}"
+
+    @property
+    def title(self) -> str:
+        """Name in tables."""
+        inside = self.label[len(self.method) :]
+        return registry.get(self.method).title + (f" {inside}" if inside else "")
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a comparison."""
+
+    variant: Variant
+    setting: str
+    seed: int
+    config: RunConfig
+
+    @property
+    def out(self) -> Path:
+        """The run directory."""
+        return Path(self.config.out)
+
+    @property
+    def name(self) -> str:
+        """Short name in messages."""
+        return f"{self.setting} {self.variant.label} s{self.seed}".strip()
