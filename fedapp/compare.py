@@ -435,7 +435,8 @@ def run_here(todo: Sequence[tuple[Job, RunConfig]], workers: int | None) -> dict
 def run_on_ray(todo: Sequence[tuple[Job, RunConfig]], log: Path) -> dict[str, str]:
     """Run one after the other through `flwr run` on one Ray; returns the errors by name of the run."""
     failed = {}
-    resources = launch.choose_resources(todo[0][1].clients)
+    resources = runner.proposed([config for _, config in todo])
+    typer.echo(resources.text, err=True)
     with launch.Session(log=log, ray_cpus=resources.total_cpus) as session:
         for number, (job, config) in enumerate(todo, 1):
             with runner.Follower(f"{job.name} ({number}/{len(todo)})") as follower:

@@ -74,6 +74,7 @@ ERROR_FILE = "error.json"
 _MARKER = "FEDAPP_SESSION"
 _MEMORY_PER_CLIENT = 1 << 30  # bytes; an actor that has imported torch takes about half of it
 _CLIENTS_PER_GPU = 8
+_SERVER_ON_GPU = 1 << 30  # bytes; the server scores its global model there
 
 Scalar = bool | int | float | str
 
@@ -149,6 +150,32 @@ def _not_bundled(folder: str, names: list[str]) -> set[str]:
 
 
 @dataclass(frozen=True)
+class Need:
+    """What one virtual client was measured to need.
+
+    Attributes
+    ----------
+    client : whom it was measured on.
+    memory : bytes of main memory of its worker process.   seconds : of one round, about.
+    gpu_memory : bytes of a GPU's memory, 0 without a GPU.   gpu_free : bytes that were free on the GPU.
+    """
+
+    client: int
+    memory: int
+    seconds: float
+    gpu_memory: int = 0
+    gpu_free: int = 0
+
+    def __str__(self) -> str:
+        on_gpu = f", {self.gpu_memory / (1 << 30):.1f} GiB of GPU memory" if self.gpu_memory else ""
+        seconds = f"{self.seconds:.1f}" if self.seconds >= 0.95 else f"{self.seconds:.1g}"
+        return (
+            f"one client needs {self.memory / (1 << 30):.1f} GiB{on_gpu} and about {seconds} s a round "
+            f"(measured on client {self.client})"
+        )
+
+
+@dataclass(frozen=True)
 class Resources:
     """What one virtual client gets, and how many of them work at a time."""
 
@@ -161,12 +188,15 @@ class Resources:
     text: str
 
 
-def choose_resources(clients: int, cpus: int | None = None, gpus: float | None = None) -> Resources:
+def choose_resources(
+    clients: int, cpus: int | None = None, gpus: float | None = None, need: Need | None = None
+) -> Resources:
     """Choose CPUs and GPU fractions per virtual client.
 
     Clients train side by side, one core each, because one process per core beats threads within a process on small
-    models. As many work at a time as there are clients, cores and memory (1 GiB each) for. Where CUDA is present each
-    requests a fraction of a GPU, at most 8 to a GPU, since Ray hides the GPUs from whoever requests none.
+    models. As many work at a time as there are clients, cores and memory for: what a client was measured to need, and
+    as much again for the server, else 1 GiB each. Where CUDA is present each requests a fraction of a GPU, as many to a
+    GPU as its memory holds beside the server's own, and at most 8, since Ray hides the GPUs from whoever requests none.
 
     Parameters
     ----------
@@ -176,6 +206,8 @@ def choose_resources(clients: int, cpus: int | None = None, gpus: float | None =
         CPUs per client; None = 1.
     gpus : float or None
         GPUs per client, a fraction below 1 or a whole number; None = chosen, 0 = train on the CPU.
+    need : Need or None
+        What one client needs; None = not measured.
 
     Returns
     -------
@@ -198,14 +230,16 @@ def choose_resources(clients: int, cpus: int | None = None, gpus: float | None =
     if cluster:
         client_gpus = gpus or 0.0
         each = f"{client_cpus} CPU and {client_gpus:g} GPU"
-        text = f"Ray cluster at {cluster}: {each} per client, as many at a time as fit there"
-        return Resources(client_cpus, client_gpus, None, clients, text)
+        most = min(clients, driven_at_once())
+        text = f"Ray cluster at {cluster}: {each} per client, as many at a time as fit there, at most {most}"
+        return Resources(client_cpus, client_gpus, None, most, text)
 
     cores = usable_cores()
     if client_cpus > cores:
         raise BadRequest(f"client CPUs = {client_cpus}, but only {cores} can be used here: ask for at most {cores}")
-    memory = max(1, psutil.virtual_memory().available // _MEMORY_PER_CLIENT)
-    parallel = min(clients, cores // client_cpus, memory)
+    available = psutil.virtual_memory().available
+    memory = available // need.memory - 1 if need is not None else available // _MEMORY_PER_CLIENT
+    parallel = min(clients, cores // client_cpus, max(1, memory), driven_at_once())
     devices = cuda_devices() if gpus is None or gpus > 0 else 0
     if gpus is not None and gpus > devices:
         raise BadRequest(
@@ -213,13 +247,26 @@ def choose_resources(clients: int, cpus: int | None = None, gpus: float | None =
         )
     client_gpus = 0.0
     if devices:
+        fit = _CLIENTS_PER_GPU
+        if need is not None and need.gpu_memory:
+            fit = min(fit, max(1, (need.gpu_free - _SERVER_ON_GPU) // need.gpu_memory))
         # Rounded down: Ray counts in units of 1/10,000 and would not fit the last client when a share is rounded up.
-        share = -(-min(parallel, devices * _CLIENTS_PER_GPU) // devices)
+        share = -(-min(parallel, devices * fit) // devices)
         client_gpus = gpus if gpus is not None else 10_000 // share / 10_000
         parallel = min(parallel, int(devices / client_gpus))
     of_gpu = f" and {client_gpus:g} of {devices} GPU" if client_gpus else ""
     text = f"{parallel} of {clients} clients at a time on {cores} cores: {client_cpus} CPU{of_gpu} each"
+    if need is not None:
+        text += f"; {need}"
     return Resources(client_cpus, client_gpus, parallel * client_cpus, parallel, text)
+
+
+def driven_at_once() -> int:
+    """Return how many clients Flower's simulation keeps at work at a time, however large the cluster is.
+
+    Each client at work has a thread of a pool of Python's default size: 4 more than this machine's cores, at most 32.
+    """
+    return min(32, (os.cpu_count() or 1) + 4)
 
 
 def cluster_address() -> str | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -20,6 +21,9 @@ from fedapp import selection, tasks
 from fedapp.config import RunConfig
 from fedapp.data.partitions import data_card
 from fedapp.errors import BadRequest
+
+if TYPE_CHECKING:
+    from fedapp import launch
 
 TOLD_ONCE = ("waiting", "warning")
 
@@ -148,7 +152,7 @@ def run_and_report(
 
     resources = None
     probe = configuration.from_flat({**values, "resume": False})
-    if engine == "ray":
+    if engine == "ray":  # what is wrong with the numbers is said before anything is loaded
         resources = launch.choose_resources(probe.clients or engines.DEFAULT_CLIENTS, client_cpus, client_gpus)
     elif client_cpus is not None or client_gpus is not None:
         raise BadRequest("--client-cpus and --client-gpus go with --engine ray; the local engine runs clients in turn")
@@ -160,13 +164,15 @@ def run_and_report(
             typer.echo(f"{key} = {value!r}" if not isinstance(value, bool) else f"{key} = {str(value).lower()}")
         typer.echo("\n".join(what_leaves(config)))
         if resources is not None:
-            typer.echo(resources.text)
+            typer.echo(proposed([config], client_cpus, client_gpus).text)
         return 0
     config = engines.prepare(values, out)
     folder = Path(config.out)
     data = tasks.federated(config, config.clients)
     typer.echo(data_card(data.dataset, data.partition).text(), err=True)
     typer.echo(auto_text(configuration.from_flat(values), config), err=True)
+    if resources is not None:
+        resources = proposed([config], client_cpus, client_gpus)
     with Follower() as follower:
         if engine == "local":
             code = local(config, follower)
@@ -179,6 +185,34 @@ def run_and_report(
         print_summary(engines.summary_of(folder))
     typer.echo(f"results: {folder}", err=code != 0)
     return code
+
+
+def proposed(configs: Sequence[RunConfig], cpus: int | None = None, gpus: float | None = None) -> launch.Resources:
+    """Choose the resources of virtual clients, from what one of them is measured to need where nothing is given.
+
+    A measurement that fails is no reason not to run: then the rule for clients that were not measured holds, and the
+    text says so.
+
+    Parameters
+    ----------
+    configs : prepared configurations of runs that share their workers, one after the other.
+    cpus, gpus : what is asked for; None = chosen.
+    """
+    from fedapp import launch, measure
+
+    clients = max(config.clients for config in configs)
+    if cpus is not None or gpus is not None or launch.cluster_address():
+        return launch.choose_resources(clients, cpus, gpus)
+    try:
+        need = measure.one_client(configs)
+    except BadRequest:
+        raise
+    except Exception as e:
+        chosen = launch.choose_resources(clients)
+        reason = (str(e).strip().splitlines() or [""])[0]
+        why = f"{type(e).__name__}: {reason}" if reason else type(e).__name__
+        return replace(chosen, text=f"{chosen.text}; 1 GiB each assumed, measuring a client failed ({why})")
+    return launch.choose_resources(clients, need=need)
 
 
 def auto_text(given: RunConfig, used: RunConfig) -> str:
