@@ -112,12 +112,12 @@ def ray_rounds(app: Path, case: Case, flat: Mapping[str, Any], out: Path) -> lis
 def padded_here(folder: Path) -> Iterator[None]:
     """Let this process know the padded method too."""
     strategies.__path__.append(str(folder))
-    registry.discover.cache_clear()
+    registry._discovered.cache_clear()
     try:
         yield
     finally:
         strategies.__path__.remove(str(folder))
-        registry.discover.cache_clear()
+        registry._discovered.cache_clear()
 
 
 def local_rounds(app: Path, flat: Mapping[str, Any], out: Path) -> list[float]:

@@ -20,13 +20,17 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.memory import peak_of
 from benchmarks.reference import naive_mix
 from benchmarks.timing import Times, alternate
+from clients.cwfedavg import CwFedAvgHParams
 from clients.fedamp import FedAMPHParams
-from fedapp.core.classwise import cheaper_order, class_weights, mix
+from fedapp.core.classwise import class_weights, norm_distribution
 from fedapp.core.gaussian import MomentsPool, moments, pack, virtual_features
 from fedapp.core.heads import retrain
 from fedapp.core.pairwise import combine
-from fedapp.method import Reply
+from fedapp.method import Reply, ServerContext
+from fedapp.models import build_model
 from strategies.base import weighted_mean
+from strategies.cwfedavg import METHOD as CWFEDAVG
+from strategies.cwfedavg import CwFedAvg
 from strategies.fedamp import attention
 from strategies.fedgh import LARs, batches, header_step
 
@@ -96,25 +100,40 @@ def average(count: int, numbers: int) -> Problem:
     )
 
 
-def cwfedavg(count: int, classes: int, numbers: int) -> Problem:
-    """Class-wise averages of all layers and a blend for each client; naive: K global models, then the mixes."""
-    uploads = models(count, numbers)
+def cwfedavg(count: int, classes: int, small: bool = False) -> Problem:
+    """Class-wise averages of all layers and a blend for each client; naive: K global models, then the mixes.
+
+    Ours is the strategy itself: it takes the replies, and computes what each client is sent.
+    """
+    model = build_model(
+        "digits-c" if small else "cnn", num_classes=classes, channels=1 if small else 3, size=8 if small else 32, seed=0
+    )
+    initial = {n: p.detach().numpy() for n, p in model.named_parameters()}
     rng = np.random.default_rng(1)
-    p = rng.dirichlet(np.ones(classes), size=count)
-    q = class_weights(rng.integers(100, 1000, count), p)
-    tensors = [[torch.from_numpy(a) for a in m.values()] for m in uploads]
-    order = cheaper_order(count, count, classes)
-    products = count * count if order == "direct" else 2 * count * classes
+    uploads = [{n: rng.standard_normal(a.shape, np.float32) for n, a in initial.items()} for _ in range(count)]
+    replies = [Reply(k, int(rng.integers(100, 1000)), arrays, {}) for k, arrays in enumerate(uploads)]
+    p = np.stack([norm_distribution(r.arrays["head.weight"]) for r in replies])
+    q = class_weights(np.array([r.num_samples for r in replies]), p)
+    tensors = [[torch.from_numpy(a) for a in r.arrays.values()] for r in replies]
+    strategy = CwFedAvg(CWFEDAVG, CwFedAvgHParams(layers="all"))
+    start = strategy.init(ServerContext(0, (), classes, model.width, initial, lambda k: initial, np.random.default_rng))
+
+    def ours() -> list[Model]:
+        state = strategy.aggregate(start, 1, iter(replies))
+        return [payload.arrays for _, payload in strategy.send_each(state, 2, range(count))]
 
     def check(a: list[list[torch.Tensor]], b: list[Model]) -> float:
-        pairs = (
-            (x.numpy(), y) for left, right in zip(a, b, strict=True) for x, y in zip(left, right.values(), strict=True)
+        return max(
+            difference(x.numpy(), y)
+            for left, right in zip(a, b, strict=True)
+            for x, y in zip(left, right.values(), strict=True)
         )
-        return max(difference(x, y) for x, y in pairs)
 
+    numbers = sum(a.size for a in initial.values())
+    products = count * min(count, 2 * classes)
     return Problem(
         lambda: naive_mix(tensors, torch.from_numpy(p), torch.from_numpy(q)),
-        lambda: mix(uploads, p, q),
+        ours,
         8.0 * count * numbers,
         2.0 * products * numbers,
         check=check,
@@ -309,7 +328,7 @@ ROWS = [
     Row("average", "100 x 0.88 M", partial(average, 100, CNN), "average_vs_naive_100x4mb"),
     Row("average", "20 x 11.4 M", partial(average, 20, RESNET), "average_vs_naive"),
     *(
-        Row("cwFedAvg, all layers", f"M = {m}, K = {k}, 0.88 M", partial(cwfedavg, m, k, CNN), key, 3)
+        Row("cwFedAvg, all layers", f"M = {m}, K = {k}, 0.88 M", partial(cwfedavg, m, k), key, 3)
         for m, k, key in (
             (20, 10, "cwfedavg_server_vs_naive_m20_k10"), (20, 100, ""), (20, 200, ""),
             (100, 10, "cwfedavg_server_vs_naive_k10"), (100, 100, "cwfedavg_server_vs_naive_k100"),
@@ -342,7 +361,7 @@ ROWS = [
 
 SMALL = [
     Row("average", "4 x 20 k", partial(average, 4, 20_000), "average_vs_naive", 1),
-    Row("cwFedAvg, all layers", "M = 4, K = 3", partial(cwfedavg, 4, 3, 20_000), "cwfedavg_server_vs_naive_k100", 1),
+    Row("cwFedAvg, all layers", "M = 4, K = 3", partial(cwfedavg, 4, 3, True), "cwfedavg_server_vs_naive_k100", 1),
     Row("FedAMP", "M = 4", partial(fedamp, 4, 20_000), "fedamp_server_vs_naive", 1),
     Row("CCVR statistics", "500 x 16, K = 3", partial(ccvr_statistics, 500, 3, 16), "ccvr_statistics_vs_numpy", 1),
     Row("CCVR merging", "M = 4, K = 3", partial(ccvr_merging, 4, 3, 16), "ccvr_merging_vs_numpy", 1),

@@ -66,7 +66,7 @@ class RunConfig(BaseModel):
     weight_decay: NonNegative | Auto = Field("auto", description="L2 weight decay")
     clip: NonNegative | Auto = Field("auto", description="largest gradient norm, 0 = none")
     augment: Literal["auto", "none", "weak", "strong"] = Field("auto", description="augmentation of training images")
-    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 = autocast of the forward pass, in training and scoring")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 = autocast in training and scoring")
     buffers: Literal["global", "local", "drop"] = Field("global", description="what happens to BatchNorm statistics")
     threads: int = Field(1, ge=1, le=1024, description="threads of each client; they decide the last bits")
     server_threads: int = Field(1, ge=1, le=1024, description="threads of the server's mathematics")

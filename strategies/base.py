@@ -28,7 +28,6 @@ from fedapp.method import Arrays, Ask, Method, Payload, Reply, ServerContext, Se
 from fedapp.records import Encoder, arrays_of
 from fedapp.sampling import sample_clients
 
-
 TOGETHER = 4
 """Replies that are added to a mean in one pass."""
 
@@ -91,6 +90,10 @@ class FedStrategy(Strategy):
     def send(self, state: ServerState, round: int, client: int) -> Payload:
         """Return what `client` gets in `round`: the shared arrays, the same for all."""
         return Payload(common=state["model"])
+
+    def send_each(self, state: ServerState, round: int, clients: Iterable[int]) -> Iterator[tuple[int, Payload]]:
+        """Yield each client with what it gets; for methods whose payloads are cheaper to compute several at a time."""
+        return ((client, self.send(state, round, client)) for client in clients)
 
     def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
         """Average the shared arrays over the participants, weighted by n_k."""
@@ -186,7 +189,7 @@ class FedStrategy(Strategy):
         replies = federation.exchange(
             "train",
             round,
-            ((c, self.send(state, round, c)) for c in ids),
+            self.send_each(state, round, ids),
             self.expected(federation),
             self._check,
             exchange.traffic,
@@ -203,7 +206,7 @@ class FedStrategy(Strategy):
     ) -> Exchange:
         """Score all clients after `round`: they take what is handed out next, and their state from that round."""
         exchange = Exchange(kind, round)
-        payloads = ((c, self.send(state, round + 1, c)) for c in sorted(federation.nodes))
+        payloads = self.send_each(state, round + 1, sorted(federation.nodes))
         control = {**control, "round": round + 1}
         replies = federation.exchange("evaluate", round, payloads, {}, _no_arrays, exchange.traffic, control)
         for _ in _recorded(replies, exchange):

@@ -21,20 +21,23 @@ Layers that are not in `layers` are averaged as in FedAvg.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from clients.cwfedavg import CwFedAvgClient, CwFedAvgHParams, classwise_names
-from fedapp.core.averages import RunningMean, weighted_mean
-from fedapp.core.classwise import Uploads, class_globals, class_weights, mixing_matrix, norm_distribution, weakly_held
+from fedapp.core.averages import RunningMean
+from fedapp.core.classwise import Uploads, class_globals, class_weights, mix, norm_distribution, weakly_held
 from fedapp.method import ALL, Arrays, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.metrics import mean, tidy
 from strategies.base import FedStrategy
 
 Float64 = NDArray[np.float64]
+TOGETHER = 16
+"""Clients whose models are one product; more would hardly be faster and need more memory."""
 
 
 class CwFedAvg(FedStrategy):
@@ -57,13 +60,18 @@ class CwFedAvg(FedStrategy):
 
     def send(self, state: ServerState, round: int, client: int) -> Payload:
         """Return theta_i = (p~_i Q^T) Theta (line 6); what is the same for all travels as common arrays."""
-        rows = _rows(state)
-        if len(rows) == 1:  # before the first upload, or after a single one, every g_j is this model
-            return Payload(common={**state["common"], **rows[0]})
-        classes = self.context.num_classes
-        pt = state["pt"].get(client, np.full(classes, 1 / classes))
-        a = mixing_matrix(pt[None, :], state["q"])[0]  # this client's row of A = P Q^T
-        return Payload(arrays=weighted_mean(rows, a), common=state["common"])
+        return next(self.send_each(state, round, [client]))[1]
+
+    def send_each(self, state: ServerState, round: int, clients: Iterable[int]) -> Iterator[tuple[int, Payload]]:
+        """Yield theta_i of every client; `TOGETHER` of them are rows of one product (P Q^T) Theta."""
+        rows, even = _rows(state), np.full(self.context.num_classes, 1 / self.context.num_classes)
+        queue = iter(clients)
+        while group := list(itertools.islice(queue, TOGETHER)):
+            if len(rows) == 1:  # before the first upload, or after a single one, every g_j is this model
+                yield from ((c, Payload(common={**state["common"], **rows[0]})) for c in group)
+            else:
+                models = mix(rows, np.stack([state["pt"].get(c, even) for c in group]), state["q"])
+                yield from ((c, Payload(arrays=m, common=state["common"])) for c, m in zip(group, models))
 
     def check(self, reply: Reply) -> str | None:
         """Refuse a head or a distribution that says nothing about classes."""

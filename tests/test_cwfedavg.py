@@ -276,6 +276,22 @@ def test_one_class_a_client(clients: int) -> None:
         np.testing.assert_allclose(value, expected, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("layers", ["output", "all"])
+def test_clients_served_together_get_what_each_gets_alone(layers: str) -> None:
+    """More clients than go into one product, some of them new, and more uploads than classes."""
+    initial, replies = instance(9, 7, 4)
+    server = strategy(layers=layers)
+    state = server.aggregate(server.init(context(initial, 4)), 1, iter(replies))
+    ids = [*range(7), *range(100, 130)]
+    together = dict(server.send_each(state, 2, iter(ids)))
+    assert list(together) == ids
+    for client in ids:
+        alone = server.send(state, 2, client)
+        assert together[client].common.keys() == alone.common.keys()
+        for name, value in alone.all().items():
+            np.testing.assert_allclose(together[client].all()[name], value, rtol=1e-6, atol=1e-7)
+
+
 def test_one_class_in_all_is_fedavg() -> None:
     initial, replies = instance(8, 5, 1)
     a, b = strategy(layers="all"), strategy(layers="none")
