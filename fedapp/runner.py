@@ -173,12 +173,12 @@ def run_and_report(
     typer.echo(auto_text(configuration.from_flat(values), config), err=True)
     if resources is not None:
         resources = proposed([config], client_cpus, client_gpus)
+        typer.echo(resources.text, err=True)
     with Follower() as follower:
         if engine == "local":
             code = local(config, follower)
         else:
             assert resources is not None
-            follower.line(resources.text)
             with launch.Session(log=folder / "superlink.log") as session:
                 code = run_in(session, config, resources, follower)
     if code == 0:
