@@ -24,6 +24,8 @@ refuses CPU totals for a cluster that exists, so none is sent; the virtual clien
 which need this project installed in the same Python (Ray hands them the driver's module path, which exists on this
 machine and on shared storage only); and data, results and client state must lie on storage that all of them see,
 named by absolute paths.
+
+Its users' side is in ``docs/simulation.md``.
 """
 
 from __future__ import annotations

@@ -124,7 +124,8 @@ def test_a_cluster_gives_the_numbers_of_this_process(cluster: TwoNodes, tmp_path
     config = prepared(tmp_path / "cluster", method="fedclassavg", model="digits-a,digits-b")
     chosen = runner.proposed([config])
     assert cluster.address in chosen.text and chosen.total_cpus is None
-    with launch.Session(log=tmp_path / "superlink.log") as session, Watcher() as follower:
+    follower = Watcher()
+    with launch.Session(log=tmp_path / "superlink.log") as session, follower:
         assert runner.run_in(session, config, chosen, follower) == 0
     assert follower.parents and all(parents >= cluster.raylets for parents in follower.parents)
     local = {k.replace("-", "_"): v for k, v in SETTINGS.items()}
