@@ -157,7 +157,8 @@ class Federation:
         enough: float | None = None
         want = expected
         while True:
-            self.greet(strict=True)
+            if self.greet(strict=True) and self.settings.queued:
+                started = time.monotonic()
             partitions = [int(f["partitions"]) for f in self.facts.values() if f.get("partitions")]
             if expected == 0:
                 want = max(partitions, default=max(1, len(self.nodes)))

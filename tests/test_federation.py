@@ -288,6 +288,26 @@ def test_a_silent_node_does_not_hold_the_start_nor_a_round(monkeypatch: pytest.M
     assert clients.greet() == [] and grid.hellos == 1
 
 
+class Slow(LocalGrid):
+    """A grid on which a client answers every 0.3 seconds."""
+
+    last = 0.0
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        if time.monotonic() - self.last < 0.3:
+            return []
+        replies = list(super().pull_messages(message_ids))
+        self.last = time.monotonic()
+        return replies
+
+
+def test_virtual_clients_that_take_turns_may_take_longer_than_the_limit_together() -> None:
+    """One after the other is there within the limit of a second; all eight are not."""
+    grid = Slow(client_app, resolve(from_flat({"method": "local", "clients": 8})).to_flat(), 8)
+    clients = Federation(grid, Settings(wait_timeout=1.0, queued=True), {})
+    assert len(clients.gather(8)) == 8
+
+
 def test_a_hello_that_was_lost_is_said_again_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(federation, "LATECOMERS", 0.0)
     grid, clients, _ = silent()
