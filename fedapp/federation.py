@@ -34,9 +34,9 @@ LATECOMERS = 10.0
 """Seconds that further nodes have for their answer to the hello once as many clients as expected are there."""
 HELLO_AGAIN = 600.0
 """Seconds after which a hello without an answer is taken for lost and said again."""
-UNDERWAY = 128
-"""Messages of a simulation that are under way at a time, unless it has more workers than half of that: every tenth of a
-second its engine looks through all of them for each of its nodes."""
+LOOKS = 25_000
+"""Bound on messages under way times nodes in a simulation: ten times a second Flower looks through all of its messages
+for each of its nodes, at 3 microseconds a look, in the process and under the lock that everything goes through."""
 WORTH_SORTING = 2.0
 """Seconds of an exchange from which on the order of its messages pays."""
 HELD_BYTES = 1 << 30
@@ -220,7 +220,8 @@ class Federation:
         lost = [i for i, (node, since) in self._hellos.items() if node not in online or now - since > HELLO_AGAIN]
         again = {self._hellos.pop(i)[0] for i in lost} & self._seen
         self._seen -= again
-        room = UNDERWAY - len(self._hellos) if self.settings.queued else None  # the others' turn comes next time
+        # The others' turn comes next time.
+        room = max(0, self._underway(len(online)) - len(self._hellos)) if self.settings.queued else None
         self._say_hello(sorted(fresh | again)[:room], now)
         limits = [t for t in (self.settings.wait_timeout, self.settings.round_timeout) if t]
         limit = 0.0 if strict else min(limits, default=60.0)
@@ -424,12 +425,17 @@ class Federation:
         """
         if not self.settings.queued or getattr(self.grid, "one_at_a_time", False):
             return list(ids), len(ids)
-        enough = 2 * (os.cpu_count() or 1)
+        most, enough = self._underway(len(self.nodes)), 2 * (os.cpu_count() or 1)
         if self._lasted.get(kind, math.inf) < WORTH_SORTING:
-            return list(ids), max(UNDERWAY, enough)
+            return list(ids), most
         first = max(0, len(ids) - max(1, HELD_BYTES // max(1, bytes_each)))
         largest_first = sorted(ids[first:], key=lambda c: (-self.infos[c].num_samples, c))
-        return [*ids[:first], *largest_first], min(max(UNDERWAY, enough), max(len(ids) // 2, enough))
+        return [*ids[:first], *largest_first], min(most, max(len(ids) // 2, enough))
+
+    @staticmethod
+    def _underway(nodes: int) -> int:
+        """Return how many messages a simulation may have under way; two for each of its workers are always enough."""
+        return max(16, 2 * (os.cpu_count() or 1), LOOKS // max(1, nodes))
 
     def _raw(
         self, nodes: Sequence[int], message: Callable[[int], Message], limit: float, at_once: int

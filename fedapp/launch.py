@@ -25,7 +25,7 @@ which need this project installed in the same Python (Ray hands them the driver'
 machine and on shared storage only); and data, results and client state must lie on storage that all of them see,
 named by absolute paths.
 
-Its users' side is in ``docs/simulation.md``.
+What users need to know stands in ``docs/simulation.md``.
 """
 
 from __future__ import annotations

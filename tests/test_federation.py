@@ -416,7 +416,9 @@ def test_short_exchanges_are_not_split(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_few_of_many_messages_are_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)
-    monkeypatch.setattr(federation, "UNDERWAY", 3)
+    assert [Federation._underway(n) for n in (1, 100, 1000, 10_000)] == [25_000, 250, 25, 16]
+    monkeypatch.setattr(Federation, "_underway", lambda self, nodes: 3)
     grid = unequal(tmp_path / "run", SideBySide)
     assert grid.most == 3
+    assert sorted(c for k, _, c in grid.began if k == "query.hello") == list(range(8))
     assert sorted(grid.of("evaluate", 2)) == list(range(8))
