@@ -247,7 +247,7 @@ def reached(out: Path, round: int) -> bool:
 
 @pytest.mark.slow
 def test_a_killed_node_and_a_killed_superlink(tmp_path: Path) -> None:
-    limit = 45  # seconds: less than the SuperLink needs to miss two heartbeats
+    limit = 45  # seconds; the SuperLink misses two heartbeats 30 to 60 seconds after a node was killed
     with deployed(tmp_path / "deployment") as it:
         it.superlink()
         it.register(*NODES)
@@ -260,7 +260,7 @@ def test_a_killed_node_and_a_killed_superlink(tmp_path: Path) -> None:
         following = it.begin(*DEPLOY, *settings, "--set", f"round-timeout={limit}", "--out", str(out))
         until(lambda: reached(out, 1), 180, "round 1\n" + it.log("fedapp"))
 
-        # A node is killed in round 2: the round ends at the limit without it.
+        # A node is killed in round 2: the round ends at the limit without it, or when its heartbeats are missed.
         it.supernode("supernode-1").kill()
         began = time.monotonic()
         until(lambda: reached(out, 2), limit + 60, "round 2")
@@ -268,7 +268,8 @@ def test_a_killed_node_and_a_killed_superlink(tmp_path: Path) -> None:
         first, second = [e for e in events(out) if e["kind"] == "round"][:2]
         assert (first["clients"], second["clients"], second["dropped"]) == (3, 2, 1)
         reasons = [e["reason"] for e in events(out) if e["kind"] == "dropped" and e["round"] == 2]
-        assert reasons == [f"no answer within {limit} s"]
+        assert len(reasons) == 1
+        assert reasons[0] == f"no answer within {limit} s" or "failed to report a heartbeat" in reasons[0]
         state = it.folder / "vol-supernode-1" / "state" / "run" / "1"
         assert list(state.glob("*.000001.safetensors"))
 
