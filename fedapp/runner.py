@@ -203,16 +203,17 @@ def proposed(configs: Sequence[RunConfig], cpus: int | None = None, gpus: float 
     clients = max(config.clients for config in configs)
     if cpus is not None or gpus is not None or launch.cluster_address():
         return launch.choose_resources(clients, cpus, gpus)
+    cores = min(max(config.threads for config in configs), launch.usable_cores())
     try:
         need = measure.one_client(configs)
     except BadRequest:
         raise
     except Exception as e:
-        chosen = launch.choose_resources(clients)
+        chosen = launch.choose_resources(clients, cores)
         reason = (str(e).strip().splitlines() or [""])[0]
         why = f"{type(e).__name__}: {reason}" if reason else type(e).__name__
         return replace(chosen, text=f"{chosen.text}; 1 GiB each assumed, measuring a client failed ({why})")
-    return launch.choose_resources(clients, need=need)
+    return launch.choose_resources(clients, cores, need=need)
 
 
 def auto_text(given: RunConfig, used: RunConfig) -> str:

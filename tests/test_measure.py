@@ -162,6 +162,11 @@ def test_a_run_says_in_one_line_what_was_chosen_and_why() -> None:
     assert " s a round (measured on client " in text
 
 
+def test_a_client_with_threads_gets_a_core_for_each() -> None:
+    assert runner.proposed([config(threads=2)]).text.startswith("1 of 6 clients at a time on 2 cores: 2 CPU each; one")
+    assert runner.proposed([config(threads=64)]).client_cpus == 2  # there are no more
+
+
 @pytest.mark.parametrize("given", [{"cpus": 1}, {"gpus": 0.0}])
 def test_what_the_user_gives_is_not_measured(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "one_client", lambda configs: pytest.fail("measured"))
