@@ -15,8 +15,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks import machine, overhead, report, rounds, server
 from fedapp import launch
 
@@ -31,20 +29,14 @@ def measure(parts: list[str], data: Path | None, small: bool, folder: Path) -> t
     data : folder with cifar10.npz; None = random images.   small : a form of seconds, without Ray, for tests.
     folder : for files that are not kept.
     """
-    torch.set_num_threads(1 if small else launch.usable_cores())
-    speeds = (
-        machine.memory_speed(1 << (20 if small else 28)),
-        machine.product_speed(n=64 if small else 2048),
-        machine.product_speed(torch.float64, 64 if small else 2048),
-    )
     about = machine.describe()
-    figures: dict[str, Any] = {"machine": {**about, "memory_bytes_per_second": speeds[0]}}
+    speeds = [machine.speeds(threads, small) for threads in sorted({1, 1 if small else launch.usable_cores()})]
+    figures: dict[str, Any] = {"machine": about}
     sections: dict[str, Any] = {"Machine": [report.machine_text(about, speeds)]}
     if "server" in parts:
-        found = server.measure(server.SMALL if small else server.ROWS, speeds, memory=not small)
+        found = server.measure(server.SMALL if small else server.ROWS, small)
         figures |= report.server_figures(found)
-        threads = f"{torch.get_num_threads()} threads (`server-threads`), naive forms with as many."
-        sections["The server's mathematics"] = [threads, "", *report.server_table(found)]
+        sections["The server's mathematics"] = report.server_table(found)
     if "overhead" in parts:
         cases = overhead.SMALL if small else overhead.CASES
         seconds = overhead.measure(folder / "overhead", cases, ray=not small)

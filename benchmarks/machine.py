@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import statistics
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -39,7 +42,7 @@ def _processor() -> str:
     return f"{facts.get('model name', '')} (family {facts.get('cpu family')}, model {facts.get('model')})"
 
 
-def _best(call: Any, repeats: int = 7) -> float:
+def _median(call: Callable[[], object], repeats: int = 7) -> float:
     seconds = []
     for _ in range(repeats + 1):
         started = time.perf_counter()
@@ -48,13 +51,33 @@ def _best(call: Any, repeats: int = 7) -> float:
     return statistics.median(seconds[1:])
 
 
-def memory_speed(size: int = 1 << 28) -> float:
-    """Bytes a second at which all threads read `size` bytes that no cache holds."""
+@dataclass(frozen=True)
+class Speeds:
+    """Of memory in bytes a second, of float32 and float64 matrix products in operations a second."""
+
+    threads: int
+    memory: float
+    single: float
+    double: float
+
+    def __str__(self) -> str:
+        return (
+            f"memory {self.memory / 1e9:.0f} GB/s, products {self.single / 1e9:.0f} GFLOP/s in float32 and "
+            f"{self.double / 1e9:.0f} in float64"
+        )
+
+
+@functools.cache
+def speeds(threads: int, small: bool = False) -> Speeds:
+    """Measure the speeds with a number of PyTorch's threads.
+
+    Memory is read by a sum of 256 MiB, which no cache holds.
+    """
+    torch.set_num_threads(threads)
+    size, n = (1 << 20, 64) if small else (1 << 28, 2048)
     block = torch.from_numpy(np.ones(size // 4, dtype=np.float32))
-    return size / _best(block.sum)
-
-
-def product_speed(dtype: torch.dtype = torch.float32, n: int = 2048) -> float:
-    """Floating-point operations a second of a square matrix product."""
-    a, b = torch.ones(n, n, dtype=dtype), torch.ones(n, n, dtype=dtype)
-    return 2 * n**3 / _best(lambda: a @ b, 3)
+    products = []
+    for dtype in (torch.float32, torch.float64):
+        a, b = torch.ones(n, n, dtype=dtype), torch.ones(n, n, dtype=dtype)
+        products.append(2 * n**3 / _median(lambda a=a, b=b: a @ b))  # type: ignore[misc]
+    return Speeds(threads, size / _median(block.sum), *products)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import Speeds
 from benchmarks.server import Found
 from benchmarks.timing import Times
 
@@ -127,27 +128,26 @@ def overhead_table(rounds: Mapping[str, list[float]]) -> list[str]:
 def server_table(found: list[Found]) -> list[str]:
     """Every computation of the server."""
     lines = [
-        "| computation | size | naive, ms | ours, ms | naive / ours | ours / floor | difference | MB, naive | ours |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+        "| computation | size | threads | naive ms | ours ms | naive / ours | ours / floor | error | naive, MB | ours |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for f in found:
         error = "random" if f.error is None else f"{f.error:.0e}"
         lines.append(
-            f"| {f.row.name} | {f.row.sizes} | {1e3 * f.times.median('naive'):,.1f} | "
+            f"| {f.row.name} | {f.row.sizes} | {f.threads} | {1e3 * f.times.median('naive'):,.1f} | "
             f"{1e3 * f.times.median('ours'):,.1f} | {f.speedup:.2f} | {f.over:.2f} | {error} | "
             f"{_mb(f.memory.get('naive'))} | {_mb(f.memory.get('ours'))} |"
         )
     return lines
 
 
-def machine_text(machine: Mapping[str, Any], speeds: tuple[float, float, float]) -> str:
+def machine_text(machine: Mapping[str, Any], speeds: Iterable[Speeds]) -> str:
     """One paragraph on the machine."""
-    memory, single, double = speeds
+    measured = "; ".join(f"with {s.threads} thread{'s' if s.threads > 1 else ''} {s}" for s in speeds)
     return (
         f"{machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB, GPU: {machine['gpu']}, "
         f"{machine['system']}; Python {machine['python']}, torch {machine['torch']}, numpy {machine['numpy']}, flwr "
-        f"{machine['flwr']}, ray {machine['ray']}. Measured speeds: memory {memory / 1e9:.0f} GB/s, products "
-        f"{single / 1e9:.0f} GFLOP/s in float32 and {double / 1e9:.0f} in float64, all cores."
+        f"{machine['flwr']}, ray {machine['ray']}. Measured speeds: {measured}."
     )
 
 

@@ -17,15 +17,19 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks import machine
+from benchmarks.machine import Speeds
 from benchmarks.memory import peak_of
 from benchmarks.reference import naive_mix
 from benchmarks.timing import Times, alternate
 from clients.cwfedavg import CwFedAvgHParams
 from clients.fedamp import FedAMPHParams
+from fedapp import process
 from fedapp.core.classwise import class_weights, norm_distribution
 from fedapp.core.gaussian import MomentsPool, moments, pack, virtual_features
 from fedapp.core.heads import retrain
 from fedapp.core.pairwise import combine
+from fedapp.launch import usable_cores
 from fedapp.method import Reply, ServerContext
 from fedapp.models import build_model
 from strategies.base import weighted_mean
@@ -60,9 +64,9 @@ class Problem:
     double: bool = False
     check: Callable[[Any, Any], float] | None = None
 
-    def floor(self, memory: float, single: float, double: float) -> float:
+    def floor(self, speeds: Speeds) -> float:
         """Seconds at the given speeds."""
-        return max(self.bytes / memory, self.flops / (double if self.double else single))
+        return max(self.bytes / speeds.memory, self.flops / (speeds.double if self.double else speeds.single))
 
 
 def difference(a: NDArray[Any], b: NDArray[Any]) -> float:
@@ -314,6 +318,7 @@ class Row:
     Attributes
     ----------
     key : name in performance.json, or "".   repeats : turns; large naive forms get few.
+    threads : of both forms; 0 = one a core. One is what `threads` and `server-threads` are by default.
     """
 
     name: str
@@ -321,12 +326,14 @@ class Row:
     problem: Callable[[], Problem]
     key: str = ""
     repeats: int = 5
+    threads: int = 1
 
 
 ROWS = [
     Row("average", "20 x 0.88 M", partial(average, 20, CNN), "average_vs_naive_20x4mb"),
     Row("average", "100 x 0.88 M", partial(average, 100, CNN), "average_vs_naive_100x4mb"),
-    Row("average", "20 x 11.4 M", partial(average, 20, RESNET), "average_vs_naive"),
+    Row("average", "20 x 11.4 M", partial(average, 20, RESNET), "average_vs_naive_one_thread"),
+    Row("average", "20 x 11.4 M", partial(average, 20, RESNET), "average_vs_naive", threads=0),
     *(
         Row("cwFedAvg, all layers", f"M = {m}, K = {k}, 0.88 M", partial(cwfedavg, m, k), key, 3)
         for m, k, key in (
@@ -377,6 +384,7 @@ class Found:
 
     row: Row
     times: Times
+    threads: int
     floor: float
     error: float | None
     memory: dict[str, int]
@@ -396,21 +404,19 @@ def _prepared(problem: Callable[[], Problem], name: str) -> Callable[[], Any]:
     return getattr(problem(), name)  # type: ignore[no-any-return]
 
 
-def measure(rows: list[Row], speeds: tuple[float, float, float], memory: bool = True) -> list[Found]:
-    """Measure all rows.
-
-    Parameters
-    ----------
-    speeds : of memory in bytes a second, of float32 and float64 products in operations a second.
-    memory : also measure the peak memory of both forms, each in a process of its own.
-    """
+def measure(rows: list[Row], small: bool = False) -> list[Found]:
+    """Measure all rows; unless `small`, also the peak memory of both forms, each in a process of its own."""
+    process.quiet_blas()
     found = []
     for row in rows:
+        threads = row.threads or usable_cores()
+        speeds = machine.speeds(threads, small)
+        process.prepare(threads)
         problem = row.problem()
         error = None if problem.check is None else problem.check(problem.naive(), problem.ours())
         times = alternate({"naive": problem.naive, "ours": problem.ours}, row.repeats)
-        floor = problem.floor(*speeds)
+        floor = problem.floor(speeds)
         del problem
-        peaks = {n: peak_of(partial(_prepared, row.problem, n)) for n in ("naive", "ours")} if memory else {}
-        found.append(Found(row, times, floor, error, peaks))
+        peaks = {} if small else {n: peak_of(partial(_prepared, row.problem, n)) for n in ("naive", "ours")}
+        found.append(Found(row, times, threads, floor, error, peaks))
     return found

@@ -28,7 +28,7 @@ from fedapp.method import Arrays, Ask, Method, Payload, Reply, ServerContext, Se
 from fedapp.records import Encoder, arrays_of
 from fedapp.sampling import sample_clients
 
-TOGETHER = 4
+TOGETHER = 8
 """Replies that are added to a mean in one pass."""
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -128,3 +130,16 @@ def test_the_peak_counts_from_the_reset_and_keeps_what_was_given_back() -> None:
     assert 48 << 20 < grown < 128 << 20
     process.reset_peak()
     assert process.peak_memory() < before + (32 << 20)
+
+
+def test_with_several_threads_of_torch_blas_has_one() -> None:
+    script = (
+        "from threadpoolctl import threadpool_info\n"
+        "from fedapp import process\n"
+        "import numpy, scipy.linalg\n"
+        "process.prepare(2)\n"
+        "print({p['num_threads'] for p in threadpool_info() if p['user_api'] == 'blas'})\n"
+    )
+    env = {**os.environ, "OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2"}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "{1}"

@@ -32,7 +32,7 @@ from typing import Any, Literal, get_args, overload
 import numpy as np
 import numpy.typing as npt
 import torch
-from scipy.linalg.blas import dsyrk
+from scipy.linalg.blas import dsyrk, dtrmm
 
 from fedapp.core.averages import as_tensor
 
@@ -306,8 +306,8 @@ class ClassMoments:
             return np.zeros(self.width if self.form == "diag" else (self.width, self.width))
         if self.form == "diag":
             return kept.copy()
-        upper = np.triu(kept)
-        full: Float64 = upper + np.triu(kept, 1).T
+        lower = torch.from_numpy(kept.T).tril()
+        full: Float64 = (lower + lower.tril(-1).T).numpy()
         return full
 
     def cov(self, c: int) -> Float64:
@@ -975,10 +975,9 @@ def draw(mean: Array, factor: Factor, eps: Float64, dtype: npt.DTypeLike = np.fl
     if root.ndim == 1:
         drawn = middle + rows * root
     elif factor.triangular:
-        drawn = torch.empty_like(rows)
-        for start in range(0, rows.shape[1], 128):  # most of the zeros above the diagonal are not multiplied
-            stop = min(start + 128, rows.shape[1])
-            torch.addmm(middle[start:stop], rows[:, :stop], root[start:stop, :stop].T, out=drawn[:, start:stop])
+        # The zeros above the diagonal are not multiplied; like its symmetric update, BLAS's triangular product gives
+        # the same bits with any number of threads.
+        drawn = torch.from_numpy(dtrmm(1.0, factor.matrix.T, eps.T, side=0, lower=0, trans_a=1).T) + middle
     else:
         drawn = torch.addmm(middle, rows, root.T)
     result: Array = drawn.numpy().astype(dtype, copy=False)

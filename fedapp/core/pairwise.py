@@ -271,17 +271,41 @@ def product(
             if name not in result:
                 raise ValueError(f"out has no array {name!r}")
             _check_out(result[name], shape, dtype)
-        targets = [torch.from_numpy(result[name]).view(-1) for result in results]
+        whole = _one_block([model[name] for model in theta], dtype)
+        target = _one_block([result[name] for result in results], dtype) if out is None else None
         chain = [factor.to(dtype) for factor in wide]
-        scratch = torch.empty(count, min(chunk, rows[0].numel()), dtype=dtype)
-        mixed = torch.empty(len(results), scratch.shape[1], dtype=dtype)
-        for start in range(0, rows[0].numel(), chunk):
-            block = _gather(rows, slice(start, start + chunk), scratch)
-            part = mixed[:, : block.shape[1]]
-            _multiply(chain, block, part, False)
-            for target_row, row in zip(targets, part):
-                target_row[start : start + block.shape[1]] = row
+        size = rows[0].numel()
+        scratch = torch.empty(count if whole is None else 0, min(chunk, size), dtype=dtype)
+        mixed = torch.empty(len(results) if target is None else 0, scratch.shape[1], dtype=dtype)
+        for start in range(0, size, chunk):
+            columns_of = slice(start, min(start + chunk, size))
+            block = _gather(rows, columns_of, scratch) if whole is None else whole[:, columns_of]
+            if target is not None:
+                _multiply(chain, block, target[:, columns_of], False)
+                continue
+            blend = mixed[:, : block.shape[1]]
+            _multiply(chain, block, blend, False)
+            for result, row in zip(results, blend):
+                torch.from_numpy(result[name]).view(-1)[columns_of] = row
     return results
+
+
+def _one_block(arrays: Sequence[Array], dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the (m, n) matrix of arrays that lie one behind the other, as those of `product` do; None of others."""
+    block = arrays[0].base
+    if (
+        not isinstance(block, np.ndarray)
+        or block.shape != (len(arrays), *arrays[0].shape)
+        or not block.flags.c_contiguous
+        or torch.from_numpy(block[:0]).dtype != dtype
+    ):
+        return None
+    places = [array.__array_interface__["data"][0] for array in arrays]
+    start, step = block.__array_interface__["data"][0], block[0].nbytes
+    behind = places == list(range(start, start + step * len(arrays), step)) if step else True
+    if not behind or any(array.base is not block or not array.flags.c_contiguous for array in arrays):
+        return None
+    return as_tensor(block).view(len(arrays), -1)
 
 
 def _new(shape: tuple[int, ...], dtype: torch.dtype) -> Array:
