@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
+
+from fedapp.process import peak_memory, reset_peak
 
 
 class Watch:
@@ -50,11 +51,10 @@ def watching(roots: Callable[[], list[psutil.Process]], interval: float = 0.5) -
 
 def _measure(call: Callable[[], Callable[[], object]], pipe: Any) -> None:
     work = call()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    held = psutil.Process().memory_info().rss // 1024
+    reset_peak()
+    before = peak_memory()
     work()
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    pipe.send(1024 * max(0, after - max(before, held)))
+    pipe.send(peak_memory() - before)
 
 
 def peak_of(prepare: Callable[[], Callable[[], object]]) -> int:

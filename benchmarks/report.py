@@ -128,7 +128,7 @@ def overhead_table(rounds: Mapping[str, list[float]]) -> list[str]:
 def server_table(found: list[Found]) -> list[str]:
     """Every computation of the server."""
     lines = [
-        "| computation | size | threads | naive ms | ours ms | naive / ours | ours / floor | error | naive, MB | ours |",
+        "| computation | size | threads | naive ms | ours ms | naive/ours | ours/floor | error | MB naive | ours |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for f in found:

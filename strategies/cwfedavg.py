@@ -36,8 +36,8 @@ from fedapp.metrics import mean, tidy
 from strategies.base import FedStrategy
 
 Float64 = NDArray[np.float64]
-TOGETHER = 16
-"""Clients whose models are one product; more would hardly be faster and need more memory."""
+TOGETHER = 128
+"""Clients whose models are one product; all payloads of an exchange are in memory anyway."""
 
 
 class CwFedAvg(FedStrategy):
