@@ -180,7 +180,8 @@ def measure(folder: Path, data: Path | None, scale: Scale) -> tuple[Times, dict[
                 call()
             peak[name] = watched.peak
         alternatives: dict[str, Callable[[], object]] = {
-            "reference_fedavg": fedavg.round, "fedavg": app["fedavg"], "floor": lambda: (floor.round() + floor.round()) / 2,
+            "reference_fedavg": fedavg.round, "fedavg": app["fedavg"],
+            "floor": lambda: (floor.round() + floor.round()) / 2,
             "fedavg_bf16": app["fedavg_bf16"], "reference_cwfedavg": cwfedavg.round, "cwfedavg": app["cwfedavg"],
         }  # fmt: skip
         times = alternate(alternatives, scale.repeats, warmup=1 if scale.ray else 0)
