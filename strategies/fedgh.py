@@ -70,11 +70,12 @@ def header_step(w: Float64, b: Float64, r: Float64, s: Labels, lr: float, clip: 
     p /= total
     p[rows, s] -= 1.0  # p - e_s
     p /= len(s)
-    dw, db = p.T @ r, p.sum(axis=0)
-    norm = float(np.sqrt((dw * dw).sum() + (db * db).sum()))
-    rate = lr * clip / norm if 0 < clip < norm else lr
-    w -= rate * dw
-    b -= rate * db
+    if clip > 0:
+        norm = float(np.sqrt(((p.T @ r) ** 2).sum() + (p.sum(axis=0) ** 2).sum()))
+        lr *= min(1.0, clip / max(norm, np.finfo(np.float64).tiny))
+    p *= lr
+    w -= p.T @ r
+    b -= p.sum(axis=0)
     return loss
 
 
