@@ -39,9 +39,10 @@ def measure(parts: list[str], data: Path | None, small: bool, folder: Path) -> t
         sections["The server's mathematics"] = report.server_table(found)
     if "overhead" in parts:
         cases = overhead.SMALL if small else overhead.CASES
-        seconds = overhead.measure(folder / "overhead", cases, ray=not small)
+        seconds, peaks = overhead.measure(folder / "overhead", cases, ray=not small)
         figures |= {key: statistics.median(values) for key, values in seconds.items()}
-        sections["Overhead of a round"] = report.overhead_table(seconds)
+        figures |= {key.replace("_seconds", "_peak_bytes"): peak for key, peak in peaks.items()}
+        sections["Overhead of a round"] = report.overhead_table(seconds, peaks)
     if "rounds" in parts:
         times, peaks = rounds.measure(folder / "rounds", data, rounds.SMALL if small else rounds.Scale())
         figures |= report.round_figures(times)

@@ -6,7 +6,8 @@ import contextlib
 import multiprocessing
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -72,6 +73,16 @@ def peak_of(prepare: Callable[[], Callable[[], object]]) -> int:
     finally:
         worker.join()
     return grown
+
+
+def peaks(processes: Iterable[psutil.Process]) -> int:
+    """Sum of the peaks of processes since they began, in bytes: cheap, but pages that they share count in each."""
+    total = 0
+    for process in processes:
+        with contextlib.suppress(OSError, StopIteration):
+            lines = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
+            total += 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM:")))
+    return total
 
 
 def tree(pid: int) -> list[psutil.Process]:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 import strategies
-from benchmarks import padded
+from benchmarks import memory, padded
 from benchmarks.rounds import between_rounds
 from fedapp import engine, launch, registry, server_app
 from fedapp.client_app import app as client_app
@@ -87,11 +87,14 @@ class _Enough(Exception):
     """The last counted round is over; what would follow is not measured."""
 
 
-def ray_rounds(app: Path, case: Case, flat: Mapping[str, Any], out: Path) -> list[float]:
-    """Run under Ray until the last round has ended; returns the seconds of the counted rounds."""
+def ray_rounds(app: Path, case: Case, flat: Mapping[str, Any], out: Path) -> tuple[list[float], int]:
+    """Run under Ray until the last round has ended; returns the seconds of the counted rounds, and peak memory."""
+    peak = 0
 
     def stop_after_last(event: Mapping[str, Any]) -> None:
+        nonlocal peak
         if event["kind"] == "round" and event["round"] == case.rounds:
+            peak = memory.peaks(session._family.members())
             raise _Enough
 
     resources = launch.choose_resources(case.clients)
@@ -105,7 +108,7 @@ def ray_rounds(app: Path, case: Case, flat: Mapping[str, Any], out: Path) -> lis
             raise RuntimeError(f"{case.key} failed: {outcome.status} {outcome.error} {outcome.log_tail}")
         except _Enough:
             handle.stop()
-    return between_rounds(out)
+    return between_rounds(out), peak
 
 
 @contextlib.contextmanager
@@ -120,23 +123,24 @@ def padded_here(folder: Path) -> Iterator[None]:
         registry._discovered.cache_clear()
 
 
-def local_rounds(app: Path, flat: Mapping[str, Any], out: Path) -> list[float]:
-    """Run in this process."""
+def local_rounds(app: Path, flat: Mapping[str, Any], out: Path) -> tuple[list[float], int]:
+    """Run in this process; its peak memory is not its own."""
     with padded_here(app / "strategies"):
         server_app.serve(LocalGrid(client_app, dict(flat), int(flat["clients"])), dict(flat))
-    return between_rounds(out)
+    return between_rounds(out), 0
 
 
-def measure(folder: Path, cases: list[Case], ray: bool) -> dict[str, list[float]]:
-    """Return the seconds of every counted round by key."""
+def measure(folder: Path, cases: list[Case], ray: bool) -> tuple[dict[str, list[float]], dict[str, int]]:
+    """Return the seconds of every counted round, and the peak memory in bytes, by key."""
     app = launch.stage(folder / "app")
     shutil.copy(Path(padded.__file__), app / "strategies" / "padded.py")
     found: dict[str, list[float]] = {}
+    peaks: dict[str, int] = {}
     for case in cases:
         out = folder / "out"
         data = tiny_images(folder / case.key, case.clients)
         flat = configuration(case, data, out)
-        found[case.key] = ray_rounds(app, case, flat, out) if ray else local_rounds(app, flat, out)
+        found[case.key], peaks[case.key] = ray_rounds(app, case, flat, out) if ray else local_rounds(app, flat, out)
         shutil.rmtree(out)
         time.sleep(1.0 if ray else 0.0)
-    return found
+    return found, peaks

@@ -117,11 +117,13 @@ def rounds_table(times: Times, peaks: Mapping[str, int]) -> list[str]:
     return lines
 
 
-def overhead_table(rounds: Mapping[str, list[float]]) -> list[str]:
-    """Seconds a round by payload and clients."""
-    lines = ["| case | seconds a round, median | min to max | rounds |", "|---|---:|---:|---:|"]
+def overhead_table(rounds: Mapping[str, list[float]], peaks: Mapping[str, int]) -> list[str]:
+    """Seconds a round and memory by payload and clients."""
+    lines = ["| case | seconds a round, median | min to max | rounds | peak MB |", "|---|---:|---:|---:|---:|"]
     for key, values in rounds.items():
-        lines.append(f"| `{key}` | {statistics.median(values):.2f} | {_spread(values)} | {len(values)} |")
+        lines.append(
+            f"| `{key}` | {statistics.median(values):.2f} | {_spread(values)} | {len(values)} | {_mb(peaks[key])} |"
+        )
     return lines
 
 
