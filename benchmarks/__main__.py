@@ -1,7 +1,7 @@
 """Measure the speed of the app: `make bench`, or `python -m benchmarks`.
 
-Alternatives are run in turn on an otherwise idle machine; the whole takes about 40 minutes on two cores. Results go to
-`docs/performance.json` and between the markers of `docs/performance.md`.
+Alternatives are run in turn on an otherwise idle machine; the whole takes about half an hour on two cores. Results go
+to `docs/performance.json` and between the markers of `docs/performance.md`.
 """
 
 from __future__ import annotations

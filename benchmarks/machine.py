@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
 import platform
-import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -17,6 +14,9 @@ import numpy as np
 import psutil
 import torch
 
+from benchmarks.timing import alternate
+from fedapp.launch import usable_cores
+
 CPUINFO = Path("/proc/cpuinfo")
 
 
@@ -24,7 +24,7 @@ def describe() -> dict[str, Any]:
     """Processor, cores, memory and versions, as they go into the tables' heads."""
     return {
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "bf16": "bf16" in (CPUINFO.read_text(encoding="utf-8") if CPUINFO.is_file() else ""),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
@@ -42,13 +42,8 @@ def _processor() -> str:
     return f"{facts.get('model name', '')} (family {facts.get('cpu family')}, model {facts.get('model')})"
 
 
-def _median(call: Callable[[], object], repeats: int = 7) -> float:
-    seconds = []
-    for _ in range(repeats + 1):
-        started = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds[1:])
+def _median(call: Callable[[], object]) -> float:
+    return alternate({"call": call}, repeats=7).median("call")
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from fedapp.process import peak_memory, reset_peak
+from fedapp.process import high_water, peak_memory, reset_peak
 
 
 class Watch:
@@ -77,12 +75,7 @@ def peak_of(prepare: Callable[[], Callable[[], object]]) -> int:
 
 def peaks(processes: Iterable[psutil.Process]) -> int:
     """Sum of the peaks of processes since they began, in bytes: cheap, but pages that they share count in each."""
-    total = 0
-    for process in processes:
-        with contextlib.suppress(OSError, StopIteration):
-            lines = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
-            total += 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM:")))
-    return total
+    return sum(high_water(process.pid) or 0 for process in processes)
 
 
 def tree(pid: int) -> list[psutil.Process]:
@@ -92,8 +85,3 @@ def tree(pid: int) -> list[psutil.Process]:
         return [root, *root.children(recursive=True)]
     except psutil.Error:
         return []
-
-
-def settle(seconds: float = 1.0) -> None:
-    """Let processes that ended give their memory and cores back."""
-    time.sleep(seconds)

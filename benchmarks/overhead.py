@@ -20,7 +20,7 @@ import numpy as np
 
 import strategies
 from benchmarks import memory, padded
-from benchmarks.rounds import between_rounds
+from benchmarks.rounds import between_rounds, submit
 from fedapp import engine, launch, registry, server_app
 from fedapp.client_app import app as client_app
 from fedapp.localgrid import LocalGrid
@@ -97,12 +97,8 @@ def ray_rounds(app: Path, case: Case, flat: Mapping[str, Any], out: Path) -> tup
             peak = memory.peaks(session._family.members())
             raise _Enough
 
-    resources = launch.choose_resources(case.clients)
     with launch.Session(app=app) as session:
-        handle = session.submit(
-            flat, num_supernodes=case.clients, client_cpus=resources.client_cpus,
-            client_gpus=resources.client_gpus, total_cpus=resources.total_cpus,
-        )  # fmt: skip
+        handle = submit(session, flat)
         try:
             outcome = handle.follow(out, stop_after_last, poll=0.5)
             raise RuntimeError(f"{case.key} failed: {outcome.status} {outcome.error} {outcome.log_tail}")

@@ -11,7 +11,7 @@ import itertools
 import json
 import multiprocessing
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,14 +82,19 @@ def between_rounds(out: Path) -> list[float]:
     return [b - a for a, b in itertools.pairwise(ends)]
 
 
+def submit(session: launch.Session, flat: Mapping[str, Any]) -> launch.RunHandle:
+    """Submit a run with the resources that are chosen where none are given."""
+    resources = launch.choose_resources(int(flat["clients"]))
+    return session.submit(
+        flat, num_supernodes=int(flat["clients"]), client_cpus=resources.client_cpus,
+        client_gpus=resources.client_gpus, total_cpus=resources.total_cpus,
+    )  # fmt: skip
+
+
 def ray_run(config: RunConfig, watch: dict[str, int] | None = None) -> None:
     """Run a configuration under Ray in a session of its own; the workers' number is the machine's cores."""
-    resources = launch.choose_resources(config.clients)
     with launch.Session() as session:
-        handle = session.submit(
-            config.to_flat(), num_supernodes=config.clients, client_cpus=resources.client_cpus,
-            client_gpus=resources.client_gpus, total_cpus=resources.total_cpus,
-        )  # fmt: skip
+        handle = submit(session, config.to_flat())
         if watch is None:
             outcome = handle.follow(Path(config.out), lambda event: None, poll=1.0)
         else:

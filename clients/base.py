@@ -135,6 +135,12 @@ class FedClient(NumPyClient):
         )
 
     @classmethod
+    def initial_arrays(cls, spec: ModelSpec, method: Method, hparams: Any, buffers: str) -> Arrays:
+        """Return the shared arrays of a new model: what a server starts from."""
+        model = cls.build_model(spec, hparams)
+        return selection.extract(model, cls.names_of(model, method, hparams, buffers))
+
+    @classmethod
     def configure_model(cls, model: SplitModel, scalars: Mapping[str, Scalar]) -> None:
         """Apply a payload's plain values to the model itself, not to its arrays; server and clients both call this."""
 

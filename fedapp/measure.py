@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from clients.base import FedClient, Task
-from fedapp import process, sampling, selection, tasks
+from fedapp import process, sampling, tasks
 from fedapp.config import RunConfig
 from fedapp.evaluation import BATCH
 from fedapp.launch import Need, cuda_devices
@@ -140,11 +140,10 @@ def _first_payload(method: Method, hparams: Any, task: Task) -> Payload:
     metrics, facts = client.hello()
     shapes = {n: tuple(s) for n, s in json.loads(str(facts["shapes"])).items()}
     info = ClientInfo(task.client, int(metrics["num-examples"]), task.model, task.num_classes, shapes)
-    names = client.down_names()
 
     def initial_from(k: int) -> dict[str, Any]:
-        seed = sampling.derived_seed(task.seed, "server-model", k)
-        return selection.extract(client.build_model(task.spec(seed), hparams), names)
+        spec = task.spec(sampling.derived_seed(task.seed, "server-model", k))
+        return client.initial_arrays(spec, method, hparams, task.buffers)
 
     context = ServerContext(
         seed=task.seed,

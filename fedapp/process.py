@@ -63,14 +63,21 @@ def reset_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
+def high_water(pid: int | str) -> int | None:
+    """Return the most bytes of main memory that a process has held at a time, or None where the system does not say."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
+        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM:")))
+    return None
+
+
 def peak_memory() -> int:
     """Return the most bytes of main memory that this process has held at a time, libraries and mapped files included.
 
     Counted since :func:`reset_peak` on Linux, elsewhere since the process began.
     """
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM:")))
+    if (peak := high_water("self")) is not None:
+        return peak
     import resource
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

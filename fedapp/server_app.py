@@ -256,14 +256,12 @@ class Run(Observer):
             self.central = data.central(self.device)
 
     def _context(self) -> ServerContext:
-        client = self.method.client
+        client: type[FedClient] = self.method.client
         config = self.config
 
         def initial_from(k: int) -> Arrays:
-            seed = sampling.derived_seed(config.seed, "server-model", k)
-            model = client.build_model(replace(self.spec, seed=seed), self.hparams)
-            names = FedClient.names_of(model, self.method, self.hparams, config.buffers)
-            return selection.extract(model, names)
+            spec = replace(self.spec, seed=sampling.derived_seed(config.seed, "server-model", k))
+            return client.initial_arrays(spec, self.method, self.hparams, config.buffers)
 
         return ServerContext(
             seed=config.seed,

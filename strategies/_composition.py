@@ -176,9 +176,8 @@ class PostHoc(FedStrategy):
         own = {n: a for n, a in payload.arrays.items() if n not in new.common}
         return Payload(own, {**payload.common, **new.common}, {**payload.scalars, **new.scalars})
 
-    def send_each(self, state: ServerState, round: int, clients: Iterable[int]) -> Iterator[tuple[int, Payload]]:
-        """Yield each client with its payload, also where the base computes several together."""
-        return ((client, self.send(state, round, client)) for client in clients)
+    # Also where the base computes several payloads together: each must carry the repair.
+    send_each = FedStrategy.send_each
 
     def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
         """Do what the base does; training goes on from the trained model, not from a repaired one."""
