@@ -259,7 +259,7 @@ def test_cnn_equals_the_papers_order_bit_for_bit() -> None:
     for layer in ("conv1", "conv2"):
         z = functional.conv2d(z, p[f"features.{layer}.weight"], p[f"features.{layer}.bias"])
         z = functional.max_pool2d(torch.relu(z), 2)
-    z = torch.relu(functional.linear(z.flatten(1), p["features.fc1.weight"], p["features.fc1.bias"]))
+    z = torch.relu(model.features.fc1(z.flatten(1)))
     expected = functional.linear(z, p["head.weight"], p["head.bias"])
     assert torch.equal(model.represent(x), z)
     assert torch.equal(model(x), expected)

@@ -21,6 +21,7 @@ import numpy.typing as npt
 import torch
 
 from fedapp.core.averages import as_tensor
+from fedapp.core.products import matmul
 
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
@@ -323,12 +324,12 @@ def _check_out(out: Array, shape: tuple[int, ...], dtype: torch.dtype) -> None:
 def _multiply(chain: Sequence[torch.Tensor], block: torch.Tensor, out: torch.Tensor, aside: bool) -> None:
     """Write the product of all factors with one block into ``out``, through new memory if they overlap."""
     for factor in reversed(chain[1:]):
-        block = factor @ block
+        block = matmul(factor, block)
         aside = False
     if aside:
-        out.copy_(chain[0] @ block)
+        out.copy_(matmul(chain[0], block))
     else:
-        torch.mm(chain[0], block, out=out)
+        matmul(chain[0], block, out=out)
 
 
 @overload

@@ -64,6 +64,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from fedapp.core.products import Linear
 from fedapp.errors import BadRequest
 from fedapp.models.split import SplitModel
 
@@ -134,13 +135,13 @@ def _two_convolutions(channels: int, size: int, c1: int, c2: int) -> tuple[Stage
 def _cnn(channels: int, size: int) -> Stages:
     """4-layer CNN: conv 32, conv 64, fc 512 (the output layer is the fourth)."""
     stages, flat = _two_convolutions(channels, size, 32, 64)
-    return [*stages, ("fc1", nn.Linear(flat, 512))]
+    return [*stages, ("fc1", Linear(flat, 512))]
 
 
 def _fedgh(channels: int, size: int, *, c2: int, hidden: int) -> Stages:
     """FedGH's CNN-1 ... CNN-5: conv 16, conv `c2`, fc `hidden`, fc 500."""
     stages, flat = _two_convolutions(channels, size, 16, c2)
-    return [*stages, ("fc1", nn.Linear(flat, hidden)), ("relu3", nn.ReLU()), ("fc2", nn.Linear(hidden, 500))]
+    return [*stages, ("fc1", Linear(flat, hidden)), ("relu3", nn.ReLU()), ("fc2", Linear(hidden, 500))]
 
 
 def _moon(channels: int, size: int) -> Stages:
@@ -148,13 +149,13 @@ def _moon(channels: int, size: int) -> Stages:
     stages, flat = _two_convolutions(channels, size, 6, 16)
     return [
         *stages,
-        ("fc1", nn.Linear(flat, 120)),
+        ("fc1", Linear(flat, 120)),
         ("relu3", nn.ReLU()),
-        ("fc2", nn.Linear(120, 84)),
+        ("fc2", Linear(120, 84)),
         ("relu4", nn.ReLU()),
-        ("proj1", nn.Linear(84, 84)),
+        ("proj1", Linear(84, 84)),
         ("relu5", nn.ReLU()),
-        ("proj2", nn.Linear(84, 256)),
+        ("proj2", Linear(84, 256)),
     ]
 
 
@@ -167,7 +168,7 @@ def _digits_a(channels: int, size: int) -> Stages:
         ("conv2", nn.Conv2d(16, 32, 3, padding=1)),
         ("relu2", nn.ReLU()),
         ("flatten", nn.Flatten()),
-        ("fc1", nn.Linear(32 * side * side, 64)),
+        ("fc1", Linear(32 * side * side, 64)),
     ]
 
 
@@ -175,9 +176,9 @@ def _digits_b(channels: int, size: int) -> Stages:
     """Multi-layer perceptron: fc 128, fc 64."""
     return [
         ("flatten", nn.Flatten()),
-        ("fc1", nn.Linear(channels * size * size, 128)),
+        ("fc1", Linear(channels * size * size, 128)),
         ("relu1", nn.ReLU()),
-        ("fc2", nn.Linear(128, 64)),
+        ("fc2", Linear(128, 64)),
     ]
 
 
@@ -189,7 +190,7 @@ def _digits_c(channels: int, size: int) -> Stages:
         ("pool1", nn.MaxPool2d(2)),
         ("relu1", nn.ReLU()),
         ("flatten", nn.Flatten()),
-        ("fc1", nn.Linear(32 * side * side, 64)),
+        ("fc1", Linear(32 * side * side, 64)),
     ]
 
 
@@ -207,7 +208,7 @@ def _cnn_a(channels: int, size: int) -> Stages:
         ("pool3", nn.MaxPool2d(2)),
         ("relu3", nn.ReLU()),
         ("flatten", nn.Flatten()),
-        ("fc1", nn.Linear(32 * side * side, 512)),
+        ("fc1", Linear(32 * side * side, 512)),
     ]
 
 
@@ -226,7 +227,7 @@ def _cnn_b(channels: int, size: int) -> Stages:
         ("patch2", nn.Conv2d(64, 24, 1)),
         ("relu2", nn.ReLU()),
         ("flatten", nn.Flatten()),
-        ("fc1", nn.Linear(24 * grid * grid, 512)),
+        ("fc1", Linear(24 * grid * grid, 512)),
     ]
 
 
@@ -241,7 +242,7 @@ def _cnn_c(channels: int, size: int) -> Stages:
         ("conv3", nn.Conv2d(48, 64, 3, stride=2, padding=1)),
         ("relu3", nn.ReLU()),
         ("flatten", nn.Flatten()),
-        ("fc1", nn.Linear(64 * side * side, 512)),
+        ("fc1", Linear(64 * side * side, 512)),
     ]
 
 
@@ -280,7 +281,7 @@ def _cnn_d(channels: int, size: int) -> Stages:
         ("block2", ResidualBlock(32, 64)),
         ("pool", nn.AdaptiveAvgPool2d(1)),
         ("flatten", nn.Flatten()),
-        ("fc1", nn.Linear(64, 512)),
+        ("fc1", Linear(64, 512)),
     ]
 
 
@@ -345,9 +346,9 @@ def _alexnet(channels: int, size: int) -> Stages:
         ("pool3", nn.AdaptiveAvgPool2d(3)),
         ("flatten", nn.Flatten()),
         ("dropout", nn.Dropout(0.5)),
-        ("fc1", nn.Linear(2304, 512)),
+        ("fc1", Linear(2304, 512)),
         ("relu4", nn.ReLU()),
-        ("fc2", nn.Linear(512, 512)),
+        ("fc2", Linear(512, 512)),
     ]
 
 

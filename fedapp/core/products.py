@@ -1,0 +1,95 @@
+"""Matrix products in float32 at the speed of the processor.
+
+PyTorch hands its products to MKL, which keeps to 256-bit instructions on processors that are not Intel's. The oneDNN
+that PyTorch ships for convolutions uses the 512-bit ones, and multiplies twice as fast where a processor has them. The
+two agree to the rounding of float32; on all other processors, types and sizes PyTorch's own product is taken.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+WORTH = 1 << 21
+"""Multiply-adds from which on oneDNN's longer call pays."""
+
+
+@functools.cache
+def has_onednn() -> bool:
+    """Whether this processor has 512-bit instructions, and PyTorch a oneDNN that multiplies with them."""
+    return (
+        torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
+
+
+def _suits(a: Tensor, b: Tensor) -> bool:
+    return (
+        a.dtype == b.dtype == torch.float32
+        and a.device.type == b.device.type == "cpu"
+        and a.ndim == b.ndim == 2
+        and a.shape[0] * a.shape[1] * b.shape[0] >= WORTH
+        and has_onednn()
+    )
+
+
+def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+    return result
+
+
+def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
+    """Return ``a b``, without gradients.
+
+    Parameters
+    ----------
+    a : (n, k).   b : (k, m); of one floating-point type.   out : (n, m), where the result goes; overlaps neither.
+
+    Returns
+    -------
+    (n, m)
+    """
+    if not _suits(a, b.t()):
+        return torch.mm(a, b, out=out)
+    result = _onednn(a, b.t())
+    return result if out is None else out.copy_(result)
+
+
+class _Product(torch.autograd.Function):
+    """``a b^T + bias``; its gradients are products of the same kind, so that it can be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return _onednn(a, b, bias) if _suits(a, b) else F.linear(a, b, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        (g,) = gradients
+        a, b = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        return (
+            _product(g, b.t()) if wanted[0] else None,
+            _product(g.t(), a.t()) if wanted[1] else None,
+            g.sum(0) if wanted[2] else None,
+        )
+
+
+def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    result: Tensor = _Product.apply(a, b, bias)
+    return result
+
+
+class Linear(nn.Linear):
+    """A linear layer as in PyTorch, by the faster product; under autocast and on a GPU it is PyTorch's own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``x W^T + b``, (B, out), for ``x`` of shape (B, in)."""
+        if _suits(x, self.weight) and not torch.is_autocast_enabled("cpu"):
+            return _product(x, self.weight, self.bias)
+        return super().forward(x)
