@@ -22,6 +22,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
     if request.param and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this PyTorch has no oneDNN")
     monkeypatch.setattr(products, "WORTH", 1)
+    monkeypatch.setattr(products, "WORTH_A_COPY", 1)
     monkeypatch.setattr(products, "has_onednn", lambda: request.param)
     yield request.param
 
@@ -43,6 +44,8 @@ def test_a_product_equals_one_in_float64(path: bool, n: int, k: int, m: int) -> 
     assert close(matmul(b.t(), a.t()), exact.t())
     wide = torch.randn(n, 2 * k, generator=generator)
     assert close(matmul(wide[:, ::2], b), wide[:, ::2].double() @ b.double())
+    tall = torch.randn(2 * k, m, generator=generator).t()
+    assert close(matmul(a, tall[:, ::2].t()), a.double() @ tall[:, ::2].t().double())
     assert matmul(a.double(), b.double()).dtype == torch.float64
 
 
@@ -101,6 +104,24 @@ def test_under_autocast_and_for_other_types_it_is_pytorchs_own_layer(path: bool)
         assert ours(x).dtype == torch.bfloat16 and torch.equal(ours(x), plain(x))
     assert torch.equal(copy.deepcopy(ours).double()(x.double()), exact(x.double()))
     assert ours(torch.randn(2, 3, 37)).shape == (2, 3, 11)
+
+
+def test_onednn_gets_matrices_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no kernel for others, and falls back to loops that take a thousand times as long."""
+    seen: list[Tensor] = []
+
+    class Recorded:
+        _linear_pointwise = staticmethod(lambda a, b, bias, *_: (seen.extend([a, b]), a @ b.t())[1])
+
+    monkeypatch.setattr(torch.ops, "mkldnn", Recorded)
+    monkeypatch.setattr(products, "has_onednn", lambda: True)
+    theta = torch.randn(100, 20_000)
+    blocks = [theta[:, i : i + 5000] for i in range(0, 20_000, 5000)]
+    for block in blocks:
+        assert close(matmul(torch.eye(100), block), block.double())
+    assert len(seen) == 8 and all(m.is_contiguous() or m.t().is_contiguous() for m in seen)
+    few = torch.randn(20, 100)  # the copy would cost more than it saves
+    assert torch.equal(matmul(few, blocks[0]), few @ blocks[0]) and len(seen) == 8
 
 
 def test_small_products_are_pytorchs_own(monkeypatch: pytest.MonkeyPatch) -> None:

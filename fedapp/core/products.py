@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 WORTH = 1 << 21
 """Multiply-adds from which on oneDNN's longer call pays."""
+WORTH_A_COPY = 64
+"""Rows of one factor from which on a copy of the other without gaps pays."""
 
 
 @functools.cache
@@ -29,18 +31,34 @@ def has_onednn() -> bool:
 
 
 def _suits(a: Tensor, b: Tensor) -> bool:
+    """Whether oneDNN is the faster one for ``a b^T``."""
     return (
         a.dtype == b.dtype == torch.float32
         and a.device.type == b.device.type == "cpu"
         and a.ndim == b.ndim == 2
-        and a.shape[0] * a.shape[1] * b.shape[0] >= WORTH
+        and min(len(a), len(b)) > 1
+        and len(a) * a.shape[1] * len(b) >= WORTH
+        and (_dense(a) or len(b) >= WORTH_A_COPY)
+        and (_dense(b) or len(a) >= WORTH_A_COPY)
         and has_onednn()
     )
 
 
 def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    result: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, bias, "none", [], "")
+    result: Tensor = torch.ops.mkldnn._linear_pointwise(_without_gaps(a), _without_gaps(b), bias, "none", [], "")
     return result
+
+
+def _dense(matrix: Tensor) -> bool:
+    """Whether a matrix lies in memory row by row or column by column without gaps."""
+    return matrix.is_contiguous() or matrix.t().is_contiguous()
+
+
+def _without_gaps(matrix: Tensor) -> Tensor:
+    """Return a dense matrix, in the order of the one given: for others oneDNN takes a thousand times as long."""
+    if _dense(matrix):
+        return matrix
+    return matrix.t().contiguous().t() if matrix.stride(0) < matrix.stride(1) else matrix.contiguous()
 
 
 def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
