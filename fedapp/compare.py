@@ -44,7 +44,7 @@ from fedapp.text import suggest
 
 OWN_SETTINGS = (
     "lr", "optimizer", "momentum", "weight-decay", "clip", "augment", "local-epochs", "batch-size", "model",
-    "precision", "buffers", "wire-dtype",
+    "precision", "cuda-graphs", "buffers", "wire-dtype",
 )  # fmt: skip
 """Run-config keys that one method of a comparison may have for itself; all others are common to its runs."""
 DEFAULT_METHODS = "local,lgfedavg,fedclassavg"

@@ -20,6 +20,7 @@ from clients.base import FedClient, Task
 from fedapp import process, sampling, tasks
 from fedapp.config import RunConfig
 from fedapp.evaluation import BATCH
+from fedapp.graphs import WARM_UP
 from fedapp.launch import Need, cuda_devices
 from fedapp.method import ClientInfo, Method, Payload, ServerContext
 from fedapp.training import batch_slices
@@ -49,13 +50,16 @@ def one_client(configs: Sequence[RunConfig]) -> Need:
     ------
     Exception : whatever a client may raise.
     """
-    chosen = {(c.dataset, c.data_dir, c.data_fraction, c.batch_size, c.precision, c.model): c for c in configs[::-1]}
-    several = list(chosen.values())[::-1]
+    several = list({_same_need(c): c for c in configs[::-1]}.values())[::-1]
     if not cuda_devices():
         return _measured(several)
     # In a process of its own, since a CUDA context stays for as long as its process lives.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_measured, several).result()
+
+
+def _same_need(c: RunConfig) -> tuple[Any, ...]:
+    return c.dataset, c.data_dir, c.data_fraction, c.batch_size, c.precision, c.cuda_graphs, c.model
 
 
 def _measured(configs: Sequence[RunConfig]) -> Need:
@@ -117,7 +121,8 @@ def _round_seconds(config: RunConfig, client: int, device: torch.device) -> floa
     payload = _first_payload(method, hparams, few)
     slices = batch_slices(task.num_samples, config.batch_size)
     trained: FedClient | None = None
-    for steps in (1, STEPS):
+    # Batches have two sizes at most; with CUDA graphs both are recorded, which takes memory.
+    for steps in (1, 2 * (WARM_UP + 1) if config.cuda_graphs else STEPS):
         if trained is not None and trained.report.seconds > BUDGET_SECONDS / STEPS:
             break
         count = slices[min(steps, len(slices)) - 1].stop

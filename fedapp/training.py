@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fedapp.data.transforms import InputSpec, augment, normalise
+from fedapp.graphs import CudaRecorder, Recorder, Replayed
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class TrainSpec:
     batch_size : samples per step (near-equal batches, see `batch_slices`).
     lr : learning rate per step.   clip : largest gradient norm, 0 = none.
     precision : `fp32`, or `bf16` for autocast of the forward pass.
+    graphs : on a GPU, replay steps from CUDA graphs.
     """
 
     epochs: int = 1
@@ -38,6 +40,7 @@ class TrainSpec:
     clip: float = 0.0
     augment: str = "none"
     precision: str = "fp32"
+    graphs: bool = False
 
 
 @dataclass
@@ -89,14 +92,23 @@ def batch_slices(n: int, batch_size: int) -> list[slice]:
 
 
 def make_optimizer(
-    parameters: Iterable[nn.Parameter], spec: TrainSpec, betas: tuple[float, float] = (0.9, 0.999)
+    parameters: Iterable[nn.Parameter],
+    spec: TrainSpec,
+    betas: tuple[float, float] = (0.9, 0.999),
+    *,
+    replayed: bool = False,
 ) -> torch.optim.Optimizer:
-    """Build a fresh optimizer; moments and momentum never survive a round."""
+    """Build a fresh optimizer; moments and momentum never survive a round.
+
+    `replayed` is for steps in CUDA graphs: Adam then counts its steps on the GPU.
+    """
     parameters = list(parameters)
     if spec.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay)
     if spec.optimizer == "adam":
-        return torch.optim.Adam(parameters, lr=spec.lr, betas=betas, weight_decay=spec.weight_decay)
+        return torch.optim.Adam(
+            parameters, lr=spec.lr, betas=betas, weight_decay=spec.weight_decay, capturable=replayed
+        )
     raise ValueError(f"unknown optimizer '{spec.optimizer}': use sgd or adam")
 
 
@@ -148,8 +160,22 @@ def train(
     if len(y) == 0 or spec.epochs < 1:
         return report
     chosen = [p for p in (model.parameters() if parameters is None else parameters) if p.requires_grad]
-    optimizer = make_optimizer(chosen, spec, betas)
     device = next(model.parameters()).device
+    recorder = recorder_for(device) if spec.graphs else None
+    optimizer = make_optimizer(chosen, spec, betas, replayed=recorder is not None)
+
+    def step(*tensors: Tensor) -> Tensor:
+        *pictures, labels, index = tensors
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=spec.precision == "bf16"):
+            loss = step_loss(Batch(pictures[0], labels, pictures, index))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if spec.clip > 0:
+            nn.utils.clip_grad_norm_(chosen, spec.clip)
+        optimizer.step()
+        return loss.detach()
+
+    replayed = None if recorder is None else Replayed(step, recorder)
     total = torch.zeros((), device=device)
     started = time.perf_counter()
     model.train()
@@ -159,25 +185,27 @@ def train(
         for epoch in range(spec.epochs):
             for raw, labels, index in epoch_batches(x, y, spec.batch_size, generator):
                 pictures = _views(raw, inputs, spec.augment, generator, views)
-                with torch.autocast(device.type, dtype=torch.bfloat16, enabled=spec.precision == "bf16"):
-                    loss = step_loss(Batch(pictures[0], labels, pictures, index))
-                optimizer.zero_grad(set_to_none=True)
-                loss.backward()  # type: ignore[no-untyped-call]
-                if spec.clip > 0:
-                    nn.utils.clip_grad_norm_(chosen, spec.clip)
-                optimizer.step()
-                total += loss.detach() * len(labels)
+                total += (replayed or step)(*pictures, labels, index) * len(labels)
                 report.steps += 1
                 report.samples += len(labels)
             if on_epoch is not None:
                 on_epoch(epoch)
+            if replayed is not None:
+                replayed.forget()
     report.loss = float(total) / report.samples
+    if replayed is not None:
+        optimizer.zero_grad(set_to_none=True)  # gradients lie in the memory of the graphs
     report.seconds = time.perf_counter() - started
     if not math.isfinite(report.loss):
         raise FloatingPointError(
             f"the training loss is {report.loss} after {report.steps} steps: lower lr (now {spec.lr}), or set clip"
         )
     return report
+
+
+def recorder_for(device: torch.device) -> Recorder | None:
+    """Return what records training steps on this device: None but for a GPU."""
+    return CudaRecorder() if device.type == "cuda" else None
 
 
 def _views(raw: Tensor, inputs: InputSpec, kind: str, generator: torch.Generator, views: int) -> list[Tensor]:
