@@ -1,6 +1,6 @@
 """Measure the speed of the app: `make bench`, or `python -m benchmarks`.
 
-Alternatives are run in turn on an otherwise idle machine; the whole takes about half an hour on two cores. Results go
+Alternatives are run in turn on an otherwise idle machine; the whole takes about 40 minutes on two cores. Results go
 to `docs/performance.json` and between the markers of `docs/performance.md`.
 """
 
@@ -15,10 +15,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine, overhead, report, rounds, server
+import torch
+
+from benchmarks import gpu, machine, overhead, report, rounds, server
 from fedapp import launch
 
-PARTS = ("rounds", "overhead", "server")
+PARTS = ("rounds", "overhead", "server", "gpu")
+"""The last needs a GPU, and is left out where there is none (its small form runs anywhere)."""
 
 
 def measure(parts: list[str], data: Path | None, small: bool, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -48,9 +51,19 @@ def measure(parts: list[str], data: Path | None, small: bool, folder: Path) -> t
         figures |= report.round_figures(times)
         figures |= {f"{name}_peak_bytes": peak for name, peak in peaks.items()}
         sections["A round of federated learning"] = report.rounds_table(times, peaks)
+    if "gpu" in parts and (small or torch.cuda.is_available()):
+        if small:
+            shared = gpu.measure(folder / "gpu", data, rounds.SMALL, workers=(1,), repeats=1)
+        else:
+            shared = gpu.measure(folder / "gpu", data, rounds.Scale())
+        figures |= report.gpu_figures(shared)
+        sections["Clients per second on a GPU"] = report.gpu_table(shared)
     sections["Asked and reached"] = report.targets_table(figures)
-    order = ("Asked and reached", "A round of federated learning", "Overhead of a round", "The server's mathematics")
-    return figures, {title: sections[title] for title in (*order, "Machine") if title in sections}
+    order = (
+        "Asked and reached", "A round of federated learning", "Clients per second on a GPU", "Overhead of a round",
+        "The server's mathematics", "Machine",
+    )  # fmt: skip
+    return figures, {title: sections[title] for title in order if title in sections}
 
 
 def main() -> None:

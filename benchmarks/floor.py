@@ -21,9 +21,10 @@ from fedapp.tasks import federated, task_of
 from fedapp.training import train
 
 
-def one_client(config: RunConfig, client: int, model: torch.nn.Module) -> float:
+def one_client(config: RunConfig, client: int, model: torch.nn.Module, device: torch.device) -> float:
     """Do what a FedAvg client computes in a round; returns its accuracy before training."""
-    task = task_of(config, client, config.clients, torch.device("cpu"))
+    task = task_of(config, client, config.clients, device)
+    model.to(device)
     before = evaluate(model, task.x_test, task.y_test, task.inputs, task.num_classes)
     train(
         model, task.x_train, task.y_train, task.train, task.inputs,
@@ -38,9 +39,10 @@ def _work(flat: dict[str, Any], jobs: Any, done: Any) -> None:
     config = from_flat(flat)
     process.prepare(config.threads)
     data = federated(config, config.clients)
+    device = process.device()
     shape = {"num_classes": data.dataset.num_classes, "channels": data.inputs.channels, "size": data.inputs.size}
     while (client := jobs.get()) is not None:
-        done.put(one_client(config, client, build_model(config.model, **shape, seed=0)))
+        done.put(one_client(config, client, build_model(config.model, **shape, seed=0), device))
 
 
 class Floor:

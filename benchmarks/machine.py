@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,14 +62,13 @@ class Speeds:
         )
 
 
-@functools.cache
 def speeds(threads: int, small: bool = False) -> Speeds:
     """Measure the speeds with a number of PyTorch's threads.
 
     Memory is read by a sum of 256 MiB, which no cache holds; products are the app's own.
     """
     torch.set_num_threads(threads)
-    size, n = (1 << 20, 64) if small else (1 << 28, 2048)
+    size, n = (1 << 20, 64) if small else (1 << 28, 1024)
     block = torch.from_numpy(np.ones(size // 4, dtype=np.float32))
     products = []
     for dtype in (torch.float32, torch.float64):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu import Shared
 from benchmarks.machine import Speeds
 from benchmarks.server import Found
 from benchmarks.timing import Times
@@ -59,6 +60,15 @@ def round_figures(times: Times) -> dict[str, float]:
         "fedavg_over_floor": times.ratio("fedavg", "floor"),
         **{f"{name}_round_seconds": times.median(name) for name in times.seconds},
     }
+
+
+def gpu_figures(found: list[Shared]) -> dict[str, float]:
+    """Clients per second, and what graphs gain, by processes on the GPU."""
+    figures: dict[str, float] = {}
+    for f in found:
+        figures |= {f"gpu_clients_per_second_{name}_{f.workers}": f.per_second(name) for name in f.times.seconds}
+        figures[f"gpu_graphs_vs_eager_{f.workers}"] = f.gain
+    return figures
 
 
 def server_figures(found: list[Found]) -> dict[str, float]:
@@ -139,6 +149,20 @@ def server_table(found: list[Found]) -> list[str]:
             f"| {f.row.name} | {f.row.sizes} | {f.threads} | {1e3 * f.times.median('naive'):,.1f} | "
             f"{1e3 * f.times.median('ours'):,.1f} | {f.speedup:.2f} | {f.over:.2f} | {error} | "
             f"{_mb(f.memory.get('naive'))} | {_mb(f.memory.get('ours'))} |"
+        )
+    return lines
+
+
+def gpu_table(found: list[Shared]) -> list[str]:
+    """Clients per second on a GPU."""
+    lines = [
+        "| processes on the GPU | clients per second, steps run | steps replayed | replayed/run | min to max |",
+        "|---:|---:|---:|---:|---:|",
+    ]
+    for f in found:
+        lines.append(
+            f"| {f.workers} | {f.per_second('eager'):.2f} | {f.per_second('graphs'):.2f} | {f.gain:.2f} | "
+            f"{_spread(f.times.ratios('eager', 'graphs'))} |"
         )
     return lines
 

@@ -42,7 +42,7 @@ class Scale:
     images: int = 60_000
     clients: int = 20
     rounds: int = 3
-    repeats: int = 3
+    repeats: int = 5
     workers: int = 2
     ray: bool = True
 
@@ -184,9 +184,18 @@ def measure(folder: Path, data: Path | None, scale: Scale) -> tuple[Times, dict[
             with memory.watching(lambda pids=pids: [p for pid in pids for p in memory.tree(pid)]) as watched:  # type: ignore[misc]
                 call()
             peak[name] = watched.peak
+        around: list[float] = []
+
+        def between_floors() -> float:
+            # Before and after: a drift of the machine's speed then falls on both.
+            before = floor.round()
+            seconds = app["fedavg"]()
+            around[:] = [before, floor.round()]
+            return seconds
+
+        # The reference of both precisions runs between them.
         alternatives: dict[str, Callable[[], object]] = {
-            "reference_fedavg": fedavg.round, "fedavg": app["fedavg"],
-            "floor": lambda: (floor.round() + floor.round()) / 2,
+            "fedavg": between_floors, "floor": lambda: sum(around) / 2, "reference_fedavg": fedavg.round,
             "fedavg_bf16": app["fedavg_bf16"], "reference_cwfedavg": cwfedavg.round, "cwfedavg": app["cwfedavg"],
         }  # fmt: skip
         times = alternate(alternatives, scale.repeats, warmup=1 if scale.ray else 0)

@@ -25,6 +25,7 @@ def test_the_small_form_writes_every_figure(tmp_path: Path) -> None:
     asked = {t.key for t in report.TARGETS if not t.key.startswith("overhead_")}
     assert asked <= written.keys()
     assert all(written[key] > 0 for key in asked)
+    assert written["gpu_clients_per_second_eager_1"] > 0 and written["gpu_graphs_vs_eager_1"] > 0
     page = (tmp_path / "performance.md").read_text()
     assert all(f"### {title}\n" in page for title in sections)
     report.write(tmp_path, figures, {"Only this": ["text"]})

@@ -1,0 +1,57 @@
+"""Clients per second on a GPU, for 1, 2, 4 and 8 processes that share it, with steps run and steps replayed.
+
+A client is that of the floor: FedAvg's gradient steps and evaluations in the setting of benchmark (a), with no
+federation around them. How many clients at a time pay, and whether CUDA graphs do, differs from one GPU to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.floor import Floor
+from benchmarks.rounds import Scale, configuration, random_images
+from benchmarks.timing import Times, alternate
+
+WORKERS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What was measured with some processes on the GPU.
+
+    Attributes
+    ----------
+    times : seconds of a round, `eager` and `graphs`.   clients : of a round.
+    """
+
+    workers: int
+    clients: int
+    times: Times
+
+    def per_second(self, name: str) -> float:
+        """Clients per second."""
+        return self.clients / self.times.median(name)
+
+    @property
+    def gain(self) -> float:
+        """How many times faster graphs are."""
+        return self.times.ratio("eager", "graphs")
+
+
+def measure(
+    folder: Path, data: Path | None, scale: Scale, workers: Sequence[int] = WORKERS, repeats: int = 5
+) -> list[Shared]:
+    """Take turns between steps that are run and steps that are replayed, for each number of processes."""
+    data = data or random_images(folder / "data", scale.images)
+    found = []
+    for count in workers:
+        with ExitStack() as stack:
+            rounds = {}
+            for name in ("eager", "graphs"):
+                config = configuration(data, folder / name, scale, method="fedavg", **{"cuda-graphs": name == "graphs"})
+                rounds[name] = stack.enter_context(Floor(config, count)).round
+            found.append(Shared(count, scale.clients, alternate(rounds, repeats)))
+    return found
