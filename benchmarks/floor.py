@@ -8,6 +8,7 @@ its own cost.
 from __future__ import annotations
 
 import multiprocessing
+import queue
 import time
 from typing import Any
 
@@ -41,8 +42,10 @@ def _work(flat: dict[str, Any], jobs: Any, done: Any) -> None:
     data = federated(config, config.clients)
     device = process.device()
     shape = {"num_classes": data.dataset.num_classes, "channels": data.inputs.channels, "size": data.inputs.size}
-    while (client := jobs.get()) is not None:
-        done.put(one_client(config, client, build_model(config.model, **shape, seed=0), device))
+    while (job := jobs.get()) is not None:
+        client, graphs = job
+        chosen = config.replaced(cuda_graphs=graphs)
+        done.put(one_client(chosen, client, build_model(config.model, **shape, seed=0), device))
 
 
 class Floor:
@@ -74,11 +77,17 @@ class Floor:
         for worker in self.workers:
             worker.join(timeout=30)
 
-    def round(self) -> float:
-        """Seconds until all clients are done."""
+    def round(self, graphs: bool = False) -> float:
+        """Seconds until all clients are done; on a GPU with steps replayed from CUDA graphs, if asked for."""
         started = time.perf_counter()
         for client in self._order:
-            self._jobs.put(client)
-        for _ in self._order:
-            self._done.get()
+            self._jobs.put((client, graphs))
+        left = len(self._order)
+        while left:
+            try:
+                self._done.get(timeout=5)
+                left -= 1
+            except queue.Empty:
+                if not all(worker.is_alive() for worker in self.workers):
+                    raise RuntimeError("a worker of the floor has died: its error stands above") from None
         return time.perf_counter() - started

@@ -6,9 +6,9 @@ federation around them. How many clients at a time pay, and whether CUDA graphs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.floor import Floor
@@ -46,12 +46,13 @@ def measure(
 ) -> list[Shared]:
     """Take turns between steps that are run and steps that are replayed, for each number of processes."""
     data = data or random_images(folder / "data", scale.images)
+    config = configuration(data, folder / "run", scale, method="fedavg")
     found = []
     for count in workers:
-        with ExitStack() as stack:
-            rounds = {}
-            for name in ("eager", "graphs"):
-                config = configuration(data, folder / name, scale, method="fedavg", **{"cuda-graphs": name == "graphs"})
-                rounds[name] = stack.enter_context(Floor(config, count)).round
+        with Floor(config, count) as floor:
+            rounds: dict[str, Callable[[], object]] = {
+                "eager": floor.round,
+                "graphs": partial(floor.round, graphs=True),
+            }
             found.append(Shared(count, scale.clients, alternate(rounds, repeats)))
     return found

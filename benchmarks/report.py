@@ -15,6 +15,12 @@ from benchmarks.server import Found
 from benchmarks.timing import Times
 
 START, END = "<!-- benchmark -->", "<!-- /benchmark -->"
+REACHED = "Asked and reached"
+ORDER = (
+    REACHED, "A round of federated learning", "Clients per second on a GPU", "Overhead of a round",
+    "The server's mathematics", "Machine",
+)  # fmt: skip
+"""Titles of the sections of performance.md."""
 
 
 @dataclass(frozen=True)
@@ -178,13 +184,23 @@ def machine_text(machine: Mapping[str, Any], speeds: Iterable[Speeds]) -> str:
 
 
 def write(folder: Path, figures: Mapping[str, Any], sections: Mapping[str, list[str]]) -> None:
-    """Renew performance.json, and what stands between the markers of performance.md (made if it is not there)."""
+    """Renew figures of performance.json, and sections between the markers of performance.md (made if it is not there).
+
+    What was not measured this time stays; what was asked and reached is said of all figures.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "performance.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    page = folder / "performance.md"
+    store, page = folder / "performance.json", folder / "performance.md"
+    known = json.loads(store.read_text(encoding="utf-8")) if store.is_file() else {}
+    known.update(figures)
+    store.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     text = page.read_text(encoding="utf-8") if page.is_file() else f"# Performance\n\n{START}\n{END}\n"
     if START not in text or END not in text:
         raise ValueError(f"{page} lacks the markers {START} and {END}, between which the tables go")
-    body = "\n\n".join("\n".join([f"### {title}", "", *lines]) for title, lines in sections.items())
     head, rest = text.split(START, 1)
-    page.write_text(f"{head}{START}\n{body}\n{END}{rest.split(END, 1)[1]}", encoding="utf-8")
+    body, tail = rest.split(END, 1)
+    kept = dict(part.split("\n", 1) for part in body.strip().removeprefix("### ").split("\n### ") if part)
+    kept |= {title: "\n".join(lines) for title, lines in sections.items()}
+    kept[REACHED] = "\n".join(targets_table(known))
+    ordered = [title for title in ORDER if title in kept] + [title for title in kept if title not in ORDER]
+    tables = "\n\n".join(f"### {title}\n\n{kept[title].strip()}" for title in ordered)
+    page.write_text(f"{head}{START}\n{tables}\n{END}{tail}", encoding="utf-8")

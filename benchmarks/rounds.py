@@ -193,7 +193,7 @@ def measure(folder: Path, data: Path | None, scale: Scale) -> tuple[Times, dict[
             around[:] = [before, floor.round()]
             return seconds
 
-        # The reference of both precisions runs between them.
+        # The reference loop runs between the two precisions of the app, since both are compared with it.
         alternatives: dict[str, Callable[[], object]] = {
             "fedavg": between_floors, "floor": lambda: sum(around) / 2, "reference_fedavg": fedavg.round,
             "fedavg_bf16": app["fedavg_bf16"], "reference_cwfedavg": cwfedavg.round, "cwfedavg": app["cwfedavg"],

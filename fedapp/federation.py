@@ -474,10 +474,8 @@ class Federation:
                 self.event({"kind": "waiting", "text": text})
             if not replies and waiting:
                 # Looking must not take the time of those who answer: in a simulation they share the cores and a lock.
-                # As long as more clients wait than can be at work, nobody is held up by a reply that lies here.
-                share = 0.5 if self.settings.queued and len(waiting) > 2 * (os.cpu_count() or 1) else 0.1
-                slow = min(share, share * (answered - heard))
-                time.sleep(max(self.settings.poll, 4 * (answered - asked), slow))
+                pause = min(0.1, 0.1 * (answered - heard))
+                time.sleep(max(self.settings.poll, 4 * (answered - asked), pause))
 
     def _checked(
         self,

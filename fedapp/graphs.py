@@ -8,6 +8,7 @@ every epoch.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Protocol
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 WARM_UP = 3
-"""Steps that are run before one is recorded, for each shape: they choose kernels and allocate what lasts."""
+"""Steps of each shape that are run before one is recorded: they choose kernels and allocate what lasts."""
 
 Run = Callable[[], Tensor]
 
@@ -30,12 +31,22 @@ class Recorder(Protocol):
     def record(self, step: Run) -> tuple[Tensor, Callable[[], None]]:
         """Run a step once; return its loss, and what runs it again and writes into that same tensor."""
 
+    def wait(self) -> None:
+        """Wait until all that was begun has ended."""
+
 
 class CudaRecorder:
-    """Records CUDA graphs, on a stream of its own as they ask for."""
+    """Records CUDA graphs; one a process, so that all recordings share one stream and one pool of memory.
+
+    What a graph uses is free for the next one as soon as it is dropped. That is safe because steps follow each other
+    on one stream, and none reads what another one left but parameters and optimizer state, which lie outside.
+    """
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._pool = torch.cuda.MemPool()
+        # Adam says so of every step that is run before one is recorded.
+        warnings.filterwarnings("ignore", "This instance was constructed with capturable=True")
 
     def run(self, step: Run) -> Tensor:
         """Run a step on the stream that will record."""
@@ -46,27 +57,37 @@ class CudaRecorder:
         return loss
 
     def record(self, step: Run) -> tuple[Tensor, Callable[[], None]]:
-        """Record a step, which runs nothing, and replay it once.
+        """Record a step without running it, then replay it once.
 
         Raises
         ------
         RuntimeError : the step does what a graph cannot hold, such as waiting for the GPU; says what to set.
+        OutOfMemoryError : as in a step that is run.
         """
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            # Other threads of the process, such as Ray's, may do as they like meanwhile.
-            graph.capture_begin(capture_error_mode="thread_local")
             try:
-                loss = step()
-            except BaseException as e:
-                with suppress(RuntimeError):
-                    graph.capture_end()
+                # Other threads of the process, such as Ray's, may do as they like meanwhile.
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    loss = step()
+                except BaseException:
+                    with suppress(RuntimeError):  # the recording is of no use any more, and says so
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as e:
                 raise RuntimeError(f"the step cannot be recorded ({e}): set cuda-graphs = false") from e
-            graph.capture_end()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph.replay()
         return loss, graph.replay
+
+    def wait(self) -> None:
+        """Wait for the GPU."""
+        torch.cuda.synchronize()
 
 
 class Replayed:
@@ -85,7 +106,10 @@ class Replayed:
         self._recorded: dict[tuple[torch.Size, ...], tuple[list[Tensor], Tensor, Callable[[], None]]] = {}
 
     def __call__(self, *batch: Tensor) -> Tensor:
-        """Run a step and return its loss, which the next one overwrites."""
+        """Run a step and return its loss, which the next one overwrites.
+
+        Batches of one shape must agree in strides and types too.
+        """
         shapes = tuple(t.shape for t in batch)
         if shapes in self._recorded:
             place, loss, replay = self._recorded[shapes]
@@ -102,5 +126,7 @@ class Replayed:
         return loss
 
     def forget(self) -> None:
-        """Record anew from here on."""
+        """Record anew from here on, after one more step of each shape that is run: Python may decide otherwise now."""
+        self._recorder.wait()
         self._recorded.clear()
+        self._warm = {shapes: min(count, WARM_UP - 1) for shapes, count in self._warm.items()}

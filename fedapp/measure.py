@@ -121,11 +121,13 @@ def _round_seconds(config: RunConfig, client: int, device: torch.device) -> floa
     payload = _first_payload(method, hparams, few)
     slices = batch_slices(task.num_samples, config.batch_size)
     trained: FedClient | None = None
-    # Batches have two sizes at most; with CUDA graphs both are recorded, which takes memory.
-    for steps in (1, 2 * (WARM_UP + 1) if config.cuda_graphs else STEPS):
+    counts = [slices[min(steps, len(slices)) - 1].stop for steps in (1, STEPS)]
+    if config.cuda_graphs and device.type == "cuda":
+        # Batches of both sizes are recorded, which takes memory; the seconds are then those of steps that are not.
+        counts[1] = min(task.num_samples, (WARM_UP + 1) * (2 * config.batch_size + 1))
+    for count in counts:
         if trained is not None and trained.report.seconds > BUDGET_SECONDS / STEPS:
             break
-        count = slices[min(steps, len(slices)) - 1].stop
         part = replace(few, x_train=task.x_train[:count], y_train=task.y_train[:count], x_union=None, y_union=None)
         trained = method.client(part, method, hparams)
         trained.train_round(payload, 1)

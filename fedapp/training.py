@@ -6,6 +6,7 @@ operations; models and batches are channels_last. The result equals the plain ea
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -100,7 +101,7 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Build a fresh optimizer; moments and momentum never survive a round.
 
-    `replayed` is for steps in CUDA graphs: Adam then counts its steps on the GPU.
+    `replayed` is for steps in CUDA graphs: Adam then counts its steps on the GPU, and corrects its bias in float32.
     """
     parameters = list(parameters)
     if spec.optimizer == "sgd":
@@ -203,8 +204,9 @@ def train(
     return report
 
 
+@functools.cache
 def recorder_for(device: torch.device) -> Recorder | None:
-    """Return what records training steps on this device: None but for a GPU."""
+    """Return this process's recorder of training steps: None but for a GPU."""
     return CudaRecorder() if device.type == "cuda" else None
 
 

@@ -14,14 +14,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-WAITS = {
-    "aten._local_scalar_dense.default",
-    "aten.nonzero.default",
-    "aten.masked_select.default",
-    "aten._unique2.default",
-    "aten.equal.default",
-}
-"""Operations that wait for the device, or whose result has a shape that depends on values."""
+WAITS = tuple(
+    f"aten.{name}"
+    for name in (
+        "_local_scalar_dense.", "nonzero", "masked_select.", "_unique", "unique_", "bincount.", "equal.",
+        "repeat_interleave.Tensor", "lift_fresh",
+    )
+)  # fmt: skip
+"""Operations that wait for the device, whose result has a shape that depends on values, or that bring numbers from the
+host."""
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -38,7 +39,7 @@ class _Tape(TorchDispatchMode):
         masked = name.startswith("aten.index") and any(
             t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1:2])
         )
-        if name in WAITS or masked:
+        if name.startswith(WAITS) or masked:
             raise RuntimeError(f"{func} while recording")
         result = func(*args, **(kwargs or {}))
         # Views of what is there need not be repeated, since it stays where it is.
@@ -75,3 +76,6 @@ class TapeRecorder:
                             there.copy_(new)
 
         return loss, replay
+
+    def wait(self) -> None:
+        """Nothing runs by itself."""

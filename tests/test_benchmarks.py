@@ -10,6 +10,7 @@ import torch
 
 from benchmarks import __main__ as bench
 from benchmarks import report, server
+from benchmarks.gpu import Shared
 from benchmarks.overhead import CASES
 from benchmarks.timing import Times, alternate
 
@@ -25,11 +26,17 @@ def test_the_small_form_writes_every_figure(tmp_path: Path) -> None:
     asked = {t.key for t in report.TARGETS if not t.key.startswith("overhead_")}
     assert asked <= written.keys()
     assert all(written[key] > 0 for key in asked)
-    assert written["gpu_clients_per_second_eager_1"] > 0 and written["gpu_graphs_vs_eager_1"] > 0
+    assert written["gpu_clients_per_second_eager_1"] > 0
     page = (tmp_path / "performance.md").read_text()
     assert all(f"### {title}\n" in page for title in sections)
-    report.write(tmp_path, figures, {"Only this": ["text"]})
-    assert (tmp_path / "performance.md").read_text().count("###") == 1, "tables are replaced, not added"
+    report.write(tmp_path, {"average_over_floor": 1.25}, {"Machine": ["another"]})
+    renewed = (tmp_path / "performance.md").read_text()
+    assert renewed.count("###") == page.count("###"), "tables are replaced, not added"
+    assert "### Machine\n\nanother\n" in renewed and "| at most 1.5 | 1.25 | reached |" in renewed
+    again = json.loads((tmp_path / "performance.json").read_text())
+    assert again == {**written, "average_over_floor": 1.25}, "what was not measured stays"
+    order = [line for line in renewed.splitlines() if line.startswith("###")]
+    assert order == [line for line in page.splitlines() if line.startswith("###")]
 
 
 @pytest.mark.parametrize("row", server.SMALL, ids=lambda row: row.name)
@@ -37,6 +44,14 @@ def test_naive_form_and_ours_agree(row: server.Row) -> None:
     problem = row.problem()
     if problem.check is not None:
         assert problem.check(problem.naive(), problem.ours()) < 1e-5
+
+
+def test_clients_per_second_on_a_gpu() -> None:
+    found = [Shared(4, 20, Times({"eager": [4.0, 5.0, 8.0], "graphs": [2.0, 2.0, 2.0]}))]
+    assert report.gpu_figures(found) == {
+        "gpu_clients_per_second_eager_4": 4.0, "gpu_clients_per_second_graphs_4": 10.0, "gpu_graphs_vs_eager_4": 2.5,
+    }  # fmt: skip
+    assert report.gpu_table(found)[-1] == "| 4 | 4.00 | 10.00 | 2.50 | 2.00 to 4.00 |"
 
 
 def test_the_keys_of_the_overhead_cases() -> None:

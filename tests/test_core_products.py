@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,15 +17,29 @@ from fedapp.models import build_model
 pytestmark = pytest.mark.filterwarnings("error")
 
 
+class Way:
+    """Which products are taken, and how often oneDNN's was."""
+
+    def __init__(self, onednn: bool) -> None:
+        self.onednn, self.calls = onednn, 0
+
+
 @pytest.fixture(params=[True, False], ids=["onednn", "torch"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
     """Take one way for products of every size, whatever this processor has."""
     if request.param and not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         pytest.skip("this PyTorch has no oneDNN")
+    way, original = Way(request.param), products._onednn
+
+    def counted(*args: Any) -> Tensor:
+        way.calls += 1
+        return original(*args)
+
     monkeypatch.setattr(products, "WORTH", 1)
     monkeypatch.setattr(products, "WORTH_A_COPY", 1)
-    monkeypatch.setattr(products, "has_onednn", lambda: request.param)
-    yield request.param
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: request.param)
+    monkeypatch.setattr(products, "_onednn", counted)
+    return way
 
 
 def close(a: Tensor, exact: Tensor) -> bool:
@@ -33,7 +48,7 @@ def close(a: Tensor, exact: Tensor) -> bool:
 
 
 @pytest.mark.parametrize(("n", "k", "m"), [(1, 1, 1), (3, 7, 5), (10, 1600, 512), (100, 100, 4096), (2, 300, 1)])
-def test_a_product_equals_one_in_float64(path: bool, n: int, k: int, m: int) -> None:
+def test_a_product_equals_one_in_float64(path: Way, n: int, k: int, m: int) -> None:
     generator = torch.Generator().manual_seed(n + k + m)
     a, b = torch.randn(n, k, generator=generator), torch.randn(k, m, generator=generator)
     exact = a.double() @ b.double()
@@ -47,9 +62,10 @@ def test_a_product_equals_one_in_float64(path: bool, n: int, k: int, m: int) -> 
     tall = torch.randn(2 * k, m, generator=generator).t()
     assert close(matmul(a, tall[:, ::2].t()), a.double() @ tall[:, ::2].t().double())
     assert matmul(a.double(), b.double()).dtype == torch.float64
+    assert (path.calls > 0) == (path.onednn and min(n, m) > 1)
 
 
-def test_products_of_nothing(path: bool) -> None:
+def test_products_of_nothing(path: Way) -> None:
     assert matmul(torch.zeros(0, 3), torch.zeros(3, 2)).shape == (0, 2)
     assert torch.equal(matmul(torch.zeros(2, 0), torch.zeros(0, 3)), torch.zeros(2, 3))
 
@@ -63,7 +79,7 @@ def _twins(bias: bool) -> tuple[Linear, nn.Linear]:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_layer_and_its_gradients_equal_those_in_float64(path: bool, bias: bool) -> None:
+def test_a_layer_and_its_gradients_equal_those_in_float64(path: Way, bias: bool) -> None:
     ours, exact = _twins(bias)
     x = torch.randn(6, 37, requires_grad=True)
     x64 = x.detach().double().requires_grad_()
@@ -74,9 +90,10 @@ def test_a_layer_and_its_gradients_equal_those_in_float64(path: bool, bias: bool
     for mine, right in zip(ours.parameters(), exact.parameters(), strict=True):
         assert mine.grad is not None and right.grad is not None and close(mine.grad, right.grad)
         assert mine.grad.is_contiguous()
+    assert path.calls == (4 if path.onednn else 0), "forward, two gradients, forward"
 
 
-def test_second_derivatives(path: bool) -> None:
+def test_second_derivatives(path: Way) -> None:
     ours, exact = _twins(True)
     x = torch.randn(6, 37)
     found = []
@@ -84,9 +101,10 @@ def test_second_derivatives(path: bool) -> None:
         (first,) = torch.autograd.grad(layer(entered).pow(3).sum(), [layer.weight], create_graph=True)
         found.append(torch.autograd.grad(first.pow(2).sum(), [layer.weight])[0])
     assert close(found[0], found[1])
+    assert (path.calls > 2) == path.onednn
 
 
-def test_frozen_parts_get_no_gradient(path: bool) -> None:
+def test_frozen_parts_get_no_gradient(path: Way) -> None:
     ours, _ = _twins(True)
     ours.weight.requires_grad_(False)
     ours(torch.randn(4, 37)).sum().backward()
@@ -95,7 +113,7 @@ def test_frozen_parts_get_no_gradient(path: bool) -> None:
         assert ours(torch.randn(4, 37)).shape == (4, 11)
 
 
-def test_under_autocast_and_for_other_types_it_is_pytorchs_own_layer(path: bool) -> None:
+def test_under_autocast_and_for_other_types_it_is_pytorchs_own_layer(path: Way) -> None:
     ours, exact = _twins(True)
     plain = nn.Linear(37, 11)
     plain.load_state_dict(ours.state_dict())
@@ -104,6 +122,7 @@ def test_under_autocast_and_for_other_types_it_is_pytorchs_own_layer(path: bool)
         assert ours(x).dtype == torch.bfloat16 and torch.equal(ours(x), plain(x))
     assert torch.equal(copy.deepcopy(ours).double()(x.double()), exact(x.double()))
     assert ours(torch.randn(2, 3, 37)).shape == (2, 3, 11)
+    assert path.calls == 0
 
 
 def test_onednn_gets_matrices_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +133,7 @@ def test_onednn_gets_matrices_without_gaps(monkeypatch: pytest.MonkeyPatch) -> N
         _linear_pointwise = staticmethod(lambda a, b, bias, *_: (seen.extend([a, b]), a @ b.t())[1])
 
     monkeypatch.setattr(torch.ops, "mkldnn", Recorded)
-    monkeypatch.setattr(products, "has_onednn", lambda: True)
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
     theta = torch.randn(100, 20_000)
     blocks = [theta[:, i : i + 5000] for i in range(0, 20_000, 5000)]
     for block in blocks:
@@ -125,16 +144,33 @@ def test_onednn_gets_matrices_without_gaps(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_small_products_are_pytorchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "has_onednn", lambda: True)
+    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
     monkeypatch.setattr(products, "_onednn", lambda *_: pytest.fail("too small for it"))
     a, b = torch.randn(10, 512), torch.randn(512, 10)
     assert torch.equal(matmul(a, b), a @ b)
 
 
+@pytest.mark.parametrize(
+    ("vendor", "capability", "faster"),
+    [("AuthenticAMD", "AVX512", True), ("AuthenticAMD", "AVX2", False), ("GenuineIntel", "AVX512", False)],
+)
+def test_which_processors_gain(
+    vendor: str, capability: str, faster: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MKL uses all that Intel's processors have."""
+    monkeypatch.setattr(products, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert not products.onednn_is_faster.__wrapped__()
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
+    assert products.onednn_is_faster.__wrapped__() == faster
+
+
 def test_a_model_trains_to_the_same_parameters_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    ends = []
+    ends, used = [], []
+    original = products._onednn
+    monkeypatch.setattr(products, "_onednn", lambda *args: (used.append(fast), original(*args))[1])
     for fast in (True, False):
-        monkeypatch.setattr(products, "has_onednn", lambda fast=fast: fast)
+        monkeypatch.setattr(products, "onednn_is_faster", lambda fast=fast: fast)
         model = build_model("cnn", num_classes=10, channels=3, size=32, seed=0)
         start = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -145,4 +181,5 @@ def test_a_model_trains_to_the_same_parameters_either_way(monkeypatch: pytest.Mo
             nn.functional.cross_entropy(model(x), y).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]) - start)
+    assert used == [True] * 15
     assert (ends[0] - ends[1]).norm() < 1e-4 * ends[1].norm()

@@ -36,23 +36,22 @@ def as_tensor(array: Array) -> torch.Tensor:
         return torch.from_numpy(array)
 
 
-def _copy(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
-    """Copy arrays, widened to float32 at least, into one block of memory for each dtype.
+def _room(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+    """Return memory for arrays of these shapes, float32 at least, in one block for each dtype.
 
     NumPy asks the kernel for huge pages for a large block only; one block a model instead of one an array saves most of
-    the page faults, which cost more than the copy itself.
+    the page faults, which cost more than filling it.
     """
     dtypes = {name: np.result_type(array.dtype, np.float32) for name, array in arrays.items()}
     room = {name: -(-array.size // 16) * 16 for name, array in arrays.items()}  # every array starts on a cache line
-    copies: dict[str, torch.Tensor] = {}
+    places: dict[str, torch.Tensor] = {}
     for dtype in set(dtypes.values()):
         names = [name for name in arrays if dtypes[name] == dtype]
         block, start = np.empty(sum(room[name] for name in names), dtype=dtype), 0
         for name in names:
-            copy = torch.from_numpy(block[start : start + arrays[name].size]).view(arrays[name].shape)
-            copies[name] = copy.copy_(as_tensor(np.asarray(arrays[name], order="C")))
+            places[name] = torch.from_numpy(block[start : start + arrays[name].size]).view(arrays[name].shape)
             start += room[name]
-    return {name: copies[name] for name in arrays}
+    return {name: places[name] for name in arrays}
 
 
 class RunningMean:
@@ -144,25 +143,27 @@ class RunningMean:
         self._shapes = shapes
         self._replies += len(replies)
         heavy = [(arrays, float(weight)) for arrays, weight in replies if weight > 0]
-        if heavy and self._total == 0.0:
-            arrays, self._total = heavy.pop(0)
-            self._mean = _copy(arrays)
-        models, shares = [], []
-        for arrays, weight in heavy:
-            self._total += weight
-            models.append(arrays)
-            shares.append(weight / self._total)
-        if not models:
+        if not heavy:
             return
+        first = self._total == 0.0
+        if first:
+            self._mean = _room(heavy[0][0])
+        shares = []
+        for _, weight in heavy:
+            self._total += weight
+            shares.append(weight / self._total)
         for name, mean in self._mean.items():
             flat = mean.view(-1)
-            rows = [as_tensor(np.asarray(arrays[name], order="C")).view(-1) for arrays in models]
+            rows = [as_tensor(np.asarray(arrays[name], order="C")).view(-1) for arrays, _ in heavy]
             for start in range(0, flat.numel(), BLOCK):
                 block = slice(start, start + BLOCK)
                 part = flat[block]
-                for row, share in zip(rows, shares):
-                    # lerp reads the reply once, like an axpy, but a consensus stays exact.
-                    part.lerp_(row[block].to(part.dtype), share)
+                for i, (row, share) in enumerate(zip(rows, shares)):
+                    if first and i == 0:
+                        part.copy_(row[block])
+                    else:
+                        # lerp reads the reply once, like an axpy, but a consensus stays exact.
+                        part.lerp_(row[block].to(part.dtype), share)
 
     def mean(self) -> dict[str, Array]:
         """Return the weighted mean of what was added.
