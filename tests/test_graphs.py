@@ -30,6 +30,16 @@ INPUTS = InputSpec(channels=1, size=8, scale=16.0, mean=(0.305,), std=(0.376,))
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
+SETTINGS_OF_STEPS: list[tuple[str, dict[str, Any]]] = [
+    ("digits-a", {}),
+    ("digits-b", {"clip": 0.1, "weight_decay": 0.01}),
+    ("digits-c", {"optimizer": "adam", "momentum": 0.0}),
+    ("digits-a", {"augment": "weak", "views": 2}),
+    ("digits-a", {"precision": "bf16"}),
+    ("normalised", {"momentum": 0.0}),
+]
+
+
 def arrays(model: nn.Module) -> dict[str, np.ndarray[Any, Any]]:
     return {n: t.detach().cpu().numpy().copy() for n, t in model.state_dict().items()}
 
@@ -67,17 +77,7 @@ def trained(model: nn.Module, n: int = 100, views: int = 1, **values: Any) -> fl
     return train(model, x, y, spec, INPUTS, loss, torch.Generator().manual_seed(5), views=views).loss
 
 
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("digits-a", {}),
-        ("digits-b", {"clip": 0.1, "weight_decay": 0.01}),
-        ("digits-c", {"optimizer": "adam", "momentum": 0.0}),
-        ("digits-a", {"augment": "weak", "views": 2}),
-        ("digits-a", {"precision": "bf16"}),
-        ("normalised", {"momentum": 0.0}),
-    ],
-)
+@pytest.mark.parametrize(("name", "values"), SETTINGS_OF_STEPS)
 def test_replayed_steps_equal_run_ones(name: str, values: dict[str, Any], tape: TapeRecorder) -> None:
     model = made(name)
     other = copy.deepcopy(model)
@@ -250,17 +250,7 @@ def test_a_step_that_fails_while_it_is_recorded(
 
 
 @GPU
-@pytest.mark.parametrize(
-    ("name", "values"),
-    [
-        ("digits-a", {}),
-        ("digits-b", {"clip": 0.1, "weight_decay": 0.01}),
-        ("digits-c", {"optimizer": "adam", "momentum": 0.0}),
-        ("digits-a", {"augment": "weak", "views": 2}),
-        ("digits-a", {"precision": "bf16"}),
-        ("normalised", {"momentum": 0.0}),
-    ],
-)
+@pytest.mark.parametrize(("name", "values"), SETTINGS_OF_STEPS)
 def test_cuda_graphs_equal_eager_steps(name: str, values: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     process.prepare(1)
     recorded: list[int] = []
