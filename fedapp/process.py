@@ -57,6 +57,17 @@ def device() -> torch.device:
     return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
 
 
+def hand_over(x: torch.Tensor, to: torch.device) -> torch.Tensor:
+    """Return a tensor of the host, such as random draws, on the device to train on, without waiting for a GPU.
+
+    A copy from ordinary memory would wait until the GPU has done all that was asked of it before. From memory that is
+    pinned it need not; PyTorch keeps pinned blocks, so that new ones, which may wait too, are made in the first epochs.
+    """
+    if x.device.type != "cpu" or to.type == "cpu":
+        return x.to(to)
+    return x.pin_memory().to(to, non_blocking=True)
+
+
 def reset_peak() -> None:
     """Let :func:`peak_memory` count from now on, where the system can (Linux)."""
     with suppress(OSError):

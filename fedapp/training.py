@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fedapp.data.transforms import InputSpec, augment, normalise
 from fedapp.graphs import CudaRecorder, Recorder, Replayed
+from fedapp.process import hand_over
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def epoch_batches(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield (uint8 images (B, C, H, W) channels_last, labels, indices) of one shuffled epoch."""
     order = torch.randperm(len(y), generator=generator)
-    chosen = order.to(x.device)
+    chosen = hand_over(order, x.device)
     images, labels = x[chosen].permute(0, 3, 1, 2), y[chosen]
     for part in batch_slices(len(y), batch_size):
         yield images[part], labels[part], chosen[part]

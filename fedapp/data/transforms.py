@@ -31,6 +31,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedapp.errors import BadRequest
+from fedapp.process import hand_over
 
 if TYPE_CHECKING:
     from fedapp.data.datasets import Dataset
@@ -203,7 +204,7 @@ def transform_similarity(x: Tensor, parameters: Tensor) -> Tensor:
     Tensor
         float32 (B, C, S, S).
     """
-    angle, zoom, right, down = parameters.to(x.device).unbind(1)
+    angle, zoom, right, down = hand_over(parameters, x.device).unbind(1)
     radians = torch.deg2rad(angle)
     cos, sin = torch.cos(radians) / zoom, torch.sin(radians) / zoom
     # grid_sample asks where each target pixel comes from: the inverse map, in units of half the width.
@@ -219,9 +220,9 @@ def _weak_grey(x_u8: Tensor, spec: InputSpec, generator: torch.Generator) -> Ten
     count = len(x_u8)
     x = transform_similarity(x_u8.to(torch.float32).div_(spec.scale), draw_similarity(count, spec.size, generator))
     if spec.size <= SMALL:
-        x = adjust_contrast(x, _uniform(generator, 1 - CONTRAST, 1 + CONTRAST, count).to(x.device))
+        x = adjust_contrast(x, hand_over(_uniform(generator, 1 - CONTRAST, 1 + CONTRAST, count), x.device))
         noise = torch.randn(x.shape, generator=generator, device=generator.device)
-        x = x.add_(noise.to(x.device), alpha=NOISE)
+        x = x.add_(hand_over(noise, x.device), alpha=NOISE)
     return _standardise(_pixels_last(x), spec, 1.0)
 
 
@@ -244,7 +245,7 @@ def _weak_colour(x_u8: Tensor, spec: InputSpec, generator: torch.Generator) -> T
     count, channels, size = len(x_u8), spec.channels, spec.size
     border = min(BORDER, max(1, size // 8))
     corner, mirrored = draw_crop(count, size, generator)
-    corner, mirrored = corner.to(x_u8.device), mirrored.to(x_u8.device)
+    corner, mirrored = hand_over(corner, x_u8.device), hand_over(mirrored, x_u8.device)
     wide = size + 2 * border
     bordered = x_u8.new_zeros(count, wide, wide, channels)
     bordered[:, border:-border, border:-border] = x_u8.permute(0, 2, 3, 1)
@@ -312,10 +313,10 @@ def transform_resized_crop(x: Tensor, boxes: Tensor, mirrored: Tensor) -> Tensor
         float32 (B, C, S, S).
     """
     count, channels, size, _ = x.shape
-    top, left, height, width = boxes.to(x.device).unbind(1)
+    top, left, height, width = hand_over(boxes, x.device).unbind(1)
     down = _resize_weights(top, height, size)
     across = _resize_weights(left, width, size)
-    across = torch.where(mirrored.to(x.device)[:, None, None], across.flip(1), across)
+    across = torch.where(hand_over(mirrored, x.device)[:, None, None], across.flip(1), across)
     # Two small matrix products an image, with rows first and channels in the middle so that both are one batched call.
     rows = x.permute(0, 2, 1, 3).reshape(count, size, channels * size)
     stretched = torch.bmm(down, rows).view(count, size * channels, size)
@@ -411,18 +412,19 @@ def transform_jitter(x: Tensor, factors: Tensor, order: Tensor, jittered: Tensor
     # One plane per channel over the whole batch: the arithmetic between channels then runs on contiguous memory.
     planes = x.transpose(0, 1).clone(memory_format=torch.contiguous_format)
     # Images that are changed in the same way at the same place in their order are worked on together.
-    for place in range(4):
-        for kind in range(4 if colour else 2):
-            chosen = torch.nonzero(jittered & (order[:, place] == kind))[:, 0]
-            if len(chosen):
-                rows = chosen.to(x.device)
-                images = planes.index_select(1, rows).transpose(0, 1)
-                changed = _ADJUSTMENTS[kind](images, factors[chosen, kind].to(x.device))
-                planes.index_copy_(1, rows, changed.transpose(0, 1))
+    kinds = range(4 if colour else 2)
+    groups = [torch.nonzero(jittered & (order[:, place] == kind))[:, 0] for place in range(4) for kind in kinds]
+    groups.append(torch.nonzero(greyed)[:, 0])
+    *chosen, grey = torch.split(hand_over(torch.cat(groups), x.device), [len(rows) for rows in groups])
+    factors = hand_over(factors, x.device)
+    for kind, rows in zip([*kinds] * 4, chosen, strict=True):
+        if len(rows):
+            images = planes.index_select(1, rows).transpose(0, 1)
+            changed = _ADJUSTMENTS[kind](images, factors[:, kind].index_select(0, rows))
+            planes.index_copy_(1, rows, changed.transpose(0, 1))
     if colour:
-        rows = torch.nonzero(greyed)[:, 0].to(x.device)
-        luma = to_grey(planes.index_select(1, rows).transpose(0, 1))
-        planes.index_copy_(1, rows, luma.transpose(0, 1).expand(3, -1, -1, -1))
+        luma = to_grey(planes.index_select(1, grey).transpose(0, 1))
+        planes.index_copy_(1, grey, luma.transpose(0, 1).expand(3, -1, -1, -1))
     return planes.transpose(0, 1)
 
 

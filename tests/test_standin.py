@@ -1,0 +1,123 @@
+"""Every method on a GPU that is not there (`tests.standin`): one device, no waiting in a step, equal numbers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fedapp.data.transforms import AUGMENTATIONS, InputSpec
+from fedapp.models import build_model
+from fedapp.process import hand_over
+from fedapp.training import TrainSpec, train
+from tests.standin import runs
+
+SETTINGS: dict[str, Any] = {
+    "dataset": "digits", "clients": 2, "rounds": 2, "batch_size": 16, "alpha": 5.0, "data_fraction": 0.2, "seed": 3,
+}  # fmt: skip
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    pytest.importorskip("torch.utils.backend_registration")
+    if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
+        pytest.skip("this version of PyTorch has no devices in Python")
+    folder = tmp_path_factory.mktemp("standin")
+    subprocess.run(
+        [sys.executable, "-m", "tests.standin", str(folder), json.dumps(SETTINGS)], cwd=ROOT, check=True, timeout=600
+    )
+    return dict(json.loads((folder / "standin.json").read_text()))
+
+
+def test_what_the_standin_notes(found: dict[str, Any]) -> None:
+    """What this file's device is for: it must refuse, and count as waiting, what a GPU does."""
+    assert found["noted"] == {
+        "two devices": "refused",
+        "rows of the host": "refused",
+        "a stacked number of the host": "refused",
+        "a generator of the host": "refused",
+        "a number of the host": [],
+        "on the device": [],
+        "a value": [True],
+        "a value in a backward pass": ["backward"],
+        "a mask": [True],
+        "back": [True],
+        "there": [True],
+        "there, without waiting": [True],  # ordinary memory is copied to pinned memory first
+        "from pinned memory": [True],
+        "from pinned memory, without waiting": [False],
+        "into": [True],
+        "indices of the host": [True],
+        "gradient": [0.0, 2.0, 8.0, 18.0],
+    }
+
+
+@pytest.mark.parametrize("name", list(runs()))
+def test_every_method_on_a_device(name: str, found: dict[str, Any]) -> None:
+    run = found["runs"][name]
+    assert run["equal"], "the same tables as on the CPU"
+    assert run["equal_arrays"] == run["arrays"] > 0, "the same arrays of server and clients"
+    assert run["in_steps"] == {}, "within a step nothing passes between host and device, forward or backward"
+    # Once for the loss of a whole training; what normalises images goes there once in a process.
+    waits = dict(run["waits_in_training"])
+    assert waits.pop("transforms.py:_affine", 0) <= 2
+    assert waits == {"training.py:train": run["trainings"]} and run["steps"] > 10 * run["trainings"]
+
+
+def test_augmentation_never_waits(found: dict[str, Any]) -> None:
+    assert all(not any(waits) and len(waits) <= 4 for waits in found["augmentation"].values())
+    assert found["augmentation"]["none 3x32"] == [] and found["augmentation"]["strong 3x32"] == [False] * 4
+
+
+@pytest.mark.parametrize("name", list(runs()))
+def test_images_stay_on_the_device(name: str, found: dict[str, Any]) -> None:
+    """Images and labels of two training splits, two test splits and the union go there once, not once a round."""
+    assert found["runs"][name]["elsewhere"]["tasks.py:tensors"] == 10
+
+
+def test_an_evaluation_waits_as_often_with_any_number_of_images(found: dict[str, Any]) -> None:
+    few, many = found["evaluation"]
+    assert few == many <= 4
+
+
+def test_handing_over_on_the_cpu_is_nothing() -> None:
+    x = torch.ones(3)
+    assert hand_over(x, torch.device("cpu")) is x
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", AUGMENTATIONS)
+def test_a_training_on_a_gpu_waits_once(kind: str) -> None:
+    """PyTorch's own account of it."""
+    device = torch.device("cuda")
+    inputs = InputSpec(channels=3, size=32, scale=255.0, mean=(0.5,) * 3, std=(0.25,) * 3)
+    model = build_model("cnn", num_classes=10, channels=3, size=32, seed=1).to(device)
+    rng = np.random.default_rng(0)
+    x = torch.from_numpy(rng.integers(0, 256, (200, 32, 32, 3), dtype=np.uint8)).to(device)
+    y = torch.from_numpy(rng.integers(0, 10, 200)).to(device)
+    spec = TrainSpec(epochs=2, batch_size=10, augment=kind)
+
+    def once() -> None:
+        train(
+            model, x, y, spec, inputs, lambda batch: F.cross_entropy(model(batch.x), batch.y),
+            torch.Generator().manual_seed(0),
+        )  # fmt: skip
+
+    once()  # fills caches
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            once()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert sum("synchroniz" in str(w.message) for w in warned) == 1
