@@ -103,6 +103,12 @@ def _packing(width: int) -> tuple[Int64, Int64]:
     return upper, square
 
 
+@lru_cache(maxsize=4)
+def _above(width: int) -> npt.NDArray[np.bool_]:
+    """Return where a square's entries lie above its diagonal."""
+    return ~np.tri(width, dtype=bool)
+
+
 def pack(square: Array) -> Array:
     """Return the upper triangles of symmetric matrices, row by row with the diagonal.
 
@@ -306,8 +312,8 @@ class ClassMoments:
             return np.zeros(self.width if self.form == "diag" else (self.width, self.width))
         if self.form == "diag":
             return kept.copy()
-        lower = torch.from_numpy(kept.T).tril()
-        full: Float64 = (lower + lower.tril(-1).T).numpy()
+        full: Float64 = kept.T.copy()  # right from the diagonal down; the rest is its mirror image
+        np.copyto(full, kept, where=_above(self.width))
         return full
 
     def cov(self, c: int) -> Float64:
@@ -331,7 +337,9 @@ class ClassMoments:
         count = int(self.counts[c])
         if count == 0:
             raise ValueError(f"nothing was seen of class {c}: it has no covariance")
-        return self.scatter(c) / max(self.degrees if self.form == "pooled" else count - 1, 1)
+        cov = self.scatter(c)
+        cov /= max(self.degrees if self.form == "pooled" else count - 1, 1)
+        return cov
 
     def pooled_cov(self) -> Float64:
         """Return the within-class covariance ``sum_c (N_c - 1) Sigma_c / sum_c (N_c - 1)``; zeros without any spread.
