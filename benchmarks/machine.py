@@ -16,6 +16,7 @@ import torch
 from benchmarks.timing import alternate
 from fedapp.core.products import matmul
 from fedapp.launch import usable_cores
+from fedapp.tasks import bf16_works
 
 CPUINFO = Path("/proc/cpuinfo")
 
@@ -26,7 +27,7 @@ def describe() -> dict[str, Any]:
         "processor": _processor(),
         "cores": usable_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "bf16": "bf16" in (CPUINFO.read_text(encoding="utf-8") if CPUINFO.is_file() else ""),
+        "bf16": bf16_works(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),

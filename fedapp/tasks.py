@@ -188,15 +188,16 @@ def check(config: RunConfig, clients: int) -> FederatedData:
     data = federated(config, clients)
     for name in resolve(config).model_names:
         check_model(name, channels=data.inputs.channels, size=data.inputs.size)
-    if config.precision == "bf16" and not _bf16_works():
-        raise BadRequest("precision = 'bf16': this processor has no fast bfloat16; use fp32")
+    if config.precision == "bf16" and not bf16_works():
+        place = "GPU" if torch.cuda.is_available() else "processor"
+        raise BadRequest(f"precision = 'bf16': this {place} has no fast bfloat16; use fp32")
     return data
 
 
-def _bf16_works() -> bool:
+def bf16_works() -> bool:
     """Whether bfloat16 pays here: a GPU that has it, or a processor with bfloat16 instructions."""
     if torch.cuda.is_available():
-        return bool(torch.cuda.is_bf16_supported())
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     try:
         return "bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:

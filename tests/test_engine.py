@@ -246,3 +246,15 @@ def test_a_strategy_starts_in_anybodys_server_app() -> None:
     assert not np.array_equal(result.arrays["head.bias"].numpy(), initial["head.bias"].numpy())
     with pytest.raises(RuntimeError, match="call start"):
         strategy.configure_train(1, initial, ConfigRecord(), LocalGrid(client_app, flat, 3))
+
+
+def test_bf16_is_refused_where_it_is_only_imitated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings = {"method": "fedavg", "precision": "bf16", "out": tmp_path}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    with pytest.raises(BadRequest, match="this GPU has no fast bfloat16; use fp32"):
+        run(**settings)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(Path, "read_text", lambda self, **_: "flags: avx2" if self.name == "cpuinfo" else "")
+    with pytest.raises(BadRequest, match="this processor has no fast bfloat16; use fp32"):
+        run(**settings)
