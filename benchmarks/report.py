@@ -13,6 +13,7 @@ from benchmarks.gpu import Shared
 from benchmarks.machine import Speeds
 from benchmarks.server import Found
 from benchmarks.timing import Times
+from fedapp.text import between
 
 START, END = "<!-- benchmark -->", "<!-- /benchmark -->"
 REACHED = "Asked and reached"
@@ -194,10 +195,10 @@ def write(folder: Path, figures: Mapping[str, Any], sections: Mapping[str, list[
     known.update(figures)
     store.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     text = page.read_text(encoding="utf-8") if page.is_file() else f"# Performance\n\n{START}\n{END}\n"
-    if START not in text or END not in text:
+    parts = between(text, START, END)
+    if parts is None:
         raise ValueError(f"{page} lacks the markers {START} and {END}, between which the tables go")
-    head, rest = text.split(START, 1)
-    body, tail = rest.split(END, 1)
+    head, body, tail = parts
     kept = dict(part.split("\n", 1) for part in body.strip().removeprefix("### ").split("\n### ") if part)
     kept |= {title: "\n".join(lines) for title, lines in sections.items()}
     kept[REACHED] = "\n".join(targets_table(known))

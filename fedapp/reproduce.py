@@ -21,7 +21,9 @@ from fedapp.config import RunConfig
 from fedapp.errors import BadRequest
 from fedapp.ledger import CLAIMS, Claim, Evidence, Missing, Run, Verdict, points, rounds_to
 from fedapp.pool import Ended, run_all
+from fedapp.results import check_writable
 from fedapp.studies import STUDIES, RunKey, Study, keys_of, settings_of
+from fedapp.text import between
 
 START, END = "<!-- ledger -->", "<!-- /ledger -->"
 
@@ -74,6 +76,10 @@ def reproduce(
     Returns
     -------
     0, or 1 if a run did not end well.
+
+    Raises
+    ------
+    BadRequest : an unknown name, or a place that cannot be written to; before anything is run.
     """
     out = out.expanduser().absolute()
     selected = chosen(claims) if claims or not studies else []
@@ -87,6 +93,13 @@ def reproduce(
         left = pending_config(config)
         if left is not None:
             todo.append(left)
+    # Hours of runs must not end in a place that cannot take what came of them.
+    if todo:
+        check_writable(out)
+    if doc is not None:
+        _around(doc)
+        if not doc.exists():
+            check_writable(doc.absolute().parent)
     typer.echo(f"{len(keys) - len(todo)} of {len(keys)} runs are there already", err=True)
     failed: list[Ended] = []
     end = time.monotonic() + 60 * minutes
@@ -123,11 +136,29 @@ def print_ledger(verdicts: Sequence[tuple[Claim, Verdict]]) -> None:
     Console(width=max(140, Console().width)).print(table)
 
 
+def _around(doc: Path) -> tuple[str, str]:
+    """Return what stands before and after the ledger in a Markdown file, which need not be there yet.
+
+    Raises
+    ------
+    BadRequest : the file cannot be read or written, or has no place for the ledger.
+    """
+    text = f"# Reproduction\n\n{START}\n{END}\n"
+    if doc.exists():
+        try:
+            with doc.open("r+", encoding="utf-8") as file:
+                text = file.read()
+        except (OSError, UnicodeError) as e:
+            raise BadRequest(f"{doc} cannot be read and written as text ({e}); give another file") from e
+    parts = between(text, START, END)
+    if parts is None:
+        raise BadRequest(f"{doc} has no markers {START} ... {END}")
+    return parts[0], parts[2]
+
+
 def write(doc: Path, verdicts: Sequence[tuple[Claim, Verdict]], evidence: Evidence) -> None:
     """Write the ledger between its markers in a Markdown file; the chapters around it are kept."""
-    text = doc.read_text(encoding="utf-8") if doc.is_file() else f"# Reproduction\n\n{START}\n{END}\n"
-    if START not in text or END not in text:
-        raise BadRequest(f"{doc} has no markers {START} ... {END}")
+    head, tail = _around(doc)
     counts = {o: sum(v.outcome == o for _, v in verdicts) for o in ("holds", "does not hold", "not decided")}
     lines = [
         f"{len(verdicts)} claims: " + ", ".join(f"{n} {o}" for o, n in counts.items()) + ".",
@@ -158,8 +189,6 @@ def write(doc: Path, verdicts: Sequence[tuple[Claim, Verdict]], evidence: Eviden
         f"({platform.machine()}, {processor()}), seeds 0 to 2, one thread a client, {versions_text()}. "
         "A busy machine takes longer; times are not results.",
     ]
-    head, rest = text.split(START, 1)
-    tail = rest.split(END, 1)[1]
     doc.write_text(head + START + "\n" + "\n".join(lines) + "\n" + END + tail, encoding="utf-8")
 
 
@@ -177,15 +206,14 @@ def write_pages(folder: Path, evidence: Evidence) -> None:
     start, end = "<!-- measured -->", "<!-- /measured -->"
     for page, studies in PAGES.items():
         path = folder / f"{page}.md"
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        if start not in text or end not in text:
+        parts = between(path.read_text(encoding="utf-8") if path.is_file() else "", start, end)
+        if parts is None:
             continue
         lines: list[str] = []
         for study in studies:
             table = study_table(STUDIES[study], evidence)
             lines += [*table, "", f"Scaled down: {STUDIES[study].scaled}."] if table else []
-        head, rest = text.split(start, 1)
-        tail = rest.split(end, 1)[1]
+        head, _, tail = parts
         path.write_text(head + start + "\n" + "\n".join(lines).strip() + "\n" + end + tail, encoding="utf-8")
 
 

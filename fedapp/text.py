@@ -1,4 +1,4 @@
-"""Small pieces of text for messages."""
+"""Small pieces of text: for messages, and parts of pages that are written anew."""
 
 from __future__ import annotations
 
@@ -10,3 +10,10 @@ def suggest(word: str, known: Iterable[str]) -> str:
     """Return `, did you mean '...'?` for the nearest known word, or nothing."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
     return f", did you mean '{near[0]}'?" if near else ""
+
+
+def between(text: str, start: str, end: str) -> tuple[str, str, str] | None:
+    """Return what stands before, between and after two markers; None where they are not there in this order."""
+    head, opened, rest = text.partition(start)
+    body, closed, tail = rest.partition(end)
+    return (head, body, tail) if opened and closed else None

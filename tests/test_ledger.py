@@ -121,6 +121,29 @@ def test_unknown_claims_and_studies_are_refused(tmp_path: Path) -> None:
         reproduce.reproduce(tmp_path, "", studies=["nope"])
 
 
+def test_a_place_that_cannot_be_written_is_refused_before_anything_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("nothing")
+    monkeypatch.setattr(reproduce, "prepared", lambda key, out, data_dir: config.from_flat({}))
+    monkeypatch.setattr(reproduce, "pending_config", lambda pending: pending)
+    monkeypatch.setattr(reproduce, "run_all", lambda *args: pytest.fail("runs were begun"))
+    with pytest.raises(BadRequest, match="file/out cannot be written"):
+        reproduce.reproduce(tmp_path / "file" / "out", "", studies=[ledger.H])
+    with pytest.raises(BadRequest, match="markers"):
+        reproduce.reproduce(tmp_path / "out", "", studies=[ledger.H], doc=tmp_path / "file")
+    (tmp_path / "turned.md").write_text(f"{reproduce.END} {reproduce.START}")
+    with pytest.raises(BadRequest, match="markers"):
+        reproduce.reproduce(tmp_path / "out", "", studies=[ledger.H], doc=tmp_path / "turned.md")
+    with pytest.raises(BadRequest, match="cannot be read and written as text"):
+        reproduce.reproduce(tmp_path / "out", "", studies=[ledger.H], doc=tmp_path)
+    (tmp_path / "picture").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(BadRequest, match="cannot be read and written as text"):
+        reproduce.reproduce(tmp_path / "out", "", studies=[ledger.H], doc=tmp_path / "picture")
+    with pytest.raises(BadRequest, match="file/x cannot be written"):
+        reproduce.reproduce(tmp_path / "out", "", studies=[ledger.H], doc=tmp_path / "file" / "x" / "doc.md")
+
+
 def test_a_studys_table_counts_rounds_and_bytes_to_the_target(tmp_path: Path) -> None:
     made(tmp_path, ledger.H, "local", 0.6)
     made(tmp_path, ledger.H, "fedclassavg", 0.7)
