@@ -1,4 +1,4 @@
-"""Simulations on a Ray cluster that exists already: two nodes on this machine, a core each, loopback alone."""
+"""Simulations on a Ray cluster that exists already: nodes on this machine, loopback alone, GPUs in name only."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,24 +28,33 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 HOLDER = """
 import json, sys
 from ray.cluster_utils import Cluster
-nodes = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False, "object_store_memory": 100 << 20}
-cluster = Cluster(initialize_head=True, head_node_args=nodes)
-cluster.add_node(**{k: v for k, v in nodes.items() if k != "include_dashboard"})
+head, *others = json.loads(sys.argv[1])
+cluster = Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": False})
+for node in others:
+    cluster.add_node(**node)
 cluster.wait_for_nodes()
 print(json.dumps(cluster.address), flush=True)
 sys.stdin.read()
 cluster.shutdown()
 """
+NODE = {"num_cpus": 1, "num_gpus": 0, "object_store_memory": 100 << 20}
 
 
 @dataclass(frozen=True)
-class TwoNodes:
+class Nodes:
     address: str
     raylets: frozenset[int]
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[TwoNodes]:
+def cluster() -> Iterator[Nodes]:
+    """Two nodes of one core."""
+    with started(NODE, NODE) as nodes:
+        yield nodes
+
+
+@contextmanager
+def started(*nodes: dict[str, int]) -> Iterator[Nodes]:
     folder = tempfile.mkdtemp(prefix="ray-")  # short, for the sake of Ray's sockets
     with pytest.MonkeyPatch.context() as patch:
         # A token of this test's own keeps everybody else out; who joins the cluster needs it too.
@@ -55,7 +65,7 @@ def cluster() -> Iterator[TwoNodes]:
         log = Path(folder) / "holder.log"
         with log.open("wb") as errors:
             holder = subprocess.Popen(
-                [sys.executable, "-c", HOLDER],
+                [sys.executable, "-c", HOLDER, json.dumps(nodes)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -68,9 +78,9 @@ def cluster() -> Iterator[TwoNodes]:
             assert line, log.read_text()
             family = set(psutil.Process(holder.pid).children(recursive=True))
             raylets = frozenset(p.pid for p in family if p.name() == "raylet")
-            assert len(raylets) == 2
+            assert len(raylets) == len(nodes)
             patch.setenv("RAY_ADDRESS", json.loads(line))
-            yield TwoNodes(json.loads(line), raylets)
+            yield Nodes(json.loads(line), raylets)
             assert running(set(raylets)) == raylets, "a cluster that is not ours is left alone"
             for raylet in raylets:
                 left = [p for p in psutil.Process(raylet).children(recursive=True) if is_worker(p)]
@@ -94,7 +104,7 @@ def is_worker(process: psutil.Process) -> bool:
         return False
 
 
-def test_clients_work_on_both_nodes(cluster: TwoNodes, tmp_path: Path) -> None:
+def test_clients_work_on_both_nodes(cluster: Nodes, tmp_path: Path) -> None:
     """Each client says which node's raylet started the process that it ran in."""
     events: list[dict[str, Any]] = []
     with launch.Session(app=make_toy(tmp_path / "toy")) as session:
@@ -120,7 +130,7 @@ class Watcher(runner.Follower):
             self.parents.append({p.ppid() for p in psutil.process_iter() if is_worker(p)})
 
 
-def test_a_cluster_gives_the_numbers_of_this_process(cluster: TwoNodes, tmp_path: Path) -> None:
+def test_a_cluster_gives_the_numbers_of_this_process(cluster: Nodes, tmp_path: Path) -> None:
     config = prepared(tmp_path / "cluster", method="fedclassavg", model="digits-a,digits-b")
     chosen = runner.proposed([config])
     assert cluster.address in chosen.text and chosen.total_cpus is None
@@ -134,3 +144,18 @@ def test_a_cluster_gives_the_numbers_of_this_process(cluster: TwoNodes, tmp_path
         same(tmp_path / "cluster", tmp_path / "local", name)
     trained = [folder / "models" / "last.safetensors" for folder in (tmp_path / "cluster", tmp_path / "local")]
     assert trained[0].read_bytes() == trained[1].read_bytes()
+
+
+def test_clients_share_a_gpu(tmp_path: Path) -> None:
+    """Ray believes what it is told of GPUs: four cores and one GPU; how many clients work at a time is their share."""
+    with started({**NODE, "num_cpus": 4, "num_gpus": 1}):
+        for share, at_once in ((0.5, 2), (0.25, 4)):
+            out = tmp_path / str(share)
+            out.mkdir()
+            events: list[dict[str, Any]] = []
+            with launch.Session(app=make_toy(tmp_path / f"toy-{share}")) as session:
+                handle = session.submit({"out": str(out), "mode": "slow"}, num_supernodes=4, client_gpus=share)
+                outcome = handle.follow(out, events.append)
+            assert outcome.ok, outcome
+            rounds = [event for event in events if "replies" in event]
+            assert rounds and {len({r["pid"] for r in event["replies"]}) for event in rounds} == {at_once}
