@@ -701,13 +701,13 @@ class _Family:
         Parameters
         ----------
         keep : sequence of str
-            Command names whose processes stay.
+            Commands whose processes stay, by the end of their path.
         grace : float
             Seconds between SIGTERM and SIGKILL.
         """
 
         def targets() -> list[psutil.Process]:
-            return [process for process in self.members() if not (keep and _command_names(process) & set(keep))]
+            return [process for process in self.members() if not _runs(process, *keep)]
 
         left = targets()
         for process in left:
@@ -809,7 +809,7 @@ class RunHandle:
                 counted = now
                 family = self._session._family.members()
                 if simulation is None:
-                    simulation = next((p for p in family if "flwr-simulation" in _command_names(p)), None)
+                    simulation = next((p for p in family if _runs(p, "flwr-simulation")), None)
             if simulation is None and now - began > start_timeout:
                 return "lost", f"the simulation did not start within {start_timeout:g} s"
             if written is None and any(_newer(out / name, self._submitted) for name in (SUMMARY_FILE, ERROR_FILE)):
@@ -880,15 +880,20 @@ _RAY = (
     "monitor.py",
     "log_monitor.py",
     "dashboard.py",
+    # Ray's node dies with either of these two, which take their titles only after their first seconds.
+    "dashboard/agent.py",
     "ray::DashboardAgent",
+    "runtime_env/agent/main.py",
     "ray::RuntimeEnvAgent",
 )
 
-# The name of its first argument is how the process is told from others.
+# The name of its first argument is how the process is told from others. It ends with Ray's node: what is left of Ray
+# then would take connections still, and fail every run.
 _RAY_HOLDER = """\
-import signal, sys, ray
+import sys, psutil, ray
 ray.init(num_cpus=int(sys.argv[2]), include_dashboard=False, log_to_driver=False)
-signal.pause()
+[raylet] = [child for child in psutil.Process().children() if child.name() == "raylet"]
+raylet.wait()
 """
 
 # Run by the guard's interpreter, which is told where this package lies.
@@ -1015,12 +1020,11 @@ def _alive(process: psutil.Process) -> bool:
         return False
 
 
-def _command_names(process: psutil.Process) -> set[str]:
-    """File names of the first words of a command line: the interpreter, its options, its script."""
-    try:
-        return {Path(word).name for word in process.cmdline()[:4]}
-    except psutil.Error:
-        return set()
+def _runs(process: psutil.Process, *commands: str) -> bool:
+    """Whether the first words of a command line (the interpreter, its options, its script) end with such a path."""
+    with contextlib.suppress(psutil.Error):
+        return any(f"/{word}".endswith(f"/{command}") for word in process.cmdline()[:4] for command in commands)
+    return False
 
 
 def _newer(path: Path, since: int) -> bool:
@@ -1041,7 +1045,10 @@ def _newer_json(path: Path, since: int) -> dict[str, Any] | None:
 
 
 def _tail(path: Path, start: int, lines: int = 60) -> str:
-    """Return the last lines of a log from byte ``start`` on, without the lines about web requests."""
+    """Return the end of a log from byte ``start`` on, without the lines about web requests.
+
+    Of a long one the first half is what the first error says, from which the others commonly follow.
+    """
     try:
         with path.open("rb") as file:
             file.seek(start)
@@ -1050,4 +1057,9 @@ def _tail(path: Path, start: int, lines: int = 60) -> str:
         return ""
     noise = ('"POST /', '"GET /', "ControlServicer.ListRuns")
     kept = [line for line in text.splitlines() if not any(word in line for word in noise)]
-    return "\n".join(kept[-lines:])
+    before = range(max(len(kept) - lines, 0))
+    first = next((i for i in before if kept[i].startswith(("ERROR", "Traceback"))), None)
+    if first is None:
+        return "\n".join(kept[-lines:])
+    half = lines // 2
+    return "\n".join([*kept[first : first + half], "...", *kept[-half:]])

@@ -385,7 +385,19 @@ def test_the_log_tail_is_the_runs_own_and_without_noise(tmp_path: Path) -> None:
     before = b"earlier run\n"
     path.write_bytes(before + b'"POST /v1/x HTTP/1.1" 200\n\x1b[91mERROR \x1b[0m: bad\nlast\n')
     assert launch._tail(path, len(before)) == "ERROR : bad\nlast"
-    assert launch._tail(path, len(before), lines=1) == "last"
+
+
+def test_a_long_log_shows_its_first_error_too(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    chatter = [f"line {i}" for i in range(100)]
+    path.write_text("\n".join(chatter))
+    assert launch._tail(path, 0, lines=4).splitlines() == chatter[-4:]
+    path.write_text("\n".join([*chatter[:9], "ERROR : the cause", "Traceback", *chatter[9:], "ERROR : the end"]))
+    shown = launch._tail(path, 0, lines=4).splitlines()
+    assert shown == ["ERROR : the cause", "Traceback", "...", "line 99", "ERROR : the end"]
+    # An error among the last lines needs no second place.
+    path.write_text("\n".join([*chatter, "ERROR : the end"]))
+    assert launch._tail(path, 0, lines=4).splitlines() == ["line 97", "line 98", "line 99", "ERROR : the end"]
 
 
 def test_a_missing_command_is_one_clear_line() -> None:
@@ -507,12 +519,36 @@ def test_one_run_at_a_time_and_a_stopped_one_makes_room(session: Session, tmp_pa
     assert session._active is None
 
 
+def ray_processes(session: Session) -> dict[str, psutil.Process]:
+    """Ray's own processes in a session, by the command that keeps them when a run is cleared away."""
+    members = session._family.members()
+    return {command: process for process in members for command in launch._RAY if launch._runs(process, command)}
+
+
+@pytest.mark.ray
+def test_a_run_that_ends_early_leaves_rays_own_processes(tmp_path: Path) -> None:
+    """Ray's agents take their titles only after seconds of imports, and its node dies with them."""
+    names = {"dashboard/agent.py", "ray::DashboardAgent", "runtime_env/agent/main.py", "ray::RuntimeEnvAgent"}
+    with Session(app=make_toy(tmp_path / "toy"), ray_cpus=2) as live:
+
+        def agents() -> set[int]:
+            return {process.pid for name, process in ray_processes(live).items() if name in names}
+
+        assert wait_for(lambda: len(agents()) == 2, 60)
+        before = agents()
+        live._clear_run()
+        assert running(before) == before
+
+
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_ray_that_died_is_started_again(session: Session, tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["fedapp-ray", "raylet", "ray::DashboardAgent"])
+def test_a_ray_that_died_is_started_again(session: Session, tmp_path: Path, command: str) -> None:
+    session._ensure_ray()
     assert session._ray is not None
-    session._ray.kill()
-    session._ray.wait()
+    assert wait_for(lambda: command in ray_processes(session), 60)
+    ray_processes(session)[command].kill()
+    session._ray.wait(60)
     outcome, _ = go(session, tmp_path)
     assert outcome.ok, outcome
 
