@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from benchmarks.timing import alternate
 from fedapp.core.products import matmul
@@ -28,6 +31,7 @@ def describe() -> dict[str, Any]:
         "cores": usable_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "bf16": bf16_works(),
+        "blas": _blas(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
@@ -41,6 +45,15 @@ def _processor() -> str:
     if not facts:
         return platform.processor()
     return f"{facts.get('model name', '')} (family {facts.get('cpu family')}, model {facts.get('model')})"
+
+
+def _blas() -> str:
+    """Versions and kernels of the BLAS of NumPy and SciPy, which an environment variable may have chosen."""
+    found = {
+        f"{i['internal_api']} {i['version']} ({i['architecture']})" for i in threadpool_info() if "architecture" in i
+    }
+    chosen = [f"{name} set" for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE") if name in os.environ]
+    return ", ".join([*sorted(found), *chosen])
 
 
 def _median(call: Callable[[], object]) -> float:
@@ -72,8 +85,11 @@ def speeds(threads: int, small: bool = False) -> Speeds:
     size, n = (1 << 20, 64) if small else (1 << 28, 1024)
     block = torch.from_numpy(np.ones(size // 4, dtype=np.float32))
     products = []
-    for dtype in (torch.float32, torch.float64):
-        a, b = torch.ones(n, n, dtype=dtype), torch.ones(n, n, dtype=dtype)
-        ways = (torch.mm, matmul) if dtype == torch.float32 else (torch.mm,)
-        products.append(2 * n**3 / min(_median(lambda w=w, a=a, b=b: w(a, b)) for w in ways))  # type: ignore[misc]
+    with threadpool_limits(threads, user_api="blas"):
+        for dtype in (torch.float32, torch.float64):
+            a, b = torch.ones(n, n, dtype=dtype), torch.ones(n, n, dtype=dtype)
+            ways = [partial(torch.mm, a, b), partial(np.matmul, a.numpy(), b.numpy())]
+            if dtype == torch.float32:
+                ways.append(partial(matmul, a, b))
+            products.append(2 * n**3 / min(_median(way) for way in ways))
     return Speeds(threads, size / _median(block.sum), *products)

@@ -179,8 +179,8 @@ def machine_text(machine: Mapping[str, Any], speeds: Iterable[Speeds]) -> str:
     measured = "; ".join(f"with {s.threads} thread{'s' if s.threads > 1 else ''} {s}" for s in speeds)
     return (
         f"{machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB, GPU: {machine['gpu']}, "
-        f"{machine['system']}; Python {machine['python']}, torch {machine['torch']}, numpy {machine['numpy']}, flwr "
-        f"{machine['flwr']}, ray {machine['ray']}. Measured speeds: {measured}."
+        f"{machine['system']}; Python {machine['python']}, torch {machine['torch']}, numpy {machine['numpy']}, BLAS of "
+        f"NumPy and SciPy {machine['blas']}, flwr {machine['flwr']}, ray {machine['ray']}. Measured speeds: {measured}."
     )
 
 

