@@ -305,7 +305,7 @@ class Outcome:
     ok: bool
     error: dict[str, Any] | None = None
     log_tail: str = ""
-    """Last lines of the SuperLink's log for this run; filled only when it ended badly and left no ``error.json``."""
+    """First error and last lines of the SuperLink's log for this run, if it ended badly and left no ``error.json``."""
 
     @property
     def exit_code(self) -> int:
@@ -397,6 +397,7 @@ class Session:
 
     def _start(self) -> None:
         attempts = 3
+        began = self._log_size()
         for attempt in range(1, attempts + 1):
             self.port = _free_port()
             self._write_config()
@@ -415,8 +416,8 @@ class Session:
             self._family.stop(keep=_RAY)
             if attempt == attempts:
                 raise LaunchError(
-                    f"the SuperLink did not come up within {self._start_timeout:g} s; its log ends:\n"
-                    + _tail(self.log_path, 0)
+                    f"the SuperLink did not come up within {self._start_timeout:g} s; its log:\n"
+                    + _tail(self.log_path, began)
                 )
 
     def _start_ray(self) -> None:
@@ -433,6 +434,7 @@ class Session:
 
     def _ensure_ray(self) -> None:
         """Wait until Ray takes connections; start it anew if it died with an earlier run."""
+        began = self._log_size()
         for _ in range(2):
             assert self._ray is not None
             deadline = time.monotonic() + self._start_timeout
@@ -443,7 +445,11 @@ class Session:
             self._family.stop(keep=_FLOWER)
             # On the same port: the simulations look for Ray where the SuperLink's environment says.
             self._start_ray()
-        raise LaunchError("Ray did not come up; the log ends:\n" + _tail(self.log_path, 0))
+        raise LaunchError("Ray did not come up; the log:\n" + _tail(self.log_path, began))
+
+    def _log_size(self) -> int:
+        """Return where in the log, which many runs may share, what comes next will stand."""
+        return self.log_path.stat().st_size if self.log_path.exists() else 0
 
     def _spawn(self, name: str, *arguments: str, env: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
         env = self._environment() | dict(env or {})
@@ -564,7 +570,7 @@ class Session:
             self._ensure_ray()
         elif total_cpus is not None and not cluster_address():
             federation["init-args-num-cpus"] = total_cpus
-        log_start = self.log_path.stat().st_size
+        log_start = self._log_size()
         submitted = time.time_ns()
         reply = self._flwr(
             "run",
@@ -887,13 +893,14 @@ _RAY = (
     "ray::RuntimeEnvAgent",
 )
 
-# The name of its first argument is how the process is told from others. It ends with Ray's node: what is left of Ray
-# then would take connections still, and fail every run.
+# The name of its first argument is how the process is told from others. It ends, at once, when Ray's node does: what is
+# left of Ray would take connections still, and fail every run.
 _RAY_HOLDER = """\
-import sys, psutil, ray
+import os, sys, ray, psutil
 ray.init(num_cpus=int(sys.argv[2]), include_dashboard=False, log_to_driver=False)
 [raylet] = [child for child in psutil.Process().children() if child.name() == "raylet"]
 raylet.wait()
+os._exit(1)
 """
 
 # Run by the guard's interpreter, which is told where this package lies.
@@ -1044,10 +1051,10 @@ def _newer_json(path: Path, since: int) -> dict[str, Any] | None:
     return content if isinstance(content, dict) else {"ok": False, "message": f"{path} holds no object"}
 
 
-def _tail(path: Path, start: int, lines: int = 60) -> str:
+def _tail(path: Path, start: int, lines: int = 60, head: int = 20) -> str:
     """Return the end of a log from byte ``start`` on, without the lines about web requests.
 
-    Of a long one the first half is what the first error says, from which the others commonly follow.
+    The first error, from which the later ones commonly follow, stands before it where it lies further back.
     """
     try:
         with path.open("rb") as file:
@@ -1057,9 +1064,8 @@ def _tail(path: Path, start: int, lines: int = 60) -> str:
         return ""
     noise = ('"POST /', '"GET /', "ControlServicer.ListRuns")
     kept = [line for line in text.splitlines() if not any(word in line for word in noise)]
-    before = range(max(len(kept) - lines, 0))
-    first = next((i for i in before if kept[i].startswith(("ERROR", "Traceback"))), None)
-    if first is None:
-        return "\n".join(kept[-lines:])
-    half = lines // 2
-    return "\n".join([*kept[first : first + half], "...", *kept[-half:]])
+    earlier, end = kept[:-lines], kept[-lines:]
+    first = next((i for i, line in enumerate(earlier) if line.startswith(("ERROR", "Traceback"))), None)
+    if first is not None:
+        end = [*earlier[first : first + head], "...", *end]
+    return "\n".join(end)

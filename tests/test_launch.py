@@ -385,6 +385,8 @@ def test_the_log_tail_is_the_runs_own_and_without_noise(tmp_path: Path) -> None:
     before = b"earlier run\n"
     path.write_bytes(before + b'"POST /v1/x HTTP/1.1" 200\n\x1b[91mERROR \x1b[0m: bad\nlast\n')
     assert launch._tail(path, len(before)) == "ERROR : bad\nlast"
+    path.write_bytes(before + b"first\nlast\n")
+    assert launch._tail(path, len(before), lines=1) == "last"
 
 
 def test_a_long_log_shows_its_first_error_too(tmp_path: Path) -> None:
@@ -393,11 +395,31 @@ def test_a_long_log_shows_its_first_error_too(tmp_path: Path) -> None:
     path.write_text("\n".join(chatter))
     assert launch._tail(path, 0, lines=4).splitlines() == chatter[-4:]
     path.write_text("\n".join([*chatter[:9], "ERROR : the cause", "Traceback", *chatter[9:], "ERROR : the end"]))
-    shown = launch._tail(path, 0, lines=4).splitlines()
-    assert shown == ["ERROR : the cause", "Traceback", "...", "line 99", "ERROR : the end"]
+    shown = launch._tail(path, 0, lines=2, head=3).splitlines()
+    assert shown == ["ERROR : the cause", "Traceback", "line 9", "...", "line 99", "ERROR : the end"]
+    assert launch._tail(path, len("\n".join(chatter[:9])) + 19, lines=2).splitlines()[0] == "Traceback"
     # An error among the last lines needs no second place.
     path.write_text("\n".join([*chatter, "ERROR : the end"]))
     assert launch._tail(path, 0, lines=4).splitlines() == ["line 97", "line 98", "line 99", "ERROR : the end"]
+
+
+def test_rays_agents_are_known_before_they_have_their_titles(tmp_path: Path) -> None:
+    """Ray's node dies with its agents, whose processes are called by their scripts for their first seconds."""
+    kept, stopped = ("dashboard/agent.py", "runtime_env/agent/main.py"), ("agent.py", "other/agent/main.py")
+    started: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for name in (*kept, *stopped):
+            script = tmp_path / name
+            script.parent.mkdir(parents=True, exist_ok=True)
+            script.write_text("import time; time.sleep(600)")
+            env = os.environ | {launch._MARKER: str(tmp_path)}
+            started[name] = subprocess.Popen([sys.executable, "-u", str(script), "--node-id=1"], env=env)
+        assert not launch._Family(str(tmp_path)).stop(keep=launch._RAY)
+        assert [name for name, process in started.items() if process.poll() is None] == list(kept)
+    finally:
+        for process in started.values():
+            process.kill()
+            process.wait()
 
 
 def test_a_missing_command_is_one_clear_line() -> None:
@@ -519,25 +541,30 @@ def test_one_run_at_a_time_and_a_stopped_one_makes_room(session: Session, tmp_pa
     assert session._active is None
 
 
-def ray_processes(session: Session) -> dict[str, psutil.Process]:
-    """Ray's own processes in a session, by the command that keeps them when a run is cleared away."""
-    members = session._family.members()
-    return {command: process for process in members for command in launch._RAY if launch._runs(process, command)}
+def ray_process(session: Session, *commands: str) -> psutil.Process | None:
+    """Return the oldest process of a session that runs one of these commands: a child is called like its parent until
+    it runs its own.
+    """
+    found = [process for process in session._family.members() if launch._runs(process, *commands)]
+    return min(found, key=lambda process: (process.create_time(), process.pid), default=None)
 
 
 @pytest.mark.ray
 def test_a_run_that_ends_early_leaves_rays_own_processes(tmp_path: Path) -> None:
-    """Ray's agents take their titles only after seconds of imports, and its node dies with them."""
-    names = {"dashboard/agent.py", "ray::DashboardAgent", "runtime_env/agent/main.py", "ray::RuntimeEnvAgent"}
     with Session(app=make_toy(tmp_path / "toy"), ray_cpus=2) as live:
 
-        def agents() -> set[int]:
-            return {process.pid for name, process in ray_processes(live).items() if name in names}
+        def own() -> list[psutil.Process | None]:
+            agents = [
+                ("dashboard/agent.py", "ray::DashboardAgent"),
+                ("runtime_env/agent/main.py", "ray::RuntimeEnvAgent"),
+            ]
+            return [ray_process(live, *names) for names in [*agents, ("raylet",), ("gcs_server",), ("fedapp-ray",)]]
 
-        assert wait_for(lambda: len(agents()) == 2, 60)
-        before = agents()
+        assert wait_for(lambda: None not in own(), 60)
+        pids = {process.pid for process in own() if process is not None}
+        assert len(pids) == 5
         live._clear_run()
-        assert running(before) == before
+        assert running(pids) == pids
 
 
 @pytest.mark.ray
@@ -546,8 +573,10 @@ def test_a_run_that_ends_early_leaves_rays_own_processes(tmp_path: Path) -> None
 def test_a_ray_that_died_is_started_again(session: Session, tmp_path: Path, command: str) -> None:
     session._ensure_ray()
     assert session._ray is not None
-    assert wait_for(lambda: command in ray_processes(session), 60)
-    ray_processes(session)[command].kill()
+    assert wait_for(lambda: ray_process(session, "ray::DashboardAgent") is not None, 60)  # Ray is up by then
+    found = ray_process(session, command)
+    assert found is not None
+    found.kill()
     session._ray.wait(60)
     outcome, _ = go(session, tmp_path)
     assert outcome.ok, outcome
