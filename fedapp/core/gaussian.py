@@ -15,7 +15,8 @@ sum_k N_ck (mu_ck - mu_c)(mu_ck - mu_c)^T``, in which large means do not cancel;
 applied to batches (Chan, Golub, LeVeque 1979).
 
 PyTorch does the linear algebra whose last bits depend on the number of threads, so that ``torch.set_num_threads``
-decides them; BLAS's symmetric update, twice as fast as a full product, gives the same bits with any number.
+decides them; BLAS's symmetric update, twice as fast as a full product, and its sums of rows give the same bits with any
+number.
 
 Three forms of statistics exist: ``full`` (a scatter matrix a class), ``diag`` (its diagonal only) and ``pooled`` (one
 matrix for the deviations of all classes from their own means, as in linear discriminant analysis).
@@ -268,7 +269,8 @@ class ClassMoments:
         count = rows.shape[0]
         deviations = scratch[:count].copy_(rows)
         # As a product: a third of the time of PyTorch's sum over rows.
-        mean = torch.from_numpy(np.ones(count) @ deviations.numpy()).div_(count)
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean = torch.from_numpy(np.ones(count) @ deviations.numpy()).div_(count)
         if not bool(torch.isfinite(mean).all()):
             raise ValueError(f"features of class {c} are not finite")
         deviations -= mean
