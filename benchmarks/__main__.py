@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -78,6 +79,9 @@ def main() -> None:
         parser.error(f"unknown part {', '.join(sorted(unknown))}; there are: {', '.join(PARTS)}")
     if parts == ["gpu"] and not (options.small or torch.cuda.is_available()):
         parser.error("there is no GPU here")
+    for name in machine.BLAS_VARIABLES:
+        if name in os.environ:
+            sys.stderr.write(f"{name} is set: NumPy may not run at this processor's speed; unset it to measure that\n")
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="fedapp-bench-") as folder:
         figures, sections = measure(parts, options.data_dir, options.small, Path(folder))

@@ -22,6 +22,8 @@ from fedapp.launch import usable_cores
 from fedapp.tasks import bf16_works
 
 CPUINFO = Path("/proc/cpuinfo")
+BLAS_VARIABLES = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
+"""What makes OpenBLAS take other kernels than the processor's, and so another speed."""
 
 
 def describe() -> dict[str, Any]:
@@ -48,12 +50,11 @@ def _processor() -> str:
 
 
 def _blas() -> str:
-    """Versions and kernels of the BLAS of NumPy and SciPy, which an environment variable may have chosen."""
-    found = {
-        f"{i['internal_api']} {i['version']} ({i['architecture']})" for i in threadpool_info() if "architecture" in i
-    }
-    chosen = [f"{name} set" for name in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE") if name in os.environ]
-    return ", ".join([*sorted(found), *chosen])
+    """Versions and kernels of the BLAS of NumPy and SciPy, and the variables that may have chosen the kernels."""
+    pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
+    found = {f"{p['internal_api']} {p['version']} ({p.get('architecture', 'kernels unknown')})" for p in pools}
+    chosen = [f"{name}={os.environ[name]}" for name in BLAS_VARIABLES if name in os.environ]
+    return ", ".join([*sorted(found), *chosen]) or "unknown"
 
 
 def _median(call: Callable[[], object]) -> float:

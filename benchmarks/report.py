@@ -100,7 +100,9 @@ def targets_table(figures: Mapping[str, float]) -> list[str]:
         value = figures.get(target.key)
         if value is not None:
             met = "reached" if target.met(value) else "not reached"
-            lines.append(f"| {target.text} (`{target.key}`) | {target.bound} | {value:.2f} | {met} |")
+            # A third digit where two would hide the verdict.
+            shown = f"{value:.2f}" if target.met(round(value, 2)) == target.met(value) else f"{value:.3f}"
+            lines.append(f"| {target.text} (`{target.key}`) | {target.bound} | {shown} | {met} |")
     return lines
 
 
