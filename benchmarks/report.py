@@ -99,10 +99,10 @@ def targets_table(figures: Mapping[str, float]) -> list[str]:
     for target in TARGETS:
         value = figures.get(target.key)
         if value is not None:
-            met = "reached" if target.met(value) else "not reached"
-            # A third digit where two would hide the verdict.
-            shown = f"{value:.2f}" if target.met(round(value, 2)) == target.met(value) else f"{value:.3f}"
-            lines.append(f"| {target.text} (`{target.key}`) | {target.bound} | {shown} | {met} |")
+            met = target.met(value)
+            digits = 2 if target.met(round(value, 2)) == met else 3  # so that rounding does not hide the verdict
+            verdict = "reached" if met else "not reached"
+            lines.append(f"| {target.text} (`{target.key}`) | {target.bound} | {value:.{digits}f} | {verdict} |")
     return lines
 
 

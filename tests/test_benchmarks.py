@@ -84,3 +84,11 @@ def test_a_target_is_met_at_its_bound() -> None:
     table = report.targets_table({"average_over_floor": 1.6})
     assert table[-1].endswith("| at most 1.5 | 1.60 | not reached |")
     assert Times({"a": [2.0, 4.0], "b": [1.0, 1.0]}).ratios("a", "b") == [2.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    "value, shown", [(1.42, "1.42 | reached"), (1.504, "1.504 | not reached"), (1.61, "1.61 | not reached")]
+)
+def test_rounding_does_not_hide_a_verdict(value: float, shown: str) -> None:
+    [row] = report.targets_table({"average_over_floor": value})[2:]
+    assert row.endswith(f"| at most 1.5 | {shown} |")
