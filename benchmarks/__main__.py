@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks import gpu, machine, overhead, report, rounds, server
-from fedapp import launch
+from fedapp.engines import superlink as launch
 
 PARTS = ("rounds", "overhead", "server", "gpu")
 """The last needs a GPU, and is left out where there is none (its small form runs anywhere)."""

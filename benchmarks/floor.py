@@ -16,10 +16,10 @@ import torch
 
 from fedapp import process, sampling
 from fedapp.config import RunConfig, from_flat
-from fedapp.evaluation import evaluate
+from fedapp.learning.evaluation import evaluate
+from fedapp.learning.training import train
 from fedapp.models import build_model
-from fedapp.tasks import federated, task_of
-from fedapp.training import train
+from fedapp.tasks.simulated import federated, task_of
 
 
 def one_client(config: RunConfig, client: int, model: torch.nn.Module, device: torch.device) -> float:

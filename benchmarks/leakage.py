@@ -26,13 +26,14 @@ from scipy.stats import spearmanr
 from sklearn.linear_model import Ridge
 from sklearn.metrics import roc_auc_score
 
-from fedapp import records, server_app
+from fedapp import server_app
 from fedapp.client_app import app as client_app
 from fedapp.config import from_flat, resolve
 from fedapp.data.transforms import normalise
-from fedapp.localgrid import LocalGrid
-from fedapp.predict import load
-from fedapp.tasks import federated
+from fedapp.results.predict import load
+from fedapp.tasks.simulated import federated
+from fedapp.transport import records
+from fedapp.transport.local_grid import LocalGrid
 
 CLIENTS = 10
 

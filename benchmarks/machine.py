@@ -18,8 +18,8 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from benchmarks.timing import alternate
 from fedapp.core.products import matmul
-from fedapp.launch import usable_cores
-from fedapp.tasks import bf16_works
+from fedapp.engines.superlink import usable_cores
+from fedapp.tasks.simulated import bf16_works
 
 CPUINFO = Path("/proc/cpuinfo")
 BLAS_VARIABLES = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")

@@ -21,9 +21,11 @@ import numpy as np
 import strategies
 from benchmarks import memory, padded
 from benchmarks.rounds import between_rounds, submit
-from fedapp import engine, launch, registry, server_app
+from fedapp import registry, server_app
 from fedapp.client_app import app as client_app
-from fedapp.localgrid import LocalGrid
+from fedapp.engines import local as engine
+from fedapp.engines import superlink as launch
+from fedapp.transport.local_grid import LocalGrid
 
 HEAD = 650
 """Numbers of the head: 64 features, 10 classes."""

@@ -11,7 +11,8 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from clients.base import FedClient, ModelSpec
+from clients.base import FedClient
+from fedapp.learning.task import ModelSpec
 from fedapp.method import BaseHParams, Method
 from fedapp.models import SplitModel
 from strategies.fedavg import FedAvg

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from fedapp.config import RunConfig
-from fedapp.tasks import FederatedData, federated
+from fedapp.tasks.simulated import FederatedData, federated
 
 Pairs = list[tuple[Tensor, Tensor]]
 

@@ -13,7 +13,7 @@ from benchmarks.gpu import Shared
 from benchmarks.machine import Speeds
 from benchmarks.server import Found
 from benchmarks.timing import Times
-from fedapp.text import between
+from fedapp.errors import between
 
 START, END = "<!-- benchmark -->", "<!-- /benchmark -->"
 REACHED = "Asked and reached"

@@ -22,8 +22,10 @@ from benchmarks import memory
 from benchmarks.floor import Floor
 from benchmarks.reference import Reference
 from benchmarks.timing import Times, alternate
-from fedapp import engine, launch, process
+from fedapp import process
 from fedapp.config import RunConfig, from_flat
+from fedapp.engines import local as engine
+from fedapp.engines import superlink as launch
 
 LAM = 10.0
 """cwFedAvg's factor of the regulariser for 10 classes."""

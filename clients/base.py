@@ -19,83 +19,22 @@ import functools
 import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from flwr.client import NumPyClient
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedapp import sampling, selection
-from fedapp.data.transforms import InputSpec
-from fedapp.evaluation import Scores, batched, evaluate
+from fedapp import sampling
+from fedapp.learning.evaluation import Scores, batched, evaluate
+from fedapp.learning.state import ClientStore, Stored
+from fedapp.learning.task import ModelSpec, Task
+from fedapp.learning.training import Batch, TrainReport, TrainSpec, train
 from fedapp.method import Array, Arrays, BaseHParams, Method, Payload, Scalar
 from fedapp.models import SplitModel, build_model
-from fedapp.state import ClientStore, Stored
-from fedapp.training import Batch, TrainReport, TrainSpec, train
-
-
-@dataclass(frozen=True)
-class ModelSpec:
-    """What a model is built from; `seed` decides its initial values."""
-
-    name: str
-    num_classes: int
-    channels: int
-    size: int
-    seed: int
-
-
-@dataclass(frozen=True)
-class Task:
-    """What a client works on.
-
-    Attributes
-    ----------
-    client : stable client id.   seed : the run's seed.
-    num_classes : classes of the federation, C.   inputs : channels, size and normalisation of the images.
-    model : name of the client's architecture.
-    x_train, x_test : (n, H, W, C) uint8 tensors on the client's device; y_train, y_test : (n,) int64.
-    x_union, y_union : the union of all clients' test splits for the balanced score (simulation only), or None.
-    train : how a round trains.
-    buffers : floating-point buffers (BatchNorm's statistics): `global` = shared like parameters, `local` = kept by
-        the client, `drop` = reset before every round.
-    protocols : which of `received` and `trained` are measured.
-    extras : what else a node or a method adds, by name: `public` images, `classes` (names).
-    """
-
-    client: int
-    seed: int
-    num_classes: int
-    inputs: InputSpec
-    model: str
-    x_train: Tensor
-    y_train: Tensor
-    x_test: Tensor
-    y_test: Tensor
-    x_union: Tensor | None = None
-    y_union: Tensor | None = None
-    train: TrainSpec = field(default_factory=TrainSpec)
-    buffers: str = "global"
-    protocols: tuple[str, ...] = ("received", "trained")
-    extras: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def num_samples(self) -> int:
-        """Number of training samples n_k."""
-        return len(self.y_train)
-
-    def spec(self, seed: int) -> ModelSpec:
-        """Return the specification of this client's architecture with initial values of `seed`."""
-        return ModelSpec(self.model, self.num_classes, self.inputs.channels, self.inputs.size, seed)
-
-    def class_counts(self) -> NDArray[np.int64]:
-        """(C,) counts of the local training split; they never leave the client unless a method's page says so."""
-        counts: NDArray[np.int64] = torch.bincount(self.y_train, minlength=self.num_classes).cpu().numpy()
-        return counts
+from fedapp.transport import selection
 
 
 class FedClient(NumPyClient):

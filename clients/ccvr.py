@@ -24,14 +24,15 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from clients.base import FedClient, ModelSpec
+from clients.base import FedClient
 from fedapp.core import gaussian
 from fedapp.core.contrastive import squared_distance
 from fedapp.core.gaussian import ClassMoments
 from fedapp.core.heads import CCVRHead
+from fedapp.learning.task import ModelSpec
+from fedapp.learning.training import Batch
 from fedapp.method import Array, Arrays, BaseHParams, Payload, Scalar
 from fedapp.models import SplitModel
-from fedapp.training import Batch
 
 STATISTICS, FEATURES = "statistics/", "features/"
 """Prefixes of the arrays of an answer."""

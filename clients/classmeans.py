@@ -10,7 +10,7 @@ from torch import Tensor
 
 from clients.base import FedClient
 from fedapp.core.classmeans import ClassMeans, Rows
-from fedapp.evaluation import BATCH
+from fedapp.learning.evaluation import BATCH
 from fedapp.method import Payload
 
 

@@ -23,11 +23,10 @@ from torch import Tensor
 
 from clients.base import FedClient
 from fedapp.core.classwise import wdr
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, suggest
+from fedapp.learning.training import Batch
 from fedapp.method import Arrays, BaseHParams, Payload
-from fedapp.selection import matches
-from fedapp.text import suggest
-from fedapp.training import Batch
+from fedapp.transport.selection import matches
 
 
 def classwise_names(layers: str, names: Sequence[str]) -> list[str]:

@@ -24,8 +24,8 @@ from torch.nn import functional as F
 
 from clients.classmeans import ClassMeansClient
 from fedapp.core.distillation import soften
+from fedapp.learning.training import Batch
 from fedapp.method import Arrays, BaseHParams, Payload
-from fedapp.training import Batch
 
 
 class FDHParams(BaseHParams):

@@ -18,10 +18,10 @@ from pydantic import Field
 from torch import Tensor
 
 from clients.base import FedClient
-from fedapp import selection
 from fedapp.core.contrastive import squared_distance
+from fedapp.learning.training import Batch
 from fedapp.method import Arrays, BaseHParams, Payload
-from fedapp.training import Batch
+from fedapp.transport import selection
 
 
 class FedAMPHParams(BaseHParams):

@@ -26,8 +26,8 @@ from torch.nn import functional as F
 from clients.base import FedClient
 from fedapp import sampling
 from fedapp.core.contrastive import l2_distance, mse_half, supcon
+from fedapp.learning.training import Batch, TrainSpec, train
 from fedapp.method import BaseHParams, Payload
-from fedapp.training import Batch, TrainSpec, train
 
 
 class Preset(NamedTuple):

@@ -25,11 +25,13 @@ import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
-from clients.base import FedClient, Task
-from fedapp import sampling, selection
+from clients.base import FedClient
+from fedapp import sampling
 from fedapp.core.pairwise import combine
+from fedapp.learning.state import ClientStore
+from fedapp.learning.task import Task
 from fedapp.method import Arrays, BaseHParams, Method, Payload
-from fedapp.state import ClientStore
+from fedapp.transport import selection
 
 PREFIX = "fomo/"
 wire_name = functools.partial(selection.numbered, PREFIX)

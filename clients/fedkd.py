@@ -31,8 +31,8 @@ from torch.nn import functional as F
 from clients.mutual import MutualClient, MutualHParams, prefixed, small_arrays, stripped
 from fedapp.core.distillation import Reduction, divergence
 from fedapp.core.lowrank import compress, rebuild
+from fedapp.learning.training import Batch
 from fedapp.method import Arrays, Payload
-from fedapp.training import Batch
 
 
 class FedKDHParams(MutualHParams):

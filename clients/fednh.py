@@ -23,9 +23,10 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from clients.base import FedClient, ModelSpec
+from clients.base import FedClient
 from fedapp import sampling
 from fedapp.errors import BadRequest
+from fedapp.learning.task import ModelSpec
 from fedapp.method import Arrays, BaseHParams, Payload
 from fedapp.models import SplitModel
 

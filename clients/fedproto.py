@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from clients.classmeans import ClassMeansClient
-from fedapp.evaluation import Scores, evaluate
+from fedapp.learning.evaluation import Scores, evaluate
+from fedapp.learning.training import Batch
 from fedapp.method import Arrays, BaseHParams, Payload
 from fedapp.models import SplitModel
-from fedapp.training import Batch
 
 
 class FedProtoHParams(BaseHParams):

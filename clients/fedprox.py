@@ -11,8 +11,8 @@ from torch import Tensor
 
 from clients.base import FedClient
 from fedapp.core.contrastive import squared_distance
+from fedapp.learning.training import Batch
 from fedapp.method import BaseHParams, Payload
-from fedapp.training import Batch
 
 
 class FedProxHParams(BaseHParams):

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from clients.base import FedClient
+from fedapp.learning.training import Batch
 from fedapp.method import BaseHParams
-from fedapp.training import Batch
 
 
 class FedUVHParams(BaseHParams):

@@ -21,8 +21,8 @@ from torch.nn import functional as F
 
 from clients.mutual import MutualClient, MutualHParams, prefixed, small_arrays
 from fedapp.core.distillation import Reduction, divergence
+from fedapp.learning.training import Batch
 from fedapp.method import Arrays, Payload
-from fedapp.training import Batch
 
 
 class FMLHParams(MutualHParams):

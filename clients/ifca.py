@@ -21,8 +21,8 @@ from pydantic import Field
 from torch import nn
 
 from clients.base import FedClient
-from fedapp import selection
 from fedapp.method import Arrays, BaseHParams, Payload
+from fedapp.transport import selection
 
 PREFIX = "ifca/"
 wire_name = functools.partial(selection.numbered, PREFIX)

@@ -26,9 +26,9 @@ from torch.nn import functional as F
 from clients.base import FedClient
 from fedapp.core.distillation import divergence_to, soften
 from fedapp.errors import BadRequest
-from fedapp.evaluation import batched
+from fedapp.learning.evaluation import batched
+from fedapp.learning.training import Batch, TrainReport, TrainSpec, train
 from fedapp.method import Arrays, BaseHParams, Payload
-from fedapp.training import Batch, TrainReport, TrainSpec, train
 
 
 class KTpFLHParams(BaseHParams):

@@ -28,10 +28,10 @@ from torch.nn import functional as F
 
 from clients.base import FedClient
 from fedapp.core.contrastive import moon_contrast
-from fedapp.evaluation import batched
+from fedapp.learning.evaluation import batched
+from fedapp.learning.training import Batch
 from fedapp.method import BaseHParams, Payload
 from fedapp.models import SplitModel
-from fedapp.training import Batch
 
 
 class MoonHParams(BaseHParams):

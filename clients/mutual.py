@@ -13,10 +13,10 @@ from pydantic import Field, field_validator
 from torch import nn
 
 from clients.base import FedClient
-from fedapp import selection
+from fedapp.errors import suggest
 from fedapp.method import ALL, Array, Arrays, BaseHParams, Payload
 from fedapp.models import MODEL_NAMES, SplitModel, build_model
-from fedapp.text import suggest
+from fedapp.transport import selection
 
 SMALL = "small/"
 

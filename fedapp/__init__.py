@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fedapp.engine import RunResult, run
+    from fedapp.engines.local import RunResult, run
 
 __all__ = ["RunResult", "__version__", "run"]
 
@@ -15,7 +15,7 @@ __all__ = ["RunResult", "__version__", "run"]
 def __getattr__(name: str) -> Any:
     """Import the engine only when it is asked for: the light modules stay light."""
     if name in ("run", "RunResult"):
-        from fedapp import engine
+        from fedapp.engines import local as engine
 
         return getattr(engine, name)
     raise AttributeError(f"module 'fedapp' has no attribute '{name}'")

@@ -100,7 +100,7 @@ def collect(
     values = config.read_toml(file) if file is not None else {}
     chosen = {k: v for k, (v, _) in given.items()}
     if scale is not None:
-        from fedapp import recipes
+        from fedapp.experiments import recipes
 
         shrunk, told = recipes.scaled(
             {**values, **({"dataset": chosen["dataset"]} if "dataset" in chosen else {})}, scale
@@ -132,7 +132,8 @@ def run(
 
     Exit codes: 0 every round had enough good replies; 1 the run did not end well; 2 bad request; 130 interrupted.
     """
-    from fedapp import recipes, runner
+    from fedapp.engines import runner
+    from fedapp.experiments import recipes
 
     _tell_broken()
     if engine != "deploy" and superlink is not None:
@@ -152,7 +153,7 @@ def run(
             raise BadRequest(f"out is given twice: --out says {out}, --set says {values['out']}")
         out = Path(str(values.pop("out")))
     if engine == "deploy":
-        from fedapp import deploy
+        from fedapp.engines import deploy
 
         if client_cpus is not None or client_gpus is not None:
             raise BadRequest("--client-cpus and --client-gpus go with --engine ray; real nodes have what they have")
@@ -194,8 +195,9 @@ def partition(
     sets: Set = None,
 ) -> None:
     """Show how data would be dealt to clients: classes x clients, sizes, majority-class score; with --out a picture."""
-    from fedapp import config, tasks
+    from fedapp import config
     from fedapp.data import partitions
+    from fedapp.tasks import simulated as tasks
 
     values = collect({"dataset": dataset, "clients": clients, "seed": seed}, sets)
     settings = config.resolve(config.from_flat(values))
@@ -246,8 +248,8 @@ def compare(
 
     Without --methods: the rows that a recipe lists, else the file's method beside Standalone. Exit codes as fedapp run.
     """
-    from fedapp import compare as comparing
-    from fedapp import recipes
+    from fedapp.experiments import compare as comparing
+    from fedapp.experiments import recipes
 
     _tell_broken()
     file = recipes.find(file) if file is not None else None
@@ -284,7 +286,7 @@ def _names(text: str) -> list[str]:
 @app.command(name="recipes")
 def list_recipes() -> None:
     """List the shipped recipes: the settings of the papers' tables."""
-    from fedapp import recipes
+    from fedapp.experiments import recipes
 
     for recipe in recipes.shipped().values():
         typer.echo(f"{recipe.name}\t{recipe.title}")
@@ -298,7 +300,7 @@ def predict(
     dataset: Annotated[str, typer.Option(help="for a server's model: the data set it was trained on")] = "",
 ) -> None:
     """Classify pictures with a model that a node kept after training."""
-    from fedapp import predict as predicting
+    from fedapp.results import predict as predicting
 
     rows = predicting.run(model, images, top, dataset)
     if not sys.stdout.isatty():
@@ -320,7 +322,7 @@ def report(
     figures: Annotated[Path | None, typer.Option(help="folder for the figures as PNG and SVG files too")] = None,
 ) -> None:
     """Write DIR/report.html: one page of a run or of a comparison that opens offline."""
-    from fedapp import report as reporting
+    from fedapp.results import report as reporting
 
     typer.echo(f"report: {reporting.write(directory, figures)}")
     if figures is not None:
@@ -351,7 +353,7 @@ def deploy_check(
 
     Exit codes: 0 nothing failed; 1 something did; 2 bad request.
     """
-    from fedapp import deploycheck
+    from fedapp.engines import deploy_check as deploycheck
 
     if superlink and (address or root_certificates or insecure):
         raise BadRequest("--superlink names a connection; --address, --root-certificates, --insecure stand for one")
@@ -387,7 +389,7 @@ def reproduce(
     doc: Annotated[Path | None, typer.Option(help="Markdown file whose ledger is rewritten")] = None,
 ) -> None:
     """Run what the ledger of the papers' claims needs, decide each claim, print the table; resumable."""
-    from fedapp import reproduce as reproducing
+    from fedapp.experiments import reproduce as reproducing
 
     def names(text: str) -> list[str]:
         return [n.strip() for n in text.split(",") if n.strip()]

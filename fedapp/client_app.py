@@ -13,15 +13,16 @@ from flwr.clientapp import ClientApp
 
 from clients.base import FedClient
 from fedapp import config as configuration
-from fedapp import nodes, process, registry
-from fedapp import predict as models
+from fedapp import process, registry
 from fedapp.config import RunConfig
 from fedapp.errors import BadRequest
+from fedapp.learning.state import ClientStore
 from fedapp.method import Scalar
-from fedapp.nodes import Node
-from fedapp.privacy import clip_update
-from fedapp.records import payload_of, reply_content
-from fedapp.state import ClientStore
+from fedapp.results import predict as models
+from fedapp.tasks import node as nodes
+from fedapp.tasks.node import Node
+from fedapp.transport.clipping import clip_update
+from fedapp.transport.records import payload_of, reply_content
 
 app = ClientApp()
 

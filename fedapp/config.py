@@ -17,12 +17,11 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedapp import registry
-from fedapp.errors import BadRequest
-from fedapp.federation import Settings
+from fedapp.errors import BadRequest, suggest
+from fedapp.learning.training import TrainSpec
 from fedapp.method import BaseHParams, Method
 from fedapp.models import MODEL_NAMES, default_model
-from fedapp.text import suggest
-from fedapp.training import TrainSpec
+from fedapp.transport.client_manager import Settings
 
 Auto = Literal["auto"]
 PROTOCOLS = ("received", "trained", "global")

@@ -11,9 +11,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 import strategies
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, suggest
 from fedapp.method import BaseHParams, Method
-from fedapp.text import suggest
 
 ORDER = [
     "fedclassavg",

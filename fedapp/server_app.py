@@ -17,18 +17,19 @@ import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
-from clients.base import FedClient, ModelSpec
-from fedapp import checkpoint, process, sampling, selection, tasks
+from clients.base import FedClient
 from fedapp import config as configuration
+from fedapp import process, sampling
 from fedapp.config import RunConfig
 from fedapp.data import partitions
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest
-from fedapp.evaluation import Scores, evaluate
-from fedapp.federation import Federation, RoundFailed
+from fedapp.learning.evaluation import Scores, evaluate
+from fedapp.learning.metrics import client_row, mean, summarise
+from fedapp.learning.state import write_safetensors
+from fedapp.learning.task import ModelSpec
 from fedapp.method import Array, Arrays, Method, Scalar, ServerContext, ServerState
-from fedapp.metrics import client_row, mean, summarise
-from fedapp.results import (
+from fedapp.results.directory import (
     ANNOUNCED,
     RunDirectory,
     accuracy_summary,
@@ -39,7 +40,9 @@ from fedapp.results import (
     run_name,
     write_json,
 )
-from fedapp.state import write_safetensors
+from fedapp.tasks import simulated as tasks
+from fedapp.transport import checkpoint, selection
+from fedapp.transport.client_manager import Federation, RoundFailed
 from strategies.base import Exchange, FedStrategy, Observer
 
 app = ServerApp()

@@ -17,10 +17,9 @@ import numpy as np
 from pydantic import ValidationError
 
 from clients.base import FedClient
-from fedapp.errors import BadRequest
-from fedapp.federation import Federation
+from fedapp.errors import BadRequest, suggest
 from fedapp.method import ALL, Arrays, Ask, BaseHParams, Method, Payload, Reply, ServerState
-from fedapp.text import suggest
+from fedapp.transport.client_manager import Federation
 from strategies.base import Exchange, FedStrategy
 
 T = TypeVar("T")

@@ -23,10 +23,10 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result, Strategy
 
 from fedapp.core.averages import RunningMean
-from fedapp.federation import Federation, Settings, Traffic
 from fedapp.method import Arrays, Ask, Method, Payload, Reply, ServerContext, ServerState
-from fedapp.records import Encoder, arrays_of
 from fedapp.sampling import sample_clients
+from fedapp.transport.client_manager import Federation, Settings, Traffic
+from fedapp.transport.records import Encoder, arrays_of
 
 TOGETHER = 8
 """Replies that are added to a mean in one pass."""

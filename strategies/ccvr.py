@@ -29,8 +29,8 @@ import numpy as np
 from clients.ccvr import CENTRES, FEATURES, STATISTICS, CCVRClient, CCVRHParams
 from fedapp.core import gaussian, heads
 from fedapp.core.gaussian import ClassMoments, MomentsPool
+from fedapp.learning.training import batch_slices
 from fedapp.method import ALL, Array, Arrays, Ask, Method, Payload, Reply, ServerState
-from fedapp.training import batch_slices
 from strategies._composition import PostHoc, built_on, mean_accuracy
 
 W, B = "head.weight", "head.bias"

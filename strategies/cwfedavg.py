@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 from clients.cwfedavg import CwFedAvgClient, CwFedAvgHParams, classwise_names
 from fedapp.core.averages import RunningMean
 from fedapp.core.classwise import Uploads, class_globals, class_weights, mix, norm_distribution, weakly_held
+from fedapp.learning.metrics import mean, tidy
 from fedapp.method import ALL, Arrays, Method, Payload, Reply, ServerContext, ServerState
-from fedapp.metrics import mean, tidy
 from strategies.base import FedStrategy
 
 Float64 = NDArray[np.float64]

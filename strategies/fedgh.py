@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 
 from clients.fedgh import FedGHClient, FedGHHParams
 from fedapp.core.classmeans import problem_of
+from fedapp.learning.metrics import tidy
 from fedapp.method import HEAD, NONE, Method, Reply, ServerContext, ServerState
-from fedapp.metrics import tidy
 from strategies.base import FedStrategy
 
 Float64 = NDArray[np.float64]

@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import pytest
 import torch
 
-from fedapp.engine import RunResult, run
+from fedapp.engines.local import RunResult, run
 
 torch.set_num_threads(1)
 # A shell that starts the tests in the background has them ignore Ctrl-C, and children inherit that; they test it.

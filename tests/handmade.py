@@ -9,12 +9,14 @@ import numpy as np
 import pandas as pd
 import torch
 
-from clients.base import FedClient, ModelSpec, Task
-from fedapp import sampling, selection
+from clients.base import FedClient
+from fedapp import sampling
 from fedapp.data import datasets
 from fedapp.data.transforms import InputSpec
+from fedapp.learning.task import ModelSpec, Task
+from fedapp.learning.training import TrainSpec
 from fedapp.method import Array, Arrays, ClientInfo, Method, Payload, Reply, ServerContext, ServerState
-from fedapp.training import TrainSpec
+from fedapp.transport import selection
 from strategies.base import FedStrategy
 
 DIGITS_BYTES = 4 * 38_282

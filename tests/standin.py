@@ -260,7 +260,7 @@ def noted() -> dict[str, Any]:
 def evaluation(images: int) -> int:
     """Return how often the host waits in one evaluation."""
     from fedapp.data.transforms import InputSpec
-    from fedapp.evaluation import evaluate
+    from fedapp.learning.evaluation import evaluate
     from fedapp.models import build_model
 
     inputs = InputSpec(channels=1, size=8, scale=16.0, mean=(0.3,), std=(0.4,))
@@ -308,10 +308,12 @@ def runs() -> dict[str, dict[str, Any]]:
 
 def compared(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Run settings on the CPU and on the device; return whether the results are equal, and the events of the second."""
-    from fedapp import process, tasks, training
+    from fedapp import process
     from fedapp.core import products
-    from fedapp.engine import run
-    from fedapp.state import read_safetensors
+    from fedapp.engines.local import run
+    from fedapp.learning import training
+    from fedapp.learning.state import read_safetensors
+    from fedapp.tasks import simulated as tasks
     from tests.handmade import deterministic
 
     products.onednn_is_faster = lambda: False  # which a GPU does not have either

@@ -15,21 +15,24 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from clients.base import FedClient, ModelSpec
+from clients.base import FedClient
 from clients.ccvr import CCVRClient, CCVRHParams
-from fedapp import checkpoint, config, registry, sampling, tasks
+from fedapp import config, registry, sampling
 from fedapp.core import gaussian
 from fedapp.core.gaussian import MomentsPool
 from fedapp.core.heads import CCVRHead
-from fedapp.engine import RunResult, run
+from fedapp.engines.local import RunResult, run
 from fedapp.errors import BadRequest
-from fedapp.evaluation import batched
-from fedapp.federation import Federation
+from fedapp.learning.evaluation import batched
+from fedapp.learning.state import read_safetensors
+from fedapp.learning.task import ModelSpec
+from fedapp.learning.training import Batch, batch_slices
 from fedapp.method import Arrays, Method, Payload, Reply, ServerContext, ServerState
-from fedapp.predict import load
-from fedapp.selection import extract
-from fedapp.state import read_safetensors
-from fedapp.training import Batch, batch_slices
+from fedapp.results.predict import load
+from fedapp.tasks import simulated as tasks
+from fedapp.transport import checkpoint
+from fedapp.transport.client_manager import Federation
+from fedapp.transport.selection import extract
 from strategies.ccvr import CCVR, retrain
 from tests import handmade
 from tests.handmade import deterministic

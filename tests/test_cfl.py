@@ -11,8 +11,8 @@ import pytest
 from pydantic import ValidationError
 
 import fedapp
-from fedapp import checkpoint
 from fedapp.method import Arrays, Reply, ServerState
+from fedapp.transport import checkpoint
 from strategies import fedavg
 from strategies.cfl import CFL, METHOD, CFLHParams, bipartition
 from tests.handmade import DIGITS_BYTES, context, digit_tasks, equal, federate, flat, point, random_model, reply

@@ -18,10 +18,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from fedapp import cli, compare, config, engine, launch, pool, report, tables
-from fedapp.engine import RunResult
+from fedapp import cli, config
+from fedapp.engines import local as engine
+from fedapp.engines import pool
+from fedapp.engines import superlink as launch
+from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest
-from fedapp.jobs import MAX_FOLDER, Job, Variant
+from fedapp.experiments import compare, tables
+from fedapp.experiments.jobs import MAX_FOLDER, Job, Variant
+from fedapp.results import report
 
 BASE: dict[str, Any] = {
     "dataset": "digits", "clients": 4, "num-server-rounds": 3, "local-epochs": 1, "batch-size": 64, "alpha": 1.0,

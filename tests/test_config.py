@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedapp import cli, compare, config, results, server_app
-from fedapp import engine as engines
+from fedapp import cli, config, server_app
 from fedapp.config import RunConfig, defaults, from_flat, resolve
+from fedapp.engines import local as engines
 from fedapp.errors import BadRequest
+from fedapp.experiments import compare
+from fedapp.results import directory as results
 
 ROOT = Path(__file__).parent.parent
 
@@ -321,7 +323,8 @@ def test_every_key_has_a_description() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "what"), [(["methods"], "fedapp.registry.discover"), (["deploy", "check"], "fedapp.deploycheck.check")]
+    ("words", "what"),
+    [(["methods"], "fedapp.registry.discover"), (["deploy", "check"], "fedapp.engines.deploy_check.check")],
 )
 def test_an_interrupt_is_one_line_and_exit_code_130(
     words: list[str], what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

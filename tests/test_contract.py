@@ -10,11 +10,12 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fedapp import checkpoint, registry, selection
-from fedapp.engine import RunResult, run
-from fedapp.federation import Federation
+from fedapp import registry
+from fedapp.engines.local import RunResult, run
 from fedapp.method import Reply
 from fedapp.registry import ORDER
+from fedapp.transport import checkpoint, selection
+from fedapp.transport.client_manager import Federation
 from tests.handmade import deterministic
 
 METHODS = list(registry.discover())

@@ -13,16 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fedapp
-from clients.base import FedClient, Task
+from clients.base import FedClient
 from clients.cwfedavg import CwFedAvgClient, CwFedAvgHParams, classwise_names
-from fedapp import checkpoint, selection
 from fedapp.core.classwise import class_globals
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest
+from fedapp.learning.task import Task
+from fedapp.learning.training import Batch, TrainSpec
 from fedapp.method import Arrays, Payload, Reply, ServerContext, ServerState
 from fedapp.models import build_model
 from fedapp.registry import parse_args, resolve
-from fedapp.training import Batch, TrainSpec
+from fedapp.transport import checkpoint, selection
 from strategies.cwfedavg import METHOD, CwFedAvg
 from strategies.fedavg import METHOD as FEDAVG
 from tests import handmade
@@ -446,7 +447,7 @@ def test_the_state_survives_a_checkpoint(tmp_path: Path, clients: int, classes: 
 
 
 def test_what_is_common_is_encoded_once() -> None:
-    from fedapp.records import Encoder
+    from fedapp.transport.records import Encoder
 
     initial, replies = instance(10, 5, 4)
     server = strategy()

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from fedapp import deploycheck
 from fedapp.cli import app
-from fedapp.deploycheck import FAIL, OK, WARN, Finding
+from fedapp.engines import deploy_check as deploycheck
+from fedapp.engines.deploy_check import FAIL, OK, WARN, Finding
 from fedapp.errors import BadRequest
 from tests.deployment import free_port
 

@@ -18,7 +18,7 @@ from PIL import Image
 from typer.testing import CliRunner
 
 from fedapp.cli import app, main
-from fedapp.engine import run
+from fedapp.engines.local import run
 from fedapp.errors import BadRequest
 from tests.deployment import ROOT, Deployment, deployed, free_port, until
 
@@ -218,7 +218,7 @@ def test_bad_requests_are_found_before_anything_is_submitted(
 
 
 def test_nobody_there_is_a_bad_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedapp import deploy
+    from fedapp.engines import deploy
 
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
     with pytest.raises(BadRequest, match=r"config\.toml does not exist: write it with"):

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from fedapp.deploycheck import parsed
-from fedapp.nodes import Node
+from fedapp.engines.deploy_check import parsed
+from fedapp.tasks.node import Node
 from tests.deployment import COMPOSE, ROOT, image_env
 
 DOCKER = ROOT / "docker"

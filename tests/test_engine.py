@@ -14,13 +14,14 @@ import pytest
 import torch
 
 import fedapp
-from clients.base import FedClient, ModelSpec, Task
+from clients.base import FedClient
 from fedapp import registry
 from fedapp.data.transforms import InputSpec
-from fedapp.engine import RunResult, run
+from fedapp.engines.local import RunResult, run
 from fedapp.errors import BadRequest
+from fedapp.learning.state import ClientStore, read_safetensors
+from fedapp.learning.task import ModelSpec, Task
 from fedapp.models import SplitModel
-from fedapp.state import ClientStore, read_safetensors
 from strategies.fedavg import METHOD as FEDAVG
 
 Tiny = Callable[..., RunResult]
@@ -202,7 +203,7 @@ def test_a_nodes_context_holds_round_path_and_hash_of_its_state_and_no_more(tmp_
     from fedapp import server_app
     from fedapp.client_app import app as client_app
     from fedapp.config import from_flat, resolve
-    from fedapp.localgrid import LocalGrid
+    from fedapp.transport.local_grid import LocalGrid
 
     values = {
         "method": "lgfedavg",
@@ -226,12 +227,12 @@ def test_a_strategy_starts_in_anybodys_server_app() -> None:
     from flwr.app import Array, ArrayRecord, ConfigRecord
     from flwr.serverapp.strategy import Strategy
 
-    from fedapp import selection
     from fedapp.client_app import app as client_app
     from fedapp.config import from_flat, resolve
-    from fedapp.localgrid import LocalGrid
     from fedapp.method import BaseHParams
     from fedapp.models import build_model
+    from fedapp.transport import selection
+    from fedapp.transport.local_grid import LocalGrid
 
     flat = resolve(from_flat({"method": "fedavg", "clients": 3, "local-epochs": 1})).to_flat()
     model = build_model("digits-a", num_classes=10, channels=1, size=8, seed=0)

@@ -13,11 +13,12 @@ from torch.nn import functional as F
 
 from clients.base import FedClient
 from clients.fd import FDClient, FDHParams, distillation_loss
-from fedapp import checkpoint, tasks
 from fedapp import config as configuration
-from fedapp.engine import RunResult
+from fedapp.engines.local import RunResult
+from fedapp.learning.training import Batch
 from fedapp.method import Payload, Reply, ServerContext, ServerState
-from fedapp.training import Batch
+from fedapp.tasks import simulated as tasks
+from fedapp.transport import checkpoint
 from strategies.fd import FD, METHOD
 
 COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss", "train_loss"]

@@ -15,11 +15,11 @@ from torch.nn import functional as F
 
 import fedapp
 from clients.fedamp import FedAMPClient, FedAMPHParams
-from fedapp import checkpoint, selection
 from fedapp.data.transforms import normalise
+from fedapp.learning.state import ClientStore
+from fedapp.learning.training import Batch
 from fedapp.method import Arrays, Payload
-from fedapp.state import ClientStore
-from fedapp.training import Batch
+from fedapp.transport import checkpoint, selection
 from strategies.fedamp import METHOD, FedAMP, attention
 from tests.handmade import (
     DIGITS_BYTES,

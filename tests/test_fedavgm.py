@@ -15,7 +15,7 @@ from fedapp import run
 from fedapp.method import Arrays, Reply, ServerContext, ServerState
 from fedapp.models import MODEL_NAMES, build_model, check_model
 from fedapp.sampling import rng
-from fedapp.selection import float_buffers
+from fedapp.transport.selection import float_buffers
 from strategies.base import weighted_mean
 from strategies.fedavgm import METHOD, RUNNING_STATISTICS, FedAvgM, FedAvgMHParams
 

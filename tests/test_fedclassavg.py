@@ -12,15 +12,15 @@ import pytest
 import torch
 
 from clients import fedclassavg
-from clients.base import Task
 from clients.fedclassavg import FedClassAvgClient, FedClassAvgHParams
 from fedapp.data.transforms import InputSpec
-from fedapp.engine import RunResult
+from fedapp.engines.local import RunResult
+from fedapp.learning.state import ClientStore
+from fedapp.learning.task import Task
+from fedapp.learning.training import TrainSpec
 from fedapp.method import Arrays, Payload, Reply
 from fedapp.models import build_model
-from fedapp.selection import everything, extract
-from fedapp.state import ClientStore
-from fedapp.training import TrainSpec
+from fedapp.transport.selection import everything, extract
 from strategies.fedclassavg import METHOD, FedClassAvg
 
 INPUTS = InputSpec(1, 8, 16.0, (0.3,), (0.4,))

@@ -15,13 +15,14 @@ import pytest
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
-from fedapp import federation, server_app
+from fedapp import server_app
 from fedapp.client_app import app as client_app
 from fedapp.config import from_flat, resolve
 from fedapp.errors import BadRequest
-from fedapp.federation import Federation, RoundFailed, Settings
-from fedapp.localgrid import FIRST_NODE, LocalGrid
-from fedapp.records import INFO, METRICS
+from fedapp.transport import client_manager as federation
+from fedapp.transport.client_manager import Federation, RoundFailed, Settings
+from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
+from fedapp.transport.records import INFO, METRICS
 
 Change = Callable[[Message], Message | None]
 
@@ -146,7 +147,7 @@ def test_too_few_good_replies_end_the_run_truthfully(fault: str, tmp_path: Path)
 
 def test_a_dropped_reply_changes_nothing_but_its_own_weight(tmp_path: Path) -> None:
     """Averaging without client 1 equals averaging the two others."""
-    from fedapp.state import read_safetensors
+    from fedapp.learning.state import read_safetensors
 
     go(tmp_path, FAULTS["NaN"][0], least=0.6)
     got, _ = read_safetensors(tmp_path / "run" / "models" / "last.safetensors")

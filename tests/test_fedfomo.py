@@ -23,10 +23,10 @@ from clients.fedfomo import (
     value,
     wire_name,
 )
-from fedapp import checkpoint, selection
 from fedapp.data.transforms import normalise
+from fedapp.learning.state import ClientStore
 from fedapp.method import Arrays, Payload, ServerState
-from fedapp.state import ClientStore
+from fedapp.transport import checkpoint, selection
 from strategies import fedavg
 from strategies.fedfomo import METHOD, FedFomo
 from tests.handmade import (

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 import fedapp
-from clients.base import Task
 from clients.fedgh import FedGHClient, FedGHHParams
-from fedapp import checkpoint
 from fedapp.data.transforms import InputSpec
+from fedapp.learning.task import Task
+from fedapp.learning.training import TrainSpec
 from fedapp.method import Payload, Reply, ServerContext, ServerState
 from fedapp.models import build_model
-from fedapp.records import reject
-from fedapp.training import TrainSpec
+from fedapp.transport import checkpoint
+from fedapp.transport.records import reject
 from strategies.fedgh import METHOD, FedGH, LARs, batches, header_step
 from tests import handmade
 

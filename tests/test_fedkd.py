@@ -15,14 +15,15 @@ from torch.nn import functional as F
 
 from clients.fedkd import FedKDClient, FedKDHParams, mentor_mentee_losses
 from clients.mutual import build_small, prefixed, small_arrays, stripped
-from fedapp import checkpoint, tasks
 from fedapp import config as configuration
 from fedapp.core.lowrank import compress, rebuild
 from fedapp.data.transforms import normalise
-from fedapp.engine import RunResult
+from fedapp.engines.local import RunResult
+from fedapp.learning.state import ClientStore
+from fedapp.learning.training import epoch_batches
 from fedapp.method import Arrays, Payload, Reply, ServerContext, ServerState
-from fedapp.state import ClientStore
-from fedapp.training import epoch_batches
+from fedapp.tasks import simulated as tasks
+from fedapp.transport import checkpoint
 from strategies.fedkd import METHOD, FedKD, energy
 
 COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss"]

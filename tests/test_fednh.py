@@ -12,17 +12,17 @@ import pandas as pd
 import pytest
 import torch
 
-from clients.base import ModelSpec, Task
 from clients.fednh import COUNT, PROTO_SUM, FedNHClient, FedNHHParams, PrototypeModel
 from fedapp import run
 from fedapp.data.transforms import InputSpec, normalise
 from fedapp.errors import BadRequest
+from fedapp.learning.state import ClientStore
+from fedapp.learning.task import ModelSpec, Task
+from fedapp.learning.training import TrainSpec
 from fedapp.method import Arrays, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.registry import get
 from fedapp.sampling import rng
-from fedapp.selection import extract, shared_names
-from fedapp.state import ClientStore
-from fedapp.training import TrainSpec
+from fedapp.transport.selection import extract, shared_names
 from strategies.base import weighted_mean
 from strategies.fedavg import FedAvg
 from strategies.fednh import METHOD, FedNH, move_prototypes

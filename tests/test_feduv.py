@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clients.base import FedClient, Task
+from clients.base import FedClient
 from clients.feduv import FedUVClient, FedUVHParams, uniformity_loss, variance_loss
 from fedapp import run
 from fedapp.data.transforms import InputSpec, normalise
+from fedapp.learning.task import Task
+from fedapp.learning.training import Batch, TrainSpec
 from fedapp.method import Payload
 from fedapp.models import build_model
-from fedapp.selection import extract
-from fedapp.training import Batch, TrainSpec
+from fedapp.transport.selection import extract
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.feduv import METHOD
 

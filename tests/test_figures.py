@@ -14,14 +14,15 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from fedapp import analysis, checkpoint, figures
-from fedapp.analysis import RunData, Unavailable, read_comparison, read_run
 from fedapp.core.gaussian import linear_cka
 from fedapp.data.transforms import normalise
-from fedapp.engine import run
-from fedapp.figures import gallery, plots, style
+from fedapp.engines.local import run
+from fedapp.learning.state import ClientStore, read_head_norms
 from fedapp.models import build_model
-from fedapp.state import ClientStore, read_head_norms
+from fedapp.results import analysis, figures
+from fedapp.results.analysis import RunData, Unavailable, read_comparison, read_run
+from fedapp.results.figures import gallery, plots, style
+from fedapp.transport import checkpoint
 
 SMALL: dict[str, Any] = {"dataset": "digits", "clients": 4, "rounds": 3, "local_epochs": 1, "batch_size": 8}
 

@@ -15,13 +15,15 @@ from torch.nn import functional as F
 
 from clients.fml import FMLClient, FMLHParams, mutual_losses
 from clients.mutual import build_small, prefixed, small_arrays, stripped
-from fedapp import checkpoint, registry, tasks
 from fedapp import config as configuration
+from fedapp import registry
 from fedapp.data.transforms import normalise
-from fedapp.engine import RunResult
+from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest
+from fedapp.learning.training import epoch_batches
 from fedapp.method import Arrays, Payload, Reply, ServerContext, ServerState
-from fedapp.training import epoch_batches
+from fedapp.tasks import simulated as tasks
+from fedapp.transport import checkpoint
 from strategies.fml import FML, METHOD
 
 COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss"]

@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from fedapp import checkpoint, selection
-from fedapp.localgrid import LocalGrid
+from fedapp.learning.state import ClientStore, StateError
 from fedapp.method import Payload
 from fedapp.models import build_model
-from fedapp.records import Encoder, payload_of, reject, reply_content, reply_of
 from fedapp.sampling import rng, sample_clients, torch_generator
-from fedapp.state import ClientStore, StateError
+from fedapp.transport import checkpoint, selection
+from fedapp.transport.local_grid import LocalGrid
+from fedapp.transport.records import Encoder, payload_of, reject, reply_content, reply_of
 
 # ---- state -----------------------------------------------------------------------------------------------------------
 
@@ -68,7 +68,7 @@ def test_an_interrupted_write_leaves_the_old_state(tmp_path: Path, monkeypatch: 
         Path(str(args[1])).write_bytes(b"half")
         raise OSError("disk full")
 
-    monkeypatch.setattr("fedapp.state.save_file", broken)
+    monkeypatch.setattr("fedapp.learning.state.save_file", broken)
     with pytest.raises(OSError, match="disk full"):
         s.save(2, {"x": np.zeros(3)})
     assert [p.name for p in (tmp_path / "3").iterdir()] == ["aa.000001.safetensors"]

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedapp import checkpoint, graphs, process, registry, training
+from fedapp import graphs, process, registry
 from fedapp.config import from_flat
 from fedapp.data.transforms import InputSpec
-from fedapp.engine import run
+from fedapp.engines.local import run
 from fedapp.graphs import WARM_UP, Replayed
+from fedapp.learning import training
+from fedapp.learning.training import Batch, TrainSpec, train
 from fedapp.models import build_model
-from fedapp.training import Batch, TrainSpec, train
+from fedapp.transport import checkpoint
 from tests.handmade import deterministic
 from tests.recording import TapeRecorder
 

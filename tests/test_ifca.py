@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 import fedapp
 from clients.ifca import IFCAClient, IFCAHParams, choose, split_payload
-from fedapp import checkpoint, selection
 from fedapp.data.transforms import normalise
 from fedapp.errors import BadRequest
+from fedapp.learning.state import ClientStore
 from fedapp.method import Payload
-from fedapp.state import ClientStore
+from fedapp.transport import checkpoint, selection
 from strategies import fedavg
 from strategies.ifca import IFCA, METHOD
 from tests.handmade import (

@@ -13,13 +13,14 @@ import torch
 
 from clients.base import FedClient
 from clients.ktpfl import KTpFLClient, KTpFLHParams, distillation_loss
-from fedapp import checkpoint, tasks
 from fedapp import config as configuration
 from fedapp.data.transforms import normalise
-from fedapp.engine import RunResult, run
+from fedapp.engines.local import RunResult, run
 from fedapp.errors import BadRequest
-from fedapp.federation import RoundFailed
 from fedapp.method import ClientInfo, Payload, Reply, ServerContext, ServerState
+from fedapp.tasks import simulated as tasks
+from fedapp.transport import checkpoint
+from fedapp.transport.client_manager import RoundFailed
 from strategies.ktpfl import METHOD, KTpFL, gradient, mixing
 
 COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss", "train_loss"]

@@ -20,9 +20,9 @@ from typing import Any
 import psutil
 import pytest
 
-from fedapp import launch
+from fedapp.engines import superlink as launch
+from fedapp.engines.superlink import LaunchError, Outcome, RunHandle, Session
 from fedapp.errors import BadRequest
-from fedapp.launch import LaunchError, Outcome, RunHandle, Session
 
 PYPROJECT = """
 [project]
@@ -141,7 +141,7 @@ def wait_for(condition: Callable[[], Any], seconds: float) -> bool:
 def test_stage_holds_the_app_and_nothing_else(tmp_path: Path) -> None:
     app = launch.stage(tmp_path / "app")
     assert {path.name for path in app.iterdir()} == {"fedapp", "strategies", "clients", "pyproject.toml"}
-    source = Path(launch.__file__).parent
+    source = Path(launch.__file__).parents[1]
     assert (app / "fedapp" / "launch.py").read_bytes() == (source / "launch.py").read_bytes()
     staged = {path.relative_to(app / "fedapp") for path in (app / "fedapp").rglob("*.py")}
     assert staged == {path.relative_to(source) for path in source.rglob("*.py")}
@@ -585,7 +585,7 @@ def test_a_ray_that_died_is_started_again(session: Session, tmp_path: Path, comm
 SCRIPT = """
 import sys
 from pathlib import Path
-from fedapp.launch import Session
+from fedapp.engines.superlink import Session
 
 app, out, log = map(Path, sys.argv[1:])
 with Session(app=app, log=log) as session:
@@ -610,7 +610,7 @@ def interrupted(tmp_path: Path, number: signal.Signals) -> tuple[subprocess.Pope
         stderr=subprocess.PIPE,
         text=True,
         cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(Path(launch.__file__).parent.parent)},
+        env=os.environ | {"PYTHONPATH": str(Path(launch.__file__).parents[2])},
     )
     try:
         family = psutil.Process(process.pid)

@@ -9,10 +9,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fedapp import config, ledger, registry, reproduce
+from fedapp import config, registry
 from fedapp.errors import BadRequest
-from fedapp.ledger import CLAIMS, Evidence, Verdict
-from fedapp.studies import STUDIES, RunKey, keys_of, settings_of
+from fedapp.experiments import ledger, reproduce
+from fedapp.experiments.ledger import CLAIMS, Evidence, Verdict
+from fedapp.experiments.studies import STUDIES, RunKey, keys_of, settings_of
 
 
 def made(out: Path, study: str, variant: str, level: float, noise: float = 0.02, **summary: object) -> None:

@@ -13,12 +13,15 @@ import pytest
 import torch
 
 from clients.base import FedClient
-from fedapp import engine as engines
-from fedapp import launch, measure, registry, runner, tasks
+from fedapp import registry
 from fedapp.config import RunConfig
+from fedapp.engines import local as engines
+from fedapp.engines import measure, runner
+from fedapp.engines import superlink as launch
 from fedapp.errors import BadRequest
+from fedapp.learning.training import TrainReport
 from fedapp.method import Payload
-from fedapp.training import TrainReport
+from fedapp.tasks import simulated as tasks
 
 SMALL = {"clients": 6, "local-epochs": 1, "batch-size": 32, "alpha": 0.3, "partition": "dirichlet", "seed": 1}
 

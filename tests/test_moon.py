@@ -14,16 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from clients.base import FedClient, Task
+from clients.base import FedClient
 from clients.moon import MoonClient, MoonHParams
 from fedapp import run
 from fedapp.core.contrastive import moon_contrast
 from fedapp.data.transforms import InputSpec, normalise
+from fedapp.learning.state import ClientStore, read_safetensors
+from fedapp.learning.task import Task
+from fedapp.learning.training import Batch, TrainSpec
 from fedapp.method import Arrays, Payload
 from fedapp.models import SplitModel, build_model
-from fedapp.selection import extract
-from fedapp.state import ClientStore, read_safetensors
-from fedapp.training import Batch, TrainSpec
+from fedapp.transport.selection import extract
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.moon import METHOD
 

@@ -16,14 +16,18 @@ import torch
 from flwr.app import Context, Error, Message, RecordDict
 from PIL import Image
 
-from fedapp import deploy, nodes, registry, results, server_app, tasks
+from fedapp import registry, server_app
 from fedapp.client_app import app as client_app
 from fedapp.config import from_flat, resolve, write_toml
-from fedapp.engine import resumed, run
+from fedapp.engines import deploy
+from fedapp.engines.local import resumed, run
 from fedapp.errors import BadRequest
-from fedapp.localgrid import LocalGrid
-from fedapp.nodes import Node
-from fedapp.privacy import clip_update
+from fedapp.results import directory as results
+from fedapp.tasks import node as nodes
+from fedapp.tasks import simulated as tasks
+from fedapp.tasks.node import Node
+from fedapp.transport.clipping import clip_update
+from fedapp.transport.local_grid import LocalGrid
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "docker"))
 import sites

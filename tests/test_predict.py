@@ -11,13 +11,15 @@ import torch
 from PIL import Image
 from typer.testing import CliRunner
 
-from fedapp import predict, server_app, tasks
+from fedapp import server_app
 from fedapp.cli import app
 from fedapp.client_app import app as client_app
 from fedapp.config import from_flat, resolve
 from fedapp.errors import BadRequest
-from fedapp.evaluation import evaluate
-from fedapp.localgrid import LocalGrid
+from fedapp.learning.evaluation import evaluate
+from fedapp.results import predict
+from fedapp.tasks import simulated as tasks
+from fedapp.transport.local_grid import LocalGrid
 
 
 class Real(LocalGrid):
@@ -125,7 +127,7 @@ def test_what_is_no_model_or_no_picture(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_server_without_data_knows_no_normalisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedapp.state import read_safetensors, write_safetensors
+    from fedapp.learning.state import read_safetensors, write_safetensors
 
     trained(tmp_path, monkeypatch, method="fedavg")
     path = tmp_path / "run" / "models" / "last.safetensors"

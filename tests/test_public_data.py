@@ -12,11 +12,12 @@ import torch
 
 from clients.base import FedClient
 from fedapp import config as configuration
-from fedapp import registry, tasks
+from fedapp import registry
 from fedapp.config import RunConfig
 from fedapp.data import datasets, partitions
 from fedapp.errors import BadRequest
 from fedapp.method import NONE, Method
+from fedapp.tasks import simulated as tasks
 from strategies.base import FedStrategy
 
 WITH_PUBLIC = Method("with_public", "", "", FedStrategy, FedClient, shared=NONE, public_share=0.1)

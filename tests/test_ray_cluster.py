@@ -17,8 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
-from fedapp import launch, runner
-from fedapp.engine import run
+from fedapp.engines import runner
+from fedapp.engines import superlink as launch
+from fedapp.engines.local import run
 from tests.test_launch import make_toy, running
 from tests.test_simulation import SETTINGS, prepared, same
 

@@ -14,10 +14,14 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from fedapp import cli, compare, config, engine, launch, recipes, registry, tasks
+from fedapp import cli, config, registry
 from fedapp.data import datasets
 from fedapp.data.datasets import Dataset
+from fedapp.engines import local as engine
+from fedapp.engines import superlink as launch
 from fedapp.errors import BadRequest
+from fedapp.experiments import compare, recipes
+from fedapp.tasks import simulated as tasks
 
 ROOT = Path(__file__).parent.parent
 PAPERS = {

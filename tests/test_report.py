@@ -17,10 +17,11 @@ import pytest
 from threadpoolctl import threadpool_info, threadpool_limits
 from typer.testing import CliRunner
 
-from fedapp import cli, report
-from fedapp.analysis import read_comparison, read_run
-from fedapp.engine import run
+from fedapp import cli
+from fedapp.engines.local import run
 from fedapp.errors import BadRequest
+from fedapp.results import report
+from fedapp.results.analysis import read_comparison, read_run
 
 SMALL: dict[str, Any] = {"dataset": "digits", "clients": 3, "rounds": 2, "local_epochs": 1, "batch_size": 16}
 VOID = {"meta", "br", "hr", "img", "link", "input"}

@@ -11,14 +11,15 @@ import pandas as pd
 import pytest
 import torch
 
-from fedapp import checkpoint, server_app
+from fedapp import server_app
 from fedapp.client_app import app as client_app
 from fedapp.config import from_flat, resolve
-from fedapp.engine import RunResult, run
+from fedapp.engines.local import RunResult, run
 from fedapp.errors import BadRequest
-from fedapp.localgrid import LocalGrid
-from fedapp.results import RunDirectory
-from fedapp.state import ClientStore, read_safetensors
+from fedapp.learning.state import ClientStore, read_safetensors
+from fedapp.results.directory import RunDirectory
+from fedapp.transport import checkpoint
+from fedapp.transport.local_grid import LocalGrid
 
 Tiny = Callable[..., RunResult]
 
@@ -126,7 +127,7 @@ def test_a_table_that_a_kill_cut_off_does_not_stop_a_resume(damage: str, tmp_pat
 
 
 def test_a_later_fault_of_the_server_is_not_blamed_on_an_earlier_client(tmp_path: Path) -> None:
-    from fedapp.federation import RoundFailed
+    from fedapp.transport.client_manager import RoundFailed
     from tests.test_federation import FAULTS, Faulty
 
     values = {

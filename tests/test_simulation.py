@@ -15,10 +15,12 @@ import pandas as pd
 import psutil
 import pytest
 
-from fedapp import engine as engines
-from fedapp import launch, registry, runner
+from fedapp import registry
 from fedapp.config import RunConfig
-from fedapp.engine import run
+from fedapp.engines import local as engines
+from fedapp.engines import runner
+from fedapp.engines import superlink as launch
+from fedapp.engines.local import run
 
 ROOT = Path(__file__).parent.parent
 SETTINGS: dict[str, Any] = {

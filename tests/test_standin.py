@@ -15,9 +15,9 @@ import torch
 from torch.nn import functional as F
 
 from fedapp.data.transforms import AUGMENTATIONS, InputSpec
+from fedapp.learning.training import TrainSpec, train
 from fedapp.models import build_model
 from fedapp.process import hand_over
-from fedapp.training import TrainSpec, train
 from tests.standin import runs
 
 SETTINGS: dict[str, Any] = {

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedapp.data.transforms import InputSpec
-from fedapp.evaluation import evaluate
+from fedapp.learning.evaluation import evaluate
+from fedapp.learning.training import Batch, TrainSpec, batch_slices, train
 from fedapp.models import build_model
-from fedapp.training import Batch, TrainSpec, batch_slices, train
 
 INPUTS = InputSpec(channels=1, size=8, scale=16.0, mean=(0.305,), std=(0.376,))
 

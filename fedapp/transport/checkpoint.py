@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from fedapp.learning.state import StateError, read_safetensors, write_safetensors
 from fedapp.method import Arrays, ServerState
-from fedapp.state import StateError, read_safetensors, write_safetensors
 
 _FILE = re.compile(r"^round-(\d{6})\.safetensors$")
 

@@ -16,15 +16,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clients.base import FedClient, ModelSpec
-from fedapp import registry, selection
+from clients.base import FedClient
+from fedapp import registry
 from fedapp.config import RunConfig
 from fedapp.data import datasets
 from fedapp.data.transforms import InputSpec, normalise
 from fedapp.errors import BadRequest
+from fedapp.learning.state import StateError, read_safetensors, write_safetensors
+from fedapp.learning.task import ModelSpec
 from fedapp.method import Scalar
 from fedapp.models import SplitModel
-from fedapp.state import StateError, read_safetensors, write_safetensors
+from fedapp.transport import selection
 
 SCHEMA = 1
 

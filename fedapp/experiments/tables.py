@@ -21,9 +21,9 @@ from rich.table import Table
 from scipy import stats
 
 from fedapp import config as configuration
-from fedapp import engine as engines
+from fedapp.engines import local as engines
 from fedapp.errors import BadRequest
-from fedapp.jobs import Job
+from fedapp.experiments.jobs import Job
 
 PROTOCOLS = configuration.PROTOCOLS
 OWN = ("received", "trained")

@@ -21,7 +21,7 @@ from flwr.serverapp import Grid
 from fedapp import process
 from fedapp.errors import BadRequest
 from fedapp.method import ClientInfo, Method, Payload, Reply, Scalar
-from fedapp.records import Encoder, reject, reply_of
+from fedapp.transport.records import Encoder, reject, reply_of
 
 Event = Callable[[dict[str, Any]], None]
 

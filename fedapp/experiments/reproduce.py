@@ -14,16 +14,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fedapp import engine as engines
-from fedapp import tasks
-from fedapp.compare import pending_config
 from fedapp.config import RunConfig
-from fedapp.errors import BadRequest
-from fedapp.ledger import CLAIMS, Claim, Evidence, Missing, Run, Verdict, points, rounds_to
-from fedapp.pool import Ended, run_all
-from fedapp.results import check_writable
-from fedapp.studies import STUDIES, RunKey, Study, keys_of, settings_of
-from fedapp.text import between
+from fedapp.engines import local as engines
+from fedapp.engines.pool import Ended, run_all
+from fedapp.errors import BadRequest, between
+from fedapp.experiments.compare import pending_config
+from fedapp.experiments.ledger import CLAIMS, Claim, Evidence, Missing, Run, Verdict, points, rounds_to
+from fedapp.experiments.studies import STUDIES, RunKey, Study, keys_of, settings_of
+from fedapp.results.directory import check_writable
+from fedapp.tasks import simulated as tasks
 
 START, END = "<!-- ledger -->", "<!-- /ledger -->"
 
@@ -276,7 +275,7 @@ def seeds_text(values: Sequence[float | None]) -> str:
 
 def tasks_cores() -> int:
     """Cores that can be used here."""
-    from fedapp.launch import usable_cores
+    from fedapp.engines.superlink import usable_cores
 
     return usable_cores()
 
@@ -294,7 +293,7 @@ def processor() -> str:
 
 def versions_text() -> str:
     """Versions of what numbers depend on most."""
-    from fedapp.results import versions
+    from fedapp.results.directory import versions
 
     found = versions()
     return ", ".join(f"{p} {found[p]}" for p in ("flwr", "torch", "numpy"))

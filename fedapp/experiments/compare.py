@@ -32,15 +32,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from fedapp import config as configuration
-from fedapp import engine as engines
-from fedapp import launch, pool, registry, runner, tables, tasks
+from fedapp import registry
 from fedapp.config import RunConfig
 from fedapp.data.partitions import data_card
-from fedapp.errors import BadRequest
-from fedapp.jobs import Job, Variant
+from fedapp.engines import local as engines
+from fedapp.engines import pool, runner
+from fedapp.engines import superlink as launch
+from fedapp.errors import BadRequest, suggest
+from fedapp.experiments import tables
+from fedapp.experiments.jobs import Job, Variant
 from fedapp.models import head_width
-from fedapp.results import absolute, check_out, check_writable, new_folder
-from fedapp.text import suggest
+from fedapp.results.directory import absolute, check_out, check_writable, new_folder
+from fedapp.tasks import simulated as tasks
 
 OWN_SETTINGS = (
     "lr", "optimizer", "momentum", "weight-decay", "clip", "augment", "local-epochs", "batch-size", "model",
@@ -545,7 +548,7 @@ def _report(out: Path, finished: Sequence[Job]) -> None:
     if not finished:
         return
     try:
-        from fedapp import report
+        from fedapp.results import report
 
         report.write(out)
     except Exception as e:

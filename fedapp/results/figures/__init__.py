@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedapp.figures.gallery import Gallery, Missing, of_comparison, of_run
-from fedapp.figures.style import Drawing
+from fedapp.results.figures.gallery import Gallery, Missing, of_comparison, of_run
+from fedapp.results.figures.style import Drawing
 
 __all__ = ["Drawing", "Gallery", "Missing", "of_comparison", "of_run"]

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fedapp import config as configuration
-from fedapp import engine as engines
 from fedapp.config import RunConfig
-from fedapp.launch import usable_cores
+from fedapp.engines import local as engines
+from fedapp.engines.superlink import usable_cores
 
 
 @dataclass(frozen=True)

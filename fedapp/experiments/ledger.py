@@ -22,8 +22,8 @@ import pandas as pd
 from numpy.typing import NDArray
 from scipy import stats
 
-from fedapp import engine as engines
-from fedapp.studies import STUDIES, RunKey
+from fedapp.engines import local as engines
+from fedapp.experiments.studies import STUDIES, RunKey
 
 Outcome = Literal["holds", "does not hold", "not decided"]
 LEVEL = 0.05

@@ -29,17 +29,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from clients.base import ModelSpec
-from fedapp import checkpoint, selection, tasks
 from fedapp import config as configuration
 from fedapp.config import RunConfig
 from fedapp.data import partitions
 from fedapp.errors import BadRequest
-from fedapp.evaluation import batched
+from fedapp.learning.evaluation import batched
+from fedapp.learning.state import StateError, read_head_norms, read_safetensors
+from fedapp.learning.task import ModelSpec
 from fedapp.method import Arrays, Method
 from fedapp.models import SplitModel
-from fedapp.state import StateError, read_head_norms, read_safetensors
-from fedapp.tasks import FederatedData
+from fedapp.tasks import simulated as tasks
+from fedapp.tasks.simulated import FederatedData
+from fedapp.transport import checkpoint, selection
 
 Float64 = NDArray[np.float64]
 Int64 = NDArray[np.int64]

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from fedapp.figures.style import COLOURS, DASHES, HEAT, INK, LINE, MARKERS, MUTED, SPLIT, WIDTH, new, styled
+from fedapp.results.figures.style import COLOURS, DASHES, HEAT, INK, LINE, MARKERS, MUTED, SPLIT, WIDTH, new, styled
 
 Array = NDArray[Any]
 MAX_TICKS = 32

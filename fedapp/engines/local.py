@@ -11,10 +11,10 @@ from typing import Any
 import pandas as pd
 
 from fedapp import config as configuration
-from fedapp import tasks
 from fedapp.config import RunConfig
 from fedapp.errors import BadRequest
-from fedapp.results import absolute, check_out, new_folder, run_name
+from fedapp.results.directory import absolute, check_out, new_folder, run_name
+from fedapp.tasks import simulated as tasks
 
 DEFAULT_CLIENTS = 10
 Listener = Callable[[Mapping[str, Any]], None]
@@ -97,8 +97,8 @@ def resumed(out: Path, rounds: int | None = None) -> dict[str, Any]:
 def run_local(config: RunConfig, listener: Listener | None = None) -> RunResult:
     """Run a prepared configuration in this process, without Ray."""
     from fedapp.client_app import app as client_app
-    from fedapp.localgrid import LocalGrid
     from fedapp.server_app import serve
+    from fedapp.transport.local_grid import LocalGrid
 
     flat = config.to_flat()
     summary = serve(LocalGrid(client_app, flat, config.clients), flat, listener)

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from fedapp import config as configuration
-from fedapp.errors import BadRequest
-from fedapp.text import suggest
+from fedapp.errors import BadRequest, suggest
 
-FOLDER = Path(__file__).parent / "conf"
+FOLDER = Path(__file__).parents[1] / "conf"
 LIGHT = ("cnn-a", "cnn-b", "cnn-c", "cnn-d")
 """What larger architectures are replaced by when a recipe is scaled, in this order and over again."""
 SMALL = (*LIGHT, "moon", "digits-a", "digits-b", "digits-c")

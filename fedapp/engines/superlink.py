@@ -639,7 +639,7 @@ class Session:
     def _station_guard(self) -> None:
         """Start the small process that cleans up should this one be killed outright."""
         self._guard = subprocess.Popen(
-            [sys.executable, "-c", _GUARD, str(Path(__file__).parent.parent), self._mark, str(self.home)],
+            [sys.executable, "-c", _GUARD, str(Path(__file__).parents[2]), self._mark, str(self.home)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -907,7 +907,7 @@ os._exit(1)
 _GUARD = """\
 import sys
 sys.path.insert(0, sys.argv[1])
-from fedapp.launch import _watch_over
+from fedapp.engines.superlink import _watch_over
 _watch_over(sys.argv[2], sys.argv[3])
 """
 

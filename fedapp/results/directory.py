@@ -37,8 +37,8 @@ from filelock import FileLock, Timeout
 
 from fedapp.config import RunConfig, write_toml
 from fedapp.errors import BadRequest
-from fedapp.federation import Dropped
-from fedapp.metrics import tidy
+from fedapp.learning.metrics import tidy
+from fedapp.transport.client_manager import Dropped
 
 PACKAGES = ("fedapp", "flwr", "ray", "torch", "torchvision", "numpy", "pandas", "scikit-learn", "scipy")
 

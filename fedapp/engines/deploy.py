@@ -29,10 +29,10 @@ import tomli_w
 import typer
 
 from fedapp import config as configuration
-from fedapp import launch
 from fedapp.config import RunConfig
+from fedapp.engines import superlink as launch
 from fedapp.errors import BadRequest
-from fedapp.results import ANNOUNCED, absolute, cell, check_out, new_folder, run_name, write_json
+from fedapp.results.directory import ANNOUNCED, absolute, cell, check_out, new_folder, run_name, write_json
 
 LOST_AFTER = 30.0
 """Seconds without an answer from the SuperLink after which a run is given up as lost."""
@@ -217,7 +217,7 @@ def run(values: Mapping[str, Any], out: Path | None, superlink: str | None, dry_
     BadRequest : refused before anything was trained, here or by the server.
     KeyboardInterrupt : interrupted; the run was stopped.
     """
-    from fedapp.runner import Follower, print_summary, what_leaves
+    from fedapp.engines.runner import Follower, print_summary, what_leaves
 
     to = connection(superlink)
     resume = bool(values.get("resume", False))

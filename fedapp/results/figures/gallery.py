@@ -14,12 +14,12 @@ from typing import TypeVar
 import numpy as np
 import pandas as pd
 
-from fedapp import analysis
-from fedapp.analysis import Comparison, RunData, Unavailable
 from fedapp.core.classwise import norm_distribution
-from fedapp.figures import plots
-from fedapp.figures.plots import Array, Curve
-from fedapp.figures.style import Drawing
+from fedapp.results import analysis
+from fedapp.results.analysis import Comparison, RunData, Unavailable
+from fedapp.results.figures import plots
+from fedapp.results.figures.plots import Array, Curve
+from fedapp.results.figures.style import Drawing
 
 CAPTIONS = {
     "received": "as handed out, before local training",

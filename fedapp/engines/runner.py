@@ -14,16 +14,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from clients.base import FedClient, ModelSpec
+from clients.base import FedClient
 from fedapp import config as configuration
-from fedapp import engine as engines
-from fedapp import selection, tasks
 from fedapp.config import RunConfig
 from fedapp.data.partitions import data_card
+from fedapp.engines import local as engines
 from fedapp.errors import BadRequest
+from fedapp.learning.task import ModelSpec
+from fedapp.tasks import simulated as tasks
+from fedapp.transport import selection
 
 if TYPE_CHECKING:
-    from fedapp import launch
+    from fedapp.engines import superlink as launch
 
 TOLD_ONCE = ("waiting", "warning")
 
@@ -148,7 +150,7 @@ def run_and_report(
     dry_run: bool = False,
 ) -> int:
     """Run one configuration as a simulation and print how it went; returns the exit code."""
-    from fedapp import launch
+    from fedapp.engines import superlink as launch
 
     resources = None
     probe = configuration.from_flat({**values, "resume": False})
@@ -198,7 +200,8 @@ def proposed(configs: Sequence[RunConfig], cpus: int | None = None, gpus: float 
     configs : prepared configurations of runs that share their workers, one after the other.
     cpus, gpus : what is asked for; None = chosen.
     """
-    from fedapp import launch, measure
+    from fedapp.engines import measure
+    from fedapp.engines import superlink as launch
 
     clients = max(config.clients for config in configs)
     if cpus is not None or gpus is not None or launch.cluster_address():

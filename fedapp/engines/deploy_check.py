@@ -25,9 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from fedapp import config as configuration
-from fedapp import deploy, nodes, process
+from fedapp import process
 from fedapp.data.cache import cache_root
+from fedapp.engines import deploy
 from fedapp.errors import BadRequest
+from fedapp.tasks import node as nodes
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 FLOWER = (1, 41)

@@ -16,14 +16,16 @@ from typing import Any
 
 import torch
 
-from clients.base import FedClient, Task
-from fedapp import process, sampling, tasks
+from clients.base import FedClient
+from fedapp import process, sampling
 from fedapp.config import RunConfig
-from fedapp.evaluation import BATCH
+from fedapp.engines.superlink import Need, cuda_devices
 from fedapp.graphs import WARM_UP
-from fedapp.launch import Need, cuda_devices
+from fedapp.learning.evaluation import BATCH
+from fedapp.learning.task import Task
+from fedapp.learning.training import batch_slices
 from fedapp.method import ClientInfo, Method, Payload, ServerContext
-from fedapp.training import batch_slices
+from fedapp.tasks import simulated as tasks
 
 BUDGET_SECONDS = 2.0
 """No further client is begun after this; the first is measured however long it takes."""
@@ -40,7 +42,7 @@ def one_client(configs: Sequence[RunConfig]) -> Need:
 
     Parameters
     ----------
-    configs : prepared configurations (:func:`fedapp.engine.prepare`) of runs that share their workers.
+    configs : prepared configurations (:func:`fedapp.engines.local.prepare`) of runs that share their workers.
 
     Returns
     -------

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from clients.base import Task
 from fedapp import sampling
 from fedapp.config import DATASETS, RunConfig, resolve
 from fedapp.data import datasets, partitions
@@ -18,6 +17,7 @@ from fedapp.data.datasets import Dataset, UInt8
 from fedapp.data.partitions import Partition
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest
+from fedapp.learning.task import Task
 from fedapp.models import check_model
 
 

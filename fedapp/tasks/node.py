@@ -36,14 +36,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from clients.base import Task
-from fedapp import tasks
 from fedapp.config import RunConfig, resolve
 from fedapp.data import datasets, partitions
 from fedapp.data.transforms import InputSpec
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, suggest
+from fedapp.learning.task import Task
 from fedapp.models import MODEL_NAMES, check_model
-from fedapp.text import suggest
+from fedapp.tasks import simulated as tasks
 
 KEYS: dict[str, type] = {
     "client-id": int,

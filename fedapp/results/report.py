@@ -19,12 +19,13 @@ import numpy as np
 import pandas as pd
 from threadpoolctl import threadpool_limits
 
-from fedapp import analysis, figures, registry
 from fedapp import config as configuration
-from fedapp.analysis import Comparison, RunData
+from fedapp import registry
 from fedapp.errors import BadRequest
-from fedapp.figures import Drawing, Gallery
-from fedapp.figures.gallery import CAPTIONS, setting_text
+from fedapp.results import analysis, figures
+from fedapp.results.analysis import Comparison, RunData
+from fedapp.results.figures import Drawing, Gallery
+from fedapp.results.figures.gallery import CAPTIONS, setting_text
 
 PAGE = "report.html"
 MOST_ROWS = 400

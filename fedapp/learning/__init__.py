@@ -1,0 +1,1 @@
+"""How a client learns: its task, the training loop, evaluation, metrics, and the state it keeps between rounds."""

@@ -1,0 +1,1 @@
+"""Run directories: writing them, reading them, statistics, figures, reports, predictions."""
