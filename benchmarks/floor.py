@@ -43,9 +43,7 @@ def _work(flat: dict[str, Any], jobs: Any, done: Any) -> None:
     device = process.device()
     shape = {"num_classes": data.dataset.num_classes, "channels": data.inputs.channels, "size": data.inputs.size}
     while (job := jobs.get()) is not None:
-        client, graphs = job
-        chosen = config.replaced(cuda_graphs=graphs)
-        done.put(one_client(chosen, client, build_model(config.model, **shape, seed=0), device))
+        done.put(one_client(config, job, build_model(config.model, **shape, seed=0), device))
 
 
 class Floor:
@@ -77,11 +75,11 @@ class Floor:
         for worker in self.workers:
             worker.join(timeout=30)
 
-    def round(self, graphs: bool = False) -> float:
-        """Seconds until all clients are done; on a GPU with steps replayed from CUDA graphs, if asked for."""
+    def round(self) -> float:
+        """Seconds until all clients are done."""
         started = time.perf_counter()
         for client in self._order:
-            self._jobs.put((client, graphs))
+            self._jobs.put(client)
         left = len(self._order)
         while left:
             try:

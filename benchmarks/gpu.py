@@ -1,14 +1,13 @@
-"""Clients per second on a GPU, for 1, 2, 4 and 8 processes that share it, with steps run and steps replayed.
+"""Clients per second on a GPU, for 1, 2, 4 and 8 processes that share it.
 
 A client is that of the floor: FedAvg's gradient steps and evaluations in the setting of benchmark (a), with no
-federation around them. How many clients at a time pay, and whether CUDA graphs do, differs from one GPU to the next.
+federation around them. How many clients at a time pay differs from one GPU to the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from benchmarks.floor import Floor
@@ -24,35 +23,27 @@ class Shared:
 
     Attributes
     ----------
-    times : seconds of a round, `eager` and `graphs`.   clients : of a round.
+    times : seconds of a round, `round`.   clients : of a round.
     """
 
     workers: int
     clients: int
     times: Times
 
-    def per_second(self, name: str) -> float:
-        """Clients per second."""
-        return self.clients / self.times.median(name)
-
     @property
-    def gain(self) -> float:
-        """How many times faster graphs are."""
-        return self.times.ratio("eager", "graphs")
+    def per_second(self) -> float:
+        """Clients per second."""
+        return self.clients / self.times.median("round")
 
 
 def measure(
     folder: Path, data: Path | None, scale: Scale, workers: Sequence[int] = WORKERS, repeats: int = 5
 ) -> list[Shared]:
-    """Take turns between steps that are run and steps that are replayed, for each number of processes."""
+    """Time rounds for each number of processes."""
     data = data or random_images(folder / "data", scale.images)
     config = configuration(data, folder / "run", scale, method="fedavg")
     found = []
     for count in workers:
         with Floor(config, count) as floor:
-            rounds: dict[str, Callable[[], object]] = {
-                "eager": floor.round,
-                "graphs": partial(floor.round, graphs=True),
-            }
-            found.append(Shared(count, scale.clients, alternate(rounds, repeats)))
+            found.append(Shared(count, scale.clients, alternate({"round": floor.round}, repeats)))
     return found

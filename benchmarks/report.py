@@ -70,12 +70,8 @@ def round_figures(times: Times) -> dict[str, float]:
 
 
 def gpu_figures(found: list[Shared]) -> dict[str, float]:
-    """Clients per second, and what graphs gain, by processes on the GPU."""
-    figures: dict[str, float] = {}
-    for f in found:
-        figures |= {f"gpu_clients_per_second_{name}_{f.workers}": f.per_second(name) for name in f.times.seconds}
-        figures[f"gpu_graphs_vs_eager_{f.workers}"] = f.gain
-    return figures
+    """Clients per second by processes on the GPU."""
+    return {f"gpu_clients_per_second_{f.workers}": f.per_second for f in found}
 
 
 def server_figures(found: list[Found]) -> dict[str, float]:
@@ -165,14 +161,12 @@ def server_table(found: list[Found]) -> list[str]:
 def gpu_table(found: list[Shared]) -> list[str]:
     """Clients per second on a GPU."""
     lines = [
-        "| processes on the GPU | clients per second, steps run | steps replayed | replayed/run | min to max |",
-        "|---:|---:|---:|---:|---:|",
+        "| processes on the GPU | clients per second | min to max |",
+        "|---:|---:|---:|",
     ]
     for f in found:
-        lines.append(
-            f"| {f.workers} | {f.per_second('eager'):.2f} | {f.per_second('graphs'):.2f} | {f.gain:.2f} | "
-            f"{_spread(f.times.ratios('eager', 'graphs'))} |"
-        )
+        spread = sorted(f.clients / s for s in f.times.seconds["round"])
+        lines.append(f"| {f.workers} | {f.per_second:.2f} | {_spread(spread)} |")
     return lines
 
 

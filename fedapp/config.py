@@ -66,7 +66,6 @@ class RunConfig(BaseModel):
     clip: NonNegative | Auto = Field("auto", description="largest gradient norm, 0 = none")
     augment: Literal["auto", "none", "weak", "strong"] = Field("auto", description="augmentation of training images")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 = autocast in training and scoring")
-    cuda_graphs: bool = Field(False, description="on a GPU, replay training steps from CUDA graphs; else no effect")
     buffers: Literal["global", "local", "drop"] = Field("global", description="what happens to BatchNorm statistics")
     threads: int = Field(1, ge=1, le=1024, description="threads of each client; they decide the last bits")
     server_threads: int = Field(1, ge=1, le=1024, description="threads of the server's mathematics")
@@ -160,7 +159,6 @@ class RunConfig(BaseModel):
             clip=float(resolved.clip),
             augment=resolved.augment,
             precision=resolved.precision,
-            graphs=resolved.cuda_graphs,
         )
 
     def settings(self, simulation: bool) -> Settings:

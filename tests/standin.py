@@ -287,7 +287,7 @@ def augmentation(channels: int, size: int, kind: str) -> list[bool]:
 def runs() -> dict[str, dict[str, Any]]:
     """Return settings of runs by name: every method, and other settings that change what a client computes.
 
-    Left out is what has tests of its own or needs a real GPU: `precision` and `cuda-graphs`.
+    Left out is `precision`, which has tests of its own.
     """
     from fedapp import registry
 

@@ -81,7 +81,7 @@ def test_augmentation_never_waits(found: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", list(runs()))
 def test_images_stay_on_the_device(name: str, found: dict[str, Any]) -> None:
     """Images and labels of two training splits, two test splits and the union go there once, not once a round."""
-    assert found["runs"][name]["elsewhere"]["tasks.py:tensors"] == 10
+    assert found["runs"][name]["elsewhere"]["simulated.py:tensors"] == 10
 
 
 def test_an_evaluation_waits_as_often_with_any_number_of_images(found: dict[str, Any]) -> None:

@@ -89,6 +89,7 @@ def resumed(out: Path, rounds: int | None = None) -> dict[str, Any]:
     out = absolute(out)
     check_out(out, resume=True)
     values = configuration.read_toml(out / "config.toml")
+    values.pop("cuda-graphs", None)  # a key of version 0.1 that changed nothing but speed
     if rounds is not None:
         values["num-server-rounds"] = rounds
     return {**values, "resume": True, "out": str(out)}

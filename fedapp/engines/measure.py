@@ -20,7 +20,6 @@ from clients.base import FedClient
 from fedapp import process, sampling
 from fedapp.config import RunConfig
 from fedapp.engines.superlink import Need, cuda_devices
-from fedapp.graphs import WARM_UP
 from fedapp.learning.evaluation import BATCH
 from fedapp.learning.task import Task
 from fedapp.learning.training import batch_slices
@@ -61,7 +60,7 @@ def one_client(configs: Sequence[RunConfig]) -> Need:
 
 
 def _same_need(c: RunConfig) -> tuple[Any, ...]:
-    return c.dataset, c.data_dir, c.data_fraction, c.batch_size, c.precision, c.cuda_graphs, c.model
+    return c.dataset, c.data_dir, c.data_fraction, c.batch_size, c.precision, c.model
 
 
 def _measured(configs: Sequence[RunConfig]) -> Need:
@@ -124,9 +123,6 @@ def _round_seconds(config: RunConfig, client: int, device: torch.device) -> floa
     slices = batch_slices(task.num_samples, config.batch_size)
     trained: FedClient | None = None
     counts = [slices[min(steps, len(slices)) - 1].stop for steps in (1, STEPS)]
-    if config.cuda_graphs and device.type == "cuda":
-        # Batches of both sizes are recorded, which takes memory; the seconds are then those of steps that are not.
-        counts[1] = min(task.num_samples, (WARM_UP + 1) * (2 * config.batch_size + 1))
     for count in counts:
         if trained is not None and trained.report.seconds > BUDGET_SECONDS / STEPS:
             break

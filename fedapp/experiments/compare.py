@@ -47,7 +47,7 @@ from fedapp.tasks import simulated as tasks
 
 OWN_SETTINGS = (
     "lr", "optimizer", "momentum", "weight-decay", "clip", "augment", "local-epochs", "batch-size", "model",
-    "precision", "cuda-graphs", "buffers", "wire-dtype",
+    "precision", "buffers", "wire-dtype",
 )  # fmt: skip
 """Run-config keys that one method of a comparison may have for itself; all others are common to its runs."""
 DEFAULT_METHODS = "local,lgfedavg,fedclassavg"

@@ -6,7 +6,6 @@ operations; models and batches are channels_last. The result equals the plain ea
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from fedapp.data.transforms import InputSpec, augment, normalise
-from fedapp.graphs import CudaRecorder, Recorder, Replayed
 from fedapp.process import hand_over
 
 
@@ -30,7 +28,6 @@ class TrainSpec:
     batch_size : samples per step (near-equal batches, see `batch_slices`).
     lr : learning rate per step.   clip : largest gradient norm, 0 = none.
     precision : `fp32`, or `bf16` for autocast of the forward pass.
-    graphs : on a GPU, replay steps from CUDA graphs.
     """
 
     epochs: int = 1
@@ -42,7 +39,6 @@ class TrainSpec:
     clip: float = 0.0
     augment: str = "none"
     precision: str = "fp32"
-    graphs: bool = False
 
 
 @dataclass
@@ -97,20 +93,13 @@ def make_optimizer(
     parameters: Iterable[nn.Parameter],
     spec: TrainSpec,
     betas: tuple[float, float] = (0.9, 0.999),
-    *,
-    replayed: bool = False,
 ) -> torch.optim.Optimizer:
-    """Build a fresh optimizer; moments and momentum never survive a round.
-
-    `replayed` is for steps in CUDA graphs: Adam then counts its steps on the GPU, and corrects its bias in float32.
-    """
+    """Build a fresh optimizer; moments and momentum never survive a round."""
     parameters = list(parameters)
     if spec.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay)
     if spec.optimizer == "adam":
-        return torch.optim.Adam(
-            parameters, lr=spec.lr, betas=betas, weight_decay=spec.weight_decay, capturable=replayed
-        )
+        return torch.optim.Adam(parameters, lr=spec.lr, betas=betas, weight_decay=spec.weight_decay)
     raise ValueError(f"unknown optimizer '{spec.optimizer}': use sgd or adam")
 
 
@@ -163,21 +152,7 @@ def train(
         return report
     chosen = [p for p in (model.parameters() if parameters is None else parameters) if p.requires_grad]
     device = next(model.parameters()).device
-    recorder = recorder_for(device) if spec.graphs else None
-    optimizer = make_optimizer(chosen, spec, betas, replayed=recorder is not None)
-
-    def step(*tensors: Tensor) -> Tensor:
-        *pictures, labels, index = tensors
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=spec.precision == "bf16"):
-            loss = step_loss(Batch(pictures[0], labels, pictures, index))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()  # type: ignore[no-untyped-call]
-        if spec.clip > 0:
-            nn.utils.clip_grad_norm_(chosen, spec.clip)
-        optimizer.step()
-        return loss.detach()
-
-    replayed = None if recorder is None else Replayed(step, recorder)
+    optimizer = make_optimizer(chosen, spec, betas)
     total = torch.zeros((), device=device)
     started = time.perf_counter()
     model.train()
@@ -187,28 +162,26 @@ def train(
         for epoch in range(spec.epochs):
             for raw, labels, index in epoch_batches(x, y, spec.batch_size, generator):
                 pictures = _views(raw, inputs, spec.augment, generator, views)
-                total += (replayed or step)(*pictures, labels, index) * len(labels)
+                with torch.autocast(device.type, dtype=torch.bfloat16, enabled=spec.precision == "bf16"):
+                    loss = step_loss(Batch(pictures[0], labels, pictures, index))
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()  # type: ignore[no-untyped-call]
+                if spec.clip > 0:
+                    nn.utils.clip_grad_norm_(chosen, spec.clip)
+                optimizer.step()
+                # The sum stays on the device: reading a number here would make every step wait for it.
+                total += loss.detach() * len(labels)
                 report.steps += 1
                 report.samples += len(labels)
             if on_epoch is not None:
                 on_epoch(epoch)
-            if replayed is not None:
-                replayed.forget()
     report.loss = float(total) / report.samples
-    if replayed is not None:
-        optimizer.zero_grad(set_to_none=True)  # gradients lie in the memory of the graphs
     report.seconds = time.perf_counter() - started
     if not math.isfinite(report.loss):
         raise FloatingPointError(
             f"the training loss is {report.loss} after {report.steps} steps: lower lr (now {spec.lr}), or set clip"
         )
     return report
-
-
-@functools.cache
-def recorder_for(device: torch.device) -> Recorder | None:
-    """Return this process's recorder of training steps: None but for a GPU."""
-    return CudaRecorder() if device.type == "cuda" else None
 
 
 def _views(raw: Tensor, inputs: InputSpec, kind: str, generator: torch.Generator, views: int) -> list[Tensor]:
