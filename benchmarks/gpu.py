@@ -23,7 +23,7 @@ class Shared:
 
     Attributes
     ----------
-    times : seconds of a round, `round`.   clients : of a round.
+    times : seconds of a round, `server_round`.   clients : of a round.
     """
 
     workers: int

@@ -51,8 +51,8 @@ class Wiretap(LocalGrid):
         messages = list(messages)
         for message in messages:
             if message.metadata.message_type == "train":
-                round = int(message.metadata.group_id)
-                self.sent.setdefault(round, records.payload_of(message)[0].all())
+                server_round = int(message.metadata.group_id)
+                self.sent.setdefault(server_round, records.payload_of(message)[0].all())
         return super().push_messages(messages)
 
     def pull_messages(self, message_ids: Any) -> Any:

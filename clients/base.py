@@ -145,21 +145,21 @@ class FedClient(NumPyClient):
     # ---- one exchange --------------------------------------------------------------------------------------------
 
     def train_round(
-        self, payload: Payload, round: int, *, balanced: bool = False
+        self, payload: Payload, server_round: int, *, balanced: bool = False
     ) -> tuple[Arrays, int, dict[str, Any]]:
         """Evaluate what was received, train, evaluate what was trained, store the state, and reply.
 
         Parameters
         ----------
-        round : number of the round from 1.
+        server_round : number of the round from 1.
         balanced : measure the balanced score too.
 
         Returns
         -------
         The reply's arrays, n_k, and its metrics.
         """
-        self.round = round
-        self.restore(round, payload)
+        self.round = server_round
+        self.restore(server_round, payload)
         self.receive(payload)
         metrics: dict[str, Any] = {}
         if "received" in self.task.protocols:
@@ -176,17 +176,17 @@ class FedClient(NumPyClient):
         metrics["train-seconds"] = self.report.seconds
         metrics.update(self.reply_metrics())
         if self.store is not None:
-            self.store.save(round, self.state())
-            self.store.note_head_norms(round, self.model.head.weight.detach().double().norm(dim=1).cpu().numpy())
+            self.store.save(server_round, self.state())
+            self.store.note_head_norms(server_round, self.model.head.weight.detach().double().norm(dim=1).cpu().numpy())
         return arrays, self.task.num_samples, metrics
 
-    def evaluate_round(self, payload: Payload, round: int, *, balanced: bool = True) -> dict[str, Any]:
+    def evaluate_round(self, payload: Payload, server_round: int, *, balanced: bool = True) -> dict[str, Any]:
         """Score the model as last trained (`trained`), and as handed out now (`received`); nothing is stored.
 
         A client that never trained scores what it received under both names.
         """
-        self.round = round
-        self.restore(round, payload, always=True)
+        self.round = server_round
+        self.restore(server_round, payload, always=True)
         metrics: dict[str, Any] = {}
         trained = self._loaded is not None
         if trained and "trained" in self.task.protocols:
@@ -199,10 +199,10 @@ class FedClient(NumPyClient):
             metrics.update({k.replace("received", "trained"): v for k, v in received.items()})
         return metrics
 
-    def answer_query(self, kind: str, payload: Payload, round: int) -> tuple[Arrays, int, dict[str, Any]]:
+    def answer_query(self, kind: str, payload: Payload, server_round: int) -> tuple[Arrays, int, dict[str, Any]]:
         """Answer one `ask` of the server."""
-        self.round = round
-        self.restore(round, payload)
+        self.round = server_round
+        self.restore(server_round, payload)
         self.receive(payload)
         arrays, metrics = self.answer(kind, payload)
         return arrays, self.task.num_samples, metrics
@@ -235,12 +235,12 @@ class FedClient(NumPyClient):
         self.model.eval()
         return batched(self.model.represent, self.task.x_train if x is None else x, self.task.inputs)
 
-    def restore(self, round: int, payload: Payload, always: bool = False) -> None:
-        """Set up the model as this client left it before `round`; a new client gets its seeded initial model."""
+    def restore(self, server_round: int, payload: Payload, always: bool = False) -> None:
+        """Set up the model as this client left it before `server_round`; a new client gets its seeded initial model."""
         skeleton = _skeleton(type(self), self.task.spec(0), self.hparams)
         self._loaded = None
         if self.store is not None and (always or self.needs_state or not self._covered(skeleton, payload)):
-            self._loaded = self.store.load(round)
+            self._loaded = self.store.load(server_round)
         if self._loaded is None:
             if self._covered(skeleton, payload):
                 self.model = copy.deepcopy(skeleton)

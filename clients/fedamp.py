@@ -48,9 +48,9 @@ class FedAMPClient(FedClient):
     mix: list[Tensor]
     left: Arrays | None = None
 
-    def restore(self, round: int, payload: Payload, always: bool = False) -> None:
+    def restore(self, server_round: int, payload: Payload, always: bool = False) -> None:
         """Read the stored model also where training starts from it."""
-        super().restore(round, payload, always or self.hparams.start == "own")
+        super().restore(server_round, payload, always or self.hparams.start == "own")
 
     def receive(self, payload: Payload) -> None:
         """Take u_i over; set the own model aside where training starts from it."""

@@ -100,9 +100,9 @@ class FedProtoClient(ClassMeansClient):
     known: Tensor
     nearest: Scores | None = None
 
-    def restore(self, round: int, payload: Payload, always: bool = False) -> None:
+    def restore(self, server_round: int, payload: Payload, always: bool = False) -> None:
         """Restore the own model and take the prototypes (M, r) with their labels (M,)."""
-        super().restore(round, payload, always)
+        super().restore(server_round, payload, always)
         arrays = payload.all()
         labels = torch.from_numpy(arrays["labels"].astype(np.int64)).to(self.device)
         self.prototypes = torch.zeros(self.task.num_classes, self.model.width, device=self.device)

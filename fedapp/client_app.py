@@ -50,7 +50,7 @@ def handle(stage: str, message: Message, context: Context) -> Message:
     try:
         payload, control = payload_of(message)
         config = configuration.from_context(context.run_config)
-        round = int(control.get("round", 0))
+        server_round = int(control.get("round", 0))
         wire = config.wire_dtype
         client = build(context, config, control)
         info = {"client": client.task.client, "model": client.task.model}
@@ -62,20 +62,22 @@ def handle(stage: str, message: Message, context: Context) -> Message:
             facts["classes"] = "" if partitions else nodes.fingerprint(client.task.extras["classes"])
             return Message(reply_content({}, metrics, facts, wire), reply_to=message)
         if stage == "train":
-            arrays, count, metrics = client.train_round(payload, round, balanced=balanced)
-            _remember(context, client, round)
+            arrays, count, metrics = client.train_round(payload, server_round, balanced=balanced)
+            _remember(context, client, server_round)
             if control.get("deployed") and client.store is not None:
-                models.keep(client.store.folder / "personal.safetensors", client, config, round, payload.scalars)
+                models.keep(client.store.folder / "personal.safetensors", client, config, server_round, payload.scalars)
             if config.clip_update:
                 arrays, norm = clip_update(arrays, client.reference(payload), config.clip_update)
                 metrics["update-clipped"] = int(norm > config.clip_update)
         elif stage == "evaluate":
             arrays, count = {}, client.task.num_samples
-            metrics = client.evaluate_round(payload, round, balanced=balanced)
+            metrics = client.evaluate_round(payload, server_round, balanced=balanced)
             if control.get("deployed") and client.store is not None and payload.all():
-                models.keep(client.store.folder / "received.safetensors", client, config, round - 1, payload.scalars)
+                models.keep(
+                    client.store.folder / "received.safetensors", client, config, server_round - 1, payload.scalars
+                )
         else:
-            arrays, count, metrics = client.answer_query(stage.removeprefix("query."), payload, round)
+            arrays, count, metrics = client.answer_query(stage.removeprefix("query."), payload, server_round)
         metrics = {**metrics, "num-examples": count, "seconds": time.perf_counter() - started}
         return Message(reply_content(arrays, metrics, info, wire), reply_to=message)
     except Exception as e:
@@ -89,14 +91,14 @@ def handle(stage: str, message: Message, context: Context) -> Message:
         return Message(reply_content({}, {"num-examples": 0}, failed, "fp32"), reply_to=message)
 
 
-def _remember(context: Context, client: FedClient, round: int) -> None:
+def _remember(context: Context, client: FedClient, server_round: int) -> None:
     """Keep round, path and SHA-256 of the stored state's file in the node's context; the state itself lies on disk."""
     if client.store is None:
         return
-    path = client.store.folder / f"{client.store.run}.{round:06d}.safetensors"
+    path = client.store.folder / f"{client.store.run}.{server_round:06d}.safetensors"
     with path.open("rb") as f:
         digest = hashlib.file_digest(f, "sha256").hexdigest()
-    context.state["fedapp"] = ConfigRecord({"round": round, "path": str(path), "hash": digest})
+    context.state["fedapp"] = ConfigRecord({"round": server_round, "path": str(path), "hash": digest})
 
 
 @app.train()

@@ -137,10 +137,10 @@ class RunConfig(BaseModel):
         """The protocols that are measured."""
         return tuple(p.strip() for p in self.protocols.split(",") if p.strip())
 
-    def balanced_in(self, round: int) -> bool:
-        """Whether round `round` measures the balanced score."""
+    def balanced_in(self, server_round: int) -> bool:
+        """Whether round `server_round` measures the balanced score."""
         every = 1 if self.balanced_every == 0 and self.dataset == "digits" else self.balanced_every
-        return every > 0 and round % every == 0
+        return every > 0 and server_round % every == 0
 
     def method_and_hparams(self) -> tuple[Method, BaseHParams]:
         """Return the method that is run, and its hyperparameters."""

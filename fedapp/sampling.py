@@ -38,7 +38,7 @@ def torch_generator(seed: int, purpose: str, *numbers: int, device: torch.device
     return generator
 
 
-def sample_clients(seed: int, round: int, ids: Sequence[int], fraction: float) -> list[int]:
+def sample_clients(seed: int, server_round: int, ids: Sequence[int], fraction: float) -> list[int]:
     """Draw the participants of a round, uniformly without replacement.
 
     Parameters
@@ -54,5 +54,5 @@ def sample_clients(seed: int, round: int, ids: Sequence[int], fraction: float) -
     count = min(len(ordered), max(1, int(np.floor(fraction * len(ordered) + 0.5))))
     if count == len(ordered):
         return ordered
-    picked = rng(seed, "sampling", round).choice(len(ordered), size=count, replace=False)
+    picked = rng(seed, "sampling", server_round).choice(len(ordered), size=count, replace=False)
     return sorted(ordered[i] for i in picked)

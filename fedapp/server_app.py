@@ -221,7 +221,7 @@ class Run(Observer):
             done=self.done,
             state=self.state,
             observer=self,
-            control=lambda round: {"balanced": self.config.balanced_in(round)},
+            control=lambda server_round: {"balanced": self.config.balanced_in(server_round)},
             evaluate_every=self.config.evaluate_every,
         )
         return self._finish(state)
@@ -304,10 +304,10 @@ class Run(Observer):
 
     def trained(self, exchange: Exchange, state: ServerState) -> bool:
         """Write a round: tables, models, checkpoint; says whether to go on."""
-        config, traffic, round = self.config, exchange.traffic, exchange.round
+        config, traffic, server_round = self.config, exchange.traffic, exchange.round
         protocols = [p for p in config.measured if p != "global"]
         rows = {c: client_row(m, protocols) for c, m in sorted(exchange.metrics.items())}
-        row: dict[str, Any] = {"round": round, "clients": len(rows), **summarise(rows.values(), protocols)}
+        row: dict[str, Any] = {"round": server_round, "clients": len(rows), **summarise(rows.values(), protocols)}
         if self.method.global_model and "global" in config.measured:
             self._score_global(state)
             row["global_accuracy"] = self.global_scores.accuracy if self.global_scores else math.nan
@@ -319,7 +319,7 @@ class Run(Observer):
         row["train_seconds"] = mean(r["train_seconds"] for r in rows.values())
         self.directory.append("rounds.csv", row)
         for client, columns in rows.items():
-            self.directory.append("clients.csv", {"round": round, "client": client, **columns})
+            self.directory.append("clients.csv", {"round": server_round, "client": client, **columns})
         for dropped in traffic.dropped:
             self.directory.dropped(dropped)
         self.extra["dropped"] += len(traffic.dropped)
@@ -330,7 +330,7 @@ class Run(Observer):
             self.extra["best_loss"], self.extra["since"] = (None if math.isnan(loss) else loss), 0
         else:
             self.extra["since"] += 1
-        checkpoint.save(self.out / "checkpoint", round, self.strategy.state_dict(state), self.extra)
+        checkpoint.save(self.out / "checkpoint", server_round, self.strategy.state_dict(state), self.extra)
         self.tell({"kind": "round", "rounds": config.num_server_rounds, **row})
         return not self._patience_is_over()
 
@@ -347,10 +347,10 @@ class Run(Observer):
         arrays = self.strategy.global_arrays(state) or state.get("model")
         return dict(arrays) if isinstance(arrays, dict) and arrays else None
 
-    def evaluated_after(self, round: int) -> bool:
-        """Whether `evaluations.csv` holds the evaluation after `round`."""
+    def evaluated_after(self, server_round: int) -> bool:
+        """Whether `evaluations.csv` holds the evaluation after `server_round`."""
         rows = self.directory.table("evaluations.csv")
-        return bool(len(rows)) and round in set(rows["round"])
+        return bool(len(rows)) and server_round in set(rows["round"])
 
     def _models(self, state: ServerState, row: Mapping[str, Any]) -> None:
         """Keep the server's arrays of the last round, and the best ones that were scored.

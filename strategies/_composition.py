@@ -169,18 +169,18 @@ class PostHoc(FedStrategy):
         """Return the accuracy of the global model on the central test set, or None where there is none."""
         return self.context.score(self.global_arrays(state), self.repaired(state).scalars)
 
-    def send(self, state: ServerState, round: int, client: int) -> Payload:
+    def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         """Return the base's payload; once repaired, with the repair in the place of what was trained."""
-        payload, new = super().send(state, round, client), self.repaired(state)
+        payload, new = super().send(state, server_round, client), self.repaired(state)
         own = {n: a for n, a in payload.arrays.items() if n not in new.common}
         return Payload(own, {**payload.common, **new.common}, {**payload.scalars, **new.scalars})
 
     # Also where the base computes several payloads together: each must carry the repair.
     send_each = FedStrategy.send_each
 
-    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Do what the base does; training goes on from the trained model, not from a repaired one."""
-        return super().aggregate(self.untouched(state), round, replies)
+        return super().aggregate(self.untouched(state), server_round, replies)
 
     def finalize(self, state: ServerState, ask: Ask) -> ServerState:
         """Do what the base does; the repair starts here."""
@@ -204,10 +204,10 @@ class PostHoc(FedStrategy):
         return self.check_answer(_answered(reply, prefix), reply) if prefix else super().check(reply)
 
     def _evaluate(
-        self, federation: Federation, state: ServerState, round: int, kind: str, control: Mapping[str, Any]
+        self, federation: Federation, state: ServerState, server_round: int, kind: str, control: Mapping[str, Any]
     ) -> Exchange:
         """Keep the final `received` score: it stands for `global` where there is no central test set."""
-        exchange = super()._evaluate(federation, state, round, kind, control)
+        exchange = super()._evaluate(federation, state, server_round, kind, control)
         if kind == "final":
             self.received = mean_accuracy(exchange.metrics.values())
         return exchange

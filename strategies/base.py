@@ -59,8 +59,8 @@ class Observer:
     def evaluated(self, exchange: Exchange) -> None:
         """Record an exchange in which all clients were scored."""
 
-    def evaluated_after(self, round: int) -> bool:
-        """Whether the evaluation after `round` was recorded (a resumed run may have to make up for it)."""
+    def evaluated_after(self, server_round: int) -> bool:
+        """Whether the evaluation after `server_round` was recorded (a resumed run may have to make up for it)."""
         return False
 
     def asked(self, exchange: Exchange) -> None:
@@ -87,15 +87,15 @@ class FedStrategy(Strategy):
         self.context = context
         return {"model": dict(context.initial)}
 
-    def send(self, state: ServerState, round: int, client: int) -> Payload:
-        """Return what `client` gets in `round`: the shared arrays, the same for all."""
+    def send(self, state: ServerState, server_round: int, client: int) -> Payload:
+        """Return what `client` gets in `server_round`: the shared arrays, the same for all."""
         return Payload(common=state["model"])
 
-    def send_each(self, state: ServerState, round: int, clients: Iterable[int]) -> Iterator[tuple[int, Payload]]:
+    def send_each(self, state: ServerState, server_round: int, clients: Iterable[int]) -> Iterator[tuple[int, Payload]]:
         """Yield each client with what it gets; for methods whose payloads are cheaper to compute several at a time."""
-        return ((client, self.send(state, round, client)) for client in clients)
+        return ((client, self.send(state, server_round, client)) for client in clients)
 
-    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Average the shared arrays over the participants, weighted by n_k."""
         return {**state, "model": weighted_mean(replies, state["model"])}
 
@@ -141,7 +141,7 @@ class FedStrategy(Strategy):
         done: int = 0,
         state: ServerState | None = None,
         observer: Observer | None = None,
-        control: Callable[[int], Mapping[str, Any]] = lambda round: {},
+        control: Callable[[int], Mapping[str, Any]] = lambda server_round: {},
         evaluate_every: int = 0,
     ) -> ServerState:
         """Run rounds `done + 1 .. rounds`, finish, and score all clients once.
@@ -166,65 +166,65 @@ class FedStrategy(Strategy):
             and not observer.evaluated_after(done)
         ):
             observer.evaluated(self._evaluate(federation, state, done, "evaluate", control(done)))
-        for round in range(done + 1, rounds + 1):
+        for server_round in range(done + 1, rounds + 1):
             started = time.perf_counter()
             federation.greet()
-            ids = sample_clients(context.seed, round, list(federation.nodes), federation.settings.fraction)
-            state, exchange = self._train(federation, state, round, ids, control(round))
+            ids = sample_clients(context.seed, server_round, list(federation.nodes), federation.settings.fraction)
+            state, exchange = self._train(federation, state, server_round, ids, control(server_round))
             exchange.seconds = time.perf_counter() - started
             proceed = observer.trained(exchange, state)
-            if evaluate_every and round % evaluate_every == 0 and round < rounds:
-                observer.evaluated(self._evaluate(federation, state, round, "evaluate", control(round)))
+            if evaluate_every and server_round % evaluate_every == 0 and server_round < rounds:
+                observer.evaluated(self._evaluate(federation, state, server_round, "evaluate", control(server_round)))
             if not proceed:
-                rounds = round
+                rounds = server_round
                 break
         state = self.finalize(state, self._asker(federation, rounds, observer))
         observer.evaluated(self._evaluate(federation, state, rounds, "final", {"balanced": True}))
         return state
 
     def _train(
-        self, federation: Federation, state: ServerState, round: int, ids: list[int], control: Mapping[str, Any]
+        self, federation: Federation, state: ServerState, server_round: int, ids: list[int], control: Mapping[str, Any]
     ) -> tuple[ServerState, Exchange]:
-        exchange = Exchange("train", round)
+        exchange = Exchange("train", server_round)
         replies = federation.exchange(
             "train",
-            round,
-            self.send_each(state, round, ids),
+            server_round,
+            self.send_each(state, server_round, ids),
             self.expected(federation),
             self._check,
             exchange.traffic,
             control,
         )
-        state = self.aggregate(state, round, _recorded(replies, exchange))
+        state = self.aggregate(state, server_round, _recorded(replies, exchange))
         for _ in replies:
             raise RuntimeError(f"{type(self).__name__}.aggregate left replies unread")
-        federation.require(exchange.traffic, round)
+        federation.require(exchange.traffic, server_round)
         return state, exchange
 
     def _evaluate(
-        self, federation: Federation, state: ServerState, round: int, kind: str, control: Mapping[str, Any]
+        self, federation: Federation, state: ServerState, server_round: int, kind: str, control: Mapping[str, Any]
     ) -> Exchange:
-        """Score all clients after `round`: they take what is handed out next, and their state from that round."""
-        exchange = Exchange(kind, round)
-        payloads = self.send_each(state, round + 1, sorted(federation.nodes))
-        control = {**control, "round": round + 1}
-        replies = federation.exchange("evaluate", round, payloads, {}, _no_arrays, exchange.traffic, control)
+        """Score all clients after `server_round`, on what the server would send next and their own state."""
+        exchange = Exchange(kind, server_round)
+        payloads = self.send_each(state, server_round + 1, sorted(federation.nodes))
+        control = {**control, "round": server_round + 1}
+        replies = federation.exchange("evaluate", server_round, payloads, {}, _no_arrays, exchange.traffic, control)
         for _ in _recorded(replies, exchange):
             pass
         exchange.seconds = exchange.traffic.seconds
-        federation.require(exchange.traffic, round)
+        federation.require(exchange.traffic, server_round)
         return exchange
 
-    def _asker(self, federation: Federation, round: int, observer: Observer) -> Ask:
+    def _asker(self, federation: Federation, server_round: int, observer: Observer) -> Ask:
         def ask(kind: str, payload: Payload) -> Iterator[Reply]:
             stage = f"query.{kind}"
-            exchange = Exchange(stage, round)
+            exchange = Exchange(stage, server_round)
             payloads = ((c, payload) for c in sorted(federation.nodes))
-            control = {"round": round + 1}
-            replies = federation.exchange(stage, round, payloads, {}, self._check, exchange.traffic, control)
+            control = {"round": server_round + 1}
+            replies = federation.exchange(stage, server_round, payloads, {}, self._check, exchange.traffic, control)
             yield from _recorded(replies, exchange)
             exchange.seconds = exchange.traffic.seconds
-            federation.require(exchange.traffic, round)
+            federation.require(exchange.traffic, server_round)
             observer.asked(exchange)
 
         return ask

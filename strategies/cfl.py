@@ -91,11 +91,11 @@ class CFL(FedStrategy):
             "seen": {},
         }
 
-    def send(self, state: ServerState, round: int, client: int) -> Payload:
+    def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         """Return the model of the client's cluster, the same arrays for all its members."""
         return Payload(common=state["clusters"][self._cluster_of(state["members"], client)])
 
-    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Test every cluster, split where due, and average within the clusters that result."""
         got = {reply.client: reply for reply in replies}
         clusters, born, norms = dict(state["clusters"]), dict(state["born"]), state["norms"]
@@ -106,20 +106,22 @@ class CFL(FedStrategy):
             if client not in members[home]:
                 members[home] = sorted([*members[home], client])
             updates[client] = _difference(reply.arrays, clusters[home])
-            seen[client] = round
+            seen[client] = server_round
         for c in sorted(members):
-            if not all(i in updates and self._fresh(round, seen[i], born[c]) for i in members[c]):
+            if not all(i in updates and self._fresh(server_round, seen[i], born[c]) for i in members[c]):
                 continue
             inner = gram([updates[i] for i in members[c]])
-            norms = np.vstack([norms, [round, c, np.sqrt(max(inner.mean(), 0.0)), np.sqrt(inner.diagonal().max())]])
-            if len(members[c]) <= self.hparams.min_size or not self._due(norms, round, c, born[c]):
+            norms = np.vstack(
+                [norms, [server_round, c, np.sqrt(max(inner.mean(), 0.0)), np.sqrt(inner.diagonal().max())]]
+            )
+            if len(members[c]) <= self.hparams.min_size or not self._due(norms, server_round, c, born[c]):
                 continue
             cosine = cosine_from_gram(inner)
             side = bipartition(cosine)
             if np.sqrt((1.0 - cosine[np.ix_(side, ~side)].max()) / 2.0) < self.hparams.gamma:
                 continue
             new = max(clusters) + 1
-            clusters[new], born[new], born[c] = clusters[c], round, round
+            clusters[new], born[new], born[c] = clusters[c], server_round, server_round
             members[new] = [i for i, other in zip(members[c], side) if other]
             members[c] = [i for i, other in zip(members[c], side) if not other]
         for c in clusters:
@@ -127,7 +129,9 @@ class CFL(FedStrategy):
             if here:
                 weights = [float(r.num_samples) if self.hparams.weighting == "samples" else 1.0 for r in here]
                 clusters[c] = weighted_mean([{n: r.arrays[n] for n in clusters[c]} for r in here], weights)
-        kept = {i for c, m in members.items() for i in m if i in updates and self._fresh(round + 1, seen[i], born[c])}
+        kept = {
+            i for c, m in members.items() for i in m if i in updates and self._fresh(server_round + 1, seen[i], born[c])
+        }
         if all(i in got for m in members.values() for i in m):
             kept = set()  # everybody answers: the next test has its own updates
         return {
@@ -141,14 +145,14 @@ class CFL(FedStrategy):
 
     # ---- pieces --------------------------------------------------------------------------------------------------
 
-    def _fresh(self, round: int, seen: int, born: int) -> bool:
-        """Whether an update of round `seen` may be used in `round` for a cluster that was made after round `born`."""
-        return seen > born and (self.hparams.max_stale == 0 or round - seen <= self.hparams.max_stale)
+    def _fresh(self, server_round: int, seen: int, born: int) -> bool:
+        """Whether an update of round `seen` may be used in `server_round`, for a cluster made after round `born`."""
+        return seen > born and (self.hparams.max_stale == 0 or server_round - seen <= self.hparams.max_stale)
 
-    def _due(self, norms: NDArray[np.float64], round: int, cluster: int, born: int) -> bool:
+    def _due(self, norms: NDArray[np.float64], server_round: int, cluster: int, born: int) -> bool:
         """Whether a cluster is stationary and its members disagree."""
         own = norms[(norms[:, 1] == cluster) & (norms[:, 0] > born)][-self.hparams.smooth :]
-        if round <= self.hparams.start_round or len(own) < self.hparams.smooth:
+        if server_round <= self.hparams.start_round or len(own) < self.hparams.smooth:
             return False
         mean, longest = own[:, 2:].mean(axis=0)
         if self.hparams.thresholds == "absolute":

@@ -58,11 +58,11 @@ class CwFedAvg(FedStrategy):
     def _names(self) -> list[str]:
         return classwise_names(self.hparams.layers, list(self.context.initial))
 
-    def send(self, state: ServerState, round: int, client: int) -> Payload:
+    def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         """Return theta_i = (p~_i Q^T) Theta (line 6); what is the same for all travels as common arrays."""
-        return next(self.send_each(state, round, [client]))[1]
+        return next(self.send_each(state, server_round, [client]))[1]
 
-    def send_each(self, state: ServerState, round: int, clients: Iterable[int]) -> Iterator[tuple[int, Payload]]:
+    def send_each(self, state: ServerState, server_round: int, clients: Iterable[int]) -> Iterator[tuple[int, Payload]]:
         """Yield theta_i of every client; `TOGETHER` of them are rows of one product (P Q^T) Theta."""
         rows, even = _rows(state), np.full(self.context.num_classes, 1 / self.context.num_classes)
         queue = iter(clients)
@@ -93,7 +93,7 @@ class CwFedAvg(FedStrategy):
         p: Float64 = sent / sent.sum()
         return p
 
-    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Take p~ from the uploads and form Q over the clients that answered (lines 8 and 9)."""
         names, classes = self._names(), self.context.num_classes
         common, pt, uploads = RunningMean(), dict(state["pt"]), Uploads(classes)

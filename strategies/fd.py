@@ -36,7 +36,7 @@ class FD(FedStrategy):
         classes = context.num_classes
         return {"sums": np.zeros((classes, classes)), "owners": np.zeros(classes, np.int64), "owned": {}, "parts": {}}
 
-    def send(self, state: ServerState, round: int, client: int) -> Payload:
+    def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         """Return the targets for the client's labels, or for all labels if it has not answered yet."""
         sums, owners = state["sums"], state["owners"]
         if client in state["parts"] and not self.hparams.include_self:
@@ -62,7 +62,7 @@ class FD(FedStrategy):
             return "outputs are no probabilities: rows must not be negative and sum to 1"
         return None
 
-    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Sum what was sent per label; labels that nobody sent keep their sums."""
         classes = self.context.num_classes
         sums, owners = np.zeros((classes, classes)), np.zeros(classes, np.int64)

@@ -62,13 +62,13 @@ class FedAMP(FedStrategy):
         self.context = context
         return {"initial": dict(context.initial), "mixed": {}}
 
-    def send(self, state: ServerState, round: int, client: int) -> Payload:
+    def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         """Return u_i, or the initial model to a client that never took part."""
         if client in state["mixed"]:
             return Payload(arrays=state["mixed"][client])
         return Payload(common=state["initial"])
 
-    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Mix the participants' models: one m x m matrix, one product."""
         clients, models = [], []
         for reply in replies:

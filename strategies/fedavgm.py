@@ -58,7 +58,7 @@ class FedAvgM(FedStrategy):
         """Return w^0 and v = 0 (no array: it takes shape with the first update)."""
         return {**super().init(context), "velocity": {}}
 
-    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Average the replies, then take one step of momentum; without replies nothing moves."""
         mean = weighted_mean(replies, state["model"])
         model: Arrays = {}

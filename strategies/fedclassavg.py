@@ -21,17 +21,17 @@ from strategies.base import FedStrategy
 class FedClassAvg(FedStrategy):
     """The average of the participants' heads (or whole models), weighted by |D_k|."""
 
-    def send(self, state: ServerState, round: int, client: int) -> Payload:
+    def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         """Return C^t, the same for all."""
         return Payload(common=state["model"])
 
-    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Eq. 3 over the participants; nothing to average in the control without federation."""
         if self.hparams.share == "none":
             for _ in replies:
                 pass
             return state
-        return super().aggregate(state, round, replies)
+        return super().aggregate(state, server_round, replies)
 
 
 def _shared(hparams: FedClassAvgHParams) -> tuple[str, ...]:

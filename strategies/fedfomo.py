@@ -31,24 +31,24 @@ class FedFomo(FedStrategy):
         ids = np.array(context.ids(), dtype=np.int64)
         return {"initial": dict(context.initial), "models": {}, "ids": ids, "P": np.zeros((len(ids), len(ids)))}
 
-    def slots(self, state: ServerState, round: int, client: int) -> list[int]:
-        """Return whose models `client` gets in `round`, by slot: at most M clients, all different, never itself."""
+    def slots(self, state: ServerState, server_round: int, client: int) -> list[int]:
+        """Return whose models `client` gets, by slot: at most M different clients, never itself."""
         others = [n for n in sorted(state["models"]) if n != client]
-        rng = self.context.rng("fomo", round, client)
+        rng = self.context.rng("fomo", server_round, client)
         rng.shuffle(others)  # equal values are met in random order
         row = {int(n): float(p) for n, p in zip(state["ids"], self._row(state, client))}
         ranked = sorted(others, key=lambda n: -row.get(n, 0.0))
-        epsilon = self.hparams.epsilon * self.hparams.decay ** (round - 1)
+        epsilon = self.hparams.epsilon * self.hparams.decay ** (server_round - 1)
         chosen: list[int] = []
         while ranked and len(chosen) < self.hparams.models:
             explore = rng.random() < epsilon
             chosen.append(ranked.pop(int(rng.integers(len(ranked))) if explore else 0))
         return chosen
 
-    def send(self, state: ServerState, round: int, client: int) -> Payload:
+    def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         """Return the models of the chosen clients, and to a client that never took part the initial model."""
         common: Arrays = {} if client in state["models"] else dict(state["initial"])
-        for slot, other in enumerate(self.slots(state, round, client)):
+        for slot, other in enumerate(self.slots(state, server_round, client)):
             common.update({wire_name(slot, n): a for n, a in state["models"][other].items()})
         return Payload(common=common)
 
@@ -61,7 +61,7 @@ class FedFomo(FedStrategy):
             return "fomo-weights contains NaN or infinity"
         return None
 
-    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Keep the participants' models and add their weights, negative ones too, to P."""
         models, ids, table = dict(state["models"]), state["ids"], state["P"].copy()
         for reply in replies:
@@ -70,7 +70,9 @@ class FedFomo(FedStrategy):
                 ids = np.insert(ids, place, reply.client)
                 table = np.insert(np.insert(table, place, 0.0, axis=0), place, 0.0, axis=1)
             row = int(np.searchsorted(ids, reply.client))
-            for other, weight in zip(self.slots(state, round, reply.client), reply.metrics.get("fomo-weights", [])):
+            for other, weight in zip(
+                self.slots(state, server_round, reply.client), reply.metrics.get("fomo-weights", [])
+            ):
                 table[row, np.searchsorted(ids, other)] += weight
             models[reply.client] = {n: reply.arrays[n] for n in state["initial"]}
         return {**state, "models": models, "ids": ids, "P": table}

@@ -123,7 +123,7 @@ class FedGH(FedStrategy):
         lar, labels = reply.arrays.get("lar"), reply.arrays.get("labels")
         return problem_of(lar, labels, self.context.width, self.context.num_classes)
 
-    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Train theta on the LARs of the clients that answered (Algorithm 1, server); without LARs it stays."""
         hparams, theta = self.hparams, state["model"]
         answers = [reply for reply in replies if len(reply.arrays["labels"])]
@@ -134,7 +134,7 @@ class FedGH(FedStrategy):
         lr = 0.0 if hparams.mode == "frozen" else hparams.header_lr
         losses = []
         for epoch in range(hparams.header_epochs if lars else 0):
-            rng = self.context.rng("header", round, epoch) if hparams.order == "shuffled" else None
+            rng = self.context.rng("header", server_round, epoch) if hparams.order == "shuffled" else None
             for r, s in batches(lars, hparams.header_batch, rng):
                 losses.append(header_step(w, b, r, s, lr, hparams.header_clip))
         moved = np.sqrt(((w - theta["head.weight"]) ** 2).sum() + ((b - theta["head.bias"]) ** 2).sum())

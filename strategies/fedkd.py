@@ -38,19 +38,19 @@ class FedKD(FML):
         """Return the mentee with its initial values, version 0, which nobody holds yet."""
         return {**super().init(context), "update": {}, "version": 0, "holders": []}
 
-    def send(self, state: ServerState, round: int, client: int) -> Payload:
+    def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         """Return the last mean update to clients that hold what it was added to, the whole mentee to all others."""
         whole = client not in state["holders"]
         return Payload(
             common=state["small"] if whole else state["update"],
-            scalars={"whole": whole, "version": state["version"], "energy": energy(self.hparams, round - 1)},
+            scalars={"whole": whole, "version": state["version"], "energy": energy(self.hparams, server_round - 1)},
         )
 
     def check(self, reply: Reply) -> str | None:
         """Refuse what does not stand for an update of the mentee."""
         return problem_of(stripped(reply.arrays), self.shapes)
 
-    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Rebuild and average the updates, compress the mean, and move the mentee by what the clients will get."""
         mean, holders = RunningMean(), []
         for reply in replies:
@@ -59,7 +59,7 @@ class FedKD(FML):
                 holders.append(reply.client)
         if not mean.replies:
             return state
-        update = compress(mean.mean(), energy(self.hparams, round - 1))
+        update = compress(mean.mean(), energy(self.hparams, server_round - 1))
         step = rebuild(update, self.shapes)
         small = {name: array + step[name] for name, array in stripped(state["small"]).items()}
         return {

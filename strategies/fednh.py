@@ -33,7 +33,7 @@ SHORTEST = 1e-6
 class FedNH(FedStrategy):
     """Averages extractors, and moves prototypes towards the classes' mean directions."""
 
-    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Average theta and s, and move W; sums run as replies arrive."""
         model = state["model"]
         trained = [name for name in model if not name.startswith("head.")]

@@ -40,7 +40,7 @@ class FedProto(FedStrategy):
             "nearest": {},
         }
 
-    def send(self, state: ServerState, round: int, client: int) -> Payload:
+    def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         """Return the prototypes of the client's classes, or all for a client that has not answered yet."""
         known = state["known"]
         if self.hparams.down == "own" and client in state["owned"]:
@@ -60,7 +60,7 @@ class FedProto(FedStrategy):
             return "counts must be one positive whole number a class"
         return None
 
-    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Average class by class over the clients that sent it."""
         sums = np.zeros(state["protos"].shape)
         weights = np.zeros(len(sums))

@@ -48,7 +48,7 @@ class FML(FedStrategy):
         self.shapes = {name: array.shape for name, array in stripped(state["small"]).items()}
         return state
 
-    def send(self, state: ServerState, round: int, client: int) -> Payload:
+    def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         """Fork: return the small model, the same for all."""
         return Payload(common=state["small"])
 
@@ -63,7 +63,7 @@ class FML(FedStrategy):
                 return f"'{SMALL}{name}' is {array.dtype} {array.shape}, expected floating point {self.shapes[name]}"
         return None
 
-    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Merge: average the memes; without replies the small model stays."""
         mean = RunningMean()
         for reply in replies:

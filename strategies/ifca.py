@@ -44,7 +44,7 @@ class IFCA(FedStrategy):
         shared = {n: a for n, a in models[0].items() if not self._clustered(n)}
         return {"clusters": clusters, "shared": shared, "chosen": {}}
 
-    def send(self, state: ServerState, round: int, client: int) -> Payload:
+    def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         """Return all k models, the same for every client."""
         common: Arrays = dict(state["shared"])
         for c, model in state["clusters"].items():
@@ -58,7 +58,7 @@ class IFCA(FedStrategy):
             return f"ifca-cluster is {choice}, it must be one of 0 .. {self.hparams.clusters - 1}"
         return None
 
-    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Average each model over those that chose it, and what is shared over all participants."""
         means = {c: RunningMean() for c in state["clusters"]}
         over_all = RunningMean()

@@ -71,7 +71,7 @@ class KTpFL(FedStrategy):
         self.public = tuple(state["public"]) if state["public"] else None
         return super().load_state_dict(state, context)
 
-    def send(self, state: ServerState, round: int, client: int) -> Payload:
+    def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         """Return t_k, no rows in round 1; a client that the matrix does not know gets the plain mean."""
         ids, known = state["ids"], sorted(state["soft"])
         target = np.zeros((len(state["soft"][known[0]]) if known else 0, self.context.num_classes))
@@ -98,7 +98,7 @@ class KTpFL(FedStrategy):
             return f"another public set ({mine[1]} images) than the other clients have ({self.public[1]} images)"
         return None
 
-    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Take the new predictions and make one step on the coefficients of all clients that ever sent some."""
         soft: dict[int, Array] = dict(state["soft"])
         soft.update({r.client: r.arrays["soft"].astype(np.float32) for r in replies})

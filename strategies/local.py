@@ -17,11 +17,11 @@ class Standalone(FedStrategy):
         self.context = context
         return {}
 
-    def send(self, state: ServerState, round: int, client: int) -> Payload:
+    def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         """Return an empty payload: the client goes on with its own model."""
         return Payload()
 
-    def aggregate(self, state: ServerState, round: int, replies: Iterable[Reply]) -> ServerState:
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Read the replies for their metrics."""
         for _ in replies:
             pass

@@ -120,17 +120,19 @@ def federate(
         built: FedClient = method.client(task, method, hparams, stores.get(task.client))
         return built
 
-    for round in range(1, rounds + 1):
-        here = set(range(len(tasks)) if present is None else present(round))
+    for server_round in range(1, rounds + 1):
+        here = set(range(len(tasks)) if present is None else present(server_round))
         replies = []
         for task in tasks:
             if task.client in here:
-                sent = strategy.send(state, round, task.client)
-                arrays, n, metrics = client(task).train_round(Payload(arrays=sent.all(), scalars=sent.scalars), round)
+                sent = strategy.send(state, server_round, task.client)
+                arrays, n, metrics = client(task).train_round(
+                    Payload(arrays=sent.all(), scalars=sent.scalars), server_round
+                )
                 replies.append(Reply(task.client, n, arrays, metrics))
                 problem = strategy._check(replies[-1])
                 assert problem is None, problem
-        state = strategy.aggregate(state, round, iter(replies))
+        state = strategy.aggregate(state, server_round, iter(replies))
     scores = {}
     for task in tasks:
         sent = strategy.send(state, rounds + 1, task.client)

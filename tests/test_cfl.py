@@ -121,9 +121,9 @@ def rotating(scale: float, rounds: int, **values: Any) -> list[set[frozenset[int
     strategy = strategy_of(**values)
     state = strategy.init(context(point(0.0, 0.0), clients=6))
     seen = []
-    for round in range(1, rounds + 1):
+    for server_round in range(1, rounds + 1):
         replies = [moved(state, strategy, i, *(scale * np.array(d))) for i, d in enumerate(directions)]
-        state = strategy.aggregate(state, round, iter(replies))
+        state = strategy.aggregate(state, server_round, iter(replies))
         seen.append(groups(state))
     return seen
 
@@ -147,9 +147,9 @@ def test_updates_that_fade_do_not_split_a_cluster() -> None:
     strategy = strategy_of(r2=0.5)
     state = strategy.init(context(point(0.0, 0.0), clients=4))
     state = strategy.aggregate(state, 1, iter([moved(state, strategy, i, 4.0, 0.1 * i) for i in range(4)]))
-    for round in range(2, 6):
+    for server_round in range(2, 6):
         noise = [(1, 0), (-1, 0), (0, 1), (0, -1)]
-        state = strategy.aggregate(state, round, iter([moved(state, strategy, i, *noise[i]) for i in range(4)]))
+        state = strategy.aggregate(state, server_round, iter([moved(state, strategy, i, *noise[i]) for i in range(4)]))
     assert len(state["clusters"]) == 1
 
 
@@ -159,9 +159,11 @@ def test_norms_are_smoothed() -> None:
     def run(smooth: int) -> int:
         strategy = strategy_of(smooth=smooth, gamma=0.0, r1=0.4, r2=0.1)
         state = strategy.init(context(point(0.0, 0.0), clients=4))
-        for round in range(1, 4):
-            steps = [(1, 0), (1, 0), (1, 0.2), (1, 0)] if round != 3 else [(1, 0), (-1, 0), (0, 1), (0, -1)]
-            state = strategy.aggregate(state, round, iter([moved(state, strategy, i, *steps[i]) for i in range(4)]))
+        for server_round in range(1, 4):
+            steps = [(1, 0), (1, 0), (1, 0.2), (1, 0)] if server_round != 3 else [(1, 0), (-1, 0), (0, 1), (0, -1)]
+            state = strategy.aggregate(
+                state, server_round, iter([moved(state, strategy, i, *steps[i]) for i in range(4)])
+            )
         return len(state["clusters"])
 
     assert (run(1), run(3)) == (2, 1)
@@ -203,8 +205,8 @@ def test_a_cluster_without_participants_keeps_its_model() -> None:
 def test_updates_that_are_too_old_are_not_used(max_stale: int, tested: bool) -> None:
     strategy = strategy_of(max_stale=max_stale)
     state = strategy.init(context(point(0.0, 0.0), clients=4))
-    for round, here in ((1, (0, 2)), (2, (0,)), (3, (1, 3))):
-        state = strategy.aggregate(state, round, iter([moved(state, strategy, i, *STEPS[i]) for i in here]))
+    for server_round, here in ((1, (0, 2)), (2, (0,)), (3, (1, 3))):
+        state = strategy.aggregate(state, server_round, iter([moved(state, strategy, i, *STEPS[i]) for i in here]))
     assert (len(state["norms"]) == 1) is tested
 
 

@@ -117,8 +117,8 @@ def test_heads_only_methods_send_the_head_alone(tiny: Callable[..., RunResult]) 
 def test_averages_recompute_from_the_clients_rows(tiny: Callable[..., RunResult]) -> None:
     result = tiny(method="fedavg")
     for protocol in ("received", "trained"):
-        for round, rows in result.clients.groupby("round"):
-            row = result.rounds.set_index("round").loc[round]
+        for server_round, rows in result.clients.groupby("round"):
+            row = result.rounds.set_index("round").loc[server_round]
             accuracy = rows[f"{protocol}_correct"] / rows[f"{protocol}_total"]
             assert row[f"{protocol}_accuracy"] == pytest.approx(accuracy.mean(), abs=1e-12)
             assert row[f"{protocol}_accuracy_std"] == pytest.approx(accuracy.std(ddof=0), abs=1e-12)

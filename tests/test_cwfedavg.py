@@ -66,12 +66,12 @@ def toy_reply(i: int, **extra: np.ndarray) -> Reply:
 
 
 def toy(
-    *clients: int, state: ServerState | None = None, round: int = 1, **hparams: object
+    *clients: int, state: ServerState | None = None, server_round: int = 1, **hparams: object
 ) -> tuple[CwFedAvg, ServerState]:
     server = strategy(**hparams)
     ctx = context(toy_head(np.full((3, 2), 7.0), np.zeros(3)), 3)
     start = server.init(ctx) if state is None else server.load_state_dict(state, ctx)
-    return server, server.aggregate(start, round, iter([toy_reply(i) for i in clients]))
+    return server, server.aggregate(start, server_round, iter([toy_reply(i) for i in clients]))
 
 
 def flat(arrays: Arrays) -> np.ndarray:
@@ -107,7 +107,7 @@ def test_common_layers_are_fedavg() -> None:
 def test_partial_participation() -> None:
     """Round 2 sees clients 0 and 2; client 1 is blended with its stored distribution, a newcomer with 1/K."""
     _, first = toy(0, 1, 2)
-    server, state = toy(0, 2, state=first, round=2)
+    server, state = toy(0, 2, state=first, server_round=2)
     np.testing.assert_allclose(state["q"], [[0.862069, 0.714286, 0.384615], [0.137931, 0.285714, 0.615385]], **EXACT)
     theta = [flat(toy_head(W[i], B[i])) for i in (0, 2)]
     a = [[0.765441, 0.234559], [0.692044, 0.307956], [0.586396, 0.413604], [0.653657, 0.346343]]

@@ -241,8 +241,8 @@ def events(out: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
 
-def reached(out: Path, round: int) -> bool:
-    return any(e["kind"] == "round" and e["round"] == round for e in events(out))
+def reached(out: Path, server_round: int) -> bool:
+    return any(e["kind"] == "round" and e["round"] == server_round for e in events(out))
 
 
 @pytest.mark.slow

@@ -49,11 +49,11 @@ def test_patience_survives_a_resume(tiny: Tiny, tmp_path: Path) -> None:
 def test_models_last_and_best(tiny: Tiny) -> None:
     result = tiny(method="fedavg", rounds=4, lr=0.2)
     scores = result.rounds["global_accuracy"]
-    for name, round in (("last", 4), ("best", int(result.rounds["round"][scores.idxmax()]))):
+    for name, server_round in (("last", 4), ("best", int(result.rounds["round"][scores.idxmax()]))):
         arrays, header = read_safetensors(result.out / "models" / f"{name}.safetensors")
         assert "head.weight" in arrays and all(np.isfinite(a).all() for a in arrays.values())
         if name == "best":
-            assert header["round"] == round and header["global_accuracy"] == pytest.approx(scores.max())
+            assert header["round"] == server_round and header["global_accuracy"] == pytest.approx(scores.max())
 
 
 def test_evaluations_between_rounds_change_nothing_else(tiny: Tiny) -> None:
@@ -167,11 +167,11 @@ def test_fedavg_with_batchnorm_on_iid_data_learns_what_one_computer_learns(tmp_p
     from fedapp.method import BaseHParams, Payload
 
     payload = Payload()
-    for round in range(1, 7):
+    for server_round in range(1, 7):
         mean = RunningMean()
         for k in (0, 1):
             c = Normed(normed_task("global", k), FEDAVG, BaseHParams(), ClientStore(tmp_path / str(k), "fedavg", "aa"))
-            arrays, n, _ = c.train_round(payload, round)
+            arrays, n, _ = c.train_round(payload, server_round)
             mean.add(arrays, n)
         payload = Payload(arrays=mean.mean())
     metrics = c.evaluate_round(payload, 7, balanced=False)
@@ -180,8 +180,8 @@ def test_fedavg_with_batchnorm_on_iid_data_learns_what_one_computer_learns(tmp_p
     x, y = torch.cat([t.x_train for t in tasks]), torch.cat([t.y_train for t in tasks])
     task = replace(tasks[1], x_train=x, y_train=y)
     central = Normed(task, registry.get("local"), BaseHParams(), ClientStore(tmp_path / "c", "local", "aa"))
-    for round in range(1, 7):
-        _, _, scores = central.train_round(Payload(), round)
+    for server_round in range(1, 7):
+        _, _, scores = central.train_round(Payload(), server_round)
     one = scores["trained-correct"] / scores["trained-total"]
     assert together > one - 0.05 and one > 0.8
 

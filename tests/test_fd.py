@@ -95,7 +95,7 @@ def test_rounds_equal_loops_over_the_last_senders(include_self: bool, tmp_path: 
     rng = np.random.default_rng(7)
     server, state = strategy(classes=5, include_self=include_self, down="all")
     last: dict[int, dict[int, np.ndarray]] = {}
-    for round in range(1, 7):
+    for server_round in range(1, 7):
         replies, fresh = [], {}
         for client in sorted(rng.choice(6, 3, replace=False).tolist()):
             owned = sorted(rng.choice(4, rng.integers(1, 4), replace=False).tolist())
@@ -105,14 +105,14 @@ def test_rounds_equal_loops_over_the_last_senders(include_self: bool, tmp_path: 
                 fresh.setdefault(c, {})[client] = rows[c]
         last.update(fresh)
         kept = {k: v.copy() for k, v in state.items() if isinstance(v, np.ndarray)}
-        new = server.aggregate(state, round, iter(replies))
+        new = server.aggregate(state, server_round, iter(replies))
         assert all(np.array_equal(kept[k], state[k]) for k in kept), "the old state was changed"
-        checkpoint.save(tmp_path, round, new, {})
+        checkpoint.save(tmp_path, server_round, new, {})
         found = checkpoint.latest(tmp_path)
         assert found is not None
         state = found[1]
         for client in range(7):
-            got = rows_of(server.send(state, round + 1, client))
+            got = rows_of(server.send(state, server_round + 1, client))
             expected = {}
             for label, senders in last.items():
                 others = [v for k, v in senders.items() if include_self or k != client]

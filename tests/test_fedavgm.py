@@ -69,9 +69,9 @@ def test_equals_torch_sgd_on_the_pseudo_gradient(hparams: dict[str, Any]) -> Non
     sgd = torch.optim.SGD(
         weights.values(), lr=fed.hparams.server_lr, momentum=fed.hparams.momentum, nesterov=fed.hparams.nesterov
     )
-    for round in range(1, 6):
-        models = random_models(10 + round)
-        state = fed.aggregate(state, round, replies(models))
+    for server_round in range(1, 6):
+        models = random_models(10 + server_round)
+        state = fed.aggregate(state, server_round, replies(models))
         for name, w in weights.items():
             mean = np.average([m[name].astype(np.float64) for m in models], axis=0, weights=N)
             w.grad = w.detach() - torch.from_numpy(mean)
@@ -93,10 +93,10 @@ def test_dampened_form_is_a_moving_average_of_updates() -> None:
 @pytest.mark.parametrize("hparams", [{"momentum": 0.0}, {"momentum": 0.0, "nesterov": True}])
 def test_without_momentum_it_is_fedavg_bit_for_bit(hparams: dict[str, Any]) -> None:
     fed, state = strategy(random_models(5, count=1)[0], **hparams)
-    for round in range(1, 4):
-        models = random_models(20 + round)
+    for server_round in range(1, 4):
+        models = random_models(20 + server_round)
         expected = weighted_mean(replies(models), models[0])
-        state = fed.aggregate(state, round, replies(models))
+        state = fed.aggregate(state, server_round, replies(models))
         for name in expected:
             assert np.array_equal(state["model"][name], expected[name])
             assert state["model"][name].dtype == np.float32
@@ -130,9 +130,9 @@ def test_running_statistics_are_plain_averages() -> None:
     names = ("features.norm.weight", "features.norm.running_mean", "features.norm.running_var")
     initial = {n: np.full(3, 1.0, dtype=np.float32) for n in names}
     fed, state = strategy(initial, momentum=0.9)
-    for round, value in enumerate((0.4, 0.1, 0.02), start=1):
+    for server_round, value in enumerate((0.4, 0.1, 0.02), start=1):
         models = [{n: np.full(3, value * k, dtype=np.float32) for n in names} for k in (0.5, 1.0, 2.0)]
-        state = fed.aggregate(state, round, replies(models))
+        state = fed.aggregate(state, server_round, replies(models))
         expected = weighted_mean(replies(models), initial)
         for name in names[1:]:
             assert np.array_equal(state["model"][name], expected[name])

@@ -67,13 +67,13 @@ def test_the_warm_up_comes_once_and_leaves_its_trunk_only(tmp_path: Path, warmup
     assert warmups == [2]
     assert all(np.array_equal(now[n], head().common[n]) for n in ("head.weight", "head.bias")), "its head is discarded"
     assert any(not np.array_equal(now[n], cold[n]) for n in cold if n.startswith("features."))
-    for round in (1, 2, 3):
-        client(tmp_path / "w", warmup_epochs=2).train_round(head(), round)
+    for server_round in (1, 2, 3):
+        client(tmp_path / "w", warmup_epochs=2).train_round(head(), server_round)
     assert warmups == [2, 2], "once more for round 1, and never again"
 
 
 def test_a_client_that_never_trained_is_scored_after_one_and_the_same_warm_up(tmp_path: Path) -> None:
-    early, late = (client(tmp_path, warmup_epochs=1).evaluate_round(head(), round) for round in (3, 6))
+    early, late = (client(tmp_path, warmup_epochs=1).evaluate_round(head(), server_round) for server_round in (3, 6))
     assert early == late
 
 
@@ -81,13 +81,13 @@ def test_where_the_whole_model_is_handed_out_there_is_no_warm_up(tmp_path: Path,
     replies = {}
     for epochs in (0, 1):
         folder = tmp_path / str(epochs)
-        for round in (1, 2):
+        for server_round in (1, 2):
             c = client(folder, share="all", warmup_epochs=epochs)
-            replies[epochs, round], _, _ = c.train_round(whole(), round)
+            replies[epochs, server_round], _, _ = c.train_round(whole(), server_round)
         c.evaluate_round(whole(), 3)
     assert warmups == [], "it would be trained every round and overwritten"
-    for round in (1, 2):
-        assert all(np.array_equal(a, replies[1, round][n]) for n, a in replies[0, round].items())
+    for server_round in (1, 2):
+        assert all(np.array_equal(a, replies[1, server_round][n]) for n, a in replies[0, server_round].items())
 
 
 def test_without_its_terms_it_is_lg_fedavg(tiny: Callable[..., RunResult]) -> None:

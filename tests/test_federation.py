@@ -124,8 +124,8 @@ def test_a_fault_is_named_and_the_round_goes_on(fault: str, tmp_path: Path) -> N
     assert summary["ok"] and summary["dropped"] == 2
     rows = (tmp_path / "run" / "dropped.csv").read_text().splitlines()
     assert len(rows) == 3
-    for line, round in zip(rows[1:], (1, 2), strict=True):
-        assert line.startswith(f"{round},1,train,") and reason in line.replace('"', "")
+    for line, server_round in zip(rows[1:], (1, 2), strict=True):
+        assert line.startswith(f"{server_round},1,train,") and reason in line.replace('"', "")
     clients = (tmp_path / "run" / "clients.csv").read_text()
     assert "\n1,0," in clients and "\n1,1," not in clients and "\n1,2," in clients
 
@@ -355,8 +355,8 @@ class SideBySide(LocalGrid):
             self.began.append((meta.message_type, meta.group_id, meta.src_node_id - FIRST_NODE))
         return replies
 
-    def of(self, kind: str, round: int) -> list[int]:
-        return [client for k, r, client in self.began if (k, r) == (kind, str(round))]
+    def of(self, kind: str, server_round: int) -> list[int]:
+        return [client for k, r, client in self.began if (k, r) == (kind, str(server_round))]
 
 
 UNEQUAL = {
@@ -389,8 +389,8 @@ def test_the_largest_clients_begin_first_and_no_number_changes(
     assert unequal(plain, LocalGrid).one_at_a_time
     grid = unequal(sorted_, SideBySide)
     size = sizes(sorted_)
-    for round in (1, 2):
-        began = grid.of("train", round)
+    for server_round in (1, 2):
+        began = grid.of("train", server_round)
         assert sorted(began) == list(range(8))
         by_size = sorted(range(8) if held > 1 << 20 else range(5, 8), key=lambda c: -size[c])
         assert [size[c] for c in began if c in by_size[-3:]] == [size[c] for c in by_size[-3:]]

@@ -243,14 +243,14 @@ def test_the_most_useful_models_are_sent_not_the_least() -> None:
 def test_exploration_reaches_everybody_and_fades() -> None:
     table = np.zeros((6, 6))
     table[0] = [0, 50, 40, 1, 1, 1]
-    for epsilon, decay, round, greedy in ((1.0, 1.0, 2, False), (1.0, 0.5, 60, True), (0.0, 1.0, 2, True)):
+    for epsilon, decay, server_round, greedy in ((1.0, 1.0, 2, False), (1.0, 0.5, 60, True), (0.0, 1.0, 2, True)):
         strategy = strategy_of(models=2, epsilon=epsilon, decay=decay)
         seen: Counter[int] = Counter()
         for seed in range(60):
             ctx = context(point(9.0, 9.0), clients=6, seed=seed)
             state = trained_state(strategy, 6, table)
             strategy.context = ctx
-            seen.update(strategy.slots(state, round, 0))
+            seen.update(strategy.slots(state, server_round, 0))
         assert (set(seen) == {1, 2}) is greedy
         if not greedy:
             assert set(seen) == {1, 2, 3, 4, 5} and max(seen.values()) < 3 * min(seen.values())
@@ -270,11 +270,11 @@ def test_without_any_experience_choices_differ_between_clients_and_rounds_but_re
 def test_weights_go_to_the_clients_that_sat_in_the_slots() -> None:
     strategy = strategy_of(models=3)
     state = trained_state(strategy, 6)
-    for round in (2, 3):
-        slots = {c: strategy.slots(state, round, c) for c in (1, 4)}
+    for server_round in (2, 3):
+        slots = {c: strategy.slots(state, server_round, c) for c in (1, 4)}
         values = {1: [0.5, -2.0, 0.25], 4: [1.0, 2.0, -3.0]}
         replies = [reply(c, 10, point(-c, -c), fomo_weights=values[c]) for c in (1, 4)]
-        after = strategy.aggregate(state, round, iter(replies))
+        after = strategy.aggregate(state, server_round, iter(replies))
         expected = state["P"].copy()
         for c, chosen in slots.items():
             for other, v in zip(chosen, values[c]):

@@ -197,13 +197,13 @@ def test_a_huge_lar_moves_the_header_by_no_more_than_the_clip() -> None:
 
 
 def test_the_shuffle_is_a_function_of_seed_and_round() -> None:
-    def run(seed: int, round: int) -> np.ndarray:
+    def run(seed: int, server_round: int) -> np.ndarray:
         server = strategy(header_lr=0.5)
         many = [reply(i, [[1.0 + i, -i], [i, 0.5]], [i % 3, (i + 1) % 3]) for i in range(6)]
-        return head(server.aggregate(server.init(context(seed=seed)), round, iter(many)))[0]
+        return head(server.aggregate(server.init(context(seed=seed)), server_round, iter(many)))[0]
 
     assert np.array_equal(run(1, 1), run(1, 1))
-    assert len({run(seed, round).tobytes() for seed in (1, 2) for round in (1, 2, 3)}) == 6
+    assert len({run(seed, server_round).tobytes() for seed in (1, 2) for server_round in (1, 2, 3)}) == 6
 
 
 def test_arrival_is_noted_where_replies_come_in() -> None:

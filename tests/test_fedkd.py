@@ -50,8 +50,8 @@ def client(k: int, folder: Path, model: str = "digits-a", **hparams: Any) -> Fed
     return FedKDClient(tasks.task_of(config, k, 4, torch.device("cpu")), METHOD, FedKDHParams(**hparams), store)
 
 
-def train(made: FedKDClient, payload: Payload, round: int) -> Reply:
-    arrays, n, metrics = made.train_round(payload, round)
+def train(made: FedKDClient, payload: Payload, server_round: int) -> Reply:
+    arrays, n, metrics = made.train_round(payload, server_round)
     return Reply(made.task.client, n, arrays, metrics)
 
 
@@ -127,30 +127,32 @@ def test_server_and_clients_hold_the_same_mentee(tmp_path: Path) -> None:
     """Bit for bit over rounds with changing participants, and every update is what the definition says."""
     server, state = strategy()
     trained: dict[int, Arrays] = {}
-    for round, ids in enumerate(([0, 1, 2], [0, 1], [0, 2], [1, 2, 3]), start=1):
+    for server_round, ids in enumerate(([0, 1, 2], [0, 1], [0, 2], [1, 2, 3]), start=1):
         replies = []
         for k in ids:
-            payload = server.send(state, round, k)
+            payload = server.send(state, server_round, k)
             made = client(k, tmp_path, model="digits-a" if k % 2 else "digits-b")
-            reply = train(made, payload, round)
+            reply = train(made, payload, server_round)
             assert server.check(reply) is None
             held, sent = made.base(), stripped(state["small"])
-            assert all(np.array_equal(held[n], sent[n]) for n in sent), f"client {k} in round {round}"
+            assert all(np.array_equal(held[n], sent[n]) for n in sent), f"client {k} in round {server_round}"
             trained[k] = small_arrays(made.small)
             exact = {n: trained[k][n] - held[n] for n in held}
             kept = rebuild(stripped(reply.arrays), server.shapes)
             for n in exact:
                 lost = np.square(kept[n] - exact[n]).sum()
-                assert lost <= (1 - energy(server.hparams, round - 1)) * np.square(exact[n]).sum() * 1.001 + 1e-12
+                assert (
+                    lost <= (1 - energy(server.hparams, server_round - 1)) * np.square(exact[n]).sum() * 1.001 + 1e-12
+                )
             replies.append(reply)
         mean = {
             n: np.mean([rebuild(stripped(r.arrays), server.shapes)[n] for r in replies], axis=0) for n in server.shapes
         }
-        new = server.aggregate(state, round, iter(replies))
-        expected = rebuild(compress(mean, energy(server.hparams, round - 1)), server.shapes)
+        new = server.aggregate(state, server_round, iter(replies))
+        expected = rebuild(compress(mean, energy(server.hparams, server_round - 1)), server.shapes)
         for n, before in stripped(state["small"]).items():
             np.testing.assert_allclose(stripped(new["small"])[n] - before, expected[n], atol=1e-4)
-        assert new["holders"] == ids and new["version"] == round
+        assert new["holders"] == ids and new["version"] == server_round
         state = new
 
 

@@ -166,8 +166,8 @@ def test_prototypes_keep_length_one_over_many_rounds_and_the_old_state_is_not_wr
     fed, state = strategy(rho=0.3)
     first = {n: a.copy() for n, a in state["model"].items()}
     kept = state
-    for round in range(1, 8):
-        state = fed.aggregate(state, round, [random_reply(k, [2, 1, 3, 0, 1], round) for k in range(3)])
+    for server_round in range(1, 8):
+        state = fed.aggregate(state, server_round, [random_reply(k, [2, 1, 3, 0, 1], server_round) for k in range(3)])
         np.testing.assert_allclose(np.linalg.norm(state["model"]["head.weight"], axis=1), 1, atol=1e-6)
         assert not state["model"]["head.bias"].any()
     assert all(np.array_equal(kept["model"][n], first[n]) for n in first)

@@ -86,7 +86,7 @@ def test_rounds_equal_a_loop_over_classes_and_clients(average: str) -> None:
     rng = np.random.default_rng(4)
     server, state = strategy(width=3, classes=6, average=average)
     expected: dict[int, np.ndarray] = {}
-    for round in range(1, 5):
+    for server_round in range(1, 5):
         replies = []
         for client in sorted(rng.choice(7, 3, replace=False).tolist()):
             owned = sorted(rng.choice(5, rng.integers(1, 4), replace=False).tolist())
@@ -102,7 +102,7 @@ def test_rounds_equal_a_loop_over_classes_and_clients(average: str) -> None:
             if mine:
                 expected[label] = sum(v * n for v, n in mine) / sum(n for _, n in mine)
         before = {k: v.copy() for k, v in state.items() if isinstance(v, np.ndarray)}
-        new = server.aggregate(state, round, iter(replies))
+        new = server.aggregate(state, server_round, iter(replies))
         assert all(np.array_equal(before[k], state[k]) for k in before), "the old state was changed"
         state = new
         assert set(np.flatnonzero(state["known"])) == set(expected)

@@ -76,8 +76,8 @@ def test_a_moved_run_directory_is_read_where_it_lies(cw: RunData, tmp_path: Path
     shutil.copytree(cw.path, moved)
     here, there = analysis.client_arrays(cw), analysis.client_arrays(read_run(moved))
     assert here.keys() == there.keys()
-    for client, (round, arrays) in here.items():
-        assert there[client][0] == round == 3
+    for client, (server_round, arrays) in here.items():
+        assert there[client][0] == server_round == 3
         np.testing.assert_array_equal(there[client][1]["model/head.weight"], arrays["model/head.weight"])
 
 

@@ -31,8 +31,8 @@ def store(folder: Path, run: str = "aa", method: str = "m", warm: bool = False) 
 def test_state_survives_and_rolls_back(tmp_path: Path) -> None:
     s = store(tmp_path)
     assert s.load(before=1) is None
-    for round in (1, 2, 5):
-        s.save(round, {"x": np.full(3, round, np.float32), "n": np.array(7), "empty": np.zeros((0, 4))})
+    for server_round in (1, 2, 5):
+        s.save(server_round, {"x": np.full(3, server_round, np.float32), "n": np.array(7), "empty": np.zeros((0, 4))})
     newest = s.load(before=6)
     assert newest is not None and newest.round == 5 and newest.arrays["x"][0] == 5
     assert newest.arrays["n"].shape == () and newest.arrays["empty"].shape == (0, 4)
@@ -107,8 +107,8 @@ def test_any_state_survives_a_checkpoint(state: dict[str, object]) -> None:
 
 def test_checkpoints_keep_two_and_pass_over_a_damaged_one(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) is None
-    for round in (1, 2, 3):
-        checkpoint.save(tmp_path, round, {"w": np.full(2, round)}, {"best": None})
+    for server_round in (1, 2, 3):
+        checkpoint.save(tmp_path, server_round, {"w": np.full(2, server_round)}, {"best": None})
     assert len(list(tmp_path.iterdir())) == 2
     (tmp_path / "round-000003.safetensors").write_bytes(b"damaged")
     found = checkpoint.latest(tmp_path)
@@ -235,18 +235,18 @@ def test_draws_are_functions_of_their_names() -> None:
 
 
 @given(st.integers(1, 200), st.floats(0.01, 1.0), st.integers(1, 50))
-def test_participants(total: int, fraction: float, round: int) -> None:
+def test_participants(total: int, fraction: float, server_round: int) -> None:
     ids = list(range(100, 100 + total))
-    chosen = sample_clients(3, round, ids[::-1], fraction)
+    chosen = sample_clients(3, server_round, ids[::-1], fraction)
     assert chosen == sorted(set(chosen)) and set(chosen) <= set(ids)
     assert len(chosen) == max(1, int(fraction * total + 0.5))
-    assert chosen == sample_clients(3, round, ids, fraction)
+    assert chosen == sample_clients(3, server_round, ids, fraction)
 
 
 def test_every_client_is_drawn_about_equally_often() -> None:
     counts = np.zeros(20)
-    for round in range(1, 2001):
-        for c in sample_clients(0, round, range(20), 0.25):
+    for server_round in range(1, 2001):
+        for c in sample_clients(0, server_round, range(20), 0.25):
             counts[c] += 1
     expected = 2000 * 0.25
     chi2 = float(((counts - expected) ** 2 / (expected * 0.75)).sum())

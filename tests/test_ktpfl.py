@@ -81,8 +81,8 @@ def test_worked_softmax_and_five_large_steps() -> None:
     state = server.aggregate(state, 1, iter(replies()))
     np.testing.assert_allclose(state["c"][0], [0.337097, 0.331304, 0.331599], atol=1e-6)
     server, state = strategy(lr_c=1.0)
-    for round in range(1, 6):
-        state = server.aggregate(state, round, iter(replies()))
+    for server_round in range(1, 6):
+        state = server.aggregate(state, server_round, iter(replies()))
     np.testing.assert_allclose(state["c"][0], [0.505519, 0.236219, 0.247307], atol=1e-6)
 
 
@@ -114,8 +114,8 @@ def test_the_gradient_is_that_of_the_objective(rho: float) -> None:
 def test_rows_sum_to_one_where_asked() -> None:
     for coefficients in ("rows", "softmax"):
         server, state = strategy(coefficients=coefficients, lr_c=1.0)
-        for round in range(3):
-            state = server.aggregate(state, round, iter(replies()))
+        for server_round in range(3):
+            state = server.aggregate(state, server_round, iter(replies()))
         np.testing.assert_allclose(state["c"].sum(axis=1), 1, atol=1e-12)
         np.testing.assert_allclose(server.send(state, 2, 1).arrays["target"].sum(axis=1), 1, atol=1e-6)
 
@@ -134,8 +134,8 @@ def test_equal_clients_stay_equal_and_nothing_is_changed_in_place() -> None:
 def test_like_clients_listen_to_each_other() -> None:
     server, state = strategy(clients=4, lr_c=1.0)
     pair = np.stack([WORKED[0], WORKED[0], WORKED[2], WORKED[2]])
-    for round in range(20):
-        state = server.aggregate(state, round, iter(replies(pair)))
+    for server_round in range(20):
+        state = server.aggregate(state, server_round, iter(replies(pair)))
     assert state["c"][0, 1] > 2 * state["c"][0, 2]
     assert state["c"][3, 2] > 2 * state["c"][3, 1]
 
@@ -283,8 +283,8 @@ def test_frozen_batch_norm_keeps_its_statistics() -> None:
 
 def test_epochs_can_grow() -> None:
     made = client(epochs="growing")
-    for round, epochs in ((1, 1), (7, 7), (20, 20), (40, 20)):
-        made.round = round
+    for server_round, epochs in ((1, 1), (7, 7), (20, 20), (40, 20)):
+        made.round = server_round
         assert made.train_spec().epochs == epochs
     assert client().train_spec().epochs == 2
 

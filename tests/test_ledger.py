@@ -31,8 +31,8 @@ def made(out: Path, study: str, variant: str, level: float, noise: float = 0.02,
         (folder / "summary.json").write_text(json.dumps({"ok": True, "seconds": 60.0, **facts, **summary}))
 
 
-def claim(id: str) -> ledger.Claim:
-    return next(c for c in CLAIMS if c.id == id)
+def claim(name: str) -> ledger.Claim:
+    return next(c for c in CLAIMS if c.id == name)
 
 
 @pytest.mark.parametrize(

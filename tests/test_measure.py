@@ -99,7 +99,7 @@ def test_seconds_are_those_of_all_samples_and_epochs(monkeypatch: pytest.MonkeyP
     """A clock that ticks 10 ms a sample: the few that were tried stand for all."""
     tried: list[int] = []
 
-    def train_round(self: FedClient, payload: Payload, round: int) -> None:
+    def train_round(self: FedClient, payload: Payload, server_round: int) -> None:
         tried.append(self.task.num_samples)
         self.report = TrainReport(1.0, 1, tried[-1], 0.01 * tried[-1])
 

@@ -157,10 +157,10 @@ def test_where_previous_and_received_are_one_model_the_gradient_is_cross_entropy
 
 
 @pytest.mark.parametrize("round", [1, 7])
-def test_first_participation_is_fedavgs_training_bit_for_bit(tmp_path: Path, round: int) -> None:
+def test_first_participation_is_fedavgs_training_bit_for_bit(tmp_path: Path, server_round: int) -> None:
     plain = FedClient(task(), FEDAVG, FEDAVG.hparams(), None)
-    expected, _, expected_metrics = plain.train_round(payload(1), round)
-    arrays, _, metrics = client(tmp_path, mu=5.0).train_round(payload(1), round)
+    expected, _, expected_metrics = plain.train_round(payload(1), server_round)
+    arrays, _, metrics = client(tmp_path, mu=5.0).train_round(payload(1), server_round)
     assert same(arrays, expected)
     assert metrics["train-loss"] == expected_metrics["train-loss"]
 

@@ -274,8 +274,8 @@ THREE = {71: share(0), 12: share(1), 55: share(2)}
 
 
 def test_a_node_that_goes_is_dropped_and_goes_on_with_its_own_model(tmp_path: Path) -> None:
-    def script(grid: Nodes, round: int) -> None:
-        grid.offline = {12} if round == 2 else set()
+    def script(grid: Nodes, server_round: int) -> None:
+        grid.offline = {12} if server_round == 2 else set()
 
     summary, grid, _ = start(tmp_path, THREE, script)
     assert summary["ok"] and summary["dropped"] == 1
@@ -287,8 +287,8 @@ def test_a_node_that_goes_is_dropped_and_goes_on_with_its_own_model(tmp_path: Pa
 
 
 def test_a_node_may_come_back_under_another_id(tmp_path: Path) -> None:
-    def script(grid: Nodes, round: int) -> None:
-        if round == 2:
+    def script(grid: Nodes, server_round: int) -> None:
+        if server_round == 2:
             grid.offline = {12}
             grid.join(99, share(1))
 
@@ -301,8 +301,8 @@ def test_a_node_may_come_back_under_another_id(tmp_path: Path) -> None:
 
 
 def test_a_late_node_joins_and_one_that_cannot_is_left_out(tmp_path: Path) -> None:
-    def script(grid: Nodes, round: int) -> None:
-        if round == 1:
+    def script(grid: Nodes, server_round: int) -> None:
+        if server_round == 1:
             grid.join(13, share(2))
             grid.join(14, {"client-id": 9})  # no data
             grid.join(15, share(0))  # an id that is taken
@@ -343,7 +343,7 @@ def test_too_few_nodes_are_too_few(tmp_path: Path) -> None:
 
 
 def test_other_architectures_join_only_where_the_method_allows_it(tmp_path: Path) -> None:
-    def script(grid: Nodes, round: int) -> None:
+    def script(grid: Nodes, server_round: int) -> None:
         grid.join(30, share(2, model="digits-b"))
 
     configs = {71: share(0, model="digits-a"), 12: share(1, model="digits-a")}
@@ -494,9 +494,9 @@ def test_a_bad_end_is_told_too(tmp_path: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("method", sorted(registry.discover()))
 def test_every_method_takes_a_late_client_and_loses_one(method: str, tmp_path: Path) -> None:
-    def script(grid: Nodes, round: int) -> None:
-        grid.offline = {71} if round == 3 else set()
-        if round == 1:
+    def script(grid: Nodes, server_round: int) -> None:
+        grid.offline = {71} if server_round == 3 else set()
+        if server_round == 1:
             grid.join(55, share(2))
 
     values = {"num-server-rounds": 4, "local-epochs": 1, "batch-size": 64, "public-data": "0.05"}

@@ -51,9 +51,9 @@ def test_other_data_than_before_are_refused(tiny: Tiny) -> None:
 
 def test_two_runs_in_one_state_folder_do_not_delete_each_others_states(tmp_path: Path) -> None:
     one, two = (ClientStore(tmp_path / "0", "m", token) for token in ("aa", "bb"))
-    for round in (1, 2, 3):
-        one.save(round, {"x": np.ones(1)})
-        two.save(round, {"x": np.ones(1)})
+    for server_round in (1, 2, 3):
+        one.save(server_round, {"x": np.ones(1)})
+        two.save(server_round, {"x": np.ones(1)})
     first, second = one.load(4), two.load(4)
     assert first is not None and second is not None and first.round == second.round == 3
 

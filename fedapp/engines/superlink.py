@@ -10,7 +10,7 @@ What the ServerApp has to do to be followed (all in the run directory):
 
 - append one JSON object per line to ``progress.jsonl`` (an event; lines without their newline are left until complete),
 - write ``summary.json`` last, with ``"ok": true`` when every round was good,
-- on failure write ``error.json``: ``client``, ``round``, ``stage``, ``message``, ``traceback``.
+- on failure write ``error.json``: ``client``, ``server_round``, ``stage``, ``message``, ``traceback``.
 
 The module knows nothing of methods, models or data.
 

@@ -199,8 +199,8 @@ P, D, D1, M = "cw-pathological", "cw-dirichlet", "cw-dirichlet-1", "cw-mnist"
 C5, C1, C05 = "ccvr-0.5", "ccvr-0.1", "ccvr-0.05"
 
 
-def _better(id: str, text: str, paper: str, a: tuple[str, str], b: tuple[str, str], protocol: str) -> Claim:
-    return Claim(id, text, paper, (a, b), lambda e: over_clients(e, a, b, protocol))
+def _better(name: str, text: str, paper: str, a: tuple[str, str], b: tuple[str, str], protocol: str) -> Claim:
+    return Claim(name, text, paper, (a, b), lambda e: over_clients(e, a, b, protocol))
 
 
 def _spread(e: Evidence, study: str, a: str, b: str, protocol: str) -> Verdict:

@@ -126,32 +126,34 @@ class ClientStore:
             )
         return Stored(file[1], file[2], arrays)
 
-    def save(self, round: int, arrays: Arrays) -> Path:
-        """Write the state after `round`; keeps this run's two newest rounds, and drops what was rolled back.
+    def save(self, server_round: int, arrays: Arrays) -> Path:
+        """Write the state after `server_round`; keeps this run's two newest rounds, and drops what was rolled back.
 
         Other runs may be going on beside this one, so their states stay, except where this run started from one.
         """
-        path = self.folder / f"{self.run}.{round:06d}.safetensors"
-        write_safetensors(path, arrays, {"schema": SCHEMA, "method": self.method, "run": self.run, "round": round})
+        path = self.folder / f"{self.run}.{server_round:06d}.safetensors"
+        write_safetensors(
+            path, arrays, {"schema": SCHEMA, "method": self.method, "run": self.run, "round": server_round}
+        )
         files = self._files()
-        keep = [f for f in files if f[0] == self.run and f[1] <= round][-2:]
+        keep = [f for f in files if f[0] == self.run and f[1] <= server_round][-2:]
         for file in files:
             if file not in keep and (file[0] == self.run or (self.warm_start and len(keep) == 2)):
                 file[2].unlink(missing_ok=True)
         return path
 
-    def note_head_norms(self, round: int, norms: NDArray[np.floating]) -> None:
+    def note_head_norms(self, server_round: int, norms: NDArray[np.floating]) -> None:
         """Note the L2 norms of the head's rows, (C,), after the training of a round, for figures of how heads evolve.
 
         They say much about the client's class counts, so they stay here, beside its state, and never travel. Rounds
-        from `round` on, which a resumed run does again, are dropped; of other runs only those notes stay whose states
-        do.
+        from `server_round` on, which a resumed run repeats, are dropped. Notes of other runs stay as long as their
+        states do.
         """
         rounds, rows = read_head_norms(self.folder, self.run)
-        before = rounds < round
+        before = rounds < server_round
         row = np.asarray(norms, dtype=np.float32)[None]
         arrays: Arrays = {
-            "rounds": np.append(rounds[before], np.int64(round)),
+            "rounds": np.append(rounds[before], np.int64(server_round)),
             "norms": np.concatenate([rows[before], row]) if before.any() else row,
         }
         write_safetensors(self.folder / f"{self.run}.{_NOTES}", arrays, {"schema": SCHEMA, "run": self.run})

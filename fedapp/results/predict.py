@@ -31,7 +31,7 @@ from fedapp.transport import selection
 SCHEMA = 1
 
 
-def keep(path: Path, client: FedClient, config: RunConfig, round: int, scalars: Mapping[str, Scalar]) -> None:
+def keep(path: Path, client: FedClient, config: RunConfig, server_round: int, scalars: Mapping[str, Scalar]) -> None:
     """Write the present model of a client with everything that is needed to use it."""
     task = client.task
     header: dict[str, object] = {
@@ -47,7 +47,7 @@ def keep(path: Path, client: FedClient, config: RunConfig, round: int, scalars: 
         "std": list(task.inputs.std),
         "classes": list(task.extras.get("classes", ())),
         "client": task.client,
-        "round": round,
+        "round": server_round,
         "scalars": dict(scalars),
     }
     write_safetensors(path, selection.everything(client.model), header)

@@ -61,13 +61,13 @@ def unflatten(arrays: Arrays, scalars: dict[str, Any]) -> ServerState:
     return state
 
 
-def save(folder: Path, round: int, state: ServerState, extra: dict[str, Any]) -> Path:
-    """Write the state after `round`, with `extra` (JSON) beside it; keeps the last two."""
+def save(folder: Path, server_round: int, state: ServerState, extra: dict[str, Any]) -> Path:
+    """Write the state after `server_round`, with `extra` (JSON) beside it; keeps the last two."""
     arrays, scalars = flatten(state)
-    path = folder / f"round-{round:06d}.safetensors"
+    path = folder / f"round-{server_round:06d}.safetensors"
     if not arrays:
         arrays = {"_": np.zeros(0, np.float32)}
-    header = {"round": round, "scalars": scalars, "extra": extra, "order": list(arrays)}
+    header = {"round": server_round, "scalars": scalars, "extra": extra, "order": list(arrays)}
     write_safetensors(path, arrays, header)  # the file sorts names, but sums are added up in the state's own order
     for old in sorted(p for p in folder.iterdir() if _FILE.match(p.name))[:-2]:
         old.unlink(missing_ok=True)

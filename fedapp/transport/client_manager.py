@@ -55,9 +55,9 @@ WORKER_DIED = (
 class RoundFailed(RuntimeError):
     """A round had fewer good replies than `min-replies` asks for."""
 
-    def __init__(self, message: str, round: int) -> None:
+    def __init__(self, message: str, server_round: int) -> None:
         super().__init__(message)
-        self.round = round
+        self.round = server_round
 
 
 @dataclass(frozen=True)
@@ -355,7 +355,7 @@ class Federation:
     def exchange(
         self,
         kind: str,
-        round: int,
+        server_round: int,
         payloads: Iterable[tuple[int, Payload]],
         expected: Mapping[str, tuple[int, ...]],
         check: Callable[[Reply], str | None],
@@ -365,8 +365,8 @@ class Federation:
     ) -> Iterator[Reply]:
         """Send one message to each client and yield the good replies in the order of the client ids.
 
-        `round` is what records and errors speak of. A client takes up the state that it had before the round named in
-        its message: where that is another one, `control` says so.
+        `server_round` is the round that records and errors name. A client restores the state that it had before the
+        round named in its message; where that is another round, `control` says so.
 
         A reply is held back only until those of lower ids have come or are given up, so that sums are added up in one
         order whatever the order in which clients end. In a simulation the clients with the most data begin first, so
@@ -378,7 +378,7 @@ class Federation:
         Afterwards `traffic` says who was messaged, who answered and who was dropped.
         """
         started = time.perf_counter()
-        extra = {**self.control, "round": round, **(control or {})}
+        extra = {**self.control, "round": server_round, **(control or {})}
         limit = self.settings.round_timeout if timeout is None else timeout
         # What nobody waits for any more must not keep a slow node busy; a minute for clocks that differ. Virtual
         # clients take turns for as long as it takes.
@@ -391,7 +391,7 @@ class Federation:
         def message(client: int) -> Message:
             content, size = encoder.content(given.pop(client), extra)
             traffic.down += size
-            return Message(content, self.nodes[client], kind, ttl=lifetime, group_id=str(round))
+            return Message(content, self.nodes[client], kind, ttl=lifetime, group_id=str(server_round))
 
         bytes_each = 4 * sum(math.prod(shape) for shape in expected.values())
         ids, at_once = self._dispatch(kind, traffic.messaged, bytes_each)
@@ -400,7 +400,7 @@ class Federation:
         head = next(order, None)
         for node, answer in self._raw([self.nodes[c] for c in ids], lambda n: message(owner[n]), limit, at_once):
             client = owner[node]
-            held[client] = self._checked(answer, client, round, kind, expected, check, traffic)
+            held[client] = self._checked(answer, client, server_round, kind, expected, check, traffic)
             while head is not None and head in held:
                 reply = held.pop(head)
                 head = next(order, None)
@@ -411,7 +411,7 @@ class Federation:
                 if (reply := held.pop(head)) is not None:
                     yield reply
             else:
-                self._drop(traffic, round, head, kind, f"no answer within {limit:g} s")
+                self._drop(traffic, server_round, head, kind, f"no answer within {limit:g} s")
             head = next(order, None)
         self._lasted[kind] = traffic.seconds = time.perf_counter() - started
 
@@ -481,7 +481,7 @@ class Federation:
         self,
         message: Message,
         client: int,
-        round: int,
+        server_round: int,
         stage: str,
         expected: Mapping[str, tuple[int, ...]],
         check: Callable[[Reply], str | None],
@@ -489,14 +489,14 @@ class Federation:
     ) -> Reply | None:
         if message.has_error():
             reason = _reason(message)
-            self._note_error(round, client, stage, reason)
-            self._drop(traffic, round, client, stage, _last_line(reason))
+            self._note_error(server_round, client, stage, reason)
+            self._drop(traffic, server_round, client, stage, _last_line(reason))
             return None
         try:
             arrays, metrics, info, size = reply_of(message)
             if "error" in info:
-                self._note_error(round, client, str(info.get("stage", stage)), str(info["error"]))
-                self._drop(traffic, round, client, str(info.get("stage", stage)), _last_line(str(info["error"])))
+                self._note_error(server_round, client, str(info.get("stage", stage)), str(info["error"]))
+                self._drop(traffic, server_round, client, str(info.get("stage", stage)), _last_line(str(info["error"])))
                 return None
             problem = reject(arrays, expected, metrics)
             if int(info.get("client", client)) != client:
@@ -507,39 +507,39 @@ class Federation:
         except (KeyError, TypeError, ValueError) as e:
             problem = f"the reply cannot be read: {e}"
         if problem:
-            self._drop(traffic, round, client, stage, problem)
+            self._drop(traffic, server_round, client, stage, problem)
             return None
         traffic.answered.append(client)
         traffic.up += size
         return reply
 
-    def _drop(self, traffic: Traffic, round: int, client: int, stage: str, reason: str) -> None:
-        dropped = Dropped(round, client, stage, reason)
+    def _drop(self, traffic: Traffic, server_round: int, client: int, stage: str, reason: str) -> None:
+        dropped = Dropped(server_round, client, stage, reason)
         traffic.dropped.append(dropped)
         self.event({"kind": "dropped", **dropped.as_dict()})
 
-    def _note_error(self, round: int, client: int, stage: str, text: str) -> None:
+    def _note_error(self, server_round: int, client: int, stage: str, text: str) -> None:
         """Keep the first client error whole, with its remote traceback."""
         if self.first_error is None:
             self.first_error = {
                 "client": client,
-                "round": round,
+                "round": server_round,
                 "stage": stage,
                 "message": _last_line(text),
                 "traceback": text,
             }
             self.event({"kind": "client-error", **self.first_error})
 
-    def require(self, traffic: Traffic, round: int) -> None:
+    def require(self, traffic: Traffic, server_round: int) -> None:
         """Raise `RoundFailed` unless enough good replies came."""
         needed = max(1, math.ceil(self.settings.min_replies * len(traffic.messaged) - 1e-9))
         if len(traffic.answered) < needed:
             reasons = "; ".join(f"client {d.client}: {d.reason}" for d in traffic.dropped[:5])
             more = f" and {len(traffic.dropped) - 5} more" if len(traffic.dropped) > 5 else ""
             raise RoundFailed(
-                f"round {round}: {len(traffic.answered)} good replies of {len(traffic.messaged)}, "
+                f"round {server_round}: {len(traffic.answered)} good replies of {len(traffic.messaged)}, "
                 f"min-replies asks for {needed} ({reasons}{more})",
-                round,
+                server_round,
             )
 
 
