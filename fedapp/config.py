@@ -17,6 +17,8 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedapp import registry
+from fedapp.data.datasets import DATASET_NAMES
+from fedapp.data.partitions import PARTITION_KINDS
 from fedapp.errors import BadRequest, suggest
 from fedapp.learning.training import TrainSpec
 from fedapp.method import BaseHParams, Method
@@ -270,22 +272,12 @@ def _check(config: RunConfig) -> None:
         raise BadRequest(f"class-names = '{config.class_names}': different names with commas between them")
     if config.resume and not config.out:
         raise BadRequest("resume needs out, the run directory to continue")
-    if config.partition not in PARTITIONS:
-        raise BadRequest(
-            f"unknown partition '{config.partition}'{suggest(config.partition, PARTITIONS)}: "
-            f"choose from {', '.join(PARTITIONS)}"
-        )
-    if config.dataset not in DATASETS:
-        raise BadRequest(
-            f"unknown dataset '{config.dataset}'{suggest(config.dataset, DATASETS)}: choose from {', '.join(DATASETS)}"
-        )
-
-
-PARTITIONS = ("iid", "dirichlet", "dirichlet-equal", "pathological", "classes", "two-class", "shards")
-DATASETS = (
-    "digits", "mnist", "fashion_mnist", "emnist_letters", "cifar10", "cifar100", "tiny_imagenet", "cinic10", "npz",
-    "folder",
-)  # fmt: skip
+    for key, value, known in (
+        ("partition", config.partition, PARTITION_KINDS),
+        ("dataset", config.dataset, DATASET_NAMES),
+    ):
+        if value not in known:
+            raise BadRequest(f"unknown {key} '{value}'{suggest(value, known)}: choose from {', '.join(known)}")
 
 
 @functools.lru_cache(maxsize=64)

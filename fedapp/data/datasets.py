@@ -23,7 +23,6 @@ or (N, H, H, C), labels integers 0..C-1 (N,); optionally ``class_names``.
 from __future__ import annotations
 
 import contextlib
-import difflib
 import gzip
 import importlib.metadata
 import io
@@ -43,7 +42,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedapp.data.cache import Store, build_once, cache_root, file_identity, open_array
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, suggest
 
 UInt8 = npt.NDArray[np.uint8]
 Int64 = npt.NDArray[np.int64]
@@ -289,9 +288,9 @@ def load(name: str, data_dir: str | Path | None = None) -> Dataset:
     ignored. Mean and standard deviation of ``npz`` and ``folder`` are computed from the training images.
     """
     if name not in DATASET_NAMES:
-        near = difflib.get_close_matches(name, DATASET_NAMES, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise BadRequest(f"unknown data set {name!r}: {hint}known are {', '.join(DATASET_NAMES)}")
+        raise BadRequest(
+            f"unknown data set '{name}'{suggest(name, DATASET_NAMES)}: choose from {', '.join(DATASET_NAMES)}"
+        )
     root = Path(data_dir).expanduser() if data_dir is not None and str(data_dir) else None
     source = _find(name, root)
     return _open(name, build_once(name, source.key, source.build))

@@ -38,7 +38,6 @@ itself is cut first, 75/25 per class, and clients draw from the two parts.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import os
@@ -55,20 +54,22 @@ import numpy as np
 import numpy.typing as npt
 
 from fedapp.data.datasets import Dataset
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, suggest
 
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
 
-PARTITION_KINDS: tuple[str, ...] = (
-    "iid",
-    "dirichlet",
-    "dirichlet-equal",
-    "pathological",
-    "classes",
-    "two-class",
-    "shards",
-)
+PARTITION_PARAMETER: dict[str, str | None] = {
+    "iid": None,
+    "dirichlet": "alpha",
+    "dirichlet-equal": "alpha",
+    "pathological": "classes-per-client",
+    "classes": "classes-per-client",
+    "two-class": None,
+    "shards": "classes-per-client",
+}
+"""Every kind, with the run-config key that sets how far it is from iid (None: nothing to set)."""
+PARTITION_KINDS: tuple[str, ...] = tuple(PARTITION_PARAMETER)
 SPLITS: tuple[str, ...] = ("official", "merged", "holdout")
 MAX_DRAWS = 10_000
 TEST_FRACTION = 0.25
@@ -281,7 +282,7 @@ class _Request:
 
     def failure(self, kind: str, samples: int, smallest: int) -> BadRequest:
         """Say that no draw was good enough."""
-        if kind.startswith("dirichlet"):
+        if PARTITION_PARAMETER[kind] == "alpha":
             setting, remedy = f"alpha {self.alpha:g}", "raise alpha, or lower clients or min-samples"
         else:
             setting = f"classes-per-client {self.classes_per_client}"
@@ -304,9 +305,7 @@ def _check_request(
 ) -> None:
     for what, value, known in (("partition", kind, PARTITION_KINDS), ("split", split, SPLITS)):
         if value not in known:
-            near = difflib.get_close_matches(str(value), known, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise BadRequest(f"unknown {what} {value!r}: {hint}known are {', '.join(known)}")
+            raise BadRequest(f"unknown {what} '{value}'{suggest(value, known)}: choose from {', '.join(known)}")
     if split == "official" and dataset.num_test == 0:
         raise BadRequest(f"{dataset.name} has no official test images: choose split 'holdout' (75/25 per client)")
     if seed < 0:

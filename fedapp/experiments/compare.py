@@ -34,7 +34,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from fedapp import config as configuration
 from fedapp import registry
 from fedapp.config import RunConfig
-from fedapp.data.partitions import data_card
+from fedapp.data.partitions import PARTITION_PARAMETER, data_card
 from fedapp.engines import local as engines
 from fedapp.engines import pool, runner
 from fedapp.engines import superlink as launch
@@ -51,8 +51,6 @@ OWN_SETTINGS = (
 )  # fmt: skip
 """Run-config keys that one method of a comparison may have for itself; all others are common to its runs."""
 DEFAULT_METHODS = "local,lgfedavg,fedclassavg"
-ALPHA_KINDS = ("dirichlet", "dirichlet-equal")
-CLASSES_KINDS = ("pathological", "classes", "shards")
 
 
 # ---- what is compared ------------------------------------------------------------------------------------------------
@@ -149,18 +147,17 @@ def parse_partition(text: str) -> dict[str, Any]:
     BadRequest : unknown kind, a number that the kind does not take, or no number.
     """
     kind, sep, number = text.strip().partition(":")
-    if kind not in configuration.PARTITIONS:
+    if kind not in PARTITION_PARAMETER:
         raise BadRequest(
-            f"unknown partition '{kind}'{suggest(kind, configuration.PARTITIONS)}: "
-            f"choose from {', '.join(configuration.PARTITIONS)}"
+            f"unknown partition '{kind}'{suggest(kind, PARTITION_PARAMETER)}: "
+            f"choose from {', '.join(PARTITION_PARAMETER)}"
         )
+    key = PARTITION_PARAMETER[kind]
     if not sep:
         return {"partition": kind}
-    if kind in ALPHA_KINDS:
-        return {"partition": kind, "alpha": configuration.parse_value("alpha", number)}
-    if kind in CLASSES_KINDS:
-        return {"partition": kind, "classes-per-client": configuration.parse_value("classes-per-client", number)}
-    raise BadRequest(f"--partitions {text}: {kind} takes no number")
+    if key is None:
+        raise BadRequest(f"--partitions {text}: {kind} takes no number")
+    return {"partition": kind, key: configuration.parse_value(key, number)}
 
 
 def settings_of(values: Mapping[str, Any], datasets: Sequence[str], partitions: Sequence[str]) -> list[Setting]:
@@ -171,10 +168,8 @@ def settings_of(values: Mapping[str, Any], datasets: Sequence[str], partitions: 
             chosen = {"dataset": dataset, **(parse_partition(text) if text else {})}
             flat = {**configuration.defaults(), **values, **chosen}
             folder = f"{dataset}-{flat['partition']}"
-            if flat["partition"] in ALPHA_KINDS:
-                folder += f"-{flat['alpha']:g}"
-            elif flat["partition"] in CLASSES_KINDS:
-                folder += f"-{flat['classes-per-client']}"
+            if key := PARTITION_PARAMETER.get(flat["partition"]):
+                folder += f"-{flat[key]:g}"
             settings.append(Setting(tuple(chosen.items()), folder))
     folders = [s.folder for s in settings]
     twice = sorted({f for f in folders if folders.count(f) > 1})

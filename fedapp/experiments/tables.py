@@ -21,6 +21,7 @@ from rich.table import Table
 from scipy import stats
 
 from fedapp import config as configuration
+from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.engines import local as engines
 from fedapp.errors import BadRequest
 from fedapp.experiments.jobs import Job
@@ -40,14 +41,14 @@ NARROWEST = 150
 def describe(job: Job) -> dict[str, Any]:
     """Return the columns that say which run a row is of."""
     c = job.config
+    key = PARTITION_PARAMETER.get(c.partition)
     return {
         "method": job.variant.method, "variant": job.variant.label, "method_args": c.method_args, "dataset": c.dataset,
-        "partition": c.partition, "alpha": c.alpha if c.partition.startswith("dirichlet") else math.nan,
-        "classes_per_client": c.classes_per_client if c.partition in COUNTED else math.nan, "seed": job.seed,
+        "partition": c.partition, "alpha": c.alpha if key == "alpha" else math.nan,
+        "classes_per_client": c.classes_per_client if key == "classes-per-client" else math.nan, "seed": job.seed,
     }  # fmt: skip
 
 
-COUNTED = ("pathological", "classes", "shards")
 SETTING = ["dataset", "partition", "alpha", "classes_per_client"]
 
 

@@ -55,7 +55,6 @@ any batch.
 
 from __future__ import annotations
 
-import difflib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,7 +64,7 @@ import torch
 from torch import Tensor, nn
 
 from fedapp.core.products import Linear
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, suggest
 from fedapp.models.split import SplitModel
 
 Stages = list[tuple[str, nn.Module]]
@@ -437,9 +436,8 @@ def default_model(dataset_name: str) -> str:
 def _entry(name: str) -> ZooEntry:
     if name in _ZOO:
         return _ZOO[name]
-    close = difflib.get_close_matches(name.strip().lower().replace("_", "-"), MODEL_NAMES, n=1, cutoff=0.5)
-    hint = f"Did you mean '{close[0]}'? " if close else ""
-    raise BadRequest(f"unknown model '{name}'. {hint}Known models: {', '.join(MODEL_NAMES)}.")
+    hint = suggest(name.strip().lower().replace("_", "-"), MODEL_NAMES)
+    raise BadRequest(f"unknown model '{name}'{hint}: choose from {', '.join(MODEL_NAMES)}")
 
 
 def head_width(name: str) -> int:

@@ -919,10 +919,9 @@ def _setting(run: RunData, key: str) -> Any:
 
 def uses(run: RunData, key: str) -> bool:
     """Whether a run's way of dealing the data uses `alpha` or `classes-per-client`; true for every other key."""
-    kind = str(run.flat.get("partition", ""))
-    if key == "alpha":
-        return kind.startswith("dirichlet")
-    return key != "classes-per-client" or kind in ("pathological", "classes", "shards")
+    if key not in partitions.PARTITION_PARAMETER.values():
+        return True
+    return key == partitions.PARTITION_PARAMETER.get(str(run.flat.get("partition", "")))
 
 
 def groups_of(runs: Sequence[RunData]) -> Iterator[tuple[Mapping[str, Any], list[RunData]]]:

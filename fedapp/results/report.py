@@ -21,6 +21,7 @@ from threadpoolctl import threadpool_limits
 
 from fedapp import config as configuration
 from fedapp import registry
+from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.errors import BadRequest
 from fedapp.results import analysis, figures
 from fedapp.results.analysis import Comparison, RunData
@@ -287,9 +288,10 @@ def _method_title(method: str) -> str:
 
 def _partition_text(flat: Mapping[str, Any]) -> str:
     kind = str(flat.get("partition", "?"))
-    if kind.startswith("dirichlet"):
+    key = PARTITION_PARAMETER.get(kind)
+    if key == "alpha":
         return f"{kind} with alpha {flat.get('alpha')}"
-    if kind in ("pathological", "classes", "shards"):
+    if key == "classes-per-client":
         return f"{kind} with {flat.get('classes-per-client')} classes per client"
     return kind
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fedapp import sampling
-from fedapp.config import DATASETS, RunConfig, resolve
+from fedapp.config import RunConfig, resolve
 from fedapp.data import datasets, partitions
-from fedapp.data.datasets import Dataset, UInt8
+from fedapp.data.datasets import DATASET_NAMES, Dataset, UInt8
 from fedapp.data.partitions import Partition
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest
@@ -105,8 +105,8 @@ def public_data(config: RunConfig) -> str:
             raise BadRequest(
                 f"public-data = '{text}': after the colon stands the number of images, as in {name}:3000"
             ) from None
-        if name not in DATASETS or name in ("npz", "folder", config.dataset):
-            others = ", ".join(d for d in DATASETS if d not in ("npz", "folder", config.dataset))
+        if name not in DATASET_NAMES or name in ("npz", "folder", config.dataset):
+            others = ", ".join(d for d in DATASET_NAMES if d not in ("npz", "folder", config.dataset))
             raise BadRequest(
                 f"public-data = '{text}': give a share of the training images such as 0.05, or another data set "
                 f"({others}), NAME or NAME:COUNT"
