@@ -156,7 +156,7 @@ def test_where_previous_and_received_are_one_model_the_gradient_is_cross_entropy
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("round", [1, 7])
+@pytest.mark.parametrize("server_round", [1, 7])
 def test_first_participation_is_fedavgs_training_bit_for_bit(tmp_path: Path, server_round: int) -> None:
     plain = FedClient(task(), FEDAVG, FEDAVG.hparams(), None)
     expected, _, expected_metrics = plain.train_round(payload(1), server_round)
