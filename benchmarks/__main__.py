@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks import gpu, machine, overhead, report, rounds, server
-from fedapp.engines import superlink as launch
+from fedapp.engines.resources import usable_cores
 
 PARTS = ("rounds", "overhead", "server", "gpu")
 """The last needs a GPU, and is left out where there is none (its small form runs anywhere)."""
@@ -34,7 +34,7 @@ def measure(parts: list[str], data: Path | None, small: bool, folder: Path) -> t
     folder : for files that are not kept.
     """
     about = machine.describe()
-    speeds = [machine.speeds(threads, small) for threads in sorted({1, 1 if small else launch.usable_cores()})]
+    speeds = [machine.speeds(threads, small) for threads in sorted({1, 1 if small else usable_cores()})]
     figures: dict[str, Any] = {"machine": about}
     sections: dict[str, Any] = {"Machine": [report.machine_text(about, speeds)]}
     if "server" in parts:

@@ -18,7 +18,7 @@ from threadpoolctl import threadpool_info, threadpool_limits
 
 from benchmarks.timing import alternate
 from fedapp.core.products import matmul
-from fedapp.engines.superlink import usable_cores
+from fedapp.engines.resources import usable_cores
 from fedapp.tasks.simulated import bf16_works
 
 CPUINFO = Path("/proc/cpuinfo")

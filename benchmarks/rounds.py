@@ -26,6 +26,7 @@ from fedapp import process
 from fedapp.config import RunConfig, from_flat
 from fedapp.engines import local as engine
 from fedapp.engines import superlink as launch
+from fedapp.engines.resources import choose_resources
 
 LAM = 10.0
 """cwFedAvg's factor of the regulariser for 10 classes."""
@@ -86,7 +87,7 @@ def between_rounds(out: Path) -> list[float]:
 
 def submit(session: launch.Session, flat: Mapping[str, Any]) -> launch.RunHandle:
     """Submit a run with the resources that are chosen where none are given."""
-    resources = launch.choose_resources(int(flat["clients"]))
+    resources = choose_resources(int(flat["clients"]))
     return session.submit(
         flat, num_supernodes=int(flat["clients"]), client_cpus=resources.client_cpus,
         client_gpus=resources.client_gpus, total_cpus=resources.total_cpus,

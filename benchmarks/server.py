@@ -29,7 +29,7 @@ from fedapp.core.classwise import class_weights, norm_distribution
 from fedapp.core.gaussian import MomentsPool, moments, pack, virtual_features
 from fedapp.core.heads import retrain
 from fedapp.core.pairwise import combine
-from fedapp.engines.superlink import usable_cores
+from fedapp.engines.resources import usable_cores
 from fedapp.method import Reply, ServerContext
 from fedapp.models import build_model
 from strategies.base import weighted_mean

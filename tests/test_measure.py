@@ -16,8 +16,7 @@ from clients.base import FedClient
 from fedapp import registry
 from fedapp.config import RunConfig
 from fedapp.engines import local as engines
-from fedapp.engines import measure, runner
-from fedapp.engines import superlink as launch
+from fedapp.engines import measure, resources, runner
 from fedapp.errors import BadRequest
 from fedapp.learning.training import TrainReport
 from fedapp.method import Payload
@@ -35,8 +34,8 @@ def config(**changes: Any) -> RunConfig:
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two cores, 20 GiB, no GPU, no cluster."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(launch, "usable_cores", lambda: 2)
-    monkeypatch.setattr(launch, "cuda_devices", lambda: 0)
+    monkeypatch.setattr(resources, "usable_cores", lambda: 2)
+    monkeypatch.setattr(resources, "cuda_devices", lambda: 0)
     monkeypatch.setattr(measure, "cuda_devices", lambda: 0)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=20 << 30))
 
@@ -127,7 +126,7 @@ def test_on_a_gpu_another_process_measures(monkeypatch: pytest.MonkeyPatch) -> N
             used.append("closed")
 
         def submit(self, function: Any, *args: Any) -> Any:
-            return SimpleNamespace(result=lambda: launch.Need(3, 2 << 30, 0.5, 4 << 30, 80 << 30))
+            return SimpleNamespace(result=lambda: resources.Need(3, 2 << 30, 0.5, 4 << 30, 80 << 30))
 
     monkeypatch.setattr(measure, "ProcessPoolExecutor", Pool)
     need = measure.one_client([config()])

@@ -20,8 +20,8 @@ import pytest
 from fedapp.engines import runner
 from fedapp.engines import superlink as launch
 from fedapp.engines.local import run
-from tests.test_launch import make_toy, running
 from tests.test_simulation import SETTINGS, prepared, same
+from tests.toyapp import make_toy, running
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

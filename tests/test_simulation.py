@@ -21,6 +21,7 @@ from fedapp.engines import local as engines
 from fedapp.engines import runner
 from fedapp.engines import superlink as launch
 from fedapp.engines.local import run
+from fedapp.engines.resources import choose_resources
 
 ROOT = Path(__file__).parent.parent
 SETTINGS: dict[str, Any] = {
@@ -43,7 +44,7 @@ def prepared(out: Path, **changes: Any) -> RunConfig:
 
 
 def through_ray(session: launch.Session, config: RunConfig) -> int:
-    resources = launch.choose_resources(config.clients)
+    resources = choose_resources(config.clients)
     with runner.Follower() as follower:
         return runner.run_in(session, config, resources, follower)
 
@@ -108,7 +109,7 @@ class ActorKiller(runner.Follower):
 def test_a_killed_actor_is_named_and_ends_the_run_truthfully(session: launch.Session, tmp_path: Path) -> None:
     config = prepared(tmp_path / "run", method="fedavg", num_server_rounds=200, fraction_train=1.0)
     with ActorKiller(session) as follower:
-        assert runner.run_in(session, config, launch.choose_resources(config.clients), follower) == 1
+        assert runner.run_in(session, config, choose_resources(config.clients), follower) == 1
     assert follower.killed
     dropped = pd.read_csv(tmp_path / "run" / "dropped.csv") if (tmp_path / "run" / "dropped.csv").exists() else None
     error = launch._newer_json(tmp_path / "run" / "error.json", 0)

@@ -31,6 +31,7 @@ import typer
 from fedapp import config as configuration
 from fedapp.config import RunConfig
 from fedapp.engines import superlink as launch
+from fedapp.engines.supervise import _interrupt
 from fedapp.errors import BadRequest
 from fedapp.results.directory import ANNOUNCED, absolute, cell, check_out, new_folder, run_name, write_json
 
@@ -287,7 +288,7 @@ def _terminable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, launch._interrupt)
+    before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield
     finally:

@@ -19,7 +19,7 @@ import torch
 from clients.base import FedClient
 from fedapp import process, sampling
 from fedapp.config import RunConfig
-from fedapp.engines.superlink import Need, cuda_devices
+from fedapp.engines.resources import Need, cuda_devices
 from fedapp.learning.evaluation import BATCH
 from fedapp.learning.task import Task
 from fedapp.learning.training import batch_slices

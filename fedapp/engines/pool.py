@@ -20,7 +20,7 @@ from pathlib import Path
 from fedapp import config as configuration
 from fedapp.config import RunConfig
 from fedapp.engines import local as engines
-from fedapp.engines.superlink import usable_cores
+from fedapp.engines.resources import usable_cores
 
 
 @dataclass(frozen=True)

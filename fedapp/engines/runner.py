@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -19,13 +19,12 @@ from fedapp import config as configuration
 from fedapp.config import RunConfig
 from fedapp.data.partitions import data_card
 from fedapp.engines import local as engines
+from fedapp.engines import resources
+from fedapp.engines.resources import Resources
 from fedapp.errors import BadRequest
 from fedapp.learning.task import ModelSpec
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import selection
-
-if TYPE_CHECKING:
-    from fedapp.engines import superlink as launch
 
 TOLD_ONCE = ("waiting", "warning")
 
@@ -152,10 +151,10 @@ def run_and_report(
     """Run one configuration as a simulation and print how it went; returns the exit code."""
     from fedapp.engines import superlink as launch
 
-    resources = None
+    chosen: Resources | None = None
     probe = configuration.from_flat({**values, "resume": False})
     if engine == "ray":  # what is wrong with the numbers is said before anything is loaded
-        resources = launch.choose_resources(probe.clients or engines.DEFAULT_CLIENTS, client_cpus, client_gpus)
+        chosen = resources.choose_resources(probe.clients or engines.DEFAULT_CLIENTS, client_cpus, client_gpus)
     elif client_cpus is not None or client_gpus is not None:
         raise BadRequest("--client-cpus and --client-gpus go with --engine ray; the local engine runs clients in turn")
     if dry_run:
@@ -165,7 +164,7 @@ def run_and_report(
         for key, value in config.to_flat().items():
             typer.echo(f"{key} = {value!r}" if not isinstance(value, bool) else f"{key} = {str(value).lower()}")
         typer.echo("\n".join(what_leaves(config)))
-        if resources is not None:
+        if chosen is not None:
             typer.echo(proposed([config], client_cpus, client_gpus).text)
         return 0
     config = engines.prepare(values, out)
@@ -173,23 +172,23 @@ def run_and_report(
     data = tasks.federated(config, config.clients)
     typer.echo(data_card(data.dataset, data.partition).text(), err=True)
     typer.echo(auto_text(configuration.from_flat(values), config), err=True)
-    if resources is not None:
-        resources = proposed([config], client_cpus, client_gpus)
-        typer.echo(resources.text, err=True)
+    if chosen is not None:
+        chosen = proposed([config], client_cpus, client_gpus)
+        typer.echo(chosen.text, err=True)
     with Follower() as follower:
         if engine == "local":
             code = local(config, follower)
         else:
-            assert resources is not None
+            assert chosen is not None
             with launch.Session(log=folder / "superlink.log") as session:
-                code = run_in(session, config, resources, follower)
+                code = run_in(session, config, chosen, follower)
     if code == 0:
         print_summary(engines.summary_of(folder))
     typer.echo(f"results: {folder}", err=code != 0)
     return code
 
 
-def proposed(configs: Sequence[RunConfig], cpus: int | None = None, gpus: float | None = None) -> launch.Resources:
+def proposed(configs: Sequence[RunConfig], cpus: int | None = None, gpus: float | None = None) -> Resources:
     """Choose the resources of virtual clients, from what one of them is measured to need where nothing is given.
 
     A measurement that fails is no reason not to run: then the rule for clients that were not measured holds, and the
@@ -201,22 +200,21 @@ def proposed(configs: Sequence[RunConfig], cpus: int | None = None, gpus: float 
     cpus, gpus : what is asked for; None = chosen.
     """
     from fedapp.engines import measure
-    from fedapp.engines import superlink as launch
 
     clients = max(config.clients for config in configs)
-    if cpus is not None or gpus is not None or launch.cluster_address():
-        return launch.choose_resources(clients, cpus, gpus)
-    cores = min(max(config.threads for config in configs), launch.usable_cores())
+    if cpus is not None or gpus is not None or resources.cluster_address():
+        return resources.choose_resources(clients, cpus, gpus)
+    cores = min(max(config.threads for config in configs), resources.usable_cores())
     try:
         need = measure.one_client(configs)
     except BadRequest:
         raise
     except Exception as e:
-        chosen = launch.choose_resources(clients, cores)
+        chosen = resources.choose_resources(clients, cores)
         reason = (str(e).strip().splitlines() or [""])[0]
         why = f"{type(e).__name__}: {reason}" if reason else type(e).__name__
         return replace(chosen, text=f"{chosen.text}; 1 GiB each assumed, measuring a client failed ({why})")
-    return launch.choose_resources(clients, cores, need=need)
+    return resources.choose_resources(clients, cores, need=need)
 
 
 def auto_text(given: RunConfig, used: RunConfig) -> str:
@@ -239,14 +237,14 @@ def local(config: RunConfig, follower: Follower) -> int:
     return 0
 
 
-def run_in(session: Any, config: RunConfig, resources: Any, follower: Follower) -> int:
+def run_in(session: Any, config: RunConfig, given: Resources, follower: Follower) -> int:
     """Submit one run to a session and follow it to its end; returns the exit code."""
     handle = session.submit(
         config.to_flat(),
         num_supernodes=config.clients,
-        client_cpus=resources.client_cpus,
-        client_gpus=resources.client_gpus,
-        total_cpus=resources.total_cpus,
+        client_cpus=given.client_cpus,
+        client_gpus=given.client_gpus,
+        total_cpus=given.total_cpus,
     )
     outcome = handle.follow(Path(config.out), follower)
     if outcome.ok:

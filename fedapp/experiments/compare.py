@@ -38,6 +38,7 @@ from fedapp.data.partitions import PARTITION_PARAMETER, data_card
 from fedapp.engines import local as engines
 from fedapp.engines import pool, runner
 from fedapp.engines import superlink as launch
+from fedapp.engines.resources import usable_cores
 from fedapp.errors import BadRequest, suggest
 from fedapp.experiments import tables
 from fedapp.experiments.jobs import Job, Variant
@@ -419,7 +420,7 @@ class Board:
 def run_here(todo: Sequence[tuple[Job, RunConfig]], workers: int | None) -> dict[str, str]:
     """Run on the local engine, a process a core; returns the errors by name of the run."""
     threads = max(max(c.threads, c.server_threads) for _, c in todo)
-    count = workers or max(1, launch.usable_cores() // threads)
+    count = workers or max(1, usable_cores() // threads)
     names = {job.out: job.name for job, _ in todo}
     with Board(todo) as board:
         try:

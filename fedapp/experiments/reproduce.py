@@ -275,7 +275,7 @@ def seeds_text(values: Sequence[float | None]) -> str:
 
 def tasks_cores() -> int:
     """Cores that can be used here."""
-    from fedapp.engines.superlink import usable_cores
+    from fedapp.engines.resources import usable_cores
 
     return usable_cores()
 
