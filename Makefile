@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-.PHONY: run test slow bench lint setup clean
+.PHONY: run test slow mutants bench lint setup clean
 
 run: $(READY)
 	$(BIN)/fedapp compare fedapp/conf/digits.toml --methods local,lgfedavg,fedclassavg --engine ray
@@ -16,6 +16,9 @@ test: $(READY) lint
 
 slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+
+mutants: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --page docs/mutants.md
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks

@@ -1,0 +1,277 @@
+"""Mutation tests: put small faults into the methods and the mathematics, and see which the tests do not notice.
+
+    python -m tests.mutants                                          300 faults drawn from all files
+    python -m tests.mutants --only strategies/fedgh.py --sample 40   those of one file
+    python -m tests.mutants --page docs/mutants.md                   write the page as well: `make mutants`
+
+For every fault only the tests named for its file run (`tests_for`). A fault is killed when one of them fails or runs
+out of time. Results are kept as JSON lines and used again as long as the faulty file and its tests are the same.
+Survivors that cannot be told from the original are listed with the reason in `mutants.toml`.
+
+Importing PyTorch and Flower takes longer than most tests. One process therefore imports all that is not the project's,
+and forks a child for each fault, which imports the faulty file in place of the real one and runs pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import importlib
+import importlib.machinery
+import importlib.util
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mutate import Mutant, mutants
+
+FOLDERS = ("strategies", "clients", "fedapp/core", "fedapp/learning")
+NAMED = {
+    "strategies/base.py": ["tests/test_engine.py", "tests/test_federation.py"],
+    "strategies/_composition.py": ["tests/test_ccvr.py"],
+    "clients/base.py": ["tests/test_engine.py", "tests/test_training.py"],
+    "clients/mutual.py": ["tests/test_fml.py", "tests/test_fedkd.py"],
+    "clients/classmeans.py": ["tests/test_fedgh.py", "tests/test_fedproto.py", "tests/test_fd.py"],
+    "fedapp/learning/evaluation.py": ["tests/test_training.py"],
+    "fedapp/learning/metrics.py": ["tests/test_engine.py"],
+    "fedapp/learning/state.py": ["tests/test_foundations.py", "tests/test_resume.py"],
+    "fedapp/learning/task.py": ["tests/test_engine.py"],
+}
+"""Tests of the files that have none of their own name."""
+OPTIONS = ["-x", "-q", "-o", "addopts=", "-m", "not slow and not ray and not deploy", "-p", "no:cacheprovider"]
+EQUIVALENT = Path(__file__).with_name("mutants.toml")
+
+
+def tests_for(file: str, root: Path) -> tuple[str, ...]:
+    """Return the tests that are named for a file: `test_core_<x>.py` for the core, else `test_<x>.py`."""
+    own = f"tests/test_{'core_' if '/core/' in file else ''}{Path(file).stem}.py"
+    found = [own] if (root / own).exists() else NAMED.get(file, [])
+    if not found:
+        raise FileNotFoundError(f"{file} has no {own}: write one, or name its tests in tests/mutants.py")
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Job:
+    """Tests to run, with a fault or, for the first time, without one."""
+
+    tests: tuple[str, ...]
+    timeout: float
+    mutant: Mutant | None = None
+
+
+class _Watch:
+    """Runs the quickest tests first; notes how long each takes and which one failed."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.known, self.seconds, self.failed = seconds, dict[str, float](), ""
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: self.known.get(item.nodeid, 0.0))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+        self.failed = self.failed or (report.nodeid if report.failed else "")
+
+
+class _Faulty(importlib.machinery.SourceFileLoader):
+    """Imports one file of the project with a fault."""
+
+    def __init__(self, root: Path, mutant: Mutant) -> None:
+        self.mutant, self.file = mutant, root / mutant.file
+        super().__init__(mutant.file.removesuffix(".py").replace("/", "."), str(self.file))
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
+        return importlib.util.spec_from_loader(name, self) if name == self.name else None
+
+    def get_code(self, fullname: str) -> Any:
+        source = self.mutant.applied(self.file.read_text(encoding="utf-8"))
+        return compile(source, str(self.file), "exec", dont_inherit=True)
+
+
+def _child(root: Path, job: Job, seconds: dict[str, float], folder: Path) -> int:
+    """Run a job's tests in this process; write `seconds` and what failed to `found.json`."""
+    os.setpgid(0, 0)
+    os.chdir(root)
+    out = os.open(folder / "log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.path.insert(0, str(root))
+    if job.mutant:
+        sys.meta_path.insert(0, _Faulty(root, job.mutant))
+    watch = _Watch(seconds)
+    code = int(pytest.main([*OPTIONS, f"--basetemp={folder / 'tmp'}", *job.tests], plugins=[watch]))
+    # Libraries alone, so that every child imports the project anew and with its fault.
+    modules = {n: getattr(m, "__file__", None) or "" for n, m in list(sys.modules.items())}
+    libraries = [n for n, f in modules.items() if "site-packages" in f or f.startswith(os.path.dirname(os.__file__))]
+    found = {"failed": watch.failed, "seconds": watch.seconds, "libraries": libraries}
+    (folder / "found.json").write_text(json.dumps(found), encoding="utf-8")
+    return code
+
+
+def run(root: Path, jobs: Sequence[Job], seconds: dict[str, float], at_once: int) -> Iterator[tuple[Job, str, Any]]:
+    """Fork a child for each job; give the job, `passed`, `failed` or `timeout`, and what the child found."""
+    waiting, running = list(reversed(jobs)), dict[int, tuple[Job, float, Path]]()
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            job, folder = waiting.pop(), Path(tempfile.mkdtemp(prefix="mutant-"))
+            sys.stdout.flush()
+            if (pid := os.fork()) == 0:
+                try:
+                    os._exit(_child(root, job, seconds, folder))
+                finally:
+                    os._exit(99)
+            running[pid] = (job, time.monotonic() + job.timeout, folder)
+        time.sleep(0.02)
+        for pid, (job, deadline, folder) in list(running.items()):
+            late = time.monotonic() > deadline
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if not ended and not late:
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)  # with the processes that tests started
+            if not ended:
+                os.waitpid(pid, 0)
+            del running[pid]
+            found = folder / "found.json"
+            told = json.loads(found.read_text(encoding="utf-8")) if found.exists() else {}
+            told["log"] = (folder / "log").read_text(encoding="utf-8", errors="replace")[-2000:]
+            shutil.rmtree(folder, ignore_errors=True)
+            state = "timeout" if not ended else "passed" if os.waitstatus_to_exitcode(status) == 0 else "failed"
+            yield job, state, told
+
+
+def digest(root: Path, mutant: Mutant, tests: Sequence[str]) -> str:
+    """Return what a result depends on: the faulty file and its tests."""
+    source = mutant.applied((root / mutant.file).read_text(encoding="utf-8"))
+    texts = [mutant.file, source, *((root / t).read_text(encoding="utf-8") for t in tests)]
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
+
+
+def sample(root: Path, files: Sequence[str], number: int, seed: int) -> list[Mutant]:
+    """Draw faults from all those of the files, each as likely as another; files have their own order."""
+    sources = {file: (root / file).read_text(encoding="utf-8") for file in files}
+    pool = [m for file, source in sources.items() for m in mutants(file, source)]
+    random.Random(seed).shuffle(pool)
+    drawn: list[Mutant] = []
+    while pool and len(drawn) < number:
+        if (mutant := pool.pop()).changes(sources[mutant.file]):
+            drawn.append(mutant)
+    return sorted(drawn, key=lambda m: (m.file, m.start, m.end, m.new))
+
+
+def judge(root: Path, drawn: Sequence[Mutant], results: Path, at_once: int) -> list[dict[str, Any]]:
+    """Return a record for each fault, old ones from `results`, to which new ones are appended as they come."""
+    lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
+    known = {record["digest"]: record for record in map(json.loads, lines)}
+    tests = {m: tests_for(m.file, root) for m in drawn}
+    digests = {m: digest(root, m, tests[m]) for m in drawn}
+    new = [m for m in drawn if digests[m] not in known]
+    seconds, limits = dict[str, float](), dict[tuple[str, ...], float]()
+    first = [Job(t, 1800.0) for t in dict.fromkeys(tests[m] for m in new)]
+    for job, state, told in run(root, first, seconds, at_once):
+        if state != "passed":
+            sys.exit(f"{' '.join(job.tests)}: {state} without any fault\n{told['log']}")
+        seconds |= told["seconds"]
+        limits[job.tests] = 30.0 + 5 * sum(told["seconds"].values())
+        for name in told["libraries"]:
+            if name not in sys.modules and not name.startswith("_hypothesis"):
+                with contextlib.suppress(Exception):  # parts of libraries that only their own package can import
+                    importlib.import_module(name)
+    results.parent.mkdir(parents=True, exist_ok=True)
+    for job, state, told in run(root, [Job(tests[m], limits[tests[m]], m) for m in new], seconds, at_once):
+        assert job.mutant is not None
+        source = (root / job.mutant.file).read_text(encoding="utf-8")
+        before, after = job.mutant.lines(source)
+        record = {
+            "digest": digests[job.mutant], "file": job.mutant.file, "function": job.mutant.function,
+            "line": source.encode()[: job.mutant.start].count(b"\n") + 1, "before": before, "after": after,
+            "result": "survived" if state == "passed" else state, "by": told.get("failed") or told["log"][-300:],
+        }  # fmt: skip
+        known[record["digest"]] = record
+        with results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+        print(".x!"[["failed", "survived", "timeout"].index(record["result"])], end="", flush=True)
+    print()
+    return [known[digests[m]] for m in drawn]
+
+
+def reasons(path: Path = EQUIVALENT) -> dict[tuple[str, str, str, str], str]:
+    """Read why faults cannot be noticed, by file, function, and the changed lines before and after."""
+    entries = tomllib.loads(path.read_text(encoding="utf-8"))["equivalent"] if path.exists() else []
+    return {(e["file"], e["function"], e["before"].strip(), e["after"].strip()): e["reason"] for e in entries}
+
+
+def page(records: Sequence[dict[str, Any]], command: str) -> str:
+    """Write the page: the command, the date, K of N, and the survivors with their reasons."""
+    known, survived = reasons(), [r for r in records if r["result"] == "survived"]
+    killed = len(records) - len(survived)
+    rows = ["| where | fault | why no test notices it |", "|---|---|---|"]
+    for r in survived:
+        reason = known.get((r["file"], r["function"], r["before"], r["after"]), "**not explained yet**")
+        before, after = (" ".join(r[k].split()).replace("|", "\\|") for k in ("before", "after"))
+        rows.append(f"| `{r['file']}` `{r['function']}` | `{before}`<br>`{after}` | {reason} |")
+    return f"""# Mutation tests
+
+A test that cannot fail proves nothing. `make mutants` puts small faults into the methods, the clients, the mathematics
+and the learning, one at a time, and runs the tests that are named for the faulty file. A fault that no test notices
+is a survivor: either the tests miss something, or the fault makes no difference.
+
+**{killed} of {len(records)} killed** ({killed / max(1, len(records)):.1%}), {len(survived)} survived.
+Command: `{command}`. Date: {time.strftime("%Y-%m-%d")}.
+
+The faults: an operator, a comparison or a condition turned round; a number plus one or doubled, a truth value flipped,
+a bound of a slice or a range off by one; a statement, a `raise`, or a call such as `.detach()`, `.eval()`, `.clone()`
+or `sorted()` left out; two arguments exchanged; `min` for `max`, `sum` for `mean` and the like; `None` returned.
+They are drawn with a seed from all places in `{"`, `".join(FOLDERS)}`. A test that runs out of time kills as well.
+Reasons are kept in `tests/mutants.toml`.
+
+{chr(10).join(rows) if survived else "No fault survived."}
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.splitlines()[0])
+    parser.add_argument("--only", help="files or folders, comma-separated")
+    parser.add_argument("--sample", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, default=Path("runs/mutants.jsonl"), help="JSON lines, kept and reused")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="children at a time")
+    parser.add_argument("--page", type=Path, help="write the results here as Markdown")
+    parser.add_argument("--root", type=Path, default=Path(__file__).parents[1], help="another project, for tests")
+    given = parser.parse_args(argv)
+    root = given.root.resolve()
+    files = [f.relative_to(root).as_posix() for folder in FOLDERS for f in sorted((root / folder).glob("*.py"))]
+    files = [f for f in files if not f.endswith("__init__.py")]
+    if given.only:
+        files = [f for f in files if any(f == o or f.startswith(o.rstrip("/") + "/") for o in given.only.split(","))]
+    drawn = sample(root, files, given.sample, given.seed)
+    records = judge(root, drawn, given.results.resolve(), given.jobs)
+    known, survived = reasons(), [r for r in records if r["result"] == "survived"]
+    for r in survived:
+        why = known.get((r["file"], r["function"], r["before"], r["after"]))
+        print(f"\n{r['file']}:{r['line']} {r['function']}" + (f"  (equivalent: {why})" if why else ""))
+        print("\n".join([f"  - {b}" for b in r["before"].splitlines()] + [f"  + {a}" for a in r["after"].splitlines()]))
+    print(f"\n{len(records) - len(survived)} of {len(records)} killed")
+    if given.page:
+        command = "python -m tests.mutants " + " ".join(sys.argv[1:] if argv is None else argv)
+        given.page.write_text(page(records, command), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
