@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -72,9 +73,12 @@ def _tell_broken() -> None:
 
 
 def collect(
-    options: dict[str, Any], sets: list[str] | None, file: Path | None = None, scale: float | None = None
+    options: dict[str, Any],
+    sets: list[str] | None,
+    settings: Mapping[str, Any] | None = None,
+    scale: float | None = None,
 ) -> dict[str, Any]:
-    """Join a file's keys, options and `--set` values; the command line goes before the file and is not scaled.
+    """Join a recipe's settings, options and `--set` values; the command line goes before the recipe and is not scaled.
 
     Raises
     ------
@@ -97,7 +101,7 @@ def collect(
         if not sep:
             raise BadRequest(f"--set {item}: write --set key=value")
         put(key.strip(), config.parse_value(key.strip(), text.strip()), f"--set {item}")
-    values = config.read_toml(file) if file is not None else {}
+    values = dict(settings or {})
     chosen = {k: v for k, (v, _) in given.items()}
     if scale is not None:
         from fedapp.experiments import recipes
@@ -141,10 +145,10 @@ def run(
     options = {
         "method": method, "dataset": dataset, "clients": clients, "num-server-rounds": rounds, "seed": seed,
     }  # fmt: skip
-    file = recipes.find(file) if file is not None else None
+    recipe = recipes.find(file) if file is not None else None
     if resume is not None and scale is not None:
         raise BadRequest("--resume takes everything but --rounds from the run; leave out --scale")
-    values = collect(options, sets, file, scale)
+    values = collect(options, sets, recipe.settings if recipe else None, scale)
     if resume is not None:
         values = runner.resume_values(resume, values, out, file)
         out = resume
@@ -252,9 +256,9 @@ def compare(
     from fedapp.experiments import recipes
 
     _tell_broken()
-    file = recipes.find(file) if file is not None else None
+    recipe = recipes.find(file) if file is not None else None
     options = {"dataset": dataset, "clients": clients, "num-server-rounds": rounds, "seed": seed}
-    values = collect(options, sets, file, scale)
+    values = collect(options, sets, recipe.settings if recipe else None, scale)
     given = set(collect(options, sets))
     lists = {"dataset": _names(datasets), "partition": _names(partitions)}
     for key, several in lists.items():
@@ -263,7 +267,7 @@ def compare(
     for key in ("out", "resume"):
         values.pop(key, None)
     if methods is None:
-        methods = recipes.rows_of(file) or (f"local,{values['method']}" if "method" in values else "")
+        methods = (recipe.methods if recipe else "") or (f"local,{values['method']}" if "method" in values else "")
     code = comparing.run(
         values,
         methods or comparing.DEFAULT_METHODS,
@@ -284,10 +288,15 @@ def _names(text: str) -> list[str]:
 
 
 @app.command(name="recipes")
-def list_recipes() -> None:
-    """List the shipped recipes: the settings of the papers' tables."""
+def list_recipes(
+    name: Annotated[str | None, typer.Argument(help="a recipe, to print as a TOML file", metavar="[NAME]")] = None,
+) -> None:
+    """List the shipped recipes, which are the settings of the papers' tables, or print one of them."""
     from fedapp.experiments import recipes
 
+    if name is not None:
+        typer.echo(recipes.find(Path(name)).text, nl=False)
+        return
     for recipe in recipes.shipped().values():
         typer.echo(f"{recipe.name}\t{recipe.title}")
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from fedapp import cli, config, registry
+from fedapp import cli, registry
 from fedapp.data import datasets
 from fedapp.data.datasets import Dataset
 from fedapp.engines import local as engine
 from fedapp.engines import superlink as launch
 from fedapp.errors import BadRequest
-from fedapp.experiments import compare, recipes
+from fedapp.experiments import compare, recipes, shipped
 from fedapp.tasks import simulated as tasks
 
 ROOT = Path(__file__).parent.parent
@@ -67,7 +67,7 @@ def published(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def flat(name: str) -> dict[str, Any]:
-    return config.read_toml(recipes.shipped()[name].path)
+    return dict(recipes.shipped()[name].settings)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -77,7 +77,7 @@ def test_a_recipe_names_its_table_and_every_value_its_source(name: str) -> None:
     number = re.fullmatch(r"(table|figure)(\d)", place)
     assert number is not None
     assert recipe.title.startswith(f"{PAPERS[paper]}, {number[1].capitalize()} {number[2]}: ")
-    for line in recipe.path.read_text(encoding="utf-8").splitlines():
+    for line in recipe.text.splitlines():
         if line and not line.startswith("#"):
             assert re.search(r"  # .*(paper|released code|ours|MOON's code|PFLlib's generator)", line), line
 
@@ -98,6 +98,111 @@ def test_a_recipe_is_valid_for_run_and_for_all_rows_of_its_table(name: str) -> N
             f"{k}={v}" for k, v in (args if variant.method == values["method"] else dict(variant.args)).items()
         )
         engine.effective(own)
+
+
+def test_the_recipes_of_the_papers_are_pinned() -> None:
+    """Settings come from several places of a paper's file; these are what they must give, written out."""
+    assert len(NAMES) == 66
+    assert sum(len(recipes.shipped()[n].rows) for n in NAMES) == 400
+    assert sum(len(flat(n)) for n in NAMES) == 1302
+    assert flat("fedclassavg-table3-emnist-100") == {
+        "method": "fedclassavg", "method-args": "preset=paper rho=0.1", "dataset": "emnist_letters", "clients": 100,
+        "fraction-train": 0.1, "partition": "dirichlet", "alpha": 0.5, "min-samples": 10, "split": "official",
+        "model": "resnet18", "num-server-rounds": 1000, "local-epochs": 1, "batch-size": 64, "lr": 0.0005,
+        "optimizer": "adam", "weight-decay": 0.0, "clip": 0.0, "augment": "strong", "public-data": "mnist:3000",
+    }  # fmt: skip
+    assert flat("cwfedavg-table1-tiny-resnet18-dirichlet") == {
+        "method": "cwfedavg", "method-args": "lam=2000", "dataset": "tiny_imagenet", "clients": 20,
+        "fraction-train": 1.0, "partition": "dirichlet", "alpha": 0.1, "min-samples": 40, "split": "holdout",
+        "model": "resnet18", "buffers": "local", "num-server-rounds": 1000, "local-epochs": 1, "batch-size": 10,
+        "lr": 0.005, "optimizer": "sgd", "momentum": 0.0, "weight-decay": 0.0, "clip": 0.0, "augment": "none",
+        "protocols": "received,trained",
+    }  # fmt: skip
+    assert flat("fedgh-figure4-cifar100") == {
+        "method": "fedgh", "method-args": "header_lr=0.01 header_batch=sample header_epochs=1 header_clip=50",
+        "dataset": "cifar100", "clients": 100, "fraction-train": 0.1, "partition": "classes",
+        "classes-per-client": 10, "min-samples": 10, "split": "official",
+        "model": "fedgh-1,fedgh-2,fedgh-3,fedgh-4,fedgh-5", "num-server-rounds": 500, "local-epochs": 10,
+        "batch-size": 64, "lr": 0.01, "optimizer": "sgd", "momentum": 0.9, "weight-decay": 0.001, "clip": 50.0,
+        "augment": "weak", "protocols": "received,trained",
+    }  # fmt: skip
+    assert flat("ccvr-table2-cinic10") == {
+        "method": "ccvr", "method-args": "base=fedavg samples=1000 epochs=3 transform=sample oracle=true",
+        "dataset": "cinic10", "clients": 10, "fraction-train": 1.0, "partition": "dirichlet", "alpha": 0.5,
+        "min-samples": 10, "split": "official", "model": "mobilenetv2", "num-server-rounds": 100,
+        "local-epochs": 10, "batch-size": 64, "lr": 0.01, "optimizer": "sgd", "momentum": 0.9, "weight-decay": 1e-5,
+        "clip": 0.0, "augment": "weak", "protocols": "received,trained,global",
+    }  # fmt: skip
+    assert recipes.shipped()["ccvr-table2-cifar100"].rows == {
+        "ccvr": "FedAvg, 66.25 -> 66.60, oracle 66.84",
+        "ccvr(base=fedprox base.mu=0.01)": "FedProx, 66.31 -> 66.61, oracle 66.68",
+        "ccvr(base=fedavgm base.momentum=0.1 base.dampening=0.1)": "FedAvgM, 66.43 -> 66.71, oracle 66.94",
+        "ccvr(base=moon base.mu=1)": "MOON, 67.02 -> 67.17, oracle 67.56",
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.replace('like = ["a"]', 'like = ["b"]'), "recipe r: there is no part or word called 'b'"),
+        (lambda t: t.replace('["1.0"]', '["1.0", "2.0"]'), "numbers without a row: 2.0"),
+        (lambda t: t.replace('["1.0"]', "[]"), "row 'fedavg' has no number"),
+        (lambda t: t.replace("{clients}", "{cilents}"), "recipe r: there is no part or word called 'cilents'"),
+        (lambda t: t.replace('clients = [3, "paper"]', "clients = 3"), "part.a.settings.clients"),
+        (lambda t: t.replace("clients =", "cilents ="), "unknown key 'cilents', did you mean 'clients'"),
+        (lambda t: t.replace("notes =", "note ="), "common.note: Extra inputs"),
+    ],
+)
+def test_a_wrong_paper_file_is_refused_and_the_place_is_named(change: Any, message: str, tmp_path: Path) -> None:
+    text = """
+        paper = "P"
+        [common]
+        notes = "n"
+        rows = [["fedavg", "FedAvg, {}"]]
+        [part.a]
+        title = "Table 1: {clients} clients."
+        settings.clients = [3, "paper"]
+        [[recipe]]
+        name = "r"
+        like = ["a"]
+        published = ["1.0"]
+    """
+    file = tmp_path / "p.toml"
+    file.write_text(text)
+    ((name, written),) = shipped.read(file, recipes.Paper).texts()
+    assert name == "r" and written.startswith("# P, Table 1: 3 clients.\n")
+    file.write_text(change(text))
+    with pytest.raises(BadRequest, match=message):
+        list(shipped.read(file, recipes.Paper).texts())
+
+
+def test_a_part_that_is_named_later_goes_before(tmp_path: Path) -> None:
+    (tmp_path / "p.toml").write_text("""
+        paper = "P"
+        [common]
+        title = "T"
+        notes = "first"
+        rows = [["fedavg", "FedAvg"]]
+        words = { w = "common" }
+        settings = { clients = [1, "c"], seed = [1, "c"], lr = [1.0, "c"], alpha = [1.0, "c"] }
+        [part.a]
+        notes = "second"
+        settings = { clients = [2, "a"], seed = [2, "a"], lr = [2.0, "a"] }
+        [part.b]
+        settings = { clients = [3, "b"], seed = [3, "b"] }
+        words = { w = "b" }
+        [[recipe]]
+        name = "r"
+        like = ["a", "b"]
+        notes = "third {w} {alpha}"
+        settings = { clients = [4, "own"] }
+    """)
+    ((name, text),) = shipped.read(tmp_path / "p.toml", recipes.Paper).texts()
+    recipe = recipes.parse(name, text, tomllib.loads(text))
+    assert recipe.settings == {"clients": 4, "seed": 3, "lr": 2.0, "alpha": 1.0}
+    assert "lr = 2.0  # a\n" in text and "clients = 4  # own\n" in text
+    assert "# first\n# second\n# third b 1.0\n" in text
+    assert recipe.methods == "fedavg"
 
 
 def test_every_table_of_the_four_papers_has_recipes() -> None:
@@ -131,7 +236,7 @@ def test_every_recipe_can_be_dealt_at_published_size_and_scaled_to_a_tenth(publi
 @pytest.mark.parametrize("name", ["fedclassavg-table2-cifar10-skewed", "cwfedavg-table1-cifar10-pathological"])
 def test_commands_in_the_comments_are_accepted(name: str, published: None, tmp_path: Path) -> None:
     """`fedapp compare NAME` as the recipe says goes through all checks, up to an output folder that is a file."""
-    found = re.search(r"^# fedapp (compare .*)$", recipes.shipped()[name].path.read_text(encoding="utf-8"), flags=re.M)
+    found = re.search(r"^# fedapp (compare .*)$", recipes.shipped()[name].text, flags=re.M)
     assert found is not None
     out = tmp_path / "out"
     out.write_text("a file where a folder should be")
@@ -214,19 +319,32 @@ def test_run_takes_a_recipe_by_name_and_scales_what_the_command_line_does_not_sa
 def test_an_unknown_recipe_is_refused_with_a_suggestion() -> None:
     with pytest.raises(BadRequest, match="cwfedavg-table4-tiny"):
         recipes.find(Path("cwfedavg-table4-tinny"))
-    assert recipes.find(Path("some/where.toml")) == Path("some/where.toml"), "a path is read as one"
+    with pytest.raises(BadRequest, match=r"some/where.toml does not exist"):
+        recipes.find(Path("some/where.toml"))
+    with pytest.raises(BadRequest, match="the shipped recipe is called cwfedavg-table4-tiny"):
+        recipes.find(Path("fedapp/conf/cwfedavg-table4-tiny.toml"))
 
 
 def test_a_file_goes_before_a_recipe_of_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert recipes.find(Path("digits")) == recipes.FOLDER / "digits.toml"
+    assert recipes.find(Path("digits")).settings["clients"] == 10
     Path("digits").write_text("clients = 3\n")
-    assert recipes.find(Path("digits")) == Path("digits")
+    assert recipes.find(Path("digits")).settings == {"clients": 3}
 
 
 def test_resume_and_scale_do_not_go_together(tmp_path: Path) -> None:
     result = CliRunner().invoke(cli.app, ["run", "--resume", str(tmp_path), "--scale", "0.5"])
     assert isinstance(result.exception, BadRequest)
+
+
+def test_a_recipe_that_is_printed_and_saved_is_the_same_recipe(tmp_path: Path) -> None:
+    for name in ("digits", "fedgh-table1-cifar10-50", "fedclassavg-table2-fashion-skewed"):
+        result = CliRunner().invoke(cli.app, ["recipes", name])
+        assert result.exit_code == 0
+        file = tmp_path / f"{name}.toml"
+        file.write_text(result.stdout)
+        assert recipes.find(file) == recipes.shipped()[name]
+    assert (shipped.FOLDER / "digits.toml").read_text() == recipes.shipped()["digits"].text
 
 
 def test_recipes_are_listed_one_a_line() -> None:
@@ -242,8 +360,8 @@ def test_recipes_travel_in_the_bundle_and_in_the_wheel(tmp_path: Path) -> None:
     from flwr.cli.build import build_fab_from_disk
 
     bundle = zipfile.ZipFile(io.BytesIO(build_fab_from_disk(launch.stage(tmp_path / "app"))))
-    bundled = {Path(n).stem for n in bundle.namelist() if n.startswith("fedapp/conf/")}
-    assert bundled == set(recipes.shipped())
+    bundled = {n for n in bundle.namelist() if n.startswith("fedapp/conf/")}
+    assert bundled == {str(p.relative_to(ROOT)) for p in shipped.FOLDER.rglob("*") if p.is_file()}
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert "fedapp" in wheel["packages"]
     assert not {"exclude", "only-include"} & set(wheel)

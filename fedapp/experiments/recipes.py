@@ -1,93 +1,200 @@
-"""The shipped recipes (`fedapp/conf/*.toml`): the settings of published tables, and how they shrink for a laptop.
+"""The shipped recipes: the settings of published tables, and how they shrink for a laptop.
 
 A recipe is a flat TOML of run-config keys. Its first comment line says what it is. Rows of a table that differ by
 method alone share a recipe; they are listed below the comment `rows:`, each as `fedapp compare --methods` takes it, two
-blanks, and what the paper calls it.
+blanks, and what the paper calls it. `fedapp recipes NAME` prints it.
+
+`fedapp/conf/*.toml` are such files. A file of `fedapp/conf/papers` holds all recipes of one paper, each as differences
+from what it has in common with others:
+
+- A recipe starts from `[common]`, then takes the parts that `like` names in this order, then what it says itself.
+  Later `settings` and `words` replace earlier ones key by key; a later `title`, `rows` or `command` replaces an earlier
+  one; `notes` follow one another.
+- A setting is `[value, where it comes from]`.
+- `{word}` in titles, notes and rows stands for one of `words` or for the value of a setting.
+- A row is `[entry of --methods, what the paper calls it]`. `{}` in the latter stands for the paper's number: the next
+  of `published`.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+from pydantic import Field
+
 from fedapp import config as configuration
 from fedapp.errors import BadRequest, suggest
+from fedapp.experiments.shipped import FOLDER, Entry, read
 
-FOLDER = Path(__file__).parents[1] / "conf"
 LIGHT = ("cnn-a", "cnn-b", "cnn-c", "cnn-d")
-"""What larger architectures are replaced by when a recipe is scaled, in this order and over again."""
+"""What larger architectures are replaced by when a recipe is scaled: in this order, then from the start again."""
 SMALL = (*LIGHT, "moon", "digits-a", "digits-b", "digits-c")
 """Architectures that stay as they are."""
 LEAST_ROUNDS = 2
 LEAST_SAMPLES = 5
 LEAST_PUBLIC = 100
+WIDEST_ENTRY = 60
+"""Columns that entries of `rows:` are padded to at most."""
+
+
+class Part(Entry):
+    """What several recipes of a paper have in common."""
+
+    title: str = ""
+    notes: str = ""
+    command: str = ""
+    words: dict[str, str] = Field(default_factory=dict)
+    settings: dict[str, tuple[bool | int | float | str, str]] = Field(default_factory=dict)
+    rows: tuple[tuple[str, str], ...] = ()
+
+
+class Row(Part):
+    """A recipe: the parts it is like, what it has of its own, and the paper's numbers for its rows."""
+
+    name: str
+    like: tuple[str, ...] = ()
+    published: tuple[str, ...] = ()
+
+
+class Paper(Entry):
+    """A file of `fedapp/conf/papers`."""
+
+    paper: str
+    common: Part
+    part: dict[str, Part]
+    recipe: tuple[Row, ...]
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """Yield name and TOML text of every recipe.
+
+        Raises
+        ------
+        BadRequest : a recipe that names an unknown part or word, or whose numbers do not fit its rows.
+        """
+        for row in self.recipe:
+            try:
+                yield row.name, _text(self.paper, row, [self.common, *(self.part[p] for p in row.like), row])
+            except BadRequest as e:
+                raise BadRequest(f"recipe {row.name}: {e}") from e
+            except KeyError as e:
+                raise BadRequest(f"recipe {row.name}: there is no part or word called {e}") from e
+
+
+def _text(paper: str, row: Row, parts: list[Part]) -> str:
+    """Write a recipe as TOML, every value with its source."""
+    settings = {key: value for part in parts for key, value in part.settings.items()}
+    values = {key: value for key, (value, _) in settings.items()}
+    unknown = next((key for key in values if key not in configuration.KEYS), None)
+    if unknown is not None:
+        raise BadRequest(f"unknown key '{unknown}'{suggest(unknown, configuration.KEYS)}")
+    settings = {key: settings[key] for key in configuration.KEYS if key in settings}
+    own = {key: text.format(**values) for part in parts for key, text in part.words.items()}
+    words = {**values, **own}
+
+    def last(field: str) -> Any:
+        return next((v for part in reversed(parts) if (v := getattr(part, field))), "")
+
+    title = f"{paper}, {last('title').format(**words)}"
+    notes = [line for part in parts for line in part.notes.format(**words).splitlines()]
+    numbers = list(row.published)
+    rows = []
+    for entry, called in last("rows"):
+        if "{}" in called and not numbers:
+            raise BadRequest(f"row '{entry}' has no number")
+        number = [numbers.pop(0)] if "{}" in called else []
+        rows.append((entry.format(**words), called.format(*number, **words)))
+    if numbers:
+        raise BadRequest(f"numbers without a row: {', '.join(numbers)}")
+    width = min(max(len(entry) for entry, _ in rows), WIDEST_ENTRY)
+    listed = ["rows:", *(f"  {entry:<{width}}  {name}" for entry, name in rows)]
+    comments = [title, "", *notes, "", *listed, "", f"fedapp compare {row.name} {last('command')}"]
+    lines = [f"{tomli_w.dumps({key: value}).strip()}  # {source}" for key, (value, source) in settings.items()]
+    return "\n".join([*(f"# {c}".rstrip() for c in comments), "", *lines, ""])
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """One file of `fedapp/conf`.
+    """One recipe, shipped or a file of the user's.
 
     Attributes
     ----------
     title : its first comment line.   rows : entry of `--methods` -> what the paper calls it.
+    settings : its run-config keys.   text : the whole TOML.
     """
 
     name: str
-    path: Path
     title: str
     rows: Mapping[str, str]
+    settings: Mapping[str, Any]
+    text: str
 
     @property
     def methods(self) -> str:
-        """All rows, as `--methods` takes them."""
+        """All rows, as `--methods` takes them; empty if it lists none."""
         return ",".join(self.rows)
 
 
-def parse(path: Path) -> Recipe:
+def parse(name: str, text: str, settings: Mapping[str, Any]) -> Recipe:
     """Read the comments of a recipe."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    comments = [line[1:].removeprefix(" ") for line in lines if line.startswith("#")]
+    comments = [line[1:].removeprefix(" ") for line in text.splitlines() if line.startswith("#")]
     rows: dict[str, str] = {}
     inside = False
     for line in comments:
         if line.strip() == "rows:":
             inside = True
         elif inside and line.startswith("  "):
-            entry, _, name = line.strip().partition("  ")
-            rows[entry] = name.strip()
+            entry, _, called = line.strip().partition("  ")
+            rows[entry] = called.strip()
         else:
             inside = False
-    return Recipe(path.stem, path, comments[0] if comments else path.stem, rows)
+    return Recipe(name, comments[0] if comments else name, rows, settings, text)
+
+
+def from_file(path: Path) -> Recipe:
+    """Read a recipe from a file.
+
+    Raises
+    ------
+    BadRequest : the file cannot be read, or is not TOML.
+    """
+    settings = configuration.read_toml(path)
+    return parse(path.stem, path.read_text(encoding="utf-8"), settings)
 
 
 @functools.cache
 def shipped() -> dict[str, Recipe]:
     """Return all shipped recipes by name."""
-    return {path.stem: parse(path) for path in sorted(FOLDER.glob("*.toml"))}
+    found = {path.stem: from_file(path) for path in FOLDER.glob("*.toml")}
+    for path in (FOLDER / "papers").glob("*.toml"):
+        for name, text in read(path, Paper).texts():
+            found[name] = parse(name, text, tomllib.loads(text))
+    return dict(sorted(found.items()))
 
 
-def find(file: Path) -> Path:
-    """Return a file that exists, or the shipped recipe of that name.
+def find(file: Path) -> Recipe:
+    """Read a file that exists, or return the shipped recipe of that name.
 
     Raises
     ------
     BadRequest : neither.
     """
-    if file.exists() or file.parent != Path() or file.suffix == ".toml":
-        return file
+    if file.exists():
+        return from_file(file)
+    if file.stem in shipped() and file.suffix == ".toml":
+        raise BadRequest(f"{file} does not exist; the shipped recipe is called {file.stem}")
+    if file.parent != Path() or file.suffix == ".toml":
+        return from_file(file)
     if file.name not in shipped():
         raise BadRequest(
             f"{file} is neither a file nor a shipped recipe{suggest(file.name, shipped())}. See: fedapp recipes"
         )
-    return shipped()[file.name].path
-
-
-def rows_of(file: Path | None) -> str:
-    """Return the rows that a recipe lists, as `--methods` takes them; empty without a file or rows."""
-    return parse(file).methods if file is not None and file.is_file() else ""
+    return shipped()[file.name]
 
 
 def light(models: str, dataset: str) -> str:

@@ -1,0 +1,36 @@
+"""Reads the TOML files of `fedapp/conf` that hold tables of data (papers, studies, claims) and checks their form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fedapp import config
+from fedapp.errors import BadRequest
+
+FOLDER = Path(__file__).parents[1] / "conf"
+
+
+class Entry(BaseModel):
+    """A table of such a file: unknown keys are refused, and what was read does not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+_File = TypeVar("_File", bound=Entry)
+
+
+def read(path: Path, kind: type[_File]) -> _File:
+    """Read a file as `kind`.
+
+    Raises
+    ------
+    BadRequest : the file cannot be read, or is not of this form; the message names every place that is wrong.
+    """
+    try:
+        return kind.model_validate(config.read_toml(path))
+    except ValidationError as e:
+        places = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in e.errors())
+        raise BadRequest(f"{path}: {places}") from e
