@@ -244,9 +244,8 @@ def test_a_refused_comparison_leaves_no_folder(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_command_line_goes_before_the_file_and_contradicts_itself_never(tmp_path: Path) -> None:
-    file = tmp_path / "c.toml"
-    file.write_text('method = "fedavg"\nseed = 1\n')
-    assert cli.collect({"seed": 2}, ["alpha=0.3"], file) == {"method": "fedavg", "seed": 2, "alpha": 0.3}
+    settings = {"method": "fedavg", "seed": 1}
+    assert cli.collect({"seed": 2}, ["alpha=0.3"], settings) == {"method": "fedavg", "seed": 2, "alpha": 0.3}
     assert cli.collect({"seed": 2}, ["seed=2"]) == {"seed": 2}
     with pytest.raises(BadRequest, match="given twice"):
         cli.collect({"seed": 2}, ["seed=3"])
@@ -255,10 +254,10 @@ def test_the_command_line_goes_before_the_file_and_contradicts_itself_never(tmp_
     with pytest.raises(BadRequest, match="key=value"):
         cli.collect({}, ["alpha"])
     with pytest.raises(BadRequest, match="does not exist"):
-        cli.collect({}, [], tmp_path / "none.toml")
+        config.read_toml(tmp_path / "none.toml")
     (tmp_path / "bad.toml").write_text("a = = 1")
     with pytest.raises(BadRequest, match="not TOML"):
-        cli.collect({}, [], tmp_path / "bad.toml")
+        config.read_toml(tmp_path / "bad.toml")
 
 
 @pytest.mark.parametrize(
