@@ -200,20 +200,21 @@ def partition(
 ) -> None:
     """Show how data would be dealt to clients: classes x clients, sizes, majority-class score; with --out a picture."""
     from fedapp import config
-    from fedapp.data import partitions
+    from fedapp.data.card import data_card
+    from fedapp.results.figures import plots
     from fedapp.tasks import simulated as tasks
 
     values = collect({"dataset": dataset, "clients": clients, "seed": seed}, sets)
     settings = config.resolve(config.from_flat(values))
     data = tasks.federated(settings, settings.clients or 10)
-    card = partitions.data_card(data.dataset, data.partition)
+    card = data_card(data.dataset, data.partition)
     typer.echo(card.text())
     typer.echo(f"hash {data.partition.hash}")
     if out is not None:
         try:
             out.mkdir(parents=True, exist_ok=True)
             data.partition.save(out / "partition.npz")
-            partitions.draw(card, out / "partition.png")
+            plots.label_heat(card.train, card.classes).savefig(out / "partition.png", facecolor="white")
         except OSError as e:
             raise BadRequest(f"{out} cannot be written ({e.strerror})") from e
         typer.echo(f"written to {out}")

@@ -22,6 +22,7 @@ from fedapp import config as configuration
 from fedapp import process, sampling
 from fedapp.config import RunConfig
 from fedapp.data import partitions
+from fedapp.data.card import data_card
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest
 from fedapp.learning.evaluation import Scores, evaluate
@@ -244,7 +245,7 @@ class Run(Observer):
         self.inputs = data.inputs
         self.about = {"scale": data.inputs.scale, "mean": list(data.inputs.mean), "std": list(data.inputs.std)}
         self.about |= {"classes": list(data.dataset.classes), "method-args": self.config.method_args}
-        card = partitions.data_card(data.dataset, data.partition)
+        card = data_card(data.dataset, data.partition)
         saved = self.out / "partition.npz"
         if self.done and saved.is_file() and partitions.Partition.load(saved).hash != data.partition.hash:
             raise BadRequest(

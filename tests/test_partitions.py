@@ -9,24 +9,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedapp.data import partitions
+from fedapp.data import label_skew, partitions
+from fedapp.data.card import data_card
 from fedapp.data.datasets import Dataset
-from fedapp.data.partitions import (
-    PARTITION_KINDS,
-    SPLITS,
-    Partition,
+from fedapp.data.label_skew import (
     block_owners,
     choose_classes,
     cut_by_shares,
-    data_card,
     dirichlet_counts,
-    draw,
     draw_two_classes,
-    make,
     round_to_total,
     scale_to_margins,
-    union_test,
 )
+from fedapp.data.partitions import PARTITION_KINDS, SPLITS, Partition, make, union_test
 from fedapp.errors import BadRequest
 
 
@@ -374,6 +369,13 @@ def test_a_class_with_one_image_goes_to_training():
     assert len(test) == 0
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_client_with_two_images_of_a_class_has_a_test_image(count):
+    """A quarter of two or three images is less than one: rounding down would leave nothing to test on."""
+    train, test = partitions._stratified(np.arange(count), np.zeros(count, int), np.random.default_rng(0))
+    assert (len(train), len(test)) == (count - 1, 1)
+
+
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=6), st.integers(0, 2**31))
 def test_stratified_cut_is_a_quarter(sizes, seed):
@@ -382,7 +384,8 @@ def test_stratified_cut_is_a_quarter(sizes, seed):
     assert np.array_equal(np.sort(np.concatenate([train, test])), np.arange(len(labels)))
     counts = np.bincount(labels[train], minlength=len(sizes))
     assert all(count >= 1 for count, size in zip(counts, sizes, strict=True) if size)
-    assert len(test) <= max(1, len(labels) // 4)
+    several = any(size > 1 for size in sizes)
+    assert len(test) == min(max(len(labels) // 4, int(several)), sum(max(size - 1, 0) for size in sizes))
 
 
 # --- bounded redraws and bad requests ------------------------------------------------------------------------------
@@ -397,8 +400,8 @@ def test_redraws_are_bounded_and_name_what_to_change():
 
 def test_redraws_stop_at_ten_thousand(monkeypatch):
     drawn = []
-    original = partitions.dirichlet_counts
-    monkeypatch.setattr(partitions, "dirichlet_counts", lambda s, n: (drawn.append(len(s)), original(s, n))[1])
+    original = label_skew.dirichlet_counts
+    monkeypatch.setattr(label_skew, "dirichlet_counts", lambda s, n: (drawn.append(len(s)), original(s, n))[1])
     with pytest.raises(BadRequest):
         make(toy([20] * 3), kind="dirichlet", split="holdout", clients=6, seed=1, alpha=0.01, min_samples=10)
     assert sum(drawn) == 10_000
@@ -526,7 +529,7 @@ def test_data_card_by_hand():
     assert values["majority"] == [pytest.approx(1 / 3), None]
     assert values["train_sizes"] == [4, 2]
     text = card.text()
-    assert "3 images are held by nobody" in text
+    assert "3 images are held by no client" in text
     assert text.splitlines()[-2].split() == ["1", ".", "2", "2", "0", "-"]
     assert "33.3 %" in text.splitlines()[-1]
 
@@ -546,15 +549,19 @@ def test_data_card_text_with_many_classes():
     assert max(len(line) for line in card.text().splitlines()) < 100
 
 
-def test_drawn_card_is_a_picture(tmp_path, dealt):
+def test_the_command_writes_partition_and_picture(tmp_path):
     from PIL import Image
+    from typer.testing import CliRunner
 
-    path = tmp_path / "pictures" / "card.png"
-    draw(data_card(TOY, dealt["dirichlet", "merged"]), path)
-    with Image.open(path) as picture:
-        pixels = np.asarray(picture.convert("RGB")).astype(int)
-    assert pixels.shape[0] > 200
-    assert np.abs(pixels - pixels.mean(axis=2, keepdims=True)).max() < 3  # grey: nothing depends on hue
+    from fedapp import cli
+
+    result = CliRunner().invoke(cli.app, ["partition", "--clients", "5", "--out", str(tmp_path / "new")])
+    assert result.exit_code == 0
+    assert Partition.load(tmp_path / "new" / "partition.npz").hash in result.stdout
+    with Image.open(tmp_path / "new" / "partition.png") as picture:
+        pixels = np.asarray(picture.convert("RGBA"))
+    assert min(pixels.shape[:2]) > 100
+    assert pixels[..., 3].min() == 255  # not transparent: readable on any background
 
 
 def test_union_test_is_balanced_and_bounded(dealt):

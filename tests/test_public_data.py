@@ -15,6 +15,7 @@ from fedapp import config as configuration
 from fedapp import registry
 from fedapp.config import RunConfig
 from fedapp.data import datasets, partitions
+from fedapp.data.card import data_card
 from fedapp.errors import BadRequest
 from fedapp.method import NONE, Method
 from fedapp.tasks import simulated as tasks
@@ -90,11 +91,11 @@ def test_data_card_says_what_is_public() -> None:
     dataset = datasets.load("digits")
     whole = partitions.make(dataset, kind="dirichlet", split="holdout", clients=4, seed=0)
     left, public = partitions.hold_back(whole, 0.05, seed=0)
-    card = partitions.data_card(dataset, left)
+    card = data_card(dataset, left)
     assert card.public == card.to_dict()["public"] == len(public)
-    assert card.unused == partitions.data_card(dataset, whole).unused
+    assert card.unused == data_card(dataset, whole).unused
     assert f"{len(public)} training images are held back from the clients as the public set" in card.text()
-    assert "public" not in partitions.data_card(dataset, whole).text()
+    assert "public" not in data_card(dataset, whole).text()
 
 
 def test_clients_see_one_public_set_that_none_of_them_trains_on() -> None:

@@ -17,7 +17,7 @@ from rich.table import Table
 from clients.base import FedClient
 from fedapp import config as configuration
 from fedapp.config import RunConfig
-from fedapp.data.partitions import data_card
+from fedapp.data.card import data_card
 from fedapp.engines import local as engines
 from fedapp.engines import resources
 from fedapp.engines.resources import Resources

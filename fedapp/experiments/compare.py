@@ -34,7 +34,8 @@ from rich.progress import BarColumn, Progress, TextColumn
 from fedapp import config as configuration
 from fedapp import registry
 from fedapp.config import RunConfig
-from fedapp.data.partitions import PARTITION_PARAMETER, data_card
+from fedapp.data.card import data_card
+from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.engines import local as engines
 from fedapp.engines import pool, runner
 from fedapp.engines import superlink as launch
