@@ -1,15 +1,29 @@
 """`FedClient`: one round of one client, as a NumPyClient that exchanges only named, partial parameters.
 
-A method's client overrides hooks, in the order in which they run:
+These are the functions that a method's client may define, in the order in which a round calls them. They may change
+`self.model`, `self.own` (private arrays, stored on disk after the round and restored before the next) and attributes
+that they set themselves; nothing else outlives the round.
 
-1. `receive(payload)`: take over what the server sent (default: the shared model arrays);
-2. `before_training(payload)`;
-3. `step_loss(batch)`: the loss of one batch (default: cross-entropy);
-4. `after_training(payload)`: further arrays for the reply, such as class means;
-5. `answer(kind, payload)`: replies to the server's questions (`ask`).
+| function                          | when                                     | default                         |
+|-----------------------------------|------------------------------------------|---------------------------------|
+| `build_model(spec, hparams)`      | whenever a model is built, on both sides | the model of the zoo            |
+| `common_facts()`                  | when the client registers                | nothing must agree              |
+| `restore(server_round, payload)`  | first                                    | the model as the client left it |
+| `receive(payload)`                | before the score of what was received    | copies the shared arrays        |
+| `configure_model(model, scalars)` | in `receive`, and on the server          | nothing                         |
+| `before_training(payload)`        | after that score                         | nothing                         |
+| `optimise(payload)`               | the local training                       | the loop over `step_loss`       |
+| `train_spec()`, `adam_betas()`    | in `optimise`                            | the run's settings              |
+| `parameters()`, `views`           | in `optimise`                            | all parameters, one view        |
+| `step_loss(batch)`                | every step                               | mean cross-entropy              |
+| `after_epoch(epoch)`              | after every epoch                        | nothing                         |
+| `after_training(payload)`         | before the score of what was trained     | no further arrays               |
+| `score(x, y)`                     | for each score                           | the model's predictions         |
+| `reply_metrics()`                 | last                                     | no further numbers              |
+| `reference(payload)`              | where updates are clipped                | the arrays as received          |
+| `answer(kind, payload)`           | for each query of the server             | an error                        |
 
-`self.model` is the client's model, `self.own` holds the method's further private arrays; both are stored on disk after
-the round and restored before the next. What leaves the client is the declared `shared` set and nothing else.
+Only the declared `shared` arrays and `extra_up` leave the client.
 """
 
 from __future__ import annotations
@@ -50,7 +64,8 @@ class FedClient(NumPyClient):
     views: ClassVar[int] = 1
     """Independent augmentations of each image in a step."""
     needs_state: ClassVar[bool] = False
-    """Whether the method needs the stored state even where the server sends the whole model."""
+    """Whether the method needs its stored model even where the server sends the whole model. `self.own` is restored in
+    any case."""
 
     def __init__(self, task: Task, method: Method, hparams: Any, store: ClientStore | None = None) -> None:
         self.task = task
@@ -118,8 +133,12 @@ class FedClient(NumPyClient):
         """Return further numbers for the reply."""
         return {}
 
+    def common_facts(self) -> dict[str, Scalar]:
+        """Return facts that must be the same at all clients, such as a checksum of public images."""
+        return {}
+
     def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
-        """Answer the server's question `kind` with the model that `receive(payload)` gives."""
+        """Answer the server's query `kind` with the model that `receive(payload)` gives."""
         raise ValueError(f"the method '{self.method.id}' has no answer to 'query.{kind}'")
 
     def adam_betas(self) -> tuple[float, float]:
@@ -200,7 +219,7 @@ class FedClient(NumPyClient):
         return metrics
 
     def answer_query(self, kind: str, payload: Payload, server_round: int) -> tuple[Arrays, int, dict[str, Any]]:
-        """Answer one `ask` of the server."""
+        """Answer one query of the server."""
         self.round = server_round
         self.restore(server_round, payload)
         self.receive(payload)
@@ -241,6 +260,9 @@ class FedClient(NumPyClient):
         self._loaded = None
         if self.store is not None and (always or self.needs_state or not self._covered(skeleton, payload)):
             self._loaded = self.store.load(server_round)
+        elif self.store is not None and (private := self.store.load(server_round, "own/")) is not None:
+            # The server sends the whole model: of the stored state only what the server cannot know is read.
+            self.own = _own(private)
         if self._loaded is None:
             if self._covered(skeleton, payload):
                 self.model = copy.deepcopy(skeleton)
@@ -251,7 +273,7 @@ class FedClient(NumPyClient):
             self.model = copy.deepcopy(skeleton)
             stored = self._loaded.arrays
             selection.merge(self.model, {n[6:]: a for n, a in stored.items() if n.startswith("model/")})
-            self.own = {n[4:]: a for n, a in stored.items() if n.startswith("own/")}
+            self.own = _own(self._loaded)
         self.model.to(self.device)
         if self.task.buffers == "drop":
             for module in self.model.modules():
@@ -286,8 +308,8 @@ class FedClient(NumPyClient):
     def _model_or_skeleton(self) -> nn.Module:
         return self.model if hasattr(self, "model") else _skeleton(type(self), self.task.spec(0), self.hparams)
 
-    def hello(self) -> tuple[dict[str, Any], dict[str, Scalar]]:
-        """Say who this client is: sample count and shared shapes, never class counts."""
+    def register(self) -> tuple[dict[str, Any], dict[str, Scalar]]:
+        """Return what this client states about itself: sample count and shared shapes, never class counts."""
         model = _skeleton(type(self), self.task.spec(0), self.hparams)
         state = model.state_dict()
         shapes = {n: list(state[n].shape) for n in [*self.down_names(), *self.up_names()]}
@@ -299,6 +321,7 @@ class FedClient(NumPyClient):
             "size": self.task.inputs.size,
             "width": model.width,
             "shapes": json.dumps(shapes),
+            "common": json.dumps(self.common_facts()),
         }
         return {"num-examples": self.task.num_samples}, info
 
@@ -331,6 +354,10 @@ class FedClient(NumPyClient):
         total = max(1, int(metrics["received-total"]))
         accuracy = metrics["received-correct"] / total
         return metrics["received-loss-sum"] / total, total, {"accuracy": accuracy}
+
+
+def _own(stored: Stored) -> Arrays:
+    return {n.removeprefix("own/"): a for n, a in stored.arrays.items() if n.startswith("own/")}
 
 
 @functools.lru_cache(maxsize=16)

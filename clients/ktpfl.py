@@ -28,7 +28,7 @@ from fedapp.core.distillation import divergence_to, soften
 from fedapp.errors import BadRequest
 from fedapp.learning.evaluation import batched
 from fedapp.learning.training import Batch, TrainReport, TrainSpec, train
-from fedapp.method import Arrays, BaseHParams, Payload
+from fedapp.method import Arrays, BaseHParams, Payload, Scalar
 
 
 class KTpFLHParams(BaseHParams):
@@ -127,5 +127,10 @@ class KTpFLClient(FedClient):
         return {"soft": soft.cpu().numpy()}
 
     def reply_metrics(self) -> dict[str, Any]:
-        """Return a checksum of the public images, by which the server knows that all clients have the same."""
-        return {"public-checksum": zlib.crc32(self.public.cpu().contiguous().numpy().tobytes())}
+        """Return a checksum of the public images, by which the server knows that all clients have the same ones."""
+        return {"public-checksum": self.common_facts()["public-checksum"]}
+
+    def common_facts(self) -> dict[str, Scalar]:
+        """Return checksum and number of the public images."""
+        images = self.public.cpu().contiguous().numpy()
+        return {"public-checksum": zlib.crc32(images.tobytes()), "public-images": len(images)}

@@ -55,8 +55,8 @@ def handle(stage: str, message: Message, context: Context) -> Message:
         client = build(context, config, control)
         info = {"client": client.task.client, "model": client.task.model}
         balanced = bool(control.get("balanced", False))
-        if stage == "hello":
-            metrics, facts = client.hello()
+        if stage == "register":
+            metrics, facts = client.register()
             partitions = int(context.node_config.get("num-partitions", 0))
             facts["partitions"] = partitions
             facts["classes"] = "" if partitions else nodes.fingerprint(client.task.extras["classes"])
@@ -113,14 +113,14 @@ def evaluate(message: Message, context: Context) -> Message:
     return handle("evaluate", message, context)
 
 
-@app.query("hello")
-def hello(message: Message, context: Context) -> Message:
-    """Say who this client is."""
-    return handle("hello", message, context)
+@app.query("register")
+def register(message: Message, context: Context) -> Message:
+    """State who this client is."""
+    return handle("register", message, context)
 
 
 def _register_queries() -> None:
-    """One handler for every question that some method asks."""
+    """Add one handler for every query that some method sends."""
     for kind in sorted({kind for method in registry.discover().values() for kind in method.queries}):
 
         def answer(message: Message, context: Context, stage: str = f"query.{kind}") -> Message:

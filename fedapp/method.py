@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict
 Array: TypeAlias = NDArray[Any]
 Arrays: TypeAlias = dict[str, Array]
 Scalar: TypeAlias = bool | int | float | str
+Scored: TypeAlias = Mapping[int, Mapping[str, Any]]
+"""What clients measured, by client id."""
 ServerState: TypeAlias = dict[str, Any]
 """A server's state: a nested dict of numpy arrays and JSON scalars, so that every checkpoint is generic."""
 
@@ -60,8 +62,8 @@ class Payload:
     Attributes
     ----------
     arrays : named arrays for this client alone.
-    common : named arrays that every client of the exchange gets; pass the *same* array objects to all clients, they are
-        encoded and stored once.
+    common : named arrays that all clients get; pass the *same* array objects to every client, and they are encoded and
+        stored once.
     scalars : plain values (bool, int, float, str).
     """
 
@@ -90,6 +92,8 @@ class Reply:
     arrays : named arrays, only names of the method's declared uplink.
     metrics : numbers or lists of numbers.
     bytes_up : bytes of the arrays as they travelled.
+    kind : what the client was asked: `train`, or `query.<kind>`.
+    arrival : position in the order in which replies arrived, from 0.
     """
 
     client: int
@@ -97,15 +101,18 @@ class Reply:
     arrays: Arrays
     metrics: dict[str, Any]
     bytes_up: int = 0
+    kind: str = "train"
+    arrival: int = 0
 
 
 @dataclass(frozen=True)
 class ClientInfo:
-    """What a client tells about itself before round 1 (never class counts).
+    """What a client states about itself when it registers (never class counts).
 
     Attributes
     ----------
-    shapes : shape of every array that the client would exchange, by name.
+    shapes : shape of every array that the client would send or receive, by name.
+    common : facts that must be the same at all clients, such as a checksum of the public images.
     """
 
     client: int
@@ -113,6 +120,7 @@ class ClientInfo:
     model: str
     num_classes: int
     shapes: Mapping[str, tuple[int, ...]]
+    common: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -148,9 +156,9 @@ class ServerContext:
         return tuple(c.client for c in self.clients)
 
 
-Ask: TypeAlias = Callable[[str, Payload], Iterable[Reply]]
-"""`ask(kind, payload)`: one `query.<kind>` message to every client; checked replies in the order of the client ids, one
-by one as they come, to be read to the end."""
+Query: TypeAlias = Callable[[str, Payload], Iterable[Reply]]
+"""`query(kind, payload)` sends one `query.<kind>` message to every client. It yields the checked replies in the order
+of the client ids, one at a time as they arrive; the caller reads them to the end."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +180,7 @@ class Method:
     global_model : whether there is one global model, scored on the central test set.
     travels : one line for the table of methods.
     defaults : what `auto` means.
-    queries : kinds of `ask` that the client answers.
+    queries : kinds of `query` that the client answers.
     resolve : for methods that wrap another one: `resolve(hparams, lookup) -> Method` gives the method that is run.
     public_share : share of the training images that is held back from the clients as the public set of a method that
         needs one, unless `public-data` says otherwise; 0 = the method uses no public data.
@@ -209,8 +217,3 @@ class Method:
     def allows(self, name: str) -> bool:
         """Whether `name` is one of the method's further arrays in replies."""
         return any(name == e or (e.endswith("/") and name.startswith(e)) for e in self.extra_up)
-
-
-def sorted_replies(replies: Iterable[Reply]) -> list[Reply]:
-    """Replies in the order of their client ids, the order in which everything is summed."""
-    return sorted(replies, key=lambda r: r.client)

@@ -9,7 +9,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from flwr.serverapp import Grid, ServerApp
 
 from clients.base import FedClient
 from fedapp import config as configuration
-from fedapp import process, sampling
+from fedapp import process
 from fedapp.config import RunConfig
 from fedapp.data import partitions
 from fedapp.data.card import data_card
@@ -29,7 +28,7 @@ from fedapp.learning.evaluation import Scores, evaluate
 from fedapp.learning.metrics import client_row, mean, summarise
 from fedapp.learning.state import write_safetensors
 from fedapp.learning.task import ModelSpec
-from fedapp.method import Array, Arrays, Method, Scalar, ServerContext, ServerState
+from fedapp.method import Array, Arrays, Method, Scalar, Scored, ServerContext, ServerState
 from fedapp.results.directory import (
     ANNOUNCED,
     RunDirectory,
@@ -43,8 +42,8 @@ from fedapp.results.directory import (
 )
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint, selection
-from fedapp.transport.client_manager import Federation, RoundFailed
-from strategies.base import Exchange, FedStrategy, Observer
+from fedapp.transport.client_manager import ClientManager, RoundFailed
+from strategies.base import Callbacks, FedStrategy, RoundResult, server_context
 
 app = ServerApp()
 
@@ -135,14 +134,14 @@ def _entry(e: BaseException, run: Run | None) -> dict[str, Any]:
         "round": None,
         "stage": "server",
     }
-    cause = run.federation.first_error if run is not None else None
+    cause = run.manager.first_error if run is not None else None
     blamed = isinstance(e, RoundFailed) and cause is not None and cause["round"] == e.round
-    if cause is not None and (blamed or (bad and cause["stage"] == "hello")):
+    if cause is not None and (blamed or (bad and cause["stage"] == "register")):
         entry.update({k: cause[k] for k in ("client", "round", "stage", "traceback")}, cause=cause["message"])
     return entry
 
 
-class Run(Observer):
+class Run(Callbacks):
     """One run: builds everything, then watches the strategy and writes results."""
 
     def __init__(self, grid: Grid, config: RunConfig, out: Path, event: Event | None) -> None:
@@ -172,8 +171,9 @@ class Run(Observer):
         self.warnings: list[str] = []
         control: dict[str, Scalar] = {"run": self.directory.token}
         control |= {"state-dir": str(out / "state")} if self.simulation else {"deployed": True}
-        self.federation = Federation(grid, config.settings(self.simulation), control, self.tell)
+        self.manager = ClientManager(grid, config.settings(self.simulation), control, self.tell)
         self.final: dict[str, float] = {}
+        self.last_scores: Scored = {}
         self.stopped: str | None = None
         self.global_scores: Scores | None = None
 
@@ -189,12 +189,12 @@ class Run(Observer):
         """Run all rounds and write the summary."""
         config = self.config
         self.tell({"kind": "directory", "out": str(self.out), "run": self.directory.token})
-        self.infos = self.federation.gather(self.config.clients)
-        self.federation.agree(self.method)
+        self.infos = self.manager.gather(self.config.clients)
+        self.manager.agree(self.method)
         if self.simulation and not self.config.clients:
             self.config = config = self.config.replaced(clients=len(self.infos))
             self.directory.configure(config)
-        facts = next(iter(self.federation.facts.values()))
+        facts = next(iter(self.manager.facts.values()))
         self.spec = ModelSpec(
             self.infos[0].model, self.infos[0].num_classes, int(facts["channels"]), int(facts["size"]), 0
         )
@@ -216,12 +216,12 @@ class Run(Observer):
             }
         )
         state = self.strategy.run(
-            self.federation,
+            self.manager,
             self._context(),
             rounds=self.done if self._patience_is_over() else self.config.num_server_rounds,
             done=self.done,
             state=self.state,
-            observer=self,
+            callbacks=self,
             control=lambda server_round: {"balanced": self.config.balanced_in(server_round)},
             evaluate_every=self.config.evaluate_every,
         )
@@ -232,7 +232,7 @@ class Run(Observer):
         self.central: tuple[torch.Tensor, torch.Tensor] | None = None
         self.inputs: InputSpec | None = None
         self.about: dict[str, object] = {}
-        shares = [int(f.get("partitions", 0)) for f in self.federation.facts.values()]
+        shares = [int(f.get("partitions", 0)) for f in self.manager.facts.values()]
         if not self.simulation and not all(shares):
             return
         try:
@@ -260,24 +260,15 @@ class Run(Observer):
             self.central = data.central(self.device)
 
     def _context(self) -> ServerContext:
-        client: type[FedClient] = self.method.client
-        config = self.config
-
-        def initial_from(k: int) -> Arrays:
-            spec = replace(self.spec, seed=sampling.derived_seed(config.seed, "server-model", k))
-            return client.initial_arrays(spec, self.method, self.hparams, config.buffers)
-
-        return ServerContext(
-            seed=config.seed,
-            clients=tuple(self.infos),
-            num_classes=self.spec.num_classes,
-            width=int(next(iter(self.federation.facts.values()))["width"]),
-            initial=initial_from(0),
-            initial_from=initial_from,
-            rng=lambda purpose, *numbers: sampling.rng(config.seed, purpose, *numbers),
+        return server_context(
+            self.method,
+            self.hparams,
+            self.spec,
+            self.infos,
+            seed=self.config.seed,
+            width=int(next(iter(self.manager.facts.values()))["width"]),
+            buffers=self.config.buffers,
             score=self.score,
-            channels=self.spec.channels,
-            size=self.spec.size,
         )
 
     def score(self, arrays: Mapping[str, Array], scalars: Mapping[str, Scalar]) -> float | None:
@@ -303,11 +294,11 @@ class Run(Observer):
 
     # ---- what happens --------------------------------------------------------------------------------------------
 
-    def trained(self, exchange: Exchange, state: ServerState) -> bool:
+    def after_round(self, result: RoundResult, state: ServerState) -> bool:
         """Write a round: tables, models, checkpoint; says whether to go on."""
-        config, traffic, server_round = self.config, exchange.traffic, exchange.round
+        config, traffic, server_round = self.config, result.traffic, result.round
         protocols = [p for p in config.measured if p != "global"]
-        rows = {c: client_row(m, protocols) for c, m in sorted(exchange.metrics.items())}
+        rows = {c: client_row(m, protocols) for c, m in sorted(result.metrics.items())}
         row: dict[str, Any] = {"round": server_round, "clients": len(rows), **summarise(rows.values(), protocols)}
         if self.method.global_model and "global" in config.measured:
             self._score_global(state)
@@ -316,7 +307,7 @@ class Run(Observer):
         row["bytes_up"] = traffic.up / max(1, len(traffic.answered))
         row["bytes_down"] = traffic.down / max(1, len(traffic.messaged))
         row["dropped"] = len(traffic.dropped)
-        row["round_seconds"] = exchange.seconds
+        row["round_seconds"] = result.seconds
         row["train_seconds"] = mean(r["train_seconds"] for r in rows.values())
         self.directory.append("rounds.csv", row)
         for client, columns in rows.items():
@@ -331,7 +322,7 @@ class Run(Observer):
             self.extra["best_loss"], self.extra["since"] = (None if math.isnan(loss) else loss), 0
         else:
             self.extra["since"] += 1
-        checkpoint.save(self.out / "checkpoint", server_round, self.strategy.state_dict(state), self.extra)
+        checkpoint.save(self.out / "checkpoint", server_round, state, self.extra)
         self.tell({"kind": "round", "rounds": config.num_server_rounds, **row})
         return not self._patience_is_over()
 
@@ -348,7 +339,7 @@ class Run(Observer):
         arrays = self.strategy.global_arrays(state) or state.get("model")
         return dict(arrays) if isinstance(arrays, dict) and arrays else None
 
-    def evaluated_after(self, server_round: int) -> bool:
+    def has_evaluation(self, server_round: int) -> bool:
         """Whether `evaluations.csv` holds the evaluation after `server_round`."""
         rows = self.directory.table("evaluations.csv")
         return bool(len(rows)) and server_round in set(rows["round"])
@@ -379,37 +370,35 @@ class Run(Observer):
             of = row["round"] if scored_now else row["round"] - 1
             write_safetensors(self.out / "models" / "best.safetensors", scored, {**header, "round": of, key: value})
 
-    def evaluated(self, exchange: Exchange) -> None:
+    def after_evaluation(self, result: RoundResult) -> None:
         """Write an evaluation of all clients: `final.csv` after the last round, else a row of `evaluations.csv`."""
         protocols = [p for p in self.config.measured if p != "global"]
-        rows = {c: client_row(m, protocols) for c, m in sorted(exchange.metrics.items())}
+        rows = {c: client_row(m, protocols) for c, m in sorted(result.metrics.items())}
         summary = summarise(rows.values(), protocols)
-        if exchange.kind == "final":
+        if result.kind == "final":
             (self.out / "final.csv").unlink(missing_ok=True)
             for client, columns in rows.items():
                 kept = {
                     k: v for k, v in columns.items() if k not in ("train_loss", "steps", "bytes_up", "train_seconds")
                 }
                 self.directory.append("final.csv", {"client": client, **kept})
-            self.final = summary
+            self.final, self.last_scores = summary, result.metrics
         else:
-            row = {"round": exchange.round, "clients": len(rows), **summary, "evaluate_seconds": exchange.seconds}
+            row = {"round": result.round, "clients": len(rows), **summary, "evaluate_seconds": result.seconds}
             self.directory.append("evaluations.csv", row)
             self.tell({"kind": "evaluated", **row})
-        for dropped in exchange.traffic.dropped:
+        for dropped in result.traffic.dropped:
             self.directory.dropped(dropped)
             self.extra["dropped"] += 1
 
-    def asked(self, exchange: Exchange) -> None:
-        """Record the traffic of a question."""
-        traffic = exchange.traffic
-        self.extra[f"bytes_up_{exchange.kind}"] = traffic.up / max(1, len(traffic.answered))
+    def after_query(self, result: RoundResult) -> None:
+        """Record the traffic of a query."""
+        traffic = result.traffic
+        self.extra[f"bytes_up_{result.kind}"] = traffic.up / max(1, len(traffic.answered))
         self.extra["dropped"] += len(traffic.dropped)
         for dropped in traffic.dropped:
             self.directory.dropped(dropped)
-        self.tell(
-            {"kind": "asked", "what": exchange.kind, "clients": len(traffic.answered), "seconds": exchange.seconds}
-        )
+        self.tell({"kind": "asked", "what": result.kind, "clients": len(traffic.answered), "seconds": result.seconds})
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
@@ -449,7 +438,7 @@ class Run(Observer):
             "stopped": self.stopped,
             "warnings": self.warnings,
             **{k: _whole(v) for k, v in self.extra.items() if k.startswith("bytes_up_query")},
-            **self.strategy.report(state),
+            **self.strategy.report(state, self.last_scores),
             "seconds": self.earlier + time.perf_counter() - self.started,
         }
         write_json(self.out / "summary.json", summary)

@@ -18,9 +18,8 @@ from pydantic import ValidationError
 
 from clients.base import FedClient
 from fedapp.errors import BadRequest, suggest
-from fedapp.method import ALL, Arrays, Ask, BaseHParams, Method, Payload, Reply, ServerState
-from fedapp.transport.client_manager import Federation
-from strategies.base import Exchange, FedStrategy
+from fedapp.method import ALL, Arrays, BaseHParams, Method, Payload, Query, Reply, ServerState
+from strategies.base import FedStrategy
 
 T = TypeVar("T")
 
@@ -126,25 +125,23 @@ class PostHoc(FedStrategy):
     The state keeps the model as the base trained it, and what takes the place of its arrays beside it, under the
     method's id: repairing twice, or training on after a repair, starts from the trained model.
 
-    `settings` and `base_hparams` are set where a subclass is added to the base's. `answers` gives the prefix of the
-    arrays that answer each question.
+    `settings` and `base_hparams` are set where a subclass is added to the base's. `answers` gives the prefix of
+    the arrays that answer each query.
     """
 
     settings: ClassVar[Any] = None
     base_hparams: ClassVar[BaseHParams] = BaseHParams()
     answers: ClassVar[Mapping[str, str]] = {}
 
-    def __init__(self, method: Method, hparams: Any) -> None:
-        super().__init__(method, self.base_hparams)
-        self.asking = ""
-        self.received: float | None = None
+    def __init__(self, method: Method, hparams: Any, **flower: Any) -> None:
+        super().__init__(method, self.base_hparams, **flower)
 
     def repair(self, state: ServerState) -> Payload:
         """Return the arrays that take the place of trained ones, and the scalars that go with them."""
         raise NotImplementedError
 
-    def check_answer(self, arrays: Arrays, reply: Reply) -> str | None:
-        """Say what is wrong with an answer to `self.asking`; `arrays` have their names without the prefix."""
+    def check_answer(self, kind: str, arrays: Arrays, reply: Reply) -> str | None:
+        """Say what is wrong with an answer to the query `kind`; `arrays` have their names without the prefix."""
         raise NotImplementedError
 
     def repaired(self, state: ServerState) -> Payload:
@@ -182,38 +179,28 @@ class PostHoc(FedStrategy):
         """Do what the base does; training goes on from the trained model, not from a repaired one."""
         return super().aggregate(self.untouched(state), server_round, replies)
 
-    def finalize(self, state: ServerState, ask: Ask) -> ServerState:
+    def finalize(self, state: ServerState, query: Query) -> ServerState:
         """Do what the base does; the repair starts here."""
-        return super().finalize(self.untouched(state), ask)
+        return super().finalize(self.untouched(state), query)
 
-    def ask(self, ask: Ask, kind: str, payload: Payload) -> Iterator[tuple[Reply, Arrays]]:
-        """Ask all clients; yield each reply without its arrays, and the arrays by their names without the prefix."""
-        self.asking = kind
-        try:
-            for reply in ask(kind, payload):
-                yield dataclasses.replace(reply, arrays={}), _answered(reply, self.answers[kind])
-        finally:
-            self.asking = ""
+    def answers_to(self, query: Query, kind: str, payload: Payload) -> Iterator[tuple[Reply, Arrays]]:
+        """Query all clients; yield each reply without its arrays, and the arrays by their names without the prefix."""
+        for reply in query(kind, payload):
+            yield dataclasses.replace(reply, arrays={}), _without(self.answers[kind], reply)
 
-    def check(self, reply: Reply) -> str | None:
-        """Say what is wrong with a reply; what is no answer to a question is checked by the base method."""
-        prefix, prefixes = self.answers.get(self.asking), tuple(self.answers.values())
+    def check(self, state: ServerState, reply: Reply) -> str | None:
+        """Say what is wrong with a reply; the base method checks whatever is no answer to a query of this one."""
+        kind = reply.kind.removeprefix("query.")
+        prefix = self.answers.get(kind) if reply.kind != kind else None
         for name in reply.arrays:
-            if not name.startswith(prefix) if prefix else name.startswith(prefixes):
+            if not name.startswith(prefix) if prefix else name.startswith(tuple(self.answers.values())):
                 return f"'{name}' was not asked for"
-        return self.check_answer(_answered(reply, prefix), reply) if prefix else super().check(reply)
-
-    def _evaluate(
-        self, federation: Federation, state: ServerState, server_round: int, kind: str, control: Mapping[str, Any]
-    ) -> Exchange:
-        """Keep the final `received` score: it stands for `global` where there is no central test set."""
-        exchange = super()._evaluate(federation, state, server_round, kind, control)
-        if kind == "final":
-            self.received = mean_accuracy(exchange.metrics.values())
-        return exchange
+        if prefix is None:
+            return super().check(state, reply)
+        return self.check_answer(kind, _without(prefix, reply), reply)
 
 
-def _answered(reply: Reply, prefix: str) -> Arrays:
+def _without(prefix: str, reply: Reply) -> Arrays:
     return {n.removeprefix(prefix): a for n, a in reply.arrays.items() if n.startswith(prefix)}
 
 

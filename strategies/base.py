@@ -1,45 +1,67 @@
-"""`FedStrategy`: the server side of a method as five pure functions, and the round loop that runs them over Flower.
+"""`FedStrategy`: the server side of a method as pure functions, and the round loop that calls them over Flower.
 
-A method states its mathematics and nothing else:
+A method states its mathematics and nothing else. These are the functions it may define, in the order in which they are
+called. Each returns what is new and changes none of its arguments; what must be remembered stands in the state, so that
+a checkpoint holds all of it. `self.context`, `self.method` and `self.hparams` never change during a run.
 
-- ``init(context) -> state``: a nested dict of arrays and JSON scalars;
-- ``send(state, round, client) -> Payload``;
-- ``aggregate(state, round, replies) -> state``: `replies` come checked, in the order of the client ids, one by one;
-- ``finalize(state, ask) -> state``: after the last round; `ask` is the only extra exchange;
-- ``global_arrays(state)``: the one global model, where there is one.
+| function                                  | when                                   | what it returns         |
+|-------------------------------------------|----------------------------------------|-------------------------|
+| `init(context)`                           | once, before round 1                   | the first state         |
+| `send(state, server_round, client)`       | for each client that is messaged       | its payload             |
+| `send_each(state, server_round, clients)` | in place of `send`, if that is cheaper | pairs (client, payload) |
+| `check(state, reply)`                     | for each reply as it arrives           | what is wrong, or None  |
+| `aggregate(state, server_round, replies)` | once a round                           | the next state          |
+| `global_arrays(state)`                    | after each round                       | the one model, or None  |
+| `finalize(state, query)`                  | once, after the last round             | the final state         |
+| `report(state, final)`                    | once, after the final evaluation       | entries of the summary  |
 
-The rest of this file is the same for all methods: who takes part, messages, evaluation, and what observers are told.
+`replies` are the checked ones, in the order of the client ids; they come one at a time and are read to the end. `query`
+is the only extra exchange with clients. `final` holds what clients measured last.
+
+The state is a nested dict of arrays and plain values. The rest of this file is the same for all methods: who takes
+part, messages, evaluation, and what callbacks receive. `strategies/_flower.py` runs the same functions in Flower's own
+loop, for apps other than fedapp.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
-from flwr.serverapp import Grid
-from flwr.serverapp.strategy import Result, Strategy
-
+from fedapp import sampling
 from fedapp.core.averages import RunningMean
-from fedapp.method import Arrays, Ask, Method, Payload, Reply, ServerContext, ServerState
-from fedapp.sampling import sample_clients
-from fedapp.transport.client_manager import Federation, Settings, Traffic
-from fedapp.transport.records import Encoder, arrays_of
+from fedapp.learning.task import ModelSpec
+from fedapp.method import (
+    Array,
+    Arrays,
+    ClientInfo,
+    Method,
+    Payload,
+    Query,
+    Reply,
+    Scalar,
+    Scored,
+    ServerContext,
+    ServerState,
+)
+from fedapp.transport.client_manager import ClientManager, Traffic
+from strategies._flower import FlowerLoop
 
 TOGETHER = 8
 """Replies that are added to a mean in one pass."""
 
 
 @dataclass
-class Exchange:
-    """What one exchange with clients gave, for results.
+class RoundResult:
+    """What one exchange of messages with clients gave, for results.
 
     Attributes
     ----------
     kind : `train`, `evaluate`, `final` or `query.<kind>`.
-    metrics : each good client's numbers, by client id, with `num-examples`.
+    metrics : the numbers of each client whose reply was accepted, by client id, with `num-examples`.
     """
 
     kind: str
@@ -49,33 +71,35 @@ class Exchange:
     seconds: float = 0.0
 
 
-class Observer:
-    """Is told what happens; every method may do nothing."""
+class Callbacks:
+    """What a run calls as it goes on; every function may be left as it is, which does nothing."""
 
-    def trained(self, exchange: Exchange, state: ServerState) -> bool:
-        """Record a finished round; returning False ends the run early."""
+    def after_round(self, result: RoundResult, state: ServerState) -> bool:
+        """Record a finished round; return False to end the run early."""
         return True
 
-    def evaluated(self, exchange: Exchange) -> None:
-        """Record an exchange in which all clients were scored."""
+    def after_evaluation(self, result: RoundResult) -> None:
+        """Record an evaluation of all clients."""
 
-    def evaluated_after(self, server_round: int) -> bool:
-        """Whether the evaluation after `server_round` was recorded (a resumed run may have to make up for it)."""
+    def has_evaluation(self, server_round: int) -> bool:
+        """Whether the evaluation after `server_round` is recorded; a resumed run makes up for a missing one."""
         return False
 
-    def asked(self, exchange: Exchange) -> None:
-        """Record an answered question."""
+    def after_query(self, result: RoundResult) -> None:
+        """Record the answers to a query."""
 
 
-class FedStrategy(Strategy):
+class FedStrategy(FlowerLoop):
     """Base of all strategies; by itself it is FedAvg on the method's shared arrays.
 
     Parameters
     ----------
     method, hparams : the method and its hyperparameters.
+    flower : settings of Flower's own loop (`strategies/_flower.py`), for apps other than fedapp.
     """
 
-    def __init__(self, method: Method, hparams: Any) -> None:
+    def __init__(self, method: Method, hparams: Any, **flower: Any) -> None:
+        super().__init__(**flower)
         self.method = method
         self.hparams = hparams
         self.context: ServerContext
@@ -95,52 +119,42 @@ class FedStrategy(Strategy):
         """Yield each client with what it gets; for methods whose payloads are cheaper to compute several at a time."""
         return ((client, self.send(state, server_round, client)) for client in clients)
 
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
-        """Average the shared arrays over the participants, weighted by n_k."""
-        return {**state, "model": weighted_mean(replies, state["model"])}
-
-    def check(self, reply: Reply) -> str | None:
+    def check(self, state: ServerState, reply: Reply) -> str | None:
         """Say what is wrong with a reply beyond names, shapes and NaN; None if nothing."""
         return None
 
-    def finalize(self, state: ServerState, ask: Ask) -> ServerState:
-        """Finish after the last round."""
-        return state
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
+        """Average the shared arrays over the participants, weighted by n_k."""
+        return {**state, "model": weighted_mean(replies, state["model"])}
 
     def global_arrays(self, state: ServerState) -> Arrays | None:
         """Return the one global model by wire name, or None where the method has none."""
         return dict(state["model"]) if self.method.global_model else None
 
-    def report(self, state: ServerState) -> dict[str, Any]:
-        """Return further entries for the run's summary."""
+    def finalize(self, state: ServerState, query: Query) -> ServerState:
+        """Finish after the last round."""
+        return state
+
+    def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
+        """Return further entries for the run's summary; `final` holds the last scores of all clients."""
         return {}
-
-    def state_dict(self, state: ServerState) -> ServerState:
-        """Return the state as nested dicts of arrays and scalars, for a checkpoint."""
-        return state
-
-    def load_state_dict(self, state: ServerState, context: ServerContext) -> ServerState:
-        """Take a checkpointed state back."""
-        self.context = context
-        return state
 
     # ---- the round loop ------------------------------------------------------------------------------------------
 
-    def expected(self, federation: Federation) -> dict[str, tuple[int, ...]]:
-        """Shapes of the model arrays that every reply must hold."""
+    def expected(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Return those of a client's `shapes` that every reply to `train` must hold."""
         prefixes = self.method.up_prefixes(self.hparams)
-        shapes = next(iter(federation.infos.values())).shapes
         return {n: s for n, s in shapes.items() if any(n.startswith(p) or n == p.rstrip(".") for p in prefixes)}
 
     def run(
         self,
-        federation: Federation,
+        manager: ClientManager,
         context: ServerContext,
         *,
         rounds: int,
         done: int = 0,
         state: ServerState | None = None,
-        observer: Observer | None = None,
+        callbacks: Callbacks | None = None,
         control: Callable[[int], Mapping[str, Any]] = lambda server_round: {},
         evaluate_every: int = 0,
     ) -> ServerState:
@@ -148,178 +162,139 @@ class FedStrategy(Strategy):
 
         Parameters
         ----------
-        state : state after round `done` (None: start afresh).
+        state : state after round `done` (None: start with `init`).
         control : values that go with the messages of a round, such as whether to measure the balanced score.
-        evaluate_every : n > 0: an evaluation exchange with all clients every n rounds.
+        evaluate_every : n > 0: evaluate all clients every n rounds.
 
         Returns
         -------
         The final state.
         """
-        observer = observer or Observer()
-        state = self.init(context) if state is None else self.load_state_dict(state, context)
-        if (
-            evaluate_every
-            and done
-            and done % evaluate_every == 0
-            and done < rounds
-            and not observer.evaluated_after(done)
-        ):
-            observer.evaluated(self._evaluate(federation, state, done, "evaluate", control(done)))
+        callbacks = callbacks or Callbacks()
+        self.context = context
+        state = self.init(context) if state is None else state
+        # An interruption between a checkpoint and the evaluation after it leaves that evaluation to the resumed run.
+        due = evaluate_every and done and done % evaluate_every == 0 and done < rounds
+        if due and not callbacks.has_evaluation(done):
+            callbacks.after_evaluation(self._evaluate(manager, state, done, "evaluate", control(done)))
         for server_round in range(done + 1, rounds + 1):
             started = time.perf_counter()
-            federation.greet()
-            ids = sample_clients(context.seed, server_round, list(federation.nodes), federation.settings.fraction)
-            state, exchange = self._train(federation, state, server_round, ids, control(server_round))
-            exchange.seconds = time.perf_counter() - started
-            proceed = observer.trained(exchange, state)
+            manager.register()
+            ids = sampling.sample_clients(context.seed, server_round, list(manager.nodes), manager.settings.fraction)
+            state, result = self._train(manager, state, server_round, ids, control(server_round))
+            result.seconds = time.perf_counter() - started
+            proceed = callbacks.after_round(result, state)
             if evaluate_every and server_round % evaluate_every == 0 and server_round < rounds:
-                observer.evaluated(self._evaluate(federation, state, server_round, "evaluate", control(server_round)))
+                found = self._evaluate(manager, state, server_round, "evaluate", control(server_round))
+                callbacks.after_evaluation(found)
             if not proceed:
                 rounds = server_round
                 break
-        state = self.finalize(state, self._asker(federation, rounds, observer))
-        observer.evaluated(self._evaluate(federation, state, rounds, "final", {"balanced": True}))
+        state = self.finalize(state, self._queries(manager, state, rounds, callbacks))
+        callbacks.after_evaluation(self._evaluate(manager, state, rounds, "final", {"balanced": True}))
         return state
 
     def _train(
-        self, federation: Federation, state: ServerState, server_round: int, ids: list[int], control: Mapping[str, Any]
-    ) -> tuple[ServerState, Exchange]:
-        exchange = Exchange("train", server_round)
-        replies = federation.exchange(
-            "train",
-            server_round,
-            self.send_each(state, server_round, ids),
-            self.expected(federation),
-            self._check,
-            exchange.traffic,
-            control,
+        self, manager: ClientManager, state: ServerState, server_round: int, ids: list[int], control: Mapping[str, Any]
+    ) -> tuple[ServerState, RoundResult]:
+        result = RoundResult("train", server_round)
+        payloads = self.send_each(state, server_round, ids)
+        expected = self.expected(next(iter(manager.infos.values())).shapes)
+        replies = manager.send_and_receive(
+            "train", server_round, payloads, expected, self._checker(state), result.traffic, control
         )
-        state = self.aggregate(state, server_round, _recorded(replies, exchange))
+        state = self.aggregate(state, server_round, _recorded(replies, result))
         for _ in replies:
             raise RuntimeError(f"{type(self).__name__}.aggregate left replies unread")
-        federation.require(exchange.traffic, server_round)
-        return state, exchange
+        manager.require(result.traffic, server_round)
+        return state, result
 
     def _evaluate(
-        self, federation: Federation, state: ServerState, server_round: int, kind: str, control: Mapping[str, Any]
-    ) -> Exchange:
+        self, manager: ClientManager, state: ServerState, server_round: int, kind: str, control: Mapping[str, Any]
+    ) -> RoundResult:
         """Score all clients after `server_round`, on what the server would send next and their own state."""
-        exchange = Exchange(kind, server_round)
-        payloads = self.send_each(state, server_round + 1, sorted(federation.nodes))
+        result = RoundResult(kind, server_round)
+        payloads = self.send_each(state, server_round + 1, sorted(manager.nodes))
         control = {**control, "round": server_round + 1}
-        replies = federation.exchange("evaluate", server_round, payloads, {}, _no_arrays, exchange.traffic, control)
-        for _ in _recorded(replies, exchange):
+        replies = manager.send_and_receive("evaluate", server_round, payloads, {}, _no_arrays, result.traffic, control)
+        for _ in _recorded(replies, result):
             pass
-        exchange.seconds = exchange.traffic.seconds
-        federation.require(exchange.traffic, server_round)
-        return exchange
+        result.seconds = result.traffic.seconds
+        manager.require(result.traffic, server_round)
+        return result
 
-    def _asker(self, federation: Federation, server_round: int, observer: Observer) -> Ask:
-        def ask(kind: str, payload: Payload) -> Iterator[Reply]:
+    def _queries(self, manager: ClientManager, state: ServerState, server_round: int, callbacks: Callbacks) -> Query:
+        def query(kind: str, payload: Payload) -> Iterator[Reply]:
             stage = f"query.{kind}"
-            exchange = Exchange(stage, server_round)
-            payloads = ((c, payload) for c in sorted(federation.nodes))
+            result = RoundResult(stage, server_round)
+            payloads = ((c, payload) for c in sorted(manager.nodes))
             control = {"round": server_round + 1}
-            replies = federation.exchange(stage, server_round, payloads, {}, self._check, exchange.traffic, control)
-            yield from _recorded(replies, exchange)
-            exchange.seconds = exchange.traffic.seconds
-            federation.require(exchange.traffic, server_round)
-            observer.asked(exchange)
+            replies = manager.send_and_receive(
+                stage, server_round, payloads, {}, self._checker(state), result.traffic, control
+            )
+            yield from _recorded(replies, result)
+            result.seconds = result.traffic.seconds
+            manager.require(result.traffic, server_round)
+            callbacks.after_query(result)
 
-        return ask
+        return query
 
-    def _check(self, reply: Reply) -> str | None:
-        """Refuse arrays that the method did not declare, then ask the method."""
+    def _checker(self, state: ServerState) -> Callable[[Reply], str | None]:
+        return lambda reply: self._check(state, reply)
+
+    def _check(self, state: ServerState, reply: Reply) -> str | None:
+        """Refuse arrays that the method did not declare; then the method itself checks the reply."""
         prefixes = self.method.up_prefixes(self.hparams)
         for name in reply.arrays:
             if not (self.method.allows(name) or any(name.startswith(p) for p in prefixes)):
                 return f"'{name}' is not in what {self.method.id} shares"
-        return self.check(reply)
+        return self.check(state, reply)
 
-    # ---- Flower's Strategy interface -----------------------------------------------------------------------------
 
-    def start(
-        self,
-        grid: Grid,
-        initial_arrays: ArrayRecord,
-        num_rounds: int = 3,
-        timeout: float = 3600,
-        train_config: ConfigRecord | None = None,
-        evaluate_config: ConfigRecord | None = None,
-        evaluate_fn: Callable[[int, ArrayRecord], MetricRecord | None] | None = None,
-    ) -> Result:
-        """Run the strategy the way any Flower strategy is started: for apps other than fedapp's own.
+def server_context(
+    method: Method,
+    hparams: Any,
+    spec: ModelSpec,
+    clients: Iterable[ClientInfo],
+    *,
+    seed: int,
+    width: int,
+    buffers: str = "global",
+    score: Callable[[Mapping[str, Array], Mapping[str, Scalar]], float | None] | None = None,
+) -> ServerContext:
+    """Return what a strategy knows when it starts; the initial values are those of a new model of `spec`.
 
-        The clients must answer `query.hello` as fedapp's ClientApp does. `initial_arrays` are the shared arrays by wire
-        name; the result holds the global model where there is one, else the shared arrays.
-        """
-        config = dict(train_config or ConfigRecord())
-        federation = Federation(grid, Settings(round_timeout=timeout), {})
-        infos = federation.gather(0)
-        federation.agree(self.method)
-        facts = next(iter(federation.facts.values()))
-        initial = arrays_of(initial_arrays)
-        context = ServerContext(
-            seed=int(config.get("seed", 0)),  # type: ignore[arg-type]
-            clients=tuple(infos),
-            num_classes=infos[0].num_classes,
-            width=int(facts["width"]),
-            initial=initial,
-            initial_from=lambda k: initial,
-            rng=_rng(int(config.get("seed", 0))),  # type: ignore[arg-type]
-            channels=int(facts["channels"]),
-            size=int(facts["size"]),
-        )
-        result = Result()
+    Parameters
+    ----------
+    spec : the server's model; its own seed is not used, `seed` decides the initial values.
+    width : feature width d of the common head.   buffers : as in the run configuration.
+    score : scores a model on the central test set, if there is one.
+    """
 
-        class Keep(Observer):
-            def trained(self, exchange: Exchange, state: ServerState) -> bool:
-                result.train_metrics_clientapp[exchange.round] = _mean_metrics(exchange)
-                return True
+    def initial_from(k: int) -> Arrays:
+        drawn = dataclasses.replace(spec, seed=sampling.derived_seed(seed, "server-model", k))
+        arrays: Arrays = method.client.initial_arrays(drawn, method, hparams, buffers)
+        return arrays
 
-            def evaluated(self, exchange: Exchange) -> None:
-                result.evaluate_metrics_clientapp[exchange.round] = _mean_metrics(exchange)
-
-        state = self.run(federation, context, rounds=num_rounds, observer=Keep())
-        result.arrays = ArrayRecord({n: Encoder().one(a) for n, a in (self.global_arrays(state) or initial).items()})
-        return result
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Refuse Flower's own loop: `start` runs the round loop of this class, which checks and orders replies."""
-        raise RuntimeError(
-            f"{type(self).__name__} runs its own round loop: call start(grid, initial_arrays, num_rounds)"
-        )
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Refuse Flower's own loop, as `configure_train` does."""
-        raise RuntimeError(
-            f"{type(self).__name__} runs its own round loop: call start(grid, initial_arrays, num_rounds)"
-        )
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Clients are scored inside the train exchange: no evaluation messages."""
-        return []
-
-    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
-        """Clients are scored inside the train exchange: nothing to aggregate."""
-        return None
-
-    def summary(self) -> None:
-        """Say nothing: the run directory holds the configuration."""
+    return ServerContext(
+        seed=seed,
+        clients=tuple(clients),
+        num_classes=spec.num_classes,
+        width=width,
+        initial=initial_from(0),
+        initial_from=initial_from,
+        rng=lambda purpose, *numbers: sampling.rng(seed, purpose, *numbers),
+        score=score or (lambda arrays, scalars: None),
+        channels=spec.channels,
+        size=spec.size,
+    )
 
 
 def weighted_mean(replies: Iterable[Reply], previous: Mapping[str, Any]) -> Arrays:
     """Average the arrays named in `previous` over replies, weighted by n_k; without replies `previous` stays.
 
-    Replies are added in float32 as they come, a few at a time, since every pass reads and writes the mean; memory is
-    one model and `TOGETHER` replies however many clients there are.
+    Replies are added in float32 as they arrive, a few at a time, since every pass reads and writes the mean. Memory is
+    one model and `TOGETHER` replies, however many clients there are.
     """
     mean = RunningMean()
     waiting: list[tuple[Arrays, float]] = []
@@ -336,19 +311,7 @@ def _no_arrays(reply: Reply) -> str | None:
     return f"an evaluation holds no arrays, but '{next(iter(reply.arrays))}' came" if reply.arrays else None
 
 
-def _recorded(replies: Iterator[Reply], exchange: Exchange) -> Iterator[Reply]:
+def _recorded(replies: Iterator[Reply], result: RoundResult) -> Iterator[Reply]:
     for reply in replies:
-        exchange.metrics[reply.client] = {**reply.metrics, "bytes-up": reply.bytes_up}
+        result.metrics[reply.client] = {**reply.metrics, "bytes-up": reply.bytes_up}
         yield reply
-
-
-def _mean_metrics(exchange: Exchange) -> MetricRecord:
-    rows = list(exchange.metrics.values())
-    names = [n for n in (rows[0] if rows else {}) if all(isinstance(r.get(n), (int, float)) for r in rows)]
-    return MetricRecord({n: float(sum(float(r[n]) for r in rows) / len(rows)) for n in names})
-
-
-def _rng(seed: int) -> Callable[..., Any]:
-    from fedapp.sampling import rng
-
-    return lambda purpose, *numbers: rng(seed, purpose, *numbers)

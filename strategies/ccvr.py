@@ -30,7 +30,7 @@ from clients.ccvr import CENTRES, FEATURES, STATISTICS, CCVRClient, CCVRHParams
 from fedapp.core import gaussian, heads
 from fedapp.core.gaussian import ClassMoments, MomentsPool
 from fedapp.learning.training import batch_slices
-from fedapp.method import ALL, Array, Arrays, Ask, Method, Payload, Reply, ServerState
+from fedapp.method import ALL, Array, Arrays, Method, Payload, Query, Reply, Scored, ServerState
 from strategies._composition import PostHoc, built_on, mean_accuracy
 
 W, B = "head.weight", "head.bias"
@@ -42,11 +42,11 @@ class CCVR(PostHoc):
     settings: ClassVar[CCVRHParams] = CCVRHParams()
     answers: ClassVar[Mapping[str, str]] = {"statistics": STATISTICS, "totals": STATISTICS, "features": FEATURES}
 
-    def finalize(self, state: ServerState, ask: Ask) -> ServerState:
+    def finalize(self, state: ServerState, query: Query) -> ServerState:
         """Ask for statistics, draw virtual representations, re-train the head, and score before and after."""
-        state = super().finalize(state, ask)
+        state = super().finalize(state, query)
         s, w = self.settings, self.trained(state)
-        replies, pooled = self.statistics(w, ask)
+        replies, pooled = self.statistics(w, query)
         counts = pooled.counts
         m = gaussian.allot(counts, s.samples, s.mc_mode)
         z, y, jitter = gaussian.virtual_features(pooled, m, self.context.seed, s.shrink)
@@ -70,7 +70,7 @@ class CCVR(PostHoc):
             "head_norm_ratio": [heads.norm_ratio(h[W][counts > 0]) for h in (w, head)],
         }
         if s.oracle:
-            z, y = self.real(w, ask)
+            z, y = self.real(w, query)
             best = retrain(w, z, y, s, functools.partial(self.context.rng, "ccvr-oracle-order"))
             entry["calibration"] |= {
                 "oracle": self.score({**state, "ccvr": {**entry, "head": best}}),
@@ -79,7 +79,7 @@ class CCVR(PostHoc):
             }
         return calibrated
 
-    def statistics(self, w: Arrays, ask: Ask) -> tuple[list[Reply], ClassMoments]:
+    def statistics(self, w: Arrays, query: Query) -> tuple[list[Reply], ClassMoments]:
         """Ask for N_ck, mu_ck, Sigma_ck and pool them as they come (Eq. 3 and 4); the replies come without arrays.
 
         Where cov is sums, two questions: N and S1 give mu_c; then sums around mu_c, in which nothing is left to cancel.
@@ -89,20 +89,20 @@ class CCVR(PostHoc):
         replies, question, centres = [], w, None
         if self.settings.cov == "sums":
             count, total = np.zeros(c, dtype=np.int64), np.zeros((c, d))
-            for _, arrays in self.ask(ask, "totals", Payload(common=w)):
+            for _, arrays in self.answers_to(query, "totals", Payload(common=w)):
                 count += arrays["count"]
                 total += arrays["sum"]
             centres = total / np.maximum(count, 1)[:, None]
             question = {**w, CENTRES: centres}
         pool = MomentsPool(c, d, self.settings.cov, centres)
-        for reply, arrays in self.ask(ask, "statistics", Payload(common=question)):
+        for reply, arrays in self.answers_to(query, "statistics", Payload(common=question)):
             pool.add(arrays)
             replies.append(reply)
         return replies, pool.moments()
 
-    def real(self, w: Arrays, ask: Ask) -> tuple[Array, Array]:
+    def real(self, w: Arrays, query: Query) -> tuple[Array, Array]:
         """Ask for the clients' real features: all, or `oracle_samples` per class drawn uniformly over their union."""
-        parts = [arrays for _, arrays in self.ask(ask, "features", Payload(common=w))]
+        parts = [arrays for _, arrays in self.answers_to(query, "features", Payload(common=w))]
         z, y = (np.concatenate([p[name] for p in parts]) for name in ("z", "label"))
         if most := self.settings.oracle_samples:
             rng = self.context.rng("ccvr-oracle")
@@ -110,13 +110,13 @@ class CCVR(PostHoc):
             z, y = z[rows], y[rows]
         return z, y
 
-    def check_answer(self, arrays: Arrays, reply: Reply) -> str | None:
+    def check_answer(self, kind: str, arrays: Arrays, reply: Reply) -> str | None:
         """Refuse what cannot be statistics or features, and statistics of more samples than the client has."""
         c, d = self.context.num_classes, self.context.width
-        if self.asking == "features":
+        if kind == "features":
             return heads.problem_of(arrays.get("z"), arrays.get("label"), d, c)
-        if self.asking == "totals":
-            arrays["square"] = np.broadcast_to(0.0, (c, d * (d + 1) // 2))
+        if kind == "totals":
+            arrays = {**arrays, "square": np.broadcast_to(0.0, (c, d * (d + 1) // 2))}
         problem = gaussian.problem_of(arrays, self.settings.cov, c, d)
         if problem is None and arrays["count"].sum() > reply.num_samples:
             return f"statistics of {arrays['count'].sum()} samples from a client of {reply.num_samples}"
@@ -136,13 +136,13 @@ class CCVR(PostHoc):
             arrays[W] = (arrays[W] / np.maximum(norms, 1e-12)).astype(arrays[W].dtype)
         return arrays
 
-    def report(self, state: ServerState) -> dict[str, Any]:
+    def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
         """Return `calibration` with the accuracy before and after, and the score that says so."""
         found = dict(state.get("ccvr", {}).get("calibration", {}))
         before = found.pop("received_before", None)
         if found and found["after"] is None:
-            found |= {"before": before, "after": self.received, "score": "received, mean over clients"}
-        return {**super().report(state), "calibration": found}
+            found |= {"before": before, "after": mean_accuracy(final.values()), "score": "received, mean over clients"}
+        return {**super().report(state, final), "calibration": found}
 
 
 def retrain(

@@ -29,7 +29,7 @@ from scipy.spatial.distance import squareform
 from clients.base import FedClient
 from fedapp.core.averages import weighted_mean
 from fedapp.core.pairwise import cosine_from_gram, gram
-from fedapp.method import ALL, Arrays, BaseHParams, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.method import ALL, Arrays, BaseHParams, Method, Payload, Reply, Scored, ServerContext, ServerState
 from strategies.base import FedStrategy
 
 
@@ -139,7 +139,7 @@ class CFL(FedStrategy):
             "updates": {i: updates[i] for i in sorted(kept)}, "seen": {i: seen[i] for i in sorted(kept)},
         }  # fmt: skip
 
-    def report(self, state: ServerState) -> dict[str, Any]:
+    def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
         """Return the members of each cluster, and the norms on which thresholds are chosen."""
         return {"clusters": [state["members"][c] for c in sorted(state["members"])], "norms": state["norms"].tolist()}
 

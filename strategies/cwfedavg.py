@@ -32,7 +32,7 @@ from clients.cwfedavg import CwFedAvgClient, CwFedAvgHParams, classwise_names
 from fedapp.core.averages import RunningMean
 from fedapp.core.classwise import Uploads, class_globals, class_weights, mix, norm_distribution, weakly_held
 from fedapp.learning.metrics import mean, tidy
-from fedapp.method import ALL, Arrays, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.method import ALL, Arrays, Method, Payload, Reply, Scored, ServerContext, ServerState
 from strategies.base import FedStrategy
 
 Float64 = NDArray[np.float64]
@@ -73,7 +73,7 @@ class CwFedAvg(FedStrategy):
                 models = mix(rows, np.stack([state["pt"].get(c, even) for c in group]), state["q"])
                 yield from ((c, Payload(arrays=m, common=state["common"])) for c, m in zip(group, models))
 
-    def check(self, reply: Reply) -> str | None:
+    def check(self, state: ServerState, reply: Reply) -> str | None:
         """Refuse a head or a distribution that says nothing about classes."""
         if self.hparams.dist == "approx":
             zero = not np.any(reply.arrays["head.weight"])
@@ -123,7 +123,7 @@ class CwFedAvg(FedStrategy):
             "wdr": np.append(state["wdr"], mean(distances)),
         }
 
-    def report(self, state: ServerState) -> dict[str, Any]:
+    def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
         """Return the mean of R after training in every round, and which layers are class-wise."""
         layers = dict.fromkeys(n.rsplit(".", 1)[0] for n in self._names())
         return {"wdr": [tidy(v) for v in state["wdr"].tolist()], "classwise_layers": list(layers)}

@@ -51,7 +51,7 @@ class FD(FedStrategy):
         outputs = (sums[labels] / owners[labels, None]).astype(np.float32)
         return Payload(arrays={"outputs": outputs, "labels": labels})
 
-    def check(self, reply: Reply) -> str | None:
+    def check(self, state: ServerState, reply: Reply) -> str | None:
         """Refuse what are no outputs per label."""
         outputs, classes = reply.arrays.get("outputs"), self.context.num_classes
         problem = problem_of(outputs, reply.arrays.get("labels"), classes, classes)

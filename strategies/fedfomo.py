@@ -52,7 +52,7 @@ class FedFomo(FedStrategy):
             common.update({wire_name(slot, n): a for n, a in state["models"][other].items()})
         return Payload(common=common)
 
-    def check(self, reply: Reply) -> str | None:
+    def check(self, state: ServerState, reply: Reply) -> str | None:
         """Refuse weights that are not M finite numbers."""
         values = reply.metrics.get("fomo-weights", [])
         if not isinstance(values, list) or len(values) != self.hparams.models:

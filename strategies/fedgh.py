@@ -17,7 +17,6 @@ In the released code the header has no optimizer and never changes; `mode=frozen
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from numpy.typing import NDArray
 from clients.fedgh import FedGHClient, FedGHHParams
 from fedapp.core.classmeans import problem_of
 from fedapp.learning.metrics import tidy
-from fedapp.method import HEAD, NONE, Method, Reply, ServerContext, ServerState
+from fedapp.method import HEAD, NONE, Method, Reply, Scored, ServerContext, ServerState
 from strategies.base import FedStrategy
 
 Float64 = NDArray[np.float64]
@@ -107,19 +106,14 @@ def batches(
 class FedGH(FedStrategy):
     """Trains the header on the clients' class means and broadcasts it."""
 
-    def __init__(self, method: Method, hparams: Any) -> None:
-        super().__init__(method, hparams)
-        self._arrivals = itertools.count()
-
     def init(self, context: ServerContext) -> ServerState:
         """Return theta^0, which round 1 broadcasts, and empty records of the rounds."""
         state = super().init(context)
         covered = np.zeros((0, context.num_classes), dtype=np.bool_)
         return {**state, "covered": covered, "loss": np.zeros(0), "moved": np.zeros(0)}
 
-    def check(self, reply: Reply) -> str | None:
-        """Refuse what is no set of LARs; note in which order replies came."""
-        reply.metrics["arrival"] = next(self._arrivals)
+    def check(self, state: ServerState, reply: Reply) -> str | None:
+        """Refuse what is not a set of LARs."""
         lar, labels = reply.arrays.get("lar"), reply.arrays.get("labels")
         return problem_of(lar, labels, self.context.width, self.context.num_classes)
 
@@ -128,7 +122,7 @@ class FedGH(FedStrategy):
         hparams, theta = self.hparams, state["model"]
         answers = [reply for reply in replies if len(reply.arrays["labels"])]
         if hparams.order == "arrival":
-            answers.sort(key=lambda reply: reply.metrics["arrival"])
+            answers.sort(key=lambda reply: reply.arrival)
         lars = [LARs.of(reply) for reply in answers]
         w, b = (theta[name].astype(np.float64) for name in ("head.weight", "head.bias"))
         lr = 0.0 if hparams.mode == "frozen" else hparams.header_lr
@@ -147,7 +141,7 @@ class FedGH(FedStrategy):
             "moved": np.append(state["moved"], moved),
         }
 
-    def report(self, state: ServerState) -> dict[str, Any]:
+    def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
         """Return per round the header's loss on the LARs, how far it moved, and the classes no client sent."""
         absent = {str(t): np.flatnonzero(~row).tolist() for t, row in enumerate(state["covered"], start=1)}
         return {

@@ -21,8 +21,8 @@ from clients.fedkd import FedKDClient, FedKDHParams
 from clients.mutual import prefixed, stripped
 from fedapp.core.averages import RunningMean
 from fedapp.core.lowrank import compress, problem_of, ranks, rebuild
-from fedapp.method import NONE, Method, Payload, Reply, ServerContext, ServerState
-from strategies.fml import FML
+from fedapp.method import NONE, Method, Payload, Reply, Scored, ServerContext, ServerState
+from strategies.fml import FML, shapes_of
 
 
 def energy(hparams: FedKDHParams, finished: int) -> float:
@@ -46,21 +46,21 @@ class FedKD(FML):
             scalars={"whole": whole, "version": state["version"], "energy": energy(self.hparams, server_round - 1)},
         )
 
-    def check(self, reply: Reply) -> str | None:
+    def check(self, state: ServerState, reply: Reply) -> str | None:
         """Refuse what does not stand for an update of the mentee."""
-        return problem_of(stripped(reply.arrays), self.shapes)
+        return problem_of(stripped(reply.arrays), shapes_of(state))
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Rebuild and average the updates, compress the mean, and move the mentee by what the clients will get."""
-        mean, holders = RunningMean(), []
+        shapes, mean, holders = shapes_of(state), RunningMean(), []
         for reply in replies:
-            mean.add(rebuild(stripped(reply.arrays), self.shapes), self.weight(reply))
+            mean.add(rebuild(stripped(reply.arrays), shapes), self.weight(reply))
             if reply.metrics.get("version") == state["version"]:
                 holders.append(reply.client)
         if not mean.replies:
             return state
         update = compress(mean.mean(), energy(self.hparams, server_round - 1))
-        step = rebuild(update, self.shapes)
+        step = rebuild(update, shapes)
         small = {name: array + step[name] for name, array in stripped(state["small"]).items()}
         return {
             "small": prefixed(small),
@@ -69,7 +69,7 @@ class FedKD(FML):
             "holders": holders,
         }
 
-    def report(self, state: ServerState) -> dict[str, Any]:
+    def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
         """Return the ranks of the last mean update; arrays that are not named went dense."""
         return {"update_ranks": ranks(stripped(state["update"]))}
 

@@ -50,7 +50,7 @@ class FedNH(FedStrategy):
         prototypes = move_prototypes(model["head.weight"], proto_sum, count, self.hparams.rho)
         return {**state, "model": {**model, **mean.mean(), "head.weight": prototypes}}
 
-    def check(self, reply: Reply) -> str | None:
+    def check(self, state: ServerState, reply: Reply) -> str | None:
         """Refuse prototypes that do not fit their counts."""
         proto_sum, count = reply.arrays.get(PROTO_SUM), reply.arrays.get(COUNT)
         shape = (self.context.num_classes, self.context.width)

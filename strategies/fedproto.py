@@ -23,7 +23,7 @@ import numpy as np
 
 from clients.fedproto import FedProtoClient, FedProtoHParams
 from fedapp.core.classmeans import problem_of
-from fedapp.method import NONE, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.method import NONE, Method, Payload, Reply, Scored, ServerContext, ServerState
 from strategies.base import FedStrategy
 
 
@@ -48,7 +48,7 @@ class FedProto(FedStrategy):
         labels = np.flatnonzero(known).astype(np.int32)
         return Payload(arrays={"protos": state["protos"][labels], "labels": labels})
 
-    def check(self, reply: Reply) -> str | None:
+    def check(self, state: ServerState, reply: Reply) -> str | None:
         """Refuse what are no prototypes, or counts that are missing, uncalled-for or not positive."""
         labels, counts = reply.arrays.get("labels"), reply.arrays.get("counts")
         problem = problem_of(reply.arrays.get("protos"), labels, self.context.width, self.context.num_classes)
@@ -78,7 +78,7 @@ class FedProto(FedStrategy):
         protos[sent] = sums[sent] / weights[sent, None]
         return {"protos": protos, "known": state["known"] | sent, "owned": owned, "nearest": nearest}
 
-    def report(self, state: ServerState) -> dict[str, Any]:
+    def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
         """Return the mean accuracy of nearest-prototype prediction, as each client last measured it."""
         scores = [correct / total for correct, total in state["nearest"].values() if total]
         return {"prototype_accuracy": float(np.mean(scores)) if scores else None}

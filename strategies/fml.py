@@ -32,35 +32,32 @@ def initial_small(context: ServerContext, hparams: FMLHParams) -> Arrays:
     return small_arrays(small)
 
 
+def shapes_of(state: ServerState) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the small model's arrays by name."""
+    return {name: array.shape for name, array in stripped(state["small"]).items()}
+
+
 class FML(FedStrategy):
     """Averages the small models; the same one goes to every client."""
 
     def init(self, context: ServerContext) -> ServerState:
         """Return the small model with its initial values."""
         self.context = context
-        return self._remember({"small": prefixed(initial_small(context, self.hparams))})
-
-    def load_state_dict(self, state: ServerState, context: ServerContext) -> ServerState:
-        """Take a checkpointed state back."""
-        return self._remember(super().load_state_dict(state, context))
-
-    def _remember(self, state: ServerState) -> ServerState:
-        self.shapes = {name: array.shape for name, array in stripped(state["small"]).items()}
-        return state
+        return {"small": prefixed(initial_small(context, self.hparams))}
 
     def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         """Fork: return the small model, the same for all."""
         return Payload(common=state["small"])
 
-    def check(self, reply: Reply) -> str | None:
+    def check(self, state: ServerState, reply: Reply) -> str | None:
         """Refuse what is not the small model."""
-        sent = stripped(reply.arrays)
-        if sent.keys() != self.shapes.keys():
-            names = [SMALL + n for n in sorted(sent.keys() ^ self.shapes.keys())]
+        sent, shapes = stripped(reply.arrays), shapes_of(state)
+        if sent.keys() != shapes.keys():
+            names = [SMALL + n for n in sorted(sent.keys() ^ shapes.keys())]
             return f"the small model's arrays differ: {', '.join(names[:5])}"
         for name, array in sent.items():
-            if array.shape != self.shapes[name] or not np.issubdtype(array.dtype, np.floating):
-                return f"'{SMALL}{name}' is {array.dtype} {array.shape}, expected floating point {self.shapes[name]}"
+            if array.shape != shapes[name] or not np.issubdtype(array.dtype, np.floating):
+                return f"'{SMALL}{name}' is {array.dtype} {array.shape}, expected floating point {shapes[name]}"
         return None
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:

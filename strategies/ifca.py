@@ -18,7 +18,7 @@ import numpy as np
 from clients.ifca import IFCAClient, IFCAHParams, wire_name
 from fedapp.core.averages import RunningMean
 from fedapp.errors import BadRequest
-from fedapp.method import ALL, HEAD, Arrays, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.method import ALL, HEAD, Arrays, Method, Payload, Reply, Scored, ServerContext, ServerState
 from strategies.base import FedStrategy
 
 
@@ -51,7 +51,7 @@ class IFCA(FedStrategy):
             common.update({wire_name(c, n): a for n, a in model.items()})
         return Payload(common=common)
 
-    def check(self, reply: Reply) -> str | None:
+    def check(self, state: ServerState, reply: Reply) -> str | None:
         """Refuse a choice that does not exist."""
         choice = reply.metrics.get("ifca-cluster")
         if not isinstance(choice, int) or not 0 <= choice < self.hparams.clusters:
@@ -76,7 +76,7 @@ class IFCA(FedStrategy):
             "chosen": chosen,
         }
 
-    def report(self, state: ServerState) -> dict[str, Any]:
+    def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
         """Return the members of each cluster, by their last choice."""
         members: list[list[int]] = [[] for _ in state["clusters"]]
         for client, choice in sorted(state["chosen"].items()):

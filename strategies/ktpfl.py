@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from scipy.special import softmax
 
 from clients.ktpfl import KTpFLClient, KTpFLHParams
-from fedapp.method import NONE, Array, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.method import NONE, Array, Method, Payload, Reply, Scored, ServerContext, ServerState
 from strategies.base import FedStrategy
 
 Float64 = NDArray[np.float64]
@@ -56,20 +56,12 @@ def mixing(c: Float64, known: NDArray[np.int64]) -> Float64:
 class KTpFL(FedStrategy):
     """Learns who should learn from whom, and sends each client its own mixture of predictions."""
 
-    public: tuple[int, int] | None = None
-    """Checksum and number of the public images, as the first good reply states them."""
-
     def init(self, context: ServerContext) -> ServerState:
         """Return equal coefficients 1/K and no predictions."""
         self.context = context
-        self.public = None
-        k = len(context.clients)
-        return {"ids": list(context.ids()), "c": np.full((k, k), 1 / k), "soft": {}, "public": None}
-
-    def load_state_dict(self, state: ServerState, context: ServerContext) -> ServerState:
-        """Take a checkpointed state back, and what public set it speaks of."""
-        self.public = tuple(state["public"]) if state["public"] else None
-        return super().load_state_dict(state, context)
+        k, facts = len(context.clients), context.clients[0].common
+        public = [int(facts["public-checksum"]), int(facts["public-images"])] if facts else None
+        return {"ids": list(context.ids()), "c": np.full((k, k), 1 / k), "soft": {}, "public": public}
 
     def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         """Return t_k, no rows in round 1; a client that the matrix does not know gets the plain mean."""
@@ -82,7 +74,7 @@ class KTpFL(FedStrategy):
                 target += weight * state["soft"][k]
         return Payload(arrays={"target": target.astype(np.float32)})
 
-    def check(self, reply: Reply) -> str | None:
+    def check(self, state: ServerState, reply: Reply) -> str | None:
         """Refuse what are no probabilities, and predictions on another public set than everybody's."""
         soft, checksum = reply.arrays.get("soft"), reply.metrics.get("public-checksum")
         if soft is None or checksum is None:
@@ -92,10 +84,9 @@ class KTpFL(FedStrategy):
         # Half precision on the wire keeps three digits.
         if (soft < 0).any() or (np.abs(soft.sum(axis=1) - 1) > 1e-2).any():
             return "predictions are no probabilities: rows must not be negative and sum to 1"
-        mine = (int(checksum), len(soft))
-        self.public = self.public or mine
-        if mine != self.public:
-            return f"another public set ({mine[1]} images) than the other clients have ({self.public[1]} images)"
+        mine, known = [int(checksum), len(soft)], state["public"]
+        if known and mine != list(known):
+            return f"another public set ({mine[1]} images) than the other clients have ({known[1]} images)"
         return None
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
@@ -115,9 +106,9 @@ class KTpFL(FedStrategy):
             c[known] /= c[known].sum(axis=1, keepdims=True)
         elif self.hparams.coefficients == "softmax":
             c[known] = softmax(5 * c[known], axis=1)
-        return {"ids": ids, "c": c, "soft": soft, "public": list(self.public) if self.public else None}
+        return {**state, "ids": ids, "c": c, "soft": soft}
 
-    def report(self, state: ServerState) -> dict[str, Any]:
+    def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
         """Return the size of the public set, which every client gets once, and the mean weight of own predictions."""
         images = len(next(iter(state["soft"].values()))) if state["soft"] else 0
         each = 4 if self.hparams.ship == "indices" else self.context.size**2 * self.context.channels

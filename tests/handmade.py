@@ -130,7 +130,7 @@ def federate(
                     Payload(arrays=sent.all(), scalars=sent.scalars), server_round
                 )
                 replies.append(Reply(task.client, n, arrays, metrics))
-                problem = strategy._check(replies[-1])
+                problem = strategy._check(state, replies[-1])
                 assert problem is None, problem
         state = strategy.aggregate(state, server_round, iter(replies))
     scores = {}

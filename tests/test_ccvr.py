@@ -31,7 +31,7 @@ from fedapp.method import Arrays, Method, Payload, Reply, ServerContext, ServerS
 from fedapp.results.predict import load
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
-from fedapp.transport.client_manager import Federation
+from fedapp.transport.client_manager import ClientManager
 from fedapp.transport.selection import extract
 from strategies.ccvr import CCVR, retrain
 from tests import handmade
@@ -98,9 +98,13 @@ def asker(strategy: CCVR, data: Data, order: list[int] | None = None) -> Callabl
         replies = []
         for client, k in enumerate(order or range(len(data))):
             reply = Reply(
-                client, len(data[k][1]), answer(k, kind, payload), {"received-correct": 1, "received-total": 2}
+                client,
+                len(data[k][1]),
+                answer(k, kind, payload),
+                {"received-correct": 1, "received-total": 2},
+                kind=f"query.{kind}",
             )
-            assert strategy.check(reply) is None
+            assert strategy.check({}, reply) is None
             replies.append(reply)
         return replies
 
@@ -248,14 +252,14 @@ def test_retraining_against_gradients_written_out(norm: bool) -> None:
 def replies(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Reply]]:
     """Record the replies of a run by the kind of message that they answer."""
     seen: dict[str, list[Reply]] = {}
-    original = Federation.exchange
+    original = ClientManager.send_and_receive
 
-    def exchange(self: Federation, kind: str, *args: Any, **kwargs: Any) -> Iterator[Reply]:
+    def send_and_receive(self: ClientManager, kind: str, *args: Any, **kwargs: Any) -> Iterator[Reply]:
         for reply in original(self, kind, *args, **kwargs):
             seen.setdefault(kind, []).append(reply)
             yield reply
 
-    monkeypatch.setattr(Federation, "exchange", exchange)
+    monkeypatch.setattr(ClientManager, "send_and_receive", send_and_receive)
     return seen
 
 
@@ -289,9 +293,9 @@ def test_statistics_of_a_federation_are_those_of_its_pooled_features(
 @pytest.mark.parametrize("cov", ["full", "sums"])
 def test_answers_are_pooled_one_by_one(cov: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the number of clients, no more than the last two answers are in memory."""
-    original, most = Federation.exchange, []
+    original, most = ClientManager.send_and_receive, []
 
-    def exchange(self: Federation, kind: str, *args: Any, **kwargs: Any) -> Iterator[Reply]:
+    def send_and_receive(self: ClientManager, kind: str, *args: Any, **kwargs: Any) -> Iterator[Reply]:
         seen: list[weakref.ref[Reply]] = []
         for reply in original(self, kind, *args, **kwargs):
             seen.append(weakref.ref(reply))
@@ -299,7 +303,7 @@ def test_answers_are_pooled_one_by_one(cov: str, tmp_path: Path, monkeypatch: py
                 most.append(sum(ref() is not None for ref in seen))
             yield reply
 
-    monkeypatch.setattr(Federation, "exchange", exchange)
+    monkeypatch.setattr(ClientManager, "send_and_receive", send_and_receive)
     args = f"epochs=1 cov={cov}"
     run(method="ccvr", method_args=args, rounds=1, out=tmp_path / "run", **{**SMALL, "clients": 6})
     assert len(most) == (12 if cov == "sums" else 6) and max(most) <= 2
@@ -412,7 +416,7 @@ def test_the_state_can_be_checkpointed_after_calibration(tmp_path: Path) -> None
     found = checkpoint.latest(tmp_path)
     assert found is not None
     assert np.array_equal(found[1]["ccvr"]["head"][W], state["ccvr"]["head"][W])
-    assert strategy.report(found[1]) == strategy.report(state)
+    assert strategy.report(found[1], {}) == strategy.report(state, {})
 
 
 def test_resume_goes_on_before_the_calibration(tmp_path: Path) -> None:
@@ -453,7 +457,7 @@ def test_an_unseen_class_is_left_alone() -> None:
     strategy, before, after = calibrate("weight_decay=0.1", CLIENTS, ctx)
     head = after["ccvr"]["head"]
     assert np.array_equal(head[W][3:], before["model"][W][3:]) and np.array_equal(head[B][3:], before["model"][B][3:])
-    assert strategy.report(after)["calibration"]["classes_unseen"] == [3, 4]
+    assert strategy.report(after, {})["calibration"]["classes_unseen"] == [3, 4]
     seen = {n: a[:3] for n, a in before["model"].items() if n in (W, B)}
     small = dataclasses.replace(context(), initial={"features.0.weight": before["model"]["features.0.weight"], **seen})
     _, _, alone = calibrate("weight_decay=0.1", CLIENTS, small)
@@ -463,7 +467,7 @@ def test_an_unseen_class_is_left_alone() -> None:
 def test_no_class_at_all_leaves_the_head_and_says_so() -> None:
     strategy, before, after = calibrate("min_count=100", CLIENTS)
     assert np.array_equal(after["ccvr"]["head"][W], before["model"][W])
-    found = strategy.report(after)["calibration"]
+    found = strategy.report(after, {})["calibration"]
     assert found["samples"] == 0 and found["samples_left_out"] == 10 and found["classes_unseen"] == [0, 1, 2]
 
 
@@ -750,22 +754,21 @@ def test_a_bad_answer_is_dropped_with_its_reason(change: Callable[[Arrays], Any]
     strategy, _ = server("")
     found = gaussian.to_arrays(gaussian.moments(np.array(CLIENTS[0][0], float), np.array(CLIENTS[0][1]), 3))
     arrays = {f"statistics/{n}": a for n, a in found.items()}
-    strategy.asking = "statistics"
-    assert strategy.check(Reply(0, 5, dict(arrays), {})) is None
+    assert strategy.check({}, Reply(0, 5, dict(arrays), {}, kind="query.statistics")) is None
     change(arrays)
-    assert message in (strategy.check(Reply(0, 5, arrays, {})) or "")
+    assert message in (strategy.check({}, Reply(0, 5, arrays, {}, kind="query.statistics")) or "")
 
 
 def test_statistics_that_nobody_asked_for_are_dropped() -> None:
     strategy, state = server("")
     model = dict(state["model"])
-    assert strategy.check(Reply(0, 5, model, {})) is None
+    assert strategy.check({}, Reply(0, 5, model, {})) is None
     extra = {**model, "statistics/mean": np.zeros((1, 2))}
-    assert strategy.check(Reply(0, 5, extra, {})) == "'statistics/mean' was not asked for"
-    strategy.asking = "features"
+    assert strategy.check({}, Reply(0, 5, extra, {})) == "'statistics/mean' was not asked for"
     bad = {"features/z": np.zeros((2, 2), np.float32), "features/label": np.array([0, 3])}
-    assert strategy.check(Reply(0, 2, bad, {})) == "labels must lie in 0..2"
-    assert "features must be" in (strategy.check(Reply(0, 2, {"features/z": bad["features/z"]}, {})) or "")
+    assert strategy.check({}, Reply(0, 2, bad, {}, kind="query.features")) == "labels must lie in 0..2"
+    half = Reply(0, 2, {"features/z": bad["features/z"]}, {}, kind="query.features")
+    assert "features must be" in (strategy.check({}, half) or "")
 
 
 def test_a_run_result_names_what_it_did(tmp_path: Path) -> None:

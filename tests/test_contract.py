@@ -15,7 +15,7 @@ from fedapp.engines.local import RunResult, run
 from fedapp.method import Reply
 from fedapp.registry import ORDER
 from fedapp.transport import checkpoint, selection
-from fedapp.transport.client_manager import Federation
+from fedapp.transport.client_manager import ClientManager
 from tests.handmade import deterministic
 
 METHODS = list(registry.discover())
@@ -26,14 +26,14 @@ SETTINGS: dict[str, Any] = {"dataset": "digits", "clients": 3, "local_epochs": 1
 def replies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Reply]]:
     """Record every good reply of a run with the kind of message it answers."""
     seen: list[tuple[str, Reply]] = []
-    original = Federation.exchange
+    original = ClientManager.send_and_receive
 
-    def exchange(self: Federation, kind: str, *args: Any, **kwargs: Any) -> Iterator[Reply]:
+    def send_and_receive(self: ClientManager, kind: str, *args: Any, **kwargs: Any) -> Iterator[Reply]:
         for reply in original(self, kind, *args, **kwargs):
             seen.append((kind, reply))
             yield reply
 
-    monkeypatch.setattr(Federation, "exchange", exchange)
+    monkeypatch.setattr(ClientManager, "send_and_receive", send_and_receive)
     return seen
 
 

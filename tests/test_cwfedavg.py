@@ -70,7 +70,8 @@ def toy(
 ) -> tuple[CwFedAvg, ServerState]:
     server = strategy(**hparams)
     ctx = context(toy_head(np.full((3, 2), 7.0), np.zeros(3)), 3)
-    start = server.init(ctx) if state is None else server.load_state_dict(state, ctx)
+    start = server.init(ctx)
+    start = start if state is None else state
     return server, server.aggregate(start, server_round, iter([toy_reply(i) for i in clients]))
 
 
@@ -124,7 +125,7 @@ def test_empirical_distributions() -> None:
     server = strategy(dist="empirical")
     start = server.init(context(toy_head(np.ones((3, 2)), np.zeros(3)), 3))
     replies = [toy_reply(i, distribution=p[i].astype(np.float32)) for i in range(3)]
-    assert all(server._check(r) is None for r in replies)
+    assert all(server._check({}, r) is None for r in replies)
     state = server.aggregate(start, 1, iter(replies))
     q = [[0.888889, 0.25, 0], [0, 0.625, 0.333333], [0.111111, 0.125, 0.666667]]
     np.testing.assert_allclose(state["q"], q, **EXACT)
@@ -353,14 +354,14 @@ def test_the_mean_distance_is_reported_and_nonsense_in_it_is_passed_over() -> No
         r.metrics = {} if value is None else {"wdr": value}
     server = strategy()
     state = server.aggregate(server.init(context(initial, 4)), 1, iter(replies))
-    assert server.report(state) == {"wdr": [0.5], "classwise_layers": ["head"]}
+    assert server.report(state, {}) == {"wdr": [0.5], "classwise_layers": ["head"]}
 
 
 def test_no_upload_leaves_everything() -> None:
     server, state = toy(0, 1, 2)
     after = server.aggregate(state, 2, iter([]))
     assert np.array_equal(sent(server, after, 1), sent(server, state, 1))
-    assert server.report(after)["wdr"] == [None, None]
+    assert server.report(after, {})["wdr"] == [None, None]
 
 
 @pytest.mark.parametrize("classes", [3, 2])
@@ -440,7 +441,7 @@ def test_the_state_survives_a_checkpoint(tmp_path: Path, clients: int, classes: 
     found = checkpoint.latest(tmp_path)
     assert found is not None
     fresh = strategy(layers="all")
-    back = fresh.load_state_dict(found[1], context(initial, classes))
+    fresh.context, back = context(initial, classes), found[1]
     for client in (0, 11, 99):
         a, b = server.send(state, 2, client).all(), fresh.send(back, 2, client).all()
         assert set(a) == set(b) and all(np.array_equal(a[n], b[n]) for n in a)
@@ -466,20 +467,20 @@ def test_replies_that_say_nothing_about_classes_are_refused() -> None:
     server, _ = toy(0, 1, 2)
     zero = toy_reply(0)
     zero.arrays["head.weight"] = np.zeros((3, 2), np.float32)
-    assert "zero" in str(server._check(zero))
-    assert server._check(toy_reply(0)) is None
+    assert "zero" in str(server._check({}, zero))
+    assert server._check({}, toy_reply(0)) is None
 
 
 def test_a_distribution_travels_only_where_it_was_asked_for() -> None:
     p = np.array([0.2, 0.3, 0.5], np.float32)
     server, _ = toy(0, 1, 2)
-    assert "distribution" in str(server._check(toy_reply(0, distribution=p)))
+    assert "distribution" in str(server._check({}, toy_reply(0, distribution=p)))
     asked = strategy(dist="empirical")
     asked.init(context(toy_head(np.ones((3, 2)), np.zeros(3)), 3))
-    assert asked._check(toy_reply(0, distribution=p)) is None
-    assert "missing" in str(asked._check(toy_reply(0)))
+    assert asked._check({}, toy_reply(0, distribution=p)) is None
+    assert "missing" in str(asked._check({}, toy_reply(0)))
     for bad in (p * 2, np.array([-0.5, 0.5, 1.0], np.float32), p[:2], p[:, None]):
-        assert "shares" in str(asked._check(toy_reply(0, distribution=bad)))
+        assert "shares" in str(asked._check({}, toy_reply(0, distribution=bad)))
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------

@@ -222,33 +222,6 @@ def test_a_nodes_context_holds_round_path_and_hash_of_its_state_and_no_more(tmp_
         assert kept == {"round": 2, "path": kept["path"], "hash": hashlib.sha256(content).hexdigest()}
 
 
-def test_a_strategy_starts_in_anybodys_server_app() -> None:
-    """Flower's own way: `strategy.start(grid, initial_arrays, num_rounds)`; its piecewise hooks are refused clearly."""
-    from flwr.app import Array, ArrayRecord, ConfigRecord
-    from flwr.serverapp.strategy import Strategy
-
-    from fedapp.client_app import app as client_app
-    from fedapp.config import from_flat, resolve
-    from fedapp.method import BaseHParams
-    from fedapp.models import build_model
-    from fedapp.transport import selection
-    from fedapp.transport.local_grid import LocalGrid
-
-    flat = resolve(from_flat({"method": "fedavg", "clients": 3, "local-epochs": 1})).to_flat()
-    model = build_model("digits-a", num_classes=10, channels=1, size=8, seed=0)
-    initial = ArrayRecord({n: Array(a) for n, a in selection.everything(model).items()})
-    strategy = FEDAVG.strategy(FEDAVG, BaseHParams())
-    assert isinstance(strategy, Strategy)
-    result = strategy.start(LocalGrid(client_app, flat, 3), initial, num_rounds=2)
-    assert set(result.train_metrics_clientapp) == {1, 2}
-    metrics = result.train_metrics_clientapp
-    assert metrics[2]["train-loss"] < metrics[1]["train-loss"]
-    assert list(result.arrays) == list(initial)
-    assert not np.array_equal(result.arrays["head.bias"].numpy(), initial["head.bias"].numpy())
-    with pytest.raises(RuntimeError, match="call start"):
-        strategy.configure_train(1, initial, ConfigRecord(), LocalGrid(client_app, flat, 3))
-
-
 def test_bf16_is_refused_where_it_is_only_imitated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = {"method": "fedavg", "precision": "bf16", "out": tmp_path}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -42,7 +42,7 @@ def reply(client: int, rows: Mapping[int, Any]) -> Reply:
 def worked(**hparams: Any) -> tuple[FD, ServerState]:
     server, state = strategy(**hparams)
     replies = [reply(k, {c: softmax(z) for c, z in rows.items()}) for k, rows in enumerate(LOGITS)]
-    assert all(server.check(r) is None for r in replies)
+    assert all(server.check({}, r) is None for r in replies)
     return server, server.aggregate(state, 1, iter(replies))
 
 
@@ -84,7 +84,7 @@ def test_worked_losses() -> None:
 def test_logit_targets_are_means_of_logits() -> None:
     server, state = strategy(output="logits", include_self=True)
     replies = [reply(k, rows) for k, rows in enumerate(LOGITS)]
-    assert all(server.check(r) is None for r in replies)
+    assert all(server.check({}, r) is None for r in replies)
     state = server.aggregate(state, 1, iter(replies))
     np.testing.assert_allclose(rows_of(server.send(state, 2, 0))[1], [0.25, 1.2, 0.05], atol=1e-7)
 
@@ -150,7 +150,7 @@ def test_a_client_gets_targets_for_its_own_labels() -> None:
     ],
 )
 def test_bad_replies_are_refused(rows: dict[int, list[float]], words: str) -> None:
-    assert words in str(strategy()[0].check(reply(0, rows)))
+    assert words in str(strategy()[0].check({}, reply(0, rows)))
 
 
 def client(**hparams: Any) -> FDClient:
@@ -220,12 +220,12 @@ def test_disjoint_labels_are_standalone(tiny: Callable[..., RunResult]) -> None:
 def test_logit_distillation_runs_and_widths_may_differ(
     tiny: Callable[..., RunResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = FedClient.hello
+    original = FedClient.register
 
-    def hello(self: FedClient) -> Any:
+    def register(self: FedClient) -> Any:
         metrics, info = original(self)
         return metrics, {**info, "width": 64 + self.task.client}
 
-    monkeypatch.setattr(FedClient, "hello", hello)
+    monkeypatch.setattr(FedClient, "register", register)
     result = tiny(method="fd", method_args="output=logits down=all", model="digits-a,digits-c", fraction_train=0.67)
     assert result.summary["ok"]

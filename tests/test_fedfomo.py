@@ -110,7 +110,7 @@ def test_validation_images_are_never_trained_on(monkeypatch: pytest.MonkeyPatch)
     everything = {x.numpy().tobytes() for x in task.x_train}
     assert len(everything) == 40 and len(validation) == 8
     assert trained == everything - validation
-    assert n == 32 and client.hello()[0] == {"num-examples": 32}, "the weight is what was trained on"
+    assert n == 32 and client.register()[0] == {"num-examples": 32}, "the weight is what was trained on"
     again = FedFomoClient(task, METHOD, hparams_of())
     assert torch.equal(again.x_validation, client.x_validation), "the same split in every round"
     moved = FedFomoClient(replace(task, client=1), METHOD, hparams_of())
@@ -315,9 +315,9 @@ def test_a_client_that_joins_later_is_added_to_the_table() -> None:
 @pytest.mark.parametrize("bad", [None, [1.0], [1.0, math.nan], [math.inf, 0.0], 3.0])
 def test_weights_that_are_not_m_numbers_are_refused(bad: Any) -> None:
     metrics = {} if bad is None else {"fomo_weights": bad}
-    assert "fomo-weights" in str(strategy_of(models=2).check(reply(0, 1, point(1), **metrics)))
-    assert strategy_of(models=2).check(reply(0, 1, point(1), fomo_weights=[1.0, -1.0])) is None
-    assert strategy_of(models=0).check(reply(0, 1, point(1))) is None
+    assert "fomo-weights" in str(strategy_of(models=2).check({}, reply(0, 1, point(1), **metrics)))
+    assert strategy_of(models=2).check({}, reply(0, 1, point(1), fomo_weights=[1.0, -1.0])) is None
+    assert strategy_of(models=0).check({}, reply(0, 1, point(1))) is None
 
 
 def test_the_state_survives_a_checkpoint(tmp_path) -> None:

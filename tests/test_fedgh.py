@@ -38,9 +38,9 @@ def context(num_classes: int = 3, width: int = 2, w: object = START_W, seed: int
     return handmade.context(initial, 0, seed, num_classes=num_classes, width=width)
 
 
-def reply(client: int, lar: object, labels: object, arrival: int | None = None) -> Reply:
+def reply(client: int, lar: object, labels: object, arrival: int = 0) -> Reply:
     arrays = {"lar": np.array(lar, np.float32), "labels": np.array(labels, np.int32)}
-    return Reply(client, 10, arrays, {} if arrival is None else {"arrival": arrival})
+    return Reply(client, 10, arrays, {}, arrival=arrival)
 
 
 def strategy(**hparams: object) -> FedGH:
@@ -112,7 +112,7 @@ def test_one_client_alone_pushes_down_the_absent_class() -> None:
         head(state)[0], [[0.353245, -0.256333], [-0.077492, 0.518482], [-0.125752, -0.112148]], atol=6e-7
     )
     np.testing.assert_allclose(head(state)[1], [0.108328, 0.187143, -0.295472], atol=6e-7)
-    assert strategy().report(state)["classes_absent"] == {"1": [2]}
+    assert strategy().report(state, {})["classes_absent"] == {"1": [2]}
 
 
 def test_no_reply_leaves_the_header() -> None:
@@ -120,7 +120,7 @@ def test_no_reply_leaves_the_header() -> None:
     start = server.init(context())
     state = server.aggregate(start, 1, iter([]))
     assert np.array_equal(head(state)[0], head(start)[0]) and np.array_equal(head(state)[1], head(start)[1])
-    report = server.report(state)
+    report = server.report(state, {})
     assert report == {"header_loss": [None], "header_moved": [0], "classes_absent": {"1": [0, 1, 2]}}
 
 
@@ -206,11 +206,11 @@ def test_the_shuffle_is_a_function_of_seed_and_round() -> None:
     assert len({run(seed, server_round).tobytes() for seed in (1, 2) for server_round in (1, 2, 3)}) == 6
 
 
-def test_arrival_is_noted_where_replies_come_in() -> None:
+def test_order_arrival_takes_the_clients_as_their_replies_arrived() -> None:
     server = strategy(header_lr=0.5, order="arrival")
     start = server.init(context())
-    one, two = reply(0, *LAR_0), reply(1, *LAR_1)
-    assert server.check(two) is None and server.check(one) is None
+    one, two = reply(0, *LAR_0, arrival=1), reply(1, *LAR_1, arrival=0)
+    assert server.check(start, two) is None and server.check(start, one) is None
     state = server.aggregate(start, 1, iter([one, two]))
     np.testing.assert_allclose(head(state)[0][0], [0.322953, -0.364237], atol=6e-7)
 
@@ -297,7 +297,7 @@ def test_the_old_state_is_left_alone() -> None:
 def test_bad_replies_are_refused(arrays: dict[str, np.ndarray], words: str) -> None:
     server = strategy()
     server.init(context())
-    assert words in str(server.check(Reply(0, 5, arrays, {})))
+    assert words in str(server.check({}, Reply(0, 5, arrays, {})))
 
 
 def test_a_row_that_is_not_finite_is_refused() -> None:
@@ -311,14 +311,14 @@ def test_an_undeclared_array_is_refused() -> None:
     bad = reply(0, *LAR_0)
     for name in ("counts", "head.weight", "features.fc1.weight"):
         bad.arrays = {**reply(0, *LAR_0).arrays, name: np.zeros(3, np.float32)}
-        assert name in str(server._check(bad))
+        assert name in str(server._check({}, bad))
 
 
 def test_a_reply_without_classes_is_fine_and_skipped() -> None:
     server = strategy(header_lr=0.5)
     start = server.init(context())
     empty = reply(2, np.zeros((0, 2)), np.zeros(0))
-    assert server.check(empty) is None
+    assert server.check({}, empty) is None
     with_it = server.aggregate(start, 1, iter([reply(0, *LAR_0), empty]))
     alone = server.aggregate(start, 1, iter([reply(0, *LAR_0)]))
     assert np.array_equal(head(with_it)[0], head(alone)[0])

@@ -25,6 +25,7 @@ from fedapp.method import Arrays, Payload, Reply, ServerContext, ServerState
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
 from strategies.fedkd import METHOD, FedKD, energy
+from strategies.fml import shapes_of
 
 COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss"]
 Z_L = torch.tensor([[2, 0.5, -1], [0.3, 0.2, 0.1]])
@@ -133,12 +134,12 @@ def test_server_and_clients_hold_the_same_mentee(tmp_path: Path) -> None:
             payload = server.send(state, server_round, k)
             made = client(k, tmp_path, model="digits-a" if k % 2 else "digits-b")
             reply = train(made, payload, server_round)
-            assert server.check(reply) is None
+            assert server.check(state, reply) is None
             held, sent = made.base(), stripped(state["small"])
             assert all(np.array_equal(held[n], sent[n]) for n in sent), f"client {k} in round {server_round}"
             trained[k] = small_arrays(made.small)
             exact = {n: trained[k][n] - held[n] for n in held}
-            kept = rebuild(stripped(reply.arrays), server.shapes)
+            kept = rebuild(stripped(reply.arrays), shapes_of(state))
             for n in exact:
                 lost = np.square(kept[n] - exact[n]).sum()
                 assert (
@@ -146,10 +147,11 @@ def test_server_and_clients_hold_the_same_mentee(tmp_path: Path) -> None:
                 )
             replies.append(reply)
         mean = {
-            n: np.mean([rebuild(stripped(r.arrays), server.shapes)[n] for r in replies], axis=0) for n in server.shapes
+            n: np.mean([rebuild(stripped(r.arrays), shapes_of(state))[n] for r in replies], axis=0)
+            for n in shapes_of(state)
         }
         new = server.aggregate(state, server_round, iter(replies))
-        expected = rebuild(compress(mean, energy(server.hparams, server_round - 1)), server.shapes)
+        expected = rebuild(compress(mean, energy(server.hparams, server_round - 1)), shapes_of(state))
         for n, before in stripped(state["small"]).items():
             np.testing.assert_allclose(stripped(new["small"])[n] - before, expected[n], atol=1e-4)
         assert new["holders"] == ids and new["version"] == server_round
@@ -244,12 +246,12 @@ def test_the_hidden_map_is_trained_kept_and_bridges_widths(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("name", ["head.bias", "head.weight/u", "head.weight/s"])
 def test_bad_replies_are_refused(name: str, tmp_path: Path) -> None:
-    server, _ = strategy()
+    server, state = strategy()
     small = build_small(FedKDHParams(), num_classes=10, channels=1, size=8, seed=0)
     factors = {"head.weight/u": np.ones((10, 1)), "head.weight/s": np.ones(1), "head.weight/v": np.ones((1, 64))}
     arrays = {n: a for n, a in small_arrays(small).items() if n != "head.weight"}
     good = prefixed({**arrays, **{n: f.astype(np.float32) for n, f in factors.items()}})
-    assert server.check(Reply(0, 5, good, {})) is None
+    assert server.check(state, Reply(0, 5, good, {})) is None
     bad = {n: a for n, a in good.items() if n != f"small/{name}"}
-    assert name.split("/")[0] in str(server.check(Reply(0, 5, bad, {})))
-    assert "no array" in str(server.check(Reply(0, 5, {**good, "small/other": np.ones(1)}, {})))
+    assert name.split("/")[0] in str(server.check(state, Reply(0, 5, bad, {})))
+    assert "no array" in str(server.check(state, Reply(0, 5, {**good, "small/other": np.ones(1)}, {})))

@@ -201,10 +201,10 @@ def test_without_replies_nothing_moves() -> None:
 def test_replies_that_do_not_fit_are_refused(change: Arrays, reason: str) -> None:
     fed, _ = strategy()
     reply = random_reply(0, [3, 0, 2, 0, 0], 1)
-    assert fed.check(reply) is None
+    assert fed.check({}, reply) is None
     reply.arrays.update(change)
     reply.arrays = {n: a for n, a in reply.arrays.items() if a is not None}
-    assert reason in (fed.check(reply) or "")
+    assert reason in (fed.check({}, reply) or "")
 
 
 # ---- the client ------------------------------------------------------------------------------------------------------
@@ -278,7 +278,7 @@ def test_reply_holds_class_means_of_the_trained_model_and_no_head() -> None:
             expected = np.zeros(WIDTH)
         np.testing.assert_allclose(arrays[PROTO_SUM][c], expected, atol=1e-5)
     fed, _ = strategy()
-    assert fed.check(Reply(0, n, arrays, {})) is None
+    assert fed.check({}, Reply(0, n, arrays, {})) is None
 
 
 def test_representations_of_zero_give_no_direction_and_no_nan() -> None:

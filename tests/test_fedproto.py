@@ -48,7 +48,7 @@ WORKED = [({0: [0.9, 0.2], 1: [0.2, 1.0]}, [2, 3]), ({1: [0.4, 0.6], 2: [0.6, 0.
 def test_worked_averages(average: str, expected: list[list[float]]) -> None:
     server, state = strategy(average=average)
     replies = [reply(k, rows, counts if average == "count" else None) for k, (rows, counts) in enumerate(WORKED)]
-    assert all(server.check(r) is None for r in replies)
+    assert all(server.check({}, r) is None for r in replies)
     np.testing.assert_allclose(server.aggregate(state, 1, iter(replies))["protos"], expected, atol=1e-7)
 
 
@@ -161,14 +161,14 @@ def test_bad_replies_are_refused(change: dict[str, np.ndarray], words: str) -> N
     server, _ = strategy()
     bad = reply(0, {0: [1, 2], 1: [3, 4]})
     bad.arrays.update(change)
-    assert words in str(server.check(bad))
+    assert words in str(server.check({}, bad))
 
 
 def test_counts_are_checked() -> None:
     server, _ = strategy(average="count")
-    assert "missing" in str(server.check(reply(0, {0: [1, 2]})))
-    assert "positive" in str(server.check(reply(0, {0: [1, 2]}, [0])))
-    assert server.check(reply(0, {0: [1, 2]}, [1])) is None
+    assert "missing" in str(server.check({}, reply(0, {0: [1, 2]})))
+    assert "positive" in str(server.check({}, reply(0, {0: [1, 2]}, [0])))
+    assert server.check({}, reply(0, {0: [1, 2]}, [1])) is None
 
 
 def client(**hparams: Any) -> FedProtoClient:
@@ -248,12 +248,12 @@ def test_prototype_inference_is_measured_and_can_be_the_prediction(tiny: Callabl
 
 
 def test_widths_must_agree(tiny: Callable[..., RunResult], monkeypatch: pytest.MonkeyPatch) -> None:
-    original = FedClient.hello
+    original = FedClient.register
 
-    def hello(self: FedClient) -> Any:
+    def register(self: FedClient) -> Any:
         metrics, info = original(self)
         return metrics, {**info, "width": 64 + self.task.client}
 
-    monkeypatch.setattr(FedClient, "hello", hello)
+    monkeypatch.setattr(FedClient, "register", register)
     with pytest.raises(BadRequest, match="widths"):
         tiny(method="fedproto")

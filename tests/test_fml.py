@@ -112,7 +112,7 @@ def test_merge_is_the_mean_over_participants(average: str) -> None:
     sent = [{n: rng.normal(size=a.shape).astype(np.float32) for n, a in state["small"].items()} for _ in range(3)]
     counts = [2, 3, 7]
     replies = [reply(k, arrays, n) for k, (arrays, n) in enumerate(zip(sent, counts, strict=True))]
-    assert all(server.check(r) is None for r in replies)
+    assert all(server.check(state, r) is None for r in replies)
     kept = {n: a.copy() for n, a in state["small"].items()}
     new = server.aggregate(state, 1, iter(replies))
     weights = counts if average == "samples" else [1, 1, 1]
@@ -148,7 +148,7 @@ def test_unknown_and_unfit_small_models_are_bad_requests() -> None:
 def test_bad_replies_are_refused(what: str) -> None:
     server, state = strategy()
     arrays = dict(state["small"])
-    assert server.check(reply(0, arrays)) is None
+    assert server.check(state, reply(0, arrays)) is None
     name = "small/head.bias"
     if what == "missing":
         del arrays[name]
@@ -159,7 +159,7 @@ def test_bad_replies_are_refused(what: str) -> None:
         arrays[name] = arrays[name][:3]
     else:
         arrays[name] = arrays[name].astype(np.int32)
-    assert name in str(server.check(reply(0, arrays)))
+    assert name in str(server.check(state, reply(0, arrays)))
 
 
 def test_a_payload_without_the_small_model_is_an_error() -> None:

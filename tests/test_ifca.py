@@ -54,7 +54,7 @@ def test_worked_numbers(weighting: str, first: tuple[float, float]) -> None:
     np.testing.assert_allclose(after["clusters"][0]["head.weight"], first, atol=1e-6)
     np.testing.assert_array_equal(after["clusters"][1]["head.weight"], np.float32([1.2, 0.8]))
     assert after["chosen"] == {0: 1, 1: 0, 2: 0}
-    assert strategy.report(after) == {"clusters": [[1, 2], [0]]}
+    assert strategy.report(after, {}) == {"clusters": [[1, 2], [0]]}
 
 
 def test_a_choice_is_the_lowest_finite_loss_and_ties_go_to_the_first() -> None:
@@ -129,8 +129,8 @@ def test_the_initial_models_differ_and_the_first_is_the_usual_one() -> None:
 @pytest.mark.parametrize("bad", [None, -1, 2, 0.5])
 def test_a_choice_that_does_not_exist_is_refused(bad: object) -> None:
     metrics = {} if bad is None else {"ifca_cluster": bad}
-    assert "ifca-cluster" in str(strategy_of().check(reply(0, 1, point(1), **metrics)))
-    assert strategy_of().check(reply(0, 1, point(1), ifca_cluster=1)) is None
+    assert "ifca-cluster" in str(strategy_of().check({}, reply(0, 1, point(1), **metrics)))
+    assert strategy_of().check({}, reply(0, 1, point(1), ifca_cluster=1)) is None
 
 
 def test_the_client_chooses_by_its_training_loss() -> None:

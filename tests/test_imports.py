@@ -37,7 +37,7 @@ FLOWER = {
     "fedapp/engines/superlink.py",
     "fedapp/engines/deploy.py",
     "clients/base.py",
-    "strategies/base.py",
+    "strategies/_flower.py",
 }
 FILES = [p for folder in ("fedapp", "clients", "strategies") for p in sorted((ROOT / folder).rglob("*.py"))]
 

@@ -35,7 +35,8 @@ TARGET_0 = [[0.367680, 0.432347, 0.199618], [0.300898, 0.333076, 0.365671]]
 
 
 def strategy(clients: int = 3, classes: int = 3, **hparams: Any) -> tuple[KTpFL, ServerState]:
-    infos = tuple(ClientInfo(k, 5, "m", classes, {}) for k in range(clients))
+    public = {"public-checksum": 1, "public-images": 2}
+    infos = tuple(ClientInfo(k, 5, "m", classes, {}, public) for k in range(clients))
     made = KTpFL(METHOD, KTpFLHParams(**hparams))
     context = ServerContext(
         0, infos, classes, 9, {}, lambda k: {}, lambda *a: np.random.default_rng(0), channels=3, size=32
@@ -65,7 +66,7 @@ def test_worked_gradient() -> None:
 
 def test_worked_round() -> None:
     server, state = strategy()
-    assert all(server.check(r) is None for r in replies())
+    assert all(server.check(state, r) is None for r in replies())
     state = server.aggregate(state, 1, iter(replies()))
     np.testing.assert_allclose(
         state["c"],
@@ -177,16 +178,15 @@ def test_a_client_that_joins_gets_a_row_and_a_column() -> None:
 def test_state_survives_a_checkpoint(tmp_path: Path) -> None:
     server, state = strategy()
     for r in replies():
-        server.check(r)
+        server.check(state, r)
     state = server.aggregate(state, 1, iter(replies()))
     checkpoint.save(tmp_path, 1, state, {})
     found = checkpoint.latest(tmp_path)
     assert found is not None
-    again, _ = strategy()
-    back = again.load_state_dict(found[1], server.context)
+    (again, _), back = strategy(), found[1]
     for k in range(3):
         assert np.array_equal(again.send(back, 2, k).arrays["target"], server.send(state, 2, k).arrays["target"])
-    assert "another public set" in str(again.check(reply(0, WORKED[0], checksum=2)))
+    assert "another public set" in str(again.check(state, reply(0, WORKED[0], checksum=2)))
 
 
 @pytest.mark.parametrize(
@@ -202,18 +202,18 @@ def test_state_survives_a_checkpoint(tmp_path: Path) -> None:
     ],
 )
 def test_bad_replies_are_refused(bad: Reply, words: str) -> None:
-    server, _ = strategy()
-    assert server.check(reply(0, WORKED[0])) is None
-    assert words in str(server.check(bad))
+    server, state = strategy()
+    assert server.check(state, reply(0, WORKED[0])) is None
+    assert words in str(server.check(state, bad))
 
 
 def test_the_public_set_is_counted() -> None:
     for ship, each in (("indices", 4), ("images", 32 * 32 * 3)):
         server, state = strategy(ship=ship)
-        assert server.report(state)["public_bytes"] == 0
+        assert server.report(state, {})["public_bytes"] == 0
         state = server.aggregate(state, 1, iter(replies()))
-        assert server.report(state)["public_images"] == 2
-        assert server.report(state)["public_bytes"] == 2 * each
+        assert server.report(state, {})["public_images"] == 2
+        assert server.report(state, {})["public_bytes"] == 2 * each
 
 
 def client(model: str = "digits-a", **hparams: Any) -> KTpFLClient:
@@ -324,9 +324,21 @@ def test_different_public_sets_end_the_run(tmp_path: Path, monkeypatch: pytest.M
         run(method="ktpfl", clients=3, rounds=1, local_epochs=1, out=tmp_path / "run")
 
 
+def test_different_public_sets_are_found_before_round_1(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = KTpFLClient.common_facts
+
+    def facts(self: KTpFLClient) -> dict[str, Any]:
+        return original(self) | ({"public-checksum": 5} if self.task.client == 2 else {})
+
+    monkeypatch.setattr(KTpFLClient, "common_facts", facts)
+    with pytest.raises(BadRequest, match="client 2 has another public-checksum"):
+        run(method="ktpfl", clients=3, rounds=1, local_epochs=1, out=tmp_path / "run")
+    assert not (tmp_path / "run" / "rounds.csv").exists()
+
+
 def test_widths_may_differ(tiny: Callable[..., RunResult], monkeypatch: pytest.MonkeyPatch) -> None:
-    original = FedClient.hello
+    original = FedClient.register
     monkeypatch.setattr(
-        FedClient, "hello", lambda self: (original(self)[0], {**original(self)[1], "width": 64 + self.task.client})
+        FedClient, "register", lambda self: (original(self)[0], {**original(self)[1], "width": 64 + self.task.client})
     )
     assert tiny(method="ktpfl", fraction_train=0.67).summary["ok"]

@@ -294,7 +294,7 @@ def test_a_node_may_come_back_under_another_id(tmp_path: Path) -> None:
 
     summary, grid, _ = start(tmp_path, THREE, script)
     assert summary["ok"] and list(rounds(tmp_path)["clients"]) == [3, 2, 3]
-    assert grid.told[99] == ["query.hello", "train", "evaluate"]
+    assert grid.told[99] == ["query.register", "train", "evaluate"]
     clients = pd.read_csv(tmp_path / "run" / "clients.csv")
     back = clients[(clients["client"] == 1) & (clients["round"] == 3)]
     assert float(back["received_accuracy"].iloc[0]) > 0.5
@@ -321,7 +321,7 @@ def test_before_round_one_a_node_that_cannot_take_part_is_a_bad_request(tmp_path
     with pytest.raises(BadRequest, match=r"client 4 cannot take part: .*data-path missing"):
         start(tmp_path, {**THREE, 8: {"client-id": 4}})
     error = json.loads((tmp_path / "run" / "error.json").read_text())
-    assert error["exit"] == 2 and error["stage"] == "hello" and error["client"] == 4
+    assert error["exit"] == 2 and error["stage"] == "register" and error["client"] == 4
 
 
 def test_a_dead_node_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:

@@ -17,14 +17,15 @@ from typing import Any
 import torch
 
 from clients.base import FedClient
-from fedapp import process, sampling
+from fedapp import process
 from fedapp.config import RunConfig
 from fedapp.engines.resources import Need, cuda_devices
 from fedapp.learning.evaluation import BATCH
 from fedapp.learning.task import Task
 from fedapp.learning.training import batch_slices
-from fedapp.method import ClientInfo, Method, Payload, ServerContext
+from fedapp.method import ClientInfo, Method, Payload
 from fedapp.tasks import simulated as tasks
+from strategies.base import server_context
 
 BUDGET_SECONDS = 2.0
 """No further client is begun after this; the first is measured however long it takes."""
@@ -142,24 +143,13 @@ def _round_seconds(config: RunConfig, client: int, device: torch.device) -> floa
 def _first_payload(method: Method, hparams: Any, task: Task) -> Payload:
     """Return what the server would send in round 1 to this client, were it the only one."""
     client: FedClient = method.client(task, method, hparams)
-    metrics, facts = client.hello()
+    metrics, facts = client.register()
     shapes = {n: tuple(s) for n, s in json.loads(str(facts["shapes"])).items()}
-    info = ClientInfo(task.client, int(metrics["num-examples"]), task.model, task.num_classes, shapes)
-
-    def initial_from(k: int) -> dict[str, Any]:
-        spec = task.spec(sampling.derived_seed(task.seed, "server-model", k))
-        return client.initial_arrays(spec, method, hparams, task.buffers)
-
-    context = ServerContext(
-        seed=task.seed,
-        clients=(info,),
-        num_classes=task.num_classes,
-        width=int(facts["width"]),
-        initial=initial_from(0),
-        initial_from=initial_from,
-        rng=lambda purpose, *numbers: sampling.rng(task.seed, purpose, *numbers),
-        channels=task.inputs.channels,
-        size=task.inputs.size,
+    info = ClientInfo(
+        task.client, int(metrics["num-examples"]), task.model, task.num_classes, shapes, client.common_facts()
+    )
+    context = server_context(
+        method, hparams, task.spec(0), [info], seed=task.seed, width=int(facts["width"]), buffers=task.buffers
     )
     strategy = method.strategy(method, hparams)
     payload: Payload = strategy.send(strategy.init(context), 1, task.client)

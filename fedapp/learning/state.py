@@ -51,12 +51,12 @@ def write_safetensors(path: Path, arrays: Arrays, header: dict[str, object]) -> 
         raise
 
 
-def read_safetensors(path: Path) -> tuple[Arrays, dict[str, object]]:
-    """Read arrays and header back; raises `StateError` for a file that is damaged or foreign."""
+def read_safetensors(path: Path, prefix: str = "") -> tuple[Arrays, dict[str, object]]:
+    """Read header and arrays (whose names begin with `prefix`); `StateError` for a file that is damaged or foreign."""
     try:
         with safe_open(str(path), framework="numpy") as f:
             header = json.loads((f.metadata() or {})["fedapp"])
-            return {name: f.get_tensor(name) for name in f.keys()}, header  # noqa: SIM118
+            return {n: f.get_tensor(n) for n in f.keys() if n.startswith(prefix)}, header  # noqa: SIM118
     except (SafetensorError, OSError, KeyError, ValueError) as e:
         raise StateError(f"{path} cannot be read ({e}); delete it to start this client afresh") from e
 
@@ -96,25 +96,29 @@ class ClientStore:
                 found.append((m["run"], int(m["round"]), path))
         return sorted(found, key=lambda f: f[1])
 
-    def load(self, before: int) -> Stored | None:
+    def load(self, before: int, prefix: str = "") -> Stored | None:
         """Return the newest state written before round `before`, or None if the client is new.
 
         A state of this run from round `before` or later belongs to work that was rolled back, and is passed over.
+
+        Parameters
+        ----------
+        prefix : read only the arrays whose names begin with it.
         """
         files = self._files()
         own = [f for f in files if f[0] == self.run]
         usable = [f for f in own if f[1] < before]
         if usable:
-            return self._read(usable[-1])
+            return self._read(usable[-1], prefix)
         others = [f for f in files if f[0] != self.run]
         if self.warm_start and others:
             newest = max(others, key=lambda f: f[2].stat().st_mtime_ns)
-            stored = self._read(newest)
+            stored = self._read(newest, prefix)
             return Stored(0, stored.path, stored.arrays)
         return None
 
-    def _read(self, file: tuple[str, int, Path]) -> Stored:
-        arrays, header = read_safetensors(file[2])
+    def _read(self, file: tuple[str, int, Path], prefix: str) -> Stored:
+        arrays, header = read_safetensors(file[2], prefix)
         if header.get("schema") != SCHEMA:
             raise StateError(
                 f"{file[2]} has schema {header.get('schema')}, this version reads {SCHEMA}; start a new run"

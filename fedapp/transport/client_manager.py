@@ -1,11 +1,13 @@
 """The clients as the server sees them: stable ids, checked replies in the order of the ids, bounded waits.
 
-Flower's node ids are random per run, replies come in any order, and a client that fails is an error reply or silence.
-Here each client has its own id, every reply is checked by itself, and what is dropped is named with its reason.
+Flower's node ids are random in each run, replies arrive in any order, and a client that fails is an error reply or
+silence. Here each client has its own id, every reply is checked by itself, and a dropped reply is recorded with its
+reason.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -31,9 +33,9 @@ GONE = (3, 4, 5)
 
 
 LATECOMERS = 10.0
-"""Seconds that further nodes have for their answer to the hello once as many clients as expected are there."""
-HELLO_AGAIN = 600.0
-"""Seconds after which a hello without an answer is taken for lost and said again."""
+"""Seconds that further nodes have to register once as many clients as expected have done so."""
+REGISTER_AGAIN = 600.0
+"""Seconds after which an unanswered request to register counts as lost and is sent again."""
 LOOKS = 25_000
 """Bound on messages under way times nodes in a simulation: ten times a second Flower looks through all of its messages
 for each of its nodes, at 3 microseconds a look, in the process and under the lock that everything goes through."""
@@ -107,7 +109,7 @@ class Traffic:
     seconds: float = 0.0
 
 
-class Federation:
+class ClientManager:
     """The server's view of its clients over one Flower grid.
 
     Parameters
@@ -133,7 +135,7 @@ class Federation:
         self.facts: dict[int, dict[str, Any]] = {}
         self.first_error: dict[str, Any] | None = None
         self._seen: set[int] = set()
-        self._hellos: dict[str, tuple[int, float]] = {}  # unanswered, by message id: node, when it was said
+        self._unregistered: dict[str, tuple[int, float]] = {}  # unanswered, by message id: node, when it was said
         self._method: Method | None = None
         self._encoder = Encoder(settings.wire_dtype)
         self._lasted: dict[str, float] = {}
@@ -143,7 +145,7 @@ class Federation:
     # ---- who is there --------------------------------------------------------------------------------------------
 
     def gather(self, expected: int) -> list[ClientInfo]:
-        """Wait until `expected` clients have introduced themselves (0: as many as there are nodes).
+        """Wait until `expected` clients have registered (0: as many as there are nodes).
 
         On real devices a node that is there but does not answer delays nobody: once `expected` clients have answered,
         it has `LATECOMERS` seconds. When the wait limit has passed, those who came are enough if they are a share of
@@ -157,7 +159,7 @@ class Federation:
         enough: float | None = None
         want = expected
         while True:
-            if self.greet(strict=True) and self.settings.queued:
+            if self.register(strict=True) and self.settings.queued:
                 started = time.monotonic()
             partitions = [int(f["partitions"]) for f in self.facts.values() if f.get("partitions")]
             if expected == 0:
@@ -171,11 +173,11 @@ class Federation:
             now = time.monotonic()
             if len(self.nodes) >= want:
                 enough = now if enough is None else enough
-                # Virtual clients all answer, and what one of them cannot do is an error whoever comes first.
+                # All virtual clients answer, so what one of them cannot do is an error whichever comes first.
                 late = bool(expected) and not self.settings.queued and now - enough > LATECOMERS
-                if self._hellos and late:
+                if self._unregistered and late:
                     self.event({"kind": "warning", "text": f"{self._silent()}: starting without them"})
-                if late or not self._hellos:
+                if late or not self._unregistered:
                     return [self.infos[c] for c in sorted(self.infos)]
             if self.settings.wait_timeout and now - started > self.settings.wait_timeout:
                 if len(self.nodes) >= max(1, math.ceil(self.settings.min_replies * want - 1e-9)):
@@ -194,20 +196,20 @@ class Federation:
         named = f", missing {', '.join(missing[:20])}" if missing and known else ""
         if len(known) >= want:
             return self._silent()
-        silent = f"; {self._silent()}" if self._hellos else ""
+        silent = f"; {self._silent()}" if self._unregistered else ""
         return f"waiting for {want - len(known)} of {want} clients{named}{silent}"
 
     def _silent(self) -> str:
-        return f"{len(self._hellos)} node(s) that are online have not answered"
+        return f"{len(self._unregistered)} node(s) that are online have not answered"
 
-    def greet(self, strict: bool = False) -> list[int]:
-        """Say hello to nodes that are new or came back; returns the ids of clients that joined.
+    def register(self, strict: bool = False) -> list[int]:
+        """Ask nodes that are new or came back to register; return the ids of clients that joined.
 
         Parameters
         ----------
         strict : before round 1 a node that cannot take part is an error, and the caller does the waiting. Later such a
-            node is named and left out, and greeted again once it has been away; new nodes are waited for, once: who
-            stays silent may answer before any later round, which does not wait for it.
+            node is named and left out, and asked again once it has been away. New nodes are waited for once: a node
+            that stays silent may answer before any later round, which does not wait for it.
 
         Raises
         ------
@@ -217,19 +219,20 @@ class Federation:
         online = set(self.grid.get_node_ids())
         self._seen &= online
         fresh = online - self._seen
-        lost = [i for i, (node, since) in self._hellos.items() if node not in online or now - since > HELLO_AGAIN]
-        again = {self._hellos.pop(i)[0] for i in lost} & self._seen
+        asked = self._unregistered
+        lost = [i for i, (node, since) in asked.items() if node not in online or now - since > REGISTER_AGAIN]
+        again = {asked.pop(i)[0] for i in lost} & self._seen
         self._seen -= again
         # The others' turn comes next time.
-        room = max(0, self._underway(len(online)) - len(self._hellos)) if self.settings.queued else None
-        self._say_hello(sorted(fresh | again)[:room], now)
+        room = max(0, self._underway(len(online)) - len(self._unregistered)) if self.settings.queued else None
+        self._ask_to_register(sorted(fresh | again)[:room], now)
         limits = [t for t in (self.settings.wait_timeout, self.settings.round_timeout) if t]
         limit = 0.0 if strict else min(limits, default=60.0)
         joined = []
-        while self._hellos:
-            replies = list(self.grid.pull_messages(set(self._hellos)))
+        while self._unregistered:
+            replies = list(self.grid.pull_messages(set(self._unregistered)))
             for reply in replies:
-                said = self._hellos.pop(reply.metadata.reply_to_message_id, None)
+                said = self._unregistered.pop(reply.metadata.reply_to_message_id, None)
                 if said is None:
                     continue
                 node = said[0]
@@ -237,38 +240,38 @@ class Federation:
                     self._seen.discard(node)
                     continue
                 try:
-                    joined.append(self._introduced(node, reply, online))
+                    joined.append(self._registered(node, reply, online))
                 except BadRequest as e:
                     if strict:
                         raise
                     self.event({"kind": "warning", "text": f"a node that came was left out: {e}"})
             if not replies:
-                awaited = fresh & {node for node, _ in self._hellos.values()}
+                awaited = fresh & {node for node, _ in self._unregistered.values()}
                 if not awaited or time.monotonic() - now >= limit:
                     break
                 time.sleep(self.settings.poll)
         return sorted(joined)
 
-    def _say_hello(self, nodes: list[int], now: float) -> None:
-        """Push the hello; a node that the SuperLink did not take it for counts as not seen."""
+    def _ask_to_register(self, nodes: list[int], now: float) -> None:
+        """Push the requests; a node for which the SuperLink did not take one counts as not seen."""
         if not nodes:
             return
         content, _ = self._encoder.content(Payload(), {**self.control, "round": 0})
-        ids = self.grid.push_messages([Message(content, n, "query.hello") for n in nodes])
+        ids = self.grid.push_messages([Message(content, n, "query.register") for n in nodes])
         for node, message_id in zip(nodes, ids, strict=True):
             if message_id:
-                self._hellos[message_id] = (node, now)
+                self._unregistered[message_id] = (node, now)
                 self._seen.add(node)
 
-    def _introduced(self, node: int, reply: Message, online: set[int]) -> int:
-        """Take up a client that answered the hello; `BadRequest` says why it cannot take part."""
+    def _registered(self, node: int, reply: Message, online: set[int]) -> int:
+        """Add a client that answered; `BadRequest` says why it cannot take part."""
         if reply.has_error():
             reason = _reason(reply)
-            self._note_error(0, -1, "hello", reason)
+            self._note_error(0, -1, "register", reason)
             raise BadRequest(f"a client cannot take part: {_last_line(reason)}")
         _, metrics, info, _ = reply_of(reply)
         if "error" in info:
-            self._note_error(0, int(info.get("client", -1)), "hello", str(info["error"]))
+            self._note_error(0, int(info.get("client", -1)), "register", str(info["error"]))
             who = f"client {info['client']}" if int(info.get("client", -1)) >= 0 else "a client"
             raise BadRequest(f"{who} cannot take part: {_last_line(str(info['error']))}")
         client = int(info["client"])
@@ -280,7 +283,12 @@ class Federation:
             )
         shapes = {n: tuple(int(d) for d in s) for n, s in json.loads(str(info["shapes"])).items()}
         newcomer = ClientInfo(
-            client, int(metrics["num-examples"]), str(info["model"]), int(info["num-classes"]), shapes
+            client,
+            int(metrics["num-examples"]),
+            str(info["model"]),
+            int(info["num-classes"]),
+            shapes,
+            json.loads(str(info.get("common", "{}"))),
         )
         others = [c for c in sorted(self.infos) if c != client]
         if self._method is not None and others:
@@ -341,6 +349,12 @@ class Federation:
             return (
                 f"{method.id} needs one architecture, but client {b.client} has {b.model}, client {a.client} {a.model}"
             )
+        for fact in sorted(set(a.common) | set(b.common)):
+            if a.common.get(fact) != b.common.get(fact):
+                return (
+                    f"client {b.client} has another {fact} ({b.common.get(fact)}) than client {a.client} "
+                    f"({a.common.get(fact)}): all clients of {method.id} need the same"
+                )
         for name in sorted(set(a.shapes) | set(b.shapes)):
             x, y = a.shapes.get(name), b.shapes.get(name)
             if x != y:
@@ -352,7 +366,7 @@ class Federation:
 
     # ---- one exchange --------------------------------------------------------------------------------------------
 
-    def exchange(
+    def send_and_receive(
         self,
         kind: str,
         server_round: int,
@@ -396,11 +410,11 @@ class Federation:
         bytes_each = 4 * sum(math.prod(shape) for shape in expected.values())
         ids, at_once = self._dispatch(kind, traffic.messaged, bytes_each)
         held: dict[int, Reply | None] = {}
-        order = iter(traffic.messaged)
+        order, arrivals = iter(traffic.messaged), itertools.count()
         head = next(order, None)
         for node, answer in self._raw([self.nodes[c] for c in ids], lambda n: message(owner[n]), limit, at_once):
             client = owner[node]
-            held[client] = self._checked(answer, client, server_round, kind, expected, check, traffic)
+            held[client] = self._checked(answer, client, server_round, kind, expected, check, traffic, next(arrivals))
             while head is not None and head in held:
                 reply = held.pop(head)
                 head = next(order, None)
@@ -442,9 +456,9 @@ class Federation:
     ) -> Iterator[tuple[int, Message]]:
         """Message nodes, at most `at_once` at a time, and yield (node, reply) as they come.
 
-        Ends when all have answered or `limit` seconds passed. The node is the one that was asked: where it is gone, the
-        reply is an error that the SuperLink signs itself. A limit of 0 waits for ever; who is waited for is told every
-        30 seconds.
+        Ends when all have answered or `limit` seconds have passed. The node is the one that was messaged: if it is
+        gone, the reply is an error that the SuperLink signs itself. A limit of 0 waits without end. Every 30 seconds an
+        event names the clients that are waited for.
         """
         unsent = deque(nodes)
         waiting: dict[str, int] = {}
@@ -486,6 +500,7 @@ class Federation:
         expected: Mapping[str, tuple[int, ...]],
         check: Callable[[Reply], str | None],
         traffic: Traffic,
+        arrival: int,
     ) -> Reply | None:
         if message.has_error():
             reason = _reason(message)
@@ -502,7 +517,7 @@ class Federation:
             if int(info.get("client", client)) != client:
                 self._seen.discard(self.nodes[client])
                 problem = f"the node now answers as client {info['client']}"
-            reply = Reply(client, int(metrics.get("num-examples", 0) or 0), arrays, metrics, size)
+            reply = Reply(client, int(metrics.get("num-examples", 0) or 0), arrays, metrics, size, stage, arrival)
             problem = problem or check(reply)
         except (KeyError, TypeError, ValueError) as e:
             problem = f"the reply cannot be read: {e}"

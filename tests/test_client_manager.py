@@ -19,8 +19,8 @@ from fedapp import server_app
 from fedapp.client_app import app as client_app
 from fedapp.config import from_flat, resolve
 from fedapp.errors import BadRequest
-from fedapp.transport import client_manager as federation
-from fedapp.transport.client_manager import Federation, RoundFailed, Settings
+from fedapp.transport import client_manager
+from fedapp.transport.client_manager import ClientManager, RoundFailed, Settings
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
 from fedapp.transport.records import INFO, METRICS
 
@@ -249,18 +249,18 @@ def test_models_that_disagree_on_what_is_shared_are_found_before_round_1(tmp_pat
 
 
 class Silent(LocalGrid):
-    """Three clients that answer, and a fourth node that takes the hello and says nothing until `wakes`."""
+    """Three clients that answer, and a fourth node that stays silent when asked to register until `wakes`."""
 
     extra = 1003
 
     def __init__(self, flat: dict[str, Any]) -> None:
         super().__init__(client_app, flat, 4)
         self.wakes = False
-        self.hellos = 0
+        self.requests = 0
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         messages = list(messages)
-        self.hellos += sum(m.metadata.dst_node_id == self.extra for m in messages)
+        self.requests += sum(m.metadata.dst_node_id == self.extra for m in messages)
         return super().push_messages(messages)
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
@@ -269,24 +269,24 @@ class Silent(LocalGrid):
         return super().pull_messages(awake)
 
 
-def silent(**settings: Any) -> tuple[Silent, Federation, list[dict[str, Any]]]:
+def silent(**settings: Any) -> tuple[Silent, ClientManager, list[dict[str, Any]]]:
     events: list[dict[str, Any]] = []
     grid = Silent(resolve(from_flat({"method": "local", "clients": 4})).to_flat())
     chosen = Settings(**{"wait_timeout": 60.0, "min_replies": 0.5, "round_timeout": 60.0, **settings})
-    return grid, Federation(grid, chosen, {}, events.append), events
+    return grid, ClientManager(grid, chosen, {}, events.append), events
 
 
 def test_a_silent_node_does_not_hold_the_start_nor_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(federation, "LATECOMERS", 0.2)
+    monkeypatch.setattr(client_manager, "LATECOMERS", 0.2)
     grid, clients, events = silent()
     started = time.monotonic()
     assert [i.client for i in clients.gather(3)] == [0, 1, 2]
     assert [e["text"] for e in events] == ["1 node(s) that are online have not answered: starting without them"]
-    assert clients.greet() == [], "round 1 does not wait for it either"
+    assert clients.register() == [], "round 1 does not wait for it either"
     assert time.monotonic() - started < 30, "well before the limits of 60 seconds"
     grid.wakes = True
-    assert clients.greet() == [3] and grid.hellos == 1, "its answer counts when it comes"
-    assert clients.greet() == [] and grid.hellos == 1
+    assert clients.register() == [3] and grid.requests == 1, "its answer counts when it comes"
+    assert clients.register() == [] and grid.requests == 1
 
 
 class Slow(LocalGrid):
@@ -305,24 +305,24 @@ class Slow(LocalGrid):
 def test_virtual_clients_that_take_turns_may_take_longer_than_the_limit_together() -> None:
     """One after the other is there within the limit of a second; all eight are not."""
     grid = Slow(client_app, resolve(from_flat({"method": "local", "clients": 8})).to_flat(), 8)
-    clients = Federation(grid, Settings(wait_timeout=1.0, queued=True), {})
+    clients = ClientManager(grid, Settings(wait_timeout=1.0, queued=True), {})
     assert len(clients.gather(8)) == 8
 
 
-def test_a_hello_that_was_lost_is_said_again_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(federation, "LATECOMERS", 0.0)
+def test_a_lost_request_to_register_is_sent_again_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_manager, "LATECOMERS", 0.0)
     grid, clients, _ = silent()
     clients.gather(3)
-    monkeypatch.setattr(federation, "HELLO_AGAIN", 0.0)
+    monkeypatch.setattr(client_manager, "REGISTER_AGAIN", 0.0)
     started = time.monotonic()
-    assert clients.greet() == [] and grid.hellos == 2
+    assert clients.register() == [] and grid.requests == 2
     assert time.monotonic() - started < 30
     grid.wakes = True
-    assert clients.greet() == [3]
+    assert clients.register() == [3]
 
 
 def test_who_is_expected_is_waited_for_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(federation, "LATECOMERS", 0.0)
+    monkeypatch.setattr(client_manager, "LATECOMERS", 0.0)
     _, clients, events = silent(wait_timeout=0.5)
     assert len(clients.gather(4)) == 3
     assert "waiting for 1 of 4 clients, missing 3; 1 node(s) that are online" in events[-1]["text"]
@@ -383,8 +383,8 @@ def test_the_largest_clients_begin_first_and_no_number_changes(
 ) -> None:
     """Half go out at once, the rest by size; where memory is for three replies only the last three by id are sorted."""
     monkeypatch.setattr("os.cpu_count", lambda: 1)
-    monkeypatch.setattr(federation, "WORTH_SORTING", 0.0)
-    monkeypatch.setattr(federation, "HELD_BYTES", held)
+    monkeypatch.setattr(client_manager, "WORTH_SORTING", 0.0)
+    monkeypatch.setattr(client_manager, "HELD_BYTES", held)
     plain, sorted_ = tmp_path / "plain", tmp_path / "sorted"
     assert unequal(plain, LocalGrid).one_at_a_time
     grid = unequal(sorted_, SideBySide)
@@ -410,16 +410,16 @@ def test_the_largest_clients_begin_first_and_no_number_changes(
 def test_short_exchanges_are_not_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lasts less than two seconds goes out at once from the second time on: in the order of the nodes."""
     monkeypatch.setattr("os.cpu_count", lambda: 1)
-    monkeypatch.setattr(federation, "WORTH_SORTING", 1e9)
+    monkeypatch.setattr(client_manager, "WORTH_SORTING", 1e9)
     grid = unequal(tmp_path / "run", SideBySide)
     assert grid.of("train", 1) != list(range(8)) and grid.of("train", 2) == list(range(8))
 
 
 def test_few_of_many_messages_are_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)
-    assert [Federation._underway(n) for n in (1, 100, 1000, 10_000)] == [25_000, 250, 25, 16]
-    monkeypatch.setattr(Federation, "_underway", lambda self, nodes: 3)
+    assert [ClientManager._underway(n) for n in (1, 100, 1000, 10_000)] == [25_000, 250, 25, 16]
+    monkeypatch.setattr(ClientManager, "_underway", lambda self, nodes: 3)
     grid = unequal(tmp_path / "run", SideBySide)
     assert grid.most == 3
-    assert sorted(c for k, _, c in grid.began if k == "query.hello") == list(range(8))
+    assert sorted(c for k, _, c in grid.began if k == "query.register") == list(range(8))
     assert sorted(grid.of("evaluate", 2)) == list(range(8))

@@ -1,0 +1,206 @@
+"""The methods in Flower's own round loop, for apps that are not fedapp's.
+
+A `FedStrategy` is a Flower strategy: `strategy.start(grid, initial_arrays, ...)` runs Flower's loop, which calls the
+functions below. They translate between Flower's messages and the method's pure functions. A client of such an app is
+anything that takes the arrays it is sent and replies with arrays of the same names and with `num-examples`. It does not
+register, so a node's client id is its place in the order in which nodes were first seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from logging import INFO, WARNING
+from typing import Any
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.common import log
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg, Result
+from flwr.serverapp.strategy.strategy_utils import sample_nodes
+
+from fedapp.method import Arrays, ClientInfo, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.sampling import rng, sample_clients
+from fedapp.transport.records import Encoder, arrays_of, reject
+
+
+class FlowerLoop(FedAvg):
+    """Flower's FedAvg with a method's mathematics in the place of its own.
+
+    Parameters
+    ----------
+    seed : decides which clients take part in a round, and every draw of the method.
+    flower : what Flower's FedAvg takes: `fraction_train`, `fraction_evaluate`, `min_train_nodes`, `min_evaluate_nodes`,
+        `min_available_nodes`, `weighted_by_key`, `arrayrecord_key`, `configrecord_key`, and the functions that
+        aggregate metrics.
+    """
+
+    method: Method
+    hparams: Any
+    context: ServerContext
+
+    def __init__(self, *, seed: int = 0, **flower: Any) -> None:
+        super().__init__(**flower)
+        self.seed = seed
+        self._state: ServerState | None = None
+        self._clients: dict[int, int] = {}  # node id -> client id
+        self._initial: Arrays = {}
+        self._round = 0
+        self._sample = (0, 1)  # nodes wanted, nodes connected
+
+    def start(self, grid: Grid, initial_arrays: ArrayRecord, *args: Any, **kwargs: Any) -> Result:
+        """Run Flower's loop from `initial_arrays`, then what the method does after its last round.
+
+        Returns
+        -------
+        Flower's result. Its arrays are the one global model where the method has one, else what the client with the
+        lowest id would get next; `personal_arrays(client)` gives those of any client.
+        """
+        self._state, self._clients, self._initial = None, {}, arrays_of(initial_arrays)
+        result = super().start(grid, initial_arrays, *args, **kwargs)
+        if self._state is not None:
+            self._state = self._maths.finalize(self._state, lambda kind, payload: self._query(grid, kind, payload))
+            result.arrays = self._record()
+        return result
+
+    def personal_arrays(self, client: int) -> Arrays:
+        """Return the arrays that `client` would get next, after a run by `start`."""
+        if self._state is None:
+            raise RuntimeError("personal_arrays needs a finished run: call start first")
+        return self._maths.send(self._state, self._round + 1, client).all()
+
+    # ---- what Flower's loop calls --------------------------------------------------------------------------------
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Choose clients and build their messages; the first round starts the method from `arrays`."""
+        clients = self._connected(grid, self.min_train_nodes, self.fraction_train)
+        if self._state is None:
+            self._initial = self._initial or arrays_of(arrays)
+            self._state = self._maths.init(self._context())
+        return self._messages(server_round, clients, config, MessageType.TRAIN)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Aggregate the replies that pass the method's checks; the others are logged with the reason."""
+        assert self._state is not None, "configure_train comes first"
+        good = list(self._checked(replies, "train"))
+        self._round = server_round
+        if not good:
+            return None, None
+        self._state = self._maths.aggregate(self._state, server_round, iter([reply for reply, _ in good]))
+        return self._record(), self.train_metrics_aggr_fn([content for _, content in good], self.weighted_by_key)
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Send what each client would get in the next round, for evaluation."""
+        if self.fraction_evaluate == 0.0 or self._state is None:
+            return []
+        clients = self._connected(grid, self.min_evaluate_nodes, self.fraction_evaluate)
+        return self._messages(server_round, clients, config, MessageType.EVALUATE)
+
+    # aggregate_evaluate and summary are Flower's own.
+
+    # ---- pieces --------------------------------------------------------------------------------------------------
+
+    @property
+    def _maths(self) -> Any:
+        """This object as the `FedStrategy` that it is: that class is built on this one."""
+        return self
+
+    def _connected(self, grid: Grid, at_least: int, fraction: float) -> list[tuple[int, int]]:
+        """Wait for enough nodes; return (client id, node id) of all that are connected now, in the order of ids."""
+        _, nodes = sample_nodes(grid, max(self.min_available_nodes, at_least), 0)
+        for node in sorted(nodes):
+            self._clients.setdefault(node, len(self._clients))
+        self._sample = (max(at_least, int(len(nodes) * fraction)), len(nodes))
+        return sorted((self._clients[node], node) for node in nodes)
+
+    def _context(self) -> ServerContext:
+        """Return what the method knows when it starts; the clients of a foreign app state nothing about themselves."""
+        head = self._initial.get("head.weight")
+        shapes = {name: array.shape for name, array in self._initial.items()}
+        classes, width = head.shape if head is not None else (0, 0)
+        return ServerContext(
+            seed=self.seed,
+            clients=tuple(ClientInfo(c, 0, "", classes, shapes) for c in sorted(self._clients.values())),
+            num_classes=classes,
+            width=width,
+            initial=self._initial,
+            initial_from=lambda k: self._initial,
+            rng=lambda purpose, *numbers: rng(self.seed, purpose, *numbers),
+        )
+
+    def _messages(
+        self, server_round: int, connected: list[tuple[int, int]], config: ConfigRecord, kind: str
+    ) -> Iterator[Message]:
+        assert self._state is not None
+        node_of = dict(connected)
+        wanted, among = self._sample
+        chosen = sample_clients(self.seed, server_round, list(node_of), wanted / among)
+        # An evaluation scores what was just aggregated, which is what the next round would send.
+        of = server_round + (kind == MessageType.EVALUATE)
+        encoder = Encoder()
+        for client, payload in self._maths.send_each(self._state, of, chosen):
+            arrays = {name: encoder.common(a) for name, a in payload.common.items()}
+            arrays |= {name: encoder.one(a) for name, a in payload.arrays.items()}
+            settings = ConfigRecord({**config, **payload.scalars, "server-round": server_round})
+            content = RecordDict({self.arrayrecord_key: ArrayRecord(arrays), self.configrecord_key: settings})
+            yield Message(content=content, dst_node_id=node_of[client], message_type=kind)
+
+    def _checked(self, replies: Iterable[Message], kind: str) -> Iterator[tuple[Reply, RecordDict]]:
+        """Yield good replies with their content, in the order of client ids; log why another one does not count."""
+        assert self._state is not None
+        expected = self._maths.expected({n: a.shape for n, a in self._initial.items()}) if kind == "train" else {}
+        arrived = sorted(enumerate(replies), key=lambda item: self._clients[item[1].metadata.src_node_id])
+        for arrival, message in arrived:
+            client = self._clients[message.metadata.src_node_id]
+            try:
+                reply, content = self._reply(message, client, kind, arrival, list(expected))
+                problem = reject(reply.arrays, expected, {"num-examples": reply.num_samples})
+                problem = problem or self._maths._check(self._state, reply)
+            except (KeyError, TypeError, ValueError) as e:
+                problem = str(e)
+            if problem:
+                log(WARNING, "The reply of client %s to %s does not count: %s", client, kind, problem)
+            else:
+                yield reply, content
+
+    def _reply(
+        self, message: Message, client: int, kind: str, arrival: int, names: list[str]
+    ) -> tuple[Reply, RecordDict]:
+        if message.has_error():
+            raise ValueError(message.error.reason)
+        content = message.content
+        record = next(iter(content.array_records.values()), ArrayRecord())
+        arrays = arrays_of(record)
+        # A NumPyClient behind `client_fn` replies with a list: Flower names its arrays by their positions.
+        if names and list(arrays) == [str(i) for i in range(len(names))]:
+            arrays = dict(zip(names, arrays.values(), strict=True))
+        metrics: dict[str, Any] = {k: v for part in content.metric_records.values() for k, v in part.items()}
+        if self.weighted_by_key not in metrics:
+            raise ValueError(f"the reply has no '{self.weighted_by_key}'")
+        sent = sum(a.nbytes for a in arrays.values())
+        return Reply(client, int(metrics[self.weighted_by_key]), arrays, metrics, sent, kind, arrival), content
+
+    def _record(self) -> ArrayRecord:
+        """Return the global model, or what the client with the lowest id would get next."""
+        assert self._state is not None
+        arrays = self._maths.global_arrays(self._state)
+        if arrays is None:
+            arrays = self.personal_arrays(min(self._clients.values()))
+        encoder = Encoder()
+        return ArrayRecord({name: encoder.one(a) for name, a in arrays.items()})
+
+    def _query(self, grid: Grid, kind: str, payload: Payload) -> Iterator[Reply]:
+        """Send one `query.<kind>` message to every node and yield the good replies."""
+        log(INFO, "query.%s: asking %s nodes", kind, len(self._clients))
+        encoder, stage = Encoder(), f"query.{kind}"
+        arrays = ArrayRecord({name: encoder.common(a) for name, a in payload.all().items()})
+        content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: ConfigRecord(dict(payload.scalars))})
+        connected = set(grid.get_node_ids())
+        messages = [Message(content, node, stage) for node in self._clients if node in connected]
+        for reply, _ in self._checked(grid.send_and_receive(messages), stage):
+            yield reply

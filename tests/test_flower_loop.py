@@ -1,0 +1,168 @@
+"""The methods in Flower's own round loop, in a plain Flower app that knows nothing of fedapp's engine."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.client import NumPyClient
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid, ServerApp
+from flwr.serverapp.strategy import Strategy
+
+from clients.cwfedavg import CwFedAvgHParams
+from fedapp.core.classwise import norm_distribution
+from fedapp.method import BaseHParams
+from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
+from strategies import cwfedavg, fedavg
+
+SHAPES = {"features.w": (4, 3), "head.weight": (3, 4), "head.bias": (3,)}
+SIZES = (10, 30, 60)
+
+
+class Foreign(NumPyClient):
+    """A client that fedapp has never seen: it adds a fixed step to what it receives."""
+
+    def __init__(self, number: int) -> None:
+        self.step = [np.random.default_rng(number).standard_normal(s).astype(np.float32) for s in SHAPES.values()]
+        self.size = SIZES[number]
+
+    def fit(self, parameters: list[Any], config: dict[str, Any]) -> tuple[list[Any], int, dict[str, Any]]:
+        return [p + s for p, s in zip(parameters, self.step)], self.size, {"lr": config.get("lr", -1.0)}
+
+    def evaluate(self, parameters: list[Any], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
+        norm = float(sum(np.square(p).sum() for p in parameters))
+        return norm, self.size, {"seen": float(config.get("split", -1.0))}
+
+
+def client_app(bad: int = -1) -> ClientApp:
+    """The usual adapter of a NumPyClient to Flower's messages."""
+    app = ClientApp()
+
+    def unpack(message: Message, context: Context) -> tuple[Foreign, list[Any], dict[str, Any]]:
+        client = Foreign(int(context.node_config["partition-id"]))
+        arrays = message.content.array_records["arrays"]
+        return client, [arrays[n].numpy() for n in SHAPES], dict(message.content.config_records["config"])
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        client, arrays, config = unpack(message, context)
+        out, size, metrics = client.fit(arrays, config)
+        if context.node_config["partition-id"] == bad:
+            out[0][0, 0] = np.nan
+        record = ArrayRecord({n: Array(a) for n, a in zip(SHAPES, out)})
+        content = RecordDict({"arrays": record, "metrics": MetricRecord({"num-examples": size, **metrics})})
+        return Message(content, reply_to=message)
+
+    @app.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        client, arrays, config = unpack(message, context)
+        loss, size, metrics = client.evaluate(arrays, config)
+        found = MetricRecord({"num-examples": size, "loss": loss, **metrics})
+        return Message(RecordDict({"metrics": found}), reply_to=message)
+
+    return app
+
+
+def initial() -> ArrayRecord:
+    return ArrayRecord({n: Array(np.full(s, 0.5, np.float32)) for n, s in SHAPES.items()})
+
+
+def values(record: ArrayRecord) -> dict[str, np.ndarray]:
+    return {n: a.numpy() for n, a in record.items()}
+
+
+def cw(**flower: Any) -> Any:
+    return cwfedavg.CwFedAvg(cwfedavg.METHOD, CwFedAvgHParams(), **flower)
+
+
+def test_a_plain_server_app_runs_cwfedavg_with_a_foreign_client() -> None:
+    """Twenty lines that any Flower user would write; one round against the equations by hand."""
+    app, found = ServerApp(), {}
+
+    @app.main()
+    def main(grid: Grid, context: Context) -> None:
+        found["strategy"] = strategy = cw()
+        found["result"] = strategy.start(
+            grid,
+            initial(),
+            num_rounds=1,
+            train_config=ConfigRecord({"lr": 0.25}),
+            evaluate_config=ConfigRecord({"split": 2.0}),
+            evaluate_fn=lambda server_round, arrays: MetricRecord({"first": float(values(arrays)["head.bias"][0])}),
+        )
+
+    grid = LocalGrid(client_app(), {}, 3)
+    app(grid, grid.contexts[FIRST_NODE])
+    result, strategy = found["result"], found["strategy"]
+    assert isinstance(strategy, Strategy)
+    trained = [{n: 0.5 + s for n, s in zip(SHAPES, Foreign(k).step)} for k in range(3)]
+    p = np.array([norm_distribution(t["head.weight"].astype(np.float32)) for t in trained])
+    q = np.array(SIZES)[:, None] * p
+    q /= q.sum(axis=0)  # Eq. 5: weight of client i in the model of class j
+    for k in range(3):
+        ours = strategy.personal_arrays(k)
+        for name in ("head.weight", "head.bias"):
+            theta = sum((p[k] @ q.T)[i] * trained[i][name] for i in range(3))
+            np.testing.assert_allclose(ours[name], theta, rtol=1e-5)
+    assert result.train_metrics_clientapp[1]["lr"] == pytest.approx(0.25), "the train config reaches the clients"
+    assert result.evaluate_metrics_clientapp[1]["seen"] == pytest.approx(2.0), "and so does the evaluate config"
+    own = [sum(np.square(a.astype(np.float64)).sum() for a in strategy.personal_arrays(k).values()) for k in range(3)]
+    assert result.evaluate_metrics_clientapp[1]["loss"] == pytest.approx(np.average(own, weights=SIZES), rel=1e-5)
+    assert result.evaluate_metrics_serverapp[0]["first"] == 0.5, "evaluate_fn sees the initial arrays"
+    last = values(result.arrays)["head.bias"][0]
+    assert result.evaluate_metrics_serverapp[1]["first"] == pytest.approx(float(last)), "and the aggregated ones"
+    assert float(last) == pytest.approx(float(strategy.personal_arrays(0)["head.bias"][0]))
+
+
+def test_fedavg_is_flowers_fedavg_to_rounding() -> None:
+    from flwr.serverapp.strategy import FedAvg
+
+    ours = fedavg.METHOD.strategy(fedavg.METHOD, BaseHParams())
+    results = [s.start(LocalGrid(client_app(), {}, 3), initial(), num_rounds=3) for s in (ours, FedAvg())]
+    for name in SHAPES:
+        a, b = (values(r.arrays)[name] for r in results)
+        np.testing.assert_allclose(a, b, rtol=1e-6)
+    losses = [r.evaluate_metrics_clientapp[3]["loss"] for r in results]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
+def test_a_bad_reply_does_not_count_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    strategy = fedavg.METHOD.strategy(fedavg.METHOD, BaseHParams())
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        result = strategy.start(LocalGrid(client_app(bad=2), {}, 3), initial(), num_rounds=1)
+    steps = [Foreign(k).step for k in range(2)]
+    expected = 0.5 + np.average([s[2] for s in steps], axis=0, weights=SIZES[:2])
+    np.testing.assert_allclose(values(result.arrays)["head.bias"], expected, rtol=1e-5)
+    assert "client 2" in caplog.text and "NaN" in caplog.text
+
+
+def test_a_fraction_of_the_clients_is_sampled_by_the_seed() -> None:
+    def run(seed: int) -> list[float]:
+        strategy = fedavg.METHOD.strategy(
+            fedavg.METHOD, BaseHParams(), seed=seed, fraction_train=0.4, min_train_nodes=1, fraction_evaluate=0.0
+        )
+        arrays = strategy.start(LocalGrid(client_app(), {}, 3), initial(), num_rounds=4).arrays
+        return [float(v) for v in values(arrays)["head.bias"]]
+
+    assert run(1) == run(1) and run(1) != run(2)
+
+
+def test_a_client_fn_that_names_nothing_works_by_position() -> None:
+    """Flower's NumPyClient behind `client_fn` sends lists: its arrays are taken in the order of the shared names."""
+    app = ClientApp(client_fn=lambda context: Foreign(int(context.node_config["partition-id"])).to_client())
+    keys = {"arrayrecord_key": "fitins.parameters", "configrecord_key": "fitins.config"}
+    strategy = cw(fraction_evaluate=0.0, weighted_by_key="num_examples", **keys)
+    strategy.start(LocalGrid(app, {}, 3), initial(), num_rounds=1)
+    other = cw(fraction_evaluate=0.0)
+    other.start(LocalGrid(client_app(), {}, 3), initial(), num_rounds=1)
+    for name in SHAPES:
+        assert np.array_equal(strategy.personal_arrays(1)[name], other.personal_arrays(1)[name])
+
+
+def test_personal_arrays_need_a_run() -> None:
+    with pytest.raises(RuntimeError, match="call start first"):
+        cw().personal_arrays(0)
