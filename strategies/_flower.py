@@ -66,7 +66,8 @@ class FlowerLoop(FedAvg):
         """Return the arrays that `client` would get next, after a run by `start`."""
         if self._state is None:
             raise RuntimeError("personal_arrays needs a finished run: call start first")
-        return self._maths.send(self._state, self._round + 1, client).all()
+        payload: Payload = self._maths.send(self._state, self._round + 1, client)
+        return payload.all()
 
     # ---- what Flower's loop calls --------------------------------------------------------------------------------
 
