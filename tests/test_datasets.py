@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedapp.data import cache, datasets
-from fedapp.data.datasets import CIFAR10_CLASSES, DATASET_NAMES, load, picture_size, upright_letters
+from fedapp.data import cache, datasets, pictures
+from fedapp.data.datasets import DATASET_NAMES, load, upright_letters
+from fedapp.data.pictures import CIFAR10_CLASSES, picture_size
 from fedapp.errors import BadRequest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -230,7 +231,7 @@ def test_damaged_npz(tmp_path, damage):
         ("npz", "absent", "does not exist"),
         ("npz", "empty", "found: none"),
         ("folder", None, "needs data-dir"),
-        ("folder", "absent", "is no folder"),
+        ("folder", "absent", "is not a folder"),
         ("folder", "empty", "no class folders"),
         ("tiny_imagenet", None, "tiny-imagenet-200.zip"),
         ("tiny_imagenet", "empty", "tiny_imagenet.npz"),
@@ -400,7 +401,7 @@ def test_archives_are_decoded_once(tmp_path, monkeypatch):
     tiny_imagenet(tmp_path / "tiny-imagenet-200.zip")
     first = load("tiny_imagenet", tmp_path)
     datasets._open.cache_clear()
-    monkeypatch.setattr(datasets, "_decode", None)  # a second decoding would fail
+    monkeypatch.setattr(pictures, "_decode", None)  # a second decoding would fail
     again = load("tiny_imagenet", tmp_path)
     assert again is not first
     assert np.array_equal(again.x_train, first.x_train)
@@ -522,7 +523,7 @@ def test_size_of_pictures(shapes, size):
     ("spoil", "message"),
     [
         (lambda root: (root / "train" / "c").mkdir(), "holds no pictures"),
-        (lambda root: (root / "train" / "a" / "notes.txt").write_text("x"), "notes.txt is no picture"),
+        (lambda root: (root / "train" / "a" / "notes.txt").write_text("x"), "notes.txt is not a picture"),
         (lambda root: (root / "train" / "a" / "1.png").write_text("x"), "cannot read the picture"),
         (lambda root: (root / "val").mkdir(), "'val', which would not be used"),
         (lambda root: save(root / "test" / "z" / "0.png", flat(8, 1)), "class 'z' has no folder"),

@@ -11,7 +11,7 @@ name                 where it comes from
                      labelled validation images are the test set; the unlabelled test images are not used.
 ``cinic10``          ``cinic10.npz``, else the published ``CINIC-10.tar.gz``: its train and its test part; the
                      validation part is not used.
-``npz``              your own arrays: the data folder is an ``.npz`` file, or a folder with exactly one of them.
+``npz``              your own arrays: data-dir is an ``.npz`` file, or a folder with exactly one of them.
 ``folder``           your own pictures: ``train/<class>/*`` and, if there is a test set, ``test/<class>/*``; or
                      ``<class>/*`` alone.
 ===================  ======================================================================================
@@ -23,44 +23,34 @@ or (N, H, H, C), labels integers 0..C-1 (N,); optionally ``class_names``.
 from __future__ import annotations
 
 import contextlib
-import gzip
 import importlib.metadata
-import io
 import json
 import socket
-import sys
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from fedapp.data import pictures
 from fedapp.data.cache import Store, build_once, cache_root, file_identity, open_array
+from fedapp.data.pictures import CIFAR10_CLASSES
 from fedapp.errors import BadRequest, suggest
 
 UInt8 = npt.NDArray[np.uint8]
 Int64 = npt.NDArray[np.int64]
-Item = TypeVar("Item")
+Built = tuple[Mapping[str, np.ndarray], Sequence[str] | None]
+"""The four arrays of a data set, and the names of its classes where they are known."""
 
-CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 FASHION_CLASSES = (
-    "T-shirt/top",
-    "Trouser",
-    "Pullover",
-    "Dress",
-    "Coat",
-    "Sandal",
-    "Shirt",
-    "Sneaker",
-    "Bag",
-    "Ankle boot",
-)
+    "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,9 +91,6 @@ _ARCHIVES = {
 }
 DATASET_NAMES: tuple[str, ...] = (*_FACTS, "npz", "folder")
 """Every name that :func:`load` knows."""
-
-PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"})
-STANDARD_SIZES = (28, 32, 64)
 
 
 def published(name: str) -> tuple[tuple[str, ...], float, tuple[float, ...], tuple[float, ...]] | None:
@@ -256,7 +243,7 @@ class _Source:
     """Where a data set comes from: the identity of its files, and the reader that fills a store."""
 
     key: Mapping[str, Any]
-    build: Callable[[Store], Mapping[str, Any]]
+    build: Callable[[Store], Built]
 
 
 def load(name: str, data_dir: str | Path | None = None) -> Dataset:
@@ -293,7 +280,7 @@ def load(name: str, data_dir: str | Path | None = None) -> Dataset:
         )
     root = Path(data_dir).expanduser() if data_dir is not None and str(data_dir) else None
     source = _find(name, root)
-    return _open(name, build_once(name, source.key, source.build))
+    return _open(name, build_once(name, source.key, lambda store: _finish(store, name, *source.build(store))))
 
 
 @lru_cache(maxsize=8)
@@ -314,44 +301,47 @@ def _open(name: str, folder: Path) -> Dataset:
 
 
 def _find(name: str, root: Path | None) -> _Source:
+    """Return the source of a data set: the user's arrays first, then what is installed or published."""
+    own = root / f"{name}.npz" if root is not None else None
     if name == "npz":
-        return _npz_source(name, _own_npz(root))
-    if name == "folder":
-        return _folder_source(root)
-    if root is not None and (root / f"{name}.npz").is_file():
-        return _npz_source(name, root / f"{name}.npz")
+        own = _own_npz(root)
+    elif name == "folder":
+        if root is None or not root.is_dir():
+            given = f"{root} is not a folder" if root is not None else "data-dir is not given"
+            raise BadRequest(
+                f"data set 'folder' needs data-dir ({given}): a folder with train/<class>/* and, if there is a test "
+                "set, test/<class>/*; or with <class>/* alone"
+            )
+        train, test = pictures.class_folders(root)
+        files = [file_identity(path) for group in (train, test) for paths in group.values() for path in paths]
+        return _Source(
+            {"folder": str(root.resolve()), "files": files}, lambda store: pictures.read_folder(train, test, store)
+        )
+    if own is not None and own.is_file():
+        return _Source({"npz": file_identity(own)}, lambda _: _build_npz(name, own))
     if name == "digits":
-        return _Source({"scikit-learn": importlib.metadata.version("scikit-learn")}, _build_digits)
+        return _Source({"scikit-learn": importlib.metadata.version("scikit-learn")}, lambda _: _build_digits())
     if name in _ARCHIVES:
         return _archive_source(name, root)
-    return _Source({"source": "torchvision"}, lambda store: _build_torchvision(name, root, store))
+    return _Source({"source": "torchvision"}, lambda _: _build_torchvision(name, root))
 
 
-def _finish(
-    store: Store,
-    name: str,
-    x_train: UInt8,
-    y_train: Int64,
-    x_test: UInt8,
-    y_test: Int64,
-    classes: Sequence[str] | None,
-) -> dict[str, Any]:
+def _finish(store: Store, name: str, arrays: Mapping[str, np.ndarray], classes: Sequence[str] | None) -> dict[str, Any]:
     """Write the arrays that are not in the store yet and return the data set's ``meta.json``."""
-    for key, array in (("x_train", x_train), ("y_train", y_train), ("x_test", x_test), ("y_test", y_test)):
+    for key, array in arrays.items():
         if isinstance(array, np.memmap):
             array.flush()
         elif not (store.folder / f"{key}.npy").exists():
             store.put(key, array)
     facts = _FACTS.get(name)
     scale = facts.scale if facts else 255.0
-    if facts and len(facts.mean) == x_train.shape[3]:
+    if facts and len(facts.mean) == arrays["x_train"].shape[3]:
         mean, std = facts.mean, facts.std
     else:
-        mean, std = _moments(x_train, scale)
-    if classes is None and facts is not None:
-        classes = facts.classes or [str(i) for i in range(facts.num_classes)]
+        mean, std = _moments(arrays["x_train"], scale)
     if classes is None:
-        classes = [str(i) for i in range(int(y_train.max()) + 1)]
+        count = facts.num_classes if facts else int(arrays["y_train"].max()) + 1
+        classes = (facts.classes if facts else None) or [str(i) for i in range(count)]
     return {"classes": list(classes), "scale": scale, "mean": list(mean), "std": list(std)}
 
 
@@ -370,12 +360,13 @@ def _moments(images: UInt8, scale: float) -> tuple[tuple[float, ...], tuple[floa
     return tuple(means), tuple(stds)
 
 
-def _build_digits(store: Store) -> dict[str, Any]:
+def _build_digits() -> Built:
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     x = images.reshape(-1, 8, 8, 1).astype(np.uint8)
-    return _finish(store, "digits", x, labels.astype(np.int64), x[:0], np.zeros(0, np.int64), None)
+    y = labels.astype(np.int64)
+    return {"x_train": x, "y_train": y, "x_test": x[:0], "y_test": y[:0]}, None
 
 
 # --- arrays in a .npz file -----------------------------------------------------------------------------------------
@@ -395,11 +386,8 @@ def _own_npz(root: Path | None) -> Path:
     return files[0]
 
 
-def _npz_source(name: str, path: Path) -> _Source:
-    return _Source({"npz": file_identity(path)}, lambda store: _build_npz(name, path, store))
-
-
-def _build_npz(name: str, path: Path, store: Store) -> dict[str, Any]:
+def _build_npz(name: str, path: Path) -> Built:
+    """Read and check the arrays of a ``.npz`` file; published names also have their own classes and grey levels."""
     arrays = _read_npz(path)
     for key in ("x_train", "y_train"):
         if key not in arrays:
@@ -412,10 +400,9 @@ def _build_npz(name: str, path: Path, store: Store) -> dict[str, Any]:
     x_train, y_train = _images(path, "x_train", arrays), _labels(path, "y_train", arrays)
     if not len(x_train):
         raise BadRequest(f"{path}: x_train has no images")
+    x_test, y_test = x_train[:0], y_train[:0]
     if "x_test" in arrays:
         x_test, y_test = _images(path, "x_test", arrays), _labels(path, "y_test", arrays)
-    else:
-        x_test, y_test = x_train[:0], np.zeros(0, np.int64)
     for split, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
         if len(x) != len(y):
             raise BadRequest(f"{path}: x_{split} has {len(x)} images but y_{split} has {len(y)} labels")
@@ -426,19 +413,13 @@ def _build_npz(name: str, path: Path, store: Store) -> dict[str, Any]:
     facts = _FACTS.get(name)
     names = [str(item) for item in arrays["class_names"].reshape(-1)] if "class_names" in arrays else None
     labels = np.concatenate([y_train, y_test])
-    if facts is not None:
-        count = facts.num_classes
-        if names is not None and len(names) != count:
-            raise BadRequest(f"{path}: {len(names)} class_names, but {name} has {count} classes")
-    elif names is not None:
-        count = len(names)
-    else:
-        count = int(labels.max()) + 1
-    if labels.min() < 0 or labels.max() >= count:
-        raise BadRequest(
-            f"{path}: label {int(labels.min() if labels.min() < 0 else labels.max())} is out of range: "
-            f"labels must be 0 .. {count - 1}"
-        )
+    count = facts.num_classes if facts else len(names) if names else int(labels.max()) + 1
+    if names is not None and len(names) != count:
+        raise BadRequest(f"{path}: {len(names)} class_names, but {name} has {count} classes")
+    lowest, highest = int(labels.min()), int(labels.max())
+    if lowest < 0 or highest >= count:
+        wrong = lowest if lowest < 0 else highest
+        raise BadRequest(f"{path}: label {wrong} is out of range: labels must be 0 .. {count - 1}")
     if facts is None and names is None:
         missing = np.flatnonzero(np.bincount(labels, minlength=count) == 0)
         if missing.size:
@@ -448,7 +429,7 @@ def _build_npz(name: str, path: Path, store: Store) -> dict[str, Any]:
             )
     if facts is not None and int(x_train.max(initial=0)) > facts.scale:
         raise BadRequest(f"{path}: {name} has grey levels 0 .. {facts.scale:g}, found {int(x_train.max())}")
-    return _finish(store, name, x_train, y_train, x_test, y_test, names)
+    return {"x_train": x_train, "y_train": y_train, "x_test": x_test, "y_test": y_test}, names
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
@@ -458,13 +439,13 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
         if not isinstance(archive, np.lib.npyio.NpzFile):
             raise BadRequest(f"{path} is one array, not an .npz file: write it with numpy.savez")
         with archive:
-            # Names without an array still stand in the message about missing ones.
+            # Arrays that are not read are still named in the message about missing ones.
             return {key: archive[key] if key in wanted else np.empty(0) for key in archive.files}
     except BadRequest:
         raise
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise BadRequest(
-            f"cannot read {path} ({error}): write it anew with numpy.savez, without object arrays"
+            f"cannot read {path} ({error}): write it again with numpy.savez, without object arrays"
         ) from error
 
 
@@ -495,7 +476,7 @@ def _labels(path: Path, key: str, arrays: Mapping[str, np.ndarray]) -> Int64:
 # --- torchvision ---------------------------------------------------------------------------------------------------
 
 
-def _build_torchvision(name: str, root: Path | None, store: Store) -> dict[str, Any]:
+def _build_torchvision(name: str, root: Path | None) -> Built:
     import torchvision.datasets as published
 
     class_name, options = _TORCHVISION[name]
@@ -523,7 +504,7 @@ def _build_torchvision(name: str, root: Path | None, store: Store) -> dict[str, 
         arrays[f"x_{split}"] = x if x.ndim == 4 else x[..., None]
         arrays[f"y_{split}"] = y
     classes = list(parts["train"].classes) if name == "cifar100" else None
-    return _finish(store, name, classes=classes, **arrays)
+    return arrays, classes
 
 
 def upright_letters(x: UInt8, y: Int64) -> tuple[UInt8, Int64]:
@@ -568,232 +549,12 @@ def _archive_source(name: str, root: Path | None) -> _Source:
             f"labels 0 .. C-1) into {where}, or download the published {file_name} ({address}) into it; "
             "it is decoded once"
         )
-    reader = _build_tiny_imagenet if name == "tiny_imagenet" else _build_cinic10
+    reader = pictures.read_tiny_imagenet if name == "tiny_imagenet" else pictures.read_cinic10
 
-    def build(store: Store) -> dict[str, Any]:
+    def build(store: Store) -> Built:
         try:
             return reader(path, store)
         except (OSError, EOFError, KeyError, zipfile.BadZipFile, tarfile.TarError, zlib.error) as error:
             raise BadRequest(f"cannot read {path} ({error}): download it again from {address}") from error
 
     return _Source({"archive": file_identity(path)}, build)
-
-
-def _build_tiny_imagenet(path: Path, store: Store) -> dict[str, Any]:
-    top = "tiny-imagenet-200/"
-    with zipfile.ZipFile(path) as archive:
-        ids = archive.read(top + "wnids.txt").decode().split()
-        words: dict[str, str] = {}
-        for line in archive.read(top + "words.txt").decode().splitlines():
-            identifier, _, text = line.partition("\t")
-            words[identifier] = text.split(",")[0].strip()
-        ids.sort()
-        label_of = {identifier: label for label, identifier in enumerate(ids)}
-        train = sorted(
-            member
-            for member in archive.namelist()
-            if member.startswith(top + "train/") and member.upper().endswith(".JPEG")
-        )
-        annotations = archive.read(top + "val/val_annotations.txt").decode().splitlines()
-        test = sorted((f"{top}val/images/{row.split()[0]}", row.split()[1]) for row in annotations if row.strip())
-        pairs = {
-            "train": [(member, label_of[member.split("/")[2]]) for member in train],
-            "test": [(member, label_of[identifier]) for member, identifier in test],
-        }
-        if not pairs["train"]:
-            raise KeyError(f"no training images below {top}train/")
-        arrays: dict[str, np.ndarray] = {}
-        for split, rows in pairs.items():
-            x = store.create(f"x_{split}", (len(rows), 64, 64, 3), np.uint8)
-            for row, (member, _) in enumerate(_progress(rows, f"tiny_imagenet {split}")):
-                with archive.open(member) as stream:
-                    x[row] = _decode(stream, 64, member)
-            arrays[f"x_{split}"] = x
-            arrays[f"y_{split}"] = np.array([label for _, label in rows], np.int64)
-    names = [words.get(identifier, identifier) for identifier in ids]
-    classes = [text if names.count(text) == 1 else f"{text} ({ids[i]})" for i, text in enumerate(names)]
-    return _finish(store, "tiny_imagenet", classes=classes, **arrays)
-
-
-def _build_cinic10(path: Path, store: Store) -> dict[str, Any]:
-    # A gzip stream can only be read from its start. The first pass finds the names, so that the second one can write
-    # every image to its row (sorted by name) without holding the data set in memory.
-    with _stream_tar(path) as archive:
-        members = [place for entry in archive if entry.isfile() and (place := _cinic10_place(entry.name)) is not None]
-    rows: dict[str, tuple[np.ndarray, int]] = {}
-    arrays: dict[str, np.ndarray] = {}
-    for split in ("train", "test"):
-        found = sorted(place for place in members if place[0] == split)
-        if not found:
-            raise KeyError(f"no images below {split}/")
-        x = store.create(f"x_{split}", (len(found), 32, 32, 3), np.uint8)
-        arrays[f"x_{split}"] = x
-        arrays[f"y_{split}"] = np.array([CIFAR10_CLASSES.index(label) for _, label, _ in found], np.int64)
-        rows.update({"/".join(place): (x, row) for row, place in enumerate(found)})
-    with _stream_tar(path) as archive:
-        for entry in _progress(archive, "cinic10", total=None):
-            place = _cinic10_place(entry.name) if entry.isfile() else None
-            stream = archive.extractfile(entry) if place is not None else None
-            if place is not None and stream is not None:
-                x, row = rows["/".join(place)]
-                x[row] = _decode(io.BytesIO(stream.read()), 32, entry.name)
-    return _finish(store, "cinic10", classes=None, **arrays)
-
-
-@contextlib.contextmanager
-def _stream_tar(path: Path) -> Iterator[tarfile.TarFile]:
-    """Read a .tar.gz from front to back. tarfile's own gzip reader takes a download that was cut for a shorter one."""
-    with gzip.open(path) as stream:
-        with tarfile.open(fileobj=stream, mode="r|") as archive:
-            yield archive
-        while stream.read(1 << 20):  # the checksum stands at the very end
-            pass
-
-
-def _cinic10_place(member: str) -> tuple[str, str, str] | None:
-    """Return (split, class, file) of a picture that is used; None for all other members."""
-    parts = Path(member).parts[-3:]
-    if len(parts) != 3 or parts[0] not in ("train", "test") or not parts[2].lower().endswith(".png"):
-        return None
-    if parts[1] not in CIFAR10_CLASSES or parts[2].startswith("."):
-        return None
-    return parts[0], parts[1], parts[2]
-
-
-def _decode(stream: Any, size: int, what: str) -> UInt8:
-    """Decode one colour picture of a known size to uint8 (size, size, 3)."""
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(stream) as picture:
-            pixels = np.asarray(picture.convert("RGB"))
-    except (UnidentifiedImageError, SyntaxError) as error:
-        raise OSError(f"{what} is no picture") from error
-    if pixels.shape != (size, size, 3):
-        raise OSError(f"{what} is {pixels.shape[1]} x {pixels.shape[0]} pixels, expected {size} x {size}")
-    return pixels
-
-
-def _progress(items: Iterable[Item], text: str, total: int | None = 0) -> Iterable[Item]:
-    if not sys.stderr.isatty():
-        return items
-    from rich.console import Console
-    from rich.progress import track
-
-    length = len(items) if total == 0 and isinstance(items, Sequence) else total
-    return track(items, f"decoding {text}", total=length, console=Console(stderr=True))
-
-
-# --- a folder of pictures ------------------------------------------------------------------------------------------
-
-
-def _folder_source(root: Path | None) -> _Source:
-    if root is None or not root.is_dir():
-        given = f"{root} is no folder" if root is not None else "data-dir is not given"
-        raise BadRequest(
-            f"data set 'folder' needs data-dir ({given}): a folder with train/<class>/* and, if there is a test set, "
-            "test/<class>/*; or with <class>/* alone"
-        )
-    if (root / "train").is_dir():
-        others = [p.name for p in sorted(root.iterdir()) if p.is_dir() and p.name not in ("train", "test")]
-        others = [other for other in others if not other.startswith(".")]
-        if others:
-            raise BadRequest(
-                f"{root}: beside train and test there is {others[0]!r}, which would not be used: move it away"
-            )
-        train = _pictures(root / "train")
-        test = _pictures(root / "test") if (root / "test").is_dir() else {}
-    else:
-        train, test = _pictures(root), {}
-    foreign = sorted(set(test) - set(train))
-    if foreign:
-        raise BadRequest(f"{root / 'test'}: class {foreign[0]!r} has no folder in {root / 'train'}")
-    files = [path for group in (train, test) for paths in group.values() for path in paths]
-    return _Source(
-        {"folder": str(root.resolve()), "files": [file_identity(path) for path in files]},
-        lambda store: _build_folder(train, test, store),
-    )
-
-
-def _pictures(root: Path) -> dict[str, list[Path]]:
-    """Return class name -> its pictures, both sorted by name."""
-    groups: dict[str, list[Path]] = {}
-    for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")):
-        files = [
-            path
-            for path in sorted(folder.iterdir())
-            if not path.name.startswith(".") and path.name not in ("Thumbs.db", "desktop.ini")
-        ]
-        for path in files:
-            if path.suffix.lower() not in PICTURE_SUFFIXES or not path.is_file():
-                raise BadRequest(
-                    f"{path} is no picture that can be read ({', '.join(sorted(PICTURE_SUFFIXES))}): move it away"
-                )
-        if not files:
-            raise BadRequest(f"{folder} holds no pictures: fill it or remove it")
-        groups[folder.name] = files
-    if not groups:
-        raise BadRequest(f"{root} holds no class folders: wanted are folders <class>/ with pictures")
-    return groups
-
-
-def _build_folder(train: Mapping[str, list[Path]], test: Mapping[str, list[Path]], store: Store) -> dict[str, Any]:
-    from PIL import Image, ImageOps
-
-    classes = list(train)
-    lists = {
-        split: [(path, classes.index(label)) for label, paths in group.items() for path in paths]
-        for split, group in (("train", train), ("test", test))
-    }
-    shapes, grey = [], True
-    for path, _ in (*lists["train"], *lists["test"]):
-        with _readable(path) as stream, Image.open(stream) as picture:
-            if picture.mode.startswith(("I", "F")):
-                raise BadRequest(f"{path} has more than 8 bits per channel ({picture.mode}): convert it to 8 bits")
-            grey = grey and picture.mode in ("1", "L", "LA")
-            shapes.append(picture.size)
-    size = picture_size(shapes)
-    mode, channels = ("L", 1) if grey else ("RGB", 3)
-    arrays: dict[str, np.ndarray] = {}
-    for split, rows in lists.items():
-        x = store.create(f"x_{split}", (len(rows), size, size, channels), np.uint8)
-        for row, (path, _) in enumerate(_progress(rows, f"folder {split}")):
-            with _readable(path) as stream, Image.open(stream) as picture:
-                upright = ImageOps.exif_transpose(picture).convert(mode)
-                if upright.size != (size, size):
-                    upright = ImageOps.fit(upright, (size, size), Image.Resampling.BILINEAR)
-                x[row] = np.asarray(upright).reshape(size, size, channels)
-        arrays[f"x_{split}"] = x
-        arrays[f"y_{split}"] = np.array([label for _, label in rows], np.int64)
-    return _finish(store, "folder", classes=classes, **arrays)
-
-
-def picture_size(shapes: Sequence[tuple[int, int]]) -> int:
-    """Return the side in pixels to which all pictures of a folder are brought.
-
-    Parameters
-    ----------
-    shapes
-        (width, height) of every picture.
-
-    Returns
-    -------
-    int
-        The common side if all are the same square of at most 64 pixels; else the largest of 28, 32 and 64 that is not
-        above the median of the shorter sides, at least 28.
-    """
-    if len(set(shapes)) == 1 and shapes[0][0] == shapes[0][1] <= STANDARD_SIZES[-1]:
-        return shapes[0][0]
-    median = float(np.median([min(shape) for shape in shapes]))
-    return max([size for size in STANDARD_SIZES if size <= median], default=STANDARD_SIZES[0])
-
-
-@contextlib.contextmanager
-def _readable(path: Path) -> Iterator[BinaryIO]:
-    from PIL import UnidentifiedImageError
-
-    try:
-        with path.open("rb") as stream:
-            yield stream
-    except (OSError, SyntaxError, UnidentifiedImageError) as error:
-        raise BadRequest(f"cannot read the picture {path} ({error}): repair it or move it away") from error
