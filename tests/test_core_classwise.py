@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedapp.core import classwise
 from fedapp.core.classwise import (
     Uploads,
     cheaper_order,
@@ -33,6 +34,18 @@ MIXED = [
     [1.731636, 1.872724, 1.364840, 3.037747, 0.887245, 0.879696, 0.190008, 0.233661, 0.152664],
 ]
 TIGHT = {"rtol": 0, "atol": 6e-7}
+
+
+Models = list[dict[str, np.ndarray]]
+
+
+def named(theta: np.ndarray) -> Models:
+    """Models of one array that are the rows of a matrix."""
+    return [{"w": row} for row in theta]
+
+
+def stacked(models: Models) -> np.ndarray:
+    return np.stack([np.concatenate([array.reshape(-1) for array in model.values()]) for model in models])
 
 
 def naive_mix(theta: np.ndarray, recipients: np.ndarray, n: np.ndarray, p: np.ndarray) -> np.ndarray:
@@ -76,21 +89,15 @@ def test_class_globals_worked_numbers() -> None:
         [1.154613, 1.386534, 3.591022, 5.476309, 0.908229, 0.412968, 0.131920, 0.302494, 0.131172],
         [1.565994, 1.380980, 0.829971, 2.299712, 0.973487, 1.113545, 0.112680, 0.247550, 0.279539],
     ]
-    weights = class_weights(N, SHARES)
-    np.testing.assert_allclose(class_globals(THETA, weights), expected, **TIGHT)
     models = [{"weight": head, "bias": bias} for head, bias in zip(HEADS, BIASES)]
-    for row, model in zip(expected, class_globals(models, weights)):
-        np.testing.assert_allclose(np.concatenate([model["weight"].ravel(), model["bias"]]), row, **TIGHT)
+    np.testing.assert_allclose(stacked(class_globals(models, class_weights(N, SHARES))), expected, **TIGHT)
 
 
-@pytest.mark.parametrize("order", ["auto", "direct", "factored"])
-@pytest.mark.parametrize("chunk", [1, 4, 100])
-def test_mix_worked_numbers(order: str, chunk: int) -> None:
-    weights = class_weights(N, SHARES)
-    np.testing.assert_allclose(mix(THETA, SHARES, weights, order=order, chunk=chunk), MIXED, **TIGHT)
+@pytest.mark.parametrize("order", ["direct", "factored"])
+def test_mix_worked_numbers(order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classwise, "cheaper_order", lambda recipients, uploads, classes: order)
     models = [{"weight": head, "bias": bias} for head, bias in zip(HEADS, BIASES)]
-    for row, model in zip(MIXED, mix(models, SHARES, weights, order=order, chunk=chunk)):
-        np.testing.assert_allclose(np.concatenate([model["weight"].ravel(), model["bias"]]), row, **TIGHT)
+    np.testing.assert_allclose(stacked(mix(models, SHARES, class_weights(N, SHARES))), MIXED, **TIGHT)
 
 
 def test_empirical_mode_worked_numbers() -> None:
@@ -110,20 +117,39 @@ def test_partial_participation_worked_numbers() -> None:
     mixing = [[0.765441, 0.234559], [0.692044, 0.307956], [0.586396, 0.413604], [0.653657, 0.346343]]
     np.testing.assert_allclose(mixing_matrix(recipients, weights), mixing, **TIGHT)
     new = [2.307313, 2.614627, 0, 1.653657, 0.807806, 1.077075, 0.292194, 0.169269, 0.077075]
-    np.testing.assert_allclose(mix(THETA[[0, 2]], recipients, weights)[3], new, **TIGHT)
+    np.testing.assert_allclose(mix(named(THETA[[0, 2]]), recipients, weights)[3]["w"], new, **TIGHT)
 
 
 @pytest.mark.parametrize(("clients", "classes"), [(1, 1), (2, 5), (7, 2), (12, 3), (6, 20)])
 @pytest.mark.parametrize("order", ["direct", "factored"])
-def test_against_naive_loops(clients: int, classes: int, order: str) -> None:
+def test_against_naive_loops(clients: int, classes: int, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(classwise, "cheaper_order", lambda recipients, uploads, classes: order)
     theta, n, shares = random_case(clients, clients, classes)
     recipients = np.random.default_rng(1).dirichlet(np.ones(classes), size=clients + 2)
     expected = naive_mix(theta, recipients, n, shares)
     weights = class_weights(n, shares)
-    np.testing.assert_allclose(mix(theta, recipients, weights, order=order, chunk=9), expected, atol=1e-12)
-    single = mix(theta.astype(np.float32), recipients, weights, order=order, chunk=9)
+    np.testing.assert_allclose(stacked(mix(named(theta), recipients, weights)), expected, atol=1e-12)
+    single = stacked(mix(named(theta.astype(np.float32)), recipients, weights))
     assert single.dtype == np.float32
     np.testing.assert_allclose(single, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("recipients", "uploads", "classes"), [(20, 20, 100), (9, 3, 2), (2, 30, 1)])
+def test_mix_takes_the_cheaper_order(
+    recipients: int, uploads: int, classes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of multiply-adds of the factors that are handed on is the smaller one."""
+    seen: list[int] = []
+
+    def count(factors: list[np.ndarray], models: Models) -> Models:
+        seen.append(sum(factor.size for factor in factors))
+        return []
+
+    monkeypatch.setattr(classwise, "product", count)
+    rng = np.random.default_rng(0)
+    theta, n, shares = random_case(0, uploads, classes)
+    mix(named(theta), rng.dirichlet(np.ones(classes), size=recipients), class_weights(n, shares))
+    assert seen == [min(recipients * uploads, classes * (recipients + uploads))]
 
 
 @settings(max_examples=40, deadline=None)
@@ -146,35 +172,17 @@ def test_properties(seed: int, clients: int, classes: int, recipients: int, spar
     assert (mixing >= 0).all()
     np.testing.assert_allclose(weights.sum(axis=0), 1, atol=1e-12)
     np.testing.assert_allclose(mixing.sum(axis=1), 1, atol=1e-12)
-    direct, factored = (mix(theta, p, weights, order=order, chunk=5) for order in ("direct", "factored"))
-    np.testing.assert_allclose(direct, factored, atol=1e-12)
+    direct = stacked(mix(named(theta), p, weights))
     # Every personalised parameter lies between the smallest and the largest uploaded one.
     assert (direct >= theta.min(axis=0) - 1e-12).all()
     assert (direct <= theta.max(axis=0) + 1e-12).all()
     # The order of the clients does not matter, nor does the unit in which samples are counted.
     order = rng.permutation(clients)
-    shuffled = mix(theta[order], p, class_weights(7 * n[order], shares[order]))
+    shuffled = stacked(mix(named(theta[order]), p, class_weights(7 * n[order], shares[order])))
     np.testing.assert_allclose(shuffled, direct, atol=1e-12)
     # Renaming the classes does not matter either.
     renamed = rng.permutation(classes)
     np.testing.assert_allclose(mixing_matrix(p[:, renamed], class_weights(n, shares[:, renamed])), mixing, atol=1e-12)
-
-
-def test_both_orders_agree_in_float32_at_a_real_size() -> None:
-    theta, n, shares = random_case(3, 20, 10, 30_000)
-    theta32, weights = theta.astype(np.float32), class_weights(n, shares)
-    direct, factored = (mix(theta32, shares, weights, order=order, chunk=7_000) for order in ("direct", "factored"))
-    scale = np.abs(direct).max()
-    assert np.abs(direct - factored).max() <= 1e-6 * scale
-
-
-def test_in_place() -> None:
-    theta, n, shares = random_case(4)
-    weights = class_weights(n, shares)
-    for order in ("direct", "factored"):
-        uploads = theta.copy()
-        assert mix(uploads, shares, weights, out=uploads, chunk=4, order=order) is uploads
-        np.testing.assert_allclose(uploads, naive_mix(theta, shares, n, shares), atol=1e-12)
 
 
 def test_equal_distributions_give_fedavg() -> None:
@@ -183,8 +191,8 @@ def test_equal_distributions_give_fedavg() -> None:
     weights = class_weights(n, even)
     np.testing.assert_allclose(weights, np.tile(n[:, None] / n.sum(), 4), atol=1e-12)
     fedavg = n @ theta / n.sum()
-    np.testing.assert_allclose(class_globals(theta, weights), np.tile(fedavg, (4, 1)), atol=1e-12)
-    np.testing.assert_allclose(mix(theta, even, weights), np.tile(fedavg, (5, 1)), atol=1e-12)
+    np.testing.assert_allclose(stacked(class_globals(named(theta), weights)), np.tile(fedavg, (4, 1)), atol=1e-12)
+    np.testing.assert_allclose(stacked(mix(named(theta), even, weights)), np.tile(fedavg, (5, 1)), atol=1e-12)
 
 
 @pytest.mark.parametrize("clients", [3, 8, 9, 40])
@@ -202,7 +210,7 @@ def test_uploads_that_are_merged_on_the_way_give_the_same_global_models(clients:
 
 def test_one_class_gives_fedavg() -> None:
     theta, n, _ = random_case(6)
-    mixed = mix(theta, np.ones((2, 1)), class_weights(n, np.ones((5, 1))))
+    mixed = stacked(mix(named(theta), np.ones((2, 1)), class_weights(n, np.ones((5, 1)))))
     np.testing.assert_allclose(mixed, np.tile(n @ theta / n.sum(), (2, 1)), atol=1e-12)
 
 
@@ -255,9 +263,11 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="classes"):
         mixing_matrix(np.ones((1, 1)), class_weights(N, SHARES))
     with pytest.raises(ValueError, match="chain"):
-        mix(THETA[:2], SHARES, class_weights(N, SHARES))
-    with pytest.raises(ValueError, match="order"):
-        mix(THETA, SHARES, class_weights(N, SHARES), order="both")
+        mix(named(THETA[:2]), SHARES, class_weights(N, SHARES))
+    with pytest.raises(ValueError, match="transposed class weights sums to 2"):
+        class_globals(named(THETA), 2 * class_weights(N, SHARES))
+    with pytest.raises(ValueError, match=r"recipients' distributions must be a matrix, got shape \(3,\)"):
+        mixing_matrix(SHARES[0], class_weights(N, SHARES))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

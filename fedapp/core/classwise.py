@@ -10,55 +10,47 @@ Lee and Choi, "Class-Wise Federated Averaging for Efficient Personalization", IC
 ``R_i``           ``|| p_i - pt_i ||_2``, weight-distribution regulariser WDR (Eq. 8), not squared
 ================  ==============================================================================
 
-Equations 6 and 7 together are one product: with the m uploaded models as rows of ``Theta``, ``L = P Q^T Theta``. It can
-be multiplied as ``(P Q^T) Theta`` (the mixing matrix A, R x m) or as ``P (Q^T Theta)``; both give the same models, and
-which is cheaper depends on the numbers of models and classes only. In neither order are the K global models held.
+Equations 6 and 7 together are one product: with the m uploaded models as rows of ``Theta``, the recipients' models are
+the rows of ``P Q^T Theta``. It can be multiplied as ``(P Q^T) Theta`` or as ``P (Q^T Theta)``. Both give the same
+models, and neither holds the K global models of a whole network in memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, overload
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedapp.core.pairwise import CHUNK, Model, combine, product
+from fedapp.core.pairwise import Model, combine, product
 
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
-Order = Literal["auto", "direct", "factored"]
 
 TOLERANCE = 1e-4
 """How far the sum of a distribution may be from 1: float32 rounding over a few hundred classes stays well below."""
 
 __all__ = [
-    "Uploads",
-    "cheaper_order",
-    "class_globals",
-    "class_weights",
-    "mix",
-    "mixing_matrix",
-    "norm_distribution",
-    "wdr",
+    "Uploads", "cheaper_order", "class_globals", "class_weights", "mix", "mixing_matrix", "norm_distribution", "wdr",
     "weakly_held",
-]
+]  # fmt: skip
 
 
 def norm_distribution(head_weight: Array) -> Float64:
-    """Return the class distribution that a head's weight norms suggest (Eq. 4).
+    """Return the class distribution that a head's weight norms suggest (Eq. 4): row norms divided by their sum.
 
     Parameters
     ----------
     head_weight : ndarray, (K, d)
-        Weight matrix of the output layer, one row a class, without the bias.
+        Weight matrix of the output layer, one row per class, without the bias.
 
     Returns
     -------
     ndarray, (K,), float64
-        Row norms divided by their sum.
+        Sums to 1.
 
     Raises
     ------
@@ -77,30 +69,26 @@ def norm_distribution(head_weight: Array) -> Float64:
     return distribution
 
 
-def _check_distributions(what: str, rows: Float64) -> None:
-    if rows.ndim != 2:
-        raise ValueError(f"{what} must be a matrix, got shape {rows.shape}")
-    if not np.isfinite(rows).all() or (rows < 0).any():
+def _distributions(what: str, rows: Array) -> Float64:
+    """Return a matrix in float64; refuse rows that are no distributions."""
+    shares = np.asarray(rows, dtype=np.float64)
+    if shares.ndim != 2:
+        raise ValueError(f"{what} must be a matrix, got shape {shares.shape}")
+    if not np.isfinite(shares).all() or (shares < 0).any():
         raise ValueError(f"{what} must be finite and not negative")
-    if rows.size and np.abs(rows.sum(axis=1) - 1).max() > TOLERANCE:
-        worst = int(np.abs(rows.sum(axis=1) - 1).argmax())
-        raise ValueError(f"row {worst} of {what} sums to {rows[worst].sum():.6g}, not to 1")
-
-
-def _sample_counts(n: Array, clients: int) -> Float64:
-    counts = np.asarray(n, dtype=np.float64)
-    if counts.shape != (clients,):
-        raise ValueError(f"{clients} distributions need {clients} sample counts, got shape {counts.shape}")
-    if not np.isfinite(counts).all() or (counts < 0).any() or counts.sum() == 0:
-        raise ValueError("sample counts must be finite, not negative, and not all zero")
-    return counts
+    error = np.abs(shares.sum(axis=1) - 1)
+    if error.max(initial=0.0) > TOLERANCE:
+        worst = int(error.argmax())
+        raise ValueError(f"row {worst} of {what} sums to {shares[worst].sum():.6g}, not to 1")
+    return shares
 
 
 def class_weights(n: Array, p: Array) -> Float64:
     """Return the weight of every client in every class's global model (Eq. 5).
 
-    ``q_ij = n_i p_ij / sum_i' n_i' p_i'j``. A class that nobody holds (possible with empirical distributions only)
-    would be 0/0; its global model is then the FedAvg mean, ``q_ij = n_i / n``, so that every column still sums to 1.
+    ``q_ij = n_i p_ij / sum_i' n_i' p_i'j``; the divisor n of the paper's ``n_i / n`` cancels. A class that nobody holds
+    (possible with empirical distributions only) would be 0/0. Its global model is then the FedAvg mean,
+    ``q_ij = n_i / n``, so that every column still sums to 1.
 
     Parameters
     ----------
@@ -117,11 +105,14 @@ def class_weights(n: Array, p: Array) -> Float64:
     Raises
     ------
     ValueError
-        Shapes that do not fit, negative or non-finite values, rows that are no distributions, no sample at all.
+        Shapes that do not fit, negative or non-finite values, rows that are no distributions, or no samples at all.
     """
-    shares = np.asarray(p, dtype=np.float64)
-    _check_distributions("the class distributions", shares)
-    counts = _sample_counts(n, shares.shape[0])
+    shares = _distributions("the class distributions", p)
+    counts = np.asarray(n, dtype=np.float64)
+    if counts.shape != shares.shape[:1]:
+        raise ValueError(f"{len(shares)} distributions need {len(shares)} sample counts, got shape {counts.shape}")
+    if not np.isfinite(counts).all() or (counts < 0).any() or counts.sum() == 0:
+        raise ValueError("sample counts must be finite, not negative, and not all zero")
     mass = counts[:, None] * shares
     held = mass.sum(axis=0)
     fedavg = counts / counts.sum()
@@ -136,10 +127,8 @@ def weakly_held(n: Array, p: Array, tau: float) -> npt.NDArray[np.bool_]:
 
     Parameters
     ----------
-    n : array_like, (m,)
-        Sample counts.
-    p : ndarray, (m, K)
-        Class distributions.
+    n, p : as in `class_weights`
+        Sample counts and class distributions.
     tau : float
         Threshold; 0 marks no class.
 
@@ -147,25 +136,13 @@ def weakly_held(n: Array, p: Array, tau: float) -> npt.NDArray[np.bool_]:
     -------
     ndarray, (K,), bool
     """
-    shares = np.asarray(p, dtype=np.float64)
-    _check_distributions("the class distributions", shares)
-    counts = _sample_counts(n, shares.shape[0])
+    shares, counts = _distributions("the class distributions", p), np.asarray(n, dtype=np.float64)
     weak: npt.NDArray[np.bool_] = counts @ shares < tau * counts.sum() / shares.shape[1]
     return weak
 
 
-def _pair(recipients: Array, weights: Array) -> tuple[Float64, Float64]:
-    """Return P and Q in float64 after checking that rows of P and columns of Q sum to 1."""
-    p, q = np.asarray(recipients, dtype=np.float64), np.asarray(weights, dtype=np.float64)
-    _check_distributions("the recipients' distributions", p)
-    _check_distributions("the transposed class weights", q.T)
-    if p.shape[1] != q.shape[1]:
-        raise ValueError(f"the recipients' distributions have {p.shape[1]} classes, the class weights {q.shape[1]}")
-    return p, q
-
-
 def mixing_matrix(recipients: Array, weights: Array) -> Float64:
-    """Return ``A = P Q^T``: how much of every uploaded model goes into every recipient's.
+    """Return ``A = P Q^T``: how much of every uploaded model goes into every recipient's (Eq. 6 in Eq. 7).
 
     Parameters
     ----------
@@ -177,142 +154,80 @@ def mixing_matrix(recipients: Array, weights: Array) -> Float64:
     Returns
     -------
     ndarray, (R, m), float64
-        Not negative, rows sum to 1 (the rows of P and the columns of Q do).
+        Not negative. Rows sum to 1, because the rows of P and the columns of Q do.
 
     Raises
     ------
     ValueError
         Shapes that do not fit, or rows of P or columns of Q that do not sum to 1.
     """
-    return _mixing(*_pair(recipients, weights))
-
-
-def _mixing(p: Float64, q: Float64) -> Float64:
-    # By PyTorch, whose number of threads (which decides last bits) every handler sets.
+    p, q = _distributions("the recipients' distributions", recipients), _columns(weights)
+    if p.shape[1] != q.shape[1]:
+        raise ValueError(f"the recipients' distributions have {p.shape[1]} classes, the class weights {q.shape[1]}")
+    # By PyTorch: its number of threads, on which the last bits depend, is set in every process.
     mixing: Float64 = (torch.from_numpy(p) @ torch.from_numpy(q).T).numpy()
     return mixing
 
 
+def _columns(weights: Array) -> Float64:
+    """Return Q in float64 after checking that its columns sum to 1."""
+    return _distributions("the transposed class weights", np.asarray(weights).T).T
+
+
 def cheaper_order(recipients: int, uploads: int, classes: int) -> Literal["direct", "factored"]:
-    """Return the cheaper order of ``P Q^T Theta``.
+    """Return the cheaper order of ``P Q^T Theta`` for R recipients, m uploads and K classes.
 
-    ``direct`` needs R m multiply-adds for each parameter, ``factored`` K (m + R); with everybody taking part, direct is
-    cheaper below 2K clients.
-
-    Parameters
-    ----------
-    recipients, uploads, classes : int
-        R, m and K.
+    ``direct``, ``(P Q^T) Theta``, needs R m multiply-adds per parameter; ``factored``, ``P (Q^T Theta)``, K (m + R).
+    With everybody taking part, direct is cheaper below 2K clients.
     """
     return "direct" if recipients * uploads < classes * (uploads + recipients) else "factored"
 
 
-@overload
-def mix(
-    theta: Array,
-    recipients: Array,
-    weights: Array,
-    *,
-    out: Array | None = None,
-    chunk: int = CHUNK,
-    order: Order = "auto",
-) -> Array: ...
-@overload
-def mix(
-    theta: Sequence[Model],
-    recipients: Array,
-    weights: Array,
-    *,
-    out: Sequence[Mapping[str, Array]] | None = None,
-    chunk: int = CHUNK,
-    order: Order = "auto",
-) -> list[dict[str, Array]]: ...
-def mix(
-    theta: Array | Sequence[Model],
-    recipients: Array,
-    weights: Array,
-    *,
-    out: Any = None,
-    chunk: int = CHUNK,
-    order: Order = "auto",
-) -> Array | list[dict[str, Array]]:
-    """Return the personalised models ``P Q^T Theta`` of R recipients from m uploads (Eq. 6 and 7).
-
-    Memory beyond uploads and results: at most ``(m + R + K) x chunk`` entries; the K global models are never held, in
-    neither order.
+def mix(models: Sequence[Model], recipients: Array, weights: Array) -> list[dict[str, Array]]:
+    """Return the personalised models ``P Q^T Theta`` of R recipients (Eq. 6 and 7), in the cheaper order.
 
     Parameters
     ----------
-    theta : ndarray, (m, D), or sequence of m mappings of str to ndarray
+    models : sequence of m mappings of str to ndarray
         Uploaded models, floating point, equal in names and shapes.
-    recipients : ndarray, (R, K)
-        P, class distributions of the recipients.
-    weights : ndarray, (m, K)
-        Q, from `class_weights`.
-    out : optional
-        Where the result goes; may be ``theta`` itself when R = m. See `fedapp.core.pairwise.product`.
-    chunk : int
-        Columns at a time.
-    order : {"auto", "direct", "factored"}
-        ``auto`` takes the cheaper one by `cheaper_order`. The mixing matrix is formed in float64, the product with the
-        models in their own precision (float32 at least).
+    recipients, weights : ndarray, (R, K) and (m, K)
+        P and Q, as in `mixing_matrix`, whose errors are raised here too.
 
     Returns
     -------
-    ndarray, (R, D), or list of R dicts
-        In the form of ``theta``.
-
-    Raises
-    ------
-    ValueError
-        Shapes that do not fit, or P, Q that are no distributions.
-    TypeError
-        Models that are not floating point.
+    list of R dicts of str to ndarray
+        See `fedapp.core.pairwise.product` for memory and precision. The mixing matrix is formed in float64.
     """
-    p, q = _pair(recipients, weights)
-    if order not in ("auto", "direct", "factored"):
-        raise ValueError(f"order must be 'auto', 'direct' or 'factored', got {order!r}")
-    if order == "auto":
-        order = cheaper_order(p.shape[0], q.shape[0], q.shape[1])
-    return product([_mixing(p, q)] if order == "direct" else [p, q.T], theta, out=out, chunk=chunk)
+    mixing = mixing_matrix(recipients, weights)
+    if cheaper_order(len(recipients), len(weights), weights.shape[1]) == "direct":
+        return product([mixing], models)
+    return product([recipients, weights.T], models)
 
 
-@overload
-def class_globals(theta: Array, weights: Array, *, chunk: int = CHUNK) -> Array: ...
-@overload
-def class_globals(theta: Sequence[Model], weights: Array, *, chunk: int = CHUNK) -> list[dict[str, Array]]: ...
-def class_globals(
-    theta: Array | Sequence[Model], weights: Array, *, chunk: int = CHUNK
-) -> Array | list[dict[str, Array]]:
+def class_globals(models: Sequence[Model], weights: Array) -> list[dict[str, Array]]:
     """Return the K class-specific global models ``Q^T Theta`` (Eq. 6).
 
-    Mixing does not need them; they are for keeping between rounds under partial participation where K is smaller than
-    the number of uploads, and for looking at (then pass the head's arrays only).
+    They take the place of the uploads where K is smaller than the number of these.
 
     Parameters
     ----------
-    theta : ndarray, (m, D), or sequence of m mappings of str to ndarray
+    models : sequence of m mappings of str to ndarray
         Uploaded models.
     weights : ndarray, (m, K)
         Q, from `class_weights`.
-    chunk : int
-        Columns at a time.
 
     Returns
     -------
-    ndarray, (K, D), or list of K dicts
-        In the form of ``theta``. Memory: K models.
+    list of K dicts of str to ndarray
     """
-    q = np.asarray(weights, dtype=np.float64)
-    _check_distributions("the transposed class weights", q.T)
-    return combine(q.T, theta, chunk=chunk)
+    return combine(_columns(weights).T, models)
 
 
 class Uploads:
     """The models of the clients that answered, added as they arrive, with at most 2K models in memory.
 
-    When there are more, the K global models take their place: for all further sums that of class j is an upload of
-    ``sum_i n_i p_ij`` samples, all of class j.
+    When there are more, the K global models take their place. In all further sums (Eq. 5 and 6), that of class j is an
+    upload of ``sum_i n_i p_ij`` samples, all of class j: it adds the same to the numerator and to the denominator.
 
     Parameters
     ----------
@@ -355,7 +270,7 @@ class Uploads:
 def wdr(head_weight: Tensor, p: Tensor) -> Tensor:
     """Return the weight-distribution regulariser ``|| p - pt ||_2`` (Eq. 8), not squared.
 
-    The gradient keeps its length as the distance shrinks; the paper's factors lambda are made for that. At distance
+    The gradient keeps its length as the distance shrinks; the paper's factors lambda are chosen for that. At distance
     zero, and for a row of zeros, the subgradient is 0.
 
     Parameters
@@ -374,8 +289,8 @@ def wdr(head_weight: Tensor, p: Tensor) -> Tensor:
         raise ValueError(f"a head of shape {tuple(head_weight.shape)} does not fit {tuple(p.shape)} class shares")
     with torch.autocast(head_weight.device.type, enabled=False):
         rows = head_weight if head_weight.dtype == torch.float64 else head_weight.float()
-        # vector_norm, unlike the root of a sum of squares, has a finite (zero) gradient at a row of zeros.
+        # vector_norm has a zero gradient at a row of zeros; the root of a sum of squares would have NaN there.
         norms = torch.linalg.vector_norm(rows, dim=1)
-        share = norms / norms.sum().clamp_min(1e-12)
+        share = norms / norms.sum().clamp_min(1e-12)  # Eq. 4
         distance: Tensor = torch.linalg.vector_norm(p.detach().to(share.dtype) - share)
         return distance
