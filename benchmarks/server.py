@@ -26,9 +26,10 @@ from clients.cwfedavg import CwFedAvgHParams
 from clients.fedamp import FedAMPHParams
 from fedapp import process
 from fedapp.core.classwise import class_weights, norm_distribution
-from fedapp.core.gaussian import MomentsPool, moments, pack, virtual_features
+from fedapp.core.gaussian import MomentsPool, moments, pack
 from fedapp.core.heads import retrain
 from fedapp.core.pairwise import combine
+from fedapp.core.virtual import virtual_features
 from fedapp.engines.resources import usable_cores
 from fedapp.method import Reply, ServerContext
 from fedapp.models import build_model

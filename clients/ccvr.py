@@ -25,7 +25,7 @@ from pydantic import Field
 from torch import Tensor
 
 from clients.base import FedClient
-from fedapp.core import gaussian
+from fedapp.core import gaussian, heads
 from fedapp.core.contrastive import squared_distance
 from fedapp.core.gaussian import ClassMoments
 from fedapp.core.heads import CCVRHead
@@ -165,13 +165,13 @@ class CCVRClient(FedClient):
         many = torch.from_numpy(self.task.class_counts() >= s.min_count).to(self.device)
         for z, label in self.blocks():
             rows = many[label]
-            found.update(gaussian.tukey(z[rows]) if s.transform == "feature" else z[rows], label[rows])
+            found.update(heads.tukey(z[rows]) if s.transform == "feature" else z[rows], label[rows])
         return found
 
     def features(self) -> Arrays:
         """Return what the head sees of every training image, (n, d) float32, and the labels: for the oracle alone."""
         z, label = (torch.cat(parts) for parts in zip(*self.blocks()))
-        z = gaussian.tukey(z) if self.settings.transforms_input else z
+        z = heads.tukey(z) if self.settings.transforms_input else z
         return {"z": z.cpu().numpy(), "label": label.cpu().numpy()}
 
 

@@ -5,7 +5,7 @@ Non-IID Data, NeurIPS 2021.
 |-----------------------|--------------------------------------------------------------------------|
 | w = (theta, phi)      | `self.trained(state)`, the base method's model after the last round      |
 | N_c, mu_c, Sigma_c    | `pooled.counts`, `pooled.means`, `pooled.cov(c)`                         |
-| M_c, G_c              | `gaussian.allot(...)[c]`, the rows of `z` with label c                   |
+| M_c, G_c              | `virtual.allot(...)[c]`, the rows of `z` with label c                   |
 | phi~                  | `state["ccvr"]["head"]`                                                  |
 
 1. Any base method with one global model trains as it always does.
@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from clients.ccvr import CENTRES, FEATURES, STATISTICS, CCVRClient, CCVRHParams
-from fedapp.core import gaussian, heads
+from fedapp.core import gaussian, heads, virtual
 from fedapp.core.gaussian import ClassMoments, MomentsPool
 from fedapp.learning.training import batch_slices
 from fedapp.method import ALL, Array, Arrays, Method, Payload, Query, Reply, Scored, ServerState
@@ -48,9 +48,9 @@ class CCVR(PostHoc):
         s, w = self.settings, self.trained(state)
         replies, pooled = self.statistics(w, query)
         counts = pooled.counts
-        m = gaussian.allot(counts, s.samples, s.mc_mode)
-        z, y, jitter = gaussian.virtual_features(pooled, m, self.context.seed, s.shrink)
-        z = gaussian.tukey(z) if s.transform in ("sample", "sample-only") else z
+        m = virtual.allot(counts, s.samples, s.mc_mode)
+        z, y, jitter = virtual.virtual_features(pooled, m, self.context.seed, s.shrink)
+        z = heads.tukey(z) if s.transform in ("sample", "sample-only") else z
         head = retrain(w, z, y, s, functools.partial(self.context.rng, "ccvr-order"))
         entry: ServerState = {"head": head, "tukey": s.transforms_input}
         calibrated = {**state, "ccvr": entry}

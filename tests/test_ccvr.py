@@ -18,9 +18,10 @@ from torch.nn import functional as F
 from clients.base import FedClient
 from clients.ccvr import CCVRClient, CCVRHParams
 from fedapp import config, registry, sampling
-from fedapp.core import gaussian
+from fedapp.core import gaussian, heads
 from fedapp.core.gaussian import MomentsPool
 from fedapp.core.heads import CCVRHead
+from fedapp.core.virtual import virtual_features
 from fedapp.engines.local import RunResult, run
 from fedapp.errors import BadRequest
 from fedapp.learning.evaluation import batched
@@ -158,7 +159,7 @@ def test_diagonal_and_pooled_forms_of_the_worked_example() -> None:
 
 
 def test_one_retraining_step_of_the_worked_example() -> None:
-    z = gaussian.tukey(np.array([[2.0, 1.0], [1.0, 5.0], [5.0, 5.0]]))
+    z = heads.tukey(np.array([[2.0, 1.0], [1.0, 5.0], [5.0, 5.0]]))
     head = {W: np.array([[1, 0], [0, 1], [1, 1]], np.float32), B: np.zeros(3, np.float32)}
     s = CCVRHParams(lr=0.1, momentum=0, weight_decay=0, epochs=1, batch=3)
     new = retrain(head, z, np.arange(3), s, np.random.default_rng)
@@ -445,7 +446,7 @@ def test_single_samples_everywhere_still_have_a_covariance() -> None:
 def test_one_sample_in_all_takes_the_pooled_covariance() -> None:
     """Class 2 of the example: its virtual samples lie around (5, 5) with the spread of the other classes."""
     found = pooled("dtype=float64", CLIENTS)
-    z, y, _ = gaussian.virtual_features(found, 4000, seed=0)
+    z, y, _ = virtual_features(found, 4000, seed=0)
     np.testing.assert_allclose(z[y == 2].mean(axis=0), [5, 5], atol=0.1)
     np.testing.assert_allclose(np.cov(z[y == 2].T), found.pooled_cov(), atol=0.15)
     _, _, state = calibrate("epochs=1", CLIENTS)
@@ -485,7 +486,7 @@ def test_features_of_lower_rank_than_their_width(args: str) -> None:
     plane, ctx = rng.standard_normal((2, 6)), context(num_classes=2, width=6)
     data: Data = [(rng.standard_normal((9, 2)) @ plane, rng.integers(0, 2, 9)) for _ in range(4)]
     found = pooled(args, data, ctx)
-    z, _, jitter = gaussian.virtual_features(found, 50, seed=0)
+    z, _, jitter = virtual_features(found, 50, seed=0)
     outside = z @ (np.eye(6) - np.linalg.pinv(plane) @ plane)
     assert np.isfinite(z).all() and not jitter
     assert np.abs(outside).max() < 3e-3 * np.abs(z).max()

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedapp.core.gaussian import tukey
-from fedapp.core.heads import CCVRHead, logits, norm_ratio, problem_of, retrain
+from fedapp.core.heads import CCVRHead, logits, norm_ratio, problem_of, retrain, tukey
 
 W, B = np.array([[1, 0], [0, 1], [1, 1]], np.float32), np.zeros(3, np.float32)
 
@@ -52,6 +51,14 @@ def test_unit_rows_and_transform() -> None:
     unit = plain.weight / plain.weight.norm(dim=1, keepdim=True)
     torch.testing.assert_close(CCVRHead(plain, normalise=True)(z), z @ unit.T)
     torch.testing.assert_close(logits(z, plain.weight, plain.bias, True), z @ unit.T)
+
+
+def test_tukey() -> None:
+    z = np.array([[1.2, 5], [2.503840, 4.808259], [-0.103840, 7.154632], [0, 0.25]])
+    expected = [[1.095445, 2.236068], [1.582353, 2.192774], [0, 2.674814], [0, 0.5]]
+    np.testing.assert_allclose(tukey(z), expected, atol=6e-7)
+    np.testing.assert_allclose(tukey(torch.from_numpy(z)), expected, atol=6e-7)
+    assert tukey(z.astype(np.float32)).dtype == np.float32
 
 
 def test_norm_ratio() -> None:

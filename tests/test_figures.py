@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from fedapp.core.gaussian import linear_cka
 from fedapp.data.transforms import normalise
 from fedapp.engines.local import run
 from fedapp.learning.state import ClientStore, read_head_norms
@@ -233,6 +232,17 @@ def test_stages_are_what_the_layers_put_out(cw: RunData) -> None:
         np.testing.assert_allclose(outputs["fc1"], model.features(image).numpy(), rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(outputs["head"], model(image).numpy(), rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(outputs["conv1"], model.features[0](image).flatten(1).numpy(), rtol=1e-5, atol=1e-6)
+
+
+def linear_cka(x: np.ndarray, y: np.ndarray) -> float:
+    """||Y^T X||_F^2 / (||X^T X||_F ||Y^T Y||_F) of the centred features (Kornblith et al., ICML 2019, Eq. 5)."""
+    a, b = (z.astype(np.float64) - z.mean(axis=0, dtype=np.float64) for z in (x, y))
+    return float(np.linalg.norm(b.T @ a) ** 2 / (np.linalg.norm(a.T @ a) * np.linalg.norm(b.T @ b)))
+
+
+def test_linear_cka_worked_numbers() -> None:
+    a, b = np.array([[1, 2], [2, 1], [3, 3], [4, 0]]), np.array([[1, 0], [0, 1], [1, 1], [2, -1]])
+    assert linear_cka(a, b) == pytest.approx(0.400781, abs=6e-7)
 
 
 def test_cka_of_layers_against_the_formula(cw: RunData) -> None:

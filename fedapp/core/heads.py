@@ -1,13 +1,13 @@
-"""The linear head on given representations: its logits, its re-training, and how even its rows are.
+"""The linear head on given representations: its logits, its re-training, and the ratio of its rows' norms.
 
 Luo et al., "No Fear of Heterogeneity: Classifier Calibration for Federated Learning with Non-IID Data", NeurIPS 2021:
-Algorithm 1 re-trains a head on labelled representations, Section 3.3 normalises its rows.
+Algorithm 1 re-trains a head on labelled representations, Section 4 transforms these, Section 3.3 normalises its rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -15,12 +15,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedapp.core.gaussian import tukey
-
 Array = npt.NDArray[Any]
 Float32 = npt.NDArray[np.float32]
+ArrayOrTensor = TypeVar("ArrayOrTensor", Array, torch.Tensor)
 
-__all__ = ["CCVRHead", "logits", "norm_ratio", "problem_of", "retrain"]
+__all__ = ["CCVRHead", "logits", "norm_ratio", "problem_of", "retrain", "tukey"]
+
+
+def tukey(z: ArrayOrTensor) -> ArrayOrTensor:
+    """Return ``max(z, 0)^(1/2)`` entry by entry: ReLU, then Tukey's ladder of powers (Section 4, power 0.5).
+
+    It makes features of any sign less skewed.
+    """
+    if isinstance(z, torch.Tensor):
+        return z.clamp_min(0).sqrt()
+    return np.sqrt(np.maximum(z, 0))
 
 
 def logits(z: Tensor, weight: Tensor, bias: Tensor, normalise: bool) -> Tensor:
@@ -31,9 +40,9 @@ def logits(z: Tensor, weight: Tensor, bias: Tensor, normalise: bool) -> Tensor:
     z : Tensor, (B, d)
         Representations.
     weight, bias : Tensor, (C, d) and (C,)
-        The head; with ``normalise`` the bias plays no part.
+        The head; with ``normalise`` the bias is not used.
     normalise : bool
-        Whether weight vectors count by their direction alone.
+        Whether only the direction of each weight vector counts.
 
     Returns
     -------
@@ -45,15 +54,16 @@ def logits(z: Tensor, weight: Tensor, bias: Tensor, normalise: bool) -> Tensor:
 
 
 class CCVRHead(nn.Linear):
-    """A linear head that can do what calibration asks for: Tukey's transform before it, weight vectors of norm 1.
+    """A linear head with the options of calibration: Tukey's transform before it, and weight vectors of norm 1.
 
-    It holds ``weight`` (C, d) and ``bias`` (C,) like any linear head. ``transform`` is switched on from outside, once
-    the head is calibrated for it. With ``normalise`` the bias stays 0 and is not trained.
+    It holds ``weight`` (C, d) and ``bias`` (C,) like any linear head. ``transform`` is set from outside once the head
+    is calibrated for it, so that re-training and inference see the same inputs. With ``normalise`` the bias stays 0 and
+    is not trained.
 
     Parameters
     ----------
     plain : nn.Linear
-        The head whose values it takes over.
+        The head whose values it starts from.
     normalise : bool
         As in `logits`.
     """
@@ -84,7 +94,7 @@ def retrain(
     weight_decay: float = 0.0,
     normalise: bool = False,
 ) -> tuple[Float32, Float32]:
-    """Re-train a head by SGD on the mean cross-entropy of labelled representations, from its present values.
+    """Re-train a head by SGD on the mean cross-entropy of labelled representations, from its present values (Alg. 1).
 
     Parameters
     ----------
@@ -104,9 +114,9 @@ def retrain(
     Returns
     -------
     weight, bias : ndarray, (C, d) and (C,), float32
-        Rows of classes without a sample are left as they were, bit for bit: their logits are no part of the loss, so
-        that nothing pushes them down.
+        Rows of classes without a sample are left as they were, bit for bit.
     """
+    # Logits of classes without a sample are left out of the loss: it would only push them down.
     seen = np.unique(y)
     w, b = (torch.tensor(part[seen], dtype=torch.float32, requires_grad=True) for part in (weight, bias))
     inputs = torch.from_numpy(np.asarray(z, dtype=np.float32))
@@ -124,19 +134,16 @@ def retrain(
 
 
 def norm_ratio(weight: Array) -> float | None:
-    """Return the largest over the smallest norm of a head's rows: 1 where no class is favoured by its norm.
+    """Return the largest over the smallest norm of a head's rows (C, d): 1 where no class is favoured by its norm.
 
-    Parameters
-    ----------
-    weight : ndarray, (C, d)
-        None is returned without rows, or where one of them is zero.
+    None where there are no rows or one of them is zero.
     """
     norms = np.linalg.norm(weight, axis=1)
     return float(norms.max() / norms.min()) if norms.size and norms.min() > 0 else None
 
 
 def problem_of(z: Array | None, labels: Array | None, width: int, num_classes: int) -> str | None:
-    """Say what is wrong with labelled representations that came from elsewhere, or return None.
+    """Say why arrays that came from elsewhere are not labelled representations, or return None.
 
     Parameters
     ----------

@@ -835,7 +835,8 @@ def calibration_sweep(run: RunData, samples: Sequence[int] = (0, 10, 50, 100, 50
     """
     from clients.ccvr import CCVRHParams
     from fedapp import sampling
-    from fedapp.core import gaussian
+    from fedapp.core.gaussian import moments
+    from fedapp.core.virtual import separability, virtual_features
     from strategies.ccvr import retrain
 
     _, hparams = _method(run)
@@ -858,7 +859,7 @@ def calibration_sweep(run: RunData, samples: Sequence[int] = (0, 10, 50, 100, 50
     x, y = data.dataset.take(indices)
     z = represent(run, model, torch.from_numpy(x))
     classes = data.dataset.num_classes
-    pooled = gaussian.moments(z, np.asarray(y, dtype=np.int64), classes)
+    pooled = moments(z, np.asarray(y, dtype=np.int64), classes)
     test_z, test_y = represent(run, model, central[0]), central[1].numpy()
 
     def score(head: Mapping[str, Any]) -> float:
@@ -871,15 +872,13 @@ def calibration_sweep(run: RunData, samples: Sequence[int] = (0, 10, 50, 100, 50
     accuracy = []
     for m in kept:
         if m:
-            virtual, label, _ = gaussian.virtual_features(
-                pooled, np.where(pooled.counts > 0, m, 0), run.seed, settings.shrink
-            )
+            virtual, label, _ = virtual_features(pooled, np.where(pooled.counts > 0, m, 0), run.seed, settings.shrink)
             after = retrain(head, virtual, label, settings, lambda epoch: sampling.rng(run.seed, "ccvr-order", epoch))
         accuracy.append(score(after if m else head))
     return Calibration(
         samples=kept,
         accuracy=accuracy,
-        separability=gaussian.separability(pooled, run.seed) if pooled.classes.size > 1 else float("nan"),
+        separability=separability(pooled, run.seed) if pooled.classes.size > 1 else float("nan"),
         images=len(indices),
         norms_before=np.linalg.norm(head["head.weight"].astype(np.float64), axis=1),
         norms_after=np.linalg.norm(np.asarray(after["head.weight"], dtype=np.float64), axis=1),
