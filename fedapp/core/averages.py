@@ -5,7 +5,7 @@ McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentra
 
 The mean is kept in its running form ``mean <- mean + (n_k / (n_1 + ... + n_k)) (w_k - mean)``. It needs the memory of
 one model however many clients answer, and it returns a consensus unchanged: one client's model comes back bit for bit,
-and so do equal values from all clients, which ``(n w) / n`` in floating point does not give.
+and so do equal values from all clients. ``sum_k (n_k w_k) / n`` in floating point does neither.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["RunningMean", "as_tensor", "weighted_mean"]
 
 
 def as_tensor(array: Array) -> torch.Tensor:
-    """Return a tensor on the array's own memory, also when that memory is read-only (the tensor is only read)."""
+    """Return a tensor on the array's own memory, also where that is read-only; it must then only be read."""
     if array.flags.writeable:
         return torch.from_numpy(array)
     with warnings.catch_warnings():
@@ -39,8 +39,8 @@ def as_tensor(array: Array) -> torch.Tensor:
 def _room(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
     """Return memory for arrays of these shapes, float32 at least, in one block for each dtype.
 
-    NumPy asks the kernel for huge pages for a large block only; one block a model instead of one an array saves most of
-    the page faults, which cost more than filling it.
+    NumPy asks the kernel for huge pages for large blocks only. One block per model, in place of one per array, saves
+    most of the page faults, which cost more than filling it.
     """
     dtypes = {name: np.result_type(array.dtype, np.float32) for name, array in arrays.items()}
     room = {name: -(-array.size // 16) * 16 for name, array in arrays.items()}  # every array starts on a cache line
@@ -57,14 +57,13 @@ def _room(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
 class RunningMean:
     """Weighted mean of named arrays, updated in place as replies arrive.
 
-    Memory: one model (the mean) and one block of 4 MiB. Time: each reply is read once, and the mean is read and written
-    once a call of ``add`` or ``add_many``.
+    Memory: one model (the mean) and one block of 4 MiB. Time: each reply is read once, and each call of ``add`` or
+    ``add_many`` reads and writes the mean once.
 
-    Numbers: float16 and float32 arrays are accumulated in float32, float64 arrays in float64. The result depends on the
-    order of the calls in the last bits, so callers add replies in a fixed order (sorted by client) where runs must be
-    equal bit for bit. The first reply is copied, so the mean of one client is its model bit for bit (float16 widened to
-    float32); a later reply moves the mean by a multiple of their difference, so equal arrays from all clients come back
-    equal (only a zero may change its sign).
+    Float16 and float32 arrays are accumulated in float32, float64 arrays in float64. The result depends on the order of
+    the calls in the last bits: callers add replies sorted by client where runs must be equal bit for bit. The first
+    reply is copied, so the mean of one client is its model bit for bit. A later reply moves the mean by a multiple of
+    their difference, so equal arrays from all clients come back equal (only a zero may change its sign).
 
     Examples
     --------
@@ -73,35 +72,30 @@ class RunningMean:
     >>> running.add({"w": np.array([5.0, 3.0], dtype=np.float32)}, weight=3)
     >>> running.mean()["w"]
     array([4., 3.], dtype=float32)
+
+    Attributes
+    ----------
+    replies : int
+        Number of models added so far, those of weight zero included.
     """
 
     def __init__(self) -> None:
+        self.replies = 0
         self._mean: dict[str, torch.Tensor] = {}
         self._shapes: dict[str, tuple[int, ...]] | None = None
         self._total = 0.0
-        self._replies = 0
         self._read = False
 
-    @property
-    def total_weight(self) -> float:
-        """Sum of the weights added so far."""
-        return self._total
-
-    @property
-    def replies(self) -> int:
-        """Number of models added so far, those of weight zero included."""
-        return self._replies
-
     def add(self, arrays: Mapping[str, Array], weight: float) -> None:
-        """Add one model with its weight; nothing is changed when the model is refused.
+        """Add one model with its weight; a model that is refused changes nothing.
 
         Parameters
         ----------
         arrays : mapping of str to ndarray
-            Floating-point arrays. Every call must bring the same names with the same shapes. They are only read.
+            Floating-point arrays, only read. Every call must bring the same names with the same shapes.
         weight : float
-            Finite and not negative, in the paper the number of samples ``n_k``. Weight 0 checks the names and shapes
-            and changes nothing else.
+            Finite and not negative, in the paper the number of samples ``n_k``. A model of weight 0 is checked, but
+            does not enter the mean.
 
         Raises
         ------
@@ -114,10 +108,10 @@ class RunningMean:
         self.add_many([(arrays, weight)])
 
     def add_many(self, replies: Sequence[tuple[Mapping[str, Array], float]]) -> None:
-        """Add several models that are at hand, with the numbers that `add` one after the other gives.
+        """Add several models at once; the result has the same bits as with `add` for one after the other.
 
-        The mean is passed through in blocks that stay in the cache while all the models are added to them, so the
-        memory traffic is little more than reading every model once, against three times that for single calls.
+        Each block of the mean stays in the cache while all models are added to it. The memory traffic is little more
+        than reading every model once, against three times that for single calls.
 
         Parameters
         ----------
@@ -125,7 +119,7 @@ class RunningMean:
             Models and weights as in `add`, whose errors are raised before anything is changed.
         """
         if self._read:
-            raise ValueError("the mean was already handed out; start a new RunningMean for the next round")
+            raise ValueError("the mean was already read; start a new RunningMean for the next round")
         shapes = self._shapes
         for arrays, weight in replies:
             if not math.isfinite(weight) or weight < 0:
@@ -141,7 +135,7 @@ class RunningMean:
             elif got != shapes:
                 raise ValueError(_difference(shapes, got))
         self._shapes = shapes
-        self._replies += len(replies)
+        self.replies += len(replies)
         heavy = [(arrays, float(weight)) for arrays, weight in replies if weight > 0]
         if not heavy:
             return
@@ -162,13 +156,13 @@ class RunningMean:
                     if first and i == 0:
                         part.copy_(row[block])
                     else:
-                        # lerp reads the reply once, like an axpy, but a consensus stays exact.
+                        # mean + share (reply - mean): a difference of 0 changes nothing, so a consensus stays exact.
                         part.lerp_(row[block].to(part.dtype), share)
 
     def mean(self) -> dict[str, Array]:
-        """Return the weighted mean of what was added.
+        """Return the weighted mean of the models that were added.
 
-        The arrays are the accumulators themselves, not copies, so no further ``add`` is accepted afterwards.
+        The arrays are the accumulators themselves, not copies, so nothing can be added afterwards.
 
         Returns
         -------
@@ -181,28 +175,20 @@ class RunningMean:
             The total weight is zero: nothing was added, or every client had no samples.
         """
         if self._total == 0.0:
-            raise ValueError(f"the total weight of {self._replies} replies is zero: there is no mean")
+            raise ValueError(f"the total weight of {self.replies} replies is zero: there is no mean")
         self._read = True
         return {name: tensor.numpy() for name, tensor in self._mean.items()}
 
 
 def weighted_mean(models: Iterable[Mapping[str, Array]], weights: Iterable[float]) -> dict[str, Array]:
-    """Return the weighted mean of models that are all at hand; see `RunningMean` for dtypes and errors.
-
-    Parameters
-    ----------
-    models : iterable of mapping of str to ndarray
-        Models with equal names and shapes.
-    weights : iterable of float
-        One weight a model, not negative.
-    """
+    """Return the weighted mean of models that are all at hand, with one weight each; see `RunningMean`."""
     running = RunningMean()
     running.add_many(list(zip(models, weights, strict=True)))
     return running.mean()
 
 
 def _difference(expected: Mapping[str, tuple[int, ...]], got: Mapping[str, tuple[int, ...]]) -> str:
-    """Say in one line how a reply's names or shapes differ from the first one's."""
+    """Say in one line how a model's names or shapes differ from the first one's."""
     missing = sorted(set(expected) - set(got))
     extra = sorted(set(got) - set(expected))
     if missing or extra:

@@ -1,4 +1,8 @@
-"""Means per class, collected batch by batch: prototypes (FedProto) and mean outputs (federated distillation)."""
+"""Means per class, collected batch by batch.
+
+Prototypes are mean representations (FedProto: Tan et al., AAAI 2022; FedGH: Yi et al., ACM MM 2023); federated
+distillation exchanges mean outputs (Jeong et al., 2018).
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,16 @@ __all__ = ["ClassMeans", "Rows", "problem_of"]
 
 
 class Rows(NamedTuple):
-    """One row per class that is present.
+    """One row for each of S classes.
 
     Attributes
     ----------
-    values : (S, d) float32.   labels : (S,) int32, ascending.   counts : (S,) int64, at least 1.
+    values : (S, d) float32
+        Means.
+    labels : (S,) int32
+        Classes, ascending.
+    counts : (S,) int64
+        Numbers of rows behind each mean, at least 1.
     """
 
     values: NDArray[np.float32]
@@ -26,12 +35,14 @@ class Rows(NamedTuple):
 
 
 class ClassMeans:
-    """Sums rows per class in float64, in the order in which they come.
+    """Sums of rows per class, in float64 and in the order in which they come.
 
     Parameters
     ----------
-    num_classes, width : C and d.
-    device : where the rows lie.
+    num_classes, width : int
+        C and d.
+    device : device
+        Where the rows are.
     """
 
     def __init__(self, num_classes: int, width: int, device: torch.device | str = "cpu") -> None:
@@ -42,7 +53,7 @@ class ClassMeans:
     def add(self, rows: Tensor, labels: Tensor) -> None:
         """Add rows (n, d) with labels (n,) in 0 .. C - 1."""
         classes = torch.arange(len(self._counts), device=labels.device)
-        # A product instead of a scattered sum, whose order on a GPU would change from run to run.
+        # A product in place of a scattered sum: on a GPU the order of the latter changes from run to run.
         member = labels[None, :] == classes[:, None]
         self._sums += member.double() @ rows.detach().double()
         self._counts += member.sum(dim=1)
@@ -56,12 +67,14 @@ class ClassMeans:
 
 
 def problem_of(values: NDArray[Any] | None, labels: NDArray[Any] | None, width: int, num_classes: int) -> str | None:
-    """Say what is wrong with rows per class that came from elsewhere, or return None.
+    """Say why arrays that came from elsewhere are not one row per class, or return None.
 
     Parameters
     ----------
-    values, labels : what was received; None where it is missing.
-    width, num_classes : d and C, which the receiver expects.
+    values, labels : ndarray or None
+        What was received; None where it is missing.
+    width, num_classes : int
+        d and C, which the receiver expects.
     """
     if values is None or labels is None:
         return "the values or the labels of the classes are missing"

@@ -1,7 +1,7 @@
 """Divergences between soft predictions, for methods that distil.
 
 Hinton, Vinyals, Dean, "Distilling the Knowledge in a Neural Network", 2015; Zhang et al., "Deep Mutual Learning",
-CVPR 2018. Teachers are constants: no gradient flows into them. Computed in float32 at least.
+CVPR 2018. Teachers are constants: no gradient flows into them. Everything is computed in float32 at least.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Reduction", "divergence", "divergence_to", "soften"]
 
 Reduction: TypeAlias = Literal["batch", "mean"]
 """`batch`: sum over classes, mean over the batch, as the divergence is defined. `mean`: mean over batch and classes, C
-times smaller (what `KLDivLoss` does by default, and several published codes with it)."""
+times smaller: the default of `KLDivLoss`, and so of several published codes."""
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -36,8 +36,14 @@ def divergence_to(target: Tensor, logits: Tensor, temperature: float = 1.0, redu
 
     Parameters
     ----------
-    target : (B, C) probabilities, rows that sum to 1; zeros are allowed.
-    logits : (B, C) of the student, which alone gets a gradient.
+    target : Tensor, (B, C)
+        Probabilities, rows that sum to 1; zeros are allowed.
+    logits : Tensor, (B, C)
+        Of the student; only they get a gradient.
+    temperature : float
+        Positive; divides the logits.
+    reduction : {"batch", "mean"}
+        See `Reduction`.
     """
     student = F.log_softmax(_wide(logits) / temperature, dim=1)
     return F.kl_div(student, target.detach(), reduction="batchmean") / _divisor(logits, reduction)

@@ -26,8 +26,10 @@ def rank_for(singular: Array, energy: float) -> int:
 
     Parameters
     ----------
-    singular : (r,) singular values, descending.
-    energy : share that must be kept, in (0, 1].
+    singular : ndarray, (r,)
+        Singular values, descending.
+    energy : float
+        Share that must be kept, in (0, 1].
 
     Returns
     -------
@@ -37,7 +39,7 @@ def rank_for(singular: Array, energy: float) -> int:
     kept = np.cumsum(np.square(singular.astype(np.float64)))
     if not len(kept) or kept[-1] == 0:
         return 0
-    # The last value reaches the sum itself, so a q is always found, also where it takes all of them.
+    # kept[-1] is the sum itself, so the comparison holds for the last value at the latest.
     return int(np.argmax(kept >= energy * kept[-1])) + 1
 
 
@@ -46,8 +48,10 @@ def compress(arrays: Mapping[str, Array], energy: float) -> dict[str, Array]:
 
     Parameters
     ----------
-    arrays : float32 arrays by name.
-    energy : share of each matrix's squared norm that is kept, in (0, 1].
+    arrays : mapping of str to ndarray
+        float32 arrays by name.
+    energy : float
+        Share of each matrix's squared norm that is kept, in (0, 1].
 
     Returns
     -------
@@ -72,7 +76,7 @@ def compress(arrays: Mapping[str, Array], energy: float) -> dict[str, Array]:
 
 
 def rebuild(parts: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Array]:
-    """Return the arrays that `compress` stood for, ``(u * s) v`` in the shape that each name has."""
+    """Return the arrays that `compress` replaced: ``(u * s) v``, in the shape that belongs to each name."""
     result: dict[str, Array] = {}
     for name, shape in shapes.items():
         if name in parts:
@@ -84,12 +88,12 @@ def rebuild(parts: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]) -
 
 
 def ranks(parts: Mapping[str, Array]) -> dict[str, int]:
-    """Return the rank of every array that stands in factors."""
+    """Return the rank of every array that was replaced by its factors."""
     return {name.removesuffix("/s"): len(array) for name, array in parts.items() if name.endswith("/s")}
 
 
 def problem_of(parts: Mapping[str, Array], shapes: Mapping[str, tuple[int, ...]]) -> str | None:
-    """Say why parts that came from elsewhere do not stand for arrays of these shapes, or return None."""
+    """Say why parts that came from elsewhere cannot be turned into arrays of these shapes, or return None."""
     left = set(parts)
     for name, shape in shapes.items():
         factors = [name + part for part in _PARTS]

@@ -1,8 +1,8 @@
 """Matrix products in float32 at the speed of the processor.
 
-PyTorch hands its products to MKL, which keeps to 256-bit instructions on processors that are not Intel's. The oneDNN
-that PyTorch ships for convolutions uses the 512-bit ones where there are any, and multiplies twice as fast. The two
-agree to the rounding of float32; on all other processors, types and sizes PyTorch's own product is taken.
+PyTorch multiplies by MKL, which uses only 256-bit instructions on processors that are not Intel's. The oneDNN that
+PyTorch ships for convolutions uses 512-bit instructions where there are any, and multiplies twice as fast. The two
+agree to the rounding of float32. On other processors, and for other types and sizes, PyTorch's own product is taken.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 WORTH = 1 << 21
-"""Multiply-adds from which on oneDNN's longer call pays (measured on Zen 5: 10 microseconds more a call)."""
+"""Multiply-adds from which oneDNN is faster in spite of its longer call (on Zen 5: 10 microseconds longer)."""
 WORTH_A_COPY = 64
-"""Rows of one factor from which on a copy of the other without gaps pays (measured there: 40 would be even)."""
+"""Rows of one factor from which it pays to copy the other without gaps (on Zen 5 the two are even at 40 rows)."""
 CPUINFO = Path("/proc/cpuinfo")
+"""Names the processor's maker, on Linux."""
 
 
 @functools.cache
 def onednn_is_faster() -> bool:
-    """Whether this processor has 512-bit instructions that MKL does not use, and PyTorch a oneDNN that does."""
+    """Return whether this processor has 512-bit instructions that MKL does not use, and PyTorch a oneDNN that does."""
     return (
         torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -35,7 +36,7 @@ def onednn_is_faster() -> bool:
 
 
 def _suits(a: Tensor, b: Tensor) -> bool:
-    """Whether oneDNN is the faster one for ``a b^T``."""
+    """Return whether oneDNN is faster for ``a b^T``."""
     return (
         a.dtype == b.dtype == torch.float32
         and a.device.type == b.device.type == "cpu"
@@ -54,27 +55,26 @@ def _onednn(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _dense(matrix: Tensor) -> bool:
-    """Whether a matrix lies in memory row by row or column by column without gaps."""
+    """Return whether a matrix lies in memory row by row or column by column without gaps."""
     return matrix.is_contiguous() or matrix.t().is_contiguous()
 
 
 def _without_gaps(matrix: Tensor) -> Tensor:
-    """Return a dense matrix, in the order of the one given: for others oneDNN takes a thousand times as long."""
+    """Return a dense matrix in the same order: with gaps oneDNN has no kernel and takes a thousand times as long."""
     if _dense(matrix):
         return matrix
     return matrix.t().contiguous().t() if matrix.stride(0) < matrix.stride(1) else matrix.contiguous()
 
 
 def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Return ``a b``, without gradients.
+    """Return ``a b``, (n, m), without gradients.
 
     Parameters
     ----------
-    a : (n, k).   b : (k, m); of one floating-point type.   out : (n, m), where the result goes; overlaps neither.
-
-    Returns
-    -------
-    (n, m)
+    a, b : Tensor, (n, k) and (k, m)
+        Of one floating-point type.
+    out : Tensor, (n, m), optional
+        Where the result is written; must not overlap a or b.
     """
     if not _suits(a, b.t()):
         return torch.mm(a, b, out=out)
@@ -83,7 +83,7 @@ def matmul(a: Tensor, b: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """``a b^T + bias``; its gradients are products of the same kind, so that it can be differentiated again."""
+    """``a b^T + bias``. Its gradients are products of the same kind, so it can be differentiated twice."""
 
     @staticmethod
     def forward(ctx: Any, a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
@@ -95,7 +95,7 @@ class _Product(torch.autograd.Function):
         (g,) = gradients
         a, b = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        return (
+        return (  # of y = a b^T + bias: dL/da = g b, dL/db = g^T a, dL/dbias = the sum of g over rows
             _product(g, b.t()) if wanted[0] else None,
             _product(g.t(), a.t()) if wanted[1] else None,
             g.sum(0) if wanted[2] else None,
@@ -108,7 +108,7 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """A linear layer as in PyTorch, by the faster product; under autocast and on a GPU it is PyTorch's own."""
+    """PyTorch's linear layer with the faster product; under autocast and on a GPU it is PyTorch's own."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x W^T + b``, (B, out), for ``x`` of shape (B, in)."""
