@@ -25,6 +25,7 @@ from fedapp import registry, server_app
 from fedapp.client_app import app as client_app
 from fedapp.engines import local as engine
 from fedapp.engines import superlink as launch
+from fedapp.engines.control import stage
 from fedapp.transport.local_grid import LocalGrid
 
 HEAD = 650
@@ -96,7 +97,7 @@ def ray_rounds(app: Path, case: Case, flat: Mapping[str, Any], out: Path) -> tup
     def stop_after_last(event: Mapping[str, Any]) -> None:
         nonlocal peak
         if event["kind"] == "round" and event["round"] == case.rounds:
-            peak = memory.peaks(session._family.members())
+            peak = memory.peaks(session._processes.alive())
             raise _Enough
 
     with launch.Session(app=app) as session:
@@ -130,7 +131,7 @@ def local_rounds(app: Path, flat: Mapping[str, Any], out: Path) -> tuple[list[fl
 
 def measure(folder: Path, cases: list[Case], ray: bool) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Return the seconds of every counted round, and the peak memory in bytes, by key."""
-    app = launch.stage(folder / "app")
+    app = stage(folder / "app")
     shutil.copy(Path(padded.__file__), app / "strategies" / "padded.py")
     found: dict[str, list[float]] = {}
     peaks: dict[str, int] = {}

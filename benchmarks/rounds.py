@@ -101,7 +101,7 @@ def ray_run(config: RunConfig, watch: dict[str, int] | None = None) -> None:
         if watch is None:
             outcome = handle.follow(Path(config.out), lambda event: None, poll=1.0)
         else:
-            with memory.watching(lambda: list(session._family.members())) as watched:
+            with memory.watching(lambda: list(session._processes.alive())) as watched:
                 outcome = handle.follow(Path(config.out), lambda event: None, poll=1.0)
             watch["peak"] = watched.peak
     if not outcome.ok:

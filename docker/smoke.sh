@@ -4,7 +4,7 @@
 #
 #   docker/smoke.sh            cleans up behind itself; KEEP=yes leaves the containers running
 #
-# Exit code 0: all of it went well.
+# Exit code 0: every step succeeded.
 set -eu
 
 cd "$(dirname "$0")/.."
@@ -72,4 +72,4 @@ in_superlink fedapp run --engine deploy --superlink superlink --rounds 1 --clien
   --out /var/lib/fedapp/runs/warm
 good warm
 
-say "all went well"
+say "every step succeeded"

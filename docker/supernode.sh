@@ -1,5 +1,5 @@
 #!/bin/sh
-# Run flower-supernode with the arguments given, and start it again when it ended badly.
+# Run flower-supernode with the arguments given, and start it again when it fails.
 #
 # A SuperLink takes a node that vanished (power cut, kill -9) for online until two heartbeats of 30 s are missing, and
 # refuses it until then (exit code 305). RESTART_AFTER, default 65 seconds, waits that long: an immediate restart would

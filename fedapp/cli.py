@@ -134,7 +134,7 @@ def run(
 ) -> None:
     """Run one federation and write a run directory.
 
-    Exit codes: 0 every round had enough good replies; 1 the run did not end well; 2 bad request; 130 interrupted.
+    Exit codes: 0 every round had enough good replies; 1 the run failed; 2 bad request; 130 interrupted.
     """
     from fedapp.engines import runner
     from fedapp.experiments import recipes

@@ -1,12 +1,14 @@
-"""The process a client or server runs in: threads, kept heap, device, memory and what to do when it runs out."""
+"""The process of a client or server: threads, heap, device, memory, and what to change when memory runs out."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import functools
+import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -18,9 +20,9 @@ FEWER_ON_GPU = "in a simulation let fewer clients share a GPU (a larger --client
 
 @functools.cache
 def keep_heap() -> bool:
-    """Ask glibc to keep freed blocks instead of giving them back to the kernel and faulting them in at every step.
+    """Make glibc keep freed blocks; else the kernel takes them back and each step pays for the page faults.
 
-    Linux with glibc only, a no-op elsewhere; the price is that the process does not shrink.
+    Linux with glibc only, a no-op elsewhere. In return the process does not shrink.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -34,16 +36,16 @@ def keep_heap() -> bool:
 
 @functools.cache
 def quiet_blas() -> None:
-    """Let NumPy's and SciPy's BLAS work on one thread where PyTorch has several.
+    """Limit NumPy's and SciPy's BLAS to one thread where PyTorch has several.
 
-    Both pools wait for work by spinning, so that calls in turn slow each other: CCVR's statistics took 2.5 times as
-    long with two threads each. What is left to BLAS gives the same bits with any number of threads.
+    Both thread pools spin while they wait, so alternating calls slow each other down: CCVR's statistics took 2.5 times
+    as long with two threads each. The remaining BLAS calls give the same bits with any number of threads.
     """
     threadpool_limits(1, user_api="blas")
 
 
 def prepare(threads: int) -> None:
-    """Set the thread count of this process (it decides the last bits of every sum) and keep its heap."""
+    """Set this process's number of threads, which decides the last bits of every sum, and keep its heap."""
     keep_heap()
     if threads > 1:
         quiet_blas()
@@ -52,16 +54,31 @@ def prepare(threads: int) -> None:
         torch.set_num_threads(threads)
 
 
+@contextmanager
+def environment(**variables: str) -> Iterator[None]:
+    """Set environment variables inside the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
 def device() -> torch.device:
     """Return the device to train on: the GPU that this process may see, else the CPU."""
     return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
 
 
 def hand_over(x: torch.Tensor, to: torch.device) -> torch.Tensor:
-    """Return a tensor of the host, such as random draws, on the device to train on, without waiting for a GPU.
+    """Copy a tensor of the host, such as random draws, to the training device without waiting for a GPU.
 
-    A copy from ordinary memory would wait until the GPU has done all that was asked of it before. From memory that is
-    pinned it need not; PyTorch keeps pinned blocks, so that new ones, which may wait too, are made in the first epochs.
+    A copy from ordinary memory waits until the GPU has finished all earlier work; a copy from pinned memory does not.
+    Pinning a new block may wait too, but PyTorch keeps the blocks, so that happens in the first epochs only.
     """
     if x.device.type != "cpu" or to.type == "cpu":
         return x.to(to)
@@ -69,13 +86,13 @@ def hand_over(x: torch.Tensor, to: torch.device) -> torch.Tensor:
 
 
 def reset_peak() -> None:
-    """Let :func:`peak_memory` count from now on, where the system can (Linux)."""
+    """Make :func:`peak_memory` count from now on, where the system can (Linux)."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def high_water(pid: int | str) -> int | None:
-    """Return the most bytes of main memory that a process has held at a time, or None where the system does not say."""
+    """Return the peak of a process's main memory in bytes, or None where the system does not report it."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
         return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM:")))
@@ -83,9 +100,9 @@ def high_water(pid: int | str) -> int | None:
 
 
 def peak_memory() -> int:
-    """Return the most bytes of main memory that this process has held at a time, libraries and mapped files included.
+    """Return the peak of this process's main memory in bytes, libraries and mapped files included.
 
-    Counted since :func:`reset_peak` on Linux, elsewhere since the process began.
+    On Linux it counts from :func:`reset_peak`, elsewhere from the start of the process.
     """
     if (peak := high_water("self")) is not None:
         return peak
@@ -96,10 +113,10 @@ def peak_memory() -> int:
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """Say in one sentence what to change where `error` means that memory ran out; None for every other error.
+    """Return one sentence on what to change if `error` means that memory ran out; None for every other error.
 
-    PyTorch has an error class of its own for a GPU's memory only; main memory that cannot be had is a plain
-    RuntimeError, which its words tell from others.
+    PyTorch has an error class for a GPU's memory only. For main memory it raises a plain RuntimeError, which can be
+    recognised by its message alone.
     """
     words = str(error).lower()
     plain = isinstance(error, RuntimeError)

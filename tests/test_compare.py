@@ -232,15 +232,15 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run in this process, in turn; collects which runs were started."""
     started: list[str] = []
 
-    def run_all(configs: Any, workers: Any, on_end: Any = lambda e: None) -> list[pool.Ended]:
+    def run_all(configs: Any, workers: Any, on_end: Any = lambda e: None) -> list[pool.FinishedRun]:
         ended = []
         for c in configs:
             started.append(Path(c.out).name)
             try:
                 engine.run_local(c)
-                ended.append(pool.Ended(Path(c.out), None))
+                ended.append(pool.FinishedRun(Path(c.out), None))
             except Exception as e:
-                ended.append(pool.Ended(Path(c.out), f"{type(e).__name__}: {e}"))
+                ended.append(pool.FinishedRun(Path(c.out), f"{type(e).__name__}: {e}"))
             on_end(ended[-1])
         return ended
 
@@ -405,7 +405,7 @@ def test_the_ray_engine_runs_one_session_for_all(
         def submit(self, flat: dict[str, Any], **_: Any) -> Any:
             def follow(out: Path, listener: Any) -> Any:
                 engine.run_local(config.from_flat(flat), listener)
-                return SimpleNamespace(ok=True)
+                return launch.Outcome("finished:completed", "", True)
 
             return SimpleNamespace(follow=follow)
 

@@ -1,4 +1,4 @@
-"""`fedapp deploy check` row by row, without a SuperLink."""
+"""`fedapp deploy check` row by row, without a SuperLink; tests that use a port are marked `deploy`."""
 
 from __future__ import annotations
 
@@ -72,11 +72,12 @@ def test_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows(deploycheck.check())["switches"].state == OK
 
 
+@pytest.mark.deploy
 @pytest.mark.parametrize(
     ("address", "says"),
     [
-        ("nowhere", "no HOST:PORT"),
-        ("no-such-host.invalid:8000", "no such name"),
+        ("nowhere", "not of the form HOST:PORT"),
+        ("no-such-host.invalid:8000", "unknown host name"),
         ("127.0.0.1:FREE", "refuses connections"),
     ],
 )
@@ -106,9 +107,10 @@ def plain() -> Iterator[str]:
     server.server_close()
 
 
+@pytest.mark.deploy
 def test_plain_http_must_be_asked_for(plain: str) -> None:
     found = rows(deploycheck.check(address=plain))
-    assert found["TLS"].state == FAIL and "no TLS" in found["TLS"].found
+    assert found["TLS"].state == FAIL and "does not speak TLS" in found["TLS"].found
     found = rows(deploycheck.check(address=plain, insecure=True))
     assert found["TLS"].state == WARN and found["reachability"].state == OK and found["clock"].state == OK
 
@@ -116,7 +118,7 @@ def test_plain_http_must_be_asked_for(plain: str) -> None:
 def test_keys_and_certificates_that_are_not(tmp_path: Path) -> None:
     (tmp_path / "x").write_text("junk")
     found = rows(deploycheck.check(key=tmp_path / "x", certificate=tmp_path / "x", root_certificates=tmp_path / "no"))
-    assert "no private key" in found["key"].found and "no PEM certificate" in found["server certificate"].found
+    assert "not a private key" in found["key"].found and "not a PEM certificate" in found["server certificate"].found
     assert "No such file" in found["CA certificate"].found
     assert {f.state for f in (found["key"], found["server certificate"], found["CA certificate"])} == {FAIL}
 

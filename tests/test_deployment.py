@@ -227,9 +227,9 @@ def test_nobody_there_is_a_bad_request(tmp_path: Path, monkeypatch: pytest.Monke
                                           '[superlink.b]\naddress = ":local:"\n')  # fmt: skip
     with pytest.raises(BadRequest, match="it has a; give one"):
         deploy.connection("c")
-    with pytest.raises(BadRequest, match="simulates"):
+    with pytest.raises(BadRequest, match="is for simulations"):
         deploy.connection("b")
-    with pytest.raises(BadRequest, match="did not take the run"):
+    with pytest.raises(BadRequest, match="did not accept the run"):
         deploy.run({"method": "local"}, tmp_path / "out", "a")
 
 
@@ -280,7 +280,7 @@ def test_a_killed_node_and_a_killed_superlink(tmp_path: Path) -> None:
         # The SuperLink is killed in round 4: the run has failed, and says so.
         it.kill("superlink")
         assert following.wait(120) == 1
-        assert "the run did not end well" in it.log("fedapp") and f"--resume {out}" in it.log("fedapp")
+        assert "the run failed" in it.log("fedapp") and f"--resume {out}" in it.log("fedapp")
         assert json.loads((out / "summary.json").read_text())["ok"] is False
 
         # Registrations survive; a resumed run goes on from the last complete round.

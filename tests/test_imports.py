@@ -34,7 +34,7 @@ FLOWER = {
     "fedapp/transport/records.py",
     "fedapp/transport/client_manager.py",
     "fedapp/transport/local_grid.py",
-    "fedapp/engines/superlink.py",
+    "fedapp/engines/control.py",
     "fedapp/engines/deploy.py",
     "clients/base.py",
     "strategies/_flower.py",

@@ -42,7 +42,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("method", list(registry.discover()))
 def test_every_method_can_be_measured(method: str) -> None:
-    need = measure.one_client([config(method=method)])
+    need = measure.client_needs([config(method=method)])
     sizes = [len(c.train) for c in tasks.federated(config(method=method), 6).partition.clients]
     assert sizes[need.client] == max(sizes)
     assert need.memory > 100 << 20 and 0 < need.seconds < 600 and need.gpu_memory == 0
@@ -51,7 +51,7 @@ def test_every_method_can_be_measured(method: str) -> None:
 def test_measuring_draws_nothing_and_leaves_threads_and_folders_alone(tmp_path: Path) -> None:
     settings = engines.prepare({**SMALL, "threads": 2}, tmp_path / "run")
     random, threads = torch.random.get_rng_state(), torch.get_num_threads()
-    measure.one_client([settings])
+    measure.client_needs([settings])
     assert torch.equal(torch.random.get_rng_state(), random)
     assert torch.get_num_threads() == threads
     assert not list(tmp_path.rglob("*.*"))
@@ -66,7 +66,7 @@ def test_the_largest_client_of_each_architecture_is_tried(monkeypatch: pytest.Mo
         return float(len(tried))
 
     monkeypatch.setattr(measure, "_round_seconds", seconds)
-    need = measure.one_client([settings, config(model="digits-a,digits-b", seed=2), config(model="digits-a")])
+    need = measure.client_needs([settings, config(model="digits-a,digits-b", seed=2), config(model="digits-a")])
     sizes = [len(c.train) for c in tasks.federated(settings, 6).partition.clients]
     best = [max(range(k, 6, 2), key=lambda c: sizes[c]) for k in (0, 1)]
     overall = max(range(6), key=lambda c: sizes[c])
@@ -79,7 +79,7 @@ def test_no_further_client_is_begun_after_the_budget(monkeypatch: pytest.MonkeyP
     tried: list[int] = []
     monkeypatch.setattr(measure, "_round_seconds", lambda c, client, d: float(tried.append(client) or 1))
     monkeypatch.setattr(measure, "BUDGET_SECONDS", 0.0)
-    measure.one_client([config(model="digits-a,digits-b,digits-c")])
+    measure.client_needs([config(model="digits-a,digits-b,digits-c")])
     assert len(tried) == 1
 
 
@@ -88,7 +88,7 @@ def test_memory_counts_the_images_of_the_other_clients(monkeypatch: pytest.Monke
     settings = config()
     monkeypatch.setattr(measure, "_round_seconds", lambda *a: 1.0)
     monkeypatch.setattr("fedapp.process.peak_memory", lambda: 0)
-    need = measure.one_client([settings])
+    need = measure.client_needs([settings])
     splits = tasks.federated(settings, 6).partition.clients
     images = sum(len(c.train) + len(c.test) for k, c in enumerate(splits) if k != need.client)
     assert need.memory == images * 64
@@ -104,7 +104,7 @@ def test_seconds_are_those_of_all_samples_and_epochs(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(FedClient, "train_round", train_round)
     monkeypatch.setattr(FedClient, "measure", lambda self, protocol: {"trained-total": 10**12})
-    need = measure.one_client([config(method="fedavg", local_epochs=3, batch_size=16)])
+    need = measure.client_needs([config(method="fedavg", local_epochs=3, batch_size=16)])
     samples = max(len(c.train) for c in tasks.federated(config(), 6).partition.clients)
     assert need.seconds == pytest.approx(0.01 * samples * 3)
     assert 8 <= tried[0] <= 24 and tried[1] == pytest.approx(4 * tried[0], abs=4)
@@ -126,10 +126,10 @@ def test_on_a_gpu_another_process_measures(monkeypatch: pytest.MonkeyPatch) -> N
             used.append("closed")
 
         def submit(self, function: Any, *args: Any) -> Any:
-            return SimpleNamespace(result=lambda: resources.Need(3, 2 << 30, 0.5, 4 << 30, 80 << 30))
+            return SimpleNamespace(result=lambda: resources.ClientNeeds(3, 2 << 30, 0.5, 4 << 30, 80 << 30))
 
     monkeypatch.setattr(measure, "ProcessPoolExecutor", Pool)
-    need = measure.one_client([config()])
+    need = measure.client_needs([config()])
     assert used == ["spawn", "closed"] and need.gpu_memory == 4 << 30
 
 
@@ -142,7 +142,7 @@ def test_gpu_memory_is_the_peak_the_context_and_everybodys_images(monkeypatch: p
     monkeypatch.setattr(torch, "zeros", lambda *a, device=None, **k: zeros(*a, **k))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (70 << 30, 80 << 30))
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 3 << 30)
-    need = measure._measured([settings])
+    need = measure._measure([settings])
     splits = tasks.federated(settings, 6).partition.clients
     images = sum(len(c.train) + len(c.test) for k, c in enumerate(splits) if k != need.client) * 64
     assert need.gpu_memory == (3 << 30) + measure.CUDA_CONTEXT + images
@@ -151,7 +151,7 @@ def test_gpu_memory_is_the_peak_the_context_and_everybodys_images(monkeypatch: p
 
 def test_another_process_can_measure() -> None:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        assert pool.submit(measure._measured, [config()]).result().seconds > 0
+        assert pool.submit(measure._measure, [config()]).result().seconds > 0
 
 
 # What `fedapp run` makes of it
@@ -171,7 +171,7 @@ def test_a_client_with_threads_gets_a_core_for_each() -> None:
 
 @pytest.mark.parametrize("given", [{"cpus": 1}, {"gpus": 0.0}])
 def test_what_the_user_gives_is_not_measured(given: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "one_client", lambda configs: pytest.fail("measured"))
+    monkeypatch.setattr(measure, "client_needs", lambda configs: pytest.fail("measured"))
     assert runner.proposed([config()], **given).text == "2 of 6 clients at a time on 2 cores: 1 CPU each"
     monkeypatch.setenv("RAY_ADDRESS", "ray-head:6379")
     assert "Ray cluster" in runner.proposed([config()]).text

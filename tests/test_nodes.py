@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 import torch
 from flwr.app import Context, Error, Message, RecordDict
+from flwr.cli.typing import SuperLinkConnection
 from PIL import Image
 
 from fedapp import registry, server_app
@@ -415,7 +416,7 @@ def test_the_owner_of_the_superlink_decides_where_runs_lie(tmp_path: Path, monke
 
 
 def test_one_process_writes_to_a_run_directory(tmp_path: Path) -> None:
-    holder = "import sys, time, fedapp.results as r; from pathlib import Path\n"
+    holder = "import sys, time, fedapp.results.directory as r; from pathlib import Path\n"
     holder += "with r.only_writer(Path(sys.argv[1])): print('held', flush=True); time.sleep(float(sys.argv[2]))"
 
     def hold(seconds: float) -> subprocess.Popen[str]:
@@ -459,10 +460,10 @@ def test_a_mirror_holds_what_the_log_tells(tmp_path: Path, capsys: pytest.Captur
     log = "a line\n" + capsys.readouterr().out
     here = tmp_path / "here"
     here.mkdir()
-    followed = deploy.Followed(here, from_flat({**flat, "out": str(here)}), Silent())
+    followed = deploy.RemoteRun(here, from_flat({**flat, "out": str(here)}), Silent())
     for i in range(0, len(log), 37):  # pieces of a log end anywhere
         followed.text(log[i : i + 37])
-    assert followed.mirror is not None and followed.there == str(tmp_path / "there")
+    assert followed.copy is not None and followed.there == str(tmp_path / "there")
     assert followed.summary is not None and followed.summary["ok"]
     real, copy = pd.read_csv(tmp_path / "there" / "rounds.csv"), pd.read_csv(here / "rounds.csv")
     pd.testing.assert_frame_equal(real, copy[real.columns])
@@ -477,9 +478,9 @@ def test_the_run_directory_itself_is_not_mirrored(tmp_path: Path, capsys: pytest
                               "out": str(tmp_path / "run")})).to_flat()  # fmt: skip
     server_app.serve(Nodes(flat, {1: share(0, 1)}, lambda g, r: None), flat, server_app.announce)
     before = (tmp_path / "run" / "progress.jsonl").read_bytes()
-    followed = deploy.Followed(tmp_path / "run", from_flat(flat), Silent())
+    followed = deploy.RemoteRun(tmp_path / "run", from_flat(flat), Silent())
     followed.text(capsys.readouterr().out)
-    assert followed.mirror is None and (tmp_path / "run" / "progress.jsonl").read_bytes() == before
+    assert followed.copy is None and (tmp_path / "run" / "progress.jsonl").read_bytes() == before
 
 
 def test_a_bad_end_is_told_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -487,7 +488,7 @@ def test_a_bad_end_is_told_too(tmp_path: Path, capsys: pytest.CaptureFixture[str
     with pytest.raises(BadRequest):
         server_app.serve(Nodes(flat.to_flat(), {1: {"client-id": 5}}, lambda g, r: None), flat.to_flat(),
                          server_app.announce)  # fmt: skip
-    followed = deploy.Followed(tmp_path / "run", flat, Silent())
+    followed = deploy.RemoteRun(tmp_path / "run", flat, Silent())
     followed.text(capsys.readouterr().out)
     assert followed.failed is not None and followed.failed["exit"] == 2 and "client 5" in followed.failed["message"]
 
@@ -509,13 +510,13 @@ def test_resuming_names_the_place_where_the_run_lies(
     mirror: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class NoControl:
-        def __init__(self, to: deploy.Connection) -> None: ...
+        def __enter__(self) -> None: ...
 
-        def close(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
 
     submitted = []
-    monkeypatch.setattr(deploy, "connection", lambda name: deploy.Connection("prod", "host:1", False, "", None))
-    monkeypatch.setattr(deploy, "Control", NoControl)
+    monkeypatch.setattr(deploy, "connection", lambda name: SuperLinkConnection("prod", "host:1"))
+    monkeypatch.setattr(deploy.Control, "of_connection", lambda to: NoControl())
     monkeypatch.setattr(deploy, "submit", lambda to, config: submitted.append(config) or 7)
     monkeypatch.setattr(deploy, "_watch", lambda control, run_id, followed: ("lost", "no answer"))
     here = tmp_path / "here"

@@ -18,7 +18,7 @@ from fedapp import cli, registry
 from fedapp.data import datasets
 from fedapp.data.datasets import Dataset
 from fedapp.engines import local as engine
-from fedapp.engines import superlink as launch
+from fedapp.engines.control import stage
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare, recipes, shipped
 from fedapp.tasks import simulated as tasks
@@ -359,7 +359,7 @@ def test_recipes_are_listed_one_a_line() -> None:
 def test_recipes_travel_in_the_bundle_and_in_the_wheel(tmp_path: Path) -> None:
     from flwr.cli.build import build_fab_from_disk
 
-    bundle = zipfile.ZipFile(io.BytesIO(build_fab_from_disk(launch.stage(tmp_path / "app"))))
+    bundle = zipfile.ZipFile(io.BytesIO(build_fab_from_disk(stage(tmp_path / "app"))))
     bundled = {n for n in bundle.namelist() if n.startswith("fedapp/conf/")}
     assert bundled == {str(p.relative_to(ROOT)) for p in shipped.FOLDER.rglob("*") if p.is_file()}
     wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]["targets"]["wheel"]

@@ -8,7 +8,8 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from fedapp.engines import resources as launch
+from fedapp.engines import resources
+from fedapp.engines.resources import ClientNeeds, choose_resources
 from fedapp.errors import BadRequest
 
 
@@ -18,9 +19,9 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, int], None]:
 
     def build(cores: int, devices: int, memory: int) -> None:
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
-        monkeypatch.setattr(launch, "usable_cores", lambda: cores)
+        monkeypatch.setattr(resources, "usable_cores", lambda: cores)
         monkeypatch.setattr(os, "cpu_count", lambda: cores)
-        monkeypatch.setattr(launch, "cuda_devices", lambda: devices)
+        monkeypatch.setattr(resources, "cuda_devices", lambda: devices)
         monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": memory << 30})())
 
     return build
@@ -28,7 +29,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, int], None]:
 
 def test_two_cores_train_two_clients_at_a_time(machine: Callable[[int, int, int], None]) -> None:
     machine(2, 0, 20)
-    chosen = launch.choose_resources(10)
+    chosen = choose_resources(10)
     assert (chosen.client_cpus, chosen.client_gpus, chosen.total_cpus, chosen.parallel) == (1, 0.0, 2, 2)
     assert chosen.text == "2 of 10 clients at a time on 2 cores: 1 CPU each"
 
@@ -54,7 +55,7 @@ def test_cores_clients_and_memory_bound_what_runs_side_by_side(
     total: int,
 ) -> None:
     machine(cores, 0, memory)
-    chosen = launch.choose_resources(clients, cpus)
+    chosen = choose_resources(clients, cpus)
     assert (chosen.parallel, chosen.total_cpus) == (parallel, total)
 
 
@@ -64,7 +65,7 @@ def test_a_gpu_share_lets_exactly_the_parallel_clients_fit(
     machine: Callable[[int, int, int], None], cores: int, devices: int
 ) -> None:
     machine(cores, devices, 500)
-    chosen = launch.choose_resources(30)
+    chosen = choose_resources(30)
     assert 0 < chosen.client_gpus <= 1
     # Ray counts GPUs in units of 1/10,000, and a client's share must come from one device.
     unit = chosen.client_gpus * 10_000
@@ -78,7 +79,7 @@ def test_a_gpu_share_lets_exactly_the_parallel_clients_fit(
     assert chosen.parallel == min(cores, 30, 8 * devices)
 
 
-NEED = launch.Need(7, 3 << 29, 1.13)
+NEED = ClientNeeds(7, 3 << 29, 1.13)
 
 
 @pytest.mark.parametrize(
@@ -88,25 +89,25 @@ NEED = launch.Need(7, 3 << 29, 1.13)
         (16, 20, NEED, 12),  # 13 times 1.5 GiB, one of them for the server
         (16, 2, NEED, 1),
         (16, 500, NEED, 16),
-        (16, 20, launch.Need(7, 100 << 30, 1.0), 1),
+        (16, 20, ClientNeeds(7, 100 << 30, 1.0), 1),
     ],
 )
 def test_measured_memory_bounds_what_runs_side_by_side(
-    machine: Callable[[int, int, int], None], cores: int, memory: int, need: launch.Need, parallel: int
+    machine: Callable[[int, int, int], None], cores: int, memory: int, need: ClientNeeds, parallel: int
 ) -> None:
     machine(cores, 0, memory)
-    chosen = launch.choose_resources(20, need=need)
+    chosen = choose_resources(20, needs=need)
     assert (chosen.parallel, chosen.total_cpus, chosen.client_gpus) == (parallel, parallel, 0.0)
     assert chosen.text.startswith(f"{parallel} of 20 clients at a time on {cores} cores: 1 CPU each; one client needs")
 
 
 def test_the_line_says_what_was_measured(machine: Callable[[int, int, int], None]) -> None:
     machine(2, 0, 20)
-    assert launch.choose_resources(20, need=NEED).text == (
+    assert choose_resources(20, needs=NEED).text == (
         "2 of 20 clients at a time on 2 cores: 1 CPU each; "
         "one client needs 1.5 GiB and about 1.1 s a round (measured on client 7)"
     )
-    assert "about 0.04 s a round" in str(launch.Need(0, 1 << 30, 0.0412))
+    assert "about 0.04 s a round" in str(ClientNeeds(0, 1 << 30, 0.0412))
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_measured_gpu_memory_sets_the_share(
     machine: Callable[[int, int, int], None], devices: int, free: int, each: int, parallel: int, share: float
 ) -> None:
     machine(16, devices, 500)
-    chosen = launch.choose_resources(20, need=launch.Need(7, 3 << 30, 1.0, each << 30, free << 30))
+    chosen = choose_resources(20, needs=ClientNeeds(7, 3 << 30, 1.0, each << 30, free << 30))
     assert (chosen.parallel, chosen.client_gpus) == (parallel, share)
     assert chosen.parallel == min(chosen.total_cpus or 0, int(devices / chosen.client_gpus))
     assert f"1 CPU and {share:g} of {devices} GPU each" in chosen.text and f"{each}.0 GiB of GPU memory" in chosen.text
@@ -130,9 +131,9 @@ def test_measured_gpu_memory_sets_the_share(
 
 def test_a_whole_gpu_for_each_client_is_respected(machine: Callable[[int, int, int], None]) -> None:
     machine(16, 2, 100)
-    chosen = launch.choose_resources(10, gpus=1.0)
+    chosen = choose_resources(10, gpus=1.0)
     assert (chosen.client_gpus, chosen.parallel) == (1.0, 2)
-    assert launch.choose_resources(10, gpus=0.0).client_gpus == 0.0
+    assert choose_resources(10, gpus=0.0).client_gpus == 0.0
 
 
 @pytest.mark.parametrize(
@@ -152,15 +153,15 @@ def test_impossible_resources_are_refused(
 ) -> None:
     machine(2, 0, 20)
     with pytest.raises(BadRequest, match=message):
-        launch.choose_resources(clients, cpus, gpus)
+        choose_resources(clients, cpus, gpus)
 
 
 def test_a_cluster_decides_itself(machine: Callable[[int, int, int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     machine(2, 0, 20)
     monkeypatch.setenv("RAY_ADDRESS", "ray-head:6379")
-    chosen = launch.choose_resources(50, 4, 0.5)
+    chosen = choose_resources(50, 4, 0.5)
     assert (chosen.client_cpus, chosen.client_gpus, chosen.total_cpus) == (4, 0.5, None)
     assert "ray-head:6379" in chosen.text
     assert chosen.parallel == 6 and "at most 6" in chosen.text  # threads of a pool on two cores
     monkeypatch.setenv("RAY_ADDRESS", "local")
-    assert launch.cluster_address() is None
+    assert resources.cluster_address() is None

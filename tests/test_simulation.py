@@ -99,7 +99,7 @@ class ActorKiller(runner.Follower):
         super().__call__(event)
         if event.get("kind") == "round" and not self.killed:
             actors = [
-                p for p in self.session._family.members() if "ClientAppActor" in " ".join(p.cmdline() or [p.name()])
+                p for p in self.session._processes.alive() if "ClientAppActor" in " ".join(p.cmdline() or [p.name()])
             ]
             assert actors, "no actor was found"
             actors[0].kill()

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
+from fedapp.engines import control, supervise
 from fedapp.engines import superlink as launch
 from fedapp.engines.superlink import LaunchError, Outcome, RunHandle, Session
 from fedapp.errors import BadRequest
@@ -27,10 +28,10 @@ from tests.toyapp import ignore, make_toy, running, wait_for
 
 
 def test_stage_holds_the_app_and_nothing_else(tmp_path: Path) -> None:
-    app = launch.stage(tmp_path / "app")
+    app = control.stage(tmp_path / "app")
     assert {path.name for path in app.iterdir()} == {"fedapp", "strategies", "clients", "pyproject.toml"}
-    source = Path(launch.__file__).parents[1]
-    assert (app / "fedapp" / "engines" / "superlink.py").read_bytes() == Path(launch.__file__).read_bytes()
+    source = Path(control.__file__).parents[1]
+    assert (app / "fedapp" / "engines" / "control.py").read_bytes() == Path(control.__file__).read_bytes()
     staged = {path.relative_to(app / "fedapp") for path in (app / "fedapp").rglob("*.py")}
     assert staged == {path.relative_to(source) for path in source.rglob("*.py")}
     suffixes = {path.suffix for path in app.rglob("*") if path.is_file()}
@@ -41,7 +42,7 @@ def test_stage_holds_the_app_and_nothing_else(tmp_path: Path) -> None:
 
 
 def fake_installation(home: Path) -> Path:
-    for name in launch.PACKAGES:
+    for name in control.PACKAGES:
         (home / name / "__pycache__").mkdir(parents=True)
         (home / name / "__init__.py").write_text(f"NAME = '{name}'\n")
         (home / name / "__pycache__" / "x.pyc").touch()
@@ -58,8 +59,8 @@ def test_stage_takes_the_project_file_beside_the_packages_or_the_wheels(
 ) -> None:
     home = fake_installation(tmp_path / "site")
     (home / place).write_text(APP_TABLE)
-    monkeypatch.setattr(launch, "_package_folder", lambda name: home / name)
-    app = launch.stage(tmp_path / "app")
+    monkeypatch.setattr(control, "_package_folder", lambda name: home / name)
+    app = control.stage(tmp_path / "app")
     names = sorted(str(path.relative_to(app)) for path in app.rglob("*") if path.is_file())
     assert names == ["clients/__init__.py", "fedapp/__init__.py", "pyproject.toml", "strategies/__init__.py"]
     # A pattern that matches nothing in the copy would make Flower refuse it.
@@ -69,21 +70,21 @@ def test_stage_takes_the_project_file_beside_the_packages_or_the_wheels(
 def test_stage_says_in_one_line_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = fake_installation(tmp_path / "site")
     (home / "pyproject.toml").write_text('[project]\nname = "another"\n')
-    monkeypatch.setattr(launch, "_package_folder", lambda name: home / name)
+    monkeypatch.setattr(control, "_package_folder", lambda name: home / name)
     with pytest.raises(BadRequest, match=r"project file is missing.*pip install") as caught:
-        launch.stage(tmp_path / "app")
+        control.stage(tmp_path / "app")
     assert "\n" not in str(caught.value)
 
 
 def test_a_missing_package_is_named() -> None:
     with pytest.raises(BadRequest, match="'no_such_package' is not installed"):
-        launch._package_folder("no_such_package")
+        control._package_folder("no_such_package")
 
 
 def test_events_are_read_when_complete_and_once(tmp_path: Path) -> None:
     path = tmp_path / "progress.jsonl"
     seen: list[dict[str, Any]] = []
-    reader = launch._Events(path, time.time_ns())
+    reader = launch.EventReader(path, time.time_ns())
     reader.read(seen.append)
     with path.open("ab") as file:
         for piece, expected in [(b'{"a": 1}\n{"b"', 1), (b": 2", 1), (b"}\n", 2), (b"\n", 2), (b'{"c": 3}\n', 3)]:
@@ -98,7 +99,7 @@ def test_events_of_an_earlier_run_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "progress.jsonl"
     path.write_text('{"old": 1}\n{"torn": ')
     submitted = path.stat().st_mtime_ns + 1
-    reader = launch._Events(path, submitted)
+    reader = launch.EventReader(path, submitted)
     with path.open("a") as file:
         file.write('{"new": 1}\n')
     seen: list[dict[str, Any]] = []
@@ -108,9 +109,9 @@ def test_events_of_an_earlier_run_are_passed_over(tmp_path: Path) -> None:
 
 def test_a_broken_event_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "progress.jsonl"
-    reader = launch._Events(path, time.time_ns())
+    reader = launch.EventReader(path, time.time_ns())
     path.write_text("not json\n")
-    with pytest.raises(LaunchError, match="no JSON object"):
+    with pytest.raises(LaunchError, match="not a JSON object"):
         reader.read(ignore)
 
 
@@ -139,7 +140,7 @@ def test_a_long_log_shows_its_first_error_too(tmp_path: Path) -> None:
 
 def test_a_missing_command_is_one_clear_line() -> None:
     with pytest.raises(LaunchError, match=r"'flower-nothing' is not installed .*flwr\[simulation\]"):
-        launch._executable("flower-nothing", "")
+        control.executable("flower-nothing", "")
 
 
 def test_a_superlink_that_cannot_start_shows_its_log_and_leaves_nothing(
@@ -149,14 +150,14 @@ def test_a_superlink_that_cannot_start_shows_its_log_and_leaves_nothing(
     fake.parent.mkdir()
     fake.write_text("#!/bin/sh\necho the reason why\nsleep 100 &\nexit 3\n")
     fake.chmod(0o755)
-    real = launch._executable
+    real = control.executable
     monkeypatch.setattr(
-        launch, "_executable", lambda name, path: str(fake) if "superlink" in name else real(name, path)
+        control, "executable", lambda name, path: str(fake) if "superlink" in name else real(name, path)
     )
     session = Session(app=make_toy(tmp_path / "toy"))
     with pytest.raises(LaunchError, match="the reason why"):
         session.__enter__()
-    assert not session._family.members()
+    assert not session._processes.alive()
     assert not session.home.exists()
 
 
@@ -168,7 +169,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     folder = tmp_path_factory.mktemp("session")
     with Session(app=make_toy(folder / "toy"), log=folder / "superlink.log", ray_cpus=2) as live:
         yield live
-        pids = {process.pid for process in live._family.members()}
+        pids = {process.pid for process in live._processes.alive()}
     assert pids
     assert not running(pids)
     assert not live.home.exists()
@@ -187,7 +188,7 @@ CONFIG = {"method.mu": 1e-3, "text-value": "a 'b' \"c\" = ü\n# \\ {x}", "some-f
 def test_a_good_run(session: Session, tmp_path: Path) -> None:
     outcome, events = go(session, tmp_path / "out", **CONFIG)
     assert outcome == Outcome(status="finished:completed", details="", ok=True)
-    assert outcome.exit_code == 0
+    assert outcome.report(pytest.fail) == 0
     assert [event["event"] for event in events] == ["start", "round", "replies", "round", "replies"]
     start = events[0]
     assert start["config"] == {"out": str(tmp_path / "out"), "mode": "good", **CONFIG}
@@ -207,7 +208,9 @@ def test_a_good_run(session: Session, tmp_path: Path) -> None:
 def test_an_app_that_raises_is_not_a_success(session: Session, tmp_path: Path) -> None:
     outcome, events = go(session, tmp_path / "out", mode="raise")
     assert len(events) == 1
-    assert (outcome.ok, outcome.exit_code, outcome.status) == (False, 1, "finished:failed")
+    said: list[str] = []
+    assert (outcome.ok, outcome.report(said.append), outcome.status) == (False, 1, "finished:failed")
+    assert said[0].startswith("the run failed: finished:failed") and "boom in the server" in said[0]
     assert "ValueError: boom in the server" in outcome.log_tail
     assert "Traceback" in outcome.log_tail
 
@@ -217,7 +220,10 @@ def test_an_error_file_is_handed_over(session: Session, tmp_path: Path) -> None:
     outcome, _ = go(session, tmp_path / "out", mode="error")
     assert not outcome.ok
     assert outcome.error is not None
-    assert (outcome.error["client"], outcome.error["round"], outcome.error["stage"]) == (3, 1, "train")
+    said: list[str] = []
+    assert outcome.report(said.append) == 1 and said == [
+        "the run failed (client 3, round 1, train): boom\nTraceback ..."
+    ]
     assert outcome.log_tail == ""
 
 
@@ -228,13 +234,13 @@ def test_a_killed_simulation_and_a_summary_of_yesterday_are_no_success(session: 
     outcome, events = go(session, tmp_path, mode="die")
     assert [event["event"] for event in events] == ["start"]
     assert (outcome.ok, outcome.status) == (False, "lost")
-    assert "without a word" in outcome.details
+    assert "killed or crashed" in outcome.details
     assert outcome.log_tail
 
 
 @pytest.mark.ray
 def test_refused_configurations_are_bad_requests(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(BadRequest, match=r"'method\.nu'; did you mean 'method\.mu'\?"):
+    with pytest.raises(BadRequest, match=r"'method\.nu', did you mean 'method\.mu'\?"):
         session.submit({"method.nu": 1}, num_supernodes=2)
     # Flower's own refusal, should it know better.
     monkeypatch.setattr(Session, "_check_keys", lambda self, run_config: None)
@@ -260,7 +266,7 @@ def ray_process(session: Session, *commands: str) -> psutil.Process | None:
     """Return the oldest process of a session that runs one of these commands: a child is called like its parent until
     it runs its own.
     """
-    found = [process for process in session._family.members() if launch._runs(process, *commands)]
+    found = [process for process in session._processes.alive() if supervise.runs(process, *commands)]
     return min(found, key=lambda process: (process.create_time(), process.pid), default=None)
 
 

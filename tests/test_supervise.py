@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from fedapp.engines import superlink as launch
+from fedapp.engines import supervise
 from fedapp.engines.superlink import Session
 from tests.toyapp import make_toy, running, wait_for
 
@@ -27,9 +28,9 @@ def test_rays_agents_are_known_before_they_have_their_titles(tmp_path: Path) -> 
             script = tmp_path / name
             script.parent.mkdir(parents=True, exist_ok=True)
             script.write_text("import time; time.sleep(600)")
-            env = os.environ | {launch._MARKER: str(tmp_path)}
+            env = os.environ | {supervise.MARKER: str(tmp_path)}
             started[name] = subprocess.Popen([sys.executable, "-u", str(script), "--node-id=1"], env=env)
-        assert not launch._Family(str(tmp_path)).stop(keep=launch._RAY)
+        assert not supervise.SessionProcesses(str(tmp_path)).stop(keep=launch._RAY)
         assert [name for name, process in started.items() if process.poll() is None] == list(kept)
     finally:
         for process in started.values():

@@ -1,4 +1,4 @@
-"""Run one configuration on an engine, from Python: `from fedapp import run` in a notebook, `fedapp run` in a shell."""
+"""Run one configuration in this process: `from fedapp import run` in a notebook, `fedapp run --engine local`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class RunResult:
 
 
 def effective(values: Mapping[str, Any]) -> RunConfig:
-    """Make the effective configuration of a simulation: autos resolved, clients counted, paths absolute."""
+    """Make the effective configuration of a simulation: `auto` resolved, number of clients set, paths absolute."""
     config = configuration.resolve(configuration.from_flat({**values, "resume": False}))
     config.check_simulation()
     if config.clients == 0:
@@ -66,12 +66,12 @@ def prepare(values: Mapping[str, Any], out: Path | None) -> RunConfig:
 
     Parameters
     ----------
-    values : flat run-config keys; the others have their defaults.
+    values : flat run-config keys; missing ones have their defaults.
     out : run directory (made absolute), default a new `./runs/<method>-<dataset>-s<seed>-<time>`.
 
     Raises
     ------
-    BadRequest : anything that would fail later.
+    BadRequest : a value, the data or the directory would make the run fail later.
     """
     config = effective(values)
     resume = bool(values.get("resume", False))

@@ -1,7 +1,7 @@
-"""What one virtual client needs, memory and time, measured before a simulation begins.
+"""Memory and time of one virtual client, measured before a simulation begins.
 
-A few training steps and one batch of the evaluation of the client with the most training data, through the code that
-its worker will run. Nothing is stored, and no draw of the run depends on it.
+The client with the most training data runs a few training steps and one batch of its evaluation, through the code that
+its worker will run. Nothing is stored, and no random draw of the run depends on it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from clients.base import FedClient
 from fedapp import process
 from fedapp.config import RunConfig
-from fedapp.engines.resources import Need, cuda_devices
+from fedapp.engines.resources import ClientNeeds, cuda_devices
 from fedapp.learning.evaluation import BATCH
 from fedapp.learning.task import Task
 from fedapp.learning.training import batch_slices
@@ -28,17 +28,17 @@ from fedapp.tasks import simulated as tasks
 from strategies.base import server_context
 
 BUDGET_SECONDS = 2.0
-"""No further client is begun after this; the first is measured however long it takes."""
+"""After this no further client is measured; the first one is measured however long it takes."""
 STEPS = 4
 CUDA_CONTEXT = 512 << 20
-"""Bytes of a GPU's memory that a process takes before it holds a single tensor."""
+"""Bytes of GPU memory that a process takes before it holds a single tensor."""
 
 
-def one_client(configs: Sequence[RunConfig]) -> Need:
+def client_needs(configs: Sequence[RunConfig]) -> ClientNeeds:
     """Measure what one client of these runs needs.
 
-    The client with the most training data of each architecture is tried, one after the other in one process, as a
-    worker gets to see them; of runs that differ in neither data, batch size nor architectures the first stands for all.
+    The client with the most training data of each architecture is measured, one after the other in one process, because
+    a worker sees all of them too. Runs that differ in neither data, batch size nor architectures are measured once.
 
     Parameters
     ----------
@@ -46,66 +46,60 @@ def one_client(configs: Sequence[RunConfig]) -> Need:
 
     Returns
     -------
-    Need : the memory of a worker, and the seconds of the slowest client.
+    The memory of a worker, and the seconds of the slowest client.
 
     Raises
     ------
-    Exception : whatever a client may raise.
+    Exception : any error of a client.
     """
-    several = list({_same_need(c): c for c in configs[::-1]}.values())[::-1]
+    different = {(c.dataset, c.data_dir, c.data_fraction, c.batch_size, c.precision, c.model): c for c in configs[::-1]}
+    configs = list(different.values())[::-1]
     if not cuda_devices():
-        return _measured(several)
-    # In a process of its own, since a CUDA context stays for as long as its process lives.
+        return _measure(configs)
+    # In another process, because a CUDA context stays as long as its process lives.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(_measured, several).result()
+        return pool.submit(_measure, configs).result()
 
 
-def _same_need(c: RunConfig) -> tuple[Any, ...]:
-    return c.dataset, c.data_dir, c.data_fraction, c.batch_size, c.precision, c.model
-
-
-def _measured(configs: Sequence[RunConfig]) -> Need:
+def _measure(configs: Sequence[RunConfig]) -> ClientNeeds:
     started = time.perf_counter()
     device = process.device()
-    free = 0
-    if device.type == "cuda":
+    on_gpu = device.type == "cuda"
+    gpu_free = 0
+    if on_gpu:
         torch.zeros(1, device=device)
-        free = torch.cuda.mem_get_info()[0]
+        gpu_free = torch.cuda.mem_get_info()[0]
     threads = torch.get_num_threads()
-    _put_off_imports()
+    # PyTorch imports much of itself at its first optimizer step: seconds and memory that belong to no client.
+    weight = torch.zeros(1, requires_grad=True)
+    weight.sum().backward()  # type: ignore[no-untyped-call]
+    torch.optim.SGD([weight], lr=0.1).step()
     process.reset_peak()
     seconds: dict[int, float] = {}
-    others = 0
+    cached = 0
     try:
         for config in configs:
             torch.set_num_threads(config.threads)
             data = tasks.federated(config, config.clients)
-            splits = data.partition.clients
-            # A worker keeps the images of every client that it has seen.
-            sizes = [len(s.train) + len(s.test) for s in splits]
+            sizes = [(len(s.train), len(s.test)) for s in data.partition.clients]
             image = data.inputs.channels * data.inputs.size**2
-            for client in _largest(config, [len(s.train) for s in splits]):
+            for client in _largest(config, [train for train, _ in sizes]):
                 if seconds and time.perf_counter() - started > BUDGET_SECONDS:
                     break
                 seconds[client] = max(seconds.get(client, 0.0), _round_seconds(config, client, device))
-                others = max(others, (sum(sizes) - sizes[client]) * image)
+                # A worker keeps the images of every client that it has seen.
+                cached = max(cached, image * sum(sum(size) for k, size in enumerate(sizes) if k != client))
     finally:
         torch.set_num_threads(threads)
-    gpu = torch.cuda.max_memory_reserved() + CUDA_CONTEXT if device.type == "cuda" else 0
     slowest = max(seconds, key=lambda c: seconds[c])
-    on_gpu = others if gpu else 0
-    return Need(slowest, process.peak_memory() + others - on_gpu, seconds[slowest], gpu + on_gpu, free)
-
-
-def _put_off_imports() -> None:
-    """Make PyTorch import what it needs for its first optimizer step: seconds that are no client's."""
-    weight = torch.zeros(1, requires_grad=True)
-    weight.sum().backward()  # type: ignore[no-untyped-call]
-    torch.optim.SGD([weight], lr=0.1).step()
+    if on_gpu:  # the images lie there
+        gpu = torch.cuda.max_memory_reserved() + CUDA_CONTEXT + cached
+        return ClientNeeds(slowest, process.peak_memory(), seconds[slowest], gpu, gpu_free)
+    return ClientNeeds(slowest, process.peak_memory() + cached, seconds[slowest])
 
 
 def _largest(config: RunConfig, sizes: Sequence[int]) -> list[int]:
-    """Return the client with the most training data of each architecture, the one with the most of all first."""
+    """Return the client with the most training data of each architecture, the largest of all first."""
     found: dict[str, int] = {}
     for client in sorted(range(len(sizes)), key=lambda c: (-sizes[c], c)):
         found.setdefault(config.model_of(client), client)
@@ -113,9 +107,9 @@ def _largest(config: RunConfig, sizes: Sequence[int]) -> list[int]:
 
 
 def _round_seconds(config: RunConfig, client: int, device: torch.device) -> float:
-    """Run a few steps and one batch of the evaluation; return about how long a round of the client takes, in seconds.
+    """Run a few steps and one batch of the evaluation; estimate the seconds of a whole round of this client.
 
-    The first step is not counted: it allocates, and chooses its kernels.
+    The first step is not counted: it allocates memory and chooses kernels.
     """
     method, hparams = config.method_and_hparams()
     task = tasks.task_of(config, client, config.clients, device)
@@ -123,10 +117,10 @@ def _round_seconds(config: RunConfig, client: int, device: torch.device) -> floa
     payload = _first_payload(method, hparams, few)
     slices = batch_slices(task.num_samples, config.batch_size)
     trained: FedClient | None = None
-    counts = [slices[min(steps, len(slices)) - 1].stop for steps in (1, STEPS)]
-    for count in counts:
+    for steps in (1, STEPS):
         if trained is not None and trained.report.seconds > BUDGET_SECONDS / STEPS:
             break
+        count = slices[min(steps, len(slices)) - 1].stop
         part = replace(few, x_train=task.x_train[:count], y_train=task.y_train[:count], x_union=None, y_union=None)
         trained = method.client(part, method, hparams)
         trained.train_round(payload, 1)
@@ -141,7 +135,7 @@ def _round_seconds(config: RunConfig, client: int, device: torch.device) -> floa
 
 
 def _first_payload(method: Method, hparams: Any, task: Task) -> Payload:
-    """Return what the server would send in round 1 to this client, were it the only one."""
+    """Return what the server would send in round 1 if this were the only client."""
     client: FedClient = method.client(task, method, hparams)
     metrics, facts = client.register()
     shapes = {n: tuple(s) for n, s in json.loads(str(facts["shapes"])).items()}

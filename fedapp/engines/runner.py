@@ -1,4 +1,4 @@
-"""What `fedapp run` does: check, choose an engine, follow the run, tell how it went, exit truthfully."""
+"""What `fedapp run` does: check, choose an engine, follow the run, print its results, exit truthfully."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from fedapp.config import RunConfig
 from fedapp.data.card import data_card
 from fedapp.engines import local as engines
 from fedapp.engines import resources
-from fedapp.engines.resources import Resources
+from fedapp.engines.resources import ClientResources
+from fedapp.engines.superlink import Session
 from fedapp.errors import BadRequest
 from fedapp.learning.task import ModelSpec
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import selection
-
-TOLD_ONCE = ("waiting", "warning")
 
 
 def resume_values(resume: Path, values: Mapping[str, Any], out: Path | None, file: Path | None) -> dict[str, Any]:
@@ -77,7 +76,7 @@ class Follower:
                 self.task = self.progress.add_task(text, total=event["rounds"], completed=event["done"], text="")
         elif kind == "round":
             self._round(event)
-        elif kind in TOLD_ONCE:
+        elif kind in ("waiting", "warning"):
             self.line(str(event["text"]))
         elif kind == "dropped":
             self.line(
@@ -148,12 +147,10 @@ def run_and_report(
     client_gpus: float | None = None,
     dry_run: bool = False,
 ) -> int:
-    """Run one configuration as a simulation and print how it went; returns the exit code."""
-    from fedapp.engines import superlink as launch
-
-    chosen: Resources | None = None
+    """Run one configuration as a simulation and print its results; return the exit code."""
+    chosen: ClientResources | None = None
     probe = configuration.from_flat({**values, "resume": False})
-    if engine == "ray":  # what is wrong with the numbers is said before anything is loaded
+    if engine == "ray":  # wrong numbers are refused before any data is loaded
         chosen = resources.choose_resources(probe.clients or engines.DEFAULT_CLIENTS, client_cpus, client_gpus)
     elif client_cpus is not None or client_gpus is not None:
         raise BadRequest("--client-cpus and --client-gpus go with --engine ray; the local engine runs clients in turn")
@@ -161,8 +158,7 @@ def run_and_report(
         config = configuration.resolve(probe)
         config = config.replaced(clients=config.clients or engines.DEFAULT_CLIENTS)
         tasks.check(config, config.clients)
-        for key, value in config.to_flat().items():
-            typer.echo(f"{key} = {value!r}" if not isinstance(value, bool) else f"{key} = {str(value).lower()}")
+        print_config(config)
         typer.echo("\n".join(what_leaves(config)))
         if chosen is not None:
             typer.echo(proposed([config], client_cpus, client_gpus).text)
@@ -180,7 +176,7 @@ def run_and_report(
             code = local(config, follower)
         else:
             assert chosen is not None
-            with launch.Session(log=folder / "superlink.log") as session:
+            with Session(log=folder / "superlink.log") as session:
                 code = run_in(session, config, chosen, follower)
     if code == 0:
         print_summary(engines.summary_of(folder))
@@ -188,16 +184,21 @@ def run_and_report(
     return code
 
 
-def proposed(configs: Sequence[RunConfig], cpus: int | None = None, gpus: float | None = None) -> Resources:
-    """Choose the resources of virtual clients, from what one of them is measured to need where nothing is given.
+def print_config(config: RunConfig) -> None:
+    """Print a configuration as TOML."""
+    for key, value in config.to_flat().items():
+        typer.echo(f"{key} = {value!r}" if not isinstance(value, bool) else f"{key} = {str(value).lower()}")
 
-    A measurement that fails is no reason not to run: then the rule for clients that were not measured holds, and the
-    text says so.
+
+def proposed(configs: Sequence[RunConfig], cpus: int | None = None, gpus: float | None = None) -> ClientResources:
+    """Choose the resources of virtual clients; where neither is given, one client is measured first.
+
+    If the measurement fails, the rule for clients that were not measured applies, and the text says so.
 
     Parameters
     ----------
     configs : prepared configurations of runs that share their workers, one after the other.
-    cpus, gpus : what is asked for; None = chosen.
+    cpus, gpus : the user's choice; None = chosen here.
     """
     from fedapp.engines import measure
 
@@ -206,7 +207,7 @@ def proposed(configs: Sequence[RunConfig], cpus: int | None = None, gpus: float 
         return resources.choose_resources(clients, cpus, gpus)
     cores = min(max(config.threads for config in configs), resources.usable_cores())
     try:
-        need = measure.one_client(configs)
+        needs = measure.client_needs(configs)
     except BadRequest:
         raise
     except Exception as e:
@@ -214,31 +215,31 @@ def proposed(configs: Sequence[RunConfig], cpus: int | None = None, gpus: float 
         reason = (str(e).strip().splitlines() or [""])[0]
         why = f"{type(e).__name__}: {reason}" if reason else type(e).__name__
         return replace(chosen, text=f"{chosen.text}; 1 GiB each assumed, measuring a client failed ({why})")
-    return resources.choose_resources(clients, cores, need=need)
+    return resources.choose_resources(clients, cores, needs=needs)
 
 
 def auto_text(given: RunConfig, used: RunConfig) -> str:
-    """Say in one line what `auto` stood for."""
+    """List in one line the values that `auto` stood for."""
     pairs = [
         f"{k} = {v}" for k, v in used.to_flat().items() if given.to_flat()[k] == "auto" and v != "auto" and k != "split"
     ]
-    return "auto: " + ", ".join(pairs) if pairs else "no value was left to the method"
+    return "auto: " + ", ".join(pairs) if pairs else "auto: every value was given"
 
 
 def local(config: RunConfig, follower: Follower) -> int:
-    """Run one configuration in this process; returns the exit code."""
+    """Run one configuration in this process; return the exit code."""
     try:
         engines.run_local(config, follower)
     except BadRequest:
         raise
     except Exception as e:
-        follower.line(f"the run did not end well: {e}")
+        follower.line(f"the run failed: {e}")
         return 1
     return 0
 
 
-def run_in(session: Any, config: RunConfig, given: Resources, follower: Follower) -> int:
-    """Submit one run to a session and follow it to its end; returns the exit code."""
+def run_in(session: Session, config: RunConfig, given: ClientResources, follower: Follower) -> int:
+    """Submit one run to a session and follow it to its end; return the exit code."""
     handle = session.submit(
         config.to_flat(),
         num_supernodes=config.clients,
@@ -246,26 +247,11 @@ def run_in(session: Any, config: RunConfig, given: Resources, follower: Follower
         client_gpus=given.client_gpus,
         total_cpus=given.total_cpus,
     )
-    outcome = handle.follow(Path(config.out), follower)
-    if outcome.ok:
-        return 0
-    error = outcome.error or {}
-    if error.get("exit") == 2:
-        raise BadRequest(str(error["message"]))
-    if error:
-        where = (
-            f" (client {error['client']}, round {error['round']}, {error['stage']})"
-            if error.get("client") is not None
-            else ""
-        )
-        follower.line(f"the run did not end well{where}: {error.get('message')}\n{error.get('traceback', '')}")
-    else:
-        follower.line(f"the run did not end well: {outcome.status} {outcome.details}\n{outcome.log_tail}")
-    return 1
+    return handle.follow(Path(config.out), follower).report(follower.line)
 
 
 def percent(value: float | None) -> str:
-    """Format a share as percent, a dash where there is none."""
+    """Format a share as percent; a dash stands for a missing one."""
     return "-" if value is None or (isinstance(value, float) and math.isnan(value)) else f"{100 * value:.1f}"
 
 

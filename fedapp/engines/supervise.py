@@ -1,4 +1,8 @@
-"""The processes of a session: found, stopped, and stopped as well where the session's own process was killed."""
+"""The processes that a session starts: how they are found and stopped, and what signals do meanwhile.
+
+Run as a script, this file is the session's guard: it stops the session's processes if the session's own process was
+killed. It therefore imports nothing but the standard library and psutil.
+"""
 
 from __future__ import annotations
 
@@ -6,71 +10,57 @@ import contextlib
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import psutil
 
-_MARKER = "FEDAPP_SESSION"
-
-# Run by the guard's interpreter, which is told where this package lies.
-_GUARD = """\
-import sys
-sys.path.insert(0, sys.argv[1])
-from fedapp.engines.supervise import _watch_over
-_watch_over(sys.argv[2], sys.argv[3])
-"""
+MARKER = "FEDAPP_SESSION"
+"""Environment variable with the session's mark, which all its processes inherit."""
 
 
-def _watch_over(mark: str, home: str) -> None:
-    """Wait until the launcher dismisses this process, or is gone; then stop what it left and remove its folder."""
-    if not sys.stdin.buffer.read():
-        _Family(mark).stop()
-        shutil.rmtree(home, ignore_errors=True)
-
-
-class _Family:
+class SessionProcesses:
     """The processes that descend from a session.
 
-    The environment carries a mark, which also finds processes whose parent has died; the tree finds those that wrote
-    over their environment, as a process may that sets its title; what was seen earlier is remembered.
+    The mark in the environment also finds processes whose parent has died. The process tree finds those that overwrote
+    their environment, which a process may do to set its title. Processes found earlier are remembered.
     """
 
     def __init__(self, mark: str) -> None:
         self._mark = mark
         self._known: set[psutil.Process] = set()
 
-    def members(self) -> set[psutil.Process]:
+    def alive(self) -> set[psutil.Process]:
         """Collect those that are alive."""
-        me = os.getpid()
-        found = {process for process in self._known if _alive(process)}
+        found = {process for process in self._known if is_alive(process)}
         uid = os.getuid() if hasattr(os, "getuid") else None
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                if (uid is None or process.uids().real == uid) and process.environ().get(_MARKER) == self._mark:
+                if (uid is None or process.uids().real == uid) and process.environ().get(MARKER) == self._mark:
                     found.add(process)
         for process in list(found):
             with contextlib.suppress(psutil.Error):
                 found.update(process.children(recursive=True))
-        self._known = {process for process in found if process.pid != me and _alive(process)}
+        self._known = {process for process in found if process.pid != os.getpid() and is_alive(process)}
         return set(self._known)
 
     def stop(self, keep: Sequence[str] = (), grace: float = 1.0) -> list[psutil.Process]:
-        """Stop them, politely and then not; return what is left.
+        """Stop them with SIGTERM, then with SIGKILL; return those that are left.
 
         Parameters
         ----------
-        keep : sequence of str
-            Commands whose processes stay, by the end of their path.
-        grace : float
-            Seconds between SIGTERM and SIGKILL.
+        keep : commands, by the end of their path, whose processes go on.
+        grace : seconds between the two signals.
         """
 
         def targets() -> list[psutil.Process]:
-            return [process for process in self.members() if not _runs(process, *keep)]
+            return [process for process in self.alive() if not runs(process, *keep)]
 
         left = targets()
         for process in left:
@@ -79,8 +69,8 @@ class _Family:
         deadline = time.monotonic() + grace
         while left and time.monotonic() < deadline:
             time.sleep(0.05)
-            left = [process for process in left if _alive(process)]
-        # Children may have been born meanwhile, and killing a parent may take several looks.
+            left = [process for process in left if is_alive(process)]
+        # A process may have started children meanwhile, so the search is repeated until it finds nothing.
         for _ in range(50):
             left = targets()
             if not left:
@@ -92,34 +82,80 @@ class _Family:
         return left
 
 
-@contextlib.contextmanager
-def _shielded() -> Iterator[None]:
-    """Hold back interrupts while cleaning up, which takes seconds at most."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt(signal.Signals(number).name)
-
-
-def _alive(process: psutil.Process) -> bool:
+def is_alive(process: psutil.Process) -> bool:
+    """Tell whether a process exists and is no zombie."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 
 
-def _runs(process: psutil.Process, *commands: str) -> bool:
-    """Whether the first words of a command line (the interpreter, its options, its script) end with such a path."""
+def runs(process: psutil.Process, *commands: str) -> bool:
+    """Tell whether one of the first words of a command line (interpreter, options, script) ends with such a path."""
     with contextlib.suppress(psutil.Error):
         return any(f"/{word}".endswith(f"/{command}") for word in process.cmdline()[:4] for command in commands)
     return False
+
+
+def reap(child: subprocess.Popen[bytes] | None, timeout: float = 5.0) -> None:
+    """Wait for a child that was told to end, and kill it if it does not."""
+    if child is not None:
+        try:
+            child.wait(timeout)
+        except subprocess.TimeoutExpired:
+            child.kill()
+
+
+class Guard:
+    """A small process that stops a session's processes and removes its folder if this process is killed.
+
+    It waits at the end of a pipe. The pipe closes when this process ends, for whatever reason; only :meth:`dismiss`
+    writes into it first.
+    """
+
+    def __init__(self, mark: str, folder: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", __file__, mark, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def dismiss(self) -> None:
+        """End the guard without a clean-up."""
+        try:
+            self._process.communicate(b"done", timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+
+
+@contextlib.contextmanager
+def handle_signals(handler: Any, *names: str) -> Iterator[None]:
+    """Give signals another handler inside the block.
+
+    Python allows this in the main thread only; elsewhere nothing changes. A signal that is ignored stays ignored, such
+    as SIGHUP below nohup, and one that the system lacks is passed over.
+    """
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for name in names:
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) is not signal.SIG_IGN:
+                before[number] = signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Handle a signal like Ctrl-C, so that every end passes through the same clean-up."""
+    raise KeyboardInterrupt(signal.Signals(number).name)
+
+
+if __name__ == "__main__":
+    if not sys.stdin.buffer.read():
+        SessionProcesses(sys.argv[1]).stop()
+        shutil.rmtree(sys.argv[2], ignore_errors=True)

@@ -408,7 +408,7 @@ class Board:
         self.told = time.monotonic()
         self.progress.console.print(text, markup=False)
 
-    def on_end(self, ended: pool.Ended) -> None:
+    def on_end(self, ended: pool.FinishedRun) -> None:
         """Tell of a run that ended."""
         job = next(j for j in self.jobs if j.out == ended.out)
         self.ended[ended.out] = time.monotonic()

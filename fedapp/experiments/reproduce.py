@@ -16,7 +16,7 @@ from rich.table import Table
 
 from fedapp.config import RunConfig
 from fedapp.engines import local as engines
-from fedapp.engines.pool import Ended, run_all
+from fedapp.engines.pool import FinishedRun, run_all
 from fedapp.errors import BadRequest, between
 from fedapp.experiments.compare import pending_config
 from fedapp.experiments.ledger import CLAIMS, Claim, Evidence, Missing, Run, Verdict, points, rounds_to
@@ -100,14 +100,14 @@ def reproduce(
         if not doc.exists():
             check_writable(doc.absolute().parent)
     typer.echo(f"{len(keys) - len(todo)} of {len(keys)} runs are there already", err=True)
-    failed: list[Ended] = []
+    failed: list[FinishedRun] = []
     end = time.monotonic() + 60 * minutes
     console = Console(stderr=True, highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task("runs", total=len(todo))
 
-        def on_end(ended: Ended) -> None:
+        def on_end(ended: FinishedRun) -> None:
             progress.advance(bar)
             if ended.error:
                 failed.append(ended)

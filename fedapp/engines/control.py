@@ -1,0 +1,263 @@
+"""Flower from outside: the folder that it bundles, the command that submits a run, the API that follows a run."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fedapp import process
+from fedapp.errors import BadRequest
+
+PACKAGES = ("fedapp", "strategies", "clients")
+"""Importable packages that make up the app."""
+
+BUNDLED_SUFFIXES = (".py", ".toml", ".md", ".yaml", ".yml", ".json")
+"""File types that a Flower App Bundle carries; only these are staged."""
+
+QUIET = {
+    "FLWR_TELEMETRY_ENABLED": "0",
+    "FLWR_DISABLE_UPDATE_CHECK": "1",
+    "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
+}
+"""Environment variables of all Flower processes: no telemetry, no look for updates, no installation per run."""
+
+
+class LaunchError(RuntimeError):
+    """The simulation could not be started or stopped; not the fault of the request."""
+
+
+def stage(dest: Path) -> Path:
+    """Copy the app into a small folder, so that bundling it never walks an environment or a data folder.
+
+    Parameters
+    ----------
+    dest : folder to fill; made if it does not exist.
+
+    Returns
+    -------
+    ``dest``, with the packages of :data:`PACKAGES` and ``pyproject.toml``. That file loses the bundle's include and
+    exclude patterns: Flower refuses patterns that match nothing, and the copy holds nothing to exclude.
+
+    Raises
+    ------
+    BadRequest : a package or the project file is missing; the message names it and says how to install.
+    """
+    home = _package_folder("fedapp").parent
+    project = tomllib.loads(_project_file(home).read_text(encoding="utf-8"))
+    for key in ("fab-include", "fab-exclude"):
+        project["tool"]["flwr"]["app"].pop(key, None)
+    dest.mkdir(parents=True, exist_ok=True)
+    for name in PACKAGES:
+        # The three travel together: a folder of the same common name elsewhere on the path must not be taken instead.
+        source = home / name if (home / name / "__init__.py").is_file() else _package_folder(name)
+        shutil.copytree(source, dest / name, ignore=_not_bundled, dirs_exist_ok=True)
+    (dest / "pyproject.toml").write_text(tomli_w.dumps(project), encoding="utf-8")
+    return dest
+
+
+def _package_folder(name: str) -> Path:
+    spec = importlib.util.find_spec(name)
+    places = list(spec.submodule_search_locations or ()) if spec else []
+    if not places:
+        raise BadRequest(
+            f"package '{name}' is not installed: pip install -e . in the project folder, or install its wheel"
+        )
+    return Path(places[0])
+
+
+def _project_file(home: Path) -> Path:
+    candidates = (home / "pyproject.toml", home / "fedapp" / "_pyproject.toml")
+    for path in candidates:
+        if path.is_file():
+            content = tomllib.loads(path.read_text(encoding="utf-8"))
+            if content.get("project", {}).get("name") == "fedapp" and "app" in content.get("tool", {}).get("flwr", {}):
+                return path
+    places = " nor ".join(map(str, candidates))
+    raise BadRequest(
+        f"the app's project file is missing: neither {places}; install with pip install -e . or from a wheel"
+    )
+
+
+def _not_bundled(folder: str, names: list[str]) -> set[str]:
+    """Name what is not copied: caches, and file types that Flower would not bundle."""
+    return {
+        name
+        for name in names
+        if name in ("__pycache__", "_pyproject.toml")
+        or not ((Path(folder) / name).is_dir() or name.endswith(BUNDLED_SUFFIXES))
+    }
+
+
+def environment() -> dict[str, str]:
+    """Return this process's environment for one of Flower's commands, which start their helpers by bare name."""
+    scripts = dict.fromkeys([str(Path(sys.executable).parent), sysconfig.get_path("scripts")])
+    return {**os.environ, **QUIET, "PATH": os.pathsep.join([*scripts, os.environ.get("PATH", os.defpath)])}
+
+
+def executable(name: str, path: str) -> str:
+    """Return the path of one of Flower's commands.
+
+    Raises
+    ------
+    LaunchError : it is not installed.
+    """
+    found = shutil.which(name, path=path)
+    if found is None:
+        raise LaunchError(f"'{name}' is not installed beside {sys.executable}: pip install 'flwr[simulation]'")
+    return found
+
+
+def submit(
+    app: Path, connection: str, run_config: Mapping[str, Any], *options: str, folder: Path, env: Mapping[str, str]
+) -> int:
+    """Bundle an app and start a run with ``flwr run``; return Flower's run id.
+
+    Parameters
+    ----------
+    app : folder of the app.   connection : name of the SuperLink in Flower's configuration.
+    run_config : overrides of the app's run-config.   options : further options of ``flwr run``.
+    folder : working folder; the run-config file is written there.   env : environment of the command.
+
+    Raises
+    ------
+    BadRequest : Flower refuses the run-config.
+    LaunchError : there is no answer, or another error; with Flower's message.
+    """
+    settings = folder / "run.toml"
+    settings.write_text(tomli_w.dumps(dict(run_config)), encoding="utf-8")
+    command = [executable("flwr", env["PATH"]), "run", str(app), connection, "--run-config", str(settings), *options]
+    try:
+        done = subprocess.run(
+            [*command, "--format", "json"],
+            cwd=folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=180,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError("flwr run: no answer within 180 s") from error
+    try:
+        reply = json.loads(done.stdout[done.stdout.index("{") :])
+    except ValueError:
+        reply = {"error-message": done.stderr or done.stdout}
+    if reply.get("success"):
+        return int(reply["run-id"])
+    message = str(reply.get("error-message") or done.stderr).strip()
+    refused = "Invalid run configuration" in message or "[code: 15]" in message
+    raise (BadRequest if refused else LaunchError)(f"flwr run: {message}")
+
+
+class Control:
+    """Flower's control API of one SuperLink.
+
+    It is called in this process, because each call of the command line costs a second of a core that the clients could
+    use.
+
+    Parameters
+    ----------
+    connect : makes a client of the API. The log is read through a second one, in another thread.
+    """
+
+    def __init__(self, connect: Callable[[], Any]) -> None:
+        self._connect = connect
+        self._client = connect()
+
+    @classmethod
+    def of_connection(cls, connection: Any) -> Control:
+        """Connect as ``flwr`` does, with the certificates and the account of a connection in Flower's configuration."""
+        from flwr.cli.utils import init_http_client_from_connection
+
+        def connect() -> Any:
+            with contextlib.redirect_stdout(io.StringIO()):  # Flower prints the connection's name
+                return init_http_client_from_connection(connection)
+
+        return cls(connect)
+
+    @classmethod
+    def of_port(cls, port: int) -> Control:
+        """Connect to a SuperLink without TLS on this machine, past any proxy of the environment."""
+        from flwr.supercore.control import ControlHttpClient
+        from flwr.supercore.interceptors import RuntimeVersionHttpInterceptor
+
+        def connect() -> Any:
+            # The HTTP library reads these variables when the client is made.
+            with process.environment(NO_PROXY="127.0.0.1", no_proxy="127.0.0.1"):
+                return ControlHttpClient.from_server_address(
+                    server_address=f"127.0.0.1:{port}",
+                    insecure=True,
+                    root_certificates=None,
+                    interceptors=[RuntimeVersionHttpInterceptor(component_name="fedapp")],
+                )
+
+        return cls(connect)
+
+    def __enter__(self) -> Control:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.close()
+
+    def status(self, run_id: int) -> tuple[str, str]:
+        """Return a run's status and details in Flower's words, ``unknown`` when the SuperLink gives no answer."""
+        from flwr.proto.control_pb2 import ListRunsRequest
+
+        try:
+            run = self._client.ListRuns(ListRunsRequest(run_id=run_id)).run_dict[run_id]
+        except Exception as error:
+            return "unknown", f"{type(error).__name__}: {error}"
+        return ":".join(filter(None, (run.status.status, run.status.sub_status))), run.status.details
+
+    def stop(self, run_id: int) -> None:
+        """Stop a run; no error if it has ended already or the SuperLink does not answer."""
+        from flwr.proto.control_pb2 import StopRunRequest
+
+        with contextlib.suppress(Exception):
+            self._client.StopRun(StopRunRequest(run_id=run_id))
+
+    def nodes(self) -> list[tuple[int, str]]:
+        """Return (id, status) of all registered nodes."""
+        from flwr.proto.control_pb2 import ListNodesRequest
+
+        return [(n.node_id, n.status) for n in self._client.ListNodes(ListNodesRequest()).nodes_info]
+
+    def read_log(self, run_id: int, take: Callable[[str], object], ended: threading.Event) -> threading.Thread:
+        """Start a thread that hands over what a run prints, until the run ends or `ended` is set.
+
+        A broken stream is resumed where it broke.
+        """
+        from flwr.proto.control_pb2 import StreamLogsRequest
+
+        client = self._connect()
+
+        def read() -> None:
+            seen = 0.0
+            while not ended.is_set():
+                try:
+                    for reply in client.StreamLogs(StreamLogsRequest(run_id=run_id, after_timestamp=seen)):
+                        take(reply.log_output)
+                        seen = max(seen, reply.latest_timestamp)
+                    break
+                except Exception:
+                    ended.wait(1.0)
+            with contextlib.suppress(Exception):
+                client.close()
+
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        return thread
