@@ -1,4 +1,5 @@
 # Two commands do everything: `make run` and `make test`. Both set up .venv at their first call only.
+# While you work on a method: `make quick`.
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -6,19 +7,29 @@ READY := $(VENV)/.ready
 export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-.PHONY: run test slow mutants bench lint setup clean
+# Each worker has one thread, and there are as many workers as cores.
+test quick slow mutants: export OMP_NUM_THREADS := 1
+WORKERS := -n logical --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
+# The mathematics: the core, every method, the local learning.
+QUICK := $(sort $(wildcard tests/test_core_*.py $(patsubst %,tests/test_%.py,$(notdir \
+	$(basename $(wildcard strategies/*.py clients/*.py fedapp/learning/*.py))))))
+
+.PHONY: run test quick slow mutants bench lint setup clean
 
 run: $(READY)
 	$(BIN)/fedapp compare fedapp/conf/digits.toml --methods local,lgfedavg,fedclassavg --engine ray
 
 test: $(READY) lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
+
+quick: $(READY) lint
+	$(BIN)/python -m pytest $(WORKERS) $(QUICK)
 
 slow: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow
 
 mutants: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.mutants --page docs/mutants.md
+	$(BIN)/python -m tests.mutants --page docs/mutants.md
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks

@@ -21,7 +21,8 @@ from fedapp.process import hand_over
 from tests.standin import runs
 
 SETTINGS: dict[str, Any] = {
-    "dataset": "digits", "clients": 2, "rounds": 2, "batch_size": 16, "alpha": 5.0, "data_fraction": 0.2, "seed": 3,
+    "dataset": "digits", "clients": 2, "rounds": 2, "local_epochs": 1, "batch_size": 16, "alpha": 5.0,
+    "data_fraction": 0.2, "seed": 3,
 }  # fmt: skip
 ROOT = Path(__file__).parents[1]
 
@@ -70,7 +71,7 @@ def test_every_method_on_a_device(name: str, found: dict[str, Any]) -> None:
     # Once for the loss of a whole training; what normalises images goes there once in a process.
     waits = dict(run["waits_in_training"])
     assert waits.pop("transforms.py:_affine", 0) <= 2
-    assert waits == {"training.py:train": run["trainings"]} and run["steps"] > 10 * run["trainings"]
+    assert waits == {"training.py:train": run["trainings"]} and run["steps"] >= 5 * run["trainings"]
 
 
 def test_augmentation_never_waits(found: dict[str, Any]) -> None:
