@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fedapp.engines.local import RunResult, run
+    from fedapp.engines.local import run
+    from fedapp.results.runs import RunResult
 
 __all__ = ["RunResult", "__version__", "run"]
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +25,7 @@ from fedapp.errors import BadRequest
 from fedapp.experiments import compare, tables
 from fedapp.experiments.jobs import MAX_FOLDER, Job, Variant
 from fedapp.results import report
+from fedapp.results.statistics import signed_rank
 
 BASE: dict[str, Any] = {
     "dataset": "digits", "clients": 4, "num-server-rounds": 3, "local-epochs": 1, "batch-size": 64, "alpha": 1.0,
@@ -336,7 +335,7 @@ def test_several_settings_are_tabled_and_tested_apart(tmp_path: Path, no_page: l
     by_seed = [finals["fedavg-lr=0.02", s] - finals["local", s] for s in (0, 1)]
     assert row["mean_difference"] == pytest.approx(np.mean([d.mean() for d in by_seed]))
     assert row["std_over_seeds"] == pytest.approx(np.std([d.mean() for d in by_seed], ddof=1))
-    assert row["p"] == row["p_holm"] == tables.signed_rank(np.concatenate(by_seed))
+    assert row["p"] == row["p_holm"] == signed_rank(np.concatenate(by_seed))
     assert result.stdout.count("after 3 rounds") == 2
     assert "settings differ, lr: local 0.05, fedavg(lr=0.02) 0.02" in result.stdout
 
@@ -424,82 +423,6 @@ def test_progress_is_read_from_the_last_round_told(tmp_path: Path) -> None:
     assert compare.rounds_done(tmp_path) == 2
 
 
-# ---- numbers ---------------------------------------------------------------------------------------------------------
-
-
-def test_worst_client_and_tenth() -> None:
-    assert tables.worst([0.9, 0.5, math.nan, 0.7]) == (0.5, 0.5)
-    assert tables.worst([i / 20 for i in range(20)]) == (0.0, pytest.approx(0.025))
-    assert tables.worst([0.1, 0.2, *[1.0] * 9]) == (0.1, pytest.approx(0.15)), "11 clients: a tenth is two"
-    assert all(math.isnan(v) for v in tables.worst([]))
-
-
-def test_rounds_and_bytes_to_a_target() -> None:
-    rounds = pd.DataFrame(
-        {
-            "round": [1, 2, 3],
-            "clients": [4, 3, 4],
-            "dropped": [0, 1, 0],
-            "bytes_up": [10.0, 20.0, 10.0],
-            "bytes_down": [5.0, 5.0, 5.0],
-            "trained_accuracy": [0.5, 0.8, 0.7],
-        }
-    )
-    assert list(tables.traffic(rounds)) == [60.0, 140.0, 200.0]
-    assert tables.reached(rounds, "trained_accuracy", 0.7) == (2.0, 140.0)
-    assert tables.reached(rounds, "trained_accuracy", 0.5) == (1.0, 60.0)
-    assert all(math.isnan(v) for v in tables.reached(rounds, "trained_accuracy", 0.81))
-    assert all(math.isnan(v) for v in tables.reached(rounds, "global_accuracy", 0.1))
-    assert all(math.isnan(v) for v in tables.reached(rounds, "trained_accuracy", math.nan))
-
-
-def enumerated(differences: list[float]) -> float:
-    """Exact two-sided p of the signed-rank test, by going through all signs; no ties, no zeros."""
-    ranks = np.argsort(np.argsort(np.abs(differences))) + 1
-    total = ranks.sum()
-
-    def distance(signs: Any) -> float:
-        return abs(2 * ranks[np.asarray(signs, dtype=bool)].sum() - total)
-
-    here = distance([d > 0 for d in differences])
-    signs = list(itertools.product([0, 1], repeat=len(ranks)))
-    return sum(distance(s) >= here for s in signs) / len(signs)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_signed_rank_equals_enumeration(seed: int) -> None:
-    drawn = np.random.default_rng(seed).normal(0.4, 1.0, 9)
-    assert tables.signed_rank(drawn) == pytest.approx(enumerated(list(drawn)))
-    assert tables.signed_rank(-drawn) == pytest.approx(tables.signed_rank(drawn))
-
-
-def test_signed_rank_without_differences_is_one_and_ties_do_not_depend_on_rounding() -> None:
-    assert tables.signed_rank(np.zeros(5)) == 1.0
-    assert tables.signed_rank(np.full(3, 1e-17)) == 1.0
-    a = np.array([0.8 - 0.7, 0.7 - 0.6, 0.2 - 0.1, 0.3, -0.2, 0.0])
-    b = np.array([0.1, 0.1, 0.1, 0.3, -0.2, 0.0])
-    assert tables.signed_rank(a) == tables.signed_rank(b)
-
-
-def test_holm_on_worked_numbers() -> None:
-    assert tables.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert tables.holm([0.6, 0.5]) == [1.0, 1.0]
-    assert tables.holm([]) == []
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
-def test_holm_rejects_what_stepping_down_rejects(p: list[float]) -> None:
-    corrected = tables.holm(p)
-    for level in (0.01, 0.05, 0.2):
-        rejected = set()
-        for step, index in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
-            if (len(p) - step) * p[index] > level:
-                break
-            rejected.add(index)
-        assert rejected == {i for i, v in enumerate(corrected) if v <= level}
-    assert all(c >= q for c, q in zip(corrected, p))
-
-
 # ---- may they be compared? -------------------------------------------------------------------------------------------
 
 
@@ -560,14 +483,3 @@ def test_a_narrow_pipe_does_not_squeeze_names(
     assert result.stdout.count("Standalone ") >= 2
     assert result.stdout.count("cwFedAvg + WDR (lam=1)") == 3
     assert "…" not in result.stdout
-
-
-def test_cells() -> None:
-    assert tables.spread(pd.Series([0.5, 0.7])) == "60.0 ± 14.1"
-    assert tables.spread(pd.Series([0.5])) == "50.0"
-    assert tables.spread(pd.Series([math.nan, None])) == "-"
-    assert tables.until(pd.Series([3.0, 5.0])) == "4"
-    assert tables.until(pd.Series([3.0, math.nan])) == "3 (1/2)"
-    assert tables.until(pd.Series([math.nan])) == "never"
-    assert tables.probability(0.0004) == "p < 0.001"
-    assert tables.probability(0.25) == "p = 0.250"

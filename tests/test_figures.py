@@ -19,8 +19,9 @@ from fedapp.engines.local import run
 from fedapp.learning.state import ClientStore, read_head_norms
 from fedapp.models import build_model
 from fedapp.results import analysis, figures
-from fedapp.results.analysis import RunData, Unavailable, read_comparison, read_run
+from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import gallery, plots, style
+from fedapp.results.runs import Comparison, RunResult, groups_of, read_comparison, read_run, varying
 from fedapp.transport import checkpoint
 
 SMALL: dict[str, Any] = {"dataset": "digits", "clients": 4, "rounds": 3, "local_epochs": 1, "batch_size": 8}
@@ -32,35 +33,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def cw(folder: Path) -> RunData:
+def cw(folder: Path) -> RunResult:
     run(**{**SMALL, "method": "cwfedavg", "partition": "classes", "classes_per_client": 4, "out": folder / "cw"})
     return read_run(folder / "cw")
 
 
 @pytest.fixture(scope="module")
-def ccvr(folder: Path) -> RunData:
+def ccvr(folder: Path) -> RunResult:
     run(**{**SMALL, "method": "ccvr", "alpha": 0.2, "clients": 3, "out": folder / "ccvr"})
     return read_run(folder / "ccvr")
 
 
 @pytest.fixture(scope="module")
-def mixed(folder: Path) -> RunData:
+def mixed(folder: Path) -> RunResult:
     settings = {**SMALL, "clients": 3, "rounds": 2, "method": "fedclassavg", "model": "digits-a,digits-b"}
     run(**{**settings, "out": folder / "mixed"})
     return read_run(folder / "mixed")
 
 
-def files(data: RunData, client: int) -> list[Path]:
-    return sorted((data.path / "state" / "run" / str(client)).glob("*.safetensors"))
+def files(data: RunResult, client: int) -> list[Path]:
+    return sorted((data.out / "state" / "run" / str(client)).glob("*.safetensors"))
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def test_counts_are_those_of_the_saved_partition(cw: RunData) -> None:
+def test_counts_are_those_of_the_saved_partition(cw: RunResult) -> None:
     from fedapp.data.partitions import Partition
 
-    partition = Partition.load(cw.path / "partition.npz")
+    partition = Partition.load(cw.out / "partition.npz")
     labels = analysis.data_of(cw).dataset.pool_labels
     slow = np.zeros((4, 10), int)
     for k, client in enumerate(partition.clients):
@@ -70,9 +71,9 @@ def test_counts_are_those_of_the_saved_partition(cw: RunData) -> None:
     np.testing.assert_allclose(analysis.label_shares(cw), slow / slow.sum(axis=1, keepdims=True))
 
 
-def test_a_moved_run_directory_is_read_where_it_lies(cw: RunData, tmp_path: Path) -> None:
+def test_a_moved_run_directory_is_read_where_it_lies(cw: RunResult, tmp_path: Path) -> None:
     moved = tmp_path / "elsewhere"
-    shutil.copytree(cw.path, moved)
+    shutil.copytree(cw.out, moved)
     here, there = analysis.client_arrays(cw), analysis.client_arrays(read_run(moved))
     assert here.keys() == there.keys()
     for client, (server_round, arrays) in here.items():
@@ -80,11 +81,11 @@ def test_a_moved_run_directory_is_read_where_it_lies(cw: RunData, tmp_path: Path
         np.testing.assert_array_equal(there[client][1]["model/head.weight"], arrays["model/head.weight"])
 
 
-def test_data_that_changed_since_the_run_are_not_used(cw: RunData, tmp_path: Path) -> None:
+def test_data_that_changed_since_the_run_are_not_used(cw: RunResult, tmp_path: Path) -> None:
     import json
 
     moved = tmp_path / "changed"
-    shutil.copytree(cw.path, moved)
+    shutil.copytree(cw.out, moved)
     card = json.loads((moved / "data_card.json").read_text())
     (moved / "data_card.json").write_text(json.dumps({**card, "hash": "0" * 64}))
     with pytest.raises(Unavailable, match="changed since the run"):
@@ -94,7 +95,7 @@ def test_data_that_changed_since_the_run_are_not_used(cw: RunData, tmp_path: Pat
 # ---- heads -----------------------------------------------------------------------------------------------------------
 
 
-def test_head_norms_are_those_of_the_stored_models(cw: RunData) -> None:
+def test_head_norms_are_those_of_the_stored_models(cw: RunResult) -> None:
     ids, norms = analysis.head_norms(cw)
     assert ids == [0, 1, 2, 3]
     for k in ids:
@@ -103,7 +104,7 @@ def test_head_norms_are_those_of_the_stored_models(cw: RunData) -> None:
         np.testing.assert_allclose(norms[k], slow, rtol=1e-6)
 
 
-def test_the_history_of_norms_ends_with_the_stored_models(cw: RunData) -> None:
+def test_the_history_of_norms_ends_with_the_stored_models(cw: RunResult) -> None:
     history = analysis.head_norm_history(cw)
     _, norms = analysis.head_norms(cw)
     for k, (rounds, rows) in history.items():
@@ -113,7 +114,7 @@ def test_the_history_of_norms_ends_with_the_stored_models(cw: RunData) -> None:
         np.testing.assert_allclose(rows[-2], np.linalg.norm(before, axis=1), rtol=1e-6)
 
 
-def test_resume_leaves_the_history_as_if_never_stopped(cw: RunData, tmp_path: Path) -> None:
+def test_resume_leaves_the_history_as_if_never_stopped(cw: RunResult, tmp_path: Path) -> None:
     settings = {**SMALL, "method": "cwfedavg", "partition": "classes", "classes_per_client": 4}
     run(**{**settings, "rounds": 2, "out": tmp_path / "resumed"})
     run(resume=tmp_path / "resumed", rounds=3)
@@ -147,18 +148,18 @@ def test_notes_of_other_runs_go_with_their_states(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "0").glob("*.head-norms")] == ["bb.head-norms"]
 
 
-def test_head_norms_never_travel(cw: RunData) -> None:
-    for path in (cw.path / "checkpoint").glob("*.safetensors"):
+def test_head_norms_never_travel(cw: RunResult) -> None:
+    for path in (cw.out / "checkpoint").glob("*.safetensors"):
         assert not any("norm" in name for name in load_file(path))
     assert not any("norm" in c for c in cw.clients.columns)
 
 
-def test_who_learns_from_whom_is_what_the_server_hands_out_next(cw: RunData) -> None:
+def test_who_learns_from_whom_is_what_the_server_hands_out_next(cw: RunResult) -> None:
     """A times the uploads, in plain loops, is the blend of class models that the checkpoint holds."""
     ids, matrix, _ = analysis.who_learns_from_whom(cw)
     np.testing.assert_allclose(matrix.sum(axis=1), 1)
     uploads = [load_file(files(cw, k)[-1])["model/head.weight"].astype(np.float64) for k in ids]
-    found = checkpoint.latest(cw.path / "checkpoint")
+    found = checkpoint.latest(cw.out / "checkpoint")
     assert found is not None
     state = found[1]
     rows = [state["rows"][i]["head.weight"].astype(np.float64) for i in range(len(state["rows"]))]
@@ -171,7 +172,7 @@ def test_who_learns_from_whom_is_what_the_server_hands_out_next(cw: RunData) -> 
         np.testing.assert_allclose(mine, handed_out, rtol=1e-5, atol=1e-6)
 
 
-def after(folder: Path, method: str, **more: Any) -> tuple[RunData, dict[str, Any]]:
+def after(folder: Path, method: str, **more: Any) -> tuple[RunResult, dict[str, Any]]:
     run(**{**SMALL, "rounds": 2, "method": method, "out": folder / method, **more})
     found = checkpoint.latest(folder / method / "checkpoint")
     assert found is not None
@@ -213,7 +214,7 @@ def test_tables_of_fedfomo_and_ktpfl_by_rows(folder: Path) -> None:
     np.testing.assert_allclose(matrix * state["c"].sum(axis=1)[:, None], state["c"])
 
 
-def test_without_weights_the_reason_is_told(mixed: RunData) -> None:
+def test_without_weights_the_reason_is_told(mixed: RunResult) -> None:
     with pytest.raises(Unavailable, match="fedclassavg keeps no weights") as e:
         analysis.who_learns_from_whom(mixed)
     assert "cwfedavg" in e.value.command
@@ -222,7 +223,7 @@ def test_without_weights_the_reason_is_told(mixed: RunData) -> None:
 # ---- representations -------------------------------------------------------------------------------------------------
 
 
-def test_stages_are_what_the_layers_put_out(cw: RunData) -> None:
+def test_stages_are_what_the_layers_put_out(cw: RunResult) -> None:
     model = analysis.client_models(cw, 1)[0]
     x, _ = analysis.probe(cw, 40)
     outputs = analysis.stages(cw, model, x)
@@ -245,7 +246,7 @@ def test_linear_cka_worked_numbers() -> None:
     assert linear_cka(a, b) == pytest.approx(0.400781, abs=6e-7)
 
 
-def test_cka_of_layers_against_the_formula(cw: RunData) -> None:
+def test_cka_of_layers_against_the_formula(cw: RunResult) -> None:
     ids, maps = analysis.layer_cka(cw, images=60)
     assert list(maps) == ["conv1", "conv2", "features", "head"]
     models = analysis.client_models(cw)
@@ -258,7 +259,7 @@ def test_cka_of_layers_against_the_formula(cw: RunData) -> None:
         np.testing.assert_allclose(np.diag(maps[name]), 1)
 
 
-def test_inner_layers_are_compared_between_equal_architectures_only(mixed: RunData) -> None:
+def test_inner_layers_are_compared_between_equal_architectures_only(mixed: RunResult) -> None:
     ids, maps = analysis.layer_cka(mixed, images=40)
     assert ids == [0, 1, 2]
     assert list(maps)[-2:] == ["features", "head"]
@@ -290,7 +291,7 @@ def test_conductance_against_captum() -> None:
     np.testing.assert_allclose(ours, theirs[0].detach().numpy(), atol=5e-4)
 
 
-def test_ranks_are_of_the_units_and_clients_that_are_right(cw: RunData) -> None:
+def test_ranks_are_of_the_units_and_clients_that_are_right(cw: RunResult) -> None:
     ids, right = analysis.right_clients(cw, 50)
     found = analysis.conductance(cw, None, (ids, right))
     best = right.sum(axis=0).max()
@@ -307,7 +308,7 @@ def test_tsne_is_the_same_every_time() -> None:
         analysis.embed(rows[:4], 5)
 
 
-def test_every_client_sees_the_same_images_in_the_embedding(cw: RunData) -> None:
+def test_every_client_sees_the_same_images_in_the_embedding(cw: RunResult) -> None:
     found = analysis.client_embedding(cw, clients=3, points=90)
     assert found.points.shape == (len(found.label), 2)
     first = found.label[found.client == 0]
@@ -319,7 +320,7 @@ def test_every_client_sees_the_same_images_in_the_embedding(cw: RunData) -> None
 # ---- calibration -----------------------------------------------------------------------------------------------------
 
 
-def test_the_sweep_repeats_the_runs_own_calibration(ccvr: RunData) -> None:
+def test_the_sweep_repeats_the_runs_own_calibration(ccvr: RunResult) -> None:
     """The same statistics, draws and training order: 0 samples is `before`, the run's M_c is `after`.
 
     On the wire means and covariances are float32 here, which may tip one test image.
@@ -333,14 +334,14 @@ def test_the_sweep_repeats_the_runs_own_calibration(ccvr: RunData) -> None:
     assert found.separability > 0
 
 
-def test_head_norms_before_and_after_calibration(ccvr: RunData) -> None:
+def test_head_norms_before_and_after_calibration(ccvr: RunResult) -> None:
     before, after = (np.linalg.norm(analysis.global_arrays(ccvr, c)["head.weight"], axis=1) for c in (False, True))
     ratios = ccvr.summary["calibration"]["head_norm_ratio"]
     assert before.max() / before.min() == pytest.approx(ratios[0], rel=1e-5)
     assert after.max() / after.min() == pytest.approx(ratios[1], rel=1e-5)
 
 
-def test_predictions_before_and_after_are_the_two_heads(ccvr: RunData) -> None:
+def test_predictions_before_and_after_are_the_two_heads(ccvr: RunResult) -> None:
     found = analysis.calibration_embedding(ccvr, points=150)
     x, y = analysis.probe(ccvr, 150)
     np.testing.assert_array_equal(found.label, y)
@@ -351,7 +352,7 @@ def test_predictions_before_and_after_are_the_two_heads(ccvr: RunData) -> None:
         np.testing.assert_array_equal(predicted, (z @ arrays["head.weight"].T + arrays["head.bias"]).argmax(axis=1))
 
 
-def test_personal_models_cannot_be_calibrated(cw: RunData) -> None:
+def test_personal_models_cannot_be_calibrated(cw: RunResult) -> None:
     with pytest.raises(Unavailable, match="cwfedavg has no global model"):
         analysis.calibration_sweep(cw)
 
@@ -360,7 +361,7 @@ def test_personal_models_cannot_be_calibrated(cw: RunData) -> None:
 
 
 @pytest.fixture(scope="module")
-def sweep(folder: Path) -> analysis.Comparison:
+def sweep(folder: Path) -> Comparison:
     base = {**SMALL, "clients": 3, "rounds": 1}
     for alpha, seed in itertools.product((0.3, 3.0), (0, 1)):
         run(**{**base, "method": "local", "alpha": alpha, "seed": seed, "out": folder / "sweep" / f"a{alpha}-s{seed}"})
@@ -370,14 +371,14 @@ def sweep(folder: Path) -> analysis.Comparison:
     return read_comparison(folder / "sweep")
 
 
-def test_settings_and_seeds_are_told_apart(sweep: analysis.Comparison) -> None:
+def test_settings_and_seeds_are_told_apart(sweep: Comparison) -> None:
     assert len(sweep.runs) == 6
-    assert set(analysis.varying(sweep.runs)) == {"alpha", "method-args"}
-    groups = {tuple(s.items()): len(m) for s, m in analysis.groups_of(sweep.runs)}
+    assert set(varying(sweep.runs)) == {"alpha", "method-args"}
+    groups = {tuple(s.items()): len(m) for s, m in groups_of(sweep.runs)}
     assert groups == {(("alpha", 0.3),): 4, (("alpha", 3.0),): 2}
 
 
-def test_a_sweep_shows_mean_and_spread_over_seeds(sweep: analysis.Comparison) -> None:
+def test_a_sweep_shows_mean_and_spread_over_seeds(sweep: Comparison) -> None:
     curve = gallery._sweep_lines([r for r in sweep.runs if r.method == "local"], "alpha")["trained"][0]
     for i, alpha in enumerate((0.3, 3.0)):
         scores = [
@@ -391,7 +392,7 @@ def test_a_sweep_shows_mean_and_spread_over_seeds(sweep: analysis.Comparison) ->
         assert curve.spread[i] == pytest.approx(abs(scores[0] - scores[1]) / 2**0.5)
 
 
-def test_hyperparameters_of_a_method_make_a_figure_with_the_distance(sweep: analysis.Comparison) -> None:
+def test_hyperparameters_of_a_method_make_a_figure_with_the_distance(sweep: Comparison) -> None:
     ids = [d.id for d in gallery.hyperparameters(sweep.runs)]
     assert ids == ["sweep-cwfedavg-lam", "sweep-cwfedavg-lam-distance"]
 
@@ -404,7 +405,7 @@ ALWAYS = {
 }  # fmt: skip
 
 
-def test_each_kind_of_run_has_its_figures(cw: RunData, ccvr: RunData) -> None:
+def test_each_kind_of_run_has_its_figures(cw: RunResult, ccvr: RunResult) -> None:
     found = figures.of_run(cw)
     assert {d.id for d in found.drawings} == ALWAYS | {"who-learns-from-whom"}
     assert all("drawn" not in m.why for m in found.missing)
@@ -415,9 +416,9 @@ def test_each_kind_of_run_has_its_figures(cw: RunData, ccvr: RunData) -> None:
         assert drawing.caption.endswith(".")
 
 
-def test_what_is_left_out_says_why_and_what_to_do(cw: RunData, tmp_path: Path) -> None:
+def test_what_is_left_out_says_why_and_what_to_do(cw: RunResult, tmp_path: Path) -> None:
     moved = tmp_path / "bare"
-    shutil.copytree(cw.path, moved)
+    shutil.copytree(cw.out, moved)
     shutil.rmtree(moved / "state")
     found = figures.of_run(read_run(moved))
     missing = {m.title: m for m in found.missing}
@@ -427,9 +428,9 @@ def test_what_is_left_out_says_why_and_what_to_do(cw: RunData, tmp_path: Path) -
     assert {d.id for d in found.drawings} >= {"learning-curves", "labels-heat"}
 
 
-def test_a_run_on_devices_has_curves_and_no_data(cw: RunData, tmp_path: Path) -> None:
+def test_a_run_on_devices_has_curves_and_no_data(cw: RunResult, tmp_path: Path) -> None:
     moved = tmp_path / "devices"
-    shutil.copytree(cw.path, moved)
+    shutil.copytree(cw.out, moved)
     shutil.rmtree(moved / "state")
     for name in ("data_card.json", "partition.npz"):
         (moved / name).unlink()

@@ -21,7 +21,7 @@ from fedapp import cli
 from fedapp.engines.local import run
 from fedapp.errors import BadRequest
 from fedapp.results import report
-from fedapp.results.analysis import read_comparison, read_run
+from fedapp.results.runs import read_comparison, read_run
 
 SMALL: dict[str, Any] = {"dataset": "digits", "clients": 3, "rounds": 2, "local_epochs": 1, "batch_size": 16}
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -319,7 +319,7 @@ def test_runs_that_did_not_end_well_are_named_and_not_counted(several: Path, tmp
     report.write(path)
     found, data = page(path), read_comparison(path)
     assert "1 of 6 runs have not ended well and are not counted: runs/fedavg-s1." in found.said
-    only = next(r for r in data.runs if r.path.name == "fedavg-s0").summary["accuracy"]["received"]["last"]
+    only = next(r for r in data.runs if r.out.name == "fedavg-s0").summary["accuracy"]["received"]["last"]
     assert next(r for r in found.rows if r and r[0] == "FedAvg")[1] == f"{100 * only:.1f}"
     assert ["killed", "runs/fedavg-s1"] in found.rows
 
@@ -340,7 +340,7 @@ def test_the_command_writes_page_and_figures(single: Path, tmp_path: Path) -> No
 def test_a_folder_without_runs_is_a_bad_request(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="neither a run"):
         report.write(tmp_path)
-    with pytest.raises(BadRequest, match="is no folder"):
+    with pytest.raises(BadRequest, match="is not a folder"):
         report.write(tmp_path / "nothing")
     (tmp_path / "config.toml").write_text("method = ")
     with pytest.raises(BadRequest, match="cannot be read"):

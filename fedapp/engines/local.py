@@ -2,50 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import pandas as pd
 
 from fedapp import config as configuration
 from fedapp.config import RunConfig
 from fedapp.errors import BadRequest
 from fedapp.results.directory import absolute, check_out, new_folder, run_name
+from fedapp.results.runs import RunResult, read_run
 from fedapp.tasks import simulated as tasks
 
 DEFAULT_CLIENTS = 10
 Listener = Callable[[Mapping[str, Any]], None]
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """Where a run's results lie, and what they are.
-
-    Attributes
-    ----------
-    out : the run directory.   summary : its `summary.json`.
-    """
-
-    out: Path
-    summary: dict[str, Any]
-
-    @property
-    def rounds(self) -> pd.DataFrame:
-        """A row a round."""
-        return pd.read_csv(self.out / "rounds.csv")
-
-    @property
-    def clients(self) -> pd.DataFrame:
-        """A row a client and round."""
-        return pd.read_csv(self.out / "clients.csv")
-
-    @property
-    def final(self) -> pd.DataFrame:
-        """A row a client, scored after the last round."""
-        return pd.read_csv(self.out / "final.csv")
 
 
 def effective(values: Mapping[str, Any]) -> RunConfig:
@@ -102,8 +71,8 @@ def run_local(config: RunConfig, listener: Listener | None = None) -> RunResult:
     from fedapp.transport.local_grid import LocalGrid
 
     flat = config.to_flat()
-    summary = serve(LocalGrid(client_app, flat, config.clients), flat, listener)
-    return RunResult(Path(config.out), summary)
+    serve(LocalGrid(client_app, flat, config.clients), flat, listener)
+    return read_run(Path(config.out))
 
 
 def run(*, out: str | Path | None = None, resume: str | Path | None = None, **settings: Any) -> RunResult:
@@ -137,5 +106,4 @@ def run(*, out: str | Path | None = None, resume: str | Path | None = None, **se
 
 def summary_of(out: Path) -> dict[str, Any]:
     """Read a run's summary, or an empty dict."""
-    path = out / "summary.json"
-    return dict(json.loads(path.read_text())) if path.is_file() else {}
+    return RunResult(out).summary

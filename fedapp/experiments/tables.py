@@ -15,20 +15,17 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
-from scipy import stats
 
 from fedapp import config as configuration
 from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.engines import local as engines
 from fedapp.errors import BadRequest
 from fedapp.experiments.jobs import Job
+from fedapp.results.statistics import DASH, holm, probability, reached, signed_rank, spread, traffic, until, worst
 
 PROTOCOLS = configuration.PROTOCOLS
-OWN = ("received", "trained")
-"""Protocols that every client has a score in."""
 MEASURES = ("received_accuracy", "trained_accuracy", "received_balanced", "trained_balanced")
 """Columns of final.csv that methods are tested on."""
 NARROWEST = 150
@@ -50,34 +47,6 @@ def describe(job: Job) -> dict[str, Any]:
 
 
 SETTING = ["dataset", "partition", "alpha", "classes_per_client"]
-
-
-def worst(accuracies: Sequence[float]) -> tuple[float, float]:
-    """Return the lowest accuracy, and the mean of the lowest tenth of the clients (at least one); NaN are skipped."""
-    values = np.sort([a for a in accuracies if not math.isnan(a)])
-    if not len(values):
-        return math.nan, math.nan
-    return float(values[0]), float(values[: math.ceil(len(values) / 10)].mean())
-
-
-def traffic(rounds: pd.DataFrame) -> NDArray[np.float64]:
-    """Return the bytes of arrays that all clients together moved in the rounds up to each one, both ways.
-
-    `bytes_up` of rounds.csv is a mean over the clients that answered, `bytes_down` over those that were messaged.
-    """
-    up = rounds["bytes_up"] * rounds["clients"]
-    down = rounds["bytes_down"] * (rounds["clients"] + rounds["dropped"])
-    return np.asarray((up + down).cumsum(), dtype=np.float64)
-
-
-def reached(rounds: pd.DataFrame, column: str, target: float) -> tuple[float, float]:
-    """Return the first round whose `column` is at least `target`, and all bytes up to it; NaN where there is none."""
-    if column not in rounds or math.isnan(target):
-        return math.nan, math.nan
-    hits = np.flatnonzero(rounds[column].to_numpy(dtype=float) >= target)
-    if not len(hits):
-        return math.nan, math.nan
-    return float(rounds["round"].iloc[hits[0]]), float(traffic(rounds)[hits[0]])
 
 
 def results(jobs: Sequence[Job], reference: str, target: float | None = None) -> pd.DataFrame:
@@ -160,28 +129,6 @@ def curves(jobs: Sequence[Job]) -> pd.DataFrame:
 
 
 # ---- paired tests ----------------------------------------------------------------------------------------------------
-
-
-def signed_rank(differences: NDArray[np.float64]) -> float:
-    """Return the two-sided p of Wilcoxon's signed-rank test, with zeros ranked and then left out (Pratt).
-
-    1 where nothing differs. Differences are rounded to 12 digits: equal gaps between accuracies of few images must tie.
-    """
-    rounded = np.round(differences, 12)
-    if not np.any(rounded):
-        return 1.0
-    return float(stats.wilcoxon(rounded, zero_method="pratt").pvalue)
-
-
-def holm(p: Sequence[float]) -> list[float]:
-    """Return p values corrected for their number after Holm (1979): step down, monotone, at most 1."""
-    order = np.argsort(p, kind="stable")
-    corrected = np.empty(len(p))
-    highest = 0.0
-    for rank, index in enumerate(order):
-        highest = max(highest, min(1.0, (len(p) - rank) * p[index]))
-        corrected[index] = highest
-    return [float(v) for v in corrected]
 
 
 def significance(jobs: Sequence[Job], reference: str) -> pd.DataFrame:
@@ -280,29 +227,6 @@ def verify(jobs: Sequence[Job]) -> Shared:
 # ---- showing ---------------------------------------------------------------------------------------------------------
 
 
-def spread(values: pd.Series, factor: float = 100.0, digits: int = 1) -> str:
-    """Format mean and spread over seeds (ddof 1), in percent by default; a dash without values."""
-    numbers = pd.to_numeric(values, errors="coerce").dropna()
-    if numbers.empty:
-        return "-"
-    text = f"{factor * numbers.mean():,.{digits}f}"
-    return f"{text} ± {factor * numbers.std(ddof=1):,.{digits}f}" if len(numbers) > 1 else text
-
-
-def until(values: pd.Series, factor: float = 1.0, digits: int = 0) -> str:
-    """Format rounds or bytes to a target: the mean over the seeds that reached it, and how many did if not all."""
-    numbers = pd.to_numeric(values, errors="coerce").dropna()
-    if numbers.empty:
-        return "never"
-    text = f"{factor * numbers.mean():,.{digits}f}"
-    return text if len(numbers) == len(values) else f"{text} ({len(numbers)}/{len(values)})"
-
-
-def probability(p: float) -> str:
-    """Format a p value."""
-    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
-
-
 def setting_title(part: pd.DataFrame) -> str:
     """Name a setting: data set, partition, clients."""
     first = part.iloc[0]
@@ -372,7 +296,7 @@ def _print_setting(console: Console, part: pd.DataFrame, tests: pd.DataFrame, ti
         rows = part[part["variant"] == label]
         shown.add_row(
             titles[label], spread(rows["trained_worst"]), spread(rows["trained_worst_decile"]),
-            until(rows["trained_target_rounds"], digits=1), until(rows["trained_target_bytes"], 1e-6, 2),
+            until(rows["trained_target_rounds"]), until(rows["trained_target_bytes"], 1e-6, 2),
             f"{rows['bytes_up'].mean():,.0f}", f"{rows['bytes_down'].mean():,.0f}", f"{int(rows['dropped'].sum())}",
             f"{rows['run_seconds'].mean():,.0f}",
         )  # fmt: skip
@@ -402,11 +326,11 @@ def _print_setting(console: Console, part: pd.DataFrame, tests: pd.DataFrame, ti
         for measure in measures:
             row = mine[(mine["variant"] == label) & (mine["measure"] == measure)]
             if row.empty:
-                cells.append("-")
+                cells.append(DASH)
                 continue
             d, s = 100 * row["mean_difference"].iloc[0], 100 * row["std_over_seeds"].iloc[0]
             cells.append(f"{d:+.1f}{'' if math.isnan(s) else f' ± {s:.1f}'}, {probability(row['p_holm'].iloc[0])}")
-        if any(c != "-" for c in cells):
+        if any(c != DASH for c in cells):
             shown.add_row(titles[label], *cells)
     console.print(shown)
 

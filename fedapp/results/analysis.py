@@ -1,7 +1,7 @@
 """What a run directory holds, and what can be computed from it without training again.
 
-`read_run` and `read_comparison` only read. Everything else starts from their results and raises `Unavailable`, with the
-reason and with the command that would make the missing piece, where a directory does not hold what is needed.
+Everything here starts from a run (`fedapp.results.runs`) and raises `Unavailable`, with the reason and with the command
+that would make the missing piece, where the run's directory does not hold what is needed.
 
 | symbol (papers)                 | here                                                               |
 |---------------------------------|--------------------------------------------------------------------|
@@ -15,21 +15,16 @@ reason and with the command that would make the missing piece, where a directory
 from __future__ import annotations
 
 import functools
-import json
-import re
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedapp import config as configuration
 from fedapp.config import RunConfig
 from fedapp.data import partitions
 from fedapp.errors import BadRequest
@@ -38,18 +33,16 @@ from fedapp.learning.state import StateError, read_head_norms, read_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.method import Arrays, Method
 from fedapp.models import SplitModel
+from fedapp.results.runs import RUN_MARK, RunResult
+from fedapp.results.statistics import Floats, Ints
 from fedapp.tasks import simulated as tasks
 from fedapp.tasks.simulated import FederatedData
 from fedapp.transport import checkpoint, selection
-
-Float64 = NDArray[np.float64]
-Int64 = NDArray[np.int64]
 
 PROBE_IMAGES = 600
 """Test images on which clients' models are looked at, drawn by class; the same for all clients and methods."""
 CALIBRATION_IMAGES = 20_000
 """Training images from which class statistics are computed at most."""
-RUN_MARK = "config.toml"
 
 
 class Unavailable(Exception):
@@ -67,212 +60,17 @@ class Unavailable(Exception):
         self.command = command
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class RunData:
-    """A run directory as it lies on disk; files that are not there are empty.
-
-    Attributes
-    ----------
-    flat : run-config as written.   config : the same, validated, or None where this version does not accept it.
-    problem : why `config` is None, else an empty string.
-    card : the data card (`data_card.json`).   error : `error.json` of a run that did not end well.
-    label : the method's id, and in a comparison with its own values: `fedprox(mu=0.1)`.
-    setting : in a comparison, the run-config keys in which its settings differ, without those of the method.
-    """
-
-    path: Path
-    flat: dict[str, Any]
-    config: RunConfig | None
-    problem: str
-    summary: dict[str, Any]
-    versions: dict[str, Any]
-    card: dict[str, Any]
-    error: dict[str, Any]
-    rounds: pd.DataFrame
-    clients: pd.DataFrame
-    final: pd.DataFrame
-    evaluations: pd.DataFrame
-    dropped: pd.DataFrame
-    label: str = ""
-    setting: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def ok(self) -> bool:
-        """Whether the run ended well."""
-        return bool(self.summary.get("ok"))
-
-    @property
-    def method(self) -> str:
-        """The method's id."""
-        return str(self.flat.get("method", "?"))
-
-    @property
-    def seed(self) -> int:
-        """The run's seed."""
-        return int(self.flat.get("seed", 0))
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """Names of the classes, as the data card has them."""
-        return tuple(str(c) for c in self.card.get("classes", ()))
-
-    @property
-    def counts(self) -> Int64:
-        """(K, C) training images by client and class; (0, 0) without a data card (real devices)."""
-        return np.array(self.card.get("train", np.zeros((0, 0))), dtype=np.int64)
-
-    @property
-    def protocols(self) -> tuple[str, ...]:
-        """Protocols that were measured, in the order of the tables."""
-        return tuple(p for p in configuration.PROTOCOLS if f"{p}_accuracy" in self.rounds.columns)
-
-
-def read_run(path: Path) -> RunData:
-    """Read a run directory, finished or not.
-
-    Raises
-    ------
-    BadRequest : there is no `config.toml`, or it is no TOML.
-    """
-    path = path.expanduser().absolute()
-    file = path / RUN_MARK
-    try:
-        flat = tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as e:
-        raise BadRequest(f"{path} holds no run ({RUN_MARK}: {e.strerror})") from e
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise BadRequest(f"{file} cannot be read ({e})") from e
-    config, problem = None, ""
-    try:
-        config = configuration.resolve(configuration.from_flat({**flat, "resume": False}))
-    except BadRequest as e:
-        problem = str(e)
-    return RunData(
-        path=path,
-        flat=flat,
-        config=config,
-        problem=problem,
-        summary=_json(path / "summary.json"),
-        versions=_json(path / "versions.json"),
-        card=_json(path / "data_card.json"),
-        error=_json(path / "error.json"),
-        rounds=_table(path / "rounds.csv"),
-        clients=_table(path / "clients.csv"),
-        final=_table(path / "final.csv"),
-        evaluations=_table(path / "evaluations.csv"),
-        dropped=_table(path / "dropped.csv"),
-        label=str(flat.get("method", "?")),
-    )
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _table(path: Path) -> pd.DataFrame:
-    try:
-        return pd.read_csv(path)
-    except (OSError, ValueError):  # absent, empty, or cut off in the middle of a row
-        return pd.DataFrame()
-
-
-@dataclass(frozen=True, eq=False)
-class Comparison:
-    """Several runs under one folder.
-
-    Attributes
-    ----------
-    runs : all run directories, sorted by path.   table : `results.csv` where there is one.
-    """
-
-    path: Path
-    runs: tuple[RunData, ...]
-    table: pd.DataFrame = field(default_factory=pd.DataFrame)
-
-    @property
-    def finished(self) -> tuple[RunData, ...]:
-        """The runs that ended well."""
-        return tuple(r for r in self.runs if r.ok)
-
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Methods, each with its own values, in the order of the table, else by name."""
-        listed = (
-            [str(v) for v in self.table["variant" if "variant" in self.table else "method"]] if len(self.table) else []
-        )
-        present = {r.label for r in self.runs}
-        return tuple(dict.fromkeys([*(v for v in listed if v in present), *sorted(present)]))
-
-
-def read_comparison(path: Path) -> Comparison:
-    """Read all run directories below a folder, up to four levels deep.
-
-    Raises
-    ------
-    BadRequest : there is none.
-    """
-    path = path.expanduser().absolute()
-    folders = sorted(p.parent for depth in range(1, 5) for p in path.glob("*/" * depth + RUN_MARK))
-    runs = [read_run(p) for p in folders if "state" not in p.relative_to(path).parts]
-    if not runs:
-        raise BadRequest(f"{path} holds neither a run ({RUN_MARK}) nor a comparison (run directories below it)")
-    table = _table(path / "results.csv")
-    return Comparison(path, tuple(_labelled(runs, table)), table)
-
-
-def _labelled(runs: Sequence[RunData], table: pd.DataFrame) -> list[RunData]:
-    """Give every run its setting, and a label that tells it from the other runs of that setting and seed.
-
-    `fedapp compare` names the variants of a method in results.csv and in the names of their folders; among other runs,
-    the keys in which those of one method and setting differ make the label.
-    """
-    variants = {_letters(str(v)): str(v) for v in table["variant"]} if "variant" in table else {}
-    named = {r.path: variants.get(_letters(re.sub(r"-s[0-9]+$", "", r.path.name)), "") for r in runs}
-    whole = all(named.values())
-    keys = [k for k in varying(runs) if k != "method-args" and not (whole and k in OWN_KEYS)]
-    settings = {r.path: {k: v for k in keys if (v := _setting(r, k)) is not None} for r in runs}
-    labelled = []
-    for run in runs:
-        label = named[run.path] if whole else ""
-        if not label:
-            like = [r for r in runs if r.method == run.method and settings[r.path] == settings[run.path]]
-            own = [k for k in run.flat if k not in NOT_OWN and len({str(r.flat.get(k)) for r in like}) > 1]
-            inside = [str(run.flat[k]) if k == "method-args" else f"{k}={run.flat[k]}" for k in own]
-            label = run.method + (f"({' '.join(i for i in inside if i)})" if any(inside) else "")
-        labelled.append(replace(run, label=label, setting=settings[run.path]))
-    return labelled
-
-
-def _letters(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]+", "", text)
-
-
-def read(path: Path) -> RunData | Comparison:
-    """Read a run directory, or a folder of run directories."""
-    path = path.expanduser().absolute()
-    if not path.is_dir():
-        raise BadRequest(f"{path} is no folder; give a run directory or the folder of a comparison")
-    return read_run(path) if (path / RUN_MARK).is_file() else read_comparison(path)
-
-
 # ---- models and data of a run ----------------------------------------------------------------------------------------
 
 
-def _config(run: RunData) -> RunConfig:
+def _config(run: RunResult) -> RunConfig:
     if run.config is None:
         raise Unavailable(f"this version does not accept the run's configuration ({run.problem})")
     return run.config
 
 
 @functools.lru_cache(maxsize=1)
-def _data(run: RunData) -> FederatedData:
+def _data(run: RunResult) -> FederatedData:
     config = _config(run)
     if not run.card:
         raise Unavailable("the data lie on the devices: the run has no data card", "fedapp run --engine local ...")
@@ -285,7 +83,7 @@ def _data(run: RunData) -> FederatedData:
     return data
 
 
-def data_of(run: RunData) -> FederatedData:
+def data_of(run: RunResult) -> FederatedData:
     """Load the data of a run and check that they are dealt as they were.
 
     Raises
@@ -295,15 +93,15 @@ def data_of(run: RunData) -> FederatedData:
     return _data(run)
 
 
-def state_folder(run: RunData) -> Path:
+def state_folder(run: RunResult) -> Path:
     """Folder with one folder a client, in which the clients of this run kept their state."""
     config = _config(run)
     # A run directory that was moved or copied takes OUT/state along.
-    root = Path(config.state_dir) if config.state_dir else run.path / "state"
+    root = Path(config.state_dir) if config.state_dir else run.out / "state"
     return root / (config.federation or "run")
 
 
-def client_arrays(run: RunData) -> dict[int, tuple[int, Arrays]]:
+def client_arrays(run: RunResult) -> dict[int, tuple[int, Arrays]]:
     """Read the newest stored state of every client: {client: (round, arrays by name)}.
 
     Names start with `model/` (the model after local training) or `own/`.
@@ -324,15 +122,15 @@ def client_arrays(run: RunData) -> dict[int, tuple[int, Arrays]]:
                 raise Unavailable(str(e)) from e
             found[client] = int(str(header["round"])), arrays
     if not found:
-        raise Unavailable("the clients' stored states are not there (OUT/state)", f"fedapp run {run.path / RUN_MARK}")
+        raise Unavailable("the clients' stored states are not there (OUT/state)", f"fedapp run {run.out / RUN_MARK}")
     return found
 
 
-def _method(run: RunData) -> tuple[Method, Any]:
+def _method(run: RunResult) -> tuple[Method, Any]:
     return _config(run).method_and_hparams()
 
 
-def _model(run: RunData, name: str, arrays: Arrays) -> SplitModel:
+def _model(run: RunResult, name: str, arrays: Arrays) -> SplitModel:
     """Build an architecture as clients of the run's method do, with these values, in evaluation mode."""
     method, hparams = _method(run)
     data = data_of(run)
@@ -345,7 +143,7 @@ def _model(run: RunData, name: str, arrays: Arrays) -> SplitModel:
     return model.eval()
 
 
-def client_models(run: RunData, limit: int | None = None) -> dict[int, SplitModel]:
+def client_models(run: RunResult, limit: int | None = None) -> dict[int, SplitModel]:
     """Build the clients' models as they were after their last local training, in evaluation mode.
 
     Parameters
@@ -361,7 +159,7 @@ def client_models(run: RunData, limit: int | None = None) -> dict[int, SplitMode
     }
 
 
-def global_arrays(run: RunData, calibrated: bool = True) -> Arrays:
+def global_arrays(run: RunResult, calibrated: bool = True) -> Arrays:
     """Read the arrays of the one global model after the last round.
 
     Parameters
@@ -376,13 +174,13 @@ def global_arrays(run: RunData, calibrated: bool = True) -> Arrays:
     if not method.global_model:
         raise Unavailable(f"{run.method} has no global model", "fedapp run --method fedavg ... (or ccvr)")
     if calibrated:
-        path = run.path / "models" / "last.safetensors"
+        path = run.out / "models" / "last.safetensors"
         try:
             return read_safetensors(path)[0]
         except StateError as e:
             raise Unavailable(f"models/{path.name} is not there or damaged") from e
     try:
-        latest = checkpoint.latest(run.path / "checkpoint")
+        latest = checkpoint.latest(run.out / "checkpoint")
     except StateError as e:
         raise Unavailable(f"the checkpoint is damaged ({e})") from e
     arrays = latest[1].get("model") if latest else None
@@ -391,7 +189,7 @@ def global_arrays(run: RunData, calibrated: bool = True) -> Arrays:
     return arrays
 
 
-def global_model(run: RunData, calibrated: bool = True) -> SplitModel:
+def global_model(run: RunResult, calibrated: bool = True) -> SplitModel:
     """Build the global model after the last round, in evaluation mode; see `global_arrays`."""
     config = _config(run)
     model = _model(run, config.model_names[0], global_arrays(run, calibrated))
@@ -400,13 +198,13 @@ def global_model(run: RunData, calibrated: bool = True) -> SplitModel:
     return model
 
 
-def _transforms(run: RunData) -> bool:
+def _transforms(run: RunResult) -> bool:
     """Whether the run's calibrated head sees Tukey-transformed representations."""
     _, hparams = _method(run)
     return bool(getattr(hparams, "transforms_input", False))
 
 
-def probe(run: RunData, limit: int = PROBE_IMAGES) -> tuple[Tensor, Int64]:
+def probe(run: RunResult, limit: int = PROBE_IMAGES) -> tuple[Tensor, Ints]:
     """Draw test images of all clients by class with the run's seed: (n, H, W, C) uint8 and (n,) labels."""
     data = data_of(run)
     indices = partitions.union_test(data.dataset, data.partition, run.seed, limit)
@@ -416,7 +214,7 @@ def probe(run: RunData, limit: int = PROBE_IMAGES) -> tuple[Tensor, Int64]:
     return torch.from_numpy(x), np.asarray(y, dtype=np.int64)
 
 
-def represent(run: RunData, model: SplitModel, x: Tensor) -> NDArray[np.float32]:
+def represent(run: RunResult, model: SplitModel, x: Tensor) -> NDArray[np.float32]:
     """(n, width) float32 representations: what the head sees of images (n, H, W, C) uint8."""
     rows: NDArray[np.float32] = batched(model.represent, x, data_of(run).inputs).float().numpy()
     return rows
@@ -425,7 +223,7 @@ def represent(run: RunData, model: SplitModel, x: Tensor) -> NDArray[np.float32]
 # ---- heads -----------------------------------------------------------------------------------------------------------
 
 
-def label_shares(run: RunData) -> Float64:
+def label_shares(run: RunResult) -> Floats:
     """p, (K, C): shares of the classes in the clients' training splits.
 
     Raises
@@ -435,35 +233,35 @@ def label_shares(run: RunData) -> Float64:
     counts = run.counts
     if not counts.size:
         raise Unavailable("the run has no data card: real devices keep their class counts to themselves")
-    shares: Float64 = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    shares: Floats = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     return shares
 
 
-def head_norms(run: RunData) -> tuple[list[int], Float64]:
+def head_norms(run: RunResult) -> tuple[list[int], Floats]:
     """L2 norms of the rows of the clients' heads after their last local training: client ids, (K, C)."""
     stored = client_arrays(run)
     rows = [np.linalg.norm(a["model/head.weight"].astype(np.float64), axis=1) for _, a in stored.values()]
     return list(stored), np.stack(rows)
 
 
-def head_norm_history(run: RunData) -> dict[int, tuple[Int64, Float64]]:
+def head_norm_history(run: RunResult) -> dict[int, tuple[Ints, Floats]]:
     """Row norms of the clients' heads over rounds: {client: (rounds (T,), norms (T, C))}.
 
     Each client notes them beside its own state, on its own disk; they never travel.
     """
     folder, token = state_folder(run), str(run.versions.get("run", ""))
-    found: dict[int, tuple[Int64, Float64]] = {}
+    found: dict[int, tuple[Ints, Floats]] = {}
     numbered = sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
     for client in numbered:
         rounds, norms = read_head_norms(folder / str(client), token)
         if len(rounds):
             found[client] = rounds, norms.astype(np.float64)
     if not found:
-        raise Unavailable("the clients' notes of head norms are not there", f"fedapp run {run.path / RUN_MARK}")
+        raise Unavailable("the clients' notes of head norms are not there", f"fedapp run {run.out / RUN_MARK}")
     return found
 
 
-def who_learns_from_whom(run: RunData) -> tuple[list[int], Float64, str]:
+def who_learns_from_whom(run: RunResult) -> tuple[list[int], Floats, str]:
     """A, (K, K): the share of client j in what client i is handed out next; rows sum to 1.
 
     Returns
@@ -475,11 +273,11 @@ def who_learns_from_whom(run: RunData) -> tuple[list[int], Float64, str]:
     Unavailable : the method hands out one model to all, or none.
     """
     try:
-        latest = checkpoint.latest(run.path / "checkpoint")
+        latest = checkpoint.latest(run.out / "checkpoint")
     except StateError as e:
         raise Unavailable(f"the checkpoint is damaged ({e})") from e
     if latest is None:
-        raise Unavailable("the checkpoint of the last round is not there", f"fedapp run --resume {run.path}")
+        raise Unavailable("the checkpoint of the last round is not there", f"fedapp run --resume {run.out}")
     state = latest[1]
     find = {
         "cwfedavg": _cwfedavg_weights, "fedamp": _fedamp_weights, "fedfomo": _fedfomo_weights, "ktpfl": _ktpfl_weights,
@@ -493,14 +291,14 @@ def who_learns_from_whom(run: RunData) -> tuple[list[int], Float64, str]:
     return find(run, state)
 
 
-def _sizes(run: RunData) -> Int64:
+def _sizes(run: RunResult) -> Ints:
     if not run.counts.size:
         raise Unavailable("the weights need the clients' sample counts, which only a simulation has")
-    sizes: Int64 = run.counts.sum(axis=1)
+    sizes: Ints = run.counts.sum(axis=1)
     return sizes
 
 
-def _cwfedavg_weights(run: RunData, state: Mapping[str, Any]) -> tuple[list[int], Float64, str]:
+def _cwfedavg_weights(run: RunResult, state: Mapping[str, Any]) -> tuple[list[int], Floats, str]:
     """p~ Q^T from the uploads of the last round."""
     from fedapp.core.classwise import class_weights, mixing_matrix, norm_distribution
 
@@ -514,7 +312,7 @@ def _cwfedavg_weights(run: RunData, state: Mapping[str, Any]) -> tuple[list[int]
     return ids, matrix, "of the class-wise layers, from the row norms of the last heads (cwFedAvg, Eq. 4, 6 and 7)"
 
 
-def _fedamp_weights(run: RunData, state: Mapping[str, Any]) -> tuple[list[int], Float64, str]:
+def _fedamp_weights(run: RunResult, state: Mapping[str, Any]) -> tuple[list[int], Floats, str]:
     """FedAMP's attention over the uploads of the last round."""
     from strategies.fedamp import attention
 
@@ -526,7 +324,7 @@ def _fedamp_weights(run: RunData, state: Mapping[str, Any]) -> tuple[list[int], 
     return ids, np.asarray(attention(models, hparams), dtype=np.float64), "attention of the last round's participants"
 
 
-def _fedfomo_weights(run: RunData, state: Mapping[str, Any]) -> tuple[list[int], Float64, str]:
+def _fedfomo_weights(run: RunResult, state: Mapping[str, Any]) -> tuple[list[int], Floats, str]:
     """FedFomo's table P, its positive part by rows."""
     kept = np.maximum(np.asarray(state["P"], dtype=np.float64), 0)
     total = kept.sum(axis=1, keepdims=True)
@@ -535,7 +333,7 @@ def _fedfomo_weights(run: RunData, state: Mapping[str, Any]) -> tuple[list[int],
     return [int(c) for c in state["ids"]], matrix, how
 
 
-def _ktpfl_weights(run: RunData, state: Mapping[str, Any]) -> tuple[list[int], Float64, str]:
+def _ktpfl_weights(run: RunResult, state: Mapping[str, Any]) -> tuple[list[int], Floats, str]:
     """KT-pFL's knowledge coefficients."""
     c = np.asarray(state["c"], dtype=np.float64)
     return (
@@ -545,7 +343,7 @@ def _ktpfl_weights(run: RunData, state: Mapping[str, Any]) -> tuple[list[int], F
     )
 
 
-def _cluster_weights(run: RunData, state: Mapping[str, Any]) -> tuple[list[int], Float64, str]:
+def _cluster_weights(run: RunResult, state: Mapping[str, Any]) -> tuple[list[int], Floats, str]:
     """IFCA's last choices and CFL's members: within a cluster by sample counts."""
     sizes = _sizes(run)
     if run.method == "cfl":
@@ -555,7 +353,7 @@ def _cluster_weights(run: RunData, state: Mapping[str, Any]) -> tuple[list[int],
         groups = [sorted(c for c, j in chosen.items() if j == k) for k in sorted(set(chosen.values()))]
     ids = sorted(c for members in groups for c in members)
     if not ids:
-        raise Unavailable("no client has a cluster yet", f"fedapp run --resume {run.path}")
+        raise Unavailable("no client has a cluster yet", f"fedapp run --resume {run.out}")
     place = {c: i for i, c in enumerate(ids)}
     matrix = np.zeros((len(ids), len(ids)))
     for members in groups:
@@ -578,14 +376,14 @@ class Embedding:
         class and by client, in -1..1: high by class and low by client where clients agree.
     """
 
-    points: Float64
-    label: Int64
-    client: Int64
+    points: Floats
+    label: Ints
+    client: Ints
     silhouette_label: float
     silhouette_client: float
 
 
-def embed(rows: NDArray[Any], seed: int) -> Float64:
+def embed(rows: NDArray[Any], seed: int) -> Floats:
     """t-SNE of (n, d) rows in two dimensions: principal components as a start, perplexity 30 or less, seeded."""
     from sklearn.manifold import TSNE
 
@@ -593,11 +391,11 @@ def embed(rows: NDArray[Any], seed: int) -> Float64:
         raise Unavailable(f"{len(rows)} points are too few for t-SNE")
     perplexity = min(30.0, (len(rows) - 1) / 3)
     tsne = TSNE(2, perplexity=perplexity, init="pca", random_state=seed % 2**32, n_jobs=1, max_iter=500)
-    points: Float64 = np.asarray(tsne.fit_transform(np.asarray(rows, dtype=np.float32)), dtype=np.float64)
+    points: Floats = np.asarray(tsne.fit_transform(np.asarray(rows, dtype=np.float32)), dtype=np.float64)
     return points
 
 
-def client_embedding(run: RunData, clients: int = 8, points: int = 1200) -> Embedding:
+def client_embedding(run: RunResult, clients: int = 8, points: int = 1200) -> Embedding:
     """t-SNE of what the clients' trained trunks make of the same test images; at most `clients` clients."""
     from sklearn.metrics import silhouette_score
 
@@ -629,13 +427,13 @@ class Repair:
     points : (n, 2).   label, before, after : (n,) truth and predictions.
     """
 
-    points: Float64
-    label: Int64
-    before: Int64
-    after: Int64
+    points: Floats
+    label: Ints
+    before: Ints
+    after: Ints
 
 
-def calibration_embedding(run: RunData, points: int = 1000) -> Repair:
+def calibration_embedding(run: RunResult, points: int = 1000) -> Repair:
     """t-SNE of the global trunk's test representations, with the predictions of the head before and after CCVR."""
     if run.method != "ccvr":
         raise Unavailable("only a calibrated run has predictions before and after", "fedapp run --method ccvr ...")
@@ -647,7 +445,7 @@ def calibration_embedding(run: RunData, points: int = 1000) -> Repair:
     return Repair(embed(z, run.seed), y, before, after)
 
 
-def stages(run: RunData, model: SplitModel, x: Tensor) -> dict[str, NDArray[np.float32]]:
+def stages(run: RunResult, model: SplitModel, x: Tensor) -> dict[str, NDArray[np.float32]]:
     """What every layer with parameters makes of images, in forward order: {name: (n, d)}; the last is `head`."""
     kept: dict[str, list[Tensor]] = {}
 
@@ -668,16 +466,16 @@ def stages(run: RunData, model: SplitModel, x: Tensor) -> dict[str, NDArray[np.f
     return {name: torch.cat(parts).numpy() for name, parts in kept.items()}
 
 
-def _unit_gram(rows: NDArray[np.float32]) -> Float64:
+def _unit_gram(rows: NDArray[np.float32]) -> Floats:
     """Centred (n, n) Gram matrix of (n, d) rows divided by its Frobenius norm; NaN where the rows do not vary."""
     centred = rows.astype(np.float64) - rows.mean(axis=0, dtype=np.float64)
     gram = centred @ centred.T
     with np.errstate(invalid="ignore", divide="ignore"):
-        unit: Float64 = gram / np.linalg.norm(gram)
+        unit: Floats = gram / np.linalg.norm(gram)
     return unit
 
 
-def layer_cka(run: RunData, clients: int = 10, images: int = 300) -> tuple[list[int], dict[str, Float64]]:
+def layer_cka(run: RunResult, clients: int = 10, images: int = 300) -> tuple[list[int], dict[str, Floats]]:
     """Linear CKA between the clients' trained models, layer by layer (CCVR, Fig. 1 and 2).
 
     Returns
@@ -691,7 +489,7 @@ def layer_cka(run: RunData, clients: int = 10, images: int = 300) -> tuple[list[
         raise Unavailable("a comparison of clients needs two of them")
     x, _ = probe(run, images)
     ids = list(models)
-    grams: dict[str, dict[int, Float64]] = {}
+    grams: dict[str, dict[int, Floats]] = {}
     for client, model in models.items():
         outputs = stages(run, model, x)
         last = [n for n in outputs if n != "head"][-1:]
@@ -701,7 +499,7 @@ def layer_cka(run: RunData, clients: int = 10, images: int = 300) -> tuple[list[
             grams.setdefault(key, {})[client] = _unit_gram(rows)
     order = [k for k in grams if k not in ("features", "head")] + [k for k in ("features", "head") if k in grams]
     one = len(config.model_names) == 1
-    result: dict[str, Float64] = {}
+    result: dict[str, Floats] = {}
     for key in order:
         matrix = np.full((len(ids), len(ids)), np.nan)
         for i, a in enumerate(ids):
@@ -712,7 +510,7 @@ def layer_cka(run: RunData, clients: int = 10, images: int = 300) -> tuple[list[
     return ids, result
 
 
-def mean_of_pairs(matrix: Float64) -> float:
+def mean_of_pairs(matrix: Floats) -> float:
     """Mean over all pairs of different clients, NaN skipped; NaN without pairs."""
     values = matrix[np.triu_indices(len(matrix), 1)]
     values = values[~np.isnan(values)]
@@ -731,13 +529,13 @@ class Conductance:
     """
 
     clients: list[int]
-    ranks: Float64
+    ranks: Floats
     label: int
     agreement: float
     image: NDArray[np.uint8]
 
 
-def unit_conductance(model: SplitModel, x: Tensor, baseline: Tensor, target: int) -> Float64:
+def unit_conductance(model: SplitModel, x: Tensor, baseline: Tensor, target: int) -> Floats:
     """Layer conductance of the units that the head sees, for one normalised image, (d,).
 
     For the logit c of a linear head on z = represent(x) the path integral has a closed form, whatever the trunk:
@@ -749,11 +547,11 @@ def unit_conductance(model: SplitModel, x: Tensor, baseline: Tensor, target: int
     """
     with torch.inference_mode():
         step = (model.represent(x) - model.represent(baseline))[0].double()
-        values: Float64 = (model.head.weight[target].double() * step).numpy()
+        values: Floats = (model.head.weight[target].double() * step).numpy()
     return values
 
 
-def right_clients(run: RunData, images: int = 200) -> tuple[list[int], NDArray[np.bool_]]:
+def right_clients(run: RunResult, images: int = 200) -> tuple[list[int], NDArray[np.bool_]]:
     """Which clients' trained models classify which probe images correctly: client ids, (K, n).
 
     Runs of one data set, partition and seed have the same images.
@@ -768,7 +566,10 @@ def right_clients(run: RunData, images: int = 200) -> tuple[list[int], NDArray[n
 
 
 def conductance(
-    run: RunData, chosen: int | None = None, right: tuple[list[int], NDArray[np.bool_]] | None = None, clients: int = 8
+    run: RunResult,
+    chosen: int | None = None,
+    right: tuple[list[int], NDArray[np.bool_]] | None = None,
+    clients: int = 8,
 ) -> Conductance:
     """Rank units by conductance at the clients that classify one image correctly.
 
@@ -819,11 +620,11 @@ class Calibration:
     accuracy: list[float]
     separability: float
     images: int
-    norms_before: Float64
-    norms_after: Float64
+    norms_before: Floats
+    norms_after: Floats
 
 
-def calibration_sweep(run: RunData, samples: Sequence[int] = (0, 10, 50, 100, 500, 1000, 2000)) -> Calibration:
+def calibration_sweep(run: RunResult, samples: Sequence[int] = (0, 10, 50, 100, 500, 1000, 2000)) -> Calibration:
     """Calibrate the head of a run's global model with several M_c (CCVR, Fig. 7); nothing is written.
 
     The statistics are those that the clients would send, computed here from their training splits (from at most
@@ -888,51 +689,3 @@ def calibration_sweep(run: RunData, samples: Sequence[int] = (0, 10, 50, 100, 50
 def _all_tests(data: FederatedData) -> tuple[Tensor, Tensor]:
     x, y = data.dataset.take(np.sort(np.concatenate([c.test for c in data.partition.clients])))
     return torch.from_numpy(x), torch.from_numpy(np.asarray(y)).long()
-
-
-# ---- several runs ----------------------------------------------------------------------------------------------------
-
-
-SETTING_KEYS = (
-    "dataset", "partition", "alpha", "classes-per-client", "clients", "fraction-train", "model", "local-epochs",
-    "num-server-rounds", "split", "method-args",
-)  # fmt: skip
-"""Run-config keys in which the runs of a comparison may differ beside method and seed, the outermost first."""
-
-
-OWN_KEYS = ("model", "local-epochs")
-"""Setting keys that `fedapp compare` lets one method have for itself."""
-NOT_OWN = ("method", "seed", "out", "resume", "state-dir", "federation")
-"""Run-config keys that do not tell the runs of one method apart in a label."""
-
-
-def varying(runs: Sequence[RunData]) -> list[str]:
-    """Return the setting keys in which runs differ (those that a partition does not use are left out)."""
-    return [k for k in SETTING_KEYS if len({str(_setting(r, k)) for r in runs}) > 1]
-
-
-def _setting(run: RunData, key: str) -> Any:
-    """A setting's value, or None where the run's partition does not use it."""
-    return run.flat.get(key) if uses(run, key) else None
-
-
-def uses(run: RunData, key: str) -> bool:
-    """Whether a run's way of dealing the data uses `alpha` or `classes-per-client`; true for every other key."""
-    if key not in partitions.PARTITION_PARAMETER.values():
-        return True
-    return key == partitions.PARTITION_PARAMETER.get(str(run.flat.get("partition", "")))
-
-
-def groups_of(runs: Sequence[RunData]) -> Iterator[tuple[Mapping[str, Any], list[RunData]]]:
-    """Yield the settings of a comparison and their runs; one empty setting where all runs share everything."""
-    found: dict[tuple[str, ...], list[RunData]] = {}
-    for run in runs:
-        found.setdefault(tuple(f"{k}={v}" for k, v in run.setting.items()), []).append(run)
-    for members in found.values():
-        yield members[0].setting, members
-
-
-def score_of(run: RunData, protocol: str, name: str = "last") -> float:
-    """A number of `summary.json`'s accuracy, NaN where it is not there."""
-    value = (run.summary.get("accuracy") or {}).get(protocol, {}).get(name)
-    return float("nan") if value is None else float(value)

@@ -23,10 +23,10 @@ from fedapp import config as configuration
 from fedapp import registry
 from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.errors import BadRequest
-from fedapp.results import analysis, figures
-from fedapp.results.analysis import Comparison, RunData
+from fedapp.results import figures, statistics
 from fedapp.results.figures import Drawing, Gallery
 from fedapp.results.figures.gallery import CAPTIONS, setting_text
+from fedapp.results.runs import Comparison, RunResult, groups_of, read, uses, varying
 
 PAGE = "report.html"
 MOST_ROWS = 400
@@ -60,18 +60,18 @@ def write(directory: str | Path, figures_to: str | Path | None = None) -> Path:
     """
     import sklearn.manifold  # noqa: F401 - brings a thread pool of its own, which is limited only once it is there
 
-    found = analysis.read(Path(directory))
+    found = read(Path(directory))
     # Several threads wait for each other longer than they help with figures of this size.
     with threadpool_limits(limits=1):
-        page, gallery = of_run(found) if isinstance(found, RunData) else of_comparison(found)
+        page, gallery = of_run(found) if isinstance(found, RunResult) else of_comparison(found)
     try:
-        target = found.path / PAGE
+        target = found.out / PAGE
         _write(target, page)
         if figures_to is not None:
             for drawing in gallery.drawings:
                 drawing.save(Path(figures_to).expanduser().absolute())
     except OSError as e:
-        raise BadRequest(f"{e.filename or found.path} cannot be written ({e.strerror})") from e
+        raise BadRequest(f"{e.filename or found.out} cannot be written ({e.strerror})") from e
     return target
 
 
@@ -296,7 +296,7 @@ def _partition_text(flat: Mapping[str, Any]) -> str:
     return kind
 
 
-def of_run(run: RunData) -> tuple[str, Gallery]:
+def of_run(run: RunResult) -> tuple[str, Gallery]:
     """Return the page of a run, and its figures."""
     gallery = figures.of_run(run)
     flat, summary = run.flat, run.summary
@@ -304,7 +304,7 @@ def of_run(run: RunData) -> tuple[str, Gallery]:
     done = int(run.rounds["round"].max()) if len(run.rounds) else 0
     page = Page(
         title=f"{_method_title(run.method)} on {flat.get('dataset', '?')}",
-        eyebrow=f"fedapp run · {run.path.name}",
+        eyebrow=f"fedapp run · {run.out.name}",
         lead=(
             f"{clients} clients, {_partition_text(flat)}, {done} of {flat.get('num-server-rounds')} rounds of "
             f"{flat.get('local-epochs')} local epochs, model {flat.get('model')}, seed {run.seed}"
@@ -337,7 +337,7 @@ def _add_figures(page: Page, gallery: Gallery) -> None:
         page.add(section, SECTIONS[section], *(_figure(d) for d in drawings))
 
 
-def _facts(run: RunData) -> list[tuple[str, str, str]]:
+def _facts(run: RunResult) -> list[tuple[str, str, str]]:
     facts: list[tuple[str, str, str]] = []
     names = {"received": "As handed out", "trained": "After local training", "global": "Global model"}
     for protocol, scores in (run.summary.get("accuracy") or {}).items():
@@ -356,7 +356,7 @@ def _facts(run: RunData) -> list[tuple[str, str, str]]:
     return facts
 
 
-def _alerts(run: RunData) -> list[str]:
+def _alerts(run: RunResult) -> list[str]:
     alerts = []
     if run.error:
         where = ""
@@ -373,7 +373,7 @@ def _alerts(run: RunData) -> list[str]:
     return alerts
 
 
-def _score_table(run: RunData) -> str:
+def _score_table(run: RunResult) -> str:
     rows = [
         [
             f"{protocol}: {CAPTIONS.get(protocol, '')}",
@@ -389,7 +389,7 @@ def _score_table(run: RunData) -> str:
     return _table(head, rows) if rows else ""
 
 
-def _pooled_note(run: RunData) -> str:
+def _pooled_note(run: RunResult) -> str:
     if not run.summary.get("accuracy"):
         return ""
     size = float((run.summary.get("test_sizes") or {}).get("mean") or 0)
@@ -401,7 +401,7 @@ def _pooled_note(run: RunData) -> str:
     )
 
 
-def _client_table(run: RunData) -> str:
+def _client_table(run: RunResult) -> str:
     table = run.final
     if table.empty:
         return ""
@@ -425,7 +425,7 @@ def _client_table(run: RunData) -> str:
     return _details(f"Accuracy of every client as a table ({len(rows)})", _table(head, rows[:MOST_ROWS]) + more)
 
 
-def _rounds_table(run: RunData) -> str:
+def _rounds_table(run: RunResult) -> str:
     if run.rounds.empty:
         return ""
     columns = [
@@ -448,7 +448,7 @@ def _rounds_table(run: RunData) -> str:
     return _details(f"All rounds as a table ({len(run.rounds)})", _table(names, rows))
 
 
-def _data_text(run: RunData) -> str:
+def _data_text(run: RunResult) -> str:
     card = run.card
     if not card:
         return "<p class=note>The data lie on the devices; they told sample counts only.</p>"
@@ -473,7 +473,7 @@ def _data_text(run: RunData) -> str:
     return f"<p>{_h(text)}</p>"
 
 
-def _data_table(run: RunData) -> str:
+def _data_table(run: RunResult) -> str:
     card = run.card
     if not card:
         return ""
@@ -494,7 +494,7 @@ def _data_table(run: RunData) -> str:
     )
 
 
-def _traffic(run: RunData) -> str:
+def _traffic(run: RunResult) -> str:
     summary, rounds = run.summary, run.rounds
     moved: list[tuple[str, float]] = []
     if summary.get("bytes_up") is not None:
@@ -504,8 +504,7 @@ def _traffic(run: RunData) -> str:
         if key.startswith("bytes_up_query"):
             moved.append((f"answer of a client to {key.removeprefix('bytes_up_')}", float(value)))
     if {"bytes_up", "bytes_down", "clients"} <= set(rounds.columns) and len(rounds):
-        total = float(((rounds["bytes_up"] + rounds["bytes_down"]) * rounds["clients"]).sum())
-        moved.append(("all clients and rounds, both ways", total))
+        moved.append(("all clients and rounds, both ways", float(statistics.traffic(rounds)[-1])))
     parts = []
     if moved:
         rows = [[name, Cell(f"{n:,.0f}", number=True), Cell(_bytes(n), number=True)] for name, n in moved]
@@ -529,7 +528,7 @@ KNOWN = {
 }  # fmt: skip
 
 
-def _further(run: RunData) -> str:
+def _further(run: RunResult) -> str:
     rows = []
     for key, value in run.summary.items():
         if key in KNOWN or key.startswith("bytes_up_query") or value in (None, {}, []):
@@ -555,7 +554,7 @@ def _plain(value: Any) -> str:
     return str(value)
 
 
-def _warnings(run: RunData) -> str:
+def _warnings(run: RunResult) -> str:
     parts = []
     if run.error:
         trace = str(run.error.get("traceback") or "").strip()
@@ -578,7 +577,7 @@ def _warnings(run: RunData) -> str:
     return "".join(parts)
 
 
-def _configuration(run: RunData) -> str:
+def _configuration(run: RunResult) -> str:
     defaults = configuration.defaults()
     own, usual = [], []
     for key, value in run.flat.items():
@@ -603,7 +602,7 @@ def _setting(value: Any) -> str:
     return "(empty)" if value == "" else str(value)
 
 
-def _versions(run: RunData) -> str:
+def _versions(run: RunResult) -> str:
     rows = [[k, str(v)] for k, v in run.versions.items()]
     return _details("Versions", _table(["what", "version"], rows)) if rows else ""
 
@@ -627,10 +626,10 @@ def of_comparison(comparison: Comparison) -> tuple[str, Gallery]:
     runs, finished = comparison.runs, comparison.finished
     methods = comparison.labels
     datasets = sorted({str(r.flat.get("dataset", "?")) for r in runs})
-    settings = list(analysis.groups_of(finished))
+    settings = list(groups_of(finished))
     seeds = sorted({r.seed for r in runs})
     first = runs[0].flat
-    same = analysis.varying(runs)
+    same = varying(runs)
     parts = [f"{len(methods)} methods", f"{len(seeds)} seed{'s' if len(seeds) != 1 else ''}"]
     parts.append(f"{len(settings)} settings" if len(settings) > 1 else _partition_text(first))
     for key, words in (("clients", "clients"), ("num-server-rounds", "rounds"), ("local-epochs", "local epochs")):
@@ -638,12 +637,12 @@ def of_comparison(comparison: Comparison) -> tuple[str, Gallery]:
             parts.append(f"{first.get(key)} {words}")
     page = Page(
         title=f"{len(methods)} methods on {', '.join(datasets)}",
-        eyebrow=f"fedapp comparison · {comparison.path.name}",
+        eyebrow=f"fedapp comparison · {comparison.out.name}",
         lead=", ".join(parts) + ". The methods of a setting share partition and sampling of clients.",
     )
     broken = [r for r in runs if not r.ok]
     if broken:
-        named = ", ".join(str(r.path.relative_to(comparison.path)) for r in broken[:10])
+        named = ", ".join(str(r.out.relative_to(comparison.out)) for r in broken[:10])
         more = f" and {len(broken) - 10} more" if len(broken) > 10 else ""
         page.alerts.append(
             f"<strong>{len(broken)} of {len(runs)} runs have not ended well</strong> and are not counted: "
@@ -651,7 +650,7 @@ def of_comparison(comparison: Comparison) -> tuple[str, Gallery]:
         )
     drops = [(r, len(r.dropped)) for r in finished if len(r.dropped)]
     if drops:
-        named = ", ".join(f"{r.path.name} {n}" for r, n in drops[:10])
+        named = ", ".join(f"{r.out.name} {n}" for r, n in drops[:10])
         page.alerts.append(f"Replies that did not count: {_h(named)}.")
     for setting, members in settings:
         page.add("scores", SECTIONS["scores"], _comparison_table(comparison, setting_text(setting), members))
@@ -660,7 +659,7 @@ def of_comparison(comparison: Comparison) -> tuple[str, Gallery]:
         page.add("scores", SECTIONS["scores"], _comparison_note(finished))
     page.add("scores", SECTIONS["scores"], _other_tables(comparison))
     if finished:
-        where = f"<p class=note>Of {_h(finished[0].path.relative_to(comparison.path))}:</p>" if len(runs) > 1 else ""
+        where = f"<p class=note>Of {_h(finished[0].out.relative_to(comparison.out))}:</p>" if len(runs) > 1 else ""
         page.add("data", SECTIONS["data"], where, _data_text(finished[0]))
     _add_figures(page, gallery)
     if finished:
@@ -687,7 +686,7 @@ def _spread(values: Sequence[float]) -> str:
     return f"{text} ± {100 * float(np.std(kept, ddof=1)):.1f}" if len(kept) > 1 else text
 
 
-def _low_end(run: RunData, share: float) -> float:
+def _low_end(run: RunResult, share: float) -> float:
     """Mean final accuracy of the worst clients: of one (`share` 0), or of a tenth of them; trained, else received."""
     for protocol in ("trained", "received"):
         column = f"{protocol}_accuracy"
@@ -697,21 +696,21 @@ def _low_end(run: RunData, share: float) -> float:
     return math.nan
 
 
-FURTHER: dict[str, Callable[[RunData], float]] = {
-    "best received": lambda run: analysis.score_of(run, "received", "best"),
-    "best trained": lambda run: analysis.score_of(run, "trained", "best"),
+FURTHER: dict[str, Callable[[RunResult], float]] = {
+    "best received": lambda run: run.score("received", "best"),
+    "best trained": lambda run: run.score("trained", "best"),
     "worst client": lambda run: _low_end(run, 0.0),
     "worst tenth": lambda run: _low_end(run, 0.1),
 }
 
 
-def _comparison_table(comparison: Comparison, name: str, runs: Sequence[RunData]) -> str:
-    labels: dict[str, list[RunData]] = {}
-    for run in sorted(runs, key=lambda r: (comparison.labels.index(r.label), r.path)):
+def _comparison_table(comparison: Comparison, name: str, runs: Sequence[RunResult]) -> str:
+    labels: dict[str, list[RunResult]] = {}
+    for run in sorted(runs, key=lambda r: (comparison.labels.index(r.label), r.out)):
         labels.setdefault(run.label, []).append(run)
     scores: list[tuple[str, dict[str, list[float]]]] = []
     for title, protocol, which in COLUMNS:
-        values = {n: [analysis.score_of(r, protocol, which) for r in m] for n, m in labels.items()}
+        values = {n: [r.score(protocol, which) for r in m] for n, m in labels.items()}
         if any(not math.isnan(v) for found in values.values() for v in found):
             scores.append((title, values))
     rest = [(title, {n: [score(r) for r in m] for n, m in labels.items()}) for title, score in FURTHER.items()]
@@ -739,24 +738,24 @@ def _comparison_table(comparison: Comparison, name: str, runs: Sequence[RunData]
     )
 
 
-def _label_title(run: RunData) -> str:
+def _label_title(run: RunResult) -> str:
     """The method's title, with its own values where its label has some."""
     inside = run.label.removeprefix(run.method)
     return f"{_method_title(run.method)} {inside}".strip()
 
 
-def _lines_of(table: pd.DataFrame, run: RunData) -> pd.DataFrame:
+def _lines_of(table: pd.DataFrame, run: RunResult) -> pd.DataFrame:
     """Rows of one of `fedapp compare`'s tables that speak of a run's setting."""
     for column, key in (
         ("dataset", "dataset"), ("partition", "partition"), ("alpha", "alpha"),
         ("classes_per_client", "classes-per-client"),
     ):  # fmt: skip
-        if column in table and analysis.uses(run, key):
+        if column in table and uses(run, key):
             table = table[table[column] == run.flat.get(key)]
     return table
 
 
-def _target(comparison: Comparison, runs: Sequence[RunData]) -> tuple[str, str, str] | None:
+def _target(comparison: Comparison, runs: Sequence[RunResult]) -> tuple[str, str, str] | None:
     """Level, rounds and bytes to the target accuracy, as `fedapp compare` counted them; mean over seeds."""
     table = comparison.table
     if not {"variant", "trained_target", "trained_target_rounds", "trained_target_bytes"} <= set(table.columns):
@@ -773,10 +772,10 @@ def _target(comparison: Comparison, runs: Sequence[RunData]) -> tuple[str, str, 
     return level, f"{rounds:.1f}{part}", _bytes(moved)
 
 
-def _significance(comparison: Comparison, runs: Sequence[RunData]) -> str:
+def _significance(comparison: Comparison, runs: Sequence[RunResult]) -> str:
     """Show what `fedapp compare` tested: differences to the reference in points, with p after Holm's correction."""
     try:
-        table = pd.read_csv(comparison.path / "significance.csv")
+        table = pd.read_csv(comparison.out / "significance.csv")
     except (OSError, ValueError):
         return ""
     wanted = {"measure", "variant", "reference", "mean_difference", "p_holm"}
@@ -828,7 +827,7 @@ def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def _comparison_note(runs: Sequence[RunData]) -> str:
+def _comparison_note(runs: Sequence[RunResult]) -> str:
     seeds = len({r.seed for r in runs})
     sizes = [float((r.summary.get("test_sizes") or {}).get("mean") or 0) for r in runs]
     size = float(np.mean(sizes)) if sizes else 0.0
@@ -849,7 +848,7 @@ def _comparison_note(runs: Sequence[RunData]) -> str:
 def _other_tables(comparison: Comparison) -> str:
     """Show tables that lie beside results.csv and are not shown elsewhere on the page."""
     parts = []
-    for path in sorted(comparison.path.glob("*.csv")):
+    for path in sorted(comparison.out.glob("*.csv")):
         if path.name in ("results.csv", "curves.csv", "significance.csv"):
             continue
         try:
@@ -863,14 +862,14 @@ def _other_tables(comparison: Comparison) -> str:
 
 
 def _runs_table(comparison: Comparison) -> str:
-    keys = analysis.varying(comparison.runs)
+    keys = varying(comparison.runs)
     rows = []
     for run in comparison.runs:
         rows.append(
             [
-                str(run.path.relative_to(comparison.path)), Cell(str(run.seed)),
+                str(run.out.relative_to(comparison.out)), Cell(str(run.seed)),
                 *(str(run.flat.get(k, "")) for k in keys),
-                *(_percent(analysis.score_of(run, p)) for p in ("received", "trained", "global")),
+                *(_percent(run.score(p)) for p in ("received", "trained", "global")),
                 int(run.summary.get("dropped") or 0), run.ok,
             ]
         )  # fmt: skip
@@ -889,13 +888,13 @@ def _comparison_warnings(comparison: Comparison) -> str:
         elif not run.ok:
             texts.append("not finished")
         for text in texts:
-            seen.setdefault(text, []).append(str(run.path.relative_to(comparison.path)))
+            seen.setdefault(text, []).append(str(run.out.relative_to(comparison.out)))
     if not seen:
         return "<p class=note>None.</p>"
     return _table(["warning", "runs"], [[text, ", ".join(names)] for text, names in seen.items()])
 
 
-def _shared_configuration(runs: Sequence[RunData]) -> str:
+def _shared_configuration(runs: Sequence[RunResult]) -> str:
     """Say what all runs share, and in which training settings methods differ (`auto` is each method's own)."""
     keys = list(dict.fromkeys(k for r in runs for k in r.flat))
     hidden = ("out", "resume", "method", "seed")

@@ -16,10 +16,12 @@ import pandas as pd
 
 from fedapp.core.classwise import norm_distribution
 from fedapp.results import analysis
-from fedapp.results.analysis import Comparison, RunData, Unavailable
+from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import plots
 from fedapp.results.figures.plots import Array, Curve
 from fedapp.results.figures.style import Drawing
+from fedapp.results.runs import Comparison, RunResult, groups_of, uses, varying
+from fedapp.results.statistics import traffic
 
 CAPTIONS = {
     "received": "as handed out, before local training",
@@ -74,7 +76,7 @@ def percent(value: float) -> str:
 # ---- one run ---------------------------------------------------------------------------------------------------------
 
 
-def of_run(run: RunData) -> Gallery:
+def of_run(run: RunResult) -> Gallery:
     """Draw all figures that a run directory holds the data for."""
     gallery = Gallery()
     gallery.add("scores", "Learning curves", lambda: learning_curves(run))
@@ -94,7 +96,7 @@ def of_run(run: RunData) -> Gallery:
     return gallery
 
 
-def _protocol_curves(run: RunData, what: str) -> list[Curve]:
+def _protocol_curves(run: RunResult, what: str) -> list[Curve]:
     """Curves of a run by protocol: `what` is accuracy (bands: standard deviation over clients) or balanced."""
     curves = []
     for p in run.protocols:
@@ -107,10 +109,10 @@ def _protocol_curves(run: RunData, what: str) -> list[Curve]:
     return curves
 
 
-def learning_curves(run: RunData) -> Drawing:
+def learning_curves(run: RunResult) -> Drawing:
     """Accuracy by round and protocol, with the balanced score beside it where rounds measured it."""
     if run.rounds.empty or not _protocol_curves(run, "accuracy"):
-        raise Unavailable("no round was finished", f"fedapp run --resume {run.path}")
+        raise Unavailable("no round was finished", f"fedapp run --resume {run.out}")
     panels = {"accuracy": _protocol_curves(run, "accuracy")}
     balanced = _protocol_curves(run, "balanced")
     if balanced:
@@ -141,13 +143,13 @@ def _how(protocols: Iterable[str]) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _final_scores(run: RunData) -> tuple[list[int], dict[str, Array]]:
+def _final_scores(run: RunResult) -> tuple[list[int], dict[str, Array]]:
     table, where = run.final, "final"
     if table.empty and not run.clients.empty:
         table = run.clients.drop_duplicates("client", keep="last").sort_values("client")
         where = "last round"
     if table.empty:
-        raise Unavailable("no client was scored", f"fedapp run --resume {run.path}")
+        raise Unavailable("no client was scored", f"fedapp run --resume {run.out}")
     scores = {}
     for p in ("received", "trained"):
         if f"{p}_accuracy" in table and table[f"{p}_accuracy"].notna().any():
@@ -158,7 +160,7 @@ def _final_scores(run: RunData) -> tuple[list[int], dict[str, Array]]:
     return [int(c) for c in table["client"]], scores
 
 
-def client_accuracy(run: RunData) -> Drawing:
+def client_accuracy(run: RunResult) -> Drawing:
     """Final accuracy of every client."""
     clients, scores = _final_scores(run)
     majority = None
@@ -175,7 +177,7 @@ def client_accuracy(run: RunData) -> Drawing:
     )
 
 
-def label_distribution(run: RunData) -> list[Drawing]:
+def label_distribution(run: RunResult) -> list[Drawing]:
     """Training images by client and class, as a heat map and as dots."""
     counts = run.counts
     if not counts.size:
@@ -205,7 +207,7 @@ def label_distribution(run: RunData) -> list[Drawing]:
     ]
 
 
-def _each(runs: Sequence[RunData], make: Callable[[RunData], _T]) -> dict[str, _T]:
+def _each(runs: Sequence[RunResult], make: Callable[[RunResult], _T]) -> dict[str, _T]:
     """Apply a function to every run that has what it needs; raise the first reason if none has."""
     found: dict[str, _T] = {}
     first: Unavailable | None = None
@@ -219,7 +221,7 @@ def _each(runs: Sequence[RunData], make: Callable[[RunData], _T]) -> dict[str, _
     return found
 
 
-def head_maps(runs: Sequence[RunData]) -> Drawing:
+def head_maps(runs: Sequence[RunResult]) -> Drawing:
     """Class counts beside the row norms of the clients' heads."""
     base = runs[0]
     analysis.label_shares(base)
@@ -254,11 +256,11 @@ def _correlation(counts: Array, norms: Array) -> float:
     return float((a * b).sum() / scale) if scale else float("nan")
 
 
-def norm_evolution(run: RunData, clients: int = 6) -> Drawing:
+def norm_evolution(run: RunResult, clients: int = 6) -> Drawing:
     """p~ of some clients over rounds."""
     history = analysis.head_norm_history(run)
     if max(len(rounds) for rounds, _ in history.values()) < 2:
-        raise Unavailable("one round is no evolution", f"fedapp run --resume {run.path} --rounds 10")
+        raise Unavailable("one round is no evolution", f"fedapp run --resume {run.out} --rounds 10")
     shares = analysis.label_shares(run)
     skew = sorted(history, key=lambda c: -float((shares[c] ** 2).sum()))
     chosen = sorted(skew[:clients])
@@ -278,10 +280,10 @@ def norm_evolution(run: RunData, clients: int = 6) -> Drawing:
     )
 
 
-def p_against_norms(runs: Sequence[RunData]) -> Drawing:
+def p_against_norms(runs: Sequence[RunResult]) -> Drawing:
     """p against p~ for all clients and classes."""
 
-    def points(run: RunData) -> tuple[Array, Array]:
+    def points(run: RunResult) -> tuple[Array, Array]:
         shares = analysis.label_shares(run)
         ids, _ = analysis.head_norms(run)
         stored = analysis.client_arrays(run)
@@ -302,7 +304,7 @@ def p_against_norms(runs: Sequence[RunData]) -> Drawing:
     )
 
 
-def mixing(run: RunData) -> Drawing:
+def mixing(run: RunResult) -> Drawing:
     """The matrix A."""
     ids, matrix, how = analysis.who_learns_from_whom(run)
     own = float(np.diag(matrix).mean())
@@ -317,7 +319,7 @@ def mixing(run: RunData) -> Drawing:
     )
 
 
-def embedding(runs: Sequence[RunData], points: int = 1200) -> Drawing:
+def embedding(runs: Sequence[RunResult], points: int = 1200) -> Drawing:
     """t-SNE of the clients' representations of the same test images, by class and by client."""
     found = _each(runs, lambda r: analysis.client_embedding(r, points=points))
     rows = {n: (e.points, {"by class": e.label, "by client": e.client}) for n, e in found.items()}
@@ -337,7 +339,7 @@ def embedding(runs: Sequence[RunData], points: int = 1200) -> Drawing:
     )
 
 
-def cka(runs: Sequence[RunData]) -> Drawing:
+def cka(runs: Sequence[RunResult]) -> Drawing:
     """CKA between clients by layer."""
     found = _each(runs, analysis.layer_cka)
     panels = {n: maps for n, (_, maps) in found.items()}
@@ -358,7 +360,7 @@ def cka(runs: Sequence[RunData]) -> Drawing:
     )
 
 
-def conductance(runs: Sequence[RunData]) -> Drawing:
+def conductance(runs: Sequence[RunResult]) -> Drawing:
     """Ranks of units by layer conductance at clients that classify one image correctly."""
     base = runs[0]
     right = _each(runs, analysis.right_clients)
@@ -381,7 +383,7 @@ def conductance(runs: Sequence[RunData]) -> Drawing:
     )
 
 
-def norms_before_after(run: RunData) -> Drawing:
+def norms_before_after(run: RunResult) -> Drawing:
     """Row norms of the global head before and after CCVR."""
     if run.method != "ccvr":
         raise Unavailable("only a calibrated run has a head before and after", "fedapp run --method ccvr ...")
@@ -401,7 +403,7 @@ def norms_before_after(run: RunData) -> Drawing:
     )
 
 
-def samples_sweep(runs: Sequence[RunData]) -> Drawing:
+def samples_sweep(runs: Sequence[RunResult]) -> Drawing:
     """Accuracy of the calibrated global model against M_c."""
     found = _each(runs, analysis.calibration_sweep)
     said = "; ".join(
@@ -421,7 +423,7 @@ def samples_sweep(runs: Sequence[RunData]) -> Drawing:
     )
 
 
-def calibration_embedding(run: RunData) -> Drawing:
+def calibration_embedding(run: RunResult) -> Drawing:
     """One embedding of test images, coloured by truth, prediction before and prediction after."""
     found = analysis.calibration_embedding(run)
     wrong = [float((p != found.label).mean()) for p in (found.before, found.after)]
@@ -437,10 +439,10 @@ def calibration_embedding(run: RunData) -> Drawing:
     )
 
 
-def round_seconds(run: RunData) -> Drawing:
+def round_seconds(run: RunResult) -> Drawing:
     """Seconds of a round: the whole exchange, and the mean local training."""
     if "round_seconds" not in run.rounds:
-        raise Unavailable("no round was finished", f"fedapp run --resume {run.path}")
+        raise Unavailable("no round was finished", f"fedapp run --resume {run.out}")
     rounds = run.rounds["round"].to_numpy(float)
     parts = {"whole round": run.rounds["round_seconds"].to_numpy(float)}
     if "train_seconds" in run.rounds:
@@ -465,7 +467,7 @@ def of_comparison(comparison: Comparison) -> Gallery:
     if not runs:
         gallery.missing.append(Missing("All figures", "no run has ended well yet", "fedapp compare ... (again)"))
         return gallery
-    settings = list(analysis.groups_of(runs))
+    settings = list(groups_of(runs))
     shown = representatives(comparison)
     for i, (setting, members) in enumerate(settings):
         name, suffix = setting_text(setting), f"-{i}" if len(settings) > 1 else ""
@@ -477,7 +479,7 @@ def of_comparison(comparison: Comparison) -> Gallery:
     gallery.add("sweeps", "Accuracy against participation", lambda: sweeps(runs, "fraction-train"))
     gallery.add("sweeps", "Hyperparameters", lambda: hyperparameters(runs))
     for key in ("clients", "local-epochs"):
-        if key in analysis.varying(runs):
+        if key in varying(runs):
             gallery.add("sweeps", f"Accuracy against {key}", _later(sweeps, runs, key))
     gallery.add("data", "Label distribution", lambda: label_distribution(shown[0]))
     gallery.add("heads", "Head norms against class counts", lambda: head_maps(shown[:DETAILED]))
@@ -508,24 +510,24 @@ def setting_text(setting: Mapping[str, object]) -> str:
     return ", ".join(str(v) if k in ("dataset", "partition", "model") else f"{k} {v}" for k, v in setting.items())
 
 
-def representatives(comparison: Comparison) -> list[RunData]:
+def representatives(comparison: Comparison) -> list[RunResult]:
     """One finished run a method of the first setting and seed: local training first, then the four, then the others."""
-    first = next(iter(analysis.groups_of(comparison.finished)))[1]
+    first = next(iter(groups_of(comparison.finished)))[1]
     order = ["local", "fedclassavg", "cwfedavg", "fedgh", "ccvr"]
-    best: dict[str, RunData] = {}
+    best: dict[str, RunResult] = {}
     for run in sorted(first, key=lambda r: (r.seed, comparison.labels.index(r.label))):
         best.setdefault(run.label, run)
     return sorted(best.values(), key=lambda r: order.index(r.method) if r.method in order else len(order))
 
 
-def _by_method(runs: Sequence[RunData]) -> dict[str, list[RunData]]:
-    found: dict[str, list[RunData]] = {}
+def _by_method(runs: Sequence[RunResult]) -> dict[str, list[RunResult]]:
+    found: dict[str, list[RunResult]] = {}
     for run in runs:
         found.setdefault(run.label, []).append(run)
     return found
 
 
-def _over_seeds(runs: Sequence[RunData], x: str, y: str) -> tuple[Array, Array, Array | None]:
+def _over_seeds(runs: Sequence[RunResult], x: str, y: str) -> tuple[Array, Array, Array | None]:
     """Mean and spread (ddof 1) over runs of a column of rounds.csv."""
     table = pd.concat([r.rounds[[x, y]].dropna() for r in runs])
     grouped = table.groupby(x)[y]
@@ -537,7 +539,7 @@ def _over_seeds(runs: Sequence[RunData], x: str, y: str) -> tuple[Array, Array, 
     )
 
 
-def compared_curves(runs: Sequence[RunData], name: str = "", suffix: str = "") -> list[Drawing]:
+def compared_curves(runs: Sequence[RunResult], name: str = "", suffix: str = "") -> list[Drawing]:
     """Accuracy by round, a line a method, a panel a protocol; bands over seeds. Then the same for balanced scores."""
     drawings = []
     seeds = len({r.seed for r in runs})
@@ -574,7 +576,7 @@ def compared_curves(runs: Sequence[RunData], name: str = "", suffix: str = "") -
     return drawings
 
 
-def traffic_curves(runs: Sequence[RunData], name: str = "", suffix: str = "") -> Drawing:
+def traffic_curves(runs: Sequence[RunResult], name: str = "", suffix: str = "") -> Drawing:
     """Accuracy against all bytes that travelled so far."""
     lines = []
     for label, members in _by_method(runs).items():
@@ -582,9 +584,9 @@ def traffic_curves(runs: Sequence[RunData], name: str = "", suffix: str = "") ->
         column = next((f"{p}_accuracy" for p in ("received", "trained") if f"{p}_accuracy" in run.rounds), None)
         if column is None or "bytes_up" not in run.rounds:
             continue
-        moved = ((run.rounds["bytes_up"] + run.rounds["bytes_down"]) * run.rounds["clients"]).cumsum() / 1e6
-        if moved.iloc[-1] > 0:
-            lines.append(Curve(label, moved.to_numpy(float), run.rounds[column].to_numpy(float)))
+        moved = traffic(run.rounds) / 1e6
+        if moved[-1] > 0:
+            lines.append(Curve(label, moved, run.rounds[column].to_numpy(float)))
     if not lines:
         raise Unavailable("nothing travelled: the methods train alone")
     said = "; ".join(f"{c.label} {percent(float(c.mean[-1]))} for {c.x[-1]:,.1f} MB" for c in lines)
@@ -599,12 +601,12 @@ def traffic_curves(runs: Sequence[RunData], name: str = "", suffix: str = "") ->
     )
 
 
-def _sweep_lines(runs: Sequence[RunData], key: str) -> dict[str, list[Curve]]:
+def _sweep_lines(runs: Sequence[RunResult], key: str) -> dict[str, list[Curve]]:
     """Last accuracy against a setting, {protocol: curves}, a curve a method."""
     panels: dict[str, list[Curve]] = {}
     for p in CAPTIONS:
         for label, members in _by_method(runs).items():
-            curve = _curve(label, [(float(r.flat[key]), analysis.score_of(r, p)) for r in members])
+            curve = _curve(label, [(float(r.flat[key]), r.score(p)) for r in members])
             if curve is not None:
                 panels.setdefault(p, []).append(curve)
     return panels
@@ -620,7 +622,7 @@ SWEEPS = {
 """What a sweep over a run-config key is called, its axis, and its source."""
 
 
-def sweeps(runs: Sequence[RunData], key: str) -> list[Drawing]:
+def sweeps(runs: Sequence[RunResult], key: str) -> list[Drawing]:
     """Last accuracy against a setting in which runs differ; a figure for each setting of everything else."""
     values = {str(r.flat.get(key)) for r in runs}
     if len(values) < 2:
@@ -629,9 +631,9 @@ def sweeps(runs: Sequence[RunData], key: str) -> list[Drawing]:
             f"fedapp run --set {key}=VALUE --out DIR/NAME for several values, then fedapp report DIR",
         )
     degree = ("alpha", "classes-per-client")
-    groups: dict[str, list[RunData]] = {}
+    groups: dict[str, list[RunResult]] = {}
     for run in runs:
-        if analysis.uses(run, key):
+        if uses(run, key):
             rest = {k: v for k, v in run.setting.items() if k != key}
             groups.setdefault(setting_text(rest), []).append(run)
     drawings: list[Drawing] = []
@@ -661,11 +663,11 @@ def sweeps(runs: Sequence[RunData], key: str) -> list[Drawing]:
     return drawings
 
 
-def non_iid(runs: Sequence[RunData]) -> list[Drawing]:
+def non_iid(runs: Sequence[RunResult]) -> list[Drawing]:
     """Accuracy against classes per client, or against the Dirichlet concentration, whatever the runs vary."""
     drawings = []
     for key in ("classes-per-client", "alpha"):
-        if len({str(r.flat.get(key)) for r in runs if analysis.uses(r, key)}) > 1:
+        if len({str(r.flat.get(key)) for r in runs if uses(r, key)}) > 1:
             drawings += sweeps(runs, key)
     if not drawings:
         raise Unavailable(
@@ -675,10 +677,10 @@ def non_iid(runs: Sequence[RunData]) -> list[Drawing]:
     return drawings
 
 
-def hyperparameters(runs: Sequence[RunData]) -> list[Drawing]:
+def hyperparameters(runs: Sequence[RunResult]) -> list[Drawing]:
     """Accuracy, and for cwFedAvg the distance R, against a numeric hyperparameter in which runs of a method differ."""
     drawings: list[Drawing] = []
-    for setting, members in analysis.groups_of(runs):
+    for setting, members in groups_of(runs):
         for method in dict.fromkeys(r.method for r in members):
             own = [r for r in members if r.method == method]
             for name in sorted({n for r in own for n in _arguments(r)}):
@@ -694,11 +696,13 @@ def hyperparameters(runs: Sequence[RunData]) -> list[Drawing]:
     return drawings
 
 
-def _against(method: str, name: str, points: Sequence[tuple[RunData, float]], where: str, suffix: str) -> list[Drawing]:
+def _against(
+    method: str, name: str, points: Sequence[tuple[RunResult, float]], where: str, suffix: str
+) -> list[Drawing]:
     """Draw accuracy, and R where there is one, against a hyperparameter."""
     panels: dict[str, list[Curve]] = {}
     for protocol in CAPTIONS:
-        curve = _curve(method, [(v, analysis.score_of(r, protocol)) for r, v in points])
+        curve = _curve(method, [(v, r.score(protocol)) for r, v in points])
         if curve is not None:
             panels[protocol] = [curve]
     given = [v for _, v in points]
@@ -734,7 +738,7 @@ def _against(method: str, name: str, points: Sequence[tuple[RunData, float]], wh
     return drawings
 
 
-def _arguments(run: RunData) -> dict[str, str]:
+def _arguments(run: RunResult) -> dict[str, str]:
     parts = str(run.flat.get("method-args", "")).split()
     return {p.partition("=")[0]: p.partition("=")[2] for p in parts}
 
@@ -746,7 +750,7 @@ def _number(text: str | None) -> bool:
         return False
 
 
-def _last_wdr(run: RunData) -> float:
+def _last_wdr(run: RunResult) -> float:
     values = [v for v in run.summary.get("wdr") or [] if v is not None]
     return float(values[-1]) if values else math.nan
 
@@ -764,7 +768,7 @@ def _curve(label: str, points: Iterable[tuple[float, float]]) -> Curve | None:
     return Curve(label, np.array(at), np.array([float(np.mean(found[v])) for v in at]), spread)
 
 
-def separability(runs: Sequence[RunData], samples: int = 100) -> Drawing:
+def separability(runs: Sequence[RunResult], samples: int = 100) -> Drawing:
     """Gain of calibration against the separability of the classes, a mark a run."""
     groups: dict[str, tuple[list[float], list[float]]] = {}
     reason: Unavailable | None = None

@@ -1,0 +1,342 @@
+"""The one reader of run directories: a run (`RunResult`), and several runs under one folder (`Comparison`).
+
+Files are read when they are asked for. A file that is not there is empty, so a run that has only begun can be read; a
+file that is there and cannot be read is a `BadRequest` that names it. A last line without its end, which a run is just
+writing or left when it was killed, is not read.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fedapp import config as configuration
+from fedapp.config import RunConfig
+from fedapp.data.partitions import PARTITION_PARAMETER
+from fedapp.errors import BadRequest
+from fedapp.results.statistics import Ints, worst
+
+RUN_MARK = "config.toml"
+"""The file that makes a folder a run directory."""
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; empty where the file is not there.
+
+    Raises
+    ------
+    BadRequest : the file cannot be read, or holds something else.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as e:
+        raise BadRequest(f"{path} cannot be read ({e})") from e
+    if not isinstance(value, dict):
+        raise BadRequest(f"{path} cannot be read (no JSON object)")
+    return value
+
+
+def read_table(path: Path) -> pd.DataFrame:
+    """Read the whole lines of a CSV file; empty where the file is not there or holds no line yet.
+
+    Raises
+    ------
+    BadRequest : the file cannot be read as a table.
+    """
+    try:
+        content = path.read_bytes()
+        # A number that was cut off in the middle is a number too: only its line's end says that it is whole.
+        whole = content[: content.rfind(b"\n") + 1]
+        return pd.read_csv(io.BytesIO(whole)) if whole.strip() else pd.DataFrame()
+    except FileNotFoundError:
+        return pd.DataFrame()
+    except (OSError, ValueError) as e:
+        raise BadRequest(f"{path} cannot be read ({e})") from e
+
+
+# ---- one run ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class RunResult:
+    """A run directory, finished or not.
+
+    Attributes
+    ----------
+    out : the run directory.
+    label : in a comparison the method's id with its own values, `fedprox(mu=0.1)`; else the id.
+    setting : in a comparison the run-config keys in which its settings differ, without those of the method.
+    """
+
+    out: Path
+    label: str = ""
+    setting: Mapping[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def rounds(self) -> pd.DataFrame:
+        """`rounds.csv`, a row a round."""
+        return read_table(self.out / "rounds.csv")
+
+    @cached_property
+    def clients(self) -> pd.DataFrame:
+        """`clients.csv`, a row a client and round."""
+        return read_table(self.out / "clients.csv")
+
+    @cached_property
+    def final(self) -> pd.DataFrame:
+        """`final.csv`, a row a client, scored after the last round."""
+        return read_table(self.out / "final.csv")
+
+    @cached_property
+    def dropped(self) -> pd.DataFrame:
+        """`dropped.csv`, a row a reply that did not count."""
+        return read_table(self.out / "dropped.csv")
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """`summary.json`; empty until the run ends."""
+        return read_json(self.out / "summary.json")
+
+    @cached_property
+    def versions(self) -> dict[str, Any]:
+        """`versions.json`: versions of packages, the processor, the run's token."""
+        return read_json(self.out / "versions.json")
+
+    @cached_property
+    def card(self) -> dict[str, Any]:
+        """`data_card.json`; empty where the data lie on devices."""
+        return read_json(self.out / "data_card.json")
+
+    @cached_property
+    def error(self) -> dict[str, Any]:
+        """`error.json`, the first error of a run that failed."""
+        return read_json(self.out / "error.json")
+
+    @cached_property
+    def flat(self) -> dict[str, Any]:
+        """`config.toml`, the run-config as it was written.
+
+        Raises
+        ------
+        BadRequest : there is none, or it is not TOML.
+        """
+        file = self.out / RUN_MARK
+        try:
+            return tomllib.loads(file.read_text(encoding="utf-8"))
+        except OSError as e:
+            raise BadRequest(f"{self.out} holds no run ({RUN_MARK}: {e.strerror})") from e
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+            raise BadRequest(f"{file} cannot be read ({e})") from e
+
+    @cached_property
+    def _accepted(self) -> tuple[RunConfig | None, str]:
+        try:
+            return configuration.resolve(configuration.from_flat({**self.flat, "resume": False})), ""
+        except BadRequest as e:
+            return None, str(e)
+
+    @property
+    def config(self) -> RunConfig | None:
+        """The run-config, validated and resolved; None where this version does not accept it."""
+        return self._accepted[0]
+
+    @property
+    def problem(self) -> str:
+        """Why `config` is None, else an empty string."""
+        return self._accepted[1]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the run has finished without an error."""
+        return bool(self.summary.get("ok"))
+
+    @property
+    def method(self) -> str:
+        """The method's id."""
+        return str(self.flat.get("method", "?"))
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return int(self.flat.get("seed", 0))
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes, from the data card."""
+        return tuple(str(c) for c in self.card.get("classes", ()))
+
+    @property
+    def counts(self) -> Ints:
+        """(K, C) training images by client and class; (0, 0) without a data card."""
+        return np.array(self.card.get("train", np.zeros((0, 0))), dtype=np.int64)
+
+    @property
+    def protocols(self) -> tuple[str, ...]:
+        """Protocols that were measured, in the order of the tables."""
+        return tuple(p for p in configuration.PROTOCOLS if f"{p}_accuracy" in self.rounds.columns)
+
+    def score(self, protocol: str, name: str = "last") -> float:
+        """Return one number of the summary: `last`, `best`, `last_std` or `balanced`; NaN where it is missing."""
+        value = self.summary.get("accuracy", {}).get(protocol, {}).get(name)
+        return math.nan if value is None else float(value)
+
+    def weakest(self, protocol: str) -> tuple[float, float]:
+        """Return the final accuracy of the worst client, and the mean of the worst tenth of the clients."""
+        return worst(self.final.get(f"{protocol}_accuracy", ()))
+
+
+def read_run(path: Path) -> RunResult:
+    """Return the run in a run directory.
+
+    Raises
+    ------
+    BadRequest : there is no `config.toml`, or it is not TOML.
+    """
+    run = RunResult(path.expanduser().absolute())
+    return replace(run, label=run.method)
+
+
+# ---- several runs ----------------------------------------------------------------------------------------------------
+
+SETTING_KEYS = (
+    "dataset", "partition", "alpha", "classes-per-client", "clients", "fraction-train", "model", "local-epochs",
+    "num-server-rounds", "split", "method-args",
+)  # fmt: skip
+"""Run-config keys in which the runs of a comparison may differ besides method and seed, the outermost first."""
+OWN_KEYS = ("model", "local-epochs")
+"""Setting keys that `fedapp compare` lets one method have for itself."""
+NOT_OWN = ("method", "seed", "out", "resume", "state-dir", "federation")
+"""Run-config keys that do not tell the runs of one method apart in a label."""
+
+
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """Several runs under one folder.
+
+    Attributes
+    ----------
+    out : the folder.   runs : all run directories below it, sorted by path.
+    """
+
+    out: Path
+    runs: tuple[RunResult, ...]
+
+    @cached_property
+    def table(self) -> pd.DataFrame:
+        """`results.csv` of `fedapp compare`, a row a run; empty where there is none."""
+        return read_table(self.out / "results.csv")
+
+    @cached_property
+    def significance(self) -> pd.DataFrame:
+        """`significance.csv` of `fedapp compare`, a row a setting, measure and method; empty where there is none."""
+        return read_table(self.out / "significance.csv")
+
+    @property
+    def finished(self) -> tuple[RunResult, ...]:
+        """The runs that have finished without an error."""
+        return tuple(r for r in self.runs if r.ok)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Methods, each with its own values, in the order of `results.csv`; those it lacks follow by name."""
+        column = next((c for c in ("variant", "method") if c in self.table), None)
+        listed = [] if column is None else [str(v) for v in self.table[column]]
+        present = {r.label for r in self.runs}
+        return tuple(dict.fromkeys([*(v for v in listed if v in present), *sorted(present)]))
+
+
+def read_comparison(path: Path) -> Comparison:
+    """Read all run directories below a folder, up to four levels deep.
+
+    Raises
+    ------
+    BadRequest : there is none.
+    """
+    path = path.expanduser().absolute()
+    folders = sorted(p.parent for depth in range(1, 5) for p in path.glob("*/" * depth + RUN_MARK))
+    runs = [read_run(p) for p in folders if "state" not in p.relative_to(path).parts]
+    if not runs:
+        raise BadRequest(f"{path} holds neither a run ({RUN_MARK}) nor a comparison (run directories below it)")
+    return Comparison(path, tuple(_labelled(runs, Comparison(path, ()).table)))
+
+
+def read(path: Path) -> RunResult | Comparison:
+    """Read a run directory, or a folder of run directories.
+
+    Raises
+    ------
+    BadRequest : it is neither.
+    """
+    path = path.expanduser().absolute()
+    if not path.is_dir():
+        raise BadRequest(f"{path} is not a folder; give a run directory or the folder of a comparison")
+    return read_run(path) if (path / RUN_MARK).is_file() else read_comparison(path)
+
+
+def _labelled(runs: Sequence[RunResult], table: pd.DataFrame) -> list[RunResult]:
+    """Give every run its setting, and a label that tells it from the other runs of that setting and seed.
+
+    `fedapp compare` names the variants of a method in results.csv and in the names of their folders; among other runs,
+    the keys in which those of one method and setting differ make the label.
+    """
+    variants = {_letters(str(v)): str(v) for v in table["variant"]} if "variant" in table else {}
+    named = {r.out: variants.get(_letters(re.sub(r"-s[0-9]+$", "", r.out.name)), "") for r in runs}
+    whole = all(named.values())
+    keys = [k for k in varying(runs) if k != "method-args" and not (whole and k in OWN_KEYS)]
+    settings = {r.out: {k: v for k in keys if (v := _setting(r, k)) is not None} for r in runs}
+    labelled = []
+    for run in runs:
+        label = named[run.out] if whole else ""
+        if not label:
+            like = [r for r in runs if r.method == run.method and settings[r.out] == settings[run.out]]
+            own = [k for k in run.flat if k not in NOT_OWN and len({str(r.flat.get(k)) for r in like}) > 1]
+            inside = [str(run.flat[k]) if k == "method-args" else f"{k}={run.flat[k]}" for k in own]
+            label = run.method + (f"({' '.join(i for i in inside if i)})" if any(inside) else "")
+        labelled.append(replace(run, label=label, setting=settings[run.out]))
+    return labelled
+
+
+def _letters(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "", text)
+
+
+def uses(run: RunResult, key: str) -> bool:
+    """Whether a run's partition uses `alpha` or `classes-per-client`; true for every other key."""
+    if key not in PARTITION_PARAMETER.values():
+        return True
+    return key == PARTITION_PARAMETER.get(str(run.flat.get("partition", "")))
+
+
+def _setting(run: RunResult, key: str) -> Any:
+    """A setting's value, or None where the run's partition does not use it."""
+    return run.flat.get(key) if uses(run, key) else None
+
+
+def varying(runs: Sequence[RunResult]) -> list[str]:
+    """Return the setting keys in which runs differ; those that a partition does not use are left out."""
+    return [k for k in SETTING_KEYS if len({str(_setting(r, k)) for r in runs}) > 1]
+
+
+def groups_of(runs: Sequence[RunResult]) -> Iterator[tuple[Mapping[str, Any], list[RunResult]]]:
+    """Yield the settings of a comparison and their runs; one empty setting where all runs share everything."""
+    found: dict[tuple[str, ...], list[RunResult]] = {}
+    for run in runs:
+        found.setdefault(tuple(f"{k}={v}" for k, v in run.setting.items()), []).append(run)
+    for members in found.values():
+        yield members[0].setting, members

@@ -1,0 +1,188 @@
+"""Statistics of results, each defined once: comparisons, reports and the ledger of claims all call these.
+
+Accuracies are shares in [0, 1] and traffic is in bytes; only the functions under "as text" write percent. NaN stands
+for a value that was not measured, and is left out. Spread over clients has ddof 0, because a run has all clients there
+are; spread over seeds has ddof 1, because seeds are a sample.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+from scipy import stats
+
+Floats: TypeAlias = NDArray[np.float64]
+Ints: TypeAlias = NDArray[np.int64]
+
+DASH = "–"
+"""What stands in a table where a value was not measured."""
+
+
+def measured(values: Iterable[Any]) -> Floats:
+    """Return the values that were measured, as float64: None and NaN are left out."""
+    array = np.array([np.nan if v is None else v for v in values], dtype=np.float64)
+    return array[~np.isnan(array)]
+
+
+# ---- over clients ----------------------------------------------------------------------------------------------------
+
+
+def worst(accuracies: Iterable[float]) -> tuple[float, float]:
+    """Return the lowest accuracy, and the mean of the lowest tenth of the clients.
+
+    A tenth is rounded up, so it is at least one client. Both are NaN without values.
+    """
+    values = np.sort(measured(accuracies))
+    if not len(values):
+        return math.nan, math.nan
+    return float(values[0]), float(values[: math.ceil(len(values) / 10)].mean())
+
+
+# ---- over rounds -----------------------------------------------------------------------------------------------------
+
+
+def traffic(rounds: pd.DataFrame) -> Floats:
+    """Return the bytes of arrays that all clients together sent and received up to each round, (T,).
+
+    `bytes_up` of rounds.csv is a mean over the clients whose reply counted, `bytes_down` over all that were messaged: a
+    client whose reply was dropped had downloaded its arrays all the same.
+
+    Parameters
+    ----------
+    rounds : rounds.csv; no bytes are counted where it lacks a column.
+    """
+    if not {"bytes_up", "bytes_down", "clients"} <= set(rounds.columns):
+        return np.zeros(len(rounds))
+    messaged = rounds["clients"] + rounds.get("dropped", 0)
+    moved = rounds["bytes_up"] * rounds["clients"] + rounds["bytes_down"] * messaged
+    return np.asarray(moved.cumsum(), dtype=np.float64)
+
+
+def reached(rounds: pd.DataFrame, column: str, target: float) -> tuple[float, float]:
+    """Return the first round whose `column` is at least `target`, and the bytes of :func:`traffic` up to its end.
+
+    Both are NaN where no round reaches the target, or where the column or the target is missing.
+    """
+    if column not in rounds or math.isnan(target):
+        return math.nan, math.nan
+    hits = np.flatnonzero(rounds[column].to_numpy(dtype=float) >= target)
+    if not len(hits):
+        return math.nan, math.nan
+    return float(rounds["round"].iloc[hits[0]]), float(traffic(rounds)[hits[0]])
+
+
+# ---- over seeds ------------------------------------------------------------------------------------------------------
+
+
+def mean_and_std(values: Iterable[Any]) -> tuple[float, float]:
+    """Return mean and standard deviation over seeds (ddof 1); the spread of fewer than two values is NaN."""
+    numbers = measured(values)
+    mean = float(numbers.mean()) if len(numbers) else math.nan
+    return mean, float(numbers.std(ddof=1)) if len(numbers) > 1 else math.nan
+
+
+# ---- tests -----------------------------------------------------------------------------------------------------------
+
+
+def signed_rank(differences: Iterable[float]) -> float:
+    """Return the two-sided p of Wilcoxon's signed-rank test over paired differences (n,).
+
+    Zeros are ranked and then left out (Pratt, 1959): clients with few test images tie often, and a test that leaves the
+    ties out first overstates what the others say. Differences are rounded to 12 digits, because 0.8 - 0.7 and 0.2 - 0.1
+    must have the same rank. p is 1 where nothing differs.
+    """
+    rounded = np.round(measured(differences), 12)
+    if not np.any(rounded):
+        return 1.0
+    return float(stats.wilcoxon(rounded, zero_method="pratt").pvalue)
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """Return p values corrected for their number (Holm, 1979): step down, monotone, at most 1."""
+    order = np.argsort(p, kind="stable")
+    corrected = np.empty(len(p))
+    highest = 0.0
+    for rank, index in enumerate(order):
+        highest = max(highest, min(1.0, (len(p) - rank) * p[index]))
+        corrected[index] = highest
+    return [float(v) for v in corrected]
+
+
+def t_test(values: Iterable[float]) -> float:
+    """Return the two-sided p of a one-sample t-test of numbers, one per seed, against 0.
+
+    Equal numbers have no spread to test with: p is then 0, or 1 where all of them are 0. One number has p = 1.
+    """
+    numbers = measured(values)
+    if len(numbers) < 2:
+        return 1.0
+    if not np.any(np.round(numbers - numbers[0], 12)):
+        return 0.0 if np.any(numbers) else 1.0
+    return float(stats.ttest_1samp(numbers, 0.0).pvalue)
+
+
+def interval(values: Iterable[float], level: float = 0.9) -> tuple[float, float]:
+    """Return the two-sided t confidence interval of the mean of values (n,); NaN for fewer than two values."""
+    numbers = measured(values)
+    if len(numbers) < 2:
+        return math.nan, math.nan
+    half = float(stats.t.ppf((1 + level) / 2, len(numbers) - 1)) * float(stats.sem(numbers))
+    return float(numbers.mean()) - half, float(numbers.mean()) + half
+
+
+# ---- as text ---------------------------------------------------------------------------------------------------------
+
+
+def percent(value: Any, digits: int = 1, unit: str = "") -> str:
+    """Write a share in percent, `71.3`, with a unit behind it if one is given; a dash where it was not measured."""
+    return DASH if value is None or math.isnan(value) else f"{100 * float(value):.{digits}f}{unit}"
+
+
+def spread(values: Iterable[Any], factor: float = 100.0, digits: int = 1, signed: bool = False) -> str:
+    """Write mean ± standard deviation over seeds (ddof 1), in percent unless `factor` says otherwise.
+
+    One value stands alone; without values there is a dash. `signed` writes a plus before a positive mean.
+    """
+    mean, std = mean_and_std(values)
+    if math.isnan(mean):
+        return DASH
+    text = f"{factor * mean:{'+' if signed else ''},.{digits}f}"
+    return text if math.isnan(std) else f"{text} ± {factor * std:,.{digits}f}"
+
+
+def until(values: Sequence[Any], factor: float = 1.0, digits: int = 1) -> str:
+    """Write rounds or bytes to a target: the mean over the seeds that reached it, and how many did if not all did."""
+    numbers = measured(values)
+    if not len(numbers):
+        return "never"
+    text = f"{factor * numbers.mean():,.{digits}f}"
+    return text if len(numbers) == len(values) else f"{text} ({len(numbers)}/{len(values)})"
+
+
+def probability(p: float) -> str:
+    """Write a p value, `p = 0.040` or `p < 0.001`."""
+    return f"p {DASH}" if math.isnan(p) else "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
+
+
+def size(number: Any) -> str:
+    """Write a number of bytes, from 10 kB on with a decimal prefix (1 kB = 1000 B)."""
+    if number is None or math.isnan(number):
+        return DASH
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= 10 * factor or (unit != "kB" and number >= factor):
+            return f"{number / factor:,.1f} {unit}"
+    return f"{number:,.0f} B"
+
+
+def duration(seconds: Any) -> str:
+    """Write seconds as seconds, from two minutes on as minutes, from two hours on as hours."""
+    if seconds is None or math.isnan(seconds):
+        return DASH
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,86 @@
+"""The one reader of run directories: missing files are empty, damaged ones are named, half a line is not read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+import fedapp
+from fedapp.engines.local import run
+from fedapp.errors import BadRequest
+from fedapp.results import report
+from fedapp.results.figures import gallery
+from fedapp.results.runs import RunResult, read_comparison, read_run, read_table
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    out = tmp_path_factory.mktemp("runs") / "fedavg"
+    return run(dataset="digits", clients=3, rounds=2, local_epochs=1, batch_size=64, method="fedavg", out=out)
+
+
+def test_what_run_returns_is_the_run_directory(finished: RunResult) -> None:
+    assert fedapp.RunResult is RunResult and isinstance(finished, RunResult)
+    assert finished.ok and finished.method == finished.label == "fedavg" and finished.seed == 0
+    assert finished.summary == json.loads((finished.out / "summary.json").read_text())
+    for name in ("rounds", "clients", "final"):
+        pd.testing.assert_frame_equal(getattr(finished, name), pd.read_csv(finished.out / f"{name}.csv"))
+    assert finished.config is not None and finished.config.num_server_rounds == 2 and finished.problem == ""
+    assert finished.counts.shape == (3, 10) and finished.counts.sum() == sum(finished.card["train_sizes"])
+    assert finished.protocols == ("received", "trained", "global")
+    assert finished.score("trained") == finished.summary["accuracy"]["trained"]["last"]
+    assert finished.weakest("trained") == (finished.final["trained_accuracy"].min(),) * 2
+
+
+def test_files_that_are_missing_are_empty(tmp_path: Path) -> None:
+    begun = RunResult(tmp_path)
+    assert begun.summary == begun.card == begun.error == begun.versions == {}
+    assert begun.rounds.empty and begun.clients.empty and begun.final.empty and begun.dropped.empty
+    assert not begun.ok and begun.counts.shape == (0, 0) and begun.protocols == ()
+    assert begun.score("trained") != begun.score("trained"), "NaN"
+    with pytest.raises(BadRequest, match="holds no run"):
+        _ = begun.flat
+    with pytest.raises(BadRequest, match="holds no run"):
+        read_run(tmp_path)
+    with pytest.raises(BadRequest, match="neither a run"):
+        read_comparison(tmp_path)
+
+
+def test_files_that_are_damaged_are_named(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text('{"ok": tr')
+    (tmp_path / "data_card.json").write_text("[1]")
+    (tmp_path / "rounds.csv").write_text("round\n1\n1,2,3\n")
+    damaged = RunResult(tmp_path)
+    for name, file in (("summary", "summary.json"), ("card", "data_card.json"), ("rounds", "rounds.csv")):
+        with pytest.raises(BadRequest, match=rf"{file} cannot be read"):
+            getattr(damaged, name)
+
+
+def test_a_line_that_is_being_written_is_not_read(tmp_path: Path) -> None:
+    file = tmp_path / "rounds.csv"
+    for text, rounds in (("", []), ("round,trained_acc", []), ("round,x\n", []), ("round,x\n1,0.5\n2,0.8", [1])):
+        file.write_text(text)
+        assert list(read_table(file).get("round", [])) == rounds
+    file.write_text('round,x\n1,0.5\n2,"shape (3,')
+    assert list(read_table(file)["round"]) == [1]
+
+
+def test_another_versions_configuration_has_no_config_and_says_why(finished: RunResult, tmp_path: Path) -> None:
+    text = (finished.out / "config.toml").read_text()
+    (tmp_path / "config.toml").write_text(text + 'key-of-tomorrow = "x"\n')
+    old = read_run(tmp_path)
+    assert old.config is None and "unknown key 'key-of-tomorrow'" in old.problem and old.method == "fedavg"
+
+
+def test_page_and_figure_count_the_download_of_dropped_replies(tmp_path: Path) -> None:
+    """4 clients, 10 MB up and 5 MB down each; one of them is dropped in the second of two rounds: 110 MB, not 105."""
+    (tmp_path / "config.toml").write_text('method = "fedavg"\ndataset = "digits"\n')
+    (tmp_path / "rounds.csv").write_text(
+        "round,clients,dropped,bytes_up,bytes_down,received_accuracy\n1,4,0,1e7,5e6,0.5\n2,3,1,1e7,5e6,0.6\n"
+    )
+    there = read_run(tmp_path)
+    assert "110,000,000" in report.of_run(there)[0]
+    assert "60.0 % for 110.0 MB" in gallery.traffic_curves([there]).alt

@@ -1,0 +1,165 @@
+"""The statistics that comparisons, reports and the ledger share, against enumeration and worked numbers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from fedapp.results import statistics
+
+# ---- over clients and rounds -----------------------------------------------------------------------------------------
+
+
+def test_worst_client_and_tenth() -> None:
+    assert statistics.worst([0.9, 0.5, math.nan, 0.7]) == (0.5, 0.5)
+    assert statistics.worst([i / 20 for i in range(20)]) == (0.0, pytest.approx(0.025))
+    assert statistics.worst([0.1, 0.2, *[1.0] * 9]) == (0.1, pytest.approx(0.15)), "11 clients: a tenth is two"
+    assert all(math.isnan(v) for v in statistics.worst([]))
+
+
+ROUNDS = pd.DataFrame(
+    {
+        "round": [1, 2, 3],
+        "clients": [4, 3, 4],
+        "dropped": [0, 1, 0],
+        "bytes_up": [10.0, 20.0, 10.0],
+        "bytes_down": [5.0, 5.0, 5.0],
+        "trained_accuracy": [0.5, 0.8, 0.7],
+    }
+)
+
+
+def test_a_client_whose_reply_was_dropped_had_downloaded_its_arrays() -> None:
+    assert list(statistics.traffic(ROUNDS)) == [60.0, 140.0, 200.0]
+    assert list(statistics.traffic(ROUNDS.drop(columns="dropped"))) == [60.0, 135.0, 195.0]
+    assert list(statistics.traffic(ROUNDS[["round"]])) == [0.0, 0.0, 0.0]
+
+
+def test_rounds_and_bytes_to_a_target() -> None:
+    assert statistics.reached(ROUNDS, "trained_accuracy", 0.7) == (2.0, 140.0)
+    assert statistics.reached(ROUNDS, "trained_accuracy", 0.5) == (1.0, 60.0)
+    assert all(math.isnan(v) for v in statistics.reached(ROUNDS, "trained_accuracy", 0.81))
+    assert all(math.isnan(v) for v in statistics.reached(ROUNDS, "global_accuracy", 0.1))
+    assert all(math.isnan(v) for v in statistics.reached(ROUNDS, "trained_accuracy", math.nan))
+
+
+# ---- over seeds ------------------------------------------------------------------------------------------------------
+
+
+def test_spread_over_seeds_is_that_of_a_sample() -> None:
+    assert statistics.mean_and_std([0.5, None, 0.7]) == (pytest.approx(0.6), pytest.approx(0.2 / 2**0.5))
+    mean, std = statistics.mean_and_std([0.5, math.nan])
+    assert mean == 0.5 and math.isnan(std)
+    assert all(math.isnan(v) for v in statistics.mean_and_std([]))
+
+
+def test_the_t_test_and_the_interval_agree() -> None:
+    values = [0.02, 0.05, 0.03, None]
+    mean, std = 0.1 / 3, np.std([0.02, 0.05, 0.03], ddof=1)
+    p = 2 * stats.t.sf(mean / (std / 3**0.5), 2)
+    assert statistics.t_test(values) == pytest.approx(p)
+    low, high = statistics.interval(values, 1 - p)
+    assert low == pytest.approx(0, abs=1e-12) and high == pytest.approx(2 * mean)
+    assert statistics.t_test([0.1, 0.1, 0.2 - 0.1]) == 0.0
+    assert statistics.t_test([0.0, 0.0]) == statistics.t_test([0.3]) == 1.0
+    assert all(math.isnan(v) for v in statistics.interval([0.3]))
+
+
+# ---- tests -----------------------------------------------------------------------------------------------------------
+
+
+def pratt(points: list[int]) -> float:
+    """Exact two-sided p after Pratt, by going through all signs: zeros take the lowest ranks and have no sign."""
+    ranks = stats.rankdata(np.abs(points))[np.array(points) != 0]
+    observed = abs(float(ranks @ np.sign([p for p in points if p])))
+    sums = [abs(float(ranks @ np.array(signs))) for signs in itertools.product([-1, 1], repeat=len(ranks))]
+    return float(np.mean([s >= observed - 1e-9 for s in sums]))
+
+
+@pytest.mark.parametrize(
+    ("points", "significant"),
+    [([3, 2, -2, 3, 2, 0, 0, -1, 2, 4], False), ([1, 0, 1, 1, 2, 3, 5, 1, -2, 4], True)],
+)
+def test_ties_decide_a_comparison_of_few_test_images(points: list[int], significant: bool) -> None:
+    """Ten clients with ten test images each; the plain test, which leaves zeros out first, says the opposite at 5 %."""
+    theirs = np.full(10, 5)
+    differences = (theirs + points) / 10 - theirs / 10
+    assert (stats.wilcoxon(points, zero_method="wilcox").pvalue < 0.05) is not significant
+    assert statistics.signed_rank(differences) == pytest.approx(pratt(points))
+    assert (statistics.signed_rank(differences) < 0.05) is significant
+
+
+def enumerated(differences: list[float]) -> float:
+    """Exact two-sided p of the signed-rank test, by going through all signs; no ties, no zeros."""
+    ranks = np.argsort(np.argsort(np.abs(differences))) + 1
+    total = ranks.sum()
+
+    def distance(signs: Any) -> float:
+        return abs(2 * ranks[np.asarray(signs, dtype=bool)].sum() - total)
+
+    here = distance([d > 0 for d in differences])
+    signs = list(itertools.product([0, 1], repeat=len(ranks)))
+    return sum(distance(s) >= here for s in signs) / len(signs)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_signed_rank_equals_enumeration(seed: int) -> None:
+    drawn = np.random.default_rng(seed).normal(0.4, 1.0, 9)
+    assert statistics.signed_rank(drawn) == pytest.approx(enumerated(list(drawn)))
+    assert statistics.signed_rank(-drawn) == pytest.approx(statistics.signed_rank(drawn))
+
+
+def test_signed_rank_without_differences_is_one_and_ties_do_not_depend_on_rounding() -> None:
+    assert statistics.signed_rank(np.zeros(5)) == 1.0
+    assert statistics.signed_rank(np.full(3, 1e-17)) == 1.0
+    a = np.array([0.8 - 0.7, 0.7 - 0.6, 0.2 - 0.1, 0.3, -0.2, 0.0])
+    b = np.array([0.1, 0.1, 0.1, 0.3, -0.2, 0.0])
+    assert statistics.signed_rank(a) == statistics.signed_rank(b)
+
+
+def test_holm_on_worked_numbers() -> None:
+    assert statistics.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert statistics.holm([0.6, 0.5]) == [1.0, 1.0]
+    assert statistics.holm([]) == []
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8))
+def test_holm_rejects_what_stepping_down_rejects(p: list[float]) -> None:
+    corrected = statistics.holm(p)
+    for level in (0.01, 0.05, 0.2):
+        rejected = set()
+        for step, index in enumerate(sorted(range(len(p)), key=lambda i: p[i])):
+            if (len(p) - step) * p[index] > level:
+                break
+            rejected.add(index)
+        assert rejected == {i for i, v in enumerate(corrected) if v <= level}
+    assert all(c >= q for c, q in zip(corrected, p))
+
+
+# ---- as text ---------------------------------------------------------------------------------------------------------
+
+
+def test_numbers_as_text() -> None:
+    assert statistics.percent(0.1234) == "12.3" and statistics.percent(0.1234, 2, " %") == "12.34 %"
+    assert statistics.percent(None) == statistics.percent(math.nan) == "–"
+    assert statistics.spread(pd.Series([0.5, 0.7])) == "60.0 ± 14.1"
+    assert statistics.spread([0.5, 0.7], signed=True) == "+60.0 ± 14.1"
+    assert statistics.spread([2000.0, None], 1, 0) == "2,000"
+    assert statistics.spread(pd.Series([math.nan, None])) == "–"
+    assert statistics.until(pd.Series([3.0, 5.0])) == "4.0"
+    assert statistics.until(pd.Series([3.0, math.nan]), digits=0) == "3 (1/2)"
+    assert statistics.until(pd.Series([math.nan])) == "never"
+    assert statistics.probability(0.0004) == "p < 0.001"
+    assert statistics.probability(0.25) == "p = 0.250"
+    assert [statistics.size(n) for n in (None, 9_999, 10_000, 1_500_000, 2e9)] == [
+        "–", "9,999 B", "10.0 kB", "1.5 MB", "2.0 GB",
+    ]  # fmt: skip
+    assert [statistics.duration(t) for t in (None, 119.0, 120, 7200)] == ["–", "119.0 s", "2.0 min", "2.0 h"]
