@@ -116,14 +116,18 @@ def test_a_jitter_grows_until_it_is_enough_and_no_further(monkeypatch: pytest.Mo
     monkeypatch.setattr(virtual, "EIGH_LIMIT", 0)
     factor = factorise(np.diag([2.0, -3e-6]))
     assert factor.jitter == pytest.approx(1e-5, rel=1e-5)
+    largest = factorise(np.diag([2.0, -5e-3]))
+    assert largest.jitter == pytest.approx(1e-2, rel=1e-2)
     hopeless = factorise(np.diag([2.0, -0.5]))
     assert hopeless.jitter == 0.0 and not hopeless.triangular
     np.testing.assert_allclose(hopeless.matrix, np.diag([np.sqrt(2), 0]), atol=1e-12)
 
 
 def test_special_covariances() -> None:
-    assert not factorise(np.zeros((3, 3))).matrix.any()
-    np.testing.assert_allclose(factorise(np.array([4.0, 0.0, 9.0, -1e-17])).matrix, [2, 0, 3, 0])
+    nothing, diagonal = factorise(np.zeros((3, 3))), factorise(np.array([4.0, 0.0, 9.0, -1e-17]))
+    assert not nothing.matrix.any() and nothing.jitter == 0.0 and nothing.triangular
+    np.testing.assert_allclose(diagonal.matrix, [2, 0, 3, 0])
+    assert diagonal.jitter == 0.0 and not diagonal.triangular
     # A rounding error below zero is no reason to fail.
     slightly_negative = np.diag([1.0, 0.0]) - 1e-17
     assert np.isfinite(factorise(slightly_negative).matrix).all()
@@ -184,6 +188,7 @@ def test_allotted_draws() -> None:
     # 3 classes seen, 300 samples shared as 30 : 10 : 1 of 41.
     assert allot(counts, 100, "proportional").tolist() == [220, 0, 73, 7]
     assert allot(counts, 1, "proportional").tolist() == [2, 0, 1, 1]
+    assert allot(np.array([0, 1]), 5, "proportional").tolist() == [0, 5]
     assert allot(np.zeros(2, dtype=np.int64), 5, "proportional").tolist() == [0, 0]
 
 
@@ -256,5 +261,7 @@ def test_separability_is_the_mean_over_pairs(form: Form) -> None:
 
 
 def test_separability_needs_two_classes() -> None:
+    two = moments(np.array([[0.0], [0.0], [3.0], [3.0]]), np.array([0, 0, 1, 1]), 3)
+    assert separability(two, 0) == pytest.approx(3.0)
     with pytest.raises(ValueError, match="two classes, got 1"):
         separability(moments(np.ones((2, 2)), np.zeros(2, dtype=int), 3), 0)
