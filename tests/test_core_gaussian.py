@@ -392,6 +392,7 @@ def test_sums_of_single_samples_have_exactly_no_spread() -> None:
     ("change", "message"),
     [
         (lambda a: a.pop("cov"), "consist of"),
+        (lambda a: a.pop("ids"), "consist of"),
         (lambda a: a.update(extra=np.ones(1)), "consist of"),
         (lambda a: a.update(cov=a["cov"][:, :2]), "'cov'.*shape"),
         (lambda a: a.update(mean=a["mean"].astype(int)), "'mean'"),
@@ -432,6 +433,14 @@ def test_what_is_wrong_with_a_reply_is_named(mode: Mode, change: dict, message: 
     assert problem_of(good, mode, 3, 2) is None
     with pytest.raises(ValueError, match=message):
         raise ValueError(problem_of({**good, **change}, mode, 3, 2))
+
+
+def test_an_array_that_is_missing_is_named_in_every_mode() -> None:
+    for mode in get_args(Mode):
+        good = to_arrays(worked(form_of(mode))[0], mode)
+        for name in good:
+            partial = {other: array for other, array in good.items() if other != name}
+            assert "consist of" in str(problem_of(partial, mode, 3, 2))
 
 
 def test_large_finite_values_are_not_taken_for_infinite_ones() -> None:
