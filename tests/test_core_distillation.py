@@ -27,7 +27,15 @@ def test_divergence_is_its_definition(temperature: float) -> None:
     assert float(divergence(teacher, student, temperature)) == pytest.approx(slow(p, q), rel=1e-10)
     assert float(divergence_to(torch.from_numpy(p), student, temperature)) == pytest.approx(slow(p, q), rel=1e-10)
     assert float(divergence(teacher, student, temperature, "mean")) == pytest.approx(slow(p, q) / 4, rel=1e-10)
+    target = torch.from_numpy(p)
+    assert float(divergence_to(target, student, temperature, "mean")) == pytest.approx(slow(p, q) / 4, rel=1e-10)
     assert np.allclose(soften(student, temperature).numpy(), q)
+
+
+def test_the_temperature_is_one_unless_it_is_given() -> None:
+    assert torch.equal(soften(Z_L), soften(Z_L, 1.0))
+    assert torch.equal(divergence(Z_M, Z_L), divergence(Z_M, Z_L, 1.0))
+    assert torch.equal(divergence_to(soften(Z_M), Z_L), divergence_to(soften(Z_M), Z_L, 1.0))
 
 
 def test_worked_numbers() -> None:

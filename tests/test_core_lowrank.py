@@ -100,6 +100,11 @@ def test_bad_parts_are_named(parts: dict[str, np.ndarray], words: str) -> None:
     assert words in str(problem_of(parts, {"w": (5, 4)}))
 
 
+def test_full_rank_is_possible() -> None:
+    parts = {"w/u": np.zeros((5, 4)), "w/s": np.zeros(4), "w/v": np.zeros((4, 4))}
+    assert problem_of(parts, {"w": (5, 4)}) is None
+
+
 def test_a_vector_has_no_factors() -> None:
     assert "missing" in str(
         problem_of({"b/u": np.zeros((3, 1)), "b/s": np.zeros(1), "b/v": np.zeros((1, 1))}, {"b": (3,)})
