@@ -9,7 +9,7 @@ export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
 # Each worker has one thread, and there are as many workers as cores.
 test quick slow mutants: export OMP_NUM_THREADS := 1
-WORKERS := -n logical --maxprocesses 8 --dist loadgroup --no-loadscope-reorder
+WORKERS := -n logical --maxprocesses 8
 # The mathematics: the core, every method, the local learning.
 QUICK := $(sort $(wildcard tests/test_core_*.py $(patsubst %,tests/test_%.py,$(notdir \
 	$(basename $(wildcard strategies/*.py clients/*.py fedapp/learning/*.py))))))

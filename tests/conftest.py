@@ -24,24 +24,37 @@ settings.load_profile("fedapp")
 # A shell that starts the tests in the background has them ignore Ctrl-C, and children inherit that; they test it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-LONG = ("test_standin", "test_nodes", "test_benchmarks", "test_report", "test_config", "test_contract", "test_figures")
-"""Files that workers begin with, so that none is left with a long one at the end (`pytest -n 2 --dist loadgroup`)."""
+PROCESSES = ("simulation", "deployment", "superlink", "supervise", "deploycheck", "ray_cluster")
+"""Files of tests that own ports, Ray or SuperLinks: all of them in one worker, one after another."""
+FIRST = (*PROCESSES, "standin", "registry", "nodes", "benchmarks", "report", "config", "contract", "figures")
+"""Files to begin with, so that no worker is left with a long one at the end; each begins with two groups at once."""
 
 
-@pytest.hookimpl(tryfirst=True)
+def place(test: str) -> int:
+    """Return where a test's file stands in `FIRST`."""
+    name = Path(test.partition("::")[0]).stem.removeprefix("test_")
+    return FIRST.index(name) if name in FIRST else len(FIRST)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each file to one worker; the tests with ports, Ray or SuperLinks go to one worker all together, and first.
+    """Put long files first."""
+    items.sort(key=lambda item: place(item.nodeid))
 
-    A file stays whole because its tests share fixtures. Tests with processes of their own follow one another: two
-    Ray clusters on two cores would wait for each other until time runs out.
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each file to one worker, for its tests share fixtures, and the files of `PROCESSES` to the same one.
+
+    Two Ray clusters on two cores would wait for each other until time runs out.
     """
-    order = {name: place for place, name in enumerate(("processes", *LONG))}
-    groups = {}
-    for item in items:
-        alone = item.get_closest_marker("ray") or item.get_closest_marker("deploy")
-        groups[item] = "processes" if alone else item.path.stem
-        item.add_marker(pytest.mark.xdist_group(groups[item]))
-    items.sort(key=lambda item: order.get(groups[item], len(order)))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "processes" if place(nodeid) < len(PROCESSES) else nodeid.partition("::")[0]
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True, scope="session")
