@@ -22,7 +22,6 @@ import importlib.machinery
 import importlib.util
 import json
 import os
-import random
 import shutil
 import signal
 import sys
@@ -163,10 +162,18 @@ def digest(root: Path, mutant: Mutant, tests: Sequence[str]) -> str:
 
 
 def sample(root: Path, files: Sequence[str], number: int, seed: int) -> list[Mutant]:
-    """Draw faults from all those of the files, each as likely as another; files have their own order."""
+    """Draw faults from all those of the files, each as likely as another.
+
+    A fault's lot depends on its own text and the seed alone, so that a change elsewhere leaves the others drawn.
+    """
     sources = {file: (root / file).read_text(encoding="utf-8") for file in files}
-    pool = [m for file, source in sources.items() for m in mutants(file, source)]
-    random.Random(seed).shuffle(pool)
+
+    def lot(m: Mutant) -> tuple[str, int]:
+        old = sources[m.file].encode()[m.start : m.end].decode()
+        text = "\0".join((str(seed), m.file, m.function, old, m.new))
+        return hashlib.sha256(text.encode()).hexdigest(), m.start
+
+    pool = sorted((m for file, source in sources.items() for m in mutants(file, source)), key=lot, reverse=True)
     drawn: list[Mutant] = []
     while pool and len(drawn) < number:
         if (mutant := pool.pop()).changes(sources[mutant.file]):
