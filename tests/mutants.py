@@ -1,15 +1,15 @@
 """Mutation tests: put small faults into the methods and the mathematics, and see which the tests do not notice.
 
     python -m tests.mutants                                          300 faults drawn from all files
-    python -m tests.mutants --only strategies/fedgh.py --sample 40   those of one file
-    python -m tests.mutants --page docs/mutants.md                   write the page as well: `make mutants`
+    python -m tests.mutants --only strategies/fedgh.py --sample 40   40 of one file
+    python -m tests.mutants --page docs/mutants.md                   also write the page: `make mutants`
 
-For every fault only the tests named for its file run (`tests_for`). A fault is killed when one of them fails or runs
-out of time. Results are kept as JSON lines and used again as long as the faulty file and its tests are the same.
-Survivors that cannot be told from the original are listed with the reason in `mutants.toml`.
+For each fault only the tests named for its file run (`tests_for`). A fault is killed when one of them fails or runs
+out of time. Results are kept as JSON lines and reused as long as the faulty file and its tests stay the same.
+Survivors that behave like the original are listed with the reason in `mutants.toml`.
 
-Importing PyTorch and Flower takes longer than most tests. One process therefore imports all that is not the project's,
-and forks a child for each fault, which imports the faulty file in place of the real one and runs pytest.
+Importing PyTorch and Flower takes longer than most tests. One process therefore imports all libraries and forks a
+child for each fault, which imports the faulty file in place of the real one and runs pytest.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ NAMED = {
     "fedapp/learning/state.py": ["tests/test_foundations.py", "tests/test_resume.py"],
     "fedapp/learning/task.py": ["tests/test_engine.py"],
 }
-"""Tests of the files that have none of their own name."""
+"""Tests for files without a test file of their own name."""
 OPTIONS = ["-x", "-q", "-o", "addopts=", "-m", "not slow and not ray and not deploy", "-p", "no:cacheprovider"]
 EQUIVALENT = Path(__file__).with_name("mutants.toml")
 
 
 def tests_for(file: str, root: Path) -> tuple[str, ...]:
-    """Return the tests that are named for a file: `test_core_<x>.py` for the core, else `test_<x>.py`."""
+    """Return the tests named for a file: `test_core_<x>.py` for the core, else `test_<x>.py`."""
     own = f"tests/test_{'core_' if '/core/' in file else ''}{Path(file).stem}.py"
     found = [own] if (root / own).exists() else NAMED.get(file, [])
     if not found:
@@ -65,7 +65,7 @@ def tests_for(file: str, root: Path) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Job:
-    """Tests to run, with a fault or, for the first time, without one."""
+    """Tests to run, with a fault or (the first time) without one."""
 
     tests: tuple[str, ...]
     timeout: float
@@ -73,7 +73,7 @@ class Job:
 
 
 class _Watch:
-    """Runs the quickest tests first; notes how long each takes and which one failed."""
+    """Runs the quickest tests first, and records how long each takes and which one failed."""
 
     def __init__(self, seconds: dict[str, float]) -> None:
         self.known, self.seconds, self.failed = seconds, dict[str, float](), ""
@@ -114,7 +114,7 @@ def _child(root: Path, job: Job, seconds: dict[str, float], folder: Path) -> int
         sys.meta_path.insert(0, _Faulty(root, job.mutant))
     watch = _Watch(seconds)
     code = int(pytest.main([*OPTIONS, f"--basetemp={folder / 'tmp'}", *job.tests], plugins=[watch]))
-    # Libraries alone, so that every child imports the project anew and with its fault.
+    # Only libraries: every child must import the project anew, with its fault.
     modules = {n: getattr(m, "__file__", None) or "" for n, m in list(sys.modules.items())}
     libraries = [n for n, f in modules.items() if "site-packages" in f or f.startswith(os.path.dirname(os.__file__))]
     found = {"failed": watch.failed, "seconds": watch.seconds, "libraries": libraries}
@@ -123,7 +123,7 @@ def _child(root: Path, job: Job, seconds: dict[str, float], folder: Path) -> int
 
 
 def run(root: Path, jobs: Sequence[Job], seconds: dict[str, float], at_once: int) -> Iterator[tuple[Job, str, Any]]:
-    """Fork a child for each job; give the job, `passed`, `failed` or `timeout`, and what the child found."""
+    """Fork a child for each job; yield the job, `passed`, `failed` or `timeout`, and what the child found."""
     waiting, running = list(reversed(jobs)), dict[int, tuple[Job, float, Path]]()
     while waiting or running:
         while waiting and len(running) < at_once:
@@ -155,16 +155,16 @@ def run(root: Path, jobs: Sequence[Job], seconds: dict[str, float], at_once: int
 
 
 def digest(root: Path, mutant: Mutant, tests: Sequence[str]) -> str:
-    """Return what a result depends on: the faulty file and its tests."""
+    """Return a digest of what a result depends on: the faulty file and its tests."""
     source = mutant.applied((root / mutant.file).read_text(encoding="utf-8"))
     texts = [mutant.file, source, *((root / t).read_text(encoding="utf-8") for t in tests)]
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:16]
 
 
 def sample(root: Path, files: Sequence[str], number: int, seed: int) -> list[Mutant]:
-    """Draw faults from all those of the files, each as likely as another.
+    """Draw faults from all faults of the files, each equally likely.
 
-    A fault's lot depends on its own text and the seed alone, so that a change elsewhere leaves the others drawn.
+    A fault's lot depends only on its own text and the seed, so a change elsewhere does not change the other draws.
     """
     sources = {file: (root / file).read_text(encoding="utf-8") for file in files}
 
@@ -182,7 +182,7 @@ def sample(root: Path, files: Sequence[str], number: int, seed: int) -> list[Mut
 
 
 def judge(root: Path, drawn: Sequence[Mutant], results: Path, at_once: int) -> list[dict[str, Any]]:
-    """Return a record for each fault, old ones from `results`, to which new ones are appended as they come."""
+    """Return a record for each fault: from `results` where it is known, otherwise from a run, and appended there."""
     lines = results.read_text(encoding="utf-8").splitlines() if results.exists() else []
     known = {record["digest"]: record for record in map(json.loads, lines)}
     tests = {m: tests_for(m.file, root) for m in drawn}
@@ -218,7 +218,7 @@ def judge(root: Path, drawn: Sequence[Mutant], results: Path, at_once: int) -> l
 
 
 def reasons(path: Path = EQUIVALENT) -> dict[tuple[str, str, str, str], str]:
-    """Read why faults cannot be noticed, by file, function, and the changed lines before and after."""
+    """Read the reasons why faults change nothing, by file, function, and the changed lines before and after."""
     entries = tomllib.loads(path.read_text(encoding="utf-8"))["equivalent"] if path.exists() else []
     return {(e["file"], e["function"], e["before"].strip(), e["after"].strip()): e["reason"] for e in entries}
 
@@ -227,16 +227,16 @@ def page(records: Sequence[dict[str, Any]], command: str) -> str:
     """Write the page: the command, the date, K of N, and the survivors with their reasons."""
     known, survived = reasons(), [r for r in records if r["result"] == "survived"]
     killed = len(records) - len(survived)
-    rows = ["| where | fault | why no test notices it |", "|---|---|---|"]
+    rows = ["| where | fault | why it survives |", "|---|---|---|"]
     for r in survived:
         reason = known.get((r["file"], r["function"], r["before"], r["after"]), "**not explained yet**")
         before, after = (" ".join(r[k].split()).replace("|", "\\|") for k in ("before", "after"))
         rows.append(f"| `{r['file']}` `{r['function']}` | `{before}`<br>`{after}` | {reason} |")
     return f"""# Mutation tests
 
-A test that cannot fail proves nothing. `make mutants` puts small faults into the methods, the clients, the mathematics
-and the learning, one at a time, and runs the tests that are named for the faulty file. A fault that no test notices
-is a survivor: either the tests miss something, or the fault makes no difference.
+A test that cannot fail proves nothing. `make mutants` puts small faults into the methods, the clients, the core
+mathematics and the local learning, one at a time, and runs the tests named for the faulty file. A fault that no test
+notices survives: either the tests miss something, or the fault makes no difference.
 
 **{killed} of {len(records)} killed** ({killed / max(1, len(records)):.1%}), {len(survived)} survived.
 Command: `{command}`. Date: {time.strftime("%Y-%m-%d")}.

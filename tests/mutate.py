@@ -1,7 +1,7 @@
-"""Small faults for a Python file: `mutants(file, source)` lists every place where one can be put, and what it becomes.
+"""Small faults for a Python file: `mutants(file, source)` lists every place that can be changed, and what it becomes.
 
-A fault is an edit of the text, so that its difference reads like one a person made. Left alone are texts, docstrings,
-type annotations, decorators, what is raised, logged or asserted, and names of exports.
+A fault is an edit of the text, so its diff reads like one made by a person. Strings, docstrings, type annotations,
+decorators, messages, assertions, log calls and `__all__` are left alone.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ FUNCTIONS = {
 }  # fmt: skip
 """Functions that are left out: `sorted(x)` becomes `x`."""
 SYMMETRIC = {"allclose", "array_equal", "hypot", "isclose", "isinstance", "max", "maximum", "min", "minimum"}
-"""Functions whose first two arguments may change places, or whose call would be no Python."""
+"""Functions for which exchanging two arguments changes nothing or always raises."""
 SILENT = {"critical", "debug", "error", "exception", "info", "print", "warn", "warning"}
-"""Calls that only tell somebody something."""
+"""Calls that only write messages."""
 NO_NUMBERS = {"copy", "description", "flush", "frozen", "non_blocking", "stacklevel", "strict"}
-"""Keywords whose values change no number."""
+"""Keywords whose values do not change a number."""
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """Bytes `start` to `end` of a file become `new`; `function` is the dotted name of what they stand in."""
+    """Bytes `start` to `end` of a file become `new`; `function` is the dotted name of the enclosing function."""
 
     file: str
     function: str
@@ -58,21 +58,21 @@ class Mutant:
         return (raw[: self.start] + self.new.encode() + raw[self.end :]).decode()
 
     def changes(self, source: str) -> bool:
-        """Whether the fault is Python and another program."""
+        """Whether the result is valid Python and differs from the original."""
         try:
             return ast.dump(ast.parse(self.applied(source))) != ast.dump(ast.parse(source))
         except SyntaxError:
             return False
 
     def lines(self, source: str) -> tuple[str, str]:
-        """Return the lines it changes, before and after, without their indentation."""
+        """Return the changed lines before and after, without indentation."""
         diff = list(difflib.ndiff(source.splitlines(), self.applied(source).splitlines()))
         before, after = ("\n".join(d[2:].strip() for d in diff if d.startswith(sign)) for sign in ("- ", "+ "))
         return before, after
 
 
 def mutants(file: str, source: str) -> list[Mutant]:
-    """Return all faults of a file in the order of its text."""
+    """Return all faults of a file, in the order of its text."""
     finder = _Finder(file, source)
     finder.visit(ast.parse(source))
     return sorted(set(finder.found), key=lambda m: (m.start, m.end, m.new))
@@ -116,7 +116,7 @@ class _Finder(ast.NodeVisitor):
             self.put(condition, f"(not {self.closed(condition)})")
 
     def closed(self, node: ast.expr) -> str:
-        """Return the text of a node that an operator may follow."""
+        """Return the text of a node, in parentheses where an operator that follows needs them."""
         text = self.text(node)
         return text if isinstance(node, (ast.Name, ast.Attribute, ast.Call, ast.Subscript)) else f"({text})"
 
@@ -181,7 +181,7 @@ class _Finder(ast.NodeVisitor):
     visit_IfExp = visit_If
 
     def visit_Assert(self, node: ast.AST) -> None:
-        """Leave it and all below it alone."""
+        """Skip the node and everything in it."""
 
     visit_Import = visit_ImportFrom = visit_JoinedStr = visit_Assert
 
@@ -208,7 +208,7 @@ class _Finder(ast.NodeVisitor):
 
     def visit_UnaryOp(self, node: ast.UnaryOp) -> None:
         number = node.operand.value if isinstance(node.operand, ast.Constant) else None
-        if type(number) is int:  # often a position from the end: its sign says little where there are two
+        if type(number) is int:  # mostly an axis from the end, where the positive one may be the same
             self.put(node.operand, str(number + 1))
             return
         self.put(node, self.closed(node.operand))
@@ -220,7 +220,7 @@ class _Finder(ast.NodeVisitor):
             self.put(node, str(not value))
         elif isinstance(value, int):
             self.put(node, str(value + 1))
-        elif isinstance(value, float) and not 0 < abs(value) < 1e-6:  # tiny ones only keep from dividing by 0
+        elif isinstance(value, float) and not 0 < abs(value) < 1e-6:  # tiny ones only avoid a division by 0
             self.put(node, str(2 * value or 1.0))
 
     def visit_Slice(self, node: ast.Slice) -> None:

@@ -1,4 +1,4 @@
-"""Renews what README.md quotes: `python -m tests.readme [DIR]`, DIR being a finished comparison for the first table."""
+"""Update what README.md quotes: `python -m tests.readme [DIR]`. DIR is a finished comparison, for the first table."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def methods_table() -> str:
 
 
 def demo_table(results: Path) -> str:
-    """Build the demonstration's table from a comparison's results.csv."""
+    """Build the table of the demonstration from the results.csv of a comparison."""
     table = pd.read_csv(results / "results.csv")
     columns = ["received_last", "trained_last", "received_balanced", "trained_balanced"]
     seeds = table["seed"].nunique()
@@ -56,13 +56,13 @@ def demo_table(results: Path) -> str:
 
 
 def between(text: str, name: str, body: str) -> str:
-    """Replace what stands between two markers."""
+    """Replace the text between two markers."""
     pattern = rf"<!-- table:{name} -->.*?<!-- /table:{name} -->"
     return re.sub(pattern, lambda _: f"<!-- table:{name} -->\n{body}\n<!-- /table:{name} -->", text, flags=re.S)
 
 
 def renewed(text: str, results: Path | None = None) -> str:
-    """Return the README with everything quoted made current."""
+    """Return the README with every quotation up to date."""
     text = between(files(text), "methods", methods_table())
     return between(text, "demo", demo_table(results)) if results else text
 

@@ -1,12 +1,11 @@
-"""A GPU that is not there: tensors that say they lie on ``gpu:0``, and whose numbers lie in main memory.
+"""A stand-in for a GPU: tensors that report the device ``gpu:0`` while their numbers are in main memory.
 
-What it shows where there is no GPU: whether the tensors and generators of an operation belong to one device, and when
-the host waits for the device. Every operation passes through here below autograd and is done on the CPU, so that the
-results are those of the CPU, to the last bit. Noted are copies between host and device and the operations of
-``SYNCHRONISING``, so that what is counted is a lower bound. Streams, pools of memory, reduced precision and CUDA's own
-kernels are not shown.
+On a machine without a GPU it shows whether all tensors and generators of an operation are on one device, and when the
+host waits for the device. Every operation is intercepted below autograd and computed on the CPU, so the results equal
+the CPU's to the last bit. It records copies between host and device and the operations in ``SYNCHRONISING``; the count
+of waits is therefore a lower bound. It does not show streams, memory pools, reduced precision or CUDA's own kernels.
 
-PyTorch must not have run a backward pass before :func:`plug_in`, which cannot be taken back: for a process of its own.
+Call :func:`plug_in` in a process of its own, before any backward pass: it cannot be undone.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ SYNCHRONISING = tuple(
         "repeat_interleave.Tensor", "multinomial.", "histc.", "_linalg_",
     )
 )  # fmt: skip
-"""Operations of which the host needs a value, be it for a result, a shape or a check."""
+"""Operations whose result, shape or check needs a value on the host."""
 WITH_NUMBERS = ("aten.fill", "aten.masked_fill", "aten.index_put", "aten._foreach_")
-"""Operations that take a number in a tensor of the host, beside all that go element by element."""
+"""Operations that accept a number in a host tensor, besides all elementwise ones."""
 
 OURS = tuple(f"{Path(__file__).parents[1]}/{name}/" for name in ("fedapp", "strategies", "clients"))
 
@@ -48,9 +47,9 @@ class Event:
 
     Attributes
     ----------
-    operation : its name.   caller : `file:function` of the project that called it.
+    operation : name of the operation.   caller : `file:function` of the project that called it.
     waits : whether the host waits for the device.
-    within : `step` of a local training, `backward` pass, `train` outside of its steps, or `elsewhere`.
+    within : `step` of a local training, `backward` pass, `train` outside its steps, or `elsewhere`.
     """
 
     operation: str
@@ -60,21 +59,21 @@ class Event:
 
 
 events: list[Event] = []
-"""Since this list was last cleared."""
+"""What happened since this list was last cleared."""
 _pinned: dict[int, Tensor] = {}
 
 
 def device() -> torch.device:
-    """Return the device that is not there."""
+    """Return the pretended device."""
     return torch.device("gpu", 0)
 
 
 class WrongDeviceError(RuntimeError):
-    """An operation was given tensors or a generator of two devices, for which PyTorch raises a RuntimeError too."""
+    """An operation got tensors or a generator on two devices; PyTorch raises a RuntimeError for it too."""
 
 
 class OnDevice(Tensor):
-    """A tensor on the device that is not there; ``held`` has its numbers."""
+    """A tensor on the pretended device; ``held`` has its numbers."""
 
     held: Tensor
 
@@ -117,7 +116,7 @@ def _note(func: Any, waits: bool = True) -> None:
                 names.add(name)
         frame = frame.f_back  # type: ignore[assignment]
     within = next((name for name in ("step", "train") if name in names), "elsewhere")
-    # Autograd goes backward on a thread of the device, which has no frame of the step that waits for it.
+    # Autograd runs the backward pass on a thread of the device, whose stack does not show the waiting step.
     if threading.current_thread() is not threading.main_thread():
         within = "backward"
     events.append(Event(str(func), caller, waits, within))
@@ -140,7 +139,7 @@ def _with(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _note_copy(func: Any, given: Tensor, to: torch.device, non_blocking: bool) -> None:
-    """Note a copy; the host need not wait for one alone that goes to the device from pinned memory, if asked not to."""
+    """Record a copy. The host waits for it, except for a non-blocking one from pinned memory to the device."""
     if given.device.type != to.type:
         _note(func, waits=not non_blocking or to.type == "cpu" or id(given) not in _pinned)
 
@@ -172,7 +171,7 @@ def _operation(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if any(isinstance(v, torch.Generator) for v in (*args, *kwargs.values())):
             raise WrongDeviceError(f"{func}: a generator of the cpu for a tensor on gpu:0")
         masked = indexed and any(t.dtype in (torch.bool, torch.uint8) for t in _tensors(args[1:2]))
-        if apart or masked or name.startswith(SYNCHRONISING):  # indices that lie on the CPU are copied first
+        if apart or masked or name.startswith(SYNCHRONISING):  # indices on the CPU are copied first
             _note(func)
 
     back = {id(t.held): t for t in theirs}
@@ -192,11 +191,11 @@ def _operation(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def plug_in() -> None:
-    """Let this process have the device; to be called before the app is imported.
+    """Give this process the device. Call it before the app is imported.
 
     Raises
     ------
-    ImportError : this version of PyTorch has no devices in Python.
+    ImportError : this version of PyTorch does not support devices written in Python.
     """
     from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
@@ -206,16 +205,16 @@ def plug_in() -> None:
 
     _setup_privateuseone_for_python_backend(rename="gpu", backend_module=Module())
     torch.__future__.set_swap_module_params_on_conversion(True)
-    # Tensors made in inference mode cannot be wrapped; what it is for here, no gradients, the older mode does too.
+    # Tensors made in inference mode cannot be wrapped. It is used to switch gradients off, which no_grad does too.
     torch.inference_mode = lambda mode=True: torch.no_grad() if mode else torch.enable_grad()  # type: ignore[misc]
     _Device().__enter__()
 
 
-# What is run on it ----------------------------------------------------------------------------------
+# What runs on it ------------------------------------------------------------------------------------
 
 
 def noted() -> dict[str, Any]:
-    """Return what is noted of operations that a GPU would refuse, wait for, or do by itself: `waits` of each event."""
+    """Return what is recorded (`waits` of each event) for operations that a GPU refuses, waits for, or does alone."""
     x, host = torch.arange(4.0).to(device()), torch.arange(4)
     pinned, generator = torch.ones(4).pin_memory(), torch.Generator()
     found: dict[str, Any] = {}
@@ -285,9 +284,9 @@ def augmentation(channels: int, size: int, kind: str) -> list[bool]:
 
 
 def runs() -> dict[str, dict[str, Any]]:
-    """Return settings of runs by name: every method, and other settings that change what a client computes.
+    """Return settings of runs by name: every method, and variants that change what a client computes.
 
-    Left out is `precision`, which has tests of its own.
+    `precision` is left out: it has tests of its own.
     """
     from fedapp import registry
 
@@ -316,7 +315,7 @@ def compared(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     from fedapp.tasks import simulated as tasks
     from tests.handmade import deterministic
 
-    products.onednn_is_faster = lambda: False  # which a GPU does not have either
+    products.onednn_is_faster = lambda: False  # a GPU has no oneDNN either
     trainings: list[int] = []
     original = training.make_optimizer
     training.make_optimizer = lambda *args, **kwargs: (trainings.append(1), original(*args, **kwargs))[1]
@@ -328,7 +327,7 @@ def compared(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
         trainings.clear()
         result = run(out=folder / name, **settings)
         tables.append([deterministic(result.clients), deterministic(result.final)])
-        # Of the server and of every client, whose files begin with a name that each run makes up.
+        # Arrays of the server and of every client. File names begin with a name that each run makes up.
         files = (folder / name).rglob("*.safetensors")
         parts = {(f.parent.name, *f.name.split(".")[-2:]): read_safetensors(f)[0] for f in files}
         arrays.append({(*part, n): a for part, found in parts.items() for n, a in found.items()})
@@ -347,7 +346,7 @@ def compared(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(folder: Path, base: dict[str, Any]) -> None:
-    """Write all that is found to `standin.json` in a folder."""
+    """Write all findings to `standin.json` in a folder."""
     plug_in()
     found = {
         "noted": noted(),
@@ -364,7 +363,7 @@ def main(folder: Path, base: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    from tests import standin  # this file under its own name, which its tensors are known by
+    from tests import standin  # under its own name, so that its classes exist once
 
     standin.main(Path(sys.argv[1]), json.loads(sys.argv[2]))
-    os._exit(0)  # the device's thread of autograd must not ask for the interpreter while it ends
+    os._exit(0)  # autograd's device thread must not ask for the interpreter while that shuts down

@@ -1,4 +1,4 @@
-"""Every method on a GPU that is not there (`tests.standin`): one device, no waiting in a step, equal numbers."""
+"""Every method on a stand-in for a GPU (`tests.standin`): one device, no waiting within a step, equal numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     pytest.importorskip("torch.utils.backend_registration")
     if not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"):
-        pytest.skip("this version of PyTorch has no devices in Python")
+        pytest.skip("this version of PyTorch does not support devices written in Python")
     folder = tmp_path_factory.mktemp("standin")
     subprocess.run(
         [sys.executable, "-m", "tests.standin", str(folder), json.dumps(SETTINGS)], cwd=ROOT, check=True, timeout=600
@@ -39,8 +39,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dict(json.loads((folder / "standin.json").read_text()))
 
 
-def test_what_the_standin_notes(found: dict[str, Any]) -> None:
-    """What this file's device is for: it must refuse, and count as waiting, what a GPU does."""
+def test_what_the_standin_records(found: dict[str, Any]) -> None:
+    """The stand-in must refuse what a GPU refuses, and count as waiting what a GPU waits for."""
     assert found["noted"] == {
         "two devices": "refused",
         "rows of the host": "refused",
@@ -67,8 +67,8 @@ def test_every_method_on_a_device(name: str, found: dict[str, Any]) -> None:
     run = found["runs"][name]
     assert run["equal"], "the same tables as on the CPU"
     assert run["equal_arrays"] == run["arrays"] > 0, "the same arrays of server and clients"
-    assert run["in_steps"] == {}, "within a step nothing passes between host and device, forward or backward"
-    # Once for the loss of a whole training; what normalises images goes there once in a process.
+    assert run["in_steps"] == {}, "within a step nothing is copied between host and device, forward or backward"
+    # One wait per training, for its loss. The constants that normalise images are copied once per process.
     waits = dict(run["waits_in_training"])
     assert waits.pop("transforms.py:_affine", 0) <= 2
     assert waits == {"training.py:train": run["trainings"]} and run["steps"] >= 5 * run["trainings"]
@@ -81,7 +81,7 @@ def test_augmentation_never_waits(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", list(runs()))
 def test_images_stay_on_the_device(name: str, found: dict[str, Any]) -> None:
-    """Images and labels of two training splits, two test splits and the union go there once, not once a round."""
+    """Images and labels of two training splits, two test splits and the union are copied once, not every round."""
     assert found["runs"][name]["elsewhere"]["simulated.py:tensors"] == 10
 
 
@@ -90,7 +90,7 @@ def test_an_evaluation_waits_as_often_with_any_number_of_images(found: dict[str,
     assert few == many <= 4
 
 
-def test_handing_over_on_the_cpu_is_nothing() -> None:
+def test_handing_over_on_the_cpu_copies_nothing() -> None:
     x = torch.ones(3)
     assert hand_over(x, torch.device("cpu")) is x
 
@@ -98,7 +98,7 @@ def test_handing_over_on_the_cpu_is_nothing() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("kind", AUGMENTATIONS)
 def test_a_training_on_a_gpu_waits_once(kind: str) -> None:
-    """PyTorch's own account of it."""
+    """PyTorch's own synchronisation warnings, on a real GPU."""
     device = torch.device("cuda")
     inputs = InputSpec(channels=3, size=32, scale=255.0, mean=(0.5,) * 3, std=(0.25,) * 3)
     model = build_model("cnn", num_classes=10, channels=3, size=32, seed=1).to(device)
