@@ -201,7 +201,7 @@ def test_the_page_speaks_of_options_that_exist() -> None:
     shown = "".join(
         CliRunner().invoke(cli.app, [name, "--help"], terminal_width=200).output for name in ("compare", "run")
     )
-    named = set(re.findall(r"--[a-z][a-z-]*", text))
+    named = set(re.findall(r"--[a-z][a-z-]*", text)) - {"--run-config"}  # of flwr run
     assert len(named) > 10
     assert {n for n in named if n not in shown} == set()
     for column in ("worst_decile", "target_rounds", "std_over_seeds", "p_holm", "classes_per_client", "total_bytes"):
@@ -345,7 +345,7 @@ def test_a_run_that_fails_gives_exit_code_1_and_the_rest_is_tabled(
 ) -> None:
     result = command("--methods", "local,fedavg(lr=1e30)", *SMALL, "--out", str(tmp_path))
     assert result.exit_code == 1
-    assert "did not end well: fedavg(lr=1e30) s0" in result.stderr
+    assert "failed: fedavg(lr=1e30) s0" in result.stderr
     assert list(pd.read_csv(tmp_path / "results.csv")["variant"]) == ["local"]
 
 
@@ -482,4 +482,6 @@ def test_a_narrow_pipe_does_not_squeeze_names(
     result = command("--methods", "local,cwfedavg(lam=1)", *SMALL, "--out", str(tmp_path))
     assert result.stdout.count("Standalone ") >= 2
     assert result.stdout.count("cwFedAvg + WDR (lam=1)") == 3
+    assert result.stdout.count("received: before local training; trained: after local training") == 2
+    assert "Standalone receives nothing, so it has one score" in result.stdout
     assert "…" not in result.stdout

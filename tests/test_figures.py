@@ -379,7 +379,9 @@ def test_settings_and_seeds_are_told_apart(sweep: Comparison) -> None:
 
 
 def test_a_sweep_shows_mean_and_spread_over_seeds(sweep: Comparison) -> None:
-    curve = gallery._sweep_lines([r for r in sweep.runs if r.method == "local"], "alpha")["trained"][0]
+    curve = gallery._sweep_lines([r for r in sweep.runs if r.method == "local"], "alpha")[
+        "trained, after local training"
+    ][0]
     for i, alpha in enumerate((0.3, 3.0)):
         scores = [
             r.summary["accuracy"]["trained"]["last"]

@@ -213,7 +213,7 @@ def test_a_run_that_broke_says_so_first(single: Path, tmp_path: Path) -> None:
     (path / "dropped.csv").write_text('round,client,stage,reason\n2,1,train,"shape (3,) is not (4,)"\n')
     report.write(path)
     found = page(path)
-    assert "The run did not end well (client 2, round 2, train): no space left" in found.said
+    assert "The run failed (client 2, round 2, train): no space left" in found.said
     assert "Traceback: client 2 boom" in found.said
     assert ["2", "1", "train", "shape (3,) is not (4,)"] in found.rows
     assert "1 replies did not count" in found.said
@@ -252,10 +252,15 @@ def test_the_table_is_mean_and_spread_over_seeds(several: Path) -> None:
             for p, n in (("received", "last"), ("trained", "last"), ("received", "balanced"), ("trained", "balanced"))
         ]
         row = next(r for r in found.rows if r and r[0] == title)
-        assert row[1:5] == [f"{100 * np.mean(s):.1f} ± {100 * np.std(s, ddof=1):.1f}" for s in scores]
+        expected = [f"{100 * np.mean(s):.1f} ± {100 * np.std(s, ddof=1):.1f}" for s in scores]
+        if method == "local":  # receives nothing
+            expected[0] = expected[2] = "–"
+        assert row[1:5] == expected
         worst = [r.final["trained_accuracy"].min() for r in data.runs if r.method == method]
         further = [r for r in found.rows if r and r[0] == title][1]
         assert further[3] == f"{100 * np.mean(worst):.1f} ± {100 * np.std(worst, ddof=1):.1f}"
+    assert "Standalone receives nothing, so it has one score" in found.said
+    assert "received: before local training; trained: after local training" in found.said
     assert sum(r[0].startswith("runs/") for r in found.rows if r) == 6
     assert {"curves-accuracy", "traffic", "head-norms", "tsne", "cka", "conductance"} <= set(found.ids)
 
@@ -306,7 +311,7 @@ def test_what_compare_counted_and_tested_is_shown_per_setting(tmp_path: Path) ->
         ["FedProx (mu=0.1 lr=0.2)", "never", "–"],
     ]
     assert found.rows[second + 2][:3] == ["FedProx (mu=0.1 lr=0.1)", "4.0", "1.0 MB"]
-    assert ["fedprox(mu=0.1 lr=0.1)", "+1.2, p 0.040"] in found.rows
+    assert ["fedprox(mu=0.1 lr=0.1)", "+1.2, p = 0.040"] in found.rows
     assert ["fedprox(mu=0.1 lr=0.1)", "-20.0, p < 0.001"] in found.rows
     assert "Alpha 0.3" in found.said and "Alpha 2.0" in found.said
 
@@ -318,7 +323,7 @@ def test_runs_that_did_not_end_well_are_named_and_not_counted(several: Path, tmp
     (broken / "error.json").write_text(json.dumps({"message": "killed"}))
     report.write(path)
     found, data = page(path), read_comparison(path)
-    assert "1 of 6 runs have not ended well and are not counted: runs/fedavg-s1." in found.said
+    assert "1 of 6 runs are not finished and are not counted: runs/fedavg-s1." in found.said
     only = next(r for r in data.runs if r.out.name == "fedavg-s0").summary["accuracy"]["received"]["last"]
     assert next(r for r in found.rows if r and r[0] == "FedAvg")[1] == f"{100 * only:.1f}"
     assert ["killed", "runs/fedavg-s1"] in found.rows

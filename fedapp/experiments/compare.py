@@ -45,6 +45,7 @@ from fedapp.experiments import tables
 from fedapp.experiments.jobs import Job, Variant
 from fedapp.models import head_width
 from fedapp.results.directory import absolute, check_out, check_writable, new_folder
+from fedapp.results.runs import RunResult
 from fedapp.tasks import simulated as tasks
 
 OWN_SETTINGS = (
@@ -86,7 +87,7 @@ def parse_variants(text: str) -> list[Variant]:
 
 
 def _split(text: str) -> list[str]:
-    """Split at commas that stand outside brackets."""
+    """Split at commas outside brackets."""
     entries, depth = [""], 0
     for letter in text:
         depth += (letter == "(") - (letter == ")")
@@ -238,7 +239,7 @@ def _pairs(text: str) -> dict[str, str]:
 
 
 def _check_widths(config: RunConfig) -> None:
-    """Refuse architectures whose heads do not fit together, which the server would find out at the first hello."""
+    """Refuse architectures whose heads do not fit together before clients register and the server notices."""
     method, hparams = config.method_and_hparams()
     widths = {head_width(name) for name in configuration.resolve(config).model_names}
     if len(widths) > 1 and method.same_width and (method.shared_prefixes(hparams) or method.extra_up):
@@ -254,7 +255,7 @@ OURS = ("checkpoint", "models", "state", "versions.json", "progress.jsonl", "sup
 
 
 def standing(config: RunConfig) -> Literal["new", "done", "broken off", "nothing kept"]:
-    """Say how far the run in `config.out` is; touches nothing.
+    """Say how far the run in `config.out` has come; touches nothing.
 
     Raises
     ------
@@ -280,7 +281,7 @@ def _standing(config: RunConfig) -> Literal["new", "done", "broken off", "nothin
         raise BadRequest(
             f"{out} holds a run with another configuration ({'; '.join(differing)}): give a new --out, or its settings"
         )
-    if engines.summary_of(out).get("ok"):
+    if RunResult(out).ok:
         return "done"
     return "broken off" if any((out / "checkpoint").glob("*.safetensors")) else "nothing kept"
 
@@ -329,7 +330,7 @@ def only_one(out: Path) -> Iterator[None]:
 
 
 def rounds_done(out: Path) -> int:
-    """Return the number of the last round that a run told of in its `progress.jsonl`."""
+    """Return the last round that a run reported in its `progress.jsonl`, 0 before the first."""
     path = out / "progress.jsonl"
     try:
         with path.open("rb") as f:
@@ -347,8 +348,8 @@ def rounds_done(out: Path) -> int:
     return 0
 
 
-class Board:
-    """Shows on standard error how far many runs are: a bar with the time left, or lines where there is no terminal."""
+class Overview:
+    """Shows on standard error how far many runs have come: a bar with the time left, or lines without a terminal."""
 
     EVERY_SECONDS = 60.0
 
@@ -365,7 +366,7 @@ class Board:
         self.bar = self.progress.add_task("runs", total=max(1, self.total), text="")
         self.watch = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> Board:
+    def __enter__(self) -> Overview:
         self.progress.start()
         self.watch.start()
         return self
@@ -409,11 +410,11 @@ class Board:
         self.progress.console.print(text, markup=False)
 
     def on_end(self, ended: pool.FinishedRun) -> None:
-        """Tell of a run that ended."""
+        """Report a run that ended."""
         job = next(j for j in self.jobs if j.out == ended.out)
         self.ended[ended.out] = time.monotonic()
         if ended.error:
-            self.line(f"{job.name} did not end well: {ended.error}")
+            self.line(f"{job.name} failed: {ended.error}")
         elif not self.console.is_terminal:
             self.line(f"{job.name}: done; {self.text(self.done())}")
 
@@ -423,12 +424,12 @@ def run_here(todo: Sequence[tuple[Job, RunConfig]], workers: int | None) -> dict
     threads = max(max(c.threads, c.server_threads) for _, c in todo)
     count = workers or max(1, usable_cores() // threads)
     names = {job.out: job.name for job, _ in todo}
-    with Board(todo) as board:
+    with Overview(todo) as overview:
         try:
-            ended = pool.run_all([config for _, config in todo], count, board.on_end)
+            ended = pool.run_all([config for _, config in todo], count, overview.on_end)
         except BrokenProcessPool as e:
-            board.line(f"a process ended of itself ({e}): perhaps the memory was too small; --workers 1 takes less")
-            return {job.name: "the process ended" for job, _ in todo if job.out not in board.ended}
+            overview.line(f"a worker process died ({e}), perhaps for lack of memory; --workers 1 needs less")
+            return {job.name: "the process ended" for job, _ in todo if job.out not in overview.ended}
     return {names[e.out]: e.error for e in ended if e.error}
 
 
@@ -444,7 +445,7 @@ def run_on_ray(todo: Sequence[tuple[Job, RunConfig]], log: Path) -> dict[str, st
                     if runner.run_in(session, config, resources, follower):
                         failed[job.name] = "see above"
                 except BadRequest as e:
-                    follower.line(f"{job.name} did not end well: {e}")
+                    follower.line(f"{job.name} failed: {e}")
                     failed[job.name] = f"BadRequest: {e}"
     return failed
 
@@ -469,13 +470,13 @@ def run(
     values : flat run-config that all runs share.   methods : see :func:`parse_variants`.
     seeds : number of seeds, from the values' seed on.
     out : folder of the comparison, default a new `./runs/compare-<time>`.
-    datasets, partitions : none = those of the values.   reference : label of the method that others are tested against.
+    datasets, partitions : none = those of the values.   reference : label of the method to test against.
     target : accuracy in (0, 1) whose rounds and bytes are counted; None = what the reference ends at.
     workers : processes at a time on the local engine.
 
     Returns
     -------
-    Exit code: 0; 1 if a run did not end well or the runs do not share partition and sampling; 2 if all were refused.
+    Exit code: 0; 1 if a run failed or the runs do not share partition and sampling; 2 if all were refused.
     """
     variants = parse_variants(methods)
     first = parse_variants(reference)[0].label if reference else variants[0].label
@@ -507,7 +508,7 @@ def run(
         failed: dict[str, str] = {}
         if todo:
             failed = run_on_ray(todo, out / "superlink.log") if engine == "ray" else run_here(todo, workers)
-        finished = [job for job in jobs if engines.summary_of(job.out).get("ok")]
+        finished = [job for job in jobs if job.result.ok]
         shared = tables.verify(finished)
         tables.write(out, finished, first, target, [*differences(jobs), *shared.lines])
     others = sorted(
@@ -521,7 +522,7 @@ def run(
     typer.echo(f"results: {out}")
     _report(out, finished)
     if failed:
-        typer.echo(f"did not end well: {', '.join(failed)} (the same command again continues)", err=True)
+        typer.echo(f"failed: {', '.join(failed)} (the same command again continues)", err=True)
         refused = all(e.startswith("BadRequest") for e in failed.values()) and not finished
         return 2 if refused else 1
     return 0 if shared.ok else 1

@@ -10,9 +10,10 @@ from typing import Any
 
 from fedapp import registry
 from fedapp.config import RunConfig
+from fedapp.results.runs import RunResult
 
 MAX_FOLDER = 80
-"""Letters of a folder's name from which on a label is cut and hashed."""
+"""Letters of a folder's name at most: a longer label is cut, and a hash of it appended."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ class Job:
     def out(self) -> Path:
         """The run directory."""
         return Path(self.config.out)
+
+    @property
+    def result(self) -> RunResult:
+        """What its run directory holds now."""
+        return RunResult(self.out, self.variant.label)
 
     @property
     def name(self) -> str:

@@ -1,7 +1,4 @@
-"""From finished runs to tidy tables: results, curves, paired tests, and whether the runs may be compared at all.
-
-Spread over seeds has ddof 1 (a sample of seeds), spread over clients ddof 0 (all clients there are).
-"""
+"""From finished runs to tidy tables: results, curves, paired tests, and whether the runs may be compared at all."""
 
 from __future__ import annotations
 
@@ -20,10 +17,19 @@ from rich.table import Table
 
 from fedapp import config as configuration
 from fedapp.data.partitions import PARTITION_PARAMETER
-from fedapp.engines import local as engines
-from fedapp.errors import BadRequest
 from fedapp.experiments.jobs import Job
-from fedapp.results.statistics import DASH, holm, probability, reached, signed_rank, spread, traffic, until, worst
+from fedapp.results.runs import ONE_SCORE, RunResult
+from fedapp.results.statistics import (
+    DASH,
+    holm,
+    mean_and_std,
+    probability,
+    reached,
+    signed_rank,
+    spread,
+    traffic,
+    until,
+)  # fmt: skip
 
 PROTOCOLS = configuration.PROTOCOLS
 MEASURES = ("received_accuracy", "trained_accuracy", "received_balanced", "trained_balanced")
@@ -64,24 +70,23 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
     """
     rows = []
     for job in jobs:
-        summary = engines.summary_of(job.out)
-        if not summary.get("ok"):
+        run = job.result
+        if not run.ok:
             continue
+        summary = run.summary
         row: dict[str, Any] = {**describe(job), "clients": summary["clients"], "rounds": summary["rounds"]}
-        final = pd.read_csv(job.out / "final.csv")
         for p in PROTOCOLS:
             scores = summary["accuracy"].get(p, {})
             row.update({f"{p}_{name}": scores.get(name) for name in ("last", "best", "last_std")})
             row[f"{p}_pooled"] = summary.get("pooled", {}).get(p)
             row[f"{p}_balanced"] = scores.get("balanced")
-            column = f"{p}_accuracy"
-            row[f"{p}_worst"], row[f"{p}_worst_decile"] = worst(list(final[column]) if column in final else [])
+            row[f"{p}_worst"], row[f"{p}_worst_decile"] = run.weakest(p)
             row.update({f"{p}_target": math.nan, f"{p}_target_rounds": math.nan, f"{p}_target_bytes": math.nan})
         calibration = summary.get("calibration") or {}
         row.update({f"calibration_{k}": calibration.get(k) for k in ("before", "after", "oracle")})
         row.update(bytes_up=summary["bytes_up"], bytes_down=summary["bytes_down"], dropped=summary["dropped"])
         row.update(test_mean=summary["test_sizes"]["mean"], stopped=summary.get("stopped") or "")
-        row.update(run_seconds=summary["seconds"], out=str(job.out))
+        row.update(run_seconds=summary["seconds"], run=run)
         rows.append(row)
     table = pd.DataFrame(rows)
     if table.empty:
@@ -93,11 +98,9 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
         for p in PROTOCOLS:
             goal = part.loc[part["variant"] == reference, f"{p}_last"].mean() if target is None else target
             for index in part.index:
-                count, size = reached(
-                    pd.read_csv(Path(str(table.at[index, "out"])) / "rounds.csv"), f"{p}_accuracy", goal
-                )
-                table.loc[index, [f"{p}_target", f"{p}_target_rounds", f"{p}_target_bytes"]] = [goal, count, size]
-    return table.drop(columns="out")
+                count, moved = reached(part.at[index, "run"].rounds, f"{p}_accuracy", goal)
+                table.loc[index, [f"{p}_target", f"{p}_target_rounds", f"{p}_target_bytes"]] = [goal, count, moved]
+    return table.drop(columns="run")
 
 
 def curves(jobs: Sequence[Job]) -> pd.DataFrame:
@@ -110,7 +113,7 @@ def curves(jobs: Sequence[Job]) -> pd.DataFrame:
     """
     parts = []
     for job in jobs:
-        rounds = pd.read_csv(job.out / "rounds.csv")
+        rounds = job.result.rounds
         bytes_so_far = traffic(rounds)
         for p in PROTOCOLS:
             if f"{p}_accuracy" not in rounds or rounds[f"{p}_accuracy"].isna().all():
@@ -141,7 +144,7 @@ def significance(jobs: Sequence[Job], reference: str) -> pd.DataFrame:
     setting and measure). Clients of one seed share a federation, so p speaks of these partitions; the spread over seeds
     stands beside it.
     """
-    finals = {(j.setting, j.variant.label, j.seed): pd.read_csv(j.out / "final.csv").set_index("client") for j in jobs}
+    finals = {(j.setting, j.variant.label, j.seed): j.result.final.set_index("client") for j in jobs}
     rows: list[dict[str, Any]] = []
     for setting in dict.fromkeys(j.setting for j in jobs):
         members = [j for j in jobs if j.setting == setting]
@@ -157,7 +160,7 @@ def significance(jobs: Sequence[Job], reference: str) -> pd.DataFrame:
                 by_seed = [d for d in by_seed if len(d)]
                 if not by_seed:
                     continue
-                means = np.array([d.mean() for d in by_seed])
+                mean, std = mean_and_std(d.mean() for d in by_seed)
                 tested.append(
                     {
                         **about,
@@ -165,9 +168,9 @@ def significance(jobs: Sequence[Job], reference: str) -> pd.DataFrame:
                         "variant": label,
                         "reference": reference,
                         "pairs": sum(map(len, by_seed)),
-                        "seeds": len(means),
-                        "mean_difference": float(means.mean()),
-                        "std_over_seeds": float(means.std(ddof=1)) if len(means) > 1 else math.nan,
+                        "seeds": len(by_seed),
+                        "mean_difference": mean,
+                        "std_over_seeds": std,
                         "p": signed_rank(np.concatenate(by_seed)),
                     }
                 )
@@ -187,9 +190,8 @@ class Shared:
     lines: tuple[str, ...]
 
 
-def participants(out: Path, rounds: set[int]) -> str:
-    """Return a hash of who took part in the named rounds, from clients.csv."""
-    table = pd.read_csv(out / "clients.csv", usecols=["round", "client"])
+def participants(table: pd.DataFrame, rounds: set[int]) -> str:
+    """Return a hash of who took part in the named rounds; `table` is clients.csv."""
     pairs = sorted((int(r), int(c)) for r, c in zip(table["round"], table["client"]) if int(r) in rounds)
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
 
@@ -200,21 +202,20 @@ def verify(jobs: Sequence[Job]) -> Shared:
     Rounds that only some runs have (early stopping), and rounds in which a reply was dropped, are left out.
     """
     lines: list[str] = []
-    groups: dict[tuple[str, int], list[Job]] = {}
+    groups: dict[tuple[str, int], dict[str, RunResult]] = {}
     for job in jobs:
-        groups.setdefault((job.setting, job.seed), []).append(job)
+        groups.setdefault((job.setting, job.seed), {})[job.variant.label] = job.result
     for (setting, seed), members in groups.items():
         where = f"{setting} seed {seed}".strip()
-        deals = {j.variant.label: json.loads((j.out / "data_card.json").read_text())["hash"] for j in members}
-        if len(set(deals.values())) > 1:
-            named = ", ".join(f"{m} {h[:12]}" for m, h in deals.items())
-            lines.append(f"NOT COMPARABLE, {where}: partitions differ ({named})")
-        tables = [pd.read_csv(j.out / "rounds.csv", usecols=["round", "dropped"]) for j in members]
+        tables = [run.rounds for run in members.values()]
         common = set.intersection(*({int(r) for r in t.loc[t["dropped"] == 0, "round"]} for t in tables))
-        drawn = {j.variant.label: participants(j.out, common) for j in members}
-        if len(set(drawn.values())) > 1:
-            named = ", ".join(f"{m} {h[:12]}" for m, h in drawn.items())
-            lines.append(f"NOT COMPARABLE, {where}: sampled clients differ ({named})")
+        for what, hashes in (
+            ("partitions", {label: str(run.card["hash"]) for label, run in members.items()}),
+            ("sampled clients", {label: participants(run.clients, common) for label, run in members.items()}),
+        ):
+            if len(set(hashes.values())) > 1:
+                named = ", ".join(f"{label} {value[:12]}" for label, value in hashes.items())
+                lines.append(f"NOT COMPARABLE, {where}: {what} differ ({named})")
     if lines or not groups:
         return Shared(not lines, tuple(lines))
     seeds, settings = len({s for _, s in groups}), len({s for s, _ in groups})
@@ -236,10 +237,12 @@ def setting_title(part: pd.DataFrame) -> str:
 
 
 ACCURACY_COLUMNS: Mapping[str, str] = {
-    "local received": "received_last", "local trained": "trained_last", "best trained": "trained_best",
+    "received": "received_last", "trained": "trained_last", "best trained": "trained_best",
     "balanced received": "received_balanced", "balanced trained": "trained_balanced", "global": "global_last",
     "global, uncalibrated": "calibration_before",
 }  # fmt: skip
+MEANING = "received: before local training; trained: after local training"
+"""Stands at the top of every table of scores."""
 
 
 def print_tables(table: pd.DataFrame, tests: pd.DataFrame, titles: Mapping[str, str], notes: Sequence[str]) -> None:
@@ -258,11 +261,13 @@ def print_tables(table: pd.DataFrame, tests: pd.DataFrame, titles: Mapping[str, 
         _print_setting(console, part, tests, titles)
     size = float(table["test_mean"].mean())
     lines = [
-        "local: own test split, mean over clients; balanced: mean recall over all classes on all clients' test images.",
-        "received: as handed out, before local training; trained: after it. Last round unless it says best.",
+        "received, trained: each client's own test split, mean over clients; balanced: mean recall over all classes on "
+        "all clients' test images. Last round unless it says best.",
         f"test images per client: {size:.0f} on average, so one image is {100 / max(1.0, size):.1f} points of "
-        "one client's local score.",
+        "one client's own score.",
     ]
+    if (table["method"] == "local").any():
+        lines.append(ONE_SCORE)
     console.print("\n".join([*lines, *notes]), soft_wrap=True)
 
 
@@ -280,15 +285,18 @@ def _print_setting(console: Console, part: pd.DataFrame, tests: pd.DataFrame, ti
 
     rounds = f"{int(part['rounds'].max())} rounds"
     columns = {k: c for k, c in ACCURACY_COLUMNS.items() if part[c].notna().any()}
-    shown = start(f"{setting_title(part)}, after {rounds}, in %{over}", list(columns))
+    shown = start(f"{setting_title(part)}, after {rounds}, in %{over}\n({MEANING})", list(columns))
     for label in order:
         rows = part[part["variant"] == label]
-        shown.add_row(titles[label], *(spread(rows[c]) for c in columns.values()))
+        alone = (rows["method"] == "local").all()
+        shown.add_row(
+            titles[label], *(DASH if alone and c.startswith("received") else spread(rows[c]) for c in columns.values())
+        )
     console.print(shown)
     goals = part["trained_target"]
     goal = f"{100 * goals.mean():.1f} %" + ("" if goals.nunique() == 1 else " (mean)") if goals.notna().any() else "-"
     shown = start(
-        "Weak clients (trained, in %), what it took, and traffic per client and round",
+        "Weak clients (after local training, in %), what it took, and traffic per client and round",
         ["worst client", "worst tenth", f"rounds to {goal}", "MB to it, all clients", "bytes up",
          "bytes down", "dropped", "seconds"],
     )  # fmt: skip
@@ -311,14 +319,14 @@ def _print_setting(console: Console, part: pd.DataFrame, tests: pd.DataFrame, ti
     if mine.empty:
         return
     names = {
-        "received_accuracy": "local received", "trained_accuracy": "local trained",
-        "received_balanced": "balanced received", "trained_balanced": "balanced trained",
+        "received_accuracy": "received", "trained_accuracy": "trained", "received_balanced": "balanced received",
+        "trained_balanced": "balanced trained",
     }  # fmt: skip
     measures = [m for m in names if (mine["measure"] == m).any()]
     reference = titles[mine["reference"].iloc[0]]
     shown = start(
         f"Difference to {reference} in points, paired over clients{' and seeds' if seeds > 1 else ''} "
-        f"(Wilcoxon signed-rank, p after Holm)",
+        f"(Wilcoxon signed-rank, p after Holm)\n({MEANING})",
         [names[m] for m in measures],
     )
     for label in order:
@@ -343,14 +351,6 @@ def write(out: Path, jobs: Sequence[Job], reference: str, target: float | None, 
         table.to_csv(out / "results.csv", index=False)
         curves(jobs).to_csv(out / "curves.csv", index=False)
         tests.to_csv(out / "significance.csv", index=False)
-    warnings = {f"{j.variant.label}: {w}": None for j in jobs for w in engines.summary_of(j.out).get("warnings", [])}
+    warnings = {f"{j.variant.label}: {w}": None for j in jobs for w in j.result.summary.get("warnings", [])}
     print_tables(table, tests, {j.variant.label: j.variant.title for j in jobs}, [*notes, *warnings])
     return table
-
-
-def read(out: Path) -> pd.DataFrame:
-    """Read a comparison's `results.csv` back."""
-    path = out / "results.csv"
-    if not path.is_file():
-        raise BadRequest(f"{out} holds no comparison (no results.csv)")
-    return pd.read_csv(path)

@@ -613,15 +613,12 @@ class Calibration:
     accuracy : on the central test set (or on all clients' test splits), same length.
     separability : mean sliced Wasserstein distance over pairs of classes (CCVR, Fig. 6).
     images : training images that the statistics are of.
-    norms_before, norms_after : (C,) row norms of the head, after with the largest M_c.
     """
 
     samples: list[int]
     accuracy: list[float]
     separability: float
     images: int
-    norms_before: Floats
-    norms_after: Floats
 
 
 def calibration_sweep(run: RunResult, samples: Sequence[int] = (0, 10, 50, 100, 500, 1000, 2000)) -> Calibration:
@@ -681,8 +678,6 @@ def calibration_sweep(run: RunResult, samples: Sequence[int] = (0, 10, 50, 100, 
         accuracy=accuracy,
         separability=separability(pooled, run.seed) if pooled.classes.size > 1 else float("nan"),
         images=len(indices),
-        norms_before=np.linalg.norm(head["head.weight"].astype(np.float64), axis=1),
-        norms_after=np.linalg.norm(np.asarray(after["head.weight"], dtype=np.float64), axis=1),
     )
 
 

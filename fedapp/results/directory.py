@@ -8,11 +8,11 @@
 | `clients.csv`       | a row a client and round: sums, counts and the accuracies they give                     |
 | `evaluations.csv`   | with `evaluate-every`: averages over all clients, a row an evaluation                   |
 | `final.csv`         | all clients scored once after the last round                                            |
-| `partition.npz`, `data_card.json`, `data_card.txt` | how the data are dealt                                  |
+| `partition.npz`, `data_card.json`, `data_card.txt` | how the data are divided                                  |
 | `dropped.csv`       | replies that did not count, with reasons                                                |
-| `summary.json`      | written last; `ok` says whether the run ended well                                      |
+| `summary.json`      | written last; `ok` says whether the run finished                                       |
 | `progress.jsonl`    | events while the run goes on                                                            |
-| `error.json`        | the first error of a run that did not end well                                          |
+| `error.json`        | the first error of a run that failed                                                    |
 """
 
 from __future__ import annotations

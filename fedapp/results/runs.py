@@ -29,6 +29,13 @@ from fedapp.results.statistics import Ints, worst
 
 RUN_MARK = "config.toml"
 """The file that makes a folder a run directory."""
+PROTOCOL_TEXT = {
+    "received": "before local training",
+    "trained": "after local training",
+    "global": "the one global model on the central test set",
+}
+"""What each protocol means, as every table and figure says it."""
+ONE_SCORE = "Standalone receives nothing, so it has one score: after local training."
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -187,12 +194,23 @@ class RunResult:
         return np.array(self.card.get("train", np.zeros((0, 0))), dtype=np.int64)
 
     @property
+    def alone(self) -> bool:
+        """Whether clients receive nothing (Standalone) and have one score, that after local training."""
+        return self.method == "local" and "trained_accuracy" in self.rounds
+
+    @property
     def protocols(self) -> tuple[str, ...]:
-        """Protocols that were measured, in the order of the tables."""
-        return tuple(p for p in configuration.PROTOCOLS if f"{p}_accuracy" in self.rounds.columns)
+        """Protocols that were measured, in the order of the tables; `trained` alone for Standalone."""
+        measured = tuple(p for p in PROTOCOL_TEXT if f"{p}_accuracy" in self.rounds)
+        return ("trained",) if self.alone else measured
 
     def score(self, protocol: str, name: str = "last") -> float:
-        """Return one number of the summary: `last`, `best`, `last_std` or `balanced`; NaN where it is missing."""
+        """Return one number of the summary: `last`, `best`, `last_std` or `balanced`; NaN where it is missing.
+
+        Standalone has no `received` score: see :data:`ONE_SCORE`.
+        """
+        if self.alone and protocol == "received":
+            return math.nan
         value = self.summary.get("accuracy", {}).get(protocol, {}).get(name)
         return math.nan if value is None else float(value)
 

@@ -20,14 +20,10 @@ from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import plots
 from fedapp.results.figures.plots import Array, Curve
 from fedapp.results.figures.style import Drawing
-from fedapp.results.runs import Comparison, RunResult, groups_of, uses, varying
-from fedapp.results.statistics import traffic
+from fedapp.results.runs import ONE_SCORE, PROTOCOL_TEXT, Comparison, RunResult, groups_of, uses, varying
+from fedapp.results.statistics import mean_and_std, traffic
+from fedapp.results.statistics import percent as share
 
-CAPTIONS = {
-    "received": "as handed out, before local training",
-    "trained": "after local training",
-    "global": "the one global model on the central test set",
-}
 _T = TypeVar("_T")
 DETAILED = 3
 """Runs of a comparison whose clients' models are looked at closely (t-SNE, conductance)."""
@@ -69,8 +65,13 @@ class Gallery:
 
 
 def percent(value: float) -> str:
-    """Write a share in percent, a dash where there is none."""
-    return "-" if value is None or math.isnan(value) else f"{100 * value:.1f} %"
+    """Write a share in percent with its unit."""
+    return share(value, unit=" %")
+
+
+def named(protocol: str) -> str:
+    """Write what a protocol means behind its name: the title of a panel, the label of a line."""
+    return f"{protocol}, {PROTOCOL_TEXT[protocol]}"
 
 
 # ---- one run ---------------------------------------------------------------------------------------------------------
@@ -105,7 +106,7 @@ def _protocol_curves(run: RunResult, what: str) -> list[Curve]:
             shown = run.rounds[run.rounds[column].notna()]
             std = f"{column}_std"
             spread = shown[std].to_numpy(float) if std in shown else None
-            curves.append(Curve(p, shown["round"].to_numpy(float), shown[column].to_numpy(float), spread))
+            curves.append(Curve(named(p), shown["round"].to_numpy(float), shown[column].to_numpy(float), spread))
     return curves
 
 
@@ -128,8 +129,8 @@ def learning_curves(run: RunResult) -> Drawing:
     return Drawing(
         "learning-curves",
         "Learning curves",
-        f"Mean over the clients of a round; bands: one standard deviation over clients. {_how(c.label for c in lines)} "
-        + ("Balanced scores are on all clients' test images." if balanced else "")
+        f"Mean over the clients of a round; bands: one standard deviation over clients.{_alone([run])}"
+        + (" Balanced scores are on all clients' test images." if balanced else "")
         + dotted,
         f"Line chart of accuracy by round: {ends}.",
         plots.curves(panels, baselines={"accuracy": None if guess is None else float(guess)}),
@@ -137,26 +138,23 @@ def learning_curves(run: RunResult) -> Drawing:
     )
 
 
-def _how(protocols: Iterable[str]) -> str:
-    """Say what protocols mean, in a sentence."""
-    text = "; ".join(f"{p}: {CAPTIONS[p]}" for p in protocols)
-    return f"{text[:1].upper()}{text[1:]}."
+def _alone(runs: Iterable[RunResult]) -> str:
+    """Say that Standalone has one score, where it is among the runs."""
+    return f" {ONE_SCORE}" if any(r.alone for r in runs) else ""
 
 
 def _final_scores(run: RunResult) -> tuple[list[int], dict[str, Array]]:
-    table, where = run.final, "final"
+    table = run.final
     if table.empty and not run.clients.empty:
         table = run.clients.drop_duplicates("client", keep="last").sort_values("client")
-        where = "last round"
     if table.empty:
         raise Unavailable("no client was scored", f"fedapp run --resume {run.out}")
     scores = {}
-    for p in ("received", "trained"):
+    for p in run.protocols:
         if f"{p}_accuracy" in table and table[f"{p}_accuracy"].notna().any():
-            scores[p] = table[f"{p}_accuracy"].to_numpy(float)
+            scores[named(p)] = table[f"{p}_accuracy"].to_numpy(float)
     if not scores:
         raise Unavailable("neither received nor trained was measured", "--set protocols=received,trained,global")
-    del where
     return [int(c) for c in table["client"]], scores
 
 
@@ -171,7 +169,8 @@ def client_accuracy(run: RunResult) -> Drawing:
     return Drawing(
         "client-accuracy",
         "Accuracy of every client",
-        "After the last round, on each client's own test split, sorted. A bar joins the protocols of a client.",
+        "After the last round, on each client's own test split, sorted. A bar joins the scores of a client."
+        + _alone([run]),
         f"Dot chart of {len(clients)} clients' accuracies: {spans}.",
         plots.client_scores(scores, clients, majority),
     )
@@ -260,7 +259,9 @@ def norm_evolution(run: RunResult, clients: int = 6) -> Drawing:
     """p~ of some clients over rounds."""
     history = analysis.head_norm_history(run)
     if max(len(rounds) for rounds, _ in history.values()) < 2:
-        raise Unavailable("one round is no evolution", f"fedapp run --resume {run.out} --rounds 10")
+        raise Unavailable(
+            "there is only one round, and an evolution needs two", f"fedapp run --resume {run.out} --rounds 10"
+        )
     shares = analysis.label_shares(run)
     skew = sorted(history, key=lambda c: -float((shares[c] ** 2).sum()))
     chosen = sorted(skew[:clients])
@@ -465,7 +466,7 @@ def of_comparison(comparison: Comparison) -> Gallery:
     order = comparison.labels
     runs = sorted(comparison.finished, key=lambda r: order.index(r.label))
     if not runs:
-        gallery.missing.append(Missing("All figures", "no run has ended well yet", "fedapp compare ... (again)"))
+        gallery.missing.append(Missing("All figures", "no run has finished yet", "fedapp compare ... (again)"))
         return gallery
     settings = list(groups_of(runs))
     shown = representatives(comparison)
@@ -549,12 +550,14 @@ def compared_curves(runs: Sequence[RunResult], name: str = "", suffix: str = "")
         ("balanced", "Learning curves, balanced", "Mean recall over all classes on all clients' test images."),
     ):
         panels: dict[str, list[Curve]] = {}
-        for p in CAPTIONS:
+        for p in PROTOCOL_TEXT:
+            column = f"{p}_{what}"
             for label, members in _by_method(runs).items():
-                column = f"{p}_{what}"
-                measured = [r for r in members if column in r.rounds and r.rounds[column].notna().any()]
+                measured = [
+                    r for r in members if p in r.protocols and column in r.rounds and r.rounds[column].notna().any()
+                ]
                 if measured:
-                    panels.setdefault(p, []).append(Curve(label, *_over_seeds(measured, "round", column)))
+                    panels.setdefault(named(p), []).append(Curve(label, *_over_seeds(measured, "round", column)))
         if not panels:
             continue
         ends = "; ".join(
@@ -565,7 +568,7 @@ def compared_curves(runs: Sequence[RunResult], name: str = "", suffix: str = "")
             Drawing(
                 f"curves-{what}{suffix}",
                 heading + (f": {name}" if name else ""),
-                f"Mean {what if what == 'accuracy' else 'balanced accuracy'} by round{bands}. {_how(panels)} {where}",
+                f"Mean {what if what == 'accuracy' else 'balanced accuracy'} by round{bands}. {where}{_alone(runs)}",
                 f"Line charts of {what} by round. Last round: {ends}.",
                 plots.curves(panels),
                 "FedClassAvg, Figs. 4 to 7; FedGH, Fig. 2; cwFedAvg, Fig. 4" if what == "accuracy" else "",
@@ -593,8 +596,9 @@ def traffic_curves(runs: Sequence[RunResult], name: str = "", suffix: str = "") 
     return Drawing(
         f"traffic{suffix}",
         "Accuracy for traffic" + (f": {name}" if name else ""),
-        "Accuracy as handed out against the bytes of all arrays that all clients sent and received so far, in "
-        "megabytes (10^6 bytes); first seed. Methods that send nothing are not shown.",
+        "Accuracy before local training (where it was not measured: after it) against the bytes of all arrays that all "
+        "clients sent and received so far, in megabytes (10^6 bytes); first seed. Methods that send nothing are not "
+        "shown.",
         f"Line chart of accuracy against traffic: {said}.",
         plots.curves({"": lines}, xlabel="megabytes, all clients, both ways", log=len(lines) > 1),
         "FedGH, Table 3",
@@ -604,11 +608,11 @@ def traffic_curves(runs: Sequence[RunResult], name: str = "", suffix: str = "") 
 def _sweep_lines(runs: Sequence[RunResult], key: str) -> dict[str, list[Curve]]:
     """Last accuracy against a setting, {protocol: curves}, a curve a method."""
     panels: dict[str, list[Curve]] = {}
-    for p in CAPTIONS:
+    for p in PROTOCOL_TEXT:
         for label, members in _by_method(runs).items():
             curve = _curve(label, [(float(r.flat[key]), r.score(p)) for r in members])
             if curve is not None:
-                panels.setdefault(p, []).append(curve)
+                panels.setdefault(named(p), []).append(curve)
     return panels
 
 
@@ -652,7 +656,7 @@ def sweeps(runs: Sequence[RunResult], key: str) -> list[Drawing]:
             Drawing(
                 f"sweep-{key}" + (f"-{len(drawings)}" if drawings else ""),
                 f"Accuracy against {what}" + (f": {name}" if name else ""),
-                f"After the last round; error bars: one standard deviation over seeds.{one}",
+                f"After the last round; error bars: one standard deviation over seeds.{one}{_alone(members)}",
                 f"Line charts of accuracy against {key}. {said}.",
                 plots.sweep(panels, axis, log=key == "alpha"),
                 source,
@@ -701,10 +705,10 @@ def _against(
 ) -> list[Drawing]:
     """Draw accuracy, and R where there is one, against a hyperparameter."""
     panels: dict[str, list[Curve]] = {}
-    for protocol in CAPTIONS:
+    for protocol in PROTOCOL_TEXT:
         curve = _curve(method, [(v, r.score(protocol)) for r, v in points])
         if curve is not None:
-            panels[protocol] = [curve]
+            panels[named(protocol)] = [curve]
     given = [v for _, v in points]
     log = min(given) > 0 and max(given) / min(given) >= 20
     source = "cwFedAvg, Fig. 5" if (method, name) == ("cwfedavg", "lam") else ""
@@ -764,8 +768,8 @@ def _curve(label: str, points: Iterable[tuple[float, float]]) -> Curve | None:
     if len(found) < 2:
         return None
     at = sorted(found)
-    spread = np.array([float(np.std(found[v], ddof=1)) if len(found[v]) > 1 else 0.0 for v in at])
-    return Curve(label, np.array(at), np.array([float(np.mean(found[v])) for v in at]), spread)
+    mean, std = np.array([mean_and_std(found[v]) for v in at]).T
+    return Curve(label, np.array(at), mean, np.nan_to_num(std))
 
 
 def separability(runs: Sequence[RunResult], samples: int = 100) -> Drawing:
