@@ -196,7 +196,7 @@ class RunResult:
     @property
     def alone(self) -> bool:
         """Whether clients receive nothing (Standalone) and have one score, that after local training."""
-        return self.method == "local" and "trained_accuracy" in self.rounds
+        return "trained_accuracy" in self.rounds and (self.out / RUN_MARK).is_file() and self.method == "local"
 
     @property
     def protocols(self) -> tuple[str, ...]:
