@@ -30,7 +30,7 @@ from pydantic import Field
 
 from fedapp import config as configuration
 from fedapp.errors import BadRequest, suggest
-from fedapp.experiments.shipped import FOLDER, Entry, read
+from fedapp.experiments.shipped import FOLDER, Entry, Value, read
 
 LIGHT = ("cnn-a", "cnn-b", "cnn-c", "cnn-d")
 """What larger architectures are replaced by when a recipe is scaled: in this order, then from the start again."""
@@ -50,7 +50,7 @@ class Part(Entry):
     notes: str = ""
     command: str = ""
     words: dict[str, str] = Field(default_factory=dict)
-    settings: dict[str, tuple[bool | int | float | str, str]] = Field(default_factory=dict)
+    settings: dict[str, tuple[Value, str]] = Field(default_factory=dict)
     rows: tuple[tuple[str, str], ...] = ()
 
 

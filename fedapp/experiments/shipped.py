@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -11,6 +11,8 @@ from fedapp import config
 from fedapp.errors import BadRequest
 
 FOLDER = Path(__file__).parents[1] / "conf"
+Value: TypeAlias = bool | int | float | str
+"""A value of a run-config key."""
 
 
 class Entry(BaseModel):
