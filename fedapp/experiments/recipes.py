@@ -33,7 +33,7 @@ from fedapp.errors import BadRequest, suggest
 from fedapp.experiments.shipped import FOLDER, Entry, Value, read
 
 LIGHT = ("cnn-a", "cnn-b", "cnn-c", "cnn-d")
-"""What larger architectures are replaced by when a recipe is scaled: in this order, then from the start again."""
+"""What larger architectures are replaced by when a recipe is scaled: in this order, and from the start again."""
 SMALL = (*LIGHT, "moon", "digits-a", "digits-b", "digits-c")
 """Architectures that stay as they are."""
 LEAST_ROUNDS = 2
@@ -207,11 +207,11 @@ def light(models: str, dataset: str) -> str:
 
 
 def scaled(values: Mapping[str, Any], scale: float) -> tuple[dict[str, Any], str]:
-    """Shrink a run-config: the budget of rounds, the data, and the models; all else stays the paper's.
+    """Shrink the rounds, the data and the models of a run-config; everything else stays the paper's.
 
-    `num-server-rounds` and `patience` are multiplied by `scale` (at least 2), `data-fraction` and the number of public
-    images of another data set too, `min-samples` as well but not below 5, and large architectures are replaced by the
-    light family. Numbers so obtained are not the paper's.
+    `num-server-rounds`, `patience`, `data-fraction`, `min-samples` and the number of public images of another data set
+    are multiplied by `scale`, down to the least values above. Large architectures are replaced by the light family.
+    Numbers of such runs are not the paper's.
 
     Returns
     -------
@@ -222,7 +222,7 @@ def scaled(values: Mapping[str, Any], scale: float) -> tuple[dict[str, Any], str
     BadRequest : `scale` is not in (0, 1].
     """
     if not 0 < scale <= 1:
-        raise BadRequest(f"--scale {scale:g}: more than 0, at most 1 (the recipe as it is)")
+        raise BadRequest(f"--scale {scale:g}: give more than 0 and at most 1 (the recipe unchanged)")
     if scale == 1:
         return dict(values), "scale 1: nothing is changed"
     before = {**configuration.defaults(), **values}
