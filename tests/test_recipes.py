@@ -186,11 +186,12 @@ def test_a_part_that_is_named_later_goes_before(tmp_path: Path) -> None:
         words = { w = "common" }
         settings = { clients = [1, "c"], seed = [1, "c"], lr = [1.0, "c"], alpha = [1.0, "c"] }
         [part.a]
+        title = "A, {lr}"
         notes = "second"
         settings = { clients = [2, "a"], seed = [2, "a"], lr = [2.0, "a"] }
         [part.b]
         settings = { clients = [3, "b"], seed = [3, "b"] }
-        words = { w = "b" }
+        words = { w = "b", lr = "fast" }
         [[recipe]]
         name = "r"
         like = ["a", "b"]
@@ -202,7 +203,7 @@ def test_a_part_that_is_named_later_goes_before(tmp_path: Path) -> None:
     assert recipe.settings == {"clients": 4, "seed": 3, "lr": 2.0, "alpha": 1.0}
     assert "lr = 2.0  # a\n" in text and "clients = 4  # own\n" in text
     assert "# first\n# second\n# third b 1.0\n" in text
-    assert recipe.methods == "fedavg"
+    assert recipe.methods == "fedavg" and recipe.title == "P, A, fast"
 
 
 def test_every_table_of_the_four_papers_has_recipes() -> None:
