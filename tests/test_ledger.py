@@ -262,7 +262,9 @@ def test_only_missing_runs_are_run_and_a_failure_is_the_exit_code(
     def prepared(key: RunKey, out: Path, data_dir: str) -> config.RunConfig:
         return config.from_flat({"out": str(out / key.folder)})
 
-    def run_all(todo: list[config.RunConfig], workers: int, on_end: Callable[[FinishedRun], None], stop: object) -> None:
+    def run_all(
+        todo: list[config.RunConfig], workers: int, on_end: Callable[[FinishedRun], None], *rest: object
+    ) -> None:
         for c in todo:
             begun.append(Path(c.out))
             on_end(FinishedRun(Path(c.out), error))
