@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,60 +24,6 @@ from fedapp.errors import BadRequest
 from tests.toyapp import ignore, make_toy, running, wait_for
 
 # What needs no SuperLink
-
-
-def test_stage_holds_the_app_and_nothing_else(tmp_path: Path) -> None:
-    app = control.stage(tmp_path / "app")
-    assert {path.name for path in app.iterdir()} == {"fedapp", "strategies", "clients", "pyproject.toml"}
-    source = Path(control.__file__).parents[1]
-    assert (app / "fedapp" / "engines" / "control.py").read_bytes() == Path(control.__file__).read_bytes()
-    staged = {path.relative_to(app / "fedapp") for path in (app / "fedapp").rglob("*.py")}
-    assert staged == {path.relative_to(source) for path in source.rglob("*.py")}
-    suffixes = {path.suffix for path in app.rglob("*") if path.is_file()}
-    assert suffixes <= {".py", ".toml", ".md", ".yaml", ".yml", ".json"}
-    project = tomllib.loads((app / "pyproject.toml").read_text())
-    assert project["project"]["name"] == "fedapp"
-    assert project["tool"]["flwr"]["app"]["components"]["serverapp"] == "fedapp.server_app:app"
-
-
-def fake_installation(home: Path) -> Path:
-    for name in control.PACKAGES:
-        (home / name / "__pycache__").mkdir(parents=True)
-        (home / name / "__init__.py").write_text(f"NAME = '{name}'\n")
-        (home / name / "__pycache__" / "x.pyc").touch()
-        (home / name / "weights.npz").touch()
-    return home
-
-
-APP_TABLE = '[project]\nname = "fedapp"\n[tool.flwr.app]\nfab-exclude = ["tests/**"]\npublisher = "fedapp"\n'
-
-
-@pytest.mark.parametrize("place", ["pyproject.toml", "fedapp/_pyproject.toml"])
-def test_stage_takes_the_project_file_beside_the_packages_or_the_wheels(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    home = fake_installation(tmp_path / "site")
-    (home / place).write_text(APP_TABLE)
-    monkeypatch.setattr(control, "_package_folder", lambda name: home / name)
-    app = control.stage(tmp_path / "app")
-    names = sorted(str(path.relative_to(app)) for path in app.rglob("*") if path.is_file())
-    assert names == ["clients/__init__.py", "fedapp/__init__.py", "pyproject.toml", "strategies/__init__.py"]
-    # A pattern that matches nothing in the copy would make Flower refuse it.
-    assert tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"] == {"publisher": "fedapp"}
-
-
-def test_stage_says_in_one_line_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = fake_installation(tmp_path / "site")
-    (home / "pyproject.toml").write_text('[project]\nname = "another"\n')
-    monkeypatch.setattr(control, "_package_folder", lambda name: home / name)
-    with pytest.raises(BadRequest, match=r"project file is missing.*pip install") as caught:
-        control.stage(tmp_path / "app")
-    assert "\n" not in str(caught.value)
-
-
-def test_a_missing_package_is_named() -> None:
-    with pytest.raises(BadRequest, match="'no_such_package' is not installed"):
-        control._package_folder("no_such_package")
 
 
 def test_events_are_read_when_complete_and_once(tmp_path: Path) -> None:
@@ -136,11 +81,6 @@ def test_a_long_log_shows_its_first_error_too(tmp_path: Path) -> None:
     # An error among the last lines needs no second place.
     path.write_text("\n".join([*chatter, "ERROR : the end"]))
     assert launch._tail(path, 0, lines=4).splitlines() == ["line 97", "line 98", "line 99", "ERROR : the end"]
-
-
-def test_a_missing_command_is_one_clear_line() -> None:
-    with pytest.raises(LaunchError, match=r"'flower-nothing' is not installed .*flwr\[simulation\]"):
-        control.executable("flower-nothing", "")
 
 
 def test_a_superlink_that_cannot_start_shows_its_log_and_leaves_nothing(
@@ -339,6 +279,15 @@ def test_ray_address_takes_the_run_to_that_cluster(tmp_path: Path, monkeypatch: 
                 process.kill()
         cluster.wait()
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_a_run_that_the_server_refused_is_a_bad_request() -> None:
+    refused = Outcome("finished:failed", "", False, {"exit": 2, "message": "client 3 cannot take part"})
+    with pytest.raises(BadRequest, match="client 3 cannot take part"):
+        refused.report(pytest.fail)
+    said: list[str] = []
+    assert Outcome("lost", "why", False, None, "last line").report(said.append) == 1
+    assert said == ["the run failed: lost why\nlast line"]
 
 
 def test_a_run_handle_belongs_to_its_session(tmp_path: Path) -> None:

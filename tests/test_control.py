@@ -1,0 +1,157 @@
+"""Flower from outside: the staged app, the command that submits, the API that follows; without a SuperLink."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fedapp.engines import control
+from fedapp.engines.control import Control, LaunchError
+from fedapp.errors import BadRequest
+
+
+def test_stage_holds_the_app_and_nothing_else(tmp_path: Path) -> None:
+    app = control.stage(tmp_path / "app")
+    assert {path.name for path in app.iterdir()} == {"fedapp", "strategies", "clients", "pyproject.toml"}
+    source = Path(control.__file__).parents[1]
+    assert (app / "fedapp" / "engines" / "control.py").read_bytes() == Path(control.__file__).read_bytes()
+    staged = {path.relative_to(app / "fedapp") for path in (app / "fedapp").rglob("*.py")}
+    assert staged == {path.relative_to(source) for path in source.rglob("*.py")}
+    suffixes = {path.suffix for path in app.rglob("*") if path.is_file()}
+    assert suffixes <= {".py", ".toml", ".md", ".yaml", ".yml", ".json"}
+    project = tomllib.loads((app / "pyproject.toml").read_text())
+    assert project["project"]["name"] == "fedapp"
+    assert project["tool"]["flwr"]["app"]["components"]["serverapp"] == "fedapp.server_app:app"
+
+
+def fake_installation(home: Path) -> Path:
+    for name in control.PACKAGES:
+        (home / name / "__pycache__").mkdir(parents=True)
+        (home / name / "__init__.py").write_text(f"NAME = '{name}'\n")
+        (home / name / "__pycache__" / "x.pyc").touch()
+        (home / name / "weights.npz").touch()
+    return home
+
+
+APP_TABLE = '[project]\nname = "fedapp"\n[tool.flwr.app]\nfab-exclude = ["tests/**"]\npublisher = "fedapp"\n'
+
+
+@pytest.mark.parametrize("place", ["pyproject.toml", "fedapp/_pyproject.toml"])
+def test_stage_takes_the_project_file_beside_the_packages_or_the_wheels(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = fake_installation(tmp_path / "site")
+    (home / place).write_text(APP_TABLE)
+    monkeypatch.setattr(control, "_package_folder", lambda name: home / name)
+    app = control.stage(tmp_path / "app")
+    names = sorted(str(path.relative_to(app)) for path in app.rglob("*") if path.is_file())
+    assert names == ["clients/__init__.py", "fedapp/__init__.py", "pyproject.toml", "strategies/__init__.py"]
+    # A pattern that matches nothing in the copy would make Flower refuse it.
+    assert tomllib.loads((app / "pyproject.toml").read_text())["tool"]["flwr"]["app"] == {"publisher": "fedapp"}
+
+
+def test_stage_says_in_one_line_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = fake_installation(tmp_path / "site")
+    (home / "pyproject.toml").write_text('[project]\nname = "another"\n')
+    monkeypatch.setattr(control, "_package_folder", lambda name: home / name)
+    with pytest.raises(BadRequest, match=r"project file is missing.*pip install") as caught:
+        control.stage(tmp_path / "app")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_package_is_named() -> None:
+    with pytest.raises(BadRequest, match="'no_such_package' is not installed"):
+        control._package_folder("no_such_package")
+
+
+def test_a_missing_command_is_one_clear_line() -> None:
+    with pytest.raises(LaunchError, match=r"'flower-nothing' is not installed .*flwr\[simulation\]"):
+        control.executable("flower-nothing", "")
+
+
+def submit(folder: Path, stdout: str, stderr: str = "") -> int:
+    """Submit to a stand-in for `flwr` that notes its arguments and prints what it is given."""
+    for name, text in (("out", stdout), ("err", stderr)):
+        (folder / name).write_text(text)
+    program = folder / "flwr"
+    program.write_text(f'#!/bin/sh\necho "$@" > {folder}/arguments\ncat {folder}/out\ncat {folder}/err >&2\n')
+    program.chmod(0o755)
+    env = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    return control.submit(folder / "app", "prod", {"a.b": "x 'y'"}, "--more", "z=1", folder=folder, env=env)
+
+
+def test_a_run_is_submitted_with_its_configuration_in_a_file(tmp_path: Path) -> None:
+    assert submit(tmp_path, 'some words {"success": true, "run-id": "12345"}') == 12345
+    settings = tmp_path / "run.toml"
+    said = (tmp_path / "arguments").read_text().split()
+    assert said == [
+        "run",
+        str(tmp_path / "app"),
+        "prod",
+        "--run-config",
+        str(settings),
+        "--more",
+        "z=1",
+        "--format",
+        "json",
+    ]
+    assert tomllib.loads(settings.read_text()) == {"a.b": "x 'y'"}
+
+
+@pytest.mark.parametrize(
+    ("reply", "errors", "kind", "says"),
+    [
+        ({"success": False, "error-message": "[code: 15] Invalid run configuration"}, "", BadRequest, "code: 15"),
+        ({"success": False, "error-message": "no connection"}, "", LaunchError, "flwr run: no connection"),
+        ({"success": False, "error-message": ""}, "broken", LaunchError, "flwr run: broken"),
+        (None, "Traceback: something else", LaunchError, "something else"),
+    ],
+)
+def test_what_flower_does_not_take_is_an_error_with_its_message(
+    reply: Any, errors: str, kind: type[Exception], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises((BadRequest, LaunchError), match=says) as caught:
+        submit(tmp_path, json.dumps(reply) if reply else "", errors)
+    assert caught.type is kind
+
+
+def api(**calls: Any) -> Control:
+    return Control(lambda: SimpleNamespace(close=lambda: None, **calls))
+
+
+class Impatient(threading.Event):
+    def wait(self, timeout: float | None = None) -> bool:
+        return self.is_set()
+
+
+def test_a_broken_log_is_resumed_where_it_broke() -> None:
+    since: list[float] = []
+
+    def stream(request: Any) -> Any:
+        since.append(request.after_timestamp)
+        yield SimpleNamespace(log_output=f"piece {len(since)}", latest_timestamp=10.0 * len(since))
+        if len(since) < 3:
+            raise ConnectionError("gone")
+
+    taken: list[str] = []
+    reader = api(StreamLogs=stream).read_log(1, taken.append, Impatient())
+    reader.join(10)
+    assert taken == ["piece 1", "piece 2", "piece 3"] and since == [0.0, 10.0, 20.0]
+
+
+def test_a_superlink_that_does_not_answer_is_unknown_and_stops_nothing() -> None:
+    def refuse(request: Any) -> Any:
+        raise ConnectionError("nobody there")
+
+    silent = api(ListRuns=refuse, StopRun=refuse)
+    assert silent.status(1) == ("unknown", "ConnectionError: nobody there")
+    silent.stop(1)
+    run = SimpleNamespace(status=SimpleNamespace(status="finished", sub_status="failed", details="why"))
+    assert api(ListRuns=lambda request: SimpleNamespace(run_dict={1: run})).status(1) == ("finished:failed", "why")
