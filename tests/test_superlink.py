@@ -19,6 +19,7 @@ import pytest
 
 from fedapp.engines import control, supervise
 from fedapp.engines import superlink as launch
+from fedapp.engines.resources import choose_resources
 from fedapp.engines.superlink import LaunchError, Outcome, RunHandle, Session
 from fedapp.errors import BadRequest
 from tests.toyapp import ignore, make_toy, running, wait_for
@@ -263,7 +264,7 @@ def test_ray_address_takes_the_run_to_that_cluster(tmp_path: Path, monkeypatch: 
         servers = {child.name(): child.pid for child in psutil.Process(cluster.pid).children(recursive=True)}
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
         with Session(app=make_toy(tmp_path / "toy")) as live:
-            chosen = launch.choose_resources(3)
+            chosen = choose_resources(3)
             events: list[dict[str, Any]] = []
             run = live.submit({"out": str(tmp_path)}, num_supernodes=3, total_cpus=chosen.total_cpus)
             assert wait_for(lambda: (tmp_path / "progress.jsonl").exists(), 60)
