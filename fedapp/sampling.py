@@ -14,25 +14,25 @@ def _words(seed: int, purpose: str, numbers: tuple[int, ...]) -> list[int]:
 
 
 def rng(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
-    """Return the generator of one purpose.
+    """Return the NumPy generator of one purpose.
 
     Parameters
     ----------
     seed : the run's seed, >= 0.
     purpose : a word, such as `sampling` or `batches`; different words give independent streams.
-    numbers : round, client or whatever else tells draws apart, each >= -1.
+    numbers : round, client or whatever else tells draws apart, each >= 0 (-1 as the last is the same as none).
     """
     return np.random.default_rng(np.random.SeedSequence(_words(seed, purpose, numbers)))
 
 
 def derived_seed(seed: int, purpose: str, *numbers: int) -> int:
-    """Return a 63-bit seed for libraries that take a number."""
+    """Return a seed in 0 .. 2**63 - 1 for libraries that take a number; the parameters are those of `rng`."""
     state = np.random.SeedSequence(_words(seed, purpose, numbers)).generate_state(1, np.uint64)
-    return int(state[0] >> np.uint64(1))
+    return int(state[0] >> np.uint64(1))  # some libraries take signed 64-bit seeds only
 
 
 def torch_generator(seed: int, purpose: str, *numbers: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """Return a torch generator of one purpose (see `rng`)."""
+    """Return the PyTorch generator of one purpose on `device`; the other parameters are those of `rng`."""
     generator = torch.Generator(device=device)
     generator.manual_seed(derived_seed(seed, purpose, *numbers))
     return generator
@@ -43,12 +43,13 @@ def sample_clients(seed: int, server_round: int, ids: Sequence[int], fraction: f
 
     Parameters
     ----------
+    seed, server_round : decide the draw.
     ids : the known client ids, in any order.
-    fraction : share of them in (0, 1]; `round(fraction * len(ids))` clients, at least one.
+    fraction : share of them in (0, 1]; `fraction * len(ids)` rounded half up, at least one.
 
     Returns
     -------
-    Sorted client ids. The same for every method with the same seed, so that comparisons are paired.
+    Client ids in increasing order. They depend on no method, so comparisons with the same seed are paired.
     """
     ordered = sorted(ids)
     count = min(len(ordered), max(1, int(np.floor(fraction * len(ordered) + 0.5))))

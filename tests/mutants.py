@@ -44,10 +44,6 @@ NAMED = {
     "clients/base.py": ["tests/test_engine.py", "tests/test_training.py"],
     "clients/mutual.py": ["tests/test_fml.py", "tests/test_fedkd.py"],
     "clients/classmeans.py": ["tests/test_fedgh.py", "tests/test_fedproto.py", "tests/test_fd.py"],
-    "fedapp/learning/evaluation.py": ["tests/test_training.py"],
-    "fedapp/learning/metrics.py": ["tests/test_engine.py"],
-    "fedapp/learning/state.py": ["tests/test_foundations.py", "tests/test_resume.py"],
-    "fedapp/learning/task.py": ["tests/test_engine.py"],
 }
 """Tests for files without a test file of their own name."""
 OPTIONS = ["-x", "-q", "-o", "addopts=", "-m", "not slow and not ray and not deploy", "-p", "no:cacheprovider"]

@@ -16,9 +16,8 @@ from fedapp.client_app import app as client_app
 from fedapp.config import from_flat, resolve
 from fedapp.engines.local import RunResult, run
 from fedapp.errors import BadRequest
-from fedapp.learning.state import ClientStore, read_safetensors
+from fedapp.learning.state import read_safetensors
 from fedapp.results.directory import RunDirectory
-from fedapp.transport import checkpoint
 from fedapp.transport.local_grid import LocalGrid
 
 Tiny = Callable[..., RunResult]
@@ -47,15 +46,6 @@ def test_other_data_than_before_are_refused(tiny: Tiny) -> None:
     (result.out / "config.toml").write_text(config.replace("alpha = 0.5", "alpha = 5.0"))
     with pytest.raises(BadRequest, match="not dealt as in rounds 1 to 1"):
         run(resume=result.out, rounds=2)
-
-
-def test_two_runs_in_one_state_folder_do_not_delete_each_others_states(tmp_path: Path) -> None:
-    one, two = (ClientStore(tmp_path / "0", "m", token) for token in ("aa", "bb"))
-    for server_round in (1, 2, 3):
-        one.save(server_round, {"x": np.ones(1)})
-        two.save(server_round, {"x": np.ones(1)})
-    first, second = one.load(4), two.load(4)
-    assert first is not None and second is not None and first.round == second.round == 3
 
 
 def test_evaluations_between_rounds_are_made_up_for(tiny: Tiny, tmp_path: Path) -> None:
@@ -108,14 +98,6 @@ def test_the_servers_threads_are_its_own(tmp_path: Path) -> None:
         assert set(seen) == {2}
     finally:
         torch.set_num_threads(before)
-
-
-def test_a_checkpoint_keeps_the_order_of_arrays(tmp_path: Path) -> None:
-    state = {"model": {"w": np.ones(1), "b": np.ones(1), "a": np.ones(1)}, "rows": {11: np.ones(1), 2: np.ones(1)}}
-    checkpoint.save(tmp_path, 1, state, {})
-    found = checkpoint.latest(tmp_path)
-    assert found is not None
-    assert list(found[1]["model"]) == ["w", "b", "a"] and list(found[1]["rows"]) == [11, 2]
 
 
 @pytest.mark.parametrize("damage", ["", "round,clients\n1,3\n2"])

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from fedapp.data.transforms import InputSpec, normalise
 
 BATCH = 128
+"""Images per forward pass in scoring; the scores do not depend on it beyond float32 rounding."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Scores:
     Attributes
     ----------
     correct, total : (C,) int64 per class.
-    loss_sum : sum of cross-entropies in nats.
+    loss_sum : sum of the samples' cross-entropies, in nats.
     """
 
     correct: NDArray[np.int64]
@@ -47,7 +48,7 @@ class Scores:
 
     @property
     def balanced(self) -> float:
-        """Mean recall over the classes that are present, NaN without samples."""
+        """Mean over the classes that are present of their share of correct predictions, NaN without samples."""
         present = self.total > 0
         if not present.any():
             return float("nan")
@@ -56,7 +57,17 @@ class Scores:
 
 @torch.inference_mode()
 def batched(function: Callable[[Tensor], Tensor], x: Tensor, inputs: InputSpec, batch: int = BATCH) -> Tensor:
-    """Apply `function` to normalised batches of uint8 images (n, H, W, C); returns the rows (n, ...) stacked."""
+    """Apply a function to normalised batches of images, without gradients.
+
+    Parameters
+    ----------
+    function : maps (B, C, H, W) float32 to (B, ...).
+    x : (n, H, W, C) uint8, n >= 1.   inputs : how images are normalised.   batch : images per call.
+
+    Returns
+    -------
+    (n, ...) the results of all batches, in the order of `x`.
+    """
     parts = [function(normalise(x[i : i + batch].permute(0, 3, 1, 2), inputs)) for i in range(0, len(x), batch)]
     return torch.cat(parts)
 
@@ -71,11 +82,21 @@ def evaluate(
     batch: int = BATCH,
     precision: str = "fp32",
 ) -> Scores:
-    """Score `model` on images (n, H, W, C) uint8 with labels (n,), in evaluation mode; training mode is restored.
+    """Score a model in evaluation mode; the mode that it was in is restored.
 
-    `precision` is that of training (`bf16` = autocast of the forward pass); the loss is computed in float32 always.
+    Parameters
+    ----------
+    model : maps (B, C, H, W) float32 to logits (B, num_classes).
+    x : (n, H, W, C) uint8.   y : (n,) int64, values below num_classes.   inputs : how images are normalised.
+    batch : images per forward pass.
+    precision : as in training, `fp32`, or `bf16` for autocast of the forward pass. The loss is computed in float32.
+
+    Returns
+    -------
+    Hits and samples per class, and the sum of the losses.
     """
     was_training = model.training
+    # BatchNorm must use its running statistics and dropout must be off, or a score would depend on the batches.
     model.eval()
     device = y.device
     correct = torch.zeros(num_classes, dtype=torch.int64, device=device)

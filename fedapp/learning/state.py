@@ -1,4 +1,4 @@
-"""Client state on disk: versioned, atomic, the last two rounds kept, so that a resumed run can roll back.
+"""Client state on disk: versioned and written atomically; the last two rounds are kept for runs that are resumed.
 
 Layout: ``STATE-DIR/<federation>/<client-id>/<run>.<round>.safetensors``. The header of each file names the method, the
 schema version and the run; a mismatch is an error, never a silent fresh start.
@@ -31,7 +31,7 @@ class StateError(RuntimeError):
 
 @dataclass(frozen=True)
 class Stored:
-    """One stored state: the round after which it was written, and its arrays by name."""
+    """One stored state: the round after which it was written (0 for that of an earlier run), and its arrays by name."""
 
     round: int
     path: Path
@@ -39,7 +39,12 @@ class Stored:
 
 
 def write_safetensors(path: Path, arrays: Arrays, header: dict[str, object]) -> None:
-    """Write arrays atomically (temporary file in the same folder, then rename) with a JSON header."""
+    """Write arrays atomically (temporary file in the same folder, then rename) with a JSON header.
+
+    Raises
+    ------
+    OSError : the file cannot be written; what was there before stays.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
     os.close(handle)
@@ -52,7 +57,12 @@ def write_safetensors(path: Path, arrays: Arrays, header: dict[str, object]) -> 
 
 
 def read_safetensors(path: Path, prefix: str = "") -> tuple[Arrays, dict[str, object]]:
-    """Read header and arrays (whose names begin with `prefix`); `StateError` for a file that is damaged or foreign."""
+    """Read what `write_safetensors` wrote: arrays, as far as their names begin with `prefix`, and header.
+
+    Raises
+    ------
+    StateError : the file is absent, damaged or not written by this program.
+    """
     try:
         with safe_open(str(path), framework="numpy") as f:
             header = json.loads((f.metadata() or {})["fedapp"])
@@ -62,7 +72,7 @@ def read_safetensors(path: Path, prefix: str = "") -> tuple[Arrays, dict[str, ob
 
 
 def read_head_norms(folder: Path, run: str) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Read what `ClientStore.note_head_norms` wrote: rounds (T,) ascending and norms (T, C); T = 0 without a file."""
+    """Read what `ClientStore.note_head_norms` wrote: rounds (T,) increasing and norms (T, C); T = 0 without a file."""
     path = folder / f"{run}.{_NOTES}"
     if not path.is_file():
         return np.zeros(0, np.int64), np.zeros((0, 0), np.float32)
@@ -76,9 +86,9 @@ class ClientStore:
     Parameters
     ----------
     folder : `STATE-DIR/<federation>/<client-id>`.
-    method : id of the method; a state written by another one is refused.
-    run : token of the run (hexadecimal). States of other runs are used only by `warm_start`.
-    warm_start : start from the newest state of an earlier run when this run has none yet.
+    method : id of the method; a state that another one wrote is refused.
+    run : token of the run (hexadecimal). States of other runs are read only with `warm_start`.
+    warm_start : start from the newest state of an earlier run while this run has none.
     """
 
     def __init__(self, folder: Path, method: str, run: str, warm_start: bool = False) -> None:
@@ -88,6 +98,7 @@ class ClientStore:
         self.warm_start = warm_start
 
     def _files(self) -> list[tuple[str, int, Path]]:
+        """Return (run, round, file) of all states here, by round."""
         if not self.folder.is_dir():
             return []
         found = []
@@ -99,11 +110,15 @@ class ClientStore:
     def load(self, before: int, prefix: str = "") -> Stored | None:
         """Return the newest state written before round `before`, or None if the client is new.
 
-        A state of this run from round `before` or later belongs to work that was rolled back, and is passed over.
+        States of this run from round `before` on belong to rounds that are repeated, so they are ignored.
 
         Parameters
         ----------
         prefix : read only the arrays whose names begin with it.
+
+        Raises
+        ------
+        StateError : the state is damaged, or another method or another version wrote it.
         """
         files = self._files()
         own = [f for f in files if f[0] == self.run]
@@ -131,9 +146,10 @@ class ClientStore:
         return Stored(file[1], file[2], arrays)
 
     def save(self, server_round: int, arrays: Arrays) -> Path:
-        """Write the state after `server_round`; keeps this run's two newest rounds, and drops what was rolled back.
+        """Write the state after `server_round`; keep this run's two newest rounds and delete rounds that are repeated.
 
-        Other runs may be going on beside this one, so their states stay, except where this run started from one.
+        Other runs may be in progress in the same folder, so their states stay. A warm start has taken over the earlier
+        run's state: it is deleted once this run has two of its own, when no resumed run can need it any more.
         """
         path = self.folder / f"{self.run}.{server_round:06d}.safetensors"
         write_safetensors(
@@ -149,9 +165,8 @@ class ClientStore:
     def note_head_norms(self, server_round: int, norms: NDArray[np.floating]) -> None:
         """Note the L2 norms of the head's rows, (C,), after the training of a round, for figures of how heads evolve.
 
-        They say much about the client's class counts, so they stay here, beside its state, and never travel. Rounds
-        from `server_round` on, which a resumed run repeats, are dropped. Notes of other runs stay as long as their
-        states do.
+        They reveal much about the client's class counts, so they are kept beside its state and never sent. Rounds from
+        `server_round` on, which a resumed run repeats, are dropped. Notes of other runs stay as long as their states.
         """
         rounds, rows = read_head_norms(self.folder, self.run)
         before = rounds < server_round

@@ -1,4 +1,4 @@
-"""What a client works on: its data, its architecture and its settings."""
+"""What a client trains on and how: its data, its architecture and its settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from fedapp.learning.training import TrainSpec
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """What a model is built from; `seed` decides its initial values."""
+    """What a model is built from.
+
+    Attributes
+    ----------
+    name : architecture, a name of the model zoo.
+    num_classes : outputs of the head.   channels, size : of the images; size is height and width in pixels.
+    seed : decides the initial values.
+    """
 
     name: str
     num_classes: int
@@ -28,20 +35,21 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Task:
-    """What a client works on.
+    """What a client trains on and how.
 
     Attributes
     ----------
     client : stable client id.   seed : the run's seed.
     num_classes : classes of the federation, C.   inputs : channels, size and normalisation of the images.
     model : name of the client's architecture.
-    x_train, x_test : (n, H, W, C) uint8 tensors on the client's device; y_train, y_test : (n,) int64.
+    x_train, x_test : (n, H, W, channels) uint8 tensors on the client's device.
+    y_train, y_test : (n,) int64, values 0 .. C - 1.
     x_union, y_union : the union of all clients' test splits for the balanced score (simulation only), or None.
-    train : how a round trains.
+    train : settings of local training.
     buffers : floating-point buffers (BatchNorm's statistics): `global` = shared like parameters, `local` = kept by
         the client, `drop` = reset before every round.
     protocols : which of `received` and `trained` are measured.
-    extras : what else a node or a method adds, by name: `public` images, `classes` (names).
+    extras : what else a node or a method needs, by name: `public` images (P, H, W, channels) uint8, `classes` (names).
     """
 
     client: int
@@ -70,6 +78,6 @@ class Task:
         return ModelSpec(self.model, self.num_classes, self.inputs.channels, self.inputs.size, seed)
 
     def class_counts(self) -> NDArray[np.int64]:
-        """(C,) counts of the local training split; they never leave the client unless a method's page says so."""
+        """Return the number of training images per class, (C,); private unless the method's page says otherwise."""
         counts: NDArray[np.int64] = torch.bincount(self.y_train, minlength=self.num_classes).cpu().numpy()
         return counts

@@ -1,7 +1,7 @@
-"""The local training loop, with no method inside.
+"""The local training loop of all methods; a method contributes the loss of one batch.
 
-Images stay uint8 in memory, are permuted once an epoch, and normalised and augmented in the step as batched tensor
-operations; models and batches are channels_last. The result equals the plain eager loop to float32 rounding.
+Images stay uint8 in memory, are permuted once an epoch, and are normalised and augmented batch by batch as tensor
+operations; models and batches are channels_last. The result equals a plain loop to float32 rounding.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ class TrainSpec:
     ----------
     epochs : passes over the local training split.
     batch_size : samples per step (near-equal batches, see `batch_slices`).
-    lr : learning rate per step.   clip : largest gradient norm, 0 = none.
+    lr : learning rate.   optimizer : `sgd` or `adam`.   momentum : of SGD.
+    weight_decay : factor of the L2 penalty that is added to the gradient, in Adam too (not AdamW's).
+    clip : largest L2 norm of the gradient of all trained parameters together, 0 = no clipping.
+    augment : `none`, `weak` or `strong`, see `fedapp.data.transforms`.
     precision : `fp32`, or `bf16` for autocast of the forward pass.
     """
 
@@ -47,9 +50,9 @@ class Batch:
 
     Attributes
     ----------
-    x : (B, channels, H, W) float32, normalised; the first view.
-    y : (B,) int64.
-    views : all views of the batch, `views[0] is x`.
+    x : (B, channels, H, W) float32, normalised, channels_last; the first view.
+    y : (B,) int64 labels.
+    views : all views of the batch, each like `x`; `views[0] is x`.
     index : (B,) int64 positions in the data that was passed to `train`.
     """
 
@@ -61,7 +64,13 @@ class Batch:
 
 @dataclass
 class TrainReport:
-    """What a local training did: mean loss per sample over all steps, steps, samples seen, seconds."""
+    """What a local training did.
+
+    Attributes
+    ----------
+    loss : mean over all samples seen of the loss that was trained on (of each step, before its update).
+    steps : optimizer steps.   samples : samples seen, epochs included.   seconds : wall-clock time.
+    """
 
     loss: float = math.nan
     steps: int = 0
@@ -70,16 +79,16 @@ class TrainReport:
 
 
 def batch_slices(n: int, batch_size: int) -> list[slice]:
-    """Cut an epoch of `n` shuffled samples into `max(1, round(n / batch_size))` near-equal batches.
+    """Cut an epoch of `n` shuffled samples into near-equal batches: n / batch_size of them, rounded half up.
 
-    Every sample is used, no batch is a small remainder, and a batch of one occurs only where `n` is 1 or
-    `batch_size` is 1.
+    Every sample is used and no batch is a small remainder. A batch of one, which BatchNorm refuses, occurs only where
+    `n` or `batch_size` is 1.
     """
     if n == 0:
         return []
     count = max(1, math.floor(n / batch_size + 0.5))
     if batch_size > 1:
-        count = max(1, min(count, n // 2))
+        count = max(1, min(count, n // 2))  # two samples or more in each
     small, extra = divmod(n, count)
     slices, start = [], 0
     for i in range(count):
@@ -94,7 +103,12 @@ def make_optimizer(
     spec: TrainSpec,
     betas: tuple[float, float] = (0.9, 0.999),
 ) -> torch.optim.Optimizer:
-    """Build a fresh optimizer; moments and momentum never survive a round."""
+    """Build an optimizer of `spec` with empty memory: momentum and moments do not survive a round.
+
+    Raises
+    ------
+    ValueError : the optimizer is unknown.
+    """
     parameters = list(parameters)
     if spec.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay)
@@ -106,9 +120,20 @@ def make_optimizer(
 def epoch_batches(
     x: Tensor, y: Tensor, batch_size: int, generator: torch.Generator
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield (uint8 images (B, C, H, W) channels_last, labels, indices) of one shuffled epoch."""
+    """Yield the batches of one shuffled epoch.
+
+    Parameters
+    ----------
+    x : (n, H, W, C) uint8.   y : (n,) int64.
+    generator : draws the order, one permutation of n.
+
+    Yields
+    ------
+    images (B, C, H, W) uint8 in channels_last, labels (B,) int64, positions in `x` and `y` (B,) int64.
+    """
     order = torch.randperm(len(y), generator=generator)
     chosen = hand_over(order, x.device)
+    # One gather for the whole epoch: the batches are views of it.
     images, labels = x[chosen].permute(0, 3, 1, 2), y[chosen]
     for part in batch_slices(len(y), batch_size):
         yield images[part], labels[part], chosen[part]
@@ -132,20 +157,23 @@ def train(
 
     Parameters
     ----------
+    model : on the device of `x`; left in training mode.
     x : (n, H, W, C) uint8.   y : (n,) int64.
-    step_loss : loss of one batch, a scalar; the method's formula.
-    generator : order of samples and augmentation; a function of (seed, round, client).
-    parameters : what is optimised; default the model's parameters that require a gradient.
+    spec : the settings.   inputs : how `x` is normalised.
+    step_loss : the method's loss of one batch, a scalar tensor.
+    generator : draws the order of an epoch, then the views of each batch; its seed also seeds dropout.
+    parameters : what is trained, as far as it requires a gradient; default all parameters of the model.
     views : independent augmentations per image.
+    betas : of Adam.
     on_epoch : called after each epoch with its number from 0.
 
     Returns
     -------
-    What was done; without samples or epochs that is nothing: 0 steps, a loss of NaN, and the model as it was.
+    What was done. Without samples or epochs that is nothing: 0 steps, a loss of NaN, and the model as it was.
 
     Raises
     ------
-    FloatingPointError : the loss is not finite; says what to lower.
+    FloatingPointError : the mean loss is not finite; the message says which setting to lower.
     """
     report = TrainReport()
     if len(y) == 0 or spec.epochs < 1:
@@ -156,7 +184,7 @@ def train(
     total = torch.zeros((), device=device)
     started = time.perf_counter()
     model.train()
-    # Dropout draws from the global generator: it is seeded for this training, and left as it was found.
+    # Dropout draws from PyTorch's global generator: it is seeded for this training, and restored afterwards.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(generator.initial_seed())
         for epoch in range(spec.epochs):
@@ -185,7 +213,7 @@ def train(
 
 
 def _views(raw: Tensor, inputs: InputSpec, kind: str, generator: torch.Generator, views: int) -> list[Tensor]:
-    """`views` independent augmentations of a batch; without augmentation they are one and the same tensor."""
+    """Return `views` independent augmentations of a batch; without augmentation all are the same tensor."""
     if kind == "none":
         return [normalise(raw, inputs)] * views
     return [augment(raw, inputs, kind, generator) for _ in range(views)]

@@ -48,7 +48,7 @@ def flatten(state: ServerState) -> tuple[Arrays, dict[str, Any]]:
 
 
 def unflatten(arrays: Arrays, scalars: dict[str, Any]) -> ServerState:
-    """Put a state together again (the inverse of `flatten`)."""
+    """Rebuild a state: the inverse of `flatten`."""
     state: ServerState = {}
     for path, value in [*arrays.items(), *scalars.items()]:
         parts = path.split("\x1f")
@@ -62,20 +62,35 @@ def unflatten(arrays: Arrays, scalars: dict[str, Any]) -> ServerState:
 
 
 def save(folder: Path, server_round: int, state: ServerState, extra: dict[str, Any]) -> Path:
-    """Write the state after `server_round`, with `extra` (JSON) beside it; keeps the last two."""
+    """Write the state after `server_round` with `extra` (JSON values); keep the last two checkpoints.
+
+    Returns
+    -------
+    The file `round-NNNNNN.safetensors`.
+
+    Raises
+    ------
+    TypeError : the state holds something that cannot be stored (see `flatten`).   OSError : `folder` is not writable.
+    """
     arrays, scalars = flatten(state)
     path = folder / f"round-{server_round:06d}.safetensors"
     if not arrays:
         arrays = {"_": np.zeros(0, np.float32)}
     header = {"round": server_round, "scalars": scalars, "extra": extra, "order": list(arrays)}
-    write_safetensors(path, arrays, header)  # the file sorts names, but sums are added up in the state's own order
+    # safetensors sorts names. The header keeps the state's own order, since the last bits of sums depend on it.
+    write_safetensors(path, arrays, header)
     for old in sorted(p for p in folder.iterdir() if _FILE.match(p.name))[:-2]:
         old.unlink(missing_ok=True)
     return path
 
 
 def latest(folder: Path) -> tuple[int, ServerState, dict[str, Any]] | None:
-    """Read the newest readable checkpoint: (round, state, extra), or None if there is none."""
+    """Read the newest checkpoint that can be read: (round, state, extra), or None if there is none.
+
+    Raises
+    ------
+    StateError : there are checkpoints, and none can be read.
+    """
     if not folder.is_dir():
         return None
     paths = sorted((p for p in folder.iterdir() if _FILE.match(p.name)), reverse=True)

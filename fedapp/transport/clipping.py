@@ -1,4 +1,4 @@
-"""Bounds on what leaves a client. A bound is no guarantee: without noise nothing here is differential privacy."""
+"""A bound on how much a client changes the model. Without noise this is not differential privacy."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from fedapp.method import Array, Arrays
 
 
 def clip_update(arrays: Mapping[str, Array], received: Mapping[str, Array], bound: float) -> tuple[Arrays, float]:
-    """Shorten the change from what was received to what is sent to an L2 norm of `bound`.
+    """Scale the change from the received to the sent arrays down to an L2 norm of at most `bound`.
 
     Parameters
     ----------
-    arrays : what is to be sent, by name.
-    received : what the server sent. Floating-point arrays of both are bounded together, as one vector; arrays that were
-        not received, such as class means, are left alone.
+    arrays : what the client is to send, by name.
+    received : what the server sent, by name. The changes of all floating-point arrays that are in both form one vector;
+        arrays that were not received, such as class means, are left as they are.
     bound : largest norm, > 0.
 
     Returns
     -------
-    New arrays of the same dtypes, and the norm before clipping.
+    arrays : with the scaled change, in the same dtypes.
+    norm : of the change before it was scaled.
     """
     common = [n for n, a in arrays.items() if n in received and np.issubdtype(a.dtype, np.floating)]
     deltas = {n: arrays[n].astype(np.float64) - received[n] for n in common}

@@ -1,7 +1,7 @@
-"""`LocalGrid`: Flower's Grid in this process, without Ray: the same ServerApp and ClientApp, for tests and comparisons.
+"""`LocalGrid`: Flower's Grid in this process, without Ray: runs the same ServerApp and ClientApp.
 
-Two lines touch what Flower 1.41 keeps internal: the identity of the running task, and the id that a SuperLink gives to
-a message. They stand in `_identify` and `push_messages`, nowhere else.
+Two lines use internals of Flower 1.41: the identity of the running task in `_identify`, and the id that a SuperLink
+gives to a message in `push_messages`.
 """
 
 from __future__ import annotations
@@ -21,19 +21,22 @@ FIRST_NODE = 1000
 
 
 def _identify(node: int) -> None:
+    # A message takes its sender from here; in Flower a process has one identity, here it changes with every client.
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, node
 
 
 class LocalGrid(Grid):
-    """Runs clients one after another in this process, when their replies are asked for.
+    """Runs clients one after another in this process, each when its reply is pulled.
 
     Parameters
     ----------
-    client_app : the ClientApp.   run_config : what `context.run_config` holds.   clients : number of nodes.
+    client_app : the ClientApp.
+    run_config : what `context.run_config` holds.
+    clients : number of nodes, with partition ids 0 .. clients - 1.
     """
 
     one_at_a_time = True
-    """No two clients work side by side: the order in which they begin does not matter."""
+    """Clients never run in parallel, so the server need not start long ones first."""
 
     def __init__(self, client_app: ClientApp, run_config: Mapping[str, Any], clients: int) -> None:
         self.client_app = client_app
@@ -68,7 +71,7 @@ class LocalGrid(Grid):
         return list(self.contexts)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-        """Take messages; their clients run when replies are pulled."""
+        """Queue messages and return their ids; their clients run when replies are pulled."""
         ids = []
         for message in messages:
             message_id = f"local-{next(self._ids)}"
@@ -78,7 +81,7 @@ class LocalGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        """Run the next client whose reply is asked for."""
+        """Run the client of the first queued message among `message_ids`; return its reply, or nothing."""
         wanted = set(message_ids)
         chosen = next((i for i in self._waiting if i in wanted), None)
         if chosen is None:
@@ -94,11 +97,11 @@ class LocalGrid(Grid):
         finally:
             _identify(SERVER)
             if torch.get_num_threads() != threads:
-                torch.set_num_threads(threads)  # the client's setting is not the server's
+                torch.set_num_threads(threads)  # the client set its own number in what is also the server's process
         return [reply]
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> Iterable[Message]:
-        """Send messages and run all their clients."""
+        """Send messages and run all their clients; `timeout` has no effect."""
         waiting = set(self.push_messages(messages))
         replies: list[Message] = []
         while waiting:

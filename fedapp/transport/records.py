@@ -1,4 +1,4 @@
-"""Named numpy arrays to and from Flower's records; dtypes on the wire are stated, never guessed."""
+"""Named numpy arrays to and from Flower's records; the record says which arrays were sent in half precision."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CAST = "cast"
 
 
 def _narrow(array: Array, wire_dtype: str) -> Array:
-    """float32 arrays become half precision on the wire when asked; everything else is left alone."""
+    """Return a float32 array in half precision if `wire_dtype` is `fp16`; every other array as it is."""
     if wire_dtype == "fp16" and array.dtype == np.float32:
         return array.astype(np.float16)
     return array
@@ -33,6 +33,7 @@ class Encoder:
 
     def common(self, array: Array) -> FlowerArray:
         """Encode an array that several clients get, once per object."""
+        # The array itself is kept beside its id: an id is given out again once its object is gone.
         found = self._known.get(id(array))
         if found is None or found[0] is not array:
             found = (array, self.one(array))
@@ -44,7 +45,7 @@ class Encoder:
         return FlowerArray(np.asarray(_narrow(array, self.wire_dtype), order="C"))
 
     def content(self, payload: Payload, control: Mapping[str, Scalar]) -> tuple[RecordDict, int]:
-        """Return the content of a message, and the bytes of its arrays as they travel."""
+        """Return the content of a message, and the bytes of its arrays as they are sent."""
         arrays = {name: self.common(a) for name, a in payload.common.items()}
         arrays.update({name: self.one(a) for name, a in payload.arrays.items()})
         casts = {n: str(a.dtype) for n, a in payload.all().items() if str(a.dtype) != arrays[n].dtype}
@@ -56,12 +57,12 @@ class Encoder:
 
 
 def wire_bytes(array: FlowerArray) -> int:
-    """Bytes of an array's numbers (Flower's own header of about 128 bytes is not counted)."""
+    """Return the bytes of an array's numbers (Flower's own header of about 128 bytes is not counted)."""
     return int(np.prod(array.shape, dtype=np.int64)) * np.dtype(array.dtype).itemsize
 
 
 def arrays_of(record: ArrayRecord, casts: str = "{}") -> Arrays:
-    """Decode named arrays; those that were narrowed get their dtype back."""
+    """Decode named arrays; `casts` (JSON, name -> dtype) restores the dtype of those that were sent as fp16."""
     back: dict[str, str] = json.loads(casts)
     arrays = {name: value.numpy() for name, value in record.items()}
     return {name: a.astype(back[name]) if name in back else a for name, a in arrays.items()}
@@ -93,7 +94,7 @@ def reply_content(
 
 
 def _number(value: Any) -> Any:
-    """MetricRecord takes plain int and float, and lists of one of the two."""
+    """Convert to what a MetricRecord takes: int, float, or a list of one of the two."""
     if isinstance(value, (list, tuple, np.ndarray)):
         items = [float(v) for v in value]
         return [int(v) for v in value] if all(isinstance(v, (int, np.integer)) for v in value) and items else items
@@ -103,7 +104,7 @@ def _number(value: Any) -> Any:
 
 
 def reply_of(message: Message) -> tuple[Arrays, dict[str, Any], dict[str, Any], int]:
-    """Decode a reply: arrays, metrics, info, and the bytes of its arrays as they travelled."""
+    """Decode a reply: arrays, metrics, info, and the bytes of its arrays as they were sent."""
     content = message.content
     info = dict(content.config_records.get(INFO, ConfigRecord()))
     record = content.array_records.get(ARRAYS, ArrayRecord())
@@ -117,7 +118,8 @@ def reject(arrays: Arrays, expected: Mapping[str, tuple[int, ...]], metrics: Map
 
     Parameters
     ----------
-    expected : shape by name of the model arrays that must be there. Further arrays are checked by the caller.
+    arrays, metrics : of the reply.
+    expected : shape by name of the model arrays that must be there. The caller checks the shapes of all others.
     """
     missing = [name for name in expected if name not in arrays]
     if missing:

@@ -1,4 +1,4 @@
-"""What leaves a client: arrays chosen by whole dotted name prefixes, merged back strictly."""
+"""Which arrays of a model are sent: chosen by prefixes of their dotted names, copied back with strict checks."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ def float_buffers(model: nn.Module) -> set[str]:
 
 
 def shared_names(model: nn.Module, prefixes: Iterable[str], buffers: str = "global") -> list[str]:
-    """Wire names of the arrays under `prefixes`, in state-dict order.
+    """Return the names of the arrays under `prefixes` that are sent, in the order of the state dict.
 
     Parameters
     ----------
-    buffers : `global` counts floating-point buffers in; `local` and `drop` leave them out. Integer buffers
-        (`num_batches_tracked`) never travel: they are not averaged.
+    buffers : `global` includes floating-point buffers; `local` and `drop` leave them out. Integer buffers
+        (`num_batches_tracked`) are never sent, since their average means nothing.
 
     Raises
     ------
-    ValueError : a prefix matches nothing, so that a misspelt one cannot pass in silence.
+    ValueError : a prefix matches no array, so that a misspelt one is noticed.
     """
     prefixes = tuple(prefixes)
     parameters = {name for name, _ in model.named_parameters()}
@@ -51,11 +51,11 @@ def extract(model: nn.Module, names: Iterable[str]) -> Arrays:
 
 @torch.no_grad()
 def merge(model: nn.Module, arrays: Mapping[str, Array]) -> None:
-    """Copy arrays into a model, strict on names, shapes and kinds.
+    """Copy arrays into a model; the other arrays of the model stay as they are.
 
     Raises
     ------
-    ValueError : an unknown name, another shape, or an integer array for a floating-point one (and the reverse).
+    ValueError : an unknown name, another shape, or an integer array for a floating-point one or the reverse.
     """
     state = model.state_dict()
     for name, array in arrays.items():
@@ -70,7 +70,7 @@ def merge(model: nn.Module, arrays: Mapping[str, Array]) -> None:
 
 
 def numbered(prefix: str, number: int, name: str) -> str:
-    """Wire name of an array of one of several models in a payload: `<prefix><number>/<name>`."""
+    """Return the name of an array of one of several models in a payload: `<prefix><number>/<name>`."""
     return f"{prefix}{number}/{name}"
 
 

@@ -1,0 +1,181 @@
+"""Client state on disk: rounds, runs, methods, damage, and notes of the heads' norms."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from fedapp.learning.state import ClientStore, StateError, read_head_norms, read_safetensors, write_safetensors
+
+
+def store(folder: Path, run: str = "aa", method: str = "m", warm: bool = False) -> ClientStore:
+    return ClientStore(folder / "3", method, run, warm)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(p.name for p in (folder / "3").iterdir())
+
+
+def test_arrays_and_header_come_back_as_they_were(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "folder" / "x.safetensors"
+    arrays = {"x": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array(7), "empty": np.zeros((0, 4))}
+    write_safetensors(path, arrays, {"a": [1, None, "b"]})
+    back, header = read_safetensors(path)
+    assert header == {"a": [1, None, "b"]} and back.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert back[name].dtype == array.dtype and back[name].shape == array.shape
+        assert np.array_equal(back[name], array)
+    assert [p.name for p in path.parent.iterdir()] == ["x.safetensors"]
+
+
+def test_a_file_says_what_it_is(tmp_path: Path) -> None:
+    path = store(tmp_path).save(4, {"x": np.ones(1)})
+    assert path == tmp_path / "3" / "aa.000004.safetensors"
+    assert read_safetensors(path)[1] == {"schema": 1, "method": "m", "run": "aa", "round": 4}
+
+
+def test_the_newest_state_before_a_round_is_loaded_and_two_are_kept(tmp_path: Path) -> None:
+    s = store(tmp_path)
+    assert s.load(before=1) is None
+    for server_round in (1, 2, 5):
+        s.save(server_round, {"x": np.full(3, server_round, np.float32)})
+    assert names(tmp_path) == ["aa.000002.safetensors", "aa.000005.safetensors"]
+    for before, found in ((9, 5), (6, 5), (5, 2), (3, 2)):
+        stored = s.load(before=before)
+        assert stored is not None and stored.round == found and stored.arrays["x"].tolist() == [found] * 3
+        assert stored.path == tmp_path / "3" / f"aa.{found:06d}.safetensors"
+    assert s.load(before=2) is None
+
+
+def test_rounds_that_are_repeated_drop_what_was_rolled_back(tmp_path: Path) -> None:
+    s = store(tmp_path)
+    for server_round in (2, 5, 3):
+        s.save(server_round, {"x": np.full(1, server_round)})
+    assert names(tmp_path) == ["aa.000002.safetensors", "aa.000003.safetensors"]
+
+
+def test_rounds_are_numbers_not_text(tmp_path: Path) -> None:
+    s = store(tmp_path)
+    for server_round in (999_998, 999_999):
+        s.save(server_round, {"x": np.ones(1)})
+    stored = s.load(before=1_000_000)
+    assert stored is not None and stored.round == 999_999
+
+
+def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
+    s = store(tmp_path)
+    (tmp_path / "3").mkdir()
+    for name in ("notes.txt", "aa.1.safetensors", "AA.000001.safetensors", "aa.000001.safetensors.bak"):
+        (tmp_path / "3" / name).write_text("mine")
+    assert s.load(before=5) is None
+    for server_round in (1, 2, 3):
+        s.save(server_round, {"x": np.ones(1)})
+    assert len(names(tmp_path)) == 6
+
+
+def test_states_of_runs_side_by_side_stay_apart(tmp_path: Path) -> None:
+    one, two = store(tmp_path, run="aa"), store(tmp_path, run="bb")
+    for server_round in (1, 2, 3):
+        one.save(server_round, {"x": np.full(1, 1.0)})
+        two.save(server_round, {"x": np.full(1, 2.0)})
+    first, second = one.load(4), two.load(4)
+    assert first is not None and second is not None
+    assert (first.arrays["x"][0], second.arrays["x"][0]) == (1.0, 2.0)
+    assert len(names(tmp_path)) == 4
+    assert store(tmp_path, run="cc").load(before=9) is None
+
+
+def test_a_warm_start_takes_the_newest_state_of_another_run(tmp_path: Path) -> None:
+    old = store(tmp_path, run="aa").save(8, {"x": np.full(1, 8.0)})
+    new = store(tmp_path, run="bb").save(4, {"x": np.full(1, 4.0)})
+    os.utime(old, ns=(1_000, 1_000))
+    os.utime(new, ns=(2_000, 2_000))
+    warm = store(tmp_path, run="cc", warm=True)
+    stored = warm.load(before=1)
+    assert stored is not None and stored.round == 0 and stored.path == new and stored.arrays["x"][0] == 4.0
+    warm.save(1, {"x": np.full(1, 1.0)})
+    assert len(names(tmp_path)) == 3, "with one state of its own, a resumed run may still need the old ones"
+    own = warm.load(before=2)
+    assert own is not None and own.round == 1 and own.arrays["x"][0] == 1.0
+    back = warm.load(before=1)
+    assert back is not None and back.round == 0 and back.path == new
+    warm.save(2, {"x": np.ones(1)})
+    assert names(tmp_path) == ["cc.000001.safetensors", "cc.000002.safetensors"]
+    assert store(tmp_path, run="dd", warm=False).load(before=1) is None
+
+
+def test_a_state_of_another_method_or_schema_is_refused(tmp_path: Path) -> None:
+    path = store(tmp_path).save(4, {"x": np.ones(1)})
+    with pytest.raises(StateError, match="was written by the method 'm', not 'other'"):
+        store(tmp_path, method="other").load(before=9)
+    save_file({"x": np.ones(1)}, path, metadata={"fedapp": json.dumps({"schema": 99, "method": "m"})})
+    with pytest.raises(StateError, match="has schema 99, this version reads 1"):
+        store(tmp_path).load(before=9)
+
+
+@pytest.mark.parametrize("damage", ["cut", "no header", "no JSON", "absent"])
+def test_damaged_state_is_an_error_not_a_fresh_start(damage: str, tmp_path: Path) -> None:
+    path = store(tmp_path).save(1, {"x": np.ones(100)})
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:50])
+    elif damage == "absent":
+        path.unlink()
+    else:
+        save_file({"x": np.ones(1)}, path, metadata={} if damage == "no header" else {"fedapp": "{"})
+    with pytest.raises(StateError, match=r"aa\.000001\.safetensors cannot be read .*delete it"):
+        read_safetensors(path)
+
+
+def test_an_interrupted_write_leaves_the_old_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    s = store(tmp_path)
+    s.save(1, {"x": np.ones(3)})
+
+    def broken(*args: object, **kwargs: object) -> None:
+        Path(str(args[1])).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr("fedapp.learning.state.save_file", broken)
+    with pytest.raises(OSError, match="disk full"):
+        s.save(2, {"x": np.zeros(3)})
+    assert names(tmp_path) == ["aa.000001.safetensors"]
+
+
+def test_norms_of_the_heads_rows_are_noted_round_by_round(tmp_path: Path) -> None:
+    s = store(tmp_path)
+    rounds, norms = read_head_norms(s.folder, "aa")
+    assert rounds.shape == (0,) and norms.shape == (0, 0)
+    for server_round in (1, 2, 4):
+        s.note_head_norms(server_round, np.array([server_round, 10.0]))
+    rounds, norms = read_head_norms(s.folder, "aa")
+    assert rounds.tolist() == [1, 2, 4] and rounds.dtype == np.int64
+    assert norms.tolist() == [[1, 10], [2, 10], [4, 10]] and norms.dtype == np.float32
+    s.note_head_norms(2, np.array([7.0, 7.0]))  # a resumed run repeats round 2
+    rounds, norms = read_head_norms(s.folder, "aa")
+    assert rounds.tolist() == [1, 2] and norms.tolist() == [[1, 10], [7, 7]]
+    assert read_safetensors(s.folder / "aa.head-norms")[1] == {"schema": 1, "run": "aa"}
+
+
+def test_notes_go_with_the_states_of_their_run(tmp_path: Path) -> None:
+    old, other, gone = (store(tmp_path, run=r) for r in ("aa", "bb", "cc"))
+    for s in (old, other, gone):
+        s.note_head_norms(1, np.ones(2))
+        s.save(1, {"x": np.ones(1)})
+    next((tmp_path / "3").glob("cc.0*")).unlink()
+    old.note_head_norms(2, np.ones(2))
+    assert [n for n in names(tmp_path) if n.endswith("head-norms")] == ["aa.head-norms", "bb.head-norms"]
+
+
+def test_arrays_are_read_by_prefix(tmp_path: Path) -> None:
+    s = store(tmp_path)
+    path = s.save(1, {"own/a": np.ones(1), "own/b": np.zeros(1), "other": np.ones(1)})
+    assert sorted(read_safetensors(path, "own/")[0]) == ["own/a", "own/b"]
+    stored, whole = s.load(2, "own/"), s.load(2)
+    assert stored is not None and sorted(stored.arrays) == ["own/a", "own/b"]
+    assert whole is not None and len(whole.arrays) == 3
+    warm = store(tmp_path, run="bb", warm=True).load(1, "own/")
+    assert warm is not None and sorted(warm.arrays) == ["own/a", "own/b"]
