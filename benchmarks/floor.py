@@ -19,12 +19,12 @@ from fedapp.config import RunConfig, from_flat
 from fedapp.learning.evaluation import evaluate
 from fedapp.learning.training import train
 from fedapp.models import build_model
-from fedapp.tasks.simulated import federated, task_of
+from fedapp.tasks.simulated import federated, simulated_task
 
 
 def one_client(config: RunConfig, client: int, model: torch.nn.Module, device: torch.device) -> float:
     """Do what a FedAvg client computes in a round; returns its accuracy before training."""
-    task = task_of(config, client, config.clients, device)
+    task = simulated_task(config, client, config.clients, device)
     model.to(device)
     before = evaluate(model, task.x_test, task.y_test, task.inputs, task.num_classes)
     train(

@@ -32,7 +32,7 @@ def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedCl
     process.prepare(config.threads)
     node = Node.parse(context.node_config)
     method, hparams = config.method_and_hparams()
-    task = nodes.task_of(config, node, process.device())
+    task = nodes.node_task(config, node, process.device())
     store = None
     if control.get("run"):
         # On a real node the server has no say in where files go.

@@ -318,7 +318,7 @@ def test_features_are_the_heads_input_in_evaluation_mode_without_augmentation(tm
     )
     settings = config.resolve(settings)
     method, hparams = method_of("epochs=0")
-    task = tasks.task_of(settings, 1, 3, torch.device("cpu"))
+    task = tasks.simulated_task(settings, 1, 3, torch.device("cpu"))
     arrays = read_safetensors(result.out / "models" / "last.safetensors")[0]
     client = method.client(task, method, hparams)
     answer, count, metrics = client.answer_query("statistics", Payload(common=arrays), 2)
@@ -550,7 +550,7 @@ def test_sample_and_sample_only_train_alike_and_feature_asks_for_transformed_sta
     heads = [calibrate(f"transform={t}", CLIENTS)[2]["ccvr"]["head"][W] for t in ("sample", "sample-only", "none")]
     assert np.array_equal(heads[0], heads[1]) and not np.array_equal(heads[0], heads[2])
     settings = config.resolve(config.from_flat({"clients": 3, "dataset": "digits", "method": "ccvr"}))
-    task = tasks.task_of(settings, 0, 3, torch.device("cpu"))
+    task = tasks.simulated_task(settings, 0, 3, torch.device("cpu"))
     means = []
     for transform in ("none", "feature"):
         method, hparams = method_of(f"transform={transform} oracle=true")
@@ -587,7 +587,7 @@ def test_clsnorm_uses_unit_rows_and_no_bias(tmp_path: Path) -> None:
 
 def test_clsprox_pulls_the_head_alone() -> None:
     settings = config.resolve(config.from_flat({"clients": 3, "dataset": "digits", "method": "ccvr"}))
-    task = tasks.task_of(settings, 0, 3, torch.device("cpu"))
+    task = tasks.simulated_task(settings, 0, 3, torch.device("cpu"))
     losses, slopes = [], []
     for mu in (0.0, 0.5):
         method, hparams = method_of(f"clsprox={mu}")
@@ -642,7 +642,7 @@ def test_the_oracle_is_the_head_trained_on_all_features() -> None:
 
 def test_a_client_gives_no_features_unless_the_run_is_an_oracle() -> None:
     settings = config.resolve(config.from_flat({"clients": 3, "dataset": "digits", "method": "ccvr"}))
-    task = tasks.task_of(settings, 0, 3, torch.device("cpu"))
+    task = tasks.simulated_task(settings, 0, 3, torch.device("cpu"))
     method, hparams = method_of()
     client = method.client(task, method, hparams)
     payload = Payload(common=extract(client.build_model(task.spec(1), hparams), client.down_names()))

@@ -97,7 +97,7 @@ def test_bf16_scores_in_bfloat16_and_sums_the_loss_in_float32() -> None:
 
 
 def test_batched_applies_to_normalised_batches_and_stacks_the_rows() -> None:
-    x, _ = data(10)
+    x, _ = data(9)
     sizes: list[int] = []
 
     def rows(images: Tensor) -> Tensor:
@@ -106,9 +106,9 @@ def test_batched_applies_to_normalised_batches_and_stacks_the_rows() -> None:
         return images.flatten(1).sum(1)
 
     found = batched(rows, x, INPUTS, batch=4)
-    assert sizes == [4, 4, 2]
+    assert sizes == [4, 4, 1]
     torch.testing.assert_close(found, ((x.float() / 16 - 0.305) / 0.376).flatten(1).sum(1))
     assert found.is_inference()
     sizes.clear()
     batched(rows, x, INPUTS)
-    assert sizes == [10] and BATCH >= 10
+    assert sizes == [9] and BATCH >= 9

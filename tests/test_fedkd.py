@@ -48,7 +48,7 @@ def client(k: int, folder: Path, model: str = "digits-a", **hparams: Any) -> Fed
         configuration.from_flat({"method": "fedkd", "dataset": "digits", "clients": 4, "model": model})
     )
     store = ClientStore(folder / str(k), "fedkd", "ab")
-    return FedKDClient(tasks.task_of(config, k, 4, torch.device("cpu")), METHOD, FedKDHParams(**hparams), store)
+    return FedKDClient(tasks.simulated_task(config, k, 4, torch.device("cpu")), METHOD, FedKDHParams(**hparams), store)
 
 
 def train(made: FedKDClient, payload: Payload, server_round: int) -> Reply:

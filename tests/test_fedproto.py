@@ -173,7 +173,7 @@ def test_counts_are_checked() -> None:
 
 def client(**hparams: Any) -> FedProtoClient:
     config = configuration.resolve(configuration.from_flat({"method": "fedproto", "dataset": "digits", "clients": 4}))
-    return FedProtoClient(tasks.task_of(config, 1, 4, torch.device("cpu")), METHOD, FedProtoHParams(**hparams))
+    return FedProtoClient(tasks.simulated_task(config, 1, 4, torch.device("cpu")), METHOD, FedProtoHParams(**hparams))
 
 
 def payload(rows: Mapping[int, Sequence[float]]) -> Payload:

@@ -45,7 +45,7 @@ def client(model: str = "digits-a", **hparams: Any) -> FMLClient:
     config = configuration.resolve(
         configuration.from_flat({"method": "fml", "dataset": "digits", "clients": 4, "model": model})
     )
-    return FMLClient(tasks.task_of(config, 1, 4, torch.device("cpu")), METHOD, FMLHParams(**hparams))
+    return FMLClient(tasks.simulated_task(config, 1, 4, torch.device("cpu")), METHOD, FMLHParams(**hparams))
 
 
 def reply(k: int, arrays: Arrays, n: int = 5) -> Reply:

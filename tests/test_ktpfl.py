@@ -220,7 +220,7 @@ def client(model: str = "digits-a", **hparams: Any) -> KTpFLClient:
     config = configuration.resolve(
         configuration.from_flat({"method": "ktpfl", "dataset": "digits", "clients": 4, "model": model})
     )
-    return KTpFLClient(tasks.task_of(config, 1, 4, torch.device("cpu")), METHOD, KTpFLHParams(**hparams))
+    return KTpFLClient(tasks.simulated_task(config, 1, 4, torch.device("cpu")), METHOD, KTpFLHParams(**hparams))
 
 
 def no_target() -> Payload:

@@ -109,7 +109,7 @@ def test_labels_follow_the_names_of_the_classes(tmp_path: Path) -> None:
 
 def test_a_class_that_the_federation_lacks_is_named(tmp_path: Path) -> None:
     path = npz(tmp_path / "a.npz", ["cat", "dgo"], [0, 1] * 4)
-    with pytest.raises(BadRequest, match=r"class 'dgo' is none of the federation's 2 classes.*did you mean 'dog'"):
+    with pytest.raises(BadRequest, match=r"class 'dgo' is not among the federation's 2 classes.*did you mean 'dog'"):
         nodes.own_data(str(path), ("cat", "dog"), "npz")
 
 
@@ -122,8 +122,8 @@ def test_what_is_held_out_is_the_same_in_every_run(tmp_path: Path) -> None:
     path = npz(tmp_path / "a.npz", None, [0, 1] * 20)
     config = from_flat({"dataset": "npz", "model": "digits-a"})
     node = Node(0, data_path=str(path))
-    one = nodes.task_of(config, node, CPU)
-    other = nodes.task_of(config.replaced(seed=7), node, CPU)
+    one = nodes.node_task(config, node, CPU)
+    other = nodes.node_task(config.replaced(seed=7), node, CPU)
     assert len(one.y_test) == 10 and torch.equal(one.x_test, other.x_test) and torch.equal(one.x_train, other.x_train)
 
 
@@ -135,7 +135,7 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8)).save(path)
     config = from_flat({"dataset": "folder", "class-names": "dog, cat", "model": "cnn"})
-    task = nodes.task_of(config, Node(4, data_path=str(tmp_path / "site")), CPU)
+    task = nodes.node_task(config, Node(4, data_path=str(tmp_path / "site")), CPU)
     assert task.client == 4 and task.num_classes == 2 and task.inputs.channels == 3 and task.inputs.size == 28
     assert len(task.y_train) + len(task.y_test) == 12 and task.extras["classes"] == ("dog", "cat")
 
@@ -157,15 +157,15 @@ def test_data_that_are_not_there(tmp_path: Path) -> None:
 def test_a_model_that_does_not_fit_the_images(tmp_path: Path) -> None:
     path = npz(tmp_path / "a.npz", None, [0, 1] * 4)
     with pytest.raises(BadRequest, match="resnet18"):
-        nodes.task_of(from_flat({"dataset": "npz"}), Node(0, data_path=str(path), model="resnet18"), CPU)
+        nodes.node_task(from_flat({"dataset": "npz"}), Node(0, data_path=str(path), model="resnet18"), CPU)
 
 
 def test_a_site_has_the_very_data_of_the_client_in_simulation(tmp_path: Path) -> None:
     paths = sites.write(tmp_path)
     config = resolve(from_flat({"clients": 3, "model": "digits-a,digits-b,digits-c"}))
     for k, path in enumerate(paths):
-        own = nodes.task_of(config, Node(k, data_path=str(path.parent)), CPU)
-        simulated = tasks.task_of(config, k, 3, CPU)
+        own = nodes.node_task(config, Node(k, data_path=str(path.parent)), CPU)
+        simulated = tasks.simulated_task(config, k, 3, CPU)
         for name in ("x_train", "y_train", "x_test", "y_test"):
             assert torch.equal(getattr(own, name), getattr(simulated, name))
         assert own.inputs == simulated.inputs and own.model == simulated.model and own.train == simulated.train

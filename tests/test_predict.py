@@ -54,7 +54,7 @@ def test_the_kept_models_score_what_the_run_says(
     import pandas as pd
 
     folder = trained(tmp_path, monkeypatch, **values)
-    task = tasks.task_of(resolve(from_flat({"clients": 2, **values})), 1, 2, torch.device("cpu"))
+    task = tasks.simulated_task(resolve(from_flat({"clients": 2, **values})), 1, 2, torch.device("cpu"))
     final = pd.read_csv(tmp_path / "run" / "final.csv").set_index("client")
     for name, protocol in (("personal", "trained"), ("received", "received")):
         found = predict.load(folder / f"{name}.safetensors")

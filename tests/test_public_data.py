@@ -19,6 +19,7 @@ from fedapp.data.card import data_card
 from fedapp.errors import BadRequest
 from fedapp.method import NONE, Method
 from fedapp.tasks import simulated as tasks
+from fedapp.tasks.public import PublicSource, public_source
 from strategies.base import FedStrategy
 
 WITH_PUBLIC = Method("with_public", "", "", FedStrategy, FedClient, shared=NONE, public_share=0.1)
@@ -100,13 +101,13 @@ def test_data_card_says_what_is_public() -> None:
 
 def test_clients_see_one_public_set_that_none_of_them_trains_on() -> None:
     config = _config()
-    sets = [tasks.task_of(config, k, 5, torch.device("cpu")) for k in range(5)]
+    sets = [tasks.simulated_task(config, k, 5, torch.device("cpu")) for k in range(5)]
     public = sets[0].extras["public"]
     assert public.dtype == torch.uint8
     assert public.shape[1:] == (8, 8, 1)
     assert all(torch.equal(public, t.extras["public"]) for t in sets)
     plain = _config(method="local")
-    whole = [tasks.task_of(plain, k, 5, torch.device("cpu")) for k in range(5)]
+    whole = [tasks.simulated_task(plain, k, 5, torch.device("cpu")) for k in range(5)]
     assert all(t.extras == {} for t in whole)
     assert sum(t.num_samples for t in whole) == sum(t.num_samples for t in sets) + len(public)
     for with_public, without in zip(sets, whole, strict=True):
@@ -148,7 +149,24 @@ def test_another_data_set_is_drawn_with_the_seed(tmp_path: Path) -> None:
         tasks.federated(_config(public_data="fashion_mnist:91", **base), 2)
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, PublicSource(share=0.1)),
+        ({"public_data": " 0.2 "}, PublicSource(share=0.2)),
+        ({"public_data": "mnist"}, PublicSource(dataset="mnist", count=3000)),
+        ({"public_data": "mnist:50"}, PublicSource(dataset="mnist", count=50)),
+        ({"method": "fedavg"}, None),
+        ({"method": "fedavg", "public_data": "0.2"}, PublicSource(share=0.2)),
+        ({"method": "fedavg", "public_data": "mnist:50"}, None),
+    ],
+)
+def test_where_public_images_come_from(settings: dict[str, str], expected: PublicSource | None) -> None:
+    assert public_source(_config(**settings)) == expected
+
+
+@pytest.mark.parametrize("method", ["with_public", "fedavg"])
 @pytest.mark.parametrize("text", ["0", "1", "1.5", "-0.1", "nan", "mnist:0", "mnist:x", "nothing", "digits", "npz"])
-def test_bad_values_are_refused(text: str) -> None:
+def test_bad_values_are_refused(text: str, method: str) -> None:
     with pytest.raises(BadRequest, match="public-data"):
-        tasks.public_data(_config(public_data=text))
+        public_source(_config(public_data=text, method=method))

@@ -5,14 +5,15 @@ kind       images            what happens
 =========  ================  ==================================================================================
 none       all               nothing
 weak       one channel       rotation by up to 8 degrees, zoom by up to 5 %, shift by up to 1/16 of the width
-                             (0.5 pixels at 8, 1.75 at 28), bilinear, black outside; no flips: a mirrored 2 is
-                             no 2. Up to 16 pixels wide also contrast within 10 % and Gaussian noise of 0.03
+                             (0.5 pixels at 8, 1.75 at 28), bilinear, black outside; no flips, since a mirrored
+                             2 is not a 2. Up to 16 pixels wide also contrast within 10 % and Gaussian noise
+                             with a standard deviation of 0.03
 weak       several channels  black border of 4 pixels (an eighth of the width below 32), random crop, mirrored
-                             or not
-strong     all               random resized crop (area 0.2 to 1, aspect 3/4 to 4/3), mirrored or not; with
-                             probability 0.8 brightness, contrast and saturation within 40 % and hue within
-                             0.1, in random order; with probability 0.2 grey. This is FedClassAvg's pipeline;
-                             on one channel hue, saturation and grey change nothing
+                             with probability 0.5
+strong     all               random resized crop (area 0.2 to 1, aspect 3/4 to 4/3), mirrored with probability
+                             0.5; with probability 0.8 brightness, contrast and saturation within 40 % and hue
+                             within 0.1 turns, in random order; with probability 0.2 grey. This is FedClassAvg's
+                             pipeline; on one channel hue, saturation and grey change nothing
 =========  ================  ==================================================================================
 
 All arithmetic on grey levels is on x / scale, limited to [0, 1] as torchvision's functions on float tensors do; each
@@ -85,7 +86,7 @@ class InputSpec:
 @lru_cache(maxsize=64)
 def _affine(spec: InputSpec, scale: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """Factor and offset with x * factor + offset = (x / scale - mean) / std, repeated for every pixel: (H * W * C,)."""
-    # Callers may be in inference mode, whose tensors could not be used for training later.
+    # The result is cached. A caller may be in inference mode, whose tensors cannot be used in training later.
     with torch.inference_mode(False):
         mean = torch.tensor(spec.mean, dtype=torch.float64)
         std = torch.tensor(spec.std, dtype=torch.float64)
@@ -96,7 +97,7 @@ def _affine(spec: InputSpec, scale: float, device: torch.device) -> tuple[Tensor
 def _standardise(x: Tensor, spec: InputSpec, scale: float) -> Tensor:
     """Normalise float32 (B, H, W, C) of grey levels 0 .. scale in place; return (B, C, H, W), channels_last."""
     factor, offset = _affine(spec, scale, x.device)
-    # On whole images: a broadcast over three channels in the last axis would run in steps of three numbers.
+    # Factor and offset of a whole image: broadcasting over the channels in the last axis would work in steps of three.
     x.view(len(x), factor.numel()).mul_(factor).add_(offset)
     return x.permute(0, 3, 1, 2)
 
@@ -207,7 +208,7 @@ def transform_similarity(x: Tensor, parameters: Tensor) -> Tensor:
     angle, zoom, right, down = hand_over(parameters, x.device).unbind(1)
     radians = torch.deg2rad(angle)
     cos, sin = torch.cos(radians) / zoom, torch.sin(radians) / zoom
-    # grid_sample asks where each target pixel comes from: the inverse map, in units of half the width.
+    # grid_sample needs the source of each target pixel, hence the inverse map, in units of half the width.
     half = x.shape[-1] / 2
     inverse = torch.stack(
         [cos, sin, -(cos * right + sin * down) / half, -sin, cos, (sin * right - cos * down) / half], dim=1
@@ -226,6 +227,10 @@ def _weak_grey(x_u8: Tensor, spec: InputSpec, generator: torch.Generator) -> Ten
     return _standardise(_pixels_last(x), spec, 1.0)
 
 
+def _border(size: int) -> int:
+    return min(BORDER, max(1, size // 8))
+
+
 def draw_crop(count: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     """Draw the corner of a crop from the bordered image, and whether it is mirrored.
 
@@ -236,14 +241,13 @@ def draw_crop(count: int, size: int, generator: torch.Generator) -> tuple[Tensor
     mirrored : Tensor
         bool (B,).
     """
-    border = min(BORDER, max(1, size // 8))
-    corner = torch.randint(0, 2 * border + 1, (count, 2), generator=generator, device=generator.device)
+    corner = torch.randint(0, 2 * _border(size) + 1, (count, 2), generator=generator, device=generator.device)
     return corner, _uniform(generator, 0.0, 1.0, count) < 0.5
 
 
 def _weak_colour(x_u8: Tensor, spec: InputSpec, generator: torch.Generator) -> Tensor:
     count, channels, size = len(x_u8), spec.channels, spec.size
-    border = min(BORDER, max(1, size // 8))
+    border = _border(size)
     corner, mirrored = draw_crop(count, size, generator)
     corner, mirrored = hand_over(corner, x_u8.device), hand_over(mirrored, x_u8.device)
     wide = size + 2 * border
@@ -317,7 +321,7 @@ def transform_resized_crop(x: Tensor, boxes: Tensor, mirrored: Tensor) -> Tensor
     down = _resize_weights(top, height, size)
     across = _resize_weights(left, width, size)
     across = torch.where(hand_over(mirrored, x.device)[:, None, None], across.flip(1), across)
-    # Two small matrix products an image, with rows first and channels in the middle so that both are one batched call.
+    # Two small matrix products per image. With rows first and channels in the middle, each is one batched call.
     rows = x.permute(0, 2, 1, 3).reshape(count, size, channels * size)
     stretched = torch.bmm(down, rows).view(count, size * channels, size)
     return torch.bmm(stretched, across.transpose(1, 2)).view(count, size, channels, size).permute(0, 2, 1, 3)
@@ -356,11 +360,11 @@ def adjust_hue(x: Tensor, shift: Tensor) -> Tensor:
     red, green, blue = x.unbind(1)
     high = torch.maximum(torch.maximum(red, green), blue)
     spread = high - torch.minimum(torch.minimum(red, green), blue)
-    # Masks as numbers: torch.where costs ten times as much as a product here. Exactly one of the three is 1.
+    # Masks are numbers, since torch.where costs ten times as much as a product here. Exactly one of the three is 1.
     is_red = (high == red).float()
     is_green = (high == green).float().mul_(1 - is_red)
     is_blue = 1 - is_red - is_green
-    # Position on the wheel in sixths of a turn: 0 red, 2 green, 4 blue. Without colour the numerator is 0.
+    # Position on the wheel in sixths of a turn: 0 red, 2 green, 4 blue. For grey pixels the numerator is 0.
     wheel = (green - blue).mul_(is_red).addcmul_(blue - red, is_green).addcmul_(red - green, is_blue)
     wheel = wheel.div_(spread.clamp_min(1e-12)).add_(is_green, alpha=2).add_(is_blue, alpha=4)
     wheel = wheel.add_(6 * shift.view(-1, 1, 1))
@@ -409,9 +413,9 @@ def transform_jitter(x: Tensor, factors: Tensor, order: Tensor, jittered: Tensor
         float32 (B, C, H, W), a new tensor.
     """
     colour = x.shape[1] == 3
-    # One plane per channel over the whole batch: the arithmetic between channels then runs on contiguous memory.
+    # One plane per channel over the whole batch, so that arithmetic between channels runs on contiguous memory.
     planes = x.transpose(0, 1).clone(memory_format=torch.contiguous_format)
-    # Images that are changed in the same way at the same place in their order are worked on together.
+    # Images that get the same change at the same place of their order are changed in one call.
     kinds = range(4 if colour else 2)
     groups = [torch.nonzero(jittered & (order[:, place] == kind))[:, 0] for place in range(4) for kind in kinds]
     groups.append(torch.nonzero(greyed)[:, 0])

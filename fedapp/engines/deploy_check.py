@@ -291,7 +291,7 @@ def _node(text: str, values: Mapping[str, Any], folders: dict[str, Path]) -> Ite
     )
     try:
         config = configuration.resolve(configuration.from_flat(dict(values)))
-        task = nodes.task_of(config, node, process.device())
+        task = nodes.node_task(config, node, process.device())
     except BadRequest as e:
         yield Finding("data and model", FAIL, str(e), "as it says")
         return

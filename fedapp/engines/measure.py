@@ -112,7 +112,7 @@ def _round_seconds(config: RunConfig, client: int, device: torch.device) -> floa
     The first step is not counted: it allocates memory and chooses kernels.
     """
     method, hparams = config.method_and_hparams()
-    task = tasks.task_of(config, client, config.clients, device)
+    task = tasks.simulated_task(config, client, config.clients, device)
     few = replace(task, train=replace(task.train, epochs=1), x_test=task.x_test[:BATCH], y_test=task.y_test[:BATCH])
     payload = _first_payload(method, hparams, few)
     slices = batch_slices(task.num_samples, config.batch_size)

@@ -1,9 +1,9 @@
-"""The models that can be asked for by name.
+"""The models that a configuration can name.
 
-Every entry is a trunk that ends in `width` numbers, before the last activation. Trunks are `nn.Sequential` with named
-stages in forward order, so a method can choose a suffix of layers by prefix (cwFedAvg: `features.fc1.`, then
-`features.conv2.`, ...). Sizes of linear layers follow from the input, so an architecture published for 32 x 32 colour
-images also takes 28 x 28 grey ones.
+Every entry is a trunk that ends in `width` features, before the last activation. Trunks are `nn.Sequential` with named
+stages in forward order, so a method can choose the last layers by prefix (cwFedAvg: `features.fc1.`, then
+`features.conv2.`, ...). The sizes of linear layers follow from the input, so an architecture published for 32 x 32
+colour images also takes 28 x 28 grey ones.
 
 ====================  =====  ==================================================================================
 name                  width  source
@@ -107,10 +107,6 @@ class ZooEntry:
         if self.max_size == self.min_size:
             return f"images of {low} pixels"
         return f"images of {low} to {self.max_size}x{self.max_size} pixels"
-
-
-def _named(stages: Stages) -> nn.Sequential:
-    return nn.Sequential(OrderedDict(stages))
 
 
 def _two_convolutions(channels: int, size: int, c1: int, c2: int) -> tuple[Stages, int]:
@@ -418,18 +414,7 @@ MODEL_NAMES: tuple[str, ...] = tuple(_ZOO)
 
 
 def default_model(dataset_name: str) -> str:
-    """Return the model that is used when none is asked for.
-
-    Parameters
-    ----------
-    dataset_name : str
-        Name of the data set.
-
-    Returns
-    -------
-    str
-        `digits-a` for the 8 x 8 digits, else `cnn`.
-    """
+    """Return the model that `auto` stands for: `digits-a` for the 8 x 8 digits, else `cnn`."""
     return "digits-a" if dataset_name == "digits" else "cnn"
 
 
@@ -441,19 +426,7 @@ def _entry(name: str) -> ZooEntry:
 
 
 def head_width(name: str) -> int:
-    """Return how many features the head of a model sees.
-
-    Models with equal widths can share a head.
-
-    Parameters
-    ----------
-    name : str
-        One of `MODEL_NAMES`.
-
-    Returns
-    -------
-    int
-        Number of features.
+    """Return the number of features that the head of a model takes; models of equal width can share a head.
 
     Raises
     ------
@@ -464,16 +437,7 @@ def head_width(name: str) -> int:
 
 
 def check_model(name: str, *, channels: int, size: int) -> None:
-    """Refuse a model that does not exist or does not fit the images.
-
-    Parameters
-    ----------
-    name : str
-        Name to look up.
-    channels : int
-        Channels of an image, 1 or more.
-    size : int
-        Side of the square image, in pixels.
+    """Check that a model exists and fits images of `channels` channels and `size` x `size` pixels.
 
     Raises
     ------
@@ -529,7 +493,7 @@ def build_model(name: str, *, num_classes: int, channels: int, size: int, seed: 
         # Seeds the CPU generator alone: torch.manual_seed would also reset the generators of all GPUs.
         torch.default_generator.manual_seed(seed)
         head = nn.Linear(entry.width, num_classes)
-        features = _named(entry.trunk(channels, size))
+        features = nn.Sequential(OrderedDict(entry.trunk(channels, size)))
     activation = nn.ReLU() if entry.relu else nn.Identity()
     model = SplitModel(name=name, features=features, activation=activation, head=head)
     return model.to(memory_format=torch.channels_last)

@@ -1,11 +1,11 @@
-"""What a real node brings along: its id, its own data or a share of a common data set, its model, its state folder.
+"""A real node's own settings: its id, its own data or a share of a common data set, its model, its state folder.
 
 `flower-supernode --node-config "client-id=3 data-path='/data/site1' model='resnet18' state-dir='/state'"`
 
 =================  ===================================================================================================
 key                meaning
 =================  ===================================================================================================
-`client-id`        whole number from 0, the same for ever: under it the node keeps its model and appears in the results
+`client-id`        whole number from 0 that never changes: names the node's private model and its rows in the results
 `data-path`        own data: an `.npz` file (`x_train`, `y_train`, perhaps `x_test`, `y_test`, `class_names`), a folder
                    with exactly one of them, or a folder of pictures (`<class>/*`, or `train/<class>/*`,
                    `test/<class>/*`)
@@ -16,9 +16,9 @@ key                meaning
 `state-dir`        folder that survives a restart (default: `$FEDAPP_STATE`, else `~/.fedapp/state`)
 =================  ===================================================================================================
 
-Own data keep their place: labels are translated to the federation's numbering by the *names* of the classes, so that a
-site which lacks a class, or numbers its classes otherwise, does no harm. A quarter of the images is held out for
-testing where the node has no test set, the same images in every run.
+Own data stay on the node. Labels are translated to the federation's numbering by the *names* of the classes, so a site
+may lack classes or number them in another order. Where the node has no test set, a quarter of its images is held out
+for testing, the same images in every run.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedapp.config import RunConfig, resolve
+from fedapp.config import RunConfig
 from fedapp.data import datasets, partitions
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest, suggest
 from fedapp.learning.task import Task
 from fedapp.models import MODEL_NAMES, check_model
-from fedapp.tasks import simulated as tasks
+from fedapp.tasks import simulated
+from fedapp.tasks.public import node_images
 
 KEYS: dict[str, type] = {
     "client-id": int,
@@ -131,11 +132,11 @@ class Node:
         return self.partitions == 0
 
     def state_root(self, config: RunConfig) -> Path:
-        """Return the folder of this node's private state, made if needed.
+        """Return the folder of this node's private state; it is created if needed.
 
         Raises
         ------
-        BadRequest : it cannot be written.
+        BadRequest : it is not writable.
         """
         chosen = self.state_dir or config.state_dir or os.environ.get("FEDAPP_STATE", "") or "~/.fedapp/state"
         root = Path(chosen).expanduser().absolute()
@@ -156,8 +157,9 @@ class OwnData:
 
     Attributes
     ----------
-    x_train, x_test : (n, H, H, C) uint8.   y_train, y_test : (n,) int64.
+    x_train, x_test : (n, H, H, channels) uint8.   y_train, y_test : (n,) int64, the federation's numbers of classes.
     classes : the federation's class names.
+    inputs : how the images are normalised.
     """
 
     x_train: NDArray[np.uint8]
@@ -201,9 +203,9 @@ def own_data(path: str, classes: tuple[str, ...] | None, dataset: str) -> OwnDat
         foreign = [name for name in data.classes if name not in classes]
         if foreign:
             raise BadRequest(
-                f"data-path {place}: class '{foreign[0]}' is none of the federation's {len(classes)} classes "
+                f"data-path {place}: class '{foreign[0]}' is not among the federation's {len(classes)} classes "
                 f"({', '.join(classes[:12])}{', ...' if len(classes) > 12 else ''}){suggest(foreign[0], classes)}: "
-                "rename it here, or have it added to class-names"
+                "rename it here, or add it to the run's class-names"
             )
         table = np.array([classes.index(name) for name in data.classes])
     if data.num_test:
@@ -224,8 +226,8 @@ def own_data(path: str, classes: tuple[str, ...] | None, dataset: str) -> OwnDat
     return OwnData(x_train, table[y_train], x_test, table[y_test], classes or data.classes, inputs)
 
 
-def task_of(config: RunConfig, node: Node, device: torch.device) -> Task:
-    """Return what this node works on; `extras["classes"]` holds the names of the classes.
+def node_task(config: RunConfig, node: Node, device: torch.device) -> Task:
+    """Return the task of a real node; `extras["classes"]` holds the names of the classes.
 
     Raises
     ------
@@ -233,32 +235,21 @@ def task_of(config: RunConfig, node: Node, device: torch.device) -> Task:
     """
     if node.data_dir:
         config = config.replaced(data_dir=str(Path(node.data_dir).expanduser().absolute()))
-    if not node.own:
-        total = config.clients or node.partitions
-        task = tasks.task_of(config, node.client, total, device)
-        classes = tasks.federated(config, total).dataset.classes
-        task = replace(task, model=node.model or task.model, extras={**task.extras, "classes": classes})
-    else:
+    if node.own:
         data = own_data(node.data_path, federation_classes(config), config.dataset)
-        extras: dict[str, Any] = {"classes": data.classes}
-        public = tasks.public_images(config, data.inputs)
-        if public is not None:
-            extras["public"] = torch.from_numpy(public).to(device)
-        task = Task(
-            client=node.client,
-            seed=config.seed,
-            num_classes=len(data.classes),
-            inputs=data.inputs,
-            model=node.model or resolve(config).model_of(node.client),
-            x_train=torch.from_numpy(data.x_train).to(device),
-            y_train=torch.from_numpy(data.y_train).to(device),
-            x_test=torch.from_numpy(data.x_test).to(device),
-            y_test=torch.from_numpy(data.y_test).to(device),
-            train=config.train_spec(),
-            buffers=config.buffers,
-            protocols=tuple(p for p in config.measured if p != "global"),
-            extras=extras,
+        public = node_images(config, data.inputs)
+        extras = {} if public is None else {"public": torch.from_numpy(public).to(device)}
+        train, test = (
+            (torch.from_numpy(x).to(device), torch.from_numpy(y).to(device))
+            for x, y in ((data.x_train, data.y_train), (data.x_test, data.y_test))
         )
+        task = simulated.assemble(config, node.client, len(data.classes), data.inputs, train, test, extras)
+        classes = data.classes
+    else:
+        total = config.clients or node.partitions
+        task = simulated.simulated_task(config, node.client, total, device)
+        classes = simulated.federated(config, total).dataset.classes
+    task = replace(task, model=node.model or task.model, extras={**task.extras, "classes": classes})
     if node.own or node.model:
         check_model(task.model, channels=task.inputs.channels, size=task.inputs.size)
     return task

@@ -1,10 +1,12 @@
-"""From a configuration to what one client works on: data set, partition, tensors; cached once per process."""
+"""From a configuration to one client's task in a simulation: data set, partition, tensors; cached in the process."""
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,19 +15,27 @@ from torch import Tensor
 from fedapp import sampling
 from fedapp.config import RunConfig, resolve
 from fedapp.data import datasets, partitions
-from fedapp.data.datasets import DATASET_NAMES, Dataset, UInt8
+from fedapp.data.datasets import Dataset, UInt8
 from fedapp.data.partitions import Partition
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest
 from fedapp.learning.task import Task
 from fedapp.models import check_model
+from fedapp.tasks.public import OWN, PublicSource, draw_images, public_source
 
 
 @dataclass(frozen=True)
 class FederatedData:
-    """A data set and how it is dealt to clients; tensors are made once per process, client and device.
+    """A data set and its partition over the clients.
 
-    `public` are the images (P, H, W, C) uint8 that all clients may see, for methods that need such a set; no labels.
+    Tensors are made once per process, client and device.
+
+    Attributes
+    ----------
+    dataset, partition : the data and who holds what.
+    inputs : how the images are normalised.
+    seed : of the run.
+    public : (P, H, W, C) uint8 images that all clients may see, without labels; None where the method needs none.
     """
 
     dataset: Dataset
@@ -36,7 +46,10 @@ class FederatedData:
     _made: dict[tuple[int, str], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def tensors(self, part: str, client: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Images (n, H, W, C) uint8 and labels (n,) int64 of a client's `train` or `test` split, or of the `union`."""
+        """Return the images (n, H, W, C) uint8 and labels (n,) int64 of a client's `train` or `test` split.
+
+        `union` is the common test set for the balanced score, the same for every `client`.
+        """
         key = (client, f"{part}/{device}")
         if key not in self._made:
             if part == "union":
@@ -48,7 +61,7 @@ class FederatedData:
         return self._made[key]
 
     def public_tensor(self, device: torch.device) -> Tensor | None:
-        """The public images (P, H, W, C) uint8 in their one order, or None where there are none."""
+        """Return the public images (P, H, W, C) uint8, in the same order for all clients, or None."""
         if self.public is None:
             return None
         key = (-1, f"public/{device}")
@@ -57,10 +70,10 @@ class FederatedData:
         return self._made[key][0]
 
     def central(self, device: torch.device) -> tuple[Tensor, Tensor] | None:
-        """The central test set for the `global` score.
+        """Return images (n, H, W, C) uint8 and labels (n,) int64 of the central test set for the `global` score.
 
-        `official`: the official test images; `holdout`: all clients' test splits together; `merged`: None, since there
-        the official test images are training data of some client.
+        With the split `official` they are the official test images, with `holdout` all clients' test splits together.
+        With `merged` there are none, since some client trains on the official test images.
         """
         if self.partition.split == "merged":
             return None
@@ -72,49 +85,18 @@ class FederatedData:
 
 
 def federated(config: RunConfig, clients: int) -> FederatedData:
-    """Load the data set and deal it to `clients` clients; a function of the configuration alone, cached."""
-    return _federated(
-        config.dataset, config.data_dir, config.data_fraction, config.partition, config.split, clients,
-        config.seed, config.alpha, config.classes_per_client, config.min_samples, public_data(config),
-    )  # fmt: skip
+    """Load the data set and partition it over `clients` clients; cached.
 
-
-PUBLIC_IMAGES = 3000
-"""Images that are drawn from another data set where `public-data` gives no number (KT-pFL's published setting)."""
-
-
-def public_data(config: RunConfig) -> str:
-    """What the public set is: "" (none), a share of the training images, or `NAME:COUNT` of another data set.
-
-    A share that is given explicitly is held back from the clients of *every* method, so that methods which are compared
-    train on the same private images; the method's own default share concerns that method alone.
+    The result depends on the configuration and the number of clients alone, so every process has the same.
 
     Raises
     ------
-    BadRequest : neither a share between 0 and 1 nor a data set with a whole number of images.
+    BadRequest : the data are not there, or the partition or the public set cannot be made.
     """
-    method, _ = config.method_and_hparams()
-    text = config.public_data.strip()
-    if not text:
-        return str(method.public_share) if method.public_share else ""
-    try:
-        share = float(text)
-    except ValueError:
-        name, _, count = text.partition(":")
-        if count and not (count.isascii() and count.isdigit() and int(count) > 0):
-            raise BadRequest(
-                f"public-data = '{text}': after the colon stands the number of images, as in {name}:3000"
-            ) from None
-        if name not in DATASET_NAMES or name in ("npz", "folder", config.dataset):
-            others = ", ".join(d for d in DATASET_NAMES if d not in ("npz", "folder", config.dataset))
-            raise BadRequest(
-                f"public-data = '{text}': give a share of the training images such as 0.05, or another data set "
-                f"({others}), NAME or NAME:COUNT"
-            ) from None
-        return f"{name}:{count or PUBLIC_IMAGES}" if method.public_share else ""
-    if not 0 < share < 1:
-        raise BadRequest(f"public-data = '{text}': a share of the training images lies between 0 and 1")
-    return str(share)
+    return _federated(
+        config.dataset, config.data_dir, config.data_fraction, config.partition, config.split, clients,
+        config.seed, config.alpha, config.classes_per_client, config.min_samples, public_source(config),
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=2)
@@ -129,7 +111,7 @@ def _federated(
     alpha: float,
     cpc: int,
     min_samples: int,
-    public: str,
+    public: PublicSource | None,
 ) -> FederatedData:
     dataset = datasets.sample(datasets.load(name, data_dir or None), fraction, sampling.rng(seed, "data-fraction"))
     if split == "auto":
@@ -138,53 +120,24 @@ def _federated(
         dataset, kind=kind, split=split, clients=clients, seed=seed, alpha=alpha, classes_per_client=cpc,
         min_samples=min_samples,
     )  # fmt: skip
+    inputs = InputSpec.of(dataset)
     images = None
-    if ":" in public:
-        # The folder of the user's own data holds no other data set.
-        inputs = InputSpec.of(dataset)
-        images = _other_images(dataset.name, inputs, public, "" if name in ("npz", "folder") else data_dir, seed)
-    elif public:
-        partition, indices = partitions.hold_back(partition, float(public), seed)
+    if public is not None and public.share:
+        partition, indices = partitions.hold_back(partition, public.share, seed)
         images = dataset.take(indices)[0]
-    return FederatedData(dataset, partition, InputSpec.of(dataset), seed, images)
-
-
-def public_images(config: RunConfig, inputs: InputSpec) -> UInt8 | None:
-    """Return the public images (P, H, W, C) uint8 for a node with its own data, or None where the method needs none.
-
-    Raises
-    ------
-    BadRequest : a share is asked for, which nodes with their own data cannot hold back together.
-    """
-    public = public_data(config)
-    if not public:
-        return None
-    if ":" not in public:
-        raise BadRequest(
-            f"{config.method} needs public images, and nodes with their own data have none in common: "
-            "give public-data = NAME or NAME:COUNT, a data set that every node has in its data-dir"
-        )
-    return _other_images("the node's data", inputs, public, config.data_dir, config.seed)
-
-
-def _other_images(dataset: str, inputs: InputSpec, public: str, data_dir: str, seed: int) -> UInt8:
-    """Draw training images (P, H, W, C) uint8 of another data set, in the order of that data set."""
-    name, count = public.split(":")
-    other = datasets.load(name, data_dir or None)
-    if (other.size, other.channels, other.scale) != (inputs.size, inputs.channels, inputs.scale):
-        raise BadRequest(
-            f"public-data = '{name}' has images of {other.size}x{other.size} pixels, {other.channels} channel(s) and "
-            f"grey levels to {other.scale:g}; {dataset} has {inputs.size}x{inputs.size}, {inputs.channels} and "
-            f"{inputs.scale:g}: take a data set that fits, or a share such as 0.05"
-        )
-    if int(count) > other.num_train:
-        raise BadRequest(f"public-data = '{public}': {name} has {other.num_train} training images")
-    drawn = sampling.rng(seed, "public").choice(other.num_train, int(count), replace=False)
-    return other.take(np.sort(drawn))[0]
+    elif public is not None:
+        # Where data-dir is the user's own data, it does not hold other data sets.
+        images = draw_images(public, dataset.name, inputs, "" if name in OWN else data_dir, seed)
+    return FederatedData(dataset, partition, inputs, seed, images)
 
 
 def check(config: RunConfig, clients: int) -> FederatedData:
-    """Find out before anything is trained whether data, partition and models go together (`BadRequest` if not)."""
+    """Check before anything is trained that data, partition, models and precision fit together.
+
+    Raises
+    ------
+    BadRequest : they do not; says what to change.
+    """
     data = federated(config, clients)
     for name in resolve(config).model_names:
         check_model(name, channels=data.inputs.channels, size=data.inputs.size)
@@ -195,7 +148,7 @@ def check(config: RunConfig, clients: int) -> FederatedData:
 
 
 def bf16_works() -> bool:
-    """Whether bfloat16 pays here: a GPU that has it, or a processor with bfloat16 instructions."""
+    """Return whether this machine computes in bfloat16: a GPU that does, or a processor with such instructions."""
     if torch.cuda.is_available():
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     try:
@@ -204,33 +157,45 @@ def bf16_works() -> bool:
         return False
 
 
-def task_of(config: RunConfig, client: int, clients: int, device: torch.device) -> Task:
-    """Return what client `client` of `clients` works on.
+def simulated_task(config: RunConfig, client: int, clients: int, device: torch.device) -> Task:
+    """Return the task of client `client` of `clients`, with its tensors on `device`.
 
     Raises
     ------
-    BadRequest : there is no such client.
+    BadRequest : there is no such client, or see `federated`.
     """
     if not 0 <= client < clients:
         raise BadRequest(f"client-id (partition-id) {client} is not among the {clients} clients 0 .. {clients - 1}")
     data = federated(config, clients)
-    x_train, y_train = data.tensors("train", client, device)
-    x_test, y_test = data.tensors("test", client, device)
+    train, test = (data.tensors(part, client, device) for part in ("train", "test"))
     x_union, y_union = data.tensors("union", -1, device)
+    extras = {} if data.public is None else {"public": data.public_tensor(device)}
+    task = assemble(config, client, data.dataset.num_classes, data.inputs, train, test, extras)
+    return replace(task, x_union=x_union, y_union=y_union)
+
+
+def assemble(
+    config: RunConfig,
+    client: int,
+    num_classes: int,
+    inputs: InputSpec,
+    train: tuple[Tensor, Tensor],
+    test: tuple[Tensor, Tensor],
+    extras: Mapping[str, Any],
+) -> Task:
+    """Join a client's data, images (n, H, W, C) uint8 and labels (n,) int64, with the settings of the run."""
     return Task(
         client=client,
         seed=config.seed,
-        num_classes=data.dataset.num_classes,
-        inputs=data.inputs,
+        num_classes=num_classes,
+        inputs=inputs,
         model=resolve(config).model_of(client),
-        x_train=x_train,
-        y_train=y_train,
-        x_test=x_test,
-        y_test=y_test,
-        x_union=x_union,
-        y_union=y_union,
+        x_train=train[0],
+        y_train=train[1],
+        x_test=test[0],
+        y_test=test[1],
         train=config.train_spec(),
         buffers=config.buffers,
         protocols=tuple(p for p in config.measured if p != "global"),
-        extras={} if data.public is None else {"public": data.public_tensor(device)},
+        extras=extras,
     )
