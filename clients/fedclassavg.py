@@ -9,9 +9,10 @@
 | rho               | `hparams.rho`                                                          |
 | T, T_b            | `temperature`, `base_temperature`                                      |
 
-Local loss, Eqs. 4 to 6:  L = L_CL(F_k(x'), F_k(x'')) + L_CE(C_k(F_k(x')), y) + rho * ||C_k - C^t||_2.
-The paper names neither temperature nor normalisation; the released code uses T = 100, T_b = 0.07 on raw features, which
-diverges under SGD. `preset` chooses between them; the default normalises.
+Eq. 4, local loss:     L = L_CL(F_k(x'), F_k(x'')) + L_CE(C_k(F_k(x')), y) + rho * L_R
+Eq. 5, proximal term:  L_R = ||C_k - C^t||_2, not squared.
+The paper gives neither a temperature nor a normalisation for L_CL. The released code uses T = 100, T_b = 0.07 on raw
+features, which diverges under SGD. `preset` chooses; the default normalises.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from fedapp.method import BaseHParams, Payload
 
 
 class Preset(NamedTuple):
-    """What the paper leaves open, decided together."""
+    """One choice for everything that the paper leaves open."""
 
     temperature: float
     base_temperature: float
@@ -88,14 +89,15 @@ class FedClassAvgClient(FedClient):
     received_head: list[Tensor]
 
     def receive(self, payload: Payload) -> None:
-        """Warm the trunk up before the client's first round if asked to, then take the received arrays.
+        """Warm up the trunk before the client's first round if asked to, then take the received arrays.
 
-        It comes before round 1 whenever it is computed, so that a client scored before it ever trains has the same one.
-        Where the whole model is handed out, nothing of a warm-up would be left, so there is none.
+        Its random numbers are those of round 1, whenever it runs: a client that is scored before it first trains must
+        get the same trunk. There is no warm-up where the server sends the whole model, which would overwrite it.
         """
         epochs = self.hparams.chosen.warmup_epochs
         fresh = self._loaded is None and not self._covered(self.model, payload)
-        if epochs and fresh and self.store is not None:
+        if epochs and fresh and self.store is not None:  # without a store every round would be the first one
+            # The proximal term of the warm-up refers to the client's own initial head: none has been received yet.
             self.received_head = [p.detach().clone() for p in self.model.head.parameters()]
             spec = TrainSpec(**{**vars(self.train_spec()), "epochs": epochs})
             task = self.task
@@ -107,22 +109,24 @@ class FedClassAvgClient(FedClient):
         super().receive(payload)
 
     def before_training(self, payload: Payload) -> None:
-        """Keep C^t: detached, taken after loading and before the first step."""
+        """Keep C^t."""
+        # A clone, since training changes the parameters in place: without it C_k - C^t would always be 0.
         self.received_head = [p.detach().clone() for p in self.model.head.parameters()]
 
     def step_loss(self, batch: Batch) -> Tensor:
-        """Return L_CL + L_CE + rho * L_R of one batch; cross-entropy sees the first view only."""
+        """Return L of one batch (Eq. 4)."""
         hparams, chosen = self.hparams, self.hparams.chosen
-        size = len(batch.y)
         two = hparams.contrastive > 0
-        f = self.model.features(torch.cat(batch.views) if two else batch.x)  # (2B, d): all x', then all x''
-        logits = self.model.classify(self.model.activation(f[:size]))
-        loss = F.cross_entropy(logits, batch.y)
+        # (2B, d), all x', then all x'': in one pass, so that BatchNorm sees both views together.
+        f = self.model.features(torch.cat(batch.views) if two else batch.x)
+        # Eq. 4, L_CE: of the first view alone.
+        loss = F.cross_entropy(self.model.classify(self.model.activation(f[: len(batch.y)])), batch.y)
         if two:
-            labels = torch.cat([batch.y, batch.y])
-            contrast = supcon(f, labels, chosen.temperature, chosen.base_temperature, chosen.normalise)
+            # Eq. 4, L_CL: of both views, on features before the ReLU, which would leave no negative coordinate.
+            contrast = supcon(f, batch.y, chosen.temperature, chosen.base_temperature, chosen.normalise)
             loss = loss + hparams.contrastive * contrast
         if hparams.rho > 0 and hparams.share != "none":
+            # Eq. 5, L_R: weight and bias as one vector.
             distance = l2_distance if chosen.proximal == "l2" else mse_half
             loss = loss + hparams.rho * distance(list(self.model.head.parameters()), self.received_head)
         return loss

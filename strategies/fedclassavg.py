@@ -3,10 +3,10 @@ Heterogeneous Neural Networks, ICPP 2022.
 
 Symbols    C^t -> state["model"]["head.*"]     |D_k| -> reply.num_samples     S_t -> the clients that replied
 Eq. 3:  C^{t+1} = sum_{k in S_t} |D_k| / |D_{S_t}| C_k.  The paper divides by the data of all clients, which would
-shrink the head under partial participation; like the released code this divides by the participants' data.
+shrink the head under partial participation. We divide by the participants' data, as the released code does.
 
 Without contrastive and proximal terms it is LG-FedAvg (tested). `share=all` averages trunks too (Table 3, "+weight");
-`share=none` averages nothing: the control that tells the gain of the federation from that of the local loss.
+`share=none` averages nothing: this control separates the gain of the federation from that of the local loss.
 """
 
 from __future__ import annotations
@@ -14,24 +14,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from clients.fedclassavg import FedClassAvgClient, FedClassAvgHParams
-from fedapp.method import ALL, HEAD, NONE, Method, Payload, Reply, ServerState, TrainDefaults
+from fedapp.method import ALL, HEAD, NONE, Method, Reply, ServerState, TrainDefaults
 from strategies.base import FedStrategy
 
 
 class FedClassAvg(FedStrategy):
     """The average of the participants' heads (or whole models), weighted by |D_k|."""
 
-    def send(self, state: ServerState, server_round: int, client: int) -> Payload:
-        """Return C^t, the same for all."""
-        return Payload(common=state["model"])
-
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
-        """Eq. 3 over the participants; nothing to average in the control without federation."""
+        """Return C^{t+1}; the control without federation has nothing to average."""
         if self.hparams.share == "none":
-            for _ in replies:
+            for _ in replies:  # replies must be read to the end
                 pass
             return state
-        return super().aggregate(state, server_round, replies)
+        return super().aggregate(state, server_round, replies)  # Eq. 3
 
 
 def _shared(hparams: FedClassAvgHParams) -> tuple[str, ...]:

@@ -1,7 +1,10 @@
-"""What tests of methods share: hand-made contexts, replies and clients, a bare round loop, tables without times."""
+"""What tests of methods share: hand-made contexts, replies and clients, SGD written out, a bare round loop, tables
+without times.
+"""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +19,7 @@ from fedapp.data.transforms import InputSpec
 from fedapp.learning.task import ModelSpec, Task
 from fedapp.learning.training import TrainSpec
 from fedapp.method import Array, Arrays, ClientInfo, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.models import SplitModel, build_model
 from fedapp.transport import selection
 from strategies.base import FedStrategy
 
@@ -71,6 +75,69 @@ def deterministic(table: pd.DataFrame) -> pd.DataFrame:
 def equal(a: Mapping[str, Array], b: Mapping[str, Array]) -> bool:
     """Whether two models are equal bit for bit."""
     return a.keys() == b.keys() and all(np.array_equal(a[n], b[n]) for n in a)
+
+
+def one_batch_task(
+    n: int = 12, classes: int = 4, *, model: str = "digits-b", client: int = 0, epochs: int = 3, lr: float = 0.1,
+    momentum: float = 0.9, batch_size: int | None = None, seed: int = 5, **train: Any,
+) -> Task:  # fmt: skip
+    """A client whose batch is all its images: their order plays no part, and an epoch is one step."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(0, 17, (n, 8, 8, 1), generator=generator, dtype=torch.uint8)
+    y = torch.arange(n) % classes
+    spec = TrainSpec(epochs=epochs, batch_size=batch_size or n, lr=lr, momentum=momentum, **train)
+    return Task(client, 1, classes, InputSpec(1, 8, 16.0, (0.3,), (0.4,)), model, x, y, x[:4], y[:4], train=spec)
+
+
+def pixels(task: Task) -> torch.Tensor:
+    """The training images as a model gets them, (n, 1, 8, 8), normalised by hand, in float64."""
+    (mean,), (std,) = task.inputs.mean, task.inputs.std
+    return (task.x_train.double().reshape(len(task.x_train), 1, 8, 8) / task.inputs.scale - mean) / std
+
+
+def model_like(task: Task, seed: int = 9) -> SplitModel:
+    """A model of a task's architecture, other than the client's own initial one."""
+    return build_model(task.model, num_classes=task.num_classes, channels=1, size=8, seed=seed)
+
+
+def whole(model: torch.nn.Module) -> Payload:
+    """A payload of all arrays of a model."""
+    return Payload(common=selection.everything(model))
+
+
+def head_of(model: torch.nn.Module) -> Payload:
+    """A payload of a model's head."""
+    return Payload(common=selection.extract(model, ["head.weight", "head.bias"]))
+
+
+def descend(model: SplitModel, loss: Callable[[SplitModel], torch.Tensor], task: Task) -> SplitModel:
+    """SGD with momentum written out, in float64: a copy of `model` after the steps of a round of `one_batch_task`.
+
+    `loss` gives the loss of all images; it must be written by hand, without the code under test.
+    """
+    model = copy.deepcopy(model).double().train()
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    velocity = [torch.zeros_like(p) for p in parameters]
+    for _ in range(task.train.epochs):
+        gradients = torch.autograd.grad(loss(model), parameters)
+        with torch.no_grad():
+            for p, v, g in zip(parameters, velocity, gradients, strict=True):
+                v.mul_(task.train.momentum).add_(g)
+                p.sub_(task.train.lr * v)
+    return model
+
+
+def cross_entropy(logits: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Mean cross-entropy in nats, image by image."""
+    return -torch.stack([row[k] - row.exp().sum().log() for row, k in zip(logits, y, strict=True)]).mean()
+
+
+def assert_close(arrays: Mapping[str, Array], model: torch.nn.Module, prefix: str = "", atol: float = 2e-6) -> None:
+    """Every parameter of `model` whose name begins with `prefix` is in `arrays`, and nothing else is."""
+    wanted = {n: p.detach().numpy() for n, p in model.named_parameters() if n.startswith(prefix)}
+    assert set(arrays) == set(wanted)
+    for name, array in wanted.items():
+        np.testing.assert_allclose(arrays[name], array, rtol=0, atol=atol, err_msg=name)
 
 
 def digit_tasks(

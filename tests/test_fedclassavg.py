@@ -1,103 +1,236 @@
-"""FedClassAvg: LG-FedAvg without its terms, Eq. 3 on the worked numbers, the control, and the warm-up."""
+"""FedClassAvg: the local loss and a round against loops by hand, Eq. 3 on worked numbers, LG-FedAvg without the terms,
+the control, and the warm-up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
+from torch import Tensor
 
 from clients import fedclassavg
 from clients.fedclassavg import FedClassAvgClient, FedClassAvgHParams
-from fedapp.data.transforms import InputSpec
-from fedapp.engines.local import RunResult
+from fedapp import sampling
+from fedapp.errors import BadRequest
 from fedapp.learning.state import ClientStore
 from fedapp.learning.task import Task
-from fedapp.learning.training import TrainSpec
-from fedapp.method import Arrays, Payload, Reply
-from fedapp.models import build_model
-from fedapp.transport.selection import everything, extract
+from fedapp.learning.training import Batch
+from fedapp.method import ALL, HEAD, NONE, Arrays, Payload, Reply
+from fedapp.models import SplitModel
+from fedapp.registry import parse_args
+from fedapp.transport.selection import everything
 from strategies.fedclassavg import METHOD, FedClassAvg
+from strategies.lgfedavg import METHOD as LGFEDAVG
+from strategies.local import METHOD as LOCAL
+from tests.handmade import (
+    assert_close,
+    cross_entropy,
+    descend,
+    digit_tasks,
+    equal,
+    federate,
+    head_of,
+    model_like,
+    one_batch_task,
+    pixels,
+    whole,
+)
 
-INPUTS = InputSpec(1, 8, 16.0, (0.3,), (0.4,))
+TASK = one_batch_task(lr=0.05)
+TWO_BATCHES = one_batch_task(40, batch_size=20, epochs=1, augment="weak")
 
 
-def client(folder: Path, **hparams: Any) -> FedClassAvgClient:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.randint(0, 17, (40, 8, 8, 1), generator=generator, dtype=torch.uint8)
-    y = torch.randint(0, 4, (40,), generator=generator)
-    spec = TrainSpec(epochs=1, batch_size=8, lr=0.05, augment="weak")
-    task = Task(0, 1, 4, INPUTS, "digits-a", x, y, x[:10], y[:10], train=spec)
+def client(folder: Path, task: Task = TASK, **hparams: Any) -> FedClassAvgClient:
     return FedClassAvgClient(task, METHOD, FedClassAvgHParams(**hparams), ClientStore(folder, "fedclassavg", "ab"))
 
 
-def whole() -> Payload:
-    return Payload(common=everything(build_model("digits-a", num_classes=4, channels=1, size=8, seed=3)))
+# ---- the local loss --------------------------------------------------------------------------------------------------
 
 
-def head() -> Payload:
-    model = build_model("digits-a", num_classes=4, channels=1, size=8, seed=3)
-    return Payload(common=extract(model, ["head.weight", "head.bias"]))
+def contrast(f: Tensor, y: Tensor, temperature: float, base: float, normalise: bool) -> Tensor:
+    """The supervised contrastive loss, anchor by anchor, in float64; every row is an anchor, all others are compared."""
+    if normalise:
+        f = f / f.square().sum(dim=1, keepdim=True).sqrt()
+    total = torch.zeros((), dtype=torch.float64)
+    for i in range(len(y)):
+        others = [a for a in range(len(y)) if a != i]
+        s = {a: f[i] @ f[a] / temperature for a in others}
+        everything_else = torch.logsumexp(torch.stack(list(s.values())), dim=0)
+        positives = [a for a in others if y[a] == y[i]]
+        total = total - sum(s[p] - everything_else for p in positives) / len(positives)
+    return temperature / base * total / len(y)
 
 
-@pytest.fixture
-def warmups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Epochs of each warm-up that is trained."""
-    found: list[int] = []
-    true = fedclassavg.train
-
-    def train(model: Any, x: Any, y: Any, spec: TrainSpec, *args: Any, **others: Any) -> Any:
-        found.append(spec.epochs)
-        return true(model, x, y, spec, *args, **others)
-
-    monkeypatch.setattr(fedclassavg, "train", train)
-    return found
-
-
-def test_the_warm_up_comes_once_and_leaves_its_trunk_only(tmp_path: Path, warmups: list[int]) -> None:
-    warm = client(tmp_path / "w", warmup_epochs=2)
-    warm.restore(1, head())
-    cold = everything(warm.model)
-    warm.receive(head())
-    now = everything(warm.model)
-    assert warmups == [2]
-    assert all(np.array_equal(now[n], head().common[n]) for n in ("head.weight", "head.bias")), "its head is discarded"
-    assert any(not np.array_equal(now[n], cold[n]) for n in cold if n.startswith("features."))
-    for server_round in (1, 2, 3):
-        client(tmp_path / "w", warmup_epochs=2).train_round(head(), server_round)
-    assert warmups == [2, 2], "once more for round 1, and never again"
+def local_loss(
+    model: SplitModel, views: tuple[Tensor, Tensor], y: Tensor, received: SplitModel, *, rho: float,
+    contrastive: float = 1.0, temperature: float = 0.07, base: float = 0.07, normalise: bool = True, half: bool = False,
+) -> Tensor:  # fmt: skip
+    """Eq. 4 to 6 by hand: contrast of both views before the ReLU, cross-entropy of the first, distance of the heads."""
+    f1, f2 = (model.features(x) for x in views)
+    loss = cross_entropy(f1.clamp_min(0) @ model.head.weight.T + model.head.bias, y)
+    loss = loss + contrastive * contrast(torch.cat([f1, f2]), torch.cat([y, y]), temperature, base, normalise)
+    gaps = [p - q.detach().double() for p, q in zip(model.head.parameters(), received.head.parameters(), strict=True)]
+    if half:
+        return loss + rho * sum((g**2).mean() / 2 for g in gaps)
+    squared = sum((g**2).sum() for g in gaps)
+    return (
+        loss + rho * squared.sqrt() if float(squared.detach()) > 0 else loss
+    )  # the root has no gradient at 0: it counts as 0
 
 
-def test_a_client_that_never_trained_is_scored_after_one_and_the_same_warm_up(tmp_path: Path) -> None:
-    early, late = (client(tmp_path, warmup_epochs=1).evaluate_round(head(), server_round) for server_round in (3, 6))
-    assert early == late
+CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"rho": 0.1}),
+    ({"rho": 2.0}, {"rho": 2.0}),
+    ({"rho": 0.0, "contrastive": 0.5}, {"rho": 0.0, "contrastive": 0.5}),
+    ({"preset": "paper", "rho": 0.4662}, {"rho": 0.4662, "temperature": 100.0, "normalise": False}),
+    ({"preset": "authors", "rho": 30}, {"rho": 30, "temperature": 100.0, "normalise": False, "half": True}),
+    ({"temperature": 0.5, "base_temperature": 0.2}, {"rho": 0.1, "temperature": 0.5, "base": 0.2}),
+    ({"preset": "paper", "normalise": True}, {"rho": 0.1, "temperature": 100.0}),
+    ({"proximal": "mse_half", "rho": 30, "share": "all"}, {"rho": 30, "half": True}),
+    ({"share": "none", "rho": 5.0}, {"rho": 0.0}),
+]
 
 
-def test_where_the_whole_model_is_handed_out_there_is_no_warm_up(tmp_path: Path, warmups: list[int]) -> None:
-    replies = {}
-    for epochs in (0, 1):
-        folder = tmp_path / str(epochs)
-        for server_round in (1, 2):
-            c = client(folder, share="all", warmup_epochs=epochs)
-            replies[epochs, server_round], _, _ = c.train_round(whole(), server_round)
-        c.evaluate_round(whole(), 3)
-    assert warmups == [], "it would be trained every round and overwritten"
-    for server_round in (1, 2):
-        assert all(np.array_equal(a, replies[1, server_round][n]) for n, a in replies[0, server_round].items())
+@pytest.mark.parametrize(("hparams", "formula"), CASES)
+def test_one_step_is_the_gradient_of_the_formula(tmp_path: Path, hparams: dict[str, Any], formula: Any) -> None:
+    """Two different views, and a model that has moved away from the received head."""
+    one, sent = client(tmp_path, **{"warmup_epochs": 0, **hparams}), model_like(TASK)
+    payload = whole(sent)
+    one.restore(1, payload)
+    one.receive(payload)
+    one.before_training(payload)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in one.model.parameters():
+            p += 0.05 * torch.randn(p.shape, generator=generator)
+    x1 = pixels(TASK)
+    x2 = x1.flip(3) + 0.3 * torch.randn(x1.shape, generator=generator, dtype=x1.dtype)
+    views = [x1.float(), x2.float()]
+    loss = one.step_loss(Batch(views[0], TASK.y_train, views, torch.arange(12)))
+    loss.backward()  # type: ignore[no-untyped-call]
+    moved = model_like(TASK).double()
+    moved.load_state_dict(one.model.state_dict())
+    f = moved.features(x1).detach()
+    assert (f < 0).any() and (f > 0).any(), "else nothing tells the contrast before the ReLU from that after it"
+    by_hand = local_loss(moved, (x1, x2), TASK.y_train, sent, **formula)
+    assert float(loss.detach()) == pytest.approx(float(by_hand.detach()), rel=1e-5)
+    gradients = torch.autograd.grad(by_hand, list(moved.parameters()))
+    for (name, p), expected in zip(one.model.named_parameters(), gradients, strict=True):
+        assert p.grad is not None
+        scale = float(expected.abs().max())
+        np.testing.assert_allclose(p.grad.numpy() / scale, expected.numpy() / scale, atol=1e-4, err_msg=name)
 
 
-def test_without_its_terms_it_is_lg_fedavg(tiny: Callable[..., RunResult]) -> None:
-    common = {"rounds": 3, "augment": "none", "model": "digits-a,digits-b", "batch_size": 32}
-    ours = tiny(method="fedclassavg", method_args="contrastive=0 rho=0", **common)
-    theirs = tiny(method="lgfedavg", **common)
-    for name in ("rounds", "clients", "final"):
-        a, b = getattr(ours, name), getattr(theirs, name)
-        keep = [c for c in b if not c.endswith("seconds")]
-        pd.testing.assert_frame_equal(a[keep], b[keep], check_exact=True)
+def test_without_contrast_the_second_view_is_not_looked_at(tmp_path: Path) -> None:
+    one, payload = client(tmp_path, contrastive=0), whole(model_like(TASK))
+    one.restore(1, payload)
+    one.receive(payload)
+    one.before_training(payload)
+    x = pixels(TASK).float()
+    with_nan = one.step_loss(Batch(x, TASK.y_train, [x, x * torch.nan], torch.arange(12)))
+    assert float(with_nan) == pytest.approx(
+        float(cross_entropy(model_like(TASK).double()(pixels(TASK)), TASK.y_train)), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("rho", [0.0, 3.0])
+def test_a_round_is_sgd_on_the_formula(tmp_path: Path, rho: float) -> None:
+    """From the own trunk under the received head, whose copy must stay where it is while the head moves."""
+    sent = model_like(TASK)
+    one = client(tmp_path, rho=rho)
+    one.restore(1, head_of(sent))
+    start = copy.deepcopy(one.model)
+    start.head.load_state_dict(sent.head.state_dict())
+    arrays, n, metrics = client(tmp_path, rho=rho).train_round(head_of(sent), 1)
+    assert n == 12 and metrics["steps"] == 3
+    x, y = pixels(TASK), TASK.y_train
+    expected = descend(start, lambda model: local_loss(model, (x, x), y, sent, rho=rho), TASK)
+    assert_close(arrays, expected, prefix="head.", atol=1e-5)
+    stored = client(tmp_path, rho=rho)
+    stored.restore(2, head_of(sent))
+    assert_close(everything(stored.model), expected, atol=1e-5)
+
+
+def test_a_large_rho_holds_the_head_near_the_received_one(tmp_path: Path) -> None:
+    sent = head_of(model_like(TASK))
+
+    def distance(rho: float) -> float:
+        arrays = client(tmp_path / str(rho), rho=rho, contrastive=0).train_round(sent, 1)[0]
+        return float(sum(((arrays[n] - sent.common[n]) ** 2).sum() for n in arrays) ** 0.5)
+
+    assert distance(0.0) > 1.2 * distance(0.3) > 1.2 * distance(1.0)
+
+
+def test_the_two_views_are_drawn_independently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Batch] = []
+    true = FedClassAvgClient.step_loss
+    monkeypatch.setattr(FedClassAvgClient, "step_loss", lambda self, batch: seen.append(batch) or true(self, batch))
+    client(tmp_path, TWO_BATCHES).train_round(head_of(model_like(TASK)), 1)
+    assert len(seen) == 2
+    for batch in seen:
+        assert len(batch.views) == 2 and batch.views[0] is batch.x and not torch.equal(*batch.views)
+
+
+def test_adam_has_the_released_codes_moments(tmp_path: Path) -> None:
+    """Four steps of Adam written out, with beta1 = 0.5 by default, on the cross-entropy alone."""
+    task = one_batch_task(epochs=4, lr=0.01, optimizer="adam")
+    for given, beta in (({}, 0.5), ({"beta1": 0.9}, 0.9)):
+        sent = model_like(task)
+        arrays = client(tmp_path, task, share="all", contrastive=0, rho=0, **given).train_round(whole(sent), 1)[0]
+        model = copy.deepcopy(sent).double()
+        moments = [(torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()]
+        for t in range(1, 5):
+            gradients = torch.autograd.grad(cross_entropy(model(pixels(task)), task.y_train), list(model.parameters()))
+            with torch.no_grad():
+                for p, (m, v), g in zip(model.parameters(), moments, gradients, strict=True):
+                    m.mul_(beta).add_((1 - beta) * g)
+                    v.mul_(0.999).add_(0.001 * g**2)
+                    p -= 0.01 * (m / (1 - beta**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
+        assert_close(arrays, model, atol=2e-5)
+
+
+# ---- reductions ------------------------------------------------------------------------------------------------------
+
+
+def stores(folder: Path, method: str, clients: int) -> dict[int, ClientStore]:
+    return {k: ClientStore(folder / method / str(k), method, "ab") for k in range(clients)}
+
+
+def test_without_its_terms_it_is_lg_fedavg_bit_for_bit(tmp_path: Path) -> None:
+    tasks = digit_tasks(3)
+    present = {1: [0, 1, 2], 2: [0, 2]}.__getitem__
+    found = {}
+    for method, hparams in (
+        (METHOD, FedClassAvgHParams(contrastive=0, rho=0)),
+        (LGFEDAVG, LGFEDAVG.hparams()),
+    ):
+        _, state, scores = federate(method, hparams, tasks, 2, stores=stores(tmp_path, method.id, 3), present=present)
+        found[method.id] = state["model"], scores
+    (head, scores), (expected, expected_scores) = found.values()
+    assert equal(head, expected) and scores == expected_scores
+
+
+def test_without_its_terms_the_control_is_standalone_bit_for_bit(tmp_path: Path) -> None:
+    tasks = digit_tasks(2)
+    found = {}
+    for method, hparams in (
+        (METHOD, FedClassAvgHParams(contrastive=0, share="none")),
+        (LOCAL, LOCAL.hparams()),
+    ):
+        kept = stores(tmp_path, method.id, 2)
+        _, state, scores = federate(method, hparams, tasks, 2, stores=kept)
+        assert not state.get("model")
+        stored = [s.load(3) for s in kept.values()]
+        found[method.id] = [s.arrays for s in stored if s], scores
+    (models, scores), (expected, expected_scores) = found.values()
+    assert len(models) == 2 and all(equal(a, b) for a, b in zip(models, expected)) and scores == expected_scores
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
 
 
 def replies(*clients: tuple[int, Arrays, int]) -> list[Reply]:
@@ -105,6 +238,8 @@ def replies(*clients: tuple[int, Arrays, int]) -> list[Reply]:
 
 
 def test_heads_are_averaged_over_the_participants_data() -> None:
+    """Eq. 3 on worked numbers, with all clients and with two of three."""
+
     def make(w: list[list[float]], b: list[float]) -> Arrays:
         return {"head.weight": np.array(w, np.float32), "head.bias": np.array(b, np.float32)}
 
@@ -120,5 +255,126 @@ def test_heads_are_averaged_over_the_participants_data() -> None:
     np.testing.assert_allclose(everyone["head.bias"], [0.108333, -0.041667, -0.058333], atol=1e-6)
     some = strategy.aggregate(state, 1, replies((0, one, 30), (2, three, 20)))["model"]
     np.testing.assert_allclose(some["head.weight"], [[0.3, 0], [0.06, 0.32], [0.14, 0.26]], atol=1e-6)
+    assert strategy.send(state, 2, 0).common["head.weight"] is two["head.weight"]
     control = FedClassAvg(METHOD, FedClassAvgHParams(share="none"))
-    assert control.aggregate(state, 1, replies((0, one, 30), (2, three, 20))) is state
+    unread = iter(replies((0, one, 30), (2, three, 20)))
+    assert control.aggregate(state, 1, unread) is state and next(unread, None) is None
+
+
+@pytest.mark.parametrize(("share", "prefixes"), [("head", HEAD), ("all", ALL), ("none", NONE)])
+def test_what_is_shared(share: Any, prefixes: tuple[str, ...]) -> None:
+    assert METHOD.shared_prefixes(FedClassAvgHParams(share=share)) == prefixes
+    assert METHOD.heterogeneous and METHOD.defaults.augment == "weak"
+
+
+def test_a_temperature_that_diverges_under_sgd_is_warned_of() -> None:
+    warn = METHOD.warn
+    assert warn is not None
+    assert "diverges" in (warn(FedClassAvgHParams(preset="paper"), "sgd") or "")
+    assert "T/T_b = 1429" in (warn(FedClassAvgHParams(preset="paper"), "sgd") or "")
+    assert warn(FedClassAvgHParams(preset="paper"), "adam") is None
+    assert warn(FedClassAvgHParams(preset="paper", contrastive=0), "sgd") is None
+    assert "T/T_b = 101" in (
+        warn(FedClassAvgHParams(temperature=101, base_temperature=1, contrastive=0.1), "sgd") or ""
+    )
+    assert warn(FedClassAvgHParams(temperature=100, base_temperature=1), "sgd") is None
+    assert warn(FedClassAvgHParams(), "sgd") is None
+
+
+@pytest.mark.parametrize(
+    "args",
+    ["rho=-0.1", "contrastive=-1", "temperature=0", "base_temperature=0", "warmup_epochs=-1", "beta1=1", "beta1=-0.1"],
+)
+def test_bad_hyperparameters_are_refused(args: str) -> None:
+    with pytest.raises(BadRequest, match=args.split("=")[0]):
+        parse_args(METHOD, args)
+
+
+def test_the_papers_and_the_defaults_values() -> None:
+    chosen = FedClassAvgHParams()
+    assert (chosen.preset, chosen.rho, chosen.contrastive, chosen.share, chosen.beta1) == (
+        "khosla",
+        0.1,
+        1,
+        "head",
+        0.5,
+    )
+    assert chosen.chosen == (0.07, 0.07, True, "l2", 0)
+    assert FedClassAvgHParams(preset="paper").chosen == (100, 0.07, False, "l2", 0)
+    assert FedClassAvgHParams(preset="authors").chosen == (100, 0.07, False, "mse_half", 1)
+    for args in ("rho=0", "contrastive=0", "warmup_epochs=0", "beta1=0"):
+        parse_args(METHOD, args)
+
+
+# ---- the warm-up -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def warmups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Epochs of each warm-up that is trained, while it is checked for its stream of random numbers and its settings."""
+    found: list[int] = []
+    true = fedclassavg.train
+
+    def train(model: Any, x: Any, y: Any, spec: Any, *args: Any, **others: Any) -> Any:
+        expected = sampling.torch_generator(1, "warm-up", 1, 0).initial_seed()
+        assert args[-1].initial_seed() == expected, "the same whenever it is computed"
+        assert others == {"views": 2, "betas": (0.5, 0.999)}
+        found.append(spec.epochs)
+        return true(model, x, y, spec, *args, **others)
+
+    monkeypatch.setattr(fedclassavg, "train", train)
+    return found
+
+
+def test_the_warm_up_is_sgd_on_the_formula_and_leaves_its_trunk_only(tmp_path: Path, warmups: list[int]) -> None:
+    """Its proximal term, if any, is to the client's own initial head."""
+    task = one_batch_task(lr=0.05, epochs=2)
+    warm = client(tmp_path, task=one_batch_task(lr=0.05, epochs=1), warmup_epochs=2, rho=3.0)
+    sent = model_like(TASK)
+    warm.restore(1, head_of(sent))
+    start = copy.deepcopy(warm.model)
+    warm.receive(head_of(sent))
+    assert warmups == [2]
+    x, y = pixels(TASK), TASK.y_train
+    expected = descend(start, lambda model: local_loss(model, (x, x), y, start, rho=3.0), task)
+    expected.head.load_state_dict(sent.head.state_dict())
+    assert_close(everything(warm.model), expected, atol=1e-5)
+    warm.before_training(head_of(sent))
+    assert all(torch.equal(a, b) for a, b in zip(warm.received_head, sent.head.parameters(), strict=True))
+
+
+def test_the_warm_up_comes_once(tmp_path: Path, warmups: list[int]) -> None:
+    for server_round in (1, 2, 3):
+        client(tmp_path, TWO_BATCHES, preset="authors", contrastive=0).train_round(
+            head_of(model_like(TASK)), server_round
+        )
+    assert warmups == [1]
+    without = FedClassAvgClient(TWO_BATCHES, METHOD, FedClassAvgHParams(preset="authors", contrastive=0))
+    without.train_round(head_of(model_like(TASK)), 1)
+    assert warmups == [1], "a client without a store would warm up in every round"
+
+
+def test_a_client_that_never_trained_is_scored_after_one_and_the_same_warm_up(tmp_path: Path) -> None:
+    sent = head_of(model_like(TASK))
+    early, late = (client(tmp_path, TWO_BATCHES, warmup_epochs=1).evaluate_round(sent, t) for t in (3, 6))
+    assert early == late
+
+
+def test_where_the_whole_model_is_handed_out_there_is_no_warm_up(tmp_path: Path, warmups: list[int]) -> None:
+    sent = whole(model_like(TASK))
+    found = {}
+    for epochs in (0, 1):
+        for server_round in (1, 2):
+            one = client(tmp_path / str(epochs), TWO_BATCHES, share="all", warmup_epochs=epochs)
+            found[epochs, server_round] = one.train_round(sent, server_round)[0]
+        one.evaluate_round(sent, 3)
+    assert warmups == [], "it would be trained every round and overwritten"
+    assert all(equal(found[0, server_round], found[1, server_round]) for server_round in (1, 2))
+
+
+def test_a_payload_is_the_state_itself() -> None:
+    """The same arrays for every client, so that they are encoded once."""
+    strategy = FedClassAvg(METHOD, FedClassAvgHParams())
+    head = head_of(model_like(TASK)).common
+    one, two = (strategy.send({"model": head}, 1, k) for k in (0, 1))
+    assert isinstance(one, Payload) and all(one.common[n] is two.common[n] is head[n] for n in head)
