@@ -107,26 +107,26 @@ def test_grey_levels_follow_the_data_set(tmp_path: Path) -> None:
     assert read[0, :, :, 0].tolist() == [[0, 1], [8, 16]]
 
 
-def test_what_is_no_model_or_no_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_not_models_or_pictures_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = trained(tmp_path, monkeypatch, method="lgfedavg")
     state = next(folder.glob("*.000002.safetensors"))
     (tmp_path / "junk.safetensors").write_bytes(b"junk")
     (tmp_path / "junk.png").write_bytes(b"junk")
     for path, says in (
         (tmp_path / "no", "does not exist"),
-        (tmp_path / "junk.safetensors", "no model of fedapp"),
+        (tmp_path / "junk.safetensors", "not a model of fedapp"),
         (state, "training state: use personal.safetensors"),
         (tmp_path / "run" / "models" / "last.safetensors", "only the shared part of lgfedavg"),
     ):
         with pytest.raises(BadRequest, match=says):
             predict.load(path)
     good = predict.load(folder / "personal.safetensors")
-    for name, says in (("no.png", "does not exist"), ("junk.png", "no picture")):
+    for name, says in (("no.png", "does not exist"), ("junk.png", "not a picture")):
         with pytest.raises(BadRequest, match=says):
             predict.read_images([tmp_path / name], good.inputs)
 
 
-def test_a_server_without_data_knows_no_normalisation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_normalisation_asks_for_its_data_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fedapp.learning.state import read_safetensors, write_safetensors
 
     trained(tmp_path, monkeypatch, method="fedavg")

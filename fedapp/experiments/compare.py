@@ -131,7 +131,7 @@ def _inside(method_id: str, pairs: Sequence[str]) -> tuple[tuple[tuple[str, str]
 
 @dataclass(frozen=True)
 class Setting:
-    """A data set and how it is dealt: what the methods of one table share.
+    """A data set and its partition: what the methods of one table share.
 
     Attributes
     ----------
@@ -192,7 +192,7 @@ def jobs_of(
 
     Raises
     ------
-    BadRequest : a configuration that a method refuses (all that do are named), or data that cannot be dealt so.
+    BadRequest : a configuration that a method refuses (all that do are named), or data that cannot be divided so.
     """
     if seeds < 1:
         raise BadRequest(f"--seeds {seeds}: at least 1")
@@ -529,7 +529,7 @@ def run(
 
 
 def _beforehand(values: Mapping[str, Any], jobs: Sequence[Job]) -> Iterator[str]:
-    """Say how data are dealt, and what was decided for all methods."""
+    """Say how the data are divided, and what was decided for all methods."""
     told = set()
     for job in jobs:
         if job.setting not in told:

@@ -1,7 +1,7 @@
-"""What a run directory holds, and what can be computed from it without training again.
+"""What can be computed from a run directory without training again.
 
-Everything here starts from a run (`fedapp.results.runs`) and raises `Unavailable`, with the reason and with the command
-that would make the missing piece, where the run's directory does not hold what is needed.
+Every function takes a run (`fedapp.results.runs`). Where its directory lacks what is needed, the function raises
+`Unavailable` with the reason and with the command that would make the missing piece.
 
 | symbol (papers)                 | here                                                               |
 |---------------------------------|--------------------------------------------------------------------|
@@ -46,7 +46,7 @@ CALIBRATION_IMAGES = 20_000
 
 
 class Unavailable(Exception):
-    """Something that a directory does not hold.
+    """A run directory lacks what a computation needs.
 
     Parameters
     ----------
@@ -79,22 +79,22 @@ def _data(run: RunResult) -> FederatedData:
     except (BadRequest, OSError) as e:
         raise Unavailable(f"the run's data cannot be loaded ({e})") from e
     if data.partition.hash != run.card.get("hash"):
-        raise Unavailable("the data or the way they are dealt have changed since the run", "fedapp run ... --out NEW")
+        raise Unavailable("the data or their partition have changed since the run", "fedapp run ... --out NEW")
     return data
 
 
 def data_of(run: RunResult) -> FederatedData:
-    """Load the data of a run and check that they are dealt as they were.
+    """Load the data of a run, and check that they are divided among the clients as they were in the run.
 
     Raises
     ------
-    Unavailable : data on devices, moved or changed data.
+    Unavailable : the data are on devices, cannot be found, or have changed.
     """
     return _data(run)
 
 
 def state_folder(run: RunResult) -> Path:
-    """Folder with one folder a client, in which the clients of this run kept their state."""
+    """Return the folder in which the clients of this run keep their state, one folder per client."""
     config = _config(run)
     # A run directory that was moved or copied takes OUT/state along.
     root = Path(config.state_dir) if config.state_dir else run.out / "state"
@@ -199,7 +199,7 @@ def global_model(run: RunResult, calibrated: bool = True) -> SplitModel:
 
 
 def _transforms(run: RunResult) -> bool:
-    """Whether the run's calibrated head sees Tukey-transformed representations."""
+    """Return whether the calibrated head takes representations after Tukey's transform."""
     _, hparams = _method(run)
     return bool(getattr(hparams, "transforms_input", False))
 
@@ -215,7 +215,7 @@ def probe(run: RunResult, limit: int = PROBE_IMAGES) -> tuple[Tensor, Ints]:
 
 
 def represent(run: RunResult, model: SplitModel, x: Tensor) -> NDArray[np.float32]:
-    """(n, width) float32 representations: what the head sees of images (n, H, W, C) uint8."""
+    """Return representations (n, width) float32, the input of the head, of images (n, H, W, C) uint8."""
     rows: NDArray[np.float32] = batched(model.represent, x, data_of(run).inputs).float().numpy()
     return rows
 
@@ -224,7 +224,7 @@ def represent(run: RunResult, model: SplitModel, x: Tensor) -> NDArray[np.float3
 
 
 def label_shares(run: RunResult) -> Floats:
-    """p, (K, C): shares of the classes in the clients' training splits.
+    """Return p (K, C), the shares of the classes in the clients' training splits; rows sum to 1.
 
     Raises
     ------
@@ -238,16 +238,16 @@ def label_shares(run: RunResult) -> Floats:
 
 
 def head_norms(run: RunResult) -> tuple[list[int], Floats]:
-    """L2 norms of the rows of the clients' heads after their last local training: client ids, (K, C)."""
+    """Return client ids, and the L2 norms of the rows of their heads (K, C) after the last local training."""
     stored = client_arrays(run)
     rows = [np.linalg.norm(a["model/head.weight"].astype(np.float64), axis=1) for _, a in stored.values()]
     return list(stored), np.stack(rows)
 
 
 def head_norm_history(run: RunResult) -> dict[int, tuple[Ints, Floats]]:
-    """Row norms of the clients' heads over rounds: {client: (rounds (T,), norms (T, C))}.
+    """Return the row norms of the clients' heads over rounds: {client: (rounds (T,), norms (T, C))}.
 
-    Each client notes them beside its own state, on its own disk; they never travel.
+    Each client records them beside its own state, on its own disk. They are never sent.
     """
     folder, token = state_folder(run), str(run.versions.get("run", ""))
     found: dict[int, tuple[Ints, Floats]] = {}
@@ -262,15 +262,15 @@ def head_norm_history(run: RunResult) -> dict[int, tuple[Ints, Floats]]:
 
 
 def who_learns_from_whom(run: RunResult) -> tuple[list[int], Floats, str]:
-    """A, (K, K): the share of client j in what client i is handed out next; rows sum to 1.
+    """Return A (K, K), where A[i, j] is the share of client j in what client i receives next; rows sum to 1.
 
     Returns
     -------
-    Client ids, A, and a few words that say what is shared and how A was found.
+    Client ids, A, and a phrase that says what is shared and how A was found.
 
     Raises
     ------
-    Unavailable : the method hands out one model to all, or none.
+    Unavailable : the method sends one model to all clients, or none.
     """
     try:
         latest = checkpoint.latest(run.out / "checkpoint")
@@ -299,7 +299,7 @@ def _sizes(run: RunResult) -> Ints:
 
 
 def _cwfedavg_weights(run: RunResult, state: Mapping[str, Any]) -> tuple[list[int], Floats, str]:
-    """p~ Q^T from the uploads of the last round."""
+    """A = p~ Q^T (cwFedAvg, Eq. 6 and 7) from the uploads of the last round."""
     from fedapp.core.classwise import class_weights, mixing_matrix, norm_distribution
 
     sizes, stored = _sizes(run), client_arrays(run)
@@ -384,7 +384,7 @@ class Embedding:
 
 
 def embed(rows: NDArray[Any], seed: int) -> Floats:
-    """t-SNE of (n, d) rows in two dimensions: principal components as a start, perplexity 30 or less, seeded."""
+    """Return the t-SNE (n, 2) of rows (n, d): started at the principal components, perplexity at most 30, seeded."""
     from sklearn.manifold import TSNE
 
     if len(rows) < 5:
@@ -396,7 +396,7 @@ def embed(rows: NDArray[Any], seed: int) -> Floats:
 
 
 def client_embedding(run: RunResult, clients: int = 8, points: int = 1200) -> Embedding:
-    """t-SNE of what the clients' trained trunks make of the same test images; at most `clients` clients."""
+    """Embed the representations of the same test images by the trained trunks of at most `clients` clients."""
     from sklearn.metrics import silhouette_score
 
     models = client_models(run, clients)
@@ -404,7 +404,7 @@ def client_embedding(run: RunResult, clients: int = 8, points: int = 1200) -> Em
     if len(widths) > 1:
         raise Unavailable(f"the clients' representations have different widths ({sorted(widths)})")
     x, y = probe(run, max(20, points // len(models)))
-    # Each client's representations at one scale: what differs is their shape, not the length that training gave them.
+    # Clients train to representations of different length. At one scale, what differs is their shape.
     rows = np.concatenate([_at_unit_scale(represent(run, m, x)) for m in models.values()])
     label = np.tile(y, len(models))
     client = np.repeat(list(models), len(y))
@@ -434,7 +434,7 @@ class Repair:
 
 
 def calibration_embedding(run: RunResult, points: int = 1000) -> Repair:
-    """t-SNE of the global trunk's test representations, with the predictions of the head before and after CCVR."""
+    """Embed test images by the global trunk, with the predictions of the head before and after CCVR."""
     if run.method != "ccvr":
         raise Unavailable("only a calibrated run has predictions before and after", "fedapp run --method ccvr ...")
     x, y = probe(run, points)
@@ -446,7 +446,7 @@ def calibration_embedding(run: RunResult, points: int = 1000) -> Repair:
 
 
 def stages(run: RunResult, model: SplitModel, x: Tensor) -> dict[str, NDArray[np.float32]]:
-    """What every layer with parameters makes of images, in forward order: {name: (n, d)}; the last is `head`."""
+    """Return the output of every layer with parameters for images, in forward order: {name: (n, d)}, `head` last."""
     kept: dict[str, list[Tensor]] = {}
 
     def keep(name: str) -> Any:
@@ -486,7 +486,7 @@ def layer_cka(run: RunResult, clients: int = 10, images: int = 300) -> tuple[lis
     config = _config(run)
     models = client_models(run, clients)
     if len(models) < 2:
-        raise Unavailable("a comparison of clients needs two of them")
+        raise Unavailable("it compares clients, and there are fewer than two")
     x, _ = probe(run, images)
     ids = list(models)
     grams: dict[str, dict[int, Floats]] = {}
@@ -552,7 +552,7 @@ def unit_conductance(model: SplitModel, x: Tensor, baseline: Tensor, target: int
 
 
 def right_clients(run: RunResult, images: int = 200) -> tuple[list[int], NDArray[np.bool_]]:
-    """Which clients' trained models classify which probe images correctly: client ids, (K, n).
+    """Return client ids, and which probe images each client's trained model classifies correctly (K, n).
 
     Runs of one data set, partition and seed have the same images.
     """
@@ -605,7 +605,7 @@ def conductance(
 
 @dataclass(frozen=True, eq=False)
 class Calibration:
-    """What CCVR's calibration makes of a run's global model, computed after the fact.
+    """The effect of CCVR's calibration on a run's global model, computed after the run.
 
     Attributes
     ----------

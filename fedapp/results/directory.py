@@ -70,9 +70,9 @@ def only_writer(out: Path, patience: float = 0.0, tell: Callable[[str], None] = 
 
     Parameters
     ----------
-    patience : seconds to wait for another one to end. A server that lost its SuperLink may live on until the SuperLink
-        is back and refuses its heartbeat, which comes every 30 seconds or so.
-    tell : is told that there is something to wait for.
+    patience : seconds to wait for another process to end. A server that lost its SuperLink may run until the SuperLink
+        is back and refuses its heartbeat, which is sent about every 30 seconds.
+    tell : called with a line of text when there is something to wait for.
 
     Raises
     ------
@@ -151,7 +151,7 @@ def absolute(folder: Path) -> Path:
 
 
 def new_folder(root: Path, name: str) -> Path:
-    """Make `root/<name>-<time>`, which is nobody else's: with a number behind it where that one is taken.
+    """Make a new folder `root/<name>-<time>`, with a number behind it where that one exists.
 
     Raises
     ------
@@ -182,7 +182,7 @@ def run_name(config: RunConfig) -> str:
 LOCK = ".lock"
 ALLOWED_BEFORE = ("superlink.log", "progress.jsonl", "launch.log", LOCK)
 ANNOUNCED = "fedapp-event "
-"""What a line of a deployed server's log begins with that holds an event."""
+"""How a line with an event begins in a deployed server's log."""
 
 
 def versions() -> dict[str, str]:
@@ -231,21 +231,21 @@ class RunDirectory:
 
     @staticmethod
     def _truncate(path: Path, keep: int) -> None:
-        """Drop rows of rounds after `keep`: the checkpoint did not see them."""
+        """Drop rows of rounds after `keep`, which the checkpoint does not cover."""
         if not path.is_file():
             return
         with path.open(newline="", encoding="utf-8") as f:
             rows = list(csv.reader(f))
-        whole = [r for r in rows[1:] if len(r) == len(rows[0])]  # a line that a kill cut off is no row
+        whole = [r for r in rows[1:] if len(r) == len(rows[0])]  # a line that a kill cut off is incomplete
         part = path.with_suffix(".part")
         with part.open("w", newline="", encoding="utf-8") as f:
             csv.writer(f, lineterminator="\n").writerows([*rows[:1], *(r for r in whole if int(r[0]) <= keep)])
         part.replace(path)
 
     def _forget_the_end(self) -> None:
-        """Take what was dropped after the former last round, in questions and the final evaluation, out again.
+        """Remove the dropped replies of queries and of the final evaluation, which are done again.
 
-        Both are done again; an evaluation that `evaluations.csv` holds is not.
+        An evaluation between rounds that `evaluations.csv` holds is not repeated, so its dropped replies stay.
         """
         path = self.path / "dropped.csv"
         if not path.is_file():
@@ -280,7 +280,7 @@ class RunDirectory:
         self.append("dropped.csv", dropped.as_dict())
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """Append an event for whoever follows the run."""
+        """Append an event, which programs that follow the run read."""
         line = json.dumps(clean({"time": time.time(), **event}))
         with (self.path / "progress.jsonl").open("a", encoding="utf-8") as f:
             f.write(line + "\n")
@@ -303,8 +303,9 @@ def accuracy_summary(
 ) -> dict[str, dict[str, Any]]:
     """Return `summary.json`'s accuracy entry: last, best, last_std and balanced by protocol.
 
-    `received.last` comes from the final evaluation of all clients; `trained.last` from the last round; `best` is the
-    best round of rounds.csv (for received, the final evaluation counts too), and is named best, never the headline.
+    `received.last` comes from the final evaluation of all clients, `trained.last` from the last round. `best` is the
+    best round of rounds.csv (for received, the final evaluation counts too); it looks at test data, so it is never the
+    headline.
     """
     out: dict[str, dict[str, Any]] = {}
     for p in protocols:

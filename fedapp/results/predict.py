@@ -1,8 +1,8 @@
-"""Models that stay on a node after training, and `fedapp predict`, which uses them.
+"""Models that a node keeps after training, and `fedapp predict`, which uses them.
 
 A node writes `STATE-DIR/<federation>/<client-id>/personal.safetensors` after every round it trained, and
-`received.safetensors` when it is scored with what the server handed out. Each file stands alone: its header names the
-method, the architecture, the classes and the normalisation.
+`received.safetensors` when it evaluates what the server sent. Each file is complete: its header names the method, the
+architecture, the classes and the normalisation.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SCHEMA = 1
 
 
 def keep(path: Path, client: FedClient, config: RunConfig, server_round: int, scalars: Mapping[str, Scalar]) -> None:
-    """Write the present model of a client with everything that is needed to use it."""
+    """Write the current model of a client with everything that is needed to use it."""
     task = client.task
     header: dict[str, object] = {
         "model-schema": SCHEMA,
@@ -85,7 +85,7 @@ def load(path: Path, dataset: str = "") -> Predictor:
 
     Raises
     ------
-    BadRequest : not such a file, or a server's file that holds only a part of a model.
+    BadRequest : the file is not a model, or it holds only a part of one.
     """
     if not path.is_file():
         raise BadRequest(
@@ -95,7 +95,7 @@ def load(path: Path, dataset: str = "") -> Predictor:
         arrays, header = read_safetensors(path)
     except StateError:
         raise BadRequest(
-            f"{path} is no model of fedapp: give a personal.safetensors or a models/last.safetensors"
+            f"{path} is not a model of fedapp: give a personal.safetensors or a models/last.safetensors"
         ) from None
     head: dict[str, Any] = dict(header)
     if "model" not in head:
@@ -106,7 +106,7 @@ def load(path: Path, dataset: str = "") -> Predictor:
         known = datasets.published(dataset)
         if known is None:
             names = ", ".join(n for n in datasets.DATASET_NAMES if datasets.published(n))
-            raise BadRequest(f"{path} is a server's model, which knows no normalisation: add --dataset, one of {names}")
+            raise BadRequest(f"{path} is a server's model, which has no normalisation: add --dataset, one of {names}")
         head |= dict(zip(("classes", "scale", "mean", "std"), known, strict=True))
     method = registry.get(str(head["method"]))
     hparams = registry.parse_args(method, str(head.get("method-args", "")))
@@ -143,7 +143,7 @@ def read_images(paths: Sequence[Path], inputs: InputSpec) -> NDArray[np.uint8]:
 
     Raises
     ------
-    BadRequest : a file that is no picture.
+    BadRequest : a file is not a picture.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
@@ -153,7 +153,7 @@ def read_images(paths: Sequence[Path], inputs: InputSpec) -> NDArray[np.uint8]:
             with Image.open(path) as picture:
                 upright = ImageOps.exif_transpose(picture).convert("L" if inputs.channels == 1 else "RGB")
         except (OSError, UnidentifiedImageError) as e:
-            reason = "does not exist" if isinstance(e, FileNotFoundError) else "is no picture that can be read"
+            reason = "does not exist" if isinstance(e, FileNotFoundError) else "is not a picture that can be read"
             raise BadRequest(f"{path} {reason}") from e
         if upright.size != (inputs.size, inputs.size):
             upright = ImageOps.fit(upright, (inputs.size, inputs.size), Image.Resampling.BILINEAR)

@@ -1,6 +1,6 @@
-"""Which figures a run or a comparison has, and why the others are left out.
+"""The figures of a run and of a comparison, and why some are left out.
 
-Every figure is a function of `analysis`'s objects that returns a `Drawing`, or raises `Unavailable` with the reason and
+Every figure is a function of a run or of several that returns a `Drawing`, or raises `Unavailable` with the reason and
 the command that would make what is missing.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -272,8 +273,8 @@ def norm_evolution(run: RunResult, clients: int = 6) -> Drawing:
         "Evolution of head norms",
         "Share of each class in the sum of the head's row norms, p~, after every local training; bars at the right "
         "edge, with the class's number: its share of the client's data, p. Grey: classes that the client has little or "
-        f"nothing of. Shown: the {len(chosen)} clients with the most uneven data. Each client notes the norms on its "
-        "own disk; they do not travel.",
+        f"nothing of. Shown: the {len(chosen)} clients with the most uneven data. Each client records the norms on "
+        "its own disk; they are never sent.",
         f"Line charts of norm shares by round for clients {', '.join(map(str, chosen))}; at the end they are "
         f"{percent(float(np.mean(apart)))} away from the label shares (total variation, mean).",
         plots.norm_evolution(lines, {c: shares[c] for c in chosen}),
@@ -312,7 +313,7 @@ def mixing(run: RunResult) -> Drawing:
     return Drawing(
         "who-learns-from-whom",
         "Who learns from whom",
-        f"Row i: the shares of the clients in what client i is handed out next ({how}); rows sum to 1. "
+        f"Row i: the shares of the clients in what client i receives next ({how}); rows sum to 1. "
         f"Own share: {percent(own)} on average; an even mixture has {percent(1 / len(ids))} everywhere.",
         f"Heat map of {len(ids)} by {len(ids)} shares; the diagonal is {percent(own)} on average, the largest share "
         f"{percent(float(matrix.max()))}.",
@@ -331,7 +332,7 @@ def embedding(runs: Sequence[RunResult], points: int = 1200) -> Drawing:
     return Drawing(
         "tsne",
         "Representations by class and client",
-        f"t-SNE of what the trained trunks of {clients} clients make of the same test images, drawn as class numbers "
+        f"t-SNE of the representations of the same test images by {clients} clients' trunks, drawn as class numbers "
         "and as client numbers. Where clients agree, numbers mix on the right and part on the left. Mean silhouette of "
         f"the representations themselves, -1 to 1: {said}.",
         f"Scatter plots of representations by class and by client. Silhouette: {said}.",
@@ -417,7 +418,7 @@ def samples_sweep(runs: Sequence[RunResult]) -> Drawing:
         "samples-sweep",
         "Virtual samples per class",
         f"Calibration computed from this run's global model and class statistics of {images:,} training images, after "
-        "the fact; dotted: the head as trained.",
+        "the run; dotted: the head as trained.",
         f"Line chart of accuracy against virtual samples per class. {said}.",
         plots.samples_sweep({n: (c.samples, c.accuracy) for n, c in found.items()}),
         "CCVR, Figs. 7 and 14",
@@ -472,16 +473,14 @@ def of_comparison(comparison: Comparison) -> Gallery:
     shown = representatives(comparison)
     for i, (setting, members) in enumerate(settings):
         name, suffix = setting_text(setting), f"-{i}" if len(settings) > 1 else ""
-        gallery.add("scores", f"Learning curves {name}".strip(), _later(compared_curves, members, name, suffix))
-    for i, (setting, members) in enumerate(settings):
-        name, suffix = setting_text(setting), f"-{i}" if len(settings) > 1 else ""
-        gallery.add("cost", f"Accuracy for traffic {name}".strip(), _later(traffic_curves, members, name, suffix))
+        gallery.add("scores", f"Learning curves {name}".strip(), partial(compared_curves, members, name, suffix))
+        gallery.add("cost", f"Accuracy for traffic {name}".strip(), partial(traffic_curves, members, name, suffix))
     gallery.add("sweeps", "Accuracy against non-IID degree", lambda: non_iid(runs))
     gallery.add("sweeps", "Accuracy against participation", lambda: sweeps(runs, "fraction-train"))
     gallery.add("sweeps", "Hyperparameters", lambda: hyperparameters(runs))
     for key in ("clients", "local-epochs"):
         if key in varying(runs):
-            gallery.add("sweeps", f"Accuracy against {key}", _later(sweeps, runs, key))
+            gallery.add("sweeps", f"Accuracy against {key}", partial(sweeps, runs, key))
     gallery.add("data", "Label distribution", lambda: label_distribution(shown[0]))
     gallery.add("heads", "Head norms against class counts", lambda: head_maps(shown[:DETAILED]))
     gallery.add("heads", "Label shares against norm shares", lambda: p_against_norms(shown[:DETAILED]))
@@ -498,12 +497,6 @@ def of_comparison(comparison: Comparison) -> Gallery:
         gallery.add("calibration", "Head norms before and after", lambda: norms_before_after(repaired[0]))
         gallery.add("calibration", "Virtual samples per class", lambda: samples_sweep(repaired))
     return gallery
-
-
-def _later(
-    draw: Callable[..., Drawing | Iterable[Drawing]], *args: object
-) -> Callable[[], Drawing | Iterable[Drawing]]:
-    return lambda: draw(*args)
 
 
 def setting_text(setting: Mapping[str, object]) -> str:

@@ -1,7 +1,7 @@
 """How all figures look, and how they are written: the same bytes for the same data.
 
 Colours are those of Okabe and Ito, darkened or lightened until they stand out from white and from near-black; nothing
-is told by colour alone, so that every figure can be read on a grey printer: lines differ in dashes and markers, classes
+is said by colour alone, so that every figure can be read on a grey printer: lines differ in dashes and markers, classes
 and clients are drawn as their own numbers, heat maps run from light to dark.
 """
 
