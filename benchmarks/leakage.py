@@ -28,7 +28,7 @@ from sklearn.metrics import roc_auc_score
 
 from fedapp import server_app
 from fedapp.client_app import app as client_app
-from fedapp.config import from_flat, resolve
+from fedapp.config import from_flat
 from fedapp.data.transforms import normalise
 from fedapp.results.predict import load
 from fedapp.tasks.simulated import federated
@@ -67,7 +67,7 @@ class Wiretap(LocalGrid):
 
 def listen(out: Path, **values: Any) -> Wiretap:
     """Run a federation and return what its server saw."""
-    flat = resolve(from_flat({"clients": CLIENTS, "out": str(out), **values})).to_flat()
+    flat = from_flat({"clients": CLIENTS, "out": str(out), **values}).to_flat()
     grid = Wiretap(flat, CLIENTS)
     server_app.serve(grid, flat)
     return grid
@@ -82,7 +82,7 @@ def head_weights(folder: Path) -> list[str]:
             for seed in range(3):
                 values = {"method": method, "seed": seed, "num-server-rounds": 1, "clip-update": clip}
                 grid = listen(folder / f"{method}-{clip}-{seed}", **values)
-                data = federated(resolve(from_flat({"seed": seed})), CLIENTS)
+                data = federated(from_flat({"seed": seed}), CLIENTS)
                 for client, arrays in grid.heard[1].items():
                     counts = np.bincount(data.dataset.pool_labels[data.partition.clients[client].train], minlength=10)
                     change = arrays["head.bias"] - grid.sent[1]["head.bias"]
@@ -103,7 +103,7 @@ def average_representations(folder: Path) -> list[str]:
     for least in (1, 5):
         grid = listen(folder / f"fedgh-{least}", method="fedgh", **{"num-server-rounds": 1,
                       "method-args": f"min_class_count={least}"})  # fmt: skip
-        data = federated(resolve(from_flat({})), CLIENTS)
+        data = federated(from_flat({}), CLIENTS)
         right = small = 0
         for client, arrays in grid.heard[1].items():
             counts = np.bincount(data.dataset.pool_labels[data.partition.clients[client].train], minlength=10)
@@ -120,10 +120,10 @@ def gaussian_means(folder: Path) -> list[str]:
     """Rebuild images from class means under the global model."""
     out = folder / "trained"
     values = {"clients": CLIENTS, "method": "fedavg", "num-server-rounds": 10, "out": str(out)}
-    flat = resolve(from_flat(values)).to_flat()
+    flat = from_flat(values).to_flat()
     server_app.serve(LocalGrid(client_app, flat, CLIENTS), flat)
     predictor = load(out / "models" / "last.safetensors")
-    data = federated(resolve(from_flat({})), CLIENTS).dataset
+    data = federated(from_flat({}), CLIENTS).dataset
     images = torch.from_numpy(np.array(data.x_train)).permute(0, 3, 1, 2)
     with torch.no_grad():
         z = predictor.model.represent(normalise(images, predictor.inputs)).numpy().astype(np.float64)

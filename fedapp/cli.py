@@ -205,7 +205,7 @@ def partition(
     from fedapp.tasks import simulated as tasks
 
     values = collect({"dataset": dataset, "clients": clients, "seed": seed}, sets)
-    settings = config.resolve(config.from_flat(values))
+    settings = config.from_flat(values)
     data = tasks.federated(settings, settings.clients or 10)
     card = data_card(data.dataset, data.partition)
     typer.echo(card.text())

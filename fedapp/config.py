@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import tomllib
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -112,8 +113,8 @@ class RunConfig(BaseModel):
         return self.model_dump(by_alias=True)
 
     def replaced(self, **changes: Any) -> RunConfig:
-        """Return a validated copy with changes (Python names)."""
-        return from_flat({**self.to_flat(), **{k.replace("_", "-"): v for k, v in changes.items()}})
+        """Return a copy with values that the program decides, by their Python names; nothing is checked again."""
+        return self.model_copy(update=changes)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -149,18 +150,17 @@ class RunConfig(BaseModel):
         return _method_and_hparams(self.method, self.method_args)
 
     def train_spec(self) -> TrainSpec:
-        """Return the local training settings of a resolved configuration."""
-        resolved = resolve(self)
+        """Return the local training settings."""
         return TrainSpec(
-            epochs=resolved.local_epochs,
-            batch_size=resolved.batch_size,
-            lr=float(resolved.lr),
-            optimizer=resolved.optimizer,
-            momentum=float(resolved.momentum),
-            weight_decay=float(resolved.weight_decay),
-            clip=float(resolved.clip),
-            augment=resolved.augment,
-            precision=resolved.precision,
+            epochs=self.local_epochs,
+            batch_size=self.batch_size,
+            lr=float(self.lr),
+            optimizer=self.optimizer,
+            momentum=float(self.momentum),
+            weight_decay=float(self.weight_decay),
+            clip=float(self.clip),
+            augment=self.augment,
+            precision=self.precision,
         )
 
     def settings(self, simulation: bool) -> Settings:
@@ -187,13 +187,14 @@ def _method_and_hparams(method_id: str, args: str) -> tuple[Method, BaseHParams]
 KEYS = tuple(name.replace("_", "-") for name in RunConfig.model_fields)
 
 
-def defaults() -> dict[str, Any]:
-    """Return every key with its default, as pyproject.toml declares them."""
-    return RunConfig().to_flat()
+DEFAULTS: dict[str, Any] = RunConfig().to_flat()
+"""Every key with its default, as pyproject.toml declares them; `auto` where the method or the data set decides."""
 
 
 def from_flat(values: Mapping[str, Any]) -> RunConfig:
-    """Validate a flat run-config.
+    """Validate a flat run-config and replace every `auto` that depends on method and data set alone.
+
+    This is the only way in: every `RunConfig` that travels through the program is valid, resolved and frozen.
 
     Raises
     ------
@@ -217,7 +218,7 @@ def from_flat(values: Mapping[str, Any]) -> RunConfig:
         text = "; ".join(f"{k} = {given.get(k)!r}: {' or '.join(dict.fromkeys(v))}" for k, v in lines.items())
         raise BadRequest(text) from e
     _check(config)
-    return config
+    return _resolved(config)
 
 
 def _is_float(field: Any) -> bool:
@@ -280,8 +281,7 @@ def _check(config: RunConfig) -> None:
             raise BadRequest(f"unknown {key} '{value}'{suggest(value, known)}: choose from {', '.join(known)}")
 
 
-@functools.lru_cache(maxsize=64)
-def resolve(config: RunConfig) -> RunConfig:
+def _resolved(config: RunConfig) -> RunConfig:
     """Replace every `auto` that depends on method and data set alone by the value it stands for."""
     method, _ = config.method_and_hparams()
     d = method.defaults
@@ -301,14 +301,33 @@ def resolve(config: RunConfig) -> RunConfig:
     )
 
 
+_KNOWN: OrderedDict[str, RunConfig] = OrderedDict()
+"""Configurations that this process has validated, by the text of their flat form; the newest last."""
+
+
+def for_context(config: RunConfig) -> dict[str, Any]:
+    """Return the flat run-config for Flower's contexts in this process; :func:`from_context` then knows it as valid."""
+    flat = config.to_flat()
+    _remember(_text(flat), config)
+    return flat
+
+
 def from_context(run_config: Mapping[str, Any]) -> RunConfig:
-    """Validate and resolve the run-config of a Flower context (cached: it is asked for with every message)."""
-    return _from_json(json.dumps(dict(run_config), sort_keys=True))
+    """Return the configuration of a Flower context; it comes with every message and is validated once a process."""
+    text = _text(run_config)
+    if text not in _KNOWN:
+        _remember(text, from_flat(json.loads(text)))
+    return _KNOWN[text]
 
 
-@functools.lru_cache(maxsize=16)
-def _from_json(text: str) -> RunConfig:
-    return resolve(from_flat(json.loads(text)))
+def _text(flat: Mapping[str, Any]) -> str:
+    return json.dumps(dict(flat), sort_keys=True)
+
+
+def _remember(text: str, config: RunConfig) -> None:
+    _KNOWN[text] = config
+    while len(_KNOWN) > 16:
+        _KNOWN.popitem(last=False)
 
 
 def read_toml(path: Path) -> dict[str, Any]:

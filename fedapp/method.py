@@ -181,7 +181,7 @@ class Method:
     travels : one line for the table of methods.
     defaults : what `auto` means.
     queries : kinds of `query` that the client answers.
-    resolve : for methods that wrap another one: `resolve(hparams, lookup) -> Method` gives the method that is run.
+    resolve : for methods that wrap another one: `hparams, lookup -> Method` gives the method that is run.
     public_share : share of the training images that is held back from the clients as the public set of a method that
         needs one, unless `public-data` says otherwise; 0 = the method uses no public data.
     warn : `warn(hparams, optimizer)` gives a sentence where settings are known not to work together, or None.

@@ -316,7 +316,7 @@ def test_features_are_the_heads_input_in_evaluation_mode_without_augmentation(tm
     settings = config.RunConfig.model_validate(
         {k.replace("_", "-"): v for k, v in {**SMALL, "method": "ccvr", "method_args": "epochs=0"}.items()}
     )
-    settings = config.resolve(settings)
+    settings = settings
     method, hparams = method_of("epochs=0")
     task = tasks.simulated_task(settings, 1, 3, torch.device("cpu"))
     arrays = read_safetensors(result.out / "models" / "last.safetensors")[0]
@@ -521,7 +521,7 @@ def test_clients_and_server_use_the_same_calibrated_model(transform: str, tmp_pa
     assert summary["accuracy"]["global"]["last"] == found["after"]
     assert found["before"] == result.rounds["global_accuracy"].iloc[-1]
     assert found["score"] == "global"
-    settings = config.resolve(config.from_flat({"method": "ccvr", "clients": 3, "dataset": "digits", "alpha": 0.3}))
+    settings = config.from_flat({"method": "ccvr", "clients": 3, "dataset": "digits", "alpha": 0.3})
     data = tasks.federated(settings, 3)
     central = data.central(torch.device("cpu"))
     assert central is not None
@@ -549,7 +549,7 @@ def test_where_the_transform_goes() -> None:
 def test_sample_and_sample_only_train_alike_and_feature_asks_for_transformed_statistics() -> None:
     heads = [calibrate(f"transform={t}", CLIENTS)[2]["ccvr"]["head"][W] for t in ("sample", "sample-only", "none")]
     assert np.array_equal(heads[0], heads[1]) and not np.array_equal(heads[0], heads[2])
-    settings = config.resolve(config.from_flat({"clients": 3, "dataset": "digits", "method": "ccvr"}))
+    settings = config.from_flat({"clients": 3, "dataset": "digits", "method": "ccvr"})
     task = tasks.simulated_task(settings, 0, 3, torch.device("cpu"))
     means = []
     for transform in ("none", "feature"):
@@ -586,7 +586,7 @@ def test_clsnorm_uses_unit_rows_and_no_bias(tmp_path: Path) -> None:
 
 
 def test_clsprox_pulls_the_head_alone() -> None:
-    settings = config.resolve(config.from_flat({"clients": 3, "dataset": "digits", "method": "ccvr"}))
+    settings = config.from_flat({"clients": 3, "dataset": "digits", "method": "ccvr"})
     task = tasks.simulated_task(settings, 0, 3, torch.device("cpu"))
     losses, slopes = [], []
     for mu in (0.0, 0.5):
@@ -641,7 +641,7 @@ def test_the_oracle_is_the_head_trained_on_all_features() -> None:
 
 
 def test_a_client_gives_no_features_unless_the_run_is_an_oracle() -> None:
-    settings = config.resolve(config.from_flat({"clients": 3, "dataset": "digits", "method": "ccvr"}))
+    settings = config.from_flat({"clients": 3, "dataset": "digits", "method": "ccvr"})
     task = tasks.simulated_task(settings, 0, 3, torch.device("cpu"))
     method, hparams = method_of()
     client = method.client(task, method, hparams)

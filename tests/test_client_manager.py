@@ -17,7 +17,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 
 from fedapp import server_app
 from fedapp.client_app import app as client_app
-from fedapp.config import from_flat, resolve
+from fedapp.config import from_flat
 from fedapp.errors import BadRequest
 from fedapp.transport import client_manager
 from fedapp.transport.client_manager import ClientManager, RoundFailed, Settings
@@ -113,7 +113,7 @@ def go(tmp_path: Path, change: Change, least: float, first: int = 1) -> dict[str
         "method": "lgfedavg", "clients": 3, "num-server-rounds": 2, "local-epochs": 1, "batch-size": 64,
         "min-replies": least, "round-timeout": 1.0 if change is nothing else 60.0, "out": str(tmp_path / "run"),
     }  # fmt: skip
-    flat = resolve(from_flat(values)).to_flat()
+    flat = from_flat(values).to_flat()
     return server_app.serve(Faulty(change, 3, flat, first), flat)
 
 
@@ -174,7 +174,7 @@ def deaf(kind: str, out: Path, **values: Any) -> dict[str, Any]:
         "method": "local", "clients": 3, "num-server-rounds": 2, "local-epochs": 1, "batch-size": 64,
         "min-replies": 0.6, "out": str(out), **values,
     }  # fmt: skip
-    flat = resolve(from_flat(base)).to_flat()
+    flat = from_flat(base).to_flat()
     return server_app.serve(Deaf(kind, flat), flat)
 
 
@@ -213,7 +213,7 @@ class Absent(LocalGrid):
 
 def test_waiting_names_who_is_missing_and_ends(tmp_path: Path) -> None:
     values = {"method": "local", "clients": 3, "out": str(tmp_path / "run"), "wait-timeout": 0.5}
-    flat = resolve(from_flat(values)).to_flat()
+    flat = from_flat(values).to_flat()
     started = time.monotonic()
     with pytest.raises(BadRequest, match="waiting for 1 of 3 clients, missing 2"):
         server_app.serve(Absent(client_app, flat, 3), flat)
@@ -223,14 +223,14 @@ def test_waiting_names_who_is_missing_and_ends(tmp_path: Path) -> None:
 
 def test_fewer_nodes_than_clients_is_said_at_once(tmp_path: Path) -> None:
     values = {"method": "local", "clients": 5, "out": str(tmp_path / "run")}
-    flat = resolve(from_flat(values)).to_flat()
+    flat = from_flat(values).to_flat()
     with pytest.raises(BadRequest, match="only 3 SuperNodes"):
         server_app.serve(LocalGrid(client_app, flat, 3), flat)
 
 
 def test_clients_zero_takes_the_nodes_present(tmp_path: Path) -> None:
     values = {"method": "local", "num-server-rounds": 1, "local-epochs": 1, "out": str(tmp_path / "run")}
-    flat = resolve(from_flat(values)).to_flat()
+    flat = from_flat(values).to_flat()
     assert server_app.serve(LocalGrid(client_app, flat, 4), flat)["clients"] == 4
 
 
@@ -242,7 +242,7 @@ def test_models_that_disagree_on_what_is_shared_are_found_before_round_1(tmp_pat
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (40, 28, 28), dtype=np.uint8)
     np.savez(tmp_path / "own.npz", x_train=x, y_train=np.arange(40) % 4, x_test=x[:8], y_test=np.arange(8) % 4)
-    flat = resolve(from_flat(values)).to_flat()
+    flat = from_flat(values).to_flat()
     with pytest.raises(BadRequest, match=r"head.weight.*shape \(4, 512\).*shape \(4, 500\)"):
         server_app.serve(LocalGrid(client_app, flat, 2), flat)
     assert not (tmp_path / "run" / "rounds.csv").exists()
@@ -271,7 +271,7 @@ class Silent(LocalGrid):
 
 def silent(**settings: Any) -> tuple[Silent, ClientManager, list[dict[str, Any]]]:
     events: list[dict[str, Any]] = []
-    grid = Silent(resolve(from_flat({"method": "local", "clients": 4})).to_flat())
+    grid = Silent(from_flat({"method": "local", "clients": 4}).to_flat())
     chosen = Settings(**{"wait_timeout": 60.0, "min_replies": 0.5, "round_timeout": 60.0, **settings})
     return grid, ClientManager(grid, chosen, {}, events.append), events
 
@@ -304,7 +304,7 @@ class Slow(LocalGrid):
 
 def test_virtual_clients_that_take_turns_may_take_longer_than_the_limit_together() -> None:
     """One after the other is there within the limit of a second; all eight are not."""
-    grid = Slow(client_app, resolve(from_flat({"method": "local", "clients": 8})).to_flat(), 8)
+    grid = Slow(client_app, from_flat({"method": "local", "clients": 8}).to_flat(), 8)
     clients = ClientManager(grid, Settings(wait_timeout=1.0, queued=True), {})
     assert len(clients.gather(8)) == 8
 
@@ -366,7 +366,7 @@ UNEQUAL = {
 
 
 def unequal(out: Path, grid: type[LocalGrid]) -> Any:
-    flat = resolve(from_flat({**UNEQUAL, "out": str(out)})).to_flat()
+    flat = from_flat({**UNEQUAL, "out": str(out)}).to_flat()
     made = grid(client_app, flat, 8)
     server_app.serve(made, flat)
     return made

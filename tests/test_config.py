@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedapp import cli, config, server_app
-from fedapp.config import RunConfig, defaults, from_flat, resolve
+from fedapp import cli, config, run, server_app
+from fedapp.config import DEFAULTS, RunConfig, from_flat
 from fedapp.engines import local as engines
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare
@@ -28,8 +28,8 @@ ROOT = Path(__file__).parent.parent
 def test_pyproject_declares_every_key_with_its_default() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     declared = project["tool"]["flwr"]["app"]["config"]
-    assert declared == defaults()
-    assert {k: type(v) for k, v in declared.items()} == {k: type(v) for k, v in defaults().items()}
+    assert declared == DEFAULTS
+    assert {k: type(v) for k, v in declared.items()} == {k: type(v) for k, v in DEFAULTS.items()}
 
 
 def test_a_configuration_survives_its_toml_file(tmp_path: Path) -> None:
@@ -39,11 +39,11 @@ def test_a_configuration_survives_its_toml_file(tmp_path: Path) -> None:
 
 
 def test_auto_is_the_methods_own_value() -> None:
-    assert resolve(from_flat({"method": "fedavg"})).lr == 0.05
-    other = resolve(from_flat({"method": "fedclassavg", "dataset": "mnist"}))
+    assert from_flat({"method": "fedavg"}).lr == 0.05
+    other = from_flat({"method": "fedclassavg", "dataset": "mnist"})
     assert (other.lr, other.augment, other.model) == (0.01, "weak", "cnn")
-    assert resolve(from_flat({"method": "fedavg", "lr": 0.3})).lr == 0.3
-    assert resolve(from_flat({"optimizer": "adam"})).momentum == 0.0
+    assert from_flat({"method": "fedavg", "lr": 0.3}).lr == 0.3
+    assert from_flat({"optimizer": "adam"}).momentum == 0.0
 
 
 def test_models_are_dealt_by_client_id() -> None:
@@ -336,3 +336,26 @@ def test_an_interrupt_is_one_line_and_exit_code_130(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 130 and capsys.readouterr().err == "fedapp: interrupted\n"
+
+
+def test_a_run_validates_and_resolves_its_configuration_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The object is handed on, to the server and to every client, instead of being made again from flat values."""
+    calls: list[str] = []
+    originals = {name: getattr(config, name) for name in ("_check", "_resolved")}
+    for name in originals:
+
+        def counted(given: Any, name: str = name) -> Any:
+            calls.append(name)
+            return originals[name](given)
+
+        monkeypatch.setattr(config, name, counted)
+    run(method="fedavg", clients=3, rounds=2, local_epochs=1, data_fraction=0.2, out=tmp_path / "run")
+    assert calls == ["_check", "_resolved"]
+
+
+def test_a_context_is_validated_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {"method": "fedavg", "lr": 0.0123, "seed": 77}
+    first = config.from_context(values)
+    monkeypatch.setattr(config, "_check", lambda given: pytest.fail("validated again"))
+    assert config.from_context(dict(reversed(values.items()))) is first
+    assert first.momentum == 0.9 and first.model == "digits-a", "what a message gives is resolved"

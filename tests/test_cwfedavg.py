@@ -22,7 +22,7 @@ from fedapp.learning.task import Task
 from fedapp.learning.training import Batch, TrainSpec
 from fedapp.method import Arrays, Payload, Reply, ServerContext, ServerState
 from fedapp.models import build_model
-from fedapp.registry import parse_args, resolve
+from fedapp.registry import parse_args
 from fedapp.transport import checkpoint, selection
 from strategies.cwfedavg import METHOD, CwFedAvg
 from strategies.fedavg import METHOD as FEDAVG
@@ -54,7 +54,7 @@ def context(initial: Arrays, num_classes: int) -> ServerContext:
 
 def strategy(**hparams: object) -> CwFedAvg:
     chosen = CwFedAvgHParams(**hparams)  # type: ignore[arg-type]
-    return CwFedAvg(resolve(METHOD, chosen), chosen)
+    return CwFedAvg(METHOD, chosen, chosen)
 
 
 def toy_head(w: object, b: object) -> Arrays:
@@ -623,7 +623,7 @@ def test_nothing_but_the_model_leaves_a_client() -> None:
     one = CwFedAvgClient(task([0, 1, 2, 0], 4), METHOD, CwFedAvgHParams())
     assert set(one.train_round(payload, 1)[0]) == set(model.state_dict())
     told = CwFedAvgHParams(dist="empirical")
-    two = CwFedAvgClient(task([0, 1, 2, 0], 4), resolve(METHOD, told), told)
+    two = CwFedAvgClient(task([0, 1, 2, 0], 4), METHOD, told, told)
     arrays = two.train_round(payload, 1)[0]
     assert set(arrays) == {*model.state_dict(), "distribution"}
     assert arrays["distribution"].tolist() == [0.5, 0.25, 0.25, 0.0] and arrays["distribution"].dtype == np.float32

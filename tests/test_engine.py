@@ -202,7 +202,7 @@ def test_anybodys_client_fn_scores_whatever_is_measured_in_a_run(protocols: tupl
 def test_a_nodes_context_holds_round_path_and_hash_of_its_state_and_no_more(tmp_path: Path) -> None:
     from fedapp import server_app
     from fedapp.client_app import app as client_app
-    from fedapp.config import from_flat, resolve
+    from fedapp.config import from_flat
     from fedapp.transport.local_grid import LocalGrid
 
     values = {
@@ -212,7 +212,7 @@ def test_a_nodes_context_holds_round_path_and_hash_of_its_state_and_no_more(tmp_
         "local-epochs": 1,
         "out": str(tmp_path / "run"),
     }
-    flat = resolve(from_flat(values)).to_flat()
+    flat = from_flat(values).to_flat()
     grid = LocalGrid(client_app, flat, 2)
     server_app.serve(grid, flat)
     for context in grid.contexts.values():

@@ -154,7 +154,7 @@ def test_bad_replies_are_refused(rows: dict[int, list[float]], words: str) -> No
 
 
 def client(**hparams: Any) -> FDClient:
-    config = configuration.resolve(configuration.from_flat({"method": "fd", "dataset": "digits", "clients": 4}))
+    config = configuration.from_flat({"method": "fd", "dataset": "digits", "clients": 4})
     return FDClient(tasks.simulated_task(config, 1, 4, torch.device("cpu")), METHOD, FDHParams(**hparams))
 
 

@@ -44,9 +44,7 @@ def strategy(**hparams: Any) -> tuple[FedKD, ServerState]:
 
 
 def client(k: int, folder: Path, model: str = "digits-a", **hparams: Any) -> FedKDClient:
-    config = configuration.resolve(
-        configuration.from_flat({"method": "fedkd", "dataset": "digits", "clients": 4, "model": model})
-    )
+    config = configuration.from_flat({"method": "fedkd", "dataset": "digits", "clients": 4, "model": model})
     store = ClientStore(folder / str(k), "fedkd", "ab")
     return FedKDClient(tasks.simulated_task(config, k, 4, torch.device("cpu")), METHOD, FedKDHParams(**hparams), store)
 

@@ -172,7 +172,7 @@ def test_counts_are_checked() -> None:
 
 
 def client(**hparams: Any) -> FedProtoClient:
-    config = configuration.resolve(configuration.from_flat({"method": "fedproto", "dataset": "digits", "clients": 4}))
+    config = configuration.from_flat({"method": "fedproto", "dataset": "digits", "clients": 4})
     return FedProtoClient(tasks.simulated_task(config, 1, 4, torch.device("cpu")), METHOD, FedProtoHParams(**hparams))
 
 

@@ -42,9 +42,7 @@ def strategy(**hparams: Any) -> tuple[FML, ServerState]:
 
 
 def client(model: str = "digits-a", **hparams: Any) -> FMLClient:
-    config = configuration.resolve(
-        configuration.from_flat({"method": "fml", "dataset": "digits", "clients": 4, "model": model})
-    )
+    config = configuration.from_flat({"method": "fml", "dataset": "digits", "clients": 4, "model": model})
     return FMLClient(tasks.simulated_task(config, 1, 4, torch.device("cpu")), METHOD, FMLHParams(**hparams))
 
 

@@ -217,9 +217,7 @@ def test_the_public_set_is_counted() -> None:
 
 
 def client(model: str = "digits-a", **hparams: Any) -> KTpFLClient:
-    config = configuration.resolve(
-        configuration.from_flat({"method": "ktpfl", "dataset": "digits", "clients": 4, "model": model})
-    )
+    config = configuration.from_flat({"method": "ktpfl", "dataset": "digits", "clients": 4, "model": model})
     return KTpFLClient(tasks.simulated_task(config, 1, 4, torch.device("cpu")), METHOD, KTpFLHParams(**hparams))
 
 

@@ -19,7 +19,7 @@ from PIL import Image
 
 from fedapp import registry, server_app
 from fedapp.client_app import app as client_app
-from fedapp.config import from_flat, resolve, write_toml
+from fedapp.config import from_flat, write_toml
 from fedapp.engines import deploy
 from fedapp.engines.local import resumed, run
 from fedapp.errors import BadRequest
@@ -162,7 +162,7 @@ def test_a_model_that_does_not_fit_the_images(tmp_path: Path) -> None:
 
 def test_a_site_has_the_very_data_of_the_client_in_simulation(tmp_path: Path) -> None:
     paths = sites.write(tmp_path)
-    config = resolve(from_flat({"clients": 3, "model": "digits-a,digits-b,digits-c"}))
+    config = from_flat({"clients": 3, "model": "digits-a,digits-b,digits-c"})
     for k, path in enumerate(paths):
         own = nodes.node_task(config, Node(k, data_path=str(path.parent)), CPU)
         simulated = tasks.simulated_task(config, k, 3, CPU)
@@ -246,7 +246,7 @@ def start(
     events: list[dict[str, Any]] = []
     settings: dict[str, Any] = {"method": "lgfedavg", "clients": 3, "num-server-rounds": 3}
     settings |= {"wait-timeout": 3.0, "round-timeout": 60.0, "out": str(tmp_path / "run")}
-    flat = resolve(from_flat(settings | values)).to_flat()
+    flat = from_flat(settings | values).to_flat()
     grid = Nodes(flat, configs, script)
     return server_app.serve(grid, flat, lambda e: events.append(dict(e))), grid, events
 
@@ -314,8 +314,8 @@ def test_a_dead_node_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:
         def get_node_ids(self) -> list[int]:
             return list(self.contexts)
 
-    flat = resolve(from_flat({"clients": 3, "num-server-rounds": 1, "local-epochs": 1, "batch-size": 64,
-                              "wait-timeout": 1.0, "out": str(tmp_path / "run")})).to_flat()  # fmt: skip
+    flat = from_flat({"clients": 3, "num-server-rounds": 1, "local-epochs": 1, "batch-size": 64,
+                              "wait-timeout": 1.0, "out": str(tmp_path / "run")}).to_flat()  # fmt: skip
     grid = Unaware(flat, THREE, lambda g, r: None)
     grid.offline = {12}
     assert server_app.serve(grid, flat)["ok"]
@@ -349,7 +349,7 @@ def test_own_data_give_the_numbers_of_the_simulation(tmp_path: Path) -> None:
         "model": models,
         "out": str(tmp_path / "simulated"),
     }
-    flat = resolve(from_flat(simulated)).to_flat()
+    flat = from_flat(simulated).to_flat()
     server_app.serve(LocalGrid(client_app, flat, 3), flat)
     for name in ("rounds.csv", "clients.csv", "final.csv"):
         real, wanted = pd.read_csv(tmp_path / "run" / name), pd.read_csv(tmp_path / "simulated" / name)
@@ -437,8 +437,8 @@ class Silent:
 
 def test_a_mirror_holds_what_the_log_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events: list[dict[str, Any]] = []
-    flat = resolve(from_flat({"clients": 2, "num-server-rounds": 2, "local-epochs": 1, "batch-size": 64,
-                              "out": str(tmp_path / "there")})).to_flat()  # fmt: skip
+    flat = from_flat({"clients": 2, "num-server-rounds": 2, "local-epochs": 1, "batch-size": 64,
+                              "out": str(tmp_path / "there")}).to_flat()  # fmt: skip
     grid = Nodes(flat, {1: share(0, 2), 2: share(1, 2)}, lambda g, r: None)
     server_app.serve(grid, flat, lambda e: (events.append(dict(e)), server_app.announce(e))[0])
     log = "a line\n" + capsys.readouterr().out
@@ -458,8 +458,8 @@ def test_a_mirror_holds_what_the_log_tells(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_the_run_directory_itself_is_not_mirrored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flat = resolve(from_flat({"clients": 1, "num-server-rounds": 1, "local-epochs": 1, "partition": "iid",
-                              "out": str(tmp_path / "run")})).to_flat()  # fmt: skip
+    flat = from_flat({"clients": 1, "num-server-rounds": 1, "local-epochs": 1, "partition": "iid",
+                              "out": str(tmp_path / "run")}).to_flat()  # fmt: skip
     server_app.serve(Nodes(flat, {1: share(0, 1)}, lambda g, r: None), flat, server_app.announce)
     before = (tmp_path / "run" / "progress.jsonl").read_bytes()
     followed = deploy.RemoteRun(tmp_path / "run", from_flat(flat), Silent())
@@ -468,7 +468,7 @@ def test_the_run_directory_itself_is_not_mirrored(tmp_path: Path, capsys: pytest
 
 
 def test_a_bad_end_is_told_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flat = resolve(from_flat({"clients": 1, "num-server-rounds": 1, "wait-timeout": 1.0, "out": str(tmp_path / "run")}))
+    flat = from_flat({"clients": 1, "num-server-rounds": 1, "wait-timeout": 1.0, "out": str(tmp_path / "run")})
     with pytest.raises(BadRequest):
         server_app.serve(Nodes(flat.to_flat(), {1: {"client-id": 5}}, lambda g, r: None), flat.to_flat(),
                          server_app.announce)  # fmt: skip

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from fedapp import server_app
 from fedapp.cli import app
 from fedapp.client_app import app as client_app
-from fedapp.config import from_flat, resolve
+from fedapp.config import from_flat
 from fedapp.errors import BadRequest
 from fedapp.learning.evaluation import evaluate
 from fedapp.results import predict
@@ -34,7 +34,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **values: Any) -> P
     """Train two nodes for two rounds; returns the state folder of client 1."""
     monkeypatch.setenv("FEDAPP_STATE", str(tmp_path / "state"))
     settings = {"clients": 2, "num-server-rounds": 2, "local-epochs": 1, "out": str(tmp_path / "run"), **values}
-    flat = resolve(from_flat(settings)).to_flat()
+    flat = from_flat(settings).to_flat()
     server_app.serve(Real(client_app, flat, 2), flat)
     return tmp_path / "state" / "run" / "1"
 
@@ -54,7 +54,7 @@ def test_the_kept_models_score_what_the_run_says(
     import pandas as pd
 
     folder = trained(tmp_path, monkeypatch, **values)
-    task = tasks.simulated_task(resolve(from_flat({"clients": 2, **values})), 1, 2, torch.device("cpu"))
+    task = tasks.simulated_task(from_flat({"clients": 2, **values}), 1, 2, torch.device("cpu"))
     final = pd.read_csv(tmp_path / "run" / "final.csv").set_index("client")
     for name, protocol in (("personal", "trained"), ("received", "received")):
         found = predict.load(folder / f"{name}.safetensors")

@@ -16,7 +16,7 @@ from flwr.app import Error, Message, RecordDict
 
 from fedapp import process, server_app
 from fedapp.client_app import app as client_app
-from fedapp.config import from_flat, resolve
+from fedapp.config import from_flat
 from fedapp.transport import client_manager as federation
 from fedapp.transport.client_manager import RoundFailed
 from fedapp.transport.local_grid import LocalGrid
@@ -61,7 +61,7 @@ def test_other_errors_are_left_alone() -> None:
 
 def run(tmp_path: Path, grid: type[LocalGrid] = LocalGrid) -> None:
     values = {"method": "fedavg", "clients": 3, "num-server-rounds": 1, "local-epochs": 1, "out": str(tmp_path / "run")}
-    flat = resolve(from_flat(values)).to_flat()
+    flat = from_flat(values).to_flat()
     server_app.serve(grid(client_app, flat, 3), flat)
 
 

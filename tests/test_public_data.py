@@ -36,7 +36,7 @@ def _method_with_public_set(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def _config(**settings: object) -> RunConfig:
     values = {"method": "with_public", "dataset": "digits", "clients": 5, **settings}
-    return configuration.resolve(configuration.from_flat({k.replace("_", "-"): v for k, v in values.items()}))
+    return configuration.from_flat({k.replace("_", "-"): v for k, v in values.items()})
 
 
 def test_hold_back_takes_the_same_share_of_every_client() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from fedapp import server_app
 from fedapp.client_app import app as client_app
-from fedapp.config import from_flat, resolve
+from fedapp.config import from_flat
 from fedapp.engines.local import RunResult, run
 from fedapp.errors import BadRequest
 from fedapp.learning.state import read_safetensors
@@ -34,7 +34,7 @@ def test_a_refused_resume_leaves_the_finished_run_as_it_was(tiny: Tiny) -> None:
 def test_nodes_that_were_counted_stay_counted(tmp_path: Path) -> None:
     """`clients = 0` becomes the number that was found, so that a resumed run deals the data as before."""
     values = {"method": "local", "num-server-rounds": 1, "local-epochs": 1, "out": str(tmp_path / "run")}
-    flat = resolve(from_flat(values)).to_flat()
+    flat = from_flat(values).to_flat()
     server_app.serve(LocalGrid(client_app, flat, 3), flat)
     resumed = run(resume=tmp_path / "run", rounds=2)
     assert resumed.summary["clients"] == 3 and list(resumed.rounds["clients"]) == [3, 3]
@@ -91,7 +91,7 @@ def test_the_servers_threads_are_its_own(tmp_path: Path) -> None:
         "method": "local", "num-server-rounds": 1, "local-epochs": 1, "clients": 2, "server-threads": 2,
         "out": str(tmp_path / "run"),
     }  # fmt: skip
-    flat = resolve(from_flat(values)).to_flat()
+    flat = from_flat(values).to_flat()
     before = torch.get_num_threads()
     try:
         server_app.serve(Watched(client_app, flat, 2), flat)
@@ -116,7 +116,7 @@ def test_a_later_fault_of_the_server_is_not_blamed_on_an_earlier_client(tmp_path
         "method": "lgfedavg", "clients": 3, "num-server-rounds": 3, "local-epochs": 1, "batch-size": 64,
         "min-replies": 0.6, "out": str(tmp_path / "run"),
     }  # fmt: skip
-    flat = resolve(from_flat(values)).to_flat()
+    flat = from_flat(values).to_flat()
 
     class Later(Faulty):
         def push_messages(self, messages):  # type: ignore[no-untyped-def]

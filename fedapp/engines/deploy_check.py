@@ -290,7 +290,7 @@ def _node(text: str, values: Mapping[str, Any], folders: dict[str, Path]) -> Ite
         "node-config", OK, f"client {node.client}, {'own data' if node.own else f'share of {node.partitions}'}"
     )
     try:
-        config = configuration.resolve(configuration.from_flat(dict(values)))
+        config = configuration.from_flat(dict(values))
         task = nodes.node_task(config, node, process.device())
     except BadRequest as e:
         yield Finding("data and model", FAIL, str(e), "as it says")

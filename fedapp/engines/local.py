@@ -19,7 +19,7 @@ Listener = Callable[[Mapping[str, Any]], None]
 
 def effective(values: Mapping[str, Any]) -> RunConfig:
     """Make the effective configuration of a simulation: `auto` resolved, number of clients set, paths absolute."""
-    config = configuration.resolve(configuration.from_flat({**values, "resume": False}))
+    config = configuration.from_flat({**values, "resume": False})
     config.check_simulation()
     if config.clients == 0:
         config = config.replaced(clients=DEFAULT_CLIENTS)
@@ -42,8 +42,11 @@ def prepare(values: Mapping[str, Any], out: Path | None) -> RunConfig:
     ------
     BadRequest : a value, the data or the directory would make the run fail later.
     """
-    config = effective(values)
-    resume = bool(values.get("resume", False))
+    return placed(effective(values), out, resume=bool(values.get("resume", False)))
+
+
+def placed(config: RunConfig, out: Path | None, *, resume: bool) -> RunConfig:
+    """Check an effective configuration against data, models and run directory, and return it with its `out`."""
     if out is not None:
         out = absolute(out)
     tasks.check(config, config.clients)
@@ -70,7 +73,7 @@ def run_local(config: RunConfig, listener: Listener | None = None) -> RunResult:
     from fedapp.server_app import serve
     from fedapp.transport.local_grid import LocalGrid
 
-    flat = config.to_flat()
+    flat = configuration.for_context(config)
     serve(LocalGrid(client_app, flat, config.clients), flat, listener)
     return read_run(Path(config.out))
 

@@ -115,7 +115,7 @@ def what_leaves(config: RunConfig) -> list[str]:
     method, hparams = config.method_and_hparams()
     lines = []
     half = config.wire_dtype == "fp16"
-    for name in dict.fromkeys(configuration.resolve(config).model_names):
+    for name in dict.fromkeys(config.model_names):
         client: type[FedClient] = method.client
         model = client.build_model(
             ModelSpec(name, data.dataset.num_classes, data.inputs.channels, data.inputs.size, 0), hparams
@@ -149,25 +149,23 @@ def run_and_report(
 ) -> int:
     """Run one configuration as a simulation and print its results; return the exit code."""
     chosen: ClientResources | None = None
-    probe = configuration.from_flat({**values, "resume": False})
+    config = engines.effective(values)
     if engine == "ray":  # wrong numbers are refused before any data is loaded
-        chosen = resources.choose_resources(probe.clients or engines.DEFAULT_CLIENTS, client_cpus, client_gpus)
+        chosen = resources.choose_resources(config.clients, client_cpus, client_gpus)
     elif client_cpus is not None or client_gpus is not None:
         raise BadRequest("--client-cpus and --client-gpus go with --engine ray; the local engine runs clients in turn")
     if dry_run:
-        config = configuration.resolve(probe)
-        config = config.replaced(clients=config.clients or engines.DEFAULT_CLIENTS)
         tasks.check(config, config.clients)
         print_config(config)
         typer.echo("\n".join(what_leaves(config)))
         if chosen is not None:
             typer.echo(proposed([config], client_cpus, client_gpus).text)
         return 0
-    config = engines.prepare(values, out)
+    config = engines.placed(config, out, resume=bool(values.get("resume", False)))
     folder = Path(config.out)
     data = tasks.federated(config, config.clients)
     typer.echo(data_card(data.dataset, data.partition).text(), err=True)
-    typer.echo(auto_text(configuration.from_flat(values), config), err=True)
+    typer.echo(auto_text(values, config), err=True)
     if chosen is not None:
         chosen = proposed([config], client_cpus, client_gpus)
         typer.echo(chosen.text, err=True)
@@ -218,11 +216,10 @@ def proposed(configs: Sequence[RunConfig], cpus: int | None = None, gpus: float 
     return resources.choose_resources(clients, cores, needs=needs)
 
 
-def auto_text(given: RunConfig, used: RunConfig) -> str:
-    """List in one line the values that `auto` stood for."""
-    pairs = [
-        f"{k} = {v}" for k, v in used.to_flat().items() if given.to_flat()[k] == "auto" and v != "auto" and k != "split"
-    ]
+def auto_text(given: Mapping[str, Any], used: RunConfig) -> str:
+    """List in one line the values that `auto` stood for, among the given keys and the defaults of the others."""
+    asked = {**configuration.DEFAULTS, **given}
+    pairs = [f"{k} = {v}" for k, v in used.to_flat().items() if asked[k] == "auto" and v != "auto" and k != "split"]
     return "auto: " + ", ".join(pairs) if pairs else "auto: every value was given"
 
 

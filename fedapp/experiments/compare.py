@@ -166,10 +166,10 @@ def parse_partition(text: str) -> dict[str, Any]:
 def settings_of(values: Mapping[str, Any], datasets: Sequence[str], partitions: Sequence[str]) -> list[Setting]:
     """Return all pairs of data sets and partitions; those of `values` where none is named."""
     settings = []
-    for dataset in datasets or [str(values.get("dataset", configuration.defaults()["dataset"]))]:
+    for dataset in datasets or [str(values.get("dataset", configuration.DEFAULTS["dataset"]))]:
         for text in partitions or [""]:
             chosen = {"dataset": dataset, **(parse_partition(text) if text else {})}
-            flat = {**configuration.defaults(), **values, **chosen}
+            flat = {**configuration.DEFAULTS, **values, **chosen}
             folder = f"{dataset}-{flat['partition']}"
             if key := PARTITION_PARAMETER.get(flat["partition"]):
                 folder += f"-{flat[key]:g}"
@@ -241,7 +241,7 @@ def _pairs(text: str) -> dict[str, str]:
 def _check_widths(config: RunConfig) -> None:
     """Refuse architectures whose heads do not fit together before clients register and the server notices."""
     method, hparams = config.method_and_hparams()
-    widths = {head_width(name) for name in configuration.resolve(config).model_names}
+    widths = {head_width(name) for name in config.model_names}
     if len(widths) > 1 and method.same_width and (method.shared_prefixes(hparams) or method.extra_up):
         raise BadRequest(
             f"the models of {config.model} have features of widths {sorted(widths)}, but heads or representations are "

@@ -225,7 +225,7 @@ def scaled(values: Mapping[str, Any], scale: float) -> tuple[dict[str, Any], str
         raise BadRequest(f"--scale {scale:g}: give more than 0 and at most 1 (the recipe unchanged)")
     if scale == 1:
         return dict(values), "scale 1: nothing is changed"
-    before = {**configuration.defaults(), **values}
+    before = {**configuration.DEFAULTS, **values}
 
     def times(key: str, least: int) -> int:
         return max(min(least, int(before[key])), round(int(before[key]) * scale))

@@ -376,7 +376,7 @@ def _warnings(run: RunResult) -> Iterable[Part]:
 
 
 def _configuration(run: RunResult) -> Iterable[Part]:
-    defaults = configuration.defaults()
+    defaults = configuration.DEFAULTS
     own, usual = [], []
     for key, value in run.flat.items():
         if key in defaults and value == defaults[key]:

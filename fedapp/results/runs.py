@@ -154,7 +154,7 @@ class RunResult:
     @cached_property
     def _accepted(self) -> tuple[RunConfig | None, str]:
         try:
-            return configuration.resolve(configuration.from_flat({**self.flat, "resume": False})), ""
+            return configuration.from_flat({**self.flat, "resume": False}), ""
         except BadRequest as e:
             return None, str(e)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedapp import sampling
-from fedapp.config import RunConfig, resolve
+from fedapp.config import RunConfig
 from fedapp.data import datasets, partitions
 from fedapp.data.datasets import Dataset, UInt8
 from fedapp.data.partitions import Partition
@@ -139,7 +139,7 @@ def check(config: RunConfig, clients: int) -> FederatedData:
     BadRequest : they do not; says what to change.
     """
     data = federated(config, clients)
-    for name in resolve(config).model_names:
+    for name in config.model_names:
         check_model(name, channels=data.inputs.channels, size=data.inputs.size)
     if config.precision == "bf16" and not bf16_works():
         place = "GPU" if torch.cuda.is_available() else "processor"
@@ -189,7 +189,7 @@ def assemble(
         seed=config.seed,
         num_classes=num_classes,
         inputs=inputs,
-        model=resolve(config).model_of(client),
+        model=config.model_of(client),
         x_train=train[0],
         y_train=train[1],
         x_test=test[0],
