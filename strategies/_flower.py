@@ -8,7 +8,7 @@ register, so a node's client id is its place in the order in which nodes were fi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from logging import INFO, WARNING
 from typing import Any
 
@@ -154,14 +154,14 @@ class FlowerLoop(FedAvg):
     def _checked(self, replies: Iterable[Message], kind: str) -> Iterator[tuple[Reply, RecordDict]]:
         """Yield good replies with their content, in the order of client ids; log why another one does not count."""
         assert self._state is not None
-        expected = self._maths.expected({n: a.shape for n, a in self._initial.items()}) if kind == "train" else {}
+        expected = self._shared() if kind == "train" else {}
         arrived = sorted(enumerate(replies), key=lambda item: self._clients[item[1].metadata.src_node_id])
         for arrival, message in arrived:
             client = self._clients[message.metadata.src_node_id]
             try:
                 reply, content = self._reply(message, client, kind, arrival, list(expected))
                 problem = reject(reply.arrays, expected, {"num-examples": reply.num_samples})
-                problem = problem or self._maths._check(self._state, reply)
+                problem = problem or self._undeclared(reply, expected) or self._maths.check(self._state, reply)
             except (KeyError, TypeError, ValueError) as e:
                 problem = str(e)
             if problem:
@@ -185,6 +185,19 @@ class FlowerLoop(FedAvg):
             raise ValueError(f"the reply has no '{self.weighted_by_key}'")
         sent = sum(a.nbytes for a in arrays.values())
         return Reply(client, int(metrics[self.weighted_by_key]), arrays, metrics, sent, kind, arrival), content
+
+    def _shared(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the arrays that a reply must hold: the head, or all where the method shares the model.
+
+        The model of a foreign app need not call its trunk `features`.
+        """
+        shapes = {name: array.shape for name, array in self._initial.items()}
+        whole = "features." in self.method.up_prefixes(self.hparams)
+        return shapes if whole else dict(self._maths.expected(shapes))
+
+    def _undeclared(self, reply: Reply, expected: Mapping[str, Any]) -> str | None:
+        names = [n for n in reply.arrays if n not in expected and not self.method.allows(n)]
+        return f"'{names[0]}' is not in what {self.method.id} shares" if names else None
 
     def _record(self) -> ArrayRecord:
         """Return the global model, or what the client with the lowest id would get next."""

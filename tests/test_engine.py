@@ -21,8 +21,10 @@ from fedapp.engines.local import RunResult, run
 from fedapp.errors import BadRequest
 from fedapp.learning.state import ClientStore, read_safetensors
 from fedapp.learning.task import ModelSpec, Task
+from fedapp.method import BaseHParams, Payload
 from fedapp.models import SplitModel
 from strategies.fedavg import METHOD as FEDAVG
+from tests.handmade import digit_tasks
 
 Tiny = Callable[..., RunResult]
 
@@ -232,3 +234,23 @@ def test_bf16_is_refused_where_it_is_only_imitated(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Path, "read_text", lambda self, **_: "flags: avx2" if self.name == "cpuinfo" else "")
     with pytest.raises(BadRequest, match="this processor has no fast bfloat16; use fp32"):
         run(**settings)
+
+
+def test_private_arrays_survive_where_the_server_sends_the_whole_model(tmp_path: Path) -> None:
+    """`self.own` is restored whatever the payload holds; the stored model is not read where the server sends one."""
+    seen: list[float] = []
+
+    class Counting(FedClient):
+        def before_training(self, payload: Payload) -> None:
+            seen.append(float(self.own.get("rounds", np.zeros(1))[0]))
+            self.own["rounds"] = np.array([seen[-1] + 1])
+
+    task = digit_tasks(1)[0]
+    whole = FEDAVG.client.initial_arrays(task.spec(0), FEDAVG, BaseHParams(), "global")
+    for server_round in (1, 2, 3):
+        client = Counting(task, FEDAVG, BaseHParams(), ClientStore(tmp_path, "fedavg", "abc"))
+        client.train_round(Payload(arrays=whole), server_round)
+    assert seen == [0.0, 1.0, 2.0]
+    again = Counting(task, FEDAVG, BaseHParams(), ClientStore(tmp_path, "fedavg", "abc"))
+    again.train_round(Payload(arrays=whole), 3)
+    assert seen[-1] == 2.0, "a repeated round starts from what the round before left"

@@ -19,7 +19,7 @@ from fedapp.method import BaseHParams
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
 from strategies import cwfedavg, fedavg
 
-SHAPES = {"features.w": (4, 3), "head.weight": (3, 4), "head.bias": (3,)}
+SHAPES = {"conv.weight": (4, 3), "head.weight": (3, 4), "head.bias": (3,)}
 SIZES = (10, 30, 60)
 
 
@@ -38,7 +38,7 @@ class Foreign(NumPyClient):
         return norm, self.size, {"seen": float(config.get("split", -1.0))}
 
 
-def client_app(bad: int = -1) -> ClientApp:
+def client_app(bad: int = -1, extra: int = -1) -> ClientApp:
     """The usual adapter of a NumPyClient to Flower's messages."""
     app = ClientApp()
 
@@ -54,6 +54,8 @@ def client_app(bad: int = -1) -> ClientApp:
         if context.node_config["partition-id"] == bad:
             out[0][0, 0] = np.nan
         record = ArrayRecord({n: Array(a) for n, a in zip(SHAPES, out)})
+        if context.node_config["partition-id"] == extra:
+            record["optimizer"] = Array(np.zeros(1, np.float32))
         content = RecordDict({"arrays": record, "metrics": MetricRecord({"num-examples": size, **metrics})})
         return Message(content, reply_to=message)
 
@@ -133,11 +135,10 @@ def test_fedavg_is_flowers_fedavg_to_rounding() -> None:
 def test_a_bad_reply_does_not_count_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     strategy = fedavg.METHOD.strategy(fedavg.METHOD, BaseHParams())
     with caplog.at_level(logging.WARNING, logger="flwr"):
-        result = strategy.start(LocalGrid(client_app(bad=2), {}, 3), initial(), num_rounds=1)
-    steps = [Foreign(k).step for k in range(2)]
-    expected = 0.5 + np.average([s[2] for s in steps], axis=0, weights=SIZES[:2])
-    np.testing.assert_allclose(values(result.arrays)["head.bias"], expected, rtol=1e-5)
-    assert "client 2" in caplog.text and "NaN" in caplog.text
+        result = strategy.start(LocalGrid(client_app(bad=2, extra=0), {}, 3), initial(), num_rounds=1)
+    np.testing.assert_allclose(values(result.arrays)["head.bias"], 0.5 + Foreign(1).step[2], rtol=1e-5)
+    assert "client 2 to train does not count: 'conv.weight' contains NaN" in caplog.text
+    assert "client 0 to train does not count: 'optimizer' is not in what fedavg shares" in caplog.text
 
 
 def test_a_fraction_of_the_clients_is_sampled_by_the_seed() -> None:
