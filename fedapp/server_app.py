@@ -28,7 +28,7 @@ from fedapp.learning.evaluation import Scores, evaluate
 from fedapp.learning.metrics import client_row, mean, summarise
 from fedapp.learning.state import write_safetensors
 from fedapp.learning.task import ModelSpec
-from fedapp.method import Array, Arrays, Method, Scalar, Scored, ServerContext, ServerState
+from fedapp.method import Array, Arrays, Scalar, Scored, ServerContext, ServerState
 from fedapp.results.directory import (
     ANNOUNCED,
     RunDirectory,
@@ -59,22 +59,22 @@ def main(grid: Grid, context: Context) -> None:
 
 
 def _simulated(grid: Grid) -> bool:
-    """Whether the grid is a simulation's (or in this process): both let their pace be set."""
+    """Whether the grid belongs to a simulation or to this process: only those let their polling interval be set."""
     return hasattr(grid, "pull_interval")
 
 
 def announce(event: Mapping[str, Any]) -> None:
-    """Print an event as one line for whoever follows the run's log from another machine."""
+    """Print an event as one line, for a client that follows the run's log from another machine."""
     sys.stdout.write(f"{ANNOUNCED}{json.dumps(clean(event))}\n")
 
 
 def default_out(config: RunConfig) -> Path:
-    """Make the folder of a run where `out` is not given: never below the one that a SuperLink happens to run in."""
+    """Make a run directory where `out` is not given; it does not depend on the folder that the SuperLink runs in."""
     return new_folder(Path(os.environ.get("FEDAPP_RUNS") or Path.home() / "fedapp-runs"), run_name(config))
 
 
 def place(config: RunConfig) -> Path:
-    """Return the run directory. With `FEDAPP_RUNS` the SuperLink's owner decides below which folder all of them lie.
+    """Return the run directory. With `FEDAPP_RUNS` the owner of the SuperLink keeps all of them below one folder.
 
     Raises
     ------
@@ -97,7 +97,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any], event: Event | None = None)
     Raises
     ------
     BadRequest : found before anything is trained.
-    Exception : the run did not end well; `error.json` and `summary.json` (`ok: false`) say why.
+    Exception : the run failed; `error.json` and `summary.json` (`ok: false`) say why.
     """
     out: Path | None = None
     run: Run | None = None
@@ -111,7 +111,8 @@ def serve(grid: Grid, run_config: Mapping[str, Any], event: Event | None = None)
                 run = Run(grid, config.replaced(out=str(out)), out, event)
                 return run.go()
             except BaseException as e:
-                refused = config.resume and run is None  # nothing was begun: what the earlier run left stays
+                # A resume that is refused before it begins leaves the files of the earlier run as they are.
+                refused = config.resume and run is None
                 if out.is_dir() and not refused and not isinstance(e, KeyboardInterrupt):
                     entry = _entry(e, run)
                     write_json(out / "error.json", entry)
@@ -124,7 +125,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any], event: Event | None = None)
 
 
 def _entry(e: BaseException, run: Run | None) -> dict[str, Any]:
-    """Describe a bad end: the first error, with the client's own traceback where a client was the cause."""
+    """Describe a failure: the first error, with the client's own traceback where a client caused it."""
     bad = isinstance(e, BadRequest)
     entry: dict[str, Any] = {
         "message": str(e) if bad or isinstance(e, RoundFailed) else f"{type(e).__name__}: {e}",
@@ -142,7 +143,7 @@ def _entry(e: BaseException, run: Run | None) -> dict[str, Any]:
 
 
 class Run(Callbacks):
-    """One run: builds everything, then watches the strategy and writes results."""
+    """One run: it builds everything, hands control to the strategy, and writes results as rounds finish."""
 
     def __init__(self, grid: Grid, config: RunConfig, out: Path, event: Event | None) -> None:
         process.prepare(config.server_threads)
@@ -180,7 +181,7 @@ class Run(Callbacks):
     # ---- before round 1 ------------------------------------------------------------------------------------------
 
     def tell(self, event: dict[str, Any]) -> None:
-        """Pass an event on to the run directory and whoever listens."""
+        """Write an event to the run directory and pass it to the listener, if there is one."""
         self.directory.event(event)
         if self.listener is not None:
             self.listener(event)
@@ -228,7 +229,7 @@ class Run(Callbacks):
         return self._finish(state)
 
     def _data(self) -> None:
-        """Load the data where the server has them: the data card, and the central test set for the `global` score."""
+        """Load the data if the server has them: for the data card, and for the test set of the `global` score."""
         self.central: tuple[torch.Tensor, torch.Tensor] | None = None
         self.inputs: InputSpec | None = None
         self.about: dict[str, object] = {}
@@ -240,7 +241,9 @@ class Run(Callbacks):
         except BadRequest as e:
             if self.simulation:
                 raise
-            self.tell({"kind": "warning", "text": f"no data card and no global score, the server lacks the data: {e}"})
+            self.tell(
+                {"kind": "warning", "text": f"no data card and no global score, because the server lacks the data: {e}"}
+            )
             return
         self.inputs = data.inputs
         self.about = {"scale": data.inputs.scale, "mean": list(data.inputs.mean), "std": list(data.inputs.std)}
@@ -249,8 +252,8 @@ class Run(Callbacks):
         saved = self.out / "partition.npz"
         if self.done and saved.is_file() and partitions.Partition.load(saved).hash != data.partition.hash:
             raise BadRequest(
-                f"the data are not dealt as in rounds 1 to {self.done} (another number of clients, or other files in "
-                f"data-dir): resume with what {self.out / 'config.toml'} says, or start a new run"
+                f"the data are split differently from rounds 1 to {self.done} (another number of clients, or other files "
+                f"in data-dir): resume with the settings of {self.out / 'config.toml'}, or start a new run"
             )
         data.partition.save(saved)
         write_json(self.out / "data_card.json", card.to_dict())
@@ -292,10 +295,10 @@ class Run(Callbacks):
         scalars = self.strategy.send(state, 0, self.infos[0].client).scalars
         self.global_scores = self._scores(arrays, scalars)
 
-    # ---- what happens --------------------------------------------------------------------------------------------
+    # ---- callbacks ---------------------------------------------------------------------------------------------------
 
     def after_round(self, result: RoundResult, state: ServerState) -> bool:
-        """Write a round: tables, models, checkpoint; says whether to go on."""
+        """Write tables, models and checkpoint of a round; return whether to go on."""
         config, traffic, server_round = self.config, result.traffic, result.round
         protocols = [p for p in config.measured if p != "global"]
         rows = {c: client_row(m, protocols) for c, m in sorted(result.metrics.items())}
@@ -327,7 +330,7 @@ class Run(Callbacks):
         return not self._patience_is_over()
 
     def _patience_is_over(self) -> bool:
-        """Whether the training loss has not fallen for `patience` rounds; remembers why the run stops."""
+        """Whether the training loss has not fallen for `patience` rounds; if so, note why the run stops."""
         patience = self.config.patience
         if not patience or self.extra["since"] < patience:
             return False
@@ -335,9 +338,15 @@ class Run(Callbacks):
         return True
 
     def published(self, state: ServerState) -> Arrays | None:
-        """The server's arrays that are kept as a model: the global one, else what is shared, or None."""
+        """Return the server's arrays that are kept as a model: the global one, else what is shared, or None."""
         arrays = self.strategy.global_arrays(state) or state.get("model")
         return dict(arrays) if isinstance(arrays, dict) and arrays else None
+
+    def _model_header(self) -> dict[str, object]:
+        """Return what a stored model needs so that it can be built again and used."""
+        config, spec = self.config, self.spec
+        shape = {"num_classes": spec.num_classes, "channels": spec.channels, "size": spec.size}
+        return {"method": config.method, "method-args": config.method_args, "model": spec.name, **shape, **self.about}
 
     def has_evaluation(self, server_round: int) -> bool:
         """Whether `evaluations.csv` holds the evaluation after `server_round`."""
@@ -347,7 +356,7 @@ class Run(Callbacks):
     def _models(self, state: ServerState, row: Mapping[str, Any]) -> None:
         """Keep the server's arrays of the last round, and the best ones that were scored.
 
-        `global` scores what the round made; where there is none, `received` scores what the round had sent.
+        `global` scores what the round produced. Where there is no such score, `received` scores what the round sent.
         """
         made, sent = self.published(state), self.sent
         self.sent = made
@@ -357,12 +366,7 @@ class Run(Callbacks):
         key = "global_accuracy" if scored_now else "received_accuracy"
         scored = made if scored_now else sent
         value = row.get(key, math.nan)
-        header: dict[str, object] = {
-            "method": self.config.method,
-            "method-args": self.config.method_args,
-            "model": self.spec.name,
-        }
-        header.update(num_classes=self.spec.num_classes, channels=self.spec.channels, size=self.spec.size, **self.about)
+        header = self._model_header()
         write_safetensors(self.out / "models" / "last.safetensors", made, {**header, "round": row["round"]})
         best = self.extra["best"]
         if scored is not None and not math.isnan(value) and (best is None or value > best):
@@ -409,15 +413,11 @@ class Run(Callbacks):
             if self.global_scores is not None:
                 self.final["global_accuracy"] = self.global_scores.accuracy
                 self.final["global_balanced"] = self.global_scores.balanced
-        arrays = self.strategy.global_arrays(state) or state.get("model")
-        if isinstance(arrays, dict) and arrays:
-            header: dict[str, object] = {"method": self.config.method, "model": self.spec.name, "final": True}
-            header["method-args"] = self.config.method_args
-            header["scalars"] = dict(self.strategy.send(state, 0, self.infos[0].client).scalars)
-            header.update(
-                num_classes=self.spec.num_classes, channels=self.spec.channels, size=self.spec.size, **self.about
-            )
-            write_safetensors(self.out / "models" / "last.safetensors", dict(arrays), header)
+        arrays = self.published(state)
+        if arrays is not None:
+            scalars = dict(self.strategy.send(state, 0, self.infos[0].client).scalars)
+            header = {**self._model_header(), "final": True, "scalars": scalars}
+            write_safetensors(self.out / "models" / "last.safetensors", arrays, header)
         final = self.directory.table("final.csv")
         tests = [int(v) for v in final.get("received_total", final.get("trained_total", [])) if not math.isnan(v)]
         weight = rounds["clients"].sum() or 1
@@ -449,6 +449,3 @@ class Run(Callbacks):
 
 def _whole(value: float) -> float | int:
     return int(value) if float(value).is_integer() else float(value)
-
-
-__all__ = ["Method", "Run", "app", "main", "serve"]
