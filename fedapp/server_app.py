@@ -252,8 +252,8 @@ class Run(Callbacks):
         saved = self.out / "partition.npz"
         if self.done and saved.is_file() and partitions.Partition.load(saved).hash != data.partition.hash:
             raise BadRequest(
-                f"the data are split differently from rounds 1 to {self.done} (another number of clients, or other files "
-                f"in data-dir): resume with the settings of {self.out / 'config.toml'}, or start a new run"
+                f"the data are split differently from rounds 1 to {self.done} (another number of clients, or other "
+                f"files in data-dir): resume with the settings of {self.out / 'config.toml'}, or start a new run"
             )
         data.partition.save(saved)
         write_json(self.out / "data_card.json", card.to_dict())
