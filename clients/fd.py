@@ -76,7 +76,7 @@ class FDClient(ClassMeansClient):
     @torch.no_grad()
     def rows_of(self, representations: Tensor) -> Tensor:
         """Return the outputs (n, C) that are averaged."""
-        logits = self.model.classify(representations).float()
+        logits = self.model.classify(representations)
         return soften(logits) if self.hparams.output == "softmax" else logits
 
     def receive(self, payload: Payload) -> None:

@@ -54,9 +54,8 @@ class FedAMPClient(FedClient):
 
     def receive(self, payload: Payload) -> None:
         """Take u_i over; set the own model aside where training starts from it."""
-        self.left = None
-        if self.hparams.start == "own" and self._loaded is not None:
-            self.left = selection.everything(self.model)
+        own = self.hparams.start == "own" and self._loaded is not None
+        self.left = selection.everything(self.model) if own else None
         super().receive(payload)
 
     def before_training(self, payload: Payload) -> None:

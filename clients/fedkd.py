@@ -99,7 +99,6 @@ class FedKDClient(MutualClient):
 
     def before_training(self, payload: Payload) -> None:
         """Take W_h from the private state, or draw it as a linear layer's weights are drawn."""
-        super().before_training(payload)
         if "hidden_map" not in self.own:
             bound = 1 / math.sqrt(self.small.width)
             drawn = torch.rand(self.model.width, self.small.width, generator=self.generator("hidden map"))

@@ -68,13 +68,13 @@ def variance_loss(logits: Tensor) -> Tensor:
     """
     if len(logits) < 2:
         return logits.new_zeros(())
-    with torch.autocast(logits.device.type, enabled=False):
-        # softmax in float32: in half precision the spread of small probabilities would be rounding.
-        probabilities = F.softmax(logits, dim=1, dtype=torch.promote_types(logits.dtype, torch.float32))
-        gamma = 1 / math.sqrt(logits.shape[1])
-        # The root of a subnormal variance has an infinite derivative: below a deviation of 1e-6 a class counts as
-        # constant. Nothing is lost, since a probability that small moves its logit no more.
-        return F.relu(gamma - probabilities.var(dim=0).clamp_min(1e-12).sqrt()).mean()
+    # softmax in float32: in half precision the spread of small probabilities would be rounding. Autocast leaves the
+    # operations below in the precision of their input.
+    probabilities = F.softmax(logits, dim=1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    gamma = 1 / math.sqrt(logits.shape[1])
+    # The root of a subnormal variance has an infinite derivative: below a deviation of 1e-6 a class counts as
+    # constant. Nothing is lost: a probability that small hardly moves its logit.
+    return F.relu(gamma - probabilities.var(dim=0).clamp_min(1e-12).sqrt()).mean()
 
 
 def uniformity_loss(z: Tensor) -> Tensor:
@@ -92,10 +92,10 @@ def uniformity_loss(z: Tensor) -> Tensor:
     """
     if len(z) < 2:
         return z.new_zeros(())
-    with torch.autocast(z.device.type, enabled=False):
-        squared = F.pdist(z.to(torch.promote_types(z.dtype, torch.float32))).square()
-        with torch.no_grad():
-            median = torch.where(squared > 0, squared, torch.nan).nanmedian()  # NaN where all rows are equal
-            spread = median.isfinite()
-        potential = torch.exp(-squared / torch.where(spread, median, 1.0)).mean()
-        return potential * spread
+    squared = F.pdist(z.to(torch.promote_types(z.dtype, torch.float32))).square()  # (B (B - 1) / 2,), every pair once
+    with torch.no_grad():
+        median = torch.where(squared > 0, squared, torch.nan).nanmedian()  # NaN where all rows are equal
+        spread = median.isfinite()
+    # No branch on `spread`: that would wait for the device.
+    potential = torch.exp(-squared / torch.where(spread, median, 1.0)).mean()
+    return potential * spread

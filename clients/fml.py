@@ -49,12 +49,11 @@ def mutual_losses(z_l: Tensor, z_m: Tensor, y: Tensor, hparams: FMLHParams) -> t
     """
     a, b, reduction = hparams.alpha, hparams.beta, hparams.divergence
     local, meme = F.cross_entropy(z_l, y), F.cross_entropy(z_m, y)
-    # A weight of one leaves the plain loss, to the last bit.
-    if a < 1:
-        local = a * local + (1 - a) * divergence(z_m, z_l, reduction=reduction)
-    if b < 1:
-        meme = b * meme + (1 - b) * divergence(z_l, z_m, reduction=reduction)
-    return local, meme
+    # `divergence` takes its first argument as a constant, so each loss moves one model alone.
+    return (
+        a * local + (1 - a) * divergence(z_m, z_l, reduction=reduction),  # Eq. 4
+        b * meme + (1 - b) * divergence(z_l, z_m, reduction=reduction),  # Eq. 5
+    )
 
 
 class FMLClient(MutualClient):

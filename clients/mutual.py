@@ -67,7 +67,10 @@ class MutualClient(FedClient):
     small: SplitModel
 
     def receive(self, payload: Payload) -> None:
-        """Set up the small model with the server's arrays; the private model stays as it is."""
+        """Set up the small model with the server's arrays; the private model stays as it is.
+
+        The small model is built anew, which leaves it in training mode; no score is taken of it.
+        """
         spec = self.task.spec(0)
         self.small = build_small(
             self.hparams, num_classes=spec.num_classes, channels=spec.channels, size=spec.size, seed=0
@@ -76,7 +79,7 @@ class MutualClient(FedClient):
         missing = [name for name in selection.shared_names(self.small, ALL) if name not in arrays]
         if missing:
             raise ValueError(
-                f"the server sent no '{SMALL}{missing[0]}' ({len(missing)} arrays of the small model miss)"
+                f"the server sent no '{SMALL}{missing[0]}' ({len(missing)} arrays of the small model are missing)"
             )
         selection.merge(self.small, arrays)
         self.small.to(self.device)
@@ -84,10 +87,6 @@ class MutualClient(FedClient):
     def received_small(self, payload: Payload) -> Arrays:
         """Return the small model's arrays that a payload stands for, by wire name."""
         return stripped(payload.all())
-
-    def before_training(self, payload: Payload) -> None:
-        """Put the small model into training mode, as the loop does with the private one."""
-        self.small.train()
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """Optimise both models."""

@@ -108,7 +108,7 @@ class CFL(FedStrategy):
             updates[client] = _difference(reply.arrays, clusters[home])
             seen[client] = server_round
         for c in sorted(members):
-            if not all(i in updates and self._fresh(server_round, seen[i], born[c]) for i in members[c]):
+            if not all(i in updates for i in members[c]):
                 continue
             inner = gram([updates[i] for i in members[c]])
             norms = np.vstack(
@@ -129,8 +129,9 @@ class CFL(FedStrategy):
             if here:
                 weights = [float(r.num_samples) if self.hparams.weighting == "samples" else 1.0 for r in here]
                 clusters[c] = weighted_mean([{n: r.arrays[n] for n in clusters[c]} for r in here], weights)
+        # What is kept may be used in the next round, so the test above needs no look at its age.
         kept = {
-            i for c, m in members.items() for i in m if i in updates and self._fresh(server_round + 1, seen[i], born[c])
+            i for c, m in members.items() for i in m if i in updates and self._usable(seen[i], born[c], server_round)
         }
         if all(i in got for m in members.values() for i in m):
             kept = set()  # everybody answers: the next test has its own updates
@@ -145,9 +146,9 @@ class CFL(FedStrategy):
 
     # ---- pieces --------------------------------------------------------------------------------------------------
 
-    def _fresh(self, server_round: int, seen: int, born: int) -> bool:
-        """Whether an update of round `seen` may be used in `server_round`, for a cluster made after round `born`."""
-        return seen > born and (self.hparams.max_stale == 0 or server_round - seen <= self.hparams.max_stale)
+    def _usable(self, seen: int, born: int, server_round: int) -> bool:
+        """Whether an update of round `seen`, for a cluster made in round `born`, may be used after `server_round`."""
+        return seen > born and (self.hparams.max_stale == 0 or server_round - seen < self.hparams.max_stale)
 
     def _due(self, norms: NDArray[np.float64], server_round: int, cluster: int, born: int) -> bool:
         """Whether a cluster is stationary and its members disagree."""

@@ -74,13 +74,14 @@ class FD(FedStrategy):
             owned[reply.client] = np.sort(labels)
             new[reply.client] = {"labels": labels, "outputs": outputs}
         sent = owners > 0
+        # A label that was sent has new contributors; of the others the old rows still stand in the sums.
         parts = {}
         for client, old in state["parts"].items():
             kept = ~sent[old["labels"]]
             parts[client] = {name: rows[kept] for name, rows in old.items()}
         for client, part in new.items():
-            old = parts.get(client, {name: rows[:0] for name, rows in part.items()})
-            parts[client] = {name: np.concatenate([old[name], rows]) for name, rows in part.items()}
+            old = parts.get(client)
+            parts[client] = part if old is None else {n: np.concatenate([old[n], part[n]]) for n in part}
         return {
             "sums": np.where(sent[:, None], sums, state["sums"]),
             "owners": np.where(sent, owners, state["owners"]),

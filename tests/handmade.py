@@ -5,17 +5,19 @@ without times.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
+from torch import Tensor, nn
 
 from clients.base import FedClient
 from fedapp import sampling
 from fedapp.data import datasets
-from fedapp.data.transforms import InputSpec
+from fedapp.data.transforms import InputSpec, normalise
 from fedapp.learning.task import ModelSpec, Task
 from fedapp.learning.training import TrainSpec
 from fedapp.method import Array, Arrays, ClientInfo, Method, Payload, Reply, ServerContext, ServerState
@@ -138,6 +140,26 @@ def assert_close(arrays: Mapping[str, Array], model: torch.nn.Module, prefix: st
     assert set(arrays) == set(wanted)
     for name, array in wanted.items():
         np.testing.assert_allclose(arrays[name], array, rtol=0, atol=atol, err_msg=name)
+
+
+def full_batch(task: Task, steps: int = 2, lr: float = 0.1) -> Task:
+    """The task with a training of `steps` plain gradient steps, each on all its images."""
+    return replace(task, train=TrainSpec(epochs=steps, batch_size=task.num_samples, lr=lr, momentum=0.0))
+
+
+def images(task: Task) -> Tensor:
+    """The normalised training images of a task, (n, channels, height, width)."""
+    return normalise(task.x_train.permute(0, 3, 1, 2), task.inputs)
+
+
+def steps_by_hand(parameters: Iterable[nn.Parameter], loss: Callable[[], Tensor], task: Task) -> None:
+    """Take the steps of `full_batch` by hand: w <- w - lr dL/dw."""
+    trained = list(parameters)
+    for _ in range(task.train.epochs):
+        gradients = torch.autograd.grad(loss(), trained)
+        with torch.no_grad():
+            for p, gradient in zip(trained, gradients, strict=True):
+                p -= task.train.lr * gradient
 
 
 def digit_tasks(

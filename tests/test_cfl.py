@@ -8,14 +8,31 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from pydantic import ValidationError
 
 import fedapp
+from clients.base import FedClient
+from fedapp.learning.task import Task
 from fedapp.method import Arrays, Reply, ServerState
-from fedapp.transport import checkpoint
+from fedapp.transport import checkpoint, selection
 from strategies import fedavg
 from strategies.cfl import CFL, METHOD, CFLHParams, bipartition
-from tests.handmade import DIGITS_BYTES, context, digit_tasks, equal, federate, flat, point, random_model, reply
+from tests.handmade import (
+    DIGITS_BYTES,
+    context,
+    digit_tasks,
+    digits_context,
+    equal,
+    federate,
+    flat,
+    full_batch,
+    images,
+    point,
+    random_model,
+    reply,
+    steps_by_hand,
+)
 
 EAGER: dict[str, Any] = {"start_round": 0, "smooth": 1, "gamma": 0.0}
 WORKED = [(0, 100, (1.2, 0.8)), (1, 60, (0.6, 1.4)), (2, 40, (1.5, 1.5))]
@@ -113,6 +130,30 @@ def test_a_round_equals_a_slow_computation(seed: int, weighting: str) -> None:
         weights = [replies[i].num_samples if weighting == "samples" else 1 for i in inside]
         step = np.average(steps[inside], axis=0, weights=weights)
         np.testing.assert_allclose(flat(after["clusters"][c]), flat(start) + step, rtol=1e-5, atol=1e-5)
+
+
+def test_a_round_of_real_clients_is_the_mean_of_their_descents() -> None:
+    """Two populations with contradicting labels, two clients each: one cluster becomes two, each with its mean."""
+    tasks = [full_batch(t) for t in digit_tasks(4, relabel=lambda c, y: y if c < 2 else (y + 5) % 10)]
+    strategy = strategy_of(r1=1.0, min_size=1)
+    state = strategy.init(digits_context(METHOD, strategy.hparams, tasks))
+    sent, replies = strategy.send(state, 1, 0), []
+    for task in tasks:
+        arrays, n, metrics = METHOD.client(task, METHOD, strategy.hparams).train_round(sent, 1)
+        replies.append(Reply(task.client, n, arrays, metrics))
+    after = strategy.aggregate(state, 1, iter(replies))
+
+    def trained(task: Task) -> Arrays:
+        w, x, y = FedClient.build_model(task.spec(0), strategy.hparams), images(task), task.y_train
+        selection.merge(w, sent.all())
+        steps_by_hand(w.parameters(), lambda: -w(x).log_softmax(dim=1)[torch.arange(len(y)), y].mean(), task)
+        return {n: p.detach().numpy() for n, p in w.named_parameters()}
+
+    by_hand = [trained(task) for task in tasks]
+    assert groups(after) == {frozenset([0, 1]), frozenset([2, 3])}
+    for c, inside in after["members"].items():
+        expected = (flat(by_hand[inside[0]]) + flat(by_hand[inside[1]])) / 2
+        np.testing.assert_allclose(flat(after["clusters"][c]), expected, rtol=1e-3, atol=1e-5)
 
 
 def rotating(scale: float, rounds: int, **values: Any) -> list[set[frozenset[int]]]:

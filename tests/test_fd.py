@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from fedapp.method import Payload, Reply, ServerContext, ServerState
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
 from strategies.fd import FD, METHOD
+from tests.handmade import full_batch, images, steps_by_hand
 
 COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss", "train_loss"]
 LOGITS = [{0: [2, 0, -1], 1: [0, 1.5, 0]}, {1: [0.5, 0.9, 0.1], 2: [-0.5, 0.2, 1]}]
@@ -107,6 +109,7 @@ def test_rounds_equal_loops_over_the_last_senders(include_self: bool, tmp_path: 
         kept = {k: v.copy() for k, v in state.items() if isinstance(v, np.ndarray)}
         new = server.aggregate(state, server_round, iter(replies))
         assert all(np.array_equal(kept[k], state[k]) for k in kept), "the old state was changed"
+        assert not new["sums"][new["owners"] == 0].any(), "labels that nobody ever sent have no sum"
         checkpoint.save(tmp_path, server_round, new, {})
         found = checkpoint.latest(tmp_path)
         assert found is not None
@@ -144,12 +147,16 @@ def test_a_client_gets_targets_for_its_own_labels() -> None:
     ("rows", "words"),
     [
         ({0: [0.5, 0.6, 0.2]}, "probabilities"),
+        ({0: [0.2, 0.5, 0.2]}, "probabilities"),
+        ({0: [0.5, 0.3, 0.215]}, "probabilities"),
+        ({0: [0.5, 0.5, 0], 1: [0.5, 0.6, 0.2]}, "probabilities"),
         ({0: [1.5, -0.5, 0]}, "probabilities"),
         ({0: [1, 0]}, "shape"),
         ({5: [1, 0, 0]}, "expected 0 .. 2"),
     ],
 )
 def test_bad_replies_are_refused(rows: dict[int, list[float]], words: str) -> None:
+    assert strategy()[0].check({}, reply(0, {0: [0, 1, 0], 2: [0.5, 0.495, 0]})) is None
     assert words in str(strategy()[0].check({}, reply(0, rows)))
 
 
@@ -198,6 +205,69 @@ def test_gradient_of_the_local_loss_is_that_of_the_formula() -> None:
     loss.backward()
     for a, p in zip(got, made.model.parameters(), strict=True):
         torch.testing.assert_close(a, p.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("output", "gamma"), [("softmax", 0.6), ("logits", 0.6), ("softmax", 0.0), ("softmax", 1.0)])
+def test_two_local_steps_are_descent_on_the_papers_loss(output: str, gamma: float) -> None:
+    """phi(F, e_y) + gamma phi(F, hat F_y), sample by sample; then the mean output of each label."""
+    made = client(gamma=gamma, output=output)
+    made.task = full_batch(made.task)
+    labels = np.array([0, 3, 4, 9], np.int32)
+    targets = np.random.default_rng(0).dirichlet(np.ones(10), 4).astype(np.float32)
+    sent = Payload(arrays={"outputs": targets, "labels": labels})
+    made.restore(1, sent)
+    w, x, y = copy.deepcopy(made.model).train(), images(made.task), made.task.y_train
+    rows = dict(zip(labels.tolist(), torch.from_numpy(targets), strict=True))
+
+    def loss() -> torch.Tensor:
+        total = torch.zeros(())
+        for logits, label in zip(w(x), y.tolist(), strict=True):
+            log_p = logits - logits.exp().sum().log()
+            total = total - log_p[label]
+            if label in rows and output == "softmax":
+                total = total - gamma * (rows[label] * log_p).sum()
+            elif label in rows:
+                total = total + gamma * (logits - rows[label]).square().sum() / 10
+        return total / len(y)
+
+    steps_by_hand(w.parameters(), loss, made.task)
+    arrays, _, _ = made.train_round(sent, 1)
+    for ours, theirs in zip(made.model.parameters(), w.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+    logits = w(x).detach()
+    outputs = (logits.softmax(dim=1) if output == "softmax" else logits).double().numpy()
+    for row, label in zip(arrays["outputs"], arrays["labels"], strict=True):
+        np.testing.assert_allclose(row, outputs[(y == int(label)).numpy()].mean(axis=0), rtol=1e-3, atol=1e-4)
+
+
+def test_collecting_while_training_takes_the_outputs_of_the_last_epoch() -> None:
+    made = client(collect="train")
+    assert made.hparams.gamma == 1.0
+    made.task = full_batch(made.task)
+    made.restore(1, nothing())
+    w, x, y = copy.deepcopy(made.model).train(), images(made.task), made.task.y_train
+    one = full_batch(made.task, steps=1)
+    steps_by_hand(w.parameters(), lambda: -w(x).log_softmax(dim=1)[torch.arange(len(y)), y].mean(), one)
+    arrays, _, _ = made.train_round(nothing(), 1)
+    outputs = w(x).softmax(dim=1).detach().double().numpy()
+    assert arrays["labels"].tolist() == sorted(set(y.tolist()))
+    for row, label in zip(arrays["outputs"], arrays["labels"], strict=True):
+        np.testing.assert_allclose(row, outputs[(y == int(label)).numpy()].mean(axis=0), rtol=1e-3, atol=1e-5)
+
+
+def test_in_half_precision_the_distance_to_targets_is_still_taken_in_float32() -> None:
+    made = client(output="logits")
+    sent = Payload(arrays={"outputs": np.ones((10, 10), np.float32), "labels": np.arange(10, dtype=np.int32)})
+    made.restore(1, sent)
+    made.receive(sent)
+    made.before_training(sent)
+    x, y = images(made.task), made.task.y_train
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = made.step_loss(Batch(x, y, [x], torch.arange(len(y))))
+        logits = made.model(x)
+    assert logits.dtype == torch.bfloat16
+    expected = F.cross_entropy(logits.float(), y) + (logits.float() - 1).square().mean()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_without_the_term_it_is_standalone(tiny: Callable[..., RunResult]) -> None:

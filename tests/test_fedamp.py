@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch.nn import functional as F
 
 import fedapp
@@ -28,9 +29,12 @@ from tests.handmade import (
     digits_context,
     equal,
     flat,
+    full_batch,
+    images,
     point,
     random_model,
     reply,
+    steps_by_hand,
 )
 
 
@@ -119,6 +123,13 @@ def test_small_distances_do_not_make_weights_negative() -> None:
     a = attention(models, hparams_of(form="distance", alpha=1000, sigma=0.1, xi=0.25))
     np.testing.assert_allclose(a.diagonal(), 0.25, rtol=1e-9)
     assert (a > 0).all()
+
+
+def test_one_model_has_itself_alone() -> None:
+    assert attention([point(1, 2)], hparams_of()).tolist() == [[1.0]]
+    made, ctx = strategy_of(), context(point(1, 2))
+    made.init(ctx)
+    assert made.context is ctx
 
 
 def test_far_models_get_no_weight_in_the_distance_form() -> None:
@@ -253,6 +264,29 @@ def test_the_proximal_term_has_the_gradient_lam_over_alpha(lam: float, alpha: fl
         torch.testing.assert_close(with_term - without, pull, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("start", ["mix", "own"])
+def test_two_local_steps_are_descent_on_eq_8(tmp_path, start: str) -> None:
+    """F(w) + lambda / (2 alpha) ||w - u||^2 written out, u being the mix, from wherever training starts."""
+    (task,) = digit_tasks(1)
+    task, store = full_batch(task), ClientStore(tmp_path, "fedamp", "ab")
+    own, _, _ = FedAMPClient(task, METHOD, hparams_of(start=start), store).train_round(initial(), 1)
+    u = {n: torch.from_numpy(a + np.float32(0.02)) for n, a in initial().all().items()}
+    made = FedAMPClient(task, METHOD, hparams_of(lam=3.0, alpha=2.0, start=start), store)
+    w = FedAMPClient.build_model(task.spec(0), made.hparams)
+    selection.merge(w, own if start == "own" else {n: a.numpy() for n, a in u.items()})
+    x, y = images(task), task.y_train
+
+    def loss() -> torch.Tensor:
+        supervised = -w(x).log_softmax(dim=1)[torch.arange(len(y)), y].mean()
+        return supervised + 3 / (2 * 2) * sum((p - u[n]).square().sum() for n, p in w.named_parameters())
+
+    steps_by_hand(w.parameters(), loss, task)
+    arrays, n, _ = made.train_round(Payload(arrays={n: a.numpy() for n, a in u.items()}), 2)
+    assert n == 40
+    for name, value in w.named_parameters():
+        np.testing.assert_allclose(arrays[name], value.detach(), rtol=1e-3, atol=1e-5)
+
+
 def test_a_stronger_pull_keeps_the_model_nearer_to_the_mix() -> None:
     payload = initial()
     (task,) = digit_tasks(1)
@@ -277,6 +311,26 @@ def test_training_may_start_from_the_own_model(tmp_path) -> None:
         assert equal(arrays, expected)
         assert metrics["received-loss-sum"] == pytest.approx(40 * np.log(10), rel=1e-5), "a model of zeros"
         store.folder.joinpath("ab.000002.safetensors").unlink()
+
+
+def test_the_defaults_are_the_pages() -> None:
+    values = hparams_of().model_dump()
+    assert values == {
+        "form": "cosine", "scale": 25.0, "xi": 0.5, "sigma": 10.0, "alpha": 10.0, "lam": 1.0, "start": "mix"
+    }  # fmt: skip
+    for bad in ({"xi": 1.1}, {"xi": -0.1}, {"lam": -1}, {"sigma": 0}, {"alpha": 0}):
+        with pytest.raises(ValidationError):
+            hparams_of(**bad)
+
+
+def test_the_stored_model_is_read_only_where_training_starts_from_it(tmp_path) -> None:
+    (task,) = digit_tasks(1)
+    store = ClientStore(tmp_path, "fedamp", "ab")
+    FedAMPClient(task, METHOD, hparams_of(), store).train_round(initial(), 1)
+    for start in ("mix", "own"):
+        made = FedAMPClient(task, METHOD, hparams_of(start=start), store)
+        made.restore(2, initial())
+        assert (made._loaded is not None) == (start == "own")
 
 
 def test_a_client_that_never_trained_starts_from_what_it_received() -> None:

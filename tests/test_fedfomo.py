@@ -38,8 +38,11 @@ from tests.handmade import (
     equal,
     federate,
     flat,
+    full_batch,
+    images,
     point,
     reply,
+    steps_by_hand,
 )
 
 
@@ -159,6 +162,38 @@ def test_receiving_equals_a_slow_computation() -> None:
     expected = own + sum(v / total * (flat(w) - own) for v, w in zip(values, others) if v > 0)
     got = selection.extract(client.model, initial)
     np.testing.assert_allclose(flat(got), expected, rtol=1e-3, atol=1e-5)
+
+
+def test_a_local_round_is_eqs_3_to_5_and_then_descent_on_the_rest() -> None:
+    (task,) = digit_tasks(1)
+    initial, others = models_from(4)
+    client = FedFomoClient(full_batch(task), METHOD, hparams_of(models=4))
+    arrays, n, metrics = client.train_round(slots_payload(others, initial), 1)
+    w = FedFomoClient.build_model(task.spec(0), client.hparams)
+    held = {x.numpy().tobytes() for x in client.x_validation}
+    rows = [i for i, x in enumerate(task.x_train) if x.numpy().tobytes() not in held]
+    rest = full_batch(replace(task, x_train=task.x_train[rows], y_train=task.y_train[rows]))
+    x_rest, y_rest = images(rest), rest.y_train
+    x_held = normalise(client.x_validation.permute(0, 3, 1, 2), task.inputs)
+
+    def loss(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return -w(x).log_softmax(dim=1)[torch.arange(len(y)), y].mean()
+
+    losses = []
+    for model in (initial, *others):
+        selection.merge(w, model)
+        losses.append(loss(x_held, client.y_validation).item())
+    distances = [np.sqrt(sum(np.square(m[k] - initial[k]).sum() for k in m)) for m in others]
+    values = [(losses[0] - other) / (d + 1e-5) for other, d in zip(losses[1:], distances)]
+    np.testing.assert_allclose(metrics["fomo-weights"], values, rtol=1e-2, atol=1e-6)
+    useful = [max(v, 0.0) for v in values]
+    shares = [v / sum(useful) for v in useful]
+    start = {k: a + sum(s * (m[k] - a) for s, m in zip(shares, others)) for k, a in initial.items()}
+    selection.merge(w, {k: a.astype(np.float32) for k, a in start.items()})
+    steps_by_hand(w.parameters(), lambda: loss(x_rest, y_rest), rest)
+    assert n == len(rows) == 32
+    for name, p in w.named_parameters():
+        np.testing.assert_allclose(arrays[name], p.detach(), rtol=1e-2, atol=2e-5)
 
 
 def test_models_that_do_not_help_change_nothing() -> None:

@@ -67,6 +67,8 @@ def test_worked_losses() -> None:
 def test_worked_energy() -> None:
     hparams = FedKDHParams(energy_rounds=10)
     assert [energy(hparams, t) for t in (0, 5, 10, 30)] == pytest.approx([0.95, 0.965, 0.98, 0.98])
+    server, state = strategy(energy_rounds=10)
+    assert server.send(state, 6, 0).scalars["energy"] == pytest.approx(0.965), "five rounds are finished"
 
 
 def test_the_weight_is_a_constant_and_teachers_are_too() -> None:
@@ -153,6 +155,8 @@ def test_server_and_clients_hold_the_same_mentee(tmp_path: Path) -> None:
         for n, before in stripped(state["small"]).items():
             np.testing.assert_allclose(stripped(new["small"])[n] - before, expected[n], atol=1e-4)
         assert new["holders"] == ids and new["version"] == server_round
+        shapes = {n.removesuffix("/s"): a.shape for n, a in stripped(new["update"]).items() if n.endswith("/s")}
+        assert server.report(new, {}) == {"update_ranks": {n: rank for n, (rank,) in shapes.items()}}
         state = new
 
 
@@ -168,6 +172,46 @@ def test_who_missed_a_round_gets_the_whole_mentee() -> None:
     state = server.aggregate(state, 2, iter([Reply(1, 5, zeros, {"version": 1}), Reply(2, 5, zeros, {"version": 0})]))
     assert [server.send(state, 3, k).scalars["whole"] for k in (0, 1, 2)] == [True, False, True]
     assert server.aggregate(state, 3, iter([])) is state
+
+
+def test_the_hidden_map_is_drawn_as_a_linear_layers_weights_are(tmp_path: Path) -> None:
+    server, state = strategy()
+    made = client(0, tmp_path)
+    made.round = 1
+    made.restore(1, server.send(state, 1, 0))
+    made.receive(server.send(state, 1, 0))
+    made.small.width = 16  # not as wide as the mentor: (r_l, r_m)
+    made.before_training(server.send(state, 1, 0))
+    drawn = made.own["hidden_map"]
+    assert drawn.shape == (64, 16) and np.abs(drawn).max() <= 1 / 4
+    assert np.abs(drawn).max() > 0.24 and abs(drawn.mean()) < 0.02
+    before = drawn.copy()
+    with torch.no_grad():
+        made.hidden_map += 1
+    assert np.array_equal(made.own["hidden_map"], before), "what is trained is a copy until the round is over"
+    made.own["base/head.bias"] = made.own["base/head.bias"] + 1
+    kept = made.after_training(Payload(scalars={"energy": 0.9}))
+    np.testing.assert_array_equal(made.own["hidden_map"], made.hidden_map.detach())
+    with torch.no_grad():
+        made.hidden_map += 1
+    assert not np.array_equal(made.own["hidden_map"], made.hidden_map.detach()), "what is kept is a copy"
+    np.testing.assert_allclose(kept["small/head.bias"], -1, atol=1e-6)
+
+
+def test_labels_alone_are_the_two_cross_entropies() -> None:
+    losses = mentor_mentee_losses(Z_L, Z_M, H_L, H_M, W_H, Y, FedKDHParams(distil=0))
+    assert torch.equal(losses[0], F.cross_entropy(Z_L, Y)) and torch.equal(losses[1], F.cross_entropy(Z_M, Y))
+
+
+def test_the_defaults_are_the_pages_and_shares_are_shares() -> None:
+    assert FedKDHParams().model_dump() == {
+        "small": "auto", "energy_start": 0.95, "energy_end": 0.98, "energy_rounds": 20, "distil": 1.0, "floor": 1.0,
+        "divergence": "batch", "average": "plain",
+    }  # fmt: skip
+    assert FedKDHParams(distil=0.5, energy_rounds=1).distil == 0.5
+    for bad in ({"energy_start": 1.1}, {"energy_start": 0}, {"energy_end": 1.1}, {"energy_rounds": 0}, {"distil": -1}):
+        with pytest.raises(ValueError, match="should be"):
+            FedKDHParams.model_validate(bad)
 
 
 def test_a_client_without_the_base_says_so(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from pydantic import ValidationError
 
 from clients.fednh import COUNT, PROTO_SUM, FedNHClient, FedNHHParams, PrototypeModel
 from fedapp import run
@@ -20,12 +21,13 @@ from fedapp.learning.state import ClientStore
 from fedapp.learning.task import ModelSpec, Task
 from fedapp.learning.training import TrainSpec
 from fedapp.method import Arrays, Method, Payload, Reply, ServerContext, ServerState
-from fedapp.registry import get
+from fedapp.models import build_model
 from fedapp.sampling import rng
-from fedapp.transport.selection import extract, shared_names
+from fedapp.transport.selection import extract, merge, shared_names
 from strategies.base import weighted_mean
 from strategies.fedavg import FedAvg
 from strategies.fednh import METHOD, FedNH, move_prototypes
+from tests.handmade import full_batch, images, steps_by_hand
 
 INPUTS = InputSpec(1, 8, 16.0, (0.3,), (0.4,))
 SPEC = ModelSpec("digits-a", 5, 1, 8, 3)
@@ -242,6 +244,7 @@ def test_logits_are_scaled_cosines() -> None:
 
 
 def test_more_classes_than_features_is_a_bad_request() -> None:
+    FedNHClient.build_model(dataclasses.replace(SPEC, num_classes=64), FedNHHParams())
     with pytest.raises(BadRequest, match="64 features for 65 classes"):
         FedNHClient.build_model(dataclasses.replace(SPEC, num_classes=65), FedNHHParams())
 
@@ -252,6 +255,39 @@ def test_training_leaves_prototypes_alone_and_moves_the_rest() -> None:
     after = extract(made.model, sent.common)
     for name, array in sent.common.items():
         assert np.array_equal(after[name], array) == name.startswith("head."), name
+
+
+@pytest.mark.parametrize("train_scale", [True, False])
+def test_two_local_steps_are_descent_on_the_papers_loss(train_scale: bool) -> None:
+    """Cross-entropy of s cos(f(x), W_c) written out, over extractor and scale; then n mu by the model that results."""
+    made = client(full_batch(task(LABELS)), scale=3.0, train_scale=train_scale)
+    sent = Payload(common=initial(scale=3.0))
+    w, x, y = build_model("digits-a", num_classes=5, channels=1, size=8, seed=0), images(made.task), made.task.y_train
+    merge(w, {n: a for n, a in sent.common.items() if n != "scale"})
+    scale = torch.tensor([3.0], requires_grad=True)
+    prototypes = torch.from_numpy(sent.common["head.weight"])
+
+    def directions() -> torch.Tensor:
+        z = w.represent(x)
+        return z / z.square().sum(dim=1, keepdim=True).sqrt()
+
+    def loss() -> torch.Tensor:
+        logits = scale * (directions() @ prototypes.T)
+        return (logits.exp().sum(dim=1).log() - logits[torch.arange(len(y)), y]).mean()
+
+    moved = [p for n, p in w.named_parameters() if n.startswith("features.")]
+    steps_by_hand([*moved, scale] if train_scale else moved, loss, made.task)
+    arrays, _, _ = made.train_round(sent, 1)
+    np.testing.assert_allclose(arrays["scale"], scale.detach(), rtol=1e-4)
+    assert (arrays["scale"][0] != 3.0) == train_scale
+    for name, value in w.named_parameters():
+        if name.startswith("features."):
+            np.testing.assert_allclose(arrays[name], value.detach(), rtol=1e-3, atol=1e-5)
+    z = directions().detach().double().numpy()
+    for c in range(5):
+        total = z[(y == c).numpy()].sum(axis=0)
+        expected = (y == c).sum().item() * total / max(np.linalg.norm(total), 1e-9)
+        np.testing.assert_allclose(arrays[PROTO_SUM][c], expected, rtol=1e-3, atol=1e-4)
 
 
 def test_a_fixed_scale_stays() -> None:
@@ -265,7 +301,8 @@ def test_reply_holds_class_means_of_the_trained_model_and_no_head() -> None:
     arrays, n, _ = made.train_round(Payload(common=initial()), 1)
     assert set(arrays) == {*made.up_names(), PROTO_SUM, COUNT}
     assert not any(name.startswith("head.") for name in arrays)
-    assert arrays[COUNT].tolist() == [2, 3, 0, 4, 0] and arrays[COUNT].dtype == np.int32 and n == 9
+    assert arrays[COUNT].tolist() == [2, 3, 0, 4, 0] and n == 9
+    assert arrays[COUNT].dtype == np.int32 and arrays[PROTO_SUM].dtype == np.float32
     with torch.no_grad():
         model = made.model.eval()
         z = model.represent(normalise(made.task.x_train.permute(0, 3, 1, 2), INPUTS)).double()
@@ -331,5 +368,11 @@ def test_half_precision_on_the_wire(tmp_path: Path) -> None:
     assert summary["ok"] and summary["dropped"] == 0
 
 
-def test_defaults_clip_gradients() -> None:
-    assert get("fednh").defaults.clip == 10
+def test_defaults_are_the_pages() -> None:
+    assert METHOD.defaults.clip == 10
+    hparams = FedNHHParams()
+    assert (hparams.rho, hparams.scale, hparams.train_scale, hparams.weights) == (0.9, 20.0, True, "uniform")
+    assert FedNHHParams(scale=0.5).scale == 0.5
+    for bad in ({"rho": 1.1}, {"rho": -0.1}, {"scale": 0}):
+        with pytest.raises(ValidationError):
+            FedNHHParams.model_validate(bad)

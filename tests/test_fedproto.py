@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from fedapp.models import build_model
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
 from strategies.fedproto import METHOD, FedProto
+from tests.handmade import full_batch, images, steps_by_hand
 
 COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss", "train_loss"]
 
@@ -164,8 +166,25 @@ def test_bad_replies_are_refused(change: dict[str, np.ndarray], words: str) -> N
     assert words in str(server.check({}, bad))
 
 
+def test_nearest_prototype_scores_are_remembered_and_averaged_over_clients() -> None:
+    server, state = strategy()
+    assert not state["protos"].any() and server.report(state, {}) == {"prototype_accuracy": None}
+    for server_round, client, correct, total in ((1, 0, 1, 4), (1, 1, 3, 4), (2, 0, 2, 4), (2, 2, 0, 0)):
+        answer = reply(client, {0: [1, 2]})
+        answer.metrics.update({"prototype-correct": correct, "prototype-total": total})
+        state = server.aggregate(state, server_round, iter([answer]))
+    state = server.aggregate(state, 3, iter([reply(1, {0: [1, 2]})]))
+    assert state["nearest"] == {0: [2, 4], 1: [3, 4], 2: [0, 0]}
+    assert server.report(state, {}) == {"prototype_accuracy": 0.625}, "clients without test images have no score"
+
+
 def test_counts_are_checked() -> None:
     server, _ = strategy(average="count")
+    assert "positive" in str(server.check({}, reply(0, {0: [1, 2], 1: [1, 2]}, [1, 0])))
+    assert "positive" in str(server.check({}, reply(0, {0: [1, 2]}, [1, 1])))
+    fractions = reply(0, {0: [1, 2]}, [1])
+    fractions.arrays["counts"] = np.ones(1, np.float32)
+    assert "positive" in str(server.check({}, fractions))
     assert "missing" in str(server.check({}, reply(0, {0: [1, 2]})))
     assert "positive" in str(server.check({}, reply(0, {0: [1, 2]}, [0])))
     assert server.check({}, reply(0, {0: [1, 2]}, [1])) is None
@@ -220,6 +239,37 @@ def test_gradient_of_the_local_loss_is_that_of_the_formula() -> None:
     loss.backward()
     for a, p in zip(got, made.model.parameters(), strict=True):
         torch.testing.assert_close(a, p.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("distance", ["mse", "squared", "norm"])
+def test_two_local_steps_are_descent_on_the_papers_loss(distance: str) -> None:
+    """Eq. 7 written out; then Eq. 3, the mean representation of each class, by the model that results."""
+    made = client(lam=0.3, distance=distance, average="count")
+    made.task = full_batch(made.task, lr=0.02)
+    rng = np.random.default_rng(0)
+    sent = payload({c: rng.normal(size=64).tolist() for c in (0, 2, 3, 5, 7)})
+    made.restore(1, sent)
+    w, x, y = copy.deepcopy(made.model).train(), images(made.task), made.task.y_train
+    rows = dict(zip(sent.arrays["labels"].tolist(), torch.from_numpy(sent.arrays["protos"]), strict=True))
+
+    def loss() -> torch.Tensor:
+        z = w.represent(x)
+        logits = z @ w.head.weight.T + w.head.bias
+        total = (logits.exp().sum(dim=1).log() - logits[torch.arange(len(y)), y]).sum()
+        for row, label in zip(z, y.tolist(), strict=True):
+            if label in rows:
+                squared = (row - rows[label]).square().sum()
+                total = total + 0.3 * {"mse": squared / 64, "squared": squared, "norm": squared.sqrt()}[distance]
+        return total / len(y)
+
+    steps_by_hand(w.parameters(), loss, made.task)
+    arrays, _, _ = made.train_round(sent, 1)
+    for ours, theirs in zip(made.model.parameters(), w.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+    z = w.represent(x).detach().double().numpy()
+    for row, label, count in zip(*(arrays[n] for n in ("protos", "labels", "counts")), strict=True):
+        assert count == int((y == int(label)).sum())
+        np.testing.assert_allclose(row, z[(y == int(label)).numpy()].sum(axis=0) / count, rtol=1e-3, atol=1e-4)
 
 
 def test_without_the_term_it_is_standalone(tiny: Callable[..., RunResult]) -> None:

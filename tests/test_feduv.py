@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -21,9 +22,11 @@ from fedapp.learning.task import Task
 from fedapp.learning.training import Batch, TrainSpec
 from fedapp.method import Payload
 from fedapp.models import build_model
-from fedapp.transport.selection import extract
+from fedapp.transport.selection import extract, merge
+from strategies.base import FedStrategy
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.feduv import METHOD
+from tests.handmade import context, equal, full_batch, images, point, reply, steps_by_hand
 
 INPUTS = InputSpec(1, 8, 16.0, (0.3,), (0.4,))
 LOGITS = torch.tensor([[2.0, 0, 0], [0, 1, 0], [1, 1, 0]], dtype=torch.float64)
@@ -164,7 +167,7 @@ def payload(seed: int) -> Payload:
     return Payload(common=extract(made, [n for n, _ in made.named_parameters()]))
 
 
-@pytest.mark.parametrize(("lam", "mu"), [(2.5, 0.5), (0.0, 0.7), (1.5, 0.0)])
+@pytest.mark.parametrize(("lam", "mu"), [(2.5, 0.5), (0.0, 0.7), (1.5, 0.0), (1.0, 0.0), (0.0, 1.0)])
 def test_loss_is_the_sum_of_three_terms(lam: float, mu: float) -> None:
     made = client(lam=lam, mu=mu)
     made.restore(1, payload(1))
@@ -175,6 +178,46 @@ def test_loss_is_the_sum_of_three_terms(lam: float, mu: float) -> None:
         z, logits = made.model.represent(x), made.model(x)
         expected = F.cross_entropy(logits, batch.y).item() + lam * variance_loops(logits) + mu * uniformity_loops(z)
         assert made.step_loss(batch).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_two_local_steps_are_descent_on_the_papers_loss() -> None:
+    """L_CE + lambda L_V + mu L_U with sums over classes and pairs; the median is a number, without gradient."""
+    job = full_batch(task(12))
+    arrays, _, _ = FedUVClient(job, METHOD, FedUVHParams(lam=1.5, mu=0.8), None).train_round(payload(1), 1)
+    w, x, y = build_model("digits-a", num_classes=4, channels=1, size=8, seed=0), images(job), job.y_train
+    merge(w, payload(1).common)
+
+    def loss() -> Tensor:
+        z = w.represent(x)
+        logits = z @ w.head.weight.T + w.head.bias
+        p = logits.exp() / logits.exp().sum(dim=1, keepdim=True)
+        supervised = -p[torch.arange(12), y].log().mean()
+        spread = torch.zeros(())
+        for column in p.T:
+            deviation = ((column - column.sum() / 12).square().sum() / 11).sqrt()
+            spread = spread + max(torch.zeros(()), 0.5 - deviation) / 4  # gamma = 1 / sqrt(4)
+        pairs = [(z[a] - z[b]).square().sum() for a in range(12) for b in range(a + 1, 12)]
+        median = statistics.median_low([d.item() for d in pairs if d > 0])
+        apart = torch.zeros(())
+        for d in pairs:
+            apart = apart + (-d / median).exp() / len(pairs)
+        return supervised + 1.5 * spread + 0.8 * apart
+
+    steps_by_hand(w.parameters(), loss, job)
+    for name, value in w.named_parameters():
+        np.testing.assert_allclose(arrays[name], value.detach(), rtol=1e-3, atol=1e-5)
+
+
+def test_the_server_averages_by_samples() -> None:
+    server: FedStrategy = METHOD.strategy(METHOD, FedUVHParams())
+    state = server.init(context(point(9.0, 9.0), clients=2))
+    state = server.aggregate(state, 1, iter([reply(0, 30, point(1, 2)), reply(1, 10, point(5, 6))]))
+    assert server.global_arrays(state) is not None and state["model"]["head.weight"].tolist() == [2.0, 3.0]
+    assert equal(server.send(state, 2, 0).all(), state["model"])
+
+
+def test_the_defaults_are_the_pages() -> None:
+    assert (FedUVHParams().lam, FedUVHParams().mu) == (2.5, 0.5)
 
 
 def test_at_zero_weights_training_is_fedavgs_bit_for_bit() -> None:

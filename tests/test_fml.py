@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from clients.fml import FMLClient, FMLHParams, mutual_losses
 from clients.mutual import build_small, prefixed, small_arrays, stripped
 from fedapp import config as configuration
-from fedapp import registry
+from fedapp import registry, sampling
 from fedapp.data.transforms import normalise
 from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest
@@ -103,6 +103,15 @@ def test_local_training_equals_two_optimizers() -> None:
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
 
 
+def test_the_first_small_model_is_the_one_that_fedavg_would_start_from() -> None:
+    server, state = strategy()
+    seed = sampling.derived_seed(0, "server-model", 0)
+    expected = build_small(server.hparams, num_classes=10, channels=1, size=8, seed=seed)
+    assert server.context.size == 8
+    for name, p in expected.named_parameters():
+        assert np.array_equal(state["small"][f"small/{name}"], p.detach())
+
+
 @pytest.mark.parametrize("average", ["plain", "samples"])
 def test_merge_is_the_mean_over_participants(average: str) -> None:
     server, state = strategy(average=average)
@@ -135,6 +144,42 @@ def test_auto_chooses_by_image_size_alone() -> None:
     assert named == 2_680_232
 
 
+def test_the_small_model_is_the_servers_and_the_private_one_stays() -> None:
+    server, state = strategy()
+    made = client()
+    made.restore(1, Payload())
+    private = copy.deepcopy(made.model.state_dict())
+    made.receive(server.send(state, 1, 1))
+    held, sent = small_arrays(made.small), stripped(state["small"])
+    assert held.keys() == sent.keys() and all(np.array_equal(held[n], sent[n]) for n in sent)
+    assert all(torch.equal(a, private[n]) for n, a in made.model.state_dict().items())
+    assert made.small.training
+    ours = [*made.model.parameters(), *made.small.parameters()]
+    assert [id(p) for p in made.parameters()] == [id(p) for p in ours]
+
+
+def test_a_reply_is_the_trained_small_model() -> None:
+    server, state = strategy()
+    made = client()
+    arrays, _, _ = made.train_round(server.send(state, 1, 1), 1)
+    assert arrays.keys() == state["small"].keys()
+    for name, p in made.small.named_parameters():
+        assert np.array_equal(arrays[f"small/{name}"], p.detach()) and not np.array_equal(
+            arrays[f"small/{name}"], state["small"][f"small/{name}"]
+        )
+
+
+def test_weights_of_labels_are_shares() -> None:
+    for bad in ({"alpha": 1.1}, {"alpha": -0.1}, {"beta": 1.1}, {"beta": -0.1}):
+        with pytest.raises(ValueError, match="should be"):
+            FMLHParams.model_validate(bad)
+
+
+def test_a_weight_of_one_leaves_the_labels_alone_bit_for_bit() -> None:
+    local, meme = mutual_losses(Z_L, Z_M, Y, FMLHParams(alpha=1, beta=1))
+    assert torch.equal(local, F.cross_entropy(Z_L, Y)) and torch.equal(meme, F.cross_entropy(Z_M, Y))
+
+
 def test_unknown_and_unfit_small_models_are_bad_requests() -> None:
     with pytest.raises(BadRequest, match="digits-c"):
         registry.parse_args(METHOD, "small=digitsc")
@@ -158,6 +203,8 @@ def test_bad_replies_are_refused(what: str) -> None:
     else:
         arrays[name] = arrays[name].astype(np.int32)
     assert name in str(server.check(state, reply(0, arrays)))
+    names = sorted(state["small"])
+    assert ", ".join(names[:5]) in str(server.check(state, reply(0, {})))
 
 
 def test_a_payload_without_the_small_model_is_an_error() -> None:

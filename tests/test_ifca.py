@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -16,7 +18,7 @@ from clients.ifca import IFCAClient, IFCAHParams, choose, split_payload
 from fedapp.data.transforms import normalise
 from fedapp.errors import BadRequest
 from fedapp.learning.state import ClientStore
-from fedapp.method import Payload
+from fedapp.method import Arrays, Payload
 from fedapp.transport import checkpoint, selection
 from strategies import fedavg
 from strategies.ifca import IFCA, METHOD
@@ -29,9 +31,12 @@ from tests.handmade import (
     equal,
     federate,
     flat,
+    full_batch,
+    images,
     point,
     random_model,
     reply,
+    steps_by_hand,
 )
 
 
@@ -91,6 +96,17 @@ def test_aggregation_equals_plain_averages(trunk: str) -> None:
         assert after["shared"] == {}
 
 
+def test_the_models_of_one_cluster_may_not_be_those_of_another() -> None:
+    def start(*points: float) -> Callable[[int], Arrays]:
+        return lambda k: {**point(points[k], 1.0), "head.bias": np.zeros(1, np.float32)}
+
+    with pytest.raises(BadRequest, match="different initial models"):
+        strategy_of(clusters=3).init(context(start(1, 2, 1)))
+    made, ctx = strategy_of(clusters=3), context(start(1, 2, 3))
+    assert len(made.init(ctx)["clusters"]) == 3, "equal biases are not equal models"
+    assert made.context is ctx
+
+
 def test_the_old_state_is_left_alone_and_without_replies_nothing_moves() -> None:
     strategy = strategy_of()
     state = strategy.init(context(lambda k: point(k, 1.0)))
@@ -109,6 +125,8 @@ def test_absent_clients_keep_their_place() -> None:
     state = strategy.aggregate(state, 2, iter([reply(2, 3, point(7, 7), ifca_cluster=0)]))
     assert state["chosen"] == {0: 1, 2: 0}
     assert flat(state["clusters"][1]).tolist() == [5, 5]
+    state = strategy.aggregate(state, 3, iter([reply(1, 3, point(7, 7), ifca_cluster=0)]))
+    assert strategy.report(state, {}) == {"clusters": [[1, 2], [0]]}, "members in the order of their ids"
 
 
 def test_equal_initial_models_are_refused() -> None:
@@ -130,7 +148,8 @@ def test_the_initial_models_differ_and_the_first_is_the_usual_one() -> None:
 def test_a_choice_that_does_not_exist_is_refused(bad: object) -> None:
     metrics = {} if bad is None else {"ifca_cluster": bad}
     assert "ifca-cluster" in str(strategy_of().check({}, reply(0, 1, point(1), **metrics)))
-    assert strategy_of().check({}, reply(0, 1, point(1), ifca_cluster=1)) is None
+    for good in (0, 1):
+        assert strategy_of().check({}, reply(0, 1, point(1), ifca_cluster=good)) is None
 
 
 def test_the_client_chooses_by_its_training_loss() -> None:
@@ -158,6 +177,38 @@ def test_the_client_chooses_by_its_training_loss() -> None:
     assert client.reply_metrics() == {"ifca-cluster": client.choice}
 
 
+@pytest.mark.parametrize(("trunk", "seed"), [("clustered", 1), ("shared", 6)])
+def test_a_local_round_is_descent_from_the_model_with_the_lowest_loss(
+    trunk: Literal["clustered", "shared"], seed: int
+) -> None:
+    hparams = IFCAHParams(clusters=3, trunk=trunk)
+    (task,) = digit_tasks(1)
+    task = full_batch(task)
+    strategy = IFCA(METHOD, hparams)
+    state = strategy.init(digits_context(METHOD, hparams, [task], seed))
+    made = IFCAClient(task, METHOD, hparams)
+    arrays, n, metrics = made.train_round(strategy.send(state, 1, 0), 1)
+    x, y = images(task), task.y_train
+    w = IFCAClient.build_model(task.spec(0), hparams)
+
+    def loss() -> torch.Tensor:
+        return -w(x).log_softmax(dim=1)[torch.arange(len(y)), y].mean()
+
+    losses = []
+    for c in range(3):
+        selection.merge(w, {**state["shared"], **state["clusters"][c]})
+        losses.append(loss().item())
+    best = losses.index(min(losses))
+    assert best == 1, "neither the default nor the model that was tried last"
+    chosen = {**state["shared"], **state["clusters"][best]}
+    assert equal(made.reference(strategy.send(state, 1, 0)), chosen), "what a bound on updates is measured from"
+    selection.merge(w, chosen)
+    steps_by_hand(w.parameters(), loss, task)
+    assert n == 40 and metrics["ifca-cluster"] == best
+    for name, value in w.named_parameters():
+        np.testing.assert_allclose(arrays[name], value.detach(), rtol=1e-3, atol=1e-5)
+
+
 def test_received_is_the_chosen_model_and_trained_starts_from_it() -> None:
     hparams = IFCAHParams(clusters=2)
     (task,) = digit_tasks(1)
@@ -175,6 +226,7 @@ def test_an_app_of_its_own_may_use_the_client_with_one_model() -> None:
     client = IFCAClient(task, METHOD, IFCAHParams())
     parameters = client.get_parameters({})
     trained, n, metrics = client.fit(parameters, {})
+    assert equal(client.reference(Payload(arrays=point(1, 2))), point(1, 2))
     assert n == 40 and len(trained) == len(parameters) and metrics["ifca-cluster"] == 0
 
 
@@ -242,4 +294,6 @@ def test_what_is_shared_covers_the_model_so_no_state_is_read(tmp_path) -> None:
     client = IFCAClient(task, METHOD, hparams, ClientStore(tmp_path, "ifca", "ab"))
     client.restore(1, payload)
     assert client._covered(client.model, payload)
+    one = IFCA(METHOD, IFCAHParams(clusters=1))
+    assert client._covered(client.model, one.send(one.init(digits_context(METHOD, one.hparams, [task])), 1, 0))
     assert not client._covered(client.model, Payload(arrays={"head.bias": payload.all()["ifca/0/head.bias"]}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
 from fedapp.transport.client_manager import RoundFailed
 from strategies.ktpfl import METHOD, KTpFL, gradient, mixing
+from tests.handmade import full_batch, images, steps_by_hand
 
 COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss", "train_loss"]
 WORKED = np.array(
@@ -255,6 +257,33 @@ def test_each_public_image_is_distilled_towards_its_own_row(monkeypatch: pytest.
     assert torch.bincount(indices, minlength=count).eq(3).all(), "every row in every epoch"
     for index, x in seen:
         torch.testing.assert_close(x, images[index])
+
+
+@pytest.mark.parametrize(("distil", "scale"), [("kl", True), ("kl", False), ("mse", True)])
+def test_a_local_round_is_descent_on_the_targets_then_on_the_labels(distil: str, scale: bool) -> None:
+    """Two steps of each, then the predictions: all written out on a copy of the model."""
+    made = client(distil=distil, scale=scale, temperature=3.0, distil_epochs=2, public_batch=10**6)
+    made.task = full_batch(made.task)
+    target = 1.2 * np.random.default_rng(0).dirichlet(np.ones(10), len(made.public)).astype(np.float32)
+    sent = Payload(arrays={"target": target})
+    made.restore(2, sent)
+    w, x, y = copy.deepcopy(made.model).train(), images(made.task), made.task.y_train
+    public, t = normalise(made.public.permute(0, 3, 1, 2), made.task.inputs), torch.from_numpy(target)
+
+    def distance() -> torch.Tensor:
+        logits = w(public)
+        if distil == "mse":
+            return (logits.exp() / logits.exp().sum(dim=1, keepdim=True) - t).square().sum() / t.numel()
+        student = (logits / 3).exp() / (logits / 3).exp().sum(dim=1, keepdim=True)
+        p = t / t.sum(dim=1, keepdim=True)
+        return (9 if scale else 1) * (p * (p / student).log()).sum() / len(p)
+
+    steps_by_hand(w.parameters(), distance, made.task)
+    steps_by_hand(w.parameters(), lambda: -w(x).log_softmax(dim=1)[torch.arange(len(y)), y].mean(), made.task)
+    arrays, _, _ = made.train_round(sent, 2)
+    for ours, theirs in zip(made.model.parameters(), w.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-5)
+    np.testing.assert_allclose(arrays["soft"], (w(public) / 3).softmax(dim=1).detach(), rtol=1e-3, atol=1e-5)
 
 
 def test_distillation_moves_predictions_towards_the_target() -> None:
