@@ -38,7 +38,7 @@ SYMMETRIC = {"allclose", "array_equal", "hypot", "isclose", "isinstance", "max",
 """Functions for which exchanging two arguments changes nothing or always raises."""
 SILENT = {"critical", "debug", "error", "exception", "info", "print", "warn", "warning"}
 """Calls that only write messages."""
-NO_NUMBERS = {"copy", "description", "flush", "frozen", "non_blocking", "stacklevel", "strict"}
+NO_NUMBERS = {"copy", "description", "flush", "frozen", "non_blocking", "set_to_none", "stacklevel", "strict"}
 """Keywords whose values do not change a number."""
 
 
