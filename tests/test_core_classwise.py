@@ -278,8 +278,10 @@ def test_wdr_worked_numbers(dtype: torch.dtype) -> None:
 
 def test_wdr_gradient_and_step_worked_numbers() -> None:
     weight = torch.tensor(HEADS[0], requires_grad=True)
-    p = torch.tensor(EMPIRICAL[0])
+    p = torch.tensor(EMPIRICAL[0], requires_grad=True)
     wdr(weight, p).backward()
+    assert p.grad is None
+    p = p.detach()
     expected = [[-0.031845, -0.042460], [0, 0.074306], [0.070060, 0.093413]]
     np.testing.assert_allclose(weight.grad, expected, **TIGHT)
     stepped = weight.detach() - 0.005 * 10 * weight.grad

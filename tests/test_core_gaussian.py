@@ -382,6 +382,18 @@ def test_sums_add_up_over_clients_and_in_two_exchanges_lose_nothing() -> None:
     assert_equal_to_data(plain, clients, 0.1)
 
 
+@pytest.mark.parametrize("mode", ["full", "sums"])
+def test_what_a_pool_returned_is_not_the_pools_own(mode: str) -> None:
+    parts = [moments(z, y, 4) for z, y in random_clients(13)]
+    replies = MomentsPool(4, 6, mode)
+    for part in parts:
+        replies.add(to_arrays(part, mode))
+    first, counts = replies.moments(), sum(part.counts for part in parts)
+    first.update(torch.zeros(5, 6), torch.zeros(5, dtype=torch.int64))
+    np.testing.assert_array_equal(first.counts, counts + np.array([5, 0, 0, 0]))
+    np.testing.assert_array_equal(replies.moments().counts, counts)
+
+
 def test_sums_of_single_samples_have_exactly_no_spread() -> None:
     part = moments(np.array([[0.1, 1e5]]), np.array([1]), 2)
     np.testing.assert_array_equal(pool([part], "sums").cov(1), np.zeros((2, 2)))

@@ -116,6 +116,7 @@ def test_a_jitter_grows_until_it_is_enough_and_no_further(monkeypatch: pytest.Mo
     monkeypatch.setattr(virtual, "EIGH_LIMIT", 0)
     factor = factorise(np.diag([2.0, -3e-6]))
     assert factor.jitter == pytest.approx(1e-5, rel=1e-5)
+    assert factorise(np.diag([2.0, -4e-3])).jitter == pytest.approx(1e-2, rel=1e-2), "the largest one"
     largest = factorise(np.diag([2.0, -5e-3]))
     assert largest.jitter == pytest.approx(1e-2, rel=1e-2)
     hopeless = factorise(np.diag([2.0, -0.5]))

@@ -16,7 +16,6 @@ from safetensors.numpy import load_file
 
 from fedapp.data.transforms import normalise
 from fedapp.engines.local import run
-from fedapp.learning.state import ClientStore, read_head_norms
 from fedapp.models import build_model
 from fedapp.results import analysis, figures
 from fedapp.results.analysis import Unavailable
@@ -122,30 +121,6 @@ def test_resume_leaves_the_history_as_if_never_stopped(cw: RunResult, tmp_path: 
     for k in whole:
         np.testing.assert_array_equal(whole[k][0], parts[k][0])
         np.testing.assert_array_equal(whole[k][1], parts[k][1])
-
-
-def test_notes_of_rounds_that_are_done_again_are_dropped(tmp_path: Path) -> None:
-    store = ClientStore(tmp_path / "0", "local", "aa")
-    for t in (1, 2, 3):
-        store.note_head_norms(t, np.array([t, 10.0 * t]))
-    store.note_head_norms(2, np.array([7.0, 8.0]))
-    rounds, norms = read_head_norms(tmp_path / "0", "aa")
-    assert rounds.tolist() == [1, 2]
-    assert norms.tolist() == [[1.0, 10.0], [7.0, 8.0]]
-    assert read_head_norms(tmp_path / "0", "bb")[0].size == 0
-
-
-def test_notes_of_other_runs_go_with_their_states(tmp_path: Path) -> None:
-    old = ClientStore(tmp_path / "0", "local", "aa")
-    new = ClientStore(tmp_path / "0", "local", "bb", warm_start=True)
-    old.save(1, {"own/x": np.zeros(1, np.float32)})
-    old.note_head_norms(1, np.ones(2))
-    new.save(1, {"own/x": np.zeros(1, np.float32)})
-    new.note_head_norms(1, np.ones(2))
-    assert len(list((tmp_path / "0").glob("*.head-norms"))) == 2, "the earlier run's state is still there"
-    new.save(2, {"own/x": np.zeros(1, np.float32)})
-    new.note_head_norms(2, np.ones(2))
-    assert [p.name for p in (tmp_path / "0").glob("*.head-norms")] == ["bb.head-norms"]
 
 
 def test_head_norms_never_travel(cw: RunResult) -> None:
