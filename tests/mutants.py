@@ -39,7 +39,7 @@ from tests.mutate import Mutant, mutants
 
 FOLDERS = ("strategies", "clients", "fedapp/core", "fedapp/learning")
 NAMED = {
-    "strategies/base.py": ["tests/test_engine.py", "tests/test_federation.py"],
+    "strategies/base.py": ["tests/test_engine.py", "tests/test_client_manager.py", "tests/test_flower_loop.py"],
     "strategies/_composition.py": ["tests/test_ccvr.py"],
     "clients/base.py": ["tests/test_engine.py", "tests/test_training.py"],
     "clients/mutual.py": ["tests/test_fml.py", "tests/test_fedkd.py"],

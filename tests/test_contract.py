@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,17 @@ def test_a_page_and_a_row_for_each_method(method: str) -> None:
     text = page.read_text(encoding="utf-8")
     for field in type(registry.parse_args(entry, "")).model_fields:
         assert f"`{field}" in text, f"{page.name} does not name the hyperparameter {field}"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tests_of_its_own_for_each_method(method: str) -> None:
+    path = Path(__file__).with_name(f"test_{method}.py")
+    assert path.is_file() and re.search(r"^def test_", path.read_text(encoding="utf-8"), flags=re.M)
+
+
+def test_no_page_of_a_method_that_is_gone() -> None:
+    pages = (Path(__file__).parent.parent / "docs" / "methods").glob("*.md")
+    assert {page.stem for page in pages} == set(METHODS)
 
 
 def test_the_four_and_their_baselines_are_there() -> None:

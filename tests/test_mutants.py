@@ -139,6 +139,12 @@ def test_an_endless_loop_is_killed(tmp_path: Path) -> None:
     assert state == "timeout"
 
 
+def test_every_file_has_tests() -> None:
+    files = [f for folder in runner.FOLDERS for f in (ROOT / folder).glob("*.py") if f.name != "__init__.py"]
+    for file in files:
+        assert all((ROOT / test).is_file() for test in runner.tests_for(file.relative_to(ROOT).as_posix(), ROOT))
+
+
 def test_survivors_without_a_reason_stand_out() -> None:
     record = {"file": "a.py", "function": "f", "before": "x | y", "after": "x & y", "result": "survived"}
     text = runner.page([record], "python -m tests.mutants")

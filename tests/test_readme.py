@@ -1,4 +1,4 @@
-"""The README quotes files, methods and commands as they are."""
+"""The README quotes files, methods and commands as they are; what it and CONTRIBUTING.md name exists."""
 
 from __future__ import annotations
 
@@ -38,7 +38,18 @@ def test_commands_have_options_that_exist(command: str) -> None:
         assert option in shown.output
 
 
+BOTH = TEXT + (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+FOLDERS = "benchmarks|clients|docker|docs|fedapp|strategies|tests"
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(rf"(?<![\w/.])((?:{FOLDERS})/[\w/.-]*\w/?)(?![\w<*])", BOTH))))
+def test_paths_exist(path: str) -> None:
+    assert (ROOT / path).exists()
+
+
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    for target in re.findall(r"^make (\w+)", TEXT, flags=re.M):
+    found = re.findall(r"(?:^|`)make (\w+)", BOTH, flags=re.M)
+    assert {"run", "test", "quick", "mutants"} <= set(found)
+    for target in found:
         assert re.search(rf"^{target}:", makefile, flags=re.M), target
