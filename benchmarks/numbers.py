@@ -1,9 +1,9 @@
 """The numbers of every method, so that a change of structure can show that it changed none of them.
 
-`python -m benchmarks.numbers --write FILE` runs two rounds of every method on the embedded digits and writes the final
-accuracies with a hash of `rounds.csv` and of `final.csv`; `--against FILE` runs them again and compares. Equal hashes
-mean equal bits apart from the columns that measure time. The last bits depend on the processor and on the versions of
-the libraries, so both runs belong on one machine.
+`python -m benchmarks.numbers --write FILE` runs two rounds of every method on the embedded digits. It writes the final
+accuracies, the traffic, and a hash of each table. `--against FILE` runs them again and compares. Equal hashes mean
+equal bits, apart from the columns that measure time. The last bits depend on the processor and on the versions of the
+libraries, so both runs belong on one machine. `docs/numbers.json` is the state of version 0.1, on an AMD processor.
 """
 
 from __future__ import annotations
