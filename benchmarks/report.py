@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import Shared
 from benchmarks.machine import Speeds
-from benchmarks.server import Found
+from benchmarks.server import FORMS, Found
 from benchmarks.timing import Times
 from fedapp.errors import between
 
@@ -58,13 +58,19 @@ TARGETS = [
 ]
 
 
+RATIOS = {
+    "fedavg_vs_reference_fp32": ("reference_fedavg", "fedavg"),
+    "fedavg_vs_reference_bf16": ("reference_fedavg", "fedavg_bf16"),
+    "cwfedavg_vs_reference_fp32": ("reference_cwfedavg", "cwfedavg"),
+    "fedavg_over_floor": ("fedavg", "floor"),
+}
+"""The alternatives that are compared, the slower first."""
+
+
 def round_figures(times: Times) -> dict[str, float]:
     """Ratios and seconds of benchmark (a)."""
     return {
-        "fedavg_vs_reference_fp32": times.ratio("reference_fedavg", "fedavg"),
-        "fedavg_vs_reference_bf16": times.ratio("reference_fedavg", "fedavg_bf16"),
-        "cwfedavg_vs_reference_fp32": times.ratio("reference_cwfedavg", "cwfedavg"),
-        "fedavg_over_floor": times.ratio("fedavg", "floor"),
+        **{key: times.ratio(slow, fast) for key, (slow, fast) in RATIOS.items()},
         **{f"{name}_round_seconds": times.median(name) for name in times.seconds},
     }
 
@@ -89,17 +95,25 @@ def _spread(values: list[float]) -> str:
     return f"{min(values):.2f} to {max(values):.2f}"
 
 
+def _table(heads: str, rows: Iterable[Sequence[object]]) -> list[str]:
+    """Lines of a Markdown table; columns whose head ends in a colon are aligned to the right."""
+    columns = heads.split("|")
+    line = "|" + "|".join("---:" if c.endswith(":") else "---" for c in columns) + "|"
+    cells = [[c.removesuffix(":") for c in columns], *rows]
+    first, *others = ["|" + "".join(f" {c} |" if c != "" else " |" for c in row) for row in cells]
+    return [first, line, *others]
+
+
 def targets_table(figures: Mapping[str, float]) -> list[str]:
     """What was asked and what was reached."""
-    lines = ["| figure | asked | reached | |", "|---|---:|---:|---|"]
+    rows = []
     for target in TARGETS:
-        value = figures.get(target.key)
-        if value is not None:
+        if (value := figures.get(target.key)) is not None:
             met = target.met(value)
             digits = 2 if target.met(round(value, 2)) == met else 3  # so that rounding does not hide the verdict
-            verdict = "reached" if met else "not reached"
-            lines.append(f"| {target.text} (`{target.key}`) | {target.bound} | {value:.{digits}f} | {verdict} |")
-    return lines
+            name = f"{target.text} (`{target.key}`)"
+            rows.append((name, target.bound, f"{value:.{digits}f}", "reached" if met else "not reached"))
+    return _table("figure|asked:|reached:|", rows)
 
 
 NAMES = {
@@ -114,60 +128,49 @@ NAMES = {
 
 def rounds_table(times: Times, peaks: Mapping[str, int]) -> list[str]:
     """Seconds a round by alternative."""
-    lines = ["| | seconds a round | min to max | turns | peak memory, MB |", "|---|---:|---:|---:|---:|"]
-    for key, name in NAMES.items():
-        values = times.seconds[key]
-        lines.append(
-            f"| {name} | {times.median(key):.2f} | {_spread(values)} | {len(values)} | {_mb(peaks.get(key))} |"
-        )
-    pairs = [
-        ("reference_fedavg", "fedavg"), ("reference_fedavg", "fedavg_bf16"), ("reference_cwfedavg", "cwfedavg"),
-        ("fedavg", "floor"),
+    seconds = [
+        (name, f"{times.median(key):.2f}", _spread(times.seconds[key]), len(times.seconds[key]), _mb(peaks.get(key)))
+        for key, name in NAMES.items()
+    ]
+    ratios = [
+        (f"{NAMES[slow]} / {NAMES[fast]}", f"{times.ratio(slow, fast):.2f}", _spread(times.ratios(slow, fast)))
+        for slow, fast in RATIOS.values()
+    ]
+    return [
+        *_table("|seconds a round:|min to max:|turns:|peak memory, MB:", seconds), "",
+        *_table("ratio|median over turns:|min to max:", ratios),
     ]  # fmt: skip
-    lines += ["", "| ratio | median over turns | min to max |", "|---|---:|---:|"]
-    for slow, fast in pairs:
-        lines.append(
-            f"| {NAMES[slow]} / {NAMES[fast]} | {times.ratio(slow, fast):.2f} | {_spread(times.ratios(slow, fast))} |"
-        )
-    return lines
 
 
 def overhead_table(rounds: Mapping[str, list[float]], peaks: Mapping[str, int]) -> list[str]:
     """Seconds a round and memory by payload and clients."""
-    lines = ["| case | seconds a round, median | min to max | rounds | peak MB |", "|---|---:|---:|---:|---:|"]
-    for key, values in rounds.items():
-        lines.append(
-            f"| `{key}` | {statistics.median(values):.2f} | {_spread(values)} | {len(values)} | {_mb(peaks[key])} |"
-        )
-    return lines
+    return _table(
+        "case|seconds a round, median:|min to max:|rounds:|peak MB:",
+        [(f"`{k}`", f"{statistics.median(v):.2f}", _spread(v), len(v), _mb(peaks[k])) for k, v in rounds.items()],
+    )
 
 
 def server_table(found: list[Found]) -> list[str]:
     """Every computation of the server."""
-    lines = [
-        "| computation | size | threads | naive ms | ours ms | naive/ours | ours/floor | error | MB naive | ours |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|",
-    ]
-    for f in found:
-        error = "random" if f.error is None else f"{f.error:.0e}"
-        lines.append(
-            f"| {f.row.name} | {f.row.sizes} | {f.threads} | {1e3 * f.times.median('naive'):,.1f} | "
-            f"{1e3 * f.times.median('ours'):,.1f} | {f.speedup:.2f} | {f.over:.2f} | {error} | "
-            f"{_mb(f.memory.get('naive'))} | {_mb(f.memory.get('ours'))} |"
-        )
-    return lines
+    return _table(
+        "computation|size|threads:|naive ms:|ours ms:|naive/ours:|ours/floor:|error:|MB naive:|ours:",
+        [
+            (
+                f.row.name, f.row.sizes, f.threads, *(f"{1e3 * f.times.median(n):,.1f}" for n in FORMS),
+                f"{f.speedup:.2f}", f"{f.over:.2f}", "random" if f.error is None else f"{f.error:.0e}",
+                *(_mb(f.memory.get(n)) for n in FORMS),
+            )
+            for f in found
+        ],
+    )  # fmt: skip
 
 
 def gpu_table(found: list[Shared]) -> list[str]:
     """Clients per second on a GPU."""
-    lines = [
-        "| processes on the GPU | clients per second | min to max |",
-        "|---:|---:|---:|",
-    ]
-    for f in found:
-        spread = sorted(f.clients / s for s in f.times.seconds["round"])
-        lines.append(f"| {f.workers} | {f.per_second:.2f} | {_spread(spread)} |")
-    return lines
+    return _table(
+        "processes on the GPU:|clients per second:|min to max:",
+        [(f.workers, f"{f.per_second:.2f}", _spread([f.clients / s for s in f.times.seconds["round"]])) for f in found],
+    )
 
 
 def machine_text(machine: Mapping[str, Any], speeds: Iterable[Speeds]) -> str:

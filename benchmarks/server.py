@@ -6,7 +6,7 @@ the operations of the cheapest known form at the speed of a large matrix product
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
@@ -39,10 +39,10 @@ from strategies.cwfedavg import CwFedAvg
 from strategies.fedamp import attention
 from strategies.fedgh import LARs, batches, header_step
 
-CNN = 878_538
-"""Parameters of `cnn` with ten classes."""
-RESNET = 11_444_298
-"""Parameters of `resnet18` with ten classes."""
+NUMBERS = {"0.88 M": 878_538, "11.4 M": 11_444_298, "10 k": 9738}
+"""Parameters of `cnn`, `resnet18` and `digits-c` with ten classes."""
+
+FORMS = ("naive", "ours")
 
 Model = dict[str, NDArray[np.float32]]
 
@@ -55,7 +55,7 @@ class Problem:
     ----------
     naive, ours : alternatives that give the same result.
     bytes : that must move.   flops : of the cheapest form.   double : whether in float64.
-    check : compares the two results, largest difference relative to the largest entry; None = random by nature.
+    random : the results are draws, and not to be compared.
     """
 
     naive: Callable[[], Any]
@@ -63,32 +63,34 @@ class Problem:
     bytes: float
     flops: float = 0.0
     double: bool = False
-    check: Callable[[Any, Any], float] | None = None
+    random: bool = False
 
     def floor(self, speeds: Speeds) -> float:
         """Seconds at the given speeds."""
         return max(self.bytes / speeds.memory, self.flops / (speeds.double if self.double else speeds.single))
 
 
-def difference(a: NDArray[Any], b: NDArray[Any]) -> float:
-    """Largest difference relative to the largest entry."""
-    return float(np.abs(a - b).max() / np.abs(a).max())
+def difference(a: Any, b: Any) -> float:
+    """Largest difference between two results, relative to the largest entry of its array."""
+    if isinstance(a, dict | list):
+        left, right = (x.values() if isinstance(x, dict) else x for x in (a, b))
+        return max(difference(x, y) for x, y in zip(left, right, strict=True))
+    return float(np.abs(np.asarray(a) - np.asarray(b)).max() / np.abs(np.asarray(a)).max())
 
 
-def models(count: int, numbers: int) -> list[Model]:
-    """Models of `numbers` parameters in arrays of the small CNN's proportions."""
+def models(count: int, size: str) -> list[Model]:
+    """Models with arrays in the proportions of the small CNN's."""
     rng = np.random.default_rng(0)
-    cuts = [int(numbers * share) for share in (0.003, 0.06, 0.99)]
-    edges = [0, *cuts, numbers]
+    edges = [int(NUMBERS[size] * share) for share in (0, 0.003, 0.06, 0.99, 1)]
     return [
-        {f"layer{i}": rng.standard_normal(size, dtype=np.float32) for i, size in enumerate(np.diff(edges))}
+        {f"layer{i}": rng.standard_normal(n, dtype=np.float32) for i, n in enumerate(np.diff(edges))}
         for _ in range(count)
     ]
 
 
-def average(count: int, numbers: int) -> Problem:
+def average(count: int, size: str) -> Problem:
     """FedAvg's average of models as replies arrive; naive: weighted copies, then a sum per array."""
-    uploads = models(count, numbers)
+    uploads = models(count, size)
     sizes = [100 + i for i in range(count)]
     replies = [Reply(i, n, m, {}) for i, (m, n) in enumerate(zip(uploads, sizes, strict=True))]
 
@@ -97,22 +99,16 @@ def average(count: int, numbers: int) -> Problem:
         sums = [reduce(np.add, arrays) / sum(sizes) for arrays in zip(*weighted, strict=True)]
         return dict(zip(uploads[0], sums, strict=True))
 
-    return Problem(
-        naive,
-        lambda: weighted_mean(iter(replies), uploads[0]),
-        4.0 * numbers * (count + 1),
-        check=lambda a, b: max(difference(a[n], b[n]) for n in a),
-    )
+    return Problem(naive, lambda: weighted_mean(iter(replies), uploads[0]), 4.0 * NUMBERS[size] * (count + 1))
 
 
-def cwfedavg(count: int, classes: int, small: bool = False) -> Problem:
+def cwfedavg(count: int, classes: int, size: str) -> Problem:
     """Class-wise averages of all layers and a blend for each client; naive: K global models, then the mixes.
 
     Ours is the strategy itself: it takes the replies, and computes what each client is sent.
     """
-    model = build_model(
-        "digits-c" if small else "cnn", num_classes=classes, channels=1 if small else 3, size=8 if small else 32, seed=0
-    )
+    name, channels, side = ("digits-c", 1, 8) if size == "10 k" else ("cnn", 3, 32)
+    model = build_model(name, num_classes=classes, channels=channels, size=side, seed=0)
     initial = {n: p.detach().numpy() for n, p in model.named_parameters()}
     rng = np.random.default_rng(1)
     uploads = [{n: rng.standard_normal(a.shape, np.float32) for n, a in initial.items()} for _ in range(count)]
@@ -127,27 +123,17 @@ def cwfedavg(count: int, classes: int, small: bool = False) -> Problem:
         state = strategy.aggregate(start, 1, iter(replies))
         return [payload.arrays for _, payload in strategy.send_each(state, 2, range(count))]
 
-    def check(a: list[list[torch.Tensor]], b: list[Model]) -> float:
-        return max(
-            difference(x.numpy(), y)
-            for left, right in zip(a, b, strict=True)
-            for x, y in zip(left, right.values(), strict=True)
-        )
-
     numbers = sum(a.size for a in initial.values())
     products = count * min(count, 2 * classes)
     return Problem(
         lambda: naive_mix(tensors, torch.from_numpy(p), torch.from_numpy(q)),
-        ours,
-        8.0 * count * numbers,
-        2.0 * products * numbers,
-        check=check,
-    )
+        ours, 8.0 * count * numbers, 2.0 * products * numbers,
+    )  # fmt: skip
 
 
-def fedamp(count: int, numbers: int) -> Problem:
+def fedamp(count: int, size: str) -> Problem:
     """FedAMP's attention over all pairs of models and the mixes; naive: a loop over pairs."""
-    uploads = models(count, numbers)
+    uploads, numbers = models(count, size), NUMBERS[size]
     hparams = FedAMPHParams(form="distance", sigma=2.0 * numbers, alpha=numbers / count)
 
     def naive() -> list[Model]:
@@ -168,12 +154,9 @@ def fedamp(count: int, numbers: int) -> Problem:
         return mixed
 
     return Problem(
-        naive,
-        lambda: combine(attention(uploads, hparams), uploads),
-        12.0 * count * numbers,
+        naive, lambda: combine(attention(uploads, hparams), uploads), 12.0 * count * numbers,
         2.0 * count * count * numbers * 3,  # distances in float64 count as two
-        check=lambda a, b: max(difference(x[n], y[n]) for x, y in zip(a, b, strict=True) for n in x),
-    )
+    )  # fmt: skip
 
 
 def ccvr_statistics(samples: int, classes: int, width: int) -> Problem:
@@ -194,10 +177,7 @@ def ccvr_statistics(samples: int, classes: int, width: int) -> Problem:
         statistics = moments(z, y, classes)
         return [statistics.cov(c) for c in range(classes)]
 
-    return Problem(
-        naive, ours, 4.0 * samples * width, float(samples) * width * width, True,
-        lambda a, b: max(difference(x, y) for x, y in zip(a, b, strict=True)),
-    )  # fmt: skip
+    return Problem(naive, ours, 4.0 * samples * width, float(samples) * width * width, double=True)
 
 
 def ccvr_merging(clients: int, classes: int, width: int) -> Problem:
@@ -234,10 +214,8 @@ def ccvr_merging(clients: int, classes: int, width: int) -> Problem:
         statistics = pool.moments()
         return [statistics.cov(c) for c in range(classes)]
 
-    return Problem(
-        naive, ours, 4.0 * clients * classes * width * (width + 1) / 2, float(clients) * classes * width * width, True,
-        lambda a, b: max(difference(x, y) for x, y in zip(a, b, strict=True)),
-    )  # fmt: skip
+    covariances = float(clients) * classes * width
+    return Problem(naive, ours, 4.0 * covariances * (width + 1) / 2, covariances * width, double=True)
 
 
 def ccvr_sampling(draws: int, classes: int, width: int) -> Problem:
@@ -253,7 +231,20 @@ def ccvr_sampling(draws: int, classes: int, width: int) -> Problem:
         return np.concatenate([generator.multivariate_normal(means[c], covs[c], draws) for c in range(classes)])
 
     work = classes * (width**3 / 3 + float(draws) * width * width)
-    return Problem(naive, lambda: virtual_features(statistics, draws, 0)[0], 4.0 * classes * draws * width, work, True)
+    return Problem(
+        naive, lambda: virtual_features(statistics, draws, 0)[0], 4.0 * classes * draws * width, work,
+        double=True, random=True,
+    )  # fmt: skip
+
+
+def autograd_steps(w: torch.Tensor, b: torch.Tensor, batches: Iterable[Any], momentum: float = 0.0) -> None:
+    """Train a head as PyTorch's tutorials do; the naive form."""
+    optimizer = torch.optim.SGD([w.requires_grad_(), b.requires_grad_()], lr=0.01, momentum=momentum)
+    for x, y in batches:
+        loss = F.cross_entropy(F.linear(x, w, b), y)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
 
 
 def ccvr_retraining(draws: int, classes: int, width: int) -> Problem:
@@ -264,21 +255,16 @@ def ccvr_retraining(draws: int, classes: int, width: int) -> Problem:
     weight, bias = np.zeros((classes, width), np.float32), np.zeros(classes, np.float32)
 
     def naive() -> None:
-        w, b = torch.zeros(classes, width, requires_grad=True), torch.zeros(classes, requires_grad=True)
-        optimizer = torch.optim.SGD([w, b], lr=0.01, momentum=0.9)
         data = TensorDataset(torch.from_numpy(z), torch.from_numpy(y))
-        for x, labels in DataLoader(data, batch_size=64, shuffle=True):
-            loss = F.cross_entropy(F.linear(x, w, b), labels)
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+        loader = DataLoader(data, batch_size=64, shuffle=True)
+        autograd_steps(torch.zeros(classes, width), torch.zeros(classes), loader, momentum=0.9)
 
-    def steps() -> Iterator[NDArray[np.int64]]:
-        order = np.random.default_rng(0).permutation(len(y))
-        return iter([order[i : i + 64] for i in range(0, len(order), 64)])
-
+    order = np.random.default_rng(0).permutation(len(y))
+    steps = [order[i : i + 64] for i in range(0, len(order), 64)]
     flops = 4.0 * len(y) * width * classes
-    return Problem(naive, lambda: retrain(weight, bias, z, y, steps(), 0.01, momentum=0.9), 4.0 * z.size, flops)
+    return Problem(
+        naive, lambda: retrain(weight, bias, z, y, iter(steps), 0.01, momentum=0.9), 4.0 * z.size, flops, random=True
+    )
 
 
 def fedgh_header(clients: int, classes: int, width: int) -> Problem:
@@ -288,18 +274,10 @@ def fedgh_header(clients: int, classes: int, width: int) -> Problem:
     start = rng.standard_normal((classes, width)) / width
 
     def naive() -> NDArray[np.float64]:
-        head = torch.nn.Linear(width, classes).double()
-        with torch.no_grad():
-            head.weight.copy_(torch.from_numpy(start))
-            head.bias.zero_()
-        optimizer = torch.optim.SGD(head.parameters(), lr=0.01)
-        for lar in lars:
-            for r, s in zip(torch.from_numpy(lar.r), torch.from_numpy(lar.s), strict=True):
-                loss = F.cross_entropy(head(r[None]), s[None])
-                optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-        return head.weight.detach().numpy().copy()
+        w, b = torch.tensor(start), torch.zeros(classes, dtype=torch.float64)
+        pairs = (pair for lar in lars for pair in zip(torch.from_numpy(lar.r), torch.from_numpy(lar.s), strict=True))
+        autograd_steps(w, b, ((r[None], s[None]) for r, s in pairs))
+        return w.detach().numpy()
 
     def ours() -> NDArray[np.float64]:
         w, b = start.copy(), np.zeros(classes)
@@ -307,9 +285,8 @@ def fedgh_header(clients: int, classes: int, width: int) -> Problem:
             header_step(w, b, r, s, 0.01)
         return w
 
-    return Problem(
-        naive, ours, 8.0 * clients * classes * width, 6.0 * clients * classes * classes * width, True, difference
-    )
+    numbers = 1.0 * clients * classes * width
+    return Problem(naive, ours, 8.0 * numbers, 6.0 * numbers * classes, double=True)
 
 
 @dataclass(frozen=True)
@@ -325,57 +302,66 @@ class Row:
     name: str
     sizes: str
     problem: Callable[[], Problem]
-    key: str = ""
-    repeats: int = 5
-    threads: int = 1
+    key: str
+    repeats: int
+    threads: int
+
+
+KINDS: dict[Callable[..., Problem], tuple[str, str, int]] = {
+    average: ("average", "{0} x {1}", 5),
+    cwfedavg: ("cwFedAvg, all layers", "M = {0}, K = {1}, {2}", 3),
+    fedamp: ("FedAMP", "M = {0}, {1}", 3),
+    ccvr_statistics: ("CCVR statistics", "{0:,} x {2}, K = {1}", 5),
+    ccvr_merging: ("CCVR merging", "M = {0}, K = {1}, d = {2}", 3),
+    ccvr_sampling: ("CCVR sampling", "K = {1}, {0} draws, d = {2}", 3),
+    ccvr_retraining: ("CCVR re-training, an epoch", "K = {1}, {0} draws, d = {2}", 5),
+    fedgh_header: ("FedGH header, a pass", "M = {0}, K = {1}, d = {2}", 3),
+}
+"""Name and sizes in the table, and turns."""
+
+
+def row(make: Callable[..., Problem], *args: int | str, key: str = "", threads: int = 1) -> Row:
+    """Return the row of a problem of the given sizes."""
+    name, sizes, repeats = KINDS[make]
+    return Row(name, sizes.format(*args), partial(make, *args), key, repeats, threads)
 
 
 ROWS = [
-    Row("average", "20 x 0.88 M", partial(average, 20, CNN), "average_vs_naive_20x4mb"),
-    Row("average", "100 x 0.88 M", partial(average, 100, CNN), "average_vs_naive_100x4mb"),
-    Row("average", "20 x 11.4 M", partial(average, 20, RESNET), "average_vs_naive_one_thread"),
-    Row("average", "20 x 11.4 M", partial(average, 20, RESNET), "average_vs_naive", threads=0),
-    *(
-        Row("cwFedAvg, all layers", f"M = {m}, K = {k}, 0.88 M", partial(cwfedavg, m, k), key, 3)
-        for m, k, key in (
-            (20, 10, "cwfedavg_server_vs_naive_m20_k10"), (20, 100, ""), (20, 200, ""),
-            (100, 10, "cwfedavg_server_vs_naive_k10"), (100, 100, "cwfedavg_server_vs_naive_k100"),
-            (100, 200, "cwfedavg_server_vs_naive_k200"),
-        )
-    ),
-    *(Row("FedAMP", f"M = {m}, 0.88 M", partial(fedamp, m, CNN), key, 3)
-      for m, key in ((20, ""), (100, "fedamp_server_vs_naive"))),
-    *(
-        Row("CCVR statistics", f"50,000 x 512, K = {k}", partial(ccvr_statistics, 50_000, k, 512), key)
-        for k, key in ((10, "ccvr_statistics_vs_numpy"), (100, "ccvr_statistics_vs_numpy_k100"), (200, ""))
-    ),
-    *(
-        Row("CCVR merging", f"M = {m}, K = {k}, d = 512", partial(ccvr_merging, m, k, 512), key, 3)
-        for m, k, key in ((20, 10, ""), (100, 10, "ccvr_merging_vs_numpy"), (20, 100, ""))
-    ),
-    *(
-        Row("CCVR sampling", f"K = {k}, {n} draws, d = 512", partial(ccvr_sampling, n, k, 512), key, 3)
-        for k, n, key in ((10, 1000, "ccvr_sampling_vs_numpy"), (100, 200, ""), (200, 100, ""))
-    ),
-    *(
-        Row("CCVR re-training, an epoch", f"K = {k}, {n} draws, d = 512", partial(ccvr_retraining, n, k, 512), key)
-        for k, n, key in ((10, 1000, "ccvr_retraining_vs_dataloader"), (100, 200, ""))
-    ),
-    *(
-        Row("FedGH header, a pass", f"M = {m}, K = {k}, d = 500", partial(fedgh_header, m, k, 500), key, 3)
-        for m, k, key in ((20, 10, "fedgh_header_vs_autograd"), (100, 10, ""), (20, 100, ""))
-    ),
-]  # fmt: skip
+    row(average, 20, "0.88 M", key="average_vs_naive_20x4mb"),
+    row(average, 100, "0.88 M", key="average_vs_naive_100x4mb"),
+    row(average, 20, "11.4 M", key="average_vs_naive_one_thread"),
+    row(average, 20, "11.4 M", key="average_vs_naive", threads=0),
+    row(cwfedavg, 20, 10, "0.88 M", key="cwfedavg_server_vs_naive_m20_k10"),
+    row(cwfedavg, 20, 100, "0.88 M"),
+    row(cwfedavg, 20, 200, "0.88 M"),
+    *(row(cwfedavg, 100, k, "0.88 M", key=f"cwfedavg_server_vs_naive_k{k}") for k in (10, 100, 200)),
+    row(fedamp, 20, "0.88 M"),
+    row(fedamp, 100, "0.88 M", key="fedamp_server_vs_naive"),
+    row(ccvr_statistics, 50_000, 10, 512, key="ccvr_statistics_vs_numpy"),
+    row(ccvr_statistics, 50_000, 100, 512, key="ccvr_statistics_vs_numpy_k100"),
+    row(ccvr_statistics, 50_000, 200, 512),
+    row(ccvr_merging, 20, 10, 512),
+    row(ccvr_merging, 100, 10, 512, key="ccvr_merging_vs_numpy"),
+    row(ccvr_merging, 20, 100, 512),
+    row(ccvr_sampling, 1000, 10, 512, key="ccvr_sampling_vs_numpy"),
+    row(ccvr_sampling, 200, 100, 512),
+    row(ccvr_sampling, 100, 200, 512),
+    row(ccvr_retraining, 1000, 10, 512, key="ccvr_retraining_vs_dataloader"),
+    row(ccvr_retraining, 200, 100, 512),
+    row(fedgh_header, 20, 10, 500, key="fedgh_header_vs_autograd"),
+    row(fedgh_header, 100, 10, 500),
+    row(fedgh_header, 20, 100, 500),
+]
 
 SMALL = [
-    Row("average", "4 x 20 k", partial(average, 4, 20_000), "average_vs_naive", 1),
-    Row("cwFedAvg, all layers", "M = 4, K = 3", partial(cwfedavg, 4, 3, True), "cwfedavg_server_vs_naive_k100", 1),
-    Row("FedAMP", "M = 4", partial(fedamp, 4, 20_000), "fedamp_server_vs_naive", 1),
-    Row("CCVR statistics", "500 x 16, K = 3", partial(ccvr_statistics, 500, 3, 16), "ccvr_statistics_vs_numpy", 1),
-    Row("CCVR merging", "M = 4, K = 3", partial(ccvr_merging, 4, 3, 16), "ccvr_merging_vs_numpy", 1),
-    Row("CCVR sampling", "K = 3", partial(ccvr_sampling, 50, 3, 16), "ccvr_sampling_vs_numpy", 1),
-    Row("CCVR re-training, an epoch", "K = 3", partial(ccvr_retraining, 50, 3, 16), "ccvr_retraining_vs_dataloader", 1),
-    Row("FedGH header, a pass", "M = 4, K = 3", partial(fedgh_header, 4, 3, 16), "fedgh_header_vs_autograd", 1),
+    row(average, 4, "10 k", key="average_vs_naive"),
+    row(cwfedavg, 4, 3, "10 k", key="cwfedavg_server_vs_naive_k100"),
+    row(fedamp, 4, "10 k", key="fedamp_server_vs_naive"),
+    row(ccvr_statistics, 500, 3, 16, key="ccvr_statistics_vs_numpy"),
+    row(ccvr_merging, 4, 3, 16, key="ccvr_merging_vs_numpy"),
+    row(ccvr_sampling, 50, 3, 16, key="ccvr_sampling_vs_numpy"),
+    row(ccvr_retraining, 50, 3, 16, key="ccvr_retraining_vs_dataloader"),
+    row(fedgh_header, 4, 3, 16, key="fedgh_header_vs_autograd"),
 ]
 
 
@@ -414,10 +400,10 @@ def measure(rows: list[Row], small: bool = False) -> list[Found]:
         speeds = machine.speeds(threads, small)
         process.prepare(threads)
         problem = row.problem()
-        error = None if problem.check is None else problem.check(problem.naive(), problem.ours())
-        times = alternate({"naive": problem.naive, "ours": problem.ours}, row.repeats)
+        error = None if problem.random else difference(problem.naive(), problem.ours())
+        times = alternate({form: getattr(problem, form) for form in FORMS}, 1 if small else row.repeats)
         floor = problem.floor(speeds)
         del problem
-        peaks = {} if small else {n: peak_of(partial(_prepared, row.problem, n)) for n in ("naive", "ours")}
+        peaks = {} if small else {n: peak_of(partial(_prepared, row.problem, n)) for n in FORMS}
         found.append(Found(row, times, threads, floor, error, peaks))
     return found
