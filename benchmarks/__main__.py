@@ -33,7 +33,7 @@ def measure(parts: list[str], data: Path | None, small: bool, folder: Path) -> t
     data : folder with cifar10.npz; None = random images.   small : a form of seconds, without Ray, for tests.
     folder : for files that are not kept.
     """
-    about = machine.describe()
+    about, scale = machine.describe(), rounds.SMALL if small else rounds.Scale()
     speeds = [machine.speeds(threads, small) for threads in sorted({1, 1 if small else usable_cores()})]
     figures: dict[str, Any] = {"machine": about}
     sections: dict[str, Any] = {"Machine": [report.machine_text(about, speeds)]}
@@ -48,15 +48,12 @@ def measure(parts: list[str], data: Path | None, small: bool, folder: Path) -> t
         figures |= {key.replace("_seconds", "_peak_bytes"): peak for key, peak in peaks.items()}
         sections["Overhead of a round"] = report.overhead_table(seconds, peaks)
     if "rounds" in parts:
-        times, peaks = rounds.measure(folder / "rounds", data, rounds.SMALL if small else rounds.Scale())
+        times, peaks = rounds.measure(folder / "rounds", data, scale)
         figures |= report.round_figures(times)
         figures |= {f"{name}_peak_bytes": peak for name, peak in peaks.items()}
         sections["A round of federated learning"] = report.rounds_table(times, peaks)
     if "gpu" in parts and (small or torch.cuda.is_available()):
-        if small:
-            shared = gpu.measure(folder / "gpu", data, rounds.SMALL, workers=(1,), repeats=1)
-        else:
-            shared = gpu.measure(folder / "gpu", data, rounds.Scale())
+        shared = gpu.measure(folder / "gpu", data, scale, workers=(1,) if small else gpu.WORKERS)
         figures |= report.gpu_figures(shared)
         sections["Clients per second on a GPU"] = report.gpu_table(shared)
     return figures, sections

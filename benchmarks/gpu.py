@@ -36,14 +36,12 @@ class Shared:
         return self.clients / self.times.median("round")
 
 
-def measure(
-    folder: Path, data: Path | None, scale: Scale, workers: Sequence[int] = WORKERS, repeats: int = 5
-) -> list[Shared]:
+def measure(folder: Path, data: Path | None, scale: Scale, workers: Sequence[int] = WORKERS) -> list[Shared]:
     """Time rounds for each number of processes."""
     data = data or random_images(folder / "data", scale.images)
     config = configuration(data, folder / "run", scale, method="fedavg")
     found = []
     for count in workers:
         with Floor(config, count) as floor:
-            found.append(Shared(count, scale.clients, alternate({"round": floor.round}, repeats)))
+            found.append(Shared(count, scale.clients, alternate({"round": floor.round}, scale.repeats)))
     return found

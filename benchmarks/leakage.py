@@ -29,6 +29,7 @@ from sklearn.metrics import roc_auc_score
 from fedapp import server_app
 from fedapp.client_app import app as client_app
 from fedapp.config import from_flat
+from fedapp.data.card import data_card
 from fedapp.data.transforms import normalise
 from fedapp.results.predict import load
 from fedapp.tasks.simulated import federated
@@ -73,6 +74,12 @@ def listen(out: Path, **values: Any) -> Wiretap:
     return grid
 
 
+def class_counts(seed: int = 0) -> NDArray[np.int64]:
+    """Images of each class that each client trains on, int64 (clients, classes)."""
+    data = federated(from_flat({"seed": seed}), CLIENTS)
+    return data_card(data.dataset, data.partition).train
+
+
 def head_weights(folder: Path) -> list[str]:
     """Find absent classes from one round's change of the head's bias."""
     lines = []
@@ -82,9 +89,9 @@ def head_weights(folder: Path) -> list[str]:
             for seed in range(3):
                 values = {"method": method, "seed": seed, "num-server-rounds": 1, "clip-update": clip}
                 grid = listen(folder / f"{method}-{clip}-{seed}", **values)
-                data = federated(from_flat({"seed": seed}), CLIENTS)
+                classes = class_counts(seed)
                 for client, arrays in grid.heard[1].items():
-                    counts = np.bincount(data.dataset.pool_labels[data.partition.clients[client].train], minlength=10)
+                    counts = classes[client]
                     change = arrays["head.bias"] - grid.sent[1]["head.bias"]
                     scores += list(-change)
                     truth += list(counts == 0)
@@ -103,10 +110,10 @@ def average_representations(folder: Path) -> list[str]:
     for least in (1, 5):
         grid = listen(folder / f"fedgh-{least}", method="fedgh", **{"num-server-rounds": 1,
                       "method-args": f"min_class_count={least}"})  # fmt: skip
-        data = federated(from_flat({}), CLIENTS)
+        classes = class_counts()
         right = small = 0
         for client, arrays in grid.heard[1].items():
-            counts = np.bincount(data.dataset.pool_labels[data.partition.clients[client].train], minlength=10)
+            counts = classes[client]
             right += int(set(arrays["labels"].tolist()) == set(np.flatnonzero(counts).tolist()))
             small += int(sum(counts[s] < 5 for s in arrays["labels"]))
         lines.append(
@@ -119,9 +126,7 @@ def average_representations(folder: Path) -> list[str]:
 def gaussian_means(folder: Path) -> list[str]:
     """Rebuild images from class means under the global model."""
     out = folder / "trained"
-    values = {"clients": CLIENTS, "method": "fedavg", "num-server-rounds": 10, "out": str(out)}
-    flat = from_flat(values).to_flat()
-    server_app.serve(LocalGrid(client_app, flat, CLIENTS), flat)
+    listen(out, method="fedavg", **{"num-server-rounds": 10})
     predictor = load(out / "models" / "last.safetensors")
     data = federated(from_flat({}), CLIENTS).dataset
     images = torch.from_numpy(np.array(data.x_train)).permute(0, 3, 1, 2)

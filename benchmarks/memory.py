@@ -10,42 +10,38 @@ from typing import Any
 
 import psutil
 
-from fedapp.process import high_water, peak_memory, reset_peak
+from fedapp.process import peak_memory, reset_peak
 
 
 class Watch:
-    """Samples the memory of processes until told to stop.
+    """Samples the memory of processes while its block runs.
 
     Attributes
     ----------
     peak : largest sum over the processes, in bytes: proportional set size, so that shared pages count once.
     """
 
-    def __init__(self, roots: Callable[[], list[psutil.Process]], interval: float) -> None:
+    def __init__(self, processes: Callable[[], Iterable[psutil.Process]], interval: float = 0.5) -> None:
         self.peak = 0
-        self._roots, self._interval = roots, interval
+        self._processes, self._interval = processes, interval
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
     def _sample(self) -> None:
         while not self._stop.wait(self._interval):
             total = 0
-            for process in self._roots():
+            for process in self._processes():
                 with contextlib.suppress(psutil.Error):
                     total += process.memory_full_info().pss
             self.peak = max(self.peak, total)
 
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
 
-@contextlib.contextmanager
-def watching(roots: Callable[[], list[psutil.Process]], interval: float = 0.5) -> Iterator[Watch]:
-    """Watch processes while the block runs."""
-    watch = Watch(roots, interval)
-    watch._thread.start()
-    try:
-        yield watch
-    finally:
-        watch._stop.set()
-        watch._thread.join()
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
 
 
 def _measure(call: Callable[[], Callable[[], object]], pipe: Any) -> None:
@@ -67,21 +63,14 @@ def peak_of(prepare: Callable[[], Callable[[], object]]) -> int:
     worker.start()
     there.close()
     try:
-        grown = int(here.recv())
+        return int(here.recv())
     finally:
         worker.join()
-    return grown
 
 
-def peaks(processes: Iterable[psutil.Process]) -> int:
-    """Sum of the peaks of processes since they began, in bytes: cheap, but pages that they share count in each."""
-    return sum(high_water(process.pid) or 0 for process in processes)
-
-
-def tree(pid: int) -> list[psutil.Process]:
-    """A process and all that descend from it."""
-    try:
-        root = psutil.Process(pid)
-        return [root, *root.children(recursive=True)]
-    except psutil.Error:
-        return []
+def trees(pids: Iterable[int]) -> Iterator[psutil.Process]:
+    """Processes and all that descend from them."""
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):
+            root = psutil.Process(pid)
+            yield from [root, *root.children(recursive=True)]

@@ -8,10 +8,9 @@ calls, averaging, checkpoint and result files.
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,14 @@ from typing import Any
 import numpy as np
 
 import strategies
-from benchmarks import memory, padded
+from benchmarks import padded
 from benchmarks.rounds import between_rounds, submit
 from fedapp import registry, server_app
 from fedapp.client_app import app as client_app
 from fedapp.engines import local as engine
 from fedapp.engines import superlink as launch
 from fedapp.engines.control import stage
+from fedapp.process import high_water
 from fedapp.transport.local_grid import LocalGrid
 
 HEAD = 650
@@ -97,7 +97,8 @@ def ray_rounds(app: Path, case: Case, flat: Mapping[str, Any], out: Path) -> tup
     def stop_after_last(event: Mapping[str, Any]) -> None:
         nonlocal peak
         if event["kind"] == "round" and event["round"] == case.rounds:
-            peak = memory.peaks(session._processes.alive())
+            # Peaks of processes since they began: pages that they share count in each.
+            peak = sum(high_water(p.pid) or 0 for p in session._processes.alive())
             raise _Enough
 
     with launch.Session(app=app) as session:
@@ -110,22 +111,15 @@ def ray_rounds(app: Path, case: Case, flat: Mapping[str, Any], out: Path) -> tup
     return between_rounds(out), peak
 
 
-@contextlib.contextmanager
-def padded_here(folder: Path) -> Iterator[None]:
-    """Let this process know the padded method too."""
-    strategies.__path__.append(str(folder))
-    registry._discovered.cache_clear()
-    try:
-        yield
-    finally:
-        strategies.__path__.remove(str(folder))
-        registry._discovered.cache_clear()
-
-
 def local_rounds(app: Path, flat: Mapping[str, Any], out: Path) -> tuple[list[float], int]:
     """Run in this process; its peak memory is not its own."""
-    with padded_here(app / "strategies"):
+    strategies.__path__.append(str(app / "strategies"))
+    registry._discovered.cache_clear()
+    try:
         server_app.serve(LocalGrid(client_app, dict(flat), int(flat["clients"])), dict(flat))
+    finally:
+        strategies.__path__.pop()
+        registry._discovered.cache_clear()
     return between_rounds(out), 0
 
 

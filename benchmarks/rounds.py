@@ -7,12 +7,15 @@ app take turns; a turn of the app is a whole run, of which the rounds after the 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import multiprocessing
 import shutil
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -94,37 +97,36 @@ def submit(session: launch.Session, flat: Mapping[str, Any]) -> launch.RunHandle
     )  # fmt: skip
 
 
-def ray_run(config: RunConfig, watch: dict[str, int] | None = None) -> None:
-    """Run a configuration under Ray in a session of its own; the workers' number is the machine's cores."""
-    with launch.Session() as session:
-        handle = submit(session, config.to_flat())
-        if watch is None:
-            outcome = handle.follow(Path(config.out), lambda event: None, poll=1.0)
-        else:
-            with memory.watching(lambda: list(session._processes.alive())) as watched:
-                outcome = handle.follow(Path(config.out), lambda event: None, poll=1.0)
-            watch["peak"] = watched.peak
-    if not outcome.ok:
-        raise RuntimeError(f"the benchmark's run failed: {outcome.status} {outcome.error} {outcome.log_tail}")
-
-
 class Visits:
-    """Turns of the app: each is a run in a new folder; all its counted rounds are kept."""
+    """Turns of the app: each is a run in a new folder, under Ray with as many workers as the machine has cores.
 
-    def __init__(self, config: Callable[[Path], RunConfig], folder: Path, scale: Scale) -> None:
-        self.config, self.folder, self.scale = config, folder, scale
-        self.peak: dict[str, int] = {}
+    Attributes
+    ----------
+    peak : memory of all processes in bytes, of the first turn, which is not timed: watching takes time.
+    """
+
+    def __init__(self, data: Path, folder: Path, scale: Scale, **values: Any) -> None:
+        self.configuration = partial(configuration, data, folder, scale, **values)
+        self.folder, self.ray, self.peak = folder, scale.ray, 0
 
     def __call__(self) -> float:
         """Mean seconds of a counted round of this turn."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        config = self.config(self.folder)
-        if self.scale.ray:
-            ray_run(config, None if self.peak else self.peak)
+        if self.ray:
+            self._run_under_ray(self.configuration())
         else:
-            engine.run_local(config)
-        rounds = between_rounds(self.folder)
-        return sum(rounds) / len(rounds)
+            engine.run_local(self.configuration())
+        return statistics.fmean(between_rounds(self.folder))
+
+    def _run_under_ray(self, config: RunConfig) -> None:
+        with launch.Session() as session:
+            handle = submit(session, config.to_flat())
+            watch = memory.Watch(session._processes.alive)
+            with contextlib.nullcontext() if self.peak else watch:
+                outcome = handle.follow(self.folder, lambda event: None, poll=1.0)
+            self.peak = self.peak or watch.peak
+        if not outcome.ok:
+            raise RuntimeError(f"the benchmark's run failed: {outcome.status} {outcome.error} {outcome.log_tail}")
 
 
 def _reference(flat: dict[str, Any], folder: str, threads: int, lam: float | None, pipe: Any) -> None:
@@ -161,14 +163,11 @@ def measure(folder: Path, data: Path | None, scale: Scale) -> tuple[Times, dict[
     process.prepare(1)
     data = data or random_images(folder / "data", scale.images)
 
-    def visits(name: str, **values: Any) -> Visits:
-        return Visits(lambda out: configuration(data, out, scale, **values), folder / name, scale)
-
     classwise = {"method": "cwfedavg", "method-args": f"layers=all wdr=authors lam={LAM}"}
     app = {
-        "fedavg": visits("fedavg", method="fedavg"),
-        "fedavg_bf16": visits("fedavg-bf16", method="fedavg", precision="bf16"),
-        "cwfedavg": visits("cwfedavg", **classwise),
+        "fedavg": Visits(data, folder / "fedavg", scale, method="fedavg"),
+        "fedavg_bf16": Visits(data, folder / "fedavg-bf16", scale, method="fedavg", precision="bf16"),
+        "cwfedavg": Visits(data, folder / "cwfedavg", scale, **classwise),
     }
     config = configuration(data, folder / "reference", scale, method="fedavg")
     peak: dict[str, int] = {}
@@ -178,15 +177,15 @@ def measure(folder: Path, data: Path | None, scale: Scale) -> tuple[Times, dict[
         Floor(config, scale.workers) as floor,
     ):
         fedavg.round(), cwfedavg.round()  # the files are written by now: they are not part of any round
-        for name, process_, call in (
+        for name, workers, call in (
             ("reference_fedavg", [fedavg.process], fedavg.round),
             ("reference_cwfedavg", [cwfedavg.process], cwfedavg.round),
             ("floor", floor.workers, floor.round),
         ):
-            pids = [int(p.pid or 0) for p in process_]
-            with memory.watching(lambda pids=pids: [p for pid in pids for p in memory.tree(pid)]) as watched:  # type: ignore[misc]
+            pids = [int(worker.pid or 0) for worker in workers]
+            with memory.Watch(partial(memory.trees, pids)) as watch:
                 call()
-            peak[name] = watched.peak
+            peak[name] = watch.peak
         around: list[float] = []
 
         def between_floors() -> float:
@@ -202,5 +201,5 @@ def measure(folder: Path, data: Path | None, scale: Scale) -> tuple[Times, dict[
             "fedavg_bf16": app["fedavg_bf16"], "reference_cwfedavg": cwfedavg.round, "cwfedavg": app["cwfedavg"],
         }  # fmt: skip
         times = alternate(alternatives, scale.repeats, warmup=1 if scale.ray else 0)
-    peak |= {name: visit.peak["peak"] for name, visit in app.items() if visit.peak}
+    peak |= {name: visit.peak for name, visit in app.items() if visit.peak}
     return times, peak
