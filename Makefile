@@ -11,7 +11,7 @@ export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 test quick slow mutants: export OMP_NUM_THREADS := 1
 WORKERS := -n logical --maxprocesses 8
 # The mathematics: the core, every method, the local learning.
-QUICK := $(sort $(wildcard tests/test_core_*.py $(patsubst %,tests/test_%.py,$(notdir \
+QUICK := $(sort $(wildcard tests/test_defaults.py tests/test_core_*.py $(patsubst %,tests/test_%.py,$(notdir \
 	$(basename $(wildcard strategies/*.py clients/*.py fedapp/learning/*.py))))))
 
 .PHONY: run test quick slow mutants bench lint setup clean

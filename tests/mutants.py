@@ -51,12 +51,16 @@ EQUIVALENT = Path(__file__).with_name("mutants.toml")
 
 
 def tests_for(file: str, root: Path) -> tuple[str, ...]:
-    """Return the tests named for a file: `test_core_<x>.py` for the core, else `test_<x>.py`."""
+    """Return the tests named for a file: `test_core_<x>.py` for the core, else `test_<x>.py`.
+
+    Methods' files have `test_defaults.py` as well.
+    """
     own = f"tests/test_{'core_' if '/core/' in file else ''}{Path(file).stem}.py"
     found = [own] if (root / own).exists() else NAMED.get(file, [])
     if not found:
         raise FileNotFoundError(f"{file} has no {own}: write one, or name its tests in tests/mutants.py")
-    return tuple(found)
+    defaults = "tests/test_defaults.py"
+    return (*found, *([defaults] if file.startswith(FOLDERS[:2]) and (root / defaults).exists() else []))
 
 
 @dataclass(frozen=True)
