@@ -102,6 +102,8 @@ def test_local_training_equals_a_plain_loop(tmp_path: Path) -> None:
     made.before_training(payload)
     large, small = copy.deepcopy(made.model).train(), copy.deepcopy(made.small).train()
     w = torch.nn.Parameter(made.hidden_map.detach().clone())
+    bound = 1 / made.small.width**0.5  # a linear layer's
+    assert 0.9 * bound < float(w.max()) <= bound and -bound <= float(w.min()) < -0.9 * bound
     made.optimise(payload)
     spec = made.task.train
     optimizer = torch.optim.SGD([*large.parameters(), *small.parameters(), w], lr=spec.lr, momentum=spec.momentum)
