@@ -83,4 +83,4 @@ def test_page_and_figure_count_the_download_of_dropped_replies(tmp_path: Path) -
     )
     there = read_run(tmp_path)
     assert "110,000,000" in report.of_run(there)[0]
-    assert "60.0 % for 110.0 MB" in gallery.traffic_curves([there]).alt
+    assert "60.0 % for 110.0 MB" in gallery.traffic_curves([there])[0].alt

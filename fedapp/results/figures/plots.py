@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from fedapp.results.figures.style import COLOURS, DASHES, HEAT, INK, LINE, MARKERS, MUTED, SPLIT, WIDTH, new, styled
+from fedapp.results.figures.style import COLOURS, DASHES, DOTTED, HEAT, LINE, MARKERS, MUTED, WIDTH, styled
 
 Array = NDArray[Any]
 MAX_TICKS = 32
@@ -30,103 +31,110 @@ class Curve:
     spread: Array | None = None
 
 
+Panels = Mapping[str, Sequence[Curve]]
+"""Curves by the title of their panel; a label has the same look in all panels."""
+
 # ---- pieces ----------------------------------------------------------------------------------------------------------
 
 
-def _look(i: int) -> dict[str, Any]:
-    """Colour, dashes and marker of the i-th line; no two of the first 60 agree in all three."""
+def _new(
+    width: float, height: float, xlabel: str, ylabel: str, rows: int = 1, columns: int = 1, grid: Any = "y", **more: Any
+) -> tuple[Figure, Array]:
+    """Return a figure in inches and its axes (rows, columns), named at the left and below; `grid` names grid lines."""
+    figure = Figure(figsize=(width, height), layout="constrained")  # no pyplot: no window system and no global state
+    panels = figure.subplots(rows, columns, squeeze=False, **more)
+    for axes in panels.flat if grid else ():
+        axes.grid(axis=grid)
+    for axes in panels[-1]:
+        axes.set_xlabel(xlabel)
+    for axes in panels[:, 0]:
+        axes.set_ylabel(ylabel)
+    return figure, panels
+
+
+def _look(i: int, **more: Any) -> dict[str, Any]:
+    """Colour, dashes and marker of the i-th line; no two of the first 30 agree in dashes, marker and filling."""
+    colour = COLOURS[i % len(COLOURS)]
     return {
-        "color": COLOURS[i % len(COLOURS)],
-        "linestyle": DASHES[i % len(DASHES)],
-        "marker": MARKERS[i % len(MARKERS)],
-        "markerfacecolor": "none" if i % 2 else COLOURS[i % len(COLOURS)],
-    }
+        "color": colour, "linestyle": DASHES[i % len(DASHES)], "marker": MARKERS[i % len(MARKERS)],
+        "markerfacecolor": "none" if i % 2 else colour, **more,
+    }  # fmt: skip
 
 
-def _shades(n: int) -> list[Any]:
-    """Return n colours: the named ones where they are enough, else a scale whose lightness rises."""
-    if n <= len(COLOURS):
-        return list(COLOURS[:n])
-    import matplotlib as mpl
+def _labels(panels: Panels) -> list[str]:
+    return list(dict.fromkeys(c.label for lines in panels.values() for c in lines))
 
-    scale = mpl.colormaps["viridis"]
-    return [scale(0.12 + 0.70 * i / max(1, n - 1)) for i in range(n)]
+
+def _legend(figure: Figure) -> None:
+    """Put one legend of all panels below them."""
+    found = {label: h for axes in figure.axes for h, label in zip(*axes.get_legend_handles_labels())}
+    figure.legend(
+        found.values(), found.keys(), loc="outside lower left", ncols=6, handlelength=3.2, columnspacing=1.4
+    )  # fmt: skip
 
 
 def _percent(axes: Axes) -> None:
     """Write the vertical axis in percent, with a decimal where ticks lie closer than a point."""
 
     def text(value: float, _: float) -> str:
-        ticks = axes.get_yticks()
-        fine = len(ticks) > 1 and abs(ticks[1] - ticks[0]) < 0.0099
+        fine = np.diff(axes.get_yticks()).min(initial=1.0) < 0.0099
         return f"{100 * value:.{1 if fine else 0}f} %"
 
     axes.yaxis.set_major_formatter(text)
 
 
-def _ticks(axis: Any, names: Sequence[Any], **kwargs: Any) -> None:
-    """Name the positions 0 .. n-1, thinned out where there are many."""
-    step = max(1, math.ceil(len(names) / MAX_TICKS))
-    shown = list(range(0, len(names), step))
-    axis.set_ticks(shown, [str(names[i]) for i in shown], **kwargs)
+def _ticks(axis: Any, names: Sequence[Any], at: float = 0.0, **text: Any) -> None:
+    """Name the positions `at`, `at` + 1, ..., thinned out where there are many."""
+    shown = range(0, len(names), max(1, math.ceil(len(names) / MAX_TICKS)))
+    axis.set_ticks([i + at for i in shown], [str(names[i]) for i in shown], **text)
 
 
-def _short(names: Sequence[str]) -> bool:
-    return max((len(n) for n in names), default=0) <= 3
+def _slant(names: Sequence[Any]) -> dict[str, Any]:
+    """Return the properties of names below an axis: long ones are turned."""
+    long = len(names) > 4 and max(len(str(n)) for n in names) > 3
+    return {"rotation": 45, "horizontalalignment": "right"} if long else {}
 
 
 def _heat(
-    axes: Axes, values: Array, *, cmap: Any = HEAT, low: float | None = None, high: float | None = None, fmt: str = ""
-) -> Any:
-    """Draw a matrix with row 0 on top; `fmt` writes each value into its cell."""
-    values = np.asarray(values, dtype=np.float64)
+    axes: Axes, values: Array, columns: Sequence[Any], rows: Sequence[Any], high: float | None = None, fmt: str = "",
+    low: float | None = 0,
+) -> Any:  # fmt: skip
+    """Draw a matrix with row 0 on top and named columns and rows; `fmt` writes each value into its cell."""
     mesh = axes.pcolormesh(
-        np.ma.masked_invalid(values), cmap=cmap, vmin=low, vmax=high, rasterized=values.size > 1500,
+        np.asarray(values, float), cmap=HEAT, vmin=low, vmax=high, rasterized=values.size > 1500,
         edgecolors="face", linewidth=0.3,  # without edges browsers show seams between cells
     )  # fmt: skip
-    axes.invert_yaxis()
+    axes.set_ylim(len(values), 0)
+    _ticks(axes.xaxis, columns, 0.5, **_slant(columns))
+    _ticks(axes.yaxis, rows, 0.5)
     axes.tick_params(length=0)
-    for side in axes.spines.values():
-        side.set_visible(False)
-    if fmt:
-        for (i, j), value in np.ndenumerate(values):
-            if np.isfinite(value) and value != 0:
-                red, green, blue, _ = mesh.cmap(mesh.norm(value))
-                dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.55
-                # Not INK: cells keep their own colour in a dark scheme, so their text must too.
-                axes.text(
-                    j + 0.5, i + 0.5, format(value, fmt), ha="center", va="center", fontsize=6.5,
-                    color="#ffffff" if dark else "#20242b",
-                )  # fmt: skip
+    axes.spines[:].set_visible(False)
+    for (i, j), value in np.ndenumerate(values) if fmt else ():
+        if np.isfinite(value) and value != 0:
+            red, green, blue, _ = mesh.cmap(mesh.norm(value))
+            dark = 0.3 * red + 0.59 * green + 0.11 * blue < 0.55
+            # Not INK: cells keep their own colour in a dark scheme, so their text must too.
+            axes.text(
+                j + 0.5, i + 0.5, format(value, fmt), ha="center", va="center", fontsize=6.5,
+                color="#ffffff" if dark else "#20242b",
+            )  # fmt: skip
     return mesh
 
 
-def _cells(axes: Axes, columns: Sequence[Any], rows: Sequence[Any]) -> None:
-    """Name columns and rows of a heat map."""
-    for axis, names in ((axes.xaxis, columns), (axes.yaxis, rows)):
-        step = max(1, math.ceil(len(names) / MAX_TICKS))
-        shown = range(0, len(names), step)
-        axis.set_ticks([i + 0.5 for i in shown], [str(names[i]) for i in shown])
-    if len(columns) > 4 and not _short([str(c) for c in columns]):
-        for label in axes.get_xticklabels():
-            label.set_rotation(45)
-            label.set_horizontalalignment("right")
-
-
-def _scale(figure: Figure, mesh: Any, axes: Any, label: str) -> None:
-    bar = figure.colorbar(mesh, ax=axes, label=label, pad=0.015, fraction=0.05, aspect=24)
+def _scale(figure: Figure, mesh: Any, axes: Any, label: str = "", pad: float = 0.015, location: str = "right") -> None:
+    bar = figure.colorbar(mesh, ax=axes, label=label, location=location, pad=pad, fraction=0.05, aspect=24)
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=2)
 
 
-def _legend(figure: Figure, axes: Axes, n: int) -> None:
-    """Put the legend of one panel below all of them."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower left", ncols=min(n, 6), handlelength=3.2, columnspacing=1.4)
-
-
-def _rows_height(rows: int, low: float = 1.6, each: float = 0.2, high: float = 9.0) -> float:
-    return min(high, low + each * rows)
+def _dots(axes: Axes, scores: Mapping[str, Array], names: Sequence[Any]) -> None:
+    """Draw several values (n,) of each name as dots on one vertical line."""
+    place = np.arange(len(names))
+    stack = np.stack(list(scores.values()))
+    axes.vlines(place, np.nanmin(stack, axis=0), np.nanmax(stack, axis=0), color=LINE, linewidth=2.4)
+    for i, (label, values) in enumerate(scores.items()):
+        axes.plot(place, values, label=label, **_look(i, linestyle="none"))
+    _ticks(axes.xaxis, names, **_slant(names))
 
 
 # ---- scores ----------------------------------------------------------------------------------------------------------
@@ -134,47 +142,37 @@ def _rows_height(rows: int, low: float = 1.6, each: float = 0.2, high: float = 9
 
 @styled
 def curves(
-    panels: Mapping[str, Sequence[Curve]], xlabel: str = "round", baselines: Mapping[str, float | None] | None = None,
-    ylabel: str = "accuracy", percent: bool = True, log: bool = False,
+    panels: Panels, xlabel: str = "round", ylabel: str = "accuracy", height: float = 3.1, percent: bool = True,
+    log: bool = False, baseline: float | None = None,
 ) -> Figure:  # fmt: skip
-    """Draw lines with bands, a panel each, with one legend.
-
-    Parameters
-    ----------
-    panels : curves by the panel's title; a label has the same look in all panels.
-    baselines : a dotted horizontal line by panel, or None.
-    """
-    figure = new(WIDTH, 3.1)
-    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    labels = list(dict.fromkeys(c.label for curves in panels.values() for c in curves))
+    """Draw lines with bands, a panel each, with one legend; `baseline` is a dotted line in the first panel."""
+    figure, (grid,) = _new(WIDTH, height, xlabel, ylabel, columns=len(panels), sharey=True)
+    labels = _labels(panels)
     for axes, (title, lines) in zip(grid, panels.items()):
         for curve in lines:
             look = _look(labels.index(curve.label))
-            x, y = np.asarray(curve.x, float), np.asarray(curve.mean, float)
-            axes.plot(x, y, label=curve.label, markevery=max(1, len(x) // 8), **look)
+            axes.plot(curve.x, curve.mean, label=curve.label, markevery=max(1, len(curve.x) // 8), **look)
             if curve.spread is not None:
-                band = np.nan_to_num(np.asarray(curve.spread, float))
+                band = np.nan_to_num(curve.spread)
                 alpha = 0.13 if len(lines) < 5 else 0.07
-                axes.fill_between(x, y - band, y + band, color=look["color"], alpha=alpha, linewidth=0)
-        level = (baselines or {}).get(title)
-        if level is not None:
-            axes.axhline(level, color=MUTED, linewidth=1.0, linestyle=(0, (1, 2)))
+                low, high = curve.mean - band, curve.mean + band
+                axes.fill_between(curve.x, low, high, color=look["color"], alpha=alpha, linewidth=0)
         axes.set_title(title)
-        axes.set_xlabel(xlabel)
-        axes.grid(axis="y")
         if log:
             axes.set_xscale("log")
-            axes.xaxis.set_major_formatter(lambda v, _: f"{v:g}")
+            axes.xaxis.set_major_formatter("{x:g}")
         else:
             axes.xaxis.set_major_locator(MaxNLocator(6, integer=xlabel == "round"))
-    grid[0].set_ylabel(ylabel)
+    if baseline is not None:
+        grid[0].axhline(baseline, color=MUTED, linewidth=1.0, linestyle=DOTTED)
+    low, high = grid[0].get_ylim()
     if percent:
         _percent(grid[0])
-        low, high = grid[0].get_ylim()
         grid[0].set_ylim(max(low, -0.02), min(high, 1.03))  # bands leave 0 and 1, shares cannot
-    longest = max(grid, key=lambda a: len(a.get_legend_handles_labels()[1]))
+    else:
+        grid[0].set_ylim(0, high)
     if len(labels) > 1:
-        _legend(figure, longest, len(labels))
+        _legend(figure)
     return figure
 
 
@@ -186,63 +184,28 @@ def client_scores(scores: Mapping[str, Array], clients: Sequence[Any], majority:
     ----------
     scores : (K,) by protocol.   majority : (K,) what guessing the client's majority class scores.
     """
-    first = np.asarray(next(iter(scores.values())), float)
-    order = np.argsort(-np.nan_to_num(first, nan=-1), kind="stable")
-    figure = new(WIDTH, 2.9)
-    axes = figure.subplots()
-    place = np.arange(len(order))
-    stack = np.stack([np.asarray(v, float)[order] for v in scores.values()])
-    axes.vlines(place, np.nanmin(stack, axis=0), np.nanmax(stack, axis=0), color=LINE, linewidth=2.4)
-    for i, (name, values) in enumerate(scores.items()):
-        look = _look(i)
-        axes.plot(place, np.asarray(values, float)[order], label=name, **{**look, "linestyle": "none"})
+    order = np.argsort(-np.nan_to_num(next(iter(scores.values())), nan=-1), kind="stable")
+    figure, ((axes,),) = _new(WIDTH, 2.9, "client", "accuracy, own test split")
+    _dots(axes, {name: values[order] for name, values in scores.items()}, [clients[i] for i in order])
     if majority is not None:
-        axes.plot(
-            place,
-            np.asarray(majority, float)[order],
-            "_",
-            color=MUTED,
-            markersize=9,
-            label="guessing the majority class",
-        )
+        axes.plot(majority[order], "_", color=MUTED, markersize=9, label="guessing the majority class")
     axes.set_ylim(min(0.0, axes.get_ylim()[0]), 1.03)
-    axes.grid(axis="y")
-    axes.set_ylabel("accuracy, own test split")
-    axes.set_xlabel("client")
-    _ticks(axes.xaxis, [clients[i] for i in order])
     _percent(axes)
-    _legend(figure, axes, 4)
-    return figure
-
-
-@styled
-def seconds(rounds: Array, parts: Mapping[str, Array]) -> Figure:
-    """Draw seconds a round, a line a part."""
-    figure = new(WIDTH, 2.2)
-    axes = figure.subplots()
-    for i, (name, values) in enumerate(parts.items()):
-        axes.plot(rounds, values, label=name, markevery=max(1, len(rounds) // 8), **_look(i))
-    axes.set_ylim(bottom=0)
-    axes.grid(axis="y")
-    axes.set_xlabel("round")
-    axes.set_ylabel("seconds")
-    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    _legend(figure, axes, 4)
+    _legend(figure)
     return figure
 
 
 @styled
 def sweep(
-    panels: Mapping[str, Sequence[Curve]], xlabel: str, log: bool = False, ylabel: str = "accuracy",
-    percent: bool = True,
-) -> Figure:  # fmt: skip
-    """Draw scores against a setting, a panel a protocol, with error bars over seeds.
+    panels: Panels, xlabel: str, ylabel: str = "accuracy", percent: bool = True, log: bool = False, start: bool = False
+) -> Figure:
+    """Draw scores against a setting, with error bars over seeds; `start` adds a dotted line at each first value.
 
     Values of the setting that would lie too close together on a linear axis stand at equal distances.
     """
-    figure = new(WIDTH if len(panels) > 1 else 0.62 * WIDTH, 3.0)
-    grid = figure.subplots(1, len(panels), sharey=percent, squeeze=False)[0]
-    labels = list(dict.fromkeys(c.label for lines in panels.values() for c in lines))
+    width = WIDTH if len(panels) > 1 else 0.62 * WIDTH
+    figure, (grid,) = _new(width, 3.0, xlabel, ylabel, columns=len(panels), sharey=True)
+    labels = _labels(panels)
     ticks = sorted({float(v) for lines in panels.values() for c in lines for v in c.x})
     logarithmic = log and ticks[0] > 0
     crowded = not logarithmic and ticks[-1] - ticks[0] > 12 * float(np.diff(ticks).min(initial=np.inf))
@@ -251,18 +214,17 @@ def sweep(
             look = _look(labels.index(curve.label))
             x = [ticks.index(float(v)) for v in curve.x] if crowded else curve.x
             axes.errorbar(x, curve.mean, yerr=curve.spread, label=curve.label, capsize=2, elinewidth=0.8, **look)
+            if start:
+                axes.axhline(curve.mean[0], color=look["color"], linewidth=0.7, linestyle=DOTTED)
         if logarithmic:
             axes.set_xscale("log")
         axes.minorticks_off()
         axes.set_xticks(range(len(ticks)) if crowded else ticks, [f"{t:g}" for t in ticks])
         axes.set_title(title)
-        axes.set_xlabel(xlabel)
-        axes.grid(axis="y")
-        if percent:
-            _percent(axes)
-    grid[0].set_ylabel(ylabel)
+    if percent:
+        _percent(grid[0])
     if len(labels) > 1:
-        _legend(figure, grid[0], len(labels))
+        _legend(figure)
     return figure
 
 
@@ -273,13 +235,9 @@ def sweep(
 def label_heat(counts: Array, classes: Sequence[str]) -> Figure:
     """Draw training images by client (rows) and class (columns) as a heat map."""
     clients, n = counts.shape
-    figure = new(min(WIDTH, 2.2 + 0.42 * n), _rows_height(clients))
-    axes = figure.subplots()
+    figure, ((axes,),) = _new(min(WIDTH, 2.2 + 0.42 * n), min(9.0, 1.6 + 0.2 * clients), "class", "client", grid=None)
     small = clients <= 40 and n <= 26
-    mesh = _heat(axes, counts, low=0, fmt=".0f" if small else "")
-    _cells(axes, classes, range(clients))
-    axes.set_xlabel("class")
-    axes.set_ylabel("client")
+    mesh = _heat(axes, counts, classes, range(clients), fmt=".0f" if small else "")
     _scale(figure, mesh, axes, "training images")
     return figure
 
@@ -288,17 +246,14 @@ def label_heat(counts: Array, classes: Sequence[str]) -> Figure:
 def label_dots(counts: Array, classes: Sequence[str]) -> Figure:
     """Draw training images by client (columns) and class (rows) as dots whose area is the count."""
     clients, n = counts.shape
-    figure = new(min(WIDTH, 2.0 + 0.36 * clients), _rows_height(n, each=0.24))
-    axes = figure.subplots()
+    width, height = min(WIDTH, 2.0 + 0.36 * clients), min(9.0, 1.6 + 0.24 * n)
+    figure, ((axes,),) = _new(width, height, "client", "class", grid="both")
     client, label = np.nonzero(counts)
     room = min(24.0, 300.0 / max(clients, n))  # points across a dot at most
     area = room**2 * counts[client, label] / max(1, counts.max())
     axes.scatter(client, label, s=area, color=COLOURS[0], linewidths=0)
     axes.set_xlim(-0.7, clients - 0.3)
     axes.set_ylim(n - 0.3, -0.7)
-    axes.grid(True)
-    axes.set_xlabel("client")
-    axes.set_ylabel("class")
     _ticks(axes.xaxis, range(clients))
     _ticks(axes.yaxis, classes)
     axes.tick_params(length=0)
@@ -311,26 +266,12 @@ def label_dots(counts: Array, classes: Sequence[str]) -> Figure:
 @styled
 def norm_maps(panels: Mapping[str, Array], classes: Sequence[str], clients: Sequence[Any]) -> Figure:
     """Draw (K, C) maps side by side, each on its own scale: class counts beside norms of heads."""
-    rows = len(next(iter(panels.values())))
-    figure = new(WIDTH, _rows_height(rows, 1.9, 0.17))
-    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    height = min(9.0, 1.9 + 0.17 * len(clients))
+    figure, (grid,) = _new(WIDTH, height, "class", "client", columns=len(panels), grid=None, sharey=True)
     for axes, (title, values) in zip(grid, panels.items()):
-        signed = np.nanmin(values) < 0
-        edge = float(np.nanmax(np.abs(values))) or 1.0
-        mesh = _heat(
-            axes, values, cmap=SPLIT if signed else HEAT, low=-edge if signed else None, high=edge if signed else None
-        )
-        _cells(axes, classes, clients)
+        mesh = _heat(axes, values, classes, clients, low=None)
         axes.set_title(title)
-        axes.set_xlabel("class")
-        bar = figure.colorbar(mesh, ax=axes, location="bottom", fraction=0.05, pad=0.02, aspect=24)
-        bar.outline.set_visible(False)
-    for i, axes in enumerate(grid):
-        if i:
-            axes.tick_params(labelleft=False)
-    for axes in grid:
-        axes.set_ylim(rows, 0)
-    grid[0].set_ylabel("client")
+        _scale(figure, mesh, axes, pad=0.02, location="bottom")
     return figure
 
 
@@ -345,111 +286,87 @@ def norm_evolution(history: Mapping[Any, tuple[Array, Array]], shares: Mapping[A
     """
     columns = min(3, len(history))
     rows = math.ceil(len(history) / columns)
-    figure = new(WIDTH, 0.6 + 1.8 * rows)
-    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    figure, grid = _new(
+        WIDTH, 0.6 + 1.8 * rows, "round", "share of the norm", rows, columns, sharex=True, sharey=True
+    )  # fmt: skip
     top = 1.06 * max(max(float(v.max()), float(shares[c].max())) for c, (_, v) in history.items())
     for axes, (client, (rounds, values)) in zip(grid.flat, history.items()):
-        p = shares[client]
+        p, edge = shares[client], axes.get_yaxis_transform()
         chosen = [int(c) for c in np.argsort(-p, kind="stable")[:named] if p[c] > 0]
-        for c in range(len(p)):
-            if c not in chosen:
-                axes.plot(rounds, values[:, c], color=MUTED, linewidth=0.6, alpha=0.6)
-        for i, c in enumerate(chosen):
-            look = {"color": COLOURS[i], "linestyle": DASHES[i % len(DASHES)]}
-            axes.plot(rounds, values[:, c], linewidth=1.3, **look)
-            axes.plot([1.01, 1.04], [p[c]] * 2, color=COLOURS[i], linewidth=2, clip_on=False,
-                      transform=axes.get_yaxis_transform())  # fmt: skip
+        rest = np.delete(values, chosen, axis=1)
+        axes.plot(rounds, rest, color=MUTED, linewidth=0.6, alpha=0.6)
+        for c, colour, dashes in zip(chosen, COLOURS, DASHES):
+            axes.plot(rounds, values[:, c], linewidth=1.3, color=colour, linestyle=dashes)
+            axes.plot([1.01, 1.04], [p[c]] * 2, color=colour, linewidth=2, clip_on=False, transform=edge)
         place = -math.inf
         for c in sorted(chosen, key=lambda c: float(p[c])):  # names beside the bars, pushed apart where they touch
             place = max(float(p[c]), place + 0.09 * top)
             axes.annotate(
-                str(c), (1.06, place), xycoords=axes.get_yaxis_transform(), fontsize=7,
-                color=COLOURS[chosen.index(c)], va="center", annotation_clip=False,
+                str(c), (1.06, place), xycoords=edge, fontsize=7, color=COLOURS[chosen.index(c)], va="center",
+                annotation_clip=False,
             )  # fmt: skip
         axes.set_title(f"client {client}")
-        axes.grid(axis="y")
         axes.set_ylim(0, top)
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
-    for axes in list(grid.flat)[len(history) :]:
+    for axes in grid.flat[len(history) :]:
         axes.set_visible(False)
-    for axes in grid[-1]:
-        axes.set_xlabel("round")
-    for axes in grid[:, 0]:
-        axes.set_ylabel("share of the norm")
     return figure
 
 
 @styled
 def p_against_norms(panels: Mapping[str, tuple[Array, Array]]) -> Figure:
-    """Draw p~ against p, a dot a client and class, with the diagonal; panels by title."""
-    side = WIDTH / max(2, min(3, len(panels)))
-    columns = min(3, len(panels))
-    rows = math.ceil(len(panels) / columns)
-    figure = new(side * columns, side * rows)
-    grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
-    edge = 1.05 * max(max(float(p.max()), float(pt.max())) for p, pt in panels.values())
-    for axes, (title, (p, pt)) in zip(grid.flat, panels.items()):
-        axes.plot([0, edge], [0, edge], color=MUTED, linewidth=0.8, linestyle=(0, (1, 2)))
-        absent = p.ravel() == 0
-        axes.plot(p.ravel()[~absent], pt.ravel()[~absent], "o", color=COLOURS[0], markersize=3.4, alpha=0.75,
-                  markeredgewidth=0, label="class held")  # fmt: skip
-        axes.plot(p.ravel()[absent], pt.ravel()[absent], "x", color=COLOURS[1], markersize=3.8, markeredgewidth=0.9,
+    """Draw p~ against p, a mark a client and class, with the diagonal; panels by title."""
+    side = WIDTH / max(2, len(panels))
+    figure, (grid,) = _new(
+        side * len(panels), side, "share of the data, p", "share of the norm, p~", columns=len(panels), grid="both",
+        sharex=True, sharey=True,
+    )  # fmt: skip
+    edge = 1.05 * max(float(np.max(both)) for both in panels.values())
+    for axes, (title, (p, pt)) in zip(grid, panels.items()):
+        axes.plot([0, edge], [0, edge], color=MUTED, linewidth=0.8, linestyle=DOTTED)
+        held = p > 0
+        axes.plot(p[held], pt[held], "o", color=COLOURS[0], markersize=3.4, alpha=0.75, markeredgewidth=0,
+                  label="class held")  # fmt: skip
+        axes.plot(p[~held], pt[~held], "x", color=COLOURS[1], markersize=3.8, markeredgewidth=0.9,
                   label="class absent")  # fmt: skip
-        axes.set_title(title)
-        axes.set_xlabel("share of the data, p")
-        axes.set_xlim(-0.02 * edge, edge)
-        axes.set_ylim(-0.02 * edge, edge)
-        axes.grid(True)
-    for axes in list(grid.flat)[len(panels) :]:
-        axes.set_visible(False)
-    for axes in grid[:, 0]:
-        axes.set_ylabel("share of the norm, p~")
-    _legend(figure, grid.flat[0], 2)
+        axes.set(title=title, xlim=(-0.02 * edge, edge), ylim=(-0.02 * edge, edge))
+    _legend(figure)
     return figure
 
 
 @styled
-def norms_before_after(before: Array, after: Array, classes: Sequence[str]) -> Figure:
-    """Draw the row norms of one head before and after calibration, a pair of dots a class."""
-    figure = new(0.75 * WIDTH, 2.6)
-    axes = figure.subplots()
-    place = np.arange(len(before))
-    axes.vlines(place, before, after, color=LINE, linewidth=2.4)
-    axes.plot(place, before, label="as trained", **{**_look(0), "linestyle": "none"})
-    axes.plot(place, after, label="calibrated", **{**_look(1), "linestyle": "none"})
-    axes.set_ylim(0, 1.08 * float(max(before.max(), after.max())))
-    axes.grid(axis="y")
-    axes.set_xlabel("class")
-    axes.set_ylabel("norm of the head's row")
-    _ticks(axes.xaxis, classes, rotation=0 if _short(classes) else 45)
-    _legend(figure, axes, 2)
+def mixing(matrix: Array, clients: Sequence[Any]) -> Figure:
+    """Draw A: row i is the client that learns, column j the one that it learns from."""
+    n = len(matrix)
+    width, height = min(WIDTH, 2.4 + 0.36 * n), min(WIDTH - 1, 1.7 + 0.3 * n)
+    figure, ((axes,),) = _new(width, height, "learns from client", "client", grid=None)
+    mesh = _heat(axes, matrix, clients, clients, high=max(float(matrix.max()), 1e-9), fmt=".2f" if n <= 14 else "")
+    _scale(figure, mesh, axes, "share")
     return figure
 
 
 # ---- representations -------------------------------------------------------------------------------------------------
 
 
-def _numbers(axes: Axes, points: Array, group: Array, size: float = 16.0) -> None:
+def _numbers(axes: Axes, points: Array, group: Array) -> None:
     """Draw every point as the number of its group, so that groups can be told apart without colour.
 
     Points are drawn in several layers, so that no group lies on top of all others.
     """
     names = sorted({int(g) for g in group})
+    colours: Any = COLOURS
+    if len(names) > len(COLOURS):
+        colours = mpl.colormaps["viridis"](np.linspace(0.12, 0.82, len(names)))  # lightness rises with the number
     layer = np.arange(len(points)) * 7 % 8
     for k in range(8):
-        for name, colour in zip(names, _shades(len(names))):
-            chosen = points[(group == name) & (layer == k)]
+        for name, colour in zip(names, colours):
+            x, y = points[(group == name) & (layer == k)].T
             marker = f"${name}$" if len(names) <= 40 else "."
-            axes.scatter(
-                chosen[:, 0], chosen[:, 1], s=size * (1.7 if name > 9 else 1.0), marker=marker, color=colour,
-                linewidths=0.15, rasterized=True,
-            )  # fmt: skip
-    axes.set_xticks([])
-    axes.set_yticks([])
+            size = 27.2 if name > 9 else 16.0
+            axes.scatter(x, y, s=size, marker=marker, color=colour, linewidths=0.15, rasterized=True)
+    axes.set(xticks=[], yticks=[])
     axes.set_aspect("equal", "datalim")
-    for side in axes.spines.values():
-        side.set_visible(True)
-        side.set_color(LINE)
+    axes.spines[:].set(visible=True, color=LINE)
 
 
 @styled
@@ -458,13 +375,12 @@ def embedding(rows: Mapping[str, tuple[Array, Mapping[str, Array]]]) -> Figure:
 
     Parameters
     ----------
-    rows : {title: (points (n, 2), {colouring: group (n,)})}.
+    rows : {title: (points (n, 2), {colouring: group (n,)})}; every embedding has the same colourings.
     """
-    columns = max(len(groups) for _, groups in rows.values())
-    side = WIDTH / max(2, columns)
-    figure = new(side * columns, side * len(rows))
-    figure.set_dpi(170)
-    grid = figure.subplots(len(rows), columns, squeeze=False)
+    columns = len(next(iter(rows.values()))[1])
+    side = WIDTH / columns
+    figure, grid = _new(WIDTH, side * len(rows), "", "", len(rows), columns, grid=None)
+    figure.set_dpi(170)  # of the points, which are pixels in an SVG too
     for line, (title, (points, groups)) in zip(grid, rows.items()):
         for axes, (name, group) in zip(line, groups.items()):
             _numbers(axes, points, group)
@@ -481,62 +397,49 @@ def cka(panels: Mapping[str, Mapping[str, Array]]) -> Figure:
     panels : {run: {layer: (K, K)}}; layers in forward order.
     """
     layers = list(dict.fromkeys(name for maps in panels.values() for name in maps))
-    figure = new(WIDTH, 3.0)
-    axes = figure.subplots()
-    shift = np.linspace(-0.22, 0.22, len(panels)) if len(panels) > 1 else np.zeros(1)
+    figure, ((axes,),) = _new(WIDTH, 3.0, "layer", "linear CKA between clients")
+    shift = np.linspace(-0.22, 0.22, len(panels)) if len(panels) > 1 else [0.0]
     for i, (label, maps) in enumerate(panels.items()):
-        look = _look(i)
-        means = []
-        for j, layer in enumerate(layers):
-            values = np.full(1, np.nan)
-            if layer in maps:
-                values = maps[layer][np.triu_indices(len(maps[layer]), 1)]
-                values = values[np.isfinite(values)]
+        look = _look(i, markersize=6)
+        means = np.full(len(layers), np.nan)
+        for layer, matrix in maps.items():
+            j = layers.index(layer)
+            values = matrix[np.triu_indices(len(matrix), 1)]
+            values = values[np.isfinite(values)]
             # A fixed fan-out in place of random jitter: the same picture every time.
             fan = (np.arange(len(values)) * 0.618 % 1 - 0.5) * 0.12
             axes.plot(j + shift[i] + fan, values, ".", color=look["color"], markersize=3, alpha=0.3, markeredgewidth=0)
-            means.append(values.mean() if len(values) else np.nan)
-        axes.plot(np.arange(len(layers)) + shift[i], means, label=label, **{**look, "markersize": 6})
-    axes.set_xlim(-0.5, len(layers) - 0.5)
-    axes.set_ylim(0, 1.03)
-    axes.grid(axis="y")
-    axes.set_ylabel("linear CKA between clients")
-    axes.set_xlabel("layer")
+            means[j] = values.mean() if len(values) else np.nan
+        axes.plot(np.arange(len(layers)) + shift[i], means, label=label, **look)
+    axes.set(xlim=(-0.5, len(layers) - 0.5), ylim=(0, 1.03))
     _ticks(axes.xaxis, layers, rotation=30 if len(layers) > 6 else 0)
     if len(panels) > 1:
-        _legend(figure, axes, len(panels))
+        _legend(figure)
     return figure
 
 
 @styled
-def conductance(panels: Mapping[str, tuple[Array, Sequence[Any]]], image: Array, scale: float) -> Figure:
+def conductance(panels: Mapping[str, tuple[Array, Sequence[Any]]], image: Array) -> Figure:
     """Draw ranks of units (columns, sorted by their mean rank) at clients (rows), a panel a run, beside the image.
 
     Parameters
     ----------
-    panels : {title: (ranks (K, d), clients)}.   image : (H, W, C) uint8, drawn from 0 to `scale`.
+    panels : {title: (ranks (K, d), clients)}.   image : (H, W, C), from 0 to 1.
     """
-    heights = [len(ranks) for ranks, _ in panels.values()]
-    figure = new(WIDTH, 0.9 + sum(0.75 + 0.16 * h for h in heights))
-    grid = figure.subplots(
-        len(panels), 2, squeeze=False, gridspec_kw={"width_ratios": [1, 7], "height_ratios": [h + 3 for h in heights]}
-    )
-    mesh: Any = None
-    for i, ((left, axes), (title, (ranks, clients))) in enumerate(zip(grid, panels.items())):
+    heights = [len(ranks) + 3 for ranks, _ in panels.values()]
+    figure, grid = _new(
+        WIDTH, 0.9 + sum(0.27 + 0.16 * h for h in heights), "units before the head, by mean rank", "", len(panels), 2,
+        grid=None, width_ratios=[1, 7], height_ratios=heights,
+    )  # fmt: skip
+    for axes, (title, (ranks, clients)) in zip(grid[:, 1], panels.items()):
         order = np.argsort(ranks.mean(axis=0), kind="stable")
-        mesh = _heat(axes, ranks[:, order], low=0, high=max(1, ranks.shape[1] - 1))
-        axes.set_xticks([])
-        axes.set_yticks([j + 0.5 for j in range(len(clients))], [str(c) for c in clients])
-        axes.set_ylabel("client")
-        axes.set_title(title)
-        left.set_axis_off()
-        if i == 0:
-            shown = np.asarray(image, float) / scale
-            grey = shown.shape[2] == 1
-            left.imshow(shown[:, :, 0] if grey else shown.clip(0, 1), cmap="Greys_r", vmin=0, vmax=1)
-            left.set_title("image", fontsize=8)
-    grid[-1][1].set_xlabel("units before the head, by mean rank")
-    _scale(figure, mesh, [line[1] for line in grid], "rank of conductance")
+        mesh = _heat(axes, ranks[:, order], (), clients, high=max(1, ranks.shape[1] - 1))
+        axes.set(ylabel="client", title=title)
+    for axes in grid[:, 0]:
+        axes.set_axis_off()
+    grid[0, 0].imshow(image.clip(0, 1).squeeze(), cmap="Greys_r", vmin=0, vmax=1)
+    grid[0, 0].set_title("image", fontsize=8)
+    _scale(figure, mesh, grid[:, 1], "rank of conductance")
     return figure
 
 
@@ -544,58 +447,24 @@ def conductance(panels: Mapping[str, tuple[Array, Sequence[Any]]], image: Array,
 
 
 @styled
-def samples_sweep(lines: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> Figure:
-    """Draw accuracy against M_c, the number of virtual samples per class; the first point (0) is the trained head."""
-    figure = new(0.75 * WIDTH, 2.7)
-    axes = figure.subplots()
-    values = sorted({m for samples, _ in lines.values() for m in samples})
-    for i, (label, (samples, accuracy)) in enumerate(lines.items()):
-        axes.plot([values.index(m) for m in samples], accuracy, label=label, **_look(i))
-        axes.axhline(accuracy[0], color=_look(i)["color"], linewidth=0.7, linestyle=(0, (1, 3)))
-    _ticks(axes.xaxis, values)
-    axes.grid(axis="y")
-    axes.set_xlabel("virtual samples per class, M_c (0 = as trained)")
-    axes.set_ylabel("accuracy of the global model")
-    _percent(axes)
-    if len(lines) > 1:
-        _legend(figure, axes, len(lines))
+def norms_before_after(before: Array, after: Array, classes: Sequence[str]) -> Figure:
+    """Draw the row norms of one head before and after calibration, a pair of dots a class."""
+    figure, ((axes,),) = _new(0.75 * WIDTH, 2.6, "class", "norm of the head's row")
+    _dots(axes, {"as trained": before, "calibrated": after}, classes)
+    axes.set_ylim(0, 1.08 * float(np.max([before, after])))
+    _legend(figure)
     return figure
 
 
 @styled
 def separability(groups: Mapping[str, tuple[Array, Array]]) -> Figure:
-    """Draw the gain of calibration against the separability of the classes, a mark a run."""
-    figure = new(0.75 * WIDTH, 2.9)
-    axes = figure.subplots()
+    """Draw the gain of calibration, in points, against the separability of the classes, a mark a run."""
+    figure, ((axes,),) = _new(
+        0.75 * WIDTH, 2.9, "mean sliced Wasserstein distance between classes", "gain of calibration, points",
+        grid="both",
+    )  # fmt: skip
     for i, (label, (distance, gain)) in enumerate(groups.items()):
-        axes.plot(distance, 100 * np.asarray(gain), label=label, **{**_look(i), "linestyle": "none", "markersize": 6})
+        axes.plot(distance, gain, label=label, **_look(i, linestyle="none", markersize=6))
     axes.axhline(0, color=MUTED, linewidth=0.7)
-    axes.grid(True)
-    axes.set_xlabel("mean sliced Wasserstein distance between classes")
-    axes.set_ylabel("gain of calibration, points")
-    _legend(figure, axes, len(groups))
+    _legend(figure)
     return figure
-
-
-# ---- federation ------------------------------------------------------------------------------------------------------
-
-
-@styled
-def mixing(matrix: Array, clients: Sequence[Any]) -> Figure:
-    """Draw A: row i is the client that learns, column j the one that it learns from."""
-    n = len(matrix)
-    figure = new(min(WIDTH, 2.4 + 0.36 * n), min(WIDTH - 1, 1.7 + 0.3 * n))
-    axes = figure.subplots()
-    mesh = _heat(axes, matrix, low=0, high=max(float(matrix.max()), 1e-9), fmt=".2f" if n <= 14 else "")
-    _cells(axes, clients, clients)
-    axes.set_xlabel("learns from client")
-    axes.set_ylabel("client")
-    _scale(figure, mesh, axes, "share")
-    return figure
-
-
-__all__ = [
-    "INK", "Curve", "cka", "client_scores", "conductance", "curves", "embedding", "label_dots", "label_heat", "mixing",
-    "norm_evolution", "norm_maps", "norms_before_after", "p_against_norms", "samples_sweep", "seconds", "separability",
-    "sweep",
-]  # fmt: skip

@@ -7,17 +7,14 @@ and clients are drawn as their own numbers, heat maps run from light to dark.
 
 from __future__ import annotations
 
-import functools
+import html
 import io
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any
 
 import matplotlib as mpl
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 
@@ -27,84 +24,31 @@ COLOURS = (
     "#0072b2", "#d55e00", "#00916a", "#b5609a", "#b07d00", "#3a9bd0", "#7a7f87", "#8f5f3a", "#6a62c9", "#c63d5c",
 )  # fmt: skip
 DASHES: tuple[Any, ...] = (
-    "-",
-    (0, (5, 2)),
-    (0, (1.2, 1.6)),
-    (0, (6, 2, 1.2, 2)),
-    (0, (3, 1.5)),
-    (0, (8, 2, 1, 2, 1, 2)),
-)
+    "-", (0, (5, 2)), (0, (1.2, 1.6)), (0, (6, 2, 1.2, 2)), (0, (3, 1.5)), (0, (8, 2, 1, 2, 1, 2)),
+)  # fmt: skip
+DOTTED = (0, (1, 2))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p")
 HEAT = LinearSegmentedColormap.from_list("fedapp-heat", ["#f4f6f9", "#bcd3e6", "#6aa3cc", "#22699f", "#08294b"])
 """Light to dark in one hue: the order of lightness is the order of values."""
-SPLIT = LinearSegmentedColormap.from_list("fedapp-split", ["#7a3300", "#d98a4a", "#f4f4f2", "#6aa3cc", "#08294b"])
 WIDTH = 7.8
 """Width of a full figure in inches."""
 
-_SETTINGS: dict[str, Any] = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 8.5,
-    "axes.titlesize": 9,
-    "axes.titleweight": "normal",
-    "axes.titlelocation": "left",
-    "axes.labelsize": 8.5,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
-    "axes.linewidth": 0.7,
-    "axes.facecolor": "none",
-    "axes.grid": False,
-    "axes.axisbelow": True,
-    "figure.facecolor": "none",
-    "savefig.facecolor": "none",
-    "grid.color": LINE,
-    "grid.linewidth": 0.6,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "xtick.major.width": 0.7,
-    "ytick.major.width": 0.7,
-    "text.color": INK,
-    "legend.frameon": False,
-    "legend.fontsize": 8,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 4,
+SETTINGS: Any = dict(mpl.rcParamsDefault) | {
+    "font.sans-serif": ["DejaVu Sans"], "font.size": 8.5, "text.color": INK,
+    "axes.titlesize": 9, "axes.titlelocation": "left", "axes.titlecolor": INK,
+    "axes.labelsize": 8.5, "axes.labelcolor": INK,
+    "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": MUTED, "axes.linewidth": 0.7,
+    "axes.facecolor": "none", "figure.facecolor": "none", "savefig.facecolor": "none",
+    "axes.axisbelow": True, "grid.color": LINE, "grid.linewidth": 0.6,
+    "xtick.color": MUTED, "xtick.labelsize": 8, "xtick.major.width": 0.7,
+    "ytick.color": MUTED, "ytick.labelsize": 8, "ytick.major.width": 0.7,
+    "legend.frameon": False, "legend.fontsize": 8,
+    "lines.linewidth": 1.6, "lines.markersize": 4,
     "svg.hashsalt": "fedapp",
-    "path.simplify": True,
-}
-
-
-@contextmanager
-def settings(**further: Any) -> Iterator[None]:
-    """Draw and write with the project's settings, leaving the process's own untouched."""
-    values: Any = {**mpl.rcParamsDefault, **_SETTINGS, **further}
-    with mpl.rc_context(values):
-        yield
-
-
-_P = ParamSpec("_P")
-
-
-def styled(draw: Callable[_P, Figure]) -> Callable[_P, Figure]:
-    """Make a drawing function work under `settings`."""
-
-    @functools.wraps(draw)
-    def inside(*args: _P.args, **kwargs: _P.kwargs) -> Figure:
-        with settings():
-            return draw(*args, **kwargs)
-
-    return inside
-
-
-def new(width: float = WIDTH, height: float = 2.8) -> Figure:
-    """Return an empty figure with its own canvas: no window system and no global state."""
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+}  # fmt: skip
+"""Everything that matplotlib reads while it draws and writes; what the process itself has set does not count."""
+styled = mpl.rc_context(SETTINGS)
+"""Decorator: a function draws or writes under `SETTINGS`, which leaves those of the process untouched."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +76,7 @@ class Drawing:
         text : keep letters as text (for a page); False turns them into outlines (for a paper, whatever its fonts).
         """
         buffer = io.StringIO()
-        with settings(**{"svg.fonttype": "none" if text else "path"}):
+        with mpl.rc_context({**SETTINGS, "svg.fonttype": "none" if text else "path"}):
             self.figure.savefig(
                 buffer, format="svg", metadata={"Date": None, "Creator": None}, facecolor="none" if text else "white"
             )
@@ -156,24 +100,18 @@ class Drawing:
         return (
             f'<svg viewBox="{box[1]}" style="max-width:{width:.2f}in" role="img" aria-labelledby="{self.id}-alt" '
             f'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
-            f'<title id="{self.id}-alt">{_escape(self.alt)}</title>{rest.strip()}'
+            f'<title id="{self.id}-alt">{html.escape(self.alt, quote=False)}</title>{rest.strip()}'
         )
 
+    @styled
     def png(self, dpi: int = 200) -> bytes:
         """Return the figure as PNG on white."""
         buffer = io.BytesIO()
-        with settings():
-            self.figure.savefig(buffer, format="png", dpi=dpi, facecolor="white", metadata={"Software": None})
+        self.figure.savefig(buffer, format="png", dpi=dpi, facecolor="white", metadata={"Software": None})
         return buffer.getvalue()
 
-    def save(self, folder: Path) -> list[Path]:
+    def save(self, folder: Path) -> None:
         """Write `ID.png` and `ID.svg` into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        png, svg = folder / f"{self.id}.png", folder / f"{self.id}.svg"
-        png.write_bytes(self.png())
-        svg.write_text(self.svg(text=False), encoding="utf-8")
-        return [png, svg]
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+        (folder / f"{self.id}.png").write_bytes(self.png())
+        (folder / f"{self.id}.svg").write_text(self.svg(text=False), encoding="utf-8")
