@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -60,9 +61,9 @@ class Job:
         """The run directory."""
         return Path(self.config.out)
 
-    @property
+    @cached_property
     def result(self) -> RunResult:
-        """What its run directory holds now."""
+        """Its run directory; each file is read once, so ask only when the run has ended."""
         return RunResult(self.out, self.variant.label)
 
     @property

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-import numpy as np
 import pandas as pd
 from rich.console import Console
 from rich.table import Table
@@ -68,39 +68,31 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
     `balanced`, `worst` (client), `worst_decile`, `target`, `target_rounds`, `target_bytes`; then CCVR's calibration,
     bytes per client and round, dropped replies, test images per client, why it stopped early, and seconds.
     """
+    references = {(j.setting, j.seed): j.result for j in jobs if j.variant.label == reference}
     rows = []
     for job in jobs:
-        run = job.result
-        if not run.ok:
-            continue
-        summary = run.summary
+        run, summary = job.result, job.result.summary
         row: dict[str, Any] = {**describe(job), "clients": summary["clients"], "rounds": summary["rounds"]}
         for p in PROTOCOLS:
             scores = summary["accuracy"].get(p, {})
-            row.update({f"{p}_{name}": scores.get(name) for name in ("last", "best", "last_std")})
-            row[f"{p}_pooled"] = summary.get("pooled", {}).get(p)
-            row[f"{p}_balanced"] = scores.get("balanced")
-            row[f"{p}_worst"], row[f"{p}_worst_decile"] = run.weakest(p)
-            row.update({f"{p}_target": math.nan, f"{p}_target_rounds": math.nan, f"{p}_target_bytes": math.nan})
+            goal = target
+            if goal is None and (job.setting, job.seed) in references:
+                goal = references[job.setting, job.seed].summary["accuracy"].get(p, {}).get("last")
+            goal = math.nan if goal is None else goal
+            worst, decile = run.weakest(p)
+            count, moved = reached(run.rounds, f"{p}_accuracy", goal)
+            values = {
+                **{name: scores.get(name) for name in ("last", "best", "last_std")},
+                "pooled": summary.get("pooled", {}).get(p), "balanced": scores.get("balanced"), "worst": worst,
+                "worst_decile": decile, "target": goal, "target_rounds": count, "target_bytes": moved,
+            }  # fmt: skip
+            row.update({f"{p}_{name}": value for name, value in values.items()})
         calibration = summary.get("calibration") or {}
         row.update({f"calibration_{k}": calibration.get(k) for k in ("before", "after", "oracle")})
-        row.update(bytes_up=summary["bytes_up"], bytes_down=summary["bytes_down"], dropped=summary["dropped"])
+        row.update({k: summary[k] for k in ("bytes_up", "bytes_down", "dropped")})
         row.update(test_mean=summary["test_sizes"]["mean"], stopped=summary.get("stopped") or "")
-        row.update(run_seconds=summary["seconds"], run=run)
-        rows.append(row)
-    table = pd.DataFrame(rows)
-    if table.empty:
-        return table
-    numbers = [str(c) for c in table.columns if str(c).startswith(tuple(f"{p}_" for p in (*PROTOCOLS, "calibration")))]
-    for name in numbers:
-        table[name] = pd.to_numeric(table[name])
-    for _, part in table.groupby([*SETTING, "seed"], dropna=False):
-        for p in PROTOCOLS:
-            goal = part.loc[part["variant"] == reference, f"{p}_last"].mean() if target is None else target
-            for index in part.index:
-                count, moved = reached(part.at[index, "run"].rounds, f"{p}_accuracy", goal)
-                table.loc[index, [f"{p}_target", f"{p}_target_rounds", f"{p}_target_bytes"]] = [goal, count, moved]
-    return table.drop(columns="run")
+        rows.append({**row, "run_seconds": summary["seconds"]})
+    return pd.DataFrame(rows)
 
 
 def curves(jobs: Sequence[Job]) -> pd.DataFrame:
@@ -114,20 +106,16 @@ def curves(jobs: Sequence[Job]) -> pd.DataFrame:
     parts = []
     for job in jobs:
         rounds = job.result.rounds
-        bytes_so_far = traffic(rounds)
         for p in PROTOCOLS:
             if f"{p}_accuracy" not in rounds or rounds[f"{p}_accuracy"].isna().all():
                 continue
-            part = pd.DataFrame({"round": rounds["round"], "protocol": p, "accuracy": rounds[f"{p}_accuracy"]})
-            for name, column in (
-                ("std", f"{p}_accuracy_std"), ("pooled", f"{p}_accuracy_pooled"), ("balanced", f"{p}_balanced"),
-                ("loss", f"{p}_loss"), ("train_loss", "train_loss"),
-            ):  # fmt: skip
-                part[name] = rounds.get(column, math.nan)
-            part["total_bytes"] = bytes_so_far
-            for place, (name, value) in enumerate(describe(job).items()):
-                part.insert(place, name, value)
-            parts.append(part)
+            names = {
+                "accuracy": f"{p}_accuracy", "std": f"{p}_accuracy_std", "pooled": f"{p}_accuracy_pooled",
+                "balanced": f"{p}_balanced", "loss": f"{p}_loss", "train_loss": "train_loss",
+            }  # fmt: skip
+            part = rounds.reindex(columns=["round", *names.values()]).set_axis(["round", *names], axis=1)
+            part = part.assign(**describe(job), protocol=p, total_bytes=traffic(rounds))
+            parts.append(part[[*describe(job), "round", "protocol", *names, "total_bytes"]])
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
@@ -144,38 +132,29 @@ def significance(jobs: Sequence[Job], reference: str) -> pd.DataFrame:
     setting and measure). Clients of one seed share a federation, so p speaks of these partitions; the spread over seeds
     stands beside it.
     """
-    finals = {(j.setting, j.variant.label, j.seed): j.result.final.set_index("client") for j in jobs}
     rows: list[dict[str, Any]] = []
     for setting in dict.fromkeys(j.setting for j in jobs):
         members = [j for j in jobs if j.setting == setting]
         about = {k: v for k, v in describe(members[0]).items() if k in SETTING}
-        for measure in MEASURES:
+        labels = dict.fromkeys(j.variant.label for j in members)
+        finals = pd.concat([j.result.final.assign(variant=j.variant.label, seed=j.seed) for j in members])
+        for measure in MEASURES if reference in labels else ():
+            if measure not in finals:
+                continue
+            scores = finals.pivot(index=["seed", "client"], columns="variant", values=measure)
             tested = []
-            for label in dict.fromkeys(j.variant.label for j in members):
-                by_seed = []
-                for seed in dict.fromkeys(j.seed for j in members):
-                    a, b = finals.get((setting, label, seed)), finals.get((setting, reference, seed))
-                    if label != reference and a is not None and b is not None and measure in a and measure in b:
-                        by_seed.append((a[measure] - b[measure]).dropna().to_numpy(dtype=np.float64))
-                by_seed = [d for d in by_seed if len(d)]
-                if not by_seed:
+            for label in labels:
+                differences = (scores[label] - scores[reference]).dropna()
+                if label == reference or differences.empty:
                     continue
-                mean, std = mean_and_std(d.mean() for d in by_seed)
-                tested.append(
-                    {
-                        **about,
-                        "measure": measure,
-                        "variant": label,
-                        "reference": reference,
-                        "pairs": sum(map(len, by_seed)),
-                        "seeds": len(by_seed),
-                        "mean_difference": mean,
-                        "std_over_seeds": std,
-                        "p": signed_rank(np.concatenate(by_seed)),
-                    }
-                )
-            for row, corrected in zip(tested, holm([r["p"] for r in tested])):
-                rows.append({**row, "p_holm": corrected})
+                by_seed = [d.to_numpy().mean() for _, d in differences.groupby("seed")]
+                mean, std = mean_and_std(by_seed)
+                tested.append({
+                    **about, "measure": measure, "variant": label, "reference": reference, "pairs": len(differences),
+                    "seeds": len(by_seed), "mean_difference": mean, "std_over_seeds": std,
+                    "p": signed_rank(differences),
+                })  # fmt: skip
+            rows += [{**row, "p_holm": p} for row, p in zip(tested, holm([row["p"] for row in tested]))]
     return pd.DataFrame(rows)
 
 
@@ -220,9 +199,8 @@ def verify(jobs: Sequence[Job]) -> Shared:
         return Shared(not lines, tuple(lines))
     seeds, settings = len({s for _, s in groups}), len({s for s, _ in groups})
     where = f"{seeds} seed{'s' if seeds > 1 else ''}" + (f", {settings} settings" if settings > 1 else "")
-    return Shared(
-        True, (f"checked by hash ({where}): all methods had the same images and the same clients each round",)
-    )
+    text = f"checked by hash ({where}): all methods had the same images and the same clients each round"
+    return Shared(True, (text,))
 
 
 # ---- showing ---------------------------------------------------------------------------------------------------------
@@ -236,11 +214,14 @@ def setting_title(part: pd.DataFrame) -> str:
     return f"{first['dataset']}, {kind}, {first['clients']} clients"
 
 
-ACCURACY_COLUMNS: Mapping[str, str] = {
+SCORES: Mapping[str, str] = {
     "received": "received_last", "trained": "trained_last", "best trained": "trained_best",
     "balanced received": "received_balanced", "balanced trained": "trained_balanced", "global": "global_last",
     "global, uncalibrated": "calibration_before",
 }  # fmt: skip
+"""Columns of the first table of a setting -> columns of results.csv."""
+Columns: TypeAlias = Mapping[str, Callable[[pd.DataFrame], str]]
+"""Columns of a printed table -> what writes the cell of one method from its rows."""
 MEANING = "received: before local training; trained: after local training"
 """Stands at the top of every table of scores."""
 
@@ -258,7 +239,15 @@ def print_tables(table: pd.DataFrame, tests: pd.DataFrame, titles: Mapping[str, 
     if not console.is_terminal:
         console = Console(highlight=False, width=max(NARROWEST, console.width))
     for _, part in table.groupby(SETTING, dropna=False, sort=False):
-        _print_setting(console, part, tests, titles)
+        here = tests if tests.empty else tests.merge(part[SETTING].drop_duplicates())
+        for title, rows, columns in _tables(part, here, titles):
+            shown = Table("method", title=title, title_justify="left")
+            shown.columns[0].no_wrap = True
+            for name in columns:
+                shown.add_column(name, justify="right")
+            for label, mine in rows.groupby("variant", sort=False):
+                shown.add_row(titles[str(label)], *(cell(mine) for cell in columns.values()))
+            console.print(shown)
     size = float(table["test_mean"].mean())
     lines = [
         "received, trained: each client's own test split, mean over clients; balanced: mean recall over all classes on "
@@ -271,76 +260,54 @@ def print_tables(table: pd.DataFrame, tests: pd.DataFrame, titles: Mapping[str, 
     console.print("\n".join([*lines, *notes]), soft_wrap=True)
 
 
-def _print_setting(console: Console, part: pd.DataFrame, tests: pd.DataFrame, titles: Mapping[str, str]) -> None:
-    order = list(dict.fromkeys(part["variant"]))
+def _score(rows: pd.DataFrame, column: str) -> str:
+    alone = (rows["method"] == "local").all()
+    return DASH if alone and column.startswith("received") else spread(rows[column])
+
+
+def _difference(rows: pd.DataFrame, measure: str) -> str:
+    for _, row in rows[rows["measure"] == measure].iterrows():
+        std = row["std_over_seeds"]
+        text = f"{100 * row['mean_difference']:+.1f}" + ("" if math.isnan(std) else f" ± {100 * std:.1f}")
+        return f"{text}, {probability(row['p_holm'])}"
+    return DASH
+
+
+def _tables(
+    part: pd.DataFrame, tests: pd.DataFrame, titles: Mapping[str, str]
+) -> Iterator[tuple[str, pd.DataFrame, Columns]]:
+    """Yield the tables of a setting: title, the rows that are grouped by method, columns."""
     seeds = part["seed"].nunique()
     over = f", mean ± std over {seeds} seeds" if seeds > 1 else ""
-
-    def start(title: str, columns: Sequence[str]) -> Table:
-        shown = Table(title=title, title_justify="left")
-        shown.add_column("method", no_wrap=True)
-        for name in columns:
-            shown.add_column(name, justify="right")
-        return shown
-
-    rounds = f"{int(part['rounds'].max())} rounds"
-    columns = {k: c for k, c in ACCURACY_COLUMNS.items() if part[c].notna().any()}
-    shown = start(f"{setting_title(part)}, after {rounds}, in %{over}\n({MEANING})", list(columns))
-    for label in order:
-        rows = part[part["variant"] == label]
-        alone = (rows["method"] == "local").all()
-        shown.add_row(
-            titles[label], *(DASH if alone and c.startswith("received") else spread(rows[c]) for c in columns.values())
-        )
-    console.print(shown)
-    goals = part["trained_target"]
-    goal = f"{100 * goals.mean():.1f} %" + ("" if goals.nunique() == 1 else " (mean)") if goals.notna().any() else "-"
-    shown = start(
-        "Weak clients (after local training, in %), what it took, and traffic per client and round",
-        ["worst client", "worst tenth", f"rounds to {goal}", "MB to it, all clients", "bytes up",
-         "bytes down", "dropped", "seconds"],
-    )  # fmt: skip
-    for label in order:
-        rows = part[part["variant"] == label]
-        shown.add_row(
-            titles[label], spread(rows["trained_worst"]), spread(rows["trained_worst_decile"]),
-            until(rows["trained_target_rounds"]), until(rows["trained_target_bytes"], 1e-6, 2),
-            f"{rows['bytes_up'].mean():,.0f}", f"{rows['bytes_down'].mean():,.0f}", f"{int(rows['dropped'].sum())}",
-            f"{rows['run_seconds'].mean():,.0f}",
-        )  # fmt: skip
-    console.print(shown)
-    if tests.empty:
-        return
-    first = part.iloc[0]
-    here = np.ones(len(tests), dtype=bool)
-    for key in SETTING:
-        here &= (tests[key].isna() if pd.isna(first[key]) else tests[key] == first[key]).to_numpy()
-    mine = tests[here]
-    if mine.empty:
-        return
-    names = {
-        "received_accuracy": "received", "trained_accuracy": "trained", "received_balanced": "balanced received",
-        "trained_balanced": "balanced trained",
-    }  # fmt: skip
-    measures = [m for m in names if (mine["measure"] == m).any()]
-    reference = titles[mine["reference"].iloc[0]]
-    shown = start(
-        f"Difference to {reference} in points, paired over clients{' and seeds' if seeds > 1 else ''} "
-        f"(Wilcoxon signed-rank, p after Holm)\n({MEANING})",
-        [names[m] for m in measures],
+    yield (
+        f"{setting_title(part)}, after {int(part['rounds'].max())} rounds, in %{over}\n({MEANING})",
+        part,
+        {name: partial(_score, column=c) for name, c in SCORES.items() if part[c].notna().any()},
     )
-    for label in order:
-        cells = []
-        for measure in measures:
-            row = mine[(mine["variant"] == label) & (mine["measure"] == measure)]
-            if row.empty:
-                cells.append(DASH)
-                continue
-            d, s = 100 * row["mean_difference"].iloc[0], 100 * row["std_over_seeds"].iloc[0]
-            cells.append(f"{d:+.1f}{'' if math.isnan(s) else f' ± {s:.1f}'}, {probability(row['p_holm'].iloc[0])}")
-        if any(c != DASH for c in cells):
-            shown.add_row(titles[label], *cells)
-    console.print(shown)
+    goals = part["trained_target"].dropna()
+    goal = f"{100 * goals.mean():.1f} %{'' if goals.nunique() == 1 else ' (mean)'}" if len(goals) else "-"
+    yield (
+        "Weak clients (after local training, in %), what it took, and traffic per client and round",
+        part,
+        {
+            "worst client": lambda rows: spread(rows["trained_worst"]),
+            "worst tenth": lambda rows: spread(rows["trained_worst_decile"]),
+            f"rounds to {goal}": lambda rows: until(rows["trained_target_rounds"]),
+            "MB to it, all clients": lambda rows: until(rows["trained_target_bytes"], 1e-6, 2),
+            "bytes up": lambda rows: f"{rows['bytes_up'].mean():,.0f}",
+            "bytes down": lambda rows: f"{rows['bytes_down'].mean():,.0f}",
+            "dropped": lambda rows: f"{int(rows['dropped'].sum())}",
+            "seconds": lambda rows: f"{rows['run_seconds'].mean():,.0f}",
+        },
+    )
+    if len(tests):
+        names = {m: " ".join(m.removesuffix("_accuracy").split("_")[::-1]) for m in tests["measure"].unique()}
+        yield (
+            f"Difference to {titles[tests['reference'].iloc[0]]} in points, paired over clients"
+            f"{' and seeds' if seeds > 1 else ''} (Wilcoxon signed-rank, p after Holm)\n({MEANING})",
+            tests,
+            {name: partial(_difference, measure=measure) for measure, name in names.items()},
+        )
 
 
 def write(out: Path, jobs: Sequence[Job], reference: str, target: float | None, notes: Sequence[str]) -> pd.DataFrame:
