@@ -231,7 +231,7 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Run in this process, in turn; collects which runs were started."""
     started: list[str] = []
 
-    def run_all(configs: Any, workers: Any, on_end: Any = lambda e: None) -> list[pool.FinishedRun]:
+    def run_all(configs: Any, workers: Any, on_end: Any, deadline: Any) -> list[pool.FinishedRun]:
         ended = []
         for c in configs:
             started.append(Path(c.out).name)

@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 
 from fedapp import config, registry
+from fedapp.engines import pool
 from fedapp.engines.pool import FinishedRun
 from fedapp.errors import BadRequest
 from fedapp.experiments import ledger, reproduce, shipped
@@ -226,7 +227,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_run(
     (tmp_path / "file").write_text("nothing")
     monkeypatch.setattr(reproduce, "prepared", lambda key, out, data_dir: config.from_flat({}))
     monkeypatch.setattr(reproduce, "pending_config", lambda pending: pending)
-    monkeypatch.setattr(reproduce, "run_all", lambda *args: pytest.fail("runs were begun"))
+    monkeypatch.setattr(pool, "run_all", lambda *args: pytest.fail("runs were begun"))
     with pytest.raises(BadRequest, match="file/out cannot be written"):
         reproduce.reproduce(tmp_path / "file" / "out", "", study_names=[H])
     with pytest.raises(BadRequest, match="markers"):
@@ -264,19 +265,21 @@ def test_only_missing_runs_are_run_and_a_failure_is_the_exit_code(
 
     def run_all(
         todo: list[config.RunConfig], workers: int, on_end: Callable[[FinishedRun], None], *rest: object
-    ) -> None:
-        for c in todo:
-            begun.append(Path(c.out))
-            on_end(FinishedRun(Path(c.out), error))
+    ) -> list[FinishedRun]:
+        begun.extend(Path(c.out) for c in todo)
+        ended = [FinishedRun(out, error) for out in begun]
+        for run in ended:
+            on_end(run)
+        return ended
 
     monkeypatch.setattr(reproduce, "prepared", prepared)
     monkeypatch.setattr(reproduce, "pending_config", lambda c: None if c.out.endswith("-s0") else c)
-    monkeypatch.setattr(reproduce, "run_all", run_all)
+    monkeypatch.setattr(pool, "run_all", run_all)
     assert reproduce.reproduce(tmp_path, "", ["fca-12"]) == code
     assert begun == [tmp_path / H / "fedclassavg-s1", tmp_path / H / "fedclassavg-s2"]
     told = capsys.readouterr()
     assert "1 of 3 runs are there already" in told.err
-    assert f"{H}/fedclassavg-s1: {error or 'done'}" in told.err
+    assert f"{H}/fedclassavg-s1{': done' if error is None else f' failed: {error}'}" in told.err
     assert "fca-12: A head is" in told.out and "fca-11" not in told.out
 
 

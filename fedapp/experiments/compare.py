@@ -20,9 +20,9 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -70,10 +70,13 @@ def parse_variants(text: str) -> list[Variant]:
     BadRequest : no method, an unknown one, an unknown name, brackets that do not match, or the same entry twice.
     """
     variants: list[Variant] = []
-    for entry in _split(text):
-        found = re.fullmatch(r"\s*([\w-]+)\s*(?:\((.*)\))?\s*", entry, flags=re.S)
+    for entry in re.split(r",(?![^(]*\))", text):  # commas outside brackets
+        if not entry.strip():
+            continue
+        found = re.fullmatch(r"\s*([\w-]+)\s*(?:\(([^()]*)\))?\s*", entry)
         if found is None:
-            raise BadRequest(f"--methods: '{entry.strip()}' is neither an id nor id(name=value name=value)")
+            text = f"'{entry.strip()}' is neither an id nor id(name=value name=value)"
+            raise BadRequest(f"--methods: {text}, or its brackets do not match")
         pairs = (found[2] or "").split()
         args, settings = _inside(found[1], pairs)
         variants.append(Variant(found[1] + (f"({' '.join(pairs)})" if pairs else ""), found[1], args, settings))
@@ -84,22 +87,6 @@ def parse_variants(text: str) -> list[Variant]:
     if twice:
         raise BadRequest(f"--methods names {', '.join(twice)} twice")
     return variants
-
-
-def _split(text: str) -> list[str]:
-    """Split at commas outside brackets."""
-    entries, depth = [""], 0
-    for letter in text:
-        depth += (letter == "(") - (letter == ")")
-        if depth not in (0, 1):
-            break
-        if letter == "," and not depth:
-            entries.append("")
-        else:
-            entries[-1] += letter
-    if depth:
-        raise BadRequest(f"--methods '{text}': the brackets do not match")
-    return [e for e in entries if e.strip()]
 
 
 def _inside(method_id: str, pairs: Sequence[str]) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, Any], ...]]:
@@ -129,19 +116,6 @@ def _inside(method_id: str, pairs: Sequence[str]) -> tuple[tuple[tuple[str, str]
     return tuple(args.items()), tuple(settings.items())
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A data set and its partition: what the methods of one table share.
-
-    Attributes
-    ----------
-    values : run-config keys.   folder : of its runs where a comparison has several settings.
-    """
-
-    values: tuple[tuple[str, Any], ...]
-    folder: str
-
-
 def parse_partition(text: str) -> dict[str, Any]:
     """Read an entry of `--partitions`: `KIND` or `KIND:NUMBER`, the number being alpha or the classes per client.
 
@@ -163,9 +137,16 @@ def parse_partition(text: str) -> dict[str, Any]:
     return {"partition": kind, key: configuration.parse_value(key, number)}
 
 
-def settings_of(values: Mapping[str, Any], datasets: Sequence[str], partitions: Sequence[str]) -> list[Setting]:
-    """Return all pairs of data sets and partitions; those of `values` where none is named."""
-    settings = []
+def settings_of(
+    values: Mapping[str, Any], datasets: Sequence[str], partitions: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Return all pairs of data sets and partitions; those of `values` where none is named.
+
+    Returns
+    -------
+    Folder of its runs, where a comparison has several settings -> run-config keys.
+    """
+    settings: dict[str, dict[str, Any]] = {}
     for dataset in datasets or [str(values.get("dataset", configuration.DEFAULTS["dataset"]))]:
         for text in partitions or [""]:
             chosen = {"dataset": dataset, **(parse_partition(text) if text else {})}
@@ -173,16 +154,18 @@ def settings_of(values: Mapping[str, Any], datasets: Sequence[str], partitions: 
             folder = f"{dataset}-{flat['partition']}"
             if key := PARTITION_PARAMETER.get(flat["partition"]):
                 folder += f"-{flat[key]:g}"
-            settings.append(Setting(tuple(chosen.items()), folder))
-    folders = [s.folder for s in settings]
-    twice = sorted({f for f in folders if folders.count(f) > 1})
-    if twice:
-        raise BadRequest(f"{', '.join(twice)} is asked for twice in --datasets and --partitions")
+            if folder in settings:
+                raise BadRequest(f"{folder} is asked for twice in --datasets and --partitions")
+            settings[folder] = chosen
     return settings
 
 
 def jobs_of(
-    values: Mapping[str, Any], variants: Sequence[Variant], settings: Sequence[Setting], seeds: int, out: Path
+    values: Mapping[str, Any],
+    variants: Sequence[Variant],
+    settings: Mapping[str, Mapping[str, Any]],
+    seeds: int,
+    out: Path,
 ) -> list[Job]:
     """Make the effective configuration of every run and check it before anything is trained.
 
@@ -196,42 +179,32 @@ def jobs_of(
     """
     if seeds < 1:
         raise BadRequest(f"--seeds {seeds}: at least 1")
-    values = with_public_data(values, variants)
+    share = max((registry.get(v.method).public_share for v in variants), default=0.0)
+    if share and not values.get("public-data"):
+        values = {**values, "public-data": str(share)}
     given = _pairs(str(values.get("method-args", "")))
+    first = int(values.get("seed", 0))
     refused: dict[str, None] = {}
     jobs = []
-    for setting in settings:
-        common = {**values, **dict(setting.values)}
-        for seed in range(int(values.get("seed", 0)), int(values.get("seed", 0)) + seeds):
-            for variant in variants:
-                args = {
-                    **(given if values.get("method", variant.method) == variant.method else {}),
-                    **dict(variant.args),
-                }
-                flat = {
-                    **common, **dict(variant.settings), "method": variant.method, "seed": seed,
-                    "method-args": " ".join(f"{k}={v}" for k, v in args.items()),
-                }  # fmt: skip
-                several = setting.folder if len(settings) > 1 else ""
-                folder = out / "runs" / several / f"{variant.folder}-s{seed}"
-                try:
-                    config = engines.effective(flat).replaced(out=str(folder))
-                    _check_widths(config)
-                    if not refused:
-                        tasks.check(config, config.clients)
-                except BadRequest as e:
-                    refused.setdefault(f"{variant.label}: {e}")
-                    continue
-                jobs.append(Job(variant, several, seed, config))
+    for (folder, setting), seed, variant in product(settings.items(), range(first, first + seeds), variants):
+        args = {**(given if values.get("method", variant.method) == variant.method else {}), **dict(variant.args)}
+        flat = {
+            **values, **setting, **dict(variant.settings), "method": variant.method, "seed": seed,
+            "method-args": " ".join(f"{k}={v}" for k, v in args.items()),
+        }  # fmt: skip
+        several = folder if len(settings) > 1 else ""
+        try:
+            config = engines.effective(flat).replaced(out=str(out / "runs" / several / f"{variant.folder}-s{seed}"))
+            _check_widths(config)
+            if not refused:
+                tasks.check(config, config.clients)
+        except BadRequest as e:
+            refused.setdefault(f"{variant.label}: {e}")
+        else:
+            jobs.append(Job(variant, several, seed, config))
     if refused:
         raise BadRequest("\n".join(refused))
     return jobs
-
-
-def with_public_data(values: Mapping[str, Any], variants: Sequence[Variant]) -> dict[str, Any]:
-    """Return the values with a public share for all methods where one of them needs it and none is given."""
-    share = max((registry.get(v.method).public_share for v in variants), default=0.0)
-    return {**values, "public-data": str(share)} if share and not values.get("public-data") else dict(values)
 
 
 def _pairs(text: str) -> dict[str, str]:
@@ -261,29 +234,25 @@ def standing(config: RunConfig) -> Literal["new", "done", "broken off", "nothing
     ------
     BadRequest : the directory holds a run with another configuration, or something else, or cannot be looked into.
     """
-    try:
-        return _standing(config)
-    except OSError as e:
-        raise BadRequest(f"{config.out} cannot be used ({e.strerror or e}); give another --out") from e
-
-
-def _standing(config: RunConfig) -> Literal["new", "done", "broken off", "nothing kept"]:
     out = Path(config.out)
-    saved = out / "config.toml"
-    if not saved.is_file():
-        strange = [p.name for p in out.iterdir() if p.name not in OURS] if out.is_dir() else []
-        if strange or (out.exists() and not out.is_dir()):
-            raise BadRequest(f"{out} holds no run, but {', '.join(strange) or 'is a file'}; give a new --out")
-        return "nothing kept" if out.is_dir() else "new"
-    there, wanted = configuration.from_flat(configuration.read_toml(saved)).to_flat(), config.to_flat()
-    differing = [f"{k} = {there[k]!r} there, {wanted[k]!r} now" for k in wanted if there[k] != wanted[k]]
-    if differing:
-        raise BadRequest(
-            f"{out} holds a run with another configuration ({'; '.join(differing)}): give a new --out, or its settings"
-        )
-    if RunResult(out).ok:
-        return "done"
-    return "broken off" if any((out / "checkpoint").glob("*.safetensors")) else "nothing kept"
+    try:
+        if not (out / "config.toml").is_file():
+            strange = [p.name for p in out.iterdir() if p.name not in OURS] if out.is_dir() else []
+            if strange or (out.exists() and not out.is_dir()):
+                raise BadRequest(f"{out} holds no run, but {', '.join(strange) or 'is a file'}; give a new --out")
+            return "nothing kept" if out.is_dir() else "new"
+        there = configuration.from_flat(configuration.read_toml(out / "config.toml")).to_flat()
+        differing = [f"{k} = {there[k]!r} there, {v!r} now" for k, v in config.to_flat().items() if there[k] != v]
+        if differing:
+            raise BadRequest(
+                f"{out} holds a run with another configuration ({'; '.join(differing)}): give a new --out, or its "
+                "settings"
+            )
+        if RunResult(out).ok:
+            return "done"
+        return "broken off" if any((out / "checkpoint").glob("*.safetensors")) else "nothing kept"
+    except OSError as e:
+        raise BadRequest(f"{out} cannot be used ({e.strerror or e}); give another --out") from e
 
 
 def pending_config(config: RunConfig) -> RunConfig | None:
@@ -348,25 +317,26 @@ def rounds_done(out: Path) -> int:
     return 0
 
 
-class Overview:
-    """Shows on standard error how far many runs have come: a bar with the time left, or lines without a terminal."""
+class RunsProgress:
+    """Shows on standard error how far several runs are: a bar with the time left, or lines without a terminal."""
 
     EVERY_SECONDS = 60.0
 
-    def __init__(self, jobs: Sequence[tuple[Job, RunConfig]]) -> None:
-        self.jobs = [job for job, _ in jobs]
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
-        self.total = sum(j.config.num_server_rounds for j in self.jobs)
-        self.ended: dict[Path, float] = {}
-        self.before = {j.out: rounds_done(j.out) if c.resume else 0 for j, c in jobs}
+    def __init__(self, runs: Mapping[str, RunConfig]) -> None:
+        self.names = {Path(c.out): name for name, c in runs.items()}
+        self.rounds = {Path(c.out): c.num_server_rounds for c in runs.values()}
+        self.before = {Path(c.out): rounds_done(Path(c.out)) if c.resume else 0 for c in runs.values()}
+        self.ended: set[str] = set()
+        self.total = sum(self.rounds.values())
         self.started = self.told = time.monotonic()
         self.stop = threading.Event()
+        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"))
         self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self.bar = self.progress.add_task("runs", total=max(1, self.total), text="")
         self.watch = threading.Thread(target=self._watch, daemon=True)
 
-    def __enter__(self) -> Overview:
+    def __enter__(self) -> RunsProgress:
         self.progress.start()
         self.watch.start()
         return self
@@ -377,76 +347,77 @@ class Overview:
         self._show()
         self.progress.stop()
 
+    def _watch(self) -> None:
+        while not self.stop.wait(0.5):
+            self._show()
+
+    def _show(self) -> None:
+        if self.console.is_terminal:
+            done = self.done()
+            self.progress.update(self.bar, completed=done, text=self.text(done))
+        elif time.monotonic() - self.told > self.EVERY_SECONDS:
+            self.line(self.text(self.done()))
+
     def done(self) -> int:
         """Rounds done in all runs."""
         return sum(
-            j.config.num_server_rounds if j.out in self.ended else max(self.before[j.out], rounds_done(j.out))
-            for j in self.jobs
+            rounds if self.names[out] in self.ended else max(self.before[out], rounds_done(out))
+            for out, rounds in self.rounds.items()
         )
 
     def text(self, done: int) -> str:
         """Say how many runs have ended, and what is left at the pace so far."""
         fresh = done - sum(self.before.values())
-        text = f"{len(self.ended)} of {len(self.jobs)} runs, {done} of {self.total} rounds"
+        text = f"{len(self.ended)} of {len(self.names)} runs, {done} of {self.total} rounds"
         if fresh > 0 and done < self.total:
             left = (time.monotonic() - self.started) / fresh * (self.total - done)
             text += f", about {left:.0f} s left" if left < 120 else f", about {left / 60:.0f} min left"
         return text
 
-    def _show(self) -> None:
-        done = self.done()
-        self.progress.update(self.bar, completed=done, text=self.text(done))
-
-    def _watch(self) -> None:
-        while not self.stop.wait(0.5):
-            if self.console.is_terminal:
-                self._show()
-            elif time.monotonic() - self.told > self.EVERY_SECONDS:
-                self.line(self.text(self.done()))
-
     def line(self, text: str) -> None:
         """Print a line above the bar."""
         self.told = time.monotonic()
-        self.progress.console.print(text, markup=False)
+        self.console.print(text, markup=False)
 
-    def on_end(self, ended: pool.FinishedRun) -> None:
+    def on_end(self, run: pool.FinishedRun) -> None:
         """Report a run that ended."""
-        job = next(j for j in self.jobs if j.out == ended.out)
-        self.ended[ended.out] = time.monotonic()
-        if ended.error:
-            self.line(f"{job.name} failed: {ended.error}")
+        name = self.names[run.out]
+        self.ended.add(name)
+        if run.error:
+            self.line(f"{name} failed: {run.error}")
         elif not self.console.is_terminal:
-            self.line(f"{job.name}: done; {self.text(self.done())}")
+            self.line(f"{name}: done; {self.text(self.done())}")
 
 
-def run_here(todo: Sequence[tuple[Job, RunConfig]], workers: int | None) -> dict[str, str]:
-    """Run on the local engine, a process a core; returns the errors by name of the run."""
-    threads = max(max(c.threads, c.server_threads) for _, c in todo)
-    count = workers or max(1, usable_cores() // threads)
-    names = {job.out: job.name for job, _ in todo}
-    with Overview(todo) as overview:
+def run_here(
+    todo: Mapping[str, RunConfig], workers: int | None, deadline: Callable[[], bool] = lambda: False
+) -> dict[str, str]:
+    """Run on the local engine, a process a core; returns the errors of the runs that failed, by name."""
+    threads = max((max(c.threads, c.server_threads) for c in todo.values()), default=1)
+    workers = workers or max(1, usable_cores() // threads)
+    with RunsProgress(todo) as progress:
         try:
-            ended = pool.run_all([config for _, config in todo], count, overview.on_end)
+            ended = pool.run_all(list(todo.values()), workers, progress.on_end, deadline)
         except BrokenProcessPool as e:
-            overview.line(f"a worker process died ({e}), perhaps for lack of memory; --workers 1 needs less")
-            return {job.name: "the process ended" for job, _ in todo if job.out not in overview.ended}
-    return {names[e.out]: e.error for e in ended if e.error}
+            progress.line(f"a worker process died ({e}), perhaps for lack of memory; --workers 1 needs less")
+            return {name: "the process ended" for name in todo if name not in progress.ended}
+    return {progress.names[run.out]: run.error for run in ended if run.error}
 
 
-def run_on_ray(todo: Sequence[tuple[Job, RunConfig]], log: Path) -> dict[str, str]:
-    """Run one after the other through `flwr run` on one Ray; returns the errors by name of the run."""
+def run_on_ray(todo: Mapping[str, RunConfig], log: Path) -> dict[str, str]:
+    """Run one after the other through `flwr run` on one Ray; returns the errors of the runs that failed, by name."""
     failed = {}
-    resources = runner.proposed([config for _, config in todo])
+    resources = runner.proposed(list(todo.values()))
     typer.echo(resources.text, err=True)
     with launch.Session(log=log, ray_cpus=resources.total_cpus) as session:
-        for number, (job, config) in enumerate(todo, 1):
-            with runner.Follower(f"{job.name} ({number}/{len(todo)})") as follower:
+        for number, (name, config) in enumerate(todo.items(), 1):
+            with runner.Follower(f"{name} ({number}/{len(todo)})") as follower:
                 try:
                     if runner.run_in(session, config, resources, follower):
-                        failed[job.name] = "see above"
+                        failed[name] = "see above"
                 except BadRequest as e:
-                    follower.line(f"{job.name} failed: {e}")
-                    failed[job.name] = f"BadRequest: {e}"
+                    follower.line(f"{name} failed: {e}")
+                    failed[name] = f"BadRequest: {e}"
     return failed
 
 
@@ -500,10 +471,10 @@ def run(
     with only_one(out):
         for line in _beforehand(values, jobs):
             typer.echo(line, err=True)
-        todo = [(job, config) for job in jobs if (config := pending_config(job.config)) is not None]
+        todo = {job.name: config for job in jobs if (config := pending_config(job.config)) is not None}
         if len(todo) < len(jobs):
             typer.echo(f"{len(jobs) - len(todo)} of {len(jobs)} runs are there already", err=True)
-        for _, config in todo:
+        for config in todo.values():
             check_out(Path(config.out), config.resume)
         failed: dict[str, str] = {}
         if todo:

@@ -11,15 +11,13 @@ from pathlib import Path
 import numpy as np
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from fedapp.config import RunConfig
 from fedapp.engines import local as engines
-from fedapp.engines.pool import FinishedRun, run_all
 from fedapp.engines.resources import usable_cores
 from fedapp.errors import BadRequest, between
-from fedapp.experiments.compare import pending_config
+from fedapp.experiments.compare import pending_config, run_here
 from fedapp.experiments.ledger import Claim, Evidence, MissingRun, Pair, Verdict, claims, rounds_to, target_of
 from fedapp.experiments.studies import RunKey, Study, keys_of, settings_of, studies
 from fedapp.results.directory import check_writable, versions
@@ -93,8 +91,8 @@ def reproduce(
     if unknown:
         raise BadRequest(f"unknown study {', '.join(unknown)}: choose from {', '.join(studies())}")
     keys = wanted(selected, study_names)
-    configs = [pending_config(prepared(key, out, data_dir)) for key in keys]
-    todo = [config for config in configs if config is not None]
+    configs = {key.folder: pending_config(prepared(key, out, data_dir)) for key in keys}
+    todo = {name: config for name, config in configs.items() if config is not None}
     # Hours of runs must not end in a place that cannot take their results.
     if todo:
         check_writable(out)
@@ -103,7 +101,8 @@ def reproduce(
         if not doc.exists():
             check_writable(doc.absolute().parent)
     typer.echo(f"{len(keys) - len(todo)} of {len(keys)} runs are there already", err=True)
-    failed = _run(todo, out, minutes, workers)
+    end = time.monotonic() + 60 * minutes
+    failed = run_here(todo, workers, lambda: minutes != 0 and time.monotonic() > end)
     evidence = Evidence(out)
     verdicts = [(claim, claim.decide(evidence)) for claim in selected or claims().values()]
     print_ledger(verdicts)
@@ -111,27 +110,7 @@ def reproduce(
         write(doc, verdicts, evidence)
         write_pages(doc.parent / "methods", evidence)
         typer.echo(f"written to {doc}")
-    return int(failed)
-
-
-def _run(todo: Sequence[RunConfig], out: Path, minutes: float, workers: int | None) -> bool:
-    """Run configurations with a progress bar; return whether one of them failed."""
-    end = time.monotonic() + 60 * minutes
-    console = Console(stderr=True, highlight=False)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    errors: list[str] = []
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task("runs", total=len(todo))
-
-        def on_end(ended: FinishedRun) -> None:
-            progress.advance(bar)
-            if ended.error:
-                errors.append(ended.error)
-            if not console.is_terminal or ended.error:
-                console.print(f"{ended.out.relative_to(out)}: {ended.error or 'done'}", markup=False)
-
-        run_all(todo, workers, on_end, lambda: bool(minutes) and time.monotonic() > end)
-    return bool(errors)
+    return int(bool(failed))
 
 
 # ---- what is published -----------------------------------------------------------------------------------------------
