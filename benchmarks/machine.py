@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +18,9 @@ from threadpoolctl import threadpool_info, threadpool_limits
 from benchmarks.timing import alternate
 from fedapp.core.products import matmul
 from fedapp.engines.resources import usable_cores
+from fedapp.process import processor
 from fedapp.tasks.simulated import bf16_works
 
-CPUINFO = Path("/proc/cpuinfo")
 BLAS_VARIABLES = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 """What makes OpenBLAS take other kernels than the processor's, and so another speed."""
 
@@ -29,7 +28,7 @@ BLAS_VARIABLES = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 def describe() -> dict[str, Any]:
     """Processor, cores, memory and versions, as they go into the tables' heads."""
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": usable_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "bf16": bf16_works(),
@@ -39,14 +38,6 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         **{name: version(name) for name in ("flwr", "numpy", "ray", "torch")},
     }
-
-
-def _processor() -> str:
-    lines = CPUINFO.read_text(encoding="utf-8").splitlines() if CPUINFO.is_file() else []
-    facts = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
-    if not facts:
-        return platform.processor()
-    return f"{facts.get('model name', '')} (family {facts.get('cpu family')}, model {facts.get('model')})"
 
 
 def _blas() -> str:

@@ -6,6 +6,7 @@ import ctypes
 import errno
 import functools
 import os
+import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -42,6 +43,16 @@ def quiet_blas() -> None:
     as long with two threads each. The remaining BLAS calls give the same bits with any number of threads.
     """
     threadpool_limits(1, user_api="blas")
+
+
+def processor() -> str:
+    """Return the processor's name, on Linux with family and model, which tell virtual ones apart."""
+    with suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        facts = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
+        if "model name" in facts:
+            return f"{facts['model name']} (family {facts.get('cpu family')}, model {facts.get('model')})"
+    return platform.processor() or "unknown processor"
 
 
 def prepare(threads: int) -> None:

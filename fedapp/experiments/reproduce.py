@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import platform
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import typer
@@ -18,8 +20,9 @@ from fedapp.engines import local as engines
 from fedapp.engines.resources import usable_cores
 from fedapp.errors import BadRequest, between
 from fedapp.experiments.compare import pending_config, run_here
-from fedapp.experiments.ledger import Claim, Evidence, MissingRun, Pair, Verdict, claims, rounds_to, target_of
+from fedapp.experiments.ledger import Claim, Evidence, MissingRun, Outcome, Pair, Verdict, claims, rounds_to, target_of
 from fedapp.experiments.studies import RunKey, Study, keys_of, settings_of, studies
+from fedapp.process import processor
 from fedapp.results.directory import check_writable, versions
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import spread
@@ -32,6 +35,12 @@ PAGE_START, PAGE_END = "<!-- measured -->", "<!-- /measured -->"
 # ---- what is run -----------------------------------------------------------------------------------------------------
 
 
+def _known(what: str, names: Sequence[str], known: Iterable[str]) -> None:
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise BadRequest(f"unknown {what} {', '.join(unknown)}: choose from {', '.join(known)}")
+
+
 def chosen(names: Sequence[str]) -> list[Claim]:
     """Return the named claims, all if none is named, none for `none`.
 
@@ -41,11 +50,8 @@ def chosen(names: Sequence[str]) -> list[Claim]:
     """
     if list(names) == ["none"]:
         return []
-    known = claims()
-    bad = [n for n in names if n not in known]
-    if bad:
-        raise BadRequest(f"unknown claim {', '.join(bad)}: choose from {', '.join(known)}")
-    return [known[n] for n in names or known]
+    _known("claim", names, claims())
+    return [claims()[name] for name in names or claims()]
 
 
 def wanted(selected: Sequence[Claim], names: Sequence[str]) -> list[RunKey]:
@@ -87,9 +93,7 @@ def reproduce(
     """
     out = out.expanduser().absolute()
     selected = chosen(claim_names) if claim_names or not study_names else []
-    unknown = [name for name in study_names if name not in studies()]
-    if unknown:
-        raise BadRequest(f"unknown study {', '.join(unknown)}: choose from {', '.join(studies())}")
+    _known("study", study_names, studies())
     keys = wanted(selected, study_names)
     configs = {key.folder: pending_config(prepared(key, out, data_dir)) for key in keys}
     todo = {name: config for name, config in configs.items() if config is not None}
@@ -147,36 +151,45 @@ def _around(doc: Path) -> tuple[str, str]:
 def write(doc: Path, verdicts: Sequence[tuple[Claim, Verdict]], evidence: Evidence) -> None:
     """Write the ledger between its markers in a Markdown file; the chapters around it are kept."""
     head, tail = _around(doc)
-    counts = {o: sum(v.outcome == o for _, v in verdicts) for o in ("holds", "does not hold", "not decided")}
-    spent = {name: evidence.spent(name) for name in studies()}
+    counts = Counter(v.outcome for _, v in verdicts)
+    spent = [(study, evidence.spent(study.id)) for study in studies().values()]
+    runs = [
+        (
+            f"`{study.id}`: {study.title}",
+            ", ".join(f"{k} = {v}" for k, v in study.settings.items()),
+            study.scaled,
+            count,
+            f"{seconds / 60:.0f}",
+        )
+        for study, (count, seconds) in spent
+        if count
+    ]
+    found = versions()
     lines = [
-        f"{len(verdicts)} claims: " + ", ".join(f"{n} {o}" for o, n in counts.items()) + ".",
+        f"{len(verdicts)} claims: " + ", ".join(f"{counts[o]} {o}" for o in get_args(Outcome)) + ".",
         "",
-        "| claim | paper | ours | outcome |",
-        "|---|---|---|---|",
-        *(f"| **{c.id}** {c.text} | {c.paper} | {v.ours} | {v.outcome} |" for c, v in verdicts),
+        *markdown(
+            ["claim", "paper", "ours", "outcome"],
+            [(f"**{c.id}** {c.text}", c.paper, v.ours, v.outcome) for c, v in verdicts],
+        ),
         "",
         "### The runs",
         "",
-        "| study | setting | scaled down | runs | minutes |",
-        "|---|---|---|---:|---:|",
-    ]
-    for study in studies().values():
-        runs, seconds = spent[study.id]
-        if runs:
-            settings = ", ".join(f"{k} = {v}" for k, v in study.settings.items())
-            lines.append(f"| `{study.id}`: {study.title} | {settings} | {study.scaled} | {runs} | {seconds / 60:.0f} |")
-    for study in studies().values():
-        lines += study_table(study, evidence)
-    found = versions()
-    lines += [
+        *markdown(["study", "setting", "scaled down", "runs", "minutes"], runs, ["runs", "minutes"]),
+        *(line for study in studies().values() for line in study_table(study, evidence)),
         "",
-        f"{sum(seconds for _, seconds in spent.values()) / 60:.0f} minutes of runs in all, two at a time on "
+        f"{sum(seconds for _, (_, seconds) in spent) / 60:.0f} minutes of runs in all, two at a time on "
         f"{usable_cores()} cores ({platform.machine()}, {processor()}), seeds 0 to 2, one thread a client, "
         + ", ".join(f"{package} {found[package]}" for package in ("flwr", "torch", "numpy"))
         + ". A busy machine takes longer; times are not results.",
     ]
     doc.write_text(head + START + "\n" + "\n".join(lines) + "\n" + END + tail, encoding="utf-8")
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequence[str] = ()) -> list[str]:
+    """Return the lines of a Markdown table; the columns named in `numbers` are aligned to the right."""
+    rule = "|".join("---:" if name in numbers else "---" for name in head)
+    return [f"| {' | '.join(head)} |", f"|{rule}|", *(f"| {' | '.join(map(str, row))} |" for row in rows)]
 
 
 def write_pages(folder: Path, evidence: Evidence) -> None:
@@ -203,17 +216,18 @@ def study_table(study: Study, evidence: Evidence) -> list[str]:
     if not found:
         return []
     calibrated = "calibration" in next(iter(found.values()))[0].summary
-    head, rows = (_calibrations if calibrated else _accuracies)(found)
-    numbers = f"{'---:|' * len(head)}"
+    numbers, cells = (_calibrations if calibrated else _accuracies)(found)
     return [
         "",
         f"#### {study.title}",
         "",
         f"`fedapp reproduce --studies {study.id} --claims none ...`",
         "",
-        f"| variant | {' | '.join(head)} | paper |",
-        f"|---|{numbers}---|",
-        *(f"| {name} | {' | '.join(cells)} | {study.variants[name].paper} |" for name, cells in rows.items()),
+        *markdown(
+            ["variant", *numbers, "paper"],
+            [(name, *row, study.variants[name].paper) for name, row in cells.items()],
+            numbers,
+        ),
     ]
 
 
@@ -232,17 +246,13 @@ def _accuracies(found: dict[str, list[RunResult]]) -> Rows:
     """Return the columns and cells of a study: accuracies, and rounds and MB to a target.
 
     The target is what Standalone (else the first variant) reaches after its last round, less one point. Bytes are
-    counted both ways per client, with KT-pFL's public images once.
+    those of the rounds, both ways per client; the public images of KT-pFL are not among them.
     """
     target = target_of(found.get("local") or next(iter(found.values())), "trained")
-    columns = ["received", "trained", "balanced received", "worst client"]
     rows = {}
     for variant, runs in found.items():
         rounds = [rounds_to(r, target) for r in runs]
-        sizes = [
-            n * (r.summary["bytes_up"] + r.summary["bytes_down"]) + r.summary.get("public_bytes", 0)
-            for n, r in zip(rounds, runs, strict=True)
-        ]
+        sizes = [n * (r.summary["bytes_up"] + r.summary["bytes_down"]) for n, r in zip(rounds, runs, strict=True)]
         all_reach = all(n <= len(r.rounds) for n, r in zip(rounds, runs, strict=True))
         rows[variant] = [
             spread(r.final["received_accuracy"].mean() for r in runs),
@@ -252,15 +262,5 @@ def _accuracies(found: dict[str, list[RunResult]]) -> Rows:
             f"{np.mean(rounds):.1f}" if all_reach else "not by all",
             f"{np.mean(sizes) / 1e6:.3g}" if all_reach else "-",
         ]
+    columns = ["received", "trained", "balanced received", "worst client"]
     return [*columns, f"rounds to {100 * target:.1f} %", "MB to it"], rows
-
-
-def processor() -> str:
-    """Return the processor's name, where the system tells it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass
-    return platform.processor() or "unknown processor"
