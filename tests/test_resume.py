@@ -17,7 +17,7 @@ from fedapp.config import from_flat
 from fedapp.engines.local import RunResult, run
 from fedapp.errors import BadRequest
 from fedapp.learning.state import read_safetensors
-from fedapp.results.directory import RunDirectory
+from fedapp.results.directory import keep_rows
 from fedapp.transport.local_grid import LocalGrid
 
 Tiny = Callable[..., RunResult]
@@ -104,7 +104,7 @@ def test_the_servers_threads_are_its_own(tmp_path: Path) -> None:
 def test_a_table_that_a_kill_cut_off_does_not_stop_a_resume(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "rounds.csv"
     path.write_text(damage)
-    RunDirectory._truncate(path, 5)
+    keep_rows(path, lambda row: int(row[0]) <= 5)
     assert path.read_text() == ("round,clients\n1,3\n" if damage else "")
 
 

@@ -105,8 +105,3 @@ def run(*, out: str | Path | None = None, resume: str | Path | None = None, **se
         out = resume
     config = prepare(values, Path(out) if out is not None else None)
     return run_local(config)
-
-
-def summary_of(out: Path) -> dict[str, Any]:
-    """Read a run's summary, or an empty dict."""
-    return RunResult(out).summary

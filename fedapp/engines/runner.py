@@ -24,6 +24,7 @@ from fedapp.engines.resources import ClientResources
 from fedapp.engines.superlink import Session
 from fedapp.errors import BadRequest
 from fedapp.learning.task import ModelSpec
+from fedapp.results.runs import RunResult
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import selection
 
@@ -177,7 +178,7 @@ def run_and_report(
             with Session(log=folder / "superlink.log") as session:
                 code = run_in(session, config, chosen, follower)
     if code == 0:
-        print_summary(engines.summary_of(folder))
+        print_summary(RunResult(folder).summary)
     typer.echo(f"results: {folder}", err=code != 0)
     return code
 

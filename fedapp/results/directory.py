@@ -196,6 +196,19 @@ def versions() -> dict[str, str]:
     return {**found, "python": platform.python_version(), "machine": platform.machine(), "system": platform.system()}
 
 
+def keep_rows(path: Path, wanted: Callable[[list[str]], bool]) -> None:
+    """Rewrite a CSV file, if it is there, with the rows that are wanted; a line that a kill cut off is removed."""
+    if not path.is_file():
+        return
+    with path.open(newline="", encoding="utf-8") as f:
+        rows = list(csv.reader(f))
+    kept = [r for r in rows[1:] if len(r) == len(rows[0]) and wanted(r)]
+    part = path.with_suffix(".part")
+    with part.open("w", newline="", encoding="utf-8") as f:
+        csv.writer(f, lineterminator="\n").writerows([*rows[:1], *kept])
+    part.replace(path)
+
+
 class RunDirectory:
     """Writes a run directory.
 
@@ -217,9 +230,7 @@ class RunDirectory:
             write_json(info_path, {**versions(), "run": self.token, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
         else:
             self.token = str(json.loads(info_path.read_text())["run"])
-            for name in ("rounds.csv", "clients.csv", "evaluations.csv", "dropped.csv"):
-                self._truncate(path / name, keep_rounds)
-            self._forget_the_end()
+            self._forget_rounds(keep_rounds)
             for name in ("summary.json", "error.json", "final.csv"):
                 (path / name).unlink(missing_ok=True)
         self.configure(config)
@@ -229,35 +240,18 @@ class RunDirectory:
         self.config = config
         write_toml(self.path / "config.toml", config.replaced(resume=False))
 
-    @staticmethod
-    def _truncate(path: Path, keep: int) -> None:
-        """Drop rows of rounds after `keep`, which the checkpoint does not cover."""
-        if not path.is_file():
-            return
-        with path.open(newline="", encoding="utf-8") as f:
-            rows = list(csv.reader(f))
-        whole = [r for r in rows[1:] if len(r) == len(rows[0])]  # a line that a kill cut off is incomplete
-        part = path.with_suffix(".part")
-        with part.open("w", newline="", encoding="utf-8") as f:
-            csv.writer(f, lineterminator="\n").writerows([*rows[:1], *(r for r in whole if int(r[0]) <= keep)])
-        part.replace(path)
-
-    def _forget_the_end(self) -> None:
-        """Remove the dropped replies of queries and of the final evaluation, which are done again.
+    def _forget_rounds(self, last: int) -> None:
+        """Remove what a resumed run does again: rounds after `last`, and what followed the last round.
 
         An evaluation between rounds that `evaluations.csv` holds is not repeated, so its dropped replies stay.
         """
-        path = self.path / "dropped.csv"
-        if not path.is_file():
-            return
-        with path.open(newline="", encoding="utf-8") as f:
-            rows = list(csv.reader(f))
-        kept = {str(r) for r in self.table("evaluations.csv").get("round", ())}
-        stays = [r for r in rows[1:] if r[2] == "train" or (r[2] == "evaluate" and r[0] in kept)]
-        part = path.with_suffix(".part")
-        with part.open("w", newline="", encoding="utf-8") as f:
-            csv.writer(f, lineterminator="\n").writerows([*rows[:1], *stays])
-        part.replace(path)
+        for name in ("rounds.csv", "clients.csv", "evaluations.csv", "dropped.csv"):
+            keep_rows(self.path / name, lambda row: int(row[0]) <= last)
+        evaluated = {str(r) for r in self.table("evaluations.csv").get("round", ())}
+        keep_rows(
+            self.path / "dropped.csv",
+            lambda row: row[2] == "train" or (row[2] == "evaluate" and row[0] in evaluated),
+        )
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
         """Append a row to a CSV file; the first row writes the header, later ones must have the same columns."""
@@ -303,34 +297,25 @@ def accuracy_summary(
 ) -> dict[str, dict[str, Any]]:
     """Return `summary.json`'s accuracy entry: last, best, last_std and balanced by protocol.
 
-    `received.last` comes from the final evaluation of all clients, `trained.last` from the last round. `best` is the
-    best round of rounds.csv (for received, the final evaluation counts too); it looks at test data, so it is never the
-    headline.
+    `received.last` comes from the final evaluation of all clients, `trained.last` from the last round, `global.last`
+    from the final evaluation where it scored the global model, else from the last round. `best` is the best round of
+    rounds.csv or the final evaluation; it looks at test data, so it is never the headline.
     """
     out: dict[str, dict[str, Any]] = {}
     for p in protocols:
         column = f"{p}_accuracy"
         history = [float(v) for v in rounds.get(column, pd.Series(dtype=float)).dropna()]
+        newest = history[-1] if history else math.nan
         if p == "global":
-            if history:
-                last = final.get(column, history[-1])
-                out[p] = {
-                    "last": tidy(last),
-                    "best": tidy(max([*history, last])),
-                    "last_std": None,
-                    "balanced": tidy(final.get("global_balanced", math.nan)),
-                }
-            continue
-        from_final = p == "received"
-        last = final.get(column, math.nan) if from_final else (history[-1] if history else math.nan)
-        spread = final.get(f"{column}_std", math.nan)
-        if not from_final and len(rounds):
-            spread = float(rounds[f"{column}_std"].iloc[-1])
-        best = max([v for v in [*history, last] if not math.isnan(v)], default=math.nan)
-        out[p] = {
-            "last": tidy(last),
-            "best": tidy(best),
-            "last_std": tidy(spread),
-            "balanced": tidy(final.get(f"{p}_balanced", math.nan)),
-        }
+            if not history:
+                continue
+            last, std = final.get(column, newest), math.nan
+        elif p == "received":
+            last, std = final.get(column, math.nan), final.get(f"{column}_std", math.nan)
+        else:
+            last = newest
+            std = float(rounds[f"{column}_std"].iloc[-1]) if len(rounds) else final.get(f"{column}_std", math.nan)
+        best = max((v for v in [*history, last] if not math.isnan(v)), default=math.nan)
+        values = {"last": last, "best": best, "last_std": std, "balanced": final.get(f"{p}_balanced", math.nan)}
+        out[p] = {name: tidy(value) for name, value in values.items()}
     return out
