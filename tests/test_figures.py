@@ -399,7 +399,7 @@ def test_what_is_left_out_says_why_and_what_to_do(cw: RunResult, tmp_path: Path)
     found = figures.of_run(read_run(moved))
     missing = {m.title: m for m in found.missing}
     assert {"Evolution of head norms", "Similarity of clients by layer", "Units that matter"} <= missing.keys()
-    assert "stored states are not there" in missing["Similarity of clients by layer"].why
+    assert "stored states are missing" in missing["Similarity of clients by layer"].why
     assert missing["Similarity of clients by layer"].command.startswith("fedapp run")
     assert {d.id for d in found.drawings} >= {"learning-curves", "labels-heat"}
 

@@ -14,7 +14,9 @@ Every function takes a run (`fedapp.results.runs`). Where its directory lacks wh
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +36,7 @@ from fedapp.learning.task import ModelSpec
 from fedapp.method import Arrays, Method
 from fedapp.models import SplitModel
 from fedapp.results.runs import RUN_MARK, RunResult
-from fedapp.results.statistics import Floats, Ints
+from fedapp.results.statistics import Floats, Ints, mean_and_std
 from fedapp.tasks import simulated as tasks
 from fedapp.tasks.simulated import FederatedData
 from fedapp.transport import checkpoint, selection
@@ -70,7 +72,13 @@ def _config(run: RunResult) -> RunConfig:
 
 
 @functools.lru_cache(maxsize=1)
-def _data(run: RunResult) -> FederatedData:
+def data_of(run: RunResult) -> FederatedData:
+    """Load the data of a run, and check that they are divided among the clients as they were in the run.
+
+    Raises
+    ------
+    Unavailable : the data are on devices, cannot be found, or have changed.
+    """
     config = _config(run)
     if not run.card:
         raise Unavailable("the data lie on the devices: the run has no data card", "fedapp run --engine local ...")
@@ -83,22 +91,14 @@ def _data(run: RunResult) -> FederatedData:
     return data
 
 
-def data_of(run: RunResult) -> FederatedData:
-    """Load the data of a run, and check that they are divided among the clients as they were in the run.
-
-    Raises
-    ------
-    Unavailable : the data are on devices, cannot be found, or have changed.
-    """
-    return _data(run)
-
-
-def state_folder(run: RunResult) -> Path:
-    """Return the folder in which the clients of this run keep their state, one folder per client."""
+def _client_folders(run: RunResult) -> dict[int, Path]:
+    """Return the folders in which the clients of this run keep their state, by client."""
     config = _config(run)
     # A run directory that was moved or copied takes OUT/state along.
     root = Path(config.state_dir) if config.state_dir else run.out / "state"
-    return root / (config.federation or "run")
+    folder = root / (config.federation or "run")
+    numbered = sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
+    return {client: folder / str(client) for client in numbered}
 
 
 def client_arrays(run: RunResult) -> dict[int, tuple[int, Arrays]]:
@@ -110,24 +110,32 @@ def client_arrays(run: RunResult) -> dict[int, tuple[int, Arrays]]:
     ------
     Unavailable : no client state of this run.
     """
-    folder, token = state_folder(run), str(run.versions.get("run", ""))
     found: dict[int, tuple[int, Arrays]] = {}
-    numbered = sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
-    for client in numbered:
-        files = sorted((folder / str(client)).glob(f"{token}.*.safetensors"))
-        if files:
+    for client, folder in _client_folders(run).items():
+        if files := sorted(folder.glob(f"{run.versions.get('run', '')}.*.safetensors")):
             try:
                 arrays, header = read_safetensors(files[-1])
             except StateError as e:
                 raise Unavailable(str(e)) from e
             found[client] = int(str(header["round"])), arrays
     if not found:
-        raise Unavailable("the clients' stored states are not there (OUT/state)", f"fedapp run {run.out / RUN_MARK}")
+        raise Unavailable("the clients' stored states are missing (OUT/state)", f"fedapp run {run.out / RUN_MARK}")
     return found
 
 
 def _method(run: RunResult) -> tuple[Method, Any]:
     return _config(run).method_and_hparams()
+
+
+def _checkpoint(run: RunResult) -> Mapping[str, Any]:
+    """Read the server's state after the last round."""
+    try:
+        latest = checkpoint.latest(run.out / "checkpoint")
+    except StateError as e:
+        raise Unavailable(f"the checkpoint is damaged ({e})") from e
+    if latest is None:
+        raise Unavailable("the checkpoint of the last round is missing", f"fedapp run --resume {run.out}")
+    return latest[1]
 
 
 def _model(run: RunResult, name: str, arrays: Arrays) -> SplitModel:
@@ -150,13 +158,18 @@ def client_models(run: RunResult, limit: int | None = None) -> dict[int, SplitMo
     ----------
     limit : how many clients at most, by id; None = all.
     """
-    config = _config(run)
-    stored = client_arrays(run)
-    chosen = list(stored)[:limit]
+    config, stored = _config(run), list(client_arrays(run).items())[:limit]
     return {
-        c: _model(run, config.model_of(c), {n[6:]: a for n, a in stored[c][1].items() if n.startswith("model/")})
-        for c in chosen
+        client: _model(run, config.model_of(client), {n[6:]: a for n, a in arrays.items() if n.startswith("model/")})
+        for client, (_, arrays) in stored
     }
+
+
+def _of_one_width(models: Mapping[int, SplitModel]) -> None:
+    """Refuse models whose representations have different widths."""
+    widths = {m.width for m in models.values()}
+    if len(widths) > 1:
+        raise Unavailable(f"the clients' representations have different widths ({sorted(widths)})")
 
 
 def global_arrays(run: RunResult, calibrated: bool = True) -> Arrays:
@@ -168,7 +181,7 @@ def global_arrays(run: RunResult, calibrated: bool = True) -> Arrays:
 
     Raises
     ------
-    Unavailable : the method has no global model, or it is not there.
+    Unavailable : the method has no global model, or its file is missing.
     """
     method, _ = _method(run)
     if not method.global_model:
@@ -178,30 +191,21 @@ def global_arrays(run: RunResult, calibrated: bool = True) -> Arrays:
         try:
             return read_safetensors(path)[0]
         except StateError as e:
-            raise Unavailable(f"models/{path.name} is not there or damaged") from e
-    try:
-        latest = checkpoint.latest(run.out / "checkpoint")
-    except StateError as e:
-        raise Unavailable(f"the checkpoint is damaged ({e})") from e
-    arrays = latest[1].get("model") if latest else None
-    if not isinstance(arrays, dict) or not arrays:
-        raise Unavailable("the checkpoint of the last round is not there")
+            raise Unavailable(f"models/{path.name} is missing or damaged") from e
+    arrays: Arrays = _checkpoint(run).get("model") or {}
+    if not arrays:
+        raise Unavailable("the checkpoint of the last round holds no model")
     return arrays
 
 
 def global_model(run: RunResult, calibrated: bool = True) -> SplitModel:
     """Build the global model after the last round, in evaluation mode; see `global_arrays`."""
-    config = _config(run)
-    model = _model(run, config.model_names[0], global_arrays(run, calibrated))
-    method, _ = _method(run)
-    method.client.configure_model(model, {"tukey": calibrated and _transforms(run)})
+    model = _model(run, _config(run).model_names[0], global_arrays(run, calibrated))
+    method, hparams = _method(run)
+    # A calibrated head may take representations after Tukey's transform.
+    tukey = calibrated and bool(getattr(hparams, "transforms_input", False))
+    method.client.configure_model(model, {"tukey": tukey})
     return model
-
-
-def _transforms(run: RunResult) -> bool:
-    """Return whether the calibrated head takes representations after Tukey's transform."""
-    _, hparams = _method(run)
-    return bool(getattr(hparams, "transforms_input", False))
 
 
 def probe(run: RunResult, limit: int = PROBE_IMAGES) -> tuple[Tensor, Ints]:
@@ -223,6 +227,12 @@ def represent(run: RunResult, model: SplitModel, x: Tensor) -> NDArray[np.float3
 # ---- heads -----------------------------------------------------------------------------------------------------------
 
 
+def _counts(run: RunResult) -> Ints:
+    if not run.counts.size:
+        raise Unavailable("the run has no data card: real devices keep their class counts to themselves")
+    return run.counts
+
+
 def label_shares(run: RunResult) -> Floats:
     """Return p (K, C), the shares of the classes in the clients' training splits; rows sum to 1.
 
@@ -230,9 +240,7 @@ def label_shares(run: RunResult) -> Floats:
     ------
     Unavailable : no data card.
     """
-    counts = run.counts
-    if not counts.size:
-        raise Unavailable("the run has no data card: real devices keep their class counts to themselves")
+    counts = _counts(run)
     shares: Floats = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     return shares
 
@@ -249,36 +257,28 @@ def head_norm_history(run: RunResult) -> dict[int, tuple[Ints, Floats]]:
 
     Each client records them beside its own state, on its own disk. They are never sent.
     """
-    folder, token = state_folder(run), str(run.versions.get("run", ""))
     found: dict[int, tuple[Ints, Floats]] = {}
-    numbered = sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
-    for client in numbered:
-        rounds, norms = read_head_norms(folder / str(client), token)
+    for client, folder in _client_folders(run).items():
+        rounds, norms = read_head_norms(folder, str(run.versions.get("run", "")))
         if len(rounds):
             found[client] = rounds, norms.astype(np.float64)
     if not found:
-        raise Unavailable("the clients' notes of head norms are not there", f"fedapp run {run.out / RUN_MARK}")
+        raise Unavailable("the clients' records of head norms are missing", f"fedapp run {run.out / RUN_MARK}")
     return found
 
 
-def who_learns_from_whom(run: RunResult) -> tuple[list[int], Floats, str]:
-    """Return A (K, K), where A[i, j] is the share of client j in what client i receives next; rows sum to 1.
+Mixture = tuple[list[int], Floats, str]
+"""Client ids, A (K, K) with rows that sum to 1, and a phrase that says what is shared and how A was found."""
 
-    Returns
-    -------
-    Client ids, A, and a phrase that says what is shared and how A was found.
+
+def who_learns_from_whom(run: RunResult) -> Mixture:
+    """Return A (K, K), where A[i, j] is the share of client j in what client i receives next.
 
     Raises
     ------
     Unavailable : the method sends one model to all clients, or none.
     """
-    try:
-        latest = checkpoint.latest(run.out / "checkpoint")
-    except StateError as e:
-        raise Unavailable(f"the checkpoint is damaged ({e})") from e
-    if latest is None:
-        raise Unavailable("the checkpoint of the last round is not there", f"fedapp run --resume {run.out}")
-    state = latest[1]
+    state = _checkpoint(run)
     find = {
         "cwfedavg": _cwfedavg_weights, "fedamp": _fedamp_weights, "fedfomo": _fedfomo_weights, "ktpfl": _ktpfl_weights,
         "ifca": _cluster_weights, "cfl": _cluster_weights,
@@ -291,18 +291,11 @@ def who_learns_from_whom(run: RunResult) -> tuple[list[int], Floats, str]:
     return find(run, state)
 
 
-def _sizes(run: RunResult) -> Ints:
-    if not run.counts.size:
-        raise Unavailable("the weights need the clients' sample counts, which only a simulation has")
-    sizes: Ints = run.counts.sum(axis=1)
-    return sizes
-
-
-def _cwfedavg_weights(run: RunResult, state: Mapping[str, Any]) -> tuple[list[int], Floats, str]:
+def _cwfedavg_weights(run: RunResult, state: Mapping[str, Any]) -> Mixture:
     """A = p~ Q^T (cwFedAvg, Eq. 6 and 7) from the uploads of the last round."""
     from fedapp.core.classwise import class_weights, mixing_matrix, norm_distribution
 
-    sizes, stored = _sizes(run), client_arrays(run)
+    sizes, stored = _counts(run).sum(axis=1), client_arrays(run)
     ids, last = list(stored), max(r for r, _ in stored.values())
     pt = np.stack([norm_distribution(a["model/head.weight"]) for _, a in stored.values()])
     uploaded = [i for i, c in enumerate(ids) if stored[c][0] == last]
@@ -312,7 +305,7 @@ def _cwfedavg_weights(run: RunResult, state: Mapping[str, Any]) -> tuple[list[in
     return ids, matrix, "of the class-wise layers, from the row norms of the last heads (cwFedAvg, Eq. 4, 6 and 7)"
 
 
-def _fedamp_weights(run: RunResult, state: Mapping[str, Any]) -> tuple[list[int], Floats, str]:
+def _fedamp_weights(run: RunResult, state: Mapping[str, Any]) -> Mixture:
     """FedAMP's attention over the uploads of the last round."""
     from strategies.fedamp import attention
 
@@ -324,7 +317,7 @@ def _fedamp_weights(run: RunResult, state: Mapping[str, Any]) -> tuple[list[int]
     return ids, np.asarray(attention(models, hparams), dtype=np.float64), "attention of the last round's participants"
 
 
-def _fedfomo_weights(run: RunResult, state: Mapping[str, Any]) -> tuple[list[int], Floats, str]:
+def _fedfomo_weights(run: RunResult, state: Mapping[str, Any]) -> Mixture:
     """FedFomo's table P, its positive part by rows."""
     kept = np.maximum(np.asarray(state["P"], dtype=np.float64), 0)
     total = kept.sum(axis=1, keepdims=True)
@@ -333,19 +326,16 @@ def _fedfomo_weights(run: RunResult, state: Mapping[str, Any]) -> tuple[list[int
     return [int(c) for c in state["ids"]], matrix, how
 
 
-def _ktpfl_weights(run: RunResult, state: Mapping[str, Any]) -> tuple[list[int], Floats, str]:
+def _ktpfl_weights(run: RunResult, state: Mapping[str, Any]) -> Mixture:
     """KT-pFL's knowledge coefficients."""
     c = np.asarray(state["c"], dtype=np.float64)
-    return (
-        [int(k) for k in state["ids"]],
-        c / c.sum(axis=1, keepdims=True),
-        "knowledge coefficients: predictions, not models",
-    )
+    matrix = c / c.sum(axis=1, keepdims=True)
+    return [int(k) for k in state["ids"]], matrix, "knowledge coefficients: predictions, not models"
 
 
-def _cluster_weights(run: RunResult, state: Mapping[str, Any]) -> tuple[list[int], Floats, str]:
+def _cluster_weights(run: RunResult, state: Mapping[str, Any]) -> Mixture:
     """IFCA's last choices and CFL's members: within a cluster by sample counts."""
-    sizes = _sizes(run)
+    sizes = _counts(run).sum(axis=1)
     if run.method == "cfl":
         groups = [sorted(int(c) for c in members) for members in state["members"].values()]
     else:
@@ -400,9 +390,7 @@ def client_embedding(run: RunResult, clients: int = 8, points: int = 1200) -> Em
     from sklearn.metrics import silhouette_score
 
     models = client_models(run, clients)
-    widths = {m.width for m in models.values()}
-    if len(widths) > 1:
-        raise Unavailable(f"the clients' representations have different widths ({sorted(widths)})")
+    _of_one_width(models)
     x, y = probe(run, max(20, points // len(models)))
     # Clients train to representations of different length. At one scale, what differs is their shape.
     rows = np.concatenate([_at_unit_scale(represent(run, m, x)) for m in models.values()])
@@ -447,23 +435,19 @@ def calibration_embedding(run: RunResult, points: int = 1000) -> Repair:
 
 def stages(run: RunResult, model: SplitModel, x: Tensor) -> dict[str, NDArray[np.float32]]:
     """Return the output of every layer with parameters for images, in forward order: {name: (n, d)}, `head` last."""
-    kept: dict[str, list[Tensor]] = {}
-
-    def keep(name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if isinstance(output, Tensor):
-                kept.setdefault(name, []).append(output.detach().float().flatten(1))
-
-        return hook
-
     layers = [(n, m) for n, m in model.features.named_children() if any(True for _ in m.parameters())]
-    handles = [m.register_forward_hook(keep(n)) for n, m in [*layers, ("head", model.head)]]
-    try:
+    kept: dict[str, list[Tensor]] = {}
+    with contextlib.ExitStack() as hooks:
+        for name, layer in [*layers, ("head", model.head)]:
+            parts = kept.setdefault(name, [])
+            keep = functools.partial(_keep_output, parts)
+            hooks.enter_context(layer.register_forward_hook(keep))
         batched(model, x, data_of(run).inputs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return {name: torch.cat(parts).numpy() for name, parts in kept.items()}
+    return {name: torch.cat(parts).numpy() for name, parts in kept.items() if parts}
+
+
+def _keep_output(parts: list[Tensor], module: nn.Module, inputs: Any, output: Tensor) -> None:
+    parts.append(output.detach().float().flatten(1))
 
 
 def _unit_gram(rows: NDArray[np.float32]) -> Floats:
@@ -483,38 +467,29 @@ def layer_cka(run: RunResult, clients: int = 10, images: int = 300) -> tuple[lis
     Client ids, and {layer: (K, K)} in forward order. Inner layers are compared between equal architectures only (NaN
     elsewhere); `features` (the end of the trunk) and `head` (the logits) between all.
     """
-    config = _config(run)
-    models = client_models(run, clients)
+    config, models = _config(run), client_models(run, clients)
     if len(models) < 2:
         raise Unavailable("it compares clients, and there are fewer than two")
     x, _ = probe(run, images)
-    ids = list(models)
     grams: dict[str, dict[int, Floats]] = {}
     for client, model in models.items():
         outputs = stages(run, model, x)
-        last = [n for n in outputs if n != "head"][-1:]
+        *inner, trunk, head = outputs
+        prefix = f"{config.model_of(client)} " if len(config.model_names) > 1 else ""
+        names = {**{n: prefix + n for n in inner}, trunk: "features", head: "head"}
         for name, rows in outputs.items():
-            shared = name == "head" or name in last
-            key = "head" if name == "head" else "features" if shared else f"{config.model_of(client)} {name}"
-            grams.setdefault(key, {})[client] = _unit_gram(rows)
-    order = [k for k in grams if k not in ("features", "head")] + [k for k in ("features", "head") if k in grams]
-    one = len(config.model_names) == 1
-    result: dict[str, Floats] = {}
-    for key in order:
-        matrix = np.full((len(ids), len(ids)), np.nan)
-        for i, a in enumerate(ids):
-            for j, b in enumerate(ids):
-                if a in grams[key] and b in grams[key]:
-                    matrix[i, j] = float((grams[key][a] * grams[key][b]).sum())
-        result[key.split(" ", 1)[1] if one and " " in key else key] = matrix
-    return ids, result
+            grams.setdefault(names[name], {})[client] = _unit_gram(rows)
+    ends = ("features", "head")
+    ordered = {name: grams[name] for name in (*(n for n in grams if n not in ends), *ends)}
+    return list(models), {
+        name: np.array([[(of[a] * of[b]).sum() if a in of and b in of else np.nan for b in models] for a in models])
+        for name, of in ordered.items()
+    }
 
 
 def mean_of_pairs(matrix: Floats) -> float:
-    """Mean over all pairs of different clients, NaN skipped; NaN without pairs."""
-    values = matrix[np.triu_indices(len(matrix), 1)]
-    values = values[~np.isnan(values)]
-    return float(values.mean()) if len(values) else float("nan")
+    """Return the mean over all pairs of different clients, NaN skipped; NaN without pairs."""
+    return mean_and_std(matrix[np.triu_indices(len(matrix), 1)])[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -557,9 +532,7 @@ def right_clients(run: RunResult, images: int = 200) -> tuple[list[int], NDArray
     Runs of one data set, partition and seed have the same images.
     """
     models = client_models(run)
-    widths = {m.width for m in models.values()}
-    if len(widths) > 1:
-        raise Unavailable(f"the clients' representations have different widths ({sorted(widths)})")
+    _of_one_width(models)
     x, y = probe(run, images)
     inputs = data_of(run).inputs
     return list(models), np.stack([batched(m, x, inputs).argmax(1).numpy() == y for m in models.values()])
@@ -595,8 +568,7 @@ def conductance(
     rows = np.stack(
         [rankdata(unit_conductance(models[c], image, torch.zeros_like(image), int(y[best]))) - 1 for c in ids]
     )
-    pairs = [spearmanr(rows[i], rows[j]).statistic for i in range(len(rows)) for j in range(i)]
-    agreement = float(np.nanmean(pairs)) if not np.all(np.isnan(pairs)) else float("nan")
+    agreement, _ = mean_and_std(spearmanr(a, b).statistic for a, b in itertools.combinations(rows, 2))
     return Conductance(ids, rows, int(y[best]), agreement, x[best].numpy())
 
 
@@ -648,9 +620,10 @@ def calibration_sweep(run: RunResult, samples: Sequence[int] = (0, 10, 50, 100, 
     model = global_model(run, calibrated=False)
     if type(model.head) is not nn.Linear:
         raise Unavailable(f"{run.method} leaves no plain linear head to calibrate")
-    central = data.central(torch.device("cpu"))
-    if central is None:
-        central = _all_tests(data)
+    tests = data.central(torch.device("cpu"))
+    if tests is None:
+        images, labels = data.dataset.take(np.sort(np.concatenate([c.test for c in data.partition.clients])))
+        tests = torch.from_numpy(images), torch.from_numpy(labels)
     indices = np.sort(np.concatenate([c.train for c in data.partition.clients]))
     if len(indices) > CALIBRATION_IMAGES:
         indices = np.sort(sampling.rng(run.seed, "report").choice(indices, CALIBRATION_IMAGES, replace=False))
@@ -658,7 +631,7 @@ def calibration_sweep(run: RunResult, samples: Sequence[int] = (0, 10, 50, 100, 
     z = represent(run, model, torch.from_numpy(x))
     classes = data.dataset.num_classes
     pooled = moments(z, np.asarray(y, dtype=np.int64), classes)
-    test_z, test_y = represent(run, model, central[0]), central[1].numpy()
+    test_z, test_y = represent(run, model, tests[0]), tests[1].numpy()
 
     def score(head: Mapping[str, Any]) -> float:
         logits = test_z @ np.asarray(head["head.weight"]).T + np.asarray(head["head.bias"])
@@ -679,8 +652,3 @@ def calibration_sweep(run: RunResult, samples: Sequence[int] = (0, 10, 50, 100, 
         separability=separability(pooled, run.seed) if pooled.classes.size > 1 else float("nan"),
         images=len(indices),
     )
-
-
-def _all_tests(data: FederatedData) -> tuple[Tensor, Tensor]:
-    x, y = data.dataset.take(np.sort(np.concatenate([c.test for c in data.partition.clients])))
-    return torch.from_numpy(x), torch.from_numpy(np.asarray(y)).long()
