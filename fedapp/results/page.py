@@ -1,21 +1,27 @@
-"""The parts of a report's page, and the page: `report.html.jinja` says how each part looks."""
+"""The tables of a report's page, and the page, which the templates beside this file lay out.
+
+`run.html.jinja` and `comparison.html.jinja` hold what a page says, `parts.html.jinja` how its parts look, and
+`report.html.jinja` the frame.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from jinja2 import Environment, FileSystemLoader
-from markupsafe import Markup
 
-from fedapp.results.figures import Drawing, Gallery, Missing
-from fedapp.results.statistics import DASH, percent
+from fedapp import registry
+from fedapp.data.partitions import PARTITION_PARAMETER
+from fedapp.errors import BadRequest
+from fedapp.results.figures import Gallery
+from fedapp.results.runs import ONE_SCORE, PROTOCOL_TEXT, Comparison, RunResult
+from fedapp.results.statistics import DASH, duration, percent, size
 
-TEMPLATE = "report.html.jinja"
 MOST_ROWS = 400
 """Rows that a table of the page shows at most; the rest is in the CSV file that it names."""
 SECTIONS = {
@@ -30,14 +36,13 @@ SECTIONS = {
     "further": "Further results of the method",
     "warnings": "Warnings and dropped replies",
     "configuration": "Configuration",
-    "left-out": "Figures left out",
 }
 """Sections in the order of the page: anchor and heading. Those without content are left out."""
 
 
 @dataclass
 class Cell:
-    """A table cell: text, whether it is a number (right-aligned), whether it stands out."""
+    """A table cell: text, whether it is a number (right-aligned), whether it is bold."""
 
     text: str
     number: bool = True
@@ -67,82 +72,57 @@ def share(value: Any) -> Cell:
 class Table:
     """A table; the first column names its row. Cells are values or `Cell`s, numbers stand on the right."""
 
-    kind: ClassVar[str] = "table"
-
-    def __init__(self, head: Sequence[str], rows: Iterable[Sequence[Any]], caption: str = "") -> None:
+    def __init__(self, head: Iterable[str], rows: Iterable[Sequence[Any]], caption: str = "") -> None:
         self.head, self.caption = list(head), caption
         self.cells = [[_cell(v) for v in row] for row in rows]
         self.right = [any(row[i].number for row in self.cells) for i in range(len(self.head))]
 
 
-@dataclass
-class Text:
-    """A paragraph, a `note` below a table, a `heading`, or `code` with its line ends."""
-
-    text: str
-    kind: str = "paragraph"
+def meaning(protocols: Iterable[str]) -> str:
+    """Say what the protocols of a table mean, for its caption."""
+    return "; ".join(f"{p}: {PROTOCOL_TEXT[p]}" for p in protocols)
 
 
-@dataclass
-class Fold:
-    """Parts that a reader opens."""
-
-    kind: ClassVar[str] = "fold"
-    summary: str
-    parts: list[Part]
-
-
-@dataclass
-class Figure:
-    """A figure with heading and caption."""
-
-    kind: ClassVar[str] = "figure"
-    drawing: Drawing
+def method_title(method: str) -> str:
+    """Return a method's title; its id where this version does not know it."""
+    try:
+        return registry.get(method).title
+    except BadRequest:
+        return method
 
 
-@dataclass
-class LeftOut:
-    """The figures that are missing, with the reasons."""
-
-    kind: ClassVar[str] = "left-out"
-    missing: list[Missing]
-
-
-Part = Table | Text | Fold | Figure | LeftOut
+def partition_text(flat: Mapping[str, Any]) -> str:
+    """Write a run-config's partition with its parameter."""
+    kind = str(flat.get("partition", "?"))
+    key = PARTITION_PARAMETER.get(kind)
+    if key == "alpha":
+        return f"{kind} with alpha {flat.get('alpha')}"
+    return f"{kind} with {flat.get(key)} classes per client" if key else kind
 
 
-def note(text: str, **values: object) -> Text:
-    """Return a note; `text` may hold tags, the values are escaped."""
-    return Text(Markup(text).format(**values), "note")
+def place(run: RunResult, comparison: Comparison) -> str:
+    """Return where in the folder of a comparison a run lies."""
+    return str(run.out.relative_to(comparison.out))
 
 
-@dataclass
-class Page:
-    """A page under construction."""
+def render(template: str, gallery: Gallery, **values: Any) -> str:
+    """Return a whole page: `template` sets its title, lead, facts, alerts and sections, by their names in `SECTIONS`.
 
-    title: str
-    eyebrow: str
-    lead: str
-    facts: list[tuple[str, str, str]] = field(default_factory=list)
-    alerts: list[str] = field(default_factory=list)
-    sections: dict[str, list[Part]] = field(default_factory=lambda: {key: [] for key in SECTIONS})
-
-    def add(self, key: str, *parts: Part | None) -> None:
-        """Add parts to a section."""
-        self.sections[key].extend(p for p in parts if p is not None)
-
-    def add_figures(self, gallery: Gallery) -> None:
-        """Add all figures, and the list of those that are missing."""
-        for key, drawings in gallery.sections.items():
-            self.add(key, *map(Figure, drawings))
-        self.add("left-out", LeftOut(gallery.missing) if gallery.missing else None)
-
-    @property
-    def shown(self) -> list[tuple[str, str, list[Part]]]:
-        """Sections with content: anchor, heading, parts."""
-        return [(key, SECTIONS[key], parts) for key, parts in self.sections.items() if parts]
-
-    def html(self) -> str:
-        """Return the whole page."""
-        templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-        return templates.get_template(TEMPLATE).render(page=self) + "\n"
+    A section that the template does not set holds its figures only. Sections without content are left out.
+    """
+    templates = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+    templates.filters |= {
+        "percent": percent, "size": size, "duration": duration, "whole": lambda n: f"{n or 0:,}", "meaning": meaning,
+        "method": method_title, "partition": partition_text, "place": place,
+    }  # fmt: skip
+    templates.globals |= {"ONE_SCORE": ONE_SCORE, "MOST_ROWS": MOST_ROWS}
+    parts: Any = templates.get_template("parts.html.jinja").module
+    words = templates.get_template(template).make_module({**values, "gallery": gallery})
+    sections = [
+        (key, title, text)
+        for key, title in SECTIONS.items()
+        if (text := getattr(words, key, parts.figures(gallery, key)).strip())
+    ]
+    if gallery.missing:
+        sections.append(("left-out", "Figures left out", parts.left_out(gallery.missing)))
+    return templates.get_template("report.html.jinja").render(words=words, sections=sections) + "\n"
