@@ -204,7 +204,7 @@ def test_what_users_name_is_never_markup(single: Path, tmp_path: Path) -> None:
     assert "<img src=x onerror=alert(1)> & more" in found.said
 
 
-def test_a_run_that_broke_says_so_first(single: Path, tmp_path: Path) -> None:
+def test_a_failed_run_says_so_first(single: Path, tmp_path: Path) -> None:
     path = copy(single, tmp_path / "broken")
     (path / "final.csv").unlink()
     (path / "summary.json").write_text(json.dumps({"ok": False, "error": "no space left"}))
@@ -316,7 +316,7 @@ def test_what_compare_counted_and_tested_is_shown_per_setting(tmp_path: Path) ->
     assert "Alpha 0.3" in found.said and "Alpha 2.0" in found.said
 
 
-def test_runs_that_did_not_end_well_are_named_and_not_counted(several: Path, tmp_path: Path) -> None:
+def test_runs_that_failed_are_named_and_not_counted(several: Path, tmp_path: Path) -> None:
     path = copy(several, tmp_path / "partly")
     broken = path / "runs" / "fedavg-s1"
     (broken / "summary.json").write_text(json.dumps({"ok": False, "error": "killed"}))
@@ -352,7 +352,7 @@ def test_a_folder_without_runs_is_a_bad_request(tmp_path: Path) -> None:
         report.write(tmp_path)
 
 
-def test_a_page_does_not_stand_in_the_way_of_resume(single: Path, tmp_path: Path) -> None:
+def test_a_run_with_a_page_can_be_resumed(single: Path, tmp_path: Path) -> None:
     path = tmp_path / "again"
     shutil.copytree(single, path)
     assert (path / "report.html").is_file()

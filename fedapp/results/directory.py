@@ -43,14 +43,22 @@ from fedapp.transport.client_manager import Dropped
 PACKAGES = ("fedapp", "flwr", "ray", "torch", "torchvision", "numpy", "pandas", "scikit-learn", "scipy")
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a file atomically: whoever reads the old one never sees half of the new one."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as f:
+            f.write(text)
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically; NaN becomes null."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-    with os.fdopen(handle, "w", encoding="utf-8") as f:
-        json.dump(clean(value), f, indent=2)
-        f.write("\n")
-    Path(name).chmod(0o644)
-    Path(name).replace(path)
+    write_text(path, json.dumps(clean(value), indent=2) + "\n")
 
 
 def clean(value: Any) -> Any:

@@ -7,8 +7,6 @@ it lacks why, and which command makes what is missing. This file makes the table
 from __future__ import annotations
 
 import math
-import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ from threadpoolctl import threadpool_limits
 from fedapp import config as configuration
 from fedapp.errors import BadRequest
 from fedapp.results import figures
+from fedapp.results.directory import write_text
 from fedapp.results.figures import Gallery
 from fedapp.results.figures.gallery import setting_text
 from fedapp.results.page import MOST_ROWS, Cell, Table, meaning, method_title, place, render, share
@@ -73,26 +72,13 @@ def write(directory: str | Path, figures_to: str | Path | None = None) -> Path:
         page, gallery = of_run(found) if isinstance(found, RunResult) else of_comparison(found)
     try:
         target = found.out / PAGE
-        _write(target, page)
+        write_text(target, page)
         if figures_to is not None:
             for drawing in gallery.drawings:
                 drawing.save(Path(figures_to).expanduser().absolute())
     except OSError as e:
         raise BadRequest(f"{e.filename or found.out} cannot be written ({e.strerror})") from e
     return target
-
-
-def _write(path: Path, text: str) -> None:
-    """Write atomically: whoever has the old page open never sees half of the new one."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as f:
-            f.write(text)
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 # ---- one run ---------------------------------------------------------------------------------------------------------
@@ -129,11 +115,13 @@ def of_run(run: RunResult) -> tuple[str, Gallery]:
 
 def _scores(run: RunResult, protocols: Sequence[str]) -> Table:
     pooled = run.summary.get("pooled") or {}
-    columns = {"last": "last", "std over clients": "last_std", "balanced": "balanced", "best round": "best"}
-    rows = []
-    for p in protocols:
-        last, std, balanced, best = (share(run.score(p, name)) for name in columns.values())
-        rows.append([meaning([p]), last, std, share(pooled.get(p)), balanced, best])
+    rows = [
+        [
+            meaning([p]), share(run.score(p)), share(run.score(p, "last_std")), share(pooled.get(p)),
+            share(run.score(p, "balanced")), share(run.score(p, "best")),
+        ]
+        for p in protocols
+    ]  # fmt: skip
     return Table(["accuracy in %", "last", "std over clients", "pooled", "balanced", "best round"], rows)
 
 
@@ -159,9 +147,8 @@ def _client_table(run: RunResult) -> Table:
             ]
         )  # fmt: skip
     scores = [*(f"{p} %" for p in shown), *(f"{p} balanced %" for p in shown)]
-    return Table(
-        ["client", "model", "training images", "test images", *scores, "majority class %"], rows, meaning(shown)
-    )
+    head = ["client", "model", "training images", "test images", *scores, "majority class %"]
+    return Table(head, rows, meaning(shown))
 
 
 def _rounds_table(run: RunResult) -> Table:
@@ -259,14 +246,14 @@ def _dropped(run: RunResult) -> Table:
 
 def _configuration(run: RunResult) -> tuple[Table, Table]:
     """Return the keys that differ from their defaults, and those that do not."""
-    defaults = configuration.DEFAULTS
-    usual = [k for k, v in run.flat.items() if k in defaults and v == defaults[k]]
-    own = [
-        [k, _setting(v), _setting(defaults[k]) if k in defaults else DASH]
-        for k, v in run.flat.items()
-        if k not in usual
-    ]
-    return Table(["key", "value", "default"], own), Table(["key", "value"], [[k, _setting(run.flat[k])] for k in usual])
+    own, usual = [], []
+    for key, value in run.flat.items():
+        default = configuration.DEFAULTS.get(key)
+        if default is not None and value == default:
+            usual.append([key, _setting(value)])
+        else:
+            own.append([key, _setting(value), DASH if default is None else _setting(default)])
+    return Table(["key", "value", "default"], own), Table(["key", "value"], usual)
 
 
 def _setting(value: Any) -> str:
@@ -334,11 +321,10 @@ def _setting_tables(comparison: Comparison, runs: Sequence[RunResult]) -> dict[s
     rows = []
     for name, members, target in zip(names, by, targets):
         counted = [Cell(text) for text in (target or ("", DASH, DASH))[1:]] if level else []
-        mean = {
-            key: mean_and_std(r.summary.get(key) for r in members)[0] for key in ("bytes_up", "bytes_down", "seconds")
-        }
-        moved = [Cell(size(mean["bytes_up"])), Cell(size(mean["bytes_down"]))]
-        rows.append([name, *counted, *moved, Cell(duration(mean["seconds"]))])
+        up, down, seconds = (
+            mean_and_std(r.summary.get(key) for r in members)[0] for key in ("bytes_up", "bytes_down", "seconds")
+        )
+        rows.append([name, *counted, Cell(size(up)), Cell(size(down)), Cell(duration(seconds))])
     head = [f"rounds to {level}", "traffic to it"] if level else []
     significance, reference = _significance(comparison, runs)
     return {

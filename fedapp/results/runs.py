@@ -77,6 +77,14 @@ def read_table(path: Path) -> pd.DataFrame:
         raise BadRequest(f"{path} cannot be read ({e})") from e
 
 
+def _table(name: str) -> cached_property[pd.DataFrame]:
+    return cached_property(lambda run: read_table(run.out / name))
+
+
+def _json(name: str) -> cached_property[dict[str, Any]]:
+    return cached_property(lambda run: read_json(run.out / name))
+
+
 # ---- one run ---------------------------------------------------------------------------------------------------------
 
 
@@ -89,51 +97,23 @@ class RunResult:
     out : the run directory.
     label : in a comparison the method's id with its own values, `fedprox(mu=0.1)`; else the id.
     setting : in a comparison the run-config keys in which its settings differ, without those of the method.
+    rounds, clients : `rounds.csv` and `clients.csv`, a row a round, and a row a client and round.
+    final : `final.csv`, a row a client, scored after the last round.
+    dropped : `dropped.csv`, a row a reply that did not count.
+    summary : `summary.json`; empty until the run ends.
+    versions : `versions.json`: versions of packages, the processor, the run's token.
+    card : `data_card.json`; empty where the data lie on devices.
+    error : `error.json`, the first error of a run that failed.
     """
 
     out: Path
     label: str = ""
     setting: Mapping[str, Any] = field(default_factory=dict)
 
-    @cached_property
-    def rounds(self) -> pd.DataFrame:
-        """`rounds.csv`, a row a round."""
-        return read_table(self.out / "rounds.csv")
-
-    @cached_property
-    def clients(self) -> pd.DataFrame:
-        """`clients.csv`, a row a client and round."""
-        return read_table(self.out / "clients.csv")
-
-    @cached_property
-    def final(self) -> pd.DataFrame:
-        """`final.csv`, a row a client, scored after the last round."""
-        return read_table(self.out / "final.csv")
-
-    @cached_property
-    def dropped(self) -> pd.DataFrame:
-        """`dropped.csv`, a row a reply that did not count."""
-        return read_table(self.out / "dropped.csv")
-
-    @cached_property
-    def summary(self) -> dict[str, Any]:
-        """`summary.json`; empty until the run ends."""
-        return read_json(self.out / "summary.json")
-
-    @cached_property
-    def versions(self) -> dict[str, Any]:
-        """`versions.json`: versions of packages, the processor, the run's token."""
-        return read_json(self.out / "versions.json")
-
-    @cached_property
-    def card(self) -> dict[str, Any]:
-        """`data_card.json`; empty where the data lie on devices."""
-        return read_json(self.out / "data_card.json")
-
-    @cached_property
-    def error(self) -> dict[str, Any]:
-        """`error.json`, the first error of a run that failed."""
-        return read_json(self.out / "error.json")
+    rounds, clients = _table("rounds.csv"), _table("clients.csv")
+    final, dropped = _table("final.csv"), _table("dropped.csv")
+    summary, versions = _json("summary.json"), _json("versions.json")
+    card, error = _json("data_card.json"), _json("error.json")
 
     @cached_property
     def flat(self) -> dict[str, Any]:
