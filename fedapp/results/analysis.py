@@ -1,4 +1,4 @@
-"""What can be computed from a run directory without training again.
+"""What the figures compute from a run directory without training again.
 
 Every function takes a run (`fedapp.results.runs`). Where its directory lacks what is needed, the function raises
 `Unavailable` with the reason and with the command that would make the missing piece.
@@ -335,21 +335,17 @@ def _ktpfl_weights(run: RunResult, state: Mapping[str, Any]) -> Mixture:
 
 def _cluster_weights(run: RunResult, state: Mapping[str, Any]) -> Mixture:
     """IFCA's last choices and CFL's members: within a cluster by sample counts."""
-    sizes = _counts(run).sum(axis=1)
     if run.method == "cfl":
-        groups = [sorted(int(c) for c in members) for members in state["members"].values()]
+        cluster = {int(c): j for j, members in state["members"].items() for c in members}
     else:
-        chosen = {int(c): int(j) for c, j in state["chosen"].items()}
-        groups = [sorted(c for c, j in chosen.items() if j == k) for k in sorted(set(chosen.values()))]
-    ids = sorted(c for members in groups for c in members)
-    if not ids:
+        cluster = {int(c): int(j) for c, j in state["chosen"].items()}
+    if not cluster:
         raise Unavailable("no client has a cluster yet", f"fedapp run --resume {run.out}")
-    place = {c: i for i, c in enumerate(ids)}
-    matrix = np.zeros((len(ids), len(ids)))
-    for members in groups:
-        for c in members:
-            matrix[place[c], [place[m] for m in members]] = sizes[members] / sizes[members].sum()
-    return ids, matrix, f"{len(groups)} clusters, within them by sample counts"
+    ids = sorted(cluster)
+    together = np.array([[cluster[i] == cluster[j] for j in ids] for i in ids])
+    weights = together * _counts(run).sum(axis=1)[ids]
+    matrix = weights / weights.sum(axis=1, keepdims=True)
+    return ids, matrix, f"{len(set(cluster.values()))} clusters, within them by sample counts"
 
 
 # ---- representations -------------------------------------------------------------------------------------------------
@@ -538,38 +534,31 @@ def right_clients(run: RunResult, images: int = 200) -> tuple[list[int], NDArray
     return list(models), np.stack([batched(m, x, inputs).argmax(1).numpy() == y for m in models.values()])
 
 
-def conductance(
-    run: RunResult,
-    chosen: int | None = None,
-    right: tuple[list[int], NDArray[np.bool_]] | None = None,
-    clients: int = 8,
-) -> Conductance:
-    """Rank units by conductance at the clients that classify one image correctly.
+def conductance(run: RunResult, chosen: int, right: tuple[list[int], NDArray[np.bool_]]) -> Conductance:
+    """Rank units by conductance at the first eight clients that classify one image correctly.
 
     The path starts at the mean image (zeros after normalisation), which is captum's default.
 
     Parameters
     ----------
-    chosen : the image's place among the probe images; None = the image that most clients classify correctly.
-    right : what `right_clients` returned.   clients : how many at most, by id.
+    chosen : the image's place among the probe images.   right : what `right_clients` returned.
     """
     from scipy.stats import rankdata, spearmanr
 
     from fedapp.data.transforms import normalise
 
-    known, table = right if right is not None else right_clients(run)
-    best = int(table.sum(axis=0).argmax()) if chosen is None else chosen
-    ids = [c for c, ok in zip(known, table[:, best]) if ok][:clients]
+    known, table = right
+    ids = [c for c, ok in zip(known, table[:, chosen]) if ok][:8]
     if len(ids) < 2:
         raise Unavailable("no test image is classified correctly by two clients")
     x, y = probe(run, table.shape[1])
     models = client_models(run)
-    image = normalise(x[best : best + 1].permute(0, 3, 1, 2), data_of(run).inputs)
+    image = normalise(x[chosen : chosen + 1].permute(0, 3, 1, 2), data_of(run).inputs)
     rows = np.stack(
-        [rankdata(unit_conductance(models[c], image, torch.zeros_like(image), int(y[best]))) - 1 for c in ids]
+        [rankdata(unit_conductance(models[c], image, torch.zeros_like(image), int(y[chosen]))) - 1 for c in ids]
     )
     agreement, _ = mean_and_std(spearmanr(a, b).statistic for a, b in itertools.combinations(rows, 2))
-    return Conductance(ids, rows, int(y[best]), agreement, x[best].numpy())
+    return Conductance(ids, rows, int(y[chosen]), agreement, x[chosen].numpy())
 
 
 # ---- calibration -----------------------------------------------------------------------------------------------------
