@@ -10,9 +10,10 @@ Learning with Non-IID Data, NeurIPS 2021.
 | phi^{t-1}          | `received_head`                                                                   |
 | mu (Sec. 3.3)      | `settings.clsprox`                                                                |
 
-While training runs, the client is the base method's, with this class added. Afterwards it answers one
-question: Eq. 2 on its own training split, with the final model in evaluation mode and without augmentation, in one pass
-and in float64. Eq. 3 and 4 need N_ck, so it travels with mean and covariance; classes that the client lacks do not.
+While training runs, the client is the base method's, with this class added. After the last round it answers one query
+(Algorithm 1, lines 3 to 10): Eq. 2 on its own training split, with the final model in evaluation mode, without
+augmentation, in one pass and in float64. N_ck travels too, since Eq. 3 and 4 need it. Classes that the client does not
+have are left out.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from fedapp.models import SplitModel
 STATISTICS, FEATURES = "statistics/", "features/"
 """Prefixes of the arrays of an answer."""
 CENTRES = STATISTICS + "centres"
-"""mu_c in a question: what the sums of the answer are taken around."""
+"""Name of mu_c in a query: the answer's sums are centred on it."""
 BLOCK = 1024
 """Images whose representations are held at a time."""
 
@@ -117,14 +118,15 @@ class CCVRClient(FedClient):
             model.head.transform = bool(scalars.get("tukey", False))
 
     def receive(self, payload: Payload) -> None:
-        """Take over the model; what a question is about is no part of it."""
+        """Take over the model; the centres of a query are not part of it."""
         super().receive(Payload({n: a for n, a in payload.all().items() if n != CENTRES}, {}, payload.scalars))
 
     # ---- clsprox -------------------------------------------------------------------------------------------------
 
     def before_training(self, payload: Payload) -> None:
-        """Keep phi^{t-1}, detached, taken after loading."""
+        """Keep phi^{t-1}."""
         super().before_training(payload)
+        # A clone, since training changes the parameters in place: without it phi - phi^{t-1} would always be 0.
         self.received_head = [p.detach().clone() for p in self.model.head.parameters()]
 
     def step_loss(self, batch: Batch) -> Tensor:
@@ -139,7 +141,7 @@ class CCVRClient(FedClient):
     # ---- the one exchange after training -------------------------------------------------------------------------
 
     def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
-        """Answer `statistics` (N_ck and Eq. 2), `totals` (before it where cov is sums), `features` (for the oracle)."""
+        """Answer `statistics` (N_ck and Eq. 2), `totals` (sent before it with cov=sums) or `features` (the oracle)."""
         s = self.settings
         if kind == "statistics":
             centres = payload.all()[CENTRES] if s.cov == "sums" else None
@@ -165,11 +167,12 @@ class CCVRClient(FedClient):
         many = torch.from_numpy(self.task.class_counts() >= s.min_count).to(self.device)
         for z, label in self.blocks():
             rows = many[label]
+            # Algorithm 1, lines 6 and 7; `to_arrays` divides by N_ck - 1 (Eq. 2).
             found.update(heads.tukey(z[rows]) if s.transform == "feature" else z[rows], label[rows])
         return found
 
     def features(self) -> Arrays:
-        """Return what the head sees of every training image, (n, d) float32, and the labels: for the oracle alone."""
+        """Return the head's input for every training image, (n, d) float32, and the labels: for the oracle only."""
         z, label = (torch.cat(parts) for parts in zip(*self.blocks()))
         z = heads.tukey(z) if self.settings.transforms_input else z
         return {"z": z.cpu().numpy(), "label": label.cpu().numpy()}

@@ -1,7 +1,7 @@
 """A client that sends one mean per class: of its representations (FedProto) or of its outputs (federated distillation).
 
-Two ways to collect them, `hparams.collect`: `eval`, a pass over the training images after training, in evaluation mode
-and without augmentation; `train`, the rows of the last local epoch as they were computed, while the weights moved.
+`hparams.collect` says how they are collected: `eval`, in a pass over the training images after training, in evaluation
+mode and without augmentation; `train`, from the rows of the last local epoch, computed while the weights changed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ClassMeansClient(FedClient):
         self.epoch = epoch + 1
 
     def collect(self, representations: Tensor, labels: Tensor) -> None:
-        """Add the rows of a training step if they count."""
+        """Add the rows of a training step in the last epoch of `collect=train`."""
         if self.hparams.collect == "train" and self.epoch == self.train_spec().epochs - 1:
             self.means.add(self.rows_of(representations), labels)
 

@@ -7,7 +7,10 @@
 | W_i, p~_i        | `model.head.weight`, its row norms divided by their sum (Eq. 4)               |
 | lambda           | `hparams.lam`                                                                 |
 
-Eq. 8:  L = CE + lambda * R,  R = || p_i - p~_i ||_2  (the distance, not its square; the bias plays no part).
+Local loss:  L = CE + lambda * R_i
+Eq. 8:       R_i = || p_i - p~_i ||_2, the distance, not its square; the bias plays no part.
+Eq. 4:       p~_ij = ||W_i,j|| / sum_k ||W_i,k||.
+Both are computed by `fedapp.core.classwise.wdr`.
 """
 
 from __future__ import annotations
@@ -106,12 +109,12 @@ class CwFedAvgClient(FedClient):
     weight: float
 
     def before_training(self, payload: Payload) -> None:
-        """Compute p_i (float32; classes without samples are exactly 0) and the factor of R."""
+        """Compute p_i and the factor of R."""
         self.p = torch.from_numpy(self.distribution()).to(self.device)
         self.weight = self.hparams.weight(self.task.num_classes)
 
     def distribution(self) -> NDArray[np.float32]:
-        """(K,) float32 shares of the classes in the training split."""
+        """(K,) float32 shares of the classes in the training split, exactly 0 for classes without samples."""
         counts = self.task.class_counts()
         p: NDArray[np.float32] = (counts / counts.sum()).astype(np.float32)
         return p
@@ -121,7 +124,7 @@ class CwFedAvgClient(FedClient):
         loss = super().step_loss(batch)
         if self.weight == 0:
             return loss
-        return loss + self.weight * wdr(self.model.head.weight, self.p)
+        return loss + self.weight * wdr(self.model.head.weight, self.p)  # Eq. 8
 
     def after_training(self, payload: Payload) -> Arrays:
         """Return p_i where the run asks for it, else nothing."""

@@ -9,9 +9,11 @@ ACM MM 2023.
 | S_k              | classes present at client k                                     |
 | LAR  R_k^s       | row of `lar`, mean representation of class s (Eq. 3)            |
 
-Local training is plain cross-entropy on extractor and header. Afterwards, with the trained extractor,
-Eq. 3:  R_k^s = 1 / |D_k^s| * sum_{i in D_k^s} F_k(phi_k; x_i)
-on images without augmentation. LARs and their labels are sent; class counts, and the header trained here, are not.
+Algorithm 1, client k:
+Eq. 5:  the received header replaces the own one (`receive` of the base class)
+Eq. 6:  local training, plain cross-entropy on extractor and header
+Eq. 3:  R_k^s = 1 / |D_k^s| * sum_{i in D_k^s} F_k(phi_k; x_i), with the trained extractor, without augmentation.
+The LARs and their labels are sent. Class counts and the locally trained header are not.
 """
 
 from __future__ import annotations
@@ -57,11 +59,12 @@ class FedGHClient(FedClient):
     """Trains extractor and received header, then sends one mean representation per class."""
 
     def after_training(self, payload: Payload) -> Arrays:
-        """Return `lar` (S_k, d) float32 and `labels` (S_k,) int32, ascending: Eq. 3, summed in float64."""
+        """Return the LARs: `lar` (S_k, d) float32 and `labels` (S_k,) int32, ascending."""
         y = self.task.y_train
         labels, counts = torch.unique(y, return_counts=True)
         labels = labels[counts >= self.hparams.min_class_count]
         counts = counts[counts >= self.hparams.min_class_count]
+        # Eq. 3. In float64, so that the sum does not depend on ROWS; as a product, whose order is fixed on a GPU too.
         sums = torch.zeros(len(labels), self.model.width, dtype=torch.float64, device=self.device)
         for start in range(0, len(y) if len(labels) else 0, ROWS):
             part = slice(start, start + ROWS)

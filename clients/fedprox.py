@@ -27,7 +27,8 @@ class FedProxClient(FedClient):
     received: list[Tensor]
 
     def before_training(self, payload: Payload) -> None:
-        """Keep w^t, detached, taken after loading."""
+        """Keep w^t."""
+        # A clone, since training changes the parameters in place: without it w - w^t would always be 0.
         self.received = [p.detach().clone() for p in self.model.parameters()]
 
     def step_loss(self, batch: Batch) -> Tensor:

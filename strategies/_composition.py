@@ -24,11 +24,11 @@ from strategies.base import FedStrategy
 T = TypeVar("T")
 
 BASES = ("base=fedavg", "base=fedprox", "base=fedavgm", "base=moon")
-"""What to take where a base does not do; others that leave one linear head do as well."""
+"""Named in the message for an unsuitable base; other methods that leave one linear head are suitable too."""
 
 
 def on(outer: type[T], base: type[Any], settings: BaseHParams, base_hparams: BaseHParams) -> type[T]:
-    """Return the class that does what `base` does, with `outer` added; the same class for the same arguments.
+    """Return a class that inherits from `outer` and `base`; the same class for the same arguments.
 
     Parameters
     ----------
@@ -48,11 +48,11 @@ def _on(pair: tuple[Any, Any], settings: BaseHParams, base_hparams: BaseHParams)
 
 
 def built_on(outer: Method, settings: Any, lookup: Callable[[str], Method]) -> Method:
-    """Return the method `settings.base` with `outer` added on both sides; it shares and defaults to what the base does.
+    """Return the method `settings.base` with `outer` added on both sides; it shares the same arrays as the base.
 
     Parameters
     ----------
-    settings : hyperparameters of `outer`; `base` and `base_args` say on what it is built.
+    settings : hyperparameters of `outer`; its `base` and `base_args` name the base method.
     lookup : finds a method by its id.
 
     Raises
@@ -92,7 +92,7 @@ def base_hparams(base: Method, text: str) -> BaseHParams:
 
     Raises
     ------
-    BadRequest : an unknown name, or a value that does not fit; says which.
+    BadRequest : an unknown name or an invalid value; the message names it.
     """
     values = dict(part.partition("=")[::2] for part in text.split())
     fields = base.hparams.model_fields
@@ -122,8 +122,8 @@ def _function(cls: type[Any], name: str) -> Any:
 class PostHoc(FedStrategy):
     """The base's strategy, with a repair of its one global model after the last round.
 
-    The state keeps the model as the base trained it, and what takes the place of its arrays beside it, under the
-    method's id: repairing twice, or training on after a repair, starts from the trained model.
+    The state keeps the model as the base trained it. The arrays that replace parts of it are kept beside it, under the
+    method's id. So a second repair, or further training after a repair, starts from the trained model.
 
     `settings` and `base_hparams` are set where a subclass is added to the base's. `answers` gives the prefix of
     the arrays that answer each query.
@@ -137,7 +137,7 @@ class PostHoc(FedStrategy):
         super().__init__(method, self.base_hparams, **flower)
 
     def repair(self, state: ServerState) -> Payload:
-        """Return the arrays that take the place of trained ones, and the scalars that go with them."""
+        """Return the arrays that replace trained ones, and the scalars that go with them."""
         raise NotImplementedError
 
     def check_answer(self, kind: str, arrays: Arrays, reply: Reply) -> str | None:
@@ -145,7 +145,7 @@ class PostHoc(FedStrategy):
         raise NotImplementedError
 
     def repaired(self, state: ServerState) -> Payload:
-        """Return the repair, or an empty payload where there is none yet."""
+        """Return the repair, or an empty payload before it."""
         return self.repair(state) if self.method.id in state else Payload()
 
     def untouched(self, state: ServerState) -> ServerState:
@@ -159,28 +159,28 @@ class PostHoc(FedStrategy):
         return arrays
 
     def global_arrays(self, state: ServerState) -> Arrays:
-        """Return the global model, repaired where it is."""
+        """Return the global model, repaired if that was done."""
         return {**self.trained(state), **self.repaired(state).common}
 
     def score(self, state: ServerState) -> float | None:
-        """Return the accuracy of the global model on the central test set, or None where there is none."""
+        """Return the accuracy of the global model on the central test set, or None without one."""
         return self.context.score(self.global_arrays(state), self.repaired(state).scalars)
 
     def send(self, state: ServerState, server_round: int, client: int) -> Payload:
-        """Return the base's payload; once repaired, with the repair in the place of what was trained."""
+        """Return the base's payload; after the repair, with the repaired arrays in place of the trained ones."""
         payload, new = super().send(state, server_round, client), self.repaired(state)
         own = {n: a for n, a in payload.arrays.items() if n not in new.common}
         return Payload(own, {**payload.common, **new.common}, {**payload.scalars, **new.scalars})
 
-    # Also where the base computes several payloads together: each must carry the repair.
+    # Not the base's own `send_each`, which may compute several payloads together: each must carry the repair.
     send_each = FedStrategy.send_each
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
-        """Do what the base does; training goes on from the trained model, not from a repaired one."""
+        """Aggregate as the base does; training continues from the trained model, not from the repaired one."""
         return super().aggregate(self.untouched(state), server_round, replies)
 
     def finalize(self, state: ServerState, query: Query) -> ServerState:
-        """Do what the base does; the repair starts here."""
+        """Finish as the base does; subclasses start their repair from here."""
         return super().finalize(self.untouched(state), query)
 
     def answers_to(self, query: Query, kind: str, payload: Payload) -> Iterator[tuple[Reply, Arrays]]:
@@ -189,7 +189,7 @@ class PostHoc(FedStrategy):
             yield dataclasses.replace(reply, arrays={}), _without(self.answers[kind], reply)
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
-        """Say what is wrong with a reply; the base method checks whatever is no answer to a query of this one."""
+        """Say what is wrong with a reply; the base method checks those that do not answer a query of this method."""
         kind = reply.kind.removeprefix("query.")
         prefix = self.answers.get(kind) if reply.kind != kind else None
         for name in reply.arrays:
@@ -205,6 +205,6 @@ def _without(prefix: str, reply: Reply) -> Arrays:
 
 
 def mean_accuracy(metrics: Iterable[Mapping[str, Any]]) -> float | None:
-    """Mean over clients of the accuracy of what they received, on their own test splits; None where nobody has any."""
+    """Mean over clients of the accuracy of what they received, on their own test splits; None without test images."""
     shares = [m["received-correct"] / m["received-total"] for m in metrics if m.get("received-total")]
     return float(np.mean(shares)) if shares else None

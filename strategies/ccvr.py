@@ -5,15 +5,16 @@ Non-IID Data, NeurIPS 2021.
 |-----------------------|--------------------------------------------------------------------------|
 | w = (theta, phi)      | `self.trained(state)`, the base method's model after the last round      |
 | N_c, mu_c, Sigma_c    | `pooled.counts`, `pooled.means`, `pooled.cov(c)`                         |
-| M_c, G_c              | `virtual.allot(...)[c]`, the rows of `z` with label c                   |
+| M_c, G_c              | `virtual.allot(...)[c]`, the rows of `z` with label c                    |
 | phi~                  | `state["ccvr"]["head"]`                                                  |
 
 1. Any base method with one global model trains as it always does.
-2. One question to all clients: N_ck, mu_ck, Sigma_ck of every class (Eq. 2; `clients/ccvr.py`).
-3. Eq. 3 and 4, exactly and in float64, as centred sums of positive semidefinite terms:
+2. Algorithm 1, lines 1 to 10: one query to all clients for N_ck, mu_ck, Sigma_ck of every class (Eq. 2;
+   `clients/ccvr.py`).
+3. Line 13: Eq. 3 and 4, exactly and in float64, as centred sums of positive semidefinite terms:
        mu_c = sum_k N_ck/N_c mu_ck
        (N_c - 1) Sigma_c = sum_k (N_ck - 1) Sigma_ck + sum_k N_ck (mu_ck - mu_c)(mu_ck - mu_c)^T.
-4. Algorithm 1: G_c = M_c draws from N(mu_c, Sigma_c).
+4. Line 14: G_c = M_c draws from N(mu_c, Sigma_c).
 5. phi~ = argmin over phi of the mean cross-entropy on the union of the G_c, by SGD from the trained phi; theta stays.
 """
 
@@ -43,11 +44,12 @@ class CCVR(PostHoc):
     answers: ClassVar[Mapping[str, str]] = {"statistics": STATISTICS, "totals": STATISTICS, "features": FEATURES}
 
     def finalize(self, state: ServerState, query: Query) -> ServerState:
-        """Ask for statistics, draw virtual representations, re-train the head, and score before and after."""
+        """Query statistics, draw virtual representations, re-train the head, and score before and after."""
         state = super().finalize(state, query)
         s, w = self.settings, self.trained(state)
         replies, pooled = self.statistics(w, query)
         counts = pooled.counts
+        # Algorithm 1, line 14. Each class has its own stream of random numbers: more samples extend the same set.
         m = virtual.allot(counts, s.samples, s.mc_mode)
         z, y, jitter = virtual.virtual_features(pooled, m, self.context.seed, s.shrink)
         z = heads.tukey(z) if s.transform in ("sample", "sample-only") else z
@@ -80,10 +82,11 @@ class CCVR(PostHoc):
         return calibrated
 
     def statistics(self, w: Arrays, query: Query) -> tuple[list[Reply], ClassMoments]:
-        """Ask for N_ck, mu_ck, Sigma_ck and pool them as they come (Eq. 3 and 4); the replies come without arrays.
+        """Query N_ck, mu_ck, Sigma_ck and pool them as they arrive (Eq. 3 and 4); the replies come without arrays.
 
-        Where cov is sums, two questions: N and S1 give mu_c; then sums around mu_c, in which nothing is left to cancel.
-        The server needs only their totals over clients; whoever answers the second question decides the result alone.
+        With cov=sums there are two queries. The first gives N and S1, and with them mu_c. The second gives sums around
+        mu_c, so that no large numbers cancel. The server needs only totals over clients. The result depends only on
+        the clients that answer the second query.
         """
         c, d = self.context.num_classes, self.context.width
         replies, question, centres = [], w, None
@@ -92,16 +95,16 @@ class CCVR(PostHoc):
             for _, arrays in self.answers_to(query, "totals", Payload(common=w)):
                 count += arrays["count"]
                 total += arrays["sum"]
-            centres = total / np.maximum(count, 1)[:, None]
+            centres = total / np.maximum(count, 1)[:, None]  # Eq. 3
             question = {**w, CENTRES: centres}
         pool = MomentsPool(c, d, self.settings.cov, centres)
         for reply, arrays in self.answers_to(query, "statistics", Payload(common=question)):
-            pool.add(arrays)
+            pool.add(arrays)  # Eq. 3 and 4
             replies.append(reply)
         return replies, pool.moments()
 
     def real(self, w: Arrays, query: Query) -> tuple[Array, Array]:
-        """Ask for the clients' real features: all, or `oracle_samples` per class drawn uniformly over their union."""
+        """Query the clients' real features; return all, or `oracle_samples` per class, drawn uniformly."""
         parts = [arrays for _, arrays in self.answers_to(query, "features", Payload(common=w))]
         z, y = (np.concatenate([p[name] for p in parts]) for name in ("z", "label"))
         if most := self.settings.oracle_samples:
@@ -111,7 +114,7 @@ class CCVR(PostHoc):
         return z, y
 
     def check_answer(self, kind: str, arrays: Arrays, reply: Reply) -> str | None:
-        """Refuse what cannot be statistics or features, and statistics of more samples than the client has."""
+        """Refuse arrays that are not statistics or features, and statistics of more samples than the client has."""
         c, d = self.context.num_classes, self.context.width
         if kind == "features":
             return heads.problem_of(arrays.get("z"), arrays.get("label"), d, c)
@@ -123,12 +126,12 @@ class CCVR(PostHoc):
         return problem
 
     def repair(self, state: ServerState) -> Payload:
-        """Return phi~, and whether Tukey's transform goes before it."""
+        """Return phi~, and whether Tukey's transform comes before it."""
         return Payload(common=state["ccvr"]["head"], scalars={"tukey": state["ccvr"]["tukey"]})
 
     def global_arrays(self, state: ServerState) -> Arrays:
-        """Return the global model, calibrated where it is. With clsnorm its head holds phi_i / ||phi_i||, so that it is
-        right for a plain linear layer too.
+        """Return the global model, calibrated if that was done. With clsnorm the head's rows are phi_i / ||phi_i||: a
+        plain linear layer then predicts the same.
         """
         arrays = super().global_arrays(state)
         if self.settings.clsnorm:
@@ -137,7 +140,7 @@ class CCVR(PostHoc):
         return arrays
 
     def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
-        """Return `calibration` with the accuracy before and after, and the score that says so."""
+        """Return `calibration`: the accuracy before and after, and which score it is."""
         found = dict(state.get("ccvr", {}).get("calibration", {}))
         before = found.pop("received_before", None)
         if found and found["after"] is None:

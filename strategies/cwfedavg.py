@@ -3,18 +3,19 @@
 | symbol (paper)      | here                                                                               |
 |---------------------|------------------------------------------------------------------------------------|
 | p~_ij               | state["pt"][i] (K,), from client i's last upload; 1/K if it never uploaded         |
-| p_i = n_i / n       | reply.num_samples (n cancels in Eq. 5)                                             |
+| p_i = n_i / n       | reply.num_samples (n cancels in Eq. 6)                                             |
 | Theta, q_ij         | state["rows"] and state["q"]: models of the last round and their class weights     |
-| w_j^G = g_j         | never formed for up to K uploads; with more, state["rows"] are they                |
+| w_j^G = g_j         | formed only for more than K uploads: state["rows"] are then the g_j                |
 | w_i^L = theta_i     | what `send` returns                                                                |
 | C^t                 | the clients that replied                                                           |
 
 Algorithm 1, round t:
 line 6, Eq. 7:  theta_i = sum_j p~_ij g_j                  (`send`, each client its own model)
 line 8, Eq. 4:  p~_ij = ||W_i,j|| / sum_k ||W_i,k||        (from the uploaded head; nothing but the model is sent)
-line 9, Eq. 6:  g_j = sum_i q_ij theta_i,  q_ij = n_i p~_ij / sum_i' n_i' p~_i'j   over C^t.
-Lines 9 and 6 together are one product, theta_i = (p~_i Q^T) Theta, as long as there are at most K uploads. With more,
-Q^T Theta comes first: it needs less memory, and from 2K uploads on less work too.
+line 9, Eq. 5:  g_j = sum_i q_ij theta_i   over C^t
+        Eq. 6:  q_ij = n_i p~_ij / sum_i' n_i' p~_i'j.
+For at most K uploads, lines 9 and 6 together are one product, theta_i = (p~_i Q^T) Theta. For more uploads, Q^T Theta
+comes first: it needs less memory, and from 2K uploads on less work too.
 Layers that are not in `layers` are averaged as in FedAvg.
 """
 
@@ -37,21 +38,21 @@ from strategies.base import FedStrategy
 
 Float64 = NDArray[np.float64]
 TOGETHER = 128
-"""Clients whose models are one product; all payloads of an exchange are in memory anyway."""
+"""Clients whose models are computed in one product. All payloads of a round are in memory anyway."""
 
 
 class CwFedAvg(FedStrategy):
     """One global model per class, blended for each client by the class distribution of its own head."""
 
     def init(self, context: ServerContext) -> ServerState:
-        """Return the start: every g_j is the one initial model, every p~_i is 1/K (lines 1 and 2)."""
+        """Return the first state (lines 1 and 2): every g_j is the one initial model, every p~_i is 1/K."""
         self.context = context
         names = self._names()
         return {
             "common": {n: a for n, a in context.initial.items() if n not in names},
             "rows": {0: {n: context.initial[n] for n in names}},
             "q": np.ones((1, context.num_classes)),
-            "pt": {},
+            "pt": {},  # a client that is not in it has p~_ij = 1/K
             "wdr": np.zeros(0),
         }
 
@@ -59,7 +60,7 @@ class CwFedAvg(FedStrategy):
         return classwise_names(self.hparams.layers, list(self.context.initial))
 
     def send(self, state: ServerState, server_round: int, client: int) -> Payload:
-        """Return theta_i = (p~_i Q^T) Theta (line 6); what is the same for all travels as common arrays."""
+        """Return theta_i (line 6); what is the same for all clients travels as common arrays."""
         return next(self.send_each(state, server_round, [client]))[1]
 
     def send_each(self, state: ServerState, server_round: int, clients: Iterable[int]) -> Iterator[tuple[int, Payload]]:
@@ -70,6 +71,7 @@ class CwFedAvg(FedStrategy):
             if len(rows) == 1:  # before the first upload, or after a single one, every g_j is this model
                 yield from ((c, Payload(common={**state["common"], **rows[0]})) for c in group)
             else:
+                # Eq. 7 and 5 for the whole group: (P Q^T) Theta, one row of P for each client.
                 models = mix(rows, np.stack([state["pt"].get(c, even) for c in group]), state["q"])
                 yield from ((c, Payload(arrays=m, common=state["common"])) for c, m in zip(group, models))
 
@@ -88,7 +90,7 @@ class CwFedAvg(FedStrategy):
     def _distribution(self, reply: Reply) -> Float64:
         """Return p~_i of a reply (line 8), or the client's true p_i in the ablation."""
         if self.hparams.dist == "approx":
-            return norm_distribution(reply.arrays["head.weight"])
+            return norm_distribution(reply.arrays["head.weight"])  # Eq. 4
         sent = reply.arrays["distribution"].astype(np.float64)
         p: Float64 = sent / sent.sum()
         return p
@@ -108,13 +110,14 @@ class CwFedAvg(FedStrategy):
         rows = uploads.models
         if not rows:
             return {**state, "wdr": np.append(state["wdr"], np.nan)}
-        q = class_weights(uploads.n, uploads.p)
+        q = class_weights(uploads.n, uploads.p)  # Eq. 6
+        # A weakly held class keeps its g_j of the round before: one more row, with the whole weight of that class.
         for j in np.flatnonzero(weakly_held(uploads.n, uploads.p, self.hparams.tau)):
             rows.append(class_globals(_rows(state), state["q"][:, [j]])[0])
             q[:, j] = 0
             q = np.vstack([q, np.eye(classes)[j]])
         if len(rows) > classes:
-            rows, q = class_globals(rows, q), np.eye(classes)
+            rows, q = class_globals(rows, q), np.eye(classes)  # Eq. 5
         return {
             "common": common.mean(),
             "rows": dict(enumerate(rows)),

@@ -12,7 +12,7 @@ from strategies.base import FedStrategy
 
 
 class FedAvg(FedStrategy):
-    """The average of the clients' whole models, weighted by n_k (the base class does just this)."""
+    """The average of the clients' whole models, weighted by n_k: what the base class does."""
 
 
 METHOD = Method(

@@ -12,8 +12,8 @@ Classification, 2019: FedAvg with momentum on the server.
     v <- beta v + (1 - dampening) Delta w;    w <- w - eta v                    (Flower's form: dampening 0)
                                               w <- w - eta (Delta w + beta v)   (Nesterov, dampening 0)
 
-Only trainable parameters have a velocity: BatchNorm's running statistics are plain averages, since a variance that is
-carried on beyond its average can become negative. With beta = 0, dampening 0 and eta = 1 it is FedAvg bit for bit.
+Only trainable parameters have a velocity. BatchNorm's running statistics are plain averages: momentum could carry a
+variance below 0. With beta = 0, dampening 0 and eta = 1 it is FedAvg bit for bit.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class FedAvgM(FedStrategy):
     """FedAvg's average, taken as a gradient for SGD with momentum on the server."""
 
     def init(self, context: ServerContext) -> ServerState:
-        """Return w^0 and v = 0 (no array: it takes shape with the first update)."""
+        """Return w^0 and v = 0 (no arrays yet: the first update creates them)."""
         return {**super().init(context), "velocity": {}}
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
@@ -64,7 +64,7 @@ class FedAvgM(FedStrategy):
         model: Arrays = {}
         velocity: Arrays = {}
         for name, w in state["model"].items():
-            if name.endswith(RUNNING_STATISTICS) or mean[name] is w:  # the same object: nobody replied
+            if name.endswith(RUNNING_STATISTICS) or mean[name] is w:  # `is`: without replies the mean is w itself
                 model[name] = mean[name]
             else:
                 model[name], velocity[name] = self.step(w, mean[name], state["velocity"].get(name))
@@ -82,7 +82,7 @@ class FedAvgM(FedStrategy):
         gradient = w - mean
         v_new = (1 - p.dampening) * gradient if v is None else p.momentum * v + (1 - p.dampening) * gradient
         direction = gradient + p.momentum * v_new if p.nesterov else v_new
-        # w - eta * direction, written around the average: where both steps agree the result is the average itself.
+        # w - eta * direction, as a distance from the average: with eta = 1 and beta = 0 it is the average bit for bit.
         return mean + (gradient - p.server_lr * direction), np.asarray(v_new, dtype=w.dtype)
 
 

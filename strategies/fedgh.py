@@ -7,12 +7,12 @@
 | S^t              | the clients that replied                                               |
 | eta_theta        | hparams.header_lr                                                      |
 
-Algorithm 1, server, for each client k in S^t and each of its classes s:
+Algorithm 1, server ("train the global header"), for each client k in S^t and each of its classes s:
 Eq. 4:  theta <- theta - eta_theta * grad CE(W R_k^s + b, s),  with p = softmax(W R + b):
         W <- W - eta_theta (p - e_s) R^T,   b <- b - eta_theta (p - e_s).
-No LAR is weighted by its number of samples: the server does not know them.
+All LARs have the same weight: the server does not know from how many samples each was computed.
 
-In the released code the header has no optimizer and never changes; `mode=frozen` is that behaviour.
+In the released code the header has no optimizer and never changes; `mode=frozen` does the same.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class LARs(NamedTuple):
 
     @classmethod
     def of(cls, reply: Reply) -> LARs:
-        """Return those of a reply."""
+        """Return the LARs of a reply."""
         lar, labels = reply.arrays["lar"], reply.arrays["labels"]
         ascending = np.argsort(labels)
         return cls(lar[ascending].astype(np.float64), labels[ascending].astype(np.int64))
@@ -61,19 +61,19 @@ def header_step(w: Float64, b: Float64, r: Float64, s: Labels, lr: float, clip: 
     The loss before the step, in nats.
     """
     logits = r @ w.T + b
-    logits -= logits.max(axis=1, keepdims=True)
+    logits -= logits.max(axis=1, keepdims=True)  # softmax does not change, and exp cannot overflow
     rows = np.arange(len(s))
     p = np.exp(logits)
     total = p.sum(axis=1, keepdims=True)
     loss = float(np.mean(np.log(total[:, 0]) - logits[rows, s]))
     p /= total
-    p[rows, s] -= 1.0  # p - e_s
+    p[rows, s] -= 1.0  # p - e_s, the gradient with respect to the logits
     p /= len(s)
-    if clip > 0:
+    if clip > 0:  # a smaller learning rate does the same as a shorter gradient
         norm = float(np.sqrt(((p.T @ r) ** 2).sum() + (p.sum(axis=0) ** 2).sum()))
         lr *= min(1.0, clip / max(norm, np.finfo(np.float64).tiny))
     p *= lr
-    w -= p.T @ r
+    w -= p.T @ r  # Eq. 4
     b -= p.sum(axis=0)
     return loss
 
@@ -81,7 +81,7 @@ def header_step(w: Float64, b: Float64, r: Float64, s: Labels, lr: float, clip: 
 def batches(
     lars: Sequence[LARs], batch: str | int, rng: np.random.Generator | None
 ) -> Iterator[tuple[Float64, Labels]]:
-    """Give the LARs of one pass in steps.
+    """Yield the LARs of one pass over all of them, step by step.
 
     Parameters
     ----------
@@ -113,17 +113,18 @@ class FedGH(FedStrategy):
         return {**state, "covered": covered, "loss": np.zeros(0), "moved": np.zeros(0)}
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
-        """Refuse what is not a set of LARs."""
+        """Refuse anything but a set of LARs."""
         lar, labels = reply.arrays.get("lar"), reply.arrays.get("labels")
         return problem_of(lar, labels, self.context.width, self.context.num_classes)
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
-        """Train theta on the LARs of the clients that answered (Algorithm 1, server); without LARs it stays."""
+        """Train theta on the LARs of the clients that replied (Algorithm 1, server); without LARs it stays."""
         hparams, theta = self.hparams, state["model"]
         answers = [reply for reply in replies if len(reply.arrays["labels"])]
         if hparams.order == "arrival":
             answers.sort(key=lambda reply: reply.arrival)
         lars = [LARs.of(reply) for reply in answers]
+        # float64: thousands of steps of float32 would round differently from one order of additions to another.
         w, b = (theta[name].astype(np.float64) for name in ("head.weight", "head.bias"))
         lr = 0.0 if hparams.mode == "frozen" else hparams.header_lr
         losses = []

@@ -2,7 +2,7 @@
 
 Symbols    (W, b) -> state["model"]["head.*"]     n_k -> reply.num_samples
 Server:  head = sum_{k in S_t} (n_k / sum_{j in S_t} n_j) head_k.
-Started from random extractors (a common warm start is impossible where architectures differ), as FedGH's paper runs it.
+It starts from random extractors, as in FedGH's paper: different architectures cannot have a common warm start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Standalone: every client trains alone, nothing travels but metrics: the lower bound a federated method must beat."""
+"""Standalone: every client trains alone and sends only metrics. A federated method must beat this lower bound."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Standalone(FedStrategy):
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Read the replies for their metrics."""
-        for _ in replies:
+        for _ in replies:  # replies must be read to the end
             pass
         return state
 
