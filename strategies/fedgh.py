@@ -124,7 +124,7 @@ class FedGH(FedStrategy):
         if hparams.order == "arrival":
             answers.sort(key=lambda reply: reply.arrival)
         lars = [LARs.of(reply) for reply in answers]
-        # float64: thousands of steps of float32 would round differently from one order of additions to another.
+        # float64: a round takes many small steps, and float32 would lose digits at each.
         w, b = (theta[name].astype(np.float64) for name in ("head.weight", "head.bias"))
         lr = 0.0 if hparams.mode == "frozen" else hparams.header_lr
         losses = []

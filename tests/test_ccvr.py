@@ -29,6 +29,7 @@ from fedapp.learning.state import read_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.learning.training import Batch, batch_slices
 from fedapp.method import Arrays, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.models import SplitModel
 from fedapp.results.predict import load
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
@@ -607,6 +608,26 @@ def test_clsprox_pulls_the_head_alone() -> None:
     difference = [float((b - a).abs().max()) for a, b in zip(*slopes)]
     assert difference[:-2] == [0.0] * (len(difference) - 2)
     torch.testing.assert_close(slopes[1][-2] - slopes[0][-2], torch.full((10, 64), 0.5 * 0.1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("base", ["fedavg", "fedprox base.mu=0.4"])
+def test_a_round_is_sgd_on_the_bases_loss_and_the_proximal_term(base: str) -> None:
+    """Three steps by hand: CE + mu_prox/2 ||w - w^t||^2 + mu/2 ||phi - phi^{t-1}||^2, the last over the head alone."""
+    data = handmade.one_batch_task()
+    x, y = handmade.pixels(data), data.y_train
+    received = handmade.model_like(data)
+    method, hparams = method_of(f"base={base} clsprox=0.7")
+
+    def loss(model: SplitModel) -> torch.Tensor:
+        total = handmade.cross_entropy(model(x), y)
+        for name, p in model.named_parameters():
+            gap = ((p - received.get_parameter(name).detach().double()) ** 2).sum()
+            total = total + (0.7 * name.startswith("head.") + 0.4 * ("mu" in base)) / 2 * gap
+        return total
+
+    arrays, n, metrics = method.client(data, method, hparams).train_round(handmade.whole(received), 1)
+    assert n == 12 and metrics["steps"] == 3
+    handmade.assert_close(arrays, handmade.descend(received, loss, data), atol=5e-6)
 
 
 def test_the_oracle_is_reported_beside_and_changes_nothing(tmp_path: Path) -> None:

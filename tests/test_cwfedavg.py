@@ -21,8 +21,8 @@ from fedapp.errors import BadRequest
 from fedapp.learning.task import Task
 from fedapp.learning.training import Batch, TrainSpec
 from fedapp.method import Arrays, Payload, Reply, ServerContext, ServerState
-from fedapp.models import build_model
-from fedapp.registry import parse_args
+from fedapp.models import SplitModel, build_model
+from fedapp.registry import parse_args, resolve
 from fedapp.transport import checkpoint, selection
 from strategies.cwfedavg import METHOD, CwFedAvg
 from strategies.fedavg import METHOD as FEDAVG
@@ -54,7 +54,7 @@ def context(initial: Arrays, num_classes: int) -> ServerContext:
 
 def strategy(**hparams: object) -> CwFedAvg:
     chosen = CwFedAvgHParams(**hparams)  # type: ignore[arg-type]
-    return CwFedAvg(METHOD, chosen, chosen)
+    return CwFedAvg(resolve(METHOD, chosen), chosen)
 
 
 def toy_head(w: object, b: object) -> Arrays:
@@ -355,6 +355,10 @@ def test_the_mean_distance_is_reported_and_nonsense_in_it_is_passed_over() -> No
     server = strategy()
     state = server.aggregate(server.init(context(initial, 4)), 1, iter(replies))
     assert server.report(state, {}) == {"wdr": [0.5], "classwise_layers": ["head"]}
+    two = strategy(layers="fc1+output")
+    start = two.init(context(initial, 4))
+    assert start["wdr"].shape == (0,)
+    assert two.report(start, {}) == {"wdr": [], "classwise_layers": ["features.fc1", "head"]}
 
 
 def test_no_upload_leaves_everything() -> None:
@@ -602,6 +606,32 @@ def test_lambda_grows_with_the_square_of_the_number_of_classes(classes: int, lam
     assert CwFedAvgHParams(lam=2000).weight(classes) == 2000
 
 
+@pytest.mark.parametrize(
+    ("hparams", "factor"), [({"lam": 3.0}, 3.0), ({"wdr": "authors"}, 0.05 * 3**2), ({"lam": 0}, 0)]
+)
+def test_a_round_is_sgd_on_the_formula(hparams: dict[str, object], factor: float) -> None:
+    """CE + lambda || p - p~ ||_2, with p by counting and p~ from the row norms, in float64; three steps."""
+    data = handmade.one_batch_task(n=13, classes=3)
+    x, y = handmade.pixels(data), data.y_train
+    p = torch.tensor([5, 4, 4]).double() / 13
+
+    def loss(model: SplitModel) -> torch.Tensor:
+        norms = (model.head.weight**2).sum(dim=1).sqrt()
+        distance = ((p - norms / norms.sum()) ** 2).sum().sqrt()
+        return handmade.cross_entropy(model(x), y) + factor * distance
+
+    received = handmade.model_like(data)
+    with torch.no_grad():
+        received.head.weight[2] *= 4  # far from p, so that the distance has a direction
+    one = CwFedAvgClient(data, METHOD, CwFedAvgHParams(**hparams))  # type: ignore[arg-type]
+    arrays, n, metrics = one.train_round(handmade.whole(received), 1)
+    expected = handmade.descend(received, loss, data)
+    assert n == 13
+    handmade.assert_close(arrays, expected, atol=1e-5)
+    norms = (expected.head.weight.detach() ** 2).sum(dim=1).sqrt()
+    assert metrics["wdr"] == pytest.approx(float(((p - norms / norms.sum()) ** 2).sum().sqrt()), abs=1e-5)
+
+
 def test_the_regulariser_does_its_work() -> None:
     """A step changes p~ by about lr lambda / S^2 = 0.015 here (S = 4 * 0.577): 100 steps are enough, and it stays."""
     from dataclasses import replace
@@ -623,7 +653,7 @@ def test_nothing_but_the_model_leaves_a_client() -> None:
     one = CwFedAvgClient(task([0, 1, 2, 0], 4), METHOD, CwFedAvgHParams())
     assert set(one.train_round(payload, 1)[0]) == set(model.state_dict())
     told = CwFedAvgHParams(dist="empirical")
-    two = CwFedAvgClient(task([0, 1, 2, 0], 4), METHOD, told, told)
+    two = CwFedAvgClient(task([0, 1, 2, 0], 4), resolve(METHOD, told), told)
     arrays = two.train_round(payload, 1)[0]
     assert set(arrays) == {*model.state_dict(), "distribution"}
     assert arrays["distribution"].tolist() == [0.5, 0.25, 0.25, 0.0] and arrays["distribution"].dtype == np.float32
@@ -639,39 +669,33 @@ def run(out: Path, method: str = "cwfedavg", args: str = "", **kw: object) -> fe
     return fedapp.run(method=method, method_args=args, dataset="digits", out=out, **values)
 
 
-def table(result: fedapp.RunResult) -> str:
-    return str(handmade.deterministic(result.rounds).to_csv())
+def test_without_regulariser_and_class_wise_layers_it_is_fedavg_bit_for_bit() -> None:
+    tasks = handmade.digit_tasks(3)
+    present = {1: [0, 1, 2], 2: [0, 2]}.__getitem__
+    server, mine, scores = handmade.federate(METHOD, CwFedAvgHParams(layers="none", lam=0), tasks, 2, present=present)
+    _, fedavg, expected = handmade.federate(FEDAVG, FEDAVG.hparams(), tasks, 2, present=present)
+    assert handmade.equal(server.send(mine, 3, 0).all(), fedavg["model"]) and scores == expected
 
 
-def test_without_regulariser_and_class_wise_layers_it_is_fedavg(tmp_path: Path) -> None:
-    mine = run(tmp_path / "a", args="layers=none lam=0", fraction_train=0.5)
-    fedavg = run(tmp_path / "b", FEDAVG.id, fraction_train=0.5)
-    assert table(mine) == table(fedavg)
-    assert mine.final.drop(columns="client_seconds").equals(fedavg.final.drop(columns="client_seconds"))
+def test_with_one_client_it_is_fedavg_bit_for_bit() -> None:
+    tasks = handmade.digit_tasks(1)
+    server, mine, scores = handmade.federate(METHOD, CwFedAvgHParams(layers="all", lam=0), tasks, 2)
+    _, fedavg, expected = handmade.federate(FEDAVG, FEDAVG.hparams(), tasks, 2)
+    assert handmade.equal(server.send(mine, 3, 0).all(), fedavg["model"]) and scores == expected
 
 
-def test_with_one_client_it_is_fedavg(tmp_path: Path) -> None:
-    settings = {"clients": 1, "partition": "iid", "rounds": 1}
-    mine = run(tmp_path / "a", args="layers=all lam=0", **settings)
-    assert table(mine) == table(run(tmp_path / "b", FEDAVG.id, **settings))
-
-
-def test_resume_under_partial_participation(tmp_path: Path) -> None:
-    settings = {"clients": 6, "fraction_train": 0.5}
-    whole = run(tmp_path / "a", args="layers=fc1+output", **{**settings, "rounds": 3})
-    run(tmp_path / "b", args="layers=fc1+output", **{**settings, "rounds": 2})
-    resumed = fedapp.run(resume=tmp_path / "b", rounds=3)
-    assert table(whole) == table(resumed)
-    assert whole.summary["wdr"] == resumed.summary["wdr"] and len(resumed.summary["wdr"]) == 3
-    assert whole.summary["classwise_layers"] == ["features.fc1", "head"]
-
-
-def test_traffic_is_that_of_fedavg(tmp_path: Path) -> None:
-    size = 38_282 * 4
-    summary = run(tmp_path / "a").summary
-    assert summary["bytes_up"] == summary["bytes_down"] == size and not summary["warnings"]
-    told = run(tmp_path / "b", args="dist=empirical").summary
-    assert told["bytes_up"] == size + 10 * 4 and "label distribution" in told["warnings"][0]
+def test_traffic_is_that_of_fedavg() -> None:
+    """38,282 float32 numbers both ways; with true distributions 10 more up, and a warning."""
+    (task,) = handmade.digit_tasks(1, epochs=1)
+    for hparams, more in ((CwFedAvgHParams(), 0), (CwFedAvgHParams(dist="empirical"), 40)):
+        method = resolve(METHOD, hparams)
+        server = CwFedAvg(method, hparams)
+        payload = server.send(server.init(handmade.digits_context(method, hparams, [task])), 1, 0)
+        arrays = CwFedAvgClient(task, method, hparams).train_round(payload, 1)[0]
+        assert payload.nbytes == handmade.DIGITS_BYTES
+        assert sum(a.nbytes for a in arrays.values()) == handmade.DIGITS_BYTES + more
+        assert method.warn is not None
+        assert ("label distribution" in (method.warn(hparams, "sgd") or "")) == bool(more)
 
 
 def test_unknown_layers_end_the_run_before_it_starts(tmp_path: Path) -> None:

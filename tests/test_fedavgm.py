@@ -6,18 +6,29 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from pydantic import ValidationError
 
-from fedapp import run
 from fedapp.method import Arrays, Reply, ServerContext, ServerState
 from fedapp.models import MODEL_NAMES, build_model, check_model
 from fedapp.sampling import rng
+from fedapp.transport import checkpoint
 from fedapp.transport.selection import float_buffers
 from strategies.base import weighted_mean
+from strategies.fedavg import METHOD as FEDAVG
 from strategies.fedavgm import METHOD, RUNNING_STATISTICS, FedAvgM, FedAvgMHParams
+from tests.handmade import (
+    cross_entropy,
+    descend,
+    digit_tasks,
+    digits_context,
+    equal,
+    federate,
+    model_like,
+    one_batch_task,
+    pixels,
+)
 
 N = (100, 60, 40)
 CLIENTS = np.array([[1.2, 0.8], [0.6, 1.4], [1.5, 1.5]], dtype=np.float32)
@@ -102,14 +113,37 @@ def test_without_momentum_it_is_fedavg_bit_for_bit(hparams: dict[str, Any]) -> N
             assert state["model"][name].dtype == np.float32
 
 
-def test_without_momentum_a_run_gives_fedavgs_table(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"clients": 4, "rounds": 3, "dataset": "digits", "fraction_train": 0.5}
-    plain = run(method="fedavg", out=tmp_path / "a", **settings).rounds
-    same = run(method="fedavgm", method_args="momentum=0", out=tmp_path / "m", **settings).rounds
-    other = run(method="fedavgm", method_args="momentum=0.5", out=tmp_path / "o", **settings).rounds
-    kept = [c for c in plain.columns if not c.endswith("seconds")]
-    pd.testing.assert_frame_equal(plain[kept], same[kept])
-    assert not plain[kept].equals(other[kept])
+def test_without_momentum_real_rounds_are_fedavgs_bit_for_bit() -> None:
+    tasks = digit_tasks(3)
+    present = {1: [0, 1, 2], 2: [0, 2], 3: [1]}.__getitem__
+    _, plain, scores = federate(FEDAVG, FEDAVG.hparams(), tasks, 3, present=present)
+    _, same, same_scores = federate(METHOD, FedAvgMHParams(momentum=0), tasks, 3, present=present)
+    _, other, _ = federate(METHOD, FedAvgMHParams(momentum=0.5), tasks, 3, present=present)
+    assert equal(plain["model"], same["model"]) and scores == same_scores
+    assert not equal(plain["model"], other["model"])
+
+
+def test_two_real_rounds_are_sgd_by_hand_and_two_steps_of_momentum_by_hand() -> None:
+    """Two clients of 10 and 20 images; Delta w, v and w of round 2 depend on those of round 1."""
+    tasks = [one_batch_task(n, 10, model="digits-a", client=k, seed=k) for k, n in enumerate((10, 20))]
+    _, state, _ = federate(METHOD, FedAvgMHParams(momentum=0.6, server_lr=0.8), tasks, 2)
+    context = digits_context(METHOD, FedAvgMHParams(), tasks)
+    model = model_like(tasks[0])
+    w = {n: a.astype(np.float64) for n, a in context.initial.items()}
+    v = {n: np.zeros_like(a) for n, a in w.items()}
+    for _ in range(2):
+        trained = []
+        for task in tasks:
+            x, y = pixels(task), task.y_train
+            model.load_state_dict({n: torch.from_numpy(a) for n, a in w.items()})
+            after = descend(model, lambda m, x=x, y=y: cross_entropy(m(x), y), task)
+            trained.append({n: p.detach().numpy() for n, p in after.named_parameters()})
+        for n in w:
+            v[n] = 0.6 * v[n] + (w[n] - (10 * trained[0][n] + 20 * trained[1][n]) / 30)
+            w[n] = w[n] - 0.8 * v[n]
+    for n in w:
+        np.testing.assert_allclose(state["model"][n], w[n], atol=5e-6)
+        np.testing.assert_allclose(state["velocity"][n], v[n], atol=5e-6)
 
 
 def test_a_consensus_at_rest_stays_and_velocity_carries_on() -> None:
@@ -168,17 +202,28 @@ def test_without_replies_nothing_moves() -> None:
         assert all(np.array_equal(state[k][n], after[k][n]) for n in state[k])
 
 
-def test_resume_keeps_the_velocity(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"method": "fedavgm", "clients": 4, "dataset": "digits", "fraction_train": 0.5}
-    whole = run(rounds=4, out=tmp_path / "whole", **settings).rounds
-    run(rounds=2, out=tmp_path / "parts", **settings)
-    parts = run(resume=tmp_path / "parts", rounds=4).rounds
-    kept = [c for c in whole.columns if not c.endswith("seconds")]
-    pd.testing.assert_frame_equal(whole[kept], parts[kept])
+def test_a_checkpoint_keeps_the_velocity(tmp_path: Path) -> None:
+    fed, state = strategy(random_models(8, count=1)[0], momentum=0.5)
+    state = fed.aggregate(state, 1, replies(random_models(9)))
+    checkpoint.save(tmp_path, 1, state, {})
+    found = checkpoint.latest(tmp_path)
+    assert found is not None
+    straight, resumed = (fed.aggregate(s, 2, replies(random_models(10))) for s in (state, found[1]))
+    assert equal(straight["model"], resumed["model"]) and equal(straight["velocity"], resumed["velocity"])
+    assert not equal(straight["model"], weighted_mean(replies(random_models(10)), straight["model"]))
 
 
 def test_nesterov_with_dampening_is_refused() -> None:
     with pytest.raises(ValidationError, match="dampening at 0"):
         FedAvgMHParams(momentum=0.9, dampening=0.1, nesterov=True)
-    with pytest.raises(ValidationError):
-        FedAvgMHParams(momentum=1.0)
+    for bad in ({"momentum": 1.0}, {"momentum": -0.1}, {"server_lr": 0}, {"dampening": 1.0}, {"dampening": -0.1}):
+        with pytest.raises(ValidationError):
+            FedAvgMHParams(**bad)
+
+
+def test_the_default_form_is_the_papers_text() -> None:
+    chosen = FedAvgMHParams()
+    assert (chosen.momentum, chosen.server_lr, chosen.dampening, chosen.nesterov) == (0.5, 1.0, 0.0, False)
+    fed, state = strategy(random_models(8, count=1)[0])
+    found = fed.global_arrays(state)
+    assert found is not None and equal(found, state["model"])

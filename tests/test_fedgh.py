@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 import fedapp
 from clients.fedgh import FedGHClient, FedGHHParams
 from fedapp.data.transforms import InputSpec
+from fedapp.learning.state import ClientStore
 from fedapp.learning.task import Task
 from fedapp.learning.training import TrainSpec
 from fedapp.method import Payload, Reply, ServerContext, ServerState
@@ -137,6 +139,30 @@ def test_frozen_never_moves_and_still_says_how_good_the_header_is(batch: str | i
 def test_the_header_moves_by_default() -> None:
     state = trained([reply(0, *LAR_0), reply(1, *LAR_1)])
     assert state["moved"][0] > 1e-3
+
+
+def test_the_record_of_the_rounds() -> None:
+    """In the order of the rounds: the loss before each step, the distance of weight and bias, the covered classes."""
+    server = strategy(header_lr=0.5, header_batch="all")
+    first = server.aggregate(server.init(context()), 1, iter([reply(0, *LAR_0)]))
+    second = server.aggregate(first, 2, iter([reply(1, *LAR_1)]))
+    steps = [
+        [a.astype(np.float64) - b for a, b in zip(head(t), head(s))]
+        for s, t in ((server.init(context()), first), (first, second))
+    ]
+    expected = [sum(float((part**2).sum()) for part in step) ** 0.5 for step in steps]
+    np.testing.assert_allclose(second["moved"], expected, rtol=1e-6)
+    assert second["loss"].shape == (2,) and second["loss"][0] == first["loss"][0] != second["loss"][1]
+    assert second["covered"].tolist() == [[True, True, False], [False, True, True]]
+    assert server.report(second, {})["classes_absent"] == {"1": [2], "2": [0]}
+
+
+def test_the_papers_and_the_defaults_values() -> None:
+    chosen = FedGHHParams()
+    assert (chosen.header_lr, chosen.header_batch, chosen.header_epochs, chosen.header_clip) == (0.01, "sample", 1, 50)
+    assert (chosen.order, chosen.mode, chosen.min_class_count) == ("shuffled", "trained", 1)
+    FedGHHParams(header_lr=0, header_epochs=1, header_clip=0, header_batch=1, min_class_count=1)
+    assert METHOD.heterogeneous and METHOD.same_width
 
 
 # ---- oracle --------------------------------------------------------------------------------------------------------
@@ -361,6 +387,22 @@ def test_class_means_against_a_slow_loop() -> None:
     assert (arrays["lar"] >= 0).all()  # after the last ReLU
 
 
+def test_a_round_is_sgd_on_the_received_header_and_its_means_are_those_of_the_trained_extractor() -> None:
+    """Eq. 5, 6 and 3 by hand: three steps of SGD, then class means of the images by a loop, all in float64."""
+    data, sent = handmade.one_batch_task(), handmade.model_like(handmade.one_batch_task())
+    x, y = handmade.pixels(data), data.y_train
+    one = FedGHClient(data, METHOD, FedGHHParams())
+    one.restore(1, handmade.head_of(sent))
+    start = copy.deepcopy(one.model)
+    start.head.load_state_dict(sent.head.state_dict())
+    model = handmade.descend(start, lambda model: handmade.cross_entropy(model(x), y), data)
+    arrays, n, metrics = FedGHClient(data, METHOD, FedGHHParams()).train_round(handmade.head_of(sent), 1)
+    assert n == 12 and metrics["steps"] == 3 and arrays["labels"].tolist() == [0, 1, 2, 3]
+    z = model.features(x).detach().clamp_min(0)
+    for label, row in enumerate(arrays["lar"]):
+        np.testing.assert_allclose(row, sum(z[i] for i in range(12) if y[i] == label).numpy() / 3, atol=1e-5)
+
+
 def test_worked_class_means() -> None:
     features = torch.tensor([[1, 0], [0.8, 0.4], [0, 1], [0.2, 1.2], [0.4, 0.8]])
     one = client([0, 0, 1, 1, 1])
@@ -433,10 +475,6 @@ def run(out: Path, args: str = "", **settings: object) -> fedapp.RunResult:
     return fedapp.run(method="fedgh", method_args=args, dataset="digits", out=out, **values)
 
 
-def table(result: fedapp.RunResult) -> object:
-    return handmade.deterministic(result.rounds).to_csv()
-
-
 def test_heterogeneous_extractors_partial_participation_and_covered_classes(tmp_path: Path) -> None:
     result = run(tmp_path / "a", model="digits-a,digits-b,digits-c", fraction_train=0.5)
     summary = result.summary
@@ -448,25 +486,21 @@ def test_heterogeneous_extractors_partial_participation_and_covered_classes(tmp_
 
 
 def test_frozen_is_a_header_learning_rate_of_zero(tmp_path: Path) -> None:
-    frozen = run(tmp_path / "a", "mode=frozen")
-    zero = run(tmp_path / "b", "header_lr=0")
-    moving = run(tmp_path / "c", "header_lr=0.5")
-    assert table(frozen) == table(zero) != table(moving)
-    assert frozen.summary["header_moved"] == [0, 0]
+    found = {}
+    for name, hparams in (("frozen", {"mode": "frozen"}), ("zero", {"header_lr": 0}), ("moving", {"header_lr": 0.5})):
+        stores = {k: ClientStore(tmp_path / name / str(k), "fedgh", "ab") for k in range(2)}
+        tasks = handmade.digit_tasks(2, epochs=1)
+        found[name] = handmade.federate(METHOD, FedGHHParams(**hparams), tasks, 2, stores=stores)[1:]
+    (frozen, scores), (zero, same), (moving, _) = found.values()
+    assert scores == same and handmade.equal(frozen["model"], zero["model"])
+    assert frozen["moved"].tolist() == [0, 0] and np.array_equal(frozen["loss"], zero["loss"])
+    assert not np.array_equal(frozen["loss"], moving["loss"]) and (moving["moved"] > 0).all()
 
 
 def test_a_run_in_which_no_class_is_large_enough_to_be_sent(tmp_path: Path) -> None:
     result = run(tmp_path / "a", "min_class_count=1000")
     assert result.summary["bytes_up"] == 0 and result.summary["dropped"] == 0
     assert result.summary["header_moved"] == [0, 0] and result.summary["header_loss"] == [None, None]
-
-
-def test_resume_gives_the_same_numbers(tmp_path: Path) -> None:
-    whole = run(tmp_path / "a", rounds=3)
-    run(tmp_path / "b", rounds=1)
-    resumed = fedapp.run(resume=tmp_path / "b", rounds=3)
-    assert table(whole) == table(resumed)
-    assert whole.summary["header_loss"] == resumed.summary["header_loss"]
 
 
 def test_the_state_survives_a_checkpoint(tmp_path: Path) -> None:
@@ -478,9 +512,23 @@ def test_the_state_survives_a_checkpoint(tmp_path: Path) -> None:
         for name in ("covered", "loss", "moved"):
             assert np.array_equal(back[1][name], state[name]) and back[1][name].dtype == state[name].dtype
         assert np.array_equal(back[1]["model"]["head.weight"], head(state)[0])
+        again, more = (server.aggregate(s, 2, iter([reply(1, *LAR_1)])) for s in (back[1], state))
+        assert handmade.equal(again["model"], more["model"]) and again["loss"].tolist() == more["loss"].tolist()
 
 
-@pytest.mark.parametrize("args", ["header_batch=0", "header_batch=most", "order=random", "min_class_count=0", "mode=x"])
+@pytest.mark.parametrize(
+    "args",
+    [
+        "header_batch=0",
+        "header_batch=most",
+        "header_lr=-1",
+        "header_epochs=0",
+        "header_clip=-1",
+        "order=random",
+        "min_class_count=0",
+        "mode=x",
+    ],
+)
 def test_bad_hyperparameters(args: str) -> None:
     from fedapp.errors import BadRequest
     from fedapp.registry import parse_args
