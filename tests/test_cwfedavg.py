@@ -607,7 +607,8 @@ def test_lambda_grows_with_the_square_of_the_number_of_classes(classes: int, lam
 
 
 @pytest.mark.parametrize(
-    ("hparams", "factor"), [({"lam": 3.0}, 3.0), ({"wdr": "authors"}, 0.05 * 3**2), ({"lam": 0}, 0)]
+    ("hparams", "factor"),
+    [({"lam": 3.0}, 3.0), ({"lam": 1.0}, 1.0), ({"wdr": "authors"}, 0.05 * 3**2), ({"lam": 0}, 0)],
 )
 def test_a_round_is_sgd_on_the_formula(hparams: dict[str, object], factor: float) -> None:
     """CE + lambda || p - p~ ||_2, with p by counting and p~ from the row norms, in float64; three steps."""

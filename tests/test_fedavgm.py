@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from fedapp.method import Arrays, Reply, ServerContext, ServerState
 from fedapp.models import MODEL_NAMES, build_model, check_model
+from fedapp.registry import parse_args
 from fedapp.sampling import rng
 from fedapp.transport import checkpoint
 from fedapp.transport.selection import float_buffers
@@ -224,6 +225,7 @@ def test_nesterov_with_dampening_is_refused() -> None:
 def test_the_default_form_is_the_papers_text() -> None:
     chosen = FedAvgMHParams()
     assert (chosen.momentum, chosen.server_lr, chosen.dampening, chosen.nesterov) == (0.5, 1.0, 0.0, False)
+    assert parse_args(METHOD, "momentum=0.3 nesterov=true") == FedAvgMHParams(momentum=0.3, nesterov=True)
     fed, state = strategy(random_models(8, count=1)[0])
     found = fed.global_arrays(state)
     assert found is not None and equal(found, state["model"])
