@@ -126,6 +126,7 @@ def test_empirical_distributions() -> None:
     start = server.init(context(toy_head(np.ones((3, 2)), np.zeros(3)), 3))
     replies = [toy_reply(i, distribution=p[i].astype(np.float32)) for i in range(3)]
     assert all(server._check({}, r) is None for r in replies)
+    replies[0].arrays["distribution"] *= np.float32(1.005)  # only its shares count
     state = server.aggregate(start, 1, iter(replies))
     q = [[0.888889, 0.25, 0], [0, 0.625, 0.333333], [0.111111, 0.125, 0.666667]]
     np.testing.assert_allclose(state["q"], q, **EXACT)
@@ -366,6 +367,10 @@ def test_no_upload_leaves_everything() -> None:
     after = server.aggregate(state, 2, iter([]))
     assert np.array_equal(sent(server, after, 1), sent(server, state, 1))
     assert server.report(after, {})["wdr"] == [None, None]
+    told = toy_reply(0)
+    told.metrics = {"wdr": 0.5}
+    last = server.aggregate(server.aggregate(after, 3, iter([told])), 4, iter([]))
+    assert server.report(last, {})["wdr"] == [None, None, 0.5, None], "in the order of the rounds"
 
 
 @pytest.mark.parametrize("classes", [3, 2])
@@ -483,7 +488,8 @@ def test_a_distribution_travels_only_where_it_was_asked_for() -> None:
     asked.init(context(toy_head(np.ones((3, 2)), np.zeros(3)), 3))
     assert asked._check({}, toy_reply(0, distribution=p)) is None
     assert "missing" in str(asked._check({}, toy_reply(0)))
-    for bad in (p * 2, np.array([-0.5, 0.5, 1.0], np.float32), p[:2], p[:, None]):
+    assert asked._check({}, toy_reply(0, distribution=p * 1.009)) is None, "rounded to half precision, for example"
+    for bad in (p * 2, p * 0.5, p * 1.015, np.array([-0.5, 0.5, 1.0], np.float32), p[:2], p[:, None]):
         assert "shares" in str(asked._check({}, toy_reply(0, distribution=bad)))
 
 
