@@ -55,28 +55,30 @@ FASHION_CLASSES = (
 
 @dataclass(frozen=True)
 class _Facts:
-    """What is known of a published data set: number of classes, their names if short, mean and std of x / scale."""
+    """What is known of a published data set: names of its classes, mean and standard deviation of x / scale."""
 
-    num_classes: int
-    classes: tuple[str, ...] | None
+    classes: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
     scale: float = 255.0
 
 
-_TEN = tuple(str(i) for i in range(10))
+def _numbers(count: int) -> tuple[str, ...]:
+    return tuple(str(i) for i in range(count))
+
+
 # Mean and standard deviation over all pixels of the official training images, per channel. MNIST, Fashion-MNIST and
 # CIFAR-10 were recomputed from the images; CINIC-10: the values that its authors publish; the others: the customary
 # values of the PyTorch community. Digits: over all 1,797 images.
 _FACTS: dict[str, _Facts] = {
-    "digits": _Facts(10, _TEN, (0.305,), (0.376,), 16.0),
-    "mnist": _Facts(10, _TEN, (0.1307,), (0.3081,)),
-    "fashion_mnist": _Facts(10, FASHION_CLASSES, (0.2860,), (0.3530,)),
-    "emnist_letters": _Facts(26, tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), (0.1722,), (0.3309,)),
-    "cifar10": _Facts(10, CIFAR10_CLASSES, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "cifar100": _Facts(100, None, (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
-    "tiny_imagenet": _Facts(200, None, (0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)),
-    "cinic10": _Facts(10, CIFAR10_CLASSES, (0.4789, 0.4723, 0.4305), (0.2421, 0.2383, 0.2587)),
+    "digits": _Facts(_numbers(10), (0.305,), (0.376,), 16.0),
+    "mnist": _Facts(_numbers(10), (0.1307,), (0.3081,)),
+    "fashion_mnist": _Facts(FASHION_CLASSES, (0.2860,), (0.3530,)),
+    "emnist_letters": _Facts(tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), (0.1722,), (0.3309,)),
+    "cifar10": _Facts(CIFAR10_CLASSES, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": _Facts(_numbers(100), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "tiny_imagenet": _Facts(_numbers(200), (0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)),
+    "cinic10": _Facts(CIFAR10_CLASSES, (0.4789, 0.4723, 0.4305), (0.2421, 0.2383, 0.2587)),
 }
 _TORCHVISION = {
     "mnist": ("MNIST", {}),
@@ -101,9 +103,7 @@ def published(name: str) -> tuple[tuple[str, ...], float, tuple[float, ...], tup
     Names of the classes, largest grey level, and mean and standard deviation per channel of x / scale.
     """
     facts = _FACTS.get(name)
-    if facts is None:
-        return None
-    return facts.classes or tuple(str(i) for i in range(facts.num_classes)), facts.scale, facts.mean, facts.std
+    return (facts.classes, facts.scale, facts.mean, facts.std) if facts else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,12 +230,9 @@ def sample(dataset: Dataset, fraction: float, rng: np.random.Generator) -> Datas
 
     train, test = rows(dataset.y_train), rows(dataset.y_test)
     return replace(
-        dataset,
-        x_train=dataset.x_train[train],
-        y_train=dataset.y_train[train],
-        x_test=dataset.x_test[test],
-        y_test=dataset.y_test[test],
-    )
+        dataset, x_train=dataset.x_train[train], y_train=dataset.y_train[train],
+        x_test=dataset.x_test[test], y_test=dataset.y_test[test],
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -340,8 +337,7 @@ def _finish(store: Store, name: str, arrays: Mapping[str, np.ndarray], classes: 
     else:
         mean, std = _moments(arrays["x_train"], scale)
     if classes is None:
-        count = facts.num_classes if facts else int(arrays["y_train"].max()) + 1
-        classes = (facts.classes if facts else None) or [str(i) for i in range(count)]
+        classes = facts.classes if facts else _numbers(int(arrays["y_train"].max()) + 1)
     return {"classes": list(classes), "scale": scale, "mean": list(mean), "std": list(std)}
 
 
@@ -413,7 +409,7 @@ def _build_npz(name: str, path: Path) -> Built:
     facts = _FACTS.get(name)
     names = [str(item) for item in arrays["class_names"].reshape(-1)] if "class_names" in arrays else None
     labels = np.concatenate([y_train, y_test])
-    count = facts.num_classes if facts else len(names) if names else int(labels.max()) + 1
+    count = len(facts.classes) if facts else len(names) if names else int(labels.max()) + 1
     if names is not None and len(names) != count:
         raise BadRequest(f"{path}: {len(names)} class_names, but {name} has {count} classes")
     lowest, highest = int(labels.min()), int(labels.max())

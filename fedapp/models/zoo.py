@@ -55,7 +55,7 @@ any batch.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -109,102 +109,90 @@ class ZooEntry:
         return f"images of {low} to {self.max_size}x{self.max_size} pixels"
 
 
-def _two_convolutions(channels: int, size: int, c1: int, c2: int) -> tuple[Stages, int]:
-    """Conv 5x5, pool 2, ReLU, twice, then flatten; return the stages and the number of values after flattening.
+_KINDS = {
+    nn.Conv2d: "conv", nn.MaxPool2d: "pool", nn.AdaptiveAvgPool2d: "pool", nn.ReLU: "relu", Linear: "fc",
+}  # fmt: skip
+
+
+def _named(*parts: nn.Module | tuple[str, nn.Module]) -> Stages:
+    """Number the layers of each kind: conv1, pool1, relu1, conv2, ...; pairs and all other layers keep their names."""
+    found: Counter[str] = Counter()
+    stages: Stages = []
+    for part in parts:
+        if isinstance(part, tuple):
+            stages.append(part)
+        elif kind := _KINDS.get(type(part)):
+            found[kind] += 1
+            stages.append((f"{kind}{found[kind]}", part))
+        else:
+            stages.append((type(part).__name__.lower(), part))
+    return stages
+
+
+def _two_convolutions(channels: int, size: int, c1: int, c2: int) -> tuple[list[nn.Module], int]:
+    """Conv 5x5, pool 2, ReLU, twice, then flatten; return the layers and the number of values after flattening.
 
     Pooling before ReLU gives the same bits as after it (both are monotone) on a quarter of the values.
     """
     side = ((size - 4) // 2 - 4) // 2
-    stages: Stages = [
-        ("conv1", nn.Conv2d(channels, c1, 5)),
-        ("pool1", nn.MaxPool2d(2)),
-        ("relu1", nn.ReLU()),
-        ("conv2", nn.Conv2d(c1, c2, 5)),
-        ("pool2", nn.MaxPool2d(2)),
-        ("relu2", nn.ReLU()),
-        ("flatten", nn.Flatten()),
-    ]
-    return stages, c2 * side * side
+    first = [nn.Conv2d(channels, c1, 5), nn.MaxPool2d(2), nn.ReLU()]
+    return [*first, nn.Conv2d(c1, c2, 5), nn.MaxPool2d(2), nn.ReLU(), nn.Flatten()], c2 * side * side
 
 
 def _cnn(channels: int, size: int) -> Stages:
     """4-layer CNN: conv 32, conv 64, fc 512 (the output layer is the fourth)."""
-    stages, flat = _two_convolutions(channels, size, 32, 64)
-    return [*stages, ("fc1", Linear(flat, 512))]
+    layers, flat = _two_convolutions(channels, size, 32, 64)
+    return _named(*layers, Linear(flat, 512))
 
 
 def _fedgh(channels: int, size: int, *, c2: int, hidden: int) -> Stages:
     """FedGH's CNN-1 ... CNN-5: conv 16, conv `c2`, fc `hidden`, fc 500."""
-    stages, flat = _two_convolutions(channels, size, 16, c2)
-    return [*stages, ("fc1", Linear(flat, hidden)), ("relu3", nn.ReLU()), ("fc2", Linear(hidden, 500))]
+    layers, flat = _two_convolutions(channels, size, 16, c2)
+    return _named(*layers, Linear(flat, hidden), nn.ReLU(), Linear(hidden, 500))
 
 
 def _moon(channels: int, size: int) -> Stages:
     """MOON's CNN: conv 6, conv 16, fc 120, fc 84, then the projection head 84 -> 84 -> 256."""
-    stages, flat = _two_convolutions(channels, size, 6, 16)
-    return [
-        *stages,
-        ("fc1", Linear(flat, 120)),
-        ("relu3", nn.ReLU()),
-        ("fc2", Linear(120, 84)),
-        ("relu4", nn.ReLU()),
-        ("proj1", Linear(84, 84)),
-        ("relu5", nn.ReLU()),
-        ("proj2", Linear(84, 256)),
-    ]
+    layers, flat = _two_convolutions(channels, size, 6, 16)
+    return _named(
+        *layers, Linear(flat, 120), nn.ReLU(), Linear(120, 84), nn.ReLU(),
+        ("proj1", Linear(84, 84)), nn.ReLU(), ("proj2", Linear(84, 256)),
+    )  # fmt: skip
 
 
 def _digits_a(channels: int, size: int) -> Stages:
     """Strided CNN: conv 3x3/2 16, conv 3x3 32, fc 64."""
     side = -(-size // 2)
-    return [
-        ("conv1", nn.Conv2d(channels, 16, 3, stride=2, padding=1)),
-        ("relu1", nn.ReLU()),
-        ("conv2", nn.Conv2d(16, 32, 3, padding=1)),
-        ("relu2", nn.ReLU()),
-        ("flatten", nn.Flatten()),
-        ("fc1", Linear(32 * side * side, 64)),
-    ]
+    return _named(
+        nn.Conv2d(channels, 16, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
+        nn.Flatten(), Linear(32 * side * side, 64),
+    )  # fmt: skip
 
 
 def _digits_b(channels: int, size: int) -> Stages:
     """Multi-layer perceptron: fc 128, fc 64."""
-    return [
-        ("flatten", nn.Flatten()),
-        ("fc1", Linear(channels * size * size, 128)),
-        ("relu1", nn.ReLU()),
-        ("fc2", Linear(128, 64)),
-    ]
+    return _named(nn.Flatten(), Linear(channels * size * size, 128), nn.ReLU(), Linear(128, 64))
 
 
 def _digits_c(channels: int, size: int) -> Stages:
     """One convolution with large windows: conv 5x5/2 32, pool 2, fc 64."""
     side = -(-size // 2) // 2
-    return [
-        ("conv1", nn.Conv2d(channels, 32, 5, stride=2, padding=2)),
-        ("pool1", nn.MaxPool2d(2)),
-        ("relu1", nn.ReLU()),
-        ("flatten", nn.Flatten()),
-        ("fc1", Linear(32 * side * side, 64)),
-    ]
+    return _named(
+        nn.Conv2d(channels, 32, 5, stride=2, padding=2), nn.MaxPool2d(2), nn.ReLU(),
+        nn.Flatten(), Linear(32 * side * side, 64),
+    )  # fmt: skip
 
 
 def _cnn_a(channels: int, size: int) -> Stages:
     """Small pooled CNN: conv 5x5 16, conv 5x5 32, conv 3x3 32, each pooled by 2; fc 512."""
     side = size // 8
-    return [
-        ("conv1", nn.Conv2d(channels, 16, 5, padding=2)),
-        ("pool1", nn.MaxPool2d(2)),
-        ("relu1", nn.ReLU()),
-        ("conv2", nn.Conv2d(16, 32, 5, padding=2)),
-        ("pool2", nn.MaxPool2d(2)),
-        ("relu2", nn.ReLU()),
-        ("conv3", nn.Conv2d(32, 32, 3, padding=1)),
-        ("pool3", nn.MaxPool2d(2)),
-        ("relu3", nn.ReLU()),
-        ("flatten", nn.Flatten()),
-        ("fc1", Linear(32 * side * side, 512)),
-    ]
+    return _named(
+        nn.Conv2d(channels, 16, 5, padding=2), nn.MaxPool2d(2), nn.ReLU(),
+        nn.Conv2d(16, 32, 5, padding=2), nn.MaxPool2d(2), nn.ReLU(),
+        nn.Conv2d(32, 32, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(),
+        nn.Flatten(), Linear(32 * side * side, 512),
+    )  # fmt: skip
 
 
 def _cnn_b(channels: int, size: int) -> Stages:
@@ -216,29 +204,22 @@ def _cnn_b(channels: int, size: int) -> Stages:
     patch = -(-size // 8)
     grid = -(-size // patch)
     border = -(-(grid * patch - size) // 2)
-    return [
-        ("patch1", nn.Conv2d(channels, 64, patch, stride=patch, padding=border)),
-        ("relu1", nn.ReLU()),
-        ("patch2", nn.Conv2d(64, 24, 1)),
-        ("relu2", nn.ReLU()),
-        ("flatten", nn.Flatten()),
-        ("fc1", Linear(24 * grid * grid, 512)),
-    ]
+    return _named(
+        ("patch1", nn.Conv2d(channels, 64, patch, stride=patch, padding=border)), nn.ReLU(),
+        ("patch2", nn.Conv2d(64, 24, 1)), nn.ReLU(),
+        nn.Flatten(), Linear(24 * grid * grid, 512),
+    )  # fmt: skip
 
 
 def _cnn_c(channels: int, size: int) -> Stages:
     """Strided CNN without pooling: conv 3x3/2 24, conv 3x3/2 48, conv 3x3/2 64; fc 512."""
     side = -(-size // 8)
-    return [
-        ("conv1", nn.Conv2d(channels, 24, 3, stride=2, padding=1)),
-        ("relu1", nn.ReLU()),
-        ("conv2", nn.Conv2d(24, 48, 3, stride=2, padding=1)),
-        ("relu2", nn.ReLU()),
-        ("conv3", nn.Conv2d(48, 64, 3, stride=2, padding=1)),
-        ("relu3", nn.ReLU()),
-        ("flatten", nn.Flatten()),
-        ("fc1", Linear(64 * side * side, 512)),
-    ]
+    return _named(
+        nn.Conv2d(channels, 24, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Conv2d(24, 48, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Conv2d(48, 64, 3, stride=2, padding=1), nn.ReLU(),
+        nn.Flatten(), Linear(64 * side * side, 512),
+    )  # fmt: skip
 
 
 class ResidualBlock(nn.Module):
@@ -329,34 +310,18 @@ def _shufflenetv2(channels: int, size: int) -> Stages:
 
 def _alexnet(channels: int, size: int) -> Stages:
     """Small AlexNet: conv 3x3 64, 128, 256 with overlapping pools, mean to 3x3, dropout 0.5, fc 512, fc 512."""
-    return [
-        ("conv1", nn.Conv2d(channels, 64, 3, padding=1)),
-        ("relu1", nn.ReLU()),
-        ("pool1", nn.MaxPool2d(2, stride=1, padding=1)),
-        ("conv2", nn.Conv2d(64, 128, 3, padding=1)),
-        ("relu2", nn.ReLU()),
-        ("pool2", nn.MaxPool2d(2, stride=2, padding=1)),
-        ("conv3", nn.Conv2d(128, 256, 3, padding=1)),
-        ("relu3", nn.ReLU()),
-        ("pool3", nn.AdaptiveAvgPool2d(3)),
-        ("flatten", nn.Flatten()),
-        ("dropout", nn.Dropout(0.5)),
-        ("fc1", Linear(2304, 512)),
-        ("relu4", nn.ReLU()),
-        ("fc2", Linear(512, 512)),
-    ]
+    return _named(
+        nn.Conv2d(channels, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2, stride=1, padding=1),
+        nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2, stride=2, padding=1),
+        nn.Conv2d(128, 256, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(3),
+        nn.Flatten(), nn.Dropout(0.5), Linear(2304, 512), nn.ReLU(), Linear(512, 512),
+    )  # fmt: skip
 
 
 # (expansion, channels, repeats, first stride): MobileNetV2's blocks with the second stage's stride 1 instead of 2.
 _MOBILENET_BLOCKS = [
-    [1, 16, 1, 1],
-    [6, 24, 2, 1],
-    [6, 32, 3, 2],
-    [6, 64, 4, 2],
-    [6, 96, 3, 1],
-    [6, 160, 3, 2],
-    [6, 320, 1, 1],
-]
+    [1, 16, 1, 1], [6, 24, 2, 1], [6, 32, 3, 2], [6, 64, 4, 2], [6, 96, 3, 1], [6, 160, 3, 2], [6, 320, 1, 1],
+]  # fmt: skip
 
 
 def _mobilenetv2(channels: int, size: int) -> Stages:
