@@ -1,4 +1,4 @@
-"""From measurements to `docs/performance.json` and the tables of `docs/performance.md`."""
+"""Write measurements to `docs/performance.json` and to the tables of `docs/performance.md`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.timing import Times
 from fedapp.errors import between
 
 START, END = "<!-- benchmark -->", "<!-- /benchmark -->"
-REACHED = "Asked and reached"
+REACHED = "Targets"
 ORDER = (
     REACHED, "A round of federated learning", "Clients per second on a GPU", "Overhead of a round",
     "The server's mathematics", "Machine",
@@ -26,7 +26,7 @@ ORDER = (
 
 @dataclass(frozen=True)
 class Target:
-    """What was asked of a figure: `least` a ratio, or `most` a ratio or seconds."""
+    """The target of a figure: at least the ratio `least`, or at most `most` (a ratio or seconds)."""
 
     key: str
     text: str
@@ -34,12 +34,12 @@ class Target:
     most: float | None = None
 
     def met(self, value: float) -> bool:
-        """Whether the figure is as good as asked."""
+        """Whether the figure reaches its target."""
         return (self.least is None or value >= self.least) and (self.most is None or value <= self.most)
 
     @property
     def bound(self) -> str:
-        """The bound in words."""
+        """The target in words."""
         return f"at least {self.least:g}" if self.least is not None else f"at most {self.most:g}"
 
 
@@ -68,7 +68,7 @@ RATIOS = {
 
 
 def round_figures(times: Times) -> dict[str, float]:
-    """Ratios and seconds of benchmark (a)."""
+    """Return the ratios and seconds of benchmark (a)."""
     return {
         **{key: times.ratio(slow, fast) for key, (slow, fast) in RATIOS.items()},
         **{f"{name}_round_seconds": times.median(name) for name in times.seconds},
@@ -76,12 +76,12 @@ def round_figures(times: Times) -> dict[str, float]:
 
 
 def gpu_figures(found: list[Shared]) -> dict[str, float]:
-    """Clients per second by processes on the GPU."""
+    """Return clients per second by number of processes on the GPU."""
     return {f"gpu_clients_per_second_{f.workers}": f.per_second for f in found}
 
 
 def server_figures(found: list[Found]) -> dict[str, float]:
-    """Ratios of benchmark (c)."""
+    """Return the ratios of benchmark (c)."""
     figures = {f.row.key: f.speedup for f in found if f.row.key}
     figures |= {f.row.key.replace("_vs_naive", "_over_floor"): f.over for f in found if f.row.key.startswith("average")}
     return figures
@@ -96,7 +96,7 @@ def _spread(values: list[float]) -> str:
 
 
 def _table(heads: str, rows: Iterable[Sequence[object]]) -> list[str]:
-    """Lines of a Markdown table; columns whose head ends in a colon are aligned to the right."""
+    """Return the lines of a Markdown table; a column whose head ends in a colon is aligned to the right."""
     columns = heads.split("|")
     line = "|" + "|".join("---:" if c.endswith(":") else "---" for c in columns) + "|"
     cells = [[c.removesuffix(":") for c in columns], *rows]
@@ -105,7 +105,7 @@ def _table(heads: str, rows: Iterable[Sequence[object]]) -> list[str]:
 
 
 def targets_table(figures: Mapping[str, float]) -> list[str]:
-    """What was asked and what was reached."""
+    """Return the table of targets and measured figures."""
     rows = []
     for target in TARGETS:
         if (value := figures.get(target.key)) is not None:
@@ -113,7 +113,7 @@ def targets_table(figures: Mapping[str, float]) -> list[str]:
             digits = 2 if target.met(round(value, 2)) == met else 3  # so that rounding does not hide the verdict
             name = f"{target.text} (`{target.key}`)"
             rows.append((name, target.bound, f"{value:.{digits}f}", "reached" if met else "not reached"))
-    return _table("figure|asked:|reached:|", rows)
+    return _table("figure|target:|measured:|", rows)
 
 
 NAMES = {
@@ -127,7 +127,7 @@ NAMES = {
 
 
 def rounds_table(times: Times, peaks: Mapping[str, int]) -> list[str]:
-    """Seconds a round by alternative."""
+    """Return the tables of seconds per round and of ratios."""
     seconds = [
         (name, f"{times.median(key):.2f}", _spread(times.seconds[key]), len(times.seconds[key]), _mb(peaks.get(key)))
         for key, name in NAMES.items()
@@ -143,7 +143,7 @@ def rounds_table(times: Times, peaks: Mapping[str, int]) -> list[str]:
 
 
 def overhead_table(rounds: Mapping[str, list[float]], peaks: Mapping[str, int]) -> list[str]:
-    """Seconds a round and memory by payload and clients."""
+    """Return the table of seconds per round and memory by payload and number of clients."""
     return _table(
         "case|seconds a round, median:|min to max:|rounds:|peak MB:",
         [(f"`{k}`", f"{statistics.median(v):.2f}", _spread(v), len(v), _mb(peaks[k])) for k, v in rounds.items()],
@@ -151,7 +151,7 @@ def overhead_table(rounds: Mapping[str, list[float]], peaks: Mapping[str, int]) 
 
 
 def server_table(found: list[Found]) -> list[str]:
-    """Every computation of the server."""
+    """Return the table of the server's computations."""
     return _table(
         "computation|size|threads:|naive ms:|ours ms:|naive/ours:|ours/floor:|error:|MB naive:|ours:",
         [
@@ -166,7 +166,7 @@ def server_table(found: list[Found]) -> list[str]:
 
 
 def gpu_table(found: list[Shared]) -> list[str]:
-    """Clients per second on a GPU."""
+    """Return the table of clients per second on a GPU."""
     return _table(
         "processes on the GPU:|clients per second:|min to max:",
         [(f.workers, f"{f.per_second:.2f}", _spread([f.clients / s for s in f.times.seconds["round"]])) for f in found],
@@ -174,7 +174,7 @@ def gpu_table(found: list[Shared]) -> list[str]:
 
 
 def machine_text(machine: Mapping[str, Any], speeds: Iterable[Speeds]) -> str:
-    """One paragraph on the machine."""
+    """Describe the machine in one paragraph."""
     measured = "; ".join(f"with {s.threads} thread{'s' if s.threads > 1 else ''} {s}" for s in speeds)
     return (
         f"{machine['cores']} cores of {machine['processor']}, {machine['memory_gib']} GiB, GPU: {machine['gpu']}, "
@@ -184,9 +184,9 @@ def machine_text(machine: Mapping[str, Any], speeds: Iterable[Speeds]) -> str:
 
 
 def write(folder: Path, figures: Mapping[str, Any], sections: Mapping[str, list[str]]) -> None:
-    """Renew figures of performance.json, and sections between the markers of performance.md (made if it is not there).
+    """Update figures of performance.json and sections between the markers of performance.md (made if it does not exist).
 
-    What was not measured this time stays; what was asked and reached is said of all figures.
+    Figures and sections that were not measured this time stay. The table of targets covers all figures.
     """
     folder.mkdir(parents=True, exist_ok=True)
     store, page = folder / "performance.json", folder / "performance.md"
@@ -196,7 +196,7 @@ def write(folder: Path, figures: Mapping[str, Any], sections: Mapping[str, list[
     text = page.read_text(encoding="utf-8") if page.is_file() else f"# Performance\n\n{START}\n{END}\n"
     parts = between(text, START, END)
     if parts is None:
-        raise ValueError(f"{page} lacks the markers {START} and {END}, between which the tables go")
+        raise ValueError(f"{page} has no markers {START} and {END}: add them where the tables belong")
     head, body, tail = parts
     kept = dict(part.split("\n", 1) for part in body.strip().removeprefix("### ").split("\n### ") if part)
     kept |= {title: "\n".join(lines) for title, lines in sections.items()}
