@@ -1,5 +1,5 @@
-# Two commands do everything: `make run` and `make test`. Both set up .venv at their first call only.
-# While you work on a method: `make quick`.
+# `make run` runs a demonstration, `make test` all tests but the slow ones. Both set up .venv at their first call.
+# Use `make quick` while you work on a method.
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-# Each worker has one thread, and there are as many workers as cores.
+# Tests run in one worker per core (at most 8), with one thread each.
 test quick slow mutants: export OMP_NUM_THREADS := 1
 WORKERS := -n logical --maxprocesses 8
 # The mathematics: the core, every method, the local learning.

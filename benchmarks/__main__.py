@@ -1,7 +1,7 @@
 """Measure the speed of the app: `make bench`, or `python -m benchmarks`.
 
-Alternatives are run in turn on an otherwise idle machine; the whole takes about 40 minutes on two cores. Results go
-to `docs/performance.json` and between the markers of `docs/performance.md`.
+The alternatives run in turns and need an otherwise idle machine. All parts together take 40 to 55 minutes on two cores.
+Results are written to `docs/performance.json` and between the markers of `docs/performance.md`.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from benchmarks import gpu, machine, overhead, report, rounds, server
 from fedapp.engines.resources import usable_cores
 
 PARTS = ("rounds", "overhead", "server", "gpu")
-"""The last needs a GPU, and is left out where there is none (its small form runs anywhere)."""
+"""The last part needs a GPU and is left out without one (its small form runs anywhere)."""
 
 
 def measure(parts: list[str], data: Path | None, small: bool, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Run the parts; returns the figures for performance.json and the sections of performance.md.
+    """Run the parts; return the figures for performance.json and the sections of performance.md.
 
     Parameters
     ----------
-    data : folder with cifar10.npz; None = random images.   small : a form of seconds, without Ray, for tests.
-    folder : for files that are not kept.
+    data : folder with cifar10.npz; None = random images.   small : a form that takes seconds, without Ray, for tests.
+    folder : for temporary files.
     """
     about, scale = machine.describe(), rounds.SMALL if small else rounds.Scale()
     speeds = [machine.speeds(threads, small) for threads in sorted({1, 1 if small else usable_cores()})]
@@ -65,20 +65,20 @@ def main() -> None:
     parser.add_argument(
         "--only",
         default=",".join(PARTS),
-        help="parts with commas, of which alone figures and tables are renewed: %(default)s",
+        help="comma-separated parts to run; only their figures and tables are updated (default: %(default)s)",
     )
-    parser.add_argument("--data-dir", type=Path, help="folder with cifar10.npz; without it random images are used")
-    parser.add_argument("--out", type=Path, default=Path("docs"), help="where the two files go (default: docs)")
-    parser.add_argument("--small", action="store_true", help="a form of seconds that tries everything out, without Ray")
+    parser.add_argument("--data-dir", type=Path, help="folder with cifar10.npz (default: random images)")
+    parser.add_argument("--out", type=Path, default=Path("docs"), help="folder for the two files (default: docs)")
+    parser.add_argument("--small", action="store_true", help="a form that tries out every part in seconds, without Ray")
     options = parser.parse_args()
     parts = options.only.split(",")
     if unknown := set(parts) - set(PARTS):
-        parser.error(f"unknown part {', '.join(sorted(unknown))}; there are: {', '.join(PARTS)}")
+        parser.error(f"unknown part {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
     if parts == ["gpu"] and not (options.small or torch.cuda.is_available()):
-        parser.error("there is no GPU here")
+        parser.error("this machine has no GPU: choose other parts, or add --small")
     for name in machine.BLAS_VARIABLES:
         if name in os.environ:
-            sys.stderr.write(f"{name} is set: NumPy may not run at this processor's speed; unset it to measure that\n")
+            sys.stderr.write(f"{name} is set, so NumPy may use kernels for another processor: unset it\n")
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="fedapp-bench-") as folder:
         figures, sections = measure(parts, options.data_dir, options.small, Path(folder))

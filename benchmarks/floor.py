@@ -1,8 +1,8 @@
 """The bare floor: a round's gradient steps and evaluations in worker processes, with no federation around them.
 
-Clients wait in one queue, the largest first; a worker takes the next one, scores the common model on its test split,
-trains a copy, scores it again, and throws it away. No messages, no files, no average: what the engine adds to this is
-its own cost.
+Clients wait in one queue, the largest first. A worker takes the next client, scores a new model on the client's own
+test split, trains it, scores it again and discards it. There are no messages, files or averages: whatever a run takes
+beyond this is the cost of the engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fedapp.tasks.simulated import federated, simulated_task
 
 
 def one_client(config: RunConfig, client: int, model: torch.nn.Module, device: torch.device) -> float:
-    """Do what a FedAvg client computes in a round; returns its accuracy before training."""
+    """Compute what a FedAvg client computes in a round; return its accuracy before training."""
     task = simulated_task(config, client, config.clients, device)
     model.to(device)
     before = evaluate(model, task.x_test, task.y_test, task.inputs, task.num_classes)
@@ -47,11 +47,11 @@ def _work(flat: dict[str, Any], jobs: Any, done: Any) -> None:
 
 
 class Floor:
-    """Worker processes that wait for rounds; a context manager.
+    """Worker processes that run rounds; a context manager.
 
     Parameters
     ----------
-    config : what the federation under comparison runs.   workers : processes.
+    config : the configuration of the run to compare with.   workers : number of processes.
     """
 
     def __init__(self, config: RunConfig, workers: int) -> None:
@@ -76,7 +76,7 @@ class Floor:
             worker.join(timeout=30)
 
     def round(self) -> float:
-        """Seconds until all clients are done."""
+        """Run all clients once and return the seconds that this takes."""
         started = time.perf_counter()
         for client in self._order:
             self._jobs.put(client)
@@ -87,5 +87,5 @@ class Floor:
                 left -= 1
             except queue.Empty:
                 if not all(worker.is_alive() for worker in self.workers):
-                    raise RuntimeError("a worker of the floor has died: its error stands above") from None
+                    raise RuntimeError("a worker of the floor has died: see its error above") from None
         return time.perf_counter() - started

@@ -1,7 +1,7 @@
 """Clients per second on a GPU, for 1, 2, 4 and 8 processes that share it.
 
-A client is that of the floor: FedAvg's gradient steps and evaluations in the setting of benchmark (a), with no
-federation around them. How many clients at a time pay differs from one GPU to the next.
+A client is that of the floor: FedAvg's gradient steps and evaluations in the setting of benchmark (a), without a
+federation. The best number of clients at a time depends on the GPU.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ WORKERS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Shared:
-    """What was measured with some processes on the GPU.
+    """What was measured with one number of processes on the GPU.
 
     Attributes
     ----------
-    times : seconds of a round, `server_round`.   clients : of a round.
+    workers : number of processes.   clients : clients per round.   times : seconds per round, under the name `round`.
     """
 
     workers: int
@@ -32,12 +32,12 @@ class Shared:
 
     @property
     def per_second(self) -> float:
-        """Clients per second."""
+        """Return the clients per second."""
         return self.clients / self.times.median("round")
 
 
 def measure(folder: Path, data: Path | None, scale: Scale, workers: Sequence[int] = WORKERS) -> list[Shared]:
-    """Time rounds for each number of processes."""
+    """Measure rounds for each number of processes."""
     data = data or random_images(folder / "data", scale.images)
     config = configuration(data, folder / "run", scale, method="fedavg")
     found = []

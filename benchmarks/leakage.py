@@ -1,14 +1,15 @@
-"""What a server can read out of the things that travel, on handwritten digits: `python -m benchmarks.leakage`.
+"""What a server can learn from the clients' replies, on handwritten digits: `python -m benchmarks.leakage`.
 
-Three questions, each with a simple attack that anybody at the server could run; better attacks exist, so the numbers
-are lower bounds on what leaks:
+There are three questions, each with a simple attack that the server's operator could run. Better attacks exist, so the
+numbers are lower bounds on what leaks:
 
 1. Head weights (FedClassAvg and all methods that average heads): which classes does a client lack? Score: change of the
-   class's bias between what was sent and what came back, from the first round.
+   class's bias between the message and the reply of the first round.
 2. Local average representations (FedGH): what does the reply itself say?
 3. Gaussian statistics (CCVR): what does the mean of n images show to a server that has the extractor and some images of
-   the same kind? A linear map from representations to pixels, learned on those, rebuilds an image from the mean, which
-   is compared with the nearest of the n real ones; and with guessing the class's average from the label alone.
+   the same kind? A linear map from representations to pixels, learned on those images, reconstructs an image from the
+   mean. This image is compared with the nearest of the n real ones. The baseline is the class's average image, which
+   the label alone gives.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ CLIENTS = 10
 
 
 class Wiretap(LocalGrid):
-    """Keeps what the server receives in training."""
+    """Keeps what the server sends and receives in training."""
 
     def __init__(self, flat: dict[str, Any], clients: int) -> None:
         super().__init__(client_app, flat, clients)
@@ -48,7 +49,7 @@ class Wiretap(LocalGrid):
         self.heard: dict[int, dict[int, dict[str, NDArray[Any]]]] = {}
 
     def push_messages(self, messages: Any) -> Any:
-        """Note what is sent."""
+        """Record what the server sends."""
         messages = list(messages)
         for message in messages:
             if message.metadata.message_type == "train":
@@ -57,7 +58,7 @@ class Wiretap(LocalGrid):
         return super().push_messages(messages)
 
     def pull_messages(self, message_ids: Any) -> Any:
-        """Note what comes back."""
+        """Record what the clients reply."""
         replies: list[Message] = list(super().pull_messages(message_ids))
         for reply in replies:
             if reply.metadata.message_type == "train":
@@ -67,7 +68,7 @@ class Wiretap(LocalGrid):
 
 
 def listen(out: Path, **values: Any) -> Wiretap:
-    """Run a federation and return what its server saw."""
+    """Run a federation and return what its server sent and received."""
     flat = from_flat({"clients": CLIENTS, "out": str(out), **values}).to_flat()
     grid = Wiretap(flat, CLIENTS)
     server_app.serve(grid, flat)
@@ -81,7 +82,7 @@ def class_counts(seed: int = 0) -> NDArray[np.int64]:
 
 
 def head_weights(folder: Path) -> list[str]:
-    """Find absent classes from one round's change of the head's bias."""
+    """Identify absent classes by one round's change of the head's bias."""
     lines = []
     for method in ("lgfedavg", "fedclassavg"):
         for clip in (0.0, 0.1):
@@ -124,7 +125,7 @@ def average_representations(folder: Path) -> list[str]:
 
 
 def gaussian_means(folder: Path) -> list[str]:
-    """Rebuild images from class means under the global model."""
+    """Reconstruct images from class means under the global model."""
     out = folder / "trained"
     listen(out, method="fedavg", **{"num-server-rounds": 10})
     predictor = load(out / "models" / "last.safetensors")
@@ -150,7 +151,7 @@ def gaussian_means(folder: Path) -> list[str]:
                 guessed.append(max(np.corrcoef(average, x[r])[0, 1] for r in rows))
                 named.append(int(np.square(z[secret] - mean).sum(1).argmin() in np.flatnonzero(np.isin(secret, rows))))
         lines.append(
-            f"ccvr, mean of {n:2} images: correlation of the rebuilt image with the nearest real one "
+            f"ccvr, mean of {n:2} images: correlation of the reconstructed image with the nearest real one "
             f"{np.mean(rebuilt):.2f} (the label alone: {np.mean(guessed):.2f}); the nearest of {len(secret)} candidates"
             f" is one of them in {np.mean(named):.0%}"
         )

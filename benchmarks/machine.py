@@ -1,4 +1,4 @@
-"""What the measurements ran on, and its two speeds: of memory and of matrix products."""
+"""The machine of the measurements, and its speeds: of memory and of matrix products."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from fedapp.process import processor
 from fedapp.tasks.simulated import bf16_works
 
 BLAS_VARIABLES = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
-"""What makes OpenBLAS take other kernels than the processor's, and so another speed."""
+"""Variables that make OpenBLAS use kernels for another processor, which changes its speed."""
 
 
 def describe() -> dict[str, Any]:
-    """Processor, cores, memory and versions, as they go into the tables' heads."""
+    """Return processor, cores, memory and versions, for the section on the machine."""
     return {
         "processor": processor(),
         "cores": usable_cores(),
@@ -41,7 +41,7 @@ def describe() -> dict[str, Any]:
 
 
 def _blas() -> str:
-    """Versions and kernels of the BLAS of NumPy and SciPy, and the variables that may have chosen the kernels."""
+    """Return versions and kernels of NumPy's and SciPy's BLAS, and the variables that may have selected the kernels."""
     pools = [pool for pool in threadpool_info() if pool["user_api"] == "blas"]
     found = {f"{p['internal_api']} {p['version']} ({p.get('architecture', 'kernels unknown')})" for p in pools}
     chosen = [f"{name}={os.environ[name]}" for name in BLAS_VARIABLES if name in os.environ]
@@ -54,7 +54,7 @@ def _median(call: Callable[[], object]) -> float:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of memory in bytes a second, of float32 and float64 matrix products in operations a second."""
+    """Speed of memory in bytes per second, and of float32 and float64 matrix products in operations per second."""
 
     threads: int
     memory: float
@@ -69,9 +69,9 @@ class Speeds:
 
 
 def speeds(threads: int, small: bool = False) -> Speeds:
-    """Measure the speeds with a number of PyTorch's threads.
+    """Measure the speeds with a number of threads.
 
-    Memory is read by a sum of 256 MiB, which no cache holds; of products the fastest counts.
+    Memory is read by a sum over 256 MiB, which fit in no cache. For products the fastest of several forms counts.
     """
     torch.set_num_threads(threads)
     size, n = (1 << 20, 64) if small else (1 << 28, 1024)

@@ -1,4 +1,4 @@
-"""Peak memory: of a tree of processes (shared pages counted once), and of one call in a process of its own."""
+"""Peak memory of a tree of processes (shared pages count once), and of one call in a separate process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Watch:
 
     Attributes
     ----------
-    peak : largest sum over the processes, in bytes: proportional set size, so that shared pages count once.
+    peak : largest sum over the processes, in bytes, of the proportional set size, so that shared pages count once.
     """
 
     def __init__(self, processes: Callable[[], Iterable[psutil.Process]], interval: float = 0.5) -> None:
@@ -53,9 +53,9 @@ def _measure(call: Callable[[], Callable[[], object]], pipe: Any) -> None:
 
 
 def peak_of(prepare: Callable[[], Callable[[], object]]) -> int:
-    """Bytes by which the peak memory of a new process grows when it runs what `prepare` returns.
+    """Return the bytes by which the peak memory of a new process grows when it calls what `prepare` returns.
 
-    `prepare` makes the inputs, which do not count; it must be importable by name.
+    `prepare` makes the inputs, whose memory does not count. It must be importable by name.
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
@@ -69,7 +69,7 @@ def peak_of(prepare: Callable[[], Callable[[], object]]) -> int:
 
 
 def trees(pids: Iterable[int]) -> Iterator[psutil.Process]:
-    """Processes and all that descend from them."""
+    """Yield processes and all of their descendants; skip those that no longer exist."""
     for pid in pids:
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(pid)

@@ -1,4 +1,4 @@
-"""The numbers of every method, so that a change of structure can show that it changed none of them.
+"""The numbers of every method, to show that a refactoring changed none of them.
 
 `python -m benchmarks.numbers --write FILE` runs two rounds of every method on the embedded digits. It writes the final
 accuracies, the traffic, and a hash of each table. `--against FILE` runs them again and compares. Equal hashes mean
@@ -33,7 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ccvr, base=fedprox, cov=sums": {"method": "ccvr", "method_args": "base=fedprox cov=sums"},
     "ccvr, base=moon, transform=feature": {"method": "ccvr", "method_args": "base=moon transform=feature oracle=true"},
 }
-"""Runs beside each method's own defaults."""
+"""Runs in addition to each method with its defaults."""
 
 
 def cases() -> dict[str, dict[str, Any]]:
@@ -68,12 +68,12 @@ def measure(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run all cases; with `--against`, exit with 1 where any number differs."""
+    """Run all cases; with `--against`, return 1 if any number differs."""
     parser = argparse.ArgumentParser(description=__doc__)
     group = parser.add_mutually_exclusive_group(required=True)
-    group.add_argument("--write", type=Path, help="file to write")
-    group.add_argument("--against", type=Path, help="file to compare with")
-    parser.add_argument("--only", default="", help="names of runs, with semicolons between them")
+    group.add_argument("--write", type=Path, help="file to write the numbers to")
+    group.add_argument("--against", type=Path, help="file with the numbers to compare with")
+    parser.add_argument("--only", default="", help="names of the runs to do, separated by semicolons (default: all)")
     args = parser.parse_args()
     former = json.loads(args.against.read_text(encoding="utf-8")) if args.against else {}
     chosen = {n: s for n, s in cases().items() if not args.only or n in args.only.split(";")}

@@ -1,9 +1,9 @@
-"""Benchmark (b): what a round costs when the clients have nothing to do, by payload and number of clients.
+"""Benchmark (b): the cost of a round when the clients have almost nothing to do, by payload and number of clients.
 
 Every client has four training images and one test image of 8 x 8 pixels, for which the small CNN needs milliseconds.
-What travels is the head and a block of zeros, and the client keeps the rest of its model on disk. The seconds from one
-round's end to the next one's are the engine's: messages, storing and loading arrays and client states, Ray, evaluation
-calls, averaging, checkpoint and result files.
+The head and a block of zeros travel; the client keeps the rest of its model on disk. The seconds from the end of one
+round to the end of the next are therefore the engine's: messages, storing and loading arrays and client states, Ray,
+evaluation calls, averaging, checkpoint and result files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fedapp.process import high_water
 from fedapp.transport.local_grid import LocalGrid
 
 HEAD = 650
-"""Numbers of the head: 64 features, 10 classes."""
+"""Parameters of the head: 64 features, 10 classes, weights and biases."""
 SIZES = {"20kb": 20_000, "4mb": 4_000_000, "45mb": 45_000_000}
 
 
@@ -39,7 +39,7 @@ class Case:
 
     Attributes
     ----------
-    size : key of `SIZES`.   clients : that exist.   sample : of them that take part in a round.
+    size : key of `SIZES`.   clients : number of clients.   sample : number of them that take part in a round.
     """
 
     size: str
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def key(self) -> str:
-        """Name in performance.json."""
+        """Return the name in performance.json."""
         some = f"_sample_{self.sample}" if self.sample < self.clients else f"x{self.size}"
         rest = "" if self.sample == self.clients or self.size == "20kb" else f"_{self.size}"
         return f"overhead_{self.clients}{some}{rest}_seconds"
@@ -64,7 +64,7 @@ SMALL = [Case("20kb", 4, 4, 3), Case("20kb", 8, 4, 3)]
 
 
 def tiny_images(folder: Path, clients: int) -> Path:
-    """Write random images of 8 x 8 pixels, for each client four to train on and one to test with."""
+    """Write random images of 8 x 8 pixels: for each client four training images and one test image."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (5 * clients, 8, 8, 1), dtype=np.uint8)
@@ -87,11 +87,11 @@ def configuration(case: Case, data: Path, out: Path) -> dict[str, Any]:
 
 
 class _Enough(Exception):
-    """The last counted round is over; what would follow is not measured."""
+    """The last counted round is over; the rest of the run is not measured."""
 
 
 def ray_rounds(app: Path, case: Case, flat: Mapping[str, Any], out: Path) -> tuple[list[float], int]:
-    """Run under Ray until the last round has ended; returns the seconds of the counted rounds, and peak memory."""
+    """Run under Ray until the last round has ended; return the seconds of the counted rounds and the peak memory."""
     peak = 0
 
     def stop_after_last(event: Mapping[str, Any]) -> None:
@@ -112,7 +112,7 @@ def ray_rounds(app: Path, case: Case, flat: Mapping[str, Any], out: Path) -> tup
 
 
 def local_rounds(app: Path, flat: Mapping[str, Any], out: Path) -> tuple[list[float], int]:
-    """Run in this process; its peak memory is not its own."""
+    """Run in this process; the peak memory is 0, because that of this process includes more than the run."""
     strategies.__path__.append(str(app / "strategies"))
     registry._discovered.cache_clear()
     try:

@@ -1,6 +1,6 @@
-"""A method of next to no training and any payload: FedAvg of the head and of a block of zeros that is never trained.
+"""A method with almost no training and a payload of any size: FedAvg of the head and of a block of zeros.
 
-Used by the overhead benchmark, which adds this file to `strategies/` of a copy of the app.
+The block is never trained. The overhead benchmark adds this file to `strategies/` of a copy of the app.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class PaddedHParams(BaseHParams):
 
 
 class PaddedClient(FedClient):
-    """Trains the model and carries the block along."""
+    """Trains the model and sends the block with it."""
 
     @classmethod
     def build_model(cls, spec: ModelSpec, hparams: Any) -> SplitModel:
-        """Build the model with the block registered as a parameter of the trunk."""
+        """Build the model with the block registered as a parameter of the extractor."""
         model = super().build_model(spec, hparams)
         model.features.register_parameter("padding", nn.Parameter(torch.zeros(hparams.numbers)))
         return model

@@ -1,10 +1,10 @@
-"""The reference loop: a round as the common research libraries write it, for comparison.
+"""The reference loop: a round as common research libraries write it, for comparison.
 
-One process with as many threads as there are cores. Every client's arrays are read again from compressed files each
-time they are needed, become a list of pairs and go through a `DataLoader`; the model trains eagerly in PyTorch's
-default memory layout; after training each client makes a pass over its test data and one over its training data for the
-training loss; the server averages with loops over parameters. cwFedAvg adds the regulariser to each step and averages
-once per class before it mixes for each client.
+The loop is one process with as many threads as the app has workers. Each time a client's arrays are needed, they are
+read from compressed files, converted to a list of pairs and passed through a `DataLoader`. The model trains eagerly in
+PyTorch's default memory layout. After training, each client makes a pass over its test data, and one over its training
+data for the training loss. The server averages with loops over parameters. cwFedAvg adds the regulariser to each step,
+averages once per class, and then mixes the averages for each client.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Pairs = list[tuple[Tensor, Tensor]]
 
 
 def cnn(num_classes: int, size: int, channels: int) -> nn.Sequential:
-    """The small CNN of the settings that are compared, activation before pooling, 512 features before the head."""
+    """Return the small CNN of the compared settings: activation before pooling, 512 features before the head."""
     side = ((size - 4) // 2 - 4) // 2
     return nn.Sequential(
         nn.Conv2d(channels, 32, 5), nn.ReLU(), nn.MaxPool2d(2),
@@ -38,7 +38,7 @@ def cnn(num_classes: int, size: int, channels: int) -> nn.Sequential:
 
 
 def write_client_files(folder: Path, data: FederatedData) -> None:
-    """Write every client's normalised arrays, one compressed file a client and split."""
+    """Write every client's normalised arrays, one compressed file per client and split."""
     mean = np.asarray(data.inputs.mean, dtype=np.float32)
     std = np.asarray(data.inputs.std, dtype=np.float32)
     for client, split in enumerate(data.partition.clients):
@@ -61,8 +61,8 @@ class Reference:
 
     Parameters
     ----------
-    config : a run configuration: data, batch size and learning rate are taken from it.
-    folder : where the clients' files go.   lam : factor of cwFedAvg's regulariser, None = FedAvg.
+    config : a run configuration, which gives data, batch size and learning rate.
+    folder : for the clients' files.   lam : factor of cwFedAvg's regulariser; None = FedAvg.
     """
 
     def __init__(self, config: RunConfig, folder: Path, threads: int, lam: float | None) -> None:
@@ -147,7 +147,7 @@ class Reference:
 
 @torch.no_grad()
 def naive_mix(models: list[list[Tensor]], p: Tensor, q: Tensor) -> list[list[Tensor]]:
-    """Class-wise averaging by the book: K global models, each a sum over clients, then a sum over them per client."""
+    """Average class-wise as defined: K global models, each a sum over clients, then a sum of them per client."""
     clients, classes = q.shape
     globals_: list[list[Tensor]] = []
     for j in range(classes):

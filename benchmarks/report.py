@@ -184,7 +184,7 @@ def machine_text(machine: Mapping[str, Any], speeds: Iterable[Speeds]) -> str:
 
 
 def write(folder: Path, figures: Mapping[str, Any], sections: Mapping[str, list[str]]) -> None:
-    """Update figures of performance.json and sections between the markers of performance.md (made if it does not exist).
+    """Update figures of performance.json and sections between the markers of performance.md (made if missing).
 
     Figures and sections that were not measured this time stay. The table of targets covers all figures.
     """

@@ -1,8 +1,8 @@
 """Benchmark (a): a round of FedAvg and of cwFedAvg against the reference loop and against the bare floor.
 
-CIFAR-10's 60,000 images pooled, 75 / 25 a client, 20 clients, Dirichlet 0.1, `cnn`, batch 10, one local epoch, which
-is about 45,000 samples a round, each client scored before and after its training. The reference loop, the floor and the
-app take turns; a turn of the app is a whole run, of which the rounds after the first count.
+The setting is CIFAR-10's 60,000 images pooled, 75 / 25 per client, 20 clients, Dirichlet 0.1, `cnn`, batch 10 and one
+local epoch. A round then has about 45,000 training samples. Each client is scored before and after its training. The
+reference loop, the floor and the app run in turns. A turn of the app is a whole run, whose first round does not count.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ LAM = 10.0
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the benchmark is; the small form is for tests.
+    """The size of the benchmark; the small form is for tests.
 
     Attributes
     ----------
-    images : of the pooled data set.   rounds : of a turn's run, of which the first does not count.
-    workers : processes that train side by side.   ray : under Ray, else in this process.
+    images : size of the pooled data set.   rounds : rounds of a turn's run; the first does not count.
+    workers : processes that train in parallel.   ray : under Ray, else in this process.
     """
 
     images: int = 60_000
@@ -57,7 +57,7 @@ SMALL = Scale(images=1200, clients=4, rounds=2, repeats=1, workers=1, ray=False)
 
 
 def random_images(folder: Path, count: int) -> Path:
-    """Write random arrays of CIFAR-10's form where no real ones are given: the arithmetic takes as long."""
+    """Write random arrays with CIFAR-10's shapes, in place of real data: the arithmetic takes just as long."""
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
     test = count // 6
@@ -72,7 +72,7 @@ def random_images(folder: Path, count: int) -> Path:
 
 
 def configuration(data: Path, out: Path, scale: Scale, **values: Any) -> RunConfig:
-    """Return the setting of all alternatives."""
+    """Return the common setting of all alternatives, with changes."""
     common = {
         "dataset": "cifar10", "data-dir": str(data), "clients": scale.clients, "partition": "dirichlet", "alpha": 0.1,
         "split": "merged", "model": "cnn", "batch-size": 10, "local-epochs": 1, "lr": 0.005, "momentum": 0.0,
@@ -82,14 +82,14 @@ def configuration(data: Path, out: Path, scale: Scale, **values: Any) -> RunConf
 
 
 def between_rounds(out: Path) -> list[float]:
-    """Seconds from the end of a round to the end of the next one, with everything that the server does in between."""
+    """Return the seconds from the end of each round to the end of the next, including all work of the server."""
     events = [json.loads(line) for line in (out / "progress.jsonl").read_text(encoding="utf-8").splitlines()]
     ends = [float(e["time"]) for e in events if e["kind"] == "round"]
     return [b - a for a, b in itertools.pairwise(ends)]
 
 
 def submit(session: launch.Session, flat: Mapping[str, Any]) -> launch.RunHandle:
-    """Submit a run with the resources that are chosen where none are given."""
+    """Submit a run with the resources that `fedapp run` chooses by default."""
     resources = choose_resources(int(flat["clients"]))
     return session.submit(
         flat, num_supernodes=int(flat["clients"]), client_cpus=resources.client_cpus,
@@ -110,7 +110,7 @@ class Visits:
         self.folder, self.ray, self.peak = folder, scale.ray, 0
 
     def __call__(self) -> float:
-        """Mean seconds of a counted round of this turn."""
+        """Run one turn and return the mean seconds of its counted rounds."""
         shutil.rmtree(self.folder, ignore_errors=True)
         if self.ray:
             self._run_under_ray(self.configuration())
@@ -136,7 +136,7 @@ def _reference(flat: dict[str, Any], folder: str, threads: int, lam: float | Non
 
 
 class ReferenceProcess:
-    """The reference loop in a process of its own, with as many threads as the app has workers."""
+    """The reference loop in a separate process, with as many threads as the app has workers."""
 
     def __init__(self, config: RunConfig, folder: Path, threads: int, lam: float | None) -> None:
         context = multiprocessing.get_context("spawn")
@@ -153,13 +153,13 @@ class ReferenceProcess:
         self.process.join(timeout=30)
 
     def round(self) -> float:
-        """Seconds of one round."""
+        """Run one round and return its seconds."""
         self._pipe.send(True)
         return float(self._pipe.recv())
 
 
 def measure(folder: Path, data: Path | None, scale: Scale) -> tuple[Times, dict[str, int]]:
-    """Take turns; returns the seconds a round and the peak memory in bytes by alternative."""
+    """Run the alternatives in turns; return the seconds per round and the peak memory in bytes by alternative."""
     process.prepare(1)
     data = data or random_images(folder / "data", scale.images)
 
@@ -176,7 +176,7 @@ def measure(folder: Path, data: Path | None, scale: Scale) -> tuple[Times, dict[
         ReferenceProcess(config, folder / "files-classwise", scale.workers, LAM) as cwfedavg,
         Floor(config, scale.workers) as floor,
     ):
-        fedavg.round(), cwfedavg.round()  # the files are written by now: they are not part of any round
+        fedavg.round(), cwfedavg.round()  # not counted: the first round waits for the files to be written
         for name, workers, call in (
             ("reference_fedavg", [fedavg.process], fedavg.round),
             ("reference_cwfedavg", [cwfedavg.process], cwfedavg.round),
@@ -189,7 +189,7 @@ def measure(folder: Path, data: Path | None, scale: Scale) -> tuple[Times, dict[
         around: list[float] = []
 
         def between_floors() -> float:
-            # Before and after: a drift of the machine's speed then falls on both.
+            # The floor runs before and after the app, so that a drift of the machine's speed affects both.
             before = floor.round()
             seconds = app["fedavg"]()
             around[:] = [before, floor.round()]

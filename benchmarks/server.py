@@ -1,6 +1,6 @@
 """Benchmark (c): every computation of the server (and CCVR's statistics) against its naive form and against the floor.
 
-The floor is what the machine could do at best: the bytes that must be read or written once, at the speed of memory, or
+The floor is the best that the machine allows: the bytes that must be read or written once at the speed of memory, or
 the operations of the cheapest known form at the speed of a large matrix product, whichever takes longer.
 """
 
@@ -54,8 +54,8 @@ class Problem:
     Attributes
     ----------
     naive, ours : alternatives that give the same result.
-    bytes : that must move.   flops : of the cheapest form.   double : whether in float64.
-    random : the results are draws, and not to be compared.
+    bytes : bytes that must move.   flops : operations of the cheapest form.   double : whether they are in float64.
+    random : whether the results are random draws, which are not compared.
     """
 
     naive: Callable[[], Any]
@@ -66,7 +66,7 @@ class Problem:
     random: bool = False
 
     def floor(self, speeds: Speeds) -> float:
-        """Seconds at the given speeds."""
+        """Return the seconds of the floor at the given speeds."""
         return max(self.bytes / speeds.memory, self.flops / (speeds.double if self.double else speeds.single))
 
 
@@ -105,7 +105,7 @@ def average(count: int, size: str) -> Problem:
 def cwfedavg(count: int, classes: int, size: str) -> Problem:
     """Class-wise averages of all layers and a blend for each client; naive: K global models, then the mixes.
 
-    Ours is the strategy itself: it takes the replies, and computes what each client is sent.
+    Ours is the strategy itself: it reads the replies and computes what each client gets.
     """
     name, channels, side = ("digits-c", 1, 8) if size == "10 k" else ("cnn", 3, 32)
     model = build_model(name, num_classes=classes, channels=channels, size=side, seed=0)
@@ -295,8 +295,8 @@ class Row:
 
     Attributes
     ----------
-    key : name in performance.json, or "".   repeats : turns; large naive forms get few.
-    threads : of both forms; 0 = one a core. One is what `threads` and `server-threads` are by default.
+    key : name in performance.json, or "".   repeats : number of turns; few for large naive forms.
+    threads : threads of both forms; 0 = one per core. The default of `threads` and `server-threads` is 1.
     """
 
     name: str
@@ -367,7 +367,7 @@ SMALL = [
 
 @dataclass(frozen=True)
 class Found:
-    """What was measured of a row; seconds are medians, `over` is ours over the floor, memory in bytes."""
+    """The measurements of a row: seconds are medians, `over` is ours over the floor, memory is in bytes."""
 
     row: Row
     times: Times
@@ -378,12 +378,12 @@ class Found:
 
     @property
     def speedup(self) -> float:
-        """Naive over ours."""
+        """Return the ratio of the naive form to ours."""
         return self.times.ratio("naive", "ours")
 
     @property
     def over(self) -> float:
-        """Ours over the floor."""
+        """Return the ratio of ours to the floor."""
         return self.times.median("ours") / self.floor
 
 
@@ -392,7 +392,7 @@ def _prepared(problem: Callable[[], Problem], name: str) -> Callable[[], Any]:
 
 
 def measure(rows: list[Row], small: bool = False) -> list[Found]:
-    """Measure all rows; unless `small`, also the peak memory of both forms, each in a process of its own."""
+    """Measure all rows; unless `small`, also the peak memory of both forms, each in a separate process."""
     process.quiet_blas()
     found = []
     for row in rows:

@@ -1,4 +1,4 @@
-"""Timing of alternatives in turn: on a machine whose speed drifts, only what was measured side by side compares."""
+"""Timing of alternatives in turns: if a machine's speed drifts, only times measured close together are comparable."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of the alternatives of one comparison; index i of all lists belongs to the same turn."""
+    """Seconds of the alternatives of one comparison; entry i of every list belongs to turn i."""
 
     seconds: dict[str, list[float]]
 
     def median(self, name: str) -> float:
-        """Median seconds of an alternative."""
+        """Return the median seconds of an alternative."""
         return statistics.median(self.seconds[name])
 
     def ratio(self, slow: str, fast: str) -> float:
-        """How many times longer `slow` takes than `fast`: the median over turns of the ratio within a turn."""
+        """Return how many times as long `slow` takes as `fast`: the median over turns of the ratio within a turn."""
         return statistics.median(self.ratios(slow, fast))
 
     def ratios(self, slow: str, fast: str) -> list[float]:
-        """The ratio of every turn, ascending."""
+        """Return the ratios of all turns in ascending order."""
         return sorted(a / b for a, b in zip(self.seconds[slow], self.seconds[fast], strict=True))
 
 
 def alternate(alternatives: Mapping[str, Callable[[], object]], repeats: int, warmup: int = 1) -> Times:
-    """Call every alternative once a turn, `warmup` turns uncounted and `repeats` counted.
+    """Call every alternative once per turn, in `warmup` turns that do not count and `repeats` turns that do.
 
-    An alternative that returns a float has measured itself (a whole process, of which only a part counts); otherwise
-    the call is timed.
+    If an alternative returns a float, that is its time, because only a part of the call counts. Otherwise the whole
+    call is timed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in alternatives}
     for turn in range(warmup + repeats):

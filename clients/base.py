@@ -1,29 +1,30 @@
 """`FedClient`: one round of one client, as a NumPyClient that exchanges only named, partial parameters.
 
-These are the functions that a method's client may define, in the order in which a round calls them. They may change
-`self.model`, `self.own` (private arrays, stored on disk after the round and restored before the next) and attributes
-that they set themselves; nothing else outlives the round.
+The table lists the functions that a method's client may define, in the order in which a round calls them. They may
+change `self.model`, `self.own` (private arrays) and attributes that they set themselves. Only `self.model` and
+`self.own` are stored on disk after the round. Before the next one `self.own` is always restored, and the model unless
+the server sends all of it (see `needs_state`).
 
 | function                          | when                                     | default                         |
 |-----------------------------------|------------------------------------------|---------------------------------|
 | `build_model(spec, hparams)`      | whenever a model is built, on both sides | the model of the zoo            |
-| `common_facts()`                  | when the client registers                | nothing must agree              |
+| `common_facts()`                  | when the client registers                | no facts to compare             |
 | `restore(server_round, payload)`  | first                                    | the model as the client left it |
-| `receive(payload)`                | before the score of what was received    | copies the shared arrays        |
+| `receive(payload)`                | before the score `received`              | copies the shared arrays        |
 | `configure_model(model, scalars)` | in `receive`, and on the server          | nothing                         |
-| `before_training(payload)`        | after that score                         | nothing                         |
+| `before_training(payload)`        | after the score `received`               | nothing                         |
 | `optimise(payload)`               | the local training                       | the loop over `step_loss`       |
 | `train_spec()`, `adam_betas()`    | in `optimise`                            | the run's settings              |
 | `parameters()`, `views`           | in `optimise`                            | all parameters, one view        |
 | `step_loss(batch)`                | every step                               | mean cross-entropy              |
 | `after_epoch(epoch)`              | after every epoch                        | nothing                         |
-| `after_training(payload)`         | before the score of what was trained     | no further arrays               |
+| `after_training(payload)`         | before the score `trained`               | no further arrays               |
 | `score(x, y)`                     | for each score                           | the model's predictions         |
 | `reply_metrics()`                 | last                                     | no further numbers              |
-| `reference(payload)`              | where updates are clipped                | the arrays as received          |
+| `reference(payload)`              | if updates are clipped                   | the arrays as received          |
 | `answer(kind, payload)`           | for each query of the server             | an error                        |
 
-Only the declared `shared` arrays and `extra_up` leave the client.
+Only the arrays that the method declares as `shared` (or `up`) and `extra_up` leave the client.
 """
 
 from __future__ import annotations
@@ -58,14 +59,14 @@ class FedClient(NumPyClient):
     ----------
     task : data, architecture and settings.
     method, hparams : the method and its hyperparameters.
-    store : where the private state lives between rounds; None keeps nothing (for tests and foreign apps).
+    store : holds the private state between rounds; None stores nothing (for tests and other apps).
     """
 
     views: ClassVar[int] = 1
-    """Independent augmentations of each image in a step."""
+    """Number of independent augmentations of each image in a step."""
     needs_state: ClassVar[bool] = False
-    """Whether the method needs its stored model even where the server sends the whole model. `self.own` is restored in
-    any case."""
+    """Whether the method needs its stored model even if the server sends the whole model. `self.own` is always
+    restored."""
 
     def __init__(self, task: Task, method: Method, hparams: Any, store: ClientStore | None = None) -> None:
         self.task = task
@@ -90,7 +91,7 @@ class FedClient(NumPyClient):
 
     @classmethod
     def initial_arrays(cls, spec: ModelSpec, method: Method, hparams: Any, buffers: str) -> Arrays:
-        """Return the shared arrays of a new model: what a server starts from."""
+        """Return the shared arrays of a new model, which the server starts from."""
         model = cls.build_model(spec, hparams)
         return selection.extract(model, cls.names_of(model, method, hparams, buffers))
 
@@ -99,7 +100,7 @@ class FedClient(NumPyClient):
         """Apply a payload's plain values to the model itself, not to its arrays; server and clients both call this."""
 
     def receive(self, payload: Payload) -> None:
-        """Take over what the server sent: copy the shared model arrays into the model."""
+        """Copy the shared model arrays that the server sent into the model."""
         selection.merge(self.model, payload.all())
         self.configure_model(self.model, payload.scalars)
 
@@ -111,14 +112,14 @@ class FedClient(NumPyClient):
         return F.cross_entropy(self.model(batch.x), batch.y)
 
     def parameters(self) -> Iterable[nn.Parameter]:
-        """Return what is optimised."""
+        """Return the parameters to optimise."""
         return self.model.parameters()
 
     def after_epoch(self, epoch: int) -> None:
         """Run after each local epoch, counted from 0."""
 
     def train_spec(self) -> TrainSpec:
-        """Return how this round trains."""
+        """Return the training settings of this round."""
         return self.task.train
 
     def after_training(self, payload: Payload) -> Arrays:
@@ -126,7 +127,7 @@ class FedClient(NumPyClient):
         return {}
 
     def reference(self, payload: Payload) -> Arrays:
-        """Return what a bound on updates measures the reply against: the model arrays as received, by their names."""
+        """Return the arrays from which `clip-update` measures the change: the model arrays as received, by name."""
         return payload.all()
 
     def reply_metrics(self) -> dict[str, Any]:
@@ -134,15 +135,20 @@ class FedClient(NumPyClient):
         return {}
 
     def common_facts(self) -> dict[str, Scalar]:
-        """Return facts that must be the same at all clients, such as a checksum of public images."""
+        """Return facts that must be equal at all clients, such as a checksum of public images."""
         return {}
 
     def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
-        """Answer the server's query `kind` with the model that `receive(payload)` gives."""
-        raise ValueError(f"the method '{self.method.id}' has no answer to 'query.{kind}'")
+        """Answer the server's query `kind` with the model after `receive(payload)`.
+
+        Returns
+        -------
+        The arrays and the numbers of the reply.
+        """
+        raise ValueError(f"the method '{self.method.id}' cannot answer 'query.{kind}': define answer() in its client")
 
     def adam_betas(self) -> tuple[float, float]:
-        """Moment decay rates where the optimizer is Adam."""
+        """Return Adam's decay rates of the two moments."""
         return (0.9, 0.999)
 
     def optimise(self, payload: Payload) -> TrainReport:
@@ -166,12 +172,12 @@ class FedClient(NumPyClient):
     def train_round(
         self, payload: Payload, server_round: int, *, balanced: bool = False
     ) -> tuple[Arrays, int, dict[str, Any]]:
-        """Evaluate what was received, train, evaluate what was trained, store the state, and reply.
+        """Evaluate the received model, train it, evaluate the trained model, store the state, and reply.
 
         Parameters
         ----------
         server_round : number of the round from 1.
-        balanced : measure the balanced score too.
+        balanced : also measure the balanced score.
 
         Returns
         -------
@@ -200,9 +206,9 @@ class FedClient(NumPyClient):
         return arrays, self.task.num_samples, metrics
 
     def evaluate_round(self, payload: Payload, server_round: int, *, balanced: bool = True) -> dict[str, Any]:
-        """Score the model as last trained (`trained`), and as handed out now (`received`); nothing is stored.
+        """Score the model as last trained (`trained`) and as sent now (`received`); store nothing.
 
-        A client that never trained scores what it received under both names.
+        A client that has never trained reports the score of the received model under both names.
         """
         self.round = server_round
         self.restore(server_round, payload, always=True)
@@ -219,7 +225,7 @@ class FedClient(NumPyClient):
         return metrics
 
     def answer_query(self, kind: str, payload: Payload, server_round: int) -> tuple[Arrays, int, dict[str, Any]]:
-        """Answer one query of the server."""
+        """Answer one query of the server; return the arrays, n_k and the metrics of the reply."""
         self.round = server_round
         self.restore(server_round, payload)
         self.receive(payload)
@@ -229,11 +235,11 @@ class FedClient(NumPyClient):
     # ---- pieces --------------------------------------------------------------------------------------------------
 
     def generator(self, purpose: str) -> torch.Generator:
-        """Return a generator that depends on seed, purpose, round and client alone."""
+        """Return a generator that depends only on seed, purpose, round and client."""
         return sampling.torch_generator(self.task.seed, purpose, self.round, self.task.client)
 
     def measure(self, protocol: str, balanced: bool = False) -> dict[str, Any]:
-        """Score the present model on the client's own test split, as sums and counts."""
+        """Score the current model on the client's own test split, as sums and counts."""
         scores = self.score(self.task.x_test, self.task.y_test)
         metrics: dict[str, Any] = {
             f"{protocol}-correct": int(scores.correct.sum()),
@@ -245,23 +251,23 @@ class FedClient(NumPyClient):
         return metrics
 
     def score(self, x: Tensor, y: Tensor) -> Scores:
-        """Score the present model on images (n, H, W, C) uint8."""
+        """Score the current model on images x, (n, H, W, C) uint8, with labels y, (n,)."""
         precision = self.task.train.precision
         return evaluate(self.model, x, y, self.task.inputs, self.task.num_classes, precision=precision)
 
     def representations(self, x: Tensor | None = None) -> Tensor:
-        """(n, width) float32 representations of the training split (or of `x`), in evaluation mode, test transform."""
+        """Return (n, width) float32 representations of the training split or of `x`, with the test transform."""
         self.model.eval()
         return batched(self.model.represent, self.task.x_train if x is None else x, self.task.inputs)
 
     def restore(self, server_round: int, payload: Payload, always: bool = False) -> None:
-        """Set up the model as this client left it before `server_round`; a new client gets its seeded initial model."""
+        """Build the model as this client left it before `server_round`; a new client gets its seeded initial model."""
         skeleton = _skeleton(type(self), self.task.spec(0), self.hparams)
         self._loaded = None
         if self.store is not None and (always or self.needs_state or not self._covered(skeleton, payload)):
             self._loaded = self.store.load(server_round)
         elif self.store is not None and (private := self.store.load(server_round, "own/")) is not None:
-            # The server sends the whole model: of the stored state only what the server cannot know is read.
+            # The server sends the whole model, so only the private arrays are read from the stored state.
             self.own = _own(private)
         if self._loaded is None:
             if self._covered(skeleton, payload):
@@ -281,27 +287,27 @@ class FedClient(NumPyClient):
                     module.reset_running_stats()
 
     def _covered(self, model: nn.Module, payload: Payload) -> bool:
-        """Whether the payload holds every parameter and floating-point buffer of the model."""
+        """Return whether the payload holds every parameter and floating-point buffer of the model."""
         names = payload.all().keys()
         return all(n in names for n in selection.shared_names(model, ("",)))
 
     def state(self) -> Arrays:
-        """Return everything that must survive the round."""
+        """Return everything that is stored after the round."""
         model = {f"model/{name}": a for name, a in selection.everything(self.model).items()}
         return {**model, **{f"own/{name}": np.asarray(a) for name, a in self.own.items()}}
 
     def down_names(self) -> list[str]:
-        """Names of the model arrays that the server sends, in state-dict order."""
+        """Return the names of the model arrays that the server sends, in state-dict order."""
         return self.names_of(self._model_or_skeleton(), self.method, self.hparams, self.task.buffers)
 
     def up_names(self) -> list[str]:
-        """Names of the model arrays in this client's replies, in state-dict order."""
+        """Return the names of the model arrays in this client's replies, in state-dict order."""
         prefixes = self.method.up_prefixes(self.hparams)
         return selection.shared_names(self._model_or_skeleton(), prefixes, self.task.buffers) if prefixes else []
 
     @staticmethod
     def names_of(model: nn.Module, method: Method, hparams: BaseHParams, buffers: str) -> list[str]:
-        """Names of the shared arrays of a model under a method."""
+        """Return the names of the shared arrays of a model under a method."""
         prefixes = method.shared_prefixes(hparams)
         return selection.shared_names(model, prefixes, buffers) if prefixes else []
 
@@ -309,7 +315,7 @@ class FedClient(NumPyClient):
         return self.model if hasattr(self, "model") else _skeleton(type(self), self.task.spec(0), self.hparams)
 
     def register(self) -> tuple[dict[str, Any], dict[str, Scalar]]:
-        """Return what this client states about itself: sample count and shared shapes, never class counts."""
+        """Return what this client states about itself: sample count, model and shared shapes, never class counts."""
         model = _skeleton(type(self), self.task.spec(0), self.hparams)
         state = model.state_dict()
         shapes = {n: list(state[n].shape) for n in [*self.down_names(), *self.up_names()]}
@@ -325,7 +331,7 @@ class FedClient(NumPyClient):
         }
         return {"num-examples": self.task.num_samples}, info
 
-    # ---- NumPyClient, for anybody's client_fn --------------------------------------------------------------------
+    # ---- NumPyClient, for other apps' client_fn ------------------------------------------------------------------
 
     def get_parameters(self, config: dict[str, Any]) -> list[Array]:
         """Return the shared arrays in the order of `down_names()`."""
@@ -344,7 +350,7 @@ class FedClient(NumPyClient):
 
         Returns
         -------
-        Mean loss in nats, number of test samples (at least 1), and `accuracy`; whatever the task's `protocols` are.
+        Mean loss in nats, number of test samples (at least 1), and `accuracy`, for any value of the task's `protocols`.
         """
         payload = Payload(arrays=dict(zip(self.down_names(), parameters, strict=True)))
         self.round = int(config.get("round", 1))
@@ -362,5 +368,5 @@ def _own(stored: Stored) -> Arrays:
 
 @functools.lru_cache(maxsize=16)
 def _skeleton(client: type[FedClient], spec: ModelSpec, hparams: Any) -> SplitModel:
-    """Build a model once per process; clients work on copies, so nothing leaks from one to the next."""
+    """Build a model once per process; clients work on copies, so nothing is carried over from one to the next."""
     return client.build_model(spec, hparams)

@@ -1,12 +1,12 @@
 #!/bin/sh
-# Make a certificate authority of the federation's own, and a server certificate for its SuperLink.
+# Make the federation's own certificate authority, and a server certificate for its SuperLink.
 #
 #   docker/certs.sh DIR [NAME-OR-ADDRESS ...]      default names: localhost 127.0.0.1 ::1 superlink
 #
-# Writes DIR/ca.key, ca.crt, server.key, server.crt. An authority that is there already is kept: running it again renews
-# the server's certificate, and no node has to change anything. Nodes and whoever submits runs get ca.crt, nothing else;
-# ca.key belongs on no machine of the federation.
-# DAYS (default 365) is the life of the server's certificate, CA_DAYS (default 3650) that of the authority.
+# Writes DIR/ca.key, ca.crt, server.key and server.crt. An existing authority is kept, so running the script again renews
+# the server's certificate and the nodes need no change. Copy only ca.crt to the nodes and to the machines that submit
+# runs. Keep ca.key away from all machines of the federation.
+# DAYS (default 365) is the validity of the server's certificate, CA_DAYS (default 3650) that of the authority.
 set -eu
 
 [ $# -ge 1 ] || { echo "usage: $0 DIR [NAME-OR-ADDRESS ...]" >&2; exit 2; }

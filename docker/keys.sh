@@ -3,8 +3,11 @@
 #
 #   docker/keys.sh DIR NAME [NAME ...]
 #
-# Register each one where Flower's configuration names the SuperLink:   flwr supernode register DIR/NAME.pub CONNECTION
-# A key that is there already is kept. Best made on the node itself, so that the private key never travels.
+# Register each public key on a machine whose Flower configuration names the SuperLink:
+#
+#   flwr supernode register DIR/NAME.pub CONNECTION
+#
+# An existing key is kept. Run the script on the node itself, so that the private key never leaves it.
 set -eu
 
 [ $# -ge 2 ] || { echo "usage: $0 DIR NAME [NAME ...]" >&2; exit 2; }
@@ -15,10 +18,10 @@ umask 077
 mkdir -p "$dir"
 for name in "$@"; do
   if [ -f "$dir/$name" ]; then
-    echo "$dir/$name is kept"
+    echo "$dir/$name exists and is kept"
     continue
   fi
   ssh-keygen -q -t ecdsa -b 384 -N "" -C "$name" -f "$dir/$name"
   chmod 644 "$dir/$name.pub"
-  echo "$dir/$name made"
+  echo "$dir/$name was made"
 done

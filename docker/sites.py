@@ -1,8 +1,8 @@
-"""Data of three imagined sites: scikit-learn's handwritten digits, dealt unevenly, an .npz file for each.
+"""Data of three imaginary sites: scikit-learn's handwritten digits, unevenly partitioned, one .npz file per site.
 
     python docker/sites.py DIR [--sites 3] [--seed 0] [--owner UID]
 
-Each file has train and test images of its own and the names of the ten classes; a site need not have all of them.
+Each file holds its own training and test images and the names of the ten classes. A site may lack some classes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def write(folder: Path, sites: int = 3, seed: int = 0) -> list[Path]:
 
 
 def main() -> None:
-    """Write the files and say how many images each has."""
+    """Write the files and print the number of images in each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--sites", type=int, default=3)

@@ -1,8 +1,8 @@
 #!/bin/sh
-# Everything once, in containers: build, certificates, keys, three sites with handwritten digits, two rounds, one node
-# killed, a run without it, one more with it again. Needs a Docker daemon with Compose v2 and some ten minutes.
+# Test every step once, in containers: build, certificates, keys, three sites with handwritten digits, two rounds, one
+# node killed, a run without it, and a run after its restart. Needs a Docker daemon with Compose v2 and about ten minutes.
 #
-#   docker/smoke.sh            cleans up behind itself; KEEP=yes leaves the containers running
+#   docker/smoke.sh            removes the containers at the end; KEEP=yes leaves them running
 #
 # Exit code 0: every step succeeded.
 set -eu
@@ -24,7 +24,7 @@ trap 'exit 130' INT TERM
 
 say() { printf '\n== %s\n' "$*"; }
 in_superlink() { $compose exec -T superlink "$@"; }
-good() { # good RUN: its summary says that every round was good
+good() { # good RUN: succeeds if the run's summary says that it succeeded
   in_superlink python -c "import json, sys; s = json.load(open(sys.argv[1])); sys.exit(0 if s['ok'] else str(s))" \
     "/var/lib/fedapp/runs/$1/summary.json"
 }
@@ -36,7 +36,7 @@ docker/keys.sh docker/keys supernode-0 supernode-1 supernode-2
 say "image"
 $compose build superlink
 
-say "data of three sites; private files for the user inside the containers"
+say "data of three sites; owner of the private files"
 mkdir -p docker/sites
 docker run --rm --user 0 -e FEDAPP_CACHE=/tmp/cache -v "$PWD/docker:/setup" fedapp:0.1.0 \
   sh -c "python /setup/sites.py /setup/sites --owner $user && chmod -R a+rX /setup/sites \
@@ -60,13 +60,13 @@ say "two rounds with three architectures"
 in_superlink fedapp run --engine deploy --superlink superlink --rounds 2 --clients 3 --out /var/lib/fedapp/runs/first
 good first
 
-say "supernode-2 is killed: a round without it"
+say "kill supernode-2 and run a round without it"
 $compose kill --signal SIGKILL supernode-2
 in_superlink fedapp run --engine deploy --superlink superlink --rounds 1 --clients 3 --set wait-timeout=30 \
   --set round-timeout=90 --out /var/lib/fedapp/runs/two-nodes
 good two-nodes
 
-say "it comes back and goes on with its own model"
+say "restart supernode-2: it continues with its own model"
 $compose up -d --wait supernode-2
 in_superlink fedapp run --engine deploy --superlink superlink --rounds 1 --clients 3 --set warm-start=true \
   --out /var/lib/fedapp/runs/warm

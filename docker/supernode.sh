@@ -1,9 +1,9 @@
 #!/bin/sh
-# Run flower-supernode with the arguments given, and start it again when it fails.
+# Run flower-supernode with the given arguments, and start it again when it fails.
 #
-# A SuperLink takes a node that vanished (power cut, kill -9) for online until two heartbeats of 30 s are missing, and
-# refuses it until then (exit code 305). RESTART_AFTER, default 65 seconds, waits that long: an immediate restart would
-# only fail. SIGTERM and SIGINT end the SuperNode in order and are no reason to start it again.
+# A SuperLink considers a lost node (power cut, kill -9) online until two heartbeats of 30 s are missing, and refuses it
+# until then (exit code 305). An immediate restart would fail, so the script waits RESTART_AFTER seconds (default 65).
+# SIGTERM and SIGINT stop the SuperNode properly, without a restart.
 set -u
 
 stopping=
@@ -19,7 +19,7 @@ while :; do
   child=$!
   wait "$child"
   code=$?
-  # A signal ends the first wait at once; the second one waits for the SuperNode itself.
+  # A signal ends the first wait at once, so wait again until the SuperNode has stopped.
   [ -z "$stopping" ] || { wait "$child"; exit 0; }
   [ "$code" -ne 0 ] || exit 0
   echo "supernode.sh: flower-supernode ended with code $code; next try in ${RESTART_AFTER:-65} s" >&2

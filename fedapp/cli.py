@@ -18,7 +18,7 @@ from fedapp.errors import BadRequest
 
 
 class Commands(TyperGroup):
-    """The commands; Ctrl-C is one line and exit code 130. Typer itself, depending on its version, would end with 1."""
+    """The group of commands. Ctrl-C prints one line and exits with 130; some versions of Typer would exit with 1."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
@@ -41,11 +41,13 @@ app = typer.Typer(
 Engine = Literal["ray", "local", "deploy"]
 File = Annotated[
     Path | None,
-    typer.Argument(help="TOML file of run-config keys, or a shipped recipe (fedapp recipes)", metavar="[FILE.toml]"),
+    typer.Argument(
+        help="TOML file of run-config keys, or the name of a shipped recipe (fedapp recipes)", metavar="[FILE.toml]"
+    ),
 ]
 Scale = Annotated[
     float | None,
-    typer.Option(help="shrink FILE's rounds and data by this factor (0 to 1), and large models to light ones"),
+    typer.Option(help="factor (0 to 1) for FILE's rounds and data; large models are replaced by small ones"),
 ]
 Set = Annotated[
     list[str] | None, typer.Option("--set", help="any run-config key, as key=value; repeatable", metavar="KEY=VALUE")
@@ -53,7 +55,7 @@ Set = Annotated[
 
 
 def main() -> None:
-    """Run the command line; bad requests are a few lines and exit code 2."""
+    """Run the command line. A bad request prints a few lines and exits with 2, any other error a traceback and 1."""
     try:
         app(standalone_mode=True)
     except BadRequest as e:
@@ -65,7 +67,7 @@ def main() -> None:
 
 
 def _tell_broken() -> None:
-    """Name the files of `strategies/` that give no method: the others work without them."""
+    """Name the files of `strategies/` that define no valid method; the others work without them."""
     from fedapp import registry
 
     for text in registry.broken().values():
@@ -78,11 +80,11 @@ def collect(
     settings: Mapping[str, Any] | None = None,
     scale: float | None = None,
 ) -> dict[str, Any]:
-    """Join a recipe's settings, options and `--set` values; the command line goes before the recipe and is not scaled.
+    """Join a recipe's settings, options and `--set` values. The command line overrides the recipe and is not scaled.
 
     Raises
     ------
-    BadRequest : a key given twice on the command line with different values, or `--set` that is not key=value.
+    BadRequest : the command line gives a key twice with different values, or `--set` is not key=value.
     """
     from fedapp import config
 
@@ -90,7 +92,9 @@ def collect(
 
     def put(key: str, value: Any, how: str) -> None:
         if key in given and given[key][0] != value:
-            raise BadRequest(f"{key} is given twice: {given[key][1]} says {given[key][0]!r}, {how} says {value!r}")
+            raise BadRequest(
+                f"{key} is given twice: {given[key][1]} says {given[key][0]!r}, {how} says {value!r}; give it once"
+            )
         given.setdefault(key, (value, how))
 
     for key, value in options.items():
@@ -99,7 +103,7 @@ def collect(
     for item in sets or []:
         key, sep, text = item.partition("=")
         if not sep:
-            raise BadRequest(f"--set {item}: write --set key=value")
+            raise BadRequest(f"--set {item} has no value: write --set key=value")
         put(key.strip(), config.parse_value(key.strip(), text.strip()), f"--set {item}")
     values = dict(settings or {})
     chosen = {k: v for k, (v, _) in given.items()}
@@ -120,15 +124,20 @@ def run(
     method: Annotated[str | None, typer.Option(help="id of the method (fedapp methods)")] = None,
     dataset: Annotated[str | None, typer.Option(help="data set")] = None,
     clients: Annotated[int | None, typer.Option(help="number of clients (default 10)")] = None,
-    rounds: Annotated[int | None, typer.Option(help="rounds in all")] = None,
+    rounds: Annotated[int | None, typer.Option(help="total number of rounds")] = None,
     seed: Annotated[int | None, typer.Option(help="seed of every random draw")] = None,
-    engine: Annotated[Engine, typer.Option(help="ray: flwr run; local: this process; deploy: real nodes")] = "ray",
-    superlink: Annotated[str | None, typer.Option(help="connection in Flower's configuration, for deploy")] = None,
+    engine: Annotated[
+        Engine,
+        typer.Option(help="where clients run. ray: simulation by flwr run; local: this process; deploy: real nodes"),
+    ] = "ray",
+    superlink: Annotated[
+        str | None, typer.Option(help="for --engine deploy: name of a connection in Flower's configuration")
+    ] = None,
     client_cpus: Annotated[int | None, typer.Option(help="CPUs of each virtual client")] = None,
     client_gpus: Annotated[float | None, typer.Option(help="GPU fraction of each virtual client")] = None,
     out: Annotated[Path | None, typer.Option(help="run directory (default ./runs/...)")] = None,
     resume: Annotated[Path | None, typer.Option(help="continue the run in this directory")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show configuration and traffic, train nothing")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show configuration and traffic without training")] = False,
     scale: Scale = None,
     sets: Set = None,
 ) -> None:
@@ -141,26 +150,26 @@ def run(
 
     _tell_broken()
     if engine != "deploy" and superlink is not None:
-        raise BadRequest("--superlink goes with --engine deploy")
+        raise BadRequest("--superlink needs --engine deploy: add it, or leave out --superlink")
     options = {
         "method": method, "dataset": dataset, "clients": clients, "num-server-rounds": rounds, "seed": seed,
     }  # fmt: skip
     recipe = recipes.find(file) if file is not None else None
     if resume is not None and scale is not None:
-        raise BadRequest("--resume takes everything but --rounds from the run; leave out --scale")
+        raise BadRequest("--resume takes all settings but --rounds from the run: leave out --scale")
     values = collect(options, sets, recipe.settings if recipe else None, scale)
     if resume is not None:
         values = runner.resume_values(resume, values, out, file)
         out = resume
     elif "out" in values:
         if out is not None and str(out) != values["out"]:
-            raise BadRequest(f"out is given twice: --out says {out}, --set says {values['out']}")
+            raise BadRequest(f"out is given twice: --out says {out}, --set says {values['out']}; give it once")
         out = Path(str(values.pop("out")))
     if engine == "deploy":
         from fedapp.engines import deploy
 
         if client_cpus is not None or client_gpus is not None:
-            raise BadRequest("--client-cpus and --client-gpus go with --engine ray; real nodes have what they have")
+            raise BadRequest("--client-cpus and --client-gpus need --engine ray: leave them out for real nodes")
         raise typer.Exit(deploy.run(values, out, superlink, dry_run))
     raise typer.Exit(
         runner.run_and_report(
@@ -171,7 +180,7 @@ def run(
 
 @app.command()
 def methods() -> None:
-    """List all methods: heterogeneous yes/no, what travels, paper."""
+    """List all methods: whether they allow different architectures, what travels, and the paper."""
     from fedapp import registry
 
     _tell_broken()
@@ -198,7 +207,7 @@ def partition(
     out: Annotated[Path | None, typer.Option(help="folder for partition.npz and partition.png")] = None,
     sets: Set = None,
 ) -> None:
-    """Show how data would be dealt to clients: classes x clients, sizes, majority-class score; with --out a picture."""
+    """Show how the data would be partitioned: classes x clients, sizes, majority-class score; --out adds a figure."""
     from fedapp import config
     from fedapp.data.card import data_card
     from fedapp.results.figures import plots
@@ -216,7 +225,7 @@ def partition(
             data.partition.save(out / "partition.npz")
             plots.label_heat(card.train, card.classes).savefig(out / "partition.png", facecolor="white")
         except OSError as e:
-            raise BadRequest(f"{out} cannot be written ({e.strerror})") from e
+            raise BadRequest(f"{out} cannot be written ({e.strerror}): choose another --out") from e
         typer.echo(f"written to {out}")
 
 
@@ -225,33 +234,41 @@ def compare(
     file: File = None,
     methods: Annotated[
         str | None,
-        typer.Option(help='ids with commas, each perhaps with its own values: "local,fedprox(mu=0.1 lr=0.01)"'),
+        typer.Option(help='comma-separated ids, optionally with values of their own: "local,fedprox(mu=0.1 lr=0.01)"'),
     ] = None,
     dataset: Annotated[str | None, typer.Option(help="data set")] = None,
-    datasets: Annotated[str, typer.Option(help="several data sets with commas")] = "",
+    datasets: Annotated[str, typer.Option(help="several data sets, comma-separated")] = "",
     partitions: Annotated[
-        str, typer.Option(help='several, with alpha or classes per client: "pathological:2,dirichlet:0.1"')
+        str, typer.Option(help='several partitions, with alpha or classes per client: "pathological:2,dirichlet:0.1"')
     ] = "",
     clients: Annotated[int | None, typer.Option(help="number of clients (default 10)")] = None,
-    rounds: Annotated[int | None, typer.Option(help="rounds in all")] = None,
+    rounds: Annotated[int | None, typer.Option(help="total number of rounds")] = None,
     seed: Annotated[int | None, typer.Option(help="first seed")] = None,
     seeds: Annotated[int, typer.Option(help="number of seeds")] = 1,
-    reference: Annotated[str | None, typer.Option(help="method that the others are tested against (the first)")] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="method that the others are tested against (default: the first)")
+    ] = None,
     target: Annotated[
         float | None,
-        typer.Option(help="accuracy, such as 0.9, to count rounds and bytes to (what the reference ends at)"),
+        typer.Option(help="count rounds and bytes to this accuracy, such as 0.9 (default: the reference's last)"),
     ] = None,
     engine: Annotated[
-        Literal["ray", "local"], typer.Option(help="local: this machine's processes; ray: flwr run")
+        Literal["ray", "local"],
+        typer.Option(help="where runs are done. local: processes of this machine; ray: flwr run"),
     ] = "local",
-    workers: Annotated[int | None, typer.Option(help="processes at a time, local engine (a core each)")] = None,
-    out: Annotated[Path | None, typer.Option(help="folder of the comparison (default ./runs/compare-...)")] = None,
+    workers: Annotated[
+        int | None, typer.Option(help="for --engine local: processes at a time (default: one per core)")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="folder of the comparison (default ./runs/compare-...); an existing one is continued"),
+    ] = None,
     scale: Scale = None,
     sets: Set = None,
 ) -> None:
     """Run several methods on the same data, partition and sampled clients, and compare them; resumable.
 
-    Without --methods: the rows that a recipe lists, else the file's method beside Standalone. Exit codes as fedapp run.
+    Without --methods: the rows that a recipe lists, else the file's method and Standalone. Exit codes as fedapp run.
     """
     from fedapp.experiments import compare as comparing
     from fedapp.experiments import recipes
@@ -264,7 +281,9 @@ def compare(
     lists = {"dataset": _names(datasets), "partition": _names(partitions)}
     for key, several in lists.items():
         if several and key in given:
-            raise BadRequest(f"{key} is given twice: --{key}s {','.join(several)}, and {key} = {values[key]!r}")
+            raise BadRequest(
+                f"{key} is given twice: --{key}s {','.join(several)}, and {key} = {values[key]!r}; give it once"
+            )
     for key in ("out", "resume"):
         values.pop(key, None)
     if methods is None:
@@ -290,9 +309,9 @@ def _names(text: str) -> list[str]:
 
 @app.command(name="recipes")
 def list_recipes(
-    name: Annotated[str | None, typer.Argument(help="a recipe, to print as a TOML file", metavar="[NAME]")] = None,
+    name: Annotated[str | None, typer.Argument(help="recipe to print as a TOML file", metavar="[NAME]")] = None,
 ) -> None:
-    """List the shipped recipes, which are the settings of the papers' tables, or print one of them."""
+    """List the shipped recipes (the settings of the papers' tables), or print one of them."""
     from fedapp.experiments import recipes
 
     if name is not None:
@@ -304,12 +323,12 @@ def list_recipes(
 
 @app.command()
 def predict(
-    images: Annotated[list[Path], typer.Argument(help="pictures", metavar="IMAGE...")],
+    images: Annotated[list[Path], typer.Argument(help="image files", metavar="IMAGE...")],
     model: Annotated[Path, typer.Option(help="a node's personal.safetensors, or a run's models/last.safetensors")],
-    top: Annotated[int, typer.Option(min=1, help="classes to show per picture")] = 3,
+    top: Annotated[int, typer.Option(min=1, help="number of classes to show per image")] = 3,
     dataset: Annotated[str, typer.Option(help="for a server's model: the data set it was trained on")] = "",
 ) -> None:
-    """Classify pictures with a model that a node kept after training."""
+    """Classify images with a model that a run or a node saved after training."""
     from fedapp.results import predict as predicting
 
     rows = predicting.run(model, images, top, dataset)
@@ -318,7 +337,7 @@ def predict(
             sys.stdout.write("\t".join([path, *(f"{name}\t{p:.4f}" for name, p in found)]) + "\n")
         return
     table = Table(title=predicting.load(model, dataset).about)
-    table.add_column("picture")
+    table.add_column("image")
     for place in range(1, len(rows[0][1]) + 1):
         table.add_column(f"{place}.")
     for path, found in rows:
@@ -329,9 +348,11 @@ def predict(
 @app.command()
 def report(
     directory: Annotated[Path, typer.Argument(help="a run directory, or a folder with run directories", metavar="DIR")],
-    figures: Annotated[Path | None, typer.Option(help="folder for the figures as PNG and SVG files too")] = None,
+    figures: Annotated[
+        Path | None, typer.Option(help="also write the figures as PNG and SVG files to this folder")
+    ] = None,
 ) -> None:
-    """Write DIR/report.html: one page of a run or of a comparison that opens offline."""
+    """Write DIR/report.html, a single page about a run or a comparison that opens offline."""
     from fedapp.results import report as reporting
 
     typer.echo(f"report: {reporting.write(directory, figures)}")
@@ -339,7 +360,7 @@ def report(
         typer.echo(f"figures: {figures.expanduser().absolute()}")
 
 
-deployment = typer.Typer(no_args_is_help=True, help="Real devices: what is wrong, and what to do about it.")
+deployment = typer.Typer(no_args_is_help=True, help="Real devices: find problems and show how to solve them.")
 app.add_typer(deployment, name="deploy")
 
 
@@ -350,25 +371,30 @@ def _deployment() -> None:
 
 @deployment.command("check")
 def deploy_check(
-    superlink: Annotated[str | None, typer.Option(help="connection in Flower's configuration")] = None,
-    address: Annotated[str | None, typer.Option(help="or the SuperLink's HOST:PORT")] = None,
+    superlink: Annotated[str | None, typer.Option(help="name of a connection in Flower's configuration")] = None,
+    address: Annotated[str | None, typer.Option(help="in place of --superlink: the SuperLink's HOST:PORT")] = None,
     root_certificates: Annotated[Path | None, typer.Option(help="with --address: the CA's certificate")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="with --address: plain HTTP")] = False,
-    node_config: Annotated[str | None, typer.Option(help="what flower-supernode --node-config gets")] = None,
-    key: Annotated[Path | None, typer.Option(help="this node's private key")] = None,
+    node_config: Annotated[
+        str | None, typer.Option(help="on a node: the value of flower-supernode --node-config")
+    ] = None,
+    key: Annotated[Path | None, typer.Option(help="on a node: its private key")] = None,
     certificate: Annotated[Path | None, typer.Option(help="on the server: its certificate")] = None,
     sets: Set = None,
 ) -> None:
     """Check a node or the server: versions, clock, certificates, reachability, data, model, disk.
 
-    Exit codes: 0 nothing failed; 1 something did; 2 bad request.
+    Exit codes: 0 no check failed; 1 a check failed; 2 bad request.
     """
     from fedapp.engines import deploy_check as deploycheck
 
     if superlink and (address or root_certificates or insecure):
-        raise BadRequest("--superlink names a connection; --address, --root-certificates, --insecure stand for one")
+        raise BadRequest(
+            "--superlink and --address, --root-certificates or --insecure exclude each other: name a connection, or "
+            "give an address"
+        )
     if insecure and root_certificates:
-        raise BadRequest("--insecure and --root-certificates clash: plain HTTP has no certificates")
+        raise BadRequest("--insecure is plain HTTP without certificates: leave out --root-certificates or --insecure")
     found = deploycheck.check(
         superlink=superlink, address=address, root_certificates=root_certificates, insecure=insecure,
         node_config=node_config, key=key, certificate=certificate, values=collect({}, sets),
@@ -390,15 +416,15 @@ def deploy_check(
 
 @app.command()
 def reproduce(
-    out: Annotated[Path, typer.Option(help="folder of the runs; finished ones are not run again")],
+    out: Annotated[Path, typer.Option(help="folder of the runs; finished runs are not repeated")],
     data_dir: Annotated[str, typer.Option(help="folder with mnist.npz, fashion_mnist.npz, cifar10.npz")] = "",
-    claims: Annotated[str, typer.Option(help="ids with commas; default all")] = "",
-    studies: Annotated[str, typer.Option(help="also run all variants of these studies")] = "",
-    minutes: Annotated[float, typer.Option(help="start no run after this many minutes; 0 = to the end")] = 0.0,
-    workers: Annotated[int | None, typer.Option(help="runs at a time (default: one a core)")] = None,
-    doc: Annotated[Path | None, typer.Option(help="Markdown file whose ledger is rewritten")] = None,
+    claims: Annotated[str, typer.Option(help="comma-separated ids (default: all)")] = "",
+    studies: Annotated[str, typer.Option(help="also run all variants of these studies, comma-separated")] = "",
+    minutes: Annotated[float, typer.Option(help="start no run after this many minutes; 0 = no limit")] = 0.0,
+    workers: Annotated[int | None, typer.Option(help="runs at a time (default: one per core)")] = None,
+    doc: Annotated[Path | None, typer.Option(help="Markdown file whose ledger is updated")] = None,
 ) -> None:
-    """Run what the ledger of the papers' claims needs, decide each claim, print the table; resumable."""
+    """Run what the ledger of the papers' claims needs, decide each claim and print the table; resumable."""
     from fedapp.experiments import reproduce as reproducing
 
     def names(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""The only ClientApp: message handlers that build a `FedClient` and call it, the same in all engines."""
+"""The only ClientApp, used by all engines: its message handlers build a `FedClient` and call it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,23 @@ app = ClientApp()
 
 
 def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedClient:
-    """Build the client that a message is for."""
+    """Build the client that a message is addressed to.
+
+    Parameters
+    ----------
+    control : the values that the server sends with every message, such as the run's token and the round.
+
+    Raises
+    ------
+    BadRequest : the node's configuration or its data do not fit the run.
+    """
     process.prepare(config.threads)
     node = Node.parse(context.node_config)
     method, hparams = config.method_and_hparams()
     task = nodes.node_task(config, node, process.device())
     store = None
     if control.get("run"):
-        # On a real node the server has no say in where files go.
+        # On a real node only the node itself decides where files are written.
         real = bool(control.get("deployed", False))
         root = node.state_root(config) if real else Path(config.state_dir or str(control.get("state-dir", "")))
         folder = root / (config.federation or "run") / str(node.client)
@@ -44,7 +53,7 @@ def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedCl
 
 
 def handle(stage: str, message: Message, context: Context) -> Message:
-    """Run one stage of a client; whatever goes wrong becomes a reply that says who, where and why."""
+    """Run one stage of a client. Every error becomes a reply that names the client, the stage and the reason."""
     started = time.perf_counter()
     info: dict[str, Scalar] = {}
     try:
@@ -92,7 +101,7 @@ def handle(stage: str, message: Message, context: Context) -> Message:
 
 
 def _remember(context: Context, client: FedClient, server_round: int) -> None:
-    """Keep round, path and SHA-256 of the stored state's file in the node's context; the state itself lies on disk."""
+    """Store round, path and SHA-256 of the state's file in the node's context; the state itself is on disk."""
     if client.store is None:
         return
     path = client.store.folder / f"{client.store.run}.{server_round:06d}.safetensors"
@@ -103,7 +112,7 @@ def _remember(context: Context, client: FedClient, server_round: int) -> None:
 
 @app.train()
 def train(message: Message, context: Context) -> Message:
-    """One round of one client: evaluate, train, evaluate, reply."""
+    """Run one round of one client: evaluate, train, evaluate, reply."""
     return handle("train", message, context)
 
 
@@ -115,12 +124,12 @@ def evaluate(message: Message, context: Context) -> Message:
 
 @app.query("register")
 def register(message: Message, context: Context) -> Message:
-    """State who this client is."""
+    """Return the facts that this client states about itself."""
     return handle("register", message, context)
 
 
 def _register_queries() -> None:
-    """Add one handler for every query that some method sends."""
+    """Add one handler for every kind of query that a method can send."""
     for kind in sorted({kind for method in registry.discover().values() for kind in method.queries}):
 
         def answer(message: Message, context: Context, stage: str = f"query.{kind}") -> Message:

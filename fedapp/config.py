@@ -1,7 +1,7 @@
 """The run configuration: one frozen, validated object made from Flower's flat run-config.
 
-Every key is declared in pyproject.toml with the default that stands here (a test compares them). Unknown keys, wrong
-types, values out of range and clashes are `BadRequest`s that say what to do.
+pyproject.toml declares every key with the same default as here (a test compares them). Unknown keys, wrong types,
+values out of range and contradictions raise a `BadRequest` that says what to do.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NonNegative = Annotated[float, Field(ge=0)]
 
 
 class RunConfig(BaseModel):
-    """All run-config keys; on the wire their names have hyphens."""
+    """All run-config keys. In files and on the command line their names have hyphens in place of underscores."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, allow_inf_nan=False, alias_generator=lambda n: n.replace("_", "-"),
@@ -45,34 +45,34 @@ class RunConfig(BaseModel):
     method: str = Field("fedclassavg", description="id of the method; see fedapp methods")
     method_args: str = Field("", description='hyperparameters of the method, "name=value name=value"')
     dataset: str = Field("digits", description="name of the data set, or npz / folder for your own")
-    data_dir: str = Field("", description="folder with NAME.npz, or where to download to; for npz and folder the data")
+    data_dir: str = Field("", description="folder with NAME.npz, or to download to; for npz and folder: your data")
     data_fraction: float = Field(
-        1.0, gt=0, le=1, description="share of the images of each class that is used at all, for small studies"
+        1.0, gt=0, le=1, description="share of the images of each class that is used, for small studies"
     )
     clients: int = Field(0, ge=0, le=1_000_000, description="number of clients; 0 = the nodes present")
-    partition: str = Field("dirichlet", description="how data is dealt to clients")
+    partition: str = Field("dirichlet", description="how the data is partitioned among clients")
     alpha: float = Field(0.5, gt=0, description="Dirichlet concentration")
-    classes_per_client: int = Field(2, ge=1, description="for pathological and classes")
+    classes_per_client: int = Field(2, ge=1, description="for the partitions pathological and classes")
     min_samples: int = Field(10, ge=1, description="smallest number of samples a client may get")
     split: Literal["auto", "official", "merged", "holdout"] = Field(
-        "auto", description="where test data come from; auto = official where the data set has a test set, else holdout"
+        "auto", description="where test data come from; auto = official if the data set has a test set, else holdout"
     )
-    model: str = Field("auto", description="architecture, or several with commas, dealt to clients by id")
-    num_server_rounds: int = Field(20, ge=1, description="rounds in all")
+    model: str = Field("auto", description="architecture, or several, comma-separated, assigned to the clients in turn")
+    num_server_rounds: int = Field(20, ge=1, description="total number of rounds")
     fraction_train: float = Field(1.0, gt=0, le=1, description="share of clients per round")
     local_epochs: int = Field(2, ge=1, description="epochs of local training per round")
     batch_size: int = Field(16, ge=1, description="samples per step")
     lr: Positive | Auto = Field("auto", description="learning rate")
     optimizer: Literal["auto", "sgd", "adam"] = Field("auto", description="local optimizer, new in every round")
-    momentum: Annotated[float, Field(ge=0, lt=1)] | Auto = Field("auto", description="of SGD")
+    momentum: Annotated[float, Field(ge=0, lt=1)] | Auto = Field("auto", description="momentum of SGD")
     weight_decay: NonNegative | Auto = Field("auto", description="L2 weight decay")
-    clip: NonNegative | Auto = Field("auto", description="largest gradient norm, 0 = none")
+    clip: NonNegative | Auto = Field("auto", description="largest gradient norm; 0 = no limit")
     augment: Literal["auto", "none", "weak", "strong"] = Field("auto", description="augmentation of training images")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 = autocast in training and scoring")
     buffers: Literal["global", "local", "drop"] = Field("global", description="what happens to BatchNorm statistics")
-    threads: int = Field(1, ge=1, le=1024, description="threads of each client; they decide the last bits")
+    threads: int = Field(1, ge=1, le=1024, description="threads of each client; they affect the last bits")
     server_threads: int = Field(1, ge=1, le=1024, description="threads of the server's mathematics")
-    protocols: str = Field("received,trained,global", description="what is measured")
+    protocols: str = Field("received,trained,global", description="which scores are measured")
     balanced_every: int = Field(
         0, ge=-1, description="rounds between balanced scores; 0 = never (digits: 1), -1 = never"
     )
@@ -80,29 +80,30 @@ class RunConfig(BaseModel):
         0, ge=0, description="rounds between evaluations of all clients; 0 = after the last only"
     )
     min_replies: Annotated[float, Field(gt=0, le=1)] | Auto = Field(
-        "auto", description="least share of good replies; auto = 1.0 in simulation, 0.5 in deployment"
+        "auto", description="smallest share of good replies; auto = 1.0 in simulation, 0.5 in deployment"
     )
-    round_timeout: float = Field(3600.0, ge=0, description="seconds a round waits for replies, 0 = for ever")
-    wait_timeout: float = Field(600.0, ge=0, description="seconds to wait for clients at the start, 0 = for ever")
+    round_timeout: float = Field(3600.0, ge=0, description="seconds a round waits for replies; 0 = no limit")
+    wait_timeout: float = Field(600.0, ge=0, description="seconds to wait for clients at the start; 0 = no limit")
     patience: int = Field(0, ge=0, description="stop after this many rounds without a lower training loss; 0 = never")
     wire_dtype: Literal["fp32", "fp16"] = Field("fp32", description="fp16 = float32 arrays travel in half precision")
     public_data: str = Field(
         "",
         description="public set of KT-pFL: a share such as 0.05 of the training images, held back from the clients of "
-        "every method, or another data set, NAME or NAME:COUNT; empty = the method's own share",
+        "every method, or another data set, NAME or NAME:COUNT; empty = the method's default share",
     )
     state_dir: str = Field("", description="folder of the clients' private state; empty = OUT/state")
-    federation: str = Field("", description="name under which clients keep their state; empty = run")
-    warm_start: bool = Field(False, description="clients start from the state an earlier run left")
+    federation: str = Field("", description="name under which clients store their state; empty = run")
+    warm_start: bool = Field(False, description="clients start from the state that an earlier run left")
     class_names: str = Field(
-        "", description="the federation's classes with commas, for nodes with their own data; empty = the data set's"
+        "",
+        description="the federation's classes, comma-separated, for nodes with their own data; empty = data set's",
     )
     clip_update: float = Field(
         0.0,
         ge=0,
-        description="largest L2 norm of what a client changed in the arrays it sends back; 0 = none",
+        description="largest L2 norm of the change in the arrays that a client sends back; 0 = no limit",
     )
-    seed: int = Field(0, ge=0, lt=2**31, description="decides every random draw")
+    seed: int = Field(0, ge=0, lt=2**31, description="seed of every random draw")
     out: str = Field("", description="absolute path of the run directory")
     resume: bool = Field(False, description="continue the run in OUT from its last checkpoint")
 
@@ -118,35 +119,42 @@ class RunConfig(BaseModel):
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The architectures, in the order in which they are dealt."""
+        """The architectures, in the order in which they are assigned to clients."""
         return tuple(m.strip() for m in self.model.split(",") if m.strip())
 
     def model_of(self, client: int) -> str:
-        """Architecture of a client: dealt by id."""
+        """Return the architecture of a client, which its id decides."""
         names = self.model_names
         return names[client % len(names)]
 
     def check_simulation(self) -> None:
-        """Refuse what a simulation lacks and real nodes bring along: their own data, and their own state folder."""
+        """Refuse settings for real nodes, and ask for the data and state folders that only real nodes state themselves.
+
+        Raises
+        ------
+        BadRequest : a setting does not fit a simulation, or a folder is missing.
+        """
         if self.class_names:
-            raise BadRequest("class-names is for nodes with their own data (--engine deploy); data sets have theirs")
+            raise BadRequest(
+                "class-names is for nodes with their own data (--engine deploy): leave it out, the data set has names"
+            )
         if self.dataset in ("npz", "folder") and not self.data_dir:
-            raise BadRequest(f"dataset = '{self.dataset}' needs data-dir: where your data lie")
+            raise BadRequest(f"dataset = '{self.dataset}' needs data-dir: give the path of your data")
         if self.warm_start and not self.state_dir:
-            raise BadRequest("warm-start needs state-dir (and federation): where the earlier run's clients kept theirs")
+            raise BadRequest("warm-start needs state-dir (and federation): give those of the earlier run")
 
     @property
     def measured(self) -> tuple[str, ...]:
-        """The protocols that are measured."""
+        """The scores that are measured."""
         return tuple(p.strip() for p in self.protocols.split(",") if p.strip())
 
     def balanced_in(self, server_round: int) -> bool:
-        """Whether round `server_round` measures the balanced score."""
+        """Return whether round `server_round` measures the balanced score."""
         every = 1 if self.balanced_every == 0 and self.dataset == "digits" else self.balanced_every
         return every > 0 and server_round % every == 0
 
     def method_and_hparams(self) -> tuple[Method, BaseHParams]:
-        """Return the method that is run, and its hyperparameters."""
+        """Return the method to run and its hyperparameters."""
         return _method_and_hparams(self.method, self.method_args)
 
     def train_spec(self) -> TrainSpec:
@@ -164,7 +172,7 @@ class RunConfig(BaseModel):
         )
 
     def settings(self, simulation: bool) -> Settings:
-        """Return how the server talks to clients."""
+        """Return how the server communicates with clients."""
         least = (1.0 if simulation else 0.5) if self.min_replies == "auto" else float(self.min_replies)
         return Settings(
             fraction=self.fraction_train,
@@ -198,7 +206,7 @@ def from_flat(values: Mapping[str, Any]) -> RunConfig:
 
     Raises
     ------
-    BadRequest : unknown key, wrong type, value out of range, or keys that clash; one line each.
+    BadRequest : unknown key, wrong type, value out of range, or contradicting keys; one line each.
     """
     unknown = [k for k in values if k not in KEYS]
     if unknown:
@@ -226,7 +234,7 @@ def _is_float(field: Any) -> bool:
 
 
 def _plain(error: Any) -> str:
-    """Say a validation error in plain words."""
+    """Return a validation error of pydantic in plain words."""
     kind, context = error["type"], error.get("ctx", {})
     words = {
         "greater_than": f"must be greater than {context.get('gt')}",
@@ -243,13 +251,13 @@ def _plain(error: Any) -> str:
 
 
 def _check(config: RunConfig) -> None:
-    """Refuse what cannot go together, without looking at any data."""
+    """Refuse settings that contradict each other, without reading any data."""
     method, hparams = config.method_and_hparams()
     bad = [p for p in config.measured if p not in PROTOCOLS]
     if bad or not config.measured:
         raise BadRequest(f"protocols = '{config.protocols}': choose from {', '.join(PROTOCOLS)}")
     if not config.model_names:
-        raise BadRequest("model is empty: give one architecture, several with commas, or auto")
+        raise BadRequest("model is empty: give one architecture, several with commas between them, or auto")
     for name in config.model_names:
         if name != "auto" and name not in MODEL_NAMES:
             raise BadRequest(
@@ -257,22 +265,25 @@ def _check(config: RunConfig) -> None:
             )
     if len(set(config.model_names)) > 1 and not method.heterogeneous:
         raise BadRequest(
-            f"{config.method} needs one architecture, model = '{config.model}' names {len(set(config.model_names))}: "
-            "give one, or take a method that allows different ones (fedapp methods)"
+            f"{config.method} needs one architecture, but model = '{config.model}' names "
+            f"{len(set(config.model_names))}: give one, or choose a method that allows several (fedapp methods)"
         )
     if "features." in method.shared_prefixes(hparams) and len(set(config.model_names)) > 1:
-        raise BadRequest(f"{config.method} with these method-args shares extractors: all clients need one architecture")
+        raise BadRequest(
+            f"{config.method} with these method-args shares extractors, so all clients need one architecture: "
+            "give one model, or change method-args"
+        )
     if config.optimizer == "adam" and config.momentum not in ("auto", 0.0):
         raise BadRequest("momentum is for SGD: leave it at auto with optimizer = 'adam'")
     if config.federation and not config.federation.replace("-", "").replace("_", "").replace(".", "").isalnum():
-        raise BadRequest(f"federation = '{config.federation}': letters, digits, '-', '_' and '.' only")
+        raise BadRequest(f"federation = '{config.federation}': use letters, digits, '-', '_' and '.' only")
     if config.clip_update and not method.up_prefixes(hparams):
-        raise BadRequest(f"clip-update bounds changes of model arrays, and {config.method} sends none; leave it at 0")
+        raise BadRequest(f"clip-update limits changes of model arrays, but {config.method} sends none: leave it at 0")
     names = [n.strip() for n in config.class_names.split(",")]
     if config.class_names and (not all(names) or len(set(names)) != len(names)):
-        raise BadRequest(f"class-names = '{config.class_names}': different names with commas between them")
+        raise BadRequest(f"class-names = '{config.class_names}': give different names with commas between them")
     if config.resume and not config.out:
-        raise BadRequest("resume needs out, the run directory to continue")
+        raise BadRequest("resume needs out: give the run directory to continue")
     for key, value, known in (
         ("partition", config.partition, PARTITION_KINDS),
         ("dataset", config.dataset, DATASET_NAMES),
@@ -282,7 +293,7 @@ def _check(config: RunConfig) -> None:
 
 
 def _resolved(config: RunConfig) -> RunConfig:
-    """Replace every `auto` that depends on method and data set alone by the value it stands for."""
+    """Replace every `auto` that depends only on method and data set by its value."""
     method, _ = config.method_and_hparams()
     d = method.defaults
 
@@ -313,7 +324,7 @@ def for_context(config: RunConfig) -> dict[str, Any]:
 
 
 def from_context(run_config: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration of a Flower context; it comes with every message and is validated once a process."""
+    """Return the configuration of a Flower context; every message brings it, and a process validates it once."""
     text = _text(run_config)
     if text not in _KNOWN:
         _remember(text, from_flat(json.loads(text)))
@@ -331,12 +342,17 @@ def _remember(text: str, config: RunConfig) -> None:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file of run-config keys; nested tables become dotted keys and are refused as unknown."""
+    """Read a TOML file of run-config keys.
+
+    Raises
+    ------
+    BadRequest : the file does not exist, cannot be read, or is not TOML.
+    """
     try:
         with path.open("rb") as f:
             data = tomllib.load(f)
     except FileNotFoundError as e:
-        raise BadRequest(f"{path} does not exist") from e
+        raise BadRequest(f"{path} does not exist: check the path") from e
     except OSError as e:
         raise BadRequest(f"{path} cannot be read ({e.strerror})") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
@@ -354,7 +370,7 @@ def parse_value(key: str, text: str) -> Any:
 
     Raises
     ------
-    BadRequest : unknown key, or text that is not of the key's type.
+    BadRequest : the key is unknown, or the text is not of its type.
     """
     if key not in KEYS:
         raise BadRequest(f"unknown key '{key}'{suggest(key, KEYS)}")

@@ -1,6 +1,6 @@
-"""What a federated method is, in data: the vocabulary that strategies, clients and the registry share.
+"""The data types that describe a federated method; strategies, clients and the registry share them.
 
-This module imports nothing else of the project, so that both sides of a method can build on it.
+This module imports no other module of the project, so both sides of a method can use it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ Array: TypeAlias = NDArray[Any]
 Arrays: TypeAlias = dict[str, Array]
 Scalar: TypeAlias = bool | int | float | str
 Scored: TypeAlias = Mapping[int, Mapping[str, Any]]
-"""What clients measured, by client id."""
+"""What each client measured, by client id."""
 ServerState: TypeAlias = dict[str, Any]
-"""A server's state: a nested dict of numpy arrays and JSON scalars, so that every checkpoint is generic."""
+"""A server's state: a nested dict of numpy arrays and JSON scalars, so that one checkpoint format fits every method."""
 
 ALL = ("features.", "head.")
 HEAD = ("head.",)
@@ -27,7 +27,7 @@ NONE: tuple[str, ...] = ()
 
 
 class BaseHParams(BaseModel):
-    """Hyperparameters of a method: frozen, typed, unknown names refused. Field descriptions are the documentation."""
+    """Hyperparameters of a method: frozen and typed; unknown names are refused. Field descriptions document them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -61,8 +61,8 @@ class Payload:
 
     Attributes
     ----------
-    arrays : named arrays for this client alone.
-    common : named arrays that all clients get; pass the *same* array objects to every client, and they are encoded and
+    arrays : named arrays for this client only.
+    common : named arrays that all clients get. If every payload holds the *same* array objects, they are encoded and
         stored once.
     scalars : plain values (bool, int, float, str).
     """
@@ -89,10 +89,10 @@ class Reply:
     ----------
     client : stable client id.
     num_samples : number of training samples of the client, > 0.
-    arrays : named arrays, only names of the method's declared uplink.
+    arrays : named arrays; the names are those that the method declares for replies.
     metrics : numbers or lists of numbers.
-    bytes_up : bytes of the arrays as they travelled.
-    kind : what the client was asked: `train`, or `query.<kind>`.
+    bytes_up : bytes of the arrays on the wire.
+    kind : type of the message that the reply answers: `train` or `query.<kind>`.
     arrival : position in the order in which replies arrived, from 0.
     """
 
@@ -107,12 +107,12 @@ class Reply:
 
 @dataclass(frozen=True)
 class ClientInfo:
-    """What a client states about itself when it registers (never class counts).
+    """What a client states about itself when it registers. Class counts are never part of it.
 
     Attributes
     ----------
     shapes : shape of every array that the client would send or receive, by name.
-    common : facts that must be the same at all clients, such as a checksum of the public images.
+    common : facts that must be equal at all clients, such as a checksum of the public images.
     """
 
     client: int
@@ -130,14 +130,15 @@ class ServerContext:
     Attributes
     ----------
     initial : the server's initial values of every shared model array, by wire name, float32.
-    initial_from : draws another initial model: `initial_from(k)` is what `initial` would be with the k-th seed
-        (`initial_from(0)` equals `initial`); used by methods that keep several models.
+    initial_from : draws another initial model, for methods that keep several models: `initial_from(k)` is what
+        `initial` would be with the k-th seed (`initial_from(0)` equals `initial`).
     clients : the known clients, sorted by id.
     num_classes, width : classes C and feature width d of the (common) head.
     rng : seeded generator, `rng(purpose, *numbers)`.
-    score : accuracy in [0, 1] on the central test set of the model with these arrays (and the scalars that a payload
-        would carry); None where there is no central test set.
-    channels, size : of the clients' images (H = W = size), for strategies that build a model of their own; 0 = unknown.
+    score : returns the accuracy in [0, 1], on the central test set, of the model with these arrays (and the scalars
+        that a payload would carry); None if there is no central test set.
+    channels, size : channels and side (H = W = size) of the clients' images, for strategies that build their own model;
+        0 = unknown.
     """
 
     seed: int
@@ -157,8 +158,8 @@ class ServerContext:
 
 
 Query: TypeAlias = Callable[[str, Payload], Iterable[Reply]]
-"""`query(kind, payload)` sends one `query.<kind>` message to every client. It yields the checked replies in the order
-of the client ids, one at a time as they arrive; the caller reads them to the end."""
+"""`query(kind, payload)` sends one `query.<kind>` message to every client and yields the checked replies one at a time,
+in the order of the client ids. The caller must read them to the end."""
 
 
 @dataclass(frozen=True)
@@ -173,18 +174,19 @@ class Method:
     hparams : the hyperparameter class.
     shared : dotted prefixes of the model arrays that travel (or a function of the hyperparameters that gives them).
         Names outside it never appear in a reply.
-    up : prefixes of model arrays in replies where that differs from `shared` (None: the same).
+    up : prefixes of model arrays in replies, if they differ from `shared` (None: the same).
     extra_up : names (or prefixes ending in `/`) of further arrays in replies, such as class means.
     heterogeneous : whether clients may have different architectures.
-    same_width : whether different architectures need one feature width (heads or representations are compared).
+    same_width : whether different architectures need a common feature width, because heads or representations are
+        compared.
     global_model : whether there is one global model, scored on the central test set.
     travels : one line for the table of methods.
-    defaults : what `auto` means.
+    defaults : the values that `auto` stands for.
     queries : kinds of `query` that the client answers.
-    resolve : for methods that wrap another one: `hparams, lookup -> Method` gives the method that is run.
+    resolve : for methods that wrap another one: `resolve(hparams, lookup) -> Method` returns the method to run.
     public_share : share of the training images that is held back from the clients as the public set of a method that
         needs one, unless `public-data` says otherwise; 0 = the method uses no public data.
-    warn : `warn(hparams, optimizer)` gives a sentence where settings are known not to work together, or None.
+    warn : `warn(hparams, optimizer)` returns a warning if the settings are known not to work together, else None.
     """
 
     id: str
@@ -207,13 +209,13 @@ class Method:
     warn: Callable[[Any, str], str | None] | None = None
 
     def shared_prefixes(self, hparams: BaseHParams) -> tuple[str, ...]:
-        """Prefixes of the model arrays that travel with these hyperparameters."""
+        """Return the prefixes of the model arrays that travel with these hyperparameters."""
         return self.shared(hparams) if callable(self.shared) else self.shared
 
     def up_prefixes(self, hparams: BaseHParams) -> tuple[str, ...]:
-        """Prefixes of the model arrays in replies."""
+        """Return the prefixes of the model arrays in replies."""
         return self.shared_prefixes(hparams) if self.up is None else self.up
 
     def allows(self, name: str) -> bool:
-        """Whether `name` is one of the method's further arrays in replies."""
+        """Return whether `name` is one of the further arrays that the method declares for replies."""
         return any(name == e or (e.endswith("/") and name.startswith(e)) for e in self.extra_up)

@@ -1,4 +1,4 @@
-"""The process of a client or server: threads, heap, device, memory, and what to change when memory runs out."""
+"""The process of a client or server: threads, heap, device, memory, and advice when memory runs out."""
 
 from __future__ import annotations
 
@@ -21,9 +21,13 @@ FEWER_ON_GPU = "in a simulation let fewer clients share a GPU (a larger --client
 
 @functools.cache
 def keep_heap() -> bool:
-    """Make glibc keep freed blocks; else the kernel takes them back and each step pays for the page faults.
+    """Make glibc keep freed blocks; otherwise the kernel takes them back and each step pays for the page faults.
 
-    Linux with glibc only, a no-op elsewhere. In return the process does not shrink.
+    This works on Linux with glibc; elsewhere it does nothing. The price is that the process does not shrink.
+
+    Returns
+    -------
+    Whether glibc accepted the setting.
     """
     if not sys.platform.startswith("linux"):
         return False
@@ -37,10 +41,10 @@ def keep_heap() -> bool:
 
 @functools.cache
 def quiet_blas() -> None:
-    """Limit NumPy's and SciPy's BLAS to one thread where PyTorch has several.
+    """Limit NumPy's and SciPy's BLAS to one thread, for processes in which PyTorch has several.
 
-    Both thread pools spin while they wait, so alternating calls slow each other down: CCVR's statistics took 2.5 times
-    as long with two threads each. The remaining BLAS calls give the same bits with any number of threads.
+    The threads of both pools spin while they wait, so alternating calls slow each other down: CCVR's statistics took
+    2.5 times as long with two threads each. The remaining BLAS calls give the same bits with any number of threads.
     """
     threadpool_limits(1, user_api="blas")
 
@@ -56,7 +60,7 @@ def processor() -> str:
 
 
 def prepare(threads: int) -> None:
-    """Set this process's number of threads, which decides the last bits of every sum, and keep its heap."""
+    """Set the number of threads of this process, which affects the last bits of every sum, and keep its heap."""
     keep_heap()
     if threads > 1:
         quiet_blas()
@@ -81,7 +85,7 @@ def environment(**variables: str) -> Iterator[None]:
 
 
 def device() -> torch.device:
-    """Return the device to train on: the GPU that this process may see, else the CPU."""
+    """Return the device to train on: the GPU if this process sees one, else the CPU."""
     return torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
 
 
@@ -97,13 +101,13 @@ def hand_over(x: torch.Tensor, to: torch.device) -> torch.Tensor:
 
 
 def reset_peak() -> None:
-    """Make :func:`peak_memory` count from now on, where the system can (Linux)."""
+    """Make :func:`peak_memory` count from now on, if the system supports it (Linux)."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def high_water(pid: int | str) -> int | None:
-    """Return the peak of a process's main memory in bytes, or None where the system does not report it."""
+    """Return the peak of a process's main memory in bytes, or None if the system does not report it."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines()
         return 1024 * int(next(line.split()[1] for line in lines if line.startswith("VmHWM:")))
@@ -113,7 +117,7 @@ def high_water(pid: int | str) -> int | None:
 def peak_memory() -> int:
     """Return the peak of this process's main memory in bytes, libraries and mapped files included.
 
-    On Linux it counts from :func:`reset_peak`, elsewhere from the start of the process.
+    On Linux the peak since :func:`reset_peak`, elsewhere the peak since the start of the process.
     """
     if (peak := high_water("self")) is not None:
         return peak
@@ -126,8 +130,8 @@ def peak_memory() -> int:
 def out_of_memory(error: BaseException) -> str | None:
     """Return one sentence on what to change if `error` means that memory ran out; None for every other error.
 
-    PyTorch has an error class for a GPU's memory only. For main memory it raises a plain RuntimeError, which can be
-    recognised by its message alone.
+    PyTorch has an error class only for GPU memory. For main memory it raises a plain RuntimeError, which only its
+    message identifies.
     """
     words = str(error).lower()
     plain = isinstance(error, RuntimeError)

@@ -1,4 +1,4 @@
-"""Discovery of methods: every module of `strategies/` that is not private states one `METHOD`."""
+"""Discovery of methods: every public module of `strategies/` defines one `METHOD`."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ ORDER = [
     "fednh",
     "feduv",
 ]
-"""The order of tables; methods of your own follow."""
+"""The order in tables; methods of your own come after these."""
 
 
 def discover() -> dict[str, Method]:
-    """Import every module of `strategies/` and collect its `METHOD`; files that give none are in :func:`broken`."""
+    """Import every public module of `strategies/` and collect its `METHOD`; :func:`broken` holds those that fail."""
     return _discovered()[0]
 
 
 def broken() -> dict[str, str]:
-    """Return the files of `strategies/` that give no method: name -> one line that says which file and why."""
+    """Return the files of `strategies/` that define no valid method: name -> one line with the file and the reason."""
     return _discovered()[1]
 
 
@@ -67,7 +67,7 @@ def _discovered() -> tuple[dict[str, Method], dict[str, str]]:
 
 
 def _method_of(name: str) -> Method:
-    """Import a module and return its `METHOD`; `BadRequest` says what is wrong with it."""
+    """Import a module and return its `METHOD`; a `BadRequest` says what is wrong with it."""
     method = getattr(importlib.import_module(f"strategies.{name}"), "METHOD", None)
     if not isinstance(method, Method):
         raise BadRequest("states no METHOD = Method(...)")
@@ -77,7 +77,7 @@ def _method_of(name: str) -> Method:
 
 
 def _reason(error: Exception) -> str:
-    """Say in one line why a file gives no method, with the place where its import ended."""
+    """Return in one line why a file defines no valid method, with the line where its import failed."""
     if isinstance(error, BadRequest):
         return str(error)
     text = " ".join(f"{type(error).__name__}: {error}".split())
@@ -94,7 +94,12 @@ def _reason(error: Exception) -> str:
 
 
 def get(name: str) -> Method:
-    """Return a method by its id; an unknown one is a `BadRequest` with a suggestion, a broken one with its error."""
+    """Return a method by its id.
+
+    Raises
+    ------
+    BadRequest : the id is unknown (the message suggests one), or the method's file is broken (it gives the reason).
+    """
     methods = discover()
     if name in broken():
         raise BadRequest(f"no method '{name}': {broken()[name]}")
@@ -108,7 +113,7 @@ def parse_args(method: Method, text: str) -> BaseHParams:
 
     Raises
     ------
-    BadRequest : unknown name, wrong type, value out of range, a name given twice; lists the fields.
+    BadRequest : unknown name, wrong type, value out of range, or a name given twice; the message lists the fields.
     """
     values: dict[str, str] = {}
     for part in text.split():
@@ -117,13 +122,18 @@ def parse_args(method: Method, text: str) -> BaseHParams:
         if not sep or not name or not value:
             raise BadRequest(f"method-args: '{part}' is not name=value (values without spaces). {fields_text(method)}")
         if values.get(name, value) != value:
-            raise BadRequest(f"method-args: '{name}' is given twice, {values[name]} and {value}")
+            raise BadRequest(f"method-args: '{name}' is given twice, as {values[name]} and as {value}: give it once")
         values[name] = value
     return build_hparams(method, values)
 
 
 def build_hparams(method: Method, values: dict[str, str]) -> BaseHParams:
-    """Build hyperparameters from strings; names with a dot are for the method's base (`base.mu`)."""
+    """Build hyperparameters from strings; names such as `base.mu` are for the base of a wrapping method.
+
+    Raises
+    ------
+    BadRequest : unknown name, wrong type or value out of range.
+    """
     fields = method.hparams.model_fields
     data: dict[str, object] = {}
     inner: list[str] = []
@@ -148,11 +158,11 @@ def build_hparams(method: Method, values: dict[str, str]) -> BaseHParams:
 
 
 def fields_text(method: Method) -> str:
-    """One sentence that lists a method's hyperparameters with their defaults."""
+    """Return one sentence that lists a method's hyperparameters with their defaults."""
     parts = [f"{n} (default {f.default})" for n, f in method.hparams.model_fields.items()]
     return f"{method.id} takes: {', '.join(parts)}" if parts else f"{method.id} takes no hyperparameters"
 
 
 def resolve(method: Method, hparams: BaseHParams) -> Method:
-    """Return the method that is run: itself, or what a wrapping method makes of its base."""
+    """Return the method to run: the method itself, or what a wrapping method makes of its base."""
     return method if method.resolve is None else method.resolve(hparams, get)

@@ -1,4 +1,4 @@
-"""Every random draw is a function of (seed, purpose, round, client): nothing depends on order, process or engine."""
+"""Every random draw is a function of (seed, purpose, round, client) and independent of order, process and engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def rng(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
     ----------
     seed : the run's seed, >= 0.
     purpose : a word, such as `sampling` or `batches`; different words give independent streams.
-    numbers : round, client or whatever else tells draws apart, each >= 0 (-1 as the last is the same as none).
+    numbers : what distinguishes the draws of one purpose, such as round and client, each >= 0 (a last -1 changes
+        nothing).
     """
     return np.random.default_rng(np.random.SeedSequence(_words(seed, purpose, numbers)))
 

@@ -1,26 +1,26 @@
 """`FedStrategy`: the server side of a method as pure functions, and the round loop that calls them over Flower.
 
-A method states its mathematics and nothing else. These are the functions it may define, in the order in which they are
-called. Each returns what is new and changes none of its arguments; what must be remembered stands in the state, so that
-a checkpoint holds all of it. `self.context`, `self.method` and `self.hparams` never change during a run.
+A method defines only its mathematics. The table lists the functions that it may define, in the order in which they are
+called. Each function returns new values and does not change its arguments. Everything that must be remembered is in the
+state, so a checkpoint contains all of it. `self.context`, `self.method` and `self.hparams` never change during a run.
 
 | function                                  | when                                   | what it returns         |
 |-------------------------------------------|----------------------------------------|-------------------------|
 | `init(context)`                           | once, before round 1                   | the first state         |
-| `send(state, server_round, client)`       | for each client that is messaged       | its payload             |
-| `send_each(state, server_round, clients)` | in place of `send`, if that is cheaper | pairs (client, payload) |
+| `send(state, server_round, client)`       | for each client that gets a message    | its payload             |
+| `send_each(state, server_round, clients)` | instead of `send`, if it is cheaper    | pairs (client, payload) |
 | `check(state, reply)`                     | for each reply as it arrives           | what is wrong, or None  |
-| `aggregate(state, server_round, replies)` | once a round                           | the next state          |
+| `aggregate(state, server_round, replies)` | once per round                         | the next state          |
 | `global_arrays(state)`                    | after each round                       | the one model, or None  |
 | `finalize(state, query)`                  | once, after the last round             | the final state         |
 | `report(state, final)`                    | once, after the final evaluation       | entries of the summary  |
 
-`replies` are the checked ones, in the order of the client ids; they come one at a time and are read to the end. `query`
-is the only extra exchange with clients. `final` holds what clients measured last.
+`replies` yields the checked replies one at a time, in the order of the client ids; `aggregate` must read all of them.
+`query` is the only other exchange with clients. `final` holds the clients' last scores.
 
-The state is a nested dict of arrays and plain values. The rest of this file is the same for all methods: who takes
-part, messages, evaluation, and what callbacks receive. `strategies/_flower.py` runs the same functions in Flower's own
-loop, for apps other than fedapp.
+The state is a nested dict of arrays and plain values. The rest of this file is the same for all methods: sampling of
+clients, messages, evaluation and callbacks. `strategies/_flower.py` runs the same functions in Flower's own loop, for
+apps other than fedapp.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ from fedapp.transport.client_manager import ClientManager, Traffic
 from strategies._flower import FlowerLoop
 
 TOGETHER = 8
-"""Replies that are added to a mean in one pass."""
+"""Number of replies that are added to a mean in one pass."""
 
 
 @dataclass
 class RoundResult:
-    """What one exchange of messages with clients gave, for results.
+    """The result of one exchange of messages with clients.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ class RoundResult:
 
 
 class Callbacks:
-    """What a run calls as it goes on; every function may be left as it is, which does nothing."""
+    """Functions that a run calls as it proceeds; the defaults record nothing."""
 
     def after_round(self, result: RoundResult, state: ServerState) -> bool:
         """Record a finished round; return False to end the run early."""
@@ -82,7 +82,7 @@ class Callbacks:
         """Record an evaluation of all clients."""
 
     def has_evaluation(self, server_round: int) -> bool:
-        """Whether the evaluation after `server_round` is recorded; a resumed run makes up for a missing one."""
+        """Return whether the evaluation after `server_round` is recorded; a resumed run repeats a missing one."""
         return False
 
     def after_query(self, result: RoundResult) -> None:
@@ -90,7 +90,7 @@ class Callbacks:
 
 
 class FedStrategy(FlowerLoop):
-    """Base of all strategies; by itself it is FedAvg on the method's shared arrays.
+    """Base of all strategies; without changes it is FedAvg on the method's shared arrays.
 
     Parameters
     ----------
@@ -107,32 +107,32 @@ class FedStrategy(FlowerLoop):
     # ---- mathematics ---------------------------------------------------------------------------------------------
 
     def init(self, context: ServerContext) -> ServerState:
-        """Return the state before round 1: the common initial values of what is shared."""
+        """Return the state before round 1: the common initial values of the shared arrays."""
         self.context = context
         return {"model": dict(context.initial)}
 
     def send(self, state: ServerState, server_round: int, client: int) -> Payload:
-        """Return what `client` gets in `server_round`: the shared arrays, the same for all."""
+        """Return the payload of `client` in `server_round`: the shared arrays, the same for all clients."""
         return Payload(common=state["model"])
 
     def send_each(self, state: ServerState, server_round: int, clients: Iterable[int]) -> Iterator[tuple[int, Payload]]:
-        """Yield each client with what it gets; for methods whose payloads are cheaper to compute several at a time."""
+        """Yield each client with its payload, for methods that compute several payloads at lower cost."""
         return ((client, self.send(state, server_round, client)) for client in clients)
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
-        """Say what is wrong with a reply beyond names, shapes and NaN; None if nothing."""
+        """Return what is wrong with a reply besides names, shapes and NaN, or None."""
         return None
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
-        """Average the shared arrays over the participants, weighted by n_k."""
+        """Return the next state: the shared arrays averaged over the participants, weighted by n_k."""
         return {**state, "model": weighted_mean(replies, state["model"])}
 
     def global_arrays(self, state: ServerState) -> Arrays | None:
-        """Return the one global model by wire name, or None where the method has none."""
+        """Return the one global model by wire name, or None if the method has none."""
         return dict(state["model"]) if self.method.global_model else None
 
     def finalize(self, state: ServerState, query: Query) -> ServerState:
-        """Finish after the last round."""
+        """Return the final state after the last round."""
         return state
 
     def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
@@ -142,7 +142,7 @@ class FedStrategy(FlowerLoop):
     # ---- the round loop ------------------------------------------------------------------------------------------
 
     def expected(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """Return those of a client's `shapes` that every reply to `train` must hold."""
+        """Return the shapes, out of a client's `shapes`, of the arrays that every reply to `train` must hold."""
         prefixes = self.method.up_prefixes(self.hparams)
         return {n: s for n, s in shapes.items() if any(n.startswith(p) or n == p.rstrip(".") for p in prefixes)}
 
@@ -158,12 +158,12 @@ class FedStrategy(FlowerLoop):
         control: Callable[[int], Mapping[str, Any]] = lambda server_round: {},
         evaluate_every: int = 0,
     ) -> ServerState:
-        """Run rounds `done + 1 .. rounds`, finish, and score all clients once.
+        """Run rounds `done + 1 .. rounds`, then `finalize`, and score all clients once.
 
         Parameters
         ----------
         state : state after round `done` (None: start with `init`).
-        control : values that go with the messages of a round, such as whether to measure the balanced score.
+        control : values sent with the messages of a round, such as whether to measure the balanced score.
         evaluate_every : n > 0: evaluate all clients every n rounds.
 
         Returns
@@ -173,7 +173,7 @@ class FedStrategy(FlowerLoop):
         callbacks = callbacks or Callbacks()
         self.context = context
         state = self.init(context) if state is None else state
-        # An interruption between a checkpoint and the evaluation after it leaves that evaluation to the resumed run.
+        # If a run was interrupted between a checkpoint and the evaluation after it, the resumed run evaluates first.
         due = evaluate_every and done and done % evaluate_every == 0 and done < rounds
         if due and not callbacks.has_evaluation(done):
             callbacks.after_evaluation(self._evaluate(manager, state, done, "evaluate", control(done)))
@@ -205,14 +205,14 @@ class FedStrategy(FlowerLoop):
         )
         state = self.aggregate(state, server_round, _recorded(replies, result))
         for _ in replies:
-            raise RuntimeError(f"{type(self).__name__}.aggregate left replies unread")
+            raise RuntimeError(f"{type(self).__name__}.aggregate left replies unread: it must read all of them")
         manager.require(result.traffic, server_round)
         return state, result
 
     def _evaluate(
         self, manager: ClientManager, state: ServerState, server_round: int, kind: str, control: Mapping[str, Any]
     ) -> RoundResult:
-        """Score all clients after `server_round`, on what the server would send next and their own state."""
+        """Score all clients after `server_round`, on what the server would send next and on their own state."""
         result = RoundResult(kind, server_round)
         payloads = self.send_each(state, server_round + 1, sorted(manager.nodes))
         control = {**control, "round": server_round + 1}
@@ -243,11 +243,11 @@ class FedStrategy(FlowerLoop):
         return lambda reply: self._check(state, reply)
 
     def _check(self, state: ServerState, reply: Reply) -> str | None:
-        """Refuse arrays that the method did not declare; then the method itself checks the reply."""
+        """Refuse arrays that the method did not declare; then let the method check the reply."""
         prefixes = self.method.up_prefixes(self.hparams)
         for name in reply.arrays:
             if not (self.method.allows(name) or any(name.startswith(p) for p in prefixes)):
-                return f"'{name}' is not in what {self.method.id} shares"
+                return f"'{name}' is not an array that {self.method.id} shares"
         return self.check(state, reply)
 
 
@@ -262,11 +262,11 @@ def server_context(
     buffers: str = "global",
     score: Callable[[Mapping[str, Array], Mapping[str, Scalar]], float | None] | None = None,
 ) -> ServerContext:
-    """Return what a strategy knows when it starts; the initial values are those of a new model of `spec`.
+    """Return what a strategy knows at the start; the initial values are those of a new model of `spec`.
 
     Parameters
     ----------
-    spec : the server's model; its own seed is not used, `seed` decides the initial values.
+    spec : the server's model. `seed` decides the initial values; the seed of `spec` is not used.
     width : feature width d of the common head.   buffers : as in the run configuration.
     score : scores a model on the central test set, if there is one.
     """
@@ -291,10 +291,10 @@ def server_context(
 
 
 def weighted_mean(replies: Iterable[Reply], previous: Mapping[str, Any]) -> Arrays:
-    """Average the arrays named in `previous` over replies, weighted by n_k; without replies `previous` stays.
+    """Average the arrays named in `previous` over replies, weighted by n_k; without replies return `previous`.
 
-    Replies are added in float32 as they arrive, a few at a time, since every pass reads and writes the mean. Memory is
-    one model and `TOGETHER` replies, however many clients there are.
+    Replies are added in float32 as they arrive, a few at a time, because every pass reads and writes the mean. Memory
+    is one model and `TOGETHER` replies for any number of clients.
     """
     mean = RunningMean()
     waiting: list[tuple[Arrays, float]] = []
@@ -308,7 +308,11 @@ def weighted_mean(replies: Iterable[Reply], previous: Mapping[str, Any]) -> Arra
 
 
 def _no_arrays(reply: Reply) -> str | None:
-    return f"an evaluation holds no arrays, but '{next(iter(reply.arrays))}' came" if reply.arrays else None
+    return (
+        f"the reply to an evaluation must hold no arrays, but has '{next(iter(reply.arrays))}'"
+        if reply.arrays
+        else None
+    )
 
 
 def _recorded(replies: Iterator[Reply], result: RoundResult) -> Iterator[Reply]:

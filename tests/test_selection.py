@@ -84,10 +84,10 @@ def test_merge_changes_the_named_arrays_alone_and_shares_no_memory() -> None:
     ("arrays", "message"),
     [
         ({"nope": np.ones(1)}, "no array named 'nope'"),
-        ({"head.bias": np.ones(3, np.float32)}, r"'head.bias' has shape \(3,\), the model wants \(2,\)"),
+        ({"head.bias": np.ones(3, np.float32)}, r"'head.bias' has shape \(3,\), but the model needs \(2,\)"),
         ({"head.bias": np.ones((2, 1), np.float32)}, "shape"),
-        ({"head.bias": np.ones(2, np.int64)}, "'head.bias' has dtype int64, the model wants torch.float32"),
-        ({"features.1.num_batches_tracked": np.array(1.5)}, "has dtype float64, the model wants torch.int64"),
+        ({"head.bias": np.ones(2, np.int64)}, "'head.bias' has dtype int64, but the model needs torch.float32"),
+        ({"features.1.num_batches_tracked": np.array(1.5)}, "has dtype float64, but the model needs torch.int64"),
     ],
 )
 def test_merge_is_strict(arrays: dict[str, np.ndarray], message: str) -> None:

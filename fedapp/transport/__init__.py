@@ -1,1 +1,1 @@
-"""What travels and how: records, the choice of arrays, the clients as the server sees them, checkpoints."""
+"""Communication: records, the selection of arrays, the clients as the server sees them, checkpoints."""

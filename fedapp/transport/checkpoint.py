@@ -1,4 +1,4 @@
-"""Server checkpoints: nested dicts of arrays and JSON scalars, written atomically, the last two kept."""
+"""Server checkpoints: nested dicts of arrays and JSON scalars, written atomically; the last two are kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def flatten(state: ServerState) -> tuple[Arrays, dict[str, Any]]:
 
     Raises
     ------
-    TypeError : a value that is neither array, scalar, list of scalars, None nor dict.
+    TypeError : a value is not an array, scalar, list of scalars, None or dict.
     """
     arrays: Arrays = {}
     scalars: dict[str, Any] = {}

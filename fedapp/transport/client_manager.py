@@ -1,7 +1,7 @@
 """The clients as the server sees them: stable ids, checked replies in the order of the ids, bounded waits.
 
-Flower's node ids are random in each run, replies arrive in any order, and a client that fails is an error reply or
-silence. Here each client has its own id, every reply is checked by itself, and a dropped reply is recorded with its
+Flower's node ids are random in each run. Replies arrive in any order. A client that fails sends an error reply or does
+not answer. Here each client has its own id, every reply is checked separately, and a dropped reply is recorded with its
 reason.
 """
 
@@ -29,20 +29,20 @@ Event = Callable[[dict[str, Any]], None]
 
 
 GONE = (3, 4, 5)
-"""Flower's error codes for a message, a reply or a node that is no longer there: nobody answered."""
+"""Flower's error codes for a message, a reply or a node that no longer exists: the client did not answer."""
 
 
 LATECOMERS = 10.0
-"""Seconds that further nodes have to register once as many clients as expected have done so."""
+"""Seconds that further nodes have to register after the expected number of clients has registered."""
 REGISTER_AGAIN = 600.0
 """Seconds after which an unanswered request to register counts as lost and is sent again."""
 LOOKS = 25_000
-"""Bound on messages under way times nodes in a simulation: ten times a second Flower looks through all of its messages
-for each of its nodes, at 3 microseconds a look, in the process and under the lock that everything goes through."""
+"""Largest product of messages in flight and nodes in a simulation. Ten times a second Flower looks through all of its
+messages for each of its nodes. A look takes 3 microseconds, under a lock that all messages need."""
 WORTH_SORTING = 2.0
-"""Seconds of an exchange from which on the order of its messages pays."""
+"""Seconds that an exchange must take before sorting its messages saves time."""
 HELD_BYTES = 1 << 30
-"""Memory that replies may take while those of lower ids are waited for."""
+"""Bytes of memory that replies may use while they wait for those of lower ids."""
 WORKER_DIED = (
     "ActorDiedError",
     "ActorUnavailableError",
@@ -51,11 +51,11 @@ WORKER_DIED = (
     "NodeDiedError",
     "OutOfMemoryError",
 )
-"""Ray's errors for a process that is no longer there."""
+"""Ray's errors for a process that no longer exists."""
 
 
 class RoundFailed(RuntimeError):
-    """A round had fewer good replies than `min-replies` asks for."""
+    """A round had fewer good replies than `min-replies` requires."""
 
     def __init__(self, message: str, server_round: int) -> None:
         super().__init__(message)
@@ -64,14 +64,14 @@ class RoundFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Settings:
-    """How the server talks to the clients.
+    """How the server communicates with the clients.
 
     Attributes
     ----------
-    fraction : share of clients per round.   min_replies : least share of good replies among those messaged.
+    fraction : share of clients per round.   min_replies : smallest share of good replies to the messages of a round.
     round_timeout, wait_timeout : seconds; 0 = no limit.
-    poll : seconds between two looks for replies.
-    queued : clients take turns on one machine, so the limit counts from the last reply and not from the start.
+    poll : seconds between two checks for replies.
+    queued : clients take turns on one machine, so time limits count from the last reply and not from the start.
     """
 
     fraction: float = 1.0
@@ -85,7 +85,7 @@ class Settings:
 
 @dataclass
 class Dropped:
-    """A reply that did not count."""
+    """A reply that was not used."""
 
     round: int
     client: int
@@ -99,7 +99,7 @@ class Dropped:
 
 @dataclass
 class Traffic:
-    """What one exchange moved: bytes of arrays as they travel, summed over clients, and the clients counted."""
+    """Traffic of one exchange: bytes of arrays on the wire, summed over clients, and who answered or was dropped."""
 
     messaged: list[int] = field(default_factory=list)
     answered: list[int] = field(default_factory=list)
@@ -115,7 +115,7 @@ class ClientManager:
     Parameters
     ----------
     grid : Flower's grid.   settings : timeouts and shares.
-    control : values that go with every message (the run's token, the shared folder, ...).
+    control : values sent with every message (the run's token, the shared folder, ...).
     event : receives progress events (plain dicts with a `kind`).
     """
 
@@ -135,7 +135,9 @@ class ClientManager:
         self.facts: dict[int, dict[str, Any]] = {}
         self.first_error: dict[str, Any] | None = None
         self._seen: set[int] = set()
-        self._unregistered: dict[str, tuple[int, float]] = {}  # unanswered, by message id: node, when it was said
+        self._unregistered: dict[
+            str, tuple[int, float]
+        ] = {}  # unanswered requests by message id: node, when it was sent
         self._method: Method | None = None
         self._encoder = Encoder(settings.wire_dtype)
         self._lasted: dict[str, float] = {}
@@ -147,13 +149,14 @@ class ClientManager:
     def gather(self, expected: int) -> list[ClientInfo]:
         """Wait until `expected` clients have registered (0: as many as there are nodes).
 
-        On real devices a node that is there but does not answer delays nobody: once `expected` clients have answered,
-        it has `LATECOMERS` seconds. When the wait limit has passed, those who came are enough if they are a share of
-        `min_replies`. Whoever is left out may join before any later round.
+        On real devices a node that is online but does not answer delays the run only a little: once `expected` clients
+        have registered, it has `LATECOMERS` seconds. When the wait limit has passed, the run starts if at least a share
+        of `min_replies` has registered. A client that is left out may join before any later round.
 
         Raises
         ------
-        BadRequest : the wait limit passed, two clients share an id, or a client cannot take part; says which and why.
+        BadRequest : the wait limit passed, two clients share an id, or a client cannot take part; the message gives
+            the client and the reason.
         """
         started = reported = time.monotonic()
         enough: float | None = None
@@ -167,13 +170,14 @@ class ClientManager:
             elif partitions and min(partitions) < expected and len(self.nodes) >= min(partitions):
                 raise BadRequest(
                     f"clients = {expected}, but there are only {min(partitions)} SuperNodes. "
-                    f"Start {expected} (fedapp run does; else --federation-config 'num-supernodes={expected}'), "
-                    "or leave clients at 0 to take those present"
+                    f"Start {expected} (fedapp run does so; with flwr run use --federation-config "
+                    f"'num-supernodes={expected}'), or set clients to 0 to use the nodes present"
                 )
             now = time.monotonic()
             if len(self.nodes) >= want:
                 enough = now if enough is None else enough
-                # All virtual clients answer, so what one of them cannot do is an error whichever comes first.
+                # In a simulation every client answers, so all are waited for: an error of any client must end the run,
+                # no matter which client answers first.
                 late = bool(expected) and not self.settings.queued and now - enough > LATECOMERS
                 if self._unregistered and late:
                     self.event({"kind": "warning", "text": f"{self._silent()}: starting without them"})
@@ -184,7 +188,10 @@ class ClientManager:
                     text = f"{self._waiting(want)} after {self.settings.wait_timeout:g} s: starting without them"
                     self.event({"kind": "warning", "text": text})
                     return [self.infos[c] for c in sorted(self.infos)]
-                raise BadRequest(f"gave up after {self.settings.wait_timeout:g} s: {self._waiting(want)}")
+                raise BadRequest(
+                    f"gave up after {self.settings.wait_timeout:g} s: {self._waiting(want)}; "
+                    "start the missing clients, or change wait-timeout or min-replies"
+                )
             if now - reported > 30:
                 reported = now
                 self.event({"kind": "waiting", "text": self._waiting(want)})
@@ -203,17 +210,17 @@ class ClientManager:
         return f"{len(self._unregistered)} node(s) that are online have not answered"
 
     def register(self, strict: bool = False) -> list[int]:
-        """Ask nodes that are new or came back to register; return the ids of clients that joined.
+        """Ask nodes that are new or came back to register, and return the ids of the clients that joined.
 
         Parameters
         ----------
-        strict : before round 1 a node that cannot take part is an error, and the caller does the waiting. Later such a
-            node is named and left out, and asked again once it has been away. New nodes are waited for once: a node
-            that stays silent may answer before any later round, which does not wait for it.
+        strict : before round 1 a node that cannot take part is an error, and the caller waits for answers. Later such a
+            node is left out with a warning, and asked again after it has been offline. This method waits for a new
+            node once. A node that does not answer in that time may answer before any later round, which does not wait.
 
         Raises
         ------
-        BadRequest : with `strict`, a node cannot take part or two nodes claim one id; says which and why.
+        BadRequest : with `strict`, a node cannot take part or two nodes have one id; the message says which and why.
         """
         now = time.monotonic()
         online = set(self.grid.get_node_ids())
@@ -223,7 +230,7 @@ class ClientManager:
         lost = [i for i, (node, since) in asked.items() if node not in online or now - since > REGISTER_AGAIN]
         again = {asked.pop(i)[0] for i in lost} & self._seen
         self._seen -= again
-        # The others' turn comes next time.
+        # The next call asks the other nodes.
         room = max(0, self._underway(len(online)) - len(self._unregistered)) if self.settings.queued else None
         self._ask_to_register(sorted(fresh | again)[:room], now)
         limits = [t for t in (self.settings.wait_timeout, self.settings.round_timeout) if t]
@@ -244,7 +251,7 @@ class ClientManager:
                 except BadRequest as e:
                     if strict:
                         raise
-                    self.event({"kind": "warning", "text": f"a node that came was left out: {e}"})
+                    self.event({"kind": "warning", "text": f"a new node was left out: {e}"})
             if not replies:
                 awaited = fresh & {node for node, _ in self._unregistered.values()}
                 if not awaited or time.monotonic() - now >= limit:
@@ -253,7 +260,7 @@ class ClientManager:
         return sorted(joined)
 
     def _ask_to_register(self, nodes: list[int], now: float) -> None:
-        """Push the requests; a node for which the SuperLink did not take one counts as not seen."""
+        """Push the requests; a node whose request the SuperLink did not accept counts as not seen."""
         if not nodes:
             return
         content, _ = self._encoder.content(Payload(), {**self.control, "round": 0})
@@ -264,7 +271,7 @@ class ClientManager:
                 self._seen.add(node)
 
     def _registered(self, node: int, reply: Message, online: set[int]) -> int:
-        """Add a client that answered; `BadRequest` says why it cannot take part."""
+        """Add a client that answered; a `BadRequest` says why it cannot take part."""
         if reply.has_error():
             reason = _reason(reply)
             self._note_error(0, -1, "register", reason)
@@ -301,11 +308,11 @@ class ClientManager:
         return client
 
     def agree(self, method: Method) -> None:
-        """Check that all clients mean the same by what they share, before round 1.
+        """Check before round 1 that the clients agree on what they share.
 
         Raises
         ------
-        BadRequest : names the clients, models and shapes that differ.
+        BadRequest : clients disagree; the message names the clients, models and shapes.
         """
         ids = sorted(self.infos)
         first = ids[0]
@@ -313,7 +320,7 @@ class ClientManager:
         if len(models) > 1 and not method.heterogeneous:
             raise BadRequest(
                 f"{method.id} needs one architecture, but the clients have {', '.join(sorted(models))}. "
-                "Give model = one name, or take a method that allows different ones (fedapp methods)"
+                "Set model to one name, or choose a method that allows several (fedapp methods)"
             )
         for c in ids[1:]:
             clash = self._clash(method, self.infos[first], self.infos[c], self.facts[first], self.facts[c])
@@ -323,7 +330,7 @@ class ClientManager:
         if method.same_width and len(widths) > 1 and (method.shared != () or method.extra_up):
             raise BadRequest(
                 f"{method.id} compares representations, but the models have widths {sorted(widths)}: "
-                "take models of one family"
+                "choose models of one family"
             )
         self._method = method
 
@@ -331,9 +338,12 @@ class ClientManager:
     def _clash(
         method: Method, a: ClientInfo, b: ClientInfo, facts_a: Mapping[str, Any], facts_b: Mapping[str, Any]
     ) -> str | None:
-        """Say what two clients do not mean in the same way, or return None."""
+        """Return on what two clients disagree, or None."""
         if a.num_classes != b.num_classes:
-            return f"client {b.client} has {b.num_classes} classes, client {a.client} has {a.num_classes}"
+            return (
+                f"client {b.client} has {b.num_classes} classes, but client {a.client} has {a.num_classes}: "
+                "all clients need the same classes"
+            )
         if facts_a.get("classes") and facts_b.get("classes") and facts_a["classes"] != facts_b["classes"]:
             return (
                 f"the classes of client {b.client} have other names than those of client {a.client}: "
@@ -342,25 +352,26 @@ class ClientManager:
         images = [f"{int(f['size'])}x{int(f['size'])} with {int(f['channels'])} channel(s)" for f in (facts_a, facts_b)]
         if not method.heterogeneous and images[0] != images[1]:
             return (
-                f"client {b.client} has images of {images[1]}, client {a.client} of {images[0]}: "
-                f"{method.id} needs one kind, bring them to one size"
+                f"client {b.client} has images of {images[1]}, but client {a.client} of {images[0]}: "
+                f"{method.id} needs one kind, so convert them to one size"
             )
         if not method.heterogeneous and a.model != b.model:
             return (
-                f"{method.id} needs one architecture, but client {b.client} has {b.model}, client {a.client} {a.model}"
+                f"{method.id} needs one architecture, but client {b.client} has {b.model} and client {a.client} "
+                f"{a.model}: set model to one name"
             )
         for fact in sorted(set(a.common) | set(b.common)):
             if a.common.get(fact) != b.common.get(fact):
                 return (
-                    f"client {b.client} has another {fact} ({b.common.get(fact)}) than client {a.client} "
-                    f"({a.common.get(fact)}): all clients of {method.id} need the same"
+                    f"the {fact} of client {b.client} ({b.common.get(fact)}) differs from that of client {a.client} "
+                    f"({a.common.get(fact)}): {method.id} needs the same at all clients"
                 )
         for name in sorted(set(a.shapes) | set(b.shapes)):
             x, y = a.shapes.get(name), b.shapes.get(name)
             if x != y:
                 return (
                     f"'{name}' is shared but client {a.client} ({a.model}) has {_shape(x)} and "
-                    f"client {b.client} ({b.model}) {_shape(y)}: take models of one family (one feature width)"
+                    f"client {b.client} ({b.model}) has {_shape(y)}: choose models of one family (one feature width)"
                 )
         return None
 
@@ -380,24 +391,24 @@ class ClientManager:
         """Send one message to each client and yield the good replies in the order of the client ids.
 
         `server_round` is the round that records and errors name. A client restores the state that it had before the
-        round named in its message; where that is another round, `control` says so.
+        round named in its message; if that is another round, `control` contains it.
 
-        A reply is held back only until those of lower ids have come or are given up, so that sums are added up in one
-        order whatever the order in which clients end. In a simulation the clients with the most data begin first, so
-        that no worker is left alone with the largest at the end (see :meth:`_dispatch`); the price is memory: the reply
-        of a large client with a high id waits for small ones with low ids, in the worst case for the last of them. This
-        is bounded: clients are sorted only among the last ones by id, as many as have replies of `HELD_BYTES` together;
-        those before them begin in the order of their ids, so that only those wait that overtake a slower one.
+        A reply is held back until the replies of all lower ids have arrived or failed, so that sums are added up in the
+        same order, no matter which client ends first. In a simulation the clients with the most data start first, so
+        that at the end no worker is still busy with the largest client (see :meth:`_dispatch`). This costs memory: the
+        reply of a large client with a high id waits for those of small clients with low ids. The memory is bounded:
+        only the last clients by id are sorted by size, as many as have replies of `HELD_BYTES` together. The clients
+        before them start in the order of their ids.
 
-        Afterwards `traffic` says who was messaged, who answered and who was dropped.
+        Afterwards `traffic` says which clients got a message, answered or were dropped.
         """
         started = time.perf_counter()
         extra = {**self.control, "round": server_round, **(control or {})}
         limit = self.settings.round_timeout if timeout is None else timeout
-        # What nobody waits for any more must not keep a slow node busy; a minute for clocks that differ. Virtual
-        # clients take turns for as long as it takes.
+        # A message expires when nobody waits for its reply any more, so that it does not keep a slow node busy. The
+        # extra minute allows for clocks that differ. Virtual clients take turns, so their messages do not expire.
         lifetime = limit + 60 if limit and not self.settings.queued else None
-        encoder = Encoder(self.settings.wire_dtype)  # of this exchange alone: it holds on to all it has encoded
+        encoder = Encoder(self.settings.wire_dtype)  # for this exchange only: it keeps everything that it has encoded
         given = dict(payloads)
         traffic.messaged.extend(sorted(given))
         owner = {self.nodes[client]: client for client in given}
@@ -430,12 +441,13 @@ class ClientManager:
         self._lasted[kind] = traffic.seconds = time.perf_counter() - started
 
     def _dispatch(self, kind: str, ids: Sequence[int], bytes_each: int) -> tuple[list[int], int]:
-        """Say in which order clients are messaged, and how many messages may be under way at a time.
+        """Return the order in which clients get their messages, and how many messages may be in flight at a time.
 
-        Flower's simulation hands messages to its workers in the order of its nodes, not in the order in which they were
-        pushed, whenever it looks, every tenth of a second. What decides the order is therefore what is pushed later:
-        half of the messages go out at once, but enough for all workers, the others one by one as replies come. Where an
-        exchange was over within two seconds it is not worth a tenth of one, and all go out at once.
+        Every tenth of a second Flower's simulation gives messages to its workers, in the order of its nodes and not in
+        the order in which they were pushed. Only messages that are pushed later can therefore run later. Half of the
+        messages are pushed at once, but enough for all workers; the others follow one by one as replies arrive. If the
+        last exchange of this kind took less than two seconds, this is not worth a tenth of a second, and all messages
+        are pushed at once.
         """
         if not self.settings.queued or getattr(self.grid, "one_at_a_time", False):
             return list(ids), len(ids)
@@ -448,17 +460,17 @@ class ClientManager:
 
     @staticmethod
     def _underway(nodes: int) -> int:
-        """Return how many messages a simulation may have under way; two for each of its workers are always enough."""
+        """Return how many messages a simulation may have in flight; two for each worker are always enough."""
         return max(16, 2 * (os.cpu_count() or 1), LOOKS // max(1, nodes))
 
     def _raw(
         self, nodes: Sequence[int], message: Callable[[int], Message], limit: float, at_once: int
     ) -> Iterator[tuple[int, Message]]:
-        """Message nodes, at most `at_once` at a time, and yield (node, reply) as they come.
+        """Send messages to nodes, at most `at_once` at a time, and yield (node, reply) in the order of arrival.
 
-        Ends when all have answered or `limit` seconds have passed. The node is the one that was messaged: if it is
-        gone, the reply is an error that the SuperLink signs itself. A limit of 0 waits without end. Every 30 seconds an
-        event names the clients that are waited for.
+        Ends when all nodes have answered or `limit` seconds have passed; a limit of 0 waits without limit. The yielded
+        node is the one that got the message: if it no longer exists, the reply is an error from the SuperLink itself.
+        Every 30 seconds an event names the clients whose replies are missing.
         """
         unsent = deque(nodes)
         waiting: dict[str, int] = {}
@@ -487,7 +499,7 @@ class ClientManager:
                 text = f"waiting for {len(waiting) + len(unsent)} of {len(nodes)} replies: {', '.join(clients[:20])}"
                 self.event({"kind": "waiting", "text": text})
             if not replies and waiting:
-                # Looking must not take the time of those who answer: in a simulation they share the cores and a lock.
+                # Checks for replies must not slow down the clients: in a simulation they share the cores and a lock.
                 pause = min(0.1, 0.1 * (answered - heard))
                 time.sleep(max(self.settings.poll, 4 * (answered - asked), pause))
 
@@ -534,7 +546,7 @@ class ClientManager:
         self.event({"kind": "dropped", **dropped.as_dict()})
 
     def _note_error(self, server_round: int, client: int, stage: str, text: str) -> None:
-        """Keep the first client error whole, with its remote traceback."""
+        """Keep the first client error with its whole remote traceback."""
         if self.first_error is None:
             self.first_error = {
                 "client": client,
@@ -546,7 +558,7 @@ class ClientManager:
             self.event({"kind": "client-error", **self.first_error})
 
     def require(self, traffic: Traffic, server_round: int) -> None:
-        """Raise `RoundFailed` unless enough good replies came."""
+        """Raise `RoundFailed` unless there were enough good replies."""
         needed = max(1, math.ceil(self.settings.min_replies * len(traffic.messaged) - 1e-9))
         if len(traffic.answered) < needed:
             reasons = "; ".join(f"client {d.client}: {d.reason}" for d in traffic.dropped[:5])
@@ -559,11 +571,11 @@ class ClientManager:
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:
-    return "nothing of that name" if shape is None else f"shape {shape}"
+    return "no array of that name" if shape is None else f"shape {shape}"
 
 
 def _reason(message: Message) -> str:
-    """Return what an error reply says; a worker of Ray that died is told last, in one sentence and with what to do."""
+    """Return the text of an error reply; if a Ray worker died, a last line says so and what to do."""
     error = message.error
     reason = str(error.reason or f"error code {error.code}")
     if not any(f"ray.exceptions.{name}" in reason for name in WORKER_DIED):

@@ -53,11 +53,11 @@ class LocalGrid(Grid):
         _identify(SERVER)
 
     def set_run(self, run: Any) -> None:
-        """There is one run."""
+        """Do nothing: there is only one run."""
 
     @property
     def run(self) -> Any:
-        """There is one run."""
+        """Return None: there is only one run, without a record of it."""
         return None
 
     def create_message(

@@ -69,7 +69,7 @@ def arrays_of(record: ArrayRecord, casts: str = "{}") -> Arrays:
 
 
 def payload_of(message: Message) -> tuple[Payload, dict[str, Any]]:
-    """Decode what the server sent: the payload, and the control values beside it."""
+    """Decode a message of the server: the payload and the control values."""
     content = message.content
     control = dict(content.config_records.get(CONTROL, ConfigRecord()))
     casts = str(control.pop(_CAST, "{}"))
@@ -81,7 +81,7 @@ def payload_of(message: Message) -> tuple[Payload, dict[str, Any]]:
 def reply_content(
     arrays: Arrays, metrics: Mapping[str, Any], info: Mapping[str, Scalar], wire_dtype: str
 ) -> RecordDict:
-    """Build a client's reply: arrays, numbers (or lists of numbers), and plain facts about itself."""
+    """Build a client's reply: arrays, numbers (or lists of numbers), and plain facts about the client."""
     encoded = {name: FlowerArray(np.asarray(_narrow(a, wire_dtype), order="C")) for name, a in arrays.items()}
     casts = {n: str(a.dtype) for n, a in arrays.items() if str(a.dtype) != encoded[n].dtype}
     return RecordDict(
@@ -114,7 +114,7 @@ def reply_of(message: Message) -> tuple[Arrays, dict[str, Any], dict[str, Any], 
 
 
 def reject(arrays: Arrays, expected: Mapping[str, tuple[int, ...]], metrics: Mapping[str, Any]) -> str | None:
-    """Say what is wrong with a reply's arrays and sample count, or return None.
+    """Return what is wrong with a reply's arrays or sample count, or None.
 
     Parameters
     ----------
@@ -134,5 +134,5 @@ def reject(arrays: Arrays, expected: Mapping[str, tuple[int, ...]], metrics: Map
             return f"'{name}' contains NaN or infinity"
     count = metrics.get("num-examples")
     if not isinstance(count, (int, float)) or not math.isfinite(count) or count <= 0:
-        return f"num-examples is {count}, it must be a positive number"
+        return f"num-examples is {count}, but must be a positive number"
     return None

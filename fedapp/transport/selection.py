@@ -12,12 +12,12 @@ from fedapp.method import Array, Arrays
 
 
 def matches(name: str, prefixes: Iterable[str]) -> bool:
-    """Whether `name` lies under one of `prefixes` (whole dotted components: `head.` never matches `header.x`)."""
+    """Return whether `name` is under one of `prefixes` (whole dotted components: `head.` never matches `header.x`)."""
     return any(not p or name.startswith(p if p.endswith(".") else p + ".") or name == p for p in prefixes)
 
 
 def float_buffers(model: nn.Module) -> set[str]:
-    """Names of the floating-point buffers, such as BatchNorm's running mean and variance."""
+    """Return the names of the floating-point buffers, such as BatchNorm's running mean and variance."""
     return {name for name, b in model.named_buffers() if b.is_floating_point()}
 
 
@@ -44,7 +44,7 @@ def shared_names(model: nn.Module, prefixes: Iterable[str], buffers: str = "glob
 
 
 def extract(model: nn.Module, names: Iterable[str]) -> Arrays:
-    """Copy named arrays out of a model, C-contiguous, in their own dtype."""
+    """Copy named arrays from a model, C-contiguous, in their own dtype."""
     state = model.state_dict()
     return {name: np.array(state[name].detach().cpu().contiguous().numpy(), copy=True, order="C") for name in names}
 
@@ -63,9 +63,9 @@ def merge(model: nn.Module, arrays: Mapping[str, Array]) -> None:
             raise ValueError(f"the model has no array named '{name}'")
         target = state[name]
         if tuple(array.shape) != tuple(target.shape):
-            raise ValueError(f"'{name}' has shape {tuple(array.shape)}, the model wants {tuple(target.shape)}")
+            raise ValueError(f"'{name}' has shape {tuple(array.shape)}, but the model needs {tuple(target.shape)}")
         if np.issubdtype(array.dtype, np.floating) != target.is_floating_point():
-            raise ValueError(f"'{name}' has dtype {array.dtype}, the model wants {target.dtype}")
+            raise ValueError(f"'{name}' has dtype {array.dtype}, but the model needs {target.dtype}")
         target.copy_(torch.from_numpy(np.asarray(array, order="C")))
 
 
