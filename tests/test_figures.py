@@ -354,7 +354,7 @@ def test_settings_and_seeds_are_told_apart(sweep: Comparison) -> None:
 
 
 def test_a_sweep_shows_mean_and_spread_over_seeds(sweep: Comparison) -> None:
-    runs = [r for r in sweep.runs if r.method == "local"]
+    runs = {"local": [r for r in sweep.runs if r.method == "local"]}
     curve = gallery._sweep_lines(runs, lambda r: float(r.flat["alpha"]))["trained, after local training"][0]
     for i, alpha in enumerate((0.3, 3.0)):
         scores = [

@@ -2,7 +2,8 @@
 
 `FIGURES` names the figures of a run. Their functions take runs and return a caption, what the figure shows in words,
 and the figure. The others depend on what a comparison varies, and return `Drawing`s. All raise `Unavailable` with the
-reason, and the command that would make what is missing.
+reason, and the command that would make what is missing. The file is long because every figure has its caption and its
+description in words here, beside the numbers that they quote.
 """
 
 from __future__ import annotations
@@ -18,14 +19,12 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from fedapp.core.classwise import norm_distribution
-from fedapp.results import analysis
+from fedapp.results import analysis, statistics
 from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import plots
 from fedapp.results.figures.plots import Array, Curve
 from fedapp.results.figures.style import Drawing
 from fedapp.results.runs import ONE_SCORE, PROTOCOL_TEXT, Comparison, RunResult, groups_of, uses, varying
-from fedapp.results.statistics import percent as share
-from fedapp.results.statistics import traffic
 
 _T = TypeVar("_T")
 Runs = Sequence[RunResult]
@@ -79,9 +78,7 @@ class Gallery:
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
-def percent(value: float) -> str:
-    """Write a share in percent with its unit."""
-    return share(value, unit=" %")
+percent = partial(statistics.percent, unit=" %")
 
 
 def named(protocol: str) -> str:
@@ -141,8 +138,7 @@ def _protocol_curves(run: RunResult, what: str) -> list[Curve]:
     return curves
 
 
-def learning_curves(runs: Runs) -> Words:
-    """Accuracy by round and protocol, with the balanced score beside it where rounds measured it."""
+def _learning_curves(runs: Runs) -> Words:
     run = runs[0]
     panels = {"accuracy": _protocol_curves(run, "accuracy")}
     if not panels["accuracy"]:
@@ -163,8 +159,7 @@ def learning_curves(runs: Runs) -> Words:
     return caption, f"Line chart of accuracy by round: {ends}.", plots.curves(panels, baseline=guess)
 
 
-def client_accuracy(runs: Runs) -> Words:
-    """Final accuracy of every client."""
+def _client_accuracy(runs: Runs) -> Words:
     run = runs[0]
     table = run.final
     if table.empty and not run.clients.empty:
@@ -187,8 +182,7 @@ def client_accuracy(runs: Runs) -> Words:
     )
 
 
-def round_seconds(runs: Runs) -> Words:
-    """Seconds of a round: the whole exchange, and the mean local training."""
+def _round_seconds(runs: Runs) -> Words:
     run = runs[0]
     names = {"round_seconds": "whole round", "train_seconds": "local training, mean over clients"}
     if "round_seconds" not in run.rounds:
@@ -205,8 +199,7 @@ def round_seconds(runs: Runs) -> Words:
 # ---- data and heads --------------------------------------------------------------------------------------------------
 
 
-def label_distribution(runs: Runs, dots: bool = False) -> Words:
-    """Training images by client and class, as a heat map or as dots."""
+def _label_distribution(runs: Runs, dots: bool = False) -> Words:
     analysis.label_shares(runs[0])
     counts, classes = runs[0].counts, runs[0].classes
     held, images = (counts > 0).sum(axis=1), counts.sum(axis=1)
@@ -221,8 +214,7 @@ def label_distribution(runs: Runs, dots: bool = False) -> Words:
     return caption, f"Heat map: {alt}", plots.label_heat(counts, classes)
 
 
-def head_maps(runs: Runs) -> Words:
-    """Class counts beside the row norms of the clients' heads."""
+def _head_maps(runs: Runs) -> Words:
     base = runs[0]
     analysis.label_shares(base)
     found = _each(runs, analysis.head_norms)
@@ -247,8 +239,7 @@ def _correlation(counts: Array, norms: Array) -> float:
     return float((a * b).sum() / scale) if scale else math.nan
 
 
-def norm_evolution(runs: Runs, clients: int = 6) -> Words:
-    """p~ of some clients over rounds."""
+def _norm_evolution(runs: Runs, clients: int = 6) -> Words:
     run = runs[0]
     history = analysis.head_norm_history(run)
     if max(len(rounds) for rounds, _ in history.values()) < 2:
@@ -270,8 +261,7 @@ def norm_evolution(runs: Runs, clients: int = 6) -> Words:
     )
 
 
-def p_against_norms(runs: Runs) -> Words:
-    """p against p~ for all clients and classes."""
+def _p_against_norms(runs: Runs) -> Words:
 
     def points(run: RunResult) -> tuple[Array, Array]:
         shares, stored = analysis.label_shares(run), analysis.client_arrays(run)
@@ -292,8 +282,7 @@ def p_against_norms(runs: Runs) -> Words:
     )
 
 
-def mixing(runs: Runs) -> Words:
-    """The matrix A."""
+def _mixing(runs: Runs) -> Words:
     ids, matrix, how = analysis.who_learns_from_whom(runs[0])
     own = percent(float(np.diag(matrix).mean()))
     return (
@@ -308,8 +297,7 @@ def mixing(runs: Runs) -> Words:
 # ---- representations -------------------------------------------------------------------------------------------------
 
 
-def embedding(runs: Runs) -> Words:
-    """t-SNE of the clients' representations of the same test images, by class and by client."""
+def _embedding(runs: Runs) -> Words:
     found = _each(runs, partial(analysis.client_embedding, points=1200 if len(runs) == 1 else 800))
     rows = {n: (e.points, {"by class": e.label, "by client": e.client}) for n, e in found.items()}
     said = "; ".join(
@@ -325,8 +313,7 @@ def embedding(runs: Runs) -> Words:
     )
 
 
-def cka(runs: Runs) -> Words:
-    """CKA between clients by layer."""
+def _cka(runs: Runs) -> Words:
     found = _each(runs, analysis.layer_cka)
     said = "; ".join(
         f"{n}: " + ", ".join(f"{layer} {analysis.mean_of_pairs(m):.2f}" for layer, m in maps.items())
@@ -342,8 +329,7 @@ def cka(runs: Runs) -> Words:
     )
 
 
-def conductance(runs: Runs) -> Words:
-    """Ranks of units by layer conductance at clients that classify one image correctly."""
+def _conductance(runs: Runs) -> Words:
     base = runs[0]
     right = _each(runs, analysis.right_clients)
     best = int(np.min([table.sum(axis=0) for _, table in right.values()], axis=0).argmax())
@@ -363,8 +349,7 @@ def conductance(runs: Runs) -> Words:
 # ---- calibration -----------------------------------------------------------------------------------------------------
 
 
-def norms_before_after(runs: Runs) -> Words:
-    """Row norms of the global head before and after CCVR."""
+def _norms_before_after(runs: Runs) -> Words:
     run = runs[0]
     if run.method != "ccvr":
         raise Unavailable("only a calibrated run has a head before and after", "fedapp run --method ccvr ...")
@@ -379,8 +364,7 @@ def norms_before_after(runs: Runs) -> Words:
     )
 
 
-def samples_sweep(runs: Runs) -> Words:
-    """Accuracy of the calibrated global model against M_c, the number of virtual samples per class."""
+def _samples_sweep(runs: Runs) -> Words:
     found = _each(runs, analysis.calibration_sweep)
     said = "; ".join(
         f"{n}: {percent(c.accuracy[0])} as trained, "
@@ -398,8 +382,7 @@ def samples_sweep(runs: Runs) -> Words:
     )
 
 
-def calibration_embedding(runs: Runs) -> Words:
-    """One embedding of test images, coloured by truth, prediction before and prediction after."""
+def _calibration_embedding(runs: Runs) -> Words:
     found = analysis.calibration_embedding(runs[0])
     before, after = (percent(float((p != found.label).mean())) for p in (found.before, found.after))
     return (
@@ -411,8 +394,7 @@ def calibration_embedding(runs: Runs) -> Words:
     )
 
 
-def separability(runs: Runs, samples: int = 100) -> Words:
-    """Gain of calibration against the separability of the classes, a mark a run."""
+def _separability(runs: Runs, samples: int = 100) -> Words:
     points = []
     reasons = []
     for run in runs:
@@ -441,30 +423,30 @@ def separability(runs: Runs, samples: int = 100) -> Words:
 # ---- which figures there are -----------------------------------------------------------------------------------------
 
 FIGURES: dict[str, tuple[str, str, str, Callable[[Runs], Words]]] = {
-    "learning-curves": ("scores", "Learning curves", "FedClassAvg, Figs. 4 to 7; FedGH, Fig. 2", learning_curves),
-    "client-accuracy": ("scores", "Accuracy of every client", "", client_accuracy),
-    "labels-heat": ("data", "Label distribution", "FedClassAvg, Figs. 2 and 3", label_distribution),
+    "learning-curves": ("scores", "Learning curves", "FedClassAvg, Figs. 4 to 7; FedGH, Fig. 2", _learning_curves),
+    "client-accuracy": ("scores", "Accuracy of every client", "", _client_accuracy),
+    "labels-heat": ("data", "Label distribution", "FedClassAvg, Figs. 2 and 3", _label_distribution),
     "labels-dots": (
-        "data", "Label distribution, as dots", "cwFedAvg; FedGH", partial(label_distribution, dots=True),
+        "data", "Label distribution, as dots", "cwFedAvg; FedGH", partial(_label_distribution, dots=True),
     ),
     "head-norms": (
-        "heads", "Head norms against class counts", "cwFedAvg, Figs. 3 and 6; CCVR, Figs. 3 and 12", head_maps,
+        "heads", "Head norms against class counts", "cwFedAvg, Figs. 3 and 6; CCVR, Figs. 3 and 12", _head_maps,
     ),
-    "norm-evolution": ("heads", "Evolution of head norms", "cwFedAvg, Fig. 2", norm_evolution),
-    "p-against-norms": ("heads", "Label shares against norm shares", "cwFedAvg, Figs. 2 and 5", p_against_norms),
-    "who-learns-from-whom": ("heads", "Who learns from whom", "", mixing),
-    "tsne": ("representations", "Representations by class and client", "FedClassAvg, Fig. 8", embedding),
-    "cka": ("representations", "Similarity of clients by layer", "CCVR, Figs. 1 and 2", cka),
-    "conductance": ("representations", "Units that matter", "FedClassAvg, Fig. 9", conductance),
-    "separability": ("calibration", "Separability against gain", "CCVR, Fig. 6", separability),
+    "norm-evolution": ("heads", "Evolution of head norms", "cwFedAvg, Fig. 2", _norm_evolution),
+    "p-against-norms": ("heads", "Label shares against norm shares", "cwFedAvg, Figs. 2 and 5", _p_against_norms),
+    "who-learns-from-whom": ("heads", "Who learns from whom", "", _mixing),
+    "tsne": ("representations", "Representations by class and client", "FedClassAvg, Fig. 8", _embedding),
+    "cka": ("representations", "Similarity of clients by layer", "CCVR, Figs. 1 and 2", _cka),
+    "conductance": ("representations", "Units that matter", "FedClassAvg, Fig. 9", _conductance),
+    "separability": ("calibration", "Separability against gain", "CCVR, Fig. 6", _separability),
     "norms-before-after": (
-        "calibration", "Head norms before and after calibration", "CCVR, Figs. 3 and 10", norms_before_after,
+        "calibration", "Head norms before and after calibration", "CCVR, Figs. 3 and 10", _norms_before_after,
     ),
-    "samples-sweep": ("calibration", "Virtual samples per class", "CCVR, Figs. 7 and 14", samples_sweep),
+    "samples-sweep": ("calibration", "Virtual samples per class", "CCVR, Figs. 7 and 14", _samples_sweep),
     "calibration-map": (
-        "calibration", "Predictions before and after calibration", "CCVR, Figs. 5 and 13", calibration_embedding,
+        "calibration", "Predictions before and after calibration", "CCVR, Figs. 5 and 13", _calibration_embedding,
     ),
-    "round-seconds": ("cost", "Time of a round", "", round_seconds),
+    "round-seconds": ("cost", "Time of a round", "", _round_seconds),
 }  # fmt: skip
 """By id: section of the page, title, the paper's figure, and what draws it."""
 
@@ -542,16 +524,12 @@ def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawin
     drawings = []
     seeds = len({r.seed for r in runs})
     bands = f"; bands: one standard deviation over {seeds} seeds" if seeds > 1 else ""
-    for what, heading, score, where, source in (
+    for what, score, where, source in (
         (
-            "accuracy", "Learning curves", "accuracy",
-            "Received and trained are means over the clients' own test splits.",
+            "accuracy", "accuracy", "Received and trained are means over the clients' own test splits.",
             "FedClassAvg, Figs. 4 to 7; FedGH, Fig. 2; cwFedAvg, Fig. 4",
         ),
-        (
-            "balanced", "Learning curves, balanced", "balanced accuracy",
-            "Mean recall over all classes on all clients' test images.", "",
-        ),
+        ("balanced", "balanced accuracy", "Mean recall over all classes on all clients' test images.", ""),
     ):  # fmt: skip
         panels: dict[str, list[Curve]] = {}
         for p in PROTOCOL_TEXT:
@@ -568,7 +546,7 @@ def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawin
             drawings.append(
                 Drawing(
                     f"curves-{what}{suffix}",
-                    heading + (f": {name}" if name else ""),
+                    f"Learning curves{', balanced' if what == 'balanced' else ''}" + (f": {name}" if name else ""),
                     f"Mean {score} by round{bands}. {where}{_alone(runs)}",
                     f"Line charts of {what} by round. Last round: {ends}.",
                     plots.curves(panels),
@@ -585,7 +563,7 @@ def traffic_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawing
     lines = []
     for label, (run, *_) in _by_method(runs).items():
         column = next((f"{p}_accuracy" for p in ("received", "trained") if f"{p}_accuracy" in run.rounds), None)
-        moved = traffic(run.rounds) / 1e6
+        moved = statistics.traffic(run.rounds) / 1e6
         if column is not None and moved[-1] > 0:
             lines.append(Curve(label, moved, run.rounds[column].to_numpy(float)))
     if not lines:
@@ -621,17 +599,14 @@ def _against(label: str, points: Iterable[tuple[float, float]]) -> list[Curve]:
     return [curve] if len(curve.x) > 1 else []
 
 
-def _sweep_lines(runs: Runs, value: Callable[[RunResult], float]) -> dict[str, list[Curve]]:
-    """Last accuracy against a setting, {protocol: curves}, a curve a label."""
-    panels = {
-        named(p): [
-            curve
-            for label, members in _by_method(runs).items()
-            for curve in _against(label, [(value(r), r.score(p)) for r in members])
-        ]
-        for p in PROTOCOL_TEXT
-    }
-    return {name: lines for name, lines in panels.items() if lines}
+def _sweep_lines(groups: Mapping[str, Runs], value: Callable[[RunResult], float]) -> dict[str, list[Curve]]:
+    """Last accuracy against a setting, {protocol: curves}, a curve a group of runs."""
+    panels = {}
+    for p in PROTOCOL_TEXT:
+        curves = [c for label, runs in groups.items() for c in _against(label, [(value(r), r.score(p)) for r in runs])]
+        if curves:
+            panels[named(p)] = curves
+    return panels
 
 
 def sweeps(runs: Runs, key: str) -> list[Drawing]:
@@ -651,7 +626,7 @@ def sweeps(runs: Runs, key: str) -> list[Drawing]:
             groups.setdefault(setting_text(rest), []).append(run)
     drawings: list[Drawing] = []
     for name, members in groups.items():
-        panels = _sweep_lines(members, lambda r: float(r.flat[key]))
+        panels = _sweep_lines(_by_method(members), lambda r: float(r.flat[key]))
         if panels:
             said = "; ".join(
                 f"{p}, {c.label}: " + ", ".join(f"{percent(m)} at {v:g}" for v, m in zip(c.x, c.mean))
@@ -694,10 +669,9 @@ def hyperparameters(runs: Runs) -> list[Drawing]:
         for method in dict.fromkeys(r.method for r in members):
             own = [r for r in members if r.method == method]
             for name in sorted({n for r in own for n in _arguments(r)}):
-                points = [(_arguments(r)[name], r) for r in own if name in _arguments(r)]
-                if len({v for v, _ in points}) > 1:
-                    suffix = f"-{len(drawings)}" if drawings else ""
-                    drawings += _hyperparameter(method, name, points, setting_text(setting), suffix)
+                chosen = [r for r in own if name in _arguments(r)]
+                suffix = f"-{len(drawings)}" if drawings else ""
+                drawings += _hyperparameter(method, name, chosen, setting_text(setting), suffix)
     if not drawings:
         raise Unavailable(
             "no method was run with several values of a hyperparameter",
@@ -706,13 +680,10 @@ def hyperparameters(runs: Runs) -> list[Drawing]:
     return drawings
 
 
-def _hyperparameter(
-    method: str, name: str, points: Sequence[tuple[float, RunResult]], where: str, suffix: str
-) -> list[Drawing]:
-    """Draw accuracy, and R where there is one, against a hyperparameter."""
-    panels = {named(p): _against(method, [(v, r.score(p)) for v, r in points]) for p in PROTOCOL_TEXT}
-    panels = {p: lines for p, lines in panels.items() if lines}
-    given = [v for v, _ in points]
+def _hyperparameter(method: str, name: str, runs: Runs, where: str, suffix: str) -> list[Drawing]:
+    """Draw accuracy, and R where there is one, against a hyperparameter; nothing where it has one value."""
+    given = [_arguments(r)[name] for r in runs]
+    panels = _sweep_lines({method: runs}, lambda r: _arguments(r)[name])
     log = min(given) > 0 and max(given) / min(given) >= 20
     source = "cwFedAvg, Fig. 5" if (method, name) == ("cwfedavg", "lam") else ""
     title = f"{method}: {name}" + (f", {where}" if where else "")
@@ -730,7 +701,7 @@ def _hyperparameter(
                 source,
             )
         )
-    for distance in _against(method, [(v, _last_wdr(r)) for v, r in points]):
+    for distance in _against(method, [(v, _last_wdr(r)) for v, r in zip(given, runs)]):
         drawings.append(
             Drawing(
                 f"sweep-{method}-{name}-distance{suffix}",

@@ -152,8 +152,7 @@ def curves(
         for curve in lines:
             look = _look(labels.index(curve.label))
             axes.plot(curve.x, curve.mean, label=curve.label, markevery=max(1, len(curve.x) // 8), **look)
-            if curve.spread is not None:
-                band = np.nan_to_num(curve.spread)
+            if curve.spread is not None and np.any(band := np.nan_to_num(curve.spread)):
                 alpha = 0.13 if len(lines) < 5 else 0.07
                 low, high = curve.mean - band, curve.mean + band
                 axes.fill_between(curve.x, low, high, color=look["color"], alpha=alpha, linewidth=0)
