@@ -25,6 +25,7 @@ from fedapp.errors import BadRequest
 from fedapp.experiments import compare, tables
 from fedapp.experiments.jobs import MAX_FOLDER, Job, Variant
 from fedapp.results import report
+from fedapp.results.directory import only_writer
 from fedapp.results.statistics import signed_rank
 
 BASE: dict[str, Any] = {
@@ -188,12 +189,10 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_two_comparisons_do_not_share_a_folder(tmp_path: Path) -> None:
-    with (
-        compare.only_one(tmp_path / "c"),
-        pytest.raises(BadRequest, match="another fedapp compare"),
-        compare.only_one(tmp_path / "c"),
-    ):
-        pass
+    with only_writer(tmp_path, who="fedapp compare"):
+        result = command("--methods", "local", *SMALL, "--out", str(tmp_path))
+    assert isinstance(result.exception, BadRequest)
+    assert "another fedapp compare still writes" in str(result.exception)
 
 
 def test_the_page_speaks_of_options_that_exist() -> None:
@@ -415,11 +414,9 @@ def test_the_ray_engine_runs_one_session_for_all(
     assert len(pd.read_csv(tmp_path / "results.csv")) == 2
 
 
-def test_progress_is_read_from_the_last_round_told(tmp_path: Path) -> None:
+def test_progress_is_counted_in_rounds_that_are_written_down(tmp_path: Path) -> None:
     assert compare.rounds_done(tmp_path) == 0
-    events = [{"kind": "start"}, {"kind": "round", "round": 1}, {"kind": "round", "round": 2}, {"kind": "dropped"}]
-    text = "\n".join(map(json.dumps, events)) + '\n{"kind": "round", "rou'
-    (tmp_path / "progress.jsonl").write_text(text)
+    (tmp_path / "rounds.csv").write_text("round,clients\n1,4\n2,4\n3,")
     assert compare.rounds_done(tmp_path) == 2
 
 

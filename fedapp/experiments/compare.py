@@ -15,7 +15,6 @@ Finished runs are not run again, broken ones are continued from their last check
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shutil
 import threading
@@ -27,7 +26,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import typer
-from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
@@ -44,7 +42,7 @@ from fedapp.errors import BadRequest, suggest
 from fedapp.experiments import tables
 from fedapp.experiments.jobs import Job, Variant
 from fedapp.models import head_width
-from fedapp.results.directory import absolute, check_out, check_writable, new_folder
+from fedapp.results.directory import absolute, check_out, check_writable, new_folder, only_writer
 from fedapp.results.runs import RunResult
 from fedapp.tasks import simulated as tasks
 
@@ -273,47 +271,13 @@ def pending_config(config: RunConfig) -> RunConfig | None:
     return None if state == "done" else config.replaced(resume=state == "broken off")
 
 
-@contextlib.contextmanager
-def only_one(out: Path) -> Iterator[None]:
-    """Hold a comparison's folder: two processes in it would remove each other's unfinished runs.
-
-    Raises
-    ------
-    BadRequest : another process compares there, or the folder cannot be written.
-    """
-    check_writable(out / "runs")
-    try:
-        lock = FileLock(out / ".lock", timeout=0)
-        lock.acquire()
-    except Timeout:
-        raise BadRequest(f"another fedapp compare works in {out}: wait for it, or give another --out") from None
-    except OSError as e:
-        raise BadRequest(f"{out} cannot be written ({e.strerror}); give another folder with --out") from e
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 # ---- running ---------------------------------------------------------------------------------------------------------
 
 
 def rounds_done(out: Path) -> int:
-    """Return the last round that a run reported in its `progress.jsonl`, 0 before the first."""
-    path = out / "progress.jsonl"
-    try:
-        with path.open("rb") as f:
-            f.seek(max(0, path.stat().st_size - 65536))
-            lines = f.read().splitlines()
-    except OSError:
-        return 0
-    for line in reversed(lines):
-        try:
-            event = json.loads(line)
-        except ValueError:
-            continue  # a line that is being written, or that begins before what was read
-        if event.get("kind") == "round":
-            return int(event["round"])
+    """Return the number of rows in a run's `rounds.csv`, 0 where there is none."""
+    with contextlib.suppress(OSError):
+        return max(0, (out / "rounds.csv").read_bytes().count(b"\n") - 1)
     return 0
 
 
@@ -468,7 +432,8 @@ def run(
         raise
     for job in jobs:
         standing(job.config)
-    with only_one(out):
+    check_writable(out / "runs")
+    with only_writer(out, who="fedapp compare"):  # two of them would remove each other's unfinished runs
         for line in _beforehand(values, jobs):
             typer.echo(line, err=True)
         todo = {job.name: config for job in jobs if (config := pending_config(job.config)) is not None}
@@ -501,12 +466,10 @@ def run(
 
 def _beforehand(values: Mapping[str, Any], jobs: Sequence[Job]) -> Iterator[str]:
     """Say how the data are divided, and what was decided for all methods."""
-    told = set()
-    for job in jobs:
-        if job.setting not in told:
-            told.add(job.setting)
-            data = tasks.federated(job.config, job.config.clients)
-            yield data_card(data.dataset, data.partition).text()
+    for setting in dict.fromkeys(job.setting for job in jobs):
+        job = next(j for j in jobs if j.setting == setting)
+        data = tasks.federated(job.config, job.config.clients)
+        yield data_card(data.dataset, data.partition).text()
     public = jobs[0].config.public_data
     if public and not values.get("public-data"):
         yield f"public-data = {public} for all methods, since one of them needs public images"
@@ -529,10 +492,9 @@ def _report(out: Path, finished: Sequence[Job]) -> None:
 def differences(jobs: Sequence[Job]) -> list[str]:
     """Name the training settings in which methods differ, since `auto` is each method's own."""
     first = {j.variant.label: j.config.to_flat() for j in reversed(jobs)}
-    order = list(dict.fromkeys(j.variant.label for j in jobs))
-    lines = []
-    for key in OWN_SETTINGS:
-        values = {m: first[m][key] for m in order}
-        if len(set(values.values())) > 1:
-            lines.append(f"settings differ, {key}: " + ", ".join(f"{m} {v}" for m, v in values.items()))
-    return lines
+    order = dict.fromkeys(j.variant.label for j in jobs)
+    return [
+        f"settings differ, {key}: " + ", ".join(f"{label} {first[label][key]}" for label in order)
+        for key in OWN_SETTINGS
+        if len({flat[key] for flat in first.values()}) > 1
+    ]

@@ -17,22 +17,20 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 from pydantic import BeforeValidator, Field
 
 from fedapp.errors import BadRequest
 from fedapp.experiments.shipped import FOLDER, Entry, read
 from fedapp.experiments.studies import keys_of, studies
 from fedapp.results.runs import RunResult
-from fedapp.results.statistics import interval, reached, signed_rank, spread, t_test
+from fedapp.results.statistics import Floats, interval, reached, signed_rank, spread, t_test
 
 Outcome = Literal["holds", "does not hold", "not decided"]
 LEVEL = 0.05
-Numbers: TypeAlias = NDArray[np.float64]
 Protocol = Literal["received", "trained"]
 
 
@@ -81,11 +79,10 @@ class Evidence:
         MissingRun : one of them has not finished.
         """
         if pair not in self._read:
-            runs = [RunResult(self.out / key.folder) for key in keys_of([pair])]
-            for run in runs:
-                if not run.ok:
-                    raise MissingRun(run.out.relative_to(self.out).as_posix())
-            self._read[pair] = runs
+            self._read[pair] = [RunResult(self.out / key.folder) for key in keys_of([pair])]
+        for run in self._read[pair]:
+            if not run.ok:
+                raise MissingRun(run.out.relative_to(self.out).as_posix())
         return self._read[pair]
 
     def spent(self, study: str) -> tuple[int, float]:
@@ -96,28 +93,22 @@ class Evidence:
 
     def clients(self, pair: Pair, protocol: str) -> pd.Series:
         """Return the accuracy in [0, 1] of every (seed, client) after the last round."""
-        parts = {
-            seed: run.final.set_index("client")[f"{protocol}_accuracy"] for seed, run in enumerate(self.runs(pair))
-        }
-        series: pd.Series = pd.concat(parts, names=["seed"]).dropna()
+        finals = {seed: run.final.set_index("client") for seed, run in enumerate(self.runs(pair))}
+        series: pd.Series = pd.concat(finals, names=["seed"])[f"{protocol}_accuracy"].dropna()
         return series
 
-    def seeds(self, pair: Pair, value: Callable[[RunResult], float]) -> Numbers:
+    def seeds(self, pair: Pair, value: Callable[[RunResult], float]) -> Floats:
         """Return one number per seed."""
         return np.array([value(run) for run in self.runs(pair)], dtype=np.float64)
-
-
-def _calibration(which: str) -> Callable[[RunResult], float]:
-    return lambda run: float(run.summary["calibration"][which])
 
 
 MEASURES: dict[str, Callable[[RunResult], float]] = {
     "received": lambda run: float(run.final["received_accuracy"].mean()),
     "trained": lambda run: float(run.final["trained_accuracy"].mean()),
     "trained spread": lambda run: float(run.final["trained_accuracy"].std(ddof=0)),
-    "before": _calibration("before"),
-    "after": _calibration("after"),
-    "oracle": _calibration("oracle"),
+    "before": lambda run: float(run.summary["calibration"]["before"]),
+    "after": lambda run: float(run.summary["calibration"]["after"]),
+    "oracle": lambda run: float(run.summary["calibration"]["oracle"]),
 }
 """One number of a run: the mean over clients, their standard deviation, and CCVR's accuracies around calibration."""
 
@@ -143,24 +134,17 @@ def outcome(mean: float, p: float) -> Outcome:
     return "holds" if mean > 0 else "does not hold"
 
 
-def over_seeds(differences: Numbers, text: str) -> Verdict:
+def over_seeds(differences: Floats, text: str) -> Verdict:
     """Decide whether a number that was measured once per seed is positive."""
     p = t_test(differences)
     return Verdict(outcome(float(differences.mean()), p), f"{text}, p = {p:.1g}")
 
 
-def counted(holds: bool, text: str) -> Verdict:
-    """Decide a fact that is counted, not estimated."""
-    return Verdict("holds" if holds else "does not hold", text)
-
-
 def every(*parts: Verdict) -> Verdict:
     """All parts must hold; one that does not decides against the whole."""
     outcomes = {p.outcome for p in parts}
-    total: Outcome = (
-        "does not hold" if "does not hold" in outcomes else "holds" if outcomes == {"holds"} else "not decided"
-    )
-    return Verdict(total, "; ".join(p.ours for p in parts))
+    total: Outcome = "holds" if outcomes == {"holds"} else "not decided"
+    return Verdict("does not hold" if "does not hold" in outcomes else total, "; ".join(p.ours for p in parts))
 
 
 def points(accuracies: pd.Series, signed: bool = False) -> str:
@@ -286,7 +270,7 @@ class FewerBytes(Rule):
         keys = ("bytes_up",) if up else ("bytes_up", "bytes_down")
         a, b = (sum(e.runs(pair)[0].summary[key] for key in keys) for pair in self.runs())
         text = f"{a:,.0f} B against {b:,.0f} B {'up ' if up else ''}per client and round"
-        return counted(a < b if up else a == b, text)
+        return Verdict("holds" if (a < b if up else a == b) else "does not hold", text)
 
 
 class TimesFewerBytes(Rule):
@@ -303,7 +287,7 @@ class TimesFewerBytes(Rule):
         sent = e.runs(self.run)[0].summary["bytes_up"]
         ratio = self.than / sent
         text = f"{sent:,.0f} B against {self.than:,.0f} B for {self.than_name}: {ratio:,.0f} times"
-        return counted(ratio > self.times, text)
+        return Verdict("holds" if ratio > self.times else "does not hold", text)
 
 
 AnyRule = Annotated[

@@ -22,6 +22,7 @@ import functools
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import dropwhile, islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -143,16 +144,10 @@ class Recipe:
 def parse(name: str, text: str, settings: Mapping[str, Any]) -> Recipe:
     """Read the comments of a recipe."""
     comments = [line[1:].removeprefix(" ") for line in text.splitlines() if line.startswith("#")]
-    rows: dict[str, str] = {}
-    inside = False
-    for line in comments:
-        if line.strip() == "rows:":
-            inside = True
-        elif inside and line.startswith("  "):
-            entry, _, called = line.strip().partition("  ")
-            rows[entry] = called.strip()
-        else:
-            inside = False
+    rest = dropwhile(lambda line: line.strip() != "rows:", comments)
+    listed = takewhile(lambda line: line.startswith("  "), islice(rest, 1, None))
+    pairs = (line.strip().partition("  ") for line in listed)
+    rows = {entry: called.strip() for entry, _, called in pairs}
     return Recipe(name, comments[0] if comments else name, rows, settings, text)
 
 
@@ -227,18 +222,18 @@ def scaled(values: Mapping[str, Any], scale: float) -> tuple[dict[str, Any], str
         return dict(values), "scale 1: nothing is changed"
     before = {**configuration.DEFAULTS, **values}
 
-    def times(key: str, least: int) -> int:
-        return max(min(least, int(before[key])), round(int(before[key]) * scale))
+    def times(value: Any, least: int) -> int:
+        return max(min(least, int(value)), round(int(value) * scale))
 
     new: dict[str, Any] = {
-        "num-server-rounds": times("num-server-rounds", LEAST_ROUNDS),
+        "num-server-rounds": times(before["num-server-rounds"], LEAST_ROUNDS),
         "data-fraction": float(before["data-fraction"]) * scale,
-        "min-samples": times("min-samples", LEAST_SAMPLES),
-        "patience": times("patience", LEAST_ROUNDS),
+        "min-samples": times(before["min-samples"], LEAST_SAMPLES),
+        "patience": times(before["patience"], LEAST_ROUNDS),
         "model": light(str(before["model"]), str(before["dataset"])),
     }
-    name, sep, count = str(before["public-data"]).partition(":")
-    if sep and count.isdigit():
-        new["public-data"] = f"{name}:{max(min(LEAST_PUBLIC, int(count)), round(int(count) * scale))}"
-    changed = [f"{k} {before[k]} -> {v}" for k, v in new.items() if v != before[k]]
-    return {**values, **{k: v for k, v in new.items() if v != before[k]}}, f"scale {scale:g}: {', '.join(changed)}"
+    name, _, count = str(before["public-data"]).partition(":")
+    if count.isdigit():
+        new["public-data"] = f"{name}:{times(count, LEAST_PUBLIC)}"
+    new = {k: v for k, v in new.items() if v != before[k]}
+    return {**values, **new}, f"scale {scale:g}: " + ", ".join(f"{k} {before[k]} -> {v}" for k, v in new.items())

@@ -73,8 +73,13 @@ def clean(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def only_writer(out: Path, patience: float = 0.0, tell: Callable[[str], None] = lambda text: None) -> Iterator[None]:
-    """Hold the run directory while a server writes to it.
+def only_writer(
+    out: Path,
+    patience: float = 0.0,
+    tell: Callable[[str], None] = lambda text: None,
+    who: str = "server process",
+) -> Iterator[None]:
+    """Hold a folder while a server, or another program `who`, writes to it.
 
     Parameters
     ----------
@@ -87,7 +92,7 @@ def only_writer(out: Path, patience: float = 0.0, tell: Callable[[str], None] = 
     BadRequest : another process writes there.
     """
     lock = FileLock(out / LOCK)
-    text = f"another server process still writes to {out}"
+    text = f"another {who} still writes to {out}"
     try:
         lock.acquire(timeout=0)
     except Timeout:
