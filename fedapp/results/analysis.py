@@ -1,7 +1,8 @@
 """What the figures compute from a run directory without training again.
 
 Every function takes a run (`fedapp.results.runs`). Where its directory lacks what is needed, the function raises
-`Unavailable` with the reason and with the command that would make the missing piece.
+`Unavailable` with the reason and with the command that would make the missing piece. All of it is in one file, over 600
+lines, because every part stands on the same few functions that read a run's data, states and models.
 
 | symbol (papers)                 | here                                                               |
 |---------------------------------|--------------------------------------------------------------------|
@@ -435,8 +436,7 @@ def stages(run: RunResult, model: SplitModel, x: Tensor) -> dict[str, NDArray[np
     kept: dict[str, list[Tensor]] = {}
     with contextlib.ExitStack() as hooks:
         for name, layer in [*layers, ("head", model.head)]:
-            parts = kept.setdefault(name, [])
-            keep = functools.partial(_keep_output, parts)
+            keep = functools.partial(_keep_output, kept.setdefault(name, []))
             hooks.enter_context(layer.register_forward_hook(keep))
         batched(model, x, data_of(run).inputs)
     return {name: torch.cat(parts).numpy() for name, parts in kept.items() if parts}
@@ -470,13 +470,13 @@ def layer_cka(run: RunResult, clients: int = 10, images: int = 300) -> tuple[lis
     grams: dict[str, dict[int, Floats]] = {}
     for client, model in models.items():
         outputs = stages(run, model, x)
-        *inner, trunk, head = outputs
+        *inner, head = outputs
         prefix = f"{config.model_of(client)} " if len(config.model_names) > 1 else ""
-        names = {**{n: prefix + n for n in inner}, trunk: "features", head: "head"}
+        names = {**{n: prefix + n for n in inner[:-1]}, **dict.fromkeys(inner[-1:], "features"), head: "head"}
         for name, rows in outputs.items():
             grams.setdefault(names[name], {})[client] = _unit_gram(rows)
     ends = ("features", "head")
-    ordered = {name: grams[name] for name in (*(n for n in grams if n not in ends), *ends)}
+    ordered = {name: grams[name] for name in (*(n for n in grams if n not in ends), *ends) if name in grams}
     return list(models), {
         name: np.array([[(of[a] * of[b]).sum() if a in of and b in of else np.nan for b in models] for a in models])
         for name, of in ordered.items()
@@ -622,19 +622,16 @@ def calibration_sweep(run: RunResult, samples: Sequence[int] = (0, 10, 50, 100, 
     pooled = moments(z, np.asarray(y, dtype=np.int64), classes)
     test_z, test_y = represent(run, model, tests[0]), tests[1].numpy()
 
-    def score(head: Mapping[str, Any]) -> float:
-        logits = test_z @ np.asarray(head["head.weight"]).T + np.asarray(head["head.bias"])
-        return float((logits.argmax(axis=1) == test_y).mean())
-
     head = {n: np.asarray(arrays[n]) for n in ("head.weight", "head.bias")}
-    kept = [m for m in samples if m == 0 or m * classes <= 50_000]
-    after: Mapping[str, Any] = head
+    kept = [m for m in samples if m * classes <= 50_000]
     accuracy = []
     for m in kept:
+        after: Mapping[str, Any] = head
         if m:
             virtual, label, _ = virtual_features(pooled, np.where(pooled.counts > 0, m, 0), run.seed, settings.shrink)
             after = retrain(head, virtual, label, settings, lambda epoch: sampling.rng(run.seed, "ccvr-order", epoch))
-        accuracy.append(score(after if m else head))
+        logits = test_z @ np.asarray(after["head.weight"]).T + np.asarray(after["head.bias"])
+        accuracy.append(float((logits.argmax(axis=1) == test_y).mean()))
     return Calibration(
         samples=kept,
         accuracy=accuracy,

@@ -111,11 +111,11 @@ def only_writer(
 
 
 def check_out(out: Path, resume: bool) -> None:
-    """Refuse an output directory that cannot be written, is not empty, or (with `resume`) holds no run.
+    """Check the output directory before a run starts.
 
     Raises
     ------
-    BadRequest : any of that, and a folder that cannot even be looked into.
+    BadRequest : it cannot be read or written, is not empty, or (with `resume`) holds no run.
     """
     try:
         if resume:
@@ -131,11 +131,11 @@ def check_out(out: Path, resume: bool) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Make a folder if it is not there, and refuse one in which no file can be made.
+    """Make a folder if it does not exist, and check that a file can be made in it.
 
     Raises
     ------
-    BadRequest : says what the system says.
+    BadRequest : it cannot; the message has the system's reason.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
