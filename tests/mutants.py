@@ -41,6 +41,7 @@ FOLDERS = ("strategies", "clients", "fedapp/core", "fedapp/learning")
 NAMED = {
     "strategies/base.py": ["tests/test_engine.py", "tests/test_client_manager.py", "tests/test_flower_loop.py"],
     "strategies/_composition.py": ["tests/test_ccvr.py"],
+    "strategies/_flower.py": ["tests/test_flower_loop.py"],
     "clients/base.py": ["tests/test_engine.py", "tests/test_training.py"],
     "clients/mutual.py": ["tests/test_fml.py", "tests/test_fedkd.py"],
     "clients/classmeans.py": ["tests/test_fedgh.py", "tests/test_fedproto.py", "tests/test_fd.py"],
