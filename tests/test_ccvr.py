@@ -314,10 +314,9 @@ def test_answers_are_pooled_one_by_one(cov: str, tmp_path: Path, monkeypatch: py
 def test_features_are_the_heads_input_in_evaluation_mode_without_augmentation(tmp_path: Path) -> None:
     """The features that are asked for are those of the stored global model on the plain training images."""
     result = run(method="ccvr", method_args="epochs=0", rounds=1, augment="weak", out=tmp_path / "run", **SMALL)
-    settings = config.RunConfig.model_validate(
+    settings = config.from_flat(
         {k.replace("_", "-"): v for k, v in {**SMALL, "method": "ccvr", "method_args": "epochs=0"}.items()}
     )
-    settings = settings
     method, hparams = method_of("epochs=0")
     task = tasks.simulated_task(settings, 1, 3, torch.device("cpu"))
     arrays = read_safetensors(result.out / "models" / "last.safetensors")[0]
