@@ -191,15 +191,19 @@ def judge(root: Path, drawn: Sequence[Mutant], results: Path, at_once: int) -> l
     new = [m for m in drawn if digests[m] not in known]
     seconds, limits = dict[str, float](), dict[tuple[str, ...], float]()
     first = [Job(t, 1800.0) for t in dict.fromkeys(tests[m] for m in new)]
+    broken = ""
     for job, state, told in run(root, first, seconds, at_once):
         if state != "passed":
-            sys.exit(f"{' '.join(job.tests)}: {state} without any fault\n{told['log']}")
+            broken += f"{' '.join(job.tests)}: {state} without any fault\n{told['log']}\n"
+            continue
         seconds |= told["seconds"]
         limits[job.tests] = 30.0 + 5 * sum(told["seconds"].values())
         for name in told["libraries"]:
             if name not in sys.modules and not name.startswith("_hypothesis"):
                 with contextlib.suppress(Exception):  # parts of libraries that only their own package can import
                     importlib.import_module(name)
+    if broken:
+        sys.exit(broken)
     results.parent.mkdir(parents=True, exist_ok=True)
     for job, state, told in run(root, [Job(tests[m], limits[tests[m]], m) for m in new], seconds, at_once):
         assert job.mutant is not None
