@@ -666,7 +666,7 @@ def test_a_client_gives_no_features_unless_the_run_is_an_oracle() -> None:
     method, hparams = method_of()
     client = method.client(task, method, hparams)
     payload = Payload(common=extract(client.build_model(task.spec(1), hparams), client.down_names()))
-    with pytest.raises(ValueError, match=r"no answer to 'query\.features'"):
+    with pytest.raises(ValueError, match=r"cannot answer 'query\.features'"):
         client.answer_query("features", payload, 1)
     assert not method.allows("features/z") and method.allows("statistics/mean")
     assert method_of("oracle=true")[0].allows("features/z")
