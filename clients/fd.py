@@ -52,7 +52,7 @@ def distillation_loss(logits: Tensor, y: Tensor, targets: Tensor, known: Tensor,
     Parameters
     ----------
     logits : (B, C).   y : (B,) labels.
-    targets : (C, C), of which only rows with `known` (C,) bool are looked at.
+    targets : (C, C); only rows with `known` (C,) bool are used.
     output : `softmax`: cross-entropy to probabilities; `logits`: mean squared error over the C logits.
     """
     if output == "softmax":

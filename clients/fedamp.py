@@ -49,11 +49,11 @@ class FedAMPClient(FedClient):
     left: Arrays | None = None
 
     def restore(self, server_round: int, payload: Payload, always: bool = False) -> None:
-        """Read the stored model also where training starts from it."""
+        """Read the stored model if training starts from it, although the server sends a whole model."""
         super().restore(server_round, payload, always or self.hparams.start == "own")
 
     def receive(self, payload: Payload) -> None:
-        """Take u_i over; set the own model aside where training starts from it."""
+        """Take over u_i; set the own model aside if training starts from it."""
         own = self.hparams.start == "own" and self._loaded is not None
         self.left = selection.everything(self.model) if own else None
         super().receive(payload)
@@ -70,4 +70,4 @@ class FedAMPClient(FedClient):
         if self.hparams.lam == 0:
             return loss
         pull = 0.5 * float(self.hparams.lam / self.hparams.alpha)
-        return loss + pull * squared_distance(list(self.model.parameters()), self.mix)
+        return loss + pull * squared_distance(list(self.model.parameters()), self.mix)  # Eq. 8

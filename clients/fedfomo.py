@@ -109,10 +109,11 @@ class FedFomoClient(FedClient):
         values = []
         for arrays in models:
             selection.merge(self.model, arrays)
+            # ||theta_n - theta_i|| over trained parameters; running statistics are no part of it.
             squares = (np.square(arrays[n] - own[n], dtype=np.float64).sum() for n in trained)
-            values.append(value(loss, self.validation_loss(), math.sqrt(sum(squares))))
+            values.append(value(loss, self.validation_loss(), math.sqrt(sum(squares))))  # Eq. 4
         self.values = tuple(values)
-        (mixed,) = combine(mix_weights(values)[None], [own, *models])
+        (mixed,) = combine(mix_weights(values)[None], [own, *models])  # Eqs. 3 and 5
         selection.merge(self.model, mixed)
 
     def before_training(self, payload: Payload) -> None:

@@ -67,8 +67,9 @@ def mentor_mentee_losses(
     mentor, mentee = F.cross_entropy(z_l, y), F.cross_entropy(z_m, y)
     if hparams.distil == 0:
         return mentor, mentee
+    # 1 / D is a weight: without detach, losses could fall by making D larger.
     weight = hparams.distil / (mentor + mentee).detach().clamp_min(max(hparams.floor, 1e-6))
-    hidden = F.mse_loss(h_m @ hidden_map.T, h_l)
+    hidden = F.mse_loss(h_m @ hidden_map.T, h_l)  # L_H, with gradients for both models and W_h
     to_mentor = divergence(z_m, z_l, reduction=hparams.divergence)
     to_mentee = divergence(z_l, z_m, reduction=hparams.divergence)
     return mentor + weight * (to_mentor + hidden), mentee + weight * (to_mentee + hidden)
@@ -103,6 +104,7 @@ class FedKDClient(MutualClient):
             bound = 1 / math.sqrt(self.small.width)
             drawn = torch.rand(self.model.width, self.small.width, generator=self.generator("hidden map"))
             self.own["hidden_map"] = ((2 * drawn - 1) * bound).numpy()
+        # `from_numpy` shares memory, and the private state must stay as it is until the round is over.
         self.hidden_map = nn.Parameter(torch.from_numpy(self.own["hidden_map"]).clone().to(self.device))
 
     def parameters(self) -> list[nn.Parameter]:

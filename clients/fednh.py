@@ -11,7 +11,7 @@ Prototypes, AAAI 2023.
 
 Logits:  s * z W^T, without bias. Local loss: cross-entropy, over theta and s. After training, in evaluation mode and
 without augmentation, one pass over the training split gives  mu_kc = normalise(mean of z over class c).
-W^0 has orthonormal rows: C directions as far apart as they can be without knowing anything of the classes.
+W^0 has orthonormal rows: C directions of which no two are closer than others, since nothing is known of the classes.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PrototypeModel(SplitModel):
 
 
 class FedNHClient(FedClient):
-    """Trains the extractor against fixed prototypes, then says where its classes lie."""
+    """Trains the extractor against fixed prototypes, then sends the mean direction of each of its classes."""
 
     @classmethod
     def build_model(cls, spec: ModelSpec, hparams: Any) -> SplitModel:

@@ -58,7 +58,7 @@ def prototype_loss(z: Tensor, y: Tensor, prototypes: Tensor, known: Tensor, dist
     Parameters
     ----------
     z : (B, r) representations.   y : (B,) labels.
-    prototypes : (C, r), of which only rows with `known` (C,) bool are looked at.
+    prototypes : (C, r); only rows with `known` (C,) bool are used.
     distance : see `FedProtoHParams`.
     """
     squared = (z - prototypes[y]).square()
@@ -83,12 +83,12 @@ class NearestPrototype(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map images (n, channels, H, W) to (n, C)."""
-        return self.logits(self.model.represent(x).float())
+        return self.logits(self.model.represent(x))
 
     def logits(self, z: Tensor) -> Tensor:
         """Map representations (n, r) to (n, C)."""
         distances = torch.cdist(z, self.prototypes, compute_mode="donot_use_mm_for_euclid_dist").square() / z.shape[1]
-        # 100 is what the released code gives to classes that are not the client's.
+        # 100 is the distance that the released code gives to classes the client does not own.
         farthest = distances.amax(dim=1, keepdim=True) + 100.0
         return -torch.where(self.known[None, :], distances, farthest)
 
@@ -101,7 +101,10 @@ class FedProtoClient(ClassMeansClient):
     nearest: Scores | None = None
 
     def restore(self, server_round: int, payload: Payload, always: bool = False) -> None:
-        """Restore the own model and take the prototypes (M, r) with their labels (M,)."""
+        """Restore the own model and take the prototypes (M, r) with their labels (M,).
+
+        This happens here and not in `receive`, so that the model as last trained is scored with them too.
+        """
         super().restore(server_round, payload, always)
         arrays = payload.all()
         labels = torch.from_numpy(arrays["labels"].astype(np.int64)).to(self.device)
@@ -114,7 +117,7 @@ class FedProtoClient(ClassMeansClient):
         """Leave the model alone: it is the client's own."""
 
     def before_training(self, payload: Payload) -> None:
-        """Score nearest-prototype prediction with what was received, beside the protocols."""
+        """Also score nearest-prototype prediction, with the prototypes that were received."""
         super().before_training(payload)
         if bool(self.known.any()) and len(self.task.y_test):
             self.nearest = self.score_nearest(self.task.x_test, self.task.y_test)
@@ -127,23 +130,23 @@ class FedProtoClient(ClassMeansClient):
         if self.hparams.lam == 0:
             return loss
         pull = prototype_loss(z.float(), batch.y, self.prototypes, self.known, self.hparams.distance)
-        total: Tensor = loss + self.hparams.lam * pull
+        total: Tensor = loss + self.hparams.lam * pull  # Eq. 7
         return total
 
     def after_training(self, payload: Payload) -> Arrays:
-        """Return `protos` (S, r), `labels` (S,) and, where asked for, `counts` (S,)."""
+        """Return the class means of Eq. 3: `protos` (S, r), `labels` (S,) and, if asked for, `counts` (S,)."""
         rows = self.class_rows()
         counts = {"counts": rows.counts.astype(np.int32)} if self.hparams.average == "count" else {}
         return {"protos": rows.values, "labels": rows.labels, **counts}
 
     def reply_metrics(self) -> dict[str, Any]:
-        """Return how many test images the nearest received prototype predicts right."""
+        """Return how many test images the nearest received prototype classifies correctly."""
         if self.nearest is None:
             return {}
         return {"prototype-correct": int(self.nearest.correct.sum()), "prototype-total": self.nearest.n}
 
     def score(self, x: Tensor, y: Tensor) -> Scores:
-        """Score with the head, or by the nearest prototype if that is asked for and there is one."""
+        """Score with the head, or by the nearest prototype if `inference` says so and there is one."""
         if self.hparams.inference == "prototype" and bool(self.known.any()):
             return self.score_nearest(x, y)
         return super().score(x, y)

@@ -6,7 +6,7 @@
 | meme model, p_m    | `self.small`, a fork of the server's model, and its softmax           |
 | alpha, beta        | `hparams.alpha`, `hparams.beta`                                       |
 
-Per batch (Eqs. 4 and 5), the model that is not trained being a constant:
+Per batch (Eqs. 4 and 5), where each loss takes the other model's prediction as a constant:
     L_local = alpha CE(z_l, y) + (1 - alpha) KL(p_m || p_l)
     L_meme  = beta  CE(z_m, y) + (1 - beta)  KL(p_l || p_m)
 """
@@ -60,7 +60,7 @@ class FMLClient(MutualClient):
     """Trains private model and meme by mutual learning, and returns the meme."""
 
     def step_loss(self, batch: Batch) -> Tensor:
-        """Return L_local + L_meme: no parameter has a gradient in both."""
+        """Return L_local + L_meme. No parameter has a gradient from both, so this is one step on each."""
         local, meme = mutual_losses(self.model(batch.x), self.small(batch.x), batch.y, self.hparams)
         return local + meme
 

@@ -45,7 +45,7 @@ class IFCAHParams(BaseHParams):
 
 
 def choose(losses: Sequence[float]) -> int:
-    """Return the index of the lowest loss, ties to the lowest index; what is not finite never beats a finite loss."""
+    """Return the index of the lowest loss, the first of equal ones; NaN and infinity never beat a finite loss."""
     values = np.asarray(losses, dtype=np.float64)
     return int(np.argmin(np.where(np.isfinite(values), values, np.inf)))
 
@@ -57,7 +57,7 @@ class IFCAClient(FedClient):
     losses: tuple[float, ...] = ()
 
     def receive(self, payload: Payload) -> None:
-        """Score all cluster models on the training split and take the best one."""
+        """Score all models on the training split and take the one with the lowest loss: hat j = argmin_j F_i."""
         plain, models = split_payload(payload.all())
         super().receive(Payload(arrays=plain, scalars=payload.scalars))
         losses = []

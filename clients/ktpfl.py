@@ -66,6 +66,7 @@ def distillation_loss(logits: Tensor, target: Tensor, hparams: KTpFLHParams) -> 
     if hparams.distil == "mse":
         return F.mse_loss(soften(logits), target)
     t = hparams.temperature
+    # With free coefficients the rows of the target sum to nearly, not exactly, 1.
     loss = divergence_to(target / target.sum(dim=1, keepdim=True), logits, t)
     return loss * t**2 if hparams.scale else loss
 
@@ -100,7 +101,7 @@ class KTpFLClient(FedClient):
         return replace(self.task.train, epochs=min(self.round, 20))
 
     def optimise(self, payload: Payload) -> TrainReport:
-        """Distil where there is a target, then train."""
+        """Distil if there is a target, then train."""
         if len(self.target) and self.hparams.distil_epochs:
             size = self.hparams.public_batch or self.task.train.batch_size
             spec = replace(self.task.train, epochs=self.hparams.distil_epochs, batch_size=size, augment="none")
@@ -116,8 +117,8 @@ class KTpFLClient(FedClient):
         if self.hparams.freeze_bn:
             for module in self.model.modules():
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                    module.eval()
-        return distillation_loss(self.model(batch.x).float(), self.target[batch.index], self.hparams)
+                    module.eval()  # in every step: the training loop puts the whole model into training mode first
+        return distillation_loss(self.model(batch.x), self.target[batch.index], self.hparams)
 
     def after_training(self, payload: Payload) -> Arrays:
         """Return `soft` (P, C): predictions on the public set in its own order."""
@@ -127,10 +128,10 @@ class KTpFLClient(FedClient):
         return {"soft": soft.cpu().numpy()}
 
     def reply_metrics(self) -> dict[str, Any]:
-        """Return a checksum of the public images, by which the server knows that all clients have the same ones."""
+        """Return a checksum of the public images, by which the server sees whether all clients have the same."""
         return {"public-checksum": self.common_facts()["public-checksum"]}
 
     def common_facts(self) -> dict[str, Scalar]:
         """Return checksum and number of the public images."""
-        images = self.public.cpu().contiguous().numpy()
+        images = self.public.cpu().numpy()
         return {"public-checksum": zlib.crc32(images.tobytes()), "public-images": len(images)}

@@ -11,9 +11,9 @@
 Eqs. 3 and 4:  l = l_sup + mu * l_con,
     l_con = -log( e^{cos(z, z_glob) / tau} / (e^{cos(z, z_glob) / tau} + e^{cos(z, z_prev) / tau}) ).
 
-The previous model is the state that every client keeps anyway (so it is the one of its last participation, however long
-ago). A client that never trained has none: its loss is l_sup, as in the released code. Taking the received model for it
-gives the constant mu log 2 with a gradient of exactly zero, the same training.
+The previous model is read from the state that every client keeps anyway. It is the model of the last participation,
+however long ago. A client that never trained has none: its loss is l_sup, as in the released code. Taking the received
+model in its place would add the constant mu log 2, whose gradient is exactly zero: the same training.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ class MoonClient(FedClient):
 
     def receive(self, payload: Payload) -> None:
         """Put w_i^{t-1} aside before w^t replaces it."""
+        # A copy: the model itself goes on to become w^t.
         self.previous = None if self._loaded is None else _frozen(self.model)
         super().receive(payload)
 
     def before_training(self, payload: Payload) -> None:
-        """Freeze w^t; without augmentation both frozen models see the same images in all epochs: one pass is enough."""
+        """Freeze w^t; without augmentation one pass of the frozen models serves all epochs."""
         self.frozen, self.references = (), ()
         if self.previous is not None and self.hparams.mu > 0:
             self.frozen = (_frozen(self.model), self.previous)
@@ -70,7 +71,7 @@ class MoonClient(FedClient):
         loss = F.cross_entropy(self.model.classify(z), batch.y)
         z_glob, z_prev = self.frozen_representations(batch)
         mu: float = self.hparams.mu
-        return loss + mu * moon_contrast(z, z_glob, z_prev, self.hparams.tau)
+        return loss + mu * moon_contrast(z, z_glob, z_prev, self.hparams.tau)  # Eq. 4; l_con is Eq. 3
 
     def frozen_representations(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return z_glob and z_prev of a batch, (B, d) each, without gradient."""

@@ -1,7 +1,7 @@
 """A client with two models: its own, private one, and a small one that all clients share (FML, FedKD).
 
-Both are trained on every batch by one optimizer. Targets taken from the other model are constants, so this is one step
-on each, both from the predictions before the step. The small model's arrays travel under `small/`.
+Both are trained on every batch by one optimizer. Targets taken from the other model are constants, so this amounts to
+one step on each model, both from the predictions before the step. The small model's arrays travel under `small/`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def prefixed(arrays: Mapping[str, Array]) -> Arrays:
 
 
 def stripped(arrays: Mapping[str, Array]) -> Arrays:
-    """Return what stands under `small/`, without it."""
+    """Return the arrays under `small/`, without that prefix."""
     return {name.removeprefix(SMALL): array for name, array in arrays.items() if name.startswith(SMALL)}
 
 
@@ -85,7 +85,7 @@ class MutualClient(FedClient):
         self.small.to(self.device)
 
     def received_small(self, payload: Payload) -> Arrays:
-        """Return the small model's arrays that a payload stands for, by wire name."""
+        """Return the small model's arrays by wire name; FedKD rebuilds them from an update."""
         return stripped(payload.all())
 
     def parameters(self) -> Iterable[nn.Parameter]:

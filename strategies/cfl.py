@@ -110,6 +110,7 @@ class CFL(FedStrategy):
         for c in sorted(members):
             if not all(i in updates for i in members[c]):
                 continue
+            # ||mean_i d_i||^2 is the mean of all products <d_i, d_j>; rounding can leave it a little below 0.
             inner = gram([updates[i] for i in members[c]])
             norms = np.vstack(
                 [norms, [server_round, c, np.sqrt(max(inner.mean(), 0.0)), np.sqrt(inner.diagonal().max())]]
@@ -124,25 +125,26 @@ class CFL(FedStrategy):
             clusters[new], born[new], born[c] = clusters[c], server_round, server_round
             members[new] = [i for i, other in zip(members[c], side) if other]
             members[c] = [i for i, other in zip(members[c], side) if not other]
+        # The split comes first, so that the updates of this round already go to their own half.
         for c in clusters:
             here = [got[i] for i in members[c] if i in got]
             if here:
                 weights = [float(r.num_samples) if self.hparams.weighting == "samples" else 1.0 for r in here]
                 clusters[c] = weighted_mean([{n: r.arrays[n] for n in clusters[c]} for r in here], weights)
         # What is kept may be used in the next round, so the test above needs no look at its age.
-        kept = {
+        kept = [
             i for c, m in members.items() for i in m if i in updates and self._usable(seen[i], born[c], server_round)
-        }
+        ]
         if all(i in got for m in members.values() for i in m):
-            kept = set()  # everybody answers: the next test has its own updates
+            kept = []  # everybody answers: the next test has its own updates
         return {
             "clusters": clusters, "members": members, "born": born, "norms": norms,
-            "updates": {i: updates[i] for i in sorted(kept)}, "seen": {i: seen[i] for i in sorted(kept)},
+            "updates": {i: updates[i] for i in kept}, "seen": {i: seen[i] for i in kept},
         }  # fmt: skip
 
     def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
         """Return the members of each cluster, and the norms on which thresholds are chosen."""
-        return {"clusters": [state["members"][c] for c in sorted(state["members"])], "norms": state["norms"].tolist()}
+        return {"clusters": list(state["members"].values()), "norms": state["norms"].tolist()}
 
     # ---- pieces --------------------------------------------------------------------------------------------------
 
@@ -162,15 +164,15 @@ class CFL(FedStrategy):
 
     @staticmethod
     def _cluster_of(members: Mapping[int, list[int]], client: int) -> int:
-        """Return the client's cluster; one that came later joins the largest (of equal ones the first)."""
+        """Return the client's cluster; a client that came later joins the largest (the first of equal ones)."""
         for c, inside in members.items():
             if client in inside:
                 return c
-        return max(sorted(members), key=lambda c: len(members[c]))
+        return max(members, key=lambda c: len(members[c]))
 
 
 def _difference(model: Mapping[str, Any], start: Mapping[str, Any]) -> Arrays:
-    """Return the update of what gradients train; running statistics of normalisation layers point nowhere."""
+    """Return the update of what gradients train; running statistics of normalisation layers have no direction."""
     trained = [n for n in start if not n.endswith((".running_mean", ".running_var"))]
     return {n: model[n] - start[n] for n in trained}
 

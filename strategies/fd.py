@@ -9,7 +9,8 @@ and Augmentation under Non-IID Private Data, 2018.
 
 Algorithm 1, server, for client k and label l, over the clients j that own l:
     hat F_{k,l} = (sum_j bar F_{j,l} - bar F_{k,l}) / (M_l - 1)
-the mean over the *others*: what a client knows already is no target for it. A label that only client k owns has none.
+the mean over the *others*, since a client learns nothing from its own output. A label that only client k owns has no
+target.
 
 A label keeps its sum until a round in which somebody sends it; then the senders of that round make up the new one.
 state["parts"][k] are the rows of client k that are in the sums, so that its share can be taken out again.
@@ -42,6 +43,7 @@ class FD(FedStrategy):
         if client in state["parts"] and not self.hparams.include_self:
             part = state["parts"][client]
             sums, owners = sums.copy(), owners.copy()
+            # hat F_{k,l}: the sum without the client's own share. float64, so that nothing is left of it.
             sums[part["labels"]] -= part["outputs"]
             owners[part["labels"]] -= 1
         known = owners > 0
@@ -52,14 +54,14 @@ class FD(FedStrategy):
         return Payload(arrays={"outputs": outputs, "labels": labels})
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
-        """Refuse what are no outputs per label."""
+        """Refuse malformed outputs, or rows that are not probabilities where probabilities are averaged."""
         outputs, classes = reply.arrays.get("outputs"), self.context.num_classes
         problem = problem_of(outputs, reply.arrays.get("labels"), classes, classes)
         if problem or outputs is None or self.hparams.output == "logits":
             return problem
-        # Half precision on the wire keeps three digits.
+        # Half precision on the wire keeps about three digits.
         if (outputs < 0).any() or (np.abs(outputs.sum(axis=1) - 1) > 1e-2).any():
-            return "outputs are no probabilities: rows must not be negative and sum to 1"
+            return "outputs are not probabilities: rows must be non-negative and sum to 1"
         return None
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:

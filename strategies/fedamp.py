@@ -30,7 +30,7 @@ def attention(models: Sequence[Arrays], hparams: FedAMPHParams) -> NDArray[np.fl
 
     Parameters
     ----------
-    models : m models with equal names and shapes; running statistics of normalisation layers have no say.
+    models : m models with equal names and shapes; running statistics of normalisation layers are left out.
 
     Returns
     -------
@@ -43,14 +43,16 @@ def attention(models: Sequence[Arrays], hparams: FedAMPHParams) -> NDArray[np.fl
         return np.ones((1, 1))
     if hparams.form == "cosine":
         logits = np.where(itself, -np.inf, hparams.scale * cosine_matrix(trained))
+        # The largest of a row is subtracted, so that a sharp scale does not overflow; the quotient is the same.
         weights = np.exp(logits - logits.max(axis=1, keepdims=True))
         weights *= (1.0 - hparams.xi) / weights.sum(axis=1, keepdims=True)
     else:
         weights = hparams.alpha * np.exp(-squared_distances(trained) / hparams.sigma) / hparams.sigma
         weights[itself] = 0.0
         total = weights.sum(axis=1, keepdims=True)
+        # Scaled down only where the others' weights exceed 1 - xi; `tiny` keeps 0 / 0 away where all of them are 0.
         weights *= np.minimum(1.0, (1.0 - hparams.xi) / np.maximum(total, np.finfo(np.float64).tiny))
-    weights[itself] = np.maximum(1.0 - weights.sum(axis=1), 0.0)
+    weights[itself] = np.maximum(1.0 - weights.sum(axis=1), 0.0)  # rounding may leave it a little below 0
     return weights
 
 

@@ -6,8 +6,8 @@ Symbols    theta_n -> state["models"][n]     P -> state["P"], rows and columns i
 Algorithm, server:  P_i += w_i;  send client i the models of the M clients n with the largest P_{i,n}; with probability
 epsilon a slot goes to a random one of the others instead.
 
-P starts at zero and its diagonal is not used: a client has its own model. What sat in which slot is a function of
-(state, round, client), so `aggregate` finds it again without any memory beside the state.
+P starts at zero and its diagonal is not used: a client has its own model. Which model is in which slot is a function of
+(state, round, client), so `aggregate` computes it again and nothing beside the state must be remembered.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from strategies.base import FedStrategy
 
 
 class FedFomo(FedStrategy):
-    """Keeps every client's last model and passes on those that were of use to the receiver."""
+    """Keeps every client's last model and sends each client those that have helped it most."""
 
     def init(self, context: ServerContext) -> ServerState:
         """Return the common initial model, no client's model, and P = 0."""
@@ -35,9 +35,9 @@ class FedFomo(FedStrategy):
         """Return whose models `client` gets, by slot: at most M different clients, never itself."""
         others = [n for n in sorted(state["models"]) if n != client]
         rng = self.context.rng("fomo", server_round, client)
-        rng.shuffle(others)  # equal values are met in random order
+        rng.shuffle(others)  # sorting is stable, so equal values come in random order
         row = {int(n): float(p) for n, p in zip(state["ids"], self._row(state, client))}
-        ranked = sorted(others, key=lambda n: -row.get(n, 0.0))
+        ranked = sorted(others, key=lambda n: -row[n])
         epsilon = self.hparams.epsilon * self.hparams.decay ** (server_round - 1)
         chosen: list[int] = []
         while ranked and len(chosen) < self.hparams.models:

@@ -8,8 +8,8 @@
 | T(t)             | `energy(hparams, t)`, t = finished rounds                                           |
 
 Algorithm 1, server:  g <- mean_{k in S_t} rebuild(g_k);  compress g at T(t);  Theta^s <- Theta^s + rebuild(g);  send g.
-Server and clients add the *compressed* mean, so they hold the same mentee.  A client that was not in the last round
-lacks the base to add to: it gets the mentee whole (scalar `whole`).
+Server and clients add the *compressed* mean, so they hold the same mentee.  A client that missed the last round
+does not hold what the update must be added to: it gets the whole mentee (scalar `whole`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class FedKD(FML):
         )
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
-        """Refuse what does not stand for an update of the mentee."""
+        """Refuse a reply from which no update of the mentee can be rebuilt."""
         return problem_of(stripped(reply.arrays), shapes_of(state))
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
@@ -60,7 +60,7 @@ class FedKD(FML):
         if not mean.replies:
             return state
         update = compress(mean.mean(), energy(self.hparams, server_round - 1))
-        step = rebuild(update, shapes)
+        step = rebuild(update, shapes)  # what clients will add, not the exact mean: both must hold the same mentee
         small = {name: array + step[name] for name, array in stripped(state["small"]).items()}
         return {
             "small": prefixed(small),

@@ -51,7 +51,7 @@ class FedNH(FedStrategy):
         return {**state, "model": {**model, **mean.mean(), "head.weight": prototypes}}
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
-        """Refuse prototypes that do not fit their counts."""
+        """Refuse class sums that do not fit their counts."""
         proto_sum, count = reply.arrays.get(PROTO_SUM), reply.arrays.get(COUNT)
         shape = (self.context.num_classes, self.context.width)
         if proto_sum is None or count is None:
@@ -61,7 +61,7 @@ class FedNH(FedStrategy):
             return f"{got}, expected {shape} and {shape[:1]}"
         if not np.issubdtype(count.dtype, np.integer) or (count < 0).any() or count.sum() != reply.num_samples:
             return f"'{COUNT}' must hold whole numbers that add up to num-examples = {reply.num_samples}"
-        # One percent of room for half precision on the wire.
+        # One percent of tolerance for half precision on the wire.
         if (np.linalg.norm(proto_sum, axis=1) > 1.01 * count).any():
             return f"'{PROTO_SUM}' holds a class mean of normalised features that is longer than 1"
         return None
@@ -86,6 +86,7 @@ def move_prototypes(w: Array, proto_sum: NDArray[np.float64], count: Array, rho:
     for c in np.flatnonzero(count):
         mu = proto_sum[c] / count[c]
         if (length := np.linalg.norm(mu)) > SHORTEST:
+            # float64: rounding would add up over rounds, since W_c is carried from one to the next.
             mixed = rho * w[c].astype(np.float64) + (1 - rho) * mu / length
             if (length := np.linalg.norm(mixed)) > SHORTEST:
                 new[c] = mixed / length

@@ -11,7 +11,8 @@ Algorithm 1, server, for every class j that someone sent:
     plain:  bar C^(j) = 1 / |N_j| * sum_{i in N_j} C_i^(j)
     count:  bar C^(j) = sum_{i in N_j} |D_{i,j}| C_i^(j) / sum_{i in N_j} |D_{i,j}|
 Eq. 6 as printed takes the weights of `count` and divides by |N_j| once more, which shrinks every prototype towards zero
-as more clients own its class; nobody's code does that, nor does this. A class that nobody sent keeps its prototype.
+as more clients own its class. No published code does that, and neither does this. A class that nobody sent keeps its
+prototype.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class FedProto(FedStrategy):
         return Payload(arrays={"protos": state["protos"][labels], "labels": labels})
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
-        """Refuse what are no prototypes, or counts that are missing, uncalled-for or not positive."""
+        """Refuse malformed prototypes, and counts that are missing, not asked for, or not positive."""
         labels, counts = reply.arrays.get("labels"), reply.arrays.get("counts")
         problem = problem_of(reply.arrays.get("protos"), labels, self.context.width, self.context.num_classes)
         if problem or labels is None:
@@ -57,7 +58,7 @@ class FedProto(FedStrategy):
         if (counts is not None) != (self.hparams.average == "count"):
             return f"counts are {'missing' if counts is None else 'not asked for'} with average={self.hparams.average}"
         if counts is not None and (counts.shape != labels.shape or counts.dtype.kind not in "iu" or (counts < 1).any()):
-            return "counts must be one positive whole number a class"
+            return "counts must hold one positive whole number per class"
         return None
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
@@ -68,7 +69,8 @@ class FedProto(FedStrategy):
         for reply in replies:
             labels = reply.arrays["labels"]
             weight = reply.arrays["counts"] if self.hparams.average == "count" else np.ones(len(labels))
-            sums[labels] += weight[:, None] * reply.arrays["protos"].astype(np.float64)
+            # A check made sure that no label comes twice: fancy indexing would add only one of its rows.
+            sums[labels] += weight[:, None] * reply.arrays["protos"].astype(np.float64)  # Eq. 6 without its 1 / |N_j|
             weights[labels] += weight
             owned[reply.client] = np.sort(labels).astype(np.int32)
             if "prototype-total" in reply.metrics:

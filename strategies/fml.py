@@ -1,6 +1,7 @@
 """FML. Shen et al., Federated Mutual Learning, 2020.
 
-Symbols    w_g -> state["small"], the small model by wire name     w_m,k -> reply.arrays["small/*"]     S_t -> repliers
+Symbols    w_g -> state["small"], the small model by wire name     w_m,k -> reply.arrays["small/*"]
+           S_t -> the clients that replied
 Algorithm 1, server:  fork: every client of S_t gets w_g.   merge: w_g <- 1/|S_t| sum_{k in S_t} w_m,k.
 The private models never leave their clients. With alpha = beta = 1 and `average=samples` the small model is FedAvg's,
 bit for bit, beside Standalone's private models (tested).
@@ -50,7 +51,7 @@ class FML(FedStrategy):
         return Payload(common=state["small"])
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
-        """Refuse what is not the small model."""
+        """Refuse a reply that does not hold exactly the small model's arrays."""
         sent, shapes = stripped(reply.arrays), shapes_of(state)
         if sent.keys() != shapes.keys():
             names = [SMALL + n for n in sorted(sent.keys() ^ shapes.keys())]

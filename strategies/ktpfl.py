@@ -45,7 +45,7 @@ def gradient(c: Float64, mixed: Float64, soft: Float64, rho: float, clients: int
 
 
 def mixing(c: Float64, known: NDArray[np.int64]) -> Float64:
-    """Rows of `c` restricted to the columns `known` and scaled to the mass they had; `c` itself if all are known."""
+    """Restrict rows of `c` to the columns `known` and scale them to the mass they had; all known: `c` itself."""
     if len(known) == c.shape[1]:
         return c
     kept = c[:, known]
@@ -75,22 +75,22 @@ class KTpFL(FedStrategy):
         return Payload(arrays={"target": target.astype(np.float32)})
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
-        """Refuse what are no probabilities, and predictions on another public set than everybody's."""
+        """Refuse rows that are not probabilities, and predictions on a public set other than the common one."""
         soft, checksum = reply.arrays.get("soft"), reply.metrics.get("public-checksum")
         if soft is None or checksum is None:
             return "the predictions, or the checksum of the public set, are missing"
         if soft.ndim != 2 or soft.shape[1] != self.context.num_classes or not len(soft) or soft.dtype.kind != "f":
             return f"predictions have shape {soft.shape}, expected (images, {self.context.num_classes})"
-        # Half precision on the wire keeps three digits.
+        # Half precision on the wire keeps about three digits.
         if (soft < 0).any() or (np.abs(soft.sum(axis=1) - 1) > 1e-2).any():
-            return "predictions are no probabilities: rows must not be negative and sum to 1"
+            return "predictions are not probabilities: rows must be non-negative and sum to 1"
         mine, known = [int(checksum), len(soft)], state["public"]
         if known and mine != list(known):
             return f"another public set ({mine[1]} images) than the other clients have ({known[1]} images)"
         return None
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
-        """Take the new predictions and make one step on the coefficients of all clients that ever sent some."""
+        """Take the new predictions and make one step on the coefficients of all clients that ever sent any."""
         soft: dict[int, Array] = dict(state["soft"])
         soft.update({r.client: r.arrays["soft"].astype(np.float32) for r in replies})
         if not soft:
@@ -98,6 +98,7 @@ class KTpFL(FedStrategy):
         ids, c = _grown(state["ids"], state["c"], soft)
         known = np.array([ids.index(k) for k in sorted(soft)])
         stacked = np.stack([soft[k].reshape(-1).astype(np.float64) for k in sorted(soft)])
+        # One step for all k at once, from the coefficients before it; targets are mixed with those after it.
         rows = mixing(c[known], known)
         c[np.ix_(known, known)] -= self.hparams.lr_c * gradient(
             c[np.ix_(known, known)], rows @ stacked, stacked, self.hparams.rho, len(ids)
@@ -120,7 +121,7 @@ class KTpFL(FedStrategy):
 
 
 def _grown(ids: list[int], c: Float64, soft: dict[int, Array]) -> tuple[list[int], Float64]:
-    """Copy c, with rows and columns for clients that joined since; they begin at 1/K, the others keep their ratios."""
+    """Copy c, with rows and columns for clients that joined since: these start at 1/K, the others keep their ratios."""
     grown = sorted({*ids, *soft})
     if grown == ids:
         return ids, c.copy()

@@ -156,6 +156,63 @@ def test_a_round_of_real_clients_is_the_mean_of_their_descents() -> None:
         np.testing.assert_allclose(flat(after["clusters"][c]), expected, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("degrees", "gamma", "count"), [(60, 0.45, 2), (60, 0.55, 1), (120, 0.86, 2), (120, 0.87, 1), (180, 1.0, 2)]
+)
+def test_halves_are_separated_by_at_least_gamma(degrees: int, gamma: float, count: int) -> None:
+    """Where all pairs across the halves have cosine cos t, the separation is sqrt((1 - cos t) / 2) = sin(t / 2)."""
+    strategy = strategy_of(r1=1.0, gamma=gamma)
+    state = strategy.init(context(point(0.0, 0.0), clients=4))
+    steps = [(1.0, 0.0), (np.cos(np.radians(degrees)), np.sin(np.radians(degrees)) if degrees < 180 else 0.0)]
+    after = strategy.aggregate(state, 1, iter([moved(state, strategy, i, *steps[i // 2]) for i in range(4)]))
+    assert len(after["clusters"]) == count
+    assert strategy.report(after, {})["clusters"] == ([[0, 1], [2, 3]] if count == 2 else [[0, 1, 2, 3]])
+    (row,) = strategy.report(after, {})["norms"]
+    assert row == pytest.approx([1, 0, np.cos(np.radians(degrees / 2)), 1], abs=1e-6)
+
+
+@pytest.mark.parametrize("first", [[], [(1, 0), (1, 0)], [(1, 0), (0.5, 0.75**0.5)]])
+def test_a_cluster_that_stays_whole_does_not_keep_the_next_one_from_its_split(first: list[tuple[float, float]]) -> None:
+    """Cluster 0 is silent, or not stationary, or not separated; cluster 1 is all three."""
+    strategy = strategy_of(r1=1.0, min_size=1, gamma=0.6)
+    state = strategy.init(context(point(0.0, 0.0), clients=4))
+    state = {
+        **state,
+        "clusters": {0: point(0, 0), 1: point(0, 0)},
+        "members": {0: [0, 1], 1: [2, 3]},
+        "born": {0: 0, 1: 0},
+    }
+    steps = dict(enumerate(first)) | {2: (1, 0), 3: (-1, 0)}
+    after = strategy.aggregate(state, 1, iter([moved(state, strategy, i, *s) for i, s in steps.items()]))
+    assert groups(after) == {frozenset([0, 1]), frozenset([2]), frozenset([3])}
+
+
+@pytest.mark.parametrize(
+    ("rows", "settings", "due"),
+    [
+        ([[1, 0, 0.1, 1], [2, 1, 0.9, 1], [3, 0, 0.1, 1]], {}, True),  # rows of another cluster do not count
+        ([[0, 0, 0.1, 1], [3, 0, 0.1, 1]], {}, False),  # nor those of the undivided cluster
+        ([[1, 1, 0, 1], [2, 0, 0.01, 0.4], [3, 0, 0.01, 0.4]], {}, False),  # below half of the longest so far
+        ([[1, 1, 0, 1], [2, 0, 0.01, 0.5], [3, 0, 0.01, 0.5]], {}, False),  # just half
+        ([[2, 0, 0.5, 1], [3, 0, 0.5, 1]], {"r1": 0.5}, False),
+        ([[2, 0, 0.25, 1], [3, 0, 0.25, 1]], {"thresholds": "absolute", "eps1": 0.25, "eps2": 0.5}, False),
+        ([[2, 0, 0.25, 1], [3, 0, 0.25, 1]], {"thresholds": "absolute", "eps1": 0.5, "eps2": 1.0}, False),
+        ([[2, 0, 0.25, 1], [3, 0, 0.25, 1]], {"thresholds": "absolute", "eps1": 0.5, "eps2": 0.5}, True),
+    ],
+)
+def test_a_cluster_is_due_by_its_own_norms_since_it_was_made(
+    rows: list[list[float]], settings: dict[str, Any], due: bool
+) -> None:
+    assert strategy_of(smooth=2, **settings)._due(np.array(rows), 3, 0, 0) is due
+
+
+def test_the_defaults_are_the_pages() -> None:
+    assert CFLHParams().model_dump() == {
+        "thresholds": "relative", "r1": 0.4, "r2": 0.5, "eps1": 0.4, "eps2": 1.6, "gamma": 0.7, "smooth": 3,
+        "start_round": 10, "min_size": 2, "max_stale": 0, "weighting": "uniform",
+    }  # fmt: skip
+
+
 def rotating(scale: float, rounds: int, **values: Any) -> list[set[frozenset[int]]]:
     """Two pairs of opposite populations, all updates times `scale`; the clusters after each round."""
     directions = [(1, 0.1), (1, -0.1), (-1, 0.1), (-1, -0.1), (0, 1), (0, -1)]
@@ -268,6 +325,9 @@ def test_a_client_that_joins_later_goes_to_the_largest_cluster() -> None:
     state = strategy.aggregate(state, 2, iter([moved(state, strategy, 9, 0.0, 0.5)]))
     assert state["members"][large] == [2, 3, 4, 9]
     assert sum(9 in m for m in state["members"].values()) == 1
+    state = strategy.aggregate(state, 3, iter([moved(state, strategy, -1, 0.0, 0.5)]))
+    assert state["members"][large] == [-1, 2, 3, 4, 9], "members in the order of their ids"
+    assert strategy.context.ids() == (0, 1, 2, 3, 4)
 
 
 def test_running_statistics_are_averaged_but_have_no_say_in_similarity() -> None:

@@ -52,6 +52,10 @@ def rows_of(payload: Payload) -> dict[int, list[float]]:
     return dict(zip(payload.arrays["labels"].tolist(), payload.arrays["outputs"].tolist(), strict=True))
 
 
+def test_models_and_widths_may_differ() -> None:
+    assert METHOD.heterogeneous and not METHOD.same_width
+
+
 def test_worked_targets_leave_the_own_share_out() -> None:
     server, state = worked()
     first, second = (rows_of(server.send(state, 2, k)) for k in (0, 1))

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from pydantic import ValidationError
 from torch.nn import functional as F
 
 import fedapp
@@ -220,6 +221,31 @@ def test_empty_slots_are_reported_as_zeros() -> None:
     assert "fomo-weights" not in metrics
 
 
+def test_values_of_an_earlier_round_are_forgotten() -> None:
+    (task,) = digit_tasks(1)
+    initial, _ = models_from(0)
+    made = FedFomoClient(task, METHOD, hparams_of(models=2))
+    made.values = (1.0, 2.0)
+    made.restore(2, Payload(arrays=initial))
+    made.receive(Payload(arrays=initial))
+    assert made.reply_metrics() == {"fomo-weights": [0.0, 0.0]}
+
+
+def test_the_defaults_are_the_pages() -> None:
+    assert hparams_of().model_dump() == {"models": 5, "validation": 0.2, "epsilon": 0.3, "decay": 0.95}
+    hparams_of(models=0, validation=0.5, epsilon=1, decay=1)
+    for bad in (
+        {"models": -1},
+        {"validation": 0},
+        {"validation": 1},
+        {"epsilon": 1.1},
+        {"epsilon": -1},
+        {"decay": 1.1},
+    ):
+        with pytest.raises(ValidationError):
+            hparams_of(**bad)
+
+
 def test_the_own_model_is_the_stored_one(tmp_path) -> None:
     """From its second round on a client is not sent its own model: it has it."""
     (task,) = digit_tasks(1)
@@ -278,7 +304,14 @@ def test_the_most_useful_models_are_sent_not_the_least() -> None:
 def test_exploration_reaches_everybody_and_fades() -> None:
     table = np.zeros((6, 6))
     table[0] = [0, 50, 40, 1, 1, 1]
-    for epsilon, decay, server_round, greedy in ((1.0, 1.0, 2, False), (1.0, 0.5, 60, True), (0.0, 1.0, 2, True)):
+    cases = (
+        (1.0, 1.0, 2, False),
+        (1.0, 0.5, 60, True),
+        (0.0, 1.0, 2, True),
+        (1.0, 1e-9, 1, False),
+        (1.0, 1e-9, 2, True),
+    )
+    for epsilon, decay, server_round, greedy in cases:
         strategy = strategy_of(models=2, epsilon=epsilon, decay=decay)
         seen: Counter[int] = Counter()
         for seed in range(60):
@@ -297,6 +330,9 @@ def test_without_any_experience_choices_differ_between_clients_and_rounds_but_re
     choices = [tuple(strategy.slots(state, r, c)) for r in range(2, 6) for c in range(12)]
     assert len(set(choices)) > 20
     assert choices == [tuple(strategy.slots(state, r, c)) for r in range(2, 6) for c in range(12)]
+    assert not state["P"].any()
+    backwards = {**state, "models": dict(reversed(state["models"].items()))}
+    assert choices == [tuple(strategy.slots(backwards, r, c)) for r in range(2, 6) for c in range(12)]
     for c in range(12):
         chosen = strategy.slots(state, 2, c)
         assert c not in chosen and len(set(chosen)) == 2

@@ -54,6 +54,10 @@ def train(made: FedKDClient, payload: Payload, server_round: int) -> Reply:
     return Reply(made.task.client, n, arrays, metrics)
 
 
+def test_models_and_widths_may_differ() -> None:
+    assert METHOD.heterogeneous and not METHOD.same_width
+
+
 def test_worked_losses() -> None:
     assert float(F.mse_loss(H_M @ W_H.T, H_L)) == pytest.approx(0.195, abs=1e-6)
     mentor, mentee = mentor_mentee_losses(Z_L, Z_M, H_L, H_M, W_H, Y, FedKDHParams())

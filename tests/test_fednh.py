@@ -131,6 +131,13 @@ def test_means_that_cancel_leave_the_prototype() -> None:
     assert np.isfinite(moved).all()
 
 
+def test_a_sum_counts_as_a_direction_by_its_length_for_each_sample() -> None:
+    w = np.eye(2, dtype=np.float32)
+    for length, moves in ((3e-6, False), (6e-6, True)):  # of four samples: 0.75e-6 and 1.5e-6
+        sums = np.array([[0.0, length], [0, 0]])
+        assert np.array_equal(move_prototypes(w, sums, np.array([4, 0]), 0.5), w) != moves
+
+
 def test_rho_one_is_fedavg_under_fixed_prototypes() -> None:
     fed, state = strategy(rho=1.0, weights="samples")
     replies = [random_reply(0, [3, 0, 2, 0, 1], 1), random_reply(1, [1, 4, 0, 0, 2], 1)]
@@ -186,6 +193,7 @@ def test_clients_of_one_direction_pull_the_prototype_there() -> None:
 def test_without_replies_nothing_moves() -> None:
     fed, state = strategy()
     assert fed.aggregate(state, 1, []) is state
+    assert fed.global_arrays(state) == state["model"]
 
 
 @pytest.mark.parametrize(
@@ -197,6 +205,8 @@ def test_without_replies_nothing_moves() -> None:
         ({COUNT: np.array([6, 0, -1, 0, 0], np.int32)}, "add up"),
         ({COUNT: np.array([3.0, 0, 2, 0, 0], np.float32)}, "whole numbers"),
         ({PROTO_SUM: np.full((5, WIDTH), 1.0, np.float32)}, "longer than 1"),
+        ({PROTO_SUM: np.diag([4.5, 0, 2, 0, 0])[:, :1] + np.zeros((5, WIDTH), np.float32)}, "longer than 1"),
+        ({PROTO_SUM: np.pad(np.diag([3.1, 0, 2, 0, 0]), ((0, 0), (0, WIDTH - 5)))}, "longer than 1"),
         ({PROTO_SUM: None}, "missing"),
     ],
 )

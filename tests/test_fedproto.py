@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.nn import functional as F
 from clients.base import FedClient
 from clients.fedproto import FedProtoClient, FedProtoHParams, NearestPrototype, prototype_loss
 from fedapp import config as configuration
+from fedapp.data.transforms import normalise
 from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest
 from fedapp.learning.training import Batch
@@ -73,7 +75,8 @@ def test_worked_inference() -> None:
     everything = NearestPrototype(model, protos, torch.ones(3, dtype=torch.bool)).logits(z)
     torch.testing.assert_close(everything, -torch.tensor([[0.2125, 0.0325, 0.0125]]))
     without = NearestPrototype(model, protos, torch.tensor([True, True, False])).logits(z)
-    assert int(without.argmax()) == 1 and bool(without.isfinite().all())
+    assert int(without.argmax()) == 1
+    torch.testing.assert_close(without, -torch.tensor([[0.2125, 0.0325, 100.2125]]))
 
 
 def test_norm_has_a_finite_gradient_on_the_prototype() -> None:
@@ -241,10 +244,12 @@ def test_gradient_of_the_local_loss_is_that_of_the_formula() -> None:
         torch.testing.assert_close(a, p.grad, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("distance", ["mse", "squared", "norm"])
-def test_two_local_steps_are_descent_on_the_papers_loss(distance: str) -> None:
+@pytest.mark.parametrize(
+    ("distance", "lam"), [("mse", 0.3), ("squared", 0.3), ("norm", 0.3), ("mse", 0.0), ("mse", 1.0)]
+)
+def test_two_local_steps_are_descent_on_the_papers_loss(distance: str, lam: float) -> None:
     """Eq. 7 written out; then Eq. 3, the mean representation of each class, by the model that results."""
-    made = client(lam=0.3, distance=distance, average="count")
+    made = client(lam=lam, distance=distance, average="count")
     made.task = full_batch(made.task, lr=0.02)
     rng = np.random.default_rng(0)
     sent = payload({c: rng.normal(size=64).tolist() for c in (0, 2, 3, 5, 7)})
@@ -259,7 +264,7 @@ def test_two_local_steps_are_descent_on_the_papers_loss(distance: str) -> None:
         for row, label in zip(z, y.tolist(), strict=True):
             if label in rows:
                 squared = (row - rows[label]).square().sum()
-                total = total + 0.3 * {"mse": squared / 64, "squared": squared, "norm": squared.sqrt()}[distance]
+                total = total + lam * {"mse": squared / 64, "squared": squared, "norm": squared.sqrt()}[distance]
         return total / len(y)
 
     steps_by_hand(w.parameters(), loss, made.task)
@@ -270,6 +275,51 @@ def test_two_local_steps_are_descent_on_the_papers_loss(distance: str) -> None:
     for row, label, count in zip(*(arrays[n] for n in ("protos", "labels", "counts")), strict=True):
         assert count == int((y == int(label)).sum())
         np.testing.assert_allclose(row, z[(y == int(label)).numpy()].sum(axis=0) / count, rtol=1e-3, atol=1e-4)
+
+
+def test_the_nearest_prototype_is_scored_and_may_be_the_prediction() -> None:
+    rng = np.random.default_rng(2)
+    sent = payload({c: (0.1 * rng.normal(size=64)).tolist() for c in (1, 2, 6, 8)})
+    made = client(inference="prototype")
+    made.restore(2, sent)
+    assert not made.prototypes[~made.known].any() and made.known.nonzero().flatten().tolist() == [1, 2, 6, 8]
+    with torch.no_grad():
+        z = made.model.eval().represent(normalise(made.task.x_test.permute(0, 3, 1, 2), made.task.inputs)).numpy()
+    distances = np.stack([np.square(z - row).mean(axis=1) for row in sent.arrays["protos"]], axis=1)
+    predicted = sent.arrays["labels"][distances.argmin(axis=1)]
+    correct = int((predicted == made.task.y_test.numpy()).sum())
+    assert 0 < correct < len(predicted)
+    assert int(made.score(made.task.x_test, made.task.y_test).correct.sum()) == correct
+    assert made.reply_metrics() == {}
+    made.before_training(sent)
+    assert made.reply_metrics() == {"prototype-correct": correct, "prototype-total": len(predicted)}
+    head = client()
+    head.restore(2, sent)
+    scores = head.score(head.task.x_test, head.task.y_test)
+    logits = head.model(normalise(head.task.x_test.permute(0, 3, 1, 2), head.task.inputs))
+    assert int(scores.correct.sum()) == int((logits.argmax(dim=1) == head.task.y_test).sum())
+    for nothing in (payload({}), sent):
+        made.restore(2, nothing)
+        made.nearest = None
+        made.task = replace(made.task, x_test=made.task.x_test[: 3 * (nothing is not sent)])
+        made.task = replace(made.task, y_test=made.task.y_test[: len(made.task.x_test)])
+        made.before_training(nothing)
+        assert made.nearest is None, "without prototypes or test images there is no score"
+
+
+def test_in_half_precision_the_distance_is_still_taken_in_float32() -> None:
+    assert METHOD.heterogeneous and METHOD.same_width
+    made = client()
+    sent = payload({c: [0.01] * 64 for c in range(10)})
+    made.restore(1, sent)
+    made.before_training(sent)
+    x, y = images(made.task), made.task.y_train
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = made.step_loss(Batch(x, y, [x], y))
+        z = made.model.represent(x)
+        supervised = F.cross_entropy(made.model.classify(z), y)
+    assert z.dtype == torch.bfloat16
+    assert loss.item() == pytest.approx((supervised + (z.float() - 0.01).square().mean()).item(), rel=1e-5)
 
 
 def test_without_the_term_it_is_standalone(tiny: Callable[..., RunResult]) -> None:

@@ -50,6 +50,10 @@ def reply(k: int, arrays: Arrays, n: int = 5) -> Reply:
     return Reply(k, n, arrays, {})
 
 
+def test_models_and_widths_may_differ() -> None:
+    assert METHOD.heterogeneous and not METHOD.same_width
+
+
 def test_worked_losses() -> None:
     assert float(F.cross_entropy(Z_L, Y)) == pytest.approx(0.671627, abs=1e-6)
     assert float(F.cross_entropy(Z_M, Y)) == pytest.approx(0.763076, abs=1e-6)

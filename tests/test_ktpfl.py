@@ -18,6 +18,7 @@ from fedapp import config as configuration
 from fedapp.data.transforms import normalise
 from fedapp.engines.local import RunResult, run
 from fedapp.errors import BadRequest
+from fedapp.learning.training import Batch
 from fedapp.method import ClientInfo, Payload, Reply, ServerContext, ServerState
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
@@ -175,6 +176,11 @@ def test_a_client_that_joins_gets_a_row_and_a_column() -> None:
     state = server.aggregate(state, 2, iter([reply(7, WORKED[2])]))
     assert state["ids"] == [0, 1, 7]
     np.testing.assert_allclose(state["c"], 1 / 3)
+    state["c"] = np.array([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.2, 0.2, 0.6]])
+    grown = server.aggregate(state, 3, iter([reply(4, WORKED[2])]))
+    assert grown["ids"] == [0, 1, 4, 7]
+    np.testing.assert_allclose(grown["c"][np.ix_([0, 1, 3], [0, 1, 3])], state["c"] * 3 / 4)
+    np.testing.assert_allclose(grown["c"][2], 1 / 4)
 
 
 def test_state_survives_a_checkpoint(tmp_path: Path) -> None:
@@ -207,6 +213,51 @@ def test_bad_replies_are_refused(bad: Reply, words: str) -> None:
     server, state = strategy()
     assert server.check(state, reply(0, WORKED[0])) is None
     assert words in str(server.check(state, bad))
+
+
+def test_boundaries_of_probabilities() -> None:
+    server, state = strategy()
+    good = [[1, 0, 0], [0.5, 0.495, 0]]
+    assert server.check(state, reply(0, good)) is None, "half precision on the wire keeps three digits"
+    for bad in ([0.5, 0.485, 0], [0.5, 0.515, 0], [1.2, -0.2, 0]):
+        assert "probabilities" in str(server.check(state, reply(0, [good[0], bad])))
+    assert "shape" in str(server.check(state, reply(0, np.zeros((0, 3)))))
+    whole = reply(0, good)
+    whole.arrays["soft"] = np.eye(3, dtype=np.int64)[:2]
+    assert "shape" in str(server.check(state, whole))
+
+
+def test_predictions_are_matched_with_coefficients_whatever_the_order_of_arrival() -> None:
+    server, state = strategy(lr_c=1.0)
+    late = server.aggregate(state, 1, iter([reply(2, WORKED[2])]))
+    np.testing.assert_allclose(server.send(late, 2, 0).arrays["target"], WORKED[2], atol=1e-6)
+    late["c"] = np.random.default_rng(0).dirichlet(np.ones(3), 3)
+    together = server.aggregate({**late, "soft": {}}, 2, iter([reply(0, WORKED[0]), reply(2, WORKED[2])]))
+    assert np.array_equal(server.aggregate(late, 2, iter([reply(0, WORKED[0])]))["c"], together["c"])
+
+
+def test_one_client_alone() -> None:
+    server, state = strategy(clients=1)
+    state = server.aggregate(state, 1, iter([reply(0, WORKED[0])]))
+    np.testing.assert_allclose(server.send(state, 2, 0).arrays["target"], state["c"][0, 0] * WORKED[0], atol=1e-6)
+
+
+def test_the_mean_weight_of_own_predictions_is_reported() -> None:
+    server, state = strategy()
+    state = server.aggregate(state, 1, iter(replies()))
+    assert server.report(state, {})["self_coefficient"] == pytest.approx((0.335467 + 0.335333 + 0.334711) / 3, abs=1e-6)
+
+
+def test_the_defaults_are_the_pages() -> None:
+    assert METHOD.heterogeneous and not METHOD.same_width and METHOD.public_share == 0.05
+    assert KTpFLHParams().model_dump() == {
+        "lr_c": 0.02, "rho": 0.7, "coefficients": "free", "temperature": 10.0, "distil": "kl", "scale": True,
+        "distil_epochs": 1, "public_batch": 0, "epochs": "fixed", "freeze_bn": False, "ship": "indices",
+    }  # fmt: skip
+    KTpFLHParams(rho=0, temperature=0.5, distil_epochs=0, public_batch=0)
+    for bad in ({"temperature": 0}, {"rho": -1}, {"lr_c": -1}, {"distil_epochs": -1}):
+        with pytest.raises(ValueError, match="should be"):
+            KTpFLHParams.model_validate(bad)
 
 
 def test_the_public_set_is_counted() -> None:
@@ -306,6 +357,21 @@ def test_frozen_batch_norm_keeps_its_statistics() -> None:
         made.target = torch.full((len(made.public), 10), 0.1)
         made.optimise(no_target())
         assert bool((norm.running_mean == 0).all()) is freeze  # type: ignore[union-attr]
+
+
+def test_only_batch_norm_is_frozen_and_predictions_are_made_in_evaluation_mode() -> None:
+    made = client(freeze_bn=True)
+    made.restore(2, no_target())
+    norm, dropout = torch.nn.BatchNorm1d(64), torch.nn.Dropout(0.5)
+    made.model.activation = torch.nn.Sequential(norm, dropout)  # type: ignore[assignment]
+    made.target = torch.full((len(made.public), 10), 0.1)
+    x = normalise(made.public.permute(0, 3, 1, 2), made.task.inputs)
+    made.model.train()
+    made.distil_step(Batch(x, torch.zeros(len(x)), [x], torch.arange(len(x))))
+    assert not norm.training and dropout.training
+    made.model.train()
+    first, second = (made.after_training(no_target())["soft"] for _ in range(2))
+    assert np.array_equal(first, second)
 
 
 def test_epochs_can_grow() -> None:
