@@ -46,7 +46,7 @@ NAMED = {
     "clients/mutual.py": ["tests/test_fml.py", "tests/test_fedkd.py"],
     "clients/classmeans.py": ["tests/test_fedgh.py", "tests/test_fedproto.py", "tests/test_fd.py"],
 }
-"""Tests for files without a test file of their own name."""
+"""Further tests of files that other files' tests exercise."""
 OPTIONS = ["-x", "-q", "-o", "addopts=", "-m", "not slow and not ray and not deploy", "-p", "no:cacheprovider"]
 EQUIVALENT = Path(__file__).with_name("mutants.toml")
 
@@ -57,7 +57,7 @@ def tests_for(file: str, root: Path) -> tuple[str, ...]:
     Methods' files have `test_defaults.py` as well.
     """
     own = f"tests/test_{'core_' if '/core/' in file else ''}{Path(file).stem}.py"
-    found = [own] if (root / own).exists() else NAMED.get(file, [])
+    found = [*([own] if (root / own).exists() else []), *NAMED.get(file, [])]
     if not found:
         raise FileNotFoundError(f"{file} has no {own}: write one, or name its tests in tests/mutants.py")
     defaults = "tests/test_defaults.py"

@@ -382,6 +382,15 @@ def test_sums_add_up_over_clients_and_in_two_exchanges_lose_nothing() -> None:
     assert_equal_to_data(plain, clients, 0.1)
 
 
+@pytest.mark.parametrize("batches", [1, 2, 3])
+def test_every_batch_that_waits_counts(batches: int) -> None:
+    z, y = random_clients(13)[0]
+    collected = ClassMoments(4, 6)
+    for part in np.array_split(np.arange(len(y)), batches):
+        collected.update(z[part], y[part])
+    assert_equal_to_data(collected, [(z, y)], 1e-9)
+
+
 @pytest.mark.parametrize("mode", ["full", "sums"])
 def test_what_a_pool_returned_is_not_the_pools_own(mode: str) -> None:
     parts = [moments(z, y, 4) for z, y in random_clients(13)]

@@ -145,6 +145,12 @@ def test_every_file_has_tests() -> None:
         assert all((ROOT / test).is_file() for test in runner.tests_for(file.relative_to(ROOT).as_posix(), ROOT))
 
 
+def test_explained_faults_are_of_lines_that_exist() -> None:
+    for file, _, before, after in runner.reasons():
+        lines = [line.strip() for line in (ROOT / file).read_text(encoding="utf-8").splitlines()]
+        assert before.splitlines()[0] in lines and before != after, f"{file}: {before}"
+
+
 def test_survivors_without_a_reason_stand_out() -> None:
     record = {"file": "a.py", "function": "f", "before": "x | y", "after": "x & y", "result": "survived"}
     text = runner.page([record], "python -m tests.mutants")

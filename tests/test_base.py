@@ -1,0 +1,69 @@
+"""What a method inherits: the client's round and evaluation, Flower's positional form, the server's first state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from clients.base import FedClient
+from fedapp.learning.state import ClientStore
+from fedapp.method import BaseHParams
+from strategies.base import FedStrategy
+from strategies.fedavg import METHOD as FEDAVG
+from strategies.lgfedavg import METHOD as LGFEDAVG
+from tests.handmade import context, model_like, one_batch_task, point, whole
+
+
+def test_a_client_that_never_trained_has_one_score_under_both_names(tmp_path: Path) -> None:
+    task = one_batch_task()
+    store = ClientStore(tmp_path / "0", "fedavg", "aa")
+    sent = whole(model_like(task))
+    metrics = FedClient(task, FEDAVG, BaseHParams(), store).evaluate_round(sent, 1)
+    received = {k: v for k, v in metrics.items() if k.startswith("received-")}
+    assert received and metrics == received | {k.replace("received", "trained"): v for k, v in received.items()}
+
+
+def test_a_client_that_trained_is_scored_as_it_was_and_with_what_is_sent_now(tmp_path: Path) -> None:
+    task = one_batch_task(epochs=20, lr=0.5)
+    store = ClientStore(tmp_path / "0", "fedavg", "aa")
+    sent = whole(model_like(task))
+    client = FedClient(task, FEDAVG, BaseHParams(), store)
+    _, _, during = client.train_round(sent, 1)
+    metrics = FedClient(task, FEDAVG, BaseHParams(), store).evaluate_round(sent, 2)
+    scores = {k for k in metrics if k.endswith(("-correct", "-total", "-loss-sum"))}
+    assert scores and all(metrics[k] == during[k] for k in scores), "of the stored model, and of the one sent"
+    assert any(metrics[k] != metrics[k.replace("trained", "received")] for k in scores)
+
+
+def test_positional_training_is_a_round() -> None:
+    task = one_batch_task()
+    model = model_like(task)
+    client = FedClient(task, FEDAVG, BaseHParams(), None)
+    given = client.get_parameters({})
+    for old, name in zip(given, client.down_names(), strict=True):
+        assert old.shape == model.state_dict()[name].shape
+    parameters = [model.state_dict()[name].numpy() for name in client.down_names()]
+    arrays, n, metrics = client.fit(parameters, {"round": 3})
+    expected, size, _ = FedClient(task, FEDAVG, BaseHParams(), None).train_round(whole(model), 3)
+    assert n == size == 12 and metrics["trained-total"] == 4
+    assert all(np.array_equal(a, b) for a, b in zip(arrays, expected.values(), strict=True))
+
+
+def test_adams_moments_are_pytorchs() -> None:
+    client = FedClient(one_batch_task(), FEDAVG, BaseHParams(), None)
+    assert client.adam_betas() == torch.optim.Adam([torch.zeros(1)]).defaults["betas"]
+
+
+def test_a_strategy_starts_with_the_initial_arrays_and_knows_its_context() -> None:
+    strategy, given = FedStrategy(FEDAVG, BaseHParams()), context(point(1.0, 2.0))
+    state = strategy.init(given)
+    assert strategy.context is given and list(state["model"]) == ["head.weight"]
+
+
+def test_a_reply_must_hold_what_the_method_sends_up() -> None:
+    shapes = {"features.0.weight": (4, 3), "head.weight": (3, 4), "head.bias": (3,)}
+    heads = {name: shapes[name] for name in ("head.weight", "head.bias")}
+    assert FedStrategy(LGFEDAVG, BaseHParams()).expected(shapes) == heads
+    assert FedStrategy(FEDAVG, BaseHParams()).expected(shapes) == shapes
