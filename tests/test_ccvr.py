@@ -546,6 +546,16 @@ def test_where_the_transform_goes() -> None:
         assert strategy.send(state, 0, 0).scalars == {"tukey": before_head}
 
 
+@pytest.mark.parametrize(("transform", "draws"), [("none", 0), ("feature", 0), ("sample", 1), ("sample-only", 1)])
+def test_which_transforms_the_draws_go_through(transform: str, draws: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`none` leaves them alone, and with `feature` the statistics are already those of transformed features."""
+    seen: list[int] = []
+    original = heads.tukey
+    monkeypatch.setattr(heads, "tukey", lambda z: (seen.append(len(z)), original(z))[1])
+    calibrate(f"transform={transform} epochs=1 samples=7", CLIENTS)
+    assert seen == [3 * 7] * draws
+
+
 def test_sample_and_sample_only_train_alike_and_feature_asks_for_transformed_statistics() -> None:
     heads = [calibrate(f"transform={t}", CLIENTS)[2]["ccvr"]["head"][W] for t in ("sample", "sample-only", "none")]
     assert np.array_equal(heads[0], heads[1]) and not np.array_equal(heads[0], heads[2])

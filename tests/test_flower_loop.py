@@ -16,6 +16,7 @@ from flwr.serverapp.strategy import Strategy
 from clients.cwfedavg import CwFedAvgHParams
 from fedapp.core.classwise import norm_distribution
 from fedapp.method import BaseHParams
+from fedapp.sampling import sample_clients
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
 from strategies import cwfedavg, fedavg
 
@@ -142,14 +143,17 @@ def test_a_bad_reply_does_not_count_and_is_logged(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_fraction_of_the_clients_is_sampled_by_the_seed() -> None:
-    def run(seed: int) -> list[float]:
+    def run(seed: int) -> np.ndarray:
         strategy = fedavg.METHOD.strategy(
             fedavg.METHOD, BaseHParams(), seed=seed, fraction_train=0.4, min_train_nodes=1, fraction_evaluate=0.0
         )
         arrays = strategy.start(LocalGrid(client_app(), {}, 3), initial(), num_rounds=4).arrays
-        return [float(v) for v in values(arrays)["head.bias"]]
+        return values(arrays)["head.bias"]
 
-    assert run(1) == run(1) and run(1) != run(2)
+    for seed in (1, 2):
+        chosen = [next(iter(sample_clients(seed, t, [0, 1, 2], 1 / 3))) for t in range(1, 5)]
+        np.testing.assert_allclose(run(seed), 0.5 + sum(Foreign(c).step[-1] for c in chosen), rtol=1e-5)
+    assert not np.array_equal(run(1), run(2))
 
 
 def test_a_client_fn_that_names_nothing_works_by_position() -> None:
