@@ -95,7 +95,7 @@ def garbage(reply: Message) -> Message:
 
 FAULTS: dict[str, tuple[Change, str]] = {
     "missing name": (rename, "arrays missing: head.bias"),
-    "foreign name": (put("features.secret", np.zeros(3, np.float32)), "not in what lgfedavg shares"),
+    "foreign name": (put("features.secret", np.zeros(3, np.float32)), "is not an array that lgfedavg shares"),
     "wrong shape": (put("head.bias", np.zeros(4, np.float32)), "shape (4,), expected (10,)"),
     "wrong dtype": (put("head.bias", np.zeros(10, np.int64)), "dtype int64"),
     "NaN": (put("head.bias", np.full(10, np.nan, np.float32)), "NaN or infinity"),
