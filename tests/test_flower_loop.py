@@ -105,7 +105,7 @@ def test_a_plain_server_app_runs_cwfedavg_with_a_foreign_client() -> None:
     trained = [{n: 0.5 + s for n, s in zip(SHAPES, Foreign(k).step)} for k in range(3)]
     p = np.array([norm_distribution(t["head.weight"].astype(np.float32)) for t in trained])
     q = np.array(SIZES)[:, None] * p
-    q /= q.sum(axis=0)  # Eq. 5: weight of client i in the model of class j
+    q /= q.sum(axis=0)  # Eq. 6: weight of client i in the model of class j
     for k in range(3):
         ours = strategy.personal_arrays(k)
         for name in ("head.weight", "head.bias"):

@@ -4,8 +4,8 @@ Lee and Choi, "Class-Wise Federated Averaging for Efficient Personalization", IC
 
 ================  ==============================================================================
 ``pt_ij``         share of class j in client i's head: normalised norm of its row (Eq. 4)
-``q_ij``          weight of client i in the global model of class j (Eq. 5); columns sum to 1
-``g_j``           global model of class j, ``sum_i q_ij theta_i`` (Eq. 6)
+``q_ij``          weight of client i in the global model of class j (Eq. 6); columns sum to 1
+``g_j``           global model of class j, ``sum_i q_ij theta_i`` (Eq. 5)
 ``theta_i``       personalised model, ``sum_j pt_ij g_j`` (Eq. 7)
 ``R_i``           ``|| p_i - pt_i ||_2``, weight-distribution regulariser WDR (Eq. 8), not squared
 ================  ==============================================================================
@@ -84,7 +84,7 @@ def _distributions(what: str, rows: Array) -> Float64:
 
 
 def class_weights(n: Array, p: Array) -> Float64:
-    """Return the weight of every client in every class's global model (Eq. 5).
+    """Return the weight of every client in every class's global model (Eq. 6).
 
     ``q_ij = n_i p_ij / sum_i' n_i' p_i'j``; the divisor n of the paper's ``n_i / n`` cancels. A class that nobody holds
     (possible with empirical distributions only) would be 0/0. Its global model is then the FedAvg mean,
@@ -142,7 +142,7 @@ def weakly_held(n: Array, p: Array, tau: float) -> npt.NDArray[np.bool_]:
 
 
 def mixing_matrix(recipients: Array, weights: Array) -> Float64:
-    """Return ``A = P Q^T``: how much of every uploaded model goes into every recipient's (Eq. 6 in Eq. 7).
+    """Return ``A = P Q^T``: how much of every uploaded model goes into every recipient's (Eq. 5 in Eq. 7).
 
     Parameters
     ----------
@@ -184,7 +184,7 @@ def cheaper_order(recipients: int, uploads: int, classes: int) -> Literal["direc
 
 
 def mix(models: Sequence[Model], recipients: Array, weights: Array) -> list[dict[str, Array]]:
-    """Return the personalised models ``P Q^T Theta`` of R recipients (Eq. 6 and 7), in the cheaper order.
+    """Return the personalised models ``P Q^T Theta`` of R recipients (Eq. 5 and 7), in the cheaper order.
 
     Parameters
     ----------
@@ -205,7 +205,7 @@ def mix(models: Sequence[Model], recipients: Array, weights: Array) -> list[dict
 
 
 def class_globals(models: Sequence[Model], weights: Array) -> list[dict[str, Array]]:
-    """Return the K class-specific global models ``Q^T Theta`` (Eq. 6).
+    """Return the K class-specific global models ``Q^T Theta`` (Eq. 5).
 
     They take the place of the uploads where K is smaller than the number of these.
 
