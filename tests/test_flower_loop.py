@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,10 @@ from flwr.serverapp.strategy import Strategy
 
 from clients.cwfedavg import CwFedAvgHParams
 from fedapp.core.classwise import norm_distribution
-from fedapp.method import BaseHParams
+from fedapp.method import BaseHParams, Payload
 from fedapp.sampling import sample_clients
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
-from strategies import cwfedavg, fedavg
+from strategies import cwfedavg, fedavg, lgfedavg
 
 SHAPES = {"conv.weight": (4, 3), "head.weight": (3, 4), "head.bias": (3,)}
 SIZES = (10, 30, 60)
@@ -156,6 +158,47 @@ def test_a_fraction_of_the_clients_is_sampled_by_the_seed() -> None:
     assert not np.array_equal(run(1), run(2))
 
 
+def test_who_takes_part_is_a_function_of_seed_and_round() -> None:
+    seen: list[list[int]] = []
+
+    class Watched(LocalGrid):
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            messages = list(messages)
+            seen.append(sorted(m.metadata.dst_node_id - FIRST_NODE for m in messages))
+            return super().push_messages(messages)
+
+    strategy = fedavg.METHOD.strategy(
+        fedavg.METHOD, BaseHParams(), seed=7, fraction_train=0.5, min_train_nodes=1, fraction_evaluate=0.0
+    )
+    strategy.start(Watched(client_app(), {}, 3), initial(), num_rounds=6)
+    assert strategy.context.seed == 7 and strategy.context.initial["head.bias"][0] == 0.5
+    assert [c for c in seen if c] == [sorted(sample_clients(7, t, [0, 1, 2], 1 / 3)) for t in range(1, 7)]
+
+
+def test_a_query_after_the_last_round_reaches_every_client() -> None:
+    """`finalize` asks through Flower too: here for one number of each client, with what the method sends along."""
+    app = client_app()
+
+    @app.query("size")
+    def size(message: Message, context: Context) -> Message:
+        number = int(context.node_config["partition-id"])
+        factor = message.content.array_records["arrays"]["factor"].numpy()
+        record = ArrayRecord({"size": Array(factor * np.float32(SIZES[number]))})
+        content = RecordDict({"arrays": record, "metrics": MetricRecord({"num-examples": SIZES[number]})})
+        return Message(content, reply_to=message)
+
+    class Asking(fedavg.METHOD.strategy):  # type: ignore[misc, name-defined]
+        def finalize(self, state: Any, query: Any) -> Any:
+            replies = list(query("size", Payload(common={"factor": np.full(1, 2.0, np.float32)})))
+            found.extend((r.client, r.kind, float(r.arrays["size"][0])) for r in replies)
+            return state
+
+    found: list[tuple[int, str, float]] = []
+    method = dataclasses.replace(fedavg.METHOD, extra_up=("size",))
+    Asking(method, BaseHParams()).start(LocalGrid(app, {}, 3), initial(), num_rounds=1)
+    assert found == [(k, "query.size", 2.0 * SIZES[k]) for k in range(3)]
+
+
 def test_a_client_fn_that_names_nothing_works_by_position() -> None:
     """Flower's NumPyClient behind `client_fn` sends lists: its arrays are taken in the order of the shared names."""
     app = ClientApp(client_fn=lambda context: Foreign(int(context.node_config["partition-id"])).to_client())
@@ -171,3 +214,9 @@ def test_a_client_fn_that_names_nothing_works_by_position() -> None:
 def test_personal_arrays_need_a_run() -> None:
     with pytest.raises(RuntimeError, match="call start first"):
         cw().personal_arrays(0)
+
+
+def test_a_reply_must_hold_what_lies_under_the_shared_names_and_nothing_that_only_begins_alike() -> None:
+    strategy = lgfedavg.METHOD.strategy(lgfedavg.METHOD, BaseHParams())
+    shapes = {"features.w": (1,), "head.weight": (2, 1), "head": (3,), "headline.w": (4,)}
+    assert strategy.expected(shapes) == {"head.weight": (2, 1), "head": (3,)}
