@@ -341,6 +341,15 @@ def _remember(text: str, config: RunConfig) -> None:
         _KNOWN.popitem(last=False)
 
 
+FORMER = ("cuda-graphs",)
+"""Keys that earlier versions wrote into every `config.toml` and that changed no number."""
+
+
+def without_former(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run directory's `config.toml` says, without keys that no longer exist and changed no number."""
+    return {key: value for key, value in values.items() if key not in FORMER}
+
+
 def read_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file of run-config keys.
 

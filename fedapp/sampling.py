@@ -39,7 +39,9 @@ def torch_generator(seed: int, purpose: str, *numbers: int, device: torch.device
     return generator
 
 
-def sample_clients(seed: int, server_round: int, ids: Sequence[int], fraction: float) -> list[int]:
+def sample_clients(
+    seed: int, server_round: int, ids: Sequence[int], fraction: float, purpose: str = "sampling"
+) -> list[int]:
     """Draw the participants of a round, uniformly without replacement.
 
     Parameters
@@ -47,6 +49,7 @@ def sample_clients(seed: int, server_round: int, ids: Sequence[int], fraction: f
     seed, server_round : decide the draw.
     ids : the known client ids, in any order.
     fraction : share of them in (0, 1]; `fraction * len(ids)` rounded half up, at least one.
+    purpose : gives a draw of its own.
 
     Returns
     -------
@@ -56,5 +59,5 @@ def sample_clients(seed: int, server_round: int, ids: Sequence[int], fraction: f
     count = min(len(ordered), max(1, int(np.floor(fraction * len(ordered) + 0.5))))
     if count == len(ordered):
         return ordered
-    picked = rng(seed, "sampling", server_round).choice(len(ordered), size=count, replace=False)
+    picked = rng(seed, purpose, server_round).choice(len(ordered), size=count, replace=False)
     return sorted(ordered[i] for i in picked)

@@ -420,7 +420,7 @@ class Run(Callbacks):
             write_safetensors(self.out / "models" / "last.safetensors", arrays, header)
         final = self.directory.table("final.csv")
         tests = [int(v) for v in final.get("received_total", final.get("trained_total", [])) if not math.isnan(v)]
-        weight = rounds["clients"].sum() or 1
+        answered, messaged = rounds["clients"], rounds["clients"] + rounds["dropped"]
         summary = {
             "ok": True,
             "method": self.config.method,
@@ -432,8 +432,8 @@ class Run(Callbacks):
             "accuracy": accuracy_summary(rounds, self.final, self.config.measured),
             "pooled": {p: self.final.get(f"{p}_accuracy_pooled") for p in self.config.measured if p != "global"},
             "test_sizes": {"min": min(tests, default=0), "mean": mean(map(float, tests)), "max": max(tests, default=0)},
-            "bytes_up": _whole(float((rounds["bytes_up"] * rounds["clients"]).sum() / weight)),
-            "bytes_down": _whole(float((rounds["bytes_down"] * rounds["clients"]).sum() / weight)),
+            "bytes_up": _whole(float((rounds["bytes_up"] * answered).sum() / (answered.sum() or 1))),
+            "bytes_down": _whole(float((rounds["bytes_down"] * messaged).sum() / (messaged.sum() or 1))),
             "dropped": int(self.extra["dropped"]),
             "stopped": self.stopped,
             "warnings": self.warnings,

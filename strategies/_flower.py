@@ -3,7 +3,8 @@
 A `FedStrategy` is a Flower strategy: `strategy.start(grid, initial_arrays, ...)` runs Flower's loop, which calls the
 functions below. They translate between Flower's messages and the method's pure functions. A client of such an app is
 anything that takes the arrays it is sent and replies with arrays of the same names and with `num-examples`. It does not
-register, so a node's client id is its place in the order in which nodes were first seen.
+register, so a node's client id is its place in the order in which nodes were first seen. Methods that need more from
+their clients, such as class means, predictions or answers to a query, need clients that send it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from logging import INFO, WARNING
 from typing import Any
 
+import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.common import log
 from flwr.serverapp import Grid
@@ -43,7 +45,8 @@ class FlowerLoop(FedAvg):
         self.seed = seed
         self._state: ServerState | None = None
         self._clients: dict[int, int] = {}  # node id -> client id
-        self._initial: Arrays = {}
+        self._whole: Arrays = {}  # the initial arrays of the app, by name
+        self._initial: Arrays = {}  # those of them that the method shares
         self._round = 0
         self._sample = (0, 1)  # nodes wanted, nodes connected
 
@@ -52,10 +55,12 @@ class FlowerLoop(FedAvg):
 
         Returns
         -------
-        Flower's result. Its arrays are the one global model where the method has one, else what the client with the
-        lowest id would get next; `personal_arrays(client)` gives those of any client.
+        Flower's result. Its arrays are the initial ones with the global model where the method has one, else with what
+        the client with the lowest id would get next; `personal_arrays(client)` gives those of any client.
+        `evaluate_fn` is called after each round, before what the method does at the end.
         """
-        self._state, self._clients, self._initial = None, {}, arrays_of(initial_arrays)
+        self._state, self._clients, self._round = None, {}, 0
+        self._take(initial_arrays)
         result = super().start(grid, initial_arrays, *args, **kwargs)
         if self._state is not None:
             self._state = self._maths.finalize(self._state, lambda kind, payload: self._query(grid, kind, payload))
@@ -77,8 +82,11 @@ class FlowerLoop(FedAvg):
         """Choose clients and build their messages; the first round starts the method from `arrays`."""
         clients = self._connected(grid, self.min_train_nodes, self.fraction_train)
         if self._state is None:
-            self._initial = self._initial or arrays_of(arrays)
+            if not self._whole:
+                self._take(arrays)
             self._state = self._maths.init(self._context())
+        if self.fraction_train == 0.0:
+            return []
         return self._messages(server_round, clients, config, MessageType.TRAIN)
 
     def aggregate_train(
@@ -111,9 +119,21 @@ class FlowerLoop(FedAvg):
         """This object as the `FedStrategy` that it is: that class is built on this one."""
         return self
 
+    def _take(self, record: ArrayRecord) -> None:
+        """Keep the app's initial arrays, and those of them that the method shares: its head, or the whole model.
+
+        The model of a foreign app need not call its trunk `features`. Integer arrays, such as BatchNorm's counters, are
+        never averaged.
+        """
+        self._whole = arrays_of(record)
+        prefixes = self.method.shared_prefixes(self.hparams)
+        floats = {n: a for n, a in self._whole.items() if np.issubdtype(a.dtype, np.floating)}
+        whole = "features." in prefixes
+        self._initial = {n: a for n, a in floats.items() if whole or any(n.startswith(p) for p in prefixes)}
+
     def _connected(self, grid: Grid, at_least: int, fraction: float) -> list[tuple[int, int]]:
         """Wait for enough nodes; return (client id, node id) of all that are connected now, in the order of ids."""
-        _, nodes = sample_nodes(grid, max(self.min_available_nodes, at_least), 0)
+        _, nodes = sample_nodes(grid, max(1, self.min_available_nodes, at_least), 0)
         for node in sorted(nodes):
             self._clients.setdefault(node, len(self._clients))
         self._sample = (max(at_least, int(len(nodes) * fraction)), len(nodes))
@@ -121,7 +141,7 @@ class FlowerLoop(FedAvg):
 
     def _context(self) -> ServerContext:
         """Return what the method knows when it starts; the clients of a foreign app state nothing about themselves."""
-        head = self._initial.get("head.weight")
+        head = self._whole.get("head.weight")
         shapes = {name: array.shape for name, array in self._initial.items()}
         classes, width = head.shape if head is not None else (0, 0)
         return ServerContext(
@@ -140,13 +160,17 @@ class FlowerLoop(FedAvg):
         assert self._state is not None
         node_of = dict(connected)
         wanted, among = self._sample
-        chosen = sample_clients(self.seed, server_round, list(node_of), wanted / among)
-        # An evaluation scores what was just aggregated, which is what the next round would send.
-        of = server_round + (kind == MessageType.EVALUATE)
+        evaluate = kind == MessageType.EVALUATE
+        purpose = "evaluation" if evaluate else "sampling"
+        chosen = sample_clients(self.seed, server_round, list(node_of), wanted / among, purpose)
+        # A client that gets the whole model loads all of it, with what is not averaged as it was.
+        fixed = {n: self._whole[n] for n in self._sent() if n not in self._initial}
         encoder = Encoder()
-        for client, payload in self._maths.send_each(self._state, of, chosen):
-            arrays = {name: encoder.common(a) for name, a in payload.common.items()}
+        # An evaluation scores what was just aggregated, which is what the next round would send.
+        for client, payload in self._maths.send_each(self._state, server_round + evaluate, chosen):
+            arrays = {name: encoder.common(a) for name, a in {**fixed, **payload.common}.items()}
             arrays |= {name: encoder.one(a) for name, a in payload.arrays.items()}
+            arrays = {n: arrays.pop(n) for n in self._sent() if n in arrays} | arrays  # in the order of the app's model
             settings = ConfigRecord({**config, **payload.scalars, "server-round": server_round})
             content = RecordDict({self.arrayrecord_key: ArrayRecord(arrays), self.configrecord_key: settings})
             yield Message(content=content, dst_node_id=node_of[client], message_type=kind)
@@ -155,14 +179,20 @@ class FlowerLoop(FedAvg):
         """Yield good replies with their content, in the order of client ids; log why another one does not count."""
         assert self._state is not None
         expected = self._shared() if kind == "train" else {}
-        arrived = sorted(enumerate(replies), key=lambda item: self._clients[item[1].metadata.src_node_id])
-        for arrival, message in arrived:
+        arrived = []
+        for arrival, message in enumerate(replies):
+            if message.metadata.src_node_id in self._clients:
+                arrived.append((arrival, message))
+            else:  # the SuperLink answers in the place of a node that has left, or of a message that expired
+                reason = message.error.reason if message.has_error() else "it comes from an unknown node"
+                log(WARNING, "A reply to %s does not count: %s", kind, reason)
+        for arrival, message in sorted(arrived, key=lambda item: self._clients[item[1].metadata.src_node_id]):
             client = self._clients[message.metadata.src_node_id]
             try:
                 reply, content = self._reply(message, client, kind, arrival, list(expected))
                 problem = reject(reply.arrays, expected, {"num-examples": reply.num_samples})
                 problem = problem or self._undeclared(reply, expected) or self._maths.check(self._state, reply)
-            except (KeyError, TypeError, ValueError) as e:
+            except (KeyError, TypeError, ValueError, OverflowError) as e:
                 problem = str(e)
             if problem:
                 log(WARNING, "The reply of client %s to %s does not count: %s", client, kind, problem)
@@ -178,19 +208,24 @@ class FlowerLoop(FedAvg):
         record = next(iter(content.array_records.values()), ArrayRecord())
         arrays = arrays_of(record)
         # A NumPyClient behind `client_fn` replies with a list: Flower names its arrays by their positions.
-        if names and list(arrays) == [str(i) for i in range(len(names))]:
-            arrays = dict(zip(names, arrays.values(), strict=True))
+        sent = self._sent()
+        if sent and list(arrays) == [str(i) for i in range(len(sent))]:
+            arrays = dict(zip(sent, arrays.values(), strict=True))
+        if kind == "train":  # a client may reply with its whole model; the method takes what it shares
+            arrays = {n: a for n, a in arrays.items() if n in names or n not in self._whole}
         metrics: dict[str, Any] = {k: v for part in content.metric_records.values() for k, v in part.items()}
         if self.weighted_by_key not in metrics:
             raise ValueError(f"the reply has no '{self.weighted_by_key}'")
-        sent = sum(a.nbytes for a in arrays.values())
-        return Reply(client, int(metrics[self.weighted_by_key]), arrays, metrics, sent, kind, arrival), content
+        size = sum(a.nbytes for a in arrays.values())
+        return Reply(client, int(metrics[self.weighted_by_key]), arrays, metrics, size, kind, arrival), content
+
+    def _sent(self) -> list[str]:
+        """Return the names of the app's arrays that a client is sent, in their order: all, or those that are shared."""
+        whole = "features." in self.method.shared_prefixes(self.hparams)
+        return [n for n in self._whole if whole or n in self._initial]
 
     def _shared(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the arrays that a reply must hold: the head, or all where the method shares the model.
-
-        The model of a foreign app need not call its trunk `features`.
-        """
+        """Return the shapes of the arrays that a reply must hold."""
         shapes = {name: array.shape for name, array in self._initial.items()}
         whole = "features." in self.method.up_prefixes(self.hparams)
         return shapes if whole else dict(self._maths.expected(shapes))
@@ -200,13 +235,13 @@ class FlowerLoop(FedAvg):
         return f"'{names[0]}' is not in what {self.method.id} shares" if names else None
 
     def _record(self) -> ArrayRecord:
-        """Return the global model, or what the client with the lowest id would get next."""
+        """Return the app's model with the global arrays, or with those that the client with the lowest id would get."""
         assert self._state is not None
         arrays = self._maths.global_arrays(self._state)
         if arrays is None:
             arrays = self.personal_arrays(min(self._clients.values()))
         encoder = Encoder()
-        return ArrayRecord({name: encoder.one(a) for name, a in arrays.items()})
+        return ArrayRecord({name: encoder.one(arrays.get(name, a)) for name, a in self._whole.items()})
 
     def _query(self, grid: Grid, kind: str, payload: Payload) -> Iterator[Reply]:
         """Send one `query.<kind>` message to every node and yield the good replies."""

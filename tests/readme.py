@@ -40,7 +40,7 @@ def demo_table(results: Path) -> str:
     columns = ["received_last", "trained_last", "received_balanced", "trained_balanced"]
     seeds = table["seed"].nunique()
     lines = [
-        "| % after 20 rounds | local received | local trained | balanced received | balanced trained | bytes up |",
+        "| % after 20 rounds | own received | own trained | balanced received | balanced trained | bytes up |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for method in dict.fromkeys(table["method"]):

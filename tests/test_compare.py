@@ -23,9 +23,10 @@ from fedapp.engines import superlink as launch
 from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare, tables
-from fedapp.experiments.jobs import MAX_FOLDER, Job, Variant
+from fedapp.experiments.jobs import Job, Variant
 from fedapp.results import report
 from fedapp.results.directory import only_writer
+from fedapp.results.runs import MAX_FOLDER
 from fedapp.results.statistics import signed_rank
 
 BASE: dict[str, Any] = {

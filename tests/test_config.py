@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedapp import cli, config, run, server_app
+from fedapp import RunResult, cli, config, run, server_app
 from fedapp.config import DEFAULTS, RunConfig, from_flat
 from fedapp.engines import local as engines
 from fedapp.errors import BadRequest
@@ -359,3 +359,19 @@ def test_a_context_is_validated_once_a_process(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(config, "_check", lambda given: pytest.fail("validated again"))
     assert config.from_context(dict(reversed(values.items()))) is first
     assert first.momentum == 0.9 and first.model == "digits-a", "what a message gives is resolved"
+
+
+def test_a_run_of_version_0_1_is_still_read_and_a_key_that_a_user_writes_is_not_dropped(tmp_path: Path) -> None:
+    result = run(method="local", clients=2, rounds=1, local_epochs=1, data_fraction=0.2, out=tmp_path / "run")
+    saved = result.out / "config.toml"
+    saved.write_text(saved.read_text() + "cuda-graphs = false\n")
+    assert RunResult(result.out).config is not None
+    assert (
+        compare.standing(
+            engines.effective(config.without_former(config.read_toml(saved))).replaced(out=str(result.out))
+        )
+        == "done"
+    )
+    assert engines.resumed(result.out, 2)["num-server-rounds"] == 2
+    with pytest.raises(BadRequest, match="unknown key 'cuda-graphs'"):
+        from_flat({"cuda-graphs": False})

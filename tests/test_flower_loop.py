@@ -20,10 +20,11 @@ from fedapp.core.classwise import norm_distribution
 from fedapp.method import BaseHParams, Payload
 from fedapp.sampling import sample_clients
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
-from strategies import cwfedavg, fedavg, lgfedavg
+from strategies import cfl, cwfedavg, fedamp, fedavg, fedavgm, fedclassavg, lgfedavg
 
 SHAPES = {"conv.weight": (4, 3), "head.weight": (3, 4), "head.bias": (3,)}
 SIZES = (10, 30, 60)
+COUNTER = {"bn.num_batches_tracked": np.array(5, np.int64)}
 
 
 class Foreign(NumPyClient):
@@ -220,3 +221,74 @@ def test_a_reply_must_hold_what_lies_under_the_shared_names_and_nothing_that_onl
     strategy = lgfedavg.METHOD.strategy(lgfedavg.METHOD, BaseHParams())
     shapes = {"features.w": (1,), "head.weight": (2, 1), "head": (3,), "headline.w": (4,)}
     assert strategy.expected(shapes) == {"head.weight": (2, 1), "head": (3,)}
+
+
+def plain_app(whole: bool) -> ClientApp:
+    """Clients that reply with what they were sent plus 1, or (`whole`) with all arrays of a model of their own."""
+    app = ClientApp()
+
+    @app.train()
+    def train(message: Message, context: Context) -> Message:
+        number = int(context.node_config["partition-id"])
+        received = {n: a.numpy() for n, a in message.content.array_records["arrays"].items()}
+        seen.append(sorted(received))
+        out = {n: a + np.asarray(number + 1, a.dtype) for n, a in received.items()}
+        if whole:
+            out = {n: np.full(s, -9.0, np.float32) for n, s in SHAPES.items()} | out
+        record = ArrayRecord({n: Array(np.asarray(a)) for n, a in out.items()})
+        metrics = MetricRecord({"num-examples": SIZES[number]})
+        return Message(RecordDict({"arrays": record, "metrics": metrics}), reply_to=message)
+
+    seen: list[list[str]] = []
+    app.seen = seen  # type: ignore[attr-defined]
+    return app
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("method", [fedclassavg.METHOD, lgfedavg.METHOD, fedavg.METHOD, fedavgm.METHOD])
+def test_the_app_gives_its_whole_model_and_only_what_is_shared_travels(method: Any, whole: bool) -> None:
+    arrays = ArrayRecord({**initial(), **{n: Array(a) for n, a in COUNTER.items()}})
+    app = plain_app(whole)
+    strategy = method.strategy(method, method.hparams(), fraction_evaluate=0.0)
+    result = values(strategy.start(LocalGrid(app, {}, 3), arrays, num_rounds=1).arrays)
+    head = method.shared == ("head.",) or callable(method.shared)
+    sent = sorted(n for n in [*SHAPES, *COUNTER] if not head or n.startswith("head."))
+    assert app.seen == [sent] * 3  # type: ignore[attr-defined]
+    moved = 0.5 + np.average([1, 2, 3], weights=SIZES)
+    for name, shape in SHAPES.items():
+        shared = not head or name.startswith("head.")
+        np.testing.assert_allclose(result[name], np.full(shape, moved if shared else 0.5), rtol=1e-6)
+    assert result["bn.num_batches_tracked"] == 5, "counters are not averaged"
+
+
+def test_a_node_that_left_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+    class Leaving(LocalGrid):
+        def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+            replies = list(super().pull_messages(message_ids))
+            for reply in replies:
+                if reply.metadata.src_node_id == FIRST_NODE:
+                    reply.metadata.__dict__["_src_node_id"] = 1  # the SuperLink's own id
+            return replies
+
+    strategy = fedavg.METHOD.strategy(fedavg.METHOD, BaseHParams(), fraction_evaluate=0.0)
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        result = strategy.start(Leaving(client_app(), {}, 3), initial(), num_rounds=1)
+    expected = 0.5 + np.average([Foreign(k).step[2] for k in (1, 2)], axis=0, weights=SIZES[1:])
+    np.testing.assert_allclose(values(result.arrays)["head.bias"], expected, rtol=1e-5)
+    assert "unknown node" in caplog.text
+
+
+def test_no_training_and_another_draw_for_the_evaluation() -> None:
+    still = fedavg.METHOD.strategy(fedavg.METHOD, BaseHParams(), fraction_train=0.0, fraction_evaluate=0.0)
+    assert not still.start(LocalGrid(client_app(), {}, 3), initial(), num_rounds=1).train_metrics_clientapp
+    draws = [[sample_clients(0, t, range(9), 1 / 3, p) for t in range(5)] for p in ("sampling", "evaluation")]
+    assert draws[0] != draws[1]
+
+
+@pytest.mark.parametrize("method", [fedamp.METHOD, cfl.METHOD])
+def test_other_methods_that_average_whole_models_take_any_client(method: Any, caplog: pytest.LogCaptureFixture) -> None:
+    strategy = method.strategy(method, method.hparams(), fraction_evaluate=0.0)
+    with caplog.at_level(logging.WARNING, logger="flwr"):
+        result = strategy.start(LocalGrid(client_app(), {}, 3), initial(), num_rounds=2)
+    assert set(result.train_metrics_clientapp) == {1, 2} and "does not count" not in caplog.text
+    assert not np.allclose(values(result.arrays)["conv.weight"], 0.5)

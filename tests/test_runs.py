@@ -13,7 +13,7 @@ from fedapp.engines.local import run
 from fedapp.errors import BadRequest
 from fedapp.results import report
 from fedapp.results.figures import gallery
-from fedapp.results.runs import RunResult, read_comparison, read_run, read_table
+from fedapp.results.runs import RunResult, folder_of, read_comparison, read_run, read_table
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +84,9 @@ def test_page_and_figure_count_the_download_of_dropped_replies(tmp_path: Path) -
     there = read_run(tmp_path)
     assert "110,000,000" in report.of_run(there)[0]
     assert "60.0 % for 110.0 MB" in gallery.traffic_curves([there])[0].alt
+
+
+def test_variants_that_differ_in_a_point_or_a_sign_have_folders_of_their_own() -> None:
+    labels = ["cwfedavg(lam=1.0)", "cwfedavg(lam=10)", "local(lr=1e-5)", "local(lr=1e5)", "fedprox(mu=0.1)", "x" * 99]
+    folders = [folder_of(label) for label in labels]
+    assert len(set(folders)) == 6 and folders[0] == "cwfedavg-lam=1.0" and max(map(len, folders)) == 80

@@ -60,8 +60,7 @@ def resumed(out: Path, rounds: int | None = None) -> dict[str, Any]:
     """Return the flat run-config that continues the run in `out`; `rounds` is the new total."""
     out = absolute(out)
     check_out(out, resume=True)
-    values = configuration.read_toml(out / "config.toml")
-    values.pop("cuda-graphs", None)  # a key of version 0.1 that changed nothing but speed
+    values = configuration.without_former(configuration.read_toml(out / "config.toml"))
     if rounds is not None:
         values["num-server-rounds"] = rounds
     return {**values, "resume": True, "out": str(out)}

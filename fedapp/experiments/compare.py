@@ -239,7 +239,9 @@ def standing(config: RunConfig) -> Literal["new", "done", "broken off", "nothing
             if strange or (out.exists() and not out.is_dir()):
                 raise BadRequest(f"{out} holds no run, but {', '.join(strange) or 'is a file'}; give a new --out")
             return "nothing kept" if out.is_dir() else "new"
-        there = configuration.from_flat(configuration.read_toml(out / "config.toml")).to_flat()
+        there = configuration.from_flat(
+            configuration.without_former(configuration.read_toml(out / "config.toml"))
+        ).to_flat()
         differing = [f"{k} = {there[k]!r} there, {v!r} now" for k, v in config.to_flat().items() if there[k] != v]
         if differing:
             raise BadRequest(

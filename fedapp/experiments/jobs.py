@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,10 +9,7 @@ from typing import Any
 
 from fedapp import registry
 from fedapp.config import RunConfig
-from fedapp.results.runs import RunResult
-
-MAX_FOLDER = 80
-"""Letters of a folder's name at most: a longer label is cut, and a hash of it appended."""
+from fedapp.results.runs import RunResult, folder_of
 
 
 @dataclass(frozen=True)
@@ -35,10 +30,7 @@ class Variant:
     @property
     def folder(self) -> str:
         """Beginning of its runs' folders."""
-        text = re.sub(r"[^A-Za-z0-9._=+-]+", "-", self.label).strip("-")
-        if len(text) <= MAX_FOLDER:
-            return text
-        return f"{text[: MAX_FOLDER - 9]}-{hashlib.sha256(self.label.encode()).hexdigest()[:8]}"
+        return folder_of(self.label)
 
     @property
     def title(self) -> str:

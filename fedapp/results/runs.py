@@ -7,6 +7,7 @@ writing or left when it was killed, is not read.
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import math
@@ -134,7 +135,7 @@ class RunResult:
     @cached_property
     def _accepted(self) -> tuple[RunConfig | None, str]:
         try:
-            return configuration.from_flat({**self.flat, "resume": False}), ""
+            return configuration.from_flat({**configuration.without_former(self.flat), "resume": False}), ""
         except BadRequest as e:
             return None, str(e)
 
@@ -217,6 +218,8 @@ SETTING_KEYS = (
     "num-server-rounds", "split", "method-args",
 )  # fmt: skip
 """Run-config keys in which the runs of a comparison may differ besides method and seed, the outermost first."""
+MAX_FOLDER = 80
+"""Letters of a folder's name from which on it is cut."""
 OWN_KEYS = ("model", "local-epochs")
 """Setting keys that `fedapp compare` lets one method have for itself."""
 NOT_OWN = ("method", "seed", "out", "resume", "state-dir", "federation")
@@ -293,8 +296,8 @@ def _labelled(runs: Sequence[RunResult], table: pd.DataFrame) -> list[RunResult]
     `fedapp compare` names the variants of a method in results.csv and in the names of their folders; among other runs,
     the keys in which those of one method and setting differ make the label.
     """
-    variants = {_letters(str(v)): str(v) for v in table["variant"]} if "variant" in table else {}
-    named = {r.out: variants.get(_letters(re.sub(r"-s[0-9]+$", "", r.out.name)), "") for r in runs}
+    variants = {folder_of(str(v)): str(v) for v in table["variant"]} if "variant" in table else {}
+    named = {r.out: variants.get(re.sub(r"-s[0-9]+$", "", r.out.name), "") for r in runs}
     whole = all(named.values())
     keys = [k for k in varying(runs) if k != "method-args" and not (whole and k in OWN_KEYS)]
     settings = {r.out: {k: v for k in keys if (v := _setting(r, k)) is not None} for r in runs}
@@ -310,8 +313,12 @@ def _labelled(runs: Sequence[RunResult], table: pd.DataFrame) -> list[RunResult]
     return labelled
 
 
-def _letters(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9]+", "", text)
+def folder_of(label: str) -> str:
+    """Return the beginning of the folders that a comparison gives the runs of a variant; a long one ends in a hash."""
+    text = re.sub(r"[^A-Za-z0-9._=+-]+", "-", label).strip("-")
+    if len(text) <= MAX_FOLDER:
+        return text
+    return f"{text[: MAX_FOLDER - 9]}-{hashlib.sha256(label.encode()).hexdigest()[:8]}"
 
 
 def uses(run: RunResult, key: str) -> bool:

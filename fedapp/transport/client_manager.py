@@ -531,7 +531,7 @@ class ClientManager:
                 problem = f"the node now answers as client {info['client']}"
             reply = Reply(client, int(metrics.get("num-examples", 0) or 0), arrays, metrics, size, stage, arrival)
             problem = problem or check(reply)
-        except (KeyError, TypeError, ValueError) as e:
+        except (KeyError, TypeError, ValueError, OverflowError) as e:
             problem = f"the reply cannot be read: {e}"
         if problem:
             self._drop(traffic, server_round, client, stage, problem)

@@ -133,6 +133,6 @@ def reject(arrays: Arrays, expected: Mapping[str, tuple[int, ...]], metrics: Map
         if np.issubdtype(array.dtype, np.floating) and not np.isfinite(array).all():
             return f"'{name}' contains NaN or infinity"
     count = metrics.get("num-examples")
-    if not isinstance(count, (int, float)) or not math.isfinite(count) or count <= 0:
+    if not isinstance(count, (int, float)) or not math.isfinite(count) or count < 1:
         return f"num-examples is {count}, but must be a positive number"
     return None
