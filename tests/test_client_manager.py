@@ -19,10 +19,12 @@ from fedapp import server_app
 from fedapp.client_app import app as client_app
 from fedapp.config import from_flat
 from fedapp.errors import BadRequest
+from fedapp.method import Reply
 from fedapp.transport import client_manager
 from fedapp.transport.client_manager import ClientManager, RoundFailed, Settings
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
 from fedapp.transport.records import INFO, METRICS
+from strategies.base import _no_arrays
 
 Change = Callable[[Message], Message | None]
 
@@ -423,3 +425,8 @@ def test_few_of_many_messages_are_under_way(tmp_path: Path, monkeypatch: pytest.
     assert grid.most == 3
     assert sorted(c for k, _, c in grid.began if k == "query.register") == list(range(8))
     assert sorted(grid.of("evaluate", 2)) == list(range(8))
+
+
+def test_a_reply_to_an_evaluation_holds_no_arrays() -> None:
+    assert _no_arrays(Reply(0, 5, {}, {})) is None
+    assert "'head.bias'" in str(_no_arrays(Reply(0, 5, {"head.bias": np.zeros(1)}, {})))
