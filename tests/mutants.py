@@ -281,7 +281,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("\n".join([f"  - {b}" for b in r["before"].splitlines()] + [f"  + {a}" for a in r["after"].splitlines()]))
     print(f"\n{len(records) - len(survived)} of {len(records)} killed")
     if given.page:
-        command = "python -m tests.mutants " + " ".join(sys.argv[1:] if argv is None else argv)
+        chosen = f" --only {given.only}" if given.only else ""
+        command = f"python -m tests.mutants --sample {given.sample} --seed {given.seed}{chosen}"
         given.page.write_text(page(records, command), encoding="utf-8")
 
 
