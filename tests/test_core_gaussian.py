@@ -497,15 +497,3 @@ def test_refusals() -> None:
         MomentsPool(2, 3).moments()
     with pytest.raises(ValueError, match="class 1 has no samples"):
         collected.cov(1)
-
-
-def test_two_batches_are_one() -> None:
-    """Exactly two batches wait in the buffer: both count."""
-    z, y = np.random.default_rng(11).standard_normal((9, 3)), np.array([0, 1, 0, 1, 1, 0, 1, 0, 1])
-    both = gaussian.ClassMoments(2, 3)
-    for part in (slice(0, 4), slice(4, 9)):
-        both.update(torch.from_numpy(z[part]), torch.from_numpy(y[part]))
-    assert both.counts.tolist() == [4, 5]
-    for c in (0, 1):
-        np.testing.assert_allclose(both.means[c], z[y == c].mean(axis=0), atol=1e-12)
-        np.testing.assert_allclose(both.cov(c), np.cov(z[y == c].T), atol=1e-12)

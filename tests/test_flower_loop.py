@@ -159,23 +159,6 @@ def test_a_fraction_of_the_clients_is_sampled_by_the_seed() -> None:
     assert not np.array_equal(run(1), run(2))
 
 
-def test_who_takes_part_is_a_function_of_seed_and_round() -> None:
-    seen: list[list[int]] = []
-
-    class Watched(LocalGrid):
-        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
-            messages = list(messages)
-            seen.append(sorted(m.metadata.dst_node_id - FIRST_NODE for m in messages))
-            return super().push_messages(messages)
-
-    strategy = fedavg.METHOD.strategy(
-        fedavg.METHOD, BaseHParams(), seed=7, fraction_train=0.5, min_train_nodes=1, fraction_evaluate=0.0
-    )
-    strategy.start(Watched(client_app(), {}, 3), initial(), num_rounds=6)
-    assert strategy.context.seed == 7 and strategy.context.initial["head.bias"][0] == 0.5
-    assert [c for c in seen if c] == [sorted(sample_clients(7, t, [0, 1, 2], 1 / 3)) for t in range(1, 7)]
-
-
 def test_a_query_after_the_last_round_reaches_every_client() -> None:
     """`finalize` asks through Flower too: here for one number of each client, with what the method sends along."""
     app = client_app()
@@ -215,12 +198,6 @@ def test_a_client_fn_that_names_nothing_works_by_position() -> None:
 def test_personal_arrays_need_a_run() -> None:
     with pytest.raises(RuntimeError, match="call start first"):
         cw().personal_arrays(0)
-
-
-def test_a_reply_must_hold_what_lies_under_the_shared_names_and_nothing_that_only_begins_alike() -> None:
-    strategy = lgfedavg.METHOD.strategy(lgfedavg.METHOD, BaseHParams())
-    shapes = {"features.w": (1,), "head.weight": (2, 1), "head": (3,), "headline.w": (4,)}
-    assert strategy.expected(shapes) == {"head.weight": (2, 1), "head": (3,)}
 
 
 def plain_app(whole: bool) -> ClientApp:
