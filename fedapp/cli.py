@@ -360,6 +360,27 @@ def report(
         typer.echo(f"figures: {figures.expanduser().absolute()}")
 
 
+@app.command()
+def figure(
+    name: Annotated[str | None, typer.Argument(help="a figure's id, such as fedgh-2", metavar="[PAPER-NUMBER]")] = None,
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="run directories, or folders of run directories", metavar="[RUN...]")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="file to write, .svg or .png (default ./PAPER-NUMBER.svg)")] = None,
+) -> None:
+    """Draw a figure of one of the papers from runs of your own; without arguments, list the figures."""
+    from fedapp.results.figures import papers
+
+    if name is None:
+        for known, drawn in papers.PAPERS.items():
+            typer.echo(f"{known:<16}{drawn.title} (needs {drawn.needs})")
+        return
+    drawing = papers.draw(name, runs or [])
+    file = (out or Path(f"{name}.svg")).expanduser().absolute()
+    papers.save(drawing, file)
+    typer.echo(f"{drawing.caption}\nfigure: {file}")
+
+
 deployment = typer.Typer(no_args_is_help=True, help="Real devices: find problems and show how to solve them.")
 app.add_typer(deployment, name="deploy")
 
