@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from fedapp.data.transforms import normalise
 from fedapp.engines.local import run
 from fedapp.models import build_model
-from fedapp.results import analysis, figures
+from fedapp.results import analysis, calibration, figures
 from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import gallery, plots, style
 from fedapp.results.runs import Comparison, RunResult, groups_of, read_comparison, read_run, varying
@@ -201,7 +201,7 @@ def test_without_weights_the_reason_is_told(mixed: RunResult) -> None:
 def test_stages_are_what_the_layers_put_out(cw: RunResult) -> None:
     model = analysis.client_models(cw, 1)[0]
     x, _ = analysis.probe(cw, 40)
-    outputs = analysis.stages(cw, model, x)
+    outputs = calibration.stages(cw, model, x)
     assert list(outputs) == ["conv1", "conv2", "fc1", "head"]
     with torch.no_grad():
         image = normalise(x.permute(0, 3, 1, 2), analysis.data_of(cw).inputs)
@@ -222,11 +222,11 @@ def test_linear_cka_worked_numbers() -> None:
 
 
 def test_cka_of_layers_against_the_formula(cw: RunResult) -> None:
-    ids, maps = analysis.layer_cka(cw, images=60)
+    ids, maps = calibration.layer_cka(cw, images=60)
     assert list(maps) == ["conv1", "conv2", "features", "head"]
     models = analysis.client_models(cw)
     x, _ = analysis.probe(cw, 60)
-    outputs = {c: analysis.stages(cw, m, x) for c, m in models.items()}
+    outputs = {c: calibration.stages(cw, m, x) for c, m in models.items()}
     for name, key in (("conv1", "conv1"), ("features", "fc1"), ("head", "head")):
         for i, a in enumerate(ids):
             for j, b in enumerate(ids):
@@ -235,14 +235,14 @@ def test_cka_of_layers_against_the_formula(cw: RunResult) -> None:
 
 
 def test_inner_layers_are_compared_between_equal_architectures_only(mixed: RunResult) -> None:
-    ids, maps = analysis.layer_cka(mixed, images=40)
+    ids, maps = calibration.layer_cka(mixed, images=40)
     assert ids == [0, 1, 2]
     assert list(maps)[-2:] == ["features", "head"]
     inner = maps["digits-a conv1"]
     assert np.isfinite(inner[0, 2])
     assert np.isnan(inner[0, 1])
     assert np.isfinite(maps["features"]).all()
-    assert analysis.mean_of_pairs(inner) == pytest.approx(inner[0, 2])
+    assert calibration.mean_of_pairs(inner) == pytest.approx(inner[0, 2])
 
 
 def test_conductance_sums_to_the_difference_of_logits() -> None:
@@ -300,7 +300,7 @@ def test_the_sweep_repeats_the_runs_own_calibration(ccvr: RunResult) -> None:
 
     On the wire means and covariances are float32 here, which may tip one test image.
     """
-    found = analysis.calibration_sweep(ccvr, (0, 100))
+    found = calibration.calibration_sweep(ccvr, (0, 100))
     said = ccvr.summary["calibration"]
     images = sum(ccvr.card["test_sizes"])
     assert found.accuracy[0] == pytest.approx(said["before"], abs=1e-9)
@@ -317,7 +317,7 @@ def test_head_norms_before_and_after_calibration(ccvr: RunResult) -> None:
 
 
 def test_predictions_before_and_after_are_the_two_heads(ccvr: RunResult) -> None:
-    found = analysis.calibration_embedding(ccvr, points=150)
+    found = calibration.calibration_embedding(ccvr, points=150)
     x, y = analysis.probe(ccvr, 150)
     np.testing.assert_array_equal(found.label, y)
     model = analysis.global_model(ccvr, calibrated=False)
@@ -329,7 +329,7 @@ def test_predictions_before_and_after_are_the_two_heads(ccvr: RunResult) -> None
 
 def test_personal_models_cannot_be_calibrated(cw: RunResult) -> None:
     with pytest.raises(Unavailable, match="cwfedavg has no global model"):
-        analysis.calibration_sweep(cw)
+        calibration.calibration_sweep(cw)
 
 
 # ---- several runs ----------------------------------------------------------------------------------------------------

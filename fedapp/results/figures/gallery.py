@@ -9,27 +9,21 @@ description in words here, beside the numbers that they quote.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypeVar
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 
 from fedapp.core.classwise import norm_distribution
 from fedapp.results import analysis, statistics
 from fedapp.results.analysis import Unavailable
-from fedapp.results.figures import plots
+from fedapp.results.figures import calibration, plots
 from fedapp.results.figures.plots import Array, Curve
 from fedapp.results.figures.style import Drawing
+from fedapp.results.figures.words import Runs, Words, each, percent
 from fedapp.results.runs import ONE_SCORE, PROTOCOL_TEXT, Comparison, RunResult, groups_of, uses, varying
-
-_T = TypeVar("_T")
-Runs = Sequence[RunResult]
-Words = tuple[str, str, Figure]
-"""A caption, the words for readers who do not see the figure, and the figure."""
 
 
 @dataclass(frozen=True)
@@ -78,9 +72,6 @@ class Gallery:
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
-percent = partial(statistics.percent, unit=" %")
-
-
 def named(protocol: str) -> str:
     """Write what a protocol means behind its name: the title of a panel, the label of a line."""
     return f"{protocol}, {PROTOCOL_TEXT[protocol]}"
@@ -98,20 +89,6 @@ def _alone(runs: Iterable[RunResult]) -> str:
 
 def _unfinished(run: RunResult, why: str) -> Unavailable:
     return Unavailable(why, f"fedapp run --resume {run.out}")
-
-
-def _each(runs: Runs, make: Callable[[RunResult], _T]) -> dict[str, _T]:
-    """Apply a function to every run that has what it needs; raise the first reason if none has."""
-    found: dict[str, _T] = {}
-    first: Unavailable | None = None
-    for run in runs:
-        try:
-            found[run.label] = make(run)
-        except Unavailable as e:
-            first = first or e
-    if not found:
-        raise first or Unavailable("there is no finished run")
-    return found
 
 
 # ---- scores of a run -------------------------------------------------------------------------------------------------
@@ -217,7 +194,7 @@ def _label_distribution(runs: Runs, dots: bool = False) -> Words:
 def _head_maps(runs: Runs) -> Words:
     base = runs[0]
     analysis.label_shares(base)
-    found = _each(runs, analysis.head_norms)
+    found = each(runs, analysis.head_norms)
     clients = min((ids for ids, _ in found.values()), key=len)
     counts = base.counts[clients].astype(float)
     maps = {name: norms[[ids.index(c) for c in clients]] for name, (ids, norms) in found.items()}
@@ -268,7 +245,7 @@ def _p_against_norms(runs: Runs) -> Words:
         norms = [norm_distribution(arrays["model/head.weight"]) for _, arrays in stored.values()]
         return shares[list(stored)], np.stack(norms)
 
-    panels = _each(runs, points)
+    panels = each(runs, points)
     said = "; ".join(
         f"{n}: R = {np.linalg.norm(p - q, axis=1).mean():.3f}, "
         f"{percent(np.where(p == 0, q, 0).sum(axis=1).mean())} of p~ on absent classes"
@@ -298,7 +275,7 @@ def _mixing(runs: Runs) -> Words:
 
 
 def _embedding(runs: Runs) -> Words:
-    found = _each(runs, partial(analysis.client_embedding, points=1200 if len(runs) == 1 else 800))
+    found = each(runs, partial(analysis.client_embedding, points=1200 if len(runs) == 1 else 800))
     rows = {n: (e.points, {"by class": e.label, "by client": e.client}) for n, e in found.items()}
     said = "; ".join(
         f"{n}: {e.silhouette_label:.2f} by class, {e.silhouette_client:.2f} by client" for n, e in found.items()
@@ -313,25 +290,9 @@ def _embedding(runs: Runs) -> Words:
     )
 
 
-def _cka(runs: Runs) -> Words:
-    found = _each(runs, analysis.layer_cka)
-    said = "; ".join(
-        f"{n}: " + ", ".join(f"{layer} {analysis.mean_of_pairs(m):.2f}" for layer, m in maps.items())
-        for n, (_, maps) in found.items()
-    )
-    clients = len(next(iter(found.values()))[0])
-    return (
-        f"Linear centred kernel alignment between the trained models of {clients} clients on the same test images, "
-        "layer by layer; small dots: pairs of clients, large marks: their mean. Low at the head means that clients "
-        "disagree there most.",
-        f"Mean CKA between clients: {said}.",
-        plots.cka({n: maps for n, (_, maps) in found.items()}),
-    )
-
-
 def _conductance(runs: Runs) -> Words:
     base = runs[0]
-    right = _each(runs, analysis.right_clients)
+    right = each(runs, analysis.right_clients)
     best = int(np.min([table.sum(axis=0) for _, table in right.values()], axis=0).argmax())
     found = {r.label: analysis.conductance(r, best, right[r.label]) for r in runs if r.label in right}
     first = next(iter(found.values()))
@@ -343,80 +304,6 @@ def _conductance(runs: Runs) -> Words:
         f"stripes mean that clients use the same units. Mean Spearman correlation between clients: {said}.",
         f"Heat map of unit ranks by client. Mean Spearman correlation between clients: {said}.",
         plots.conductance({n: (c.ranks, c.clients) for n, c in found.items()}, image),
-    )
-
-
-# ---- calibration -----------------------------------------------------------------------------------------------------
-
-
-def _norms_before_after(runs: Runs) -> Words:
-    run = runs[0]
-    if run.method != "ccvr":
-        raise Unavailable("only a calibrated run has a head before and after", "fedapp run --method ccvr ...")
-    heads = [analysis.global_arrays(run, calibrated)["head.weight"].astype(float) for calibrated in (False, True)]
-    before, after = (np.linalg.norm(head, axis=1) for head in heads)
-    ratio = [float(n.max() / n.min()) if n.min() > 0 else math.nan for n in (before, after)]
-    return (
-        f"L2 norm of each class's row of the global head. Largest over smallest: {ratio[0]:.2f} as trained, "
-        f"{ratio[1]:.2f} calibrated.",
-        f"Dot chart of head row norms; largest over smallest is {ratio[0]:.2f} before and {ratio[1]:.2f} after.",
-        plots.norms_before_after(before, after, run.classes),
-    )
-
-
-def _samples_sweep(runs: Runs) -> Words:
-    found = _each(runs, analysis.calibration_sweep)
-    said = "; ".join(
-        f"{n}: {percent(c.accuracy[0])} as trained, "
-        + ", ".join(f"{percent(a)} with {m}" for m, a in zip(c.samples[1:], c.accuracy[1:]))
-        for n, c in found.items()
-    )
-    images = next(iter(found.values())).images
-    lines = [Curve(n, np.array(c.samples), np.array(c.accuracy)) for n, c in found.items()]
-    axis = "virtual samples per class, M_c (0 = as trained)"
-    return (
-        f"Calibration computed from this run's global model and class statistics of {images:,} training images, after "
-        "the run; dotted: the head as trained.",
-        f"Line chart of accuracy against virtual samples per class. {said}.",
-        plots.sweep({"": lines}, axis, "accuracy of the global model", start=True),
-    )
-
-
-def _calibration_embedding(runs: Runs) -> Words:
-    found = analysis.calibration_embedding(runs[0])
-    before, after = (percent(float((p != found.label).mean())) for p in (found.before, found.after))
-    return (
-        "t-SNE of the global trunk's representations of test images, drawn as the number of the true class and of the "
-        f"class that the head answers. Wrong: {before} before, {after} after.",
-        f"Scatter plots of test images by truth and by prediction; {before} are wrong before calibration, {after} "
-        "after.",
-        plots.embedding({"": (found.points, {"truth": found.label, "before": found.before, "after": found.after})}),
-    )
-
-
-def _separability(runs: Runs, samples: int = 100) -> Words:
-    points = []
-    reasons = []
-    for run in runs:
-        try:
-            found = analysis.calibration_sweep(run, (0, samples))
-        except Unavailable as e:
-            reasons.append(f" ({e.why})")
-        else:
-            points.append((run.label, found.separability, 100 * (found.accuracy[1] - found.accuracy[0])))
-    if len(points) < 2:
-        raise Unavailable(
-            f"it needs two runs with one global model, there is {len(points) or 'none'}{''.join(reasons[:1])}",
-            "fedapp compare --methods fedavg,fedprox,moon,ccvr --seeds 3 ...",
-        )
-    table = pd.DataFrame(points, columns=["label", "distance", "gain"]).groupby("label", sort=False)
-    groups = {str(n): (t["distance"].to_numpy(), t["gain"].to_numpy()) for n, t in table}
-    said = "; ".join(f"{n}: distance {d.mean():.2f}, gain {g.mean():+.1f} points" for n, (d, g) in groups.items())
-    return (
-        f"A mark a run: mean sliced Wasserstein distance between the classes' Gaussians in the global representation, "
-        f"and what calibrating the head with {samples} virtual samples per class adds, computed after the fact.",
-        f"Scatter plot of gain against separability. {said}.",
-        plots.separability(groups),
     )
 
 
@@ -436,15 +323,16 @@ FIGURES: dict[str, tuple[str, str, str, Callable[[Runs], Words]]] = {
     "p-against-norms": ("heads", "Label shares against norm shares", "cwFedAvg, Figs. 2 and 5", _p_against_norms),
     "who-learns-from-whom": ("heads", "Who learns from whom", "", _mixing),
     "tsne": ("representations", "Representations by class and client", "FedClassAvg, Fig. 8", _embedding),
-    "cka": ("representations", "Similarity of clients by layer", "CCVR, Figs. 1 and 2", _cka),
+    "cka": ("representations", "Similarity of clients by layer", "CCVR, Figs. 1 and 2", calibration.cka),
     "conductance": ("representations", "Units that matter", "FedClassAvg, Fig. 9", _conductance),
-    "separability": ("calibration", "Separability against gain", "CCVR, Fig. 6", _separability),
+    "separability": ("calibration", "Separability against gain", "CCVR, Fig. 6", calibration.separability),
     "norms-before-after": (
-        "calibration", "Head norms before and after calibration", "CCVR, Figs. 3 and 10", _norms_before_after,
+        "calibration", "Head norms before and after calibration", "CCVR, Figs. 3 and 10",
+        calibration.norms_before_after,
     ),
-    "samples-sweep": ("calibration", "Virtual samples per class", "CCVR, Figs. 7 and 14", _samples_sweep),
+    "samples-sweep": ("calibration", "Virtual samples per class", "CCVR, Figs. 7 and 14", calibration.samples_sweep),
     "calibration-map": (
-        "calibration", "Predictions before and after calibration", "CCVR, Figs. 5 and 13", _calibration_embedding,
+        "calibration", "Predictions before and after calibration", "CCVR, Figs. 5 and 13", calibration.calibration_map,
     ),
     "round-seconds": ("cost", "Time of a round", "", _round_seconds),
 }  # fmt: skip

@@ -1,0 +1,34 @@
+"""What all figures of runs share: the types, and how numbers are written beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from matplotlib.figure import Figure
+
+from fedapp.results import statistics
+from fedapp.results.analysis import Unavailable
+from fedapp.results.runs import RunResult
+
+_T = TypeVar("_T")
+Runs = Sequence[RunResult]
+Words = tuple[str, str, Figure]
+"""A caption, the words for readers who do not see the figure, and the figure."""
+
+percent = partial(statistics.percent, unit=" %")
+
+
+def each(runs: Runs, make: Callable[[RunResult], _T]) -> dict[str, _T]:
+    """Apply a function to every run that has what it needs; raise the first reason if none has."""
+    found: dict[str, _T] = {}
+    first: Unavailable | None = None
+    for run in runs:
+        try:
+            found[run.label] = make(run)
+        except Unavailable as e:
+            first = first or e
+    if not found:
+        raise first or Unavailable("there is no finished run")
+    return found
