@@ -13,8 +13,8 @@ from pathlib import Path
 from fedapp.errors import BadRequest, suggest
 from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import gallery
-from fedapp.results.figures.gallery import Runs, Words
 from fedapp.results.figures.style import Drawing
+from fedapp.results.figures.words import Runs, Words
 from fedapp.results.runs import RunResult, read
 
 
