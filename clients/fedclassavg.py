@@ -59,7 +59,9 @@ class FedClassAvgHParams(BaseHParams):
     rho: float = Field(0.1, ge=0, description="weight of the proximal term on the head (paper: 0.1, 0.4662, 0.1)")
     contrastive: float = Field(1.0, ge=0, description="weight of the contrastive term (paper: 1); 0 switches it off")
     share: Literal["head", "all", "none"] = Field(
-        "head", description="what is averaged: the head, the whole model ('+weight', Table 3), or nothing (control)"
+        "head",
+        description="what is averaged: the head, the whole model ('+weight', Table 3), or nothing (control: the same "
+        "loss, but each client gets back its own head)",
     )
     temperature: float | None = Field(None, gt=0, description="T, instead of the preset's")
     base_temperature: float | None = Field(None, gt=0, description="T_b, instead of the preset's")
@@ -125,7 +127,7 @@ class FedClassAvgClient(FedClient):
             # Eq. 4, L_CL: of both views, on features before the ReLU, which would leave no negative coordinate.
             contrast = supcon(f, batch.y, chosen.temperature, chosen.base_temperature, chosen.normalise)
             loss = loss + hparams.contrastive * contrast
-        if hparams.rho > 0 and hparams.share != "none":
+        if hparams.rho > 0:
             # Eq. 5, L_R: weight and bias as one vector.
             distance = l2_distance if chosen.proximal == "l2" else mse_half
             loss = loss + hparams.rho * distance(list(self.model.head.parameters()), self.received_head)

@@ -186,7 +186,8 @@ class Method:
     resolve : for methods that wrap another one: `resolve(hparams, lookup) -> Method` returns the method to run.
     public_share : share of the training images that is held back from the clients as the public set of a method that
         needs one, unless `public-data` says otherwise; 0 = the method uses no public data.
-    warn : `warn(hparams, optimizer)` returns a warning if the settings are known not to work together, else None.
+    warn : `warn(hparams, optimizer, augment)` returns a warning if the settings are known not to work together, else
+        None.
     """
 
     id: str
@@ -206,7 +207,7 @@ class Method:
     queries: tuple[str, ...] = ()
     resolve: Callable[[Any, Callable[[str], Method]], Method] | None = None
     public_share: float = 0.0
-    warn: Callable[[Any, str], str | None] | None = None
+    warn: Callable[[Any, str, str], str | None] | None = None
 
     def shared_prefixes(self, hparams: BaseHParams) -> tuple[str, ...]:
         """Return the prefixes of the model arrays that travel with these hyperparameters."""

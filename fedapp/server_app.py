@@ -200,7 +200,8 @@ class Run(Callbacks):
             self.infos[0].model, self.infos[0].num_classes, int(facts["channels"]), int(facts["size"]), 0
         )
         self._data()
-        warn = self.method.warn(self.hparams, self.config.optimizer) if self.method.warn else None
+        find = self.method.warn
+        warn = find(self.hparams, self.config.optimizer, self.config.augment) if find else None
         if warn:
             self.warnings.append(warn)
             self.tell({"kind": "warning", "text": warn})

@@ -67,8 +67,8 @@ def built_on(outer: Method, settings: Any, lookup: Callable[[str], Method]) -> M
             f"take {', '.join(BASES[:-1])} or {BASES[-1]}"
         )
 
-    def warn(hparams: BaseHParams, optimizer: str) -> str | None:
-        found = [m.warn(h, optimizer) for m, h in ((base, inner), (outer, hparams)) if m.warn]
+    def warn(hparams: BaseHParams, optimizer: str, augment: str) -> str | None:
+        found = [m.warn(h, optimizer, augment) for m, h in ((base, inner), (outer, hparams)) if m.warn]
         return "; ".join(text for text in found if text) or None
 
     return dataclasses.replace(

@@ -166,7 +166,7 @@ def resolve(hparams: CCVRHParams, lookup: Callable[[str], Method]) -> Method:
     return built_on(outer, hparams, lookup)
 
 
-def _warn(hparams: CCVRHParams, optimizer: str) -> str | None:
+def _warn(hparams: CCVRHParams, optimizer: str, augment: str) -> str | None:
     return "oracle=true collects the clients' real features: for comparison only" if hparams.oracle else None
 
 

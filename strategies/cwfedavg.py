@@ -142,7 +142,7 @@ def _resolve(hparams: CwFedAvgHParams, lookup: Callable[[str], Method]) -> Metho
     return dataclasses.replace(METHOD, extra_up=("distribution",)) if hparams.dist == "empirical" else METHOD
 
 
-def _warn(hparams: CwFedAvgHParams, optimizer: str) -> str | None:
+def _warn(hparams: CwFedAvgHParams, optimizer: str, augment: str) -> str | None:
     if hparams.dist == "empirical":
         return (
             "dist=empirical: every client sends its label distribution to the server, which cwFedAvg is made to avoid"

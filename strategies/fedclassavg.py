@@ -5,8 +5,10 @@ Symbols    C^t -> state["model"]["head.*"]     |D_k| -> reply.num_samples     S_
 Eq. 3:  C^{t+1} = sum_{k in S_t} |D_k| / |D_{S_t}| C_k.  The paper divides by the data of all clients, which would
 shrink the head under partial participation. We divide by the participants' data, as the released code does.
 
-Without contrastive and proximal terms it is LG-FedAvg (tested). `share=all` averages trunks too (Table 3, "+weight");
-`share=none` averages nothing: this control separates the gain of the federation from that of the local loss.
+Without contrastive and proximal terms it is LG-FedAvg (tested). `share=all` averages trunks too (Table 3, "+weight").
+`share=none` is the control that separates the gain of the federation from that of the local loss: the same initial
+head, the same loss, and each client gets back its own last head instead of an average. With one client both are the
+same (tested).
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from clients.fedclassavg import FedClassAvgClient, FedClassAvgHParams
-from fedapp.method import ALL, HEAD, NONE, Method, Reply, ServerState, TrainDefaults
+from fedapp.method import ALL, HEAD, Method, Payload, Reply, ServerState, TrainDefaults
 from strategies.base import FedStrategy
 
 
@@ -22,20 +24,28 @@ class FedClassAvg(FedStrategy):
     """The average of the participants' heads (or whole models), weighted by |D_k|."""
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
-        """Return C^{t+1}; the control without federation has nothing to average."""
+        """Return C^{t+1}; the control without federation keeps each participant's own head instead."""
         if self.hparams.share == "none":
-            for _ in replies:  # replies must be read to the end
-                pass
-            return state
+            return {**state, "own": {**state.get("own", {}), **{reply.client: reply.arrays for reply in replies}}}
         return super().aggregate(state, server_round, replies)  # Eq. 3
+
+    def send(self, state: ServerState, server_round: int, client: int) -> Payload:
+        """Return C^t; in the control the client's own last head, and the initial head before its first round."""
+        own = state.get("own", {}).get(client)
+        return super().send(state, server_round, client) if own is None else Payload(arrays=own)
 
 
 def _shared(hparams: FedClassAvgHParams) -> tuple[str, ...]:
-    return {"head": HEAD, "all": ALL, "none": NONE}[hparams.share]
+    return ALL if hparams.share == "all" else HEAD
 
 
-def _warn(hparams: FedClassAvgHParams, optimizer: str) -> str | None:
+def _warn(hparams: FedClassAvgHParams, optimizer: str, augment: str) -> str | None:
     chosen = hparams.chosen
+    if hparams.contrastive > 0 and augment == "none":
+        return (
+            "augment=none gives the contrastive loss two identical views of each image, so it learns no invariance: "
+            "use augment=weak or augment=strong, or contrastive=0"
+        )
     if hparams.contrastive > 0 and chosen.temperature / chosen.base_temperature > 100 and optimizer == "sgd":
         return (
             f"T/T_b = {chosen.temperature / chosen.base_temperature:.0f} on raw features diverges under SGD: "

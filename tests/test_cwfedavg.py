@@ -702,7 +702,7 @@ def test_traffic_is_that_of_fedavg() -> None:
         assert payload.nbytes == handmade.DIGITS_BYTES
         assert sum(a.nbytes for a in arrays.values()) == handmade.DIGITS_BYTES + more
         assert method.warn is not None
-        assert ("label distribution" in (method.warn(hparams, "sgd") or "")) == bool(more)
+        assert ("label distribution" in (method.warn(hparams, "sgd", "none") or "")) == bool(more)
 
 
 def test_unknown_layers_end_the_run_before_it_starts(tmp_path: Path) -> None:

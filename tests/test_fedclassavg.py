@@ -19,13 +19,12 @@ from fedapp.errors import BadRequest
 from fedapp.learning.state import ClientStore
 from fedapp.learning.task import Task
 from fedapp.learning.training import Batch
-from fedapp.method import ALL, HEAD, NONE, Arrays, Reply
+from fedapp.method import ALL, HEAD, Arrays, Reply
 from fedapp.models import SplitModel
 from fedapp.registry import parse_args
 from fedapp.transport.selection import everything
 from strategies.fedclassavg import METHOD, FedClassAvg
 from strategies.lgfedavg import METHOD as LGFEDAVG
-from strategies.local import METHOD as LOCAL
 from tests.handmade import (
     assert_close,
     cross_entropy,
@@ -91,7 +90,7 @@ CASES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"temperature": 0.5, "base_temperature": 0.2}, {"rho": 0.1, "temperature": 0.5, "base": 0.2}),
     ({"preset": "paper", "normalise": True}, {"rho": 0.1, "temperature": 100.0}),
     ({"proximal": "mse_half", "rho": 30, "share": "all"}, {"rho": 30, "half": True}),
-    ({"share": "none", "rho": 5.0}, {"rho": 0.0}),
+    ({"share": "none", "rho": 5.0}, {"rho": 5.0}),
 ]
 
 
@@ -213,20 +212,60 @@ def test_without_its_terms_it_is_lg_fedavg_bit_for_bit(tmp_path: Path) -> None:
     assert equal(head, expected) and scores == expected_scores
 
 
-def test_without_its_terms_the_control_is_standalone_bit_for_bit(tmp_path: Path) -> None:
-    tasks = digit_tasks(2)
-    found = {}
-    for method, hparams in (
-        (METHOD, FedClassAvgHParams(contrastive=0, share="none")),
-        (LOCAL, LOCAL.hparams()),
-    ):
-        kept = stores(tmp_path, method.id, 2)
-        _, state, scores = federate(method, hparams, tasks, 2, stores=kept)
-        assert not state.get("model")
-        stored = [s.load(3) for s in kept.values()]
-        found[method.id] = [s.arrays for s in stored if s], scores
-    (models, scores), (expected, expected_scores) = found.values()
-    assert len(models) == 2 and all(equal(a, b) for a, b in zip(models, expected)) and scores == expected_scores
+def trained(
+    folder: Path, tasks: list[Task], rounds: int = 3, present: Any = None, method: Any = METHOD, **hparams: Any
+) -> tuple[Any, dict[int, Arrays], dict[int, float]]:
+    """The server's state, every client's stored model, and the scores after some rounds."""
+    kept = stores(folder, method.id, 1 + max(t.client for t in tasks))
+    chosen = method.hparams(**hparams)
+    _, state, scores = federate(method, chosen, tasks, rounds, stores=kept, present=present)
+    stored = {t.client: kept[t.client].load(rounds + 1) for t in tasks}
+    return state, {k: s.arrays for k, s in stored.items() if s}, scores
+
+
+CONTROL = [{}, {"rho": 3.0}, {"proximal": "mse_half", "warmup_epochs": 1, "rho": 30.0}, {"contrastive": 0, "rho": 0}]
+
+
+@pytest.mark.parametrize("hparams", CONTROL)
+def test_with_one_client_the_control_is_the_method_bit_for_bit(tmp_path: Path, hparams: dict[str, Any]) -> None:
+    """The average of one head is that head: same initial head, same loss, same anchor of the proximal term."""
+    tasks = digit_tasks(1)
+    state, models, scores = trained(tmp_path / "head", tasks, share="head", **hparams)
+    control, own, own_scores = trained(tmp_path / "none", tasks, share="none", **hparams)
+    assert equal(models[0], own[0]) and scores == own_scores
+    assert equal(state["model"], control["own"][0])
+
+
+def test_nothing_crosses_between_the_clients_of_the_control(tmp_path: Path) -> None:
+    """Among others, also while some sit out, each client becomes what it becomes alone, and differs from the method."""
+    tasks, here = digit_tasks(3), {1: [0, 1, 2], 2: [0, 2], 3: [1, 2]}.__getitem__
+    _, models, scores = trained(tmp_path / "three", tasks, present=here, share="none", rho=3.0)
+    _, averaged, _ = trained(tmp_path / "head", tasks, present=here, share="head", rho=3.0)
+    assert len(models) == 3
+    for task in tasks:
+        k = task.client
+
+        def alone(server_round: int, k: int = k) -> list[int]:
+            return [k] if k in here(server_round) else []
+
+        _, single, score = trained(tmp_path / f"alone-{k}", [task], present=alone, share="none", rho=3.0)
+        assert equal(models[k], single[k]) and scores[k] == score[k]
+        assert not equal(models[k], averaged[k])
+
+
+def test_the_control_sends_each_client_its_own_last_head() -> None:
+    """The common initial head before a client's first round; a client that sat out keeps the head of its last one."""
+    initial, one, two, three = ({"head.bias": np.full(3, v, np.float32)} for v in (0.0, 1.0, 2.0, 3.0))
+    control = FedClassAvg(METHOD, FedClassAvgHParams(share="none"))
+    first = {"model": initial}
+    assert all(control.send(first, 1, k).common["head.bias"] is initial["head.bias"] for k in (0, 1))
+    unread = iter(replies((0, one, 30), (2, two, 10)))
+    second = control.aggregate(first, 1, unread)
+    assert next(unread, None) is None and first == {"model": initial}
+    third = control.aggregate(second, 2, replies((0, three, 30)))
+    sent = [control.send(third, 3, k) for k in (0, 1, 2)]
+    assert [p.all()["head.bias"][0] for p in sent] == [3.0, 0.0, 2.0]
+    assert [bool(p.arrays) for p in sent] == [True, False, True], "an own head is no common array"
 
 
 # ---- the server ------------------------------------------------------------------------------------------------------
@@ -256,20 +295,27 @@ def test_heads_are_averaged_over_the_participants_data() -> None:
     np.testing.assert_allclose(some["head.weight"], [[0.3, 0], [0.06, 0.32], [0.14, 0.26]], atol=1e-6)
     sent = [strategy.send(state, 2, k) for k in (0, 1)]
     assert all(p.common[n] is two[n] for p in sent for n in two), "the same arrays for all: they are encoded once"
-    control = FedClassAvg(METHOD, FedClassAvgHParams(share="none"))
-    unread = iter(replies((0, one, 30), (2, three, 20)))
-    assert control.aggregate(state, 1, unread) is state and next(unread, None) is None
 
 
-@pytest.mark.parametrize(("share", "prefixes"), [("head", HEAD), ("all", ALL), ("none", NONE)])
+@pytest.mark.parametrize(("share", "prefixes"), [("head", HEAD), ("all", ALL), ("none", HEAD)])
 def test_what_is_shared(share: Any, prefixes: tuple[str, ...]) -> None:
     assert METHOD.shared_prefixes(FedClassAvgHParams(share=share)) == prefixes
     assert METHOD.heterogeneous and METHOD.defaults.augment == "weak"
 
 
+def warn(hparams: FedClassAvgHParams, optimizer: str = "sgd", augment: str = "weak") -> str | None:
+    assert METHOD.warn is not None
+    return METHOD.warn(hparams, optimizer, augment)
+
+
+def test_two_identical_views_are_warned_of() -> None:
+    assert "contrastive=0" in (warn(FedClassAvgHParams(), augment="none") or "")
+    assert "augment=weak" in (warn(FedClassAvgHParams(contrastive=0.1), "adam", "none") or "")
+    assert warn(FedClassAvgHParams(contrastive=0), augment="none") is None
+    assert warn(FedClassAvgHParams(), augment="strong") is None
+
+
 def test_a_temperature_that_diverges_under_sgd_is_warned_of() -> None:
-    warn = METHOD.warn
-    assert warn is not None
     assert "diverges" in (warn(FedClassAvgHParams(preset="paper"), "sgd") or "")
     assert "T/T_b = 1429" in (warn(FedClassAvgHParams(preset="paper"), "sgd") or "")
     assert warn(FedClassAvgHParams(preset="paper"), "adam") is None
