@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from fedapp.data.transforms import normalise
 from fedapp.engines.local import run
 from fedapp.models import build_model
-from fedapp.results import analysis, calibration, figures
+from fedapp.results import analysis, calibration, figures, heads
 from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import gallery, plots, style
 from fedapp.results.runs import Comparison, RunResult, groups_of, read_comparison, read_run, varying
@@ -95,7 +95,7 @@ def test_data_that_changed_since_the_run_are_not_used(cw: RunResult, tmp_path: P
 
 
 def test_head_norms_are_those_of_the_stored_models(cw: RunResult) -> None:
-    ids, norms = analysis.head_norms(cw)
+    ids, norms = heads.head_norms(cw)
     assert ids == [0, 1, 2, 3]
     for k in ids:
         weight = load_file(files(cw, k)[-1])["model/head.weight"]
@@ -104,8 +104,8 @@ def test_head_norms_are_those_of_the_stored_models(cw: RunResult) -> None:
 
 
 def test_the_history_of_norms_ends_with_the_stored_models(cw: RunResult) -> None:
-    history = analysis.head_norm_history(cw)
-    _, norms = analysis.head_norms(cw)
+    history = heads.head_norm_history(cw)
+    _, norms = heads.head_norms(cw)
     for k, (rounds, rows) in history.items():
         assert rounds.tolist() == [1, 2, 3]
         np.testing.assert_allclose(rows[-1], norms[k], rtol=1e-6)
@@ -117,7 +117,7 @@ def test_resume_leaves_the_history_as_if_never_stopped(cw: RunResult, tmp_path: 
     settings = {**SMALL, "method": "cwfedavg", "partition": "classes", "classes_per_client": 4}
     run(**{**settings, "rounds": 2, "out": tmp_path / "resumed"})
     run(resume=tmp_path / "resumed", rounds=3)
-    whole, parts = analysis.head_norm_history(cw), analysis.head_norm_history(read_run(tmp_path / "resumed"))
+    whole, parts = heads.head_norm_history(cw), heads.head_norm_history(read_run(tmp_path / "resumed"))
     for k in whole:
         np.testing.assert_array_equal(whole[k][0], parts[k][0])
         np.testing.assert_array_equal(whole[k][1], parts[k][1])
@@ -131,7 +131,7 @@ def test_head_norms_never_travel(cw: RunResult) -> None:
 
 def test_who_learns_from_whom_is_what_the_server_hands_out_next(cw: RunResult) -> None:
     """A times the uploads, in plain loops, is the blend of class models that the checkpoint holds."""
-    ids, matrix, _ = analysis.who_learns_from_whom(cw)
+    ids, matrix, _ = heads.who_learns_from_whom(cw)
     np.testing.assert_allclose(matrix.sum(axis=1), 1)
     uploads = [load_file(files(cw, k)[-1])["model/head.weight"].astype(np.float64) for k in ids]
     found = checkpoint.latest(cw.out / "checkpoint")
@@ -157,7 +157,7 @@ def after(folder: Path, method: str, **more: Any) -> tuple[RunResult, dict[str, 
 @pytest.mark.parametrize("method", ["ifca", "cfl"])
 def test_members_of_a_cluster_learn_from_each_other_by_sample_counts(method: str, folder: Path) -> None:
     data, state = after(folder, method)
-    ids, matrix, _ = analysis.who_learns_from_whom(data)
+    ids, matrix, _ = heads.who_learns_from_whom(data)
     sizes = data.counts.sum(axis=1)
     chosen = state["chosen"] if method == "ifca" else {c: j for j, m in state["members"].items() for c in m}
     for i, j in itertools.product(ids, ids):
@@ -167,7 +167,7 @@ def test_members_of_a_cluster_learn_from_each_other_by_sample_counts(method: str
 
 def test_attention_times_uploads_is_what_fedamp_hands_out(folder: Path) -> None:
     data, state = after(folder, "fedamp")
-    ids, matrix, _ = analysis.who_learns_from_whom(data)
+    ids, matrix, _ = heads.who_learns_from_whom(data)
     np.testing.assert_allclose(matrix.sum(axis=1), 1)
     uploads = [load_file(files(data, k)[-1])["model/head.bias"].astype(np.float64) for k in ids]
     for i in ids:
@@ -177,13 +177,13 @@ def test_attention_times_uploads_is_what_fedamp_hands_out(folder: Path) -> None:
 
 def test_tables_of_fedfomo_and_ktpfl_by_rows(folder: Path) -> None:
     data, state = after(folder, "fedfomo")
-    ids, matrix, _ = analysis.who_learns_from_whom(data)
+    ids, matrix, _ = heads.who_learns_from_whom(data)
     for i in range(len(ids)):
         row = [max(0.0, v) for v in state["P"][i]]
         expected = [v / sum(row) for v in row] if sum(row) else [float(i == j) for j in range(len(ids))]
         np.testing.assert_allclose(matrix[i], expected)
     data, state = after(folder, "ktpfl")
-    ids, matrix, _ = analysis.who_learns_from_whom(data)
+    ids, matrix, _ = heads.who_learns_from_whom(data)
     assert ids == state["ids"]
     np.testing.assert_allclose(matrix.sum(axis=1), 1)
     np.testing.assert_allclose(matrix * state["c"].sum(axis=1)[:, None], state["c"])
@@ -191,7 +191,7 @@ def test_tables_of_fedfomo_and_ktpfl_by_rows(folder: Path) -> None:
 
 def test_without_weights_the_reason_is_told(mixed: RunResult) -> None:
     with pytest.raises(Unavailable, match="fedclassavg keeps no weights") as e:
-        analysis.who_learns_from_whom(mixed)
+        heads.who_learns_from_whom(mixed)
     assert "cwfedavg" in e.value.command
 
 

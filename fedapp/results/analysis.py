@@ -1,14 +1,12 @@
 """What the figures compute from a run directory without training again.
 
 Every function takes a run (`fedapp.results.runs`). Where its directory lacks what is needed, the function raises
-`Unavailable` with the reason and with the command that would make the missing piece. What CCVR's figures need
-stands on the same functions and is in `calibration.py`.
+`Unavailable` with the reason and with the command that would make the missing piece. `heads.py`
+and `calibration.py` stand on the same functions.
 
 | symbol (papers)                 | here                                                               |
 |---------------------------------|--------------------------------------------------------------------|
 | p_i (cwFedAvg)                  | `label_shares`, (K, C) shares of the classes in the training splits |
-| p~_i (cwFedAvg, Eq. 4)          | `norm_distribution` of a client's head                              |
-| A = p~ Q^T (cwFedAvg, Eq. 6, 7) | `who_learns_from_whom`                                              |
 | z = f(x) (CCVR)                 | `represent`, what the head sees                                     |
 """
 
@@ -30,7 +28,7 @@ from fedapp.config import RunConfig
 from fedapp.data import partitions
 from fedapp.errors import BadRequest
 from fedapp.learning.evaluation import batched
-from fedapp.learning.state import StateError, read_head_norms, read_safetensors
+from fedapp.learning.state import StateError, read_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.method import Arrays, Method
 from fedapp.models import SplitModel
@@ -89,7 +87,7 @@ def data_of(run: RunResult) -> FederatedData:
     return data
 
 
-def _client_folders(run: RunResult) -> dict[int, Path]:
+def client_folders(run: RunResult) -> dict[int, Path]:
     """Return the folders in which the clients of this run keep their state, by client."""
     config = config_of(run)
     # A run directory that was moved or copied takes OUT/state along.
@@ -109,7 +107,7 @@ def client_arrays(run: RunResult) -> dict[int, tuple[int, Arrays]]:
     Unavailable : no client state of this run.
     """
     found: dict[int, tuple[int, Arrays]] = {}
-    for client, folder in _client_folders(run).items():
+    for client, folder in client_folders(run).items():
         if files := sorted(folder.glob(f"{run.versions.get('run', '')}.*.safetensors")):
             try:
                 arrays, header = read_safetensors(files[-1])
@@ -126,7 +124,7 @@ def method_of(run: RunResult) -> tuple[Method, Any]:
     return config_of(run).method_and_hparams()
 
 
-def _checkpoint(run: RunResult) -> Mapping[str, Any]:
+def server_state(run: RunResult) -> Mapping[str, Any]:
     """Read the server's state after the last round."""
     try:
         latest = checkpoint.latest(run.out / "checkpoint")
@@ -191,7 +189,7 @@ def global_arrays(run: RunResult, calibrated: bool = True) -> Arrays:
             return read_safetensors(path)[0]
         except StateError as e:
             raise Unavailable(f"models/{path.name} is missing or damaged") from e
-    arrays: Arrays = _checkpoint(run).get("model") or {}
+    arrays: Arrays = server_state(run).get("model") or {}
     if not arrays:
         raise Unavailable("the checkpoint of the last round holds no model")
     return arrays
@@ -223,10 +221,8 @@ def represent(run: RunResult, model: SplitModel, x: Tensor) -> NDArray[np.float3
     return rows
 
 
-# ---- heads -----------------------------------------------------------------------------------------------------------
-
-
-def _counts(run: RunResult) -> Ints:
+def counts_of(run: RunResult) -> Ints:
+    """Return the training images of each client and class, (K, C); `Unavailable` without a data card."""
     if not run.counts.size:
         raise Unavailable("the run has no data card: real devices keep their class counts to themselves")
     return run.counts
@@ -239,112 +235,9 @@ def label_shares(run: RunResult) -> Floats:
     ------
     Unavailable : no data card.
     """
-    counts = _counts(run)
+    counts = counts_of(run)
     shares: Floats = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     return shares
-
-
-def head_norms(run: RunResult) -> tuple[list[int], Floats]:
-    """Return client ids, and the L2 norms of the rows of their heads (K, C) after the last local training."""
-    stored = client_arrays(run)
-    rows = [np.linalg.norm(a["model/head.weight"].astype(np.float64), axis=1) for _, a in stored.values()]
-    return list(stored), np.stack(rows)
-
-
-def head_norm_history(run: RunResult) -> dict[int, tuple[Ints, Floats]]:
-    """Return the row norms of the clients' heads over rounds: {client: (rounds (T,), norms (T, C))}.
-
-    Each client records them beside its own state, on its own disk. They are never sent.
-    """
-    found: dict[int, tuple[Ints, Floats]] = {}
-    for client, folder in _client_folders(run).items():
-        rounds, norms = read_head_norms(folder, str(run.versions.get("run", "")))
-        if len(rounds):
-            found[client] = rounds, norms.astype(np.float64)
-    if not found:
-        raise Unavailable("the clients' records of head norms are missing", f"fedapp run {run.out / RUN_MARK}")
-    return found
-
-
-Mixture = tuple[list[int], Floats, str]
-"""Client ids, A (K, K) with rows that sum to 1, and a phrase that says what is shared and how A was found."""
-
-
-def who_learns_from_whom(run: RunResult) -> Mixture:
-    """Return A (K, K), where A[i, j] is the share of client j in what client i receives next.
-
-    Raises
-    ------
-    Unavailable : the method sends one model to all clients, or none.
-    """
-    state = _checkpoint(run)
-    find = {
-        "cwfedavg": _cwfedavg_weights, "fedamp": _fedamp_weights, "fedfomo": _fedfomo_weights, "ktpfl": _ktpfl_weights,
-        "ifca": _cluster_weights, "cfl": _cluster_weights,
-    }.get(run.method)  # fmt: skip
-    if find is None:
-        raise Unavailable(
-            f"{run.method} keeps no weights of clients for each other",
-            "fedapp run --method cwfedavg ... (or fedamp, fedfomo, ktpfl, ifca, cfl)",
-        )
-    return find(run, state)
-
-
-def _cwfedavg_weights(run: RunResult, state: Mapping[str, Any]) -> Mixture:
-    """A = p~ Q^T (cwFedAvg, Eq. 6 and 7) from the uploads of the last round."""
-    from fedapp.core.classwise import class_weights, mixing_matrix, norm_distribution
-
-    sizes, stored = _counts(run).sum(axis=1), client_arrays(run)
-    ids, last = list(stored), max(r for r, _ in stored.values())
-    pt = np.stack([norm_distribution(a["model/head.weight"]) for _, a in stored.values()])
-    uploaded = [i for i, c in enumerate(ids) if stored[c][0] == last]
-    q = class_weights(sizes[[ids[i] for i in uploaded]].astype(np.float64), pt[uploaded])
-    matrix = np.zeros((len(ids), len(ids)))
-    matrix[:, uploaded] = mixing_matrix(pt, q)
-    return ids, matrix, "of the class-wise layers, from the row norms of the last heads (cwFedAvg, Eq. 4, 6 and 7)"
-
-
-def _fedamp_weights(run: RunResult, state: Mapping[str, Any]) -> Mixture:
-    """FedAMP's attention over the uploads of the last round."""
-    from strategies.fedamp import attention
-
-    _, hparams = method_of(run)
-    stored = client_arrays(run)
-    last = max(r for r, _ in stored.values())
-    ids = [c for c, (r, _) in stored.items() if r == last]
-    models = [{n: stored[c][1][f"model/{n}"] for n in state["initial"]} for c in ids]
-    return ids, np.asarray(attention(models, hparams), dtype=np.float64), "attention of the last round's participants"
-
-
-def _fedfomo_weights(run: RunResult, state: Mapping[str, Any]) -> Mixture:
-    """FedFomo's table P, its positive part by rows."""
-    kept = np.maximum(np.asarray(state["P"], dtype=np.float64), 0)
-    total = kept.sum(axis=1, keepdims=True)
-    matrix = np.where(total > 0, kept / np.where(total > 0, total, 1), np.eye(len(kept)))
-    how = "positive weights that clients gave to each other's models so far; a client without any has its own"
-    return [int(c) for c in state["ids"]], matrix, how
-
-
-def _ktpfl_weights(run: RunResult, state: Mapping[str, Any]) -> Mixture:
-    """KT-pFL's knowledge coefficients."""
-    c = np.asarray(state["c"], dtype=np.float64)
-    matrix = c / c.sum(axis=1, keepdims=True)
-    return [int(k) for k in state["ids"]], matrix, "knowledge coefficients: predictions, not models"
-
-
-def _cluster_weights(run: RunResult, state: Mapping[str, Any]) -> Mixture:
-    """IFCA's last choices and CFL's members: within a cluster by sample counts."""
-    if run.method == "cfl":
-        cluster = {int(c): j for j, members in state["members"].items() for c in members}
-    else:
-        cluster = {int(c): int(j) for c, j in state["chosen"].items()}
-    if not cluster:
-        raise Unavailable("no client has a cluster yet", f"fedapp run --resume {run.out}")
-    ids = sorted(cluster)
-    together = np.array([[cluster[i] == cluster[j] for j in ids] for i in ids])
-    weights = together * _counts(run).sum(axis=1)[ids]
-    matrix = weights / weights.sum(axis=1, keepdims=True)
-    return ids, matrix, f"{len(set(cluster.values()))} clusters, within them by sample counts"
 
 
 # ---- representations -------------------------------------------------------------------------------------------------

@@ -16,13 +16,12 @@ from functools import partial
 import numpy as np
 import pandas as pd
 
-from fedapp.core.classwise import norm_distribution
 from fedapp.results import analysis, statistics
 from fedapp.results.analysis import Unavailable
-from fedapp.results.figures import calibration, plots
-from fedapp.results.figures.plots import Array, Curve
+from fedapp.results.figures import calibration, heads, plots
+from fedapp.results.figures.plots import Curve
 from fedapp.results.figures.style import Drawing
-from fedapp.results.figures.words import Runs, Words, each, percent
+from fedapp.results.figures.words import Runs, Words, each, percent, unfinished
 from fedapp.results.runs import ONE_SCORE, PROTOCOL_TEXT, Comparison, RunResult, groups_of, uses, varying
 
 
@@ -87,10 +86,6 @@ def _alone(runs: Iterable[RunResult]) -> str:
     return f" {ONE_SCORE}" if any(r.alone for r in runs) else ""
 
 
-def _unfinished(run: RunResult, why: str) -> Unavailable:
-    return Unavailable(why, f"fedapp run --resume {run.out}")
-
-
 # ---- scores of a run -------------------------------------------------------------------------------------------------
 
 
@@ -119,7 +114,7 @@ def _learning_curves(runs: Runs) -> Words:
     run = runs[0]
     panels = {"accuracy": _protocol_curves(run, "accuracy")}
     if not panels["accuracy"]:
-        raise _unfinished(run, "no round was finished")
+        raise unfinished(run, "no round was finished")
     balanced = _protocol_curves(run, "balanced")
     if balanced:
         panels["balanced: mean recall over all classes"] = balanced
@@ -142,7 +137,7 @@ def _client_accuracy(runs: Runs) -> Words:
     if table.empty and not run.clients.empty:
         table = run.clients.drop_duplicates("client", keep="last").sort_values("client")
     if table.empty:
-        raise _unfinished(run, "no client was scored")
+        raise unfinished(run, "no client was scored")
     columns = {named(p): f"{p}_accuracy" for p in run.protocols}
     scores = {n: table[c].to_numpy(float) for n, c in columns.items() if c in table and table[c].notna().any()}
     if not scores:
@@ -163,7 +158,7 @@ def _round_seconds(runs: Runs) -> Words:
     run = runs[0]
     names = {"round_seconds": "whole round", "train_seconds": "local training, mean over clients"}
     if "round_seconds" not in run.rounds:
-        raise _unfinished(run, "no round was finished")
+        raise unfinished(run, "no round was finished")
     rounds = run.rounds["round"].to_numpy(float)
     lines = [Curve(n, rounds, run.rounds[c].to_numpy(float)) for c, n in names.items() if c in run.rounds]
     return (
@@ -173,7 +168,7 @@ def _round_seconds(runs: Runs) -> Words:
     )
 
 
-# ---- data and heads --------------------------------------------------------------------------------------------------
+# ---- data --------------------------------------------------------------------------------------------------
 
 
 def _label_distribution(runs: Runs, dots: bool = False) -> Words:
@@ -189,86 +184,6 @@ def _label_distribution(runs: Runs, dots: bool = False) -> Words:
         return caption, f"Dots: {alt}", plots.label_dots(counts, classes)
     caption = "Training images by client and class; an empty cell is none."
     return caption, f"Heat map: {alt}", plots.label_heat(counts, classes)
-
-
-def _head_maps(runs: Runs) -> Words:
-    base = runs[0]
-    analysis.label_shares(base)
-    found = each(runs, analysis.head_norms)
-    clients = min((ids for ids, _ in found.values()), key=len)
-    counts = base.counts[clients].astype(float)
-    maps = {name: norms[[ids.index(c) for c in clients]] for name, (ids, norms) in found.items()}
-    said = ", ".join(f"{name} {_correlation(counts, norms):.2f}" for name, norms in maps.items())
-    panels = {"class counts": counts, **{f"row norms, {name}": norms for name, norms in maps.items()}}
-    return (
-        "Left: training images by client and class. Right: L2 norm of each class's row in the client's head, after its "
-        f"last local training. Correlation with the class shares within clients: {said}.",
-        f"Heat maps of class counts and head row norms; their correlation within clients is {said}.",
-        plots.norm_maps(panels, base.classes, clients),
-    )
-
-
-def _correlation(counts: Array, norms: Array) -> float:
-    """Pearson correlation of class shares and norm shares, both about the clients' own means."""
-    a, b = (v / np.maximum(v.sum(axis=1, keepdims=True), 1e-12) for v in (counts, norms))
-    a, b = a - a.mean(axis=1, keepdims=True), b - b.mean(axis=1, keepdims=True)
-    scale = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float((a * b).sum() / scale) if scale else math.nan
-
-
-def _norm_evolution(runs: Runs, clients: int = 6) -> Words:
-    run = runs[0]
-    history = analysis.head_norm_history(run)
-    if max(len(rounds) for rounds, _ in history.values()) < 2:
-        raise Unavailable(
-            "there is only one round, and an evolution needs two", f"fedapp run --resume {run.out} --rounds 10"
-        )
-    shares = analysis.label_shares(run)
-    chosen = sorted(sorted(history, key=lambda c: -float((shares[c] ** 2).sum()))[:clients])
-    lines = {c: (t, n / n.sum(axis=1, keepdims=True)) for c, (t, n) in history.items() if c in chosen}
-    apart = np.mean([np.abs(v[-1] - shares[c]).sum() / 2 for c, (_, v) in lines.items()])
-    return (
-        "Share of each class in the sum of the head's row norms, p~, after every local training; bars at the right "
-        "edge, with the class's number: its share of the client's data, p. Grey: classes that the client has little or "
-        f"nothing of. Shown: the {len(chosen)} clients with the most uneven data. Each client records the norms on "
-        "its own disk; they are never sent.",
-        f"Line charts of norm shares by round for clients {', '.join(map(str, chosen))}; at the end they are "
-        f"{percent(float(apart))} away from the label shares (total variation, mean).",
-        plots.norm_evolution(lines, {c: shares[c] for c in chosen}),
-    )
-
-
-def _p_against_norms(runs: Runs) -> Words:
-
-    def points(run: RunResult) -> tuple[Array, Array]:
-        shares, stored = analysis.label_shares(run), analysis.client_arrays(run)
-        norms = [norm_distribution(arrays["model/head.weight"]) for _, arrays in stored.values()]
-        return shares[list(stored)], np.stack(norms)
-
-    panels = each(runs, points)
-    said = "; ".join(
-        f"{n}: R = {np.linalg.norm(p - q, axis=1).mean():.3f}, "
-        f"{percent(np.where(p == 0, q, 0).sum(axis=1).mean())} of p~ on absent classes"
-        for n, (p, q) in panels.items()
-    )
-    return (
-        "A mark a client and class: the class's share of the client's data, p, and of the sum of its head's row norms, "
-        f"p~ (cwFedAvg, Eq. 4). On the diagonal, heads tell the label distribution. Mean over clients: {said}.",
-        f"Scatter plot of norm shares against label shares. {said}.",
-        plots.p_against_norms(panels),
-    )
-
-
-def _mixing(runs: Runs) -> Words:
-    ids, matrix, how = analysis.who_learns_from_whom(runs[0])
-    own = percent(float(np.diag(matrix).mean()))
-    return (
-        f"Row i: the shares of the clients in what client i receives next ({how}); rows sum to 1. "
-        f"Own share: {own} on average; an even mixture has {percent(1 / len(ids))} everywhere.",
-        f"Heat map of {len(ids)} by {len(ids)} shares; the diagonal is {own} on average, the largest share "
-        f"{percent(float(matrix.max()))}.",
-        plots.mixing(matrix, ids),
-    )
 
 
 # ---- representations -------------------------------------------------------------------------------------------------
@@ -317,11 +232,11 @@ FIGURES: dict[str, tuple[str, str, str, Callable[[Runs], Words]]] = {
         "data", "Label distribution, as dots", "cwFedAvg; FedGH", partial(_label_distribution, dots=True),
     ),
     "head-norms": (
-        "heads", "Head norms against class counts", "cwFedAvg, Figs. 3 and 6; CCVR, Figs. 3 and 12", _head_maps,
+        "heads", "Head norms against class counts", "cwFedAvg, Figs. 3 and 6; CCVR, Figs. 3 and 12", heads.head_maps,
     ),
-    "norm-evolution": ("heads", "Evolution of head norms", "cwFedAvg, Fig. 2", _norm_evolution),
-    "p-against-norms": ("heads", "Label shares against norm shares", "cwFedAvg, Figs. 2 and 5", _p_against_norms),
-    "who-learns-from-whom": ("heads", "Who learns from whom", "", _mixing),
+    "norm-evolution": ("heads", "Evolution of head norms", "cwFedAvg, Fig. 2", heads.norm_evolution),
+    "p-against-norms": ("heads", "Label shares against norm shares", "cwFedAvg, Figs. 2 and 5", heads.p_against_norms),
+    "who-learns-from-whom": ("heads", "Who learns from whom", "", heads.mixing),
     "tsne": ("representations", "Representations by class and client", "FedClassAvg, Fig. 8", _embedding),
     "cka": ("representations", "Similarity of clients by layer", "CCVR, Figs. 1 and 2", calibration.cka),
     "conductance": ("representations", "Units that matter", "FedClassAvg, Fig. 9", _conductance),

@@ -32,3 +32,8 @@ def each(runs: Runs, make: Callable[[RunResult], _T]) -> dict[str, _T]:
     if not found:
         raise first or Unavailable("there is no finished run")
     return found
+
+
+def unfinished(run: RunResult, why: str) -> Unavailable:
+    """Return the error of a run that has not got far enough."""
+    return Unavailable(why, f"fedapp run --resume {run.out}")
