@@ -21,6 +21,7 @@ DIGITS = ("digits-a", "digits-b", "digits-c")
 LIGHT = ("cnn-a", "cnn-b", "cnn-c", "cnn-d")
 FEDGH = tuple(f"fedgh-{i}" for i in range(1, 6))
 BATCH_NORM = ("resnet18", "shufflenetv2", "googlenet", "mobilenetv2")
+RESNETS = ("fedgh-resnet", "fedproto-d", "fedproto-e")
 ALL_SIZES = tuple(name for name in MODEL_NAMES if name not in DIGITS)
 SMALL = ("cnn", *LIGHT, "fedgh-5", "moon", *DIGITS)
 
@@ -63,7 +64,8 @@ def stage_shapes(model: SplitModel, x: Tensor) -> dict[str, tuple[int, ...]]:
 def test_the_zoo_holds_the_documented_names() -> None:
     assert set(MODEL_NAMES) == {
         *("cnn", "cnn-a", "cnn-b", "cnn-c", "cnn-d", "moon", "mobilenetv2"),
-        *("fedgh-1", "fedgh-2", "fedgh-3", "fedgh-4", "fedgh-5"),
+        *("fedgh-1", "fedgh-2", "fedgh-3", "fedgh-4", "fedgh-5", "fedgh-resnet"),
+        *("fedproto-a", "fedproto-b", "fedproto-c", "fedproto-d", "fedproto-e"),
         *("resnet18", "shufflenetv2", "googlenet", "alexnet", "digits-a", "digits-b", "digits-c"),
     }
     assert len(set(MODEL_NAMES)) == len(MODEL_NAMES)
@@ -120,6 +122,44 @@ def test_fedgh_counts(name: str, conv2: int, fc1: int, fc2: int, total10: int, t
 )
 def test_fedgh_sizes(name: str, mebibytes: float) -> None:
     assert round(4 * count(build(name)) / 2**20, 2) == mebibytes
+
+
+def test_fedgh_resnet_counts_and_maps() -> None:
+    """ResNet-18 for small images, with the 500 numbers that FedGH's header takes."""
+    model = build("fedgh-resnet", num_classes=100)
+    assert count(model) == 11_475_432 and count(model.head) == 50_100
+    assert stage_counts(model)["fc1"] == 256_500 and head_width("fedgh-resnet") == 500
+    shapes = stage_shapes(model, images(2, 3, 32))
+    assert shapes["conv1"] == (64, 32, 32) and shapes["layer4"] == (512, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("name", "ten", "letters"),
+    [("fedproto-a", 19_738, 20_554), ("fedproto-b", 21_840, 22_656), ("fedproto-c", 23_942, 24_758)],
+)
+def test_fedproto_cnn_counts(name: str, ten: int, letters: int) -> None:
+    assert count(build(name, 1, 28, 10)) == ten and count(build(name, 1, 28, 26)) == letters
+    assert head_width(name) == 50
+
+
+def test_fedproto_cnn_drops_channels_and_values() -> None:
+    model = build("fedproto-c", 1, 28).train()
+    torch.manual_seed(0)
+    maps = model.features[:5](images(8, 1, 28))  # after the channel dropout
+    dead = (maps == 0).flatten(2).all(dim=2)
+    assert 0.3 < dead.float().mean() < 0.7 and not (maps[~dead] == 0).any()
+    rows = model.features(images(8, 1, 28))
+    assert 0.3 < (rows == 0).float().mean() < 0.7
+
+
+@pytest.mark.parametrize(("name", "stem", "pooled"), [("fedproto-d", 32, 8), ("fedproto-e", 16, 8)])
+def test_fedproto_resnet_strides(name: str, stem: int, pooled: int) -> None:
+    """The prototype is the last stage's output itself: no linear layer stands before the head."""
+    model = build(name)
+    assert count(model) == 11_181_642
+    shapes = stage_shapes(model, images(2, 3, 32))
+    assert shapes["conv1"] == (64, stem, stem) and shapes["maxpool"] == (64, pooled, pooled)
+    assert shapes["layer4"] == (512, 1, 1) and shapes["flatten"] == (512,)
 
 
 def test_moon_counts_and_layer_table() -> None:
@@ -335,7 +375,8 @@ def test_grey_networks_differ_in_the_first_convolution_only(name: str) -> None:
 @pytest.mark.parametrize("name", MODEL_NAMES)
 def test_dropout_rates(name: str) -> None:
     rates = [m.p for m in build(name).modules() if isinstance(m, nn.Dropout)]
-    assert rates == {"googlenet": [0.2], "mobilenetv2": [0.2], "alexnet": [0.5]}.get(name, [])
+    half = {n: [0.5] for n in ("alexnet", "fedproto-a", "fedproto-b", "fedproto-c")}
+    assert rates == {"googlenet": [0.2], "mobilenetv2": [0.2], **half}.get(name, [])
 
 
 # --- the cut ------------------------------------------------------------------------------------------------------
@@ -356,7 +397,7 @@ def test_the_cut(name: str) -> None:
         assert torch.equal(model.classify(z), functional.linear(z, model.head.weight, model.head.bias))
         assert torch.equal(model(x), model.classify(z))
     # Before the last activation numbers of both signs occur; a ReLU inside the trunk's end would show here.
-    assert features.min() < 0 < features.max()
+    assert (features.min() < 0 < features.max()) != (name in ("fedproto-d", "fedproto-e"))
     assert (z.min() >= 0) == (name != "moon")
 
 
@@ -374,7 +415,9 @@ def test_names_on_the_wire(name: str) -> None:
 def test_widths() -> None:
     assert {name: head_width(name) for name in MODEL_NAMES} == {
         **dict.fromkeys(("cnn", *LIGHT, *BATCH_NORM, "alexnet"), 512),
-        **dict.fromkeys(FEDGH, 500),
+        **dict.fromkeys((*FEDGH, "fedgh-resnet"), 500),
+        **dict.fromkeys(("fedproto-a", "fedproto-b", "fedproto-c"), 50),
+        **dict.fromkeys(("fedproto-d", "fedproto-e"), 512),
         **dict.fromkeys(DIGITS, 64),
         "moon": 256,
     }
@@ -437,7 +480,7 @@ def test_batch_normalisation_refuses_a_batch_of_one(name: str) -> None:
         build(name).train()(images(1, 3, 32))
 
 
-@pytest.mark.parametrize("name", [name for name in MODEL_NAMES if name not in BATCH_NORM])
+@pytest.mark.parametrize("name", [name for name in MODEL_NAMES if name not in (*BATCH_NORM, *RESNETS)])
 def test_other_models_train_on_a_batch_of_one(name: str) -> None:
     model = build(name).train()
     assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())

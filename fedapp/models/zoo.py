@@ -11,6 +11,12 @@ name                  width  source
 cnn                   512    4-layer CNN of cwFedAvg's experiments (FedAvg's CNN: McMahan et al., AISTATS 2017)
 cnn-a ... cnn-d       512    light family of four different trunks, made for this project
 fedgh-1 ... fedgh-5   500    Yi et al., FedGH, ACM MM 2023, table of heterogeneous CNNs
+fedgh-resnet          500    the same paper, CIFAR-100: ResNet-18 for small images (3x3 stem, no max pooling), then
+                             a linear layer to 500
+fedproto-a, -b, -c    50     released code of FedProto (Tan et al., AAAI 2022), grey images: two convolutions, the
+                             second with 18, 20 or 22 channels, with dropout
+fedproto-d, -e        512    the same, CIFAR-10: ResNet-18 whose stem and max pooling have strides 1 and 4, or 2 and
+                             2; no linear layer before the head
 moon                  256    Li et al., MOON, CVPR 2021: CNN with a 2-layer projection head that ends in 256
                              numbers; no activation before the head
 resnet18, googlenet,  512    FedClassAvg, ICPP 2022: torchvision networks without weights and auxiliary outputs,
@@ -35,6 +41,12 @@ fedgh-2         1,521,332    1,810,132    6,418,132
 fedgh-3         1,026,748    1,315,548    5,923,548
 fedgh-4           824,148    1,055,348    4,741,748
 fedgh-5           520,248      665,048    2,969,048
+fedgh-resnet   11,424,180   11,425,332   11,425,332
+fedproto-a         19,228       27,828      157,428
+fedproto-b         21,330       30,830      174,830
+fedproto-c         23,432       33,832      192,232
+fedproto-d     11,170,240   11,176,512   11,176,512
+fedproto-e     11,170,240   11,176,512   11,176,512
 moon               72,476       90,056      366,536
 resnet18       11,432,896   11,439,168   11,439,168
 shufflenetv2    1,777,972    1,778,404    1,778,404
@@ -46,11 +58,11 @@ mobilenetv2     2,879,168    2,879,744    2,879,744
 The digits models have 37,632 (`a`), 16,576 (`b`) and 9,088 (`c`) on 1 x 8.
 
 Initial values are PyTorch's (or torchvision's) own; a first convolution replaced for another number of channels has
-PyTorch's. Dropout (`googlenet`, `mobilenetv2`, `alexnet`) draws from PyTorch's global generator, which local training
-seeds. Networks with batch normalisation (`resnet18`, `shufflenetv2`, `googlenet`, `mobilenetv2`) need two images or
-more per batch in training mode wherever their last maps are one pixel wide: PyTorch refuses a batch of one there
-("Expected more than 1 value per channel"). Local training therefore never makes a batch of one. All other models take
-any batch.
+PyTorch's. Dropout (`googlenet`, `mobilenetv2`, `alexnet`, `fedproto-a` to `-c`) draws from PyTorch's global generator,
+which local training seeds. Networks with batch normalisation (ResNet-18, `shufflenetv2`, `googlenet`,
+`mobilenetv2`) need two images or more per batch in training mode wherever their last maps are one pixel wide: PyTorch
+refuses a batch of one there ("Expected more than 1 value per channel"). Local training therefore never makes a batch of
+one. All other models take any batch.
 """
 
 from __future__ import annotations
@@ -149,6 +161,16 @@ def _fedgh(channels: int, size: int, *, c2: int, hidden: int) -> Stages:
     """FedGH's CNN-1 ... CNN-5: conv 16, conv `c2`, fc `hidden`, fc 500."""
     layers, flat = _two_convolutions(channels, size, 16, c2)
     return _named(*layers, Linear(flat, hidden), nn.ReLU(), Linear(hidden, 500))
+
+
+def _fedproto(channels: int, size: int, *, c2: int) -> Stages:
+    """FedProto's CNN for grey images: conv 10, conv `c2` with channel dropout 0.5, fc 50, dropout 0.5.
+
+    The released code has the last dropout behind the ReLU; before it, it gives the same numbers to the head.
+    """
+    layers, flat = _two_convolutions(channels, size, 10, c2)
+    layers.insert(4, nn.Dropout2d(0.5))
+    return _named(*layers, Linear(flat, 50), nn.Dropout(0.5))
 
 
 def _moon(channels: int, size: int) -> Stages:
@@ -288,6 +310,27 @@ def _resnet18(channels: int, size: int) -> Stages:
     return [*parts[:-1], ("flatten", nn.Flatten()), ("fc1", net.fc)]
 
 
+def _fedgh_resnet18(channels: int, size: int) -> Stages:
+    """ResNet-18 with a 3x3 stem of stride 1 and no max pooling, fc 500."""
+    from torchvision.models import resnet18
+
+    net = resnet18(weights=None, num_classes=500)
+    net.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+    parts: Stages = [(name, part) for name, part in net.named_children() if name != "maxpool"]
+    return [*parts[:-1], ("flatten", nn.Flatten()), ("fc1", net.fc)]
+
+
+def _fedproto_resnet18(channels: int, size: int, *, stem: int, pool: int) -> Stages:
+    """ResNet-18 whose 7x7 stem and max pooling have these strides; the trunk ends with the mean of the last maps."""
+    from torchvision.models import resnet18
+
+    net = resnet18(weights=None)
+    net.conv1 = _for_channels(net.conv1, channels)
+    net.conv1.stride, net.maxpool.stride = (stem, stem), pool
+    parts: Stages = list(net.named_children())
+    return [*parts[:-1], ("flatten", nn.Flatten())]
+
+
 def _googlenet(channels: int, size: int) -> Stages:
     """GoogLeNet with batch normalisation, dropout 0.2, fc 512; no auxiliary outputs (they would never be trained)."""
     from torchvision.models import googlenet
@@ -363,6 +406,12 @@ _ZOO: dict[str, ZooEntry] = {
     "fedgh-3": ZooEntry(500, partial(_fedgh, c2=32, hidden=1000), _TWO_CONV_MIN),
     "fedgh-4": ZooEntry(500, partial(_fedgh, c2=32, hidden=800), _TWO_CONV_MIN),
     "fedgh-5": ZooEntry(500, partial(_fedgh, c2=32, hidden=500), _TWO_CONV_MIN),
+    "fedgh-resnet": ZooEntry(500, _fedgh_resnet18, 8),
+    "fedproto-a": ZooEntry(50, partial(_fedproto, c2=18), _TWO_CONV_MIN),
+    "fedproto-b": ZooEntry(50, partial(_fedproto, c2=20), _TWO_CONV_MIN),
+    "fedproto-c": ZooEntry(50, partial(_fedproto, c2=22), _TWO_CONV_MIN),
+    "fedproto-d": ZooEntry(512, partial(_fedproto_resnet18, stem=1, pool=4), _STRIDE_32_MIN, relu=False),
+    "fedproto-e": ZooEntry(512, partial(_fedproto_resnet18, stem=2, pool=2), _STRIDE_32_MIN, relu=False),
     "moon": ZooEntry(256, _moon, _TWO_CONV_MIN, relu=False),
     "resnet18": ZooEntry(512, _resnet18, _STRIDE_32_MIN),
     "shufflenetv2": ZooEntry(512, _shufflenetv2, _STRIDE_32_MIN),
