@@ -9,6 +9,7 @@ the server sends all of it (see `needs_state`).
 |-----------------------------------|------------------------------------------|---------------------------------|
 | `build_model(spec, hparams)`      | whenever a model is built, on both sides | the model of the zoo            |
 | `common_facts()`                  | when the client registers                | no facts to compare             |
+| `trained_models()`                | then too, to refuse batches of one image | the model                       |
 | `restore(server_round, payload)`  | first                                    | the model as the client left it |
 | `receive(payload)`                | before the score `received`              | copies the shared arrays        |
 | `configure_model(model, scalars)` | in `receive`, and on the server          | nothing                         |
@@ -33,7 +34,7 @@ import copy
 import functools
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -41,12 +42,14 @@ import torch
 from flwr.client import NumPyClient
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.optimizer import ParamsT
 
 from fedapp import sampling
+from fedapp.errors import BadRequest
 from fedapp.learning.evaluation import Scores, batched, evaluate
 from fedapp.learning.state import ClientStore, Stored
 from fedapp.learning.task import ModelSpec, Task
-from fedapp.learning.training import Batch, TrainReport, TrainSpec, train
+from fedapp.learning.training import Batch, TrainReport, TrainSpec, needs_two, train
 from fedapp.method import Array, Arrays, BaseHParams, Method, Payload, Scalar
 from fedapp.models import SplitModel, build_model
 from fedapp.transport import selection
@@ -111,8 +114,8 @@ class FedClient(NumPyClient):
         """Return the loss of one batch, a scalar in nats: mean cross-entropy."""
         return F.cross_entropy(self.model(batch.x), batch.y)
 
-    def parameters(self) -> Iterable[nn.Parameter]:
-        """Return the parameters to optimise."""
+    def parameters(self) -> ParamsT:
+        """Return the parameters to optimise, in groups where they are clipped apart."""
         return self.model.parameters()
 
     def after_epoch(self, epoch: int) -> None:
@@ -133,6 +136,33 @@ class FedClient(NumPyClient):
     def reply_metrics(self) -> dict[str, Any]:
         """Return further numbers for the reply."""
         return {}
+
+    def trained_models(self) -> list[SplitModel]:
+        """Return the models that this client trains, with any values."""
+        return [_skeleton(type(self), self.task.spec(0), self.hparams)]
+
+    def check_batches(self) -> None:
+        """Refuse batches of one image for a model whose BatchNorm needs two; called before anything is trained.
+
+        Raises
+        ------
+        BadRequest : says what to change.
+        """
+        if self.task.train.batch_size == 1:
+            self.refuse_single("batch-size is 1", "give batch-size = 2 or more")
+        if self.task.num_samples == 1:
+            self.refuse_single(
+                "it has one image to train on", "give it more (in a simulation: min-samples = 2 or more)"
+            )
+
+    def refuse_single(self, what: str, remedy: str) -> None:
+        """Raise `BadRequest` if one of the models needs two images in a batch; `what` says why there is only one."""
+        for model in self.trained_models():
+            if needs_two(model, self.task.inputs):
+                raise BadRequest(
+                    f"{what}, and BatchNorm in '{model.name}' needs two images in a batch: "
+                    f"{remedy}, or choose a model without BatchNorm"
+                )
 
     def common_facts(self) -> dict[str, Scalar]:
         """Return facts that must be equal at all clients, such as a checksum of public images."""
@@ -316,6 +346,7 @@ class FedClient(NumPyClient):
 
     def register(self) -> tuple[dict[str, Any], dict[str, Scalar]]:
         """Return what this client states about itself: sample count, model and shared shapes, never class counts."""
+        self.check_batches()
         model = _skeleton(type(self), self.task.spec(0), self.hparams)
         state = model.state_dict()
         shapes = {n: list(state[n].shape) for n in [*self.down_names(), *self.up_names()]}

@@ -107,9 +107,9 @@ class FedKDClient(MutualClient):
         # `from_numpy` shares memory, and the private state must stay as it is until the round is over.
         self.hidden_map = nn.Parameter(torch.from_numpy(self.own["hidden_map"]).clone().to(self.device))
 
-    def parameters(self) -> list[nn.Parameter]:
-        """Optimise both models and W_h."""
-        return [*super().parameters(), self.hidden_map]
+    def parameters(self) -> list[dict[str, Any]]:
+        """Optimise both models and W_h, each clipped by itself."""
+        return [*super().parameters(), {"params": [self.hidden_map]}]
 
     def step_loss(self, batch: Batch) -> Tensor:
         """Return the sum of both losses."""

@@ -87,6 +87,20 @@ class KTpFLClient(FedClient):
         public: Tensor = images
         return public
 
+    @property
+    def public_batch(self) -> int:
+        """Images per distillation step."""
+        size: int = self.hparams.public_batch or self.task.train.batch_size
+        return size
+
+    def check_batches(self) -> None:
+        """Refuse single public images too, unless BatchNorm is frozen while distilling."""
+        super().check_batches()
+        if self.hparams.distil_epochs and not self.hparams.freeze_bn and min(len(self.public), self.public_batch) == 1:
+            self.refuse_single(
+                "distillation is on one public image at a time", "give more, or public_batch = 2 or more"
+            )
+
     def receive(self, payload: Payload) -> None:
         """Take the target; the model stays the client's own."""
         target = payload.all()["target"].astype(np.float32)
@@ -103,8 +117,9 @@ class KTpFLClient(FedClient):
     def optimise(self, payload: Payload) -> TrainReport:
         """Distil if there is a target, then train."""
         if len(self.target) and self.hparams.distil_epochs:
-            size = self.hparams.public_batch or self.task.train.batch_size
-            spec = replace(self.task.train, epochs=self.hparams.distil_epochs, batch_size=size, augment="none")
+            spec = replace(
+                self.task.train, epochs=self.hparams.distil_epochs, batch_size=self.public_batch, augment="none"
+            )
             no_labels = torch.zeros(len(self.public), dtype=torch.int64, device=self.device)
             train(
                 self.model, self.public, no_labels, spec, self.task.inputs, self.distil_step,

@@ -6,7 +6,7 @@ one step on each model, both from the predictions before the step. The small mod
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import Field, field_validator
@@ -66,15 +66,21 @@ class MutualClient(FedClient):
 
     small: SplitModel
 
+    def fresh_small(self) -> SplitModel:
+        """Build the small model, as the server does."""
+        spec = self.task.spec(0)
+        return build_small(self.hparams, num_classes=spec.num_classes, channels=spec.channels, size=spec.size, seed=0)
+
+    def trained_models(self) -> list[SplitModel]:
+        """Return both models."""
+        return [*super().trained_models(), self.fresh_small()]
+
     def receive(self, payload: Payload) -> None:
         """Set up the small model with the server's arrays; the private model stays as it is.
 
         The small model is built anew, which leaves it in training mode; no score is taken of it.
         """
-        spec = self.task.spec(0)
-        self.small = build_small(
-            self.hparams, num_classes=spec.num_classes, channels=spec.channels, size=spec.size, seed=0
-        )
+        self.small = self.fresh_small()
         arrays = self.received_small(payload)
         missing = [name for name in selection.shared_names(self.small, ALL) if name not in arrays]
         if missing:
@@ -88,6 +94,6 @@ class MutualClient(FedClient):
         """Return the small model's arrays by wire name; FedKD rebuilds them from an update."""
         return stripped(payload.all())
 
-    def parameters(self) -> Iterable[nn.Parameter]:
-        """Optimise both models."""
-        return [*self.model.parameters(), *self.small.parameters()]
+    def parameters(self) -> list[dict[str, Any]]:
+        """Optimise both models, in groups of their own: `clip` bounds each as if it were trained alone."""
+        return [{"params": list(model.parameters())} for model in (self.model, self.small)]

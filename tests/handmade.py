@@ -162,6 +162,16 @@ def steps_by_hand(parameters: Iterable[nn.Parameter], loss: Callable[[], Tensor]
                 p -= task.train.lr * gradient
 
 
+def clipped_by_hand(parameters: Iterable[nn.Parameter], clip: float) -> float:
+    """Scale the gradients of `parameters` together to an L2 norm of at most `clip` (0: leave them); return the norm."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = float(sum(g.double().square().sum() for g in gradients)) ** 0.5
+    if clip and norm > clip:
+        for g in gradients:
+            g.mul_(clip / norm)
+    return norm
+
+
 def digit_tasks(
     clients: int, *, seed: int = 0, train: int = 40, test: int = 40, relabel: Callable[[int, int], int] | None = None,
     epochs: int = 2, momentum: float = 0.9, lr: float = 0.05,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
 from strategies.fedkd import METHOD, FedKD, energy
 from strategies.fml import shapes_of
+from tests.handmade import clipped_by_hand
 
 COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss"]
 Z_L = torch.tensor([[2, 0.5, -1], [0.3, 0.2, 0.1]])
@@ -96,9 +98,13 @@ def test_a_perfect_batch_gives_finite_losses() -> None:
         assert all(bool(loss.isfinite()) for loss in losses)
 
 
-def test_local_training_equals_a_plain_loop(tmp_path: Path) -> None:
+@pytest.mark.parametrize("clip", [0.0, 0.3])
+def test_local_training_equals_a_plain_loop(tmp_path: Path, clip: float) -> None:
+    """Both models and W_h are clipped each by itself."""
+    bound_by: list[bool] = []
     server, state = strategy()
     made = client(1, tmp_path)
+    made.task = replace(made.task, train=replace(made.task.train, clip=clip))
     made.round = 1
     payload = server.send(state, 1, 1)
     made.restore(1, payload)
@@ -124,7 +130,10 @@ def test_local_training_equals_a_plain_loop(tmp_path: Path) -> None:
             hidden = (h_l - h_m @ w.T).square().mean()
             optimizer.zero_grad()
             (ce_l + ce_m + (kl_l + kl_m + 2 * hidden) / d).backward()
+            norms = [clipped_by_hand(part, clip) for part in (large.parameters(), small.parameters(), [w])]
+            bound_by.append(min(norms[:2]) > clip)
             optimizer.step()
+    assert any(bound_by), "the bound must bind for both models in some step"
     pairs = [*zip(made.model.parameters(), large.parameters()), *zip(made.small.parameters(), small.parameters())]
     for a, b in [*pairs, (made.hidden_map, w)]:
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
@@ -240,20 +249,24 @@ def test_uncompressed_it_is_the_mean_of_the_mentees(tmp_path: Path) -> None:
         np.testing.assert_allclose(value, np.mean([m[name] for m in mentees], axis=0), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("clip", [0.0, 0.3])
 def test_with_labels_alone_mentors_are_standalone_and_the_mentee_nearly_fedavg(
-    tiny: Callable[..., RunResult],
+    tiny: Callable[..., RunResult], clip: float
 ) -> None:
     model = "digits-a,digits-b"
-    alone = tiny(method="local", rounds=3, model=model)
+    alone = tiny(method="local", rounds=3, model=model, clip=clip)
     args = "distil=0 average=samples energy_start=1 energy_end=1"
-    both = tiny(method="fedkd", method_args=args, rounds=3, model=model)
+    both = tiny(method="fedkd", method_args=args, rounds=3, model=model, clip=clip)
     assert both.rounds[COLUMNS].equals(alone.rounds[COLUMNS])
-    fedavg = tiny(method="fedavg", rounds=3, model="digits-c")
+    fedavg = tiny(method="fedavg", rounds=3, model="digits-c", clip=clip)
     a, b = (checkpoint.latest(r.out / "checkpoint") for r in (both, fedavg))
     assert a is not None and b is not None
     for name, value in stripped(a[1]["small"]).items():
         np.testing.assert_allclose(value, b[1]["model"][name], atol=1e-4)
-    taught = tiny(method="fedkd", rounds=1, model=model)
+    if clip:
+        free = tiny(method="local", rounds=1, model=model, clip=0.0)
+        assert not free.rounds[COLUMNS].iloc[0].equals(alone.rounds[COLUMNS].iloc[0]), "the bound must bind"
+    taught = tiny(method="fedkd", rounds=1, model=model, clip=clip)
     assert not taught.rounds[COLUMNS].iloc[0].equals(alone.rounds[COLUMNS].iloc[0])
 
 

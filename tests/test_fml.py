@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from fedapp.method import Arrays, Payload, Reply, ServerContext, ServerState
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
 from strategies.fml import FML, METHOD
+from tests.handmade import clipped_by_hand
 
 COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss"]
 Z_L = torch.tensor([[2, 0.5, -1], [0.3, 0.2, 0.1]])
@@ -74,10 +76,12 @@ def test_each_loss_moves_its_own_model_only() -> None:
     torch.testing.assert_close(grad, (0.3 * (p - e) + 0.7 * (p - q)) / 2)
 
 
-def test_local_training_equals_two_optimizers() -> None:
+@pytest.mark.parametrize("clip", [0.0, 0.3])
+def test_local_training_equals_two_optimizers(clip: float) -> None:
     """One optimizer over both models on the sum of both losses is one step on each, from the same predictions."""
     server, state = strategy(alpha=0.4, beta=0.7)
     made = client(alpha=0.4, beta=0.7)
+    made.task = replace(made.task, train=replace(made.task.train, clip=clip))
     made.round = 1
     payload = server.send(state, 1, 1)
     made.restore(1, payload)
@@ -98,9 +102,10 @@ def test_local_training_equals_two_optimizers() -> None:
             kl_l = (log_m.detach().exp() * (log_m.detach() - log_l)).sum(dim=1).mean()
             kl_m = (log_l.detach().exp() * (log_l.detach() - log_m)).sum(dim=1).mean()
             losses = (0.4 * F.cross_entropy(z_l, y) + 0.6 * kl_l, 0.7 * F.cross_entropy(z_m, y) + 0.3 * kl_m)
-            for optimizer, loss in zip(optimizers, losses, strict=True):
+            for optimizer, loss, model in zip(optimizers, losses, (large, small), strict=True):
                 optimizer.zero_grad()
                 loss.backward()
+                clipped_by_hand(model.parameters(), clip)
                 optimizer.step()
     for ours, theirs in ((made.model, large), (made.small, small)):
         for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -159,7 +164,7 @@ def test_the_small_model_is_the_servers_and_the_private_one_stays() -> None:
     assert all(torch.equal(a, private[n]) for n, a in made.model.state_dict().items())
     assert made.small.training
     ours = [*made.model.parameters(), *made.small.parameters()]
-    assert [id(p) for p in made.parameters()] == [id(p) for p in ours]
+    assert [id(p) for group in made.parameters() for p in group["params"]] == [id(p) for p in ours]
 
 
 def test_a_reply_is_the_trained_small_model() -> None:
@@ -223,20 +228,24 @@ def test_batch_norm_statistics_of_the_small_model_travel() -> None:
     assert not any(n.endswith("num_batches_tracked") for n in names)
 
 
+@pytest.mark.parametrize("clip", [0.0, 0.3])
 def test_with_labels_alone_private_models_are_standalone_and_the_small_one_is_fedavg(
-    tiny: Callable[..., RunResult],
+    tiny: Callable[..., RunResult], clip: float
 ) -> None:
     model = "digits-a,digits-b"
-    alone = tiny(method="local", rounds=3, model=model)
-    both = tiny(method="fml", method_args="alpha=1 beta=1 average=samples", rounds=3, model=model)
+    alone = tiny(method="local", rounds=3, model=model, clip=clip)
+    both = tiny(method="fml", method_args="alpha=1 beta=1 average=samples", rounds=3, model=model, clip=clip)
     assert both.rounds[COLUMNS].equals(alone.rounds[COLUMNS])
-    fedavg = tiny(method="fedavg", rounds=3, model="digits-c")
+    fedavg = tiny(method="fedavg", rounds=3, model="digits-c", clip=clip)
     a, b = (checkpoint.latest(r.out / "checkpoint") for r in (both, fedavg))
     assert a is not None and b is not None
     small = stripped(a[1]["small"])
     assert small.keys() == b[1]["model"].keys()
     assert all(np.array_equal(small[n], b[1]["model"][n]) for n in small)
-    taught = tiny(method="fml", rounds=1, model=model)
+    if clip:
+        free = tiny(method="local", rounds=1, model=model, clip=0.0)
+        assert not free.rounds[COLUMNS].iloc[0].equals(alone.rounds[COLUMNS].iloc[0]), "the bound must bind"
+    taught = tiny(method="fml", rounds=1, model=model, clip=clip)
     assert not taught.rounds[COLUMNS].iloc[0].equals(alone.rounds[COLUMNS].iloc[0])
 
 

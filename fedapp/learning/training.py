@@ -6,13 +6,15 @@ operations; models and batches are channels_last. The result equals a plain loop
 
 from __future__ import annotations
 
+import copy
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import ParamsT
 
 from fedapp.data.transforms import InputSpec, augment, normalise
 from fedapp.process import hand_over
@@ -28,7 +30,7 @@ class TrainSpec:
     batch_size : samples per step (near-equal batches, see `batch_slices`).
     lr : learning rate.   optimizer : `sgd` or `adam`.   momentum : of SGD.
     weight_decay : factor of the L2 penalty that is added to the gradient, in Adam too (not AdamW's).
-    clip : largest L2 norm of the gradient of all trained parameters together, 0 = no clipping.
+    clip : largest L2 norm of the gradient of one model's trained parameters together, 0 = no clipping.
     augment : `none`, `weak` or `strong`, see `fedapp.data.transforms`.
     precision : `fp32`, or `bf16` for autocast of the forward pass.
     """
@@ -81,8 +83,8 @@ class TrainReport:
 def batch_slices(n: int, batch_size: int) -> list[slice]:
     """Cut an epoch of `n` shuffled samples into near-equal batches: n / batch_size of them, rounded half up.
 
-    Every sample is used and no batch is a small remainder. A batch of one, which BatchNorm refuses, occurs only where
-    `n` or `batch_size` is 1.
+    Every sample is used and no batch is a small remainder. A batch of one, which BatchNorm may refuse (`needs_two`),
+    occurs only where `n` or `batch_size` is 1.
     """
     if n == 0:
         return []
@@ -98,8 +100,21 @@ def batch_slices(n: int, batch_size: int) -> list[slice]:
     return slices
 
 
+def needs_two(model: nn.Module, inputs: InputSpec) -> bool:
+    """Return whether `model` cannot be trained on one image: BatchNorm has a single value where maps are 1 x 1."""
+    if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        return False
+    image = torch.zeros(1, inputs.channels, inputs.size, inputs.size, device=next(model.parameters()).device)
+    try:
+        with torch.no_grad():
+            copy.deepcopy(model).train()(image)  # a copy: BatchNorm's statistics change
+    except ValueError:
+        return True
+    return False
+
+
 def make_optimizer(
-    parameters: Iterable[nn.Parameter],
+    parameters: ParamsT,
     spec: TrainSpec,
     betas: tuple[float, float] = (0.9, 0.999),
 ) -> torch.optim.Optimizer:
@@ -109,7 +124,6 @@ def make_optimizer(
     ------
     ValueError : the optimizer is unknown.
     """
-    parameters = list(parameters)
     if spec.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay)
     if spec.optimizer == "adam":
@@ -148,7 +162,7 @@ def train(
     step_loss: Callable[[Batch], Tensor],
     generator: torch.Generator,
     *,
-    parameters: Iterable[nn.Parameter] | None = None,
+    parameters: ParamsT | None = None,
     views: int = 1,
     betas: tuple[float, float] = (0.9, 0.999),
     on_epoch: Callable[[int], None] | None = None,
@@ -162,7 +176,8 @@ def train(
     spec : the settings.   inputs : how `x` is normalised.
     step_loss : the method's loss of one batch, a scalar tensor.
     generator : draws the order of an epoch, then the views of each batch; its seed also seeds dropout.
-    parameters : what is trained, as far as it requires a gradient; default all parameters of the model.
+    parameters : what is trained, as far as it requires a gradient; default all parameters of the model. As PyTorch's
+        optimizers take them: in groups, such as one per model, each group is clipped by itself.
     views : independent augmentations per image.
     betas : of Adam.
     on_epoch : called after each epoch with its number from 0.
@@ -178,9 +193,10 @@ def train(
     report = TrainReport()
     if len(y) == 0 or spec.epochs < 1:
         return report
-    chosen = [p for p in (model.parameters() if parameters is None else parameters) if p.requires_grad]
     device = next(model.parameters()).device
-    optimizer = make_optimizer(chosen, spec, betas)
+    optimizer = make_optimizer(model.parameters() if parameters is None else parameters, spec, betas)
+    for group in optimizer.param_groups:
+        group["params"] = [p for p in group["params"] if p.requires_grad]
     total = torch.zeros((), device=device)
     started = time.perf_counter()
     model.train()
@@ -195,7 +211,8 @@ def train(
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()  # type: ignore[no-untyped-call]
                 if spec.clip > 0:
-                    nn.utils.clip_grad_norm_(chosen, spec.clip)
+                    for group in optimizer.param_groups:
+                        nn.utils.clip_grad_norm_(group["params"], spec.clip)
                 optimizer.step()
                 # The sum stays on the device: reading a number here would make every step wait for it.
                 total += loss.detach() * len(labels)
