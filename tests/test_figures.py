@@ -17,9 +17,9 @@ from safetensors.numpy import load_file
 from fedapp.data.transforms import normalise
 from fedapp.engines.local import run
 from fedapp.models import build_model
-from fedapp.results import analysis, calibration, figures, heads
+from fedapp.results import analysis, calibration, figures, heads, representations
 from fedapp.results.analysis import Unavailable
-from fedapp.results.figures import gallery, plots, style
+from fedapp.results.figures import plots, scores, style
 from fedapp.results.runs import Comparison, RunResult, groups_of, read_comparison, read_run, varying
 from fedapp.transport import checkpoint
 
@@ -251,7 +251,7 @@ def test_conductance_sums_to_the_difference_of_logits() -> None:
     zero = torch.zeros_like(x)
     with torch.no_grad():
         gap = float(model(x)[0, 4] - model(zero)[0, 4])
-    values = analysis.unit_conductance(model, x, zero, 4)
+    values = representations.unit_conductance(model, x, zero, 4)
     assert values.shape == (64,)
     assert values.sum() == pytest.approx(gap, abs=1e-5)
 
@@ -262,13 +262,13 @@ def test_conductance_against_captum() -> None:
     x = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     path = attr.LayerConductance(model, model.activation)
     theirs = path.attribute(x, baselines=torch.zeros_like(x), target=4, n_steps=1500, internal_batch_size=500)
-    ours = analysis.unit_conductance(model, x, torch.zeros_like(x), 4)
+    ours = representations.unit_conductance(model, x, torch.zeros_like(x), 4)
     np.testing.assert_allclose(ours, theirs[0].detach().numpy(), atol=5e-4)
 
 
 def test_ranks_are_of_the_units_and_clients_that_are_right(cw: RunResult) -> None:
-    ids, right = analysis.right_clients(cw, 50)
-    found = analysis.conductance(cw, int(right.sum(axis=0).argmax()), (ids, right))
+    ids, right = representations.right_clients(cw, 50)
+    found = representations.conductance(cw, int(right.sum(axis=0).argmax()), (ids, right))
     best = right.sum(axis=0).max()
     assert len(found.clients) == min(8, best) >= 2
     assert found.ranks.shape == (len(found.clients), 64)
@@ -278,13 +278,13 @@ def test_ranks_are_of_the_units_and_clients_that_are_right(cw: RunResult) -> Non
 
 def test_tsne_is_the_same_every_time() -> None:
     rows = np.random.default_rng(0).standard_normal((60, 8)).astype(np.float32)
-    np.testing.assert_array_equal(analysis.embed(rows, 5), analysis.embed(rows, 5))
+    np.testing.assert_array_equal(representations.embed(rows, 5), representations.embed(rows, 5))
     with pytest.raises(Unavailable, match="too few"):
-        analysis.embed(rows[:4], 5)
+        representations.embed(rows[:4], 5)
 
 
 def test_every_client_sees_the_same_images_in_the_embedding(cw: RunResult) -> None:
-    found = analysis.client_embedding(cw, clients=3, points=90)
+    found = representations.client_embedding(cw, clients=3, points=90)
     assert found.points.shape == (len(found.label), 2)
     first = found.label[found.client == 0]
     for k in (1, 2):
@@ -355,21 +355,21 @@ def test_settings_and_seeds_are_told_apart(sweep: Comparison) -> None:
 
 def test_a_sweep_shows_mean_and_spread_over_seeds(sweep: Comparison) -> None:
     runs = {"local": [r for r in sweep.runs if r.method == "local"]}
-    curve = gallery._sweep_lines(runs, lambda r: float(r.flat["alpha"]))["trained, after local training"][0]
+    curve = scores._sweep_lines(runs, lambda r: float(r.flat["alpha"]))["trained, after local training"][0]
     for i, alpha in enumerate((0.3, 3.0)):
-        scores = [
+        last = [
             r.summary["accuracy"]["trained"]["last"]
             for r in sweep.runs
             if r.method == "local" and r.flat["alpha"] == alpha
         ]
         assert curve.x[i] == alpha
-        assert curve.mean[i] == pytest.approx(np.mean(scores))
+        assert curve.mean[i] == pytest.approx(np.mean(last))
         assert curve.spread is not None
-        assert curve.spread[i] == pytest.approx(abs(scores[0] - scores[1]) / 2**0.5)
+        assert curve.spread[i] == pytest.approx(abs(last[0] - last[1]) / 2**0.5)
 
 
 def test_hyperparameters_of_a_method_make_a_figure_with_the_distance(sweep: Comparison) -> None:
-    ids = [d.id for d in gallery.hyperparameters(sweep.runs)]
+    ids = [d.id for d in scores.hyperparameters(sweep.runs)]
     assert ids == ["sweep-cwfedavg-lam", "sweep-cwfedavg-lam-distance"]
 
 

@@ -26,13 +26,13 @@ from fedapp.results.analysis import (
     client_models,
     config_of,
     data_of,
-    embed,
     global_arrays,
     global_model,
     method_of,
     probe,
     represent,
 )
+from fedapp.results.representations import embed
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import Floats, Ints, mean_and_std
 

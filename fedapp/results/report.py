@@ -20,7 +20,7 @@ from fedapp.errors import BadRequest
 from fedapp.results import figures
 from fedapp.results.directory import write_text
 from fedapp.results.figures import Gallery
-from fedapp.results.figures.gallery import setting_text
+from fedapp.results.figures.words import setting_text
 from fedapp.results.page import MOST_ROWS, Cell, Table, meaning, method_title, place, render, share
 from fedapp.results.runs import (
     PROTOCOL_TEXT,

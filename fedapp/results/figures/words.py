@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from fedapp.results import statistics
 from fedapp.results.analysis import Unavailable
-from fedapp.results.runs import RunResult
+from fedapp.results.runs import ONE_SCORE, PROTOCOL_TEXT, RunResult
 
 _T = TypeVar("_T")
 Runs = Sequence[RunResult]
@@ -37,3 +37,18 @@ def each(runs: Runs, make: Callable[[RunResult], _T]) -> dict[str, _T]:
 def unfinished(run: RunResult, why: str) -> Unavailable:
     """Return the error of a run that has not got far enough."""
     return Unavailable(why, f"fedapp run --resume {run.out}")
+
+
+def named(protocol: str) -> str:
+    """Write what a protocol means behind its name: the title of a panel, the label of a line."""
+    return f"{protocol}, {PROTOCOL_TEXT[protocol]}"
+
+
+def setting_text(setting: Mapping[str, object]) -> str:
+    """Write a setting as words; an empty string where all runs share everything."""
+    return ", ".join(str(v) if k in ("dataset", "partition", "model") else f"{k} {v}" for k, v in setting.items())
+
+
+def alone(runs: Iterable[RunResult]) -> str:
+    """Say that Standalone has one score, where it is among the runs."""
+    return f" {ONE_SCORE}" if any(r.alone for r in runs) else ""

@@ -1,0 +1,327 @@
+"""Scores of a run and of a comparison: curves, traffic, and sweeps over settings and hyperparameters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+import pandas as pd
+
+from fedapp.results import statistics
+from fedapp.results.analysis import Unavailable
+from fedapp.results.figures import plots
+from fedapp.results.figures.plots import Curve
+from fedapp.results.figures.style import Drawing
+from fedapp.results.figures.words import Runs, Words, alone, named, percent, setting_text, unfinished
+from fedapp.results.runs import PROTOCOL_TEXT, RunResult, groups_of, uses
+
+# ---- scores of a run -------------------------------------------------------------------------------------------------
+
+
+def _measured(run: RunResult, column: str) -> pd.DataFrame:
+    """Return the rounds that measured a column; no rows where none did."""
+    return run.rounds.dropna(subset=[column]) if column in run.rounds else run.rounds.iloc[:0]
+
+
+def _protocol_curves(run: RunResult, what: str) -> list[Curve]:
+    """Curves of a run by protocol: `what` is accuracy (bands: standard deviation over clients) or balanced."""
+    curves = []
+    for p in run.protocols:
+        shown = _measured(run, f"{p}_{what}")
+        if len(shown):
+            spread = shown.get(f"{p}_{what}_std")
+            curves.append(
+                Curve(
+                    named(p), shown["round"].to_numpy(float), shown[f"{p}_{what}"].to_numpy(float),
+                    None if spread is None else spread.to_numpy(float),
+                )
+            )  # fmt: skip
+    return curves
+
+
+def learning_curves(runs: Runs) -> Words:
+    """Accuracy by round, a line a protocol; bands over clients (FedClassAvg, Figs. 4 to 7; FedGH, Fig. 2)."""
+    run = runs[0]
+    panels = {"accuracy": _protocol_curves(run, "accuracy")}
+    if not panels["accuracy"]:
+        raise unfinished(run, "no round was finished")
+    balanced = _protocol_curves(run, "balanced")
+    if balanced:
+        panels["balanced: mean recall over all classes"] = balanced
+    ends = "; ".join(
+        f"{c.label} from {percent(c.mean[0])} in round {c.x[0]:.0f} to {percent(c.mean[-1])} in round {c.x[-1]:.0f}"
+        for c in panels["accuracy"]
+    )
+    guess = run.card.get("majority_mean")
+    caption = f"Mean over the clients of a round; bands: one standard deviation over clients.{alone(runs)}"
+    if balanced:
+        caption += " Balanced scores are on all clients' test images."
+    if guess is not None:
+        caption += f" Dotted: guessing each client's majority class, {percent(guess)}."
+    return caption, f"Line chart of accuracy by round: {ends}.", plots.curves(panels, baseline=guess)
+
+
+def client_accuracy(runs: Runs) -> Words:
+    """Accuracy of every client after the last round, sorted."""
+    run = runs[0]
+    table = run.final
+    if table.empty and not run.clients.empty:
+        table = run.clients.drop_duplicates("client", keep="last").sort_values("client")
+    if table.empty:
+        raise unfinished(run, "no client was scored")
+    columns = {named(p): f"{p}_accuracy" for p in run.protocols}
+    scores = {n: table[c].to_numpy(float) for n, c in columns.items() if c in table and table[c].notna().any()}
+    if not scores:
+        raise Unavailable("neither received nor trained was measured", "--set protocols=received,trained,global")
+    clients = [int(c) for c in table["client"]]
+    guess = run.card.get("majority")
+    majority = np.array([guess[c] for c in clients], dtype=float) if guess else None  # None becomes NaN
+    spans = "; ".join(f"{n}: {percent(np.nanmin(v))} to {percent(np.nanmax(v))}" for n, v in scores.items())
+    return (
+        "After the last round, on each client's own test split, sorted. A bar joins the scores of a client."
+        + alone(runs),
+        f"Dot chart of {len(clients)} clients' accuracies: {spans}.",
+        plots.client_scores(scores, clients, majority),
+    )
+
+
+def round_seconds(runs: Runs) -> Words:
+    """Seconds of every round."""
+    run = runs[0]
+    names = {"round_seconds": "whole round", "train_seconds": "local training, mean over clients"}
+    if "round_seconds" not in run.rounds:
+        raise unfinished(run, "no round was finished")
+    rounds = run.rounds["round"].to_numpy(float)
+    lines = [Curve(n, rounds, run.rounds[c].to_numpy(float)) for c, n in names.items() if c in run.rounds]
+    return (
+        "Wall-clock seconds; the first round includes the start of the workers.",
+        f"Line chart: a round takes {np.median(lines[0].mean):.2f} seconds (median).",
+        plots.curves({"": lines}, ylabel="seconds", height=2.2, percent=False),
+    )
+
+
+# ---- figures of a comparison -----------------------------------------------------------------------------------------
+
+
+def by_method(runs: Runs) -> dict[str, list[RunResult]]:
+    """Group runs by their labels, in the order of the runs."""
+    found: dict[str, list[RunResult]] = {}
+    for run in runs:
+        found.setdefault(run.label, []).append(run)
+    return found
+
+
+def _mean(label: str, table: pd.DataFrame) -> Curve:
+    """Mean and spread over seeds (ddof 1, 0 for one) of the second column by the first; what is NaN is left out."""
+    x, y = table.columns
+    found = table.dropna().groupby(x)[y].agg(["mean", "std"]).fillna(0)
+    return Curve(label, found.index.to_numpy(float), found["mean"].to_numpy(), found["std"].to_numpy())
+
+
+def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawing]:
+    """Accuracy by round, a line a method, a panel a protocol; bands over seeds. Then the same for balanced scores."""
+    drawings = []
+    seeds = len({r.seed for r in runs})
+    bands = f"; bands: one standard deviation over {seeds} seeds" if seeds > 1 else ""
+    for what, score, where, source in (
+        (
+            "accuracy", "accuracy", "Received and trained are means over the clients' own test splits.",
+            "FedClassAvg, Figs. 4 to 7; FedGH, Fig. 2; cwFedAvg, Fig. 4",
+        ),
+        ("balanced", "balanced accuracy", "Mean recall over all classes on all clients' test images.", ""),
+    ):  # fmt: skip
+        panels: dict[str, list[Curve]] = {}
+        for p in PROTOCOL_TEXT:
+            column = f"{p}_{what}"
+            for label, members in by_method(runs).items():
+                rounds = [_measured(r, column) for r in members if p in r.protocols]
+                rounds = [t[["round", column]] for t in rounds if len(t)]
+                if rounds:
+                    panels.setdefault(named(p), []).append(_mean(label, pd.concat(rounds)))
+        if panels:
+            ends = "; ".join(
+                f"{p}: " + ", ".join(f"{c.label} {percent(c.mean[-1])}" for c in lines) for p, lines in panels.items()
+            )
+            drawings.append(
+                Drawing(
+                    f"curves-{what}{suffix}",
+                    f"Learning curves{', balanced' if what == 'balanced' else ''}" + (f": {name}" if name else ""),
+                    f"Mean {score} by round{bands}. {where}{alone(runs)}",
+                    f"Line charts of {what} by round. Last round: {ends}.",
+                    plots.curves(panels),
+                    source,
+                )
+            )
+    if not drawings:
+        raise Unavailable("no round was finished")
+    return drawings
+
+
+def traffic_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawing]:
+    """Accuracy against all bytes that travelled so far."""
+    lines = []
+    for label, (run, *_) in by_method(runs).items():
+        column = next((f"{p}_accuracy" for p in ("received", "trained") if f"{p}_accuracy" in run.rounds), None)
+        moved = statistics.traffic(run.rounds) / 1e6
+        if column is not None and moved[-1] > 0:
+            lines.append(Curve(label, moved, run.rounds[column].to_numpy(float)))
+    if not lines:
+        raise Unavailable("nothing travelled: the methods train alone")
+    said = "; ".join(f"{c.label} {percent(c.mean[-1])} for {c.x[-1]:,.1f} MB" for c in lines)
+    return [
+        Drawing(
+            f"traffic{suffix}",
+            "Accuracy for traffic" + (f": {name}" if name else ""),
+            "Accuracy before local training (where it was not measured: after it) against the bytes of all arrays that "
+            "all clients sent and received so far, in megabytes (10^6 bytes); first seed. Methods that send nothing "
+            "are not shown.",
+            f"Line chart of accuracy against traffic: {said}.",
+            plots.curves({"": lines}, xlabel="megabytes, all clients, both ways", log=len(lines) > 1),
+            "FedGH, Table 3",
+        )
+    ]
+
+
+SWEEPS = {
+    "alpha": ("non-IID degree", "Dirichlet concentration (left: more uneven)", "FedGH, Fig. 3; CCVR, Table 2"),
+    "classes-per-client": ("non-IID degree", "classes per client", "FedGH, Fig. 3"),
+    "fraction-train": ("participation", "share of clients in a round", "FedGH, Fig. 4"),
+    "clients": ("number of clients", "clients", "CCVR, Table 4"),
+    "local-epochs": ("local epochs", "local epochs", ""),
+}
+"""What a sweep over a run-config key is called, its axis, and its source."""
+
+
+def _against(label: str, points: Iterable[tuple[float, float]]) -> list[Curve]:
+    """Return the curve of scores against a setting, or none where there are not two values."""
+    curve = _mean(label, pd.DataFrame(points, columns=["x", "y"], dtype=float))
+    return [curve] if len(curve.x) > 1 else []
+
+
+def _sweep_lines(groups: Mapping[str, Runs], value: Callable[[RunResult], float]) -> dict[str, list[Curve]]:
+    """Last accuracy against a setting, {protocol: curves}, a curve a group of runs."""
+    panels = {}
+    for p in PROTOCOL_TEXT:
+        curves = [c for label, runs in groups.items() for c in _against(label, [(value(r), r.score(p)) for r in runs])]
+        if curves:
+            panels[named(p)] = curves
+    return panels
+
+
+def sweeps(runs: Runs, key: str) -> list[Drawing]:
+    """Last accuracy against a setting in which runs differ; a figure for each setting of everything else."""
+    values = {str(r.flat.get(key)) for r in runs}
+    if len(values) < 2:
+        raise Unavailable(
+            f"all runs have {key} = {next(iter(values), '-')}",
+            f"fedapp run --set {key}=VALUE --out DIR/NAME for several values, then fedapp report DIR",
+        )
+    what, axis, source = SWEEPS[key]
+    counted = " Received and global count all clients, trained those of the last round."
+    groups: dict[str, list[RunResult]] = {}
+    for run in runs:
+        if uses(run, key):
+            rest = {k: v for k, v in run.setting.items() if k != key}
+            groups.setdefault(setting_text(rest), []).append(run)
+    drawings: list[Drawing] = []
+    for name, members in groups.items():
+        panels = _sweep_lines(by_method(members), lambda r: float(r.flat[key]))
+        if panels:
+            said = "; ".join(
+                f"{p}, {c.label}: " + ", ".join(f"{percent(m)} at {v:g}" for v, m in zip(c.x, c.mean))
+                for p, lines in panels.items()
+                for c in lines
+            )
+            drawings.append(
+                Drawing(
+                    f"sweep-{key}" + (f"-{len(drawings)}" if drawings else ""),
+                    f"Accuracy against {what}" + (f": {name}" if name else ""),
+                    "After the last round; error bars: one standard deviation over seeds."
+                    f"{'' if what == 'non-IID degree' else counted}{alone(members)}",
+                    f"Line charts of accuracy against {key}. {said}.",
+                    plots.sweep(panels, axis, log=key == "alpha"),
+                    source,
+                )
+            )
+    if not drawings:
+        raise Unavailable(f"no method was run with two values of {key} and all else equal")
+    return drawings
+
+
+def non_iid(runs: Runs) -> list[Drawing]:
+    """Accuracy against classes per client, or against the Dirichlet concentration, whatever the runs vary."""
+    varied = [
+        key for key in ("classes-per-client", "alpha") if len({str(r.flat.get(key)) for r in runs if uses(r, key)}) > 1
+    ]
+    if not varied:
+        raise Unavailable(
+            "all runs have the same non-IID degree (alpha, classes-per-client)",
+            "fedapp compare --partitions dirichlet:0.1,dirichlet:0.5,dirichlet:5 ...",
+        )
+    return [drawing for key in varied for drawing in sweeps(runs, key)]
+
+
+def hyperparameters(runs: Runs) -> list[Drawing]:
+    """Accuracy, and for cwFedAvg the distance R, against a numeric hyperparameter in which runs of a method differ."""
+    drawings: list[Drawing] = []
+    for setting, members in groups_of(runs):
+        for method in dict.fromkeys(r.method for r in members):
+            own = [r for r in members if r.method == method]
+            for name in sorted({n for r in own for n in _arguments(r)}):
+                chosen = [r for r in own if name in _arguments(r)]
+                suffix = f"-{len(drawings)}" if drawings else ""
+                drawings += _hyperparameter(method, name, chosen, setting_text(setting), suffix)
+    if not drawings:
+        raise Unavailable(
+            "no method was run with several values of a hyperparameter",
+            "fedapp compare --methods 'cwfedavg(lam=0),cwfedavg(lam=1),cwfedavg(lam=10)' ...",
+        )
+    return drawings
+
+
+def _hyperparameter(method: str, name: str, runs: Runs, where: str, suffix: str) -> list[Drawing]:
+    """Draw accuracy, and R where there is one, against a hyperparameter; nothing where it has one value."""
+    given = [_arguments(r)[name] for r in runs]
+    panels = _sweep_lines({method: runs}, lambda r: _arguments(r)[name])
+    log = min(given) > 0 and max(given) / min(given) >= 20
+    source = "cwFedAvg, Fig. 5" if (method, name) == ("cwfedavg", "lam") else ""
+    title = f"{method}: {name}" + (f", {where}" if where else "")
+    drawings = []
+    if panels:
+        said = "; ".join(f"{p} {percent(lines[0].mean.max())} at best" for p, lines in panels.items())
+        drawings.append(
+            Drawing(
+                f"sweep-{method}-{name}{suffix}",
+                title,
+                f"Accuracy after the last round against the hyperparameter {name}; error bars: one standard deviation "
+                "over seeds.",
+                f"Line chart of accuracy against {name}: {said}.",
+                plots.sweep(panels, name, log=log),
+                source,
+            )
+        )
+    for distance in _against(method, [(v, _last_wdr(r)) for v, r in zip(given, runs)]):
+        drawings.append(
+            Drawing(
+                f"sweep-{method}-{name}-distance{suffix}",
+                f"{title}, distance R",
+                "Mean over clients of R = ||p - p~|| after the last local training.",
+                f"Line chart of R against {name}, from {distance.mean[0]:.3f} to {distance.mean[-1]:.3f}.",
+                plots.sweep({"": [distance]}, name, log=log, ylabel="R", percent=False),
+                source,
+            )
+        )
+    return drawings
+
+
+def _arguments(run: RunResult) -> dict[str, float]:
+    """Return the run's own values of numeric hyperparameters."""
+    given = dict(a.partition("=")[::2] for a in str(run.flat.get("method-args", "")).split())
+    numbers = pd.to_numeric(pd.Series(given, dtype=object), errors="coerce")
+    return {str(n): float(v) for n, v in numbers.items() if math.isfinite(v)}
+
+
+def _last_wdr(run: RunResult) -> float:
+    values = [v for v in run.summary.get("wdr") or [] if v is not None]
+    return float(values[-1]) if values else math.nan
