@@ -3,7 +3,7 @@ Learning with Non-IID Data, NeurIPS 2021.
 
 | symbol (paper)     | here                                                                              |
 |--------------------|-----------------------------------------------------------------------------------|
-| f(x) = z           | `model.represent(x)`, (d,): what the last linear layer sees                       |
+| f(x) = z           | `head_input(represent(x))` of the model, (d,): what the last linear layer sees    |
 | g, phi = (W, b)    | `model.head`                                                                      |
 | N_ck               | `count`                                                                           |
 | mu_ck, Sigma_ck    | `mean`, `cov` (Eq. 2, divisor N_ck - 1; zero where N_ck is 1)                     |
@@ -46,7 +46,7 @@ BLOCK = 1024
 class CCVRHParams(BaseHParams):
     """Hyperparameters of CCVR; those of the base method are given as `base.NAME=value`."""
 
-    base: str = Field("fedavg", description="the method that trains: fedavg, fedprox, fedavgm, moon, ...")
+    base: str = Field("fedavg", description="the method that trains: any that ends with one global model")
     base_args: str = Field("", description="the base method's hyperparameters; written base.NAME=value")
     samples: int = Field(
         100, ge=1, description="M_c, virtual samples per class (paper: 100, 500, 1000; Table 2 at alpha <= 0.1: 2000)"
@@ -72,7 +72,9 @@ class CCVRHParams(BaseHParams):
     lr: float = Field(0.01, gt=0, description="learning rate of the head's re-training (paper: not known)")
     momentum: float = Field(0.9, ge=0, lt=1, description="momentum of the head's re-training (paper: not known)")
     weight_decay: float = Field(1e-5, ge=0, description="weight decay of the head's re-training (paper: not known)")
-    epochs: int = Field(30, ge=0, description="passes over the virtual samples (paper: not known); 0 leaves the head")
+    epochs: int = Field(
+        30, ge=0, description="passes over the virtual samples (paper: not known); 0 = no calibration: the base's model"
+    )
     batch: int = Field(64, ge=1, description="samples per step (paper: not known)")
     oracle: bool = Field(
         False, description="also calibrate on the clients' real features, for comparison; not deployable (Sec. 3.3)"
@@ -83,8 +85,15 @@ class CCVRHParams(BaseHParams):
 
     @property
     def transforms_input(self) -> bool:
-        """Whether the calibrated head sees transformed representations."""
+        """Whether a head that was calibrated sees transformed representations."""
         return self.transform in ("feature", "sample")
+
+    def before_head(self, samples: int) -> bool:
+        """Whether the transform stands before a head after its re-training on that many samples.
+
+        A head that took no step is the base's: it was trained on plain representations and must go on to see these.
+        """
+        return self.transforms_input and self.epochs > 0 and samples > 0
 
 
 class CCVRClient(FedClient):
@@ -158,7 +167,9 @@ class CCVRClient(FedClient):
         """Yield (z, label) of the training split in blocks: z (n, d) float32, evaluation mode, no augmentation."""
         for start in range(0, self.task.num_samples, BLOCK):
             part = slice(start, start + BLOCK)
-            yield self.representations(self.task.x_train[part]).float(), self.task.y_train[part]
+            with torch.no_grad():
+                z = self.model.head_input(self.representations(self.task.x_train[part]))
+            yield z.float(), self.task.y_train[part]
 
     def moments(self) -> ClassMoments:
         """Return count, mean and scatter of z, or of T(z), of every class that has `min_count` samples here."""

@@ -65,9 +65,9 @@ class PrototypeModel(SplitModel):
         nn.init.zeros_(self.head.bias)
         nn.init.orthogonal_(self.head.weight, generator=sampling.torch_generator(seed, "prototypes"))
 
-    def classify(self, z: Tensor) -> Tensor:
-        """Return the logits (B, C) of representations (B, d) of any length."""
-        return self.scale * F.linear(F.normalize(z, dim=1), self.head.weight)
+    def head_input(self, z: Tensor) -> Tensor:
+        """Return s * z / ||z||, (B, d), so that the head, whose bias is 0, gives s * cos(z, W_c)."""
+        return self.scale * F.normalize(z, dim=1)
 
 
 class FedNHClient(FedClient):

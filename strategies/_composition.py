@@ -16,7 +16,6 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from pydantic import ValidationError
 
-from clients.base import FedClient
 from fedapp.errors import BadRequest, suggest
 from fedapp.method import ALL, Arrays, BaseHParams, Method, Payload, Query, Reply, ServerState
 from strategies.base import FedStrategy
@@ -24,7 +23,7 @@ from strategies.base import FedStrategy
 T = TypeVar("T")
 
 BASES = ("base=fedavg", "base=fedprox", "base=fedavgm", "base=moon")
-"""Named in the message for an unsuitable base; other methods that leave one linear head are suitable too."""
+"""Named in the message for an unsuitable base; all other methods with one global model are suitable too."""
 
 
 def on(outer: type[T], base: type[Any], settings: BaseHParams, base_hparams: BaseHParams) -> type[T]:
@@ -57,13 +56,13 @@ def built_on(outer: Method, settings: Any, lookup: Callable[[str], Method]) -> M
 
     Raises
     ------
-    BadRequest : the base is unknown, leaves no head that `outer` can calibrate, or does not take its arguments.
+    BadRequest : the base is unknown, leaves no head of one global model, or does not take its arguments.
     """
     base = lookup(settings.base)
     inner = base_hparams(base, settings.base_args)
-    if not leaves_one_linear_head(base, inner):
+    if not leaves_one_head(base, inner):
         raise BadRequest(
-            f"{outer.id} calibrates the linear head of one global model, and {base.id} does not leave one: "
+            f"{outer.id} calibrates the head of one global model, and {base.id} does not leave one: "
             f"take {', '.join(BASES[:-1])} or {BASES[-1]}"
         )
 
@@ -107,16 +106,12 @@ def base_hparams(base: Method, text: str) -> BaseHParams:
         raise BadRequest("method-args: " + "; ".join(lines)) from e
 
 
-def leaves_one_linear_head(base: Method, hparams: BaseHParams) -> bool:
-    """Whether a method ends with one global model, shared whole, that classifies by a plain linear head."""
-    hooks = ("build_model", "configure_model")
-    plain = all(_function(base.client, hook) is _function(FedClient, hook) for hook in hooks)
-    return base.resolve is None and base.global_model and set(base.shared_prefixes(hparams)) == set(ALL) and plain
+def leaves_one_head(base: Method, hparams: BaseHParams) -> bool:
+    """Whether a method ends with one global model, sent whole to the clients.
 
-
-def _function(cls: type[Any], name: str) -> Any:
-    """Return the function behind a class method."""
-    return getattr(getattr(cls, name), "__func__", None)
+    Every model is a `SplitModel`: its logits are its linear head's, on what `head_input` makes of a representation.
+    """
+    return base.resolve is None and base.global_model and set(ALL) <= set(base.shared_prefixes(hparams))
 
 
 class PostHoc(FedStrategy):

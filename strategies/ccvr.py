@@ -49,12 +49,9 @@ class CCVR(PostHoc):
         s, w = self.settings, self.trained(state)
         replies, pooled = self.statistics(w, query)
         counts = pooled.counts
-        # Algorithm 1, line 14. Each class has its own stream of random numbers: more samples extend the same set.
-        m = virtual.allot(counts, s.samples, s.mc_mode)
-        z, y, jitter = virtual.virtual_features(pooled, m, self.context.seed, s.shrink)
-        z = heads.tukey(z) if s.transform in ("sample", "sample-only") else z
-        head = retrain(w, z, y, s, functools.partial(self.context.rng, "ccvr-order"))
-        entry: ServerState = {"head": head, "tukey": s.transforms_input}
+        rng = functools.partial(self.context.rng, "ccvr-order")
+        head, y, jitter = on_virtual(w, pooled, s, self.context.seed, rng)
+        entry: ServerState = {"head": head, "tukey": s.before_head(len(y))}
         calibrated = {**state, "ccvr": entry}
         entry["calibration"] = {
             "before": self.score(state),
@@ -73,9 +70,9 @@ class CCVR(PostHoc):
         }
         if s.oracle:
             z, y = self.real(w, query)
-            best = retrain(w, z, y, s, functools.partial(self.context.rng, "ccvr-oracle-order"))
+            best = retrain(w, z, y, s, functools.partial(self.context.rng, "ccvr-oracle-order"))  # Sec. 3.3
             entry["calibration"] |= {
-                "oracle": self.score({**state, "ccvr": {**entry, "head": best}}),
+                "oracle": self.score({**state, "ccvr": {"head": best, "tukey": s.before_head(len(y))}}),
                 "oracle_samples": len(y),
                 "oracle_deployable": False,
             }
@@ -146,6 +143,27 @@ class CCVR(PostHoc):
         if found and found["after"] is None:
             found |= {"before": before, "after": mean_accuracy(final.values()), "score": "received, mean over clients"}
         return {**super().report(state, final), "calibration": found}
+
+
+def on_virtual(
+    head: Mapping[str, Array],
+    pooled: ClassMoments,
+    s: CCVRHParams,
+    seed: int,
+    rng: Callable[[int], np.random.Generator],
+) -> tuple[Arrays, Array, dict[int, float]]:
+    """Return phi~ re-trained on virtual representations, their labels, and `Factor.jitter` by class.
+
+    Parameters
+    ----------
+    head : phi.   pooled : N_c, mu_c, Sigma_c.
+    seed : of the draws. Each class has its own stream of random numbers: more samples extend the same set.
+    rng : of the order of the samples, by epoch.
+    """
+    m = virtual.allot(pooled.counts, s.samples, s.mc_mode)
+    z, y, jitter = virtual.virtual_features(pooled, m, seed, s.shrink)  # Algorithm 1, line 14
+    z = heads.tukey(z) if s.transform in ("sample", "sample-only") else z
+    return retrain(head, z, y, s, rng), y, jitter
 
 
 def retrain(

@@ -24,13 +24,16 @@ from fedapp.core.heads import CCVRHead
 from fedapp.core.virtual import virtual_features
 from fedapp.engines.local import RunResult, run
 from fedapp.errors import BadRequest
+from fedapp.experiments import compare, recipes
 from fedapp.learning.evaluation import batched
 from fedapp.learning.state import read_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.learning.training import Batch, batch_slices
 from fedapp.method import Arrays, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.models import SplitModel
+from fedapp.results import analysis
 from fedapp.results.predict import load
+from fedapp.results.runs import read_run
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
 from fedapp.transport.client_manager import ClientManager
@@ -40,7 +43,8 @@ from tests import handmade
 from tests.handmade import deterministic
 
 W, B = "head.weight", "head.bias"
-BASES = ("fedavg", "fedprox", "fedavgm", "moon")
+BASES = sorted(m.id for m in registry.discover().values() if m.global_model and m.id != "ccvr")
+"""Every method with one global model, with one of its own or not."""
 SMALL: dict[str, Any] = {"dataset": "digits", "clients": 3, "local_epochs": 1, "batch_size": 64, "alpha": 0.3}
 
 # Three clients, three classes, d = 2.
@@ -346,6 +350,91 @@ def test_one_client_is_its_own_gaussian(cov: str) -> None:
     for c in own.classes:
         np.testing.assert_allclose(found.means[c], own.means[c], atol=1e-13)
         np.testing.assert_allclose(found.cov(c), own.cov(c), atol=1e-13)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_only_the_head_of_the_bases_model_changes(base: str, tmp_path: Path) -> None:
+    """Two rounds of any base, then the calibration: features, buffers and further parameters stay bit for bit."""
+    common = {**SMALL, "rounds": 2, "alpha": 0.1}
+    plain = run(method=base, out=tmp_path / "plain", **common)
+    ccvr = run(method="ccvr", method_args=f"base={base}", out=tmp_path / "ccvr", **common)
+    pd.testing.assert_frame_equal(deterministic(plain.rounds), deterministic(ccvr.rounds), check_exact=True)
+    before, after = (read_safetensors(r.out / "models" / "last.safetensors")[0] for r in (plain, ccvr))
+    assert {n for n in before if not np.array_equal(before[n], after[n])} == {W, B} <= before.keys() == after.keys()
+    found = ccvr.summary["calibration"]
+    assert found["before"] == plain.summary["accuracy"]["global"]["last"] != found["after"]
+    assert ccvr.summary["accuracy"]["global"]["last"] == found["after"]
+    assert ccvr.summary["pooled"]["received"] == pytest.approx(found["after"], abs=1e-12), (
+        "clients score the same model"
+    )
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_what_a_client_describes_is_what_the_bases_head_multiplies(base: str) -> None:
+    """z W^T + b of the features that a client would describe are the logits of the base's own model."""
+    settings = config.from_flat({"clients": 3, "dataset": "digits", "method": "ccvr"})
+    task = tasks.simulated_task(settings, 0, 3, torch.device("cpu"))
+    method, hparams = method_of(f"base={base} oracle=true")
+    client = method.client(task, method, hparams)
+    model = registry.get(base).client.build_model(task.spec(5), registry.parse_args(registry.get(base), ""))
+    arrays = extract(model, model.state_dict())
+    z = client.answer_query("features", Payload(common=arrays), 1)[0]["features/z"]
+    logits = batched(model.eval(), task.x_train, task.inputs).detach().numpy()
+    np.testing.assert_allclose(z @ arrays[W].T + arrays[B], logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("transform", ["none", "feature", "sample", "sample-only"])
+@pytest.mark.parametrize("base", BASES)
+def test_no_transform_stands_before_a_head_that_was_not_calibrated(base: str, transform: str, tmp_path: Path) -> None:
+    """Without a step of re-training the deployed model is the base's: by epochs, or because no class is large enough.
+
+    The oracle is calibrated, or not, by itself: real features are there even where no class is large enough.
+    """
+    common = {**SMALL, "clients": 2, "rounds": 1, "data_fraction": 0.3}
+    plain = run(method=base, out=tmp_path / "plain", **common)
+    wanted = read_safetensors(plain.out / "models" / "last.safetensors")[0]
+    for args in ("epochs=0 oracle=true", "min_count=100000 oracle=true epochs=2", "epochs=0 min_count=100000"):
+        args = f"base={base} transform={transform} {args}"
+        ccvr = run(method="ccvr", method_args=args, out=tmp_path / args.replace(" ", "-"), **common)
+        arrays, header = read_safetensors(ccvr.out / "models" / "last.safetensors")
+        assert header["scalars"] == {"tukey": False}
+        assert all(np.array_equal(arrays[n], wanted[n]) for n in wanted)
+        found, score = ccvr.summary["calibration"], plain.summary["accuracy"]["global"]["last"]
+        assert found["before"] == found["after"] == ccvr.summary["accuracy"]["global"]["last"] == score
+        assert ccvr.summary["pooled"]["received"] == plain.summary["pooled"]["received"]
+        if "epochs=0 oracle" in args:
+            assert found["oracle"] == score
+        again = analysis.global_model(read_run(ccvr.out))
+        assert getattr(again.head, "transform", False) is False
+
+
+@pytest.mark.parametrize("table", ["0.05", "0.1", "0.5"])
+def test_rows_of_table_1_score_the_model_as_trained(table: str, tmp_path: Path) -> None:
+    """The published number is `global`: of FedAvg, or of FedAvg with clsnorm or clsprox, all without calibration."""
+    recipe = recipes.shipped()[f"ccvr-table1-{table}"]
+    small = {
+        "dataset": "digits", "model": "digits-a", "clients": 2, "num-server-rounds": 1, "local-epochs": 1,
+        "augment": "none", "split": "holdout", "data-fraction": 0.4,
+    }  # fmt: skip
+    scores = {}
+    for i, variant in enumerate(compare.parse_variants(recipe.methods)):
+        given = dict(part.partition("=")[::2] for part in str(recipe.settings["method-args"]).split())
+        args = {**given, **dict(variant.args)} if variant.method == "ccvr" else dict(variant.args)
+        flat = {**recipe.settings, **small, "method": variant.method}
+        flat["method-args"] = " ".join(f"{k}={v}" for k, v in args.items())
+        result = run(out=tmp_path / str(i), **{k.replace("-", "_"): v for k, v in flat.items()})
+        scores[variant.label] = result.summary["accuracy"]["global"]["last"]
+        assert result.rounds["global_accuracy"].iloc[-1] == result.summary.get("calibration", {}).get(
+            "before", scores[variant.label]
+        )
+        if "oracle" in variant.label:
+            found = result.summary["calibration"]
+            assert found["before"] == scores["fedavg"], "calibrates the first row's model"
+            assert found["oracle"] != found["before"]
+        else:
+            assert scores[variant.label] == result.rounds["global_accuracy"].iloc[-1]
+            assert read_safetensors(result.out / "models" / "last.safetensors")[1]["scalars"] in ({}, {"tukey": False})
+    assert len(scores) == 5
 
 
 @pytest.mark.parametrize("base", BASES)

@@ -304,9 +304,40 @@ def test_the_sweep_repeats_the_runs_own_calibration(ccvr: RunResult) -> None:
     said = ccvr.summary["calibration"]
     images = sum(ccvr.card["test_sizes"])
     assert found.accuracy[0] == pytest.approx(said["before"], abs=1e-9)
-    assert found.accuracy[1] == pytest.approx(said["after"], abs=1.01 / images)
+    assert found.accuracy[100] == pytest.approx(said["after"], abs=1.01 / images)
     assert found.images == ccvr.counts.sum()
     assert found.separability > 0
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        "transform=feature", "transform=sample", "transform=sample-only", "clsnorm=true", "mc_mode=proportional",
+        "cov=diag min_count=3", "base=fednh transform=sample",
+    ],
+)  # fmt: skip
+def test_the_sweep_repeats_the_calibration_of_any_variant(args: str, folder: Path) -> None:
+    """Without test images on the wire in between, statistics in float64 make the sweep's head that of the run."""
+    out = folder / args.replace(" ", "-")
+    given = f"{args} epochs=3 samples=50 dtype=float64 oracle=true"
+    run(**{**SMALL, "rounds": 1, "method": "ccvr", "method_args": given, "alpha": 0.2, "clients": 3, "out": out})
+    data = read_run(out)
+    said = data.summary["calibration"]
+    found = calibration.calibration_sweep(data, (0, 10, 50), (0,))
+    images = sum(data.card["test_sizes"])
+    assert list(found.accuracy) == [0, 10, 50]
+    assert found.accuracy[0] == pytest.approx(said["before"], abs=1e-9)
+    assert found.accuracy[50] == pytest.approx(said["after"], abs=1.01 / images)
+    assert found.images == said["samples"]
+    # The run's oracle sees the same features in another order.
+    assert found.oracle[0] == pytest.approx(said["oracle"], abs=0.03)
+    assert found.separability > 0
+
+
+def test_a_run_that_calibrates_nothing_has_no_sweep(folder: Path) -> None:
+    run(**{**SMALL, "rounds": 1, "method": "ccvr", "method_args": "epochs=0", "clients": 3, "out": folder / "none"})
+    with pytest.raises(Unavailable, match="epochs=0 calibrates nothing"):
+        calibration.calibration_sweep(read_run(folder / "none"))
 
 
 def test_head_norms_before_and_after_calibration(ccvr: RunResult) -> None:

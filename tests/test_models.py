@@ -22,6 +22,8 @@ LIGHT = ("cnn-a", "cnn-b", "cnn-c", "cnn-d")
 FEDGH = tuple(f"fedgh-{i}" for i in range(1, 6))
 BATCH_NORM = ("resnet18", "shufflenetv2", "googlenet", "mobilenetv2")
 RESNETS = ("fedgh-resnet", "fedproto-d", "fedproto-e")
+PLAIN = ("mobilenetv2-plain", "resnet18-plain")
+"""As published: no linear layer between the last means and the head."""
 ALL_SIZES = tuple(name for name in MODEL_NAMES if name not in DIGITS)
 SMALL = ("cnn", *LIGHT, "fedgh-5", "moon", *DIGITS)
 
@@ -67,6 +69,7 @@ def test_the_zoo_holds_the_documented_names() -> None:
         *("fedgh-1", "fedgh-2", "fedgh-3", "fedgh-4", "fedgh-5", "fedgh-resnet"),
         *("fedproto-a", "fedproto-b", "fedproto-c", "fedproto-d", "fedproto-e"),
         *("resnet18", "shufflenetv2", "googlenet", "alexnet", "digits-a", "digits-b", "digits-c"),
+        *PLAIN,
     }
     assert len(set(MODEL_NAMES)) == len(MODEL_NAMES)
 
@@ -244,6 +247,28 @@ def test_mobilenetv2_counts() -> None:
     assert sum(b.numel() for b in buffers) == 34_164
 
 
+@pytest.mark.parametrize(
+    ("name", "classes", "total"),
+    [
+        ("mobilenetv2-plain", 10, 2_236_682),  # torchvision's mobilenet_v2(num_classes=10)
+        ("mobilenetv2-plain", 100, 2_351_972),
+        ("resnet18-plain", 10, 11_181_642),
+        ("resnet18-plain", 100, 11_227_812),
+    ],
+)
+def test_plain_networks_have_nothing_between_the_means_and_the_head(name: str, classes: int, total: int) -> None:
+    model, wider = build(name, num_classes=classes), build(name.removesuffix("-plain"), num_classes=classes)
+    assert count(model) == total
+    assert "fc1" not in dict(model.features.named_children())
+    assert count(wider.features) - count(model.features) == count(dict(wider.features.named_children())["fc1"])
+    assert model.width == count(model.head) // classes - 1
+    x = images(2, 3, 32)
+    stages = stage_shapes(model, x)
+    assert stages["last" if "mobile" in name else "layer4"][0] == model.width == stages["flatten"][0]
+    with torch.inference_mode():
+        assert model.features(x).min() >= 0, "the means of a ReLU: a further ReLU would change nothing"
+
+
 @pytest.mark.parametrize(("name", "total"), [("digits-a", 38_282), ("digits-b", 17_226), ("digits-c", 9_738)])
 def test_digits_counts(name: str, total: int) -> None:
     assert count(build(name, channels=1)) == total
@@ -325,8 +350,10 @@ def reference_network(name: str) -> nn.Module:
     """Build torchvision's own network with 512 outputs; MobileNetV2 with the two strides changed by hand."""
     from torchvision import models
 
-    if name == "resnet18":
-        return models.resnet18(num_classes=512)
+    if name.startswith("resnet18"):
+        net = models.resnet18(num_classes=512)
+        net.fc = nn.Identity() if name in PLAIN else net.fc
+        return net
     if name == "shufflenetv2":
         return models.shufflenet_v2_x1_0(num_classes=512)
     if name == "googlenet":
@@ -334,12 +361,13 @@ def reference_network(name: str) -> nn.Module:
     net = models.mobilenet_v2(num_classes=512)
     net.features[0][0].stride = (1, 1)
     net.features[2].conv[1][0].stride = (1, 1)
+    net.classifier = nn.Identity() if name in PLAIN else net.classifier
     return net
 
 
-@pytest.mark.parametrize("name", BATCH_NORM)
+@pytest.mark.parametrize("name", [*BATCH_NORM, *PLAIN])
 def test_trunk_equals_torchvisions_network(name: str) -> None:
-    """Same tensors in the same order in torchvision's own forward give the same 512 numbers."""
+    """Same tensors in the same order in torchvision's own forward give the same numbers."""
     model = build(name)
     model.train()
     for seed in range(2):
@@ -376,7 +404,7 @@ def test_grey_networks_differ_in_the_first_convolution_only(name: str) -> None:
 def test_dropout_rates(name: str) -> None:
     rates = [m.p for m in build(name).modules() if isinstance(m, nn.Dropout)]
     half = {n: [0.5] for n in ("alexnet", "fedproto-a", "fedproto-b", "fedproto-c")}
-    assert rates == {"googlenet": [0.2], "mobilenetv2": [0.2], **half}.get(name, [])
+    assert rates == {"googlenet": [0.2], "mobilenetv2": [0.2], "mobilenetv2-plain": [0.2], **half}.get(name, [])
 
 
 # --- the cut ------------------------------------------------------------------------------------------------------
@@ -397,7 +425,7 @@ def test_the_cut(name: str) -> None:
         assert torch.equal(model.classify(z), functional.linear(z, model.head.weight, model.head.bias))
         assert torch.equal(model(x), model.classify(z))
     # Before the last activation numbers of both signs occur; a ReLU inside the trunk's end would show here.
-    assert (features.min() < 0 < features.max()) != (name in ("fedproto-d", "fedproto-e"))
+    assert (features.min() < 0 < features.max()) != (name in ("fedproto-d", "fedproto-e", *PLAIN))
     assert (z.min() >= 0) == (name != "moon")
 
 
@@ -420,6 +448,8 @@ def test_widths() -> None:
         **dict.fromkeys(("fedproto-d", "fedproto-e"), 512),
         **dict.fromkeys(DIGITS, 64),
         "moon": 256,
+        "mobilenetv2-plain": 1280,
+        "resnet18-plain": 512,
     }
 
 
@@ -480,7 +510,7 @@ def test_batch_normalisation_refuses_a_batch_of_one(name: str) -> None:
         build(name).train()(images(1, 3, 32))
 
 
-@pytest.mark.parametrize("name", [name for name in MODEL_NAMES if name not in (*BATCH_NORM, *RESNETS)])
+@pytest.mark.parametrize("name", [name for name in MODEL_NAMES if name not in (*BATCH_NORM, *RESNETS, *PLAIN)])
 def test_other_models_train_on_a_batch_of_one(name: str) -> None:
     model = build(name).train()
     assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
@@ -553,7 +583,7 @@ def test_global_random_state_is_left_alone(name: str) -> None:
 
 
 def test_models_of_one_width_start_with_the_same_head() -> None:
-    heads = [build(name, seed=4).head for name in ("cnn", *LIGHT, *BATCH_NORM, "alexnet")]
+    heads = [build(name, seed=4).head for name in ("cnn", *LIGHT, *BATCH_NORM, "alexnet", "resnet18-plain")]
     assert all(torch.equal(head.weight, heads[0].weight) and torch.equal(head.bias, heads[0].bias) for head in heads)
 
 

@@ -71,6 +71,8 @@ class CCVRHead(nn.Linear):
     def __init__(self, plain: nn.Linear, normalise: bool) -> None:
         super().__init__(plain.in_features, plain.out_features)
         self.load_state_dict(plain.state_dict())
+        for own, given in zip(self.parameters(), plain.parameters()):
+            own.requires_grad_(given.requires_grad)
         self.normalise = normalise
         self.transform = False
         if normalise:

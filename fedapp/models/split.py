@@ -13,6 +13,8 @@ from torch import Tensor, nn
 class SplitModel(nn.Module):
     """Image classifier `head(activation(features(x)))`.
 
+    A subclass may put a function between the representation and the head (`head_input`).
+
     Parameters
     ----------
     name : str
@@ -73,6 +75,13 @@ class SplitModel(nn.Module):
         z: Tensor = self.activation(self.features(x))
         return z
 
+    def head_input(self, z: Tensor) -> Tensor:
+        """Return the numbers that the head multiplies, (B, width) float32; here the representations themselves.
+
+        A model whose logits are linear in a function of its representations defines that function here.
+        """
+        return z
+
     def classify(self, z: Tensor) -> Tensor:
         """Return the logits of representations.
 
@@ -86,7 +95,7 @@ class SplitModel(nn.Module):
         Tensor, (B, num_classes) float32
             Logits, without softmax.
         """
-        logits: Tensor = self.head(z)
+        logits: Tensor = self.head(self.head_input(z))
         return logits
 
     def forward(self, x: Tensor) -> Tensor:

@@ -175,24 +175,29 @@ def global_arrays(run: RunResult, calibrated: bool = True) -> Arrays:
     if not method.global_model:
         raise Unavailable(f"{run.method} has no global model", "fedapp run --method fedavg ... (or ccvr)")
     if calibrated:
-        path = run.out / "models" / "last.safetensors"
-        try:
-            return read_safetensors(path)[0]
-        except StateError as e:
-            raise Unavailable(f"models/{path.name} is missing or damaged") from e
+        return _published(run)[0]
     arrays: Arrays = server_state(run).get("model") or {}
     if not arrays:
         raise Unavailable("the checkpoint of the last round holds no model")
     return arrays
 
 
+def _published(run: RunResult) -> tuple[Arrays, Mapping[str, Any]]:
+    """Read the model that the server published at the end, and the plain values that go with it."""
+    path = run.out / "models" / "last.safetensors"
+    try:
+        arrays, header = read_safetensors(path)
+    except StateError as e:
+        raise Unavailable(f"models/{path.name} is missing or damaged") from e
+    scalars = header.get("scalars")
+    return arrays, scalars if isinstance(scalars, Mapping) else {}
+
+
 def global_model(run: RunResult, calibrated: bool = True) -> SplitModel:
     """Build the global model after the last round, in evaluation mode; see `global_arrays`."""
     model = _model(run, config_of(run).model_names[0], global_arrays(run, calibrated))
-    method, hparams = method_of(run)
-    # A calibrated head may take representations after Tukey's transform.
-    tukey = calibrated and bool(getattr(hparams, "transforms_input", False))
-    method.client.configure_model(model, {"tukey": tukey})
+    if calibrated:  # a calibrated head may take representations after Tukey's transform
+        method_of(run)[0].client.configure_model(model, _published(run)[1])
     return model
 
 

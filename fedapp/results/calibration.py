@@ -38,6 +38,8 @@ from fedapp.results.statistics import Floats, Ints, mean_and_std
 
 CALIBRATION_IMAGES = 20_000
 """Training images from which class statistics are computed at most."""
+VIRTUAL_SAMPLES = 50_000
+"""Virtual samples of all classes together that a sweep draws at most."""
 
 
 # ---- layers ----------------------------------------------------------------------------------------------------------
@@ -137,71 +139,109 @@ class Calibration:
 
     Attributes
     ----------
-    samples : M_c, virtual samples per class; the first is 0, the head as it was trained.
-    accuracy : on the central test set (or on all clients' test splits), same length.
+    accuracy : by M_c, virtual samples per class; 0 is the head as it was trained.
+    oracle : by real representations per class; 0 is all of them (CCVR, Fig. 4 and 6).
     separability : mean sliced Wasserstein distance over pairs of classes (CCVR, Fig. 6).
     images : training images that the statistics are of.
+
+    All accuracies are on the central test set (or on all clients' test splits).
     """
 
-    samples: list[int]
-    accuracy: list[float]
+    accuracy: dict[int, float]
+    oracle: dict[int, float]
     separability: float
     images: int
 
 
-def calibration_sweep(run: RunResult, samples: Sequence[int] = (0, 10, 50, 100, 500, 1000, 2000)) -> Calibration:
-    """Calibrate the head of a run's global model with several M_c (CCVR, Fig. 7); nothing is written.
+def calibration_sweep(
+    run: RunResult, samples: Sequence[int] = (0, 50, 100, 500, 1000, 2000), real: Sequence[int] = ()
+) -> Calibration:
+    """Calibrate the head of a run's global model with several M_c (CCVR, Fig. 7 and 14); nothing is written.
 
     The statistics are those that the clients would send, computed here from their training splits (from at most
     `CALIBRATION_IMAGES`); settings are those of the run where its method is CCVR, else CCVR's defaults.
 
+    Parameters
+    ----------
+    samples : values of M_c; those that would make more than `VIRTUAL_SAMPLES` in all are left out.
+    real : numbers of real representations per class to calibrate on as well, 0 = all.
+
     Raises
     ------
-    Unavailable : no global model with a linear head, or no test images.
+    Unavailable : no global model, no test images, or a run that calibrates nothing.
     """
     from clients.ccvr import CCVRHParams
     from fedapp import sampling
-    from fedapp.core.gaussian import moments
-    from fedapp.core.virtual import separability, virtual_features
-    from strategies.ccvr import retrain
+    from fedapp.core import gaussian, heads, virtual
+    from strategies.ccvr import on_virtual, retrain
 
-    _, hparams = method_of(run)
-    settings = hparams if isinstance(hparams, CCVRHParams) else CCVRHParams()
-    if settings.transform != "none" or settings.clsnorm or settings.mc_mode != "fixed":
-        raise Unavailable("the sweep is drawn for CCVR without transform, clsnorm and mc_mode=proportional")
-    arrays = global_arrays(run, calibrated=False)
-    if "head.weight" not in arrays or "head.bias" not in arrays:
-        raise Unavailable(f"{run.method} leaves no linear head with bias to calibrate")
-    data = data_of(run)
+    settings = method_of(run)[1]
+    settings = settings if isinstance(settings, CCVRHParams) else CCVRHParams()
+    if settings.epochs == 0:
+        raise Unavailable("epochs=0 calibrates nothing", "fedapp run --method ccvr ... (without epochs=0)")
+    w = global_arrays(run, calibrated=False)
     model = global_model(run, calibrated=False)
-    if type(model.head) is not nn.Linear:
-        raise Unavailable(f"{run.method} leaves no plain linear head to calibrate")
+    z, y, sent, test_z, test_y = _inputs_of_the_head(run, model, settings.min_count)
+    classes = data_of(run).dataset.num_classes
+    fitted = heads.tukey(z) if settings.transform == "feature" else z
+    pooled = gaussian.moments(fitted[sent], y[sent], classes, gaussian.form_of(settings.cov))
+
+    def score(head: Mapping[str, Any], calibrated: int) -> float:
+        inputs = torch.from_numpy(heads.tukey(test_z) if settings.before_head(calibrated) else test_z)
+        weight, bias = (torch.from_numpy(np.asarray(head[f"head.{n}"], np.float32)) for n in ("weight", "bias"))
+        predicted = heads.logits(inputs, weight, bias, settings.clsnorm).argmax(dim=1).numpy()
+        return float((predicted == test_y).mean())
+
+    accuracy: dict[int, float] = {}
+    for m in samples:
+        if m * classes <= VIRTUAL_SAMPLES:
+            order = functools.partial(sampling.rng, run.seed, "ccvr-order")
+            drawn = settings.model_copy(update={"samples": max(1, m)})
+            head, label, _ = on_virtual(w, pooled, drawn, run.seed, order) if m else (w, (), {})
+            accuracy[m] = score(head, len(label))
+    oracle: dict[int, float] = {}
+    seen = heads.tukey(z) if settings.transforms_input else z
+    for m in real:
+        rng = sampling.rng(run.seed, "ccvr-oracle")
+        rows = np.concatenate([rng.permutation(np.flatnonzero(y == c))[: m or None] for c in np.unique(y)])
+        order = functools.partial(sampling.rng, run.seed, "ccvr-oracle-order")
+        oracle[m] = score(retrain(w, seen[rows], y[rows], settings, order), len(rows))
+    separability = virtual.separability(pooled, run.seed) if pooled.classes.size > 1 else float("nan")
+    return Calibration(accuracy, oracle, separability, int(sent.sum()))
+
+
+def _inputs_of_the_head(
+    run: RunResult, model: SplitModel, min_count: int
+) -> tuple[NDArray[np.float32], Ints, NDArray[np.bool_], NDArray[np.float32], Ints]:
+    """Return what the head sees of images.
+
+    Returns
+    -------
+    z, y : of the clients' training images, (n, d), and their labels, (n,).
+    sent : (n,) whether the image's class has `min_count` images at its client, and so is part of the statistics.
+    test_z, test_y : of the test images, (m, d) and (m,).
+    """
+    from fedapp import sampling
+
+    data = data_of(run)
     tests = data.central(torch.device("cpu"))
     if tests is None:
         images, labels = data.dataset.take(np.sort(np.concatenate([c.test for c in data.partition.clients])))
         tests = torch.from_numpy(images), torch.from_numpy(labels)
+    if not len(tests[1]):
+        raise Unavailable("there are no test images")
+    many = np.zeros(len(data.dataset.pool_labels), dtype=np.bool_)
+    for client in data.partition.clients:
+        labels = data.dataset.pool_labels[client.train]
+        many[client.train] = np.bincount(labels, minlength=data.dataset.num_classes)[labels] >= min_count
     indices = np.sort(np.concatenate([c.train for c in data.partition.clients]))
     if len(indices) > CALIBRATION_IMAGES:
         indices = np.sort(sampling.rng(run.seed, "report").choice(indices, CALIBRATION_IMAGES, replace=False))
-    x, y = data.dataset.take(indices)
-    z = represent(run, model, torch.from_numpy(x))
-    classes = data.dataset.num_classes
-    pooled = moments(z, np.asarray(y, dtype=np.int64), classes)
-    test_z, test_y = represent(run, model, tests[0]), tests[1].numpy()
+    images, labels = data.dataset.take(indices)
 
-    head = {n: np.asarray(arrays[n]) for n in ("head.weight", "head.bias")}
-    kept = [m for m in samples if m * classes <= 50_000]
-    accuracy = []
-    for m in kept:
-        after: Mapping[str, Any] = head
-        if m:
-            virtual, label, _ = virtual_features(pooled, np.where(pooled.counts > 0, m, 0), run.seed, settings.shrink)
-            after = retrain(head, virtual, label, settings, lambda epoch: sampling.rng(run.seed, "ccvr-order", epoch))
-        logits = test_z @ np.asarray(after["head.weight"]).T + np.asarray(after["head.bias"])
-        accuracy.append(float((logits.argmax(axis=1) == test_y).mean()))
-    return Calibration(
-        samples=kept,
-        accuracy=accuracy,
-        separability=separability(pooled, run.seed) if pooled.classes.size > 1 else float("nan"),
-        images=len(indices),
-    )
+    def seen(x: Tensor) -> NDArray[np.float32]:
+        rows: NDArray[np.float32] = batched(lambda b: model.head_input(model.represent(b)), x, data.inputs).numpy()
+        return rows
+
+    y, test_y = (np.asarray(v, dtype=np.int64) for v in (labels, tests[1]))
+    return seen(torch.from_numpy(images)), y, many[indices], seen(tests[0]), test_y

@@ -52,11 +52,11 @@ def samples_sweep(runs: Runs) -> Words:
     found = each(runs, calibration.calibration_sweep)
     said = "; ".join(
         f"{n}: {percent(c.accuracy[0])} as trained, "
-        + ", ".join(f"{percent(a)} with {m}" for m, a in zip(c.samples[1:], c.accuracy[1:]))
+        + ", ".join(f"{percent(a)} with {m}" for m, a in c.accuracy.items() if m)
         for n, c in found.items()
     )
     images = next(iter(found.values())).images
-    lines = [Curve(n, np.array(c.samples), np.array(c.accuracy)) for n, c in found.items()]
+    lines = [Curve(n, np.array(list(c.accuracy)), np.array(list(c.accuracy.values()))) for n, c in found.items()]
     axis = "virtual samples per class, M_c (0 = as trained)"
     return (
         f"Calibration computed from this run's global model and class statistics of {images:,} training images, after "
@@ -89,7 +89,7 @@ def separability(runs: Runs, samples: int = 100) -> Words:
         except Unavailable as e:
             reasons.append(f" ({e.why})")
         else:
-            points.append((run.label, found.separability, 100 * (found.accuracy[1] - found.accuracy[0])))
+            points.append((run.label, found.separability, 100 * (found.accuracy[samples] - found.accuracy[0])))
     if len(points) < 2:
         raise Unavailable(
             f"it needs two runs with one global model, there is {len(points) or 'none'}{''.join(reasons[:1])}",
