@@ -241,6 +241,16 @@ def compare(
     partitions: Annotated[
         str, typer.Option(help='several partitions, with alpha or classes per client: "pathological:2,dirichlet:0.1"')
     ] = "",
+    sweep: Annotated[
+        str, typer.Option(help='several values of a common key, each a setting: "fraction-train=0.1,0.5,1"')
+    ] = "",
+    grid: Annotated[
+        str,
+        typer.Option(
+            help="search hyperparameters of the methods: every point is run, the score on validation images chooses "
+            '(with --set validation=0.1): "lr=0.01,0.1;fedprox.mu=0.1,1"'
+        ),
+    ] = "",
     clients: Annotated[int | None, typer.Option(help="number of clients (default 10)")] = None,
     rounds: Annotated[int | None, typer.Option(help="total number of rounds")] = None,
     seed: Annotated[int | None, typer.Option(help="first seed")] = None,
@@ -296,6 +306,8 @@ def compare(
         engine,
         datasets=lists["dataset"],
         partitions=lists["partition"],
+        sweep=sweep,
+        points=grid,
         reference=reference,
         target=target,
         workers=workers,

@@ -7,6 +7,7 @@
 | `results.csv`      | a row a run                                                                              |
 | `curves.csv`       | a row a run, round and protocol                                                          |
 | `significance.csv` | a row a measure and method, tested against the reference                                 |
+| `grid.csv`         | with `--grid`: a row a point, its validation score, and whether it was chosen            |
 | `report.html`      | all of it on one page                                                                    |
 
 Finished runs are not run again, broken ones are continued from their last checkpoint.
@@ -39,7 +40,7 @@ from fedapp.engines import pool, runner
 from fedapp.engines import superlink as launch
 from fedapp.engines.resources import usable_cores
 from fedapp.errors import BadRequest, suggest
-from fedapp.experiments import tables
+from fedapp.experiments import grid, tables
 from fedapp.experiments.jobs import Job, Variant
 from fedapp.models import head_width
 from fedapp.results.directory import absolute, check_out, check_writable, new_folder, only_writer
@@ -51,6 +52,8 @@ OWN_SETTINGS = (
     "precision", "buffers", "wire-dtype",
 )  # fmt: skip
 """Run-config keys that one method of a comparison may have for itself; all others are common to its runs."""
+SWEPT = ("clients", "fraction-train", "num-server-rounds", "split")
+"""Run-config keys that `--sweep` takes: the runs of a value are a setting of their own."""
 DEFAULT_METHODS = "local,lgfedavg,fedclassavg"
 
 
@@ -114,6 +117,43 @@ def _inside(method_id: str, pairs: Sequence[str]) -> tuple[tuple[tuple[str, str]
     return tuple(args.items()), tuple(settings.items())
 
 
+def expand(variants: Sequence[Variant], text: str) -> list[Variant]:
+    """Put every point of a grid in the place of each variant.
+
+    A name of the grid is a hyperparameter or one of :data:`OWN_SETTINGS`, as in the brackets of `--methods`; it counts
+    for the methods that have it, and `METHOD.name` for one method alone.
+
+    Raises
+    ------
+    BadRequest : a grid that cannot be read, a name that no variant has, or a value that a variant already has.
+    """
+    axes, used, found = grid.parse(text, "--grid"), set(), []
+    for variant in variants:
+        fields = registry.get(variant.method).hparams.model_fields
+        mine: dict[str, list[str]] = {}
+        for name, values in axes.items():
+            owner, dot, inner = name.partition(".")
+            own = inner if dot and owner == variant.method else name
+            plain = own.removeprefix("config.")
+            based = own.startswith("base.") and "base_args" in fields
+            if based or own.replace("-", "_") in fields or plain.replace("_", "-") in OWN_SETTINGS:
+                mine[own] = values
+                used.add(name)
+        for point in grid.points(mine):
+            args, settings = _inside(variant.method, point)
+            twice = {*dict(args), *dict(settings)} & {*dict(variant.args), *dict(variant.settings)}
+            if twice:
+                raise BadRequest(f"--grid: {variant.label} has a value of its own for {', '.join(sorted(twice))}")
+            inside = " ".join([variant.label[len(variant.method) :].strip("()"), *point]).strip()
+            label = variant.method + (f"({inside})" if inside else "")
+            found.append(
+                Variant(label, variant.method, variant.args + args, variant.settings + settings, variant.label)
+            )
+    if unused := [name for name in axes if name not in used]:
+        raise BadRequest(f"--grid: none of {', '.join(v.label for v in variants)} has {', '.join(unused)}")
+    return found
+
+
 def parse_partition(text: str) -> dict[str, Any]:
     """Read an entry of `--partitions`: `KIND` or `KIND:NUMBER`, the number being alpha or the classes per client.
 
@@ -136,15 +176,18 @@ def parse_partition(text: str) -> dict[str, Any]:
 
 
 def settings_of(
-    values: Mapping[str, Any], datasets: Sequence[str], partitions: Sequence[str]
+    values: Mapping[str, Any], datasets: Sequence[str], partitions: Sequence[str], sweep: str = ""
 ) -> dict[str, dict[str, Any]]:
-    """Return all pairs of data sets and partitions; those of `values` where none is named.
+    """Return all data sets with all partitions and all values of a sweep; those of `values` where none is named.
 
     Returns
     -------
     Folder of its runs, where a comparison has several settings -> run-config keys.
     """
     settings: dict[str, dict[str, Any]] = {}
+    axes = grid.parse(sweep, "--sweep")
+    if others := [name for name in axes if name not in SWEPT]:
+        raise BadRequest(f"--sweep: '{others[0]}'{suggest(others[0], SWEPT)} is not one of {', '.join(SWEPT)}")
     for dataset in datasets or [str(values.get("dataset", configuration.DEFAULTS["dataset"]))]:
         for text in partitions or [""]:
             chosen = {"dataset": dataset, **(parse_partition(text) if text else {})}
@@ -152,9 +195,12 @@ def settings_of(
             folder = f"{dataset}-{flat['partition']}"
             if key := PARTITION_PARAMETER.get(flat["partition"]):
                 folder += f"-{flat[key]:g}"
-            if folder in settings:
-                raise BadRequest(f"{folder} is asked for twice in --datasets and --partitions")
-            settings[folder] = chosen
+            for point in grid.points(axes):
+                name = "-".join([folder, *point])
+                if name in settings:
+                    raise BadRequest(f"{name} is asked for twice in --datasets and --partitions")
+                own = {k: configuration.parse_value(k, v) for k, _, v in (at.partition("=") for at in point)}
+                settings[name] = {**chosen, **own}
     return settings
 
 
@@ -199,7 +245,8 @@ def jobs_of(
         except BadRequest as e:
             refused.setdefault(f"{variant.label}: {e}")
         else:
-            jobs.append(Job(variant, several, seed, config))
+            sweep = ", ".join(f"{key} {setting[key]}" for key in SWEPT if key in setting)
+            jobs.append(Job(variant, several, seed, config, sweep))
     if refused:
         raise BadRequest("\n".join(refused))
     return jobs
@@ -396,6 +443,8 @@ def run(
     *,
     datasets: Sequence[str] = (),
     partitions: Sequence[str] = (),
+    sweep: str = "",
+    points: str = "",
     reference: str | None = None,
     target: float | None = None,
     workers: int | None = None,
@@ -407,7 +456,9 @@ def run(
     values : flat run-config that all runs share.   methods : see :func:`parse_variants`.
     seeds : number of seeds, from the values' seed on.
     out : folder of the comparison, default a new `./runs/compare-<time>`.
-    datasets, partitions : none = those of the values.   reference : label of the method to test against.
+    datasets, partitions : none = those of the values.   sweep : see :func:`settings_of`.   points : see :func:`expand`;
+        the tables hold the point of each method that `grid.choose` chose.
+    reference : label of the method to test against.
     target : accuracy in (0, 1) whose rounds and bytes are counted; None = what the reference ends at.
     workers : processes at a time on the local engine.
 
@@ -423,7 +474,11 @@ def run(
         raise BadRequest(f"--target {target:g}: a share between 0 and 1, such as 0.9")
     if workers is not None and (workers < 1 or engine != "local"):
         raise BadRequest("--workers: at least 1, with --engine local")
-    settings = settings_of(values, datasets, partitions)
+    settings = settings_of(values, datasets, partitions, sweep)
+    if points:
+        variants = expand(variants, points)
+        if not float(values.get("validation") or 0):
+            raise BadRequest("--grid chooses on validation images: hold some out with --set validation=0.1")
     made = out is None
     out = new_folder(Path("runs"), "compare") if out is None else absolute(out)
     try:
@@ -447,8 +502,11 @@ def run(
         if todo:
             failed = run_on_ray(todo, out / "superlink.log") if engine == "ray" else run_here(todo, workers)
         finished = [job for job in jobs if job.result.ok]
+        notes = differences(jobs)
+        if points:
+            finished, notes = grid.choose(jobs, out)
         shared = tables.verify(finished)
-        tables.write(out, finished, first, target, [*differences(jobs), *shared.lines])
+        tables.write(out, finished, first, target, [*notes, *shared.lines])
     others = sorted(
         str(p.parent.relative_to(out / "runs"))
         for depth in (1, 2)

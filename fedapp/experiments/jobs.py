@@ -20,12 +20,14 @@ class Variant:
     ----------
     label : as it was written, `fedavg` or `fedprox(mu=0.1)`; names it in tables and folders.
     args : hyperparameters, name -> text.   settings : run-config keys of its own, typed.
+    family : in a search the label of the variant that it is a point of.
     """
 
     label: str
     method: str
     args: tuple[tuple[str, str], ...] = ()
     settings: tuple[tuple[str, Any], ...] = ()
+    family: str = ""
 
     @property
     def folder(self) -> str:
@@ -41,12 +43,18 @@ class Variant:
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a comparison."""
+    """One run of a comparison.
+
+    Attributes
+    ----------
+    setting : folder of its setting, empty where there is one.   sweep : the values of `--sweep`, in words.
+    """
 
     variant: Variant
     setting: str
     seed: int
     config: RunConfig
+    sweep: str = ""
 
     @property
     def out(self) -> Path:

@@ -48,11 +48,12 @@ def describe(job: Job) -> dict[str, Any]:
     return {
         "method": job.variant.method, "variant": job.variant.label, "method_args": c.method_args, "dataset": c.dataset,
         "partition": c.partition, "alpha": c.alpha if key == "alpha" else math.nan,
-        "classes_per_client": c.classes_per_client if key == "classes-per-client" else math.nan, "seed": job.seed,
+        "classes_per_client": c.classes_per_client if key == "classes-per-client" else math.nan, "sweep": job.sweep,
+        "seed": job.seed,
     }  # fmt: skip
 
 
-SETTING = ["dataset", "partition", "alpha", "classes_per_client"]
+SETTING = ["dataset", "partition", "alpha", "classes_per_client", "sweep"]
 
 
 def results(jobs: Sequence[Job], reference: str, target: float | None = None) -> pd.DataFrame:
@@ -211,7 +212,7 @@ def setting_title(part: pd.DataFrame) -> str:
     first = part.iloc[0]
     number = first["alpha"] if not math.isnan(first["alpha"]) else first["classes_per_client"]
     kind = first["partition"] + ("" if math.isnan(number) else f" {number:g}")
-    return f"{first['dataset']}, {kind}, {first['clients']} clients"
+    return ", ".join(filter(None, (first["dataset"], kind, f"{first['clients']} clients", first["sweep"])))
 
 
 SCORES: Mapping[str, str] = {

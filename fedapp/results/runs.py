@@ -28,6 +28,8 @@ from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.errors import BadRequest
 from fedapp.results.statistics import Ints, worst
 
+GRID = "grid.csv"
+"""The points of a comparison's search, with the one that was chosen for each method and setting."""
 RUN_MARK = "config.toml"
 """The file that makes a folder a run directory."""
 PROTOCOL_TEXT = {
@@ -271,10 +273,28 @@ def read_comparison(path: Path) -> Comparison:
     """
     path = path.expanduser().absolute()
     folders = sorted(p.parent for depth in range(1, 5) for p in path.glob("*/" * depth + RUN_MARK))
-    runs = [read_run(p) for p in folders if "state" not in p.relative_to(path).parts]
+    searched = _searched(path)
+    runs = [
+        read_run(p)
+        for p in folders
+        if "state" not in p.relative_to(path).parts and searched.get(_without_seed(p), "chosen")
+    ]
     if not runs:
         raise BadRequest(f"{path} holds neither a run ({RUN_MARK}) nor a comparison (run directories below it)")
-    return Comparison(path, tuple(_labelled(runs, Comparison(path, ()).table)))
+    return Comparison(path, tuple(_labelled(runs, Comparison(path, ()).table, searched)))
+
+
+def _searched(path: Path) -> dict[Path, str]:
+    """Return the method that each point of a search stands for, empty for those not chosen, by folder without seed."""
+    table = read_table(path / GRID).fillna({"setting": ""})
+    return {
+        path / "runs" / str(row["setting"]) / folder_of(str(row["variant"])): str(row["method"]) * bool(row["chosen"])
+        for _, row in table.iterrows()
+    }
+
+
+def _without_seed(run: Path) -> Path:
+    return run.with_name(re.sub(r"-s[0-9]+$", "", run.name))
 
 
 def read(path: Path) -> RunResult | Comparison:
@@ -290,14 +310,14 @@ def read(path: Path) -> RunResult | Comparison:
     return read_run(path) if (path / RUN_MARK).is_file() else read_comparison(path)
 
 
-def _labelled(runs: Sequence[RunResult], table: pd.DataFrame) -> list[RunResult]:
+def _labelled(runs: Sequence[RunResult], table: pd.DataFrame, searched: Mapping[Path, str]) -> list[RunResult]:
     """Give every run its setting, and a label that tells it from the other runs of that setting and seed.
 
     `fedapp compare` names the variants of a method in results.csv and in the names of their folders; among other runs,
     the keys in which those of one method and setting differ make the label.
     """
     variants = {folder_of(str(v)): str(v) for v in table["variant"]} if "variant" in table else {}
-    named = {r.out: variants.get(re.sub(r"-s[0-9]+$", "", r.out.name), "") for r in runs}
+    named = {r.out: searched.get(f := _without_seed(r.out)) or variants.get(f.name, "") for r in runs}
     whole = all(named.values())
     keys = [k for k in varying(runs) if k != "method-args" and not (whole and k in OWN_KEYS)]
     settings = {r.out: {k: v for k in keys if (v := _setting(r, k)) is not None} for r in runs}

@@ -1,0 +1,92 @@
+"""The search over hyperparameters of a comparison: every point of a grid is run, validation images choose.
+
+The points of one method and setting are compared by their mean over seeds on the images that `validation` holds out
+from the clients' training images. Test scores are looked at for the chosen point alone: no table of the comparison
+holds those of the others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pandas as pd
+
+from fedapp.errors import BadRequest
+from fedapp.experiments.jobs import Job
+from fedapp.results.runs import GRID, RunResult
+from fedapp.results.statistics import mean_and_std
+
+
+def parse(text: str, option: str) -> dict[str, list[str]]:
+    """Read `NAME=VALUE,VALUE;NAME=VALUE`: the values of each name, in their order.
+
+    Raises
+    ------
+    BadRequest : an entry of another form, or a name or a value that stands twice.
+    """
+    found: dict[str, list[str]] = {}
+    for entry in filter(str.strip, text.split(";")):
+        name, sep, values = (part.strip() for part in entry.partition("="))
+        listed = [value.strip() for value in values.split(",")]
+        if not name or not sep or not all(listed):
+            raise BadRequest(f"{option}: '{entry.strip()}' is not NAME=VALUE,VALUE (a semicolon between two names)")
+        if name in found or len(set(listed)) < len(listed):
+            raise BadRequest(f"{option} names {name if name in found else f'a value of {name}'} twice")
+        found[name] = listed
+    return found
+
+
+def points(axes: Mapping[str, Sequence[str]]) -> Iterator[list[str]]:
+    """Yield every point of a grid as `name=value` texts; the last name changes fastest."""
+    for values in product(*axes.values()):
+        yield [f"{name}={value}" for name, value in zip(axes, values)]
+
+
+def validation_score(run: RunResult) -> float:
+    """Return the mean accuracy over clients on their validation images, after local training where it was measured."""
+    scores = (run.score(protocol, "validation") for protocol in ("trained", "received", "global"))
+    return next((score for score in scores if math.isfinite(score)), math.nan)
+
+
+def choose(jobs: Sequence[Job], out: Path) -> tuple[list[Job], list[str]]:
+    """Choose the point with the highest validation score for each method and setting, and write `grid.csv`.
+
+    Parameters
+    ----------
+    jobs : all runs of the search. A point of which a run is missing cannot be chosen; of equal ones the first is.
+
+    Returns
+    -------
+    The chosen runs under the names of their methods, and what was chosen, in words.
+    """
+    families: dict[tuple[str, str], dict[str, list[Job]]] = {}
+    for job in jobs:
+        found = families.setdefault((job.setting, job.variant.family), {})
+        found.setdefault(job.variant.label, []).append(job)
+    rows, chosen, lines = [], [], []
+    for (setting, family), members in families.items():
+        scores = {
+            label: mean_and_std([validation_score(j.result) if j.result.ok else math.nan for j in runs])
+            if all(j.result.ok for j in runs)
+            else (math.nan, math.nan)
+            for label, runs in members.items()
+        }
+        best = max(scores, key=lambda label: -math.inf if math.isnan(scores[label][0]) else scores[label][0])
+        known = math.isfinite(scores[best][0])
+        for label, (mean, std) in scores.items():
+            rows.append({
+                "setting": setting, "method": family, "variant": label, "seeds": len(members[label]),
+                "validation": mean, "validation_std": std, "chosen": known and label == best,
+            })  # fmt: skip
+        where = f"{setting} {family}".strip()
+        if known:
+            chosen += [replace(j, variant=replace(j.variant, label=family)) for j in members[best]]
+            lines.append(f"{where}: {best} of {len(members)}, {100 * scores[best][0]:.1f} % on validation images")
+        else:
+            lines.append(f"{where}: nothing chosen, no point of the grid has finished")
+    pd.DataFrame(rows).to_csv(out / GRID, index=False)
+    return chosen, ["chosen by --grid:", *lines]

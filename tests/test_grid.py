@@ -1,0 +1,130 @@
+"""The search over hyperparameters, and sweeps: which runs are made, and that validation images alone choose."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+
+from fedapp import config
+from fedapp.errors import BadRequest
+from fedapp.experiments import compare, grid
+from fedapp.experiments.jobs import Job
+from fedapp.results.runs import read_comparison
+
+BASE: dict[str, Any] = {
+    "dataset": "digits", "clients": 4, "num-server-rounds": 2, "local-epochs": 1, "batch-size": 64, "alpha": 1.0,
+}  # fmt: skip
+
+
+def plan(methods: str, out: Path, points: str = "", sweep: str = "", seeds: int = 1) -> list[Job]:
+    variants = compare.expand(compare.parse_variants(methods), points)
+    return compare.jobs_of(BASE, variants, compare.settings_of(BASE, (), (), sweep), seeds, out)
+
+
+def finish(job: Job, validation: float, test: float = 0.5, ok: bool = True) -> None:
+    """Write what a run leaves, as far as the search reads it."""
+    job.out.mkdir(parents=True)
+    config.write_toml(job.out / "config.toml", job.config)
+    before = 0.99 if math.isfinite(validation) else validation
+    scores = {"trained": {"last": test, "validation": validation}, "received": {"last": test, "validation": before}}
+    (job.out / "summary.json").write_text(json.dumps({"ok": ok, "accuracy": scores}))
+
+
+def test_every_point_of_the_grid_is_a_variant_of_the_methods_that_have_its_names() -> None:
+    variants = compare.parse_variants("local,fedprox(clip=5),fedavg")
+    found = compare.expand(variants, "lr=0.1, 0.01; fedprox.mu=1,2")
+    assert [v.label for v in found] == [
+        "local(lr=0.1)", "local(lr=0.01)", "fedprox(clip=5 lr=0.1 mu=1)", "fedprox(clip=5 lr=0.1 mu=2)",
+        "fedprox(clip=5 lr=0.01 mu=1)", "fedprox(clip=5 lr=0.01 mu=2)", "fedavg(lr=0.1)", "fedavg(lr=0.01)",
+    ]  # fmt: skip
+    assert [v.family for v in found] == ["local"] * 2 + ["fedprox(clip=5)"] * 4 + ["fedavg"] * 2
+    assert found[3].args == (("mu", "2"),) and dict(found[3].settings) == {"clip": 5.0, "lr": 0.1}
+    assert len({v.folder for v in found}) == len(found)
+
+
+def test_a_name_is_a_hyperparameter_before_it_is_a_key() -> None:
+    """CCVR has an lr of its own, as in the brackets of --methods."""
+    variants = compare.parse_variants("ccvr,fedavg")
+    own, plain = compare.expand(variants, "lr=0.5")
+    assert own.args == (("lr", "0.5"),) and plain.settings == (("lr", 0.5),)
+    key, _ = compare.expand(variants, "config.lr=0.5")
+    assert key.settings == (("lr", 0.5),) and not key.args
+
+
+@pytest.mark.parametrize(
+    ("points", "says"),
+    [
+        ("lr", "NAME=VALUE"), ("lr=", "NAME=VALUE"), ("lr=1,,2", "NAME=VALUE"), ("lr=1,2,1", "twice"),
+        ("lr=1;lr=2", "twice"), ("mu=1", "none of local, fedavg has mu"), ("fedprox.mu=1", "none of"),
+        ("alpha=0.1,1", "none of"), ("lr=fast", "number"),
+    ],
+)  # fmt: skip
+def test_grids_that_make_no_sense_are_refused(points: str, says: str) -> None:
+    with pytest.raises(BadRequest, match=says):
+        compare.expand(compare.parse_variants("local,fedavg"), points)
+    with pytest.raises(BadRequest, match="value of its own for lr"):
+        compare.expand(compare.parse_variants("local(lr=1)"), "lr=1,2")
+
+
+def test_a_search_without_validation_images_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="validation=0"):
+        compare.run(BASE, "local", 1, tmp_path / "out", points="lr=0.1,0.2")
+
+
+def test_validation_images_choose_and_test_images_do_not(tmp_path: Path) -> None:
+    """The mean over seeds decides; a better test score or a better single seed changes nothing."""
+    jobs = plan("local,fedprox", tmp_path, "lr=0.1,0.2,0.3", seeds=2)
+    scores = {"lr=0.1": (0.9, 0.1), "lr=0.2": (0.6, 0.6), "lr=0.3": (0.5, 0.5)}
+    for job in jobs:
+        value = next(v for k, v in scores.items() if k in job.variant.label)[job.seed]
+        finish(job, value if job.variant.method == "local" else 1 - value, test=1 - value)
+    chosen, lines = grid.choose(jobs, tmp_path)
+    assert [(j.variant.label, j.seed) for j in chosen] == [("local", 0), ("local", 1), ("fedprox", 0), ("fedprox", 1)]
+    assert [dict(j.variant.settings)["lr"] for j in chosen] == [0.2, 0.2, 0.1, 0.1]
+    assert chosen[0].out.name == "local-lr=0.2-s0"
+    assert any("local(lr=0.2) of 3, 60.0 %" in line for line in lines)
+    table = pd.read_csv(tmp_path / "grid.csv")
+    assert list(table["chosen"]) == [False, True, False, True, False, False]
+    assert table["validation"].tolist() == pytest.approx([0.5, 0.6, 0.5, 0.5, 0.4, 0.5])
+    assert not [c for c in table if "accuracy" in c or "test" in c or "last" in c], "no test score among the points"
+
+
+def test_a_point_that_failed_is_not_chosen_and_the_first_of_equals_is(tmp_path: Path) -> None:
+    jobs = plan("local,fedavg", tmp_path, "lr=0.1,0.2,0.3")
+    for job, (value, ok) in zip(jobs, [(0.9, False), (0.6, True), (0.6, True), *[(math.nan, True)] * 3]):
+        finish(job, value, ok=ok)
+    chosen, lines = grid.choose(jobs, tmp_path)
+    assert [j.out.name for j in chosen] == ["local-lr=0.2-s0"]
+    assert any(line.startswith("fedavg: nothing chosen") for line in lines)
+
+
+def test_a_comparison_that_is_read_again_holds_the_chosen_runs_alone(tmp_path: Path) -> None:
+    """Each setting has its own choice, and all go by the name of the method."""
+    jobs = plan("local,fedavg", tmp_path, "lr=0.1,0.2", sweep="fraction-train=0.5,1")
+    for job in jobs:
+        best = 0.1 if job.config.fraction_train < 1 else 0.2
+        finish(job, 0.8 if dict(job.variant.settings)["lr"] == best else 0.7)
+    chosen, _ = grid.choose(jobs, tmp_path)
+    runs = read_comparison(tmp_path).runs
+    assert sorted(r.out for r in runs) == sorted(j.out for j in chosen)
+    assert {(r.label, r.setting["fraction-train"], r.flat["lr"]) for r in runs} == {
+        (method, fraction, lr) for method in ("local", "fedavg") for fraction, lr in ((0.5, 0.1), (1.0, 0.2))
+    }
+
+
+def test_each_value_of_a_sweep_is_a_setting(tmp_path: Path) -> None:
+    jobs = plan("local,fedavg", tmp_path, sweep="fraction-train=0.5,1;clients=3,4")
+    assert [str(j.out.relative_to(tmp_path / "runs")) for j in jobs[::2]] == [
+        f"digits-dirichlet-1-fraction-train={f}-clients={c}/local-s0" for f in ("0.5", "1") for c in (3, 4)
+    ]
+    assert [(j.config.fraction_train, j.config.clients) for j in jobs[::2]] == [(0.5, 3), (0.5, 4), (1, 3), (1, 4)]
+    assert jobs[0].sweep == "clients 3, fraction-train 0.5"
+    with pytest.raises(BadRequest, match="did you mean 'fraction-train'"):
+        plan("local", tmp_path, sweep="fraction-tran=0.5")
+    with pytest.raises(BadRequest, match="is not one of"):
+        plan("local", tmp_path, sweep="lr=0.5")
