@@ -1,6 +1,6 @@
 """The bare floor: a round's gradient steps and evaluations in worker processes, with no federation around them.
 
-Clients wait in one queue, the largest first. A worker takes the next client, scores a new model on the client's own
+Clients wait in one queue, the largest first. A process takes the next client, scores a new model on the client's own
 test split, trains it, scores it again and discards it. There are no messages, files or averages: whatever a run takes
 beyond this is the cost of the engine.
 """
@@ -8,24 +8,26 @@ beyond this is the cost of the engine.
 from __future__ import annotations
 
 import multiprocessing
-import queue
 import time
-from typing import Any
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 
 import torch
 
 from fedapp import process, sampling
-from fedapp.config import RunConfig, from_flat
+from fedapp.config import RunConfig
 from fedapp.learning.evaluation import evaluate
 from fedapp.learning.training import train
 from fedapp.models import build_model
 from fedapp.tasks.simulated import federated, simulated_task
 
 
-def one_client(config: RunConfig, client: int, model: torch.nn.Module, device: torch.device) -> float:
+def one_client(config: RunConfig, client: int) -> float:
     """Compute what a FedAvg client computes in a round; return its accuracy before training."""
+    device = process.device()
     task = simulated_task(config, client, config.clients, device)
-    model.to(device)
+    shape = {"num_classes": task.num_classes, "channels": task.inputs.channels, "size": task.inputs.size}
+    model = build_model(config.model, **shape, seed=0).to(device)
     before = evaluate(model, task.x_test, task.y_test, task.inputs, task.num_classes)
     train(
         model, task.x_train, task.y_train, task.train, task.inputs,
@@ -36,56 +38,31 @@ def one_client(config: RunConfig, client: int, model: torch.nn.Module, device: t
     return before.accuracy
 
 
-def _work(flat: dict[str, Any], jobs: Any, done: Any) -> None:
-    config = from_flat(flat)
-    process.prepare(config.threads)
-    data = federated(config, config.clients)
-    device = process.device()
-    shape = {"num_classes": data.dataset.num_classes, "channels": data.inputs.channels, "size": data.inputs.size}
-    while (job := jobs.get()) is not None:
-        done.put(one_client(config, job, build_model(config.model, **shape, seed=0), device))
-
-
 class Floor:
-    """Worker processes that run rounds; a context manager.
+    """Processes that run rounds; a context manager.
 
-    Parameters
+    Attributes
     ----------
-    config : the configuration of the run to compare with.   workers : number of processes.
+    pids : ids of the processes.
     """
 
     def __init__(self, config: RunConfig, workers: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self._jobs, self._done = context.Queue(), context.Queue()
+        self._pool = ProcessPoolExecutor(workers, context, initializer=process.prepare, initargs=(config.threads,))
         sizes = [len(c.train) for c in federated(config, config.clients).partition.clients]
         self._order = sorted(range(len(sizes)), key=lambda k: -sizes[k])
-        self.workers = [
-            context.Process(target=_work, args=(config.to_flat(), self._jobs, self._done), daemon=True)
-            for _ in range(workers)
-        ]
+        self._one = partial(one_client, config)
 
     def __enter__(self) -> Floor:
-        for worker in self.workers:
-            worker.start()
+        self._pool.submit(int).result()  # starts the processes
+        self.pids = list(self._pool._processes)
         return self
 
     def __exit__(self, *error: object) -> None:
-        for _ in self.workers:
-            self._jobs.put(None)
-        for worker in self.workers:
-            worker.join(timeout=30)
+        self._pool.shutdown()
 
     def round(self) -> float:
         """Run all clients once and return the seconds that this takes."""
         started = time.perf_counter()
-        for client in self._order:
-            self._jobs.put(client)
-        left = len(self._order)
-        while left:
-            try:
-                self._done.get(timeout=5)
-                left -= 1
-            except queue.Empty:
-                if not all(worker.is_alive() for worker in self.workers):
-                    raise RuntimeError("a worker of the floor has died: see its error above") from None
+        list(self._pool.map(self._one, self._order))
         return time.perf_counter() - started

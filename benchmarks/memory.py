@@ -6,7 +6,7 @@ import contextlib
 import multiprocessing
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from concurrent.futures import ProcessPoolExecutor
 
 import psutil
 
@@ -44,12 +44,12 @@ class Watch:
         self._thread.join()
 
 
-def _measure(call: Callable[[], Callable[[], object]], pipe: Any) -> None:
-    work = call()
+def _measure(prepare: Callable[[], Callable[[], object]]) -> int:
+    work = prepare()
     reset_peak()
     before = peak_memory()
     work()
-    pipe.send(peak_memory() - before)
+    return peak_memory() - before
 
 
 def peak_of(prepare: Callable[[], Callable[[], object]]) -> int:
@@ -57,15 +57,8 @@ def peak_of(prepare: Callable[[], Callable[[], object]]) -> int:
 
     `prepare` makes the inputs, whose memory does not count. It must be importable by name.
     """
-    context = multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    worker = context.Process(target=_measure, args=(prepare, there))
-    worker.start()
-    there.close()
-    try:
-        return int(here.recv())
-    finally:
-        worker.join()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(_measure, prepare).result()
 
 
 def trees(pids: Iterable[int]) -> Iterator[psutil.Process]:

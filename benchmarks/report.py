@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import Shared
 from benchmarks.machine import Speeds
 from benchmarks.server import FORMS, Found
 from benchmarks.timing import Times
@@ -73,11 +72,6 @@ def round_figures(times: Times) -> dict[str, float]:
         **{key: times.ratio(slow, fast) for key, (slow, fast) in RATIOS.items()},
         **{f"{name}_round_seconds": times.median(name) for name in times.seconds},
     }
-
-
-def gpu_figures(found: list[Shared]) -> dict[str, float]:
-    """Return clients per second by number of processes on the GPU."""
-    return {f"gpu_clients_per_second_{f.workers}": f.per_second for f in found}
 
 
 def server_figures(found: list[Found]) -> dict[str, float]:
@@ -165,11 +159,11 @@ def server_table(found: list[Found]) -> list[str]:
     )  # fmt: skip
 
 
-def gpu_table(found: list[Shared]) -> list[str]:
+def gpu_table(found: Mapping[int, list[float]]) -> list[str]:
     """Return the table of clients per second on a GPU."""
     return _table(
         "processes on the GPU:|clients per second:|min to max:",
-        [(f.workers, f"{f.per_second:.2f}", _spread([f.clients / s for s in f.times.seconds["round"]])) for f in found],
+        [(workers, f"{statistics.median(rates):.2f}", _spread(rates)) for workers, rates in found.items()],
     )
 
 

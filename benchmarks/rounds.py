@@ -8,12 +8,14 @@ reference loop, the floor and the app run in turns. A turn of the app is a whole
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import multiprocessing
 import shutil
 import statistics
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,7 +28,7 @@ from benchmarks.floor import Floor
 from benchmarks.reference import Reference
 from benchmarks.timing import Times, alternate
 from fedapp import process
-from fedapp.config import RunConfig, from_flat
+from fedapp.config import RunConfig
 from fedapp.engines import local as engine
 from fedapp.engines import superlink as launch
 from fedapp.engines.resources import choose_resources
@@ -129,33 +131,31 @@ class Visits:
             raise RuntimeError(f"the benchmark's run failed: {outcome.status} {outcome.error} {outcome.log_tail}")
 
 
-def _reference(flat: dict[str, Any], folder: str, threads: int, lam: float | None, pipe: Any) -> None:
-    reference = Reference(from_flat(flat), Path(folder), threads, lam)
-    while pipe.recv():
-        pipe.send(reference.round())
+_reference = functools.cache(Reference)
+
+
+def _reference_round(*args: Any) -> float:
+    return _reference(*args).round()
 
 
 class ReferenceProcess:
     """The reference loop in a separate process, with as many threads as the app has workers."""
 
-    def __init__(self, config: RunConfig, folder: Path, threads: int, lam: float | None) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipe, there = context.Pipe()
-        args = (config.to_flat(), str(folder), threads, lam, there)
-        self.process = context.Process(target=_reference, args=args, daemon=True)
+    def __init__(self, *args: Any) -> None:
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+        self._args = args
 
     def __enter__(self) -> ReferenceProcess:
-        self.process.start()
+        self.round()  # not counted: the first round waits for the files to be written
+        self.pids = list(self._pool._processes)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pipe.send(False)
-        self.process.join(timeout=30)
+        self._pool.shutdown()
 
     def round(self) -> float:
         """Run one round and return its seconds."""
-        self._pipe.send(True)
-        return float(self._pipe.recv())
+        return self._pool.submit(_reference_round, *self._args).result()
 
 
 def measure(folder: Path, data: Path | None, scale: Scale) -> tuple[Times, dict[str, int]]:
@@ -176,13 +176,11 @@ def measure(folder: Path, data: Path | None, scale: Scale) -> tuple[Times, dict[
         ReferenceProcess(config, folder / "files-classwise", scale.workers, LAM) as cwfedavg,
         Floor(config, scale.workers) as floor,
     ):
-        fedavg.round(), cwfedavg.round()  # not counted: the first round waits for the files to be written
-        for name, workers, call in (
-            ("reference_fedavg", [fedavg.process], fedavg.round),
-            ("reference_cwfedavg", [cwfedavg.process], cwfedavg.round),
-            ("floor", floor.workers, floor.round),
+        for name, pids, call in (
+            ("reference_fedavg", fedavg.pids, fedavg.round),
+            ("reference_cwfedavg", cwfedavg.pids, cwfedavg.round),
+            ("floor", floor.pids, floor.round),
         ):
-            pids = [int(worker.pid or 0) for worker in workers]
             with memory.Watch(partial(memory.trees, pids)) as watch:
                 call()
             peak[name] = watch.peak

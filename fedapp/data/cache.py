@@ -27,13 +27,7 @@ FORMAT = 1
 
 
 def cache_root() -> Path:
-    """Return the folder of the cache: ``$FEDAPP_CACHE``, else ``fedapp`` in the user's cache folder.
-
-    Returns
-    -------
-    Path
-        An absolute path that need not exist yet.
-    """
+    """Return the absolute folder of the cache: ``$FEDAPP_CACHE``, else ``fedapp`` in the user's cache folder."""
     chosen = os.environ.get("FEDAPP_CACHE")
     if chosen:
         return Path(chosen).expanduser().resolve()
@@ -53,13 +47,7 @@ def file_identity(path: Path) -> list[str | int]:
 
 
 class Store:
-    """The unfinished folder of a data set, to be filled by its reader.
-
-    Parameters
-    ----------
-    folder
-        An existing, empty folder.
-    """
+    """The unfinished folder of a data set, which exists and is empty, to be filled by its reader."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -88,22 +76,17 @@ def build_once(name: str, key: Mapping[str, Any], build: Callable[[Store], Mappi
 
     Parameters
     ----------
-    name
-        Start of the folder's name.
-    key
-        JSON values that identify the content: kind of source, identity of its files.
-    build
-        Fills the store and returns JSON values that are kept beside the arrays (``meta.json``).
+    name : start of the folder's name.
+    key : JSON values that identify the content: kind of source, identity of its files.
+    build : fills the store and returns JSON values that are kept beside the arrays (``meta.json``).
 
     Returns
     -------
-    Path
-        A folder with ``meta.json`` and the arrays.
+    A folder with ``meta.json`` and the arrays.
 
     Raises
     ------
-    BadRequest
-        If the cache folder cannot be written.
+    BadRequest : if the cache folder cannot be written.
     """
     text = json.dumps({"format": FORMAT, "name": name, **key}, sort_keys=True)
     label = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -137,17 +120,11 @@ def build_once(name: str, key: Mapping[str, Any], build: Callable[[Store], Mappi
 
 
 def open_array(path: Path) -> np.ndarray:
-    """Map one ``.npy`` file read-only.
-
-    Returns
-    -------
-    numpy.ndarray
-        A read-only ``numpy.memmap`` (a plain read-only array if it has no elements).
+    """Map one ``.npy`` file read-only; an array without elements is read instead.
 
     Raises
     ------
-    BadRequest
-        If the file is damaged.
+    BadRequest : if the file is damaged.
     """
     try:
         array: np.ndarray = np.load(path, mmap_mode="r", allow_pickle=False)

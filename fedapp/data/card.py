@@ -23,17 +23,12 @@ class DataCard:
     ----------
     dataset, kind, split, hash : str
     classes : tuple of str
-    train, test : numpy.ndarray
-        int64 (K, C): images per client and class.
-    majority : numpy.ndarray
-        float64 (K,): accuracy on the client's test split of always answering the client's most frequent training class
-        (the first one if several are), in 0 .. 1; nan for a client without test images.
-    unused : int
-        Images of the partitioned pool (``official``, ``holdout``: the training images) that no client holds.
-    shared : int
-        Images that occur more than once in the training splits (several clients, or duplicates).
-    public : int
-        Training images that are held back from the clients as a public set.
+    train, test : int64 (K, C): images per client and class.
+    majority : float64 (K,): accuracy on the client's test split of always answering the client's most frequent training
+        class (the first one if several are), in 0 .. 1; nan for a client without test images.
+    unused : images of the partitioned pool (``official``, ``holdout``: the training images) that no client holds.
+    shared : images that occur more than once in the training splits (several clients, or duplicates).
+    public : training images that are held back from the clients as a public set.
     """
 
     dataset: str
@@ -79,8 +74,7 @@ class DataCard:
 
         Parameters
         ----------
-        max_classes
-            With more classes than this, a line gives the number of classes and the three largest instead.
+        max_classes : with more classes than this, a line gives the number of classes and the three largest instead.
         """
         train_sizes, test_sizes = self.train.sum(axis=1), self.test.sum(axis=1)
         lines = [
@@ -121,8 +115,7 @@ def data_card(dataset: Dataset, partition: Partition) -> DataCard:
 
     Raises
     ------
-    BadRequest
-        If the partition was made for other data.
+    BadRequest : if the partition was made for other data.
     """
     partition.check(dataset)
     labels = dataset.pool_labels

@@ -22,14 +22,13 @@ or (N, H, H, C), labels integers 0..C-1 (N,); optionally ``class_names``.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import json
 import socket
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -54,7 +53,7 @@ FASHION_CLASSES = (
 
 
 @dataclass(frozen=True)
-class _Facts:
+class Facts:
     """What is known of a published data set: names of its classes, mean and standard deviation of x / scale."""
 
     classes: tuple[str, ...]
@@ -70,15 +69,15 @@ def _numbers(count: int) -> tuple[str, ...]:
 # Mean and standard deviation over all pixels of the official training images, per channel. MNIST, Fashion-MNIST and
 # CIFAR-10 were recomputed from the images; CINIC-10: the values that its authors publish; the others: the customary
 # values of the PyTorch community. Digits: over all 1,797 images.
-_FACTS: dict[str, _Facts] = {
-    "digits": _Facts(_numbers(10), (0.305,), (0.376,), 16.0),
-    "mnist": _Facts(_numbers(10), (0.1307,), (0.3081,)),
-    "fashion_mnist": _Facts(FASHION_CLASSES, (0.2860,), (0.3530,)),
-    "emnist_letters": _Facts(tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), (0.1722,), (0.3309,)),
-    "cifar10": _Facts(CIFAR10_CLASSES, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "cifar100": _Facts(_numbers(100), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
-    "tiny_imagenet": _Facts(_numbers(200), (0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)),
-    "cinic10": _Facts(CIFAR10_CLASSES, (0.4789, 0.4723, 0.4305), (0.2421, 0.2383, 0.2587)),
+_FACTS: dict[str, Facts] = {
+    "digits": Facts(_numbers(10), (0.305,), (0.376,), 16.0),
+    "mnist": Facts(_numbers(10), (0.1307,), (0.3081,)),
+    "fashion_mnist": Facts(FASHION_CLASSES, (0.2860,), (0.3530,)),
+    "emnist_letters": Facts(tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), (0.1722,), (0.3309,)),
+    "cifar10": Facts(CIFAR10_CLASSES, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    "cifar100": Facts(_numbers(100), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    "tiny_imagenet": Facts(_numbers(200), (0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)),
+    "cinic10": Facts(CIFAR10_CLASSES, (0.4789, 0.4723, 0.4305), (0.2421, 0.2383, 0.2587)),
 }
 _TORCHVISION = {
     "mnist": ("MNIST", {}),
@@ -95,15 +94,9 @@ DATASET_NAMES: tuple[str, ...] = (*_FACTS, "npz", "folder")
 """Every name that :func:`load` knows."""
 
 
-def published(name: str) -> tuple[tuple[str, ...], float, tuple[float, ...], tuple[float, ...]] | None:
-    """Return what is known of a published data set without loading it, or None for the user's own.
-
-    Returns
-    -------
-    Names of the classes, largest grey level, and mean and standard deviation per channel of x / scale.
-    """
-    facts = _FACTS.get(name)
-    return (facts.classes, facts.scale, facts.mean, facts.std) if facts else None
+def published(name: str) -> Facts | None:
+    """Return what is known of a published data set without loading it, or None for the user's own."""
+    return _FACTS.get(name)
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,16 +106,11 @@ class Dataset:
     Attributes
     ----------
     name : str
-    x_train, x_test : numpy.ndarray
-        uint8 (N, H, H, C); the test array may have no rows.
-    y_train, y_test : numpy.ndarray
-        int64 (N,), values 0 .. num_classes - 1.
-    classes : tuple of str
-        Name of each class.
-    scale : float
-        Largest grey level: 16 for digits, else 255.
-    mean, std : tuple of float
-        Per channel, of x / scale.
+    x_train, x_test : uint8 (N, H, H, C); the test array may have no rows.
+    y_train, y_test : int64 (N,), values 0 .. num_classes - 1.
+    classes : name of each class.
+    scale : largest grey level: 16 for digits, else 255.
+    mean, std : per channel, of x / scale.
     """
 
     name: str
@@ -172,33 +160,24 @@ class Dataset:
 
         Parameters
         ----------
-        indices
-            Integers (n,) in [0, num_train + num_test); an index >= num_train is a test row.
+        indices : integers (n,) in [0, num_train + num_test); an index >= num_train is a test row.
 
         Returns
         -------
-        x : numpy.ndarray
-            uint8 (n, H, H, C), in the order of the indices.
-        y : numpy.ndarray
-            int64 (n,).
+        x : uint8 (n, H, H, C), in the order of the indices.
+        y : int64 (n,).
 
         Raises
         ------
-        IndexError
-            If an index lies outside the pool.
+        IndexError : if an index lies outside the pool.
         """
         rows = np.asarray(indices, dtype=np.int64).reshape(-1)
         if rows.size and (rows.min() < 0 or rows.max() >= self.num_train + self.num_test):
             raise IndexError(f"pool indices must lie in 0 .. {self.num_train + self.num_test - 1}")
         from_test = rows >= self.num_train
-        if not from_test.any():
-            x = np.asarray(self.x_train)[rows]
-        elif from_test.all():
-            x = np.asarray(self.x_test)[rows - self.num_train]
-        else:
-            x = np.empty((len(rows), *self.x_train.shape[1:]), np.uint8)
-            x[~from_test] = self.x_train[rows[~from_test]]
-            x[from_test] = self.x_test[rows[from_test] - self.num_train]
+        x = np.empty((len(rows), *self.x_train.shape[1:]), np.uint8)
+        x[~from_test] = self.x_train[rows[~from_test]]
+        x[from_test] = self.x_test[rows[from_test] - self.num_train]
         return x, self.pool_labels[rows]
 
 
@@ -207,15 +186,13 @@ def sample(dataset: Dataset, fraction: float, rng: np.random.Generator) -> Datas
 
     Parameters
     ----------
-    fraction : float
-        In (0, 1]; each class keeps ``round(fraction * count)`` images, at least one. 1 returns the data set itself.
-    rng : numpy.random.Generator
-        Decides which images are kept; their order stays.
+    fraction : in (0, 1]; each class keeps ``round(fraction * count)`` images, at least one. 1 returns the data set
+        itself.
+    rng : decides which images are kept; their order stays.
 
     Returns
     -------
-    Dataset
-        With arrays in this process's memory.
+    With arrays in this process's memory.
     """
     if fraction == 1:
         return dataset
@@ -235,12 +212,8 @@ def sample(dataset: Dataset, fraction: float, rng: np.random.Generator) -> Datas
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Source:
-    """Where a data set comes from: the identity of its files, and the reader that fills a store."""
-
-    key: Mapping[str, Any]
-    build: Callable[[Store], Built]
+_Source = tuple[Mapping[str, Any], Callable[[Store], Built]]
+"""Where a data set comes from: the identity of its files, and the reader that fills a store."""
 
 
 def load(name: str, data_dir: str | Path | None = None) -> Dataset:
@@ -248,21 +221,15 @@ def load(name: str, data_dir: str | Path | None = None) -> Dataset:
 
     Parameters
     ----------
-    name
-        One of :data:`DATASET_NAMES`.
-    data_dir
-        The user's data folder. ``NAME.npz`` in it wins over every other source; downloads go into it (into the cache
-        folder if None). For ``npz`` the file itself or a folder with exactly one ``.npz``; for ``folder`` the folder of
-        the pictures.
-
-    Returns
-    -------
-    Dataset
+    name : one of :data:`DATASET_NAMES`.
+    data_dir : the user's data folder. ``NAME.npz`` in it wins over every other source; downloads go into it (into the
+        cache folder if None). For ``npz`` the file itself or a folder with exactly one ``.npz``; for ``folder`` the
+        folder of the pictures.
 
     Raises
     ------
-    BadRequest
-        Unknown name; data absent and not to be downloaded; wrong arrays, labels or pictures; cache not writable.
+    BadRequest : unknown name; data absent and not to be downloaded; wrong arrays, labels or pictures; cache not
+        writable.
 
     Notes
     -----
@@ -276,8 +243,8 @@ def load(name: str, data_dir: str | Path | None = None) -> Dataset:
             f"unknown data set '{name}'{suggest(name, DATASET_NAMES)}: choose from {', '.join(DATASET_NAMES)}"
         )
     root = Path(data_dir).expanduser() if data_dir is not None and str(data_dir) else None
-    source = _find(name, root)
-    return _open(name, build_once(name, source.key, lambda store: _finish(store, name, *source.build(store))))
+    key, build = _find(name, root)
+    return _open(name, build_once(name, key, lambda store: _finish(store, name, *build(store))))
 
 
 @lru_cache(maxsize=8)
@@ -311,16 +278,14 @@ def _find(name: str, root: Path | None) -> _Source:
             )
         train, test = pictures.class_folders(root)
         files = [file_identity(path) for group in (train, test) for paths in group.values() for path in paths]
-        return _Source(
-            {"folder": str(root.resolve()), "files": files}, lambda store: pictures.read_folder(train, test, store)
-        )
+        return {"folder": str(root.resolve()), "files": files}, lambda store: pictures.read_folder(train, test, store)
     if own is not None and own.is_file():
-        return _Source({"npz": file_identity(own)}, lambda _: _build_npz(name, own))
+        return {"npz": file_identity(own)}, lambda _: _build_npz(name, own)
     if name == "digits":
-        return _Source({"scikit-learn": importlib.metadata.version("scikit-learn")}, lambda _: _build_digits())
+        return {"scikit-learn": importlib.metadata.version("scikit-learn")}, lambda _: _build_digits()
     if name in _ARCHIVES:
         return _archive_source(name, root)
-    return _Source({"source": "torchvision"}, lambda _: _build_torchvision(name, root))
+    return {"source": "torchvision"}, lambda _: _build_torchvision(name, root)
 
 
 def _finish(store: Store, name: str, arrays: Mapping[str, np.ndarray], classes: Sequence[str] | None) -> dict[str, Any]:
@@ -478,12 +443,14 @@ def _build_torchvision(name: str, root: Path | None) -> Built:
     class_name, options = _TORCHVISION[name]
     target = root if root is not None else cache_root() / "downloads"
     reader = getattr(published, class_name)
-    parts = {}
+    before = socket.getdefaulttimeout()
     try:
         target.mkdir(parents=True, exist_ok=True)
-        with _network_timeout(30.0):
-            for split in ("train", "test"):
-                parts[split] = reader(str(target), train=split == "train", download=True, **options)
+        # torchvision opens its connections without a time limit; behind a firewall that drops packets it would hang.
+        socket.setdefaulttimeout(30.0)
+        parts = {
+            split: reader(str(target), train=split == "train", download=True, **options) for split in ("train", "test")
+        }
     except (OSError, RuntimeError) as error:  # no network, no right to write, a damaged download
         place = f"in {root}" if root is not None else "in a folder and name it with data-dir"
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -492,6 +459,8 @@ def _build_torchvision(name: str, root: Path | None) -> Built:
             "the arrays x_train, y_train, x_test, y_test (images uint8 N x H x W [x C], labels 0 .. C-1), or connect "
             f"to the network so that torchvision downloads it into {target} ({reason})"
         ) from error
+    finally:
+        socket.setdefaulttimeout(before)
     arrays: dict[str, np.ndarray] = {}
     for split, part in parts.items():
         x, y = np.asarray(part.data), np.asarray(part.targets, dtype=np.int64)
@@ -504,32 +473,11 @@ def _build_torchvision(name: str, root: Path | None) -> Built:
 
 
 def upright_letters(x: UInt8, y: Int64) -> tuple[UInt8, Int64]:
-    """Turn EMNIST Letters as published into upright images and labels 0..25.
+    """Turn EMNIST Letters as published into upright images uint8 (N, 28, 28) and labels 0..25.
 
-    Parameters
-    ----------
-    x
-        uint8 (N, 28, 28), rows and columns exchanged as in NIST's files.
-    y
-        int64 (N,), 1 for A .. 26 for Z.
-
-    Returns
-    -------
-    tuple of numpy.ndarray
-        The images with rows and columns exchanged back, and the labels minus 1.
+    Its files have rows and columns exchanged, as NIST's have, and labels 1 for A .. 26 for Z.
     """
     return np.ascontiguousarray(x.transpose(0, 2, 1)), y - 1
-
-
-@contextlib.contextmanager
-def _network_timeout(seconds: float) -> Iterator[None]:
-    # torchvision opens its connections without a time limit; behind a firewall that drops packets it would hang.
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)
 
 
 # --- published archives --------------------------------------------------------------------------------------------
@@ -553,4 +501,4 @@ def _archive_source(name: str, root: Path | None) -> _Source:
         except (OSError, EOFError, KeyError, zipfile.BadZipFile, tarfile.TarError, zlib.error) as error:
             raise BadRequest(f"cannot read {path} ({error}): download it again from {address}") from error
 
-    return _Source({"archive": file_identity(path)}, build)
+    return {"archive": file_identity(path)}, build

@@ -56,20 +56,14 @@ def _first_good(
 
     Parameters
     ----------
-    draw
-        Takes a number of draws B and returns them as an array (B, ...).
-    sizes
-        Images of each class, int64 (C,).
-    request
-        What is asked for.
-    counts
-        Turns what `draw` returns into images per draw, client and class, int64 (B, K, C), all zero where a draw is
+    draw : takes a number of draws B and returns them as an array (B, ...).
+    sizes : images of each class, int64 (C,).
+    counts : turns what `draw` returns into images per draw, client and class, int64 (B, K, C), all zero where a draw is
         void. By default `draw` returns these counts themselves.
 
     Raises
     ------
-    BadRequest
-        If none of `MAX_DRAWS` draws is good.
+    BadRequest : if none of `MAX_DRAWS` draws is good.
     """
     # The first block is one draw, which is nearly always enough. Later ones grow, so that 10,000 draws take seconds.
     per_draw = request.clients * request.num_classes
@@ -95,15 +89,12 @@ def dirichlet_counts(shares: Float64, class_sizes: Int64) -> Int64:
 
     Parameters
     ----------
-    shares
-        float64 (B, C, K): for each of B draws and each class a distribution over K clients.
-    class_sizes
-        int64 (C,).
+    shares : float64 (B, C, K): for each of B draws and each class a distribution over K clients.
+    class_sizes : int64 (C,).
 
     Returns
     -------
-    numpy.ndarray
-        int64 (B, K, C). A draw that leaves no client with a positive share for some class is all zero.
+    int64 (B, K, C). A draw that leaves no client with a positive share for some class is all zero.
     """
     draws, num_classes, clients = shares.shape
     limit = class_sizes.sum() / clients
@@ -139,17 +130,13 @@ def scale_to_margins(weights: Float64, rows: Float64, columns: Float64, steps: i
 
     Parameters
     ----------
-    weights
-        float64 (K, C), positive.
-    rows, columns
-        Wanted sums, float64 (K,) and (C,), of equal total.
-    steps
-        Largest number of alternations.
+    weights : float64 (K, C), positive.
+    rows, columns : wanted sums, float64 (K,) and (C,), of equal total.
+    steps : largest number of alternations.
 
     Returns
     -------
-    numpy.ndarray
-        float64 (K, C) with exact column sums; row sums are exact to the degree of convergence.
+    float64 (K, C) with exact column sums; row sums are exact to the degree of convergence.
     """
     scaled = weights.copy()
     for _ in range(steps):
@@ -165,17 +152,13 @@ def round_to_total(amounts: Float64, total: int, limits: Int64 | None = None) ->
 
     Parameters
     ----------
-    amounts
-        float64 (n,), not negative.
-    total
-        Wanted sum.
-    limits
-        int64 (n,): upper bounds; None for no bounds. With bounds the sum is as near to the total as they allow.
+    amounts : float64 (n,), not negative.
+    total : wanted sum.
+    limits : int64 (n,): upper bounds; None for no bounds. With bounds the sum is as near to the total as they allow.
 
     Returns
     -------
-    numpy.ndarray
-        int64 (n,).
+    int64 (n,).
     """
     bounds = np.full(len(amounts), np.iinfo(np.int64).max) if limits is None else limits
     # An amount just below an integer is that integer: the difference is the error of floating-point arithmetic.
@@ -196,15 +179,12 @@ def equal_counts(weights: Float64, class_sizes: Int64) -> Int64:
 
     Parameters
     ----------
-    weights
-        float64 (K, C): for each client a distribution over the classes.
-    class_sizes
-        int64 (C,).
+    weights : float64 (K, C): for each client a distribution over the classes.
+    class_sizes : int64 (C,).
 
     Returns
     -------
-    numpy.ndarray
-        int64 (K, C), column sums `class_sizes`; all zero if the scaling did not converge.
+    int64 (K, C), column sums `class_sizes`; all zero if the scaling did not converge.
     """
     wanted = np.full(len(weights), class_sizes.sum() / len(weights))
     present = np.flatnonzero(class_sizes)
@@ -235,10 +215,7 @@ def block_owners(num_classes: int, clients: int, per_client: int) -> list[Int64]
     In index order a class goes to the first ceil(clients * per_client / num_classes) clients with free slots. Unless
     that division is exact, the slots are used up before the last classes, whose images then stay unused.
 
-    Returns
-    -------
-    list of numpy.ndarray
-        For each class the ids of its owners, increasing; empty when all slots are taken.
+    The result holds for each class the ids of its owners, increasing; empty when all slots are taken.
     """
     width = -(-clients * per_client // num_classes)
     slots = np.full(clients, per_client)
@@ -280,18 +257,14 @@ def choose_classes(
 
     Parameters
     ----------
-    num_classes, clients, per_client
-        Numbers of classes, clients, and picks per client.
-    rng
-        A numpy generator, old or new: only its ``choice`` is used.
-    distinct
-        Exclude the classes that the client owns already. With False, as in FedGH's code, a client may pick a class
-        twice and then owns fewer classes than asked for.
+    per_client : picks of each client.
+    rng : a numpy generator, old or new: only its ``choice`` is used.
+    distinct : exclude the classes that the client owns already. With False, as in FedGH's code, a client may pick a
+        class twice and then owns fewer classes than asked for.
 
     Returns
     -------
-    list of list of int
-        Picks of each client, in the order in which they were made.
+    Each client's classes, in the order in which they were picked.
     """
     free = np.full(num_classes, -(-per_client * clients // num_classes))
     picks: list[list[int]] = []
@@ -316,8 +289,7 @@ def class_shares(sizes: Int64, request: Request, rng: np.random.Generator) -> Fl
 
     Returns
     -------
-    numpy.ndarray
-        float64 (K, C): column sums 1 for the classes that some client owns, 0 for the others.
+    float64 (K, C): column sums 1 for the classes that some client owns, 0 for the others.
     """
     owned = np.zeros((request.clients, request.num_classes), bool)
     for client, own in enumerate(choose_classes(request.num_classes, request.clients, request.classes_per_client, rng)):
@@ -331,19 +303,10 @@ def class_shares(sizes: Int64, request: Request, rng: np.random.Generator) -> Fl
 
 
 def cut_by_shares(shares: Float64, class_sizes: Int64) -> Int64:
-    """Return images per client and class, int(class size * share), as FedGH does; rounding leaves some images unused.
+    """Return images per client and class, int64 (..., K, C), as FedGH does: int(class size * share).
 
-    Parameters
-    ----------
-    shares
-        float64 (..., K, C), column sums at most 1.
-    class_sizes
-        int64 (C,).
-
-    Returns
-    -------
-    numpy.ndarray
-        int64 (..., K, C).
+    Shares are float64 (..., K, C) with column sums of at most 1, class sizes int64 (C,). Rounding leaves some images
+    unused.
     """
     # The tiny addition keeps a product such as 0.29 * 100 = 28.999999999999996 from losing an image.
     return np.floor(shares * class_sizes + 1e-9).astype(np.int64)
@@ -354,18 +317,12 @@ def draw_two_classes(rows_of: Sequence[Int64], each: int, rng: Any) -> tuple[lis
 
     Parameters
     ----------
-    rows_of
-        For each class the indices of its images; classes without images are never drawn.
-    each
-        Images per class.
-    rng
-        A numpy generator, old or new: only its ``choice`` is used.
+    rows_of : for each class the indices of its images; classes without images are never drawn.
+    each : images per class.   rng : a numpy generator, old or new: only its ``choice`` is used.
 
     Returns
     -------
-    classes : list of int
-    rows : list of numpy.ndarray
-        int64 (each,) for each of the two classes.
+    The two classes, and for each the indices of its images, int64 (each,).
     """
     present = np.flatnonzero([len(rows) > 0 for rows in rows_of])
     classes = [int(label) for label in rng.choice(present, 2, replace=False)]

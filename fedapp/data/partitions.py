@@ -82,8 +82,7 @@ class ClientSplit:
 
     Attributes
     ----------
-    train, test : numpy.ndarray
-        int64, sorted. ``test`` may be empty when the client has one image of each of its classes.
+    train, test : int64, sorted. ``test`` may be empty when the client has one image of each of its classes.
     """
 
     train: Int64
@@ -112,13 +111,7 @@ class Partition:
     settings: dict[str, Any]
 
     def save(self, path: str | Path) -> None:
-        """Write the partition to an ``.npz`` file, atomically.
-
-        Parameters
-        ----------
-        path
-            The file; its folder is made if needed.
-        """
+        """Write the partition to an ``.npz`` file, atomically; its folder is made if needed."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         header = {"kind": self.kind, "split": self.split, "hash": self.hash, "settings": self.settings}
@@ -141,8 +134,7 @@ class Partition:
 
         Raises
         ------
-        BadRequest
-            If the file is absent or damaged, or its indices do not match the hash.
+        BadRequest : if the file is absent or damaged, or its indices do not match the hash.
         """
         try:
             with np.load(path, allow_pickle=False) as archive:
@@ -167,8 +159,7 @@ class Partition:
 
         Raises
         ------
-        BadRequest
-            If the data set's labels are not those that the partition was made from.
+        BadRequest : if the data set's labels are not those that the partition was made from.
         """
         made_for = self.settings.get("labels_sha256")
         if made_for != _label_hash(dataset):
@@ -194,41 +185,22 @@ def make(
 
     Parameters
     ----------
-    dataset
-        Only its labels are read.
-    kind
-        One of :data:`PARTITION_KINDS`.
-    split
-        One of :data:`SPLITS`.
-    clients
-        Number of clients K.
-    seed
-        Non-negative; the same arguments give the same partition.
-    alpha
-        Concentration of the Dirichlet distribution (``dirichlet``, ``dirichlet-equal``), > 0.
-    classes_per_client
-        Classes (``pathological``, ``classes``) or shards (``shards``) per client.
-    min_samples
-        Smallest number of images that a client may hold before a 75/25 cut (``official``: of training images).
-
-    Returns
-    -------
-    Partition
+    dataset : only its labels are read.
+    kind : one of :data:`PARTITION_KINDS`.
+    split : one of :data:`SPLITS`.
+    clients : number of clients K.
+    seed : non-negative; the same arguments give the same partition.
+    alpha : concentration of the Dirichlet distribution (``dirichlet``, ``dirichlet-equal``), > 0.
+    classes_per_client : classes (``pathological``, ``classes``) or shards (``shards``) per client.
+    min_samples : smallest number of images that a client may hold before a 75/25 cut (``official``: of training
+        images).
 
     Raises
     ------
-    BadRequest
-        If the arguments are out of range, contradict the data, or no draw of 10,000 satisfies ``min_samples``.
+    BadRequest : if the arguments are out of range, contradict the data, or no draw of 10,000 satisfies ``min_samples``.
     """
-    request = Request(
-        kind,
-        PARTITION_PARAMETER.get(kind),
-        dataset.num_classes,
-        clients,
-        alpha,
-        classes_per_client,
-        min_samples,
-    )
+    parameter = PARTITION_PARAMETER.get(kind)
+    request = Request(kind, parameter, dataset.num_classes, clients, alpha, classes_per_client, min_samples)
     _check(dataset, split, seed, request)
     # One stream per purpose: a change in how counts are drawn moves neither the images' order nor the test draw.
     counts_rng, order_rng, split_rng = (
@@ -247,12 +219,7 @@ def make(
             shares = label_skew.class_shares(sizes, request, counts_rng)
             counts = label_skew.cut_by_shares(shares, sizes)
         else:
-            procedure = {
-                "dirichlet": label_skew.dirichlet,
-                "dirichlet-equal": label_skew.dirichlet_equal,
-                "pathological": label_skew.pathological,
-            }[kind]
-            counts = procedure(sizes, request, counts_rng)
+            counts = getattr(label_skew, kind.replace("-", "_"))(sizes, request, counts_rng)
         held = _assign(labels, counts, order_rng)
     smallest = min(range(clients), key=lambda client: len(held[client]))
     if len(held[smallest]) < min_samples:
@@ -424,18 +391,12 @@ def union_test(dataset: Dataset, partition: Partition, seed: int, limit: int = 2
 
     Parameters
     ----------
-    dataset, partition
-        The data and who holds what.
-    seed
-        Fixes the draw.
-    limit
-        Largest number of images.
+    seed : fixes the draw.   limit : largest number of images.
 
     Returns
     -------
-    numpy.ndarray
-        int64, sorted, without duplicates, indices into the virtual pool: the union of all clients' test splits if it
-        has at most `limit` images, else equally many of each class (all images of classes that have fewer).
+    int64, sorted, without duplicates, indices into the virtual pool: the union of all clients' test splits if it has at
+    most `limit` images, else equally many of each class (all images of classes that have fewer).
     """
     union = np.unique(np.concatenate([client.test for client in partition.clients]))
     if len(union) <= limit:
@@ -468,25 +429,18 @@ def hold_back(partition: Partition, share: float, seed: int) -> tuple[Partition,
 
     Parameters
     ----------
-    partition
-        Who holds what.
-    share
-        Share of each client's training images, in (0, 1); the number is rounded half up.
-    seed
-        Fixes the draw.
+    share : share of each client's training images, in (0, 1); the number is rounded half up.
+    seed : fixes the draw.
 
     Returns
     -------
-    partition : Partition
-        The same clients without the public images; its settings say how many were taken.
-    public : numpy.ndarray
-        int64 (P,), sorted, without duplicates: indices into the virtual pool.
+    partition : the same clients without the public images; its settings say how many were taken.
+    public : int64 (P,), sorted, without duplicates: indices into the virtual pool.
 
     Raises
     ------
-    BadRequest
-        If the share is out of range, so small that no image would be public, or so large that a client whose images
-        others hold too would have none left.
+    BadRequest : if the share is out of range, so small that no image would be public, or so large that a client whose
+        images others hold too would have none left.
     """
     if not 0 < share < 1:
         raise BadRequest(f"a public set is a share of the training images between 0 and 1, got {share}")

@@ -40,8 +40,7 @@ def read_tiny_imagenet(path: Path, store: Store) -> tuple[Arrays, Sequence[str]]
 
     Raises
     ------
-    OSError, KeyError, zipfile.BadZipFile
-        If the archive is damaged or has another layout.
+    OSError, KeyError, zipfile.BadZipFile : if the archive is damaged or has another layout.
     """
     top = "tiny-imagenet-200/"
     with zipfile.ZipFile(path) as archive:
@@ -83,8 +82,7 @@ def read_cinic10(path: Path, store: Store) -> tuple[Arrays, Sequence[str]]:
 
     Raises
     ------
-    OSError, EOFError, KeyError, tarfile.TarError
-        If the archive is damaged or has another layout.
+    OSError, EOFError, KeyError, tarfile.TarError : if the archive is damaged or has another layout.
     """
     # A gzip stream can only be read from its start. The first pass finds the names, so that the second one can write
     # every image to its row (sorted by name) without holding the data set in memory.
@@ -162,13 +160,11 @@ def class_folders(root: Path) -> tuple[dict[str, list[Path]], dict[str, list[Pat
 
     Returns
     -------
-    train, test : dict
-        Class name -> its files, both sorted by name; `test` is empty where there is no test set.
+    train, test : class name -> its files, both sorted by name; `test` is empty where there is no test set.
 
     Raises
     ------
-    BadRequest
-        If a folder is empty, holds other files, or has classes that the training folder lacks.
+    BadRequest : if a folder is empty, holds other files, or has classes that the training folder lacks.
     """
     if not (root / "train").is_dir():
         return _pictures(root), {}
@@ -213,8 +209,7 @@ def read_folder(
 
     Raises
     ------
-    BadRequest
-        If a picture cannot be read or has more than 8 bits per channel.
+    BadRequest : if a picture cannot be read or has more than 8 bits per channel.
     """
     from PIL import Image, ImageOps
 
@@ -247,18 +242,10 @@ def read_folder(
 
 
 def picture_size(shapes: Sequence[tuple[int, int]]) -> int:
-    """Return the side in pixels to which all pictures of a folder are resized.
+    """Return the side in pixels to which all pictures of a folder, given as (width, height), are resized.
 
-    Parameters
-    ----------
-    shapes
-        (width, height) of every picture.
-
-    Returns
-    -------
-    int
-        The common side if all are the same square of at most 64 pixels; else the largest of 28, 32 and 64 that is not
-        above the median of the shorter sides, at least 28.
+    It is the common side if all are the same square of at most 64 pixels; else the largest of 28, 32 and 64 that is not
+    above the median of the shorter sides, at least 28.
     """
     if len(set(shapes)) == 1 and shapes[0][0] == shapes[0][1] <= STANDARD_SIZES[-1]:
         return shapes[0][0]

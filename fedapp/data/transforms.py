@@ -63,12 +63,9 @@ class InputSpec:
 
     Attributes
     ----------
-    channels, size : int
-        Channels; height and width in pixels.
-    scale : float
-        Largest grey level.
-    mean, std : tuple of float
-        Per channel, of x / scale.
+    channels, size : channels; height and width in pixels.
+    scale : largest grey level.
+    mean, std : per channel, of x / scale.
     """
 
     channels: int
@@ -103,20 +100,7 @@ def _standardise(x: Tensor, spec: InputSpec, scale: float) -> Tensor:
 
 
 def normalise(x_u8: Tensor, spec: InputSpec) -> Tensor:
-    """Return (x / scale - mean) / std.
-
-    Parameters
-    ----------
-    x_u8
-        uint8 (B, C, H, W), any memory format.
-    spec
-        The images' specification.
-
-    Returns
-    -------
-    Tensor
-        float32 (B, C, H, W), channels_last.
-    """
+    """Return (x / scale - mean) / std of images uint8 (B, C, H, W) as float32 (B, C, H, W), channels_last."""
     return _standardise(x_u8.permute(0, 2, 3, 1).contiguous().to(torch.float32), spec, spec.scale)
 
 
@@ -125,24 +109,17 @@ def augment(x_u8: Tensor, spec: InputSpec, kind: str, generator: torch.Generator
 
     Parameters
     ----------
-    x_u8
-        uint8 (B, C, H, W).
-    spec
-        The images' specification.
-    kind
-        ``none``, ``weak`` or ``strong``.
-    generator
-        Source of all draws. If it lives on the CPU the draws are the same whatever the device of the images.
+    x_u8 : uint8 (B, C, H, W).
+    kind : ``none``, ``weak`` or ``strong``.
+    generator : source of all draws. If it lives on the CPU the draws are the same whatever the device of the images.
 
     Returns
     -------
-    Tensor
-        float32 (B, C, H, W), channels_last, normalised.
+    float32 (B, C, H, W), channels_last, normalised.
 
     Raises
     ------
-    BadRequest
-        If the kind is unknown.
+    BadRequest : if the kind is unknown.
     """
     if kind not in AUGMENTATIONS:
         raise BadRequest(f"unknown augmentation {kind!r}: known are {', '.join(AUGMENTATIONS)}")
@@ -167,22 +144,12 @@ def _pixels_last(x: Tensor) -> Tensor:
 
 
 def draw_similarity(count: int, size: int, generator: torch.Generator) -> Tensor:
-    """Draw rotation, zoom and shifts.
-
-    Parameters
-    ----------
-    count
-        Number of images B.
-    size
-        Width in pixels.
-    generator
-        Source of the draws.
+    """Draw rotation, zoom and shifts of images of `size` pixels.
 
     Returns
     -------
-    Tensor
-        float32 (B, 4): angle in degrees (clockwise on the screen), zoom factor, shift to the right and downwards in
-        pixels.
+    float32 (count, 4): angle in degrees (clockwise on the screen), zoom factor, shift to the right and downwards in
+    pixels.
     """
     angle = _uniform(generator, -ROTATION, ROTATION, count)
     zoom = _uniform(generator, 1 - ZOOM, 1 + ZOOM, count)
@@ -191,19 +158,9 @@ def draw_similarity(count: int, size: int, generator: torch.Generator) -> Tensor
 
 
 def transform_similarity(x: Tensor, parameters: Tensor) -> Tensor:
-    """Rotate, zoom and shift each image about its centre; bilinear, zero outside.
+    """Rotate, zoom and shift each image float32 (B, C, S, S) about its centre; bilinear, zero outside.
 
-    Parameters
-    ----------
-    x
-        float32 (B, C, S, S).
-    parameters
-        float32 (B, 4) as :func:`draw_similarity` returns them.
-
-    Returns
-    -------
-    Tensor
-        float32 (B, C, S, S).
+    The parameters are those of :func:`draw_similarity`.
     """
     angle, zoom, right, down = hand_over(parameters, x.device).unbind(1)
     radians = torch.deg2rad(angle)
@@ -232,15 +189,7 @@ def _border(size: int) -> int:
 
 
 def draw_crop(count: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Draw the corner of a crop from the bordered image, and whether it is mirrored.
-
-    Returns
-    -------
-    corner : Tensor
-        int64 (B, 2): top, left, each in 0 .. 2 * border.
-    mirrored : Tensor
-        bool (B,).
-    """
+    """Draw top and left of a crop from the bordered image, int64 (B, 2), and whether it is mirrored, bool (B,)."""
     corner = torch.randint(0, 2 * _border(size) + 1, (count, 2), generator=generator, device=generator.device)
     return corner, _uniform(generator, 0.0, 1.0, count) < 0.5
 
@@ -271,8 +220,7 @@ def draw_resized_crop(count: int, size: int, generator: torch.Generator) -> Tens
 
     Returns
     -------
-    Tensor
-        int64 (B, 4): top, left, height, width.
+    int64 (B, 4): top, left, height, width.
     """
     area = _uniform(generator, *AREA, count, CROP_TRIES) * size * size
     aspect = torch.exp(_uniform(generator, math.log(ASPECT[0]), math.log(ASPECT[1]), count, CROP_TRIES))
@@ -302,19 +250,7 @@ def _resize_weights(start: Tensor, length: Tensor, size: int) -> Tensor:
 def transform_resized_crop(x: Tensor, boxes: Tensor, mirrored: Tensor) -> Tensor:
     """Cut a box out of each image, stretch it to the full size (bilinear), and mirror it where asked.
 
-    Parameters
-    ----------
-    x
-        float32 (B, C, S, S).
-    boxes
-        int64 (B, 4): top, left, height, width.
-    mirrored
-        bool (B,).
-
-    Returns
-    -------
-    Tensor
-        float32 (B, C, S, S).
+    Images are float32 (B, C, S, S), boxes int64 (B, 4): top, left, height, width, `mirrored` is bool (B,).
     """
     count, channels, size, _ = x.shape
     top, left, height, width = hand_over(boxes, x.device).unbind(1)
@@ -382,12 +318,9 @@ def draw_jitter(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor,
 
     Returns
     -------
-    factors : Tensor
-        float32 (B, 4): brightness, contrast, saturation, and the shift of hue.
-    order : Tensor
-        int64 (B, 4): the order in which the four are applied.
-    jittered, greyed : Tensor
-        bool (B,): which images are changed at all, and which become grey.
+    factors : float32 (B, 4): brightness, contrast, saturation, and the shift of hue.
+    order : int64 (B, 4): the order in which the four are applied.
+    jittered, greyed : bool (B,): which images are changed at all, and which become grey.
     """
     factors = _uniform(generator, 1 - JITTER, 1 + JITTER, count, 4)
     factors[:, 3] = (factors[:, 3] - 1) * (HUE / JITTER)
@@ -398,20 +331,7 @@ def draw_jitter(count: int, generator: torch.Generator) -> tuple[Tensor, Tensor,
 
 
 def transform_jitter(x: Tensor, factors: Tensor, order: Tensor, jittered: Tensor, greyed: Tensor) -> Tensor:
-    """Apply drawn colour changes.
-
-    Parameters
-    ----------
-    x
-        float32 (B, C, H, W) in [0, 1].
-    factors, order, jittered, greyed
-        As :func:`draw_jitter` returns them.
-
-    Returns
-    -------
-    Tensor
-        float32 (B, C, H, W), a new tensor.
-    """
+    """Apply the colour changes of :func:`draw_jitter` to images float32 (B, C, H, W) in [0, 1]; return a new tensor."""
     colour = x.shape[1] == 3
     # One plane per channel over the whole batch, so that arithmetic between channels runs on contiguous memory.
     planes = x.transpose(0, 1).clone(memory_format=torch.contiguous_format)

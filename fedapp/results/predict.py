@@ -107,7 +107,7 @@ def load(path: Path, dataset: str = "") -> Predictor:
         if known is None:
             names = ", ".join(n for n in datasets.DATASET_NAMES if datasets.published(n))
             raise BadRequest(f"{path} is a server's model, which has no normalisation: add --dataset, one of {names}")
-        head |= dict(zip(("classes", "scale", "mean", "std"), known, strict=True))
+        head |= vars(known)
     method = registry.get(str(head["method"]))
     hparams = registry.parse_args(method, str(head.get("method-args", "")))
     method = registry.resolve(method, hparams)

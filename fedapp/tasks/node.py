@@ -175,7 +175,7 @@ def federation_classes(config: RunConfig) -> tuple[str, ...] | None:
     if config.class_names:
         return tuple(n.strip() for n in config.class_names.split(","))
     known = datasets.published(config.dataset)
-    return known[0] if known else None
+    return known.classes if known else None
 
 
 @functools.lru_cache(maxsize=2)
@@ -217,12 +217,11 @@ def own_data(path: str, classes: tuple[str, ...] | None, dataset: str) -> OwnDat
         x_test, y_test = data.take(cut.test)
     inputs = InputSpec.of(data)
     known = datasets.published(dataset)
-    if known is not None and len(known[2]) == data.channels:
-        _, scale, mean, std = known
+    if known is not None and len(known.mean) == data.channels:
         brightest = int(max(x_train.max(initial=0), x_test.max(initial=0)))
-        if brightest > scale:
-            raise BadRequest(f"data-path {place}: {dataset} has grey levels 0 .. {scale:g}, found {brightest}")
-        inputs = InputSpec(data.channels, data.size, scale, mean, std)
+        if brightest > known.scale:
+            raise BadRequest(f"data-path {place}: {dataset} has grey levels 0 .. {known.scale:g}, found {brightest}")
+        inputs = InputSpec(data.channels, data.size, known.scale, known.mean, known.std)
     return OwnData(x_train, table[y_train], x_test, table[y_test], classes or data.classes, inputs)
 
 
