@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 from typer.core import TyperGroup
 
 from fedapp.errors import BadRequest
@@ -72,6 +72,17 @@ def _tell_broken() -> None:
 
     for text in registry.broken().values():
         typer.echo(f"fedapp: left out: {text}", err=True)
+
+
+def _show(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], plain: Iterable[Sequence[str]] = ()) -> None:
+    """Print rows as a table on a terminal; elsewhere print them (or `plain`) with tabs between the cells."""
+    if not sys.stdout.isatty():
+        sys.stdout.writelines("\t".join(row).rstrip() + "\n" for row in plain or rows)
+        return
+    table = Table(*(Column(head, overflow="fold") for head in heads), title=title)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
 
 
 def collect(
@@ -187,16 +198,7 @@ def methods() -> None:
     rows = [
         (m.id, m.title, "yes" if m.heterogeneous else "no", m.travels, m.paper) for m in registry.discover().values()
     ]
-    if not sys.stdout.isatty():
-        for row in rows:
-            sys.stdout.write("\t".join(row) + "\n")
-        return
-    table = Table(title="Methods", show_lines=False)
-    for name in ("id", "method", "different architectures", "what travels", "paper"):
-        table.add_column(name)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    _show("Methods", ("id", "method", "different architectures", "what travels", "paper"), rows)
 
 
 @app.command()
@@ -344,17 +346,10 @@ def predict(
     from fedapp.results import predict as predicting
 
     rows = predicting.run(model, images, top, dataset)
-    if not sys.stdout.isatty():
-        for path, found in rows:
-            sys.stdout.write("\t".join([path, *(f"{name}\t{p:.4f}" for name, p in found)]) + "\n")
-        return
-    table = Table(title=predicting.load(model, dataset).about)
-    table.add_column("image")
-    for place in range(1, len(rows[0][1]) + 1):
-        table.add_column(f"{place}.")
-    for path, found in rows:
-        table.add_row(path, *(f"{name} {100 * p:.1f} %" for name, p in found))
-    Console().print(table)
+    heads = ["image", *(f"{place}." for place in range(1, len(rows[0][1]) + 1))]
+    cells = [[path, *(f"{name} {100 * p:.1f} %" for name, p in found)] for path, found in rows]
+    plain = [[path, *(f"{name}\t{p:.4f}" for name, p in found)] for path, found in rows]
+    _show(predicting.load(model, dataset).about, heads, cells, plain)
 
 
 @app.command()
@@ -432,38 +427,39 @@ def deploy_check(
         superlink=superlink, address=address, root_certificates=root_certificates, insecure=insecure,
         node_config=node_config, key=key, certificate=certificate, values=collect({}, sets),
     )  # fmt: skip
-    failed = any(f.state == deploycheck.FAIL for f in found)
-    if not sys.stdout.isatty():
-        for f in found:
-            sys.stdout.write("\t".join([f.state, f.name, f.found, f.remedy]).rstrip() + "\n")
-        raise typer.Exit(int(failed))
-    table = Table(title="fedapp deploy check")
-    for name in ("", "what", "found", "what to do"):
-        table.add_column(name, overflow="fold")
     colours = {"ok": "green", "warn": "yellow", "fail": "red"}
-    for f in found:
-        table.add_row(f"[{colours[f.state]}]{f.state}[/]", *(escape(text) for text in (f.name, f.found, f.remedy)))
-    Console().print(table)
-    raise typer.Exit(int(failed))
+    plain = [(f.state, f.name, f.found, f.remedy) for f in found]
+    rows = [(f"[{colours[state]}]{state}[/]", *map(escape, texts)) for state, *texts in plain]
+    _show("fedapp deploy check", ("", "what", "found", "what to do"), rows, plain)
+    raise typer.Exit(int(any(f.state == deploycheck.FAIL for f in found)))
 
 
 @app.command()
 def reproduce(
-    out: Annotated[Path, typer.Option(help="folder of the runs; finished runs are not repeated")],
+    out: Annotated[
+        Path | None, typer.Option(help="folder of the runs; finished runs are not repeated (default: nothing is run)")
+    ] = None,
     data_dir: Annotated[str, typer.Option(help="folder with mnist.npz, fashion_mnist.npz, cifar10.npz")] = "",
     claims: Annotated[str, typer.Option(help="comma-separated ids (default: all)")] = "",
     studies: Annotated[str, typer.Option(help="also run all variants of these studies, comma-separated")] = "",
     minutes: Annotated[float, typer.Option(help="start no run after this many minutes; 0 = no limit")] = 0.0,
     workers: Annotated[int | None, typer.Option(help="runs at a time (default: one per core)")] = None,
     doc: Annotated[Path | None, typer.Option(help="Markdown file whose ledger is updated")] = None,
+    kept: Annotated[
+        Path | None, typer.Option("--from", help="folder that --keep has written: its runs count as finished")
+    ] = None,
+    keep: Annotated[
+        Path | None, typer.Option(help="folder that takes up what decides the claims of each finished run, as text")
+    ] = None,
 ) -> None:
     """Run what the ledger of the papers' claims needs, decide each claim and print the table; resumable."""
     from fedapp.experiments import reproduce as reproducing
 
-    def names(text: str) -> list[str]:
-        return [n.strip() for n in text.split(",") if n.strip()]
-
-    raise typer.Exit(reproducing.reproduce(out, data_dir, names(claims), names(studies), minutes, workers, doc))
+    if out is None and kept is None:
+        raise BadRequest("give --out, a folder for the runs, or --from, a folder of kept runs such as docs/ledger")
+    raise typer.Exit(
+        reproducing.reproduce(out, data_dir, _names(claims), _names(studies), minutes, workers, doc, kept, keep)
+    )
 
 
 if __name__ == "__main__":

@@ -49,13 +49,19 @@ def quiet_blas() -> None:
     threadpool_limits(1, user_api="blas")
 
 
-def processor() -> str:
-    """Return the processor's name, on Linux with family and model, which tell virtual ones apart."""
+def cpu_facts() -> dict[str, str]:
+    """Return what Linux says of the processor, such as `model name` and `flags`; nothing elsewhere."""
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        facts = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
-        if "model name" in facts:
-            return f"{facts['model name']} (family {facts.get('cpu family')}, model {facts.get('model')})"
+        return {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
+    return {}
+
+
+def processor() -> str:
+    """Return the processor's name, on Linux with family and model, which tell virtual ones apart."""
+    facts = cpu_facts()
+    if "model name" in facts:
+        return f"{facts['model name']} (family {facts.get('cpu family')}, model {facts.get('model')})"
     return platform.processor() or "unknown processor"
 
 

@@ -28,7 +28,7 @@ from fedapp.engines import control, runner, supervise
 from fedapp.engines.control import Control, LaunchError
 from fedapp.engines.superlink import Outcome
 from fedapp.errors import BadRequest
-from fedapp.results.directory import ANNOUNCED, absolute, cell, check_out, new_folder, run_name, write_json
+from fedapp.results.directory import ANNOUNCED, absolute, cell, check_out, keep_rows, new_folder, run_name, write_json
 
 LOST_AFTER = 30.0
 """Seconds without an answer from the SuperLink after which a run counts as lost."""
@@ -239,32 +239,20 @@ class DirectoryCopy:
         """Write the content of one event."""
         with (self.path / "progress.jsonl").open("a", encoding="utf-8") as f:
             f.write(json.dumps(event) + "\n")
+        table = self.path / "rounds.csv"
         if event["kind"] == "start":
-            self._write_rounds(int(event["done"]))
+            keep_rows(table, lambda row: int(row[0]) <= event["done"])
         elif event["kind"] == "round":
-            row = {k: cell(v) for k, v in event.items() if k not in ("kind", "rounds", "time")}
-            self._write_rounds(row["round"] - 1, row)
+            new = {k: cell(v) for k, v in event.items() if k not in ("kind", "rounds", "time")}
+            keep_rows(table, lambda row: int(row[0]) < new["round"])
+            with table.open("a", newline="", encoding="utf-8") as f:
+                writer = csv.writer(f, lineterminator="\n")
+                writer.writerows([new.values()] if f.tell() else [new, new.values()])
         elif event["kind"] == "end":
             write_json(self.path / "summary.json", event["summary"])
         elif event["kind"] == "failed":
             write_json(self.path / "error.json", {k: v for k, v in event.items() if k != "kind"})
             write_json(self.path / "summary.json", {"ok": False, "error": event["message"]})
-
-    def _write_rounds(self, last: int, *new: dict[str, Any]) -> None:
-        """Keep the rows of `rounds.csv` up to round `last`, and append new ones."""
-        path = self.path / "rounds.csv"
-        rows: list[dict[str, Any]] = []
-        if path.is_file():
-            with path.open(newline="", encoding="utf-8") as f:
-                rows = [row for row in csv.DictReader(f) if int(row["round"]) <= last]
-        rows += new
-        if not rows:
-            path.unlink(missing_ok=True)
-            return
-        with path.open("w", newline="", encoding="utf-8") as f:
-            writer = csv.DictWriter(f, list(rows[0]), lineterminator="\n", extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(rows)
 
 
 def _watch(api: Control, run_id: int, followed: RemoteRun) -> tuple[str, str]:

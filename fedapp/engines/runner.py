@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -25,6 +25,7 @@ from fedapp.engines.superlink import Session
 from fedapp.errors import BadRequest
 from fedapp.learning.task import ModelSpec
 from fedapp.results.runs import RunResult
+from fedapp.results.statistics import percent
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import selection
 
@@ -89,15 +90,8 @@ class Follower:
             )
 
     def _round(self, event: Mapping[str, Any]) -> None:
-        parts = [
-            f"{name} {100 * event[key]:.1f} %"
-            for name, key in (
-                ("received", "received_accuracy"),
-                ("trained", "trained_accuracy"),
-                ("global", "global_accuracy"),
-            )
-            if event.get(key) is not None and not math.isnan(event[key])
-        ]
+        scores = {protocol: event.get(f"{protocol}_accuracy") for protocol in configuration.PROTOCOLS}
+        parts = [f"{name} {percent(score)} %" for name, score in scores.items() if pd.notna(score)]
         if event.get("train_loss") is not None:
             parts.append(f"loss {event['train_loss']:.3f}")
         text = ", ".join(parts)
@@ -122,14 +116,9 @@ def what_leaves(config: RunConfig) -> list[str]:
             ModelSpec(name, data.dataset.num_classes, data.inputs.channels, data.inputs.size, 0), hparams
         )
         state = model.state_dict()
-        ways = {
-            "down": FedClient.names_of(model, method, hparams, config.buffers),
-            "up": selection.shared_names(model, method.up_prefixes(hparams), config.buffers)
-            if method.up_prefixes(hparams)
-            else [],
-        }
-        if ways["down"] == ways["up"]:
-            ways = {"each way": ways["up"]}
+        down = FedClient.names_of(model, method, hparams, config.buffers)
+        up = selection.shared_names(model, method.up_prefixes(hparams), config.buffers)
+        ways = {"each way": up} if up == down else {"down": down, "up": up}
         for way, names in ways.items():
             total = sum(state[n].numel() * (2 if half else 4) for n in names)
             named = f" ({', '.join(names)})" if 0 < len(names) < 5 else ""
@@ -248,11 +237,6 @@ def run_in(session: Session, config: RunConfig, given: ClientResources, follower
     return handle.follow(Path(config.out), follower).report(follower.line)
 
 
-def percent(value: float | None) -> str:
-    """Format a share as percent; a dash stands for a missing one."""
-    return "-" if value is None or (isinstance(value, float) and math.isnan(value)) else f"{100 * value:.1f}"
-
-
 def print_summary(summary: Mapping[str, Any]) -> None:
     """Print a run's final table."""
     table = Table(
@@ -261,13 +245,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     for name in ("protocol", "last %", "best %", "std over clients", "balanced %"):
         table.add_column(name, justify="left" if name == "protocol" else "right")
     for protocol, scores in summary["accuracy"].items():
-        table.add_row(
-            protocol,
-            percent(scores["last"]),
-            percent(scores["best"]),
-            percent(scores["last_std"]),
-            percent(scores["balanced"]),
-        )
+        table.add_row(protocol, *(percent(scores[name]) for name in ("last", "best", "last_std", "balanced")))
     Console().print(table)
     sizes = summary["test_sizes"]
     text = (

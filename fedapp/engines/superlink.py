@@ -44,6 +44,7 @@ from typing import Any
 
 import psutil
 import tomli_w
+from flwr.common.config import flatten_dict
 
 from fedapp.engines import control, supervise
 from fedapp.engines.control import Control, LaunchError, stage
@@ -337,7 +338,7 @@ class Session:
     def _check_keys(self, run_config: Mapping[str, Scalar]) -> None:
         """Refuse keys that the app does not declare; Flower would too, but without naming them."""
         project = tomllib.loads((self.app / "pyproject.toml").read_text(encoding="utf-8"))
-        declared = _flat_keys(project["tool"]["flwr"]["app"].get("config", {}))
+        declared = flatten_dict(project["tool"]["flwr"]["app"].get("config"))
         for key in run_config:
             if key not in declared:
                 hint = suggest(key, declared) or f"; there are: {', '.join(sorted(declared))}"
@@ -496,13 +497,6 @@ ray.init(num_cpus=int(sys.argv[2]), include_dashboard=False, log_to_driver=False
 raylet.wait()
 os._exit(1)
 """
-
-
-def _flat_keys(table: Mapping[str, Any], prefix: str = "") -> set[str]:
-    keys: set[str] = set()
-    for key, value in table.items():
-        keys |= _flat_keys(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key}
-    return keys
 
 
 def _free_port() -> int:

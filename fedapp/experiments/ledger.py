@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -25,7 +25,7 @@ from pydantic import BeforeValidator, Field
 
 from fedapp.errors import BadRequest
 from fedapp.experiments.shipped import FOLDER, Entry, read
-from fedapp.experiments.studies import keys_of, studies
+from fedapp.experiments.studies import RunKey, keys_of, studies
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import Floats, interval, reached, signed_rank, spread, t_test
 
@@ -43,7 +43,7 @@ class Verdict:
 
 
 class MissingRun(Exception):
-    """A run that a claim needs has not finished."""
+    """A run that a claim needs has not finished; names it."""
 
 
 class Pair(NamedTuple):
@@ -64,12 +64,19 @@ PairText = Annotated[Pair, BeforeValidator(_pair)]
 """A pair as the file has it: `study/variant`."""
 
 
-@dataclass
 class Evidence:
-    """Reads the finished runs below `out`, each once."""
+    """The finished runs: those in `kept`, and those below `out` (None: no others), each read once."""
 
-    out: Path
-    _read: dict[Pair, list[RunResult]] = field(default_factory=dict)
+    def __init__(self, out: Path | None, kept: Mapping[RunKey, RunResult] | None = None) -> None:
+        self._out = out
+        self._read: dict[RunKey, RunResult | None] = dict(kept or {})
+
+    def run(self, key: RunKey) -> RunResult | None:
+        """Return a run, None if it has not finished."""
+        if key not in self._read:
+            run = RunResult(self._out / key.folder) if self._out is not None else None
+            self._read[key] = run if run is not None and run.ok else None
+        return self._read[key]
 
     def runs(self, pair: Pair) -> list[RunResult]:
         """Return all seeds of a variant.
@@ -78,18 +85,17 @@ class Evidence:
         ------
         MissingRun : one of them has not finished.
         """
-        if pair not in self._read:
-            self._read[pair] = [RunResult(self.out / key.folder) for key in keys_of([pair])]
-        for run in self._read[pair]:
-            if not run.ok:
-                raise MissingRun(run.out.relative_to(self.out).as_posix())
-        return self._read[pair]
+        found = []
+        for key in keys_of([pair]):
+            if (run := self.run(key)) is None:
+                raise MissingRun(key.folder)
+            found.append(run)
+        return found
 
-    def spent(self, study: str) -> tuple[int, float]:
-        """Return the number of finished runs of a study, and their seconds together."""
-        keys = keys_of((study, variant) for variant in studies()[study].variants)
-        done = [run.summary for key in keys if (run := RunResult(self.out / key.folder)).ok]
-        return len(done), sum(float(summary["seconds"]) for summary in done)
+    def finished(self, *names: str) -> dict[RunKey, RunResult]:
+        """Return the finished runs of the named studies, of all without names."""
+        pairs = [(name, variant) for name in names or studies() for variant in studies()[name].variants]
+        return {key: run for key in keys_of(pairs) if (run := self.run(key)) is not None}
 
     def clients(self, pair: Pair, protocol: str) -> pd.Series:
         """Return the accuracy in [0, 1] of every (seed, client) after the last round."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import platform
+import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -19,11 +19,12 @@ from fedapp.config import RunConfig
 from fedapp.engines import local as engines
 from fedapp.engines.resources import usable_cores
 from fedapp.errors import BadRequest, between
+from fedapp.experiments.archive import Archive, read
+from fedapp.experiments.archive import write as write_archive
 from fedapp.experiments.compare import pending_config, run_here
 from fedapp.experiments.ledger import Claim, Evidence, MissingRun, Outcome, Pair, Verdict, claims, rounds_to, target_of
 from fedapp.experiments.studies import RunKey, Study, keys_of, settings_of, studies
-from fedapp.process import processor
-from fedapp.results.directory import check_writable, versions
+from fedapp.results.directory import check_writable
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import spread
 from fedapp.tasks import simulated as tasks
@@ -69,19 +70,44 @@ def prepared(key: RunKey, out: Path, data_dir: str) -> RunConfig:
     return config.replaced(out=str(out / key.folder))
 
 
+def minutes_left(todo: Iterable[RunKey], seconds: Mapping[RunKey, float], workers: int) -> float | None:
+    """Estimate the minutes that runs will take, from the seconds of earlier ones; None if there are no earlier ones.
+
+    The median over the seeds of the variant counts, else that of its study, else that of all runs.
+    """
+
+    def typical(key: RunKey) -> float:
+        alike = [
+            [s for k, s in seconds.items() if (k.study, k.variant) == (key.study, key.variant)],
+            [s for k, s in seconds.items() if k.study == key.study],
+            list(seconds.values()),
+        ]
+        return statistics.median(next(filter(None, alike)))
+
+    return sum(map(typical, todo)) / 60 / workers if seconds else None
+
+
 def reproduce(
-    out: Path,
+    out: Path | None,
     data_dir: str,
     claim_names: Sequence[str] = (),
     study_names: Sequence[str] = (),
     minutes: float = 0.0,
     workers: int | None = None,
     doc: Path | None = None,
+    kept: Path | None = None,
+    keep: Path | None = None,
 ) -> int:
     """Run the missing runs (starting none after `minutes`; 0: to the end), decide, print, and write `doc`.
 
     Finished runs are not run again and broken ones go on from their last checkpoint, so the ledger can be worked
     through in pieces.
+
+    Parameters
+    ----------
+    out : folder of the runs; None = nothing is run.
+    kept : folder with an archive of earlier runs, which count as finished while their study asks for the same.
+    keep : folder whose archive takes up the finished runs.
 
     Returns
     -------
@@ -91,23 +117,36 @@ def reproduce(
     ------
     BadRequest : an unknown name, or a place that cannot be written to; before anything is run.
     """
-    out = out.expanduser().absolute()
     selected = chosen(claim_names) if claim_names or not study_names else []
     _known("study", study_names, studies())
     keys = wanted(selected, study_names)
-    configs = {key.folder: pending_config(prepared(key, out, data_dir)) for key in keys}
-    todo = {name: config for name, config in configs.items() if config is not None}
+    if kept is not None and not kept.is_dir():
+        raise BadRequest(f"{kept} is no folder: --from names a folder that --keep has written")
+    archive = read(kept) if kept is not None else Archive()
+    for key, why in archive.stale.items():
+        typer.echo(f"not taken from {kept}: {key.folder}, {why}", err=True)
+    lacking = [key for key in keys if key not in archive.runs]
+    todo: dict[str, RunConfig] = {}
+    if out is not None:
+        out = out.expanduser().absolute()
+        configs = {key: pending_config(prepared(key, out, data_dir)) for key in lacking}
+        lacking = [key for key, config in configs.items() if config is not None]
+        todo = {key.folder: config for key, config in configs.items() if config is not None}
     # Hours of runs must not end in a place that cannot take their results.
-    if todo:
-        check_writable(out)
+    for folder in (out if todo else None, keep):
+        if folder is not None:
+            check_writable(folder.expanduser().absolute())
     if doc is not None:
         _around(doc)
         if not doc.exists():
             check_writable(doc.absolute().parent)
-    typer.echo(f"{len(keys) - len(todo)} of {len(keys)} runs are there already", err=True)
+    evidence = Evidence(out, archive.runs)
+    _tell(keys, lacking, archive, evidence, workers if out is not None else 0)
     end = time.monotonic() + 60 * minutes
-    failed = run_here(todo, workers, lambda: minutes != 0 and time.monotonic() > end)
-    evidence = Evidence(out)
+    failed = run_here(todo, workers, lambda: minutes != 0 and time.monotonic() > end) if todo else []
+    evidence = Evidence(out, archive.runs)
+    if keep is not None:
+        typer.echo(f"{write_archive(keep, evidence.finished())} runs are kept in {keep}", err=True)
     verdicts = [(claim, claim.decide(evidence)) for claim in selected or claims().values()]
     print_ledger(verdicts)
     if doc is not None:
@@ -115,6 +154,21 @@ def reproduce(
         write_pages(doc.parent / "methods", evidence)
         typer.echo(f"written to {doc}")
     return int(bool(failed))
+
+
+def _tell(
+    keys: Sequence[RunKey], lacking: Sequence[RunKey], archive: Archive, evidence: Evidence, workers: int | None
+) -> None:
+    """Say on standard error how many runs are missing, and how long they will take; `workers` is 0 if none is run."""
+    typer.echo(f"{len(keys) - len(lacking)} of {len(keys)} runs are there already", err=True)
+    if lacking and workers == 0:
+        typer.echo(f"missing: {', '.join(key.folder for key in lacking)} (add --out to run them)", err=True)
+    elif lacking:
+        known = {key: float(run.summary["seconds"]) for key, run in evidence.finished().items()}
+        at_once = min(workers or usable_cores(), len(lacking))
+        left = minutes_left(lacking, {**archive.seconds, **known}, at_once)
+        about = "no earlier run says how long" if left is None else f"about {left:.0f} minutes, {at_once} at a time"
+        typer.echo(f"to run: {len(lacking)}, {about}", err=True)
 
 
 # ---- what is published -----------------------------------------------------------------------------------------------
@@ -152,19 +206,20 @@ def write(doc: Path, verdicts: Sequence[tuple[Claim, Verdict]], evidence: Eviden
     """Write the ledger between its markers in a Markdown file; the chapters around it are kept."""
     head, tail = _around(doc)
     counts = Counter(v.outcome for _, v in verdicts)
-    spent = [(study, evidence.spent(study.id)) for study in studies().values()]
+    done = evidence.finished()
+    seconds = {s: [float(r.summary["seconds"]) for key, r in done.items() if key.study == s] for s in studies()}
     runs = [
         (
             f"`{study.id}`: {study.title}",
             ", ".join(f"{k} = {v}" for k, v in study.settings.items()),
             study.scaled,
-            count,
-            f"{seconds / 60:.0f}",
+            len(seconds[study.id]),
+            f"{sum(seconds[study.id]) / 60:.0f}",
         )
-        for study, (count, seconds) in spent
-        if count
+        for study in studies().values()
+        if seconds[study.id]
     ]
-    found = versions()
+    made_with = Counter(_made_with(run.versions) for run in done.values())
     lines = [
         f"{len(verdicts)} claims: " + ", ".join(f"{counts[o]} {o}" for o in get_args(Outcome)) + ".",
         "",
@@ -178,12 +233,18 @@ def write(doc: Path, verdicts: Sequence[tuple[Claim, Verdict]], evidence: Eviden
         *markdown(["study", "setting", "scaled down", "runs", "minutes"], runs, ["runs", "minutes"]),
         *(line for study in studies().values() for line in study_table(study, evidence)),
         "",
-        f"{sum(seconds for _, (_, seconds) in spent) / 60:.0f} minutes of runs in all, two at a time on "
-        f"{usable_cores()} cores ({platform.machine()}, {processor()}), seeds 0 to 2, one thread a client, "
-        + ", ".join(f"{package} {found[package]}" for package in ("flwr", "torch", "numpy"))
+        f"{sum(map(sum, seconds.values())) / 60:.0f} minutes of runs in all, seeds from 0, one thread a client: "
+        + "; ".join(f"{count} runs on {text}" for text, count in made_with.items())
         + ". A busy machine takes longer; times are not results.",
     ]
     doc.write_text(head + START + "\n" + "\n".join(lines) + "\n" + END + tail, encoding="utf-8")
+
+
+def _made_with(versions: Mapping[str, str]) -> str:
+    """Name the machine and the packages of a run."""
+    machine = ", ".join(versions[key] for key in ("machine", "processor") if key in versions) or "an unknown machine"
+    packages = ("fedapp", "flwr", "torch", "numpy")
+    return ", ".join([machine, *(f"{name} {versions[name]}" for name in packages if name in versions)])
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequence[str] = ()) -> list[str]:

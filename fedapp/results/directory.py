@@ -38,6 +38,7 @@ from filelock import FileLock, Timeout
 from fedapp.config import RunConfig, write_toml
 from fedapp.errors import BadRequest
 from fedapp.learning.metrics import tidy
+from fedapp.process import processor
 from fedapp.transport.client_manager import Dropped
 
 PACKAGES = ("fedapp", "flwr", "ray", "torch", "torchvision", "numpy", "pandas", "scikit-learn", "scipy")
@@ -199,14 +200,15 @@ ANNOUNCED = "fedapp-event "
 
 
 def versions() -> dict[str, str]:
-    """Return versions of the packages that numbers depend on, of Python, and the kind of machine."""
+    """Return versions of the packages that numbers depend on, of Python, and the machine and its processor."""
     found = {}
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = "not installed as a package"
-    return {**found, "python": platform.python_version(), "machine": platform.machine(), "system": platform.system()}
+    machine = {"machine": platform.machine(), "processor": processor(), "system": platform.system()}
+    return {**found, "python": platform.python_version(), **machine}
 
 
 def keep_rows(path: Path, wanted: Callable[[list[str]], bool]) -> None:

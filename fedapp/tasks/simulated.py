@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedapp import sampling
+from fedapp import process, sampling
 from fedapp.config import RunConfig
 from fedapp.data import datasets, partitions
 from fedapp.data.datasets import Dataset, UInt8
@@ -151,10 +150,7 @@ def bf16_works() -> bool:
     """Return whether this machine computes in bfloat16: a GPU that does, or a processor with such instructions."""
     if torch.cuda.is_available():
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    try:
-        return "bf16" in Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        return False
+    return "bf16" in str(process.cpu_facts())
 
 
 def simulated_task(config: RunConfig, client: int, clients: int, device: torch.device) -> Task:

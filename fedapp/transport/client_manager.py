@@ -27,11 +27,8 @@ from fedapp.transport.records import Encoder, reject, reply_of
 
 Event = Callable[[dict[str, Any]], None]
 
-
 GONE = (3, 4, 5)
 """Flower's error codes for a message, a reply or a node that no longer exists: the client did not answer."""
-
-
 LATECOMERS = 10.0
 """Seconds that further nodes have to register after the expected number of clients has registered."""
 REGISTER_AGAIN = 600.0
@@ -120,11 +117,7 @@ class ClientManager:
     """
 
     def __init__(
-        self,
-        grid: Grid,
-        settings: Settings,
-        control: Mapping[str, Scalar],
-        event: Event = lambda e: None,
+        self, grid: Grid, settings: Settings, control: Mapping[str, Scalar], event: Event = lambda e: None
     ) -> None:
         self.grid = grid
         self.settings = settings
@@ -135,9 +128,8 @@ class ClientManager:
         self.facts: dict[int, dict[str, Any]] = {}
         self.first_error: dict[str, Any] | None = None
         self._seen: set[int] = set()
-        self._unregistered: dict[
-            str, tuple[int, float]
-        ] = {}  # unanswered requests by message id: node, when it was sent
+        # Unanswered requests by message id: the node, and when it was sent.
+        self._unregistered: dict[str, tuple[int, float]] = {}
         self._method: Method | None = None
         self._encoder = Encoder(settings.wire_dtype)
         self._lasted: dict[str, float] = {}
@@ -339,39 +331,36 @@ class ClientManager:
         method: Method, a: ClientInfo, b: ClientInfo, facts_a: Mapping[str, Any], facts_b: Mapping[str, Any]
     ) -> str | None:
         """Return on what two clients disagree, or None."""
+        one, other = f"client {a.client}", f"client {b.client}"
         if a.num_classes != b.num_classes:
-            return (
-                f"client {b.client} has {b.num_classes} classes, but client {a.client} has {a.num_classes}: "
-                "all clients need the same classes"
-            )
+            counts = f"{other} has {b.num_classes} classes, but {one} has {a.num_classes}"
+            return f"{counts}: all clients need the same classes"
         if facts_a.get("classes") and facts_b.get("classes") and facts_a["classes"] != facts_b["classes"]:
             return (
-                f"the classes of client {b.client} have other names than those of client {a.client}: "
+                f"the classes of {other} have other names than those of {one}: "
                 "name the federation's classes with --set class-names=a,b,c"
             )
         images = [f"{int(f['size'])}x{int(f['size'])} with {int(f['channels'])} channel(s)" for f in (facts_a, facts_b)]
         if not method.heterogeneous and images[0] != images[1]:
             return (
-                f"client {b.client} has images of {images[1]}, but client {a.client} of {images[0]}: "
+                f"{other} has images of {images[1]}, but {one} of {images[0]}: "
                 f"{method.id} needs one kind, so convert them to one size"
             )
         if not method.heterogeneous and a.model != b.model:
-            return (
-                f"{method.id} needs one architecture, but client {b.client} has {b.model} and client {a.client} "
-                f"{a.model}: set model to one name"
-            )
+            models = f"{other} has {b.model} and {one} {a.model}"
+            return f"{method.id} needs one architecture, but {models}: set model to one name"
         for fact in sorted(set(a.common) | set(b.common)):
             if a.common.get(fact) != b.common.get(fact):
                 return (
-                    f"the {fact} of client {b.client} ({b.common.get(fact)}) differs from that of client {a.client} "
-                    f"({a.common.get(fact)}): {method.id} needs the same at all clients"
+                    f"the {fact} of {other} ({b.common.get(fact)}) differs from that of {one} ({a.common.get(fact)}): "
+                    f"{method.id} needs the same at all clients"
                 )
         for name in sorted(set(a.shapes) | set(b.shapes)):
             x, y = a.shapes.get(name), b.shapes.get(name)
             if x != y:
                 return (
-                    f"'{name}' is shared but client {a.client} ({a.model}) has {_shape(x)} and "
-                    f"client {b.client} ({b.model}) has {_shape(y)}: choose models of one family (one feature width)"
+                    f"'{name}' is shared but {one} ({a.model}) has {_shape(x)} and {other} ({b.model}) has "
+                    f"{_shape(y)}: choose models of one family (one feature width)"
                 )
         return None
 
@@ -421,23 +410,18 @@ class ClientManager:
         bytes_each = 4 * sum(math.prod(shape) for shape in expected.values())
         ids, at_once = self._dispatch(kind, traffic.messaged, bytes_each)
         held: dict[int, Reply | None] = {}
-        order, arrivals = iter(traffic.messaged), itertools.count()
-        head = next(order, None)
+        awaited, arrivals = deque(traffic.messaged), itertools.count()
         for node, answer in self._raw([self.nodes[c] for c in ids], lambda n: message(owner[n]), limit, at_once):
             client = owner[node]
             held[client] = self._checked(answer, client, server_round, kind, expected, check, traffic, next(arrivals))
-            while head is not None and head in held:
-                reply = held.pop(head)
-                head = next(order, None)
-                if reply is not None:
+            while awaited and awaited[0] in held:
+                if (reply := held.pop(awaited.popleft())) is not None:
                     yield reply
-        while head is not None:
-            if head in held:
-                if (reply := held.pop(head)) is not None:
-                    yield reply
-            else:
-                self._drop(traffic, server_round, head, kind, f"no answer within {limit:g} s")
-            head = next(order, None)
+        for client in awaited:
+            if client not in held:
+                self._drop(traffic, server_round, client, kind, f"no answer within {limit:g} s")
+            elif (reply := held.pop(client)) is not None:
+                yield reply
         self._lasted[kind] = traffic.seconds = time.perf_counter() - started
 
     def _dispatch(self, kind: str, ids: Sequence[int], bytes_each: int) -> tuple[list[int], int]:
@@ -514,16 +498,14 @@ class ClientManager:
         traffic: Traffic,
         arrival: int,
     ) -> Reply | None:
-        if message.has_error():
-            reason = _reason(message)
-            self._note_error(server_round, client, stage, reason)
-            self._drop(traffic, server_round, client, stage, _last_line(reason))
-            return None
+        problem: str | None
         try:
-            arrays, metrics, info, size = reply_of(message)
-            if "error" in info:
-                self._note_error(server_round, client, str(info.get("stage", stage)), str(info["error"]))
-                self._drop(traffic, server_round, client, str(info.get("stage", stage)), _last_line(str(info["error"])))
+            arrays, metrics, info, size = ({}, {}, {}, 0) if message.has_error() else reply_of(message)
+            error = _reason(message) if message.has_error() else info.get("error")
+            if error is not None:
+                stage = str(info.get("stage", stage))
+                self._note_error(server_round, client, stage, str(error))
+                self._drop(traffic, server_round, client, stage, _last_line(str(error)))
                 return None
             problem = reject(arrays, expected, metrics)
             if int(info.get("client", client)) != client:
@@ -548,13 +530,8 @@ class ClientManager:
     def _note_error(self, server_round: int, client: int, stage: str, text: str) -> None:
         """Keep the first client error with its whole remote traceback."""
         if self.first_error is None:
-            self.first_error = {
-                "client": client,
-                "round": server_round,
-                "stage": stage,
-                "message": _last_line(text),
-                "traceback": text,
-            }
+            where = {"client": client, "round": server_round, "stage": stage}
+            self.first_error = {**where, "message": _last_line(text), "traceback": text}
             self.event({"kind": "client-error", **self.first_error})
 
     def require(self, traffic: Traffic, server_round: int) -> None:

@@ -1,0 +1,258 @@
+"""The ledger's runs in a few lines of text: what deciding claims and drawing their tables needs, and nothing else.
+
+The folder holds one file a study, `<study>.jsonl`. The first line says what all of its runs have in common, each other
+line is one run as a JSON object:
+
+=============  =======================================================================================================
+`config`       its run-config, without folders of the machine
+`hparams`      the method's hyperparameters, defaults included
+`versions`     of packages and Python, and the processor
+`summary`      of `summary.json`: the accuracies, the bytes of a client and round, the seconds of the run
+`final`,       the columns of `final.csv` and `rounds.csv` that claims read; a column with one value throughout is that
+`rounds`       value
+=============  =======================================================================================================
+
+Numbers are written so that they read back to the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pandas as pd
+from pydantic import Field, ValidationError
+
+from fedapp import config as configuration
+from fedapp.config import RunConfig
+from fedapp.engines import local as engines
+from fedapp.errors import BadRequest
+from fedapp.experiments.shipped import Entry
+from fedapp.experiments.studies import RunKey, keys_of, settings_of, studies
+from fedapp.results.directory import write_text
+from fedapp.results.runs import RunResult
+
+PLACES = ("data-dir", "out", "resume", "state-dir", "federation")
+"""Run-config keys that say where a run was made, and not what it is."""
+COLUMNS = re.compile(r"round|client|clients|dropped|bytes_up|bytes_down|(received|trained|global)_accuracy")
+"""Columns of the tables that are kept: those that `fedapp.experiments.ledger` and `reproduce` read."""
+
+Number = int | float | None
+Table = dict[str, Number | list[Number]]
+
+
+class Common(Entry):
+    """The first line of a file: entries that all runs of the study share."""
+
+    study: str
+    config: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    versions: dict[str, str] = Field(default_factory=dict)
+
+
+class Summary(Entry):
+    """What is kept of `summary.json`."""
+
+    ok: Literal[True]
+    seconds: float
+    bytes_up: Number = None
+    bytes_down: Number = None
+    accuracy: dict[str, dict[str, Number]] = Field(default_factory=dict)
+    pooled: dict[str, Number] = Field(default_factory=dict)
+    calibration: dict[str, Number] = Field(default_factory=dict)
+
+
+class Line(Entry):
+    """A run; `config` and `versions` say what differs from the first line."""
+
+    variant: str
+    seed: int = Field(ge=0)
+    config: dict[str, bool | int | float | str]
+    hparams: dict[str, Any]
+    versions: dict[str, str]
+    summary: Summary
+    final: Table
+    rounds: Table
+
+
+class KeptRun(RunResult):
+    """A run of the archive: what is kept of it is set, and there is no directory."""
+
+    def __init__(self, out: Path, **kept: Any) -> None:
+        super().__init__(out)
+        self.__dict__.update(kept)
+
+    @property
+    def alone(self) -> bool:
+        """Whether clients receive nothing (Standalone)."""
+        return self.method == "local"
+
+
+@dataclass(frozen=True)
+class Archive:
+    """What a folder holds.
+
+    Attributes
+    ----------
+    runs : those that are still what their study asks for.   stale : the others, with what differs.
+    seconds : of all of them.
+    """
+
+    runs: dict[RunKey, RunResult] = field(default_factory=dict)
+    stale: dict[RunKey, str] = field(default_factory=dict)
+    seconds: dict[RunKey, float] = field(default_factory=dict)
+
+
+def identity(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what makes a run the one that it is: its run-config without places, and its hyperparameters."""
+    flat = {key: value for key, value in config.to_flat().items() if key not in PLACES}
+    return flat, config.method_and_hparams()[1].model_dump(mode="json")
+
+
+def differing(key: RunKey, flat: Mapping[str, Any], hparams: Mapping[str, Any]) -> str:
+    """Return in which settings a run differs from what its study asks for now; empty if in none.
+
+    A key that is younger than the run counts with its default, which is what the run was made with.
+
+    Raises
+    ------
+    BadRequest : this version does not accept the run's configuration.
+    """
+    wanted, wanted_hparams = identity(engines.effective(settings_of(key)))
+    there, _ = identity(configuration.from_flat(configuration.without_former(flat)))
+    pairs = {k: (there[k], wanted[k]) for k in wanted if there[k] != wanted[k]}
+    pairs |= {k: (v, wanted_hparams.get(k)) for k, v in hparams.items() if v != wanted_hparams.get(k)}
+    return "; ".join(f"{k} = {there!r} there, {now!r} now" for k, (there, now) in pairs.items())
+
+
+# ---- writing ---------------------------------------------------------------------------------------------------------
+
+
+def write(folder: Path, runs: Mapping[RunKey, RunResult]) -> int:
+    """Write finished runs, beside those that the folder holds and that are not among them; return the number of all.
+
+    Runs of the folder that are no longer what their study asks for are removed.
+
+    Raises
+    ------
+    BadRequest : a file of the folder cannot be read or written, or a run is not what its study asks for.
+    """
+    for key, run in runs.items():
+        if why := differing(key, run.flat, _hparams(run)):
+            raise BadRequest(f"{run.out} is not what study {key.study} asks for ({why}): give another --out")
+    merged = {**read(folder).runs, **runs}
+    for study in studies().values():
+        own = {key: merged[key] for key in _all_keys([study.id]) if key in merged}
+        if not own:
+            continue
+        configs = [{k: v for k, v in run.flat.items() if k not in PLACES} for run in own.values()]
+        versions = [{k: v for k, v in r.versions.items() if k not in ("run", "started")} for r in own.values()]
+        shared, shared_versions = _common(configs), _common(versions)
+        lines: list[dict[str, Any]] = [{"study": study.id, "config": shared, "versions": shared_versions}]
+        for (key, run), config, found in zip(own.items(), configs, versions, strict=True):
+            lines.append({
+                "variant": key.variant, "seed": key.seed, "config": _rest(config, shared), "hparams": _hparams(run),
+                "versions": _rest(found, shared_versions), "summary": _summary(run.summary),
+                "final": _columns(run.final), "rounds": _columns(run.rounds),
+            })  # fmt: skip
+        text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_text(folder / f"{study.id}.jsonl", text)
+        except OSError as e:
+            raise BadRequest(f"{folder} cannot be written ({e.strerror or e}): give another folder") from e
+    return len(merged)
+
+
+def _hparams(run: RunResult) -> dict[str, Any]:
+    if run.config is None:
+        raise BadRequest(f"{run.out} was made by another version: {run.problem}")
+    return vars(run).get("hparams") or identity(run.config)[1]
+
+
+def _summary(summary: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep the entries of `Summary`; of the calibration the numbers."""
+    kept = {name: summary[name] for name in Summary.model_fields if summary.get(name) is not None}
+    if "calibration" in kept:
+        kept["calibration"] = {k: v for k, v in kept["calibration"].items() if v is None or isinstance(v, int | float)}
+    return kept
+
+
+def _all_keys(names: Iterable[str]) -> list[RunKey]:
+    return keys_of((name, variant) for name in names for variant in studies()[name].variants)
+
+
+def _common(dicts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {k: v for k, v in dicts[0].items() if all(k in d and d[k] == v for d in dicts)}
+
+
+def _rest(entries: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in entries.items() if k not in common}
+
+
+def _columns(table: pd.DataFrame) -> Table:
+    found: Table = {}
+    for name in filter(COLUMNS.fullmatch, table.columns):
+        values = [None if pd.isna(v) else v for v in table[name].tolist()]
+        found[name] = values[0] if len(values) > 1 and len(set(values)) == 1 else values
+    return found
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def read(folder: Path) -> Archive:
+    """Read a folder, which need not exist.
+
+    Raises
+    ------
+    BadRequest : a file is not what `write` writes; the message names the line.
+    """
+    found = Archive()
+    for path in sorted(folder.glob("*.jsonl")):
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeError) as e:
+            raise BadRequest(f"{path} cannot be read ({e})") from e
+        for number, text in enumerate(lines, 1):
+            try:
+                value = json.loads(text, parse_constant=_no_number)
+                if number == 1:
+                    common = Common.model_validate(value, strict=True)
+                else:
+                    _take(found, path, common, Line.model_validate(value, strict=True))
+            except (ValueError, RecursionError) as e:
+                reason = e.errors()[0]["msg"] if isinstance(e, ValidationError) else str(e)
+                raise BadRequest(
+                    f"{path}, line {number}: {reason}: restore the file, or delete it and run the study again"
+                ) from e
+    return found
+
+
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number")
+
+
+def _take(found: Archive, path: Path, common: Common, line: Line) -> None:
+    """Add a run, or say why it is no longer one of the ledger's."""
+    key = RunKey(common.study, line.variant, line.seed)
+    if key in found.seconds:
+        raise ValueError(f"{key.folder} stands twice")
+    flat = {**common.config, **line.config}
+    tables = {name: pd.DataFrame(getattr(line, name)).apply(pd.to_numeric) for name in ("final", "rounds")}
+    found.seconds[key] = line.summary.seconds
+    try:
+        known = key.study in studies() and key.variant in studies()[key.study].variants
+        why = differing(key, flat, line.hparams) if known else "the ledger has no such run any more"
+    except BadRequest as e:
+        why = str(e)
+    if why:
+        found.stale[key] = why
+        return
+    found.runs[key] = KeptRun(
+        path.parent / key.folder, flat=flat, hparams=line.hparams, versions={**common.versions, **line.versions},
+        summary=line.summary.model_dump(exclude_unset=True), **tables,
+    )  # fmt: skip
