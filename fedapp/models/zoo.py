@@ -26,18 +26,40 @@ mobilenetv2-plain     1280   CCVR, NeurIPS 2021: MobileNetV2 (Sandler et al., CV
 mobilenetv2           512    the same with a linear layer 1280 -> 512, so that it shares a head with the other
                              512-wide models
 resnet18-plain        512    ResNet-18 as torchvision has it (He et al., CVPR 2016): the head sees the global mean of
-                             the last block, without `resnet18`'s linear layer
+                             the last block, without `resnet18`'s linear layer; the same network as fedproto-e
 digits-a, -b, -c      64     made for the 8 x 8 digits
 ====================  =====  ==================================================================================
 
 Parameters without the head (width x classes + classes), as (channels x size):
 
-name          1 x 28       3 x 32       3 x 64
-============  ===========  ===========  ===========
-cnn               576,896      873,408    5,592,000
+=================  ===========  ===========  ===========
+name               1 x 28       3 x 32       3 x 64
+=================  ===========  ===========  ===========
+cnn                    576,896      873,408    5,592,000
+cnn-a                  170,464      285,952    1,072,384
+cnn-b                  605,272      791,640      800,856
+cnn-c                  563,168      563,600    2,136,464
+cnn-d                  105,520      105,808      105,808
+fedgh-1              2,039,748    2,616,548   11,832,548
+fedgh-2              1,521,332    1,810,132    6,418,132
+fedgh-3              1,026,748    1,315,548    5,923,548
+fedgh-4                824,148    1,055,348    4,741,748
+fedgh-5                520,248      665,048    2,969,048
+fedgh-resnet        11,424,180   11,425,332   11,425,332
+fedproto-a              19,228       27,828      157,428
+fedproto-b              21,330       30,830      174,830
+fedproto-c              23,432       33,832      192,232
+fedproto-d          11,170,240   11,176,512   11,176,512
+fedproto-e          11,170,240   11,176,512   11,176,512
+moon                    72,476       90,056      366,536
+resnet18            11,432,896   11,439,168   11,439,168
+shufflenetv2         1,777,972    1,778,404    1,778,404
+googlenet            6,118,432    6,124,704    6,124,704
+alexnet              1,812,480    1,813,632    1,813,632
+mobilenetv2          2,879,168    2,879,744    2,879,744
 mobilenetv2-plain    2,223,296    2,223,872    2,223,872
 resnet18-plain      11,170,240   11,176,512   11,176,512
-name          1 x 28       3 x 32       3 x 64
+=================  ===========  ===========  ===========
 
 The digits models have 37,632 (`a`), 16,576 (`b`) and 9,088 (`c`) on 1 x 8.
 
@@ -315,12 +337,6 @@ def _fedproto_resnet18(channels: int, size: int, *, stem: int, pool: int) -> Sta
     return [*parts[:-1], ("flatten", nn.Flatten())]
 
 
-def _resnet18_plain(channels: int, size: int) -> Stages:
-    """ResNet-18 as published: the head sees the 512 means of the last block."""
-    *trunk, _ = _resnet18(channels, size)
-    return trunk
-
-
 def _googlenet(channels: int, size: int) -> Stages:
     """GoogLeNet with batch normalisation, dropout 0.2, fc 512; no auxiliary outputs (they would never be trained)."""
     from torchvision.models import googlenet
@@ -415,7 +431,7 @@ _ZOO: dict[str, ZooEntry] = {
     "alexnet": ZooEntry(512, _alexnet, 8),
     "mobilenetv2": ZooEntry(512, _mobilenetv2, 8),
     "mobilenetv2-plain": ZooEntry(1280, _mobilenetv2_plain, 8, relu=False),
-    "resnet18-plain": ZooEntry(512, _resnet18_plain, _STRIDE_32_MIN, relu=False),
+    "resnet18-plain": ZooEntry(512, partial(_fedproto_resnet18, stem=2, pool=2), _STRIDE_32_MIN, relu=False),
     "digits-a": ZooEntry(64, _digits_a, 8, 8),
     "digits-b": ZooEntry(64, _digits_b, 8, 8),
     "digits-c": ZooEntry(64, _digits_c, 8, 8),
