@@ -3,7 +3,8 @@
 `python -m benchmarks.numbers --write FILE` runs two rounds of every method on the embedded digits. It writes the final
 accuracies, the traffic, and a hash of each table. `--against FILE` runs them again and compares. Equal hashes mean
 equal bits, apart from the columns that measure time. The last bits depend on the processor and on the versions of the
-libraries, so both runs belong on one machine. `docs/numbers.json` is the state of version 0.1, on an AMD processor.
+libraries, so both runs belong on one machine. `docs/numbers.json` is the state of version 0.1, on an AMD
+processor, but for methods whose defaults changed since (CHANGELOG).
 """
 
 from __future__ import annotations

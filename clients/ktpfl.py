@@ -32,32 +32,50 @@ from fedapp.method import Arrays, BaseHParams, Payload, Scalar
 
 
 class KTpFLHParams(BaseHParams):
-    """Hyperparameters of KT-pFL; `lr_c`, `rho` and `coefficients` belong to the server's matrix."""
+    """Hyperparameters of KT-pFL; `step`, `lr_c`, `rho` and `coefficients` belong to the server's matrix.
 
-    lr_c: float = Field(0.02, ge=0, description="learning rate of the coefficients (paper: 0.02; 0.01 on grey images)")
-    rho: float = Field(0.7, ge=0, description="weight that holds the coefficients at 1/K (paper: 0.7; 0.6 grey)")
-    coefficients: Literal["free", "rows", "softmax"] = Field(
-        "free",
-        description="after a step: left as they are, rows divided by their sums, or softmax(5 c) (authors' code)",
+    "Released code" is that of KT-pFL's authors, "port" the one that FedClassAvg's authors compared with.
+    """
+
+    step: Literal["self-scaled", "fixed"] = Field(
+        "self-scaled",
+        description="step of the coefficients: each row's gradient times the power of 5 that makes it 0.01 to 0.05 in "
+        "the mean (released code), or times lr_c (port)",
     )
-    temperature: float = Field(10.0, gt=0, description="T of predictions and distillation (paper: 10)")
+    lr_c: float = Field(
+        0.02, ge=0, description="size of a fixed step; self-scaled ones need none (port: 0.02; 0.01 on grey images)"
+    )
+    rho: float = Field(
+        0.7, ge=0, description="weight that holds the coefficients at 1/K (released code: 0.7; port: also 0.6 on grey)"
+    )
+    coefficients: Literal["softmax", "rows", "free"] = Field(
+        "softmax",
+        description="after a step: softmax(5 c) (released code), rows divided by their sums, or left free (port); in "
+        "the last two, negative ones become 0",
+    )
+    temperature: float = Field(10.0, gt=0, description="T of predictions and distillation (released code, port: 10)")
     distil: Literal["kl", "mse"] = Field(
-        "kl", description="kl = divergence from the target at temperature T; mse = squared error of the plain softmax"
+        "kl",
+        description="kl = divergence from the target at temperature T (released code); mse = squared error of the "
+        "plain softmax (port)",
     )
     scale: bool = Field(
         True,
-        description="multiply the divergence by T^2, so that its gradient does not shrink with T (authors' code: no)",
+        description="multiply the divergence by T^2, so that its gradient does not shrink with T (released code: no)",
     )
     distil_epochs: int = Field(
-        1, ge=0, description="passes over the public set per round (paper: 1); 0 switches it off"
+        1, ge=0, description="passes over the public set per round (released code, port: 1); 0 switches it off"
     )
-    public_batch: int = Field(0, ge=0, description="images per distillation step (paper: 256); 0 = batch-size")
+    public_batch: int = Field(
+        0, ge=0, description="images per distillation step (released code, port: 256); 0 = batch-size"
+    )
     epochs: Literal["fixed", "growing"] = Field(
-        "fixed", description="local epochs: local-epochs, or min(round, 20) (authors' code)"
+        "fixed", description="local epochs: local-epochs, or min(round, 20) (port; released code: mostly up to 10)"
     )
     freeze_bn: bool = Field(False, description="keep BatchNorm statistics as they are while distilling")
     ship: Literal["indices", "images"] = Field(
-        "indices", description="what `public_bytes` counts: the list of indices, or the images themselves (paper)"
+        "indices",
+        description="what `public_bytes` counts: the list of indices, or the images themselves (FedClassAvg's paper)",
     )
 
 
@@ -66,7 +84,7 @@ def distillation_loss(logits: Tensor, target: Tensor, hparams: KTpFLHParams) -> 
     if hparams.distil == "mse":
         return F.mse_loss(soften(logits), target)
     t = hparams.temperature
-    # With free coefficients the rows of the target sum to nearly, not exactly, 1.
+    # With free coefficients the rows of the target do not sum to 1, but their sums are positive.
     loss = divergence_to(target / target.sum(dim=1, keepdim=True), logits, t)
     return loss * t**2 if hparams.scale else loss
 

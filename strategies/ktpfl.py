@@ -9,7 +9,11 @@
 Algorithm 1, server, with t_k = sum_l c_kl S_l, means over P * C and over K:
     J_k = mean (S_k - t_k)^2 + rho * mean_l (c_kl - 1/K)^2
     dJ_k / dc_kl = 2 mean((t_k - S_k) S_l) + 2 rho (c_kl - 1/K) / K
-    c_k <- c_k - lr_c dJ_k / dc_k     (one step a round, all k),  then client k gets t_k of the new c.
+    c_k <- softmax(5 (c_k - 5^n_k dJ_k / dc_k))   (one step a round, all k),  then client k gets t_k of the new c.
+
+5^n_k is the released code's step: the power of 5, n_k from -5 to 5, with which the row moves by 0.01 to 0.05 in the
+mean. Predictions at temperature 10 are almost uniform, so the gradients are tiny: with a constant rate such as lr_c =
+0.02 the coefficients stay where they are, and so does the softmax (step=fixed, coefficients=free: FedClassAvg's port).
 
 Clients that were not drawn keep the predictions that they sent last: the public set never changes. While some client
 has sent none yet, the rows are restricted to the others and scaled to the mass that they had.
@@ -29,6 +33,8 @@ from fedapp.method import NONE, Array, Method, Payload, Reply, Scored, ServerCon
 from strategies.base import FedStrategy
 
 Float64 = NDArray[np.float64]
+LEAST = 1e-3
+"""Least weight that a row of coefficients gives to clients with predictions."""
 
 
 def gradient(c: Float64, mixed: Float64, soft: Float64, rho: float, clients: int) -> Float64:
@@ -41,6 +47,18 @@ def gradient(c: Float64, mixed: Float64, soft: Float64, rho: float, clients: int
     clients : K, of which m have sent predictions.
     """
     result: Float64 = 2 * (mixed - soft) @ soft.T / soft.shape[1] + 2 * rho * (c - 1 / clients) / clients
+    return result
+
+
+def self_scaled(gradients: Float64) -> Float64:
+    """Return 5^n_k for each row of (m, m) gradients, (m, 1): the released code's step.
+
+    n_k from -5 to 5 is the smallest that brings the mean absolute value of the row to 0.01 or more.
+    """
+    mean = np.abs(gradients).mean(axis=1, keepdims=True)
+    with np.errstate(divide="ignore", over="ignore"):
+        power = np.ceil(np.log(0.01 / mean) / np.log(5))
+    result: Float64 = 5.0 ** np.clip(power, -5, 5)
     return result
 
 
@@ -99,14 +117,18 @@ class KTpFL(FedStrategy):
         known = np.array([ids.index(k) for k in sorted(soft)])
         stacked = np.stack([soft[k].reshape(-1).astype(np.float64) for k in sorted(soft)])
         # One step for all k at once, from the coefficients before it; targets are mixed with those after it.
-        rows = mixing(c[known], known)
-        c[np.ix_(known, known)] -= self.hparams.lr_c * gradient(
-            c[np.ix_(known, known)], rows @ stacked, stacked, self.hparams.rho, len(ids)
-        )
+        among, rows = np.ix_(known, known), mixing(c[known], known)
+        slope = gradient(c[among], rows @ stacked, stacked, self.hparams.rho, len(ids))
+        c[among] -= slope * (self_scaled(slope) if self.hparams.step == "self-scaled" else self.hparams.lr_c)
+        if self.hparams.coefficients == "softmax":
+            c[known] = softmax(5 * c[known], axis=1)
+        else:
+            # A negative coefficient could make a target negative, and a divergence from that is not a number.
+            c[known] = np.maximum(c[known], 0)
+        # A row that has lost its weight has no mixture: it starts again.
+        c[known[c[among].sum(axis=1) < LEAST]] = 1 / len(ids)
         if self.hparams.coefficients == "rows":
             c[known] /= c[known].sum(axis=1, keepdims=True)
-        elif self.hparams.coefficients == "softmax":
-            c[known] = softmax(5 * c[known], axis=1)
         return {**state, "ids": ids, "c": c, "soft": soft}
 
     def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
@@ -131,6 +153,12 @@ def _grown(ids: list[int], c: Float64, soft: dict[int, Array]) -> tuple[list[int
     return grown, result
 
 
+def _warn(hparams: KTpFLHParams, optimizer: str, augment: str) -> str | None:
+    if hparams.step == "self-scaled" and "lr_c" in hparams.model_fields_set:
+        return f"lr_c = {hparams.lr_c:g} has no effect on a self-scaled step: give step=fixed with it"
+    return None
+
+
 METHOD = Method(
     id="ktpfl",
     title="KT-pFL",
@@ -144,4 +172,5 @@ METHOD = Method(
     same_width=False,
     public_share=0.05,
     travels="soft predictions on a public set, both ways",
+    warn=_warn,
 )

@@ -64,9 +64,10 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "inference": "classifier",
     },
     "ktpfl": {
+        "step": "self-scaled",
         "lr_c": 0.02,
         "rho": 0.7,
-        "coefficients": "free",
+        "coefficients": "softmax",
         "temperature": 10.0,
         "distil": "kl",
         "scale": True,

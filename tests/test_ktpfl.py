@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 from clients.base import FedClient
 from clients.ktpfl import KTpFLClient, KTpFLHParams, distillation_loss
@@ -23,7 +25,7 @@ from fedapp.method import ClientInfo, Payload, Reply, ServerContext, ServerState
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
 from fedapp.transport.client_manager import RoundFailed
-from strategies.ktpfl import METHOD, KTpFL, gradient, mixing
+from strategies.ktpfl import METHOD, KTpFL, gradient, mixing, self_scaled
 from tests.handmade import full_batch, images, steps_by_hand
 
 COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss", "train_loss"]
@@ -34,6 +36,8 @@ WORKED = np.array(
         [[0.3, 0.3, 0.4], [0.1, 0.2, 0.7]],
     ]
 )
+PORT = {"step": "fixed", "coefficients": "free"}
+"""The rule of FedClassAvg's port, to which the worked numbers belong."""
 TARGET_0 = [[0.367680, 0.432347, 0.199618], [0.300898, 0.333076, 0.365671]]
 
 
@@ -68,7 +72,7 @@ def test_worked_gradient() -> None:
 
 
 def test_worked_round() -> None:
-    server, state = strategy()
+    server, state = strategy(**PORT)
     assert all(server.check(state, r) is None for r in replies())
     state = server.aggregate(state, 1, iter(replies()))
     np.testing.assert_allclose(
@@ -81,10 +85,10 @@ def test_worked_round() -> None:
 
 
 def test_worked_softmax_and_five_large_steps() -> None:
-    server, state = strategy(coefficients="softmax")
+    server, state = strategy(step="fixed")
     state = server.aggregate(state, 1, iter(replies()))
     np.testing.assert_allclose(state["c"][0], [0.337097, 0.331304, 0.331599], atol=1e-6)
-    server, state = strategy(lr_c=1.0)
+    server, state = strategy(**PORT, lr_c=1.0)
     for server_round in range(1, 6):
         state = server.aggregate(state, server_round, iter(replies()))
     np.testing.assert_allclose(state["c"][0], [0.505519, 0.236219, 0.247307], atol=1e-6)
@@ -115,19 +119,138 @@ def test_the_gradient_is_that_of_the_objective(rho: float) -> None:
     np.testing.assert_allclose(gradient(start, start @ soft, soft, rho, 5), c.grad, atol=1e-12)
 
 
-def test_rows_sum_to_one_where_asked() -> None:
+def recorded(rounds: int, clients: int = 10, images: int = 60, classes: int = 10) -> list[np.ndarray]:
+    """What clients with two or three classes each would predict at temperature 10, round by round, (K, P, C)."""
+    rng = np.random.default_rng(7)
+    favour = np.stack([np.isin(np.arange(classes), [k, (k + 1) % classes, 3]) for k in range(clients)])
+    picture = rng.normal(size=(images, classes))
+    found = []
+    for t in range(1, rounds + 1):
+        logits = 2 * t * favour[:, None] + 2 * picture + rng.normal(size=(clients, images, classes))
+        odds = np.exp(logits / 10)
+        found.append((odds / odds.sum(axis=2, keepdims=True)).astype(np.float32))
+    return found
+
+
+def released(c: np.ndarray, soft: np.ndarray, rho: float) -> np.ndarray:
+    """One update as the authors' code makes it, row by row: gradients by autograd, rates by a loop."""
+    clients = len(c)
+    new = np.zeros_like(c)
+    for k in range(clients):
+        row = torch.tensor(c[k], dtype=torch.float64, requires_grad=True)
+        teacher = sum(row[j] * torch.from_numpy(soft[j]).double() for j in range(clients))
+        uniform = torch.full((clients,), 1 / clients, dtype=torch.float64)
+        loss = F.mse_loss(torch.from_numpy(soft[k]).double(), teacher) + rho * F.mse_loss(row, uniform)
+        loss.backward()
+        assert row.grad is not None
+        average, rate = float(row.grad.abs().sum()) / clients, 1.0
+        for _ in range(5):
+            if average > 0.01:
+                average, rate = average / 5, rate / 5
+            if average < 0.01:
+                average, rate = average * 5, rate * 5
+        moved = [5 * float(w - rate * g) for w, g in zip(row, row.grad, strict=True)]
+        total = sum(math.exp(m) for m in moved)
+        new[k] = [math.exp(m) / total for m in moved]
+    return new
+
+
+def test_on_recorded_predictions_the_coefficients_move_as_in_the_released_code() -> None:
+    server, state = strategy(clients=10, classes=10)
+    c = np.full((10, 10), 0.1)
+    for t, soft in enumerate(recorded(6), start=1):
+        state["public"] = [1, soft.shape[1]]
+        state = server.aggregate(state, t, iter(replies(soft)))
+        c = released(c, soft, 0.7)
+        np.testing.assert_allclose(state["c"], c, rtol=0, atol=1e-9)
+        np.testing.assert_allclose(
+            server.send(state, t + 1, 4).arrays["target"], np.tensordot(c[4], soft, 1), atol=1e-6
+        )
+        if t == 1:
+            assert c.min() < 0.09 and c.max() > 0.13, "one step leaves 1/K"
+    alike, other = np.mean([c[k, (k + 1) % 10] for k in range(10)]), np.mean([c[k, (k + 5) % 10] for k in range(10)])
+    assert alike > other, "clients that share a class listen to each other more"
+
+
+def test_a_constant_rate_leaves_the_recorded_predictions_mixed_evenly() -> None:
+    """Which is why the released code scales its step."""
+    for coefficients in ("free", "softmax"):
+        server, state = strategy(clients=10, classes=10, step="fixed", coefficients=coefficients)
+        for t, soft in enumerate(recorded(6), start=1):
+            state = server.aggregate(state, t, iter(replies(soft)))
+        assert np.abs(state["c"] - 0.1).max() < 0.002
+
+
+def test_a_self_scaled_step_is_the_released_loop_at_every_scale() -> None:
+    rng = np.random.default_rng(3)
+    for size in 10.0 ** np.arange(-9, 5):
+        rows = size * rng.normal(size=(20, 7))
+        for row, rate in zip(rows, self_scaled(rows)[:, 0], strict=True):
+            average, slow = float(np.abs(row).sum()) / 7, 1.0
+            for _ in range(5):
+                if average > 0.01:
+                    average, slow = average / 5, slow / 5
+                if average < 0.01:
+                    average, slow = average * 5, slow * 5
+            assert rate == pytest.approx(slow, rel=1e-12)
+    assert self_scaled(np.zeros((1, 3)))[0, 0] == 5**5
+
+
+@pytest.mark.parametrize("coefficients", ["free", "rows", "softmax"])
+@pytest.mark.parametrize("step", [{"step": "self-scaled"}, *({"step": "fixed", "lr_c": x} for x in (0.02, 1, 50, 1e6))])
+def test_targets_are_never_negative_and_losses_always_numbers(step: dict[str, Any], coefficients: str) -> None:
+    """Clients that are sure of different classes push each other's coefficients below zero."""
+    sure = [np.eye(3)[[k, k]] for k in range(3)]
+    server, state = strategy(clients=4, coefficients=coefficients, rho=5.0, **step)
+    hparams = KTpFLHParams(temperature=1.0)
+    for t in range(1, 13):
+        here = [0, 1] if t < 3 else [t % 3, (t + 1) % 3] if t < 6 else [0, 1, 2]
+        state = server.aggregate(state, t, iter([reply(k, sure[k] if t % 2 else WORKED[k]) for k in here]))
+        for k in range(4):
+            target = torch.from_numpy(server.send(state, t + 1, k).arrays["target"])
+            assert (target >= 0).all() and (target.sum(dim=1) > 0).all()
+            logits = torch.zeros(2, 3, requires_grad=True)
+            distillation_loss(logits, target, hparams).backward()
+            assert logits.grad is not None and logits.grad.isfinite().all()
+
+
+def test_a_negative_coefficient_becomes_zero_and_a_row_without_weight_starts_again() -> None:
+    for coefficients in ("free", "rows"):
+        server, state = strategy(step="fixed", coefficients=coefficients, lr_c=8.0)
+        state = server.aggregate(state, 1, iter(replies()))
+        flat = WORKED.reshape(3, -1)
+        even = np.full((3, 3), 1 / 3)
+        moved = np.maximum(even - 8.0 * gradient(even, even @ flat, flat, 0.7, 3), 0)
+        assert (moved == 0).any(), "the step must be large enough"
+        expected = moved / moved.sum(axis=1, keepdims=True) if coefficients == "rows" else moved
+        np.testing.assert_allclose(state["c"], expected, atol=1e-6)
+    server, state = strategy(**PORT, lr_c=1.0)
+    state["c"][0] = 4.0  # far above every target: the gradient pushes all of them below zero
+    assert (server.aggregate(state, 1, iter(replies()))["c"][0] == 1 / 3).all()
+
+
+def test_a_rate_without_effect_is_warned_of() -> None:
+    assert METHOD.warn is not None
+    assert "step=fixed" in str(METHOD.warn(KTpFLHParams(lr_c=0.5), "sgd", "none"))
+    for silent in (KTpFLHParams(), KTpFLHParams(step="fixed", lr_c=0.5)):
+        assert METHOD.warn(silent, "sgd", "none") is None
+
+
+@pytest.mark.parametrize("step", ["self-scaled", "fixed"])
+def test_rows_sum_to_one_where_asked(step: str) -> None:
     for coefficients in ("rows", "softmax"):
-        server, state = strategy(coefficients=coefficients, lr_c=1.0)
+        server, state = strategy(step=step, coefficients=coefficients, lr_c=1.0)
         for server_round in range(3):
             state = server.aggregate(state, server_round, iter(replies()))
         np.testing.assert_allclose(state["c"].sum(axis=1), 1, atol=1e-12)
         np.testing.assert_allclose(server.send(state, 2, 1).arrays["target"].sum(axis=1), 1, atol=1e-6)
 
 
-def test_equal_clients_stay_equal_and_nothing_is_changed_in_place() -> None:
-    server, state = strategy(lr_c=0.5)
+@pytest.mark.parametrize("rule", [{}, {**PORT, "lr_c": 0.5}])
+def test_equal_clients_stay_equal_and_nothing_is_changed_in_place(rule: dict[str, Any]) -> None:
+    server, state = strategy(**rule)
     first = server.aggregate(state, 1, iter(replies(np.stack([WORKED[0]] * 3))))
-    assert np.ptp(first["c"]) < 1e-15
+    assert np.ptp(first["c"]) < 1e-12
     np.testing.assert_allclose(server.send(first, 2, 0).arrays["target"] / first["c"][0].sum(), WORKED[0], atol=1e-6)
     assert (state["c"] == 1 / 3).all() and not state["soft"]
     kept = first["c"].copy()
@@ -135,8 +258,9 @@ def test_equal_clients_stay_equal_and_nothing_is_changed_in_place() -> None:
     assert np.array_equal(first["c"], kept)
 
 
-def test_like_clients_listen_to_each_other() -> None:
-    server, state = strategy(clients=4, lr_c=1.0)
+@pytest.mark.parametrize("rule", [{"rho": 0.0}, {**PORT, "lr_c": 1.0}])
+def test_like_clients_listen_to_each_other(rule: dict[str, Any]) -> None:
+    server, state = strategy(clients=4, **rule)
     pair = np.stack([WORKED[0], WORKED[0], WORKED[2], WORKED[2]])
     for server_round in range(20):
         state = server.aggregate(state, server_round, iter(replies(pair)))
@@ -154,8 +278,24 @@ def test_clients_that_were_not_drawn_keep_their_last_predictions() -> None:
     assert np.array_equal(same["soft"][1], partial["soft"][1])
 
 
-def test_before_everybody_has_answered_rows_keep_their_mass() -> None:
+def test_before_everybody_has_answered_the_step_is_scaled_by_those_who_have() -> None:
     server, state = strategy(clients=4)
+    state = server.aggregate(state, 1, iter([reply(0, WORKED[0]), reply(2, WORKED[2])]))
+    a, b = WORKED[0].ravel(), WORKED[2].ravel()
+    t = (a + b) / 2
+    slope = np.array([2 * ((t - a) * a).mean(), 2 * ((t - a) * b).mean()])  # 1/K has no penalty
+    rate = 1.0
+    while np.abs(rate * slope).mean() > 0.05:
+        rate /= 5
+    while np.abs(rate * slope).mean() < 0.01:
+        rate *= 5
+    odds = np.exp(5 * (0.25 - rate * np.array([slope[0], 0, slope[1], 0])))
+    np.testing.assert_allclose(state["c"][0], odds / odds.sum(), atol=1e-7)
+    assert (state["c"][[1, 3]] == 1 / 4).all()
+
+
+def test_before_everybody_has_answered_rows_keep_their_mass() -> None:
+    server, state = strategy(clients=4, **PORT)
     assert server.send(state, 1, 0).arrays["target"].shape == (0, 3)
     assert server.aggregate(state, 1, iter([])) == state
     state = server.aggregate(state, 1, iter([reply(0, WORKED[0]), reply(2, WORKED[2])]))
@@ -170,7 +310,7 @@ def test_before_everybody_has_answered_rows_keep_their_mass() -> None:
 
 
 def test_a_client_that_joins_gets_a_row_and_a_column() -> None:
-    server, state = strategy(clients=2, lr_c=0.0)
+    server, state = strategy(clients=2, **PORT, lr_c=0.0)
     state = server.aggregate(state, 1, iter(replies(WORKED[:2])))
     assert server.send(state, 2, 7).arrays["target"] == pytest.approx(WORKED[:2].mean(axis=0))
     state = server.aggregate(state, 2, iter([reply(7, WORKED[2])]))
@@ -228,7 +368,7 @@ def test_boundaries_of_probabilities() -> None:
 
 
 def test_predictions_are_matched_with_coefficients_whatever_the_order_of_arrival() -> None:
-    server, state = strategy(lr_c=1.0)
+    server, state = strategy(**PORT, lr_c=1.0)
     late = server.aggregate(state, 1, iter([reply(2, WORKED[2])]))
     np.testing.assert_allclose(server.send(late, 2, 0).arrays["target"], WORKED[2], atol=1e-6)
     late["c"] = np.random.default_rng(0).dirichlet(np.ones(3), 3)
@@ -243,7 +383,7 @@ def test_one_client_alone() -> None:
 
 
 def test_the_mean_weight_of_own_predictions_is_reported() -> None:
-    server, state = strategy()
+    server, state = strategy(**PORT)
     state = server.aggregate(state, 1, iter(replies()))
     assert server.report(state, {})["self_coefficient"] == pytest.approx((0.335467 + 0.335333 + 0.334711) / 3, abs=1e-6)
 
@@ -251,7 +391,8 @@ def test_the_mean_weight_of_own_predictions_is_reported() -> None:
 def test_the_defaults_are_the_pages() -> None:
     assert METHOD.heterogeneous and not METHOD.same_width and METHOD.public_share == 0.05
     assert KTpFLHParams().model_dump() == {
-        "lr_c": 0.02, "rho": 0.7, "coefficients": "free", "temperature": 10.0, "distil": "kl", "scale": True,
+        "step": "self-scaled", "lr_c": 0.02, "rho": 0.7, "coefficients": "softmax",
+        "temperature": 10.0, "distil": "kl", "scale": True,
         "distil_epochs": 1, "public_batch": 0, "epochs": "fixed", "freeze_bn": False, "ship": "indices",
     }  # fmt: skip
     KTpFLHParams(rho=0, temperature=0.5, distil_epochs=0, public_batch=0)
