@@ -18,6 +18,8 @@ from fedapp.experiments import ledger, reproduce, shipped
 from fedapp.experiments import studies as study_module
 from fedapp.experiments.ledger import Evidence, Pair, Verdict, claims
 from fedapp.experiments.studies import RunKey, keys_of, settings_of, studies
+from fedapp.tasks import simulated
+from fedapp.tasks.public import public_source
 
 H, D, D1, G, C1 = "hetero-cifar10", "cw-dirichlet", "cw-dirichlet-1", "fedgh-cifar10", "ccvr-0.1"
 
@@ -171,6 +173,37 @@ def test_every_study_is_a_valid_configuration() -> None:
             assert registry.get(settings.method) and study.scaled
 
 
+def private(pair: Pair, seed: int = 0) -> tuple[str, float]:
+    """What of the training images a run of the ledger holds back from its clients."""
+    settings = config.from_flat(settings_of(RunKey(*pair, seed)))
+    source = public_source(settings)
+    return settings.dataset, source.share if source else 0.0
+
+
+@pytest.mark.parametrize("study", studies())
+def test_all_rows_of_a_study_train_on_the_same_images(study: str) -> None:
+    variants = studies()[study].variants
+    shares = {private(Pair(study, variant)) for variant in variants}
+    assert len(shares) == 1
+    assert (next(iter(shares))[1] > 0) == any(v.method == "ktpfl" for v in variants.values())
+
+
+@pytest.mark.parametrize("claim", claims())
+def test_no_claim_compares_clients_that_have_different_shares_of_their_images(claim: str) -> None:
+    assert len({private(pair)[1] for pair in claims()[claim].runs}) == 1
+
+
+def test_standalone_and_ktpfl_hold_the_very_same_images() -> None:
+    splits = {}
+    for variant in ("local", "ktpfl", "fedclassavg"):
+        settings = settings_of(RunKey(H, variant, 1))
+        settings |= {"dataset": "digits", "data-fraction": 1.0, "model": "digits-a", "clients": 5}
+        splits[variant] = simulated.federated(config.from_flat(settings), 5).partition.clients
+    for variant, clients in splits.items():
+        for ours, theirs in zip(clients, splits["ktpfl"], strict=True):
+            assert np.array_equal(ours.train, theirs.train) and np.array_equal(ours.test, theirs.test), variant
+
+
 @pytest.mark.parametrize(
     ("name", "old", "new", "message"),
     [
@@ -182,6 +215,12 @@ def test_every_study_is_a_valid_configuration() -> None:
         ("claims", 'id = "fca-2"', 'id = "fca-1"', "two claims are called fca-1"),
         ("studies", 'like = "cw"', 'like = "cv"', "study cw-pathological is like 'cv', did you mean"),
         ("studies", "method =", "methode =", "methode: Extra inputs are not permitted"),
+        (
+            "studies",
+            '{ method = "fml" }',
+            '{ method = "fml", settings = { public-data = "0.1" } }',
+            "public-data of hetero-cifar10/fml concerns all variants",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_and_the_place_is_named(

@@ -22,6 +22,7 @@ from fedapp.engines.control import stage
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare, recipes, shipped
 from fedapp.tasks import simulated as tasks
+from fedapp.tasks.public import public_source
 
 ROOT = Path(__file__).parent.parent
 PAPERS = {
@@ -80,6 +81,24 @@ def test_a_recipe_names_its_table_and_every_value_its_source(name: str) -> None:
     for line in recipe.text.splitlines():
         if line and not line.startswith("#"):
             assert re.search(r"  # .*(paper|released code|ours|MOON's code|PFLlib's generator)", line), line
+
+
+WITH_PUBLIC = [n for n in NAMES if "ktpfl" in recipes.shipped()[n].methods]
+
+
+@pytest.mark.parametrize("name", WITH_PUBLIC)
+def test_all_rows_of_a_table_with_ktpfl_train_on_the_same_images(name: str, published: None, tmp_path: Path) -> None:
+    """At full size, and scaled, where another data set's images are no part of the clients'."""
+    recipe = recipes.shipped()[name]
+    values = {**recipe.settings, "precision": "fp32"}
+    variants = compare.parse_variants(recipe.methods)
+    jobs = compare.jobs_of(values, variants, {"": {}}, 1, tmp_path)
+    held = set()
+    for job in jobs:
+        source = public_source(job.config)
+        held.add(source.share if source else 0.0)
+    assert len(held) == 1 and len(jobs) == len(variants) > 1
+    assert held == ({0.0} if ":" in str(values.get("public-data", "")) else {0.05})
 
 
 @pytest.mark.parametrize("name", NAMES)

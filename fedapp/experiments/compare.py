@@ -41,7 +41,7 @@ from fedapp.engines import superlink as launch
 from fedapp.engines.resources import usable_cores
 from fedapp.errors import BadRequest, suggest
 from fedapp.experiments import grid, tables
-from fedapp.experiments.jobs import Job, Variant
+from fedapp.experiments.jobs import Job, Variant, common_public
 from fedapp.models import head_width
 from fedapp.results.directory import absolute, check_out, check_writable, new_folder, only_writer
 from fedapp.results.runs import RunResult
@@ -223,9 +223,7 @@ def jobs_of(
     """
     if seeds < 1:
         raise BadRequest(f"--seeds {seeds}: at least 1")
-    share = max((registry.get(v.method).public_share for v in variants), default=0.0)
-    if share and not values.get("public-data"):
-        values = {**values, "public-data": str(share)}
+    values = common_public(values, (v.method for v in variants))
     given = _pairs(str(values.get("method-args", "")))
     first = int(values.get("seed", 0))
     refused: dict[str, None] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +11,17 @@ from typing import Any
 from fedapp import registry
 from fedapp.config import RunConfig
 from fedapp.results.runs import RunResult, folder_of
+
+
+def common_public(values: Mapping[str, Any], methods: Iterable[str]) -> dict[str, Any]:
+    """Return run-config keys with which the methods of a comparison train on the same images.
+
+    If one of them needs public images and `public-data` names none, its share is held back from the clients of all.
+    """
+    share = max((registry.get(method).public_share for method in methods), default=0.0)
+    if share and not str(values.get("public-data") or "").strip():
+        return {**values, "public-data": str(share)}
+    return dict(values)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import Field
 
 from fedapp.errors import BadRequest, suggest
+from fedapp.experiments.jobs import common_public
 from fedapp.experiments.shipped import FOLDER, Entry, Value, read
 
 
@@ -35,7 +36,8 @@ class Study(Entry):
     Attributes
     ----------
     id : name of its folder.   like : the base whose settings come first.
-    settings : run-config keys that all variants share.   scaled : what differs from the paper, if not as in the base.
+    settings : run-config keys that all variants share. Public images that one of them needs are held back from all.
+    scaled : what differs from the paper, if not as in the base.
     page : the page of `docs/methods` that shows its table.   seeds : how many, from 0.
     """
 
@@ -70,8 +72,11 @@ def studies() -> dict[str, Study]:
     for study in file.study:
         if study.like not in file.base:
             raise BadRequest(f"{path}: study {study.id} is like '{study.like}'{suggest(study.like, file.base)}")
+        own = [name for name, variant in study.variants.items() if "public-data" in variant.settings]
+        if own:
+            raise BadRequest(f"{path}: public-data of {study.id}/{own[0]} concerns all variants: give it to the study")
         base = file.base[study.like]
-        settings = {**base.settings, **study.settings}
+        settings = common_public({**base.settings, **study.settings}, (v.method for v in study.variants.values()))
         found[study.id] = study.model_copy(update={"settings": settings, "scaled": study.scaled or base.scaled})
     return found
 
