@@ -3,13 +3,18 @@ Optimization, ICLR 2021.
 
 | symbol (paper)          | here                                                            |
 |-------------------------|-----------------------------------------------------------------|
-| theta_i^(l-1)           | the client's model as it was left, `own` in `receive`           |
+| theta_i^(l-1)           | `base` in `receive`, by `hparams.baseline`                      |
 | theta_n                 | arrays `fomo/<slot>/<name>` of the payload                      |
 | L_i                     | mean cross-entropy on `self.x_validation`, never trained on     |
 | w_n (Eq. 4)             | `self.values[slot]`                                             |
 
-Eqs. 3 to 5:  v_n = (L_i(theta_i) - L_i(theta_n)) / (||theta_n - theta_i|| + 1e-5),  v+ = max(v, 0),
-theta_i <- theta_i + sum_n (v+_n / sum v+) (theta_n - theta_i)  unless all v+ are 0;  then local training.
+Eqs. 3 to 5:  v_n = (L_i(theta_i^(l-1)) - L_i(theta_n)) / (||theta_n - theta_i^(l-1)|| + 1e-5),  v+ = max(v, 0),
+theta_i <- sum_n (v+_n / sum v+) theta_n,  or the own trained model if all v+ are 0;  then local training.
+
+baseline=before (released code): theta_i^(l-1) is the model from which the last local training started, and the client's
+own trained model is one of the candidates theta_n. It is on the client's disk, so it does not travel.
+baseline=after: theta_i^(l-1) is the trained model, and only other clients' models are candidates. Others' models then
+have to be better than what local training made, and not only better than what it started from.
 """
 
 from __future__ import annotations
@@ -18,7 +23,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -37,6 +42,10 @@ PREFIX = "fomo/"
 wire_name = functools.partial(selection.numbered, PREFIX)
 split_payload = functools.partial(selection.split_numbered, PREFIX)
 """Wire name of the array `name` of the model in a slot, and the way back to (plain arrays, models by slot)."""
+OWN_SLOT = "fomo-own"
+"""Scalar of a payload: the place of the client's own trained model among the models that it compares."""
+BEFORE = "before/"
+"""Private arrays: the mixed model from which the last local training started."""
 EPSILON = 1e-5
 """Added to a distance, so that a model equal to one's own is worth 0 and not 0 / 0."""
 
@@ -44,7 +53,12 @@ EPSILON = 1e-5
 class FedFomoHParams(BaseHParams):
     """Hyperparameters of FedFomo."""
 
-    models: int = Field(5, ge=0, description="other clients' models M sent to a client (paper: 5); 0 = none, a control")
+    models: int = Field(5, ge=0, description="models M that a client compares (paper: 5); 0 = none, a control")
+    baseline: Literal["before", "after"] = Field(
+        "before",
+        description="what others' models are compared with: the own model before its last local training, and the own "
+        "trained model competes for a slot (released code), or the own trained model, which has no slot",
+    )
     validation: float = Field(
         0.2, gt=0, lt=1, description="share of the local training split held out to compare models (paper: 0.2)"
     )
@@ -101,16 +115,20 @@ class FedFomoClient(FedClient):
         plain, models = split_payload(payload.all())
         super().receive(Payload(arrays=plain, scalars=payload.scalars))
         self.values = ()
+        own = selection.extract(self.model, self.down_names())
+        if OWN_SLOT in payload.scalars:
+            models.insert(int(payload.scalars[OWN_SLOT]), own)
         if not models:
             return
-        own = selection.extract(self.model, models[0])
-        trained = [name for name, _ in self.model.named_parameters() if name in own]
+        base = {n.removeprefix(BEFORE): a for n, a in self.own.items()} or own  # theta_i^(l-1)
+        selection.merge(self.model, base)
         loss = self.validation_loss()
+        trained = [name for name, _ in self.model.named_parameters() if name in own]
         values = []
         for arrays in models:
             selection.merge(self.model, arrays)
             # ||theta_n - theta_i|| over trained parameters; running statistics are no part of it.
-            squares = (np.square(arrays[n] - own[n], dtype=np.float64).sum() for n in trained)
+            squares = (np.square(arrays[n] - base[n], dtype=np.float64).sum() for n in trained)
             values.append(value(loss, self.validation_loss(), math.sqrt(sum(squares))))  # Eq. 4
         self.values = tuple(values)
         (mixed,) = combine(mix_weights(values)[None], [own, *models])  # Eqs. 3 and 5
@@ -119,6 +137,8 @@ class FedFomoClient(FedClient):
     def before_training(self, payload: Payload) -> None:
         """Keep the mixed model, from which training starts."""
         self.mixed = selection.extract(self.model, self.up_names())
+        if self.hparams.baseline == "before":
+            self.own = {BEFORE + n: a for n, a in self.mixed.items()}
 
     def reference(self, payload: Payload) -> Arrays:
         """Return the mixed model: the payload may hold no model of this client's own."""

@@ -6,8 +6,10 @@ Symbols    theta_n -> state["models"][n]     P -> state["P"], rows and columns i
 Algorithm, server:  P_i += w_i;  send client i the models of the M clients n with the largest P_{i,n}; with probability
 epsilon a slot goes to a random one of the others instead.
 
-P starts at zero and its diagonal is not used: a client has its own model. Which model is in which slot is a function of
-(state, round, client), so `aggregate` computes it again and nothing beside the state must be remembered.
+With baseline=before (released code) P starts as the identity, and a client's own trained model competes for a slot; it
+is on the client's disk, so only its place is sent. With baseline=after P starts at zero and its diagonal is not used.
+Which model is in which slot is a function of (state, round, client), so `aggregate` computes it again and nothing beside
+the state must be remembered.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from clients.fedfomo import FedFomoClient, FedFomoHParams, wire_name
+from clients.fedfomo import OWN_SLOT, FedFomoClient, FedFomoHParams, wire_name
 from fedapp.method import ALL, Arrays, Method, Payload, Reply, ServerContext, ServerState
 from strategies.base import FedStrategy
 
@@ -26,18 +28,23 @@ class FedFomo(FedStrategy):
     """Keeps every client's last model and sends each client those that have helped it most."""
 
     def init(self, context: ServerContext) -> ServerState:
-        """Return the common initial model, no client's model, and P = 0."""
+        """Return the common initial model, no client's model, and the first P."""
         self.context = context
         ids = np.array(context.ids(), dtype=np.int64)
-        return {"initial": dict(context.initial), "models": {}, "ids": ids, "P": np.zeros((len(ids), len(ids)))}
+        return {"initial": dict(context.initial), "models": {}, "ids": ids, "P": self._itself() * np.eye(len(ids))}
+
+    def _itself(self) -> float:
+        """Return P_ii at the start."""
+        return 1.0 if self.hparams.baseline == "before" else 0.0
 
     def slots(self, state: ServerState, server_round: int, client: int) -> list[int]:
-        """Return whose models `client` gets, by slot: at most M different clients, never itself."""
-        others = [n for n in sorted(state["models"]) if n != client]
+        """Return whose models `client` compares, by slot: at most M different clients, itself with baseline=before."""
+        itself = self.hparams.baseline == "before"
+        candidates = [n for n in sorted(state["models"]) if itself or n != client]
         rng = self.context.rng("fomo", server_round, client)
-        rng.shuffle(others)  # sorting is stable, so equal values come in random order
+        rng.shuffle(candidates)  # sorting is stable, so equal values come in random order
         row = {int(n): float(p) for n, p in zip(state["ids"], self._row(state, client))}
-        ranked = sorted(others, key=lambda n: -row[n])
+        ranked = sorted(candidates, key=lambda n: -row[n])
         epsilon = self.hparams.epsilon * self.hparams.decay ** (server_round - 1)
         chosen: list[int] = []
         while ranked and len(chosen) < self.hparams.models:
@@ -48,9 +55,10 @@ class FedFomo(FedStrategy):
     def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         """Return the models of the chosen clients, and to a client that never took part the initial model."""
         common: Arrays = {} if client in state["models"] else dict(state["initial"])
-        for slot, other in enumerate(self.slots(state, server_round, client)):
+        chosen = self.slots(state, server_round, client)
+        for slot, other in enumerate(n for n in chosen if n != client):
             common.update({wire_name(slot, n): a for n, a in state["models"][other].items()})
-        return Payload(common=common)
+        return Payload(common=common, scalars={OWN_SLOT: chosen.index(client)} if client in chosen else {})
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
         """Refuse weights that are not M finite numbers."""
@@ -69,6 +77,7 @@ class FedFomo(FedStrategy):
                 place = int(np.searchsorted(ids, reply.client))
                 ids = np.insert(ids, place, reply.client)
                 table = np.insert(np.insert(table, place, 0.0, axis=0), place, 0.0, axis=1)
+                table[place, place] = self._itself()
             row = int(np.searchsorted(ids, reply.client))
             for other, weight in zip(
                 self.slots(state, server_round, reply.client), reply.metrics.get("fomo-weights", [])
@@ -92,5 +101,5 @@ METHOD = Method(
     client=FedFomoClient,
     hparams=FedFomoHParams,
     shared=ALL,
-    travels="M other clients' whole models down, the whole model and M numbers up",
+    travels="up to M other clients' whole models down, the whole model and M numbers up",
 )

@@ -90,7 +90,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "fd": {"gamma": 1.0, "output": "softmax", "include_self": False, "collect": "eval", "down": "own"},
     "fedamp": {"form": "cosine", "scale": 25.0, "xi": 0.5, "sigma": 10.0, "alpha": 10.0, "lam": 1.0, "start": "mix"},
-    "fedfomo": {"models": 5, "validation": 0.2, "epsilon": 0.3, "decay": 0.95},
+    "fedfomo": {"models": 5, "baseline": "before", "validation": 0.2, "epsilon": 0.3, "decay": 0.95},
     "cfl": {
         "thresholds": "relative",
         "r1": 0.4,

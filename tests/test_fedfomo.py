@@ -65,6 +65,48 @@ def test_worked_numbers() -> None:
     np.testing.assert_allclose(weights @ np.vstack([previous, others]), [1.363638, 1.181822], atol=1e-6)
 
 
+WORKED = {(1.0, 1.0): 1.0, (1.2, 0.8): 0.9, (0.6, 1.4): 1.2, (1.5, 1.5): 0.7}
+"""The validation loss of a model that is one point."""
+
+
+@pytest.mark.parametrize(
+    ("baseline", "values", "mixed"),
+    [
+        # From (1, 1), where training started: the own trained model (1.2, 0.8) takes part beside the others.
+        ("before", [0.353541, -0.353547, 0.424258], [1.363638, 1.181822]),
+        # From (1.2, 0.8): v = -0.3 / (sqrt(0.72) + 1e-5) and 0.2 / (sqrt(0.58) + 1e-5), so (1.5, 1.5) has all the weight.
+        ("after", [-0.353549, 0.262610], [1.5, 1.5]),
+    ],
+)
+def test_worked_numbers_of_both_baselines(
+    baseline: str, values: list[float], mixed: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client of the worked numbers started its last training at (1, 1) and left (1.2, 0.8)."""
+    (task,) = digit_tasks(1)
+    client = FedFomoClient(task, METHOD, hparams_of(baseline=baseline))
+    model = torch.nn.ModuleDict({"features": torch.nn.Linear(1, 1), "head": torch.nn.Linear(2, 1, bias=False)})
+    same = selection.extract(model, ["features.weight", "features.bias"])
+
+    def arrays(*w: float) -> Arrays:
+        return {**same, "head.weight": np.array([w], dtype=np.float32)}
+
+    selection.merge(model, arrays(1.2, 0.8))
+    client.model = model  # type: ignore[assignment]
+    client.own = {f"before/{n}": a for n, a in arrays(1.0, 1.0).items()} if baseline == "before" else {}
+
+    def loss(self: FedFomoClient) -> float:
+        x, y = (round(float(v), 6) for v in self.model["head"].weight[0])  # type: ignore[index]
+        return WORKED[x, y]
+
+    monkeypatch.setattr(FedFomoClient, "validation_loss", loss)
+    payload = slots_payload([arrays(0.6, 1.4), arrays(1.5, 1.5)])
+    if baseline == "before":
+        payload = replace(payload, scalars={"fomo-own": 0})
+    client.receive(payload)
+    np.testing.assert_allclose(client.values, values, atol=1e-6)
+    np.testing.assert_allclose(model["head"].weight[0].detach(), mixed, atol=1e-6)
+
+
 def test_weights_are_those_of_the_update_rule_and_convex() -> None:
     rng = np.random.default_rng(0)
     for _ in range(30):
@@ -140,12 +182,24 @@ def slots_payload(models: list[Arrays], plain: Arrays | None = None) -> Payload:
     return Payload(arrays={**(plain or {}), **arrays})
 
 
-def test_receiving_equals_a_slow_computation() -> None:
+@pytest.mark.parametrize("baseline", ["before", "after"])
+def test_receiving_equals_a_slow_computation(baseline: str, tmp_path) -> None:
+    """In round 2: the client has trained, and is compared with where it started (before) or with what it left (after)."""
     (task,) = digit_tasks(1)
     initial, others = models_from(4)
-    client = FedFomoClient(task, METHOD, hparams_of())
-    payload = slots_payload(others, initial)
-    client.restore(1, payload)
+    store = ClientStore(tmp_path, "fedfomo", "ab")
+    gentle = replace(task, train=replace(task.train, lr=0.002))
+    left, _, _ = FedFomoClient(gentle, METHOD, hparams_of(baseline=baseline), store).train_round(
+        Payload(arrays=initial), 1
+    )
+    assert not equal(left, initial)
+    client = FedFomoClient(task, METHOD, hparams_of(baseline=baseline), store)
+    payload = slots_payload(others)
+    base, own = (initial, left) if baseline == "before" else (left, left)
+    if baseline == "before":
+        payload = replace(payload, scalars={"fomo-own": 2})
+        others = [*others[:2], left, *others[2:]]
+    client.restore(2, payload)
     client.receive(payload)
 
     def loss(arrays: Arrays) -> float:
@@ -155,12 +209,11 @@ def test_receiving_equals_a_slow_computation() -> None:
             logits = [model(normalise(x.permute(2, 0, 1)[None], task.inputs))[0] for x in client.x_validation]
         return float(np.mean([float(F.cross_entropy(z, y)) for z, y in zip(logits, client.y_validation)]))
 
-    own = flat(initial)
-    values = [(loss(initial) - loss(w)) / (np.sqrt(((flat(w) - own) ** 2).sum()) + 1e-5) for w in others]
+    values = [(loss(base) - loss(w)) / (np.sqrt(((flat(w) - flat(base)) ** 2).sum()) + 1e-5) for w in others]
     np.testing.assert_allclose(client.values, values, rtol=1e-3, atol=1e-7)
     assert any(v > 0 for v in values) and any(v < 0 for v in values), "the case tells both signs apart"
     total = sum(v for v in values if v > 0)
-    expected = own + sum(v / total * (flat(w) - own) for v, w in zip(values, others) if v > 0)
+    expected = flat(own) + sum(v / total * (flat(w) - flat(own)) for v, w in zip(values, others) if v > 0)
     got = selection.extract(client.model, initial)
     np.testing.assert_allclose(flat(got), expected, rtol=1e-3, atol=1e-5)
 
@@ -232,7 +285,9 @@ def test_values_of_an_earlier_round_are_forgotten() -> None:
 
 
 def test_the_defaults_are_the_pages() -> None:
-    assert hparams_of().model_dump() == {"models": 5, "validation": 0.2, "epsilon": 0.3, "decay": 0.95}
+    assert hparams_of().model_dump() == {
+        "models": 5, "baseline": "before", "validation": 0.2, "epsilon": 0.3, "decay": 0.95,
+    }  # fmt: skip
     hparams_of(models=0, validation=0.5, epsilon=1, decay=1)
     for bad in (
         {"models": -1},
@@ -292,7 +347,7 @@ def trained_state(strategy: FedFomo, clients: int, table: Any = None) -> ServerS
 
 
 def test_the_most_useful_models_are_sent_not_the_least() -> None:
-    strategy = strategy_of(models=2, epsilon=0.0)
+    strategy = strategy_of(models=2, epsilon=0.0, baseline="after")
     table = [[0, -1, 3, 1, 2], [5, 0, -5, -6, -7], *np.zeros((3, 5))]
     state = trained_state(strategy, 5, table)
     assert strategy.slots(state, 2, 0) == [2, 4]
@@ -312,7 +367,7 @@ def test_exploration_reaches_everybody_and_fades() -> None:
         (1.0, 1e-9, 2, True),
     )
     for epsilon, decay, server_round, greedy in cases:
-        strategy = strategy_of(models=2, epsilon=epsilon, decay=decay)
+        strategy = strategy_of(models=2, epsilon=epsilon, decay=decay, baseline="after")
         seen: Counter[int] = Counter()
         for seed in range(60):
             ctx = context(point(9.0, 9.0), clients=6, seed=seed)
@@ -325,7 +380,7 @@ def test_exploration_reaches_everybody_and_fades() -> None:
 
 
 def test_without_any_experience_choices_differ_between_clients_and_rounds_but_repeat() -> None:
-    strategy = strategy_of(models=2, epsilon=0.0)
+    strategy = strategy_of(baseline="after", models=2, epsilon=0.0)
     state = trained_state(strategy, 12)
     choices = [tuple(strategy.slots(state, r, c)) for r in range(2, 6) for c in range(12)]
     assert len(set(choices)) > 20
@@ -336,6 +391,30 @@ def test_without_any_experience_choices_differ_between_clients_and_rounds_but_re
     for c in range(12):
         chosen = strategy.slots(state, 2, c)
         assert c not in chosen and len(set(chosen)) == 2
+
+
+def test_the_own_trained_model_competes_for_a_slot_and_does_not_travel() -> None:
+    """P starts as the identity, as in the released code; values move the own model down like any other."""
+    strategy = strategy_of(models=2, epsilon=0.0)
+    state = trained_state(strategy, 5)
+    np.testing.assert_array_equal(state["P"], np.eye(5))
+    assert all(strategy.slots(state, 2, c)[0] == c for c in range(5))
+    table = [[0.5, 0, 3, 0.4, 0], [5, 6, 7, 0, 0], [1, 1, -9, 1, 1], *np.zeros((2, 5))]
+    state = trained_state(strategy, 5, table)
+    for client, slots, place, sent in ((0, [2, 0], 1, [[2, 2]]), (1, [2, 1], 1, [[2, 2]]), (2, None, None, None)):
+        payload = strategy.send(state, 2, client)
+        _, models = split_payload(payload.all())
+        if slots is None:
+            assert payload.scalars == {} and len(models) == 2
+        else:
+            assert strategy.slots(state, 2, client) == slots and payload.scalars == {"fomo-own": place}
+            assert [m["head.weight"].tolist() for m in models] == sent
+    after = strategy.aggregate(state, 2, iter([reply(1, 10, point(1, 1), fomo_weights=[-0.5, 0.25])]))
+    assert after["P"][1].tolist() == [5, 6.25, 6.5, 0, 0]
+    joined = strategy.aggregate(state, 2, iter([reply(7, 10, point(7, 7), fomo_weights=[0.0, 0.0])]))
+    assert joined["P"][5].tolist() == [0, 0, 0, 0, 0, 1], (
+        "a client that joins later believes in itself as the others did"
+    )
 
 
 def test_weights_go_to_the_clients_that_sat_in_the_slots() -> None:
@@ -357,7 +436,7 @@ def test_weights_go_to_the_clients_that_sat_in_the_slots() -> None:
 
 
 def test_the_first_round_sends_the_initial_model_alone_and_newcomers_get_it_beside_the_others() -> None:
-    strategy = strategy_of(models=2)
+    strategy = strategy_of(baseline="after", models=2)
     state = strategy.init(context(point(9.0, 9.0), clients=4))
     assert equal(strategy.send(state, 1, 0).all(), point(9.0, 9.0))
     zeros = [0.0, 0.0]
@@ -370,7 +449,7 @@ def test_the_first_round_sends_the_initial_model_alone_and_newcomers_get_it_besi
 
 
 def test_a_client_that_joins_later_is_added_to_the_table() -> None:
-    strategy = strategy_of(models=2)
+    strategy = strategy_of(baseline="after", models=2)
     state = trained_state(strategy, 3, np.arange(9).reshape(3, 3))
     state["ids"] = np.array([0, 1, 5])
     state["models"] = {0: point(0, 0), 1: point(1, 1), 5: point(5, 5)}
@@ -416,9 +495,11 @@ def test_clients_find_those_of_their_own_population(tmp_path) -> None:
 
 
 def test_bytes_of_the_extra_downloads(tmp_path) -> None:
-    """Round 1: the initial model; then the models of the other three clients, up to M."""
+    """Round 1: the initial model; then the models of the other three clients, up to M. The own one does not travel."""
     common = {"method": "fedfomo", "clients": 4, "rounds": 3, "dataset": "digits"}
-    for args, per_round in (("", [1, 3, 3]), ("models=2", [1, 2, 2]), ("models=0", [1, 0, 0])):
+    for args, per_round in (
+        ("", [1, 3, 3]), ("models=2 epsilon=0", [1, 1, 1]), ("models=2 baseline=after", [1, 2, 2]), ("models=0", [1, 0, 0]),
+    ):  # fmt: skip
         result = fedapp.run(method_args=args, out=tmp_path / f"run-{args}", **common)
         assert result.rounds["bytes_down"].tolist() == [k * DIGITS_BYTES for k in per_round]
         assert result.rounds["bytes_up"].tolist() == [DIGITS_BYTES] * 3
