@@ -6,8 +6,12 @@ Symbols    theta_c -> state["clusters"][c]     members of c -> state["members"][
 Each round, for each cluster c:
     stationary      ||mean_{i in c} Delta theta_i|| < eps_1
     incongruent     max_{i in c} ||Delta theta_i|| > eps_2
-    if both: split c into c_1, c_2 by complete linkage on -alpha, if sqrt((1 - max_{c_1 x c_2} alpha) / 2) >= gamma_max
+    if both: split c into c_1, c_2 by `bipartition`, if sqrt((1 - max_{c_1 x c_2} alpha) / 2) >= gamma_max
     theta_c <- theta_c + mean_{i in c} Delta theta_i   (of each cluster, after its split)
+
+The paper's c_1, c_2 minimise max_{c_1 x c_2} alpha over all bipartitions. Single linkage on 1 - alpha finds this
+optimum: of all pairs of clusters, the two that it leaves last have the largest least distance. The released code uses
+complete linkage, which looks at the largest distances instead.
 
 Lengths of updates scale with learning rate and model, so by default the limits are relative: eps_1 to the cluster's
 longest update, eps_2 to the longest of the run so far. Norms are means over the last `smooth` tests.
@@ -43,6 +47,11 @@ class CFLHParams(BaseHParams):
     r2: float = Field(0.5, ge=0, description="its members disagree above r2 x the longest update of the run so far")
     eps1: float = Field(0.4, ge=0, description="a cluster is stationary below this norm (authors' code: 0.4)")
     eps2: float = Field(1.6, ge=0, description="its members disagree above this norm (authors' code: 1.6)")
+    linkage: Literal["single", "complete"] = Field(
+        "single",
+        description="how a cluster is cut in two: single finds the optimum of the paper's criterion; complete is the "
+        "authors' code, whose halves may lie closer together",
+    )
     gamma: float = Field(
         0.7,
         ge=0,
@@ -59,19 +68,20 @@ class CFLHParams(BaseHParams):
     )
 
 
-def bipartition(cosine: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Split m >= 2 clients in two by complete linkage on their cosines.
+def bipartition(cosine: NDArray[np.float64], method: str = "single") -> NDArray[np.bool_]:
+    """Split m >= 2 clients in two by their cosines.
 
     Parameters
     ----------
     cosine : (m, m) symmetric, in [-1, 1].
+    method : `single`: the largest cosine across the halves is as small as it can be; `complete`: complete linkage.
 
     Returns
     -------
     (m,) bool, False for the half that holds the first client; both halves have members.
     """
     # 1 - cos merges in the order of -cos, and is the non-negative distance that scipy asks for.
-    tree = linkage(squareform(1.0 - cosine, checks=False), method="complete")
+    tree = linkage(squareform(1.0 - cosine, checks=False), method=method)
     labels: NDArray[np.int64] = cut_tree(tree, n_clusters=2).ravel()
     return np.asarray(labels != labels[0])
 
@@ -118,7 +128,7 @@ class CFL(FedStrategy):
             if len(members[c]) <= self.hparams.min_size or not self._due(norms, server_round, c, born[c]):
                 continue
             cosine = cosine_from_gram(inner)
-            side = bipartition(cosine)
+            side = bipartition(cosine, self.hparams.linkage)
             if np.sqrt((1.0 - cosine[np.ix_(side, ~side)].max()) / 2.0) < self.hparams.gamma:
                 continue
             new = max(clusters) + 1

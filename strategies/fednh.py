@@ -1,5 +1,5 @@
 """FedNH. Dai et al., Tackling Data Heterogeneity in Federated Learning with Class Prototypes, AAAI 2023: the head is a
-set of class prototypes that start uniformly spread and follow the clients' class means slowly.
+set of class prototypes that start orthonormal and follow the clients' class means slowly.
 
 | symbol (paper)    | here                                                                |
 |-------------------|---------------------------------------------------------------------|

@@ -85,6 +85,47 @@ def test_each_condition_alone_prevents_a_split(values: dict[str, Any]) -> None:
         assert len(strategy.aggregate(state, 1, iter(replies))["clusters"]) == count
 
 
+def across(cosine: np.ndarray, side: np.ndarray) -> float:
+    """The largest cosine between the two halves."""
+    return max(cosine[i, j] for i in np.flatnonzero(side) for j in np.flatnonzero(~side))
+
+
+def unit_rows(seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    rows = rng.standard_normal((int(rng.integers(2, 12)), 5))
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_default_bipartition_is_the_best_of_all(seed: int) -> None:
+    rows = unit_rows(seed)
+    cosine, m = rows @ rows.T, len(rows)
+    side = bipartition(cosine)
+    assert not side[0] and side.any()
+    every = [np.array([False, *(bool(k >> i & 1) for i in range(m - 1))]) for k in range(1, 2 ** (m - 1))]
+    assert across(cosine, side) == min(across(cosine, other) for other in every)
+
+
+def test_complete_linkage_refuses_a_split_that_the_optimum_allows() -> None:
+    """Five directions in a fan, and one that is 100 degrees away from both of its ends.
+
+    Complete linkage cuts the fan itself, since its ends are further apart than the last direction is from one of them.
+    """
+    degrees = np.radians([0, 38, 80, 118, 160, 260])
+    steps = np.stack([np.cos(degrees), np.sin(degrees)], axis=1)
+    for method, halves, separation in (
+        ("single", {frozenset([0, 1, 2, 3, 4]), frozenset([5])}, np.sin(np.radians(100 / 2))),
+        ("complete", {frozenset([0, 1, 5]), frozenset([2, 3, 4])}, np.sin(np.radians(42 / 2))),
+    ):
+        side = bipartition(steps @ steps.T, method)
+        assert {frozenset(np.flatnonzero(s).tolist()) for s in (side, ~side)} == halves
+        assert np.sqrt((1 - across(steps @ steps.T, side)) / 2) == pytest.approx(separation)
+        strategy = strategy_of(r1=1.0, gamma=0.7, linkage=method)
+        state = strategy.init(context(point(0.0, 0.0), clients=6))
+        after = strategy.aggregate(state, 1, iter([moved(state, strategy, i, *s) for i, s in enumerate(steps)]))
+        assert len(after["clusters"]) == (2 if method == "single" else 1)
+
+
 def slow_bipartition(cosine: np.ndarray) -> set[frozenset[int]]:
     """Complete linkage by its definition: merge the two sets whose least similar members are most similar."""
     sets = [frozenset([i]) for i in range(len(cosine))]
@@ -95,11 +136,9 @@ def slow_bipartition(cosine: np.ndarray) -> set[frozenset[int]]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_bipartition_is_complete_linkage(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    rows = rng.standard_normal((int(rng.integers(2, 12)), 5))
-    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
-    side = bipartition(rows @ rows.T)
+def test_complete_linkage_is_that_of_the_released_code(seed: int) -> None:
+    rows = unit_rows(seed)
+    side = bipartition(rows @ rows.T, "complete")
     assert not side[0] and side.any()
     halves = {frozenset(np.flatnonzero(side).tolist()), frozenset(np.flatnonzero(~side).tolist())}
     assert halves == slow_bipartition(rows @ rows.T)
@@ -115,7 +154,7 @@ def test_bipartition_gives_two_halves_also_when_all_are_alike() -> None:
 def test_a_round_equals_a_slow_computation(seed: int, weighting: str) -> None:
     rng = np.random.default_rng(seed)
     start = random_model(rng)
-    strategy = strategy_of(weighting=weighting, r1=0.9, r2=0.1)
+    strategy = strategy_of(weighting=weighting, r1=0.9, r2=0.1, linkage="complete")
     state = strategy.init(context(start, clients=7))
     replies = [reply(c, int(rng.integers(1, 99)), random_model(rng)) for c in range(7)]
     after = strategy.aggregate(state, 1, iter(replies))
@@ -135,7 +174,7 @@ def test_a_round_equals_a_slow_computation(seed: int, weighting: str) -> None:
 def test_a_round_of_real_clients_is_the_mean_of_their_descents() -> None:
     """Two populations with contradicting labels, two clients each: one cluster becomes two, each with its mean."""
     tasks = [full_batch(t) for t in digit_tasks(4, relabel=lambda c, y: y if c < 2 else (y + 5) % 10)]
-    strategy = strategy_of(r1=1.0, min_size=1)
+    strategy = strategy_of(r1=1.0, min_size=1, linkage="complete")
     state = strategy.init(digits_context(METHOD, strategy.hparams, tasks))
     sent, replies = strategy.send(state, 1, 0), []
     for task in tasks:
@@ -208,7 +247,7 @@ def test_a_cluster_is_due_by_its_own_norms_since_it_was_made(
 
 def test_the_defaults_are_the_pages() -> None:
     assert CFLHParams().model_dump() == {
-        "thresholds": "relative", "r1": 0.4, "r2": 0.5, "eps1": 0.4, "eps2": 1.6, "gamma": 0.7, "smooth": 3,
+        "thresholds": "relative", "r1": 0.4, "r2": 0.5, "eps1": 0.4, "eps2": 1.6, "linkage": "single", "gamma": 0.7, "smooth": 3,
         "start_round": 10, "min_size": 2, "max_stale": 0, "weighting": "uniform",
     }  # fmt: skip
 

@@ -97,6 +97,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "r2": 0.5,
         "eps1": 0.4,
         "eps2": 1.6,
+        "linkage": "single",
         "gamma": 0.7,
         "smooth": 3,
         "start_round": 10,
