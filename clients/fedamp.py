@@ -28,14 +28,19 @@ class FedAMPHParams(BaseHParams):
     """Hyperparameters of FedAMP."""
 
     form: Literal["cosine", "distance"] = Field(
-        "cosine", description="attention by cosines of models (HeurFedAMP) or by squared distances (FedAMP)"
+        "cosine",
+        description="attention by cosines of models (the paper's HeurFedAMP) or by squared distances (its FedAMP)",
     )
     scale: float = Field(25.0, ge=0, description="sharpness s of the cosine form (paper: tuned)")
     xi: float = Field(
         0.5, ge=0, le=1, description="weight of the client's own model: in the cosine form exactly, else at least"
     )
-    sigma: float = Field(10.0, gt=0, description="width of the distance form, in squared distance (paper: tuned)")
-    alpha: float = Field(10.0, gt=0, description="step alpha of the distance form; divides lam in both forms")
+    sigma: float = Field(
+        10.0, gt=0, description="width of the distance form, in squared distance (paper: tuned; 0.1 in cwFedAvg's code)"
+    )
+    alpha: float = Field(
+        10.0, gt=0, description="step alpha of the distance form; divides lam in both forms (cwFedAvg's code: 1000)"
+    )
     lam: float = Field(1.0, ge=0, description="lambda of the proximal term lam / (2 alpha) ||w - u||^2 (paper: 1)")
     start: Literal["mix", "own"] = Field(
         "mix", description="where local training starts: at u_i, or at the client's own model as it was left"

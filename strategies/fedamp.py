@@ -84,7 +84,7 @@ class FedAMP(FedStrategy):
 
 METHOD = Method(
     id="fedamp",
-    title="FedAMP",
+    title="FedAMP, HeurFedAMP",
     paper="Huang et al., AAAI 2021",
     strategy=FedAMP,
     client=FedAMPClient,
