@@ -11,8 +11,8 @@ Prototypes, AAAI 2023.
 
 Logits:  s * z W^T, without bias. Local loss: cross-entropy, over theta and s. After training, in evaluation mode and
 without augmentation, one pass over the training split gives  mu_kc = normalise(mean of z over class c).
-W^0 has orthonormal rows, as in the released code: all pairs are equally far apart, since nothing is known of the classes.
-They are not as far apart as C directions can be: those of a regular simplex have the cosine -1 / (C - 1), not 0.
+W^0 has orthonormal rows, as in the released code: all pairs are equally far apart, since nothing is known of the
+classes. They are not as far apart as C directions can be: those of a regular simplex have cosine -1 / (C - 1), not 0.
 """
 
 from __future__ import annotations

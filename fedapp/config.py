@@ -104,6 +104,11 @@ class RunConfig(BaseModel):
         description="largest L2 norm of the change in the arrays that a client sends back; 0 = no limit",
     )
     seed: int = Field(0, ge=0, lt=2**31, description="seed of every random draw")
+    partition_seed: Annotated[int, Field(ge=0, lt=2**31)] | Auto = Field(
+        "auto",
+        description="seed of the data: which images are used, who holds them, which are held back; auto = seed, so "
+        "that every seed has a partition of its own",
+    )
     out: str = Field("", description="absolute path of the run directory")
     resume: bool = Field(False, description="continue the run in OUT from its last checkpoint")
 
@@ -116,6 +121,11 @@ class RunConfig(BaseModel):
     def replaced(self, **changes: Any) -> RunConfig:
         """Return a copy with values that the program decides, by their Python names; nothing is checked again."""
         return self.model_copy(update=changes)
+
+    @property
+    def data_seed(self) -> int:
+        """The seed of everything that decides who holds which images."""
+        return self.seed if self.partition_seed == "auto" else int(self.partition_seed)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -391,14 +401,15 @@ def parse_value(key: str, text: str) -> Any:
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
         raise BadRequest(f"{key} = '{text}': must be true or false")
-    if field.annotation is int:
+    or_auto = " or auto" if "auto" in kind else ""
+    if "int" in kind:
         try:
             return int(text)
         except ValueError as e:
-            raise BadRequest(f"{key} = '{text}': must be a whole number") from e
+            raise BadRequest(f"{key} = '{text}': must be a whole number{or_auto}") from e
     if "float" in kind:
         try:
             return float(text)
         except ValueError as e:
-            raise BadRequest(f"{key} = '{text}': must be a number" + (" or auto" if "auto" in kind else "")) from e
+            raise BadRequest(f"{key} = '{text}': must be a number{or_auto}") from e
     return text

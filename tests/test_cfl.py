@@ -247,8 +247,8 @@ def test_a_cluster_is_due_by_its_own_norms_since_it_was_made(
 
 def test_the_defaults_are_the_pages() -> None:
     assert CFLHParams().model_dump() == {
-        "thresholds": "relative", "r1": 0.4, "r2": 0.5, "eps1": 0.4, "eps2": 1.6, "linkage": "single", "gamma": 0.7, "smooth": 3,
-        "start_round": 10, "min_size": 2, "max_stale": 0, "weighting": "uniform",
+        "thresholds": "relative", "r1": 0.4, "r2": 0.5, "eps1": 0.4, "eps2": 1.6, "linkage": "single", "gamma": 0.7,
+        "smooth": 3, "start_round": 10, "min_size": 2, "max_stale": 0, "weighting": "uniform",
     }  # fmt: skip
 
 

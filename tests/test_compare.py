@@ -26,7 +26,7 @@ from fedapp.experiments import compare, tables
 from fedapp.experiments.jobs import Job, Variant
 from fedapp.results import report
 from fedapp.results.directory import only_writer
-from fedapp.results.runs import MAX_FOLDER
+from fedapp.results.runs import MAX_FOLDER, read_comparison
 from fedapp.results.statistics import signed_rank
 
 BASE: dict[str, Any] = {
@@ -338,6 +338,26 @@ def test_several_settings_are_tabled_and_tested_apart(tmp_path: Path, no_page: l
     assert row["p"] == row["p_holm"] == signed_rank(np.concatenate(by_seed))
     assert result.stdout.count("after 3 rounds") == 2
     assert "settings differ, lr: local 0.05, fedavg(lr=0.02) 0.02" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "seeds", "says"),
+    [
+        ((), [0, 1], "mean ± std over 2 seeds, each with a partition of its own"),
+        (("--set", "partition-seed=5"), [5, 5], "mean ± std over 2 runs on one partition"),
+    ],
+)
+def test_the_spread_over_seeds_says_whether_partitions_differ(
+    more: tuple[str, ...], seeds: list[int], says: str, tmp_path: Path, no_page: list[Path], in_turn: list[str]
+) -> None:
+    result = command("--methods", "local", "--seeds", "2", *SMALL, *more, "--rounds", "1", "--out", str(tmp_path))
+    assert result.exit_code == 0, result.output
+    assert says in " ".join(result.stdout.split())
+    assert pd.read_csv(tmp_path / "results.csv")["partition_seed"].tolist() == seeds
+    runs = read_comparison(tmp_path).runs
+    assert len({r.card["hash"] for r in runs}) == len({r.data_seed for r in runs}) == len(set(seeds))
+    starts = [r.clients["trained_loss"].tolist() for r in runs]
+    assert starts[0] != starts[1], "initial values and the order of images still differ between seeds"
 
 
 def test_a_run_that_fails_gives_exit_code_1_and_the_rest_is_tabled(

@@ -16,7 +16,9 @@ from torch.nn import functional as F
 
 import fedapp
 from clients.fedamp import FedAMPClient, FedAMPHParams
+from fedapp import registry
 from fedapp.data.transforms import normalise
+from fedapp.experiments import compare, recipes, studies
 from fedapp.learning.state import ClientStore
 from fedapp.learning.training import Batch
 from fedapp.method import Arrays, Payload
@@ -123,6 +125,22 @@ def test_small_distances_do_not_make_weights_negative() -> None:
     a = attention(models, hparams_of(form="distance", alpha=1000, sigma=0.1, xi=0.25))
     np.testing.assert_allclose(a.diagonal(), 0.25, rtol=1e-9)
     assert (a > 0).all()
+
+
+def test_rows_called_fedamp_in_cwfedavgs_tables_are_what_its_authors_ran() -> None:
+    """Command line of the released code: distances, alpha 1000, sigma 0.1; clients train on from their own model."""
+    released = {"form": "distance", "alpha": 1000.0, "sigma": 0.1, "lam": 1.0, "start": "own"}
+    rows = [
+        entry for name, recipe in recipes.shipped().items() if name.startswith("cwfedavg-table")
+        for entry, called in recipe.rows.items() if called.startswith("FedAMP")
+    ]  # fmt: skip
+    assert len(rows) == 12
+    args = [" ".join(f"{k}={v}" for k, v in compare.parse_variants(entry)[0].args) for entry in rows]
+    args += [v.args for s in studies.studies().values() for v in s.variants.values() if v.method == "fedamp"]
+    assert len(args) == 15
+    for text in args:
+        assert released.items() <= registry.parse_args(METHOD, text).model_dump().items()
+    assert hparams_of().form == "cosine", "fedamp without values is HeurFedAMP"
 
 
 def test_one_model_has_itself_alone() -> None:

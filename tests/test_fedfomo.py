@@ -74,7 +74,7 @@ WORKED = {(1.0, 1.0): 1.0, (1.2, 0.8): 0.9, (0.6, 1.4): 1.2, (1.5, 1.5): 0.7}
     [
         # From (1, 1), where training started: the own trained model (1.2, 0.8) takes part beside the others.
         ("before", [0.353541, -0.353547, 0.424258], [1.363638, 1.181822]),
-        # From (1.2, 0.8): v = -0.3 / (sqrt(0.72) + 1e-5) and 0.2 / (sqrt(0.58) + 1e-5), so (1.5, 1.5) has all the weight.
+        # From (1.2, 0.8): v = -0.3 / (sqrt(0.72) + 1e-5) and 0.2 / (sqrt(0.58) + 1e-5), so (1.5, 1.5) takes all.
         ("after", [-0.353549, 0.262610], [1.5, 1.5]),
     ],
 )
@@ -184,7 +184,7 @@ def slots_payload(models: list[Arrays], plain: Arrays | None = None) -> Payload:
 
 @pytest.mark.parametrize("baseline", ["before", "after"])
 def test_receiving_equals_a_slow_computation(baseline: str, tmp_path) -> None:
-    """In round 2: the client has trained, and is compared with where it started (before) or with what it left (after)."""
+    """In round 2 the client is compared with where it started (before) or with what it left (after)."""
     (task,) = digit_tasks(1)
     initial, others = models_from(4)
     store = ClientStore(tmp_path, "fedfomo", "ab")
@@ -498,7 +498,10 @@ def test_bytes_of_the_extra_downloads(tmp_path) -> None:
     """Round 1: the initial model; then the models of the other three clients, up to M. The own one does not travel."""
     common = {"method": "fedfomo", "clients": 4, "rounds": 3, "dataset": "digits"}
     for args, per_round in (
-        ("", [1, 3, 3]), ("models=2 epsilon=0", [1, 1, 1]), ("models=2 baseline=after", [1, 2, 2]), ("models=0", [1, 0, 0]),
+        ("", [1, 3, 3]),
+        ("models=2 epsilon=0", [1, 1, 1]),
+        ("models=2 baseline=after", [1, 2, 2]),
+        ("models=0", [1, 0, 0]),
     ):  # fmt: skip
         result = fedapp.run(method_args=args, out=tmp_path / f"run-{args}", **common)
         assert result.rounds["bytes_down"].tolist() == [k * DIGITS_BYTES for k in per_round]

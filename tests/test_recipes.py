@@ -123,7 +123,7 @@ def test_the_recipes_of_the_papers_are_pinned() -> None:
     """Settings come from several places of a paper's file; these are what they must give, written out."""
     assert len(NAMES) == 66
     assert sum(len(recipes.shipped()[n].rows) for n in NAMES) == 403
-    assert sum(len(flat(n)) for n in NAMES) == 1302
+    assert sum(len(flat(n)) for n in NAMES) == 1321
     assert flat("fedclassavg-table3-emnist-100") == {
         "method": "fedclassavg", "method-args": "preset=paper rho=0.1", "dataset": "emnist_letters", "clients": 100,
         "fraction-train": 0.1, "partition": "dirichlet", "alpha": 0.5, "min-samples": 10, "split": "official",
@@ -133,7 +133,8 @@ def test_the_recipes_of_the_papers_are_pinned() -> None:
     assert flat("cwfedavg-table1-tiny-resnet18-dirichlet") == {
         "method": "cwfedavg", "method-args": "lam=2000", "dataset": "tiny_imagenet", "clients": 20,
         "fraction-train": 1.0, "partition": "dirichlet", "alpha": 0.1, "min-samples": 40, "split": "holdout",
-        "model": "resnet18", "buffers": "local", "num-server-rounds": 1000, "local-epochs": 1, "batch-size": 10,
+        "partition-seed": 1, "model": "resnet18", "buffers": "local", "num-server-rounds": 1000, "local-epochs": 1,
+        "batch-size": 10,
         "lr": 0.005, "optimizer": "sgd", "momentum": 0.0, "weight-decay": 0.0, "clip": 0.0, "augment": "none",
         "protocols": "received,trained",
     }  # fmt: skip

@@ -23,6 +23,7 @@ from fedapp.results.statistics import (
     DASH,
     holm,
     mean_and_std,
+    over,
     probability,
     reached,
     signed_rank,
@@ -49,7 +50,7 @@ def describe(job: Job) -> dict[str, Any]:
         "method": job.variant.method, "variant": job.variant.label, "method_args": c.method_args, "dataset": c.dataset,
         "partition": c.partition, "alpha": c.alpha if key == "alpha" else math.nan,
         "classes_per_client": c.classes_per_client if key == "classes-per-client" else math.nan, "sweep": job.sweep,
-        "seed": job.seed,
+        "seed": job.seed, "partition_seed": c.data_seed,
     }  # fmt: skip
 
 
@@ -279,9 +280,9 @@ def _tables(
 ) -> Iterator[tuple[str, pd.DataFrame, Columns]]:
     """Yield the tables of a setting: title, the rows that are grouped by method, columns."""
     seeds = part["seed"].nunique()
-    over = f", mean ± std over {seeds} seeds" if seeds > 1 else ""
+    spread_over = f", mean ± std over {over(seeds, part['partition_seed'].nunique())}" if seeds > 1 else ""
     yield (
-        f"{setting_title(part)}, after {int(part['rounds'].max())} rounds, in %{over}\n({MEANING})",
+        f"{setting_title(part)}, after {int(part['rounds'].max())} rounds, in %{spread_over}\n({MEANING})",
         part,
         {name: partial(_score, column=c) for name, c in SCORES.items() if part[c].notna().any()},
     )

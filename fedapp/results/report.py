@@ -37,6 +37,7 @@ from fedapp.results.statistics import (
     duration,
     mean_and_std,
     measured,
+    over,
     percent,
     probability,
     size,
@@ -277,6 +278,7 @@ def of_comparison(comparison: Comparison) -> tuple[str, Gallery]:
         datasets=sorted({str(r.flat.get("dataset", "?")) for r in runs}),
         seeds=len({r.seed for r in runs}),
         finished_seeds=len({r.seed for r in finished}),
+        spread_over=over(len({r.seed for r in finished}), len({r.data_seed for r in finished})),
         settings=[
             {"name": setting_text(setting), **_setting_tables(comparison, members)}
             for setting, members in groups_of(finished)

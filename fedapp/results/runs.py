@@ -167,6 +167,12 @@ class RunResult:
         return int(self.flat.get("seed", 0))
 
     @property
+    def data_seed(self) -> int:
+        """The seed of the run's partition."""
+        given = self.flat.get("partition-seed", "auto")
+        return self.seed if given == "auto" else int(given)
+
+    @property
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, from the data card."""
         return tuple(str(c) for c in self.card.get("classes", ()))

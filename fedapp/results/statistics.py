@@ -155,6 +155,13 @@ def spread(values: Iterable[Any], factor: float = 100.0, digits: int = 1, signed
     return text if math.isnan(std) else f"{text} ± {factor * std:,.{digits}f}"
 
 
+def over(seeds: int, partitions: int) -> str:
+    """Write what a spread is over: runs on one partition, or seeds that have a partition each."""
+    if partitions == 1:
+        return f"{seeds} runs on one partition"
+    return f"{seeds} seeds, each with a partition of its own"
+
+
 def until(values: Sequence[Any], factor: float = 1.0, digits: int = 1) -> str:
     """Write rounds or bytes to a target: the mean over the seeds that reached it, and how many did if not all did."""
     numbers = measured(values)

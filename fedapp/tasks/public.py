@@ -123,4 +123,4 @@ def node_images(config: RunConfig, inputs: InputSpec) -> UInt8 | None:
             f"{config.method} needs public images, and nodes with their own data have none in common: "
             "give public-data = NAME or NAME:COUNT, a data set that every node has in its data-dir"
         )
-    return draw_images(source, "the node's data", inputs, config.data_dir, config.seed)
+    return draw_images(source, "the node's data", inputs, config.data_dir, config.data_seed)

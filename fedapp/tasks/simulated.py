@@ -33,7 +33,7 @@ class FederatedData:
     ----------
     dataset, partition : the data and who holds what.
     inputs : how the images are normalised.
-    seed : of the run.
+    seed : of the data (`RunConfig.data_seed`).
     public : (P, H, W, C) uint8 images that all clients may see, without labels; None where the method needs none.
     """
 
@@ -94,7 +94,7 @@ def federated(config: RunConfig, clients: int) -> FederatedData:
     """
     return _federated(
         config.dataset, config.data_dir, config.data_fraction, config.partition, config.split, clients,
-        config.seed, config.alpha, config.classes_per_client, config.min_samples, public_source(config),
+        config.data_seed, config.alpha, config.classes_per_client, config.min_samples, public_source(config),
     )  # fmt: skip
 
 
