@@ -270,7 +270,7 @@ def test_the_command_line_goes_before_the_file_and_contradicts_itself_never(tmp_
         ("dataset", "x", "x"),
         ("partition-seed", "3", 3),
         ("partition-seed", "auto", "auto"),
-    ],  # fmt: skip
+    ],
 )
 def test_set_values_take_the_type_of_their_key(key: str, text: str, value: Any) -> None:
     assert config.parse_value(key, text) == value and type(config.parse_value(key, text)) is type(value)
