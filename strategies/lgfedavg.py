@@ -1,19 +1,42 @@
 """LG-FedAvg. Liang et al., Think Locally, Act Globally, 2020: private extractors, averaged heads.
 
-Symbols    (W, b) -> state["model"]["head.*"]     n_k -> reply.num_samples
-Server:  head = sum_{k in S_t} (n_k / sum_{j in S_t} n_j) head_k.
+Symbols    (W, b) -> state["model"]["head.*"]     n_k -> reply.num_samples     m -> the number of participants
+Server:  samples:  head = sum_{k in S_t} (n_k / sum_{j in S_t} n_j) head_k, as FedGH's paper writes it;
+         plain:    head = sum_{k in S_t} head_k / m, as the authors' code does.
 It starts from random extractors, as in FedGH's paper: different architectures cannot have a common warm start.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable
+from typing import Literal
+
+from pydantic import Field
+
 from clients.base import FedClient
-from fedapp.method import HEAD, Method
+from fedapp.method import HEAD, BaseHParams, Method, Reply, ServerState
 from strategies.base import FedStrategy
 
 
+class LGFedAvgHParams(BaseHParams):
+    """Hyperparameters of LG-FedAvg."""
+
+    average: Literal["samples", "plain"] = Field(
+        "samples",
+        description="mean of the heads: weighted by n_k (FedGH's comparison), or plain over the participants (released "
+        "code)",
+    )
+
+
 class LGFedAvg(FedStrategy):
-    """The average of the clients' heads, weighted by n_k."""
+    """The average of the participants' heads."""
+
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
+        """Return the state with the new head."""
+        if self.hparams.average == "plain":
+            replies = (dataclasses.replace(reply, num_samples=1) for reply in replies)
+        return super().aggregate(state, server_round, replies)
 
 
 METHOD = Method(
@@ -22,6 +45,7 @@ METHOD = Method(
     paper="Liang et al., 2020",
     strategy=LGFedAvg,
     client=FedClient,
+    hparams=LGFedAvgHParams,
     shared=HEAD,
     heterogeneous=True,
     travels="the head, both ways",

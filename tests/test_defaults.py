@@ -52,6 +52,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "clsnorm": False,
         "clsprox": 0.0,
     },
+    "lgfedavg": {"average": "samples"},
     "fedprox": {"mu": 0.01},
     "fedavgm": {"momentum": 0.5, "server_lr": 1.0, "dampening": 0.0, "nesterov": False},
     "moon": {"mu": 1.0, "tau": 0.5},

@@ -6,15 +6,16 @@ import copy
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from clients.base import FedClient
 from fedapp.learning.state import ClientStore
 from fedapp.learning.task import Task
-from fedapp.method import Arrays, BaseHParams, Payload, Reply
+from fedapp.method import Arrays, Payload, Reply
 from fedapp.models import SplitModel
 from fedapp.transport.selection import everything
-from strategies.lgfedavg import METHOD, LGFedAvg
+from strategies.lgfedavg import METHOD, LGFedAvg, LGFedAvgHParams
 from strategies.local import METHOD as LOCAL
 from tests.handmade import (
     assert_close,
@@ -32,7 +33,7 @@ from tests.handmade import (
 
 
 def client(task: Task, folder: Path) -> FedClient:
-    return FedClient(task, METHOD, BaseHParams(), ClientStore(folder / str(task.client), "lgfedavg", "ab"))
+    return FedClient(task, METHOD, LGFedAvgHParams(), ClientStore(folder / str(task.client), "lgfedavg", "ab"))
 
 
 def with_head(model: SplitModel, head: SplitModel) -> SplitModel:
@@ -61,26 +62,38 @@ def test_two_rounds_train_the_own_trunk_under_the_received_head(tmp_path: Path) 
         assert_close(everything(one.model), model)
 
 
-def test_the_heads_average_is_weighted_by_samples() -> None:
+@pytest.mark.parametrize("average", ["samples", "plain"])
+def test_the_heads_average_is_weighted_by_samples_or_plain_over_the_participants(average: str) -> None:
     rng, counts = np.random.default_rng(0), (30, 10, 20)
 
     def draw() -> Arrays:
         return {n: rng.normal(size=s).astype(np.float32) for n, s in (("head.weight", (3, 4)), ("head.bias", (3,)))}
 
     heads, start = [draw() for _ in counts], draw()
-    server = LGFedAvg(METHOD, BaseHParams())
+    server = LGFedAvg(METHOD, LGFedAvgHParams.model_validate({"average": average}))
     state = server.init(context(start))
     sent = server.send(state, 1, 0)
     assert equal(sent.common, start) and not sent.arrays
     replies = [Reply(k, n, h, {}) for k, (n, h) in enumerate(zip(counts, heads, strict=True))]
     for chosen in (replies, replies[::2]):
         after = server.aggregate(state, 1, iter(chosen))["model"]
-        total = sum(r.num_samples for r in chosen)
+        weights = [float(r.num_samples) if average == "samples" else 1.0 for r in chosen]
         for name in start:
-            expected = sum(r.num_samples / total * r.arrays[name].astype(np.float64) for r in chosen)
+            expected = sum(w / sum(weights) * r.arrays[name].astype(np.float64) for w, r in zip(weights, chosen))
             np.testing.assert_allclose(after[name], expected, atol=1e-6)
     assert equal(server.aggregate(state, 1, iter([]))["model"], start)
     assert server.global_arrays(state) is None, "an averaged head alone is no model"
+
+
+def test_worked_averages() -> None:
+    """Three clients of 30, 10 and 20 images, and the first two of them alone."""
+    heads = [{"head.weight": np.full((1, 1), v, np.float32)} for v in (1.0, 4.0, 7.0)]
+    replies = [Reply(k, n, h, {}) for k, (n, h) in enumerate(zip((30, 10, 20), heads, strict=True))]
+    for average, all_three, two in (("samples", 3.5, 1.75), ("plain", 4.0, 2.5)):
+        server = LGFedAvg(METHOD, LGFedAvgHParams.model_validate({"average": average}))
+        state = server.init(context(heads[0]))
+        assert server.aggregate(state, 1, iter(replies))["model"]["head.weight"] == pytest.approx(all_three)
+        assert server.aggregate(state, 1, iter(replies[:2]))["model"]["head.weight"] == pytest.approx(two)
 
 
 def test_different_architectures_share_a_head_and_nothing_else(tmp_path: Path) -> None:
@@ -95,13 +108,13 @@ def test_with_one_client_it_is_standalone_from_the_same_head(tmp_path: Path) -> 
     """The average of one head is that head, so every round goes on where the last one ended."""
     (task,) = digit_tasks(1)
     store = ClientStore(tmp_path / "lg", METHOD.id, "ab")
-    _, state, _ = federate(METHOD, BaseHParams(), [task], 1, stores={0: store})
+    _, state, _ = federate(METHOD, LGFedAvgHParams(), [task], 1, stores={0: store})
     alone = ClientStore(tmp_path / "alone", LOCAL.id, "ab")
     first = store.load(2)
     assert first is not None
     alone.save(1, first.arrays)
-    together = FedClient(task, METHOD, BaseHParams(), store)
-    together.train_round(LGFedAvg(METHOD, BaseHParams()).send(state, 2, 0), 2)
-    own = FedClient(task, LOCAL, BaseHParams(), alone)
+    together = FedClient(task, METHOD, LGFedAvgHParams(), store)
+    together.train_round(LGFedAvg(METHOD, LGFedAvgHParams()).send(state, 2, 0), 2)
+    own = FedClient(task, LOCAL, LOCAL.hparams(), alone)
     own.train_round(Payload(), 2)
     assert equal(everything(together.model), everything(own.model))
