@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from clients.base import FedClient
+from fedapp import config as configuration
 from fedapp import sampling
 from fedapp.data import datasets
 from fedapp.data.transforms import InputSpec, normalise
@@ -22,6 +23,8 @@ from fedapp.learning.task import ModelSpec, Task
 from fedapp.learning.training import TrainSpec
 from fedapp.method import Array, Arrays, ClientInfo, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.models import SplitModel, build_model
+from fedapp.results.runs import RunResult
+from fedapp.tasks import simulated
 from fedapp.transport import selection
 from strategies.base import FedStrategy
 
@@ -67,6 +70,14 @@ def random_model(rng: np.random.Generator, scale: float = 1.0) -> Arrays:
 def flat(model: Mapping[str, Array]) -> np.ndarray[Any, np.dtype[np.float64]]:
     """All numbers of a model in one float64 vector, by name."""
     return np.concatenate([np.asarray(model[n], dtype=np.float64).ravel() for n in sorted(model)])
+
+
+def participants(result: RunResult) -> list[tuple[int, dict[int, set[int]]]]:
+    """The rounds of a run, each with the training labels of the clients that took part, by client."""
+    config = configuration.from_flat(configuration.read_toml(result.out / "config.toml"))
+    data = simulated.federated(config, config.clients)
+    labels = {k: set(data.dataset.take(c.train)[1].tolist()) for k, c in enumerate(data.partition.clients)}
+    return [(int(t), {int(k): labels[int(k)] for k in rows["client"]}) for t, rows in result.clients.groupby("round")]
 
 
 def deterministic(table: pd.DataFrame) -> pd.DataFrame:

@@ -21,7 +21,7 @@ from fedapp.method import Payload, Reply, ServerContext, ServerState
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
 from strategies.fd import FD, METHOD
-from tests.handmade import full_batch, images, steps_by_hand
+from tests.handmade import full_batch, images, participants, steps_by_hand
 
 COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss", "train_loss"]
 LOGITS = [{0: [2, 0, -1], 1: [0, 1.5, 0]}, {1: [0.5, 0.9, 0.1], 2: [-0.5, 0.2, 1]}]
@@ -289,6 +289,25 @@ def test_disjoint_labels_are_standalone(tiny: Callable[..., RunResult]) -> None:
     assert same.rounds["bytes_down"].eq(0).all()
     other = tiny(method="fd", method_args="include_self=true", **settings)
     assert not other.rounds[COLUMNS].equals(alone.rounds[COLUMNS])
+
+
+def test_bytes_under_client_sampling_are_those_of_the_page(tiny: Callable[..., RunResult]) -> None:
+    """Who has answered gets those of its labels that others sent, who has not gets all that were sent."""
+    result = tiny(method="fd", rounds=6, partition="pathological", clients=5, classes_per_client=3, fraction_train=0.4)
+    senders: dict[int, set[int]] = {}
+    answered: set[int] = set()
+    newcomers = 0
+    for server_round, here in participants(result):
+        rows = []
+        for k, own in here.items():
+            rows.append(len([y for y, by in senders.items() if (k not in answered or y in own) and by - {k}]))
+            newcomers += k not in answered and bool(senders.keys() - own)
+        sent = result.rounds.set_index("round")["bytes_down"].loc[server_round]
+        assert sent == np.mean(rows) * (4 * 10 + 4), server_round
+        for y in set().union(*here.values()):
+            senders[y] = {k for k, own in here.items() if y in own}
+        answered |= set(here)
+    assert newcomers, "some client must answer late"
 
 
 def test_logit_distillation_runs_and_widths_may_differ(

@@ -24,7 +24,7 @@ from fedapp.models import build_model
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
 from strategies.fedproto import METHOD, FedProto
-from tests.handmade import full_batch, images, steps_by_hand
+from tests.handmade import full_batch, images, participants, steps_by_hand
 
 COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss", "train_loss"]
 
@@ -337,6 +337,22 @@ def test_bytes_are_those_of_the_clients_classes(tiny: Callable[..., RunResult]) 
     result = tiny(method="fedproto", rounds=2, partition="pathological", classes_per_client=3, clients=4)
     assert result.clients["bytes_up"].eq(3 * (64 * 4 + 4)).all()
     assert result.rounds["bytes_down"].tolist() == [0, 3 * (64 * 4 + 4)]
+
+
+def test_bytes_under_client_sampling_are_those_of_the_page(tiny: Callable[..., RunResult]) -> None:
+    """Who has answered gets the known ones of its classes, who has not gets all known ones."""
+    result = tiny(method="fedproto", rounds=6, partition="pathological", clients=5, fraction_train=0.4)
+    known: set[int] = set()
+    answered: set[int] = set()
+    newcomers = 0
+    for server_round, here in participants(result):
+        rows = [len(known & own if k in answered else known) for k, own in here.items()]
+        newcomers += sum(bool(known - own) for k, own in here.items() if k not in answered)
+        sent = result.rounds.set_index("round")["bytes_down"].loc[server_round]
+        assert sent == np.mean(rows) * (4 * 64 + 4), server_round
+        known |= set().union(*here.values())
+        answered |= set(here)
+    assert newcomers, "some client must answer late"
 
 
 def test_prototype_inference_is_measured_and_can_be_the_prediction(tiny: Callable[..., RunResult]) -> None:
