@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from benchmarks.machine import Speeds
 from benchmarks.server import FORMS, Found
 from benchmarks.timing import Times
 from fedapp.errors import between
+from fedapp.experiments.reproduce import markdown
 
 START, END = "<!-- benchmark -->", "<!-- /benchmark -->"
 REACHED = "Targets"
@@ -89,15 +90,6 @@ def _spread(values: list[float]) -> str:
     return f"{min(values):.2f} to {max(values):.2f}"
 
 
-def _table(heads: str, rows: Iterable[Sequence[object]]) -> list[str]:
-    """Return the lines of a Markdown table; a column whose head ends in a colon is aligned to the right."""
-    columns = heads.split("|")
-    line = "|" + "|".join("---:" if c.endswith(":") else "---" for c in columns) + "|"
-    cells = [[c.removesuffix(":") for c in columns], *rows]
-    first, *others = ["|" + "".join(f" {c} |" if c != "" else " |" for c in row) for row in cells]
-    return [first, line, *others]
-
-
 def targets_table(figures: Mapping[str, float]) -> list[str]:
     """Return the table of targets and measured figures."""
     rows = []
@@ -107,7 +99,7 @@ def targets_table(figures: Mapping[str, float]) -> list[str]:
             digits = 2 if target.met(round(value, 2)) == met else 3  # so that rounding does not hide the verdict
             name = f"{target.text} (`{target.key}`)"
             rows.append((name, target.bound, f"{value:.{digits}f}", "reached" if met else "not reached"))
-    return _table("figure|target:|measured:|", rows)
+    return markdown("figure|target:|measured:|", rows)
 
 
 NAMES = {
@@ -131,14 +123,14 @@ def rounds_table(times: Times, peaks: Mapping[str, int]) -> list[str]:
         for slow, fast in RATIOS.values()
     ]
     return [
-        *_table("|seconds a round:|min to max:|turns:|peak memory, MB:", seconds), "",
-        *_table("ratio|median over turns:|min to max:", ratios),
+        *markdown("|seconds a round:|min to max:|turns:|peak memory, MB:", seconds), "",
+        *markdown("ratio|median over turns:|min to max:", ratios),
     ]  # fmt: skip
 
 
 def overhead_table(rounds: Mapping[str, list[float]], peaks: Mapping[str, int]) -> list[str]:
     """Return the table of seconds per round and memory by payload and number of clients."""
-    return _table(
+    return markdown(
         "case|seconds a round, median:|min to max:|rounds:|peak MB:",
         [(f"`{k}`", f"{statistics.median(v):.2f}", _spread(v), len(v), _mb(peaks[k])) for k, v in rounds.items()],
     )
@@ -146,7 +138,7 @@ def overhead_table(rounds: Mapping[str, list[float]], peaks: Mapping[str, int]) 
 
 def server_table(found: list[Found]) -> list[str]:
     """Return the table of the server's computations."""
-    return _table(
+    return markdown(
         "computation|size|threads:|naive ms:|ours ms:|naive/ours:|ours/floor:|error:|MB naive:|ours:",
         [
             (
@@ -161,7 +153,7 @@ def server_table(found: list[Found]) -> list[str]:
 
 def gpu_table(found: Mapping[int, list[float]]) -> list[str]:
     """Return the table of clients per second on a GPU."""
-    return _table(
+    return markdown(
         "processes on the GPU:|clients per second:|min to max:",
         [(workers, f"{statistics.median(rates):.2f}", _spread(rates)) for workers, rates in found.items()],
     )

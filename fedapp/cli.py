@@ -156,6 +156,7 @@ def run(
 
     Exit codes: 0 every round had enough good replies; 1 the run failed; 2 bad request; 130 interrupted.
     """
+    from fedapp.engines import local as engines
     from fedapp.engines import runner
     from fedapp.experiments import recipes
 
@@ -170,7 +171,8 @@ def run(
         raise BadRequest("--resume takes all settings but --rounds from the run: leave out --scale")
     values = collect(options, sets, recipe.settings if recipe else None, scale)
     if resume is not None:
-        values = runner.resume_values(resume, values, out, file)
+        elsewhere = out is not None and out.absolute() != resume.absolute()
+        values = engines.resumed(resume, values, *(["the file"] if file else []), *(["out"] if elsewhere else []))
         out = resume
     elif "out" in values:
         if out is not None and str(out) != values["out"]:

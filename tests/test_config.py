@@ -170,7 +170,7 @@ def test_an_output_directory_must_be_new_and_writable(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match=r"cannot be written|is a file"):
         engines.prepare({}, taken / "notes.txt" / "below")
     with pytest.raises(BadRequest, match="no run to resume"):
-        engines.resumed(tmp_path / "nothing")
+        engines.resumed(tmp_path / "nothing", {})
 
 
 LONG = "x" * 300
@@ -219,7 +219,7 @@ def test_a_folder_that_becomes_unwritable_refuses_to_resume(tmp_path: Path, monk
 
     monkeypatch.setattr(results.tempfile, "mkstemp", denied)
     with pytest.raises(BadRequest, match=r"cannot be written \(Permission denied\)"):
-        engines.resumed(tmp_path)
+        engines.resumed(tmp_path, {})
 
 
 def test_default_folders_of_the_same_second_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,6 +380,6 @@ def test_a_run_of_version_0_1_is_still_read_and_a_key_that_a_user_writes_is_not_
         )
         == "done"
     )
-    assert engines.resumed(result.out, 2)["num-server-rounds"] == 2
+    assert engines.resumed(result.out, {"num-server-rounds": 2})["num-server-rounds"] == 2
     with pytest.raises(BadRequest, match="unknown key 'cuda-graphs'"):
         from_flat({"cuda-graphs": False})

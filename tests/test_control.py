@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from fedapp.engines import control
+from fedapp.config import from_flat
+from fedapp.engines import control, deploy
 from fedapp.engines.control import Control, LaunchError
 from fedapp.errors import BadRequest
 
@@ -155,3 +156,27 @@ def test_a_superlink_that_does_not_answer_is_unknown_and_stops_nothing() -> None
     silent.stop(1)
     run = SimpleNamespace(status=SimpleNamespace(status="finished", sub_status="failed", details="why"))
     assert api(ListRuns=lambda request: SimpleNamespace(run_dict={1: run})).status(1) == ("finished:failed", "why")
+
+
+def test_the_copy_of_a_remote_run_has_each_round_once(tmp_path: Path) -> None:
+    copy = deploy.DirectoryCopy(tmp_path, from_flat({}), "/there")
+
+    def finished(server_round: int, accuracy: float) -> None:
+        copy.event({"kind": "round", "rounds": 3, "time": 1.5, "round": server_round, "trained_accuracy": accuracy})
+
+    def rounds() -> str:
+        return (tmp_path / "rounds.csv").read_text()
+
+    copy.event({"kind": "start", "done": 0})
+    for server_round, accuracy in ((1, 0.1), (2, 0.30000000000000004), (3, float("nan"))):
+        finished(server_round, accuracy)
+    assert rounds() == "round,trained_accuracy\n1,0.1\n2,0.30000000000000004\n3,\n"
+    copy.event({"kind": "start", "done": 1})  # resumed after round 1
+    assert rounds() == "round,trained_accuracy\n1,0.1\n"
+    finished(2, 0.5)
+    finished(2, 0.75)  # the log was read again
+    assert rounds() == "round,trained_accuracy\n1,0.1\n2,0.75\n"
+    copy.event({"kind": "start", "done": 0})
+    finished(1, 1.0)
+    assert rounds() == "round,trained_accuracy\n1,1\n"
+    assert len((tmp_path / "progress.jsonl").read_text().splitlines()) == 9

@@ -508,7 +508,7 @@ def test_resuming_names_the_place_where_the_run_lies(
     write_toml(here / "config.toml", from_flat({"out": "/srv/runs/x", "num-server-rounds": 3}))
     if not mirror:
         (here / "checkpoint").mkdir()
-    assert deploy.run(resumed(here, 5), here, "prod") == 1
+    assert deploy.run(resumed(here, {"num-server-rounds": 5}), here, "prod") == 1
     assert submitted[0].resume and submitted[0].num_server_rounds == 5
     assert submitted[0].out == ("/srv/runs/x" if mirror else str(here))
     assert f"--superlink prod --resume {here}" in capsys.readouterr().err

@@ -41,7 +41,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import tempfile
 import warnings
 import zipfile
 import zlib
@@ -120,13 +119,12 @@ class Partition:
             rows = [getattr(client, part) for client in self.clients]
             arrays[part] = np.concatenate(rows)
             arrays[f"{part}_sizes"] = np.array([len(r) for r in rows], np.int64)
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent)
+        draft = target.with_name(f".{target.name}.{os.getpid()}.npz")
         try:
-            with os.fdopen(handle, "wb") as stream:
-                np.savez_compressed(stream, **arrays)
-            Path(name).replace(target)
+            np.savez_compressed(draft, **arrays)
+            draft.replace(target)
         finally:
-            Path(name).unlink(missing_ok=True)
+            draft.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: str | Path) -> Partition:

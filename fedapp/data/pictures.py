@@ -99,7 +99,7 @@ def read_cinic10(path: Path, store: Store) -> tuple[Arrays, Sequence[str]]:
         arrays[f"y_{split}"] = np.array([CIFAR10_CLASSES.index(label) for _, label, _ in found], np.int64)
         rows.update({"/".join(place): (x, row) for row, place in enumerate(found)})
     with _stream_tar(path) as archive:
-        for entry in _progress(archive, "cinic10", total=None):
+        for entry in _progress(archive, "cinic10"):
             place = _cinic10_place(entry.name) if entry.isfile() else None
             stream = archive.extractfile(entry) if place is not None else None
             if place is not None and stream is not None:
@@ -142,14 +142,11 @@ def _decode(stream: Any, size: int, what: str) -> UInt8:
     return pixels
 
 
-def _progress(items: Iterable[Item], text: str, total: int | None = 0) -> Iterable[Item]:
-    if not sys.stderr.isatty():
-        return items
+def _progress(items: Iterable[Item], text: str) -> Iterable[Item]:
     from rich.console import Console
     from rich.progress import track
 
-    length = len(items) if total == 0 and isinstance(items, Sequence) else total
-    return track(items, f"decoding {text}", total=length, console=Console(stderr=True))
+    return track(items, f"decoding {text}", console=Console(stderr=True)) if sys.stderr.isatty() else items
 
 
 # --- a folder of pictures ------------------------------------------------------------------------------------------

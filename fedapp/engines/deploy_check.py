@@ -30,6 +30,7 @@ from fedapp import process
 from fedapp.data.cache import cache_root
 from fedapp.engines import control, deploy
 from fedapp.errors import BadRequest
+from fedapp.results.directory import versions
 from fedapp.tasks import node as nodes
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -102,13 +103,9 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 def _versions() -> Iterator[Finding]:
-    flwr = metadata.version("flwr")
-    try:
-        own = metadata.version("fedapp")
-    except metadata.PackageNotFoundError:
-        own = "(not installed)"
-    text = f"fedapp {own}, flwr {flwr}, torch {metadata.version('torch')}, Python {sys.version.split()[0]}"
-    if _minor(flwr) == FLOWER:
+    found = versions()
+    text = ", ".join(f"{name} {found[name]}" for name in ("fedapp", "flwr", "torch", "python"))
+    if _minor(found["flwr"]) == FLOWER:
         yield Finding("versions", OK, text)
     else:
         yield Finding("versions", FAIL, text, f"pip install 'flwr=={FLOWER[0]}.{FLOWER[1]}.*'")
@@ -319,9 +316,7 @@ def parsed(text: str) -> dict[str, Any]:
 
 
 def _disk(name: str, folder: Path) -> Finding:
-    place = folder
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    place = next(p for p in (folder, *folder.parents) if p.exists())
     free = shutil.disk_usage(place).free / 2**30
     text = f"{free:.1f} GiB free for {name} at {folder}"
     if not os.access(place, os.W_OK):

@@ -56,14 +56,23 @@ def placed(config: RunConfig, out: Path | None, *, resume: bool) -> RunConfig:
     return config.replaced(out=str(out), resume=resume)
 
 
-def resumed(out: Path, rounds: int | None = None) -> dict[str, Any]:
-    """Return the flat run-config that continues the run in `out`; `rounds` is the new total."""
+def resumed(out: Path, given: Mapping[str, Any], *others: str) -> dict[str, Any]:
+    """Return the flat run-config that continues the run in `out`.
+
+    Raises
+    ------
+    BadRequest : there is no such run, or more is given beside it than the total number of rounds (`others` are names
+        of what is no key).
+    """
+    if named := [*sorted(set(given) - {"num-server-rounds"}), *others]:
+        raise BadRequest(
+            f"a resumed run takes everything but the number of rounds from {out / 'config.toml'}; leave out "
+            f"{', '.join(named)}"
+        )
     out = absolute(out)
     check_out(out, resume=True)
     values = configuration.without_former(configuration.read_toml(out / "config.toml"))
-    if rounds is not None:
-        values["num-server-rounds"] = rounds
-    return {**values, "resume": True, "out": str(out)}
+    return {**values, **given, "resume": True, "out": str(out)}
 
 
 def run_local(config: RunConfig, listener: Listener | None = None) -> RunResult:
@@ -97,10 +106,7 @@ def run(*, out: str | Path | None = None, resume: str | Path | None = None, **se
         settings["num_server_rounds"] = settings.pop("rounds")
     values = {k.replace("_", "-"): v for k, v in settings.items()}
     if resume is not None:
-        extra = sorted(set(values) - {"num-server-rounds"})
-        if extra:
-            raise BadRequest(f"resume takes everything from the run's config.toml; leave out {', '.join(extra)}")
-        values = resumed(Path(resume), values.get("num-server-rounds"))
+        values = resumed(Path(resume), values)
         out = resume
     config = prepare(values, Path(out) if out is not None else None)
     return run_local(config)

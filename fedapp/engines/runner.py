@@ -30,15 +30,6 @@ from fedapp.tasks import simulated as tasks
 from fedapp.transport import selection
 
 
-def resume_values(resume: Path, values: Mapping[str, Any], out: Path | None, file: Path | None) -> dict[str, Any]:
-    """Return the run-config that continues `resume`; only the number of rounds may be given beside it."""
-    others = sorted(set(values) - {"num-server-rounds"})
-    if others or file is not None or (out is not None and out.absolute() != resume.absolute()):
-        named = ", ".join([*others, *(["the file"] if file else []), *(["out"] if out else [])])
-        raise BadRequest(f"--resume takes everything but --rounds from {resume / 'config.toml'}; leave out {named}")
-    return engines.resumed(resume, values.get("num-server-rounds"))
-
-
 class Follower:
     """Shows events of a run on standard error: a live line on a terminal, a line a round elsewhere."""
 

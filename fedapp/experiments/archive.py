@@ -8,8 +8,9 @@ line is one run as a JSON object:
 `hparams`      the method's hyperparameters, defaults included
 `versions`     of packages and Python, and the processor
 `summary`      of `summary.json`: the accuracies, the bytes of a client and round, the seconds of the run
-`final`,       the columns of `final.csv` and `rounds.csv` that claims read; a column with one value throughout is that
-`rounds`       value
+`final`,       the columns of these tables that claims read; a column with one value throughout is that value. Of other
+`rounds`,      columns the name is kept, with empty cells. An accuracy that is correct / total is computed from these
+`evaluations`  again
 =============  =======================================================================================================
 
 Numbers are written so that they read back to the same bits.
@@ -38,7 +39,8 @@ from fedapp.results.runs import RunResult
 
 PLACES = ("data-dir", "out", "resume", "state-dir", "federation")
 """Run-config keys that say where a run was made, and not what it is."""
-COLUMNS = re.compile(r"round|client|clients|dropped|bytes_up|bytes_down|(received|trained|global)_accuracy")
+TABLES = ("final", "rounds", "evaluations")
+COLUMNS = re.compile(r"round|client|clients|dropped|bytes_up|bytes_down|[a-z]+_(accuracy|correct|total)")
 """Columns of the tables that are kept: those that `fedapp.experiments.ledger` and `reproduce` read."""
 
 Number = int | float | None
@@ -76,6 +78,7 @@ class Line(Entry):
     summary: Summary
     final: Table
     rounds: Table
+    evaluations: Table = Field(default_factory=dict)
 
 
 class KeptRun(RunResult):
@@ -156,7 +159,7 @@ def write(folder: Path, runs: Mapping[RunKey, RunResult]) -> int:
             lines.append({
                 "variant": key.variant, "seed": key.seed, "config": _rest(config, shared), "hparams": _hparams(run),
                 "versions": _rest(found, shared_versions), "summary": _summary(run.summary),
-                "final": _columns(run.final), "rounds": _columns(run.rounds),
+                **{name: _columns(getattr(run, name, pd.DataFrame())) for name in TABLES},
             })  # fmt: skip
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
         try:
@@ -174,11 +177,14 @@ def _hparams(run: RunResult) -> dict[str, Any]:
 
 
 def _summary(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep the entries of `Summary`; of the calibration the numbers."""
-    kept = {name: summary[name] for name in Summary.model_fields if summary.get(name) is not None}
-    if "calibration" in kept:
-        kept["calibration"] = {k: v for k, v in kept["calibration"].items() if v is None or isinstance(v, int | float)}
-    return kept
+    """Keep the entries of `Summary`, and of their entries the numbers."""
+    return {name: _numbers(summary[name]) for name in Summary.model_fields if summary.get(name) is not None}
+
+
+def _numbers(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {k: _numbers(v) for k, v in value.items() if v is None or isinstance(v, int | float | dict)}
 
 
 def _all_keys(names: Iterable[str]) -> list[RunKey]:
@@ -195,10 +201,20 @@ def _rest(entries: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, An
 
 def _columns(table: pd.DataFrame) -> Table:
     found: Table = {}
-    for name in filter(COLUMNS.fullmatch, table.columns):
-        values = [None if pd.isna(v) else v for v in table[name].tolist()]
+    for name in (c for c in table.columns if not c.endswith("seconds")):
+        kept = COLUMNS.fullmatch(name)
+        values = [None if not kept or pd.isna(v) else v for v in table[name].tolist()]
         found[name] = values[0] if len(values) > 1 and len(set(values)) == 1 else values
+    for name, share in _shares(table).items():
+        if share.equals(table[name]):
+            del found[name]
     return found
+
+
+def _shares(table: pd.DataFrame) -> dict[str, pd.Series]:
+    """Return correct / total of every accuracy whose counts stand in a table."""
+    names = [c.removesuffix("_correct") for c in table.columns if c.endswith("_correct")]
+    return {f"{n}_accuracy": table[f"{n}_correct"] / table[f"{n}_total"] for n in names if f"{n}_total" in table}
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------
@@ -242,7 +258,10 @@ def _take(found: Archive, path: Path, common: Common, line: Line) -> None:
     if key in found.seconds:
         raise ValueError(f"{key.folder} stands twice")
     flat = {**common.config, **line.config}
-    tables = {name: pd.DataFrame(getattr(line, name)).apply(pd.to_numeric) for name in ("final", "rounds")}
+    tables = {}
+    for name in TABLES:
+        table = pd.DataFrame(getattr(line, name)).apply(pd.to_numeric)
+        tables[name] = table.assign(**{k: v for k, v in _shares(table).items() if k not in table})
     found.seconds[key] = line.summary.seconds
     try:
         known = key.study in studies() and key.variant in studies()[key.study].variants

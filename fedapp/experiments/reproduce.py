@@ -224,13 +224,12 @@ def write(doc: Path, verdicts: Sequence[tuple[Claim, Verdict]], evidence: Eviden
         f"{len(verdicts)} claims: " + ", ".join(f"{counts[o]} {o}" for o in get_args(Outcome)) + ".",
         "",
         *markdown(
-            ["claim", "paper", "ours", "outcome"],
-            [(f"**{c.id}** {c.text}", c.paper, v.ours, v.outcome) for c, v in verdicts],
+            "claim|paper|ours|outcome", [(f"**{c.id}** {c.text}", c.paper, v.ours, v.outcome) for c, v in verdicts]
         ),
         "",
         "### The runs",
         "",
-        *markdown(["study", "setting", "scaled down", "runs", "minutes"], runs, ["runs", "minutes"]),
+        *markdown("study|setting|scaled down|runs:|minutes:", runs),
         *(line for study in studies().values() for line in study_table(study, evidence)),
         "",
         f"{sum(map(sum, seconds.values())) / 60:.0f} minutes of runs in all, seeds from 0, one thread a client: "
@@ -247,10 +246,13 @@ def _made_with(versions: Mapping[str, str]) -> str:
     return ", ".join([machine, *(f"{name} {versions[name]}" for name in packages if name in versions)])
 
 
-def markdown(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequence[str] = ()) -> list[str]:
-    """Return the lines of a Markdown table; the columns named in `numbers` are aligned to the right."""
-    rule = "|".join("---:" if name in numbers else "---" for name in head)
-    return [f"| {' | '.join(head)} |", f"|{rule}|", *(f"| {' | '.join(map(str, row))} |" for row in rows)]
+def markdown(heads: str, rows: Iterable[Sequence[object]]) -> list[str]:
+    """Return the lines of a Markdown table; a column whose head ends in a colon is aligned to the right."""
+    columns = heads.split("|")
+    line = "|" + "|".join("---:" if c.endswith(":") else "---" for c in columns) + "|"
+    cells = [[c.removesuffix(":") for c in columns], *rows]
+    first, *others = ["|" + "".join(f" {c} |" if c != "" else " |" for c in row) for row in cells]
+    return [first, line, *others]
 
 
 def write_pages(folder: Path, evidence: Evidence) -> None:
@@ -285,9 +287,8 @@ def study_table(study: Study, evidence: Evidence) -> list[str]:
         f"`fedapp reproduce --studies {study.id} --claims none ...`",
         "",
         *markdown(
-            ["variant", *numbers, "paper"],
+            "|".join(["variant", *(f"{name}:" for name in numbers), "paper"]),
             [(name, *row, study.variants[name].paper) for name, row in cells.items()],
-            numbers,
         ),
     ]
 
