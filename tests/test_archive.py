@@ -97,7 +97,7 @@ def test_the_archive_is_small_text_without_places_of_the_machine(everything: Pat
 def test_an_archive_takes_up_new_runs_and_is_written_the_same_again(tmp_path: Path) -> None:
     folder = kept(tmp_path, KEYS[:1])
     made(tmp_path / "later", KEYS[2])
-    assert archive.write(folder, Evidence(tmp_path / "later").finished()) == 2
+    assert set(archive.write(folder, Evidence(tmp_path / "later").finished()).runs) == {KEYS[0], KEYS[2]}
     assert set(archive.read(folder).runs) == {KEYS[0], KEYS[2]}
     before = (folder / f"{STUDY}.jsonl").read_text()
     archive.write(folder, {})
@@ -179,11 +179,13 @@ def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_run_with_other_settings_is_not_kept(tmp_path: Path) -> None:
-    made(tmp_path / "runs", KEYS[0])
-    file = tmp_path / "runs" / KEYS[0].folder / "config.toml"
-    file.write_text(file.read_text().replace("lr = 0.01", "lr = 0.02"))
-    with pytest.raises(BadRequest, match=r"is not what study ccvr-0.5 asks for \(lr = 0.02 there, 0.01 now\)"):
-        archive.write(tmp_path / "kept", Evidence(tmp_path / "runs").finished())
+    for key, old, new in ((KEYS[0], "lr = 0.01", "lr = 0.02"), (KEYS[1], "lr = ", "lrs = "), (KEYS[2], "", "")):
+        made(tmp_path / "runs", key)
+        file = tmp_path / "runs" / key.folder / "config.toml"
+        file.write_text(file.read_text().replace(old, new))
+    written = archive.write(tmp_path / "kept", Evidence(tmp_path / "runs").finished())
+    assert written.stale[KEYS[0]] == "lr = 0.02 there, 0.01 now" and "lrs" in written.stale[KEYS[1]]
+    assert set(written.runs) == set(archive.read(tmp_path / "kept").runs) == {KEYS[2]}
 
 
 def reproduced(*words: str) -> str:

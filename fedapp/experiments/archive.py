@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -134,21 +134,22 @@ def differing(key: RunKey, flat: Mapping[str, Any], hparams: Mapping[str, Any]) 
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def write(folder: Path, runs: Mapping[RunKey, RunResult]) -> int:
-    """Write finished runs, beside those that the folder holds and that are not among them; return the number of all.
+def write(folder: Path, runs: Mapping[RunKey, RunResult]) -> Archive:
+    """Write finished runs, beside those that the folder holds and that are not among them.
 
-    Runs of the folder that are no longer what their study asks for are removed.
+    Returns
+    -------
+    What the folder holds now; `stale` are the runs that were not taken up. Runs of the folder that are no longer what
+    their study asks for are removed.
 
     Raises
     ------
-    BadRequest : a file of the folder cannot be read or written, or a run is not what its study asks for.
+    BadRequest : a file of the folder cannot be read or written.
     """
-    for key, run in runs.items():
-        if why := differing(key, run.flat, _hparams(run)):
-            raise BadRequest(f"{run.out} is not what study {key.study} asks for ({why}): give another --out")
-    merged = {**read(folder).runs, **runs}
+    differ = {key: run.problem or differing(key, run.flat, _hparams(run)) for key, run in runs.items()}
+    merged = {**read(folder).runs, **{key: run for key, run in runs.items() if not differ[key]}}
     for study in studies().values():
-        own = {key: merged[key] for key in _all_keys([study.id]) if key in merged}
+        own = {key: merged[key] for key in keys_of((study.id, v) for v in study.variants) if key in merged}
         if not own:
             continue
         configs = [{k: v for k, v in run.flat.items() if k not in PLACES} for run in own.values()]
@@ -167,12 +168,11 @@ def write(folder: Path, runs: Mapping[RunKey, RunResult]) -> int:
             write_text(folder / f"{study.id}.jsonl", text)
         except OSError as e:
             raise BadRequest(f"{folder} cannot be written ({e.strerror or e}): give another folder") from e
-    return len(merged)
+    return Archive(merged, {key: why for key, why in differ.items() if why})
 
 
 def _hparams(run: RunResult) -> dict[str, Any]:
-    if run.config is None:
-        raise BadRequest(f"{run.out} was made by another version: {run.problem}")
+    assert run.config is not None
     return vars(run).get("hparams") or identity(run.config)[1]
 
 
@@ -185,10 +185,6 @@ def _numbers(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     return {k: _numbers(v) for k, v in value.items() if v is None or isinstance(v, int | float | dict)}
-
-
-def _all_keys(names: Iterable[str]) -> list[RunKey]:
-    return keys_of((name, variant) for name in names for variant in studies()[name].variants)
 
 
 def _common(dicts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -146,7 +146,10 @@ def reproduce(
     failed = run_here(todo, workers, lambda: minutes != 0 and time.monotonic() > end) if todo else []
     evidence = Evidence(out, archive.runs)
     if keep is not None:
-        typer.echo(f"{write_archive(keep, evidence.finished())} runs are kept in {keep}", err=True)
+        written = write_archive(keep, evidence.finished())
+        for key, why in written.stale.items():
+            typer.echo(f"not kept: {key.folder}, {why}", err=True)
+        typer.echo(f"{len(written.runs)} runs are kept in {keep}", err=True)
     verdicts = [(claim, claim.decide(evidence)) for claim in selected or claims().values()]
     print_ledger(verdicts)
     if doc is not None:
