@@ -26,6 +26,7 @@ apps other than fedapp.
 from __future__ import annotations
 
 import dataclasses
+import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ from typing import Any
 
 from fedapp import sampling
 from fedapp.core.averages import RunningMean
-from fedapp.learning.task import ModelSpec
+from fedapp.learning.task import ModelSpec, Task
 from fedapp.method import (
     Array,
     Arrays,
@@ -319,3 +320,19 @@ def _recorded(replies: Iterator[Reply], result: RoundResult) -> Iterator[Reply]:
     for reply in replies:
         result.metrics[reply.client] = {**reply.metrics, "bytes-up": reply.bytes_up}
         yield reply
+
+
+def first_payload(method: Method, hparams: Any, task: Task) -> Payload:
+    """Return what the server would send in round 1 if this were the only client."""
+    client = method.client(task, method, hparams)
+    metrics, facts = client.register()
+    shapes = {n: tuple(s) for n, s in json.loads(str(facts["shapes"])).items()}
+    info = ClientInfo(
+        task.client, int(metrics["num-examples"]), task.model, task.num_classes, shapes, client.common_facts()
+    )
+    context = server_context(
+        method, hparams, task.spec(0), [info], seed=task.seed, width=int(facts["width"]), buffers=task.buffers
+    )
+    strategy = method.strategy(method, hparams)
+    payload: Payload = strategy.send(strategy.init(context), 1, task.client)
+    return payload

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from fedapp.learning.task import Task
 from fedapp.learning.training import TrainSpec
 from fedapp.method import Payload, Reply, ServerContext, ServerState
 from fedapp.models import build_model
+from fedapp.results.runs import read_run
 from fedapp.transport import checkpoint
 from fedapp.transport.records import reject
 from strategies.fedgh import METHOD, FedGH, LARs, batches, header_step
@@ -541,3 +544,18 @@ def test_a_number_as_batch_is_a_number() -> None:
     from fedapp.registry import parse_args
 
     assert parse_args(METHOD, "header_batch=16").header_batch == 16  # type: ignore[attr-defined]
+
+
+def test_the_time_of_extracting_the_lars_is_reported_by_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The passes for the LARs count, the training does not; `clients.csv` has a column for it."""
+    true = FedGHClient.representations, FedGHClient.optimise
+
+    def slow(index: int, seconds: float) -> Any:
+        return lambda self, given: (time.sleep(seconds), true[index](self, given))[1]
+
+    monkeypatch.setattr(FedGHClient, "representations", slow(0, 0.02))
+    monkeypatch.setattr(FedGHClient, "optimise", slow(1, 0.5))
+    fedapp.run(dataset="digits", clients=2, rounds=1, local_epochs=1, method="fedgh", out=tmp_path / "run")
+    table = read_run(tmp_path / "run").clients
+    assert ((table["lar_seconds"] >= 0.02) & (table["lar_seconds"] < 0.5)).all()
+    assert (table["client_seconds"] > table["lar_seconds"] + 0.5).all()

@@ -6,13 +6,11 @@ its worker will run. Nothing is stored, and no random draw of the run depends on
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -21,11 +19,9 @@ from fedapp import process
 from fedapp.config import RunConfig
 from fedapp.engines.resources import ClientNeeds, cuda_devices
 from fedapp.learning.evaluation import BATCH
-from fedapp.learning.task import Task
 from fedapp.learning.training import batch_slices
-from fedapp.method import ClientInfo, Method, Payload
 from fedapp.tasks import simulated as tasks
-from strategies.base import server_context
+from strategies.base import first_payload
 
 BUDGET_SECONDS = 2.0
 """After this no further client is measured; the first one is measured however long it takes."""
@@ -114,7 +110,7 @@ def _round_seconds(config: RunConfig, client: int, device: torch.device) -> floa
     method, hparams = config.method_and_hparams()
     task = tasks.simulated_task(config, client, config.clients, device)
     few = replace(task, train=replace(task.train, epochs=1), x_test=task.x_test[:BATCH], y_test=task.y_test[:BATCH])
-    payload = _first_payload(method, hparams, few)
+    payload = first_payload(method, hparams, few)
     slices = batch_slices(task.num_samples, config.batch_size)
     trained: FedClient | None = None
     for steps in (1, STEPS):
@@ -132,19 +128,3 @@ def _round_seconds(config: RunConfig, client: int, device: torch.device) -> floa
     each = (time.perf_counter() - began) / images
     balanced = len(task.y_union) if task.y_union is not None and config.balanced_in(1) else 0
     return float(training + each * (len(task.y_test) + balanced) * len(task.protocols))
-
-
-def _first_payload(method: Method, hparams: Any, task: Task) -> Payload:
-    """Return what the server would send in round 1 if this were the only client."""
-    client: FedClient = method.client(task, method, hparams)
-    metrics, facts = client.register()
-    shapes = {n: tuple(s) for n, s in json.loads(str(facts["shapes"])).items()}
-    info = ClientInfo(
-        task.client, int(metrics["num-examples"]), task.model, task.num_classes, shapes, client.common_facts()
-    )
-    context = server_context(
-        method, hparams, task.spec(0), [info], seed=task.seed, width=int(facts["width"]), buffers=task.buffers
-    )
-    strategy = method.strategy(method, hparams)
-    payload: Payload = strategy.send(strategy.init(context), 1, task.client)
-    return payload

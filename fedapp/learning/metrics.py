@@ -37,6 +37,8 @@ def client_row(metrics: Mapping[str, Any], protocols: Iterable[str]) -> dict[str
     row["bytes_up"] = float(metrics.get("bytes-up", 0))
     row["train_seconds"] = float(metrics.get("train-seconds", math.nan))
     row["client_seconds"] = float(metrics.get("seconds", math.nan))
+    # Times that a method measures by itself, such as FedGH's `lar-seconds`.
+    row.update({name.replace("-", "_"): float(metrics[name]) for name in metrics if name.endswith("-seconds")})
     return row
 
 

@@ -211,9 +211,15 @@ def probe(run: RunResult, limit: int = PROBE_IMAGES) -> tuple[Tensor, Ints]:
     return torch.from_numpy(x), np.asarray(y, dtype=np.int64)
 
 
-def represent(run: RunResult, model: SplitModel, x: Tensor) -> NDArray[np.float32]:
-    """Return representations (n, width) float32, the input of the head, of images (n, H, W, C) uint8."""
-    rows: NDArray[np.float32] = batched(model.represent, x, data_of(run).inputs).float().numpy()
+def represent(run: RunResult, model: SplitModel, x: Tensor, activated: bool = True) -> NDArray[np.float32]:
+    """Return representations (n, width) float32 of images (n, H, W, C) uint8.
+
+    Parameters
+    ----------
+    activated : the input of the head; False = the trunk's output before the last activation.
+    """
+    trunk = model.represent if activated else model.features
+    rows: NDArray[np.float32] = batched(trunk, x, data_of(run).inputs).float().numpy()
     return rows
 
 

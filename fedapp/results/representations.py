@@ -31,7 +31,7 @@ def _of_one_width(models: Mapping[int, SplitModel]) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Embedding:
-    """Representations of the same test images by all clients, in two dimensions (FedClassAvg, Fig. 8).
+    """Representations of the same test images by clients, in two dimensions (FedClassAvg, Fig. 8).
 
     Attributes
     ----------
@@ -59,15 +59,21 @@ def embed(rows: NDArray[Any], seed: int) -> Floats:
     return points
 
 
-def client_embedding(run: RunResult, clients: int = 8, points: int = 1200) -> Embedding:
-    """Embed the representations of the same test images by the trained trunks of at most `clients` clients."""
+def client_embedding(run: RunResult, clients: int | None = 8, points: int = 1200, activated: bool = True) -> Embedding:
+    """Embed the representations of the same test images by the trained trunks of clients.
+
+    Parameters
+    ----------
+    clients : how many at most, by id; None = all.   points : images times clients, 20 images at least.
+    activated : what the head sees; False = the trunk's output before the ReLU, as in the paper's Fig. 8.
+    """
     from sklearn.metrics import silhouette_score
 
     models = client_models(run, clients)
     _of_one_width(models)
     x, y = probe(run, max(20, points // len(models)))
     # Clients train to representations of different length. At one scale, what differs is their shape.
-    rows = np.concatenate([_at_unit_scale(represent(run, m, x)) for m in models.values()])
+    rows = np.concatenate([_at_unit_scale(represent(run, m, x, activated)) for m in models.values()])
     label = np.tile(y, len(models))
     client = np.repeat(list(models), len(y))
     by_label = float(silhouette_score(rows, label)) if len(set(y)) > 1 else float("nan")

@@ -287,7 +287,7 @@ def read_comparison(path: Path) -> Comparison:
     ]
     if not runs:
         raise BadRequest(f"{path} holds neither a run ({RUN_MARK}) nor a comparison (run directories below it)")
-    return Comparison(path, tuple(_labelled(runs, Comparison(path, ()).table, searched)))
+    return Comparison(path, tuple(labelled(runs, Comparison(path, ()).table, searched)))
 
 
 def _searched(path: Path) -> dict[Path, str]:
@@ -316,14 +316,16 @@ def read(path: Path) -> RunResult | Comparison:
     return read_run(path) if (path / RUN_MARK).is_file() else read_comparison(path)
 
 
-def _labelled(runs: Sequence[RunResult], table: pd.DataFrame, searched: Mapping[Path, str]) -> list[RunResult]:
+def labelled(
+    runs: Sequence[RunResult], table: pd.DataFrame | None = None, searched: Mapping[Path, str] | None = None
+) -> list[RunResult]:
     """Give every run its setting, and a label that tells it from the other runs of that setting and seed.
 
     `fedapp compare` names the variants of a method in results.csv and in the names of their folders; among other runs,
     the keys in which those of one method and setting differ make the label.
     """
-    variants = {folder_of(str(v)): str(v) for v in table["variant"]} if "variant" in table else {}
-    named = {r.out: searched.get(f := _without_seed(r.out)) or variants.get(f.name, "") for r in runs}
+    variants = {folder_of(str(v)): str(v) for v in table["variant"]} if table is not None and "variant" in table else {}
+    named = {r.out: (searched or {}).get(f := _without_seed(r.out)) or variants.get(f.name, "") for r in runs}
     whole = all(named.values())
     keys = [k for k in varying(runs) if k != "method-args" and not (whole and k in OWN_KEYS)]
     settings = {r.out: {k: v for k in keys if (v := _setting(r, k)) is not None} for r in runs}

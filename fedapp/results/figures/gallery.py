@@ -14,7 +14,7 @@ from functools import partial
 from fedapp.results import analysis
 from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import calibration, heads, plots, representations, scores
-from fedapp.results.figures.style import Drawing
+from fedapp.results.figures.style import Drawing, one_look_each
 from fedapp.results.figures.words import Runs, Words, setting_text
 from fedapp.results.runs import Comparison, RunResult, groups_of, varying
 
@@ -126,7 +126,12 @@ def of_run(run: RunResult) -> Gallery:
 
 
 def of_comparison(comparison: Comparison) -> Gallery:
-    """Draw all figures that the runs of a comparison hold the data for."""
+    """Draw all figures that the runs of a comparison hold the data for; a method looks the same in all of them."""
+    with one_look_each(comparison.labels):
+        return _of_comparison(comparison)
+
+
+def _of_comparison(comparison: Comparison) -> Gallery:
     gallery = Gallery()
     order = comparison.labels
     runs = sorted(comparison.finished, key=lambda r: order.index(r.label))

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from fedapp.errors import BadRequest, suggest
 from fedapp.results.analysis import Unavailable
-from fedapp.results.figures import gallery
-from fedapp.results.figures.style import Drawing
+from fedapp.results.figures import costs, gallery, representations, scores
+from fedapp.results.figures.style import Drawing, one_look_each
 from fedapp.results.figures.words import Runs, Words
-from fedapp.results.runs import RunResult, read
+from fedapp.results.runs import RunResult, labelled, read
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,55 @@ PAPERS: dict[str, PaperFigure] = {
     "fedclassavg-2": PaperFigure(
         "Label distribution over clients", "one run of any method", gallery.FIGURES["labels-heat"][3]
     ),
+    "fedclassavg-3": PaperFigure(
+        "Label distribution over clients, skewed", "one run with partition=two-class", gallery.FIGURES["labels-heat"][3]
+    ),
+    "fedclassavg-4": PaperFigure(
+        "Accuracy by local epochs", "runs of several methods with different architectures", scores.by_epochs
+    ),
+    "fedclassavg-5": PaperFigure(
+        "Accuracy by local epochs, skewed", "the same with partition=two-class", scores.by_epochs
+    ),
+    "fedclassavg-6": PaperFigure(
+        "Accuracy by local epochs, one architecture", "runs of several methods with one architecture", scores.by_epochs
+    ),
+    "fedclassavg-7": PaperFigure(
+        "Accuracy by local epochs, sampled clients",
+        "the same with fraction-train=0.1 and evaluate-every=1",
+        scores.by_epochs,
+    ),
+    "fedclassavg-8": PaperFigure(
+        "Representations of all clients before the ReLU",
+        "a run of Standalone and a run of FedClassAvg",
+        partial(representations.embedding, whole=True),
+    ),
+    "fedclassavg-9": PaperFigure(
+        "Units that matter for one image", "a run of Standalone and a run of FedClassAvg", representations.conductance
+    ),
+    "fedclassavg-table5": PaperFigure(
+        "Bytes and operations of a round", "runs of FedAvg, KT-pFL and FedClassAvg", costs.bytes_and_flops
+    ),
+    "fedclassavg-scaling": PaperFigure(
+        "Bytes against the width of the representation",
+        "runs of FedClassAvg with models of different widths on data of one number of classes",
+        costs.head_scaling,
+    ),
+    "fedgh-2": PaperFigure("Accuracy by round", "runs of several methods", scores.by_round),
+    "fedgh-3": PaperFigure(
+        "Accuracy against classes per client",
+        "a comparison with --partitions classes:2,classes:4,...",
+        partial(scores.against, key="classes-per-client"),
+    ),
+    "fedgh-4": PaperFigure(
+        "Accuracy against participation",
+        "a comparison with --sweep fraction-train=0.1,0.5,1",
+        partial(scores.against, key="fraction-train"),
+    ),
+    "fedgh-5": PaperFigure(
+        "Accuracy against the header's learning rate",
+        "runs of FedGH with several header_lr",
+        partial(scores.against_hyperparameter, method="fedgh", name="header_lr"),
+    ),
 }
 """By id, `<paper>-<number>`; a figure with several parts may have ids such as `ccvr-8a`."""
 
@@ -56,11 +106,17 @@ def draw(name: str, paths: Sequence[Path]) -> Drawing:
     runs: list[RunResult] = []
     for path in paths:
         found = read(path)
-        runs += [found] if isinstance(found, RunResult) else found.finished
+        if isinstance(found, RunResult):
+            runs.append(found)
+        else:
+            runs += [r for label in found.labels for r in found.finished if r.label == label]
     if not runs:
         raise BadRequest(f"no run below {', '.join(map(str, paths))} has finished; {name} needs {figure.needs}")
+    if len({(r.label, r.seed, *r.setting.items()) for r in runs}) < len(runs):
+        runs = labelled(runs)  # run directories from several places, which no comparison has named
     try:
-        caption, alt, drawn = figure.draw(runs)
+        with one_look_each([r.label for r in runs]):
+            caption, alt, drawn = figure.draw(runs)
     except Unavailable as e:
         command = f": {e.command}" if e.command else ""
         raise BadRequest(f"{name} needs {figure.needs}; {e.why}{command}") from e

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from fedapp.results.figures.style import COLOURS, DASHES, DOTTED, HEAT, LINE, MARKERS, MUTED, WIDTH, styled
+from fedapp.results.figures.style import COLOURS, DASHES, DOTTED, HEAT, LINE, MARKERS, MUTED, WIDTH, place_of, styled
 
 Array = NDArray[Any]
 MAX_TICKS = 32
@@ -52,8 +52,9 @@ def _new(
     return figure, panels
 
 
-def _look(i: int, **more: Any) -> dict[str, Any]:
-    """Colour, dashes and marker of the i-th line; no two of the first 30 agree in dashes, marker and filling."""
+def _look(label: str, shown: Sequence[str], **more: Any) -> dict[str, Any]:
+    """Colour, dashes and marker of a line; no two of the first 30 on a page agree in dashes, marker and filling."""
+    i = place_of(label, shown)
     colour = COLOURS[i % len(COLOURS)]
     return {
         "color": colour, "linestyle": DASHES[i % len(DASHES)], "marker": MARKERS[i % len(MARKERS)],
@@ -74,10 +75,11 @@ def _legend(figure: Figure) -> None:
 
 
 def _percent(axes: Axes) -> None:
-    """Write the vertical axis in percent, with a decimal where ticks lie closer than a point."""
+    """Write the vertical axis in percent, with a decimal where ticks lie between whole percents."""
 
     def text(value: float, _: float) -> str:
-        fine = np.diff(axes.get_yticks()).min(initial=1.0) < 0.0099
+        ticks = 100 * np.asarray(axes.get_yticks())
+        fine = bool(np.abs(ticks - ticks.round()).max(initial=0.0) > 0.01)
         return f"{100 * value:.{1 if fine else 0}f} %"
 
     axes.yaxis.set_major_formatter(text)
@@ -132,8 +134,8 @@ def _dots(axes: Axes, scores: Mapping[str, Array], names: Sequence[Any]) -> None
     place = np.arange(len(names))
     stack = np.stack(list(scores.values()))
     axes.vlines(place, np.nanmin(stack, axis=0), np.nanmax(stack, axis=0), color=LINE, linewidth=2.4)
-    for i, (label, values) in enumerate(scores.items()):
-        axes.plot(place, values, label=label, **_look(i, linestyle="none"))
+    for label, values in scores.items():
+        axes.plot(place, values, label=label, **_look(label, list(scores), linestyle="none"))
     _ticks(axes.xaxis, names, **_slant(names))
 
 
@@ -150,7 +152,7 @@ def curves(
     labels = _labels(panels)
     for axes, (title, lines) in zip(grid, panels.items()):
         for curve in lines:
-            look = _look(labels.index(curve.label))
+            look = _look(curve.label, labels)
             axes.plot(curve.x, curve.mean, label=curve.label, markevery=max(1, len(curve.x) // 8), **look)
             if curve.spread is not None and np.any(band := np.nan_to_num(curve.spread)):
                 alpha = 0.13 if len(lines) < 5 else 0.07
@@ -210,7 +212,7 @@ def sweep(
     crowded = not logarithmic and ticks[-1] - ticks[0] > 12 * float(np.diff(ticks).min(initial=np.inf))
     for axes, (title, lines) in zip(grid, panels.items()):
         for curve in lines:
-            look = _look(labels.index(curve.label))
+            look = _look(curve.label, labels)
             x = [ticks.index(float(v)) for v in curve.x] if crowded else curve.x
             axes.errorbar(x, curve.mean, yerr=curve.spread, label=curve.label, capsize=2, elinewidth=0.8, **look)
             if start:
@@ -224,6 +226,20 @@ def sweep(
         _percent(grid[0])
     if len(labels) > 1:
         _legend(figure)
+    return figure
+
+
+@styled
+def cost(points: Mapping[str, tuple[float, float]]) -> Figure:
+    """Draw operations against bytes on logarithmic axes, a mark a method; methods that send nothing stand at 1 byte."""
+    figure, ((axes,),) = _new(
+        0.75 * WIDTH, 2.9, "bytes per client and round, both ways", "operations per client and round", grid="both"
+    )  # fmt: skip
+    for label, (moved, flops) in points.items():
+        axes.plot(max(moved, 1.0), flops, label=label, **_look(label, list(points), linestyle="none", markersize=7))
+    axes.set(xscale="log", yscale="log")
+    axes.set_ylim(0.5 * min(f for _, f in points.values()), 2 * max(f for _, f in points.values()))
+    _legend(figure)
     return figure
 
 
@@ -399,7 +415,7 @@ def cka(panels: Mapping[str, Mapping[str, Array]]) -> Figure:
     figure, ((axes,),) = _new(WIDTH, 3.0, "layer", "linear CKA between clients")
     shift = np.linspace(-0.22, 0.22, len(panels)) if len(panels) > 1 else [0.0]
     for i, (label, maps) in enumerate(panels.items()):
-        look = _look(i, markersize=6)
+        look = _look(label, list(panels), markersize=6)
         means = np.full(len(layers), np.nan)
         for layer, matrix in maps.items():
             j = layers.index(layer)
@@ -462,8 +478,8 @@ def separability(groups: Mapping[str, tuple[Array, Array]]) -> Figure:
         0.75 * WIDTH, 2.9, "mean sliced Wasserstein distance between classes", "gain of calibration, points",
         grid="both",
     )  # fmt: skip
-    for i, (label, (distance, gain)) in enumerate(groups.items()):
-        axes.plot(distance, gain, label=label, **_look(i, linestyle="none", markersize=6))
+    for label, (distance, gain) in groups.items():
+        axes.plot(distance, gain, label=label, **_look(label, list(groups), linestyle="none", markersize=6))
     axes.axhline(0, color=MUTED, linewidth=0.7)
     _legend(figure)
     return figure

@@ -11,16 +11,25 @@ from fedapp.results.figures import plots
 from fedapp.results.figures.words import Runs, Words, each
 
 
-def embedding(runs: Runs) -> Words:
-    """Where clients place the same images (FedClassAvg, Fig. 8)."""
-    found = each(runs, partial(representations.client_embedding, points=1200 if len(runs) == 1 else 800))
+def embedding(runs: Runs, whole: bool = False) -> Words:
+    """Where clients place the same images (FedClassAvg, Fig. 8).
+
+    Parameters
+    ----------
+    whole : as in the paper: all clients, and the trunk's output before the ReLU.
+    """
+    draw = partial(representations.client_embedding, points=1200 if len(runs) == 1 else 800)
+    if whole:
+        draw = partial(representations.client_embedding, clients=None, points=2000, activated=False)
+    found = each(runs, draw)
     rows = {n: (e.points, {"by class": e.label, "by client": e.client}) for n, e in found.items()}
     said = "; ".join(
         f"{n}: {e.silhouette_label:.2f} by class, {e.silhouette_client:.2f} by client" for n, e in found.items()
     )
     clients = len(np.unique(next(iter(found.values())).client))
     return (
-        f"t-SNE of the representations of the same test images by {clients} clients' trunks, drawn as class numbers "
+        f"t-SNE of the representations{' before the ReLU' if whole else ''} of the same test images by "
+        f"{'all ' if whole else ''}{clients} clients' trunks, drawn as class numbers "
         "and as client numbers. Where clients agree, numbers mix on the right and part on the left. Mean silhouette of "
         f"the representations themselves, -1 to 1: {said}.",
         f"Scatter plots of representations by class and by client. Silhouette: {said}.",

@@ -9,12 +9,12 @@ import numpy as np
 import pandas as pd
 
 from fedapp.results import statistics
-from fedapp.results.analysis import Unavailable
+from fedapp.results.analysis import Unavailable, config_of
 from fedapp.results.figures import plots
-from fedapp.results.figures.plots import Curve
+from fedapp.results.figures.plots import Array, Curve
 from fedapp.results.figures.style import Drawing
 from fedapp.results.figures.words import Runs, Words, alone, named, percent, setting_text, unfinished
-from fedapp.results.runs import PROTOCOL_TEXT, RunResult, groups_of, uses
+from fedapp.results.runs import PROTOCOL_TEXT, RunResult, groups_of, read_table, uses
 
 # ---- scores of a run -------------------------------------------------------------------------------------------------
 
@@ -99,6 +99,77 @@ def round_seconds(runs: Runs) -> Words:
         f"Line chart: a round takes {np.median(lines[0].mean):.2f} seconds (median).",
         plots.curves({"": lines}, ylabel="seconds", height=2.2, percent=False),
     )
+
+
+# ---- figures of the papers ------------------------------------------------------------------------------------------
+
+
+def epochs_done(run: RunResult, rounds: Array) -> Array:
+    """Return how many local epochs a client that took part in every round has trained after each of these rounds.
+
+    KT-pFL's released code trains min(t, 20) epochs in round t; FedClassAvg's trains some more before its first round.
+    """
+    config = config_of(run)
+    _, hparams = config.method_and_hparams()
+    each_round = np.full(int(rounds.max(initial=0)), config.local_epochs, dtype=float)
+    if getattr(hparams, "epochs", "") == "growing":
+        each_round = np.minimum(np.arange(1, len(each_round) + 1), 20).astype(float)
+    before = getattr(getattr(hparams, "chosen", None), "warmup_epochs", 0)
+    return np.asarray(before + np.cumsum(each_round)[rounds.astype(int) - 1])
+
+
+def by_epochs(runs: Runs, protocol: str = "trained") -> Words:
+    """Accuracy by local epochs, a line a method: KT-pFL's rounds can be longer (FedClassAvg, Figs. 4 to 7)."""
+    lines = []
+    for label, members in by_method(runs).items():
+        tables = []
+        for run in members:
+            column = f"{protocol}_accuracy"
+            shown = _measured(run, column)
+            evaluations = read_table(run.out / "evaluations.csv")
+            if float(run.flat.get("fraction-train", 1)) < 1 and column in evaluations:
+                shown = evaluations.dropna(subset=[column])
+            if len(shown):
+                done = epochs_done(run, shown["round"].to_numpy())
+                tables.append(pd.DataFrame({"epochs": done, "accuracy": shown[column].to_numpy(float)}))
+        if tables:
+            lines.append(_mean(label, pd.concat(tables)))
+    if not lines:
+        raise Unavailable(f"no run measured {protocol}", f"fedapp run --set protocols={protocol} ...")
+    said = ", ".join(f"{c.label} {percent(c.mean[-1])} after {c.x[-1]:g}" for c in lines)
+    return (
+        f"Mean accuracy ({named(protocol)}) on the clients' own test splits by local epochs of a client that takes "
+        "part in every round; bands: one standard deviation over seeds. Where clients are sampled, scores are of all "
+        "clients where the run measured them (evaluate-every), else of those of the round.",
+        f"Line chart of accuracy by local epochs: {said}.",
+        plots.curves({"": lines}, xlabel="local epochs"),
+    )
+
+
+def by_round(runs: Runs) -> Words:
+    """Accuracy by round, a line a method, a panel a protocol (FedGH, Fig. 2)."""
+    return _words(compared_curves(runs)[0])
+
+
+def against(runs: Runs, key: str) -> Words:
+    """Last accuracy against a setting (FedGH, Figs. 3 and 4)."""
+    return _words(sweeps(runs, key)[0])
+
+
+def against_hyperparameter(runs: Runs, method: str, name: str) -> Words:
+    """Last accuracy of a method against one of its hyperparameters (FedGH, Fig. 5)."""
+    chosen = [r for r in runs if r.method == method and name in _arguments(r)]
+    drawings = _hyperparameter(method, name, chosen, "", "") if chosen else []
+    if not drawings:
+        raise Unavailable(
+            f"no runs of {method} with several values of {name}",
+            f"fedapp compare --methods '{method}({name}=0.01),{method}({name}=0.1)' ...",
+        )
+    return _words(drawings[0])
+
+
+def _words(drawing: Drawing) -> Words:
+    return drawing.caption, drawing.alt, drawing.figure
 
 
 # ---- figures of a comparison -----------------------------------------------------------------------------------------

@@ -10,6 +10,9 @@ from __future__ import annotations
 import html
 import io
 import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +52,30 @@ SETTINGS: Any = dict(mpl.rcParamsDefault) | {
 """Everything that matplotlib reads while it draws and writes; what the process itself has set does not count."""
 styled = mpl.rc_context(SETTINGS)
 """Decorator: a function draws or writes under `SETTINGS`, which leaves those of the process untouched."""
+
+
+_PLACES: ContextVar[Mapping[str, int]] = ContextVar("places", default={})  # noqa: B039, it is never changed
+
+
+@contextmanager
+def one_look_each(labels: Sequence[str]) -> Iterator[None]:
+    """Give each method one colour, dash and marker in all figures drawn inside, also where some do not show it."""
+    token = _PLACES.set({label: i for i, label in enumerate(dict.fromkeys(labels))})
+    try:
+        yield
+    finally:
+        _PLACES.reset(token)
+
+
+def place_of(label: str, shown: Sequence[str]) -> int:
+    """Return which look a line has: its place on the page, or among the lines that its figure shows.
+
+    A line that stands for several variants of a method (`fedprox` for `fedprox(mu=1)`) looks like the first of them.
+    """
+    places = _PLACES.get()
+    if label in places:
+        return places[label]
+    return next((i for known, i in places.items() if known.partition("(")[0] == label), shown.index(label))
 
 
 @dataclass(frozen=True, eq=False)
