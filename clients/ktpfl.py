@@ -29,6 +29,7 @@ from fedapp.errors import BadRequest
 from fedapp.learning.evaluation import batched
 from fedapp.learning.training import Batch, TrainReport, TrainSpec, train
 from fedapp.method import Arrays, BaseHParams, Payload, Scalar
+from fedapp.transport import selection
 
 
 class KTpFLHParams(BaseHParams):
@@ -76,6 +77,11 @@ class KTpFLHParams(BaseHParams):
     ship: Literal["indices", "images"] = Field(
         "indices",
         description="what `public_bytes` counts: the list of indices, or the images themselves (FedClassAvg's paper)",
+    )
+    share: Literal["predictions", "weights"] = Field(
+        "predictions",
+        description="what is mixed: predictions of public images, or, for one architecture, the clients' weights "
+        "('KT-pFL +weight', FedClassAvg's Table 3), which needs no public images",
     )
 
 
@@ -135,15 +141,17 @@ class KTpFLClient(FedClient):
     def optimise(self, payload: Payload) -> TrainReport:
         """Distil if there is a target, then train."""
         if len(self.target) and self.hparams.distil_epochs:
-            spec = replace(
-                self.task.train, epochs=self.hparams.distil_epochs, batch_size=self.public_batch, augment="none"
-            )
-            no_labels = torch.zeros(len(self.public), dtype=torch.int64, device=self.device)
-            train(
-                self.model, self.public, no_labels, spec, self.task.inputs, self.distil_step,
-                self.generator("public"), parameters=self.parameters(),
-            )  # fmt: skip
+            self.transfer()
         return super().optimise(payload)
+
+    def transfer(self) -> None:
+        """Move the model towards the target: `distil_epochs` passes over the public images."""
+        spec = replace(self.task.train, epochs=self.hparams.distil_epochs, batch_size=self.public_batch, augment="none")
+        no_labels = torch.zeros(len(self.public), dtype=torch.int64, device=self.device)
+        train(
+            self.model, self.public, no_labels, spec, self.task.inputs, self.distil_step,
+            self.generator("public"), parameters=self.parameters(),
+        )  # fmt: skip
 
     def distil_step(self, batch: Batch) -> Tensor:
         """Return the distillation loss of a batch of public images."""
@@ -168,3 +176,50 @@ class KTpFLClient(FedClient):
         """Return checksum and number of the public images."""
         images = self.public.cpu().numpy()
         return {"public-checksum": zlib.crc32(images.tobytes()), "public-images": len(images)}
+
+
+class KTpFLWeightsClient(KTpFLClient):
+    """'+weight': moves towards its own mixture of all clients' weights instead of distilling, then trains.
+
+    The mixture travels as one vector, `target` (D,), of the shared arrays in state-dict order.
+    """
+
+    start: Arrays
+
+    def check_batches(self) -> None:
+        """Check the local batches alone: there are no public images."""
+        FedClient.check_batches(self)
+
+    def receive(self, payload: Payload) -> None:
+        """Take the mixture, empty in round 1; the model stays the client's own."""
+        self.target = torch.from_numpy(payload.all()["target"].astype(np.float32)).to(self.device)
+
+    def before_training(self, payload: Payload) -> None:
+        """Keep the own model, from which the round starts."""
+        self.start = selection.extract(self.model, self.up_names())
+
+    def reference(self, payload: Payload) -> Arrays:
+        """Return the own model: the mixture is never loaded."""
+        return self.start
+
+    def transfer(self) -> None:
+        """Take `distil_epochs` gradient steps on ||w - t||^2 with the run's learning rate; statistics stay."""
+        state = self.model.state_dict()
+        names = self.up_names()
+        mixed = dict(zip(names, torch.split(self.target, [state[n].numel() for n in names]), strict=True))
+        with torch.no_grad():
+            for name, p in self.model.named_parameters():
+                for _ in range(self.hparams.distil_epochs):
+                    p.sub_(self.task.train.lr * 2 * (p - mixed[name].view_as(p)))
+
+    def after_training(self, payload: Payload) -> Arrays:
+        """Return nothing beside the model."""
+        return {}
+
+    def reply_metrics(self) -> dict[str, Any]:
+        """Return no checksum."""
+        return {}
+
+    def common_facts(self) -> dict[str, Scalar]:
+        """Return no facts: nothing is public."""
+        return {}

@@ -15,21 +15,24 @@ Algorithm 1, server, with t_k = sum_l c_kl S_l, means over P * C and over K:
 mean. Predictions at temperature 10 are almost uniform, so the gradients are tiny: with a constant rate such as lr_c =
 0.02 the coefficients stay where they are, and so does the softmax (step=fixed, coefficients=free: FedClassAvg's port).
 
+With `share=weights` S_k is the vector of client k's weights ('KT-pFL +weight', FedClassAvg's Table 3).
+
 Clients that were not drawn keep the predictions that they sent last: the public set never changes. While some client
 has sent none yet, the rows are restricted to the others and scaled to the mass that they had.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.special import softmax
 
-from clients.ktpfl import KTpFLClient, KTpFLHParams
-from fedapp.method import NONE, Array, Method, Payload, Reply, Scored, ServerContext, ServerState
+from clients.ktpfl import KTpFLClient, KTpFLHParams, KTpFLWeightsClient
+from fedapp.method import ALL, NONE, Array, Method, Payload, Reply, Scored, ServerContext, ServerState
 from strategies.base import FedStrategy
 
 Float64 = NDArray[np.float64]
@@ -84,7 +87,7 @@ class KTpFL(FedStrategy):
     def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         """Return t_k, no rows in round 1; a client that the matrix does not know gets the plain mean."""
         ids, known = state["ids"], sorted(state["soft"])
-        target = np.zeros((len(state["soft"][known[0]]) if known else 0, self.context.num_classes))
+        target = np.zeros(state["soft"][known[0]].shape if known else (0, self.context.num_classes))
         if known:
             row = state["c"][[ids.index(client)]] if client in ids else np.full((1, len(ids)), 1 / len(ids))
             weights = mixing(row, np.array([ids.index(k) for k in known]))[0]
@@ -107,10 +110,14 @@ class KTpFL(FedStrategy):
             return f"another public set ({mine[1]} images) than the other clients have ({known[1]} images)"
         return None
 
+    def sent(self, reply: Reply) -> Array:
+        """Return S_k."""
+        return reply.arrays["soft"].astype(np.float32)
+
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Take the new predictions and make one step on the coefficients of all clients that ever sent any."""
         soft: dict[int, Array] = dict(state["soft"])
-        soft.update({r.client: r.arrays["soft"].astype(np.float32) for r in replies})
+        soft.update({r.client: self.sent(r) for r in replies})
         if not soft:
             return state
         ids, c = _grown(state["ids"], state["c"], soft)
@@ -142,6 +149,22 @@ class KTpFL(FedStrategy):
         }
 
 
+class KTpFLWeights(KTpFL):
+    """'+weight': the coefficients mix the clients' weights, and no images are public."""
+
+    def check(self, state: ServerState, reply: Reply) -> str | None:
+        """Accept every reply that holds the whole model, which has been checked."""
+        return None
+
+    def sent(self, reply: Reply) -> Array:
+        """Return the weights as one vector (D,), in state-dict order."""
+        return np.concatenate([reply.arrays[name].astype(np.float32).ravel() for name in self.context.initial])
+
+    def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
+        """Return the mean weight of own models."""
+        return {"self_coefficient": float(np.diag(state["c"]).mean())}
+
+
 def _grown(ids: list[int], c: Float64, soft: dict[int, Array]) -> tuple[list[int], Float64]:
     """Copy c, with rows and columns for clients that joined since: these start at 1/K, the others keep their ratios."""
     grown = sorted({*ids, *soft})
@@ -151,6 +174,15 @@ def _grown(ids: list[int], c: Float64, soft: dict[int, Array]) -> tuple[list[int
     result = np.full((len(grown), len(grown)), 1 / len(grown))
     result[np.ix_(old, old)] = c * len(ids) / len(grown)
     return grown, result
+
+
+def _chosen(hparams: KTpFLHParams, lookup: Callable[[str], Method]) -> Method:
+    if hparams.share == "predictions":
+        return METHOD
+    return dataclasses.replace(
+        METHOD, strategy=KTpFLWeights, client=KTpFLWeightsClient, shared=ALL, extra_up=(), heterogeneous=False,
+        same_width=True, public_share=0.0,
+    )  # fmt: skip
 
 
 def _warn(hparams: KTpFLHParams, optimizer: str, augment: str) -> str | None:
@@ -172,5 +204,6 @@ METHOD = Method(
     same_width=False,
     public_share=0.05,
     travels="soft predictions on a public set, both ways",
+    resolve=_chosen,
     warn=_warn,
 )

@@ -77,6 +77,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "epochs": "fixed",
         "freeze_bn": False,
         "ship": "indices",
+        "share": "predictions",
     },
     "fml": {"small": "auto", "alpha": 0.5, "beta": 0.5, "divergence": "batch", "average": "plain"},
     "fedkd": {

@@ -15,18 +15,29 @@ import torch
 from torch.nn import functional as F
 
 from clients.base import FedClient
-from clients.ktpfl import KTpFLClient, KTpFLHParams, distillation_loss
+from clients.ktpfl import KTpFLClient, KTpFLHParams, KTpFLWeightsClient, distillation_loss
 from fedapp import config as configuration
+from fedapp import registry
 from fedapp.data.transforms import normalise
 from fedapp.engines.local import RunResult, run
 from fedapp.errors import BadRequest
 from fedapp.learning.training import Batch
 from fedapp.method import ClientInfo, Payload, Reply, ServerContext, ServerState
+from fedapp.models import build_model
 from fedapp.tasks import simulated as tasks
-from fedapp.transport import checkpoint
+from fedapp.transport import checkpoint, selection
 from fedapp.transport.client_manager import RoundFailed
 from strategies.ktpfl import METHOD, KTpFL, gradient, mixing, self_scaled
-from tests.handmade import full_batch, images, steps_by_hand
+from tests.handmade import (
+    DIGITS_BYTES,
+    context,
+    equal,
+    full_batch,
+    images,
+    one_batch_task,
+    random_model,
+    steps_by_hand,
+)
 
 COLUMNS = ["received_accuracy", "received_loss", "trained_accuracy", "trained_loss", "train_loss"]
 WORKED = np.array(
@@ -394,6 +405,7 @@ def test_the_defaults_are_the_pages() -> None:
         "step": "self-scaled", "lr_c": 0.02, "rho": 0.7, "coefficients": "softmax",
         "temperature": 10.0, "distil": "kl", "scale": True,
         "distil_epochs": 1, "public_batch": 0, "epochs": "fixed", "freeze_bn": False, "ship": "indices",
+        "share": "predictions",
     }  # fmt: skip
     KTpFLHParams(rho=0, temperature=0.5, distil_epochs=0, public_batch=0)
     for bad in ({"temperature": 0}, {"rho": -1}, {"lr_c": -1}, {"distil_epochs": -1}):
@@ -576,3 +588,60 @@ def test_widths_may_differ(tiny: Callable[..., RunResult], monkeypatch: pytest.M
         FedClient, "register", lambda self: (original(self)[0], {**original(self)[1], "width": 64 + self.task.client})
     )
     assert tiny(method="ktpfl", fraction_train=0.67).summary["ok"]
+
+
+# ---- '+weight' -------------------------------------------------------------------------------------------------------
+
+WEIGHTS = KTpFLHParams(share="weights")
+BY_WEIGHT = registry.resolve(METHOD, WEIGHTS)
+
+
+def test_weights_are_mixed_by_coefficients_that_move_as_those_of_predictions_do() -> None:
+    rng = np.random.default_rng(2)
+    models = [random_model(rng, 0.3) for _ in range(4)]
+    server = BY_WEIGHT.strategy(BY_WEIGHT, WEIGHTS)
+    state = server.init(context(models[0], 4))
+    assert server.send(state, 1, 0).arrays["target"].size == 0
+    vectors = np.stack([np.concatenate([m[n].ravel() for n in models[0]]) for m in models])
+    c = np.full((4, 4), 0.25)
+    for server_round in (1, 2):
+        state = server.aggregate(state, server_round, iter([Reply(k, 5, m, {}) for k, m in enumerate(models)]))
+        c = released(c, vectors[:, None], 0.7)
+        np.testing.assert_allclose(state["c"], c, atol=1e-7)
+    assert np.abs(c - 0.25).max() > 0.01
+    for k in range(4):
+        np.testing.assert_allclose(server.send(state, 3, k).arrays["target"], c[k] @ vectors, atol=1e-6)
+    assert server.report(state, {})["self_coefficient"] == pytest.approx(np.diag(c).mean())
+
+
+def test_a_client_steps_towards_its_mixture_and_then_trains() -> None:
+    for steps in (0, 1, 3):
+        task = full_batch(one_batch_task(model="digits-a"), steps=2, lr=0.1)
+        made = KTpFLWeightsClient(task, BY_WEIGHT, KTpFLHParams(share="weights", distil_epochs=steps))
+        made.restore(2, Payload(arrays={"target": np.zeros(0)}))
+        mixed = build_model("digits-a", num_classes=4, channels=1, size=8, seed=3)
+        target = np.concatenate([a.ravel() for a in selection.extract(mixed, made.up_names()).values()])
+        w, x, y = copy.deepcopy(made.model).train(), images(task), task.y_train
+        before = selection.extract(w, made.up_names())
+        with torch.no_grad():
+            for p, t in zip(w.parameters(), mixed.parameters(), strict=True):
+                p.copy_(t + 0.8**steps * (p - t))  # w - 0.1 * 2 (w - t)
+        steps_by_hand(w.parameters(), lambda w=w, x=x, y=y: F.cross_entropy(w(x), y), task)
+        sent = Payload(arrays={"target": target})
+        arrays, _, _ = made.train_round(sent, 2)
+        for name, p in w.named_parameters():
+            np.testing.assert_allclose(arrays[name], p.detach(), rtol=1e-3, atol=1e-5)
+        assert equal(made.reference(sent), before)
+
+
+def test_by_weight_it_needs_no_public_images_and_without_transfer_is_standalone(
+    tiny: Callable[..., RunResult],
+) -> None:
+    alone = tiny(method="local", rounds=3)
+    same = tiny(method="ktpfl", method_args="share=weights distil_epochs=0", rounds=3)
+    assert same.rounds[COLUMNS].equals(alone.rounds[COLUMNS])
+    mixed = tiny(method="ktpfl", method_args="share=weights", rounds=3, fraction_train=0.67)
+    assert mixed.summary["bytes_up"] == DIGITS_BYTES and "public_bytes" not in mixed.summary
+    assert mixed.rounds["bytes_down"].tolist() == [0, DIGITS_BYTES, DIGITS_BYTES]
+    with pytest.raises(BadRequest, match="one architecture"):
+        tiny(method="ktpfl", method_args="share=weights", model="digits-a,digits-b")
