@@ -201,8 +201,8 @@ def test_without_weights_the_reason_is_told(mixed: RunResult) -> None:
 def test_stages_are_what_the_layers_put_out(cw: RunResult) -> None:
     model = analysis.client_models(cw, 1)[0]
     x, _ = analysis.probe(cw, 40)
-    outputs = calibration.stages(cw, model, x)
-    assert list(outputs) == ["conv1", "conv2", "fc1", "head"]
+    assert list(calibration.layers_of(model)) == ["conv1", "conv2", "fc1", "head"]
+    outputs = {name: calibration.output_of(cw, model, name, x) for name in calibration.layers_of(model)}
     with torch.no_grad():
         image = normalise(x.permute(0, 3, 1, 2), analysis.data_of(cw).inputs)
         np.testing.assert_allclose(outputs["fc1"], model.features(image).numpy(), rtol=1e-5, atol=1e-6)
@@ -226,7 +226,7 @@ def test_cka_of_layers_against_the_formula(cw: RunResult) -> None:
     assert list(maps) == ["conv1", "conv2", "features", "head"]
     models = analysis.client_models(cw)
     x, _ = analysis.probe(cw, 60)
-    outputs = {c: calibration.stages(cw, m, x) for c, m in models.items()}
+    outputs = {c: {n: calibration.output_of(cw, m, n, x) for n in calibration.layers_of(m)} for c, m in models.items()}
     for name, key in (("conv1", "conv1"), ("features", "fc1"), ("head", "head")):
         for i, a in enumerate(ids):
             for j, b in enumerate(ids):

@@ -160,6 +160,18 @@ def client_models(run: RunResult, limit: int | None = None) -> dict[int, SplitMo
     }
 
 
+def initial_arrays(run: RunResult) -> Arrays:
+    """Draw the shared arrays that the server started from, by wire name."""
+    from fedapp import sampling
+
+    method, hparams = method_of(run)
+    data, config = data_of(run), config_of(run)
+    seed = sampling.derived_seed(run.seed, "server-model", 0)
+    spec = ModelSpec(config.model_names[0], data.dataset.num_classes, data.inputs.channels, data.inputs.size, seed)
+    arrays: Arrays = method.client.initial_arrays(spec, method, hparams, config.buffers)
+    return arrays
+
+
 def global_arrays(run: RunResult, calibrated: bool = True) -> Arrays:
     """Read the arrays of the one global model after the last round.
 

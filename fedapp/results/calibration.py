@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -28,10 +27,12 @@ from fedapp.results.analysis import (
     data_of,
     global_arrays,
     global_model,
+    initial_arrays,
     method_of,
     probe,
     represent,
 )
+from fedapp.results.heads import head_norm_history
 from fedapp.results.representations import embed
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import Floats, Ints, mean_and_std
@@ -45,16 +46,22 @@ VIRTUAL_SAMPLES = 50_000
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
 
-def stages(run: RunResult, model: SplitModel, x: Tensor) -> dict[str, NDArray[np.float32]]:
-    """Return the output of every layer with parameters for images, in forward order: {name: (n, d)}, `head` last."""
-    layers = [(n, m) for n, m in model.features.named_children() if any(True for _ in m.parameters())]
-    kept: dict[str, list[Tensor]] = {}
-    with contextlib.ExitStack() as hooks:
-        for name, layer in [*layers, ("head", model.head)]:
-            keep = functools.partial(_keep_output, kept.setdefault(name, []))
-            hooks.enter_context(layer.register_forward_hook(keep))
+def layers_of(model: SplitModel) -> dict[str, nn.Module]:
+    """Return the layers with parameters in forward order, `head` last."""
+    named = [(n, m) for n, m in model.features.named_children() if any(True for _ in m.parameters())]
+    return {**dict(named), "head": model.head}
+
+
+def output_of(run: RunResult, model: SplitModel, layer: str, x: Tensor) -> NDArray[np.float32]:
+    """Return what a layer of a model puts out for images (n, H, W, C) uint8, as rows (n, d)."""
+    kept: list[Tensor] = []
+    handle = layers_of(model)[layer].register_forward_hook(functools.partial(_keep_output, kept))
+    try:
         batched(model, x, data_of(run).inputs)
-    return {name: torch.cat(parts).numpy() for name, parts in kept.items() if parts}
+    finally:
+        handle.remove()
+    rows: NDArray[np.float32] = torch.cat(kept).numpy()
+    return rows
 
 
 def _keep_output(parts: list[Tensor], module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -73,6 +80,12 @@ def _unit_gram(rows: NDArray[np.float32]) -> Floats:
 def layer_cka(run: RunResult, clients: int = 10, images: int = 300) -> tuple[list[int], dict[str, Floats]]:
     """Linear CKA between the clients' trained models, layer by layer (CCVR, Fig. 1 and 2).
 
+    Parameters
+    ----------
+    clients : how many at most, by id.
+    images : test images on which the layers are compared (paper: 10,000 or more). Time and memory grow with the
+        square; memory is `clients` matrices of `images` x `images` numbers, since layers are compared one by one.
+
     Returns
     -------
     Client ids, and {layer: (K, K)} in forward order. Inner layers are compared between equal architectures only (NaN
@@ -82,25 +95,49 @@ def layer_cka(run: RunResult, clients: int = 10, images: int = 300) -> tuple[lis
     if len(models) < 2:
         raise Unavailable("it compares clients, and there are fewer than two")
     x, _ = probe(run, images)
-    grams: dict[str, dict[int, Floats]] = {}
+    layers: dict[str, dict[int, str]] = {}
     for client, model in models.items():
-        outputs = stages(run, model, x)
-        *inner, head = outputs
+        *inner, last, head = layers_of(model)
         prefix = f"{config.model_of(client)} " if len(config.model_names) > 1 else ""
-        names = {**{n: prefix + n for n in inner[:-1]}, **dict.fromkeys(inner[-1:], "features"), head: "head"}
-        for name, rows in outputs.items():
-            grams.setdefault(names[name], {})[client] = _unit_gram(rows)
+        for shown, name in ({prefix + n: n for n in inner} | {"features": last, "head": head}).items():
+            layers.setdefault(shown, {})[client] = name
     ends = ("features", "head")
-    ordered = {name: grams[name] for name in (*(n for n in grams if n not in ends), *ends) if name in grams}
-    return list(models), {
-        name: np.array([[(of[a] * of[b]).sum() if a in of and b in of else np.nan for b in models] for a in models])
-        for name, of in ordered.items()
-    }
+    maps = {}
+    for shown in (*(n for n in layers if n not in ends), *ends):
+        of = {c: _unit_gram(output_of(run, models[c], name, x)) for c, name in layers[shown].items()}
+        maps[shown] = np.array(
+            [[(of[a] * of[b]).sum() if a in of and b in of else np.nan for b in models] for a in models]
+        )
+    return list(models), maps
 
 
 def mean_of_pairs(matrix: Floats) -> float:
     """Return the mean over all pairs of different clients, NaN skipped; NaN without pairs."""
     return mean_and_std(matrix[np.triu_indices(len(matrix), 1)])[0]
+
+
+def norms_by_round(run: RunResult) -> tuple[list[int], dict[str, Floats]]:
+    """Return client ids, and the norms of the rows of their heads (K, C) before and after training (CCVR, Fig. 3, 12).
+
+    The keys are `before training` (the head that all clients start from), `round 1` and the last round that is known of
+    every client. Clients that were not drawn in a round keep the norms of their round before; NaN before the first.
+    """
+    history = head_norm_history(run)
+    last = max(int(rounds[-1]) for rounds, _ in history.values())
+    classes = len(run.classes)
+    initial = np.linalg.norm(initial_arrays(run)["head.weight"].astype(np.float64), axis=1)
+
+    def after(server_round: int) -> Floats:
+        found = np.full((len(history), classes), np.nan)
+        for row, (rounds, norms) in zip(found, history.values()):
+            if known := int((rounds <= server_round).sum()):
+                row[:] = norms[known - 1]
+        return found
+
+    shown = {"before training": np.tile(initial, (len(history), 1)), "round 1": after(1)}
+    if last > 1:
+        shown[f"round {last}"] = after(last)
+    return list(history), shown
 
 
 # ---- calibration -----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fedapp.errors import BadRequest, suggest
 from fedapp.results.analysis import Unavailable
-from fedapp.results.figures import costs, gallery, representations, scores
+from fedapp.results.figures import calibration, costs, gallery, representations, scores
 from fedapp.results.figures.style import Drawing, one_look_each
 from fedapp.results.figures.words import Runs, Words
 from fedapp.results.runs import RunResult, labelled, read
@@ -33,6 +33,8 @@ class PaperFigure:
     needs: str
     draw: Callable[[Runs], Words]
 
+
+LAYERS = partial(calibration.cka, images=calibration.CKA_IMAGES)
 
 PAPERS: dict[str, PaperFigure] = {
     "fedclassavg-2": PaperFigure(
@@ -87,6 +89,47 @@ PAPERS: dict[str, PaperFigure] = {
         "runs of FedGH with several header_lr",
         partial(scores.against_hyperparameter, method="fedgh", name="header_lr"),
     ),
+    "ccvr-1": PaperFigure(
+        "CKA of all pairs of clients at three layers", "two runs of one method: IID and not", calibration.cka_maps
+    ),
+    "ccvr-2": PaperFigure("Mean CKA of clients by layer", "two runs of one method: IID and not", LAYERS),
+    "ccvr-3": PaperFigure(
+        "Labels, and norms of the clients' heads by round",
+        "runs of one method with several partitions",
+        calibration.norms_by_round,
+    ),
+    "ccvr-4": PaperFigure("Calibration with real features", "runs with one global model", calibration.real_sweep),
+    "ccvr-5": PaperFigure("Predictions before and after calibration", "one run of ccvr", calibration.calibration_map),
+    "ccvr-6": PaperFigure(
+        "Accuracy and its upper bound against separability",
+        "two or more runs with one global model",
+        calibration.separability,
+    ),
+    "ccvr-7": PaperFigure("Virtual samples per class", "runs with one global model", calibration.samples_sweep),
+    "ccvr-8": PaperFigure(
+        "Images recovered from features", "one run with one global model", calibration.inversion_of_features
+    ),
+    "ccvr-9": PaperFigure(
+        "Images recovered from class means", "one run with one global model", calibration.inversion_of_means
+    ),
+    "ccvr-10": PaperFigure(
+        "Norms of the global head before and after calibration",
+        "runs of ccvr with several bases",
+        calibration.norms_before_after,
+    ),
+    "ccvr-11": PaperFigure("Mean CKA of clients by layer and method", "runs of several methods", LAYERS),
+    "ccvr-12": PaperFigure(
+        "Norms of the clients' heads by round and method", "runs of several methods", calibration.norms_by_round
+    ),
+    "ccvr-13": PaperFigure(
+        "Predictions before and after calibration, by base",
+        "runs of ccvr with several bases",
+        calibration.calibration_map,
+    ),
+    "ccvr-14": PaperFigure(
+        "Virtual samples per class, by base", "runs of ccvr with several bases", calibration.samples_sweep
+    ),
+    "ccvr-15": PaperFigure("Label distribution by partition", "runs with several partitions", calibration.label_maps),
 }
 """By id, `<paper>-<number>`; a figure with several parts may have ids such as `ccvr-8a`."""
 

@@ -462,24 +462,96 @@ def conductance(panels: Mapping[str, tuple[Array, Sequence[Any]]], image: Array)
 
 
 @styled
-def norms_before_after(before: Array, after: Array, classes: Sequence[str]) -> Figure:
-    """Draw the row norms of one head before and after calibration, a pair of dots a class."""
-    figure, ((axes,),) = _new(0.75 * WIDTH, 2.6, "class", "norm of the head's row")
-    _dots(axes, {"as trained": before, "calibrated": after}, classes)
-    axes.set_ylim(0, 1.08 * float(np.max([before, after])))
+def norms_before_after(panels: Mapping[str, tuple[Array, Array]], classes: Sequence[str]) -> Figure:
+    """Draw the row norms of heads before and after calibration, a pair of dots a class; panels by title."""
+    columns = min(3, len(panels))
+    rows = math.ceil(len(panels) / columns)
+    figure, grid = _new(
+        WIDTH if columns > 1 else 0.75 * WIDTH, 0.4 + 2.2 * rows, "class", "norm of the head's row", rows, columns,
+        sharey=True,
+    )  # fmt: skip
+    for axes, (title, (before, after)) in zip(grid.flat, panels.items()):
+        _dots(axes, {"as trained": before, "calibrated": after}, classes)
+        axes.set_title(title)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    grid[0, 0].set_ylim(0, 1.08 * float(np.max(list(panels.values()))))
     _legend(figure)
     return figure
 
 
 @styled
-def separability(groups: Mapping[str, tuple[Array, Array]]) -> Figure:
-    """Draw the gain of calibration, in points, against the separability of the classes, a mark a run."""
+def separability(groups: Mapping[str, Mapping[str, Array]]) -> Figure:
+    """Draw accuracy against the separability of the classes, a mark a run, with the upper bound as a line.
+
+    Parameters
+    ----------
+    groups : {method: {"distance", "before", "after", "bound": (runs,)}}.
+    """
     figure, ((axes,),) = _new(
-        0.75 * WIDTH, 2.9, "mean sliced Wasserstein distance between classes", "gain of calibration, points",
+        WIDTH, 3.2, "mean sliced Wasserstein distance between classes", "accuracy of the global model",
         grid="both",
     )  # fmt: skip
-    for label, (distance, gain) in groups.items():
-        axes.plot(distance, gain, label=label, **_look(label, list(groups), linestyle="none", markersize=6))
-    axes.axhline(0, color=MUTED, linewidth=0.7)
+    every = [(d, b) for values in groups.values() for d, b in zip(values["distance"], values["bound"])]
+    axes.plot(*zip(*sorted(every)), color=MUTED, linewidth=1.0, linestyle=DOTTED, marker="_", markersize=9,
+              label="upper bound, real features")  # fmt: skip
+    for label, values in groups.items():
+        look = _look(label, list(groups), linestyle="none", markersize=6)
+        axes.vlines(values["distance"], values["before"], values["after"], color=look["color"], linewidth=0.8)
+        axes.plot(values["distance"], values["after"], label=label, **look)
+        axes.plot(values["distance"], values["before"], ".", color=look["color"], markersize=4)
+    _percent(axes)
     _legend(figure)
+    return figure
+
+
+@styled
+def heat_grid(
+    rows: Mapping[str, Mapping[str, Array]], xlabel: str, ylabel: str, columns: Sequence[Any], high: float | None = None
+) -> Figure:
+    """Draw matrices in rows and columns of panels, each with its own scale unless `high` gives a common one from 0.
+
+    Parameters
+    ----------
+    rows : {row: {panel: (n, m)}}; every row has as many panels.   columns : names of the matrices' columns.
+    """
+    across = max(len(panels) for panels in rows.values())
+    side = WIDTH / max(3, across)
+    figure, grid = _new(side * across, 0.3 + side * len(rows), xlabel, ylabel, len(rows), across, grid=None)
+    for line, (name, panels) in zip(grid, rows.items()):
+        for axes, (title, values) in zip(line, panels.items()):
+            mesh = _heat(axes, values, columns, range(len(values)), high=high)
+            axes.set_title(f"{name}\n{title}" if name else title, fontsize=7.5)
+            if high is None:
+                _scale(figure, mesh, axes, pad=0.02)
+        for axes in line[len(panels) :]:
+            axes.set_visible(False)
+    if high is not None:
+        _scale(figure, mesh, grid, pad=0.02)
+    return figure
+
+
+@styled
+def recovered(blocks: Mapping[str, tuple[Array, Array]], names: Sequence[str]) -> Figure:
+    """Draw recovered images below the real ones behind them, a column a class.
+
+    Parameters
+    ----------
+    blocks : {title: (real (m, n, H, W, C), recovered (m, H, W, C))}, from 0 to 1.   names : of the m columns.
+    """
+    lines = [
+        (title if i == 0 else "", "real" if i < real.shape[1] else "recovered", row)
+        for title, (real, found) in blocks.items()
+        for i, row in enumerate([*real.swapaxes(0, 1), found])
+    ]
+    side = (WIDTH - 1.6) / len(names)
+    figure, grid = _new(WIDTH, 0.4 + (side + 0.1) * len(lines), "", "", len(lines), len(names), grid=None)
+    for axes, name in zip(grid[0], names):
+        axes.set_title(name, fontsize=7, loc="center")
+    for line, (title, what, images) in zip(grid, lines):
+        line[0].set_ylabel(f"{title}\n{what}" if title else what, rotation=0, ha="right", va="center", fontsize=7)
+        for axes, image in zip(line, images):
+            axes.imshow(image.clip(0, 1).squeeze(), cmap="Greys_r", vmin=0, vmax=1, interpolation="nearest")
+            axes.set(xticks=[], yticks=[])
+            axes.spines[:].set_visible(False)
     return figure

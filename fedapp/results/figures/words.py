@@ -20,6 +20,19 @@ Words = tuple[str, str, Figure]
 percent = partial(statistics.percent, unit=" %")
 
 
+def by_name(runs: Runs) -> dict[str, RunResult]:
+    """Return the first seed's run of every method and setting by a name that tells them apart."""
+    found: dict[str, RunResult] = {}
+    for run in sorted(runs, key=lambda r: r.seed):
+        found.setdefault(full_name(run), run)
+    return {name: found[name] for name in dict.fromkeys(map(full_name, runs))}
+
+
+def full_name(run: RunResult) -> str:
+    """Write a run's method with its own values, and its setting where runs differ in one."""
+    return ", ".join(filter(None, (run.label, setting_text(run.setting))))
+
+
 def each(runs: Runs, make: Callable[[RunResult], _T]) -> dict[str, _T]:
     """Apply a function to every run that has what it needs; raise the first reason if none has."""
     found: dict[str, _T] = {}
