@@ -136,14 +136,17 @@ def test_a_changed_setting_is_noticed(
     assert found.seconds[KEYS[1]] == 61.0, "they still say how long such a run takes"
 
 
-def test_a_changed_default_of_a_hyperparameter_is_noticed(tmp_path: Path) -> None:
-    folder = kept(tmp_path)
-    path = folder / f"{STUDY}.jsonl"
+@pytest.mark.parametrize("name", ["epochs", "base.mu"])
+def test_a_changed_default_of_a_hyperparameter_is_noticed(name: str, tmp_path: Path) -> None:
+    keys = keys_of([("ccvr-0.1", "moon")])
+    folder = kept(tmp_path, keys)
+    path = folder / "ccvr-0.1.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lines[1]["hparams"]["epochs"] += 1
+    lines[1]["hparams"][name] += 1
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = archive.read(folder)
-    assert set(found.stale) == {KEYS[0]} and set(found.runs) == set(KEYS[1:])
+    assert set(found.stale) == {keys[0]} and set(found.runs) == set(keys[1:])
+    assert f"{name} = " in found.stale[keys[0]]
 
 
 @pytest.mark.parametrize(

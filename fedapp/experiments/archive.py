@@ -112,7 +112,11 @@ class Archive:
 def identity(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what makes a run the one that it is: its run-config without places, and its hyperparameters."""
     flat = {key: value for key, value in config.to_flat().items() if key not in PLACES}
-    return flat, config.method_and_hparams()[1].model_dump(mode="json")
+    method, hparams = config.method_and_hparams()
+    # A method that is built on another one has the hyperparameters of both.
+    base = getattr(method.client, "base_hparams", None)
+    inner = {} if base is None else {f"base.{k}": v for k, v in base.model_dump(mode="json").items()}
+    return flat, {**hparams.model_dump(mode="json"), **inner}
 
 
 def differing(key: RunKey, flat: Mapping[str, Any], hparams: Mapping[str, Any]) -> str:
