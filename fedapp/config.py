@@ -57,6 +57,12 @@ class RunConfig(BaseModel):
     split: Literal["auto", "official", "merged", "holdout"] = Field(
         "auto", description="where test data come from; auto = official if the data set has a test set, else holdout"
     )
+    test_share: float = Field(
+        0.25,
+        gt=0,
+        lt=1,
+        description="in a simulation with split = merged or holdout: share of each client's images for testing",
+    )
     model: str = Field("auto", description="architecture, or several, comma-separated, assigned to the clients in turn")
     num_server_rounds: int = Field(20, ge=1, description="total number of rounds")
     fraction_train: float = Field(1.0, gt=0, le=1, description="share of clients per round")

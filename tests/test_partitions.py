@@ -582,3 +582,22 @@ def test_union_test_is_balanced_and_bounded(dealt):
     )
     assert np.array_equal(union_test(TOY, partition, 0, limit=100), chosen)
     assert not np.array_equal(union_test(TOY, partition, 1, limit=100), chosen)
+
+
+@pytest.mark.parametrize("kind", ["dirichlet", "iid"])
+def test_the_share_of_test_images_can_be_chosen(kind: str) -> None:
+    """FedGH's 8:1:1: a tenth for testing; without the key the cut, and its hash, are those of before."""
+    tenth = make(TOY, kind=kind, split="merged", clients=4, seed=5, min_samples=1, test_share=0.1)
+    for client in tenth.clients:
+        whole = len(client.train) + len(client.test)
+        assert len(client.test) == pytest.approx(0.1 * whole, abs=1)
+        assert not set(client.train.tolist()) & set(client.test.tolist())
+    pair = [make(TOY, kind="two-class", split="merged", clients=4, seed=5, test_share=share) for share in (0.1, 0.25)]
+    sizes = [sum(len(client.test) for client in partition.clients) for partition in pair]
+    assert sizes[0] < 0.5 * sizes[1], "the pool is cut by the share where clients draw with replacement"
+    assert tenth.settings["test_share"] == 0.1
+    plain, same = (
+        make(TOY, kind=kind, split="merged", clients=4, seed=5, min_samples=1, **more)
+        for more in ({}, {"test_share": 0.25})
+    )
+    assert plain.hash == same.hash != tenth.hash and "test_share" not in plain.settings

@@ -29,7 +29,7 @@ Splits:
   the same fraction as of the training images, in the client's class proportions. For ``classes``, as in FedGH, the
   shares that cut the training images also cut the test images, so that clients' test images are disjoint.
 * ``merged``: official training and test images are pooled, the pool is partitioned, and each client keeps 75 % for
-  training and 25 % for testing, stratified per class; a class with one image goes to training.
+  training and 25 % (``test_share``) for testing, stratified per class; a class with one image goes to training.
 * ``holdout``: as ``merged``, with the training images alone as the pool.
 
 Drawing with replacement (``two-class``) would put copies of one image on both sides of a 75/25 cut. There the pool
@@ -178,6 +178,7 @@ def make(
     alpha: float = 0.5,
     classes_per_client: int = 2,
     min_samples: int = 10,
+    test_share: float = TEST_FRACTION,
 ) -> Partition:
     """Partition a data set over clients.
 
@@ -190,8 +191,9 @@ def make(
     seed : non-negative; the same arguments give the same partition.
     alpha : concentration of the Dirichlet distribution (``dirichlet``, ``dirichlet-equal``), > 0.
     classes_per_client : classes (``pathological``, ``classes``) or shards (``shards``) per client.
-    min_samples : smallest number of images that a client may hold before a 75/25 cut (``official``: of training
-        images).
+    min_samples : smallest number of images that a client may hold before the cut into training and test images
+        (``official``: of training images).
+    test_share : share of a client's images that is for testing, in (0, 1); not with ``official``.
 
     Raises
     ------
@@ -208,7 +210,7 @@ def make(
     shares = None
     tests: list[Int64] | None = None
     if kind == "two-class":
-        held, tests = _two_class(labels, split, request, counts_rng, split_rng)
+        held, tests = _two_class(labels, split, test_share, request, counts_rng, split_rng)
     elif kind in ("iid", "shards"):
         held = _flwr_datasets(labels, request, order_rng)
     else:
@@ -228,7 +230,7 @@ def make(
     if split == "official":
         tests = _official_tests(dataset, held, shares, split_rng)
     if tests is None:
-        pairs = [_stratified(rows, labels, split_rng) for rows in held]
+        pairs = [_stratified(rows, labels, split_rng, test_share) for rows in held]
     else:
         pairs = list(zip(held, tests, strict=True))
     members = tuple(ClientSplit(np.sort(train), np.sort(test)) for train, test in pairs)
@@ -244,6 +246,7 @@ def make(
         "alpha": float(alpha),
         "classes_per_client": classes_per_client,
         "min_samples": min_samples,
+        **({} if test_share == TEST_FRACTION else {"test_share": test_share}),
     }
     return Partition(kind, split, members, _hash(members), settings)
 
@@ -326,25 +329,32 @@ def _flwr_datasets(labels: Int64, request: Request, rng: np.random.Generator) ->
     return [np.asarray(part, dtype=np.int64) for part in parts]
 
 
-def _stratified(rows: Int64, labels: Int64, rng: np.random.Generator) -> tuple[Int64, Int64]:
-    """Cut one client's rows 75/25, class by class; every class keeps at least one image for training."""
+def _stratified(
+    rows: Int64, labels: Int64, rng: np.random.Generator, test_share: float = TEST_FRACTION
+) -> tuple[Int64, Int64]:
+    """Cut one client's rows class by class for training and testing; every class keeps one training image or more."""
     shuffled = rng.permutation(rows)
     shuffled = shuffled[np.argsort(labels[shuffled], kind="stable")]
     sizes = np.bincount(labels[shuffled])
     most = np.maximum(sizes - 1, 0)
-    total = max(int(len(rows) * TEST_FRACTION), int(most.any()))
-    test_sizes = round_to_total(np.asarray(sizes * TEST_FRACTION, np.float64), total, most)
+    total = max(int(len(rows) * test_share), int(most.any()))
+    test_sizes = round_to_total(np.asarray(sizes * test_share, np.float64), total, most)
     place = np.arange(len(shuffled)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
     is_test = place < np.repeat(test_sizes, sizes)
     return shuffled[~is_test], shuffled[is_test]
 
 
 def _two_class(
-    labels: Int64, split: str, request: Request, draw_rng: np.random.Generator, test_rng: np.random.Generator
+    labels: Int64,
+    split: str,
+    test_share: float,
+    request: Request,
+    draw_rng: np.random.Generator,
+    test_rng: np.random.Generator,
 ) -> tuple[list[Int64], list[Int64] | None]:
     """Return the clients' training rows, and their test rows if the pool is cut here (not ``official``)."""
     pool = np.arange(len(labels))
-    train_pool, test_pool = (pool, pool[:0]) if split == "official" else _stratified(pool, labels, test_rng)
+    train_pool, test_pool = (pool, pool[:0]) if split == "official" else _stratified(pool, labels, test_rng, test_share)
     train_of, test_of = (
         [rows[labels[rows] == label] for label in range(request.num_classes)] for rows in (train_pool, test_pool)
     )

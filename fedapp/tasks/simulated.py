@@ -94,7 +94,8 @@ def federated(config: RunConfig, clients: int) -> FederatedData:
     """
     return _federated(
         config.dataset, config.data_dir, config.data_fraction, config.partition, config.split, clients,
-        config.data_seed, config.alpha, config.classes_per_client, config.min_samples, public_source(config),
+        config.data_seed, config.alpha, config.classes_per_client, config.min_samples, config.test_share,
+        public_source(config),
     )  # fmt: skip
 
 
@@ -110,6 +111,7 @@ def _federated(
     alpha: float,
     cpc: int,
     min_samples: int,
+    test_share: float,
     public: PublicSource | None,
 ) -> FederatedData:
     dataset = datasets.sample(datasets.load(name, data_dir or None), fraction, sampling.rng(seed, "data-fraction"))
@@ -117,7 +119,7 @@ def _federated(
         split = "official" if dataset.num_test else "holdout"
     partition = partitions.make(
         dataset, kind=kind, split=split, clients=clients, seed=seed, alpha=alpha, classes_per_client=cpc,
-        min_samples=min_samples,
+        min_samples=min_samples, test_share=test_share,
     )  # fmt: skip
     inputs = InputSpec.of(dataset)
     images = None
