@@ -1,6 +1,6 @@
 """What a server can learn from the clients' replies, on handwritten digits: `python -m benchmarks.leakage`.
 
-There are three questions, each with a simple attack that the server's operator could run. Better attacks exist, so the
+There are four questions, each with a simple attack that the server's operator could run. Better attacks exist, so the
 numbers are lower bounds on what leaks:
 
 1. Head weights (FedClassAvg and all methods that average heads): which classes does a client lack? Score: change of the
@@ -10,6 +10,8 @@ numbers are lower bounds on what leaks:
    the same kind? A linear map from representations to pixels, learned on those images, reconstructs an image from the
    mean. This image is compared with the nearest of the n real ones. The baseline is the class's average image, which
    the label alone gives.
+4. The same without any image: the server optimises an image until its representation is the mean
+   (`fedapp/results/inversion.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +34,9 @@ from fedapp.client_app import app as client_app
 from fedapp.config import from_flat
 from fedapp.data.card import data_card
 from fedapp.data.transforms import normalise
+from fedapp.results import inversion
 from fedapp.results.predict import load
+from fedapp.results.runs import read_run
 from fedapp.tasks.simulated import federated
 from fedapp.transport import records
 from fedapp.transport.local_grid import LocalGrid
@@ -158,11 +162,28 @@ def gaussian_means(folder: Path) -> list[str]:
     return lines
 
 
+def inverted_means(folder: Path) -> list[str]:
+    """Reconstruct images from class means with the global model alone."""
+    listen(folder / "inverted", method="fedavg", **{"num-server-rounds": 10})
+    leak = inversion.measure(read_run(folder / "inverted"), (1, 2, 3, 5, 10, 30, inversion.DRAWN), per_class=20)
+    lines = []
+    for n, found in leak.attacks.items():
+        what = "virtual representation" if n == inversion.DRAWN else f"mean of {n:2} images"
+        named = f"the most similar image of the class is one of them in {found.identified:.0%} (by chance: "
+        lines.append(
+            f"ccvr, {what}: correlation of the recovered image with the nearest real one {found.similarity:.2f} (the "
+            f"label alone: {found.by_class:.2f}); "
+            + (f"{named}{found.chance:.0%}); " if n != inversion.DRAWN else "")
+            + f"an independent classifier sees the class in {found.recognised:.0%} (real images: {leak.classifier:.0%})"
+        )
+    return lines
+
+
 def main() -> None:
     """Print all measurements."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        for part in (head_weights, average_representations, gaussian_means):
+        for part in (head_weights, average_representations, gaussian_means, inverted_means):
             for line in part(Path(folder)):
                 sys.stdout.write(line + "\n")
                 sys.stdout.flush()

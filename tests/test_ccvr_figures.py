@@ -226,3 +226,13 @@ def test_every_figure_of_the_paper_is_drawn(
     wanted = {1: 9, 3: 12, 4: 2, 5: 9, 7: 2, 8: 20, 9: 90, 10: 3, 12: 12, 13: 9, 14: 2, 15: 2}
     assert len(panels) == wanted.get(number, 1)
     assert len(drawing.png()) > 1000
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_every_figure_has_its_command_and_a_small_picture(number: int) -> None:
+    docs = Path(__file__).parent.parent / "docs"
+    _, _, section = (docs / "figures.md").read_text(encoding="utf-8").partition(f"### ccvr-{number}: ")
+    section = section.partition("\n### ")[0]
+    assert f"fedapp figure ccvr-{number} " in section
+    assert f"](figures/ccvr-{number}.png)" in section
+    assert (docs / "figures" / f"ccvr-{number}.png").stat().st_size < 80_000
