@@ -18,7 +18,7 @@ from fedapp.models import SplitModel, build_model
 from fedapp.results import analysis, calibration, inversion
 from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import calibration as figures
-from fedapp.results.figures import papers
+from fedapp.results.figures import papers, plots
 from fedapp.results.figures.words import by_name, percent
 from fedapp.results.runs import RunResult, labelled, read_run
 
@@ -71,6 +71,17 @@ def test_runs_that_train_the_same_model_count_once(runs: list[RunResult], monkey
     assert len(asked) == 2 and "moon" in asked[1]
     assert "fedavg, dirichlet, alpha 0.2: 50.0 % as trained, 75.0 % with 50" in alt and "moon, dirichlet" in alt
     assert [line.get_label() for line in figure.axes[0].containers] == ["fedavg", "moon"]
+
+
+def test_a_legend_of_long_names_stays_on_the_figure() -> None:
+    names = [f"ccvr(base=fedprox), dirichlet, alpha 0.{i}" for i in range(6)]
+    layers = {"conv1": np.eye(2), "head": np.eye(2)}
+    figure = plots.cka(dict.fromkeys(names, layers))
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    box, page = legend.get_window_extent(), figure.bbox
+    assert page.x0 <= box.x0 and box.x1 <= page.x1
+    assert {text.get_text() for text in legend.get_texts()} == set(names)
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------------

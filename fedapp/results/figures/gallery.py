@@ -102,7 +102,7 @@ FIGURES: dict[str, tuple[str, str, str, Callable[[Runs], Words]]] = {
     ),
     "cka": ("representations", "Similarity of clients by layer", "CCVR, Figs. 1 and 2", calibration.cka),
     "conductance": ("representations", "Units that matter", "FedClassAvg, Fig. 9", representations.conductance),
-    "separability": ("calibration", "Separability against gain", "CCVR, Fig. 6", calibration.separability),
+    "separability": ("calibration", "Accuracy against separability", "CCVR, Fig. 6", calibration.separability),
     "norms-before-after": (
         "calibration", "Head norms before and after calibration", "CCVR, Figs. 3 and 10",
         calibration.norms_before_after,

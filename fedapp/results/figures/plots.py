@@ -69,8 +69,11 @@ def _labels(panels: Panels) -> list[str]:
 def _legend(figure: Figure) -> None:
     """Put one legend of all panels below them."""
     found = {label: h for axes in figure.axes for h, label in zip(*axes.get_legend_handles_labels())}
+    # Columns are as wide as the longest label; a letter takes about a fifteenth of an inch, line and gap nine letters.
+    fit = int(15 * figure.get_figwidth() / (max(map(len, found), default=0) + 9))
     figure.legend(
-        found.values(), found.keys(), loc="outside lower left", ncols=6, handlelength=3.2, columnspacing=1.4
+        found.values(), found.keys(), loc="outside lower left", ncols=min(6, max(1, fit)), handlelength=3.2,
+        columnspacing=1.4,
     )  # fmt: skip
 
 
