@@ -107,11 +107,14 @@ class CwFedAvgClient(FedClient):
 
     p: Tensor
     weight: float
+    entropy: Tensor
+    seen: int
 
     def before_training(self, payload: Payload) -> None:
         """Compute p_i and the factor of R."""
         self.p = torch.from_numpy(self.distribution()).to(self.device)
         self.weight = self.hparams.weight(self.task.num_classes)
+        self.entropy, self.seen = torch.zeros((), device=self.device), 0
 
     def distribution(self) -> NDArray[np.float32]:
         """(K,) float32 shares of the classes in the training split, exactly 0 for classes without samples."""
@@ -122,6 +125,7 @@ class CwFedAvgClient(FedClient):
     def step_loss(self, batch: Batch) -> Tensor:
         """Return CE + lambda R; exactly FedAvg's loss where lambda is 0."""
         loss = super().step_loss(batch)
+        self.entropy, self.seen = self.entropy + len(batch.y) * loss.detach(), self.seen + len(batch.y)
         if self.weight == 0:
             return loss
         return loss + self.weight * wdr(self.model.head.weight, self.p)  # Eq. 8
@@ -131,6 +135,7 @@ class CwFedAvgClient(FedClient):
         return {"distribution": self.distribution()} if self.hparams.dist == "empirical" else {}
 
     def reply_metrics(self) -> dict[str, Any]:
-        """Return R after training."""
+        """Return R after training, and the mean cross-entropy of the steps, of which `train-loss` is the sum with R."""
+        entropy = {"cross-entropy": float(self.entropy) / self.seen} if self.seen else {}
         with torch.no_grad():
-            return {"wdr": float(wdr(self.model.head.weight, self.p))}
+            return {"wdr": float(wdr(self.model.head.weight, self.p)), **entropy}

@@ -132,6 +132,11 @@ class CwFedAvg(FedStrategy):
         return {"wdr": [tidy(v) for v in state["wdr"].tolist()], "classwise_layers": list(layers)}
 
 
+def class_models(state: ServerState) -> list[Arrays]:
+    """Return the K class-specific global models g_j (Eq. 5), their class-wise layers alone."""
+    return class_globals(_rows(state), state["q"])
+
+
 def _rows(state: ServerState) -> list[Arrays]:
     """Return Theta: the class-wise parts of the models that the state holds, in the order of Q's rows."""
     return [state["rows"][i] for i in range(len(state["rows"]))]

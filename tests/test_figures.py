@@ -407,7 +407,7 @@ def test_hyperparameters_of_a_method_make_a_figure_with_the_distance(sweep: Comp
 # ---- what is drawn and what is left out ------------------------------------------------------------------------------
 
 ALWAYS = {
-    "learning-curves", "client-accuracy", "labels-heat", "labels-dots", "head-norms", "norm-evolution",
+    "learning-curves", "training-loss", "client-accuracy", "labels-heat", "labels-dots", "head-norms", "norm-evolution",
     "p-against-norms", "tsne", "cka", "conductance", "round-seconds",
 }  # fmt: skip
 
@@ -442,7 +442,7 @@ def test_a_run_on_devices_has_curves_and_no_data(cw: RunResult, tmp_path: Path) 
     for name in ("data_card.json", "partition.npz"):
         (moved / name).unlink()
     found = figures.of_run(read_run(moved))
-    assert {d.id for d in found.drawings} == {"learning-curves", "client-accuracy", "round-seconds"}
+    assert {d.id for d in found.drawings} == {"learning-curves", "training-loss", "client-accuracy", "round-seconds"}
     assert any("keep their class counts to themselves" in m.why for m in found.missing)
 
 

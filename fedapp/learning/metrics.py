@@ -33,6 +33,8 @@ def client_row(metrics: Mapping[str, Any], protocols: Iterable[str]) -> dict[str
         row[f"{p}_loss"] = loss / total if total else math.nan
         row[f"{p}_balanced"] = float(metrics.get(f"{p}-balanced", math.nan))
     row["train_loss"] = float(metrics.get("train-loss", math.nan))
+    if "cross-entropy" in metrics:  # of methods whose training loss has further terms, and that report it
+        row["cross_entropy"] = float(metrics["cross-entropy"])
     row["steps"] = float(metrics.get("steps", math.nan))
     row["bytes_up"] = float(metrics.get("bytes-up", 0))
     row["train_seconds"] = float(metrics.get("train-seconds", math.nan))
@@ -60,6 +62,8 @@ def summarise(rows: Iterable[Mapping[str, float]], protocols: Iterable[str]) -> 
         out[f"{p}_loss"] = mean(r[f"{p}_loss"] for r in rows)
         out[f"{p}_balanced"] = mean(r[f"{p}_balanced"] for r in rows)
     out["train_loss"] = mean(r["train_loss"] for r in rows)
+    if any("cross_entropy" in r for r in rows):
+        out["cross_entropy"] = mean(r.get("cross_entropy", math.nan) for r in rows)
     return out
 
 

@@ -86,16 +86,17 @@ FIGURES: dict[str, tuple[str, str, str, Callable[[Runs], Words]]] = {
     "learning-curves": (
         "scores", "Learning curves", "FedClassAvg, Figs. 4 to 7; FedGH, Fig. 2", scores.learning_curves,
     ),
+    "training-loss": ("scores", "Training loss", "cwFedAvg, Fig. 4", heads.training_loss),
     "client-accuracy": ("scores", "Accuracy of every client", "", scores.client_accuracy),
     "labels-heat": ("data", "Label distribution", "FedClassAvg, Figs. 2 and 3", _label_distribution),
     "labels-dots": (
         "data", "Label distribution, as dots", "cwFedAvg; FedGH", partial(_label_distribution, dots=True),
     ),
     "head-norms": (
-        "heads", "Head norms against class counts", "cwFedAvg, Figs. 3 and 6; CCVR, Figs. 3 and 12", heads.head_maps,
+        "heads", "Head norms against class counts", "CCVR, Figs. 3 and 12", heads.head_maps,
     ),
-    "norm-evolution": ("heads", "Evolution of head norms", "cwFedAvg, Fig. 2", heads.norm_evolution),
-    "p-against-norms": ("heads", "Label shares against norm shares", "cwFedAvg, Figs. 2 and 5", heads.p_against_norms),
+    "norm-evolution": ("heads", "Evolution of head norms", "", heads.norm_evolution),
+    "p-against-norms": ("heads", "Label shares against norm shares", "cwFedAvg, Fig. 2", heads.p_against_norms),
     "who-learns-from-whom": ("heads", "Who learns from whom", "", heads.mixing),
     "tsne": (
         "representations", "Representations by class and client", "FedClassAvg, Fig. 8", representations.embedding,
@@ -156,7 +157,8 @@ def _of_comparison(comparison: Comparison) -> Gallery:
     blended = [r for r in shown if r.method in ("cwfedavg", "fedamp", "fedfomo", "ktpfl", "ifca", "cfl")]
     repaired = [r for r in shown if r.method == "ccvr"]
     for name, chosen in (
-        ("labels-heat", shown), ("labels-dots", shown), ("head-norms", few), ("p-against-norms", few),
+        ("training-loss", runs), ("labels-heat", shown), ("labels-dots", shown), ("head-norms", few),
+        ("p-against-norms", few),
         ("who-learns-from-whom", blended or shown), ("tsne", few), ("cka", shown[:6]), ("conductance", few),
         ("separability", runs), ("norms-before-after", repaired), ("samples-sweep", repaired),
     ):  # fmt: skip

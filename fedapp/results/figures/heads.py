@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
+import pandas as pd
 
 from fedapp.core.classwise import norm_distribution
 from fedapp.results import analysis, heads
 from fedapp.results.analysis import Unavailable
-from fedapp.results.figures import plots
-from fedapp.results.figures.plots import Array
-from fedapp.results.figures.words import Runs, Words, each, percent
-from fedapp.results.runs import RunResult
+from fedapp.results.figures import plots, scores
+from fedapp.results.figures.plots import Array, Curve
+from fedapp.results.figures.scores import by_method
+from fedapp.results.figures.words import Runs, Words, each, percent, setting_text
+from fedapp.results.runs import RunResult, groups_of
 
 
 def head_maps(runs: Runs) -> Words:
-    """Draw class counts beside the row norms of the clients' heads (cwFedAvg, Figs. 3 and 6)."""
+    """Draw class counts beside the row norms of the clients' heads."""
     base = runs[0]
     analysis.label_shares(base)
     found = each(runs, heads.head_norms)
@@ -42,7 +45,7 @@ def _correlation(counts: Array, norms: Array) -> float:
 
 
 def norm_evolution(runs: Runs, clients: int = 6) -> Words:
-    """Draw p~ over rounds, a panel a client, with p at the edge (cwFedAvg, Fig. 2)."""
+    """Draw p~ over rounds, a panel a client, with p at the edge; by batch: `batch_evolution`."""
     run = runs[0]
     history = heads.head_norm_history(run)
     if max(len(rounds) for rounds, _ in history.values()) < 2:
@@ -65,7 +68,7 @@ def norm_evolution(runs: Runs, clients: int = 6) -> Words:
 
 
 def p_against_norms(runs: Runs) -> Words:
-    """Draw p~ against p, a mark a client and class (cwFedAvg, Figs. 2 and 5)."""
+    """Draw p~ against p, a mark a client and class (cwFedAvg, Fig. 2)."""
 
     def points(run: RunResult) -> tuple[Array, Array]:
         shares, stored = analysis.label_shares(run), analysis.client_arrays(run)
@@ -96,4 +99,164 @@ def mixing(runs: Runs) -> Words:
         f"Heat map of {len(ids)} by {len(ids)} shares; the diagonal is {own} on average, the largest share "
         f"{percent(float(matrix.max()))}.",
         plots.mixing(matrix, ids),
+    )
+
+
+# ---- figures of cwFedAvg ---------------------------------------------------------------------------------------------
+
+
+def batch_evolution(runs: Runs) -> Words:
+    """Draw p~ by batch in a client's first round, a panel a run, and p~ against p of all clients (cwFedAvg, Fig. 2)."""
+    runs = sorted(runs, key=lambda r: r.method == "cwfedavg")[:3]
+    shares = analysis.label_shares(runs[0])
+    client = int(runs[0].counts.sum(axis=1).argmax())  # the one with the most batches
+    found = each(runs, lambda run: heads.first_round(run, client))
+    points = {}
+    for run in runs:
+        first = {c: n[0] for c, (t, n) in heads.head_norm_history(run).items() if t[0] == 1}
+        pt = np.stack([n / n.sum() for n in first.values()])
+        points[run.label] = (analysis.label_shares(run)[list(first)], pt)
+    said = "; ".join(f"{n}: R = {np.linalg.norm(p - q, axis=1).mean():.3f}" for n, (p, q) in points.items())
+    steps = len(next(iter(found.values()))) - 1
+    return (
+        f"Share of each class in the sum of the head's row norms, p~, over the {steps} batches of the first round of "
+        f"client {client}, trained again from the run's initial model; bars at the right edge: the class's share "
+        "of the client's data, p. Grey: classes that the client has little or nothing of. Right: p~ against p after "
+        "round 1, a mark a client and class; on the diagonal heads tell the label distribution. Mean over clients: "
+        f"{said}.",
+        f"Line charts of norm shares by batch, and a scatter plot of norm shares against label shares. {said}.",
+        plots.batch_evolution(found, shares[client], points),
+    )
+
+
+def personalisation_maps(runs: Runs) -> Words:
+    """Draw data, heads before and after local training, clients' heads and class models (cwFedAvg, Figs. 3 and 6)."""
+    base = runs[0]
+    counts, classes = base.counts.astype(float), base.classes
+    analysis.label_shares(base)
+    clients = range(len(counts))
+    panels: dict[str, tuple[Array, str, Sequence[object]]] = {"training images": (counts, "client", clients)}
+    said = {}
+    order = ("fedavg", "", "cwfedavg")  # as in the paper: FedAvg first, cwFedAvg last
+    ordered = sorted(runs, key=lambda r: order.index(r.method if r.method in order else ""))
+    for label, (run, *_) in by_method(ordered).items():
+        if run.method == "fedavg":
+            ids, before, after = heads.fine_tuned(run)
+            panels[label] = (np.tile(before, (len(ids), 1)), "client", ids)
+            panels[f"{label}, fine-tuned"] = (after, "client", ids)
+            panels["difference"] = (after - before, "client", ids)
+            said[f"{label}, difference"] = _correlation_of(counts[ids], after - before)
+            continue
+        ids, norms = heads.head_norms(run)
+        panels[label] = (norms, "client", ids)
+        said[label] = _correlation_of(counts[ids], norms)
+        if run.method == "cwfedavg" and "class models" not in panels:
+            panels["class models"] = (heads.class_global_norms(run), "global model of class", classes)
+    if len(panels) < 2:
+        raise Unavailable("no run has heads to draw", "fedapp compare --methods fedavg,cwfedavg ...")
+    words = ", ".join(f"{name} {value:.2f}" for name, value in said.items())
+    return (
+        "First the training images by client and class. The others: L2 norm of each class's row of the output layer, "
+        "each map on its own scale. FedAvg: the global model that all clients receive, the same after one more local "
+        "training (fine-tuned), and the difference of the two. Other methods: the clients' models after their last "
+        "local training. Class models: the class-specific global models of cwFedAvg, Eq. 5, a row a model. Correlation "
+        f"with the class shares within clients: {words}.",
+        f"Heat maps of class counts and of row norms of heads. Correlation within clients: {words}.",
+        plots.named_maps(panels, classes),
+    )
+
+
+def _correlation_of(counts: Array, values: Array) -> float:
+    """Pearson correlation of class shares and values, both about the clients' own means."""
+    a = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1e-12)
+    a, b = (v - v.mean(axis=1, keepdims=True) for v in (a, values))
+    scale = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float((a * b).sum() / scale) if scale else math.nan
+
+
+def training_loss(runs: Runs) -> Words:
+    """Draw the clients' mean training loss by round, a panel a setting (cwFedAvg, Fig. 4)."""
+    panels: dict[str, list[Curve]] = {}
+    for setting, members in groups_of(runs):
+        for label, same in by_method(members).items():
+            tables = [_entropy(r.rounds) for r in same]
+            found = pd.concat(tables).groupby("round")["loss"].agg(["mean", "std"]).fillna(0)
+            curve = Curve(label, found.index.to_numpy(float), found["mean"].to_numpy(), found["std"].to_numpy())
+            panels.setdefault(setting_text(setting), []).append(curve)
+    said = "; ".join(
+        f"{name}: " + ", ".join(f"{c.label} {c.mean[0]:.2f} to {c.mean[-1]:.2f}" for c in lines)
+        for name, lines in panels.items()
+    )
+    return (
+        "Cross-entropy of the local training, mean over the steps of a round and the clients; regularisers such as WDR "
+        "are not part of it. Bands: one standard deviation over seeds.",
+        f"Line charts of the training loss by round. {said}.",
+        plots.curves(panels, ylabel="training loss", percent=False),
+    )
+
+
+def client_loss(runs: Runs, clients: int = 6) -> Words:
+    """Draw the training loss by round of single clients, a panel a client (cwFedAvg, supplement)."""
+    panels: dict[str, list[Curve]] = {}
+    shown = sorted(int(c) for c in runs[0].clients["client"].unique())[:clients]
+    for client in shown:
+        for label, (run, *_) in by_method(runs).items():
+            table = _entropy(run.clients[run.clients["client"] == client])
+            curve = Curve(label, table["round"].to_numpy(float), table["loss"].to_numpy())
+            panels.setdefault(f"client {client}", []).append(curve)
+    last = [(c.label, c.mean[-1]) for lines in panels.values() for c in lines]
+    ends = pd.DataFrame(last, columns=["label", "loss"]).groupby("label", sort=False)["loss"].mean()
+    said = ", ".join(f"{label} {value:.2f}" for label, value in ends.items())
+    return (
+        f"Cross-entropy of the local training of clients {', '.join(map(str, shown))}, mean over the steps of a round; "
+        f"first seed. Mean of these clients in the last round: {said}.",
+        f"Line charts of the training loss by round, a panel a client. Last round: {said}.",
+        plots.curves(panels, ylabel="training loss", percent=False, height=2.6),
+    )
+
+
+def _entropy(table: pd.DataFrame) -> pd.DataFrame:
+    """Return round and loss: the cross-entropy where a method reports it, else its training loss."""
+    column = "cross_entropy" if "cross_entropy" in table else "train_loss"
+    if column not in table:
+        raise Unavailable("no round was finished")
+    return table[["round", column]].rename(columns={column: "loss"}).dropna()
+
+
+def regularisation(runs: Runs) -> Words:
+    """Draw accuracy and the distance R against lambda in one figure (cwFedAvg, Fig. 5)."""
+    chosen = [r for r in runs if r.method == "cwfedavg" and "lam" in scores.arguments(r)]
+    if len({scores.arguments(r)["lam"] for r in chosen}) < 2:
+        raise Unavailable(
+            "there are not two values of lam",
+            "fedapp compare --methods 'cwfedavg(lam=0),cwfedavg(lam=1),cwfedavg(lam=10)' ...",
+        )
+    table = pd.DataFrame(
+        [(scores.arguments(r)["lam"], r.score("received"), scores.last_wdr(r)) for r in chosen],
+        columns=["lam", "a", "R"],
+    ).groupby("lam").agg(["mean", "std"]).fillna(0)  # fmt: skip
+    x = table.index.to_numpy(float)
+    accuracy, distance = (
+        Curve(name, x, table[c]["mean"].to_numpy(), table[c]["std"].to_numpy())
+        for name, c in (("accuracy before local training", "a"), ("distance R", "R"))
+    )
+    said = "; ".join(f"{v:g}: {percent(a)}, R = {r:.3f}" for v, a, r in zip(x, accuracy.mean, distance.mean))
+    return (
+        "Accuracy of the personalised models before local training, and the mean over clients of R = ||p - p~|| after "
+        "it, in the last round, against the weight lambda of WDR; error bars: one standard deviation over seeds.",
+        f"Line chart of accuracy and R against lambda. {said}.",
+        plots.accuracy_and_distance(accuracy, distance, "lambda", log=bool(x[0] > 0 and x[-1] / x[0] >= 20)),
+    )
+
+
+def server_memory(runs: Runs) -> Words:
+    """Draw the bytes of arrays that the server keeps between rounds (cwFedAvg, supplement)."""
+    found = {label: members[0] for label, members in by_method(runs).items()}
+    size = each(list(found.values()), heads.server_bytes)
+    said = ", ".join(f"{label} {n / 1e6:.2f} MB" for label, n in size.items())
+    return (
+        "Arrays that the server keeps after the last round, in megabytes (10^6 bytes). cwFedAvg keeps for its "
+        "class-wise layers the uploads of a round or the global models of the K classes, whichever are fewer.",
+        f"Bar chart of the server's memory: {said}.",
+        plots.bars({label: n / 1e6 for label, n in size.items()}, "megabytes"),
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fedapp.errors import BadRequest, suggest
 from fedapp.results.analysis import Unavailable
-from fedapp.results.figures import calibration, costs, gallery, representations, scores
+from fedapp.results.figures import calibration, costs, gallery, heads, pathways, representations, scores
 from fedapp.results.figures.style import Drawing, one_look_each
 from fedapp.results.figures.words import Runs, Words
 from fedapp.results.runs import RunResult, labelled, read
@@ -25,7 +25,7 @@ class PaperFigure:
 
     Attributes
     ----------
-    title : what it shows.   needs : the runs that it is drawn from, in one line.
+    title : what it shows.   needs : the runs that it is drawn from, in one line; empty where it needs none.
     draw : makes caption, words and figure from the runs; raises `Unavailable` with the reason.
     """
 
@@ -130,6 +130,32 @@ PAPERS: dict[str, PaperFigure] = {
         "Virtual samples per class, by base", "runs of ccvr with several bases", calibration.samples_sweep
     ),
     "ccvr-15": PaperFigure("Label distribution by partition", "runs with several partitions", calibration.label_maps),
+    "cwfedavg-1": PaperFigure("Critical pathways of the toy task", "", pathways.pathways),
+    "cwfedavg-2": PaperFigure(
+        "Evolution of head norms by batch",
+        "one to three runs on one partition, such as cwfedavg(lam=0) and cwfedavg",
+        heads.batch_evolution,
+    ),
+    "cwfedavg-3": PaperFigure(
+        "Norms of heads, pathological setting", "a run of fedavg and one of cwfedavg", heads.personalisation_maps
+    ),
+    "cwfedavg-4": PaperFigure(
+        "Training loss by round", "runs of several methods, such as fedavg and cwfedavg", heads.training_loss
+    ),
+    "cwfedavg-5": PaperFigure(
+        "Accuracy and R against lambda", "runs of cwfedavg with several values of lam", heads.regularisation
+    ),
+    "cwfedavg-6": PaperFigure(
+        "Norms of heads, practical setting",
+        "a run each of fedavg, fedamp, ifca and cwfedavg",
+        heads.personalisation_maps,
+    ),
+    "cwfedavg-s1": PaperFigure(
+        "Training loss of single clients (supplement)", "a run of each method to compare", heads.client_loss
+    ),
+    "cwfedavg-s2": PaperFigure(
+        "Memory of the server (supplement)", "a run of each method to compare", heads.server_memory
+    ),
 }
 """By id, `<paper>-<number>`; a figure with several parts may have ids such as `ccvr-8a`."""
 
@@ -144,7 +170,7 @@ def draw(name: str, paths: Sequence[Path]) -> Drawing:
     if name not in PAPERS:
         raise BadRequest(f"no figure '{name}'{suggest(name, PAPERS)} (fedapp figure lists them all)")
     figure = PAPERS[name]
-    if not paths:
+    if figure.needs and not paths:
         raise BadRequest(f"{name} ({figure.title}) needs {figure.needs}: name the run directories or their folder")
     runs: list[RunResult] = []
     for path in paths:
@@ -153,7 +179,7 @@ def draw(name: str, paths: Sequence[Path]) -> Drawing:
             runs.append(found)
         else:
             runs += [r for label in found.labels for r in found.finished if r.label == label]
-    if not runs:
+    if figure.needs and not runs:
         raise BadRequest(f"no run below {', '.join(map(str, paths))} has finished; {name} needs {figure.needs}")
     if len({(r.label, r.seed, *r.setting.items()) for r in runs}) < len(runs):
         runs = labelled(runs)  # run directories from several places, which no comparison has named

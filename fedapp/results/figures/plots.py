@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -328,6 +329,95 @@ def norm_evolution(history: Mapping[Any, tuple[Array, Array]], shares: Mapping[A
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
     for axes in grid.flat[len(history) :]:
         axes.set_visible(False)
+    return figure
+
+
+@styled
+def named_maps(panels: Mapping[str, tuple[Array, str, Sequence[Any]]], classes: Sequence[str]) -> Figure:
+    """Draw maps with classes as columns, three in a row, each on its own scale.
+
+    Parameters
+    ----------
+    panels : {title: (values (n, C), what its rows are, their n names)}.
+    """
+    columns = min(3, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    height = lines * (1.5 + 0.1 * max(min(len(names), 40) for _, _, names in panels.values()))
+    figure, grid = _new(WIDTH, min(10.0, height), "", "", lines, columns, grid=None)
+    for axes, (title, (values, rows, names)) in zip(grid.flat, panels.items()):
+        mesh = _heat(axes, values, classes, names, low=None)
+        axes.set(title=textwrap.fill(title, 26), xlabel="class", ylabel=rows)
+        _scale(figure, mesh, axes, pad=0.02)
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
+    return figure
+
+
+@styled
+def batch_evolution(lines: Mapping[str, Array], p: Array, points: Mapping[str, tuple[Array, Array]]) -> Figure:
+    """Draw p~ by batch, a panel a run and a line a class, then p~ against p of all clients, a marker a run.
+
+    Parameters
+    ----------
+    lines : p~ (T, C) by title.   p : (C,) the client's class shares, as bars at the right edge.
+    points : (p, p~) by title, arrays of one shape.
+    """
+    figure, (grid,) = _new(WIDTH, 2.9, "batch", "share of the norm, p~", columns=len(lines) + 1)
+    top = 1.06 * max(float(p.max()), *(float(v.max()) for v in lines.values()))
+    chosen = [int(c) for c in np.argsort(-p, kind="stable")[:5] if p[c] > 0]
+    for axes, (title, values) in zip(grid, lines.items()):
+        axes.plot(np.delete(values, chosen, axis=1), color=MUTED, linewidth=0.6, alpha=0.6)
+        for c, colour, dashes in zip(chosen, COLOURS, DASHES):
+            axes.plot(values[:, c], linewidth=1.3, color=colour, linestyle=dashes)
+            axes.plot(
+                [1.01, 1.05], [p[c]] * 2, color=colour, linewidth=2, clip_on=False, transform=axes.get_yaxis_transform()
+            )  # fmt: skip
+            axes.annotate(
+                str(c), (len(values) - 1, values[-1, c]), fontsize=7, color=colour, ha="right", va="bottom"
+            )  # fmt: skip
+        axes.set(title=title, ylim=(0, top))
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+    axes, edge = grid[-1], 1.05 * max(float(np.max(both)) for both in points.values())
+    axes.plot([0, edge], [0, edge], color=MUTED, linewidth=0.8, linestyle=DOTTED)
+    for title, (x, y) in points.items():
+        axes.plot(x.ravel(), y.ravel(), label=title, **_look(title, list(points), linestyle="none", alpha=0.7))
+    axes.set(title="all clients", xlabel="share of the data, p", ylabel="")
+    axes.legend(loc="upper left")
+    return figure
+
+
+@styled
+def accuracy_and_distance(accuracy: Curve, distance: Curve, xlabel: str, log: bool) -> Figure:
+    """Draw accuracy (left axis) and the distance R (right axis) against a hyperparameter (cwFedAvg, Fig. 5)."""
+    figure, ((left,),) = _new(0.75 * WIDTH, 3.0, xlabel, "accuracy")
+    right = left.twinx()
+    right.spines["right"].set_visible(True)
+    ticks = sorted({float(v) for v in accuracy.x})
+    crowded = not log and len(ticks) > 2
+    shown = [accuracy.label, distance.label]
+    for axes, curve in ((left, accuracy), (right, distance)):
+        x = [ticks.index(float(v)) for v in curve.x] if crowded else curve.x
+        axes.errorbar(
+            x, curve.mean, yerr=curve.spread, label=curve.label, capsize=2, elinewidth=0.8, **_look(curve.label, shown)
+        )
+    if log:
+        left.set_xscale("log")
+        left.minorticks_off()
+    left.set_xticks(range(len(ticks)) if crowded else ticks, [f"{t:g}" for t in ticks])
+    right.set(ylabel="R = ||p - p~||", ylim=(0, None))
+    _percent(left)
+    _legend(figure)
+    return figure
+
+
+@styled
+def bars(values: Mapping[str, float], xlabel: str) -> Figure:
+    """Draw one number a name as horizontal bars, the number written at their ends."""
+    figure, ((axes,),) = _new(0.8 * WIDTH, 0.9 + 0.32 * len(values), xlabel, "", grid="x")
+    shown = axes.barh(list(values), list(values.values()), color=COLOURS[0], height=0.6)
+    axes.bar_label(shown, fmt="{:,.2f}", padding=3, fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
     return figure
 
 

@@ -158,7 +158,7 @@ def against(runs: Runs, key: str) -> Words:
 
 def against_hyperparameter(runs: Runs, method: str, name: str) -> Words:
     """Last accuracy of a method against one of its hyperparameters (FedGH, Fig. 5)."""
-    chosen = [r for r in runs if r.method == method and name in _arguments(r)]
+    chosen = [r for r in runs if r.method == method and name in arguments(r)]
     drawings = _hyperparameter(method, name, chosen, "", "") if chosen else []
     if not drawings:
         raise Unavailable(
@@ -198,7 +198,7 @@ def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawin
     for what, score, where, source in (
         (
             "accuracy", "accuracy", "Received and trained are means over the clients' own test splits.",
-            "FedClassAvg, Figs. 4 to 7; FedGH, Fig. 2; cwFedAvg, Fig. 4",
+            "FedClassAvg, Figs. 4 to 7; FedGH, Fig. 2",
         ),
         ("balanced", "balanced accuracy", "Mean recall over all classes on all clients' test images.", ""),
     ):  # fmt: skip
@@ -339,8 +339,8 @@ def hyperparameters(runs: Runs) -> list[Drawing]:
     for setting, members in groups_of(runs):
         for method in dict.fromkeys(r.method for r in members):
             own = [r for r in members if r.method == method]
-            for name in sorted({n for r in own for n in _arguments(r)}):
-                chosen = [r for r in own if name in _arguments(r)]
+            for name in sorted({n for r in own for n in arguments(r)}):
+                chosen = [r for r in own if name in arguments(r)]
                 suffix = f"-{len(drawings)}" if drawings else ""
                 drawings += _hyperparameter(method, name, chosen, setting_text(setting), suffix)
     if not drawings:
@@ -353,8 +353,8 @@ def hyperparameters(runs: Runs) -> list[Drawing]:
 
 def _hyperparameter(method: str, name: str, runs: Runs, where: str, suffix: str) -> list[Drawing]:
     """Draw accuracy, and R where there is one, against a hyperparameter; nothing where it has one value."""
-    given = [_arguments(r)[name] for r in runs]
-    panels = _sweep_lines({method: runs}, lambda r: _arguments(r)[name])
+    given = [arguments(r)[name] for r in runs]
+    panels = _sweep_lines({method: runs}, lambda r: arguments(r)[name])
     log = min(given) > 0 and max(given) / min(given) >= 20
     source = "cwFedAvg, Fig. 5" if (method, name) == ("cwfedavg", "lam") else ""
     title = f"{method}: {name}" + (f", {where}" if where else "")
@@ -372,7 +372,7 @@ def _hyperparameter(method: str, name: str, runs: Runs, where: str, suffix: str)
                 source,
             )
         )
-    for distance in _against(method, [(v, _last_wdr(r)) for v, r in zip(given, runs)]):
+    for distance in _against(method, [(v, last_wdr(r)) for v, r in zip(given, runs)]):
         drawings.append(
             Drawing(
                 f"sweep-{method}-{name}-distance{suffix}",
@@ -386,13 +386,14 @@ def _hyperparameter(method: str, name: str, runs: Runs, where: str, suffix: str)
     return drawings
 
 
-def _arguments(run: RunResult) -> dict[str, float]:
+def arguments(run: RunResult) -> dict[str, float]:
     """Return the run's own values of numeric hyperparameters."""
     given = dict(a.partition("=")[::2] for a in str(run.flat.get("method-args", "")).split())
     numbers = pd.to_numeric(pd.Series(given, dtype=object), errors="coerce")
     return {str(n): float(v) for n, v in numbers.items() if math.isfinite(v)}
 
 
-def _last_wdr(run: RunResult) -> float:
+def last_wdr(run: RunResult) -> float:
+    """Return cwFedAvg's mean distance R of the last round, NaN where there is none."""
     values = [v for v in run.summary.get("wdr") or [] if v is not None]
     return float(values[-1]) if values else math.nan
