@@ -500,7 +500,7 @@ def test_colours_stand_out_from_white_and_from_black_paper(colour: str) -> None:
 
 
 def test_lines_can_be_told_apart_without_colour() -> None:
-    looks = [plots._look(i) for i in range(21)]
+    looks = [plots._look(str(i), [str(k) for k in range(21)]) for i in range(21)]
     marks = [(str(k["linestyle"]), k["marker"], k["markerfacecolor"] == "none") for k in looks]
     assert len(set(marks)) == 21
 
