@@ -219,11 +219,8 @@ class FedClient(NumPyClient):
         metrics: dict[str, Any] = {}
         if "received" in self.task.protocols:
             metrics.update(self.measure("received", balanced))
-        self.before_training(payload)
-        self.report = self.optimise(payload)
-        extras = self.after_training(payload)
-        if "trained" in self.task.protocols:
-            metrics.update(self.measure("trained", balanced))
+        scores, extras = self._train(payload, balanced)
+        metrics.update(scores)
         arrays = {**selection.extract(self.model, self.up_names()), **extras}
         if not math.isnan(self.report.loss):
             metrics["train-loss"] = self.report.loss
@@ -235,24 +232,45 @@ class FedClient(NumPyClient):
             self.store.note_head_norms(server_round, self.model.head.weight.detach().double().norm(dim=1).cpu().numpy())
         return arrays, self.task.num_samples, metrics
 
-    def evaluate_round(self, payload: Payload, server_round: int, *, balanced: bool = True) -> dict[str, Any]:
-        """Score the model as last trained (`trained`) and as sent now (`received`); store nothing.
+    def evaluate_round(
+        self, payload: Payload, server_round: int, *, balanced: bool = True, train: bool = False
+    ) -> dict[str, Any]:
+        """Score the model as sent now (`received`); store nothing.
 
-        A client that has never trained reports the score of the received model under both names.
+        Parameters
+        ----------
+        server_round : the round that the payload would begin.
+        train : leave `trained` to `train_to_score`. Otherwise it is the score of the model as last trained, at whatever
+            round that was; a client that has never trained reports the score of the received model under both names.
         """
         self.round = server_round
-        self.restore(server_round, payload, always=True)
+        self.restore(server_round, payload, always=not train)
         metrics: dict[str, Any] = {}
-        trained = self._loaded is not None
-        if trained and "trained" in self.task.protocols:
+        stored = self._loaded is not None
+        if stored and not train and "trained" in self.task.protocols:
             metrics.update(self.measure("trained", balanced))
         self.receive(payload)
         received = self.measure("received", balanced)
         if "received" in self.task.protocols:
             metrics.update(received)
-        if not trained and "trained" in self.task.protocols:
+        if not stored and not train and "trained" in self.task.protocols:
             metrics.update({k.replace("received", "trained"): v for k, v in received.items()})
         return metrics
+
+    def train_to_score(self, payload: Payload, *, balanced: bool = True) -> dict[str, Any]:
+        """Train once more after `evaluate_round` and score the result (`trained`); nothing is stored or sent."""
+        return self._train(payload, balanced)[0]
+
+    def _train(self, payload: Payload, balanced: bool) -> tuple[dict[str, Any], Arrays]:
+        """Run the local training of a round; return the `trained` scores and the reply's further arrays."""
+        if self.task.buffers == "drop":
+            for module in self.model.modules():
+                if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                    module.reset_running_stats()
+        self.before_training(payload)
+        self.report = self.optimise(payload)
+        extras = self.after_training(payload)
+        return (self.measure("trained", balanced) if "trained" in self.task.protocols else {}), extras
 
     def answer_query(self, kind: str, payload: Payload, server_round: int) -> tuple[Arrays, int, dict[str, Any]]:
         """Answer one query of the server; return the arrays, n_k and the metrics of the reply."""
@@ -276,6 +294,10 @@ class FedClient(NumPyClient):
             f"{protocol}-total": scores.n,
             f"{protocol}-loss-sum": scores.loss_sum,
         }
+        if self.task.x_validation is not None and self.task.y_validation is not None:
+            held_out = self.score(self.task.x_validation, self.task.y_validation)
+            metrics[f"{protocol}-validation-correct"] = int(held_out.correct.sum())
+            metrics[f"{protocol}-validation-total"] = held_out.n
         if balanced and self.task.x_union is not None and self.task.y_union is not None:
             metrics[f"{protocol}-balanced"] = self.score(self.task.x_union, self.task.y_union).balanced
         return metrics
@@ -311,10 +333,6 @@ class FedClient(NumPyClient):
             selection.merge(self.model, {n[6:]: a for n, a in stored.items() if n.startswith("model/")})
             self.own = _own(self._loaded)
         self.model.to(self.device)
-        if self.task.buffers == "drop":
-            for module in self.model.modules():
-                if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                    module.reset_running_stats()
 
     def _covered(self, model: nn.Module, payload: Payload) -> bool:
         """Return whether the payload holds every parameter and floating-point buffer of the model."""

@@ -80,11 +80,18 @@ def handle(stage: str, message: Message, context: Context) -> Message:
                 metrics["update-clipped"] = int(norm > config.clip_update)
         elif stage == "evaluate":
             arrays, count = {}, client.task.num_samples
-            metrics = client.evaluate_round(payload, server_round, balanced=balanced)
+            train = bool(control.get("train", False))
+            metrics = client.evaluate_round(payload, server_round, balanced=balanced, train=train)
             if control.get("deployed") and client.store is not None and payload.all():
                 models.keep(
                     client.store.folder / "received.safetensors", client, config, server_round - 1, payload.scalars
                 )
+            if train:
+                metrics |= client.train_to_score(payload, balanced=balanced)
+                if control.get("deployed") and client.store is not None:
+                    models.keep(
+                        client.store.folder / "personal.safetensors", client, config, server_round, payload.scalars
+                    )
         else:
             arrays, count, metrics = client.answer_query(stage.removeprefix("query."), payload, server_round)
         metrics = {**metrics, "num-examples": count, "seconds": time.perf_counter() - started}

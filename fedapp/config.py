@@ -85,6 +85,13 @@ class RunConfig(BaseModel):
     evaluate_every: int = Field(
         0, ge=0, description="rounds between evaluations of all clients; 0 = after the last only"
     )
+    final_training: bool = Field(
+        True,
+        description="for scores of all clients, each trains once more on what it would receive next; nothing is kept",
+    )
+    validation: float = Field(
+        0.0, ge=0, lt=1, description="share of each client's training images that is held out for validation scores"
+    )
     min_replies: Annotated[float, Field(gt=0, le=1)] | Auto = Field(
         "auto", description="smallest share of good replies; auto = 1.0 in simulation, 0.5 in deployment"
     )

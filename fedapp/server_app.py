@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
@@ -226,6 +227,7 @@ class Run(Callbacks):
             callbacks=self,
             control=lambda server_round: {"balanced": self.config.balanced_in(server_round)},
             evaluate_every=self.config.evaluate_every,
+            final_training=self.config.final_training,
         )
         return self._finish(state)
 
@@ -302,7 +304,7 @@ class Run(Callbacks):
         """Write tables, models and checkpoint of a round; return whether to go on."""
         config, traffic, server_round = self.config, result.traffic, result.round
         protocols = [p for p in config.measured if p != "global"]
-        rows = {c: client_row(m, protocols) for c, m in sorted(result.metrics.items())}
+        rows = {c: client_row(m, protocols, config.validation > 0) for c, m in sorted(result.metrics.items())}
         row: dict[str, Any] = {"round": server_round, "clients": len(rows), **summarise(rows.values(), protocols)}
         if self.method.global_model and "global" in config.measured:
             self._score_global(state)
@@ -377,8 +379,9 @@ class Run(Callbacks):
 
     def after_evaluation(self, result: RoundResult) -> None:
         """Write an evaluation of all clients: `final.csv` after the last round, else a row of `evaluations.csv`."""
+        config = self.config
         protocols = [p for p in self.config.measured if p != "global"]
-        rows = {c: client_row(m, protocols) for c, m in sorted(result.metrics.items())}
+        rows = {c: client_row(m, protocols, config.validation > 0) for c, m in sorted(result.metrics.items())}
         summary = summarise(rows.values(), protocols)
         if result.kind == "final":
             (self.out / "final.csv").unlink(missing_ok=True)
@@ -422,6 +425,8 @@ class Run(Callbacks):
         final = self.directory.table("final.csv")
         tests = [int(v) for v in final.get("received_total", final.get("trained_total", [])) if not math.isnan(v)]
         answered, messaged = rounds["clients"], rounds["clients"] + rounds["dropped"]
+        evaluations = self.directory.table("evaluations.csv")
+        accuracy = accuracy_summary(rounds, evaluations, self.final, self.config.measured, len(self.infos))
         summary = {
             "ok": True,
             "method": self.config.method,
@@ -430,7 +435,8 @@ class Run(Callbacks):
             "clients": len(self.infos),
             "rounds": int(rounds["round"].max()) if len(rounds) else 0,
             "seed": self.config.seed,
-            "accuracy": accuracy_summary(rounds, self.final, self.config.measured),
+            "accuracy": accuracy,
+            "headline": self._headline(accuracy, rounds),
             "pooled": {p: self.final.get(f"{p}_accuracy_pooled") for p in self.config.measured if p != "global"},
             "test_sizes": {"min": min(tests, default=0), "mean": mean(map(float, tests)), "max": max(tests, default=0)},
             "bytes_up": _whole(float((rounds["bytes_up"] * answered).sum() / (answered.sum() or 1))),
@@ -446,6 +452,20 @@ class Run(Callbacks):
         (self.out / "error.json").unlink(missing_ok=True)
         self.tell({"kind": "end", "summary": summary})
         return summary
+
+    def _headline(self, accuracy: Mapping[str, Mapping[str, Any]], rounds: pd.DataFrame) -> dict[str, Any] | None:
+        """Return the one number that methods are ranked by: the mean over all clients, and when it was measured."""
+        protocol = next((p for p in ("trained", "received", "global") if p in accuracy), None)
+        if protocol is None:
+            return None
+        point = {
+            "trained": "after the last round and one more local training" if self.config.final_training else
+            "each client as it was last trained",
+            "received": "after the last round, before local training",
+            "global": "the global model after the last round",
+        }[protocol]  # fmt: skip
+        value, last = accuracy[protocol]["last"], int(rounds["round"].max()) if len(rounds) else 0
+        return {"score": protocol, "value": value, "point": point, "round": last, "clients": len(self.infos)}
 
 
 def _whole(value: float) -> float | int:

@@ -158,6 +158,7 @@ class FedStrategy(FlowerLoop):
         callbacks: Callbacks | None = None,
         control: Callable[[int], Mapping[str, Any]] = lambda server_round: {},
         evaluate_every: int = 0,
+        final_training: bool = True,
     ) -> ServerState:
         """Run rounds `done + 1 .. rounds`, then `finalize`, and score all clients once.
 
@@ -166,18 +167,21 @@ class FedStrategy(FlowerLoop):
         state : state after round `done` (None: start with `init`).
         control : values sent with the messages of a round, such as whether to measure the balanced score.
         evaluate_every : n > 0: evaluate all clients every n rounds.
+        final_training : in evaluations of all clients each trains once more on what it would receive next, so that all
+            `trained` scores are of one age; False scores each client's model as it was last trained.
 
         Returns
         -------
         The final state.
         """
         callbacks = callbacks or Callbacks()
+        train = {"train": final_training}
         self.context = context
         state = self.init(context) if state is None else state
         # If a run was interrupted between a checkpoint and the evaluation after it, the resumed run evaluates first.
         due = evaluate_every and done and done % evaluate_every == 0 and done < rounds
         if due and not callbacks.has_evaluation(done):
-            callbacks.after_evaluation(self._evaluate(manager, state, done, "evaluate", control(done)))
+            callbacks.after_evaluation(self._evaluate(manager, state, done, "evaluate", {**control(done), **train}))
         for server_round in range(done + 1, rounds + 1):
             started = time.perf_counter()
             manager.register()
@@ -186,13 +190,13 @@ class FedStrategy(FlowerLoop):
             result.seconds = time.perf_counter() - started
             proceed = callbacks.after_round(result, state)
             if evaluate_every and server_round % evaluate_every == 0 and server_round < rounds:
-                found = self._evaluate(manager, state, server_round, "evaluate", control(server_round))
+                found = self._evaluate(manager, state, server_round, "evaluate", {**control(server_round), **train})
                 callbacks.after_evaluation(found)
             if not proceed:
                 rounds = server_round
                 break
         state = self.finalize(state, self._queries(manager, state, rounds, callbacks))
-        callbacks.after_evaluation(self._evaluate(manager, state, rounds, "final", {"balanced": True}))
+        callbacks.after_evaluation(self._evaluate(manager, state, rounds, "final", {"balanced": True, **train}))
         return state
 
     def _train(

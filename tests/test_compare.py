@@ -204,7 +204,7 @@ def test_the_page_speaks_of_options_that_exist() -> None:
     named = set(re.findall(r"--[a-z][a-z-]*", text)) - {"--run-config"}  # of flwr run
     assert len(named) > 10
     assert {n for n in named if n not in shown} == set()
-    for column in ("worst_decile", "target_rounds", "std_over_seeds", "p_holm", "classes_per_client", "total_bytes"):
+    for column in ("worst_decile", "target_rounds", "std_over_seeds", "p_holm", "classes_per_client", "completed"):
         assert column in text
 
 
@@ -275,7 +275,9 @@ def test_a_comparison_in_processes_equals_runs_alone_and_is_not_repeated(
     assert "checked by hash (1 seed)" in result.stdout
     lines = pd.read_csv(out / "curves.csv")
     assert set(lines[lines["variant"] == "fedavg"]["protocol"]) == {"received", "trained", "global"}
-    assert set(lines["round"]) == {1, 2, 3}
+    assert set(lines["completed"]) == {0, 1, 2, 3}
+    ends = lines[(lines["variant"] == "fedavg") & (lines["completed"] == 3)].set_index("protocol")["accuracy"]
+    assert {p: ends[p] for p in ends.index} == {p: row[f"{p}_last"] for p in ("received", "trained", "global")}
     stamps = {p: p.stat().st_mtime_ns for p in out.glob("runs/*/summary.json")}
     again = command(*words)
     assert again.exit_code == 0
@@ -500,6 +502,6 @@ def test_a_narrow_pipe_does_not_squeeze_names(
     result = command("--methods", "local,cwfedavg(lam=1)", *SMALL, "--out", str(tmp_path))
     assert result.stdout.count("Standalone ") >= 2
     assert result.stdout.count("cwFedAvg + WDR (lam=1)") == 3
-    assert result.stdout.count("received: before local training; trained: after local training") == 2
+    assert result.stdout.count("received: after the last round, before local training; trained: after one more") == 2
     assert "Standalone receives nothing, so it has one score" in result.stdout
     assert "…" not in result.stdout

@@ -92,8 +92,9 @@ def test_the_summary_names_what_it_says(tiny: Tiny) -> None:
     assert received["last"] == pytest.approx(result.final["received_accuracy"].mean())
     assert received["last_std"] == pytest.approx(result.final["received_accuracy"].std(ddof=0))
     assert received["balanced"] == pytest.approx(result.final["received_balanced"].mean())
-    assert trained["last"] == result.rounds["trained_accuracy"].iloc[-1]
+    assert trained["last"] == pytest.approx(result.final["trained_accuracy"].mean())
     assert received["best"] == max([*result.rounds["received_accuracy"], received["last"]])
+    assert saved["headline"]["score"] == "trained" and saved["headline"]["value"] == trained["last"]
     assert saved["test_sizes"]["max"] >= saved["test_sizes"]["min"] > 0
     card = (result.out / "data_card.txt").read_text()
     assert "majority" in card and result.summary["bytes_up"] == result.rounds["bytes_up"].mean()
@@ -156,11 +157,13 @@ def test_running_statistics_travel_stay_or_start_anew(buffers: str, tmp_path: Pa
     assert (stat in arrays) is (buffers == "global")
     assert "features.2.num_batches_tracked" not in arrays
     trained = first.model.state_dict()[stat].clone()
-    again = client(0)
+    again, begun = client(0), []
+    again.before_training = lambda payload: begun.append(again.model.state_dict()[stat].clone())  # type: ignore[method-assign]
     again.restore(2, Payload(arrays=arrays))
     again.receive(Payload(arrays=arrays))
-    now = again.model.state_dict()[stat]
-    assert torch.equal(now, torch.zeros(32)) if buffers == "drop" else torch.allclose(now, trained)
+    assert torch.allclose(again.model.state_dict()[stat], trained), "a score is of the statistics that were trained"
+    again.train_to_score(Payload(arrays=arrays))
+    assert torch.equal(begun[0], torch.zeros(32)) if buffers == "drop" else torch.allclose(begun[0], trained)
 
 
 def test_fedavg_with_batchnorm_on_iid_data_learns_what_one_computer_learns(tmp_path: Path) -> None:

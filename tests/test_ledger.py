@@ -29,6 +29,7 @@ def made(out: Path, study: str, variant: str, level: float, noise: float = 0.02,
     for seed in range(3):
         folder = out / RunKey(study, variant, seed).folder
         folder.mkdir(parents=True)
+        (folder / "config.toml").write_text("final-training = true\n")
         rng = np.random.default_rng([seed, len(variant)])
         scores = np.clip(level + noise * rng.standard_normal(20), 0, 1)
         columns = {f"{p}_accuracy": scores for p in ("received", "trained")}
@@ -72,12 +73,12 @@ def test_one_number_a_seed(tmp_path: Path) -> None:
 
 
 def test_rounds_to_a_target(tmp_path: Path) -> None:
-    made(tmp_path, G, "fedgh", 0.9)
+    made(tmp_path, G, "fedgh", 0.9, noise=0.0)
     run = Evidence(tmp_path).runs(Pair(G, "fedgh"))[0]
-    assert ledger.rounds_to(run, 0.75) == 2 and ledger.rounds_to(run, 0.95) == 4
-    made(tmp_path, G, "lgfedavg", 0.8)
+    assert ledger.rounds_to(run, 0.75) == 1 and ledger.rounds_to(run, 0.95) == 4
+    made(tmp_path, G, "lgfedavg", 0.8, noise=0.0)
     verdict = claims()["gh-4"].decide(Evidence(tmp_path))
-    assert verdict == Verdict("holds", "2.0 ± 0.0 against 3.0 ± 0.0 rounds to 79.0 %, p = 0")
+    assert verdict == Verdict("holds", "1.0 ± 0.0 against 2.0 ± 0.0 rounds to 79.0 %, p = 0")
 
 
 def test_spread_over_clients(tmp_path: Path) -> None:
@@ -323,17 +324,17 @@ def test_only_missing_runs_are_run_and_a_failure_is_the_exit_code(
 
 
 def test_a_studys_table_counts_rounds_and_bytes_to_the_target(tmp_path: Path) -> None:
-    made(tmp_path, H, "local", 0.6)
+    made(tmp_path, H, "local", 0.6, noise=0.0)
     made(tmp_path, H, "fedclassavg", 0.7)
     made(tmp_path, H, "ktpfl", 0.6, public_bytes=1_000_000)
     made(tmp_path, H, "fedproto", 0.5)
     rows = reproduce.study_table(studies()[H], Evidence(tmp_path))
     cells = {r.split("|")[1].strip(): [c.strip() for c in r.split("|")[2:-1]] for r in rows if r.startswith("| ")}
     assert "rounds to 59.0 %" in " ".join(rows)
-    assert cells["fedclassavg"][4:6] == ["2.0", "0.0006"] and cells["fedclassavg"][6] == "76.7 ± 5.3"
+    assert cells["fedclassavg"][4:6] == ["1.0", "0.0003"] and cells["fedclassavg"][6] == "76.7 ± 5.3"
     worst = [Evidence(tmp_path).runs(Pair(H, "ktpfl"))[s].final["received_accuracy"].min() for s in range(3)]
     assert cells["ktpfl"][3] == f"{100 * np.mean(worst):.1f} ± {100 * np.std(worst, ddof=1):.1f}"
-    assert cells["ktpfl"][5] == "0.0009", "the public images are not traffic of a round"
+    assert cells["ktpfl"][5] == "0.0006", "the public images are not traffic of a round"
     assert cells["fedproto"][4:6] == ["not by all", "-"]
     assert "fml" not in cells
 

@@ -249,16 +249,16 @@ def test_the_table_is_mean_and_spread_over_seeds(several: Path) -> None:
     for method, title in (("local", "Standalone"), ("fedavg", "FedAvg")):
         scores = [
             [r.summary["accuracy"][p][n] for r in data.runs if r.method == method]
-            for p, n in (("received", "last"), ("trained", "last"), ("received", "balanced"), ("trained", "balanced"))
+            for p, n in (("trained", "last"), ("received", "last"), ("trained", "balanced"), ("received", "balanced"))
         ]
         row = next(r for r in found.rows if r and r[0] == title)
         expected = [f"{100 * np.mean(s):.1f} ± {100 * np.std(s, ddof=1):.1f}" for s in scores]
         if method == "local":  # receives nothing
-            expected[0] = expected[2] = "–"
+            expected[1] = expected[3] = "–"
         assert row[1:5] == expected
         worst = [r.final["trained_accuracy"].min() for r in data.runs if r.method == method]
         further = [r for r in found.rows if r and r[0] == title][1]
-        assert further[3] == f"{100 * np.mean(worst):.1f} ± {100 * np.std(worst, ddof=1):.1f}"
+        assert further[4] == f"{100 * np.mean(worst):.1f} ± {100 * np.std(worst, ddof=1):.1f}"
     assert "Standalone receives nothing, so it has one score" in found.said
     assert "standard deviation over 2 seeds, each with a partition of its own." in found.said
     assert "received: before local training; trained: after local training" in found.said
@@ -295,9 +295,9 @@ def test_what_compare_counted_and_tested_is_shown_per_setting(tmp_path: Path) ->
     ]  # fmt: skip
     (tmp_path / "results.csv").write_text("\n".join([head + "trained_target_bytes", *rows]) + "\n")
     (tmp_path / "significance.csv").write_text(
-        "dataset,partition,alpha,classes_per_client,measure,variant,reference,mean_difference,p_holm\n"
-        "digits,dirichlet,0.3,,trained_accuracy,fedprox(mu=0.1 lr=0.1),local,0.0123,0.04\n"
-        "digits,dirichlet,2.0,,trained_accuracy,fedprox(mu=0.1 lr=0.1),local,-0.2,0.0002\n"
+        "dataset,partition,alpha,classes_per_client,measure,variant,reference,mean_difference,std_over_seeds,p_holm\n"
+        "digits,dirichlet,0.3,,trained_accuracy,fedprox(mu=0.1 lr=0.1),local,0.0123,,0.04\n"
+        "digits,dirichlet,2.0,,trained_accuracy,fedprox(mu=0.1 lr=0.1),local,-0.2,0.31,0.0002\n"
     )
     found, data = (report.write(tmp_path), page(tmp_path))[1], read_comparison(tmp_path)
     assert data.labels == ("local", "fedprox(mu=0.1 lr=0.1)", "fedprox(mu=0.1 lr=0.2)")
@@ -306,14 +306,14 @@ def test_what_compare_counted_and_tested_is_shown_per_setting(tmp_path: Path) ->
     }  # fmt: skip
     first, second = (i for i, r in enumerate(found.rows) if r[0] == "cost")
     assert [r[:3] for r in found.rows[first : first + 4]] == [
-        ["cost", "rounds to 90.0 %", "traffic to it"],
+        ["cost", "completed rounds to 90.0 %", "traffic of these"],
         ["Standalone", "4.0", "0 B"],
         ["FedProx (mu=0.1 lr=0.1)", "0.6", "1.0 MB"],
         ["FedProx (mu=0.1 lr=0.2)", "never", "–"],
     ]
     assert found.rows[second + 2][:3] == ["FedProx (mu=0.1 lr=0.1)", "4.0", "1.0 MB"]
     assert ["fedprox(mu=0.1 lr=0.1)", "+1.2, p = 0.040"] in found.rows
-    assert ["fedprox(mu=0.1 lr=0.1)", "-20.0, p < 0.001"] in found.rows
+    assert ["fedprox(mu=0.1 lr=0.1)", "-20.0 ± 31.0, p < 0.001"] in found.rows
     assert "Alpha 0.3" in found.said and "Alpha 2.0" in found.said
 
 
@@ -325,7 +325,7 @@ def test_runs_that_failed_are_named_and_not_counted(several: Path, tmp_path: Pat
     report.write(path)
     found, data = page(path), read_comparison(path)
     assert "1 of 6 runs are not finished and are not counted: runs/fedavg-s1." in found.said
-    only = next(r for r in data.runs if r.out.name == "fedavg-s0").summary["accuracy"]["received"]["last"]
+    only = next(r for r in data.runs if r.out.name == "fedavg-s0").summary["accuracy"]["trained"]["last"]
     assert next(r for r in found.rows if r and r[0] == "FedAvg")[1] == f"{100 * only:.1f}"
     assert ["killed", "runs/fedavg-s1"] in found.rows
 

@@ -44,11 +44,12 @@ def test_a_client_whose_reply_was_dropped_had_downloaded_its_arrays() -> None:
 
 
 def test_rounds_and_bytes_to_a_target() -> None:
-    assert statistics.reached(ROUNDS, "trained_accuracy", 0.7) == (2.0, 140.0)
-    assert statistics.reached(ROUNDS, "trained_accuracy", 0.5) == (1.0, 60.0)
-    assert all(math.isnan(v) for v in statistics.reached(ROUNDS, "trained_accuracy", 0.81))
-    assert all(math.isnan(v) for v in statistics.reached(ROUNDS, "global_accuracy", 0.1))
-    assert all(math.isnan(v) for v in statistics.reached(ROUNDS, "trained_accuracy", math.nan))
+    curve = pd.DataFrame({"completed": [0, 1, 3], "accuracy": [0.5, 0.8, 0.7], "bytes": [0.0, 60.0, 200.0]})
+    assert statistics.reached(curve, 0.7) == (1.0, 60.0)
+    assert statistics.reached(curve, 0.5) == (0.0, 0.0)
+    assert all(math.isnan(v) for v in statistics.reached(curve, 0.81))
+    assert all(math.isnan(v) for v in statistics.reached(curve.iloc[:0], 0.1))
+    assert all(math.isnan(v) for v in statistics.reached(curve, math.nan))
 
 
 # ---- over seeds ------------------------------------------------------------------------------------------------------

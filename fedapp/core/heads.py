@@ -25,10 +25,11 @@ __all__ = ["CCVRHead", "logits", "norm_ratio", "problem_of", "retrain", "tukey"]
 def tukey(z: ArrayOrTensor) -> ArrayOrTensor:
     """Return ``max(z, 0)^(1/2)`` entry by entry: ReLU, then Tukey's ladder of powers (Section 4, power 0.5).
 
-    It makes features of any sign less skewed.
+    It makes features of any sign less skewed. The gradient is 0 where z <= 0.
     """
     if isinstance(z, torch.Tensor):
-        return z.clamp_min(0).sqrt()
+        # The root's slope is infinite at 0, and infinity times ReLU's zero would be NaN: training needs the detour.
+        return torch.where(z > 0, torch.where(z > 0, z, 1).sqrt(), 0)
     return np.sqrt(np.maximum(z, 0))
 
 

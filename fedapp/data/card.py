@@ -29,6 +29,7 @@ class DataCard:
     unused : images of the partitioned pool (``official``, ``holdout``: the training images) that no client holds.
     shared : images that occur more than once in the training splits (several clients, or duplicates).
     public : training images that are held back from the clients as a public set.
+    validation : images that the clients hold out from training to choose settings by.
     """
 
     dataset: str
@@ -42,6 +43,7 @@ class DataCard:
     unused: int
     shared: int
     public: int = 0
+    validation: int = 0
 
     @property
     def mean_majority(self) -> float:
@@ -67,6 +69,7 @@ class DataCard:
             "unused": self.unused,
             "shared": self.shared,
             "public": self.public,
+            "validation": self.validation,
         }
 
     def text(self, max_classes: int = 26) -> str:
@@ -86,6 +89,8 @@ class DataCard:
             lines.append(f"{self.unused} images are held by no client")
         if self.public:
             lines.append(f"{self.public} training images are held back from the clients as the public set")
+        if self.validation:
+            lines.append(f"{self.validation} images are held out from training for validation scores")
         if self.shared:
             lines.append(f"{self.shared} training images are held more than once")
         wide = len(self.classes) > max_classes
@@ -129,10 +134,12 @@ def data_card(dataset: Dataset, partition: Partition) -> DataCard:
     hits = test[np.arange(len(test)), train.argmax(axis=1)]
     majority = np.where(sizes > 0, hits / np.maximum(sizes, 1), np.nan)
     held_train = np.concatenate([client.train for client in partition.clients])
-    held = np.union1d(held_train, np.concatenate([client.test for client in partition.clients]))
+    held_out = [rows for client in partition.clients for rows in (client.test, client.validation)]
+    held = np.union1d(held_train, np.concatenate(held_out))
     # Official test images are drawn, not partitioned: those that nobody drew do not count as unused.
     pool = len(labels) if partition.split == "merged" else dataset.num_train
     public = int(partition.settings.get("public_images", 0))
+    validation = sum(len(c.validation) for c in partition.clients)
     return DataCard(
         dataset=dataset.name,
         kind=partition.kind,
@@ -145,4 +152,5 @@ def data_card(dataset: Dataset, partition: Partition) -> DataCard:
         unused=pool - int(np.count_nonzero(held < pool)) - public,
         shared=int(np.count_nonzero(np.unique(held_train, return_counts=True)[1] > 1)),
         public=public,
+        validation=validation,
     )

@@ -45,7 +45,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,8 @@ PARTITION_PARAMETER: dict[str, str | None] = {
     "shards": "classes-per-client",
 }
 """Every kind, with the run-config key that sets how far it is from iid (None: nothing to set)."""
+PARTS = ("train", "test", "validation")
+"""What a client's images are divided into."""
 PARTITION_KINDS: tuple[str, ...] = tuple(PARTITION_PARAMETER)
 SPLITS: tuple[str, ...] = ("official", "merged", "holdout")
 TEST_FRACTION = 0.25
@@ -82,10 +84,12 @@ class ClientSplit:
     Attributes
     ----------
     train, test : int64, sorted. ``test`` may be empty when the client has one image of each of its classes.
+    validation : int64, sorted: what :func:`hold_out` took from ``train``.
     """
 
     train: Int64
     test: Int64
+    validation: Int64 = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +119,7 @@ class Partition:
         target.parent.mkdir(parents=True, exist_ok=True)
         header = {"kind": self.kind, "split": self.split, "hash": self.hash, "settings": self.settings}
         arrays: dict[str, Any] = {"header": np.array(json.dumps(header, sort_keys=True))}
-        for part in ("train", "test"):
+        for part in PARTS:
             rows = [getattr(client, part) for client in self.clients]
             arrays[part] = np.concatenate(rows)
             arrays[f"{part}_sizes"] = np.array([len(r) for r in rows], np.int64)
@@ -139,12 +143,13 @@ class Partition:
                 arrays = {key: archive[key] for key in archive.files}
             header = json.loads(str(arrays["header"]))
             parts = {}
-            for part in ("train", "test"):
+            # Files of earlier versions have no validation splits.
+            for part in (p for p in PARTS if p in arrays or p != "validation"):
                 sizes = arrays[f"{part}_sizes"]
                 if sizes.sum() != len(arrays[part]):
                     raise ValueError(f"{part}: sizes and indices disagree")
                 parts[part] = np.split(arrays[part].astype(np.int64), np.cumsum(sizes)[:-1])
-            clients = tuple(ClientSplit(train, test) for train, test in zip(parts["train"], parts["test"], strict=True))
+            clients = tuple(ClientSplit(*rows) for rows in zip(*parts.values(), strict=True))
             partition = cls(header["kind"], header["split"], clients, header["hash"], header["settings"])
         except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
             raise BadRequest(f"cannot read the partition {path} ({error}): make it again") from error
@@ -429,6 +434,30 @@ def union_test(dataset: Dataset, partition: Partition, seed: int, limit: int = 2
     )
 
 
+def hold_out(partition: Partition, share: float, seed: int) -> Partition:
+    """Move a share of every client's training images to its validation split.
+
+    Parameters
+    ----------
+    partition
+        Who holds what.
+    share
+        In (0, 1). The number is rounded half up; at least one image validates and at least one trains, and a client
+        with a single image keeps it for training.
+    seed
+        Fixes the draw.
+    """
+    rng = np.random.default_rng(np.random.SeedSequence([seed, 201]))
+    clients = []
+    for client in partition.clients:
+        n = len(client.train)
+        count = min(n - 1, max(1, int(share * n + 0.5)))
+        taken = rng.permutation(n) < count
+        clients.append(replace(client, train=client.train[~taken], validation=client.train[taken]))
+    settings = {**partition.settings, "validation": share}
+    return Partition(partition.kind, partition.split, tuple(clients), _hash(tuple(clients)), settings)
+
+
 def hold_back(partition: Partition, share: float, seed: int) -> tuple[Partition, Int64]:
     """Take a public set out of the clients' training splits.
 
@@ -474,7 +503,8 @@ def hold_back(partition: Partition, share: float, seed: int) -> tuple[Partition,
 def _hash(clients: Sequence[ClientSplit]) -> str:
     digest = hashlib.sha256()
     for client in clients:
-        for part in (client.train, client.test):
+        # Without validation splits the hash is that of earlier versions.
+        for part in (client.train, client.test, *([client.validation] if len(client.validation) else [])):
             digest.update(len(part).to_bytes(8, "little"))
             digest.update(np.ascontiguousarray(part, dtype="<i8").tobytes())
     return digest.hexdigest()

@@ -233,11 +233,21 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     table = Table(
         title=f"{summary['method']} on {summary['dataset']}, {summary['clients']} clients, {summary['rounds']} rounds"
     )
-    for name in ("protocol", "last %", "best %", "std over clients", "balanced %"):
+    columns = {"all clients %": "last", "std over clients": "last_std", "balanced %": "balanced", "best %": "best"}
+    for name, key in (("validation %", "validation"), ("last round's clients %", "participants")):
+        if any(scores.get(key) is not None for scores in summary["accuracy"].values()):
+            columns[name] = key
+    for name in ("protocol", *columns):
         table.add_column(name, justify="left" if name == "protocol" else "right")
     for protocol, scores in summary["accuracy"].items():
-        table.add_row(protocol, *(percent(scores[name]) for name in ("last", "best", "last_std", "balanced")))
+        table.add_row(protocol, *(percent(scores.get(key)) for key in columns.values()))
     Console().print(table)
+    headline = summary.get("headline")
+    if headline:
+        text = (
+            f"headline: {headline['score']} {percent(headline['value'])} %, mean over all {headline['clients']} clients"
+        )
+        Console(highlight=False).print(f"{text}, {headline['point']}", soft_wrap=True)
     sizes = summary["test_sizes"]
     text = (
         f"test images per client: {sizes['min']} to {sizes['max']}, mean {sizes['mean']:.1f}; "

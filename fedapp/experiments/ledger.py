@@ -236,13 +236,13 @@ class LargerOverSeeds(Rule):
 
 
 def target_of(runs: list[RunResult], protocol: str) -> float:
-    """Return the accuracy to count rounds to: what runs reach in their last round, mean over seeds, less one point."""
-    return float(np.mean([run.rounds[f"{protocol}_accuracy"].iloc[-1] for run in runs])) - 0.01
+    """Return the accuracy to count rounds to: what runs reach after the last round, mean over seeds, less one point."""
+    return float(np.mean([run.curve(protocol)["accuracy"].iloc[-1] for run in runs])) - 0.01
 
 
 def rounds_to(run: RunResult, target: float, protocol: str = "trained") -> float:
-    """Return the first round whose mean accuracy reaches `target`; one more than the last if none does."""
-    first, _ = reached(run.rounds, f"{protocol}_accuracy", target)
+    """Return after how many completed rounds the mean accuracy reaches `target`; one more than all if it never does."""
+    first, _ = reached(run.curve(protocol), target)
     return float(run.rounds["round"].iloc[-1]) + 1 if np.isnan(first) else first
 
 

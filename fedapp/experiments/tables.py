@@ -28,7 +28,6 @@ from fedapp.results.statistics import (
     reached,
     signed_rank,
     spread,
-    traffic,
     until,
 )  # fmt: skip
 
@@ -66,9 +65,10 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
 
     Returns
     -------
-    Columns of :func:`describe`, then `clients`, `rounds`, and by protocol `last`, `best`, `last_std`, `pooled`,
-    `balanced`, `worst` (client), `worst_decile`, `target`, `target_rounds`, `target_bytes`; then CCVR's calibration,
-    bytes per client and round, dropped replies, test images per client, why it stopped early, and seconds.
+    Columns of :func:`describe`, then `clients`, `rounds`, and by protocol `last`, `last_std`, `best`, `best_pooled`,
+    `participants`, `validation` (see `accuracy_summary`), `pooled`, `balanced`, `worst` (client), `worst_decile`,
+    `target`, `target_rounds`, `target_bytes`; then CCVR's calibration, bytes per client and round, dropped replies,
+    test images per client, why it stopped early, and seconds.
     """
     references = {(j.setting, j.seed): j.result for j in jobs if j.variant.label == reference}
     rows = []
@@ -82,9 +82,10 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
                 goal = references[job.setting, job.seed].summary["accuracy"].get(p, {}).get("last")
             goal = math.nan if goal is None else goal
             worst, decile = run.weakest(p)
-            count, moved = reached(run.rounds, f"{p}_accuracy", goal)
+            count, moved = reached(run.curve(p), goal)
             values = {
-                **{name: scores.get(name) for name in ("last", "best", "last_std")},
+                **{name: scores.get(name) for name in ("last", "last_std", "best", "best_pooled", "participants")},
+                "validation": scores.get("validation"),
                 "pooled": summary.get("pooled", {}).get(p), "balanced": scores.get("balanced"), "worst": worst,
                 "worst_decile": decile, "target": goal, "target_rounds": count, "target_bytes": moved,
             }  # fmt: skip
@@ -98,26 +99,18 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
 
 
 def curves(jobs: Sequence[Job]) -> pd.DataFrame:
-    """Return the learning curves, a row a run, round and protocol.
+    """Return the learning curves, a row a run, protocol and point.
 
     Returns
     -------
-    Columns of :func:`describe`, `round`, `protocol`, `accuracy`, `std` and `pooled` (over clients), `balanced`, `loss`,
-    `train_loss`, `total_bytes` (all clients, both ways, up to this round).
+    Columns of :func:`describe`, `protocol`, and those of `RunResult.curve`.
     """
     parts = []
     for job in jobs:
-        rounds = job.result.rounds
         for p in PROTOCOLS:
-            if f"{p}_accuracy" not in rounds or rounds[f"{p}_accuracy"].isna().all():
-                continue
-            names = {
-                "accuracy": f"{p}_accuracy", "std": f"{p}_accuracy_std", "pooled": f"{p}_accuracy_pooled",
-                "balanced": f"{p}_balanced", "loss": f"{p}_loss", "train_loss": "train_loss",
-            }  # fmt: skip
-            part = rounds.reindex(columns=["round", *names.values()]).set_axis(["round", *names], axis=1)
-            part = part.assign(**describe(job), protocol=p, total_bytes=traffic(rounds))
-            parts.append(part[[*describe(job), "round", "protocol", *names, "total_bytes"]])
+            curve = job.result.curve(p)
+            if len(curve):
+                parts.append(curve.assign(**describe(job), protocol=p)[[*describe(job), "protocol", *curve.columns]])
     return pd.concat(parts, ignore_index=True) if parts else pd.DataFrame()
 
 
@@ -217,14 +210,15 @@ def setting_title(part: pd.DataFrame) -> str:
 
 
 SCORES: Mapping[str, str] = {
-    "received": "received_last", "trained": "trained_last", "best trained": "trained_best",
+    "trained": "trained_last", "received": "received_last", "trained, last round's clients": "trained_participants",
+    "validation": "trained_validation", "best trained": "trained_best", "best trained, pooled": "trained_best_pooled",
     "balanced received": "received_balanced", "balanced trained": "trained_balanced", "global": "global_last",
     "global, uncalibrated": "calibration_before",
 }  # fmt: skip
 """Columns of the first table of a setting -> columns of results.csv."""
 Columns: TypeAlias = Mapping[str, Callable[[pd.DataFrame], str]]
 """Columns of a printed table -> what writes the cell of one method from its rows."""
-MEANING = "received: before local training; trained: after local training"
+MEANING = "received: after the last round, before local training; trained: after one more local training"
 """Stands at the top of every table of scores."""
 
 
@@ -252,8 +246,8 @@ def print_tables(table: pd.DataFrame, tests: pd.DataFrame, titles: Mapping[str, 
             console.print(shown)
     size = float(table["test_mean"].mean())
     lines = [
-        "received, trained: each client's own test split, mean over clients; balanced: mean recall over all classes on "
-        "all clients' test images. Last round unless it says best.",
+        "received, trained: each client's own test split, mean over all clients; balanced: mean recall over all "
+        "classes on all clients' test images; best: the best round, chosen on test images, as many papers report it.",
         f"test images per client: {size:.0f} on average, so one image is {100 / max(1.0, size):.1f} points of "
         "one client's own score.",
     ]
@@ -294,7 +288,7 @@ def _tables(
         {
             "worst client": lambda rows: spread(rows["trained_worst"]),
             "worst tenth": lambda rows: spread(rows["trained_worst_decile"]),
-            f"rounds to {goal}": lambda rows: until(rows["trained_target_rounds"]),
+            f"completed rounds to {goal}": lambda rows: until(rows["trained_target_rounds"]),
             "MB to it, all clients": lambda rows: until(rows["trained_target_bytes"], 1e-6, 2),
             "bytes up": lambda rows: f"{rows['bytes_up'].mean():,.0f}",
             "bytes down": lambda rows: f"{rows['bytes_down'].mean():,.0f}",

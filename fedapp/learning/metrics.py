@@ -21,8 +21,13 @@ def std(values: Iterable[float]) -> float:
     return float(array.std()) if len(array) else float("nan")
 
 
-def client_row(metrics: Mapping[str, Any], protocols: Iterable[str]) -> dict[str, float]:
-    """Return one client's columns: sums and counts as they came, and the accuracy and loss they give."""
+def client_row(metrics: Mapping[str, Any], protocols: Iterable[str], validation: bool = False) -> dict[str, float]:
+    """Return one client's columns: sums and counts as they came, and the accuracy and loss they give.
+
+    Parameters
+    ----------
+    validation : whether clients hold out images for validation, so that there is a column for it.
+    """
     row: dict[str, float] = {"num_samples": float(metrics.get("num-examples", math.nan))}
     for p in protocols:
         total = float(metrics.get(f"{p}-total", math.nan))
@@ -32,6 +37,9 @@ def client_row(metrics: Mapping[str, Any], protocols: Iterable[str]) -> dict[str
         row[f"{p}_accuracy"] = correct / total if total else math.nan
         row[f"{p}_loss"] = loss / total if total else math.nan
         row[f"{p}_balanced"] = float(metrics.get(f"{p}-balanced", math.nan))
+        if validation:
+            total = float(metrics.get(f"{p}-validation-total", math.nan))
+            row[f"{p}_validation"] = float(metrics.get(f"{p}-validation-correct", math.nan)) / (total or math.nan)
     row["train_loss"] = float(metrics.get("train-loss", math.nan))
     if "cross-entropy" in metrics:  # of methods whose training loss has further terms, and that report it
         row["cross_entropy"] = float(metrics["cross-entropy"])
@@ -48,20 +56,24 @@ def summarise(rows: Iterable[Mapping[str, float]], protocols: Iterable[str]) -> 
     """Return the averages of a round over its clients.
 
     `<protocol>_accuracy` is the unweighted mean, `_std` its spread over clients (ddof 0), `_pooled` is weighted by test
-    size.
+    size. `_validation`, where images are held out for it, is the mean accuracy on them.
     """
     rows = list(rows)
     out: dict[str, float] = {}
     for p in protocols:
-        accuracy = [r[f"{p}_accuracy"] for r in rows]
-        total = float(np.nansum([r[f"{p}_total"] for r in rows])) if rows else 0.0
-        correct = float(np.nansum([r[f"{p}_correct"] for r in rows])) if rows else 0.0
-        out[f"{p}_accuracy"] = mean(accuracy)
-        out[f"{p}_accuracy_std"] = std(accuracy)
+        column = {
+            name: [r.get(f"{p}_{name}", math.nan) for r in rows]
+            for name in ("accuracy", "correct", "total", "loss", "balanced")
+        }
+        correct, total = float(np.nansum(column["correct"])), float(np.nansum(column["total"]))
+        out[f"{p}_accuracy"] = mean(column["accuracy"])
+        out[f"{p}_accuracy_std"] = std(column["accuracy"])
         out[f"{p}_accuracy_pooled"] = correct / total if total else math.nan
-        out[f"{p}_loss"] = mean(r[f"{p}_loss"] for r in rows)
-        out[f"{p}_balanced"] = mean(r[f"{p}_balanced"] for r in rows)
-    out["train_loss"] = mean(r["train_loss"] for r in rows)
+        out[f"{p}_loss"] = mean(column["loss"])
+        out[f"{p}_balanced"] = mean(column["balanced"])
+        if any(f"{p}_validation" in r for r in rows):
+            out[f"{p}_validation"] = mean(r.get(f"{p}_validation", math.nan) for r in rows)
+    out["train_loss"] = mean(r.get("train_loss", math.nan) for r in rows)
     if any("cross_entropy" in r for r in rows):
         out["cross_entropy"] = mean(r.get("cross_entropy", math.nan) for r in rows)
     return out

@@ -44,6 +44,7 @@ class Task:
     model : name of the client's architecture.
     x_train, x_test : (n, H, W, channels) uint8 tensors on the client's device.
     y_train, y_test : (n,) int64, values 0 .. C - 1.
+    x_validation, y_validation : held out from training to choose settings by, or None.
     x_union, y_union : the union of all clients' test splits for the balanced score (simulation only), or None.
     train : settings of local training.
     buffers : floating-point buffers (BatchNorm's statistics): `global` = shared like parameters, `local` = kept by
@@ -61,6 +62,8 @@ class Task:
     y_train: Tensor
     x_test: Tensor
     y_test: Tensor
+    x_validation: Tensor | None = None
+    y_validation: Tensor | None = None
     x_union: Tensor | None = None
     y_union: Tensor | None = None
     train: TrainSpec = field(default_factory=TrainSpec)

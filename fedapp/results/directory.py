@@ -39,6 +39,7 @@ from fedapp.config import RunConfig, write_toml
 from fedapp.errors import BadRequest
 from fedapp.learning.metrics import tidy
 from fedapp.process import processor
+from fedapp.results.statistics import measured
 from fedapp.transport.client_manager import Dropped
 
 PACKAGES = ("fedapp", "flwr", "ray", "torch", "torchvision", "numpy", "pandas", "scikit-learn", "scipy")
@@ -308,29 +309,50 @@ def cell(value: Any) -> Any:
 
 
 def accuracy_summary(
-    rounds: pd.DataFrame, final: Mapping[str, float], protocols: tuple[str, ...]
+    rounds: pd.DataFrame,
+    evaluations: pd.DataFrame,
+    final: Mapping[str, float],
+    protocols: tuple[str, ...],
+    clients: int,
 ) -> dict[str, dict[str, Any]]:
-    """Return `summary.json`'s accuracy entry: last, best, last_std and balanced by protocol.
+    """Return `summary.json`'s accuracy entry by protocol. All but `participants` are over all clients.
 
-    `received.last` comes from the final evaluation of all clients, `trained.last` from the last round, `global.last`
-    from the final evaluation where it scored the global model, else from the last round. `best` is the best round of
-    rounds.csv or the final evaluation; it looks at test data, so it is never the headline.
+    Parameters
+    ----------
+    rounds, evaluations : rounds.csv and evaluations.csv.   final : means over final.csv, and `global_accuracy`.
+    clients : the number of all clients.
+
+    Returns
+    -------
+    last, last_std, balanced : of the final evaluation: mean, standard deviation over clients, balanced score.
+    best, best_pooled : the highest mean, and the highest mean weighted by test size, of the final evaluation, of
+        `evaluations.csv`, and of the rounds in which all clients took part. They look at test data, so they are never
+        the headline.
+    participants : where the last round had only a part of the clients, their mean in that round.
+    validation : mean over the images that are held out from training; only where there are any.
     """
     out: dict[str, dict[str, Any]] = {}
+    full = rounds[rounds["clients"] == clients] if len(rounds) else rounds
     for p in protocols:
         column = f"{p}_accuracy"
-        history = [float(v) for v in rounds.get(column, pd.Series(dtype=float)).dropna()]
-        newest = history[-1] if history else math.nan
+        newest = rounds[column].iloc[-1] if column in rounds and len(rounds) else math.nan
+        part = len(rounds) and rounds["clients"].iloc[-1] < clients
         if p == "global":
-            if not history:
+            if column not in rounds or rounds[column].isna().all():
                 continue
-            last, std = final.get(column, newest), math.nan
-        elif p == "received":
-            last, std = final.get(column, math.nan), final.get(f"{column}_std", math.nan)
+            best = max(measured([*rounds[column], final.get(column)]))
+            out[p] = {"last": final.get(column, newest), "best": best, "last_std": math.nan}
+            out[p]["balanced"] = final.get(f"{p}_balanced", math.nan)
         else:
-            last = newest
-            std = float(rounds[f"{column}_std"].iloc[-1]) if len(rounds) else final.get(f"{column}_std", math.nan)
-        best = max((v for v in [*history, last] if not math.isnan(v)), default=math.nan)
-        values = {"last": last, "best": best, "last_std": std, "balanced": final.get(f"{p}_balanced", math.nan)}
-        out[p] = {name: tidy(value) for name, value in values.items()}
-    return out
+            highest = {}
+            for name, source in (("best", column), ("best_pooled", f"{column}_pooled")):
+                seen = [v for table in (full, evaluations) for v in table.get(source, ())]
+                highest[name] = max(measured([*seen, final.get(source)]), default=math.nan)
+            out[p] = {
+                "last": final.get(column, math.nan), "best": highest["best"],
+                "last_std": final.get(f"{column}_std", math.nan), "balanced": final.get(f"{p}_balanced", math.nan),
+                "best_pooled": highest["best_pooled"], "participants": newest if part else math.nan,
+            }  # fmt: skip
+            if f"{p}_validation" in final:
+                out[p]["validation"] = final[f"{p}_validation"]
+    return {p: {name: tidy(float(value)) for name, value in scores.items()} for p, scores in out.items()}

@@ -116,14 +116,26 @@ def of_run(run: RunResult) -> tuple[str, Gallery]:
 
 def _scores(run: RunResult, protocols: Sequence[str]) -> Table:
     pooled = run.summary.get("pooled") or {}
+    named = {"validation": "validation", "participants": "last round's clients"}
+    more = {key: name for key, name in named.items() if any(not math.isnan(run.score(p, key)) for p in protocols)}
     rows = [
         [
             meaning([p]), share(run.score(p)), share(run.score(p, "last_std")), share(pooled.get(p)),
-            share(run.score(p, "balanced")), share(run.score(p, "best")),
+            share(run.score(p, "balanced")), share(run.score(p, "best")), share(run.score(p, "best_pooled")),
+            *(share(run.score(p, key)) for key in more),
         ]
         for p in protocols
     ]  # fmt: skip
-    return Table(["accuracy in %", "last", "std over clients", "pooled", "balanced", "best round"], rows)
+    head = [
+        "accuracy in %",
+        "all clients",
+        "std over clients",
+        "pooled",
+        "balanced",
+        "best round",
+        "best round, pooled",
+    ]
+    return Table([*head, *more.values()], rows)
 
 
 def _test_images(runs: Sequence[RunResult]) -> float:
@@ -300,10 +312,15 @@ def of_comparison(comparison: Comparison) -> tuple[str, Gallery]:
 
 
 COLUMNS = (
-    ("received", "received", "last"), ("trained", "trained", "last"), ("received balanced", "received", "balanced"),
-    ("trained balanced", "trained", "balanced"), ("global", "global", "last"),
+    ("trained", "trained", "last"), ("received", "received", "last"), ("trained balanced", "trained", "balanced"),
+    ("received balanced", "received", "balanced"), ("global", "global", "last"),
+    ("trained, validation", "trained", "validation"),
+    ("trained, last round's clients", "trained", "participants"),
 )  # fmt: skip
-BEST = (("best received", "received", "best"), ("best trained", "trained", "best"))
+BEST = (
+    ("best trained", "trained", "best"), ("best trained, pooled", "trained", "best_pooled"),
+    ("best received", "received", "best"),
+)  # fmt: skip
 
 
 def _setting_tables(comparison: Comparison, runs: Sequence[RunResult]) -> dict[str, Any]:
@@ -327,7 +344,7 @@ def _setting_tables(comparison: Comparison, runs: Sequence[RunResult]) -> dict[s
             mean_and_std(r.summary.get(key) for r in members)[0] for key in ("bytes_up", "bytes_down", "seconds")
         )
         rows.append([name, *counted, Cell(size(up)), Cell(size(down)), Cell(duration(seconds))])
-    head = [f"rounds to {level}", "traffic to it"] if level else []
+    head = [f"completed rounds to {level}", "traffic of these"] if level else []
     significance, reference = _significance(comparison, runs)
     return {
         "meaning": meaning(p for p in PROTOCOL_TEXT if any(p in r.protocols for r in runs)),
@@ -391,8 +408,11 @@ def _significance(comparison: Comparison, runs: Sequence[RunResult]) -> tuple[Ta
             if line.empty or line["mean_difference"].isna().all():
                 row.append(None)
                 continue
-            p, points = float(line["p_holm"].iloc[0]), 100 * float(line["mean_difference"].iloc[0])
-            row.append(Cell(f"{points:+.1f}, {probability(p)}", strong=p < 0.05))
+            p, mean = float(line["p_holm"].iloc[0]), float(line["mean_difference"].iloc[0])
+            over_seeds = float(line.get("std_over_seeds", pd.Series([math.nan])).iloc[0])
+            text = f"{100 * mean:+.1f}" + ("" if math.isnan(over_seeds) else f" ± {100 * over_seeds:.1f}")
+            # Clients of one federation are not independent: a difference that the seeds do not share is not bold.
+            row.append(Cell(f"{text}, {probability(p)}", strong=p < 0.05 and not abs(mean) <= over_seeds))
         rows.append(row)
     head = ["method", *(str(m).replace("_accuracy", "").replace("_", " ") for m in measures)]
     return Table(head, rows), str(next(iter(table["reference"]), ""))

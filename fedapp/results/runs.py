@@ -26,7 +26,8 @@ from fedapp import config as configuration
 from fedapp.config import RunConfig
 from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.errors import BadRequest
-from fedapp.results.statistics import Ints, worst
+from fedapp.learning.metrics import summarise
+from fedapp.results.statistics import Ints, traffic, worst
 
 GRID = "grid.csv"
 """The points of a comparison's search, with the one that was chosen for each method and setting."""
@@ -101,6 +102,7 @@ class RunResult:
     label : in a comparison the method's id with its own values, `fedprox(mu=0.1)`; else the id.
     setting : in a comparison the run-config keys in which its settings differ, without those of the method.
     rounds, clients : `rounds.csv` and `clients.csv`, a row a round, and a row a client and round.
+    evaluations : `evaluations.csv`, a row an evaluation of all clients between rounds.
     final : `final.csv`, a row a client, scored after the last round.
     dropped : `dropped.csv`, a row a reply that did not count.
     summary : `summary.json`; empty until the run ends.
@@ -114,6 +116,7 @@ class RunResult:
     setting: Mapping[str, Any] = field(default_factory=dict)
 
     rounds, clients = _table("rounds.csv"), _table("clients.csv")
+    evaluations = _table("evaluations.csv")
     final, dropped = _table("final.csv"), _table("dropped.csv")
     summary, versions = _json("summary.json"), _json("versions.json")
     card, error = _json("data_card.json"), _json("error.json")
@@ -193,8 +196,56 @@ class RunResult:
         measured = tuple(p for p in PROTOCOL_TEXT if f"{p}_accuracy" in self.rounds)
         return ("trained",) if self.alone else measured
 
+    @property
+    def sampled(self) -> bool:
+        """Whether some rounds had only a part of the clients."""
+        return bool(len(self.rounds)) and float(self.flat.get("fraction-train", 1.0)) < 1
+
+    def curve(self, protocol: str) -> pd.DataFrame:
+        """Return the scores of a protocol by the number of completed rounds that are behind the scored model.
+
+        A client that is scored in round t holds what the server made in round t - 1, and perhaps trained it once: t - 1
+        rounds are completed. The last row is the evaluation of all clients after the last round, which tables show.
+        Where the clients of a round are sampled and `evaluations.csv` has scores of all clients, those stand in place
+        of the participants' scores.
+
+        Returns
+        -------
+        Columns `completed`, `accuracy`, `std` and `pooled` (over clients), `balanced`, `loss`, `clients` (how many were
+        scored) and `bytes` (of all clients in the completed rounds, both ways); no rows where nothing was measured.
+        """
+        names = {
+            "accuracy": f"{protocol}_accuracy", "std": f"{protocol}_accuracy_std",
+            "pooled": f"{protocol}_accuracy_pooled", "balanced": f"{protocol}_balanced", "loss": f"{protocol}_loss",
+        }  # fmt: skip
+        rounds = self.rounds
+        if names["accuracy"] not in rounds:
+            return pd.DataFrame(columns=["completed", *names, "clients", "bytes"])
+        after = 0 if protocol == "global" else 1
+        moved = dict(zip([0, *rounds["round"]], [0.0, *traffic(rounds)]))
+        last = int(rounds["round"].max()) if len(rounds) else 0
+        ends = rounds.assign(completed=rounds["round"] - after)
+        if after and self.sampled and names["accuracy"] in self.evaluations:
+            ends = self.evaluations.assign(completed=self.evaluations["round"])
+        if protocol == "global":
+            ended = pd.DataFrame(
+                [{names["accuracy"]: self.score("global"), names["balanced"]: self.score("global", "balanced")}]
+            )
+        else:
+            ended = pd.DataFrame([summarise(self.final.to_dict("records"), [protocol])] if len(self.final) else [])
+            ended["clients"] = len(self.final)
+        # Earlier versions scored each client as it was last trained, which rounds.csv says already.
+        repeated = protocol == "trained" and not self.flat.get("final-training", False)
+        if len(ended) and not repeated:
+            ends = pd.concat([ends, ended.assign(completed=last)])
+        curve = ends.reindex(columns=["completed", *names.values(), "clients"]).set_axis(
+            ["completed", *names, "clients"], axis=1
+        )
+        curve = curve.dropna(subset=["accuracy"]).drop_duplicates(["completed", "accuracy"], keep="first")
+        return curve.assign(bytes=[moved.get(c, 0.0) for c in curve["completed"]]).reset_index(drop=True)
+
     def score(self, protocol: str, name: str = "last") -> float:
-        """Return one number of the summary: `last`, `best`, `last_std` or `balanced`; NaN where it is missing.
+        """Return one number of the summary, `last`, `best`, `participants`, ...; NaN where it is missing.
 
         Standalone has no `received` score: see :data:`ONE_SCORE`.
         """

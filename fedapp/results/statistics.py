@@ -63,17 +63,19 @@ def traffic(rounds: pd.DataFrame) -> Floats:
     return np.asarray(moved.cumsum(), dtype=np.float64)
 
 
-def reached(rounds: pd.DataFrame, column: str, target: float) -> tuple[float, float]:
-    """Return the first round whose `column` is at least `target`, and the bytes of :func:`traffic` up to its end.
+def reached(curve: pd.DataFrame, target: float) -> tuple[float, float]:
+    """Return after how many completed rounds a curve is first at least at `target`, and the bytes of these rounds.
 
-    Both are NaN where no round reaches the target, or where the column or the target is missing.
+    Both are NaN where the curve never gets there, or where the target is missing.
+
+    Parameters
+    ----------
+    curve : columns `completed`, `accuracy` and `bytes`, as `RunResult.curve` returns them.
     """
-    if column not in rounds or math.isnan(target):
-        return math.nan, math.nan
-    hits = np.flatnonzero(rounds[column].to_numpy(dtype=float) >= target)
+    hits = np.flatnonzero(curve["accuracy"].to_numpy(dtype=float) >= target)
     if not len(hits):
         return math.nan, math.nan
-    return float(rounds["round"].iloc[hits[0]]), float(traffic(rounds)[hits[0]])
+    return float(curve["completed"].iloc[hits[0]]), float(curve["bytes"].iloc[hits[0]])
 
 
 # ---- over seeds ------------------------------------------------------------------------------------------------------

@@ -243,6 +243,8 @@ def node_task(config: RunConfig, node: Node, device: torch.device) -> Task:
             for x, y in ((data.x_train, data.y_train), (data.x_test, data.y_test))
         )
         task = simulated.assemble(config, node.client, len(data.classes), data.inputs, train, test, extras)
+        if config.validation:
+            task = _held_out(task, config.validation)
         classes = data.classes
     else:
         total = config.clients or node.partitions
@@ -252,6 +254,20 @@ def node_task(config: RunConfig, node: Node, device: torch.device) -> Task:
     if node.own or node.model:
         check_model(task.model, channels=task.inputs.channels, size=task.inputs.size)
     return task
+
+
+def _held_out(task: Task, share: float) -> Task:
+    """Move a share of a node's own training images to its validation split, as `partitions.hold_out` does."""
+    everything = partitions.ClientSplit(np.arange(task.num_samples), np.zeros(0, np.int64))
+    (split,) = partitions.hold_out(partitions.Partition("", "", (everything,), "", {}), share, 0).clients
+    train, held_out = (torch.from_numpy(rows).to(task.y_train.device) for rows in (split.train, split.validation))
+    return replace(
+        task,
+        x_train=task.x_train[train],
+        y_train=task.y_train[train],
+        x_validation=task.x_train[held_out],
+        y_validation=task.y_train[held_out],
+    )
 
 
 def fingerprint(classes: tuple[str, ...]) -> str:

@@ -45,7 +45,7 @@ class FederatedData:
     _made: dict[tuple[int, str], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def tensors(self, part: str, client: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the images (n, H, W, C) uint8 and labels (n,) int64 of a client's `train` or `test` split.
+        """Return images (n, H, W, C) uint8 and labels (n,) int64 of a client's `train`, `test` or `validation` split.
 
         `union` is the common test set for the balanced score, the same for every `client`.
         """
@@ -95,7 +95,7 @@ def federated(config: RunConfig, clients: int) -> FederatedData:
     return _federated(
         config.dataset, config.data_dir, config.data_fraction, config.partition, config.split, clients,
         config.data_seed, config.alpha, config.classes_per_client, config.min_samples, config.test_share,
-        public_source(config),
+        public_source(config), config.validation,
     )  # fmt: skip
 
 
@@ -113,6 +113,7 @@ def _federated(
     min_samples: int,
     test_share: float,
     public: PublicSource | None,
+    validation: float,
 ) -> FederatedData:
     dataset = datasets.sample(datasets.load(name, data_dir or None), fraction, sampling.rng(seed, "data-fraction"))
     if split == "auto":
@@ -129,6 +130,8 @@ def _federated(
     elif public is not None:
         # Where data-dir is the user's own data, it does not hold other data sets.
         images = draw_images(public, dataset.name, inputs, "" if name in OWN else data_dir, seed)
+    if validation:
+        partition = partitions.hold_out(partition, validation, seed)
     return FederatedData(dataset, partition, inputs, seed, images)
 
 
@@ -165,11 +168,12 @@ def simulated_task(config: RunConfig, client: int, clients: int, device: torch.d
     if not 0 <= client < clients:
         raise BadRequest(f"client-id (partition-id) {client} is not among the {clients} clients 0 .. {clients - 1}")
     data = federated(config, clients)
-    train, test = (data.tensors(part, client, device) for part in ("train", "test"))
+    train, test, held_out = (data.tensors(part, client, device) for part in partitions.PARTS)
     x_union, y_union = data.tensors("union", -1, device)
     extras = {} if data.public is None else {"public": data.public_tensor(device)}
     task = assemble(config, client, data.dataset.num_classes, data.inputs, train, test, extras)
-    return replace(task, x_union=x_union, y_union=y_union)
+    task = replace(task, x_union=x_union, y_union=y_union)
+    return replace(task, x_validation=held_out[0], y_validation=held_out[1]) if config.validation else task
 
 
 def assemble(

@@ -167,7 +167,7 @@ def curves(
             axes.set_xscale("log")
             axes.xaxis.set_major_formatter("{x:g}")
         else:
-            axes.xaxis.set_major_locator(MaxNLocator(6, integer=xlabel == "round"))
+            axes.xaxis.set_major_locator(MaxNLocator(6, integer=xlabel.endswith(("round", "rounds"))))
     if baseline is not None:
         grid[0].axhline(baseline, color=MUTED, linewidth=1.0, linestyle=DOTTED)
     low, high = grid[0].get_ylim()

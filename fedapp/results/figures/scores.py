@@ -8,36 +8,38 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 import pandas as pd
 
-from fedapp.results import statistics
 from fedapp.results.analysis import Unavailable, config_of
 from fedapp.results.figures import plots
 from fedapp.results.figures.plots import Array, Curve
 from fedapp.results.figures.style import Drawing
 from fedapp.results.figures.words import Runs, Words, alone, named, percent, setting_text, unfinished
-from fedapp.results.runs import PROTOCOL_TEXT, RunResult, groups_of, read_table, uses
+from fedapp.results.runs import PROTOCOL_TEXT, RunResult, groups_of, uses
 
 # ---- scores of a run -------------------------------------------------------------------------------------------------
-
-
-def _measured(run: RunResult, column: str) -> pd.DataFrame:
-    """Return the rounds that measured a column; no rows where none did."""
-    return run.rounds.dropna(subset=[column]) if column in run.rounds else run.rounds.iloc[:0]
 
 
 def _protocol_curves(run: RunResult, what: str) -> list[Curve]:
     """Curves of a run by protocol: `what` is accuracy (bands: standard deviation over clients) or balanced."""
     curves = []
     for p in run.protocols:
-        shown = _measured(run, f"{p}_{what}")
+        shown = run.curve(p).dropna(subset=[what])
         if len(shown):
-            spread = shown.get(f"{p}_{what}_std")
-            curves.append(
-                Curve(
-                    named(p), shown["round"].to_numpy(float), shown[f"{p}_{what}"].to_numpy(float),
-                    None if spread is None else spread.to_numpy(float),
-                )
-            )  # fmt: skip
+            band = shown["std"].to_numpy(float) if what == "accuracy" and p != "global" else None
+            curves.append(Curve(named(p), shown["completed"].to_numpy(float), shown[what].to_numpy(float), band))
     return curves
+
+
+COMPLETED = "completed rounds"
+"""The x axis of learning curves."""
+
+
+def _counted(runs: Runs) -> str:
+    """Say which clients the points of learning curves count."""
+    if not any(r.sampled for r in runs):
+        return "Mean over all clients."
+    if all(r.sampled and len(r.evaluations) for r in runs):
+        return "Mean over all clients, each scored after every evaluation."
+    return "Mean over the sampled clients of a round; the last point is over all clients, as in the tables."
 
 
 def learning_curves(runs: Runs) -> Words:
@@ -50,16 +52,20 @@ def learning_curves(runs: Runs) -> Words:
     if balanced:
         panels["balanced: mean recall over all classes"] = balanced
     ends = "; ".join(
-        f"{c.label} from {percent(c.mean[0])} in round {c.x[0]:.0f} to {percent(c.mean[-1])} in round {c.x[-1]:.0f}"
+        f"{c.label} from {percent(c.mean[0])} after {c.x[0]:.0f} rounds to {percent(c.mean[-1])} after {c.x[-1]:.0f}"
         for c in panels["accuracy"]
     )
     guess = run.card.get("majority_mean")
-    caption = f"Mean over the clients of a round; bands: one standard deviation over clients.{alone(runs)}"
+    caption = f"By completed rounds. {_counted(runs)} Bands: one standard deviation over clients.{alone(runs)}"
     if balanced:
         caption += " Balanced scores are on all clients' test images."
     if guess is not None:
         caption += f" Dotted: guessing each client's majority class, {percent(guess)}."
-    return caption, f"Line chart of accuracy by round: {ends}.", plots.curves(panels, baseline=guess)
+    return (
+        caption,
+        f"Line chart of accuracy by completed rounds: {ends}.",
+        plots.curves(panels, baseline=guess, xlabel=COMPLETED),
+    )
 
 
 def client_accuracy(runs: Runs) -> Words:
@@ -115,7 +121,7 @@ def epochs_done(run: RunResult, rounds: Array) -> Array:
     if getattr(hparams, "epochs", "") == "growing":
         each_round = np.minimum(np.arange(1, len(each_round) + 1), 20).astype(float)
     before = getattr(getattr(hparams, "chosen", None), "warmup_epochs", 0)
-    return np.asarray(before + np.cumsum(each_round)[rounds.astype(int) - 1])
+    return np.asarray(before + np.r_[0.0, np.cumsum(each_round)][rounds.astype(int)])
 
 
 def by_epochs(runs: Runs, protocol: str = "trained") -> Words:
@@ -124,14 +130,11 @@ def by_epochs(runs: Runs, protocol: str = "trained") -> Words:
     for label, members in by_method(runs).items():
         tables = []
         for run in members:
-            column = f"{protocol}_accuracy"
-            shown = _measured(run, column)
-            evaluations = read_table(run.out / "evaluations.csv")
-            if float(run.flat.get("fraction-train", 1)) < 1 and column in evaluations:
-                shown = evaluations.dropna(subset=[column])
+            shown = run.curve(protocol)
             if len(shown):
-                done = epochs_done(run, shown["round"].to_numpy())
-                tables.append(pd.DataFrame({"epochs": done, "accuracy": shown[column].to_numpy(float)}))
+                # What is scored after local training has trained once more than rounds are completed.
+                done = epochs_done(run, shown["completed"].to_numpy() + (protocol == "trained"))
+                tables.append(shown[["accuracy"]].assign(epochs=done)[["epochs", "accuracy"]])
         if tables:
             lines.append(_mean(label, pd.concat(tables)))
     if not lines:
@@ -139,8 +142,7 @@ def by_epochs(runs: Runs, protocol: str = "trained") -> Words:
     said = ", ".join(f"{c.label} {percent(c.mean[-1])} after {c.x[-1]:g}" for c in lines)
     return (
         f"Mean accuracy ({named(protocol)}) on the clients' own test splits by local epochs of a client that takes "
-        "part in every round; bands: one standard deviation over seeds. Where clients are sampled, scores are of all "
-        "clients where the run measured them (evaluate-every), else of those of the round.",
+        f"part in every round; bands: one standard deviation over seeds. {_counted(runs)}",
         f"Line chart of accuracy by local epochs: {said}.",
         plots.curves({"": lines}, xlabel="local epochs"),
     )
@@ -204,12 +206,12 @@ def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawin
     ):  # fmt: skip
         panels: dict[str, list[Curve]] = {}
         for p in PROTOCOL_TEXT:
-            column = f"{p}_{what}"
             for label, members in by_method(runs).items():
-                rounds = [_measured(r, column) for r in members if p in r.protocols]
-                rounds = [t[["round", column]] for t in rounds if len(t)]
-                if rounds:
-                    panels.setdefault(named(p), []).append(_mean(label, pd.concat(rounds)))
+                found = [r.curve(p).dropna(subset=[what]) for r in members if p in r.protocols]
+                # After a repair of the head two scores stand at the last round; the table shows the later one.
+                found = [t.drop_duplicates("completed", keep="last")[["completed", what]] for t in found if len(t)]
+                if found:
+                    panels.setdefault(named(p), []).append(_mean(label, pd.concat(found)))
         if panels:
             ends = "; ".join(
                 f"{p}: " + ", ".join(f"{c.label} {percent(c.mean[-1])}" for c in lines) for p, lines in panels.items()
@@ -218,9 +220,9 @@ def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawin
                 Drawing(
                     f"curves-{what}{suffix}",
                     f"Learning curves{', balanced' if what == 'balanced' else ''}" + (f": {name}" if name else ""),
-                    f"Mean {score} by round{bands}. {where}{alone(runs)}",
-                    f"Line charts of {what} by round. Last round: {ends}.",
-                    plots.curves(panels),
+                    f"Mean {score} by completed rounds{bands}. {where} {_counted(runs)}{alone(runs)}",
+                    f"Line charts of {what} by completed rounds. At the end: {ends}.",
+                    plots.curves(panels, xlabel=COMPLETED),
                     source,
                 )
             )
@@ -233,10 +235,11 @@ def traffic_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawing
     """Accuracy against all bytes that travelled so far."""
     lines = []
     for label, (run, *_) in by_method(runs).items():
-        column = next((f"{p}_accuracy" for p in ("received", "trained") if f"{p}_accuracy" in run.rounds), None)
-        moved = statistics.traffic(run.rounds) / 1e6
-        if column is not None and moved[-1] > 0:
-            lines.append(Curve(label, moved, run.rounds[column].to_numpy(float)))
+        curve = next((run.curve(p) for p in ("received", "trained") if f"{p}_accuracy" in run.rounds), None)
+        if curve is not None and curve["bytes"].max() > 0:
+            # The first point has cost nothing: a logarithmic axis cannot show it.
+            curve = curve[curve["bytes"] > 0]
+            lines.append(Curve(label, curve["bytes"].to_numpy(float) / 1e6, curve["accuracy"].to_numpy(float)))
     if not lines:
         raise Unavailable("nothing travelled: the methods train alone")
     said = "; ".join(f"{c.label} {percent(c.mean[-1])} for {c.x[-1]:,.1f} MB" for c in lines)
@@ -289,7 +292,6 @@ def sweeps(runs: Runs, key: str) -> list[Drawing]:
             f"fedapp run --set {key}=VALUE --out DIR/NAME for several values, then fedapp report DIR",
         )
     what, axis, source = SWEEPS[key]
-    counted = " Received and global count all clients, trained those of the last round."
     groups: dict[str, list[RunResult]] = {}
     for run in runs:
         if uses(run, key):
@@ -308,8 +310,8 @@ def sweeps(runs: Runs, key: str) -> list[Drawing]:
                 Drawing(
                     f"sweep-{key}" + (f"-{len(drawings)}" if drawings else ""),
                     f"Accuracy against {what}" + (f": {name}" if name else ""),
-                    "After the last round; error bars: one standard deviation over seeds."
-                    f"{'' if what == 'non-IID degree' else counted}{alone(members)}",
+                    "After the last round, over all clients; error bars: one standard deviation over seeds."
+                    f"{alone(members)}",
                     f"Line charts of accuracy against {key}. {said}.",
                     plots.sweep(panels, axis, log=key == "alpha"),
                     source,

@@ -1,0 +1,168 @@
+"""What a score means: over all clients, at one age, the same number in every table and at the end of every curve."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+from fedapp import config
+from fedapp.core.heads import tukey
+from fedapp.data import partitions
+from fedapp.learning.evaluation import evaluate
+from fedapp.results.directory import accuracy_summary
+from fedapp.results.runs import RunResult
+from fedapp.tasks import simulated
+from fedapp.transport import selection
+
+Tiny = Callable[..., RunResult]
+
+METHODS = ["local", "fedavg", "fedclassavg", "cwfedavg", "fedgh", "fedproto", "ktpfl", "moon", "fedfomo", "ifca"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_evaluation_of_all_clients_measures_what_the_next_round_measures(method: str, tiny: Tiny) -> None:
+    """With all clients in every round the evaluation after round t and round t + 1 see the same models, bit for bit."""
+    result = tiny(method=method, rounds=3, evaluate_every=1)
+    columns = [f"{p}_{what}" for p in ("received", "trained") for what in ("accuracy", "loss", "accuracy_pooled")]
+    after, during = result.evaluations[columns], result.rounds[columns][1:]
+    pd.testing.assert_frame_equal(after, during.reset_index(drop=True), check_exact=True)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedproto", "local"])
+def test_with_sampled_clients_the_headline_is_over_all_of_them(method: str, tiny: Tiny) -> None:
+    result = tiny(method=method, clients=5, fraction_train=0.4, rounds=3)
+    assert list(result.rounds["clients"]) == [2, 2, 2] and len(result.final) == 5
+    trained = result.summary["accuracy"]["trained"]
+    assert trained["last"] == result.summary["headline"]["value"] == result.final["trained_accuracy"].mean()
+    assert trained["participants"] == result.rounds["trained_accuracy"].iloc[-1] != trained["last"]
+    assert trained["best"] == trained["last"], "no round counted all clients"
+    assert (
+        result.summary["headline"]["clients"] == 5 and "one more local training" in result.summary["headline"]["point"]
+    )
+    assert result.curve("trained")["accuracy"].iloc[-1] == trained["last"]
+    assert list(result.curve("trained")["clients"]) == [2, 2, 2, 5]
+
+
+def test_the_headline_is_a_fine_tuned_average(tiny: Tiny) -> None:
+    """FedAvg's `trained` in final.csv by hand: the global model, trained by the client's own loop in the next round."""
+    result = tiny(method="fedavg", clients=3, fraction_train=0.67, rounds=2)
+    settings = config.from_flat(result.flat)
+    method, hparams = settings.method_and_hparams()
+    from fedapp.learning.state import read_safetensors
+
+    arrays, _ = read_safetensors(result.out / "models" / "last.safetensors")
+    for _, row in result.final.iterrows():
+        task = simulated.simulated_task(settings, int(row["client"]), 3, torch.device("cpu"))
+        client = method.client(task, method, hparams)
+        client.round = 3
+        client.model = client.build_model(task.spec(0), hparams)
+        selection.merge(client.model, arrays)
+        client.optimise(None)
+        scores = evaluate(client.model, task.x_test, task.y_test, task.inputs, task.num_classes)
+        assert row["trained_correct"] == scores.correct.sum() and row["trained_total"] == scores.n
+
+
+@pytest.mark.parametrize("method", ["fedclassavg", "fedavg"])
+def test_the_last_training_leaves_nothing_behind(method: str, tiny: Tiny) -> None:
+    runs = {flag: tiny(method=method, rounds=2, final_training=flag) for flag in (True, False)}
+    keep = [c for c in runs[True].rounds.columns if not c.endswith("seconds")]
+    pd.testing.assert_frame_equal(runs[True].rounds[keep], runs[False].rounds[keep], check_exact=True)
+    states = [sorted((r.out / "state" / "run").rglob("*.safetensors")) for r in runs.values()]
+    digests = [[(p.parent.name, p.name.split(".", 1)[1], len(p.read_bytes())) for p in s] for s in states]
+    assert digests[0] == digests[1] and {name for _, name, _ in digests[0]} >= {
+        "000001.safetensors",
+        "000002.safetensors",
+    }
+    stale = runs[False]
+    assert stale.final["trained_accuracy"].mean() == pytest.approx(stale.rounds["trained_accuracy"].iloc[-1])
+    assert runs[True].final["trained_loss"].mean() != stale.final["trained_loss"].mean()
+    assert "last trained" in stale.summary["headline"]["point"]
+
+
+def test_curves_end_at_the_tables_and_stand_at_completed_rounds(tiny: Tiny) -> None:
+    result = tiny(method="fedavg", rounds=3)
+    for p in ("received", "trained", "global"):
+        curve = result.curve(p)
+        assert curve["accuracy"].iloc[-1] == result.score(p)
+        assert list(curve["completed"]) == ([1, 2, 3] if p == "global" else [0, 1, 2, 3])
+    moved = result.summary["bytes_up"] * 3 + result.summary["bytes_down"] * 3
+    assert list(result.curve("trained")["bytes"]) == [0, moved, 2 * moved, 3 * moved]
+    sampled = tiny(method="fedavg", rounds=3, clients=4, fraction_train=0.5, evaluate_every=1)
+    assert list(sampled.curve("received")["completed"]) == [1, 2, 3]
+    assert list(sampled.curve("received")["clients"]) == [4, 4, 4]
+
+
+def test_best_counts_only_points_with_all_clients() -> None:
+    rounds = pd.DataFrame({
+        "clients": [4, 2, 4], "trained_accuracy": [0.5, 0.99, 0.7], "trained_accuracy_pooled": [0.6, 0.99, 0.65],
+    })  # fmt: skip
+    evaluations = pd.DataFrame({"trained_accuracy": [0.8], "trained_accuracy_pooled": [0.55]})
+    final = {"trained_accuracy": 0.75, "trained_accuracy_pooled": 0.62, "trained_accuracy_std": 0.1}
+    found = accuracy_summary(rounds, evaluations, final, ("trained",), 4)["trained"]
+    assert found["best"] == 0.8 and found["best_pooled"] == 0.65 and found["last"] == 0.75
+    assert found["participants"] is None
+    assert accuracy_summary(rounds[:2], evaluations, final, ("trained",), 4)["trained"]["participants"] == 0.99
+
+
+# ---- validation ------------------------------------------------------------------------------------------------------
+
+
+def test_validation_images_are_taken_from_training_and_scored(tiny: Tiny) -> None:
+    result = tiny(method="fedavg", clients=3, rounds=1, validation=0.25)
+    settings = config.from_flat(result.flat)
+    without = simulated.federated(settings.replaced(validation=0.0), 3).partition
+    partition = simulated.federated(settings, 3).partition
+    for before, now in zip(without.clients, partition.clients):
+        assert np.array_equal(before.test, now.test)
+        assert np.array_equal(before.train, np.sort(np.r_[now.train, now.validation]))
+        assert len(now.validation) == int(0.25 * len(before.train) + 0.5)
+    assert partitions.Partition.load(result.out / "partition.npz").hash == partition.hash != without.hash
+    assert json.loads((result.out / "data_card.json").read_text())["validation"] == sum(
+        len(c.validation) for c in partition.clients
+    )
+    by_client = result.final["trained_validation"]
+    assert result.score("trained", "validation") == by_client.mean() and by_client.between(0, 1).all()
+    sizes = np.array([len(c.validation) for c in partition.clients])
+    assert np.allclose(by_client * sizes, np.round(by_client * sizes)), "shares of the validation images"
+    assert list(result.final["num_samples"]) == [len(c.train) for c in partition.clients]
+
+
+def test_one_image_trains_and_two_are_divided() -> None:
+    rows = np.arange(3)
+    split = partitions.ClientSplit
+    whole = partitions.Partition("", "", (split(rows[:1], rows[:0]), split(rows[1:], rows[:0])), "", {})
+    for share in (0.01, 0.99):
+        one, two = partitions.hold_out(whole, share, 0).clients
+        assert (len(one.train), len(one.validation), len(two.train), len(two.validation)) == (1, 0, 1, 1)
+
+
+def test_partitions_without_validation_keep_their_hash(tmp_path: Path) -> None:
+    data = simulated.federated(config.from_flat({"dataset": "digits"}), 4)
+    plain = data.partition
+    held = partitions.hold_out(plain, 0.1, 0)
+    back = tuple(
+        replace(c, train=np.sort(np.r_[c.train, c.validation]), validation=c.validation[:0]) for c in held.clients
+    )
+    assert partitions._hash(back) == plain.hash != held.hash
+    held.save(tmp_path / "p.npz")
+    loaded = partitions.Partition.load(tmp_path / "p.npz")
+    assert all(np.array_equal(a.validation, b.validation) for a, b in zip(loaded.clients, held.clients))
+
+
+def test_tukeys_root_can_be_trained_through() -> None:
+    z = torch.tensor([-1.0, 0.0, 4.0], requires_grad=True)
+    tukey(z).sum().backward()
+    assert tukey(z).tolist() == [0.0, 0.0, 2.0]
+    assert z.grad is not None and z.grad.tolist() == [0.0, 0.0, 0.25]
+
+
+def test_calibrated_heads_with_a_transform_can_be_trained(tiny: Tiny) -> None:
+    result = tiny(method="ccvr", rounds=1, method_args="transform=sample epochs=2 samples=20")
+    assert np.isfinite(result.final["trained_loss"]).all()
