@@ -96,6 +96,12 @@ def test_norms_before_training_are_those_of_the_head_that_all_start_from(tmp_pat
     assert np.ptp(norms["before training"][0]) > 0.01
 
 
+def test_without_a_common_head_there_are_no_norms_before_training(tmp_path: Path) -> None:
+    run(**{**SMALL, "method": "local", "rounds": 1, "out": tmp_path / "run"})
+    with pytest.raises(Unavailable, match="starts from a head of its own"):
+        calibration.norms_by_round(read_run(tmp_path / "run"))
+
+
 def test_norms_by_round_are_the_recorded_ones(tmp_path: Path) -> None:
     run(**{**SMALL, "method": "fedavg", "rounds": 4, "fraction_train": 0.34, "out": tmp_path / "run"})
     data = read_run(tmp_path / "run")

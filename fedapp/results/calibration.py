@@ -121,11 +121,20 @@ def norms_by_round(run: RunResult) -> tuple[list[int], dict[str, Floats]]:
 
     The keys are `before training` (the head that all clients start from), `round 1` and the last round that is known of
     every client. Clients that were not drawn in a round keep the norms of their round before; NaN before the first.
+
+    Raises
+    ------
+    Unavailable : no records of norms, or no head that all clients start from.
     """
     history = head_norm_history(run)
     last = max(int(rounds[-1]) for rounds, _ in history.values())
     classes = len(run.classes)
-    initial = np.linalg.norm(initial_arrays(run)["head.weight"].astype(np.float64), axis=1)
+    start = initial_arrays(run)
+    if "head.weight" not in start:
+        raise Unavailable(
+            f"with {run.method} every client starts from a head of its own", "fedapp run --method fedavg ..."
+        )
+    initial = np.linalg.norm(start["head.weight"].astype(np.float64), axis=1)
 
     def after(server_round: int) -> Floats:
         found = np.full((len(history), classes), np.nan)

@@ -24,6 +24,8 @@ from fedapp.results.runs import RunResult
 
 CKA_IMAGES = 1000
 """Test images of the paper's figures of CKA; the report, which draws many figures, takes fewer."""
+CLASSES = 10
+"""Classes of which recovered images are shown, at most."""
 
 
 def _side_by_side(runs: Runs) -> list[RunResult]:
@@ -303,8 +305,8 @@ def _inverted(runs: Runs, counts: Sequence[int]) -> Words:
     leak = inversion.measure(run, counts)
     names = {n: _source(n) for n in counts}
     said = "; ".join(f"{names[n]}: {_findings(a)}" for n, a in leak.attacks.items())
-    label = next(iter(leak.attacks.values())).label
-    blocks = {names[n]: (a.secret, a.recovered) for n, a in leak.attacks.items()}
+    label = next(iter(leak.attacks.values())).label[:CLASSES]
+    blocks = {names[n]: (a.secret[:CLASSES], a.recovered[:CLASSES]) for n, a in leak.attacks.items()}
     return (
         "Real training images, and images whose representation under the global model is made close to what was sent, "
         "with a total variation prior. Similarity is the correlation with the most similar of the real images; in "
