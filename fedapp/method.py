@@ -186,6 +186,7 @@ class Method:
     resolve : for methods that wrap another one: `resolve(hparams, lookup) -> Method` returns the method to run.
     public_share : share of the training images that is held back from the clients as the public set of a method that
         needs one, unless `public-data` says otherwise; 0 = the method uses no public data.
+    columns : numbers of `reply_metrics` that rounds.csv (mean over clients) and clients.csv have a column for.
     warn : `warn(hparams, optimizer, augment)` returns a warning if the settings are known not to work together, else
         None.
     """
@@ -207,6 +208,7 @@ class Method:
     queries: tuple[str, ...] = ()
     resolve: Callable[[Any, Callable[[str], Method]], Method] | None = None
     public_share: float = 0.0
+    columns: tuple[str, ...] = ()
     warn: Callable[[Any, str, str], str | None] | None = None
 
     def shared_prefixes(self, hparams: BaseHParams) -> tuple[str, ...]:

@@ -304,8 +304,10 @@ class Run(Callbacks):
         """Write tables, models and checkpoint of a round; return whether to go on."""
         config, traffic, server_round = self.config, result.traffic, result.round
         protocols = [p for p in config.measured if p != "global"]
-        rows = {c: client_row(m, protocols, config.validation > 0) for c, m in sorted(result.metrics.items())}
-        row: dict[str, Any] = {"round": server_round, "clients": len(rows), **summarise(rows.values(), protocols)}
+        further = self.method.columns
+        rows = {c: client_row(m, protocols, config.validation > 0, further) for c, m in sorted(result.metrics.items())}
+        row: dict[str, Any] = {"round": server_round, "clients": len(rows)}
+        row |= summarise(rows.values(), protocols, further)
         if self.method.global_model and "global" in config.measured:
             self._score_global(state)
             row["global_accuracy"] = self.global_scores.accuracy if self.global_scores else math.nan
@@ -330,6 +332,11 @@ class Run(Callbacks):
             self.extra["since"] += 1
         checkpoint.save(self.out / "checkpoint", server_round, state, self.extra)
         self.tell({"kind": "round", "rounds": config.num_server_rounds, **row})
+        if server_round == config.num_server_rounds and config.fraction_train < 1 and config.final_training:
+            text = (
+                f"all {len(self.infos)} clients train once more for their scores (final-training = false leaves it out)"
+            )
+            self.tell({"kind": "waiting", "text": text})
         return not self._patience_is_over()
 
     def _patience_is_over(self) -> bool:

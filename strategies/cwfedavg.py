@@ -165,5 +165,6 @@ METHOD = Method(
     shared=ALL,
     travels="the whole model, both ways; each client gets its own",
     resolve=_resolve,
+    columns=("cross-entropy",),
     warn=_warn,
 )

@@ -166,3 +166,24 @@ def test_tukeys_root_can_be_trained_through() -> None:
 def test_calibrated_heads_with_a_transform_can_be_trained(tiny: Tiny) -> None:
     result = tiny(method="ccvr", rounds=1, method_args="transform=sample epochs=2 samples=20")
     assert np.isfinite(result.final["trained_loss"]).all()
+
+
+# ---- columns ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_reply_without_the_methods_number_does_not_change_the_columns(tiny: Tiny) -> None:
+    from fedapp.learning.metrics import client_row, summarise
+
+    whole, without = ({"cross-entropy": 0.5}, {})
+    rows = [client_row(m, ["trained"], columns=("cross-entropy",)) for m in (whole, without)]
+    assert list(rows[0]) == list(rows[1]) and summarise(rows, ["trained"], ["cross-entropy"])["cross_entropy"] == 0.5
+    assert {"cross_entropy"} <= set(tiny(method="cwfedavg", rounds=1).rounds)
+    assert "cross_entropy" not in tiny(method="fedavg", rounds=1).rounds
+
+
+def test_a_run_of_an_earlier_version_keeps_its_columns(tiny: Tiny) -> None:
+    result = tiny(method="cwfedavg", rounds=1)
+    for name in ("rounds.csv", "clients.csv"):
+        pd.read_csv(result.out / name).drop(columns="cross_entropy").to_csv(result.out / name, index=False)
+    rest = tiny(resume=result.out, rounds=2)
+    assert list(rest.rounds["round"]) == [1, 2] and "cross_entropy" not in rest.rounds

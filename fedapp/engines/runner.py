@@ -40,6 +40,7 @@ class Follower:
         self.task: TaskID | None = None
         self.started = time.monotonic()
         self.done_before = 0
+        self.clients = 0
 
     def __enter__(self) -> Follower:
         if self.console.is_terminal:
@@ -63,6 +64,7 @@ class Follower:
         kind = event.get("kind")
         if kind == "start":
             self.done_before = int(event["done"])
+            self.clients = int(event["clients"])
             self.started = time.monotonic()
             if self.progress is not None:
                 text = self.label or str(event["method"])
@@ -86,6 +88,8 @@ class Follower:
         if event.get("train_loss") is not None:
             parts.append(f"loss {event['train_loss']:.3f}")
         text = ", ".join(parts)
+        if event["clients"] < self.clients:
+            text += f" ({event['clients']} clients)"
         if self.progress is not None and self.task is not None:
             self.progress.update(self.task, completed=event["round"], text=text)
             return

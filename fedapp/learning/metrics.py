@@ -21,12 +21,15 @@ def std(values: Iterable[float]) -> float:
     return float(array.std()) if len(array) else float("nan")
 
 
-def client_row(metrics: Mapping[str, Any], protocols: Iterable[str], validation: bool = False) -> dict[str, float]:
+def client_row(
+    metrics: Mapping[str, Any], protocols: Iterable[str], validation: bool = False, columns: Iterable[str] = ()
+) -> dict[str, float]:
     """Return one client's columns: sums and counts as they came, and the accuracy and loss they give.
 
     Parameters
     ----------
     validation : whether clients hold out images for validation, so that there is a column for it.
+    columns : further numbers of the method (`Method.columns`).
     """
     row: dict[str, float] = {"num_samples": float(metrics.get("num-examples", math.nan))}
     for p in protocols:
@@ -41,8 +44,8 @@ def client_row(metrics: Mapping[str, Any], protocols: Iterable[str], validation:
             total = float(metrics.get(f"{p}-validation-total", math.nan))
             row[f"{p}_validation"] = float(metrics.get(f"{p}-validation-correct", math.nan)) / (total or math.nan)
     row["train_loss"] = float(metrics.get("train-loss", math.nan))
-    if "cross-entropy" in metrics:  # of methods whose training loss has further terms, and that report it
-        row["cross_entropy"] = float(metrics["cross-entropy"])
+    for name in columns:
+        row[name.replace("-", "_")] = float(metrics.get(name, math.nan))
     row["steps"] = float(metrics.get("steps", math.nan))
     row["bytes_up"] = float(metrics.get("bytes-up", 0))
     row["train_seconds"] = float(metrics.get("train-seconds", math.nan))
@@ -52,7 +55,9 @@ def client_row(metrics: Mapping[str, Any], protocols: Iterable[str], validation:
     return row
 
 
-def summarise(rows: Iterable[Mapping[str, float]], protocols: Iterable[str]) -> dict[str, float]:
+def summarise(
+    rows: Iterable[Mapping[str, float]], protocols: Iterable[str], columns: Iterable[str] = ()
+) -> dict[str, float]:
     """Return the averages of a round over its clients.
 
     `<protocol>_accuracy` is the unweighted mean, `_std` its spread over clients (ddof 0), `_pooled` is weighted by test
@@ -74,8 +79,8 @@ def summarise(rows: Iterable[Mapping[str, float]], protocols: Iterable[str]) -> 
         if any(f"{p}_validation" in r for r in rows):
             out[f"{p}_validation"] = mean(r.get(f"{p}_validation", math.nan) for r in rows)
     out["train_loss"] = mean(r.get("train_loss", math.nan) for r in rows)
-    if any("cross_entropy" in r for r in rows):
-        out["cross_entropy"] = mean(r.get("cross_entropy", math.nan) for r in rows)
+    for name in (c.replace("-", "_") for c in columns):
+        out[name] = mean(r.get(name, math.nan) for r in rows)
     return out
 
 

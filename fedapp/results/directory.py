@@ -270,15 +270,23 @@ class RunDirectory:
         )
 
     def append(self, name: str, row: Mapping[str, Any]) -> None:
-        """Append a row to a CSV file; the first row writes the header, later ones must have the same columns."""
+        """Append a row to a CSV file; the first row writes the header.
+
+        A run that an earlier version began keeps its columns: new ones are left out.
+
+        Raises
+        ------
+        ValueError : the row lacks a column of the file.
+        """
         path = self.path / name
         cells = {k: cell(v) for k, v in row.items()}
         new = not path.exists() or path.stat().st_size == 0
         if not new:
             with path.open(newline="", encoding="utf-8") as f:
                 header = next(csv.reader(f))
-            if list(cells) != header:
+            if not set(header) <= set(cells):
                 raise ValueError(f"{name}: columns {list(cells)} differ from the header {header}")
+            cells = {column: cells[column] for column in header}
         with path.open("a", newline="", encoding="utf-8") as f:
             writer = csv.writer(f, lineterminator="\n")
             if new:
