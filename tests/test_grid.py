@@ -128,3 +128,17 @@ def test_each_value_of_a_sweep_is_a_setting(tmp_path: Path) -> None:
         plan("local", tmp_path, sweep="fraction-tran=0.5")
     with pytest.raises(BadRequest, match="is not one of"):
         plan("local", tmp_path, sweep="lr=0.5")
+
+
+def test_a_search_from_end_to_end(tmp_path: Path) -> None:
+    """A rate that learns nothing loses; tables hold the winner under the method's name, once a seed."""
+    values = {**BASE, "validation": 0.2, "num-server-rounds": 1, "local-epochs": 3}
+    assert compare.run(values, "local,fedavg", 1, tmp_path / "out", points="lr=0.000001,0.1", workers=1) == 0
+    table = pd.read_csv(tmp_path / "out" / "grid.csv")
+    assert list(table["chosen"]) == [False, True, False, True]
+    rows = pd.read_csv(tmp_path / "out" / "results.csv")
+    assert list(rows["variant"]) == ["local", "fedavg"]
+    assert rows["trained_validation"].tolist() == pytest.approx(table["validation"][table["chosen"]].tolist())
+    for run in read_comparison(tmp_path / "out").runs:
+        assert run.flat["lr"] == 0.1
+        assert run.score("trained", "validation") == pytest.approx(run.final["trained_validation"].mean())
