@@ -157,6 +157,9 @@ class ServerContext:
         return tuple(c.client for c in self.clients)
 
 
+Blend: TypeAlias = tuple[list[int], NDArray[np.float64], str]
+"""Client ids, A (n, n) with A[i, j] the share of client j in what client i gets next, and a phrase that says how."""
+
 Query: TypeAlias = Callable[[str, Payload], Iterable[Reply]]
 """`query(kind, payload)` sends one `query.<kind>` message to every client and yields the checked replies one at a time,
 in the order of the client ids. The caller must read them to the end."""

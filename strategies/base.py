@@ -14,6 +14,7 @@ state, so a checkpoint contains all of it. `self.context`, `self.method` and `se
 | `global_arrays(state)`                    | after each round                       | the one model, or None  |
 | `finalize(state, query)`                  | once, after the last round             | the final state         |
 | `report(state, final)`                    | once, after the final evaluation       | entries of the summary  |
+| `blend(state, sizes)`                     | when a figure of the run is drawn      | who learns from whom    |
 
 `replies` yields the checked replies one at a time, in the order of the client ids; `aggregate` must read all of them.
 `query` is the only other exchange with clients. `final` holds the clients' last scores.
@@ -38,6 +39,7 @@ from fedapp.learning.task import ModelSpec, Task
 from fedapp.method import (
     Array,
     Arrays,
+    Blend,
     ClientInfo,
     Method,
     Payload,
@@ -139,6 +141,13 @@ class FedStrategy(FlowerLoop):
     def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
         """Return further entries for the run's summary; `final` holds the last scores of all clients."""
         return {}
+
+    def blend(self, state: ServerState, sizes: Mapping[int, float]) -> Blend | None:
+        """Return who learns from whom in what clients get next, or None where all get the same or nothing.
+
+        `sizes` holds n_k by client; `self.context` is not there. Rows of the matrix sum to 1.
+        """
+        return None
 
     # ---- the round loop ------------------------------------------------------------------------------------------
 

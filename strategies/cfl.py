@@ -31,9 +31,9 @@ from scipy.cluster.hierarchy import cut_tree, linkage
 from scipy.spatial.distance import squareform
 
 from clients.base import FedClient
-from fedapp.core.averages import weighted_mean
+from fedapp.core.averages import weighted_mean, within
 from fedapp.core.pairwise import cosine_from_gram, gram
-from fedapp.method import ALL, Arrays, BaseHParams, Method, Payload, Reply, Scored, ServerContext, ServerState
+from fedapp.method import ALL, Arrays, BaseHParams, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
 from strategies.base import FedStrategy
 
 
@@ -155,6 +155,17 @@ class CFL(FedStrategy):
     def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
         """Return the members of each cluster, and the norms on which thresholds are chosen."""
         return {"clusters": list(state["members"].values()), "norms": state["norms"].tolist()}
+
+    def blend(self, state: ServerState, sizes: Mapping[int, float]) -> Blend | None:
+        """Return the weights within the clusters."""
+        cluster = {i: c for c, inside in state["members"].items() for i in inside}
+        by_samples = self.hparams.weighting == "samples"
+        ids, matrix = within(cluster, sizes if by_samples else dict.fromkeys(cluster, 1.0))
+        return (
+            ids,
+            matrix,
+            f"{len(state['members'])} clusters, within them {'by sample counts' if by_samples else 'alike'}",
+        )
 
     # ---- pieces --------------------------------------------------------------------------------------------------
 

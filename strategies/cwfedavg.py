@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ from clients.cwfedavg import CwFedAvgClient, CwFedAvgHParams, classwise_names
 from fedapp.core.averages import RunningMean
 from fedapp.core.classwise import Uploads, class_globals, class_weights, mix, norm_distribution, weakly_held
 from fedapp.learning.metrics import mean, tidy
-from fedapp.method import ALL, Arrays, Method, Payload, Reply, Scored, ServerContext, ServerState
+from fedapp.method import ALL, Arrays, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
 from strategies.base import FedStrategy
 
 Float64 = NDArray[np.float64]
@@ -52,6 +52,7 @@ class CwFedAvg(FedStrategy):
             "common": {n: a for n, a in context.initial.items() if n not in names},
             "rows": {0: {n: context.initial[n] for n in names}},
             "q": np.ones((1, context.num_classes)),
+            "share": {},  # q_i of every client whose model is part of the g_j: what `blend` reads
             "pt": {},  # a client that is not in it has p~_ij = 1/K
             "wdr": np.zeros(0),
         }
@@ -100,9 +101,13 @@ class CwFedAvg(FedStrategy):
         names, classes = self._names(), self.context.num_classes
         common, pt, uploads = RunningMean(), dict(state["pt"]), Uploads(classes)
         distances: list[float] = []
+        order: list[int] = []
+        sizes: list[float] = []
         for reply in replies:
             n, p = float(reply.num_samples), self._distribution(reply)
             pt[reply.client] = p
+            order.append(reply.client)
+            sizes.append(n)
             common.add({name: reply.arrays[name] for name in state["common"]}, n)
             uploads.add({name: reply.arrays[name] for name in names}, n, p)
             distance = reply.metrics.get("wdr")
@@ -111,9 +116,13 @@ class CwFedAvg(FedStrategy):
         if not rows:
             return {**state, "wdr": np.append(state["wdr"], np.nan)}
         q = class_weights(uploads.n, uploads.p)  # Eq. 6
+        share = dict(zip(order, class_weights(np.array(sizes), np.stack([pt[c] for c in order]))))
+        earlier = state.get("share", {})
         # A weakly held class keeps its g_j of the round before: one more row, with the whole weight of that class.
         for j in np.flatnonzero(weakly_held(uploads.n, uploads.p, self.hparams.tau)):
             rows.append(class_globals(_rows(state), state["q"][:, [j]])[0])
+            for c in {*share, *earlier}:
+                share.setdefault(c, np.zeros(classes))[j] = earlier[c][j] if c in earlier else 0
             q[:, j] = 0
             q = np.vstack([q, np.eye(classes)[j]])
         if len(rows) > classes:
@@ -122,9 +131,22 @@ class CwFedAvg(FedStrategy):
             "common": common.mean(),
             "rows": dict(enumerate(rows)),
             "q": q,
+            "share": share,
             "pt": pt,
             "wdr": np.append(state["wdr"], mean(distances)),
         }
+
+    def blend(self, state: ServerState, sizes: Mapping[int, float]) -> Blend | None:
+        """Return A = P Q^T (Eqs. 6 and 7), for every client that has sent a model.
+
+        Rows sum to less than 1 only where a class that nobody has held yet (`tau`) still has the initial model.
+        """
+        ids, share = sorted(state["pt"]), state.get("share", {})  # a checkpoint of version 0.1 has none
+        if not share:
+            return None
+        q = np.stack([share.get(c, np.zeros_like(next(iter(share.values())))) for c in ids])
+        how = "of the class-wise layers, from the row norms of the last heads (cwFedAvg, Eq. 4, 6 and 7)"
+        return ids, np.stack([state["pt"][c] for c in ids]) @ q.T, how
 
     def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
         """Return the mean of R after training in every round, and which layers are class-wise."""

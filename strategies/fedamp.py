@@ -14,14 +14,14 @@ Clients that are absent keep the mix that they were last given; a client that ne
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from clients.fedamp import FedAMPClient, FedAMPHParams
 from fedapp.core.pairwise import combine, cosine_matrix, squared_distances
-from fedapp.method import ALL, Arrays, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.method import ALL, Arrays, Blend, Method, Payload, Reply, ServerContext, ServerState
 from strategies.base import FedStrategy
 
 
@@ -62,7 +62,7 @@ class FedAMP(FedStrategy):
     def init(self, context: ServerContext) -> ServerState:
         """Return the common initial model and no mix."""
         self.context = context
-        return {"initial": dict(context.initial), "mixed": {}}
+        return {"initial": dict(context.initial), "mixed": {}, "attention": {}}
 
     def send(self, state: ServerState, server_round: int, client: int) -> Payload:
         """Return u_i, or the initial model to a client that never took part."""
@@ -78,8 +78,25 @@ class FedAMP(FedStrategy):
             models.append({n: reply.arrays[n] for n in state["initial"]})
         if not clients:
             return state
-        mixed = combine(attention(models, self.hparams), models)
-        return {**state, "mixed": {**state["mixed"], **dict(zip(clients, mixed))}}
+        weights = attention(models, self.hparams)
+        mixed = dict(zip(clients, combine(weights, models)))
+        given = {c: {"of": np.array(clients), "weights": row} for c, row in zip(clients, weights)}
+        return {
+            **state,
+            "mixed": {**state["mixed"], **mixed},
+            "attention": {**state.get("attention", {}), **given},  # a checkpoint of version 0.1 has none
+        }
+
+    def blend(self, state: ServerState, sizes: Mapping[int, float]) -> Blend | None:
+        """Return the attention of the round in which each client was last given a mix."""
+        ids = sorted(state.get("attention", {}))
+        if not ids:
+            return None
+        matrix = np.zeros((len(ids), len(ids)))
+        for i, client in enumerate(ids):
+            given = state["attention"][client]
+            matrix[i, np.searchsorted(ids, given["of"])] = given["weights"]
+        return ids, matrix, "attention of the round in which the client was last given a mix"
 
 
 METHOD = Method(

@@ -15,12 +15,12 @@ beside the state must be remembered.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from clients.fedfomo import OWN_SLOT, FedFomoClient, FedFomoHParams, wire_name
-from fedapp.method import ALL, Arrays, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.method import ALL, Arrays, Blend, Method, Payload, Reply, ServerContext, ServerState
 from strategies.base import FedStrategy
 
 
@@ -85,6 +85,14 @@ class FedFomo(FedStrategy):
                 table[row, np.searchsorted(ids, other)] += weight
             models[reply.client] = {n: reply.arrays[n] for n in state["initial"]}
         return {**state, "models": models, "ids": ids, "P": table}
+
+    def blend(self, state: ServerState, sizes: Mapping[int, float]) -> Blend | None:
+        """Return the positive part of P by rows; a client without any has its own model."""
+        kept = np.maximum(np.asarray(state["P"], dtype=np.float64), 0)
+        total = kept.sum(axis=1, keepdims=True)
+        matrix = np.where(total > 0, kept / np.where(total > 0, total, 1), np.eye(len(kept)))
+        how = "positive weights that clients gave to models so far; a client without any has its own"
+        return [int(c) for c in state["ids"]], matrix, how
 
     @staticmethod
     def _row(state: ServerState, client: int) -> list[float]:

@@ -10,15 +10,15 @@ The k models start from k different seeds. Equal ones would stay equal: all loss
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 
 from clients.ifca import IFCAClient, IFCAHParams, wire_name
-from fedapp.core.averages import RunningMean
+from fedapp.core.averages import RunningMean, within
 from fedapp.errors import BadRequest
-from fedapp.method import ALL, HEAD, Arrays, Method, Payload, Reply, Scored, ServerContext, ServerState
+from fedapp.method import ALL, HEAD, Arrays, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
 from strategies.base import FedStrategy
 
 
@@ -75,6 +75,15 @@ class IFCA(FedStrategy):
             "shared": over_all.mean() if over_all.replies else state["shared"],
             "chosen": chosen,
         }
+
+    def blend(self, state: ServerState, sizes: Mapping[int, float]) -> Blend | None:
+        """Return the weights within the clusters, by the clients' last choices."""
+        if not state["chosen"]:
+            return None
+        by_samples = self.hparams.weighting == "samples"
+        ids, matrix = within(state["chosen"], sizes if by_samples else dict.fromkeys(state["chosen"], 1.0))
+        count = len(set(state["chosen"].values()))
+        return ids, matrix, f"{count} clusters, within them {'by sample counts' if by_samples else 'alike'}"
 
     def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
         """Return the members of each cluster, by their last choice."""

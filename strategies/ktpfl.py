@@ -24,7 +24,7 @@ has sent none yet, the rows are restricted to the others and scaled to the mass 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from scipy.special import softmax
 
 from clients.ktpfl import KTpFLClient, KTpFLHParams, KTpFLWeightsClient
-from fedapp.method import ALL, NONE, Array, Method, Payload, Reply, Scored, ServerContext, ServerState
+from fedapp.method import ALL, NONE, Array, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
 from strategies.base import FedStrategy
 
 Float64 = NDArray[np.float64]
@@ -137,6 +137,12 @@ class KTpFL(FedStrategy):
         if self.hparams.coefficients == "rows":
             c[known] /= c[known].sum(axis=1, keepdims=True)
         return {**state, "ids": ids, "c": c, "soft": soft}
+
+    def blend(self, state: ServerState, sizes: Mapping[int, float]) -> Blend | None:
+        """Return the knowledge coefficients, rows scaled to the sum 1."""
+        c = np.asarray(state["c"], dtype=np.float64)
+        matrix = c / c.sum(axis=1, keepdims=True)
+        return [int(k) for k in state["ids"]], matrix, "knowledge coefficients: predictions, not models"
 
     def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
         """Return the size of the public set, which every client gets once, and the mean weight of own predictions."""

@@ -132,6 +132,7 @@ def test_memory_is_what_the_checkpoint_holds(fedavg: RunResult, cw: RunResult) -
     uploads = 4 * sum(a.nbytes for n, a in model.items() if n.startswith("head."))
     trunk = sum(a.nbytes for n, a in model.items() if not n.startswith("head."))
     small = state["q"].nbytes + state["wdr"].nbytes + sum(p.nbytes for p in state["pt"].values())
+    small += sum(q.nbytes for q in state["share"].values())
     assert heads.server_bytes(cw) == uploads + trunk + small
 
 

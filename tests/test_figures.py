@@ -22,6 +22,7 @@ from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import plots, scores, style
 from fedapp.results.runs import Comparison, RunResult, groups_of, read_comparison, read_run, varying
 from fedapp.transport import checkpoint
+from tests.handmade import context, reply
 
 SMALL: dict[str, Any] = {"dataset": "digits", "clients": 4, "rounds": 3, "local_epochs": 1, "batch_size": 8}
 
@@ -147,18 +148,59 @@ def test_who_learns_from_whom_is_what_the_server_hands_out_next(cw: RunResult) -
         np.testing.assert_allclose(mine, handed_out, rtol=1e-5, atol=1e-6)
 
 
-def after(folder: Path, method: str, **more: Any) -> tuple[RunResult, dict[str, Any]]:
-    run(**{**SMALL, "rounds": 2, "method": method, "out": folder / method, **more})
-    found = checkpoint.latest(folder / method / "checkpoint")
+@pytest.mark.parametrize("args", ["", "tau=0.5"])
+def test_with_part_of_the_clients_the_weights_are_those_of_the_models_in_the_blend(args: str, folder: Path) -> None:
+    """cwFedAvg with two of four clients a round, and with classes that keep the model of an earlier round.
+
+    Every model that was ever uploaded is a point: the number of its client and round. So A times these points, by the
+    rounds in which they count, must be what `send` hands out; here the strategy itself runs, without training.
+    """
+    from clients.cwfedavg import CwFedAvgHParams
+    from fedapp.method import ServerState
+    from strategies.cwfedavg import METHOD, CwFedAvg
+
+    tau = float(args.partition("=")[2] or 0)
+    strategy = CwFedAvg(METHOD, CwFedAvgHParams(layers="all", tau=tau))
+    rng = np.random.default_rng(3)
+    initial = {n: np.zeros(s, np.float32) for n, s in (("features.weight", (2, 2)), ("head.weight", (3, 2)))}
+    state: ServerState = strategy.init(context(initial, clients=4, num_classes=3))
+    assert strategy.blend(state, {}) is None
+    sent: dict[int, dict[str, np.ndarray]] = {}
+    for server_round, here in enumerate(((0, 1, 2, 3), (1, 3)), 1):
+        replies = []
+        for c in here:
+            rare = 1.0 if server_round == 1 else 0.01  # class 2 in round 2
+            head = (rng.random((3, 2)) + 1) * np.array([[1.0], [1.0], [rare]])
+            sent[c] = {"features.weight": np.full((2, 2), c, np.float32), "head.weight": head.astype(np.float32)}
+            replies.append(reply(c, 10 * (c + 1), sent[c]))
+        state = strategy.aggregate(state, server_round, iter(replies))
+    found = strategy.blend(state, {})
     assert found is not None
-    return read_run(folder / method), found[1]
+    ids, matrix, _ = found
+    np.testing.assert_allclose(matrix.sum(axis=1), 1)
+    assert ids == [0, 1, 2, 3] and bool(matrix[:, [0, 2]].any()) is bool(tau), "only a guarded class keeps old models"
+    for k, c in enumerate(ids):
+        handed_out = strategy.send(state, 3, c).all()["features.weight"]
+        np.testing.assert_allclose(handed_out, matrix[k] @ np.arange(4.0), rtol=1e-5)
 
 
-@pytest.mark.parametrize("method", ["ifca", "cfl"])
-def test_members_of_a_cluster_learn_from_each_other_by_sample_counts(method: str, folder: Path) -> None:
-    data, state = after(folder, method)
-    ids, matrix, _ = heads.who_learns_from_whom(data)
-    sizes = data.counts.sum(axis=1)
+def after(folder: Path, method: str, **more: Any) -> tuple[RunResult, dict[str, Any]]:
+    out = more.get("out", folder / method)
+    run(**{**SMALL, "rounds": 2, "method": method, "out": out, **more})
+    found = checkpoint.latest(out / "checkpoint")
+    assert found is not None
+    return read_run(out), found[1]
+
+
+@pytest.mark.parametrize(
+    ("method", "args"), [("ifca", ""), ("ifca", "weighting=uniform"), ("cfl", ""), ("cfl", "weighting=samples")]
+)
+def test_members_of_a_cluster_learn_from_each_other_as_they_are_averaged(method: str, args: str, folder: Path) -> None:
+    data, state = after(folder, method, method_args=args, out=folder / f"{method}-{args}")
+    ids, matrix, how = heads.who_learns_from_whom(data)
+    by_samples = (args == "weighting=samples") or (method == "ifca" and not args)
+    sizes = data.counts.sum(axis=1) if by_samples else np.ones(4)
+    assert ("by sample counts" in how) is by_samples
     chosen = state["chosen"] if method == "ifca" else {c: j for j, m in state["members"].items() for c in m}
     for i, j in itertools.product(ids, ids):
         total = sum(sizes[k] for k in ids if chosen[k] == chosen[i])

@@ -195,3 +195,20 @@ def _difference(expected: Mapping[str, tuple[int, ...]], got: Mapping[str, tuple
         return f"a model has other arrays than the first one: missing {missing}, unexpected {extra}"
     name = next(name for name in expected if expected[name] != got[name])
     return f"array {name!r} has shape {got[name]}, the first model had {expected[name]}"
+
+
+def within(cluster: Mapping[int, int], weights: Mapping[int, float]) -> tuple[list[int], npt.NDArray[np.float64]]:
+    """Return the weights of clients for each other where averages are taken within clusters.
+
+    Parameters
+    ----------
+    cluster : the cluster of every client.   weights : of every client in an average, > 0.
+
+    Returns
+    -------
+    Client ids (n) in ascending order, and (n, n): row i holds the shares in the average that client i gets.
+    """
+    ids = sorted(cluster)
+    together = np.array([[cluster[i] == cluster[j] for j in ids] for i in ids])
+    matrix = together * np.array([weights[i] for i in ids], dtype=np.float64)
+    return ids, matrix / matrix.sum(axis=1, keepdims=True)

@@ -23,13 +23,12 @@ from fedapp import sampling
 from fedapp.learning.state import read_head_norms
 from fedapp.learning.task import ModelSpec
 from fedapp.learning.training import Batch
-from fedapp.method import Payload
+from fedapp.method import Blend, Payload
 from fedapp.results.analysis import (
     Unavailable,
     client_arrays,
     client_folders,
     config_of,
-    counts_of,
     data_of,
     global_arrays,
     method_of,
@@ -141,82 +140,22 @@ def server_bytes(run: RunResult) -> int:
     return size(server_state(run))
 
 
-Mixture = tuple[list[int], Floats, str]
-"""Client ids, A (K, K) with rows that sum to 1, and a phrase that says what is shared and how A was found."""
+def who_learns_from_whom(run: RunResult) -> Blend:
+    """Return client ids, A (K, K) and a phrase: A[i, j] is the share of client j in what client i receives next.
 
-
-def who_learns_from_whom(run: RunResult) -> Mixture:
-    """Return A (K, K), where A[i, j] is the share of client j in what client i receives next.
+    The method's strategy says it (`FedStrategy.blend`), from the checkpoint of the last round.
 
     Raises
     ------
-    Unavailable : the method sends one model to all clients, or none.
+    Unavailable : the method sends one model to all clients, or none; or nobody has taken part yet.
     """
-    state = server_state(run)
-    find = {
-        "cwfedavg": _cwfedavg_weights, "fedamp": _fedamp_weights, "fedfomo": _fedfomo_weights, "ktpfl": _ktpfl_weights,
-        "ifca": _cluster_weights, "cfl": _cluster_weights,
-    }.get(run.method)  # fmt: skip
-    if find is None:
+    method, hparams = method_of(run)
+    table = run.clients.drop_duplicates("client", keep="last")
+    sizes = {int(c): float(n) for c, n in zip(table["client"], table["num_samples"])}
+    found: Blend | None = method.strategy(method, hparams).blend(server_state(run), sizes)
+    if found is None:
         raise Unavailable(
             f"{run.method} keeps no weights of clients for each other",
             "fedapp run --method cwfedavg ... (or fedamp, fedfomo, ktpfl, ifca, cfl)",
         )
-    return find(run, state)
-
-
-def _cwfedavg_weights(run: RunResult, state: Mapping[str, Any]) -> Mixture:
-    """A = p~ Q^T (cwFedAvg, Eq. 6 and 7) from the uploads of the last round."""
-    from fedapp.core.classwise import class_weights, mixing_matrix, norm_distribution
-
-    sizes, stored = counts_of(run).sum(axis=1), client_arrays(run)
-    ids, last = list(stored), max(r for r, _ in stored.values())
-    pt = np.stack([norm_distribution(a["model/head.weight"]) for _, a in stored.values()])
-    uploaded = [i for i, c in enumerate(ids) if stored[c][0] == last]
-    q = class_weights(sizes[[ids[i] for i in uploaded]].astype(np.float64), pt[uploaded])
-    matrix = np.zeros((len(ids), len(ids)))
-    matrix[:, uploaded] = mixing_matrix(pt, q)
-    return ids, matrix, "of the class-wise layers, from the row norms of the last heads (cwFedAvg, Eq. 4, 6 and 7)"
-
-
-def _fedamp_weights(run: RunResult, state: Mapping[str, Any]) -> Mixture:
-    """FedAMP's attention over the uploads of the last round."""
-    from strategies.fedamp import attention
-
-    _, hparams = method_of(run)
-    stored = client_arrays(run)
-    last = max(r for r, _ in stored.values())
-    ids = [c for c, (r, _) in stored.items() if r == last]
-    models = [{n: stored[c][1][f"model/{n}"] for n in state["initial"]} for c in ids]
-    return ids, np.asarray(attention(models, hparams), dtype=np.float64), "attention of the last round's participants"
-
-
-def _fedfomo_weights(run: RunResult, state: Mapping[str, Any]) -> Mixture:
-    """FedFomo's table P, its positive part by rows."""
-    kept = np.maximum(np.asarray(state["P"], dtype=np.float64), 0)
-    total = kept.sum(axis=1, keepdims=True)
-    matrix = np.where(total > 0, kept / np.where(total > 0, total, 1), np.eye(len(kept)))
-    how = "positive weights that clients gave to each other's models so far; a client without any has its own"
-    return [int(c) for c in state["ids"]], matrix, how
-
-
-def _ktpfl_weights(run: RunResult, state: Mapping[str, Any]) -> Mixture:
-    """KT-pFL's knowledge coefficients."""
-    c = np.asarray(state["c"], dtype=np.float64)
-    matrix = c / c.sum(axis=1, keepdims=True)
-    return [int(k) for k in state["ids"]], matrix, "knowledge coefficients: predictions, not models"
-
-
-def _cluster_weights(run: RunResult, state: Mapping[str, Any]) -> Mixture:
-    """IFCA's last choices and CFL's members: within a cluster by sample counts."""
-    if run.method == "cfl":
-        cluster = {int(c): j for j, members in state["members"].items() for c in members}
-    else:
-        cluster = {int(c): int(j) for c, j in state["chosen"].items()}
-    if not cluster:
-        raise Unavailable("no client has a cluster yet", f"fedapp run --resume {run.out}")
-    ids = sorted(cluster)
-    together = np.array([[cluster[i] == cluster[j] for j in ids] for i in ids])
-    weights = together * counts_of(run).sum(axis=1)[ids]
-    matrix = weights / weights.sum(axis=1, keepdims=True)
-    return ids, matrix, f"{len(set(cluster.values()))} clusters, within them by sample counts"
+    return found
