@@ -9,6 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from fedapp import registry
+from fedapp.results.statistics import DASH
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -43,14 +44,17 @@ def demo_table(results: Path) -> str:
         "| % after 20 rounds | own received | own trained | balanced received | balanced trained | bytes up |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for method in dict.fromkeys(table["method"]):
-        rows = table[table["method"] == method]
+    for label, rows in table.groupby("variant", sort=False):
         cells = [f"{100 * rows[c].mean():.1f} ± {100 * rows[c].std(ddof=1):.1f}" for c in columns]
-        title = registry.get(method).title
+        method = str(rows["method"].iloc[0])
+        if method == "local":  # it receives nothing
+            cells = [DASH if c.startswith("received") else cell for c, cell in zip(columns, cells)]
+        title = f"{registry.get(method).title} {str(label).removeprefix(method)}".strip()
         lines.append(f"| {title} | {' | '.join(cells)} | {rows['bytes_up'].mean():,.0f} |")
     note = (
         f"Mean ± standard deviation over {seeds} seeds: `fedapp compare fedapp/conf/digits.toml "
-        f"--methods {','.join(dict.fromkeys(table['method']))} --seeds {seeds}`, 2 CPU cores; `make run` shows seed 0."
+        f'--methods "{",".join(dict.fromkeys(table["variant"]))}" --seeds {seeds}`, 2 CPU cores; `make run` shows seed 0 '
+        "of the first three."
     )
     return "\n".join([*lines, "", note])
 
