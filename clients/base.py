@@ -114,6 +114,11 @@ class FedClient(NumPyClient):
         """Return the loss of one batch, a scalar in nats: mean cross-entropy."""
         return F.cross_entropy(self.model(batch.x), batch.y)
 
+    @classmethod
+    def adds_to_loss(cls) -> bool:
+        """Whether the method has a loss of its own, so that `train-loss` is more than the mean cross-entropy."""
+        return cls.step_loss is not FedClient.step_loss
+
     def parameters(self) -> ParamsT:
         """Return the parameters to optimise, in groups where they are clipped apart."""
         return self.model.parameters()

@@ -147,6 +147,11 @@ class CCVRClient(FedClient):
             list(self.model.head.parameters()), self.received_head
         )
 
+    @classmethod
+    def adds_to_loss(cls) -> bool:
+        """Whether the base has a loss of its own, or clsprox adds to it."""
+        return cls.settings.clsprox > 0 or super().step_loss is not FedClient.step_loss
+
     # ---- the one exchange after training -------------------------------------------------------------------------
 
     def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:

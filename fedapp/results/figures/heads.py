@@ -188,8 +188,7 @@ def training_loss(runs: Runs) -> Words:
         for name, lines in panels.items()
     )
     return (
-        "Cross-entropy of the local training, mean over the steps of a round and the clients; regularisers such as WDR "
-        "are not part of it. Bands: one standard deviation over seeds.",
+        f"{_loss_words(runs)} Mean over the steps of a round and the clients. Bands: one standard deviation over seeds.",
         f"Line charts of the training loss by round. {said}.",
         plots.curves(panels, ylabel="training loss", percent=False),
     )
@@ -208,16 +207,27 @@ def client_loss(runs: Runs, clients: int = 6) -> Words:
     ends = pd.DataFrame(last, columns=["label", "loss"]).groupby("label", sort=False)["loss"].mean()
     said = ", ".join(f"{label} {value:.2f}" for label, value in ends.items())
     return (
-        f"Cross-entropy of the local training of clients {', '.join(map(str, shown))}, mean over the steps of a round; "
-        f"first seed. Mean of these clients in the last round: {said}.",
+        f"{_loss_words(runs)} Clients {', '.join(map(str, shown))}, mean over the steps of a round, first seed. "
+        f"Mean of these clients in the last round: {said}.",
         f"Line charts of the training loss by round, a panel a client. Last round: {said}.",
         plots.curves(panels, ylabel="training loss", percent=False, height=2.6),
     )
 
 
+def _loss_words(runs: Runs) -> str:
+    """Say what is drawn, and name the runs whose line is more than the cross-entropy."""
+    more = [r.label for r in runs if _loss_column(r.rounds) == "train_loss" and analysis.method_of(r)[0].client.adds_to_loss()]
+    whole = f"; of {', '.join(dict.fromkeys(more))} the whole loss, with the terms that the method adds" if more else ""
+    return f"Cross-entropy of the local training{whole}."
+
+
+def _loss_column(table: pd.DataFrame) -> str:
+    return "cross_entropy" if "cross_entropy" in table else "train_loss"
+
+
 def _entropy(table: pd.DataFrame) -> pd.DataFrame:
     """Return round and loss: the cross-entropy where a method reports it, else its training loss."""
-    column = "cross_entropy" if "cross_entropy" in table else "train_loss"
+    column = _loss_column(table)
     if column not in table:
         raise Unavailable("no round was finished")
     return table[["round", column]].rename(columns={column: "loss"}).dropna()
