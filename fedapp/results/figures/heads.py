@@ -188,7 +188,8 @@ def training_loss(runs: Runs) -> Words:
         for name, lines in panels.items()
     )
     return (
-        f"{_loss_words(runs)} Mean over the steps of a round and the clients. Bands: one standard deviation over seeds.",
+        f"{_loss_words(runs)} Mean over the steps of a round and the clients. Bands: one standard deviation over "
+        "seeds.",
         f"Line charts of the training loss by round. {said}.",
         plots.curves(panels, ylabel="training loss", percent=False),
     )
@@ -216,7 +217,8 @@ def client_loss(runs: Runs, clients: int = 6) -> Words:
 
 def _loss_words(runs: Runs) -> str:
     """Say what is drawn, and name the runs whose line is more than the cross-entropy."""
-    more = [r.label for r in runs if _loss_column(r.rounds) == "train_loss" and analysis.method_of(r)[0].client.adds_to_loss()]
+    whole_only = [r for r in runs if _loss_column(r.rounds) == "train_loss"]
+    more = [r.label for r in whole_only if analysis.method_of(r)[0].client.adds_to_loss()]
     whole = f"; of {', '.join(dict.fromkeys(more))} the whole loss, with the terms that the method adds" if more else ""
     return f"Cross-entropy of the local training{whole}."
 
