@@ -23,7 +23,7 @@ from fedapp.engines import superlink as launch
 from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare, tables
-from fedapp.experiments.jobs import Job, Variant
+from fedapp.experiments.jobs import Job, Variant, common_public
 from fedapp.results import report
 from fedapp.results.directory import only_writer
 from fedapp.results.runs import MAX_FOLDER, read_comparison
@@ -153,6 +153,14 @@ def test_public_images_of_one_method_are_held_back_from_all(tmp_path: Path) -> N
     assert [j.config.public_data for j in jobs] == ["0.05", "0.05"]
     assert [j.config.public_data for j in plan(parsed("local,fedavg"), tmp_path)] == ["", ""]
     assert {j.config.public_data for j in plan(parsed("local,ktpfl"), tmp_path, public_data="0.1")} == {"0.1"}
+
+
+def test_images_are_held_back_only_where_the_resolved_method_needs_them() -> None:
+    """KT-pFL with weights has no public images, so the other rows must not lose a share of theirs."""
+    assert common_public({}, [("local", ""), ("ktpfl", "share=weights")]) == {}
+    for methods in (["ktpfl"], [("ktpfl", "")], [("ktpfl", "share=weights"), ("ktpfl", "rho=0.5")]):
+        assert common_public({"lr": 1}, methods) == {"lr": 1, "public-data": "0.05"}
+    assert common_public({}, [("ktpfl", "share=nonsense")]) == {"public-data": "0.05"}, "refused later, with its run"
 
 
 # ---- what is there already -------------------------------------------------------------------------------------------

@@ -76,7 +76,9 @@ def studies() -> dict[str, Study]:
         if own:
             raise BadRequest(f"{path}: public-data of {study.id}/{own[0]} concerns all variants: give it to the study")
         base = file.base[study.like]
-        settings = common_public({**base.settings, **study.settings}, (v.method for v in study.variants.values()))
+        settings = common_public(
+            {**base.settings, **study.settings}, ((v.method, v.args) for v in study.variants.values())
+        )
         found[study.id] = study.model_copy(update={"settings": settings, "scaled": study.scaled or base.scaled})
     return found
 
