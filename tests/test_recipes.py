@@ -153,6 +153,10 @@ def test_the_recipes_of_the_papers_are_pinned() -> None:
         "local-epochs": 10, "batch-size": 64, "lr": 0.01, "optimizer": "sgd", "momentum": 0.9, "weight-decay": 1e-5,
         "clip": 0.0, "augment": "weak", "protocols": "received,trained,global",
     }  # fmt: skip
+    weights = "ktpfl(share=weights step=fixed coefficients=free lr_c={} rho={} epochs=growing lr=0.01 optimizer=sgd "
+    weights += "momentum=0 batch-size=32 augment={})"
+    for name, own in (("cifar10", ("0.01", "0.7", "weak")), ("emnist", ("0.005", "0.6", "none"))):
+        assert weights.format(*own) in recipes.shipped()[f"fedclassavg-table3-{name}-20"].rows
     assert recipes.shipped()["ccvr-table2-cifar100"].rows == {
         "ccvr": "FedAvg, 66.25 -> 66.60, oracle 66.84",
         "ccvr(base=fedprox base.mu=0.01)": "FedProx, 66.31 -> 66.61, oracle 66.68",
