@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -19,8 +21,10 @@ from fedapp.experiments import archive, reproduce
 from fedapp.experiments import studies as study_module
 from fedapp.experiments.ledger import Evidence, claims
 from fedapp.experiments.studies import RunKey, Study, keys_of, settings_of, studies
+from fedapp.results.directory import versions
 
 STUDY = "ccvr-0.5"
+VERSION = versions()["fedapp"]
 KEYS = [RunKey(STUDY, "fedavg", seed) for seed in range(3)]
 
 
@@ -45,12 +49,17 @@ def made(out: Path, key: RunKey) -> None:
     calibration = {"base": "fedavg", **{name: rng.uniform() for name in ("before", "after", "oracle")}}
     summary = {
         "ok": True, "seconds": 60.0 + key.seed, "bytes_up": 1000 * len(key.variant), "bytes_down": 7,
-        "accuracy": {p: {"last": rng.uniform(), "balanced": rng.uniform()} for p in ("received", "trained")},
+        "accuracy": {
+            p: {"last": float(np.nanmean(scores[f"{p}_accuracy"])), "balanced": rng.uniform()}
+            for p in ("received", "trained")
+        },
         **({"calibration": calibration} if "ccvr" in key.study else {}),
         "warnings": ["on host-7"],
     }  # fmt: skip
     (folder / "summary.json").write_text(json.dumps(summary))
-    (folder / "versions.json").write_text(json.dumps({"torch": "2.9", "machine": "x86_64", "run": "ab12"}))
+    (folder / "versions.json").write_text(
+        json.dumps({"fedapp": VERSION, "torch": "2.9", "machine": "x86_64", "run": "ab12"})
+    )
 
 
 def kept(tmp_path: Path, keys: list[RunKey] = KEYS) -> Path:
@@ -147,6 +156,114 @@ def test_a_changed_default_of_a_hyperparameter_is_noticed(name: str, tmp_path: P
     found = archive.read(folder)
     assert set(found.stale) == {keys[0]} and set(found.runs) == set(keys[1:])
     assert f"{name} = " in found.stale[keys[0]]
+
+
+def edited(folder: Path, study: str, edit: Callable[[dict[str, Any]], object], line: int = 1) -> Path:
+    """Change one line of a study's file, counted from 0."""
+    path = folder / f"{study}.jsonl"
+    lines = [json.loads(text) for text in path.read_text().splitlines()]
+    edit(lines[line])
+    path.write_text("".join(json.dumps(text) + "\n" for text in lines))
+    return path
+
+
+def test_a_run_whose_method_has_a_new_hyperparameter_is_noticed(tmp_path: Path) -> None:
+    """An earlier version compared models with another baseline; its line cannot say so."""
+    keys = keys_of([("hetero-cifar10", "ktpfl")])
+    folder = kept(tmp_path, keys)
+    edited(folder, "hetero-cifar10", lambda line: line["hparams"].pop("step"))
+    edited(folder, "hetero-cifar10", lambda line: line["hparams"].update(former=1), 2)
+    found = archive.read(folder)
+    assert set(found.runs) == {keys[2]}
+    assert re.fullmatch(f"made by fedapp {re.escape(VERSION)}: step = missing there, .* now", found.stale[keys[0]])
+    assert found.stale[keys[1]].endswith("former = 1 there, missing now")
+
+
+def test_runs_before_the_final_training_count_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their trained score is that of the last round's training."""
+    folder = kept(tmp_path)
+    edited(folder, STUDY, lambda line: line["config"].pop("final-training"), 0)
+    found = archive.read(folder)
+    assert not found.runs and all("final-training = missing there, True now" in why for why in found.stale.values())
+    file = tmp_path / "runs" / KEYS[0].folder / "config.toml"
+    file.write_text(file.read_text().replace("final-training = true\n", ""))
+    written = archive.write(tmp_path / "later", Evidence(tmp_path / "runs").finished())
+    assert set(written.stale) == {KEYS[0]} and "final-training" in written.stale[KEYS[0]]
+    monkeypatch.setattr(reproduce, "prepared", lambda *args: config.from_flat({}))
+    monkeypatch.setattr(reproduce, "pending_config", lambda config: None)
+    with pytest.raises(
+        BadRequest, match=f"made by fedapp {re.escape(VERSION)}, whose runs have no final-training.*Give a new --out"
+    ):
+        reproduce.reproduce(tmp_path / "runs", "", study_names=[STUDY])
+
+
+def test_a_folder_of_another_version_is_not_kept(tmp_path: Path) -> None:
+    """It does not say what the defaults of hyperparameters were."""
+    for key, made_by in zip(KEYS, ({"fedapp": "0.0.1"}, {}, {"fedapp": VERSION}), strict=True):
+        made(tmp_path / "runs", key)
+        (tmp_path / "runs" / key.folder / "versions.json").write_text(json.dumps(made_by))
+    written = archive.write(tmp_path / "kept", Evidence(tmp_path / "runs").finished())
+    assert set(written.runs) == {KEYS[2]}
+    assert f"made by fedapp 0.0.1, and this is {VERSION}" in written.stale[KEYS[0]]
+    assert "made by fedapp an unknown version" in written.stale[KEYS[1]]
+
+
+def _fewer_clients(line: dict[str, Any]) -> None:
+    line["final"] = {k: v[:2] if isinstance(v, list) else v for k, v in line["final"].items()}
+
+
+def _fewer_rounds(line: dict[str, Any]) -> None:
+    line["rounds"] = {k: v[:2] if isinstance(v, list) else v for k, v in line["rounds"].items()}
+
+
+def _put(column: list[float], value: float) -> None:
+    column[1] = value
+
+
+def _raised(line: dict[str, Any]) -> None:
+    line["summary"]["accuracy"]["trained"]["last"] += 2e-9
+
+
+FALSE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
+    "clients": (_fewer_clients, r"final has the clients 0, 1, but the config has [0-9]+ of them"),
+    "rounds": (_fewer_rounds, "rounds has the rounds 1, 2, but the config has 1 to 10"),
+    "a client": (lambda line: _put(line["final"]["trained_accuracy"], 7.0), "final has trained_accuracy 7,"),
+    "below 0": (lambda line: _put(line["rounds"]["received_accuracy"], -0.1), "rounds has received_accuracy -0.1,"),
+    "more than all": (lambda line: _put(line["final"]["received_correct"], 500), "final has received_accuracy"),
+    "above 1": (lambda line: line["summary"]["accuracy"]["trained"].update(last=7.0), "less than or equal to 1"),
+    "mean": (_raised, "the last trained accuracy .* but the mean over the clients of final is"),
+    "no mean": (lambda line: line["summary"]["accuracy"]["received"].update(last=None), "received accuracy None, but"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FALSE)
+def test_a_line_that_contradicts_itself_is_refused(name: str, tmp_path: Path) -> None:
+    edit, says = FALSE[name]
+    path = edited(kept(tmp_path), STUDY, edit, 2)
+    with pytest.raises(BadRequest, match=rf"{STUDY}\.jsonl, line 3: .*{says}"):
+        archive.read(path.parent)
+
+
+def test_a_run_that_stopped_by_patience_has_fewer_rounds(tmp_path: Path) -> None:
+    folder = kept(tmp_path, KEYS[:1])
+    run = archive.read(folder).runs[KEYS[0]]
+
+    def fault(patience: int, first: int, last: int) -> str:
+        parts = {"flat": {**run.flat, "patience": patience}, "rounds": run.rounds[first - 1 : last]}
+        return archive.fault(archive.KeptRun(run.out, final=run.final, summary=run.summary, evaluations=[], **parts))
+
+    assert fault(2, 1, 6) == "" and fault(6, 1, 6) == ""
+    assert "rounds has the rounds 2, 3, 4, ..., 6" in fault(2, 2, 6)
+    assert "rounds has" in fault(0, 1, 6) and "rounds has" in fault(7, 1, 6)
+
+
+def test_a_run_directory_that_contradicts_itself_is_not_kept(tmp_path: Path) -> None:
+    """A client whose last reply was dropped has no score, so the mean is not over all clients."""
+    made(tmp_path / "runs", KEYS[0])
+    file = tmp_path / "runs" / KEYS[0].folder / "final.csv"
+    file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
+    written = archive.write(tmp_path / "kept", Evidence(tmp_path / "runs").finished())
+    assert not written.runs and "final has the clients 0, 1, 2, ..." in written.stale[KEYS[0]]
 
 
 @pytest.mark.parametrize(

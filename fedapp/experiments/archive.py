@@ -23,8 +23,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import pandas as pd
 from pydantic import Field, ValidationError
 
@@ -34,16 +35,23 @@ from fedapp.engines import local as engines
 from fedapp.errors import BadRequest
 from fedapp.experiments.shipped import Entry
 from fedapp.experiments.studies import RunKey, keys_of, settings_of, studies
+from fedapp.results.directory import versions as present_versions
 from fedapp.results.directory import write_text
 from fedapp.results.runs import RunResult
 
 PLACES = ("data-dir", "out", "resume", "state-dir", "federation")
 """Run-config keys that say where a run was made, and not what it is."""
+REQUIRED = ("final-training",)
+"""Run-config keys that changed what scores mean when they came: a run whose config lacks one has other scores."""
 TABLES = ("final", "rounds", "evaluations")
 COLUMNS = re.compile(r"round|client|clients|dropped|bytes_up|bytes_down|[a-z]+_(accuracy|correct|total)")
 """Columns of the tables that are kept: those that `fedapp.experiments.ledger` and `reproduce` read."""
 
+TOLERANCE = 1e-9
+"""How far the `last` accuracy of a summary may lie from the mean over clients, which pandas adds in another order."""
+
 Number = int | float | None
+Share = Annotated[int | float, Field(ge=0, le=1)] | None
 Table = dict[str, Number | list[Number]]
 
 
@@ -62,7 +70,7 @@ class Summary(Entry):
     seconds: float
     bytes_up: Number = None
     bytes_down: Number = None
-    accuracy: dict[str, dict[str, Number]] = Field(default_factory=dict)
+    accuracy: dict[str, dict[str, Share]] = Field(default_factory=dict)
     pooled: dict[str, Number] = Field(default_factory=dict)
     calibration: dict[str, Number] = Field(default_factory=dict)
 
@@ -122,7 +130,9 @@ def identity(config: RunConfig) -> tuple[dict[str, Any], dict[str, Any]]:
 def differing(key: RunKey, flat: Mapping[str, Any], hparams: Mapping[str, Any]) -> str:
     """Return in which settings a run differs from what its study asks for now; empty if in none.
 
-    A key that is younger than the run counts with its default, which is what the run was made with.
+    A run-config key that is younger than the run counts with its default, since a default leaves numbers as they were.
+    The keys of :data:`REQUIRED` are the exception: a run without them differs. Hyperparameters must be the same in
+    name and value, since a new one says what the method did not do before.
 
     Raises
     ------
@@ -130,9 +140,47 @@ def differing(key: RunKey, flat: Mapping[str, Any], hparams: Mapping[str, Any]) 
     """
     wanted, wanted_hparams = identity(engines.effective(settings_of(key)))
     there, _ = identity(configuration.from_flat(configuration.without_former(flat)))
-    pairs = {k: (there[k], wanted[k]) for k in wanted if there[k] != wanted[k]}
-    pairs |= {k: (v, wanted_hparams.get(k)) for k, v in hparams.items() if v != wanted_hparams.get(k)}
-    return "; ".join(f"{k} = {there!r} there, {now!r} now" for k, (there, now) in pairs.items())
+    pairs = {k: (repr(there[k]), repr(wanted[k])) for k in wanted if there[k] != wanted[k]}
+    pairs |= {k: ("missing", repr(wanted[k])) for k in REQUIRED if k not in flat}
+    for k in dict.fromkeys([*hparams, *wanted_hparams]):
+        old, new = (repr(d[k]) if k in d else "missing" for d in (hparams, wanted_hparams))
+        if old != new:
+            pairs[k] = (old, new)
+    return "; ".join(f"{k} = {there} there, {now} now" for k, (there, now) in pairs.items())
+
+
+def lacking(run: RunResult) -> str:
+    """Return the keys of :data:`REQUIRED` that a run's config lacks, with commas between them."""
+    return ", ".join(key for key in REQUIRED if key not in run.flat)
+
+
+def fault(run: RunResult) -> str:
+    """Return what in a run's tables and summary contradicts its configuration or each other; empty if nothing does."""
+    assert run.config is not None
+    clients, wanted_rounds, patience = run.config.clients, run.config.num_server_rounds, run.config.patience
+    found, rounds = run.final.get("client", pd.Series()).tolist(), run.rounds.get("round", pd.Series()).tolist()
+    if found != list(range(clients)):
+        return f"final has the clients {_brief(found)}, but the config has {clients} of them, 0 to {clients - 1}"
+    early = patience and patience <= len(rounds) < wanted_rounds
+    if rounds != list(range(1, (len(rounds) if early else wanted_rounds) + 1)):
+        return f"rounds has the rounds {_brief(rounds)}, but the config has 1 to {wanted_rounds}"
+    for name in TABLES:
+        table = getattr(run, name)
+        for column in (c for c in table if c.endswith("_accuracy")):
+            wrong = [v for v in table[column].dropna() if not 0 <= v <= 1]
+            if wrong:
+                return f"{name} has {column} {wrong[0]:g}, but an accuracy lies between 0 and 1"
+    for protocol in ("received", "trained"):
+        mean = float(run.final.get(f"{protocol}_accuracy", pd.Series(dtype=float)).mean())
+        last = run.summary.get("accuracy", {}).get(protocol, {}).get("last")
+        if not np.isclose(np.nan if last is None else last, mean, rtol=0, atol=TOLERANCE, equal_nan=True):
+            return f"summary has the last {protocol} accuracy {last}, but the mean over the clients of final is {mean}"
+    return ""
+
+
+def _brief(numbers: list[Any]) -> str:
+    shown = [f"{n:g}" for n in numbers[:3]]
+    return ", ".join(shown if len(numbers) < 5 else [*shown, "...", f"{numbers[-1]:g}"]) or "none"
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -150,7 +198,7 @@ def write(folder: Path, runs: Mapping[RunKey, RunResult]) -> Archive:
     ------
     BadRequest : a file of the folder cannot be read or written.
     """
-    differ = {key: run.problem or differing(key, run.flat, _hparams(run)) for key, run in runs.items()}
+    differ = {key: _refusal(key, run) for key, run in runs.items()}
     merged = {**read(folder).runs, **{key: run for key, run in runs.items() if not differ[key]}}
     for study in studies().values():
         own = {key: merged[key] for key in keys_of((study.id, v) for v in study.variants) if key in merged}
@@ -175,9 +223,22 @@ def write(folder: Path, runs: Mapping[RunKey, RunResult]) -> Archive:
     return Archive(merged, {key: why for key, why in differ.items() if why})
 
 
+def _refusal(key: RunKey, run: RunResult) -> str:
+    """Return why a run is not taken up; empty if it is.
+
+    A run directory does not hold the defaults of hyperparameters that its version had, so today's would be false for
+    another version.
+    """
+    made, now = run.versions.get("fedapp", "an unknown version"), present_versions()["fedapp"]
+    if not isinstance(run, KeptRun) and made != now:
+        return f"made by fedapp {made}, and this is {now}, whose defaults may differ: run it again in a new folder"
+    return run.problem or differing(key, run.flat, _hparams(run)) or fault(run)
+
+
 def _hparams(run: RunResult) -> dict[str, Any]:
     assert run.config is not None
-    return vars(run).get("hparams") or identity(run.config)[1]
+    hparams: dict[str, Any] = vars(run)["hparams"] if isinstance(run, KeptRun) else identity(run.config)[1]
+    return hparams
 
 
 def _summary(summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -262,6 +323,10 @@ def _take(found: Archive, path: Path, common: Common, line: Line) -> None:
     for name in TABLES:
         table = pd.DataFrame(getattr(line, name)).apply(pd.to_numeric)
         tables[name] = table.assign(**{k: v for k, v in _shares(table).items() if k not in table})
+    run = KeptRun(
+        path.parent / key.folder, flat=flat, hparams=line.hparams, versions={**common.versions, **line.versions},
+        summary=line.summary.model_dump(exclude_unset=True), **tables,
+    )  # fmt: skip
     found.seconds[key] = line.summary.seconds
     try:
         known = key.study in studies() and key.variant in studies()[key.study].variants
@@ -269,9 +334,8 @@ def _take(found: Archive, path: Path, common: Common, line: Line) -> None:
     except BadRequest as e:
         why = str(e)
     if why:
-        found.stale[key] = why
+        found.stale[key] = f"made by fedapp {run.versions.get('fedapp', '(unknown version)')}: {why}"
         return
-    found.runs[key] = KeptRun(
-        path.parent / key.folder, flat=flat, hparams=line.hparams, versions={**common.versions, **line.versions},
-        summary=line.summary.model_dump(exclude_unset=True), **tables,
-    )  # fmt: skip
+    if wrong := fault(run):
+        raise ValueError(f"{key.folder}: {wrong}")
+    found.runs[key] = run

@@ -20,6 +20,7 @@ from fedapp.engines import local as engines
 from fedapp.engines.resources import usable_cores
 from fedapp.errors import BadRequest, between
 from fedapp.experiments.archive import Archive, read
+from fedapp.experiments.archive import lacking as lacking_keys
 from fedapp.experiments.archive import write as write_archive
 from fedapp.experiments.compare import pending_config, run_here
 from fedapp.experiments.ledger import Claim, Evidence, MissingRun, Outcome, Pair, Verdict, claims, rounds_to, target_of
@@ -141,6 +142,13 @@ def reproduce(
         if not doc.exists():
             check_writable(doc.absolute().parent)
     evidence = Evidence(out, archive.runs)
+    for run in evidence.finished().values():
+        if names := lacking_keys(run):
+            made = run.versions.get("fedapp", "(unknown version)")
+            raise BadRequest(
+                f"{run.out} was made by fedapp {made}, whose runs have no {names}: its scores mean something else. "
+                "Give a new --out"
+            )
     _tell(keys, lacking, archive, evidence, workers if out is not None else 0)
     end = time.monotonic() + 60 * minutes
     failed = run_here(todo, workers, lambda: minutes != 0 and time.monotonic() > end) if todo else []
