@@ -38,7 +38,7 @@ $compose build superlink
 
 say "data of three sites; owner of the private files"
 mkdir -p docker/sites
-docker run --rm --user 0 -e FEDAPP_CACHE=/tmp/cache -v "$PWD/docker:/setup" fedapp:0.1.0 \
+docker run --rm --user 0 -e FEDAPP_CACHE=/tmp/cache -v "$PWD/docker:/setup" fedapp:0.2.0 \
   sh -c "python /setup/sites.py /setup/sites --owner $user && chmod -R a+rX /setup/sites \
          && chown $user /setup/certs/server.key /setup/keys/supernode-0 /setup/keys/supernode-1 /setup/keys/supernode-2"
 

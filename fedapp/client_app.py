@@ -80,7 +80,7 @@ def handle(stage: str, message: Message, context: Context) -> Message:
                 metrics["update-clipped"] = int(norm > config.clip_update)
         elif stage == "evaluate":
             arrays, count = {}, client.task.num_samples
-            train = bool(control.get("train", False))
+            train = bool(control.get("train", False)) and "trained" in client.task.protocols
             metrics = client.evaluate_round(payload, server_round, balanced=balanced, train=train)
             if control.get("deployed") and client.store is not None and payload.all():
                 models.keep(
@@ -88,7 +88,7 @@ def handle(stage: str, message: Message, context: Context) -> Message:
                 )
             if train:
                 metrics |= client.train_to_score(payload, balanced=balanced)
-                if control.get("deployed") and client.store is not None:
+                if control.get("final") and control.get("deployed") and client.store is not None:
                     models.keep(
                         client.store.folder / "personal.safetensors", client, config, server_round, payload.scalars
                     )

@@ -39,6 +39,7 @@ from fedapp.results.directory import (
     new_folder,
     only_writer,
     run_name,
+    versions,
     write_json,
 )
 from fedapp.tasks import simulated as tasks
@@ -171,6 +172,12 @@ class Run(Callbacks):
         self.extra["dropped"] = len(self.directory.table("dropped.csv"))
         self.listener = event
         self.warnings: list[str] = []
+        begun = str(self.directory.begun_with)
+        if config.resume and begun != versions()["fedapp"]:
+            self.warnings.append(
+                f"fedapp {begun} began this run, {versions()['fedapp']} continues it: defaults of methods and what a "
+                "score means may have changed in between (CHANGELOG.md)"
+            )
         control: dict[str, Scalar] = {"run": self.directory.token}
         control |= {"state-dir": str(out / "state")} if self.simulation else {"deployed": True}
         self.manager = ClientManager(grid, config.settings(self.simulation), control, self.tell)
@@ -191,6 +198,8 @@ class Run(Callbacks):
         """Run all rounds and write the summary."""
         config = self.config
         self.tell({"kind": "directory", "out": str(self.out), "run": self.directory.token})
+        for text in self.warnings:
+            self.tell({"kind": "warning", "text": text})
         self.infos = self.manager.gather(self.config.clients)
         self.manager.agree(self.method)
         if self.simulation and not self.config.clients:
@@ -433,7 +442,7 @@ class Run(Callbacks):
         tests = [int(v) for v in final.get("received_total", final.get("trained_total", [])) if not math.isnan(v)]
         answered, messaged = rounds["clients"], rounds["clients"] + rounds["dropped"]
         evaluations = self.directory.table("evaluations.csv")
-        accuracy = accuracy_summary(rounds, evaluations, self.final, self.config.measured, len(self.infos))
+        accuracy = accuracy_summary(rounds, evaluations, self.final, self.config.measured, len(self.manager.infos))
         summary = {
             "ok": True,
             "method": self.config.method,
@@ -443,7 +452,7 @@ class Run(Callbacks):
             "rounds": int(rounds["round"].max()) if len(rounds) else 0,
             "seed": self.config.seed,
             "accuracy": accuracy,
-            "headline": self._headline(accuracy, rounds),
+            "headline": self._headline(accuracy, rounds, len(final)),
             "pooled": {p: self.final.get(f"{p}_accuracy_pooled") for p in self.config.measured if p != "global"},
             "test_sizes": {"min": min(tests, default=0), "mean": mean(map(float, tests)), "max": max(tests, default=0)},
             "bytes_up": _whole(float((rounds["bytes_up"] * answered).sum() / (answered.sum() or 1))),
@@ -460,8 +469,10 @@ class Run(Callbacks):
         self.tell({"kind": "end", "summary": summary})
         return summary
 
-    def _headline(self, accuracy: Mapping[str, Mapping[str, Any]], rounds: pd.DataFrame) -> dict[str, Any] | None:
-        """Return the one number that methods are ranked by: the mean over all clients, and when it was measured."""
+    def _headline(
+        self, accuracy: Mapping[str, Mapping[str, Any]], rounds: pd.DataFrame, scored: int
+    ) -> dict[str, Any] | None:
+        """Return the one number that methods are ranked by, over how many of all clients, and when it was measured."""
         protocol = next((p for p in ("trained", "received", "global") if p in accuracy), None)
         if protocol is None:
             return None
@@ -472,7 +483,9 @@ class Run(Callbacks):
             "global": "the global model after the last round",
         }[protocol]  # fmt: skip
         value, last = accuracy[protocol]["last"], int(rounds["round"].max()) if len(rounds) else 0
-        return {"score": protocol, "value": value, "point": point, "round": last, "clients": len(self.infos)}
+        return {"score": protocol, "value": value, "point": point, "round": last} | {
+            "clients": scored, "of": len(self.manager.infos),
+        }  # fmt: skip
 
 
 def _whole(value: float) -> float | int:

@@ -205,7 +205,9 @@ class FedStrategy(FlowerLoop):
                 rounds = server_round
                 break
         state = self.finalize(state, self._queries(manager, state, rounds, callbacks))
-        callbacks.after_evaluation(self._evaluate(manager, state, rounds, "final", {"balanced": True, **train}))
+        callbacks.after_evaluation(
+            self._evaluate(manager, state, rounds, "final", {"balanced": True, "final": True, **train})
+        )
         return state
 
     def _train(

@@ -164,4 +164,5 @@ METHOD = Method(
     extra_up=("lar", "labels"),
     heterogeneous=True,
     travels="class means up, the header down",
+    columns=("lar-seconds",),
 )

@@ -34,7 +34,9 @@ def made(out: Path, study: str, variant: str, level: float, noise: float = 0.02,
         scores = np.clip(level + noise * rng.standard_normal(20), 0, 1)
         columns = {f"{p}_accuracy": scores for p in ("received", "trained")}
         pd.DataFrame({"client": range(20), **columns}).to_csv(folder / "final.csv", index=False)
-        rounds = pd.DataFrame({"round": [1, 2, 3], "trained_accuracy": [level - 0.2, level - 0.1, level]})
+        rounds = pd.DataFrame(
+            {"round": [1, 2, 3], "clients": 20, "trained_accuracy": [level - 0.2, level - 0.1, level]}
+        )
         rounds.to_csv(folder / "rounds.csv", index=False)
         facts = {"bytes_up": 100, "bytes_down": 200, "accuracy": {"received": {"balanced": level}}}
         (folder / "summary.json").write_text(json.dumps({"ok": True, "seconds": 60.0, **facts, **summary}))

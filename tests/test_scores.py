@@ -15,7 +15,11 @@ import torch
 from fedapp import config
 from fedapp.core.heads import tukey
 from fedapp.data import partitions
+from fedapp.errors import BadRequest
+from fedapp.experiments import compare
 from fedapp.learning.evaluation import evaluate
+from fedapp.learning.metrics import client_row, summarise
+from fedapp.learning.state import read_safetensors
 from fedapp.results.directory import accuracy_summary
 from fedapp.results.runs import RunResult
 from fedapp.tasks import simulated
@@ -55,8 +59,6 @@ def test_the_headline_is_a_fine_tuned_average(tiny: Tiny) -> None:
     result = tiny(method="fedavg", clients=3, fraction_train=0.67, rounds=2)
     settings = config.from_flat(result.flat)
     method, hparams = settings.method_and_hparams()
-    from fedapp.learning.state import read_safetensors
-
     arrays, _ = read_safetensors(result.out / "models" / "last.safetensors")
     for _, row in result.final.iterrows():
         task = simulated.simulated_task(settings, int(row["client"]), 3, torch.device("cpu"))
@@ -74,12 +76,12 @@ def test_the_last_training_leaves_nothing_behind(method: str, tiny: Tiny) -> Non
     runs = {flag: tiny(method=method, rounds=2, final_training=flag) for flag in (True, False)}
     keep = [c for c in runs[True].rounds.columns if not c.endswith("seconds")]
     pd.testing.assert_frame_equal(runs[True].rounds[keep], runs[False].rounds[keep], check_exact=True)
-    states = [sorted((r.out / "state" / "run").rglob("*.safetensors")) for r in runs.values()]
-    digests = [[(p.parent.name, p.name.split(".", 1)[1], len(p.read_bytes())) for p in s] for s in states]
-    assert digests[0] == digests[1] and {name for _, name, _ in digests[0]} >= {
-        "000001.safetensors",
-        "000002.safetensors",
-    }
+    states = [sorted((r.out / "state" / "run").rglob("*.0*.safetensors")) for r in runs.values()]
+    kept = [(p.parent.name, p.name.split(".")[1]) for p in states[0]]
+    assert kept == [(str(k), f"{r:06d}") for k in range(3) for r in (1, 2)]
+    for one, other in zip(*states):
+        a, b = read_safetensors(one)[0], read_safetensors(other)[0]
+        assert list(a) == list(b) and all(np.array_equal(a[n], b[n]) for n in a)
     stale = runs[False]
     assert stale.final["trained_accuracy"].mean() == pytest.approx(stale.rounds["trained_accuracy"].iloc[-1])
     assert runs[True].final["trained_loss"].mean() != stale.final["trained_loss"].mean()
@@ -103,7 +105,9 @@ def test_best_counts_only_points_with_all_clients() -> None:
     rounds = pd.DataFrame({
         "clients": [4, 2, 4], "trained_accuracy": [0.5, 0.99, 0.7], "trained_accuracy_pooled": [0.6, 0.99, 0.65],
     })  # fmt: skip
-    evaluations = pd.DataFrame({"trained_accuracy": [0.8], "trained_accuracy_pooled": [0.55]})
+    evaluations = pd.DataFrame({
+        "clients": [4, 3], "trained_accuracy": [0.8, 0.98], "trained_accuracy_pooled": [0.55, 0.98],
+    })  # fmt: skip
     final = {"trained_accuracy": 0.75, "trained_accuracy_pooled": 0.62, "trained_accuracy_std": 0.1}
     found = accuracy_summary(rounds, evaluations, final, ("trained",), 4)["trained"]
     assert found["best"] == 0.8 and found["best_pooled"] == 0.65 and found["last"] == 0.75
@@ -172,8 +176,6 @@ def test_calibrated_heads_with_a_transform_can_be_trained(tiny: Tiny) -> None:
 
 
 def test_a_reply_without_the_methods_number_does_not_change_the_columns(tiny: Tiny) -> None:
-    from fedapp.learning.metrics import client_row, summarise
-
     whole, without = ({"cross-entropy": 0.5}, {})
     rows = [client_row(m, ["trained"], columns=("cross-entropy",)) for m in (whole, without)]
     assert list(rows[0]) == list(rows[1]) and summarise(rows, ["trained"], ["cross-entropy"])["cross_entropy"] == 0.5
@@ -187,3 +189,66 @@ def test_a_run_of_an_earlier_version_keeps_its_columns(tiny: Tiny) -> None:
         pd.read_csv(result.out / name).drop(columns="cross_entropy").to_csv(result.out / name, index=False)
     rest = tiny(resume=result.out, rounds=2)
     assert list(rest.rounds["round"]) == [1, 2] and "cross_entropy" not in rest.rounds
+
+
+def test_a_metric_of_no_use_ends_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that reports what nobody declared, and a list where a number belongs."""
+    from clients.base import FedClient
+
+    def extra(self: FedClient) -> dict[str, object]:
+        return {"my-seconds": 1.0, "steps": [1, 2]} if self.task.client == 0 else {}
+
+    monkeypatch.setattr(FedClient, "reply_metrics", extra)
+    table = tiny(method="fedavg", rounds=2).clients
+    assert "my_seconds" not in table and np.isnan(table["steps"][0]) and table["steps"][1] > 0
+
+
+def test_a_final_reply_that_is_dropped_is_not_counted(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    from clients.base import FedClient
+
+    whole = FedClient.train_to_score
+
+    def broken(self: FedClient, *args: object, **more: object) -> dict[str, object]:
+        if self.task.client == 1:
+            raise RuntimeError("no memory")
+        return whole(self, *args, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(FedClient, "train_to_score", broken)
+    result = tiny(method="fedavg", rounds=1, min_replies=0.5)
+    headline = result.summary["headline"]
+    assert (headline["clients"], headline["of"]) == (2, 3) and len(result.final) == 2
+    assert headline["value"] == result.final["trained_accuracy"].mean()
+
+
+def test_nobody_trains_for_a_score_that_is_not_measured(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    from clients.base import FedClient
+
+    monkeypatch.setattr(FedClient, "train_to_score", lambda *args, **more: pytest.fail("it trains"))
+    assert "trained_accuracy" not in tiny(method="fedavg", rounds=1, protocols="received,global").final
+
+
+def test_scores_of_the_models_as_last_trained_end_their_curve_too(tiny: Tiny) -> None:
+    result = tiny(method="fedavg", clients=5, fraction_train=0.4, rounds=3, final_training=False)
+    assert (
+        result.curve("trained")["accuracy"].iloc[-1]
+        == result.score("trained")
+        == result.final["trained_accuracy"].mean()
+    )
+
+
+def test_the_last_score_of_an_earlier_versions_run_is_over_all_its_clients(tiny: Tiny) -> None:
+    result = tiny(method="fedavg", clients=5, fraction_train=0.4, rounds=1, final_training=False)
+    summary = json.loads((result.out / "summary.json").read_text())
+    summary["accuracy"]["trained"]["last"] = 0.123  # version 0.1: the last round's participants
+    (result.out / "summary.json").write_text(json.dumps(summary))
+    assert RunResult(result.out).score("trained") == result.final["trained_accuracy"].mean()
+
+
+def test_runs_of_another_version_are_not_counted_and_resumed_with_a_warning(tiny: Tiny, tmp_path: Path) -> None:
+    result = tiny(method="fedavg", rounds=1)
+    versions = json.loads((result.out / "versions.json").read_text())
+    (result.out / "versions.json").write_text(json.dumps({**versions, "fedapp": "0.1.0"}))
+    with pytest.raises(BadRequest, match=r"holds a run of fedapp 0\.1\.0"):
+        compare.standing(config.from_flat(RunResult(result.out).flat).replaced(out=str(result.out)))
+    rest = tiny(resume=result.out, rounds=2)
+    assert any("fedapp 0.1.0 began this run" in w for w in rest.summary["warnings"])

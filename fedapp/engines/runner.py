@@ -232,6 +232,11 @@ def run_in(session: Session, config: RunConfig, given: ClientResources, follower
     return handle.follow(Path(config.out), follower).report(follower.line)
 
 
+def _many(headline: Mapping[str, Any]) -> str:
+    scored, known = headline["clients"], headline["of"]
+    return f"all {known}" if scored == known else f"{scored} of {known}"
+
+
 def print_summary(summary: Mapping[str, Any]) -> None:
     """Print a run's final table."""
     table = Table(
@@ -248,9 +253,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     Console().print(table)
     headline = summary.get("headline")
     if headline:
-        text = (
-            f"headline: {headline['score']} {percent(headline['value'])} %, mean over all {headline['clients']} clients"
-        )
+        text = f"headline: {headline['score']} {percent(headline['value'])} %, mean over {_many(headline)} clients"
         Console(highlight=False).print(f"{text}, {headline['point']}", soft_wrap=True)
     sizes = summary["test_sizes"]
     text = (

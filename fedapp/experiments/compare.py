@@ -30,8 +30,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
+from fedapp import __version__, registry
 from fedapp import config as configuration
-from fedapp import registry
 from fedapp.config import RunConfig
 from fedapp.data.card import data_card
 from fedapp.data.partitions import PARTITION_PARAMETER
@@ -287,6 +287,12 @@ def standing(config: RunConfig) -> Literal["new", "done", "broken off", "nothing
         there = configuration.from_flat(
             configuration.without_former(configuration.read_toml(out / "config.toml"))
         ).to_flat()
+        made = str(RunResult(out).versions.get("fedapp", __version__))
+        if made != __version__:
+            raise BadRequest(
+                f"{out} holds a run of fedapp {made}, this is {__version__}: scores and defaults may mean something "
+                "else; give a new --out"
+            )
         differing = [f"{k} = {there[k]!r} there, {v!r} now" for k, v in config.to_flat().items() if there[k] != v]
         if differing:
             raise BadRequest(

@@ -242,7 +242,7 @@ def target_of(runs: list[RunResult], protocol: str) -> float:
 
 def rounds_to(run: RunResult, target: float, protocol: str = "trained") -> float:
     """Return after how many completed rounds the mean accuracy reaches `target`; one more than all if it never does."""
-    first, _ = reached(run.curve(protocol), target)
+    first, _ = reached(run.curve(protocol, everyone=True), target)
     return float(run.rounds["round"].iloc[-1]) + 1 if np.isnan(first) else first
 
 

@@ -82,7 +82,7 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
                 goal = references[job.setting, job.seed].summary["accuracy"].get(p, {}).get("last")
             goal = math.nan if goal is None else goal
             worst, decile = run.weakest(p)
-            count, moved = reached(run.curve(p), goal)
+            count, moved = reached(run.curve(p, everyone=True), goal)
             values = {
                 **{name: scores.get(name) for name in ("last", "last_std", "best", "best_pooled", "participants")},
                 "validation": scores.get("validation"),
@@ -212,22 +212,31 @@ def setting_title(part: pd.DataFrame) -> str:
 SCORES: Mapping[str, str] = {
     "trained": "trained_last", "received": "received_last", "trained, last round's clients": "trained_participants",
     "validation": "trained_validation", "best trained": "trained_best", "best trained, pooled": "trained_best_pooled",
+    "best received, pooled": "received_best_pooled",
     "balanced received": "received_balanced", "balanced trained": "trained_balanced", "global": "global_last",
     "global, uncalibrated": "calibration_before",
 }  # fmt: skip
 """Columns of the first table of a setting -> columns of results.csv."""
 Columns: TypeAlias = Mapping[str, Callable[[pd.DataFrame], str]]
 """Columns of a printed table -> what writes the cell of one method from its rows."""
-MEANING = "received: after the last round, before local training; trained: after one more local training"
-"""Stands at the top of every table of scores."""
+RECEIVED = "received: after the last round, before local training"
 
 
-def print_tables(table: pd.DataFrame, tests: pd.DataFrame, titles: Mapping[str, str], notes: Sequence[str]) -> None:
+def meaning(jobs: Sequence[Job]) -> str:
+    """Say what the scores of runs are; it stands at the top of every table of scores."""
+    after = {j.result.final_training for j in jobs}
+    last = {True: "after one more local training", False: "as each client was last trained"}
+    return f"{RECEIVED}; trained: {' or '.join(last[a] for a in sorted(after, reverse=True))}"
+
+
+def print_tables(
+    table: pd.DataFrame, tests: pd.DataFrame, titles: Mapping[str, str], notes: Sequence[str], meaning: str
+) -> None:
     """Print accuracy, spread over clients and cost, and differences to the reference; three tables a setting.
 
     Parameters
     ----------
-    titles : label -> name of the method.
+    titles : label -> name of the method.   meaning : what the scores are.
     """
     if table.empty:
         return
@@ -236,7 +245,7 @@ def print_tables(table: pd.DataFrame, tests: pd.DataFrame, titles: Mapping[str, 
         console = Console(highlight=False, width=max(NARROWEST, console.width))
     for _, part in table.groupby(SETTING, dropna=False, sort=False):
         here = tests if tests.empty else tests.merge(part[SETTING].drop_duplicates())
-        for title, rows, columns in _tables(part, here, titles):
+        for title, rows, columns in _tables(part, here, titles, meaning):
             shown = Table("method", title=title, title_justify="left")
             shown.columns[0].no_wrap = True
             for name in columns:
@@ -270,13 +279,13 @@ def _difference(rows: pd.DataFrame, measure: str) -> str:
 
 
 def _tables(
-    part: pd.DataFrame, tests: pd.DataFrame, titles: Mapping[str, str]
+    part: pd.DataFrame, tests: pd.DataFrame, titles: Mapping[str, str], meaning: str
 ) -> Iterator[tuple[str, pd.DataFrame, Columns]]:
     """Yield the tables of a setting: title, the rows that are grouped by method, columns."""
     seeds = part["seed"].nunique()
     spread_over = f", mean ± std over {over(seeds, part['partition_seed'].nunique())}" if seeds > 1 else ""
     yield (
-        f"{setting_title(part)}, after {int(part['rounds'].max())} rounds, in %{spread_over}\n({MEANING})",
+        f"{setting_title(part)}, after {int(part['rounds'].max())} rounds, in %{spread_over}\n({meaning})",
         part,
         {name: partial(_score, column=c) for name, c in SCORES.items() if part[c].notna().any()},
     )
@@ -300,7 +309,7 @@ def _tables(
         names = {m: " ".join(m.removesuffix("_accuracy").split("_")[::-1]) for m in tests["measure"].unique()}
         yield (
             f"Difference to {titles[tests['reference'].iloc[0]]} in points, paired over clients"
-            f"{' and seeds' if seeds > 1 else ''} (Wilcoxon signed-rank, p after Holm)\n({MEANING})",
+            f"{' and seeds' if seeds > 1 else ''} (Wilcoxon signed-rank, p after Holm)\n({meaning})",
             tests,
             {name: partial(_difference, measure=measure) for measure, name in names.items()},
         )
@@ -314,6 +323,9 @@ def write(out: Path, jobs: Sequence[Job], reference: str, target: float | None, 
         table.to_csv(out / "results.csv", index=False)
         curves(jobs).to_csv(out / "curves.csv", index=False)
         tests.to_csv(out / "significance.csv", index=False)
+    if any(j.result.sampled and not len(j.result.evaluations) for j in jobs):
+        notes = [*notes, "completed rounds and MB to a target count points over all clients only; with sampled clients "
+                 "that is the end of the run, unless --set evaluate-every=1 adds others"]  # fmt: skip
     warnings = {f"{j.variant.label}: {w}": None for j in jobs for w in j.result.summary.get("warnings", [])}
-    print_tables(table, tests, {j.variant.label: j.variant.title for j in jobs}, [*notes, *warnings])
+    print_tables(table, tests, {j.variant.label: j.variant.title for j in jobs}, [*notes, *warnings], meaning(jobs))
     return table

@@ -21,6 +21,11 @@ def std(values: Iterable[float]) -> float:
     return float(array.std()) if len(array) else float("nan")
 
 
+def _number(value: Any) -> float:
+    """Return a metric as a number; NaN for anything else, because a reply must not end a run."""
+    return float(value) if isinstance(value, (int, float)) else math.nan
+
+
 def client_row(
     metrics: Mapping[str, Any], protocols: Iterable[str], validation: bool = False, columns: Iterable[str] = ()
 ) -> dict[str, float]:
@@ -31,27 +36,25 @@ def client_row(
     validation : whether clients hold out images for validation, so that there is a column for it.
     columns : further numbers of the method (`Method.columns`).
     """
-    row: dict[str, float] = {"num_samples": float(metrics.get("num-examples", math.nan))}
+    row: dict[str, float] = {"num_samples": _number(metrics.get("num-examples", math.nan))}
     for p in protocols:
-        total = float(metrics.get(f"{p}-total", math.nan))
-        correct = float(metrics.get(f"{p}-correct", math.nan))
-        loss = float(metrics.get(f"{p}-loss-sum", math.nan))
+        total = _number(metrics.get(f"{p}-total", math.nan))
+        correct = _number(metrics.get(f"{p}-correct", math.nan))
+        loss = _number(metrics.get(f"{p}-loss-sum", math.nan))
         row[f"{p}_correct"], row[f"{p}_total"] = correct, total
         row[f"{p}_accuracy"] = correct / total if total else math.nan
         row[f"{p}_loss"] = loss / total if total else math.nan
-        row[f"{p}_balanced"] = float(metrics.get(f"{p}-balanced", math.nan))
+        row[f"{p}_balanced"] = _number(metrics.get(f"{p}-balanced", math.nan))
         if validation:
-            total = float(metrics.get(f"{p}-validation-total", math.nan))
-            row[f"{p}_validation"] = float(metrics.get(f"{p}-validation-correct", math.nan)) / (total or math.nan)
-    row["train_loss"] = float(metrics.get("train-loss", math.nan))
+            total = _number(metrics.get(f"{p}-validation-total", math.nan))
+            row[f"{p}_validation"] = _number(metrics.get(f"{p}-validation-correct", math.nan)) / (total or math.nan)
+    row["train_loss"] = _number(metrics.get("train-loss", math.nan))
     for name in columns:
-        row[name.replace("-", "_")] = float(metrics.get(name, math.nan))
-    row["steps"] = float(metrics.get("steps", math.nan))
-    row["bytes_up"] = float(metrics.get("bytes-up", 0))
-    row["train_seconds"] = float(metrics.get("train-seconds", math.nan))
-    row["client_seconds"] = float(metrics.get("seconds", math.nan))
-    # Times that a method measures by itself, such as FedGH's `lar-seconds`.
-    row.update({name.replace("-", "_"): float(metrics[name]) for name in metrics if name.endswith("-seconds")})
+        row[name.replace("-", "_")] = _number(metrics.get(name, math.nan))
+    row["steps"] = _number(metrics.get("steps", math.nan))
+    row["bytes_up"] = _number(metrics.get("bytes-up", 0))
+    row["train_seconds"] = _number(metrics.get("train-seconds", math.nan))
+    row["client_seconds"] = _number(metrics.get("seconds", math.nan))
     return row
 
 

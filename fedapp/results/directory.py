@@ -35,6 +35,7 @@ from typing import Any
 import pandas as pd
 from filelock import FileLock, Timeout
 
+from fedapp import __version__
 from fedapp.config import RunConfig, write_toml
 from fedapp.errors import BadRequest
 from fedapp.learning.metrics import tidy
@@ -203,13 +204,13 @@ ANNOUNCED = "fedapp-event "
 def versions() -> dict[str, str]:
     """Return versions of the packages that numbers depend on, of Python, and the machine and its processor."""
     found = {}
-    for package in PACKAGES:
+    for package in PACKAGES[1:]:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = "not installed as a package"
     machine = {"machine": platform.machine(), "processor": processor(), "system": platform.system()}
-    return {**found, "python": platform.python_version(), **machine}
+    return {"fedapp": __version__, **found, "python": platform.python_version(), **machine}
 
 
 def keep_rows(path: Path, wanted: Callable[[list[str]], bool]) -> None:
@@ -242,10 +243,11 @@ class RunDirectory:
         (path / "models").mkdir(exist_ok=True)
         info_path = path / "versions.json"
         if keep_rounds is None:
-            self.token = secrets.token_hex(6)
+            self.token, self.begun_with = secrets.token_hex(6), versions()["fedapp"]
             write_json(info_path, {**versions(), "run": self.token, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
         else:
-            self.token = str(json.loads(info_path.read_text())["run"])
+            info = json.loads(info_path.read_text())
+            self.token, self.begun_with = str(info["run"]), str(info.get("fedapp"))
             self._forget_rounds(keep_rounds)
             for name in ("summary.json", "error.json", "final.csv"):
                 (path / name).unlink(missing_ok=True)
@@ -340,7 +342,7 @@ def accuracy_summary(
     validation : mean over the images that are held out from training; only where there are any.
     """
     out: dict[str, dict[str, Any]] = {}
-    full = rounds[rounds["clients"] == clients] if len(rounds) else rounds
+    full = [table[table["clients"] == clients] for table in (rounds, evaluations) if len(table)]
     for p in protocols:
         column = f"{p}_accuracy"
         newest = rounds[column].iloc[-1] if column in rounds and len(rounds) else math.nan
@@ -354,7 +356,7 @@ def accuracy_summary(
         else:
             highest = {}
             for name, source in (("best", column), ("best_pooled", f"{column}_pooled")):
-                seen = [v for table in (full, evaluations) for v in table.get(source, ())]
+                seen = [v for table in full for v in table.get(source, ())]
                 highest[name] = max(measured([*seen, final.get(source)]), default=math.nan)
             out[p] = {
                 "last": final.get(column, math.nan), "best": highest["best"],

@@ -221,7 +221,7 @@ def _times(run: RunResult) -> Table:
 
 KNOWN = {
     "ok", "method", "dataset", "model", "clients", "rounds", "seed", "accuracy", "pooled", "test_sizes", "bytes_up",
-    "bytes_down", "dropped", "stopped", "warnings", "seconds", "error",
+    "bytes_down", "dropped", "headline", "stopped", "warnings", "seconds", "error",
 }  # fmt: skip
 """Keys of summary.json that the page shows elsewhere; all others are the method's own."""
 
@@ -319,6 +319,7 @@ COLUMNS = (
 )  # fmt: skip
 BEST = (
     ("best trained", "trained", "best"), ("best trained, pooled", "trained", "best_pooled"),
+    ("best received, pooled", "received", "best_pooled"),
     ("best received", "received", "best"),
 )  # fmt: skip
 

@@ -26,7 +26,7 @@ from fedapp import config as configuration
 from fedapp.config import RunConfig
 from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.errors import BadRequest
-from fedapp.learning.metrics import summarise
+from fedapp.learning.metrics import mean, summarise
 from fedapp.results.statistics import Ints, traffic, worst
 
 GRID = "grid.csv"
@@ -197,17 +197,26 @@ class RunResult:
         return ("trained",) if self.alone else measured
 
     @property
+    def final_training(self) -> bool:
+        """Whether `trained` in final.csv is after one more local training; earlier versions never did that."""
+        return bool(self.flat.get("final-training", False))
+
+    @property
     def sampled(self) -> bool:
         """Whether some rounds had only a part of the clients."""
         return bool(len(self.rounds)) and float(self.flat.get("fraction-train", 1.0)) < 1
 
-    def curve(self, protocol: str) -> pd.DataFrame:
+    def curve(self, protocol: str, everyone: bool = False) -> pd.DataFrame:
         """Return the scores of a protocol by the number of completed rounds that are behind the scored model.
 
         A client that is scored in round t holds what the server made in round t - 1, and perhaps trained it once: t - 1
         rounds are completed. The last row is the evaluation of all clients after the last round, which tables show.
         Where the clients of a round are sampled and `evaluations.csv` has scores of all clients, those stand in place
         of the participants' scores.
+
+        Parameters
+        ----------
+        everyone : leave out points that do not count all clients.
 
         Returns
         -------
@@ -234,14 +243,16 @@ class RunResult:
         else:
             ended = pd.DataFrame([summarise(self.final.to_dict("records"), [protocol])] if len(self.final) else [])
             ended["clients"] = len(self.final)
-        # Earlier versions scored each client as it was last trained, which rounds.csv says already.
-        repeated = protocol == "trained" and not self.flat.get("final-training", False)
+        # Each client as it was last trained: where all take part, the last row of rounds.csv says it already.
+        repeated = protocol == "trained" and not self.final_training and not self.sampled
         if len(ended) and not repeated:
             ends = pd.concat([ends, ended.assign(completed=last)])
         curve = ends.reindex(columns=["completed", *names.values(), "clients"]).set_axis(
             ["completed", *names, "clients"], axis=1
         )
         curve = curve.dropna(subset=["accuracy"]).drop_duplicates(["completed", "accuracy"], keep="first")
+        if everyone and protocol != "global":
+            curve = curve[curve["clients"] == max(len(self.final), int(self.summary.get("clients") or 0))]
         return curve.assign(bytes=[moved.get(c, 0.0) for c in curve["completed"]]).reset_index(drop=True)
 
     def score(self, protocol: str, name: str = "last") -> float:
@@ -251,6 +262,9 @@ class RunResult:
         """
         if self.alone and protocol == "received":
             return math.nan
+        if name == "last" and f"{protocol}_accuracy" in self.final:
+            # Summaries of version 0.1 have the last round's participants here.
+            return mean(self.final[f"{protocol}_accuracy"])
         value = self.summary.get("accuracy", {}).get(protocol, {}).get(name)
         return math.nan if value is None else float(value)
 

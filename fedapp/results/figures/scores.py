@@ -23,7 +23,7 @@ def _protocol_curves(run: RunResult, what: str) -> list[Curve]:
     curves = []
     for p in run.protocols:
         shown = run.curve(p).dropna(subset=[what])
-        if len(shown):
+        if len(shown) > (what != "accuracy"):  # one balanced score is no curve
             band = shown["std"].to_numpy(float) if what == "accuracy" and p != "global" else None
             curves.append(Curve(named(p), shown["completed"].to_numpy(float), shown[what].to_numpy(float), band))
     return curves
