@@ -484,7 +484,8 @@ def test_a_run_on_devices_has_curves_and_no_data(cw: RunResult, tmp_path: Path) 
     for name in ("data_card.json", "partition.npz"):
         (moved / name).unlink()
     found = figures.of_run(read_run(moved))
-    assert {d.id for d in found.drawings} == {"learning-curves", "training-loss", "client-accuracy", "round-seconds"}
+    on_the_server = {"learning-curves", "training-loss", "client-accuracy", "round-seconds", "who-learns-from-whom"}
+    assert {d.id for d in found.drawings} == on_the_server
     assert any("keep their class counts to themselves" in m.why for m in found.missing)
 
 

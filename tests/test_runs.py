@@ -81,7 +81,7 @@ def test_page_and_figure_count_the_download_of_dropped_replies(tmp_path: Path) -
     (tmp_path / "rounds.csv").write_text(
         "round,clients,dropped,bytes_up,bytes_down,received_accuracy\n1,4,0,1e7,5e6,0.5\n2,3,1,1e7,5e6,0.6\n"
     )
-    (tmp_path / "final.csv").write_text("client,received_accuracy\n0,0.7\n1,0.7\n2,0.7\n3,0.7\n")
+    (tmp_path / "final.csv").write_text("client,num_samples,received_accuracy\n0,9,0.7\n1,9,0.7\n2,9,0.7\n3,9,0.7\n")
     there = read_run(tmp_path)
     assert "110,000,000" in report.of_run(there)[0]
     assert "70.0 % for 110.0 MB" in scores.traffic_curves([there])[0].alt
