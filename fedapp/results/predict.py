@@ -1,9 +1,9 @@
 """Models that a node keeps after training, and `fedapp predict`, which uses them.
 
 A node writes `STATE-DIR/<federation>/<client-id>/personal.safetensors` after every round it trained, and again at the
-final evaluation, after one more local training on what the server would send next (unless `final-training` is false). It
-writes `received.safetensors` when it evaluates what the server sent. Each file is complete: its header names the method, the
-architecture, the classes and the normalisation.
+final evaluation, after one more local training on what the server would send next (unless `final-training` is false).
+It writes `received.safetensors` when it evaluates what the server sent. Each file is complete: its header names the
+method, the architecture, the classes and the normalisation.
 """
 
 from __future__ import annotations
