@@ -382,7 +382,7 @@ def figure(
 
     if name is None:
         for known, drawn in papers.PAPERS.items():
-            typer.echo(f"{known:<16}{drawn.title} (needs {drawn.needs or 'no run'})")
+            typer.echo(f"{known:<22}{drawn.title} (needs {drawn.needs or 'no run'})")
         return
     drawing = papers.draw(name, runs or [])
     file = (out or Path(f"{name}.svg")).expanduser().absolute()

@@ -153,6 +153,9 @@ def test_public_images_of_one_method_are_held_back_from_all(tmp_path: Path) -> N
     assert [j.config.public_data for j in jobs] == ["0.05", "0.05"]
     assert [j.config.public_data for j in plan(parsed("local,fedavg"), tmp_path)] == ["", ""]
     assert {j.config.public_data for j in plan(parsed("local,ktpfl"), tmp_path, public_data="0.1")} == {"0.1"}
+    assert [j.config.public_data for j in plan(parsed("local,ktpfl(share=weights)"), tmp_path)] == ["", ""]
+    given = {"method": "ktpfl", "method_args": "share=weights"}
+    assert {j.config.public_data for j in plan(parsed("local,ktpfl"), tmp_path, **given)} == {""}
 
 
 def test_images_are_held_back_only_where_the_resolved_method_needs_them() -> None:

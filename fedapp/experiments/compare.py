@@ -223,16 +223,17 @@ def jobs_of(
     """
     if seeds < 1:
         raise BadRequest(f"--seeds {seeds}: at least 1")
-    values = common_public(values, (v.method for v in variants))
     given = _pairs(str(values.get("method-args", "")))
+    args = {v: {**(given if values.get("method", v.method) == v.method else {}), **dict(v.args)} for v in variants}
+    texts = {v: " ".join(f"{k}={value}" for k, value in own.items()) for v, own in args.items()}
+    values = common_public(values, [(v.method, text) for v, text in texts.items()])
     first = int(values.get("seed", 0))
     refused: dict[str, None] = {}
     jobs = []
     for (folder, setting), seed, variant in product(settings.items(), range(first, first + seeds), variants):
-        args = {**(given if values.get("method", variant.method) == variant.method else {}), **dict(variant.args)}
         flat = {
             **values, **setting, **dict(variant.settings), "method": variant.method, "seed": seed,
-            "method-args": " ".join(f"{k}={v}" for k, v in args.items()),
+            "method-args": texts[variant],
         }  # fmt: skip
         several = folder if len(settings) > 1 else ""
         try:
