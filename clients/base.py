@@ -156,8 +156,12 @@ class FedClient(NumPyClient):
         if self.task.train.batch_size == 1:
             self.refuse_single("batch-size is 1", "give batch-size = 2 or more")
         if self.task.num_samples == 1:
+            held_out = 0 if self.task.x_validation is None else len(self.task.x_validation)
             self.refuse_single(
-                "it has one image to train on", "give it more (in a simulation: min-samples = 2 or more)"
+                f"it has one image to train on{f', since validation holds out {held_out}' if held_out else ''}",
+                "leave out validation, or give it more images (in a simulation: a larger min-samples)"
+                if held_out
+                else "give it more (in a simulation: min-samples = 2 or more)",
             )
 
     def refuse_single(self, what: str, remedy: str) -> None:

@@ -9,8 +9,9 @@ from typing import Any
 
 import pandas as pd
 import pytest
+from typer.testing import CliRunner
 
-from fedapp import config
+from fedapp import cli, config
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare, grid
 from fedapp.experiments.jobs import Job
@@ -100,7 +101,48 @@ def test_a_point_that_failed_is_not_chosen_and_the_first_of_equals_is(tmp_path: 
         finish(job, value, ok=ok)
     chosen, lines = grid.choose(jobs, tmp_path)
     assert [j.out.name for j in chosen] == ["local-lr=0.2-s0"]
-    assert any(line.startswith("fedavg: nothing chosen") for line in lines)
+    assert "fedavg: nothing chosen, no point of the grid has a score on validation images" in lines
+
+
+def test_points_of_which_a_seed_is_missing_are_told_from_points_without_a_score(tmp_path: Path) -> None:
+    jobs = plan("local", tmp_path, "lr=0.1,0.2", seeds=2)
+    for job in jobs:
+        finish(job, 0.5, ok=job.seed == 0)
+    chosen, lines = grid.choose(jobs, tmp_path)
+    assert not chosen and "local: nothing chosen, no point of the grid has finished with all of its seeds" in lines
+
+
+def compared(*words: str) -> Any:
+    return CliRunner().invoke(cli.app, ["compare", "--grid", "lr=0.1,0.2", "--set", "validation=0.1", *words])
+
+
+def test_a_search_by_the_global_score_is_refused_and_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "run", lambda *args, **named: pytest.fail("runs were begun"))
+    with pytest.raises(BadRequest, match=r"protocols = 'global' .*--set protocols=trained,global"):
+        CliRunner().invoke(
+            cli.app, ["compare", "--grid", "lr=0.1", "--set", "protocols=global"], catch_exceptions=False
+        )
+
+
+@pytest.mark.parametrize(
+    ("methods", "protocols", "says"),
+    [
+        ("local,ccvr,fedavg(clip=5)", "", "trained chooses for ccvr, fedavg(clip=5) too"),
+        ("ccvr", "received,global", "received chooses for ccvr too"), ("ccvr", "received,trained", ""),
+        ("local,fedclassavg", "", ""),
+    ],
+)  # fmt: skip
+def test_which_score_chooses_where_a_global_one_is_published_is_said_before_any_run(
+    methods: str, protocols: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(cli.typer, "echo", lambda text="", err=False: said.append(text))
+    monkeypatch.setattr(compare, "run", lambda *args, **named: said.append("run") or 0)
+    assert compared("--methods", methods, *(["--set", f"protocols={protocols}"] if protocols else [])).exit_code == 0
+    assert said[-1] == "run" and len(said) == (2 if says else 1)
+    assert says in said[0] and ("global has no validation images" in said[0]) == bool(says)
 
 
 def test_a_comparison_that_is_read_again_holds_the_chosen_runs_alone(tmp_path: Path) -> None:

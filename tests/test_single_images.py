@@ -67,6 +67,20 @@ def test_a_client_with_one_image_is_refused_when_it_registers(method: str, model
         client(method, task(1, model)).register()
 
 
+def test_the_error_names_validation_where_it_took_the_other_images() -> None:
+    whole = task(3, "resnet18")
+    split = replace(whole, x_train=whole.x_train[:1], y_train=whole.y_train[:1])
+    for n in (1, 2):
+        held = replace(split, x_validation=whole.x_train[:n], y_validation=whole.y_train[:n])
+        with pytest.raises(
+            BadRequest, match=f"since validation holds out {n}, .*: leave out validation, or give it more"
+        ):
+            client("fedavg", held).register()
+    empty = replace(split, x_validation=whole.x_train[:0], y_validation=whole.y_train[:0])
+    with pytest.raises(BadRequest, match=r"one image to train on, and .*min-samples = 2 or more"):
+        client("fedavg", empty).register()
+
+
 @pytest.mark.parametrize("method", SOME)
 def test_single_images_are_welcome_without_batch_norm(method: str) -> None:
     client(method, task(1, "cnn-a")).register()

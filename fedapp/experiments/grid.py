@@ -12,11 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
+from fedapp import registry
+from fedapp.config import DEFAULTS
 from fedapp.errors import BadRequest
-from fedapp.experiments.jobs import Job
+from fedapp.experiments.jobs import Job, Variant
 from fedapp.results.runs import GRID, RunResult
 from fedapp.results.statistics import mean_and_std
 
@@ -46,9 +49,37 @@ def points(axes: Mapping[str, Sequence[str]]) -> Iterator[list[str]]:
         yield [f"{name}={value}" for name, value in zip(axes, values)]
 
 
+CHOOSING = ("trained", "received")
+"""Protocols that have a score on validation images, which are the clients' own; the first that is measured chooses."""
+
+
+def beforehand(values: Mapping[str, Any], variants: Sequence[Variant]) -> list[str]:
+    """Say by which score points will be chosen where a method also has a `global` score, which cannot choose.
+
+    Raises
+    ------
+    BadRequest : the run-config `values` measure no score that validation images have.
+    """
+    protocols = str(values.get("protocols") or DEFAULTS["protocols"])
+    measured = [p.strip() for p in protocols.split(",")]
+    by = next((p for p in CHOOSING if p in measured), None)
+    if by is None:
+        raise BadRequest(
+            f"--grid: protocols = '{protocols}' measures nothing on validation images, which clients hold out. "
+            "Measure trained as well (--set protocols=trained,global): it chooses the points"
+        )
+    named = [v.label for v in variants if registry.get(v.method).global_model] if "global" in measured else []
+    if not named:
+        return []
+    return [
+        f"--grid: global has no validation images, so {by} chooses for {', '.join(named)} too; where the published "
+        "number is global (as for CCVR), the chosen point need not be the best one for it"
+    ]
+
+
 def validation_score(run: RunResult) -> float:
     """Return the mean accuracy over clients on their validation images, after local training where it was measured."""
-    scores = (run.score(protocol, "validation") for protocol in ("trained", "received", "global"))
+    scores = (run.score(protocol, "validation") for protocol in CHOOSING)
     return next((score for score in scores if math.isfinite(score)), math.nan)
 
 
@@ -87,6 +118,8 @@ def choose(jobs: Sequence[Job], out: Path) -> tuple[list[Job], list[str]]:
             chosen += [replace(j, variant=replace(j.variant, label=family)) for j in members[best]]
             lines.append(f"{where}: {best} of {len(members)}, {100 * scores[best][0]:.1f} % on validation images")
         else:
-            lines.append(f"{where}: nothing chosen, no point of the grid has finished")
+            finished = any(all(j.result.ok for j in runs) for runs in members.values())
+            why = "has a score on validation images" if finished else "has finished with all of its seeds"
+            lines.append(f"{where}: nothing chosen, no point of the grid {why}")
     pd.DataFrame(rows).to_csv(out / GRID, index=False)
     return chosen, ["chosen by --grid:", *lines]
