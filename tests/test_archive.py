@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
+from fedapp import __version__ as VERSION
 from fedapp import cli, config
 from fedapp.engines import local, pool
 from fedapp.errors import BadRequest
@@ -21,10 +22,8 @@ from fedapp.experiments import archive, reproduce
 from fedapp.experiments import studies as study_module
 from fedapp.experiments.ledger import Evidence, claims
 from fedapp.experiments.studies import RunKey, Study, keys_of, settings_of, studies
-from fedapp.results.directory import versions
 
 STUDY = "ccvr-0.5"
-VERSION = versions()["fedapp"]
 KEYS = [RunKey(STUDY, "fedavg", seed) for seed in range(3)]
 
 

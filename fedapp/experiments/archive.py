@@ -29,13 +29,13 @@ import numpy as np
 import pandas as pd
 from pydantic import Field, ValidationError
 
+from fedapp import __version__
 from fedapp import config as configuration
 from fedapp.config import RunConfig
 from fedapp.engines import local as engines
 from fedapp.errors import BadRequest
 from fedapp.experiments.shipped import Entry
 from fedapp.experiments.studies import RunKey, keys_of, settings_of, studies
-from fedapp.results.directory import versions as present_versions
 from fedapp.results.directory import write_text
 from fedapp.results.runs import RunResult
 
@@ -229,7 +229,7 @@ def _refusal(key: RunKey, run: RunResult) -> str:
     A run directory does not hold the defaults of hyperparameters that its version had, so today's would be false for
     another version.
     """
-    made, now = run.versions.get("fedapp", "an unknown version"), present_versions()["fedapp"]
+    made, now = run.versions.get("fedapp", "an unknown version"), __version__
     if not isinstance(run, KeptRun) and made != now:
         return f"made by fedapp {made}, and this is {now}, whose defaults may differ: run it again in a new folder"
     return run.problem or differing(key, run.flat, _hparams(run)) or fault(run)
