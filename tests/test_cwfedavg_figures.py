@@ -236,3 +236,10 @@ def test_critical_pathways_are_the_largest_weights_and_wdr_turns_them_to_the_maj
         assert model["head.weight" if layer else "first.weight"][end, start] == pytest.approx(w)
     ends = {i: {end for layer, _, end, _ in pathways.critical(found[f"WDR, client {i}"]) if layer} for i in (1, 2, 3)}
     assert ends == {1: {0}, 2: {1}, 3: {0, 1}}
+
+
+def test_the_caption_of_the_toy_task_names_what_the_paper_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pathways, "CENTRES", ((0.5, 2.0, -1.0), (-3.0, 1.0, 1.0)))
+    caption, _, _ = pathways.pathways()
+    assert "standard deviation 1 around (0.5, 2, -1) and (-3, 1, 1)." in caption
+    assert "5 epochs, SGD with lr 0.05 and batches of 10, lambda 0.4" in caption
