@@ -40,8 +40,8 @@ class KTpFLHParams(BaseHParams):
 
     step: Literal["self-scaled", "fixed"] = Field(
         "self-scaled",
-        description="step of the coefficients: each row's gradient times the power of 5 that makes it 0.01 to 0.05 in "
-        "the mean (released code), or times lr_c (port)",
+        description="step of the coefficients: each row's gradient scaled by a power of 5 so that its mean size is "
+        "0.01 to 0.05 (released code), or times lr_c (port)",
     )
     lr_c: float = Field(
         0.02, ge=0, description="size of a fixed step; self-scaled ones need none (port: 0.02; 0.01 on grey images)"

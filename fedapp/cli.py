@@ -381,7 +381,7 @@ def figure(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="file to write, .svg or .png (default ./PAPER-NUMBER.svg)")] = None,
 ) -> None:
-    """Draw a figure of one of the papers from runs of your own; without arguments, list the figures."""
+    """Draw a figure of one of the papers from your own runs; without arguments, list the figures."""
     from fedapp.results.figures import papers
 
     if name is None:

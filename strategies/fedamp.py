@@ -107,5 +107,5 @@ METHOD = Method(
     client=FedAMPClient,
     hparams=FedAMPHParams,
     shared=ALL,
-    travels="a mix of whole models of one's own down, the whole model up",
+    travels="a mix of models for each client down, the whole model up",
 )

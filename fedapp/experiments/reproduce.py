@@ -243,7 +243,7 @@ def write(doc: Path, verdicts: Sequence[tuple[Claim, Verdict]], evidence: Eviden
         *markdown("study|setting|scaled down|runs:|minutes:", runs),
         *(line for study in studies().values() for line in study_table(study, evidence)),
         "",
-        f"{sum(map(sum, seconds.values())) / 60:.0f} minutes of runs in all, seeds from 0, one thread a client: "
+        f"{sum(map(sum, seconds.values())) / 60:.0f} minutes of runs in all, seeds from 0, one thread per client: "
         + "; ".join(f"{count} runs on {text}" for text, count in made_with.items())
         + ". A busy machine takes longer; times are not results.",
     ]

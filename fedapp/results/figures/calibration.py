@@ -236,9 +236,10 @@ def separability(runs: Runs, samples: int = 100) -> Words:
     trend = table["distance"].corr(table["bound"])
     bound = f" Correlation of distance and upper bound over the runs: {trend:.2f}." if math.isfinite(trend) else ""
     return (
-        f"A mark a run: mean sliced Wasserstein distance between the classes' Gaussians in the global representation, "
-        f"and the accuracy of the global model as trained (dot), calibrated with {samples} virtual samples per class, "
-        f"and calibrated on all real features, which is the upper bound; computed after the fact.{bound}",
+        "One mark per run: mean sliced Wasserstein distance between the classes' Gaussians in the global "
+        f"representation, and the accuracy of the global model as trained (dot), calibrated with {samples} "
+        f"virtual samples per class, and calibrated on all real features, which is the upper bound; "
+        f"computed after the fact.{bound}",
         f"Scatter plot of accuracy against separability. {said}.",
         plots.separability(groups),
     )

@@ -130,9 +130,9 @@ def pathways(runs: Runs = ()) -> Words:
         "positive, red and dashed negative, width by magnitude within a network. Clients 1 to 3 hold "
         f"{', '.join(f'{a} and {b}' for a, b in COUNTS)} points of the two classes, Gaussians of standard "
         f"deviation 1 around {' and '.join(f'({x:g}, {y:g}, {z:g})' for x, y, z in CENTRES)}. Top: local models and "
-        "FedAvg's mean. Middle: local models with WDR, and the first class-specific global model. Bottom: the models that the "
-        f"clients get from cwFedAvg, and the second. One round of {EPOCHS} epochs, SGD with lr {RATE:g} and batches of "
-        f"{BATCH}, lambda {LAMBDA:g}.",
+        "FedAvg's mean. Middle: local models with WDR, and the first class-specific global model. Bottom: the models "
+        f"that the clients get from cwFedAvg, and the second. One round of {EPOCHS} epochs, SGD with lr {RATE:g} and "
+        f"batches of {BATCH}, lambda {LAMBDA:g}.",
         f"Twelve drawings of small networks. Critical weights that lead to class 0 and to class 1: {said}.",
         _drawn(found),
     )
