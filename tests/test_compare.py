@@ -161,7 +161,7 @@ def test_public_images_of_one_method_are_held_back_from_all(tmp_path: Path) -> N
 def test_images_are_held_back_only_where_the_resolved_method_needs_them() -> None:
     """KT-pFL with weights has no public images, so the other rows must not lose a share of theirs."""
     assert common_public({}, [("local", ""), ("ktpfl", "share=weights")]) == {}
-    for methods in (["ktpfl"], [("ktpfl", "")], [("ktpfl", "share=weights"), ("ktpfl", "rho=0.5")]):
+    for methods in ([("ktpfl", "")], [("ktpfl", "share=weights"), ("ktpfl", "rho=0.5")]):
         assert common_public({"lr": 1}, methods) == {"lr": 1, "public-data": "0.05"}
     assert common_public({}, [("ktpfl", "share=nonsense")]) == {"public-data": "0.05"}, "refused later, with its run"
 

@@ -14,16 +14,16 @@ from fedapp.errors import BadRequest
 from fedapp.results.runs import RunResult, folder_of
 
 
-def common_public(values: Mapping[str, Any], methods: Iterable[str | tuple[str, str]]) -> dict[str, Any]:
+def common_public(values: Mapping[str, Any], methods: Iterable[tuple[str, str]]) -> dict[str, Any]:
     """Return run-config keys with which the methods of a comparison train on the same images.
 
     If one of them needs public images and `public-data` names none, its share is held back from the clients of all.
 
     Parameters
     ----------
-    methods : ids, or pairs of an id and its `method-args`, on which it may depend whether images are needed.
+    methods : pairs of an id and its `method-args`, on which it may depend whether images are needed.
     """
-    share = max((_public_share(*((m, "") if isinstance(m, str) else m)) for m in methods), default=0.0)
+    share = max((_public_share(name, args) for name, args in methods), default=0.0)
     if share and not str(values.get("public-data") or "").strip():
         return {**values, "public-data": str(share)}
     return dict(values)
