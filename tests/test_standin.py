@@ -71,7 +71,8 @@ def test_every_method_on_a_device(name: str, found: dict[str, Any]) -> None:
     # One wait per training, for its loss. The constants that normalise images are copied once per process.
     waits = dict(run["waits_in_training"])
     assert waits.pop("transforms.py:_affine", 0) <= 2
-    assert waits == {"training.py:train": run["trainings"]} and run["steps"] >= 5 * run["trainings"]
+    # Steps are those of the rounds, trainings also those before the final scores: a wait in each step would show.
+    assert waits == {"training.py:train": run["trainings"]} and run["steps"] > 2 * run["trainings"]
 
 
 def test_augmentation_never_waits(found: dict[str, Any]) -> None:

@@ -256,7 +256,7 @@ def print_tables(
     size = float(table["test_mean"].mean())
     lines = [
         "received, trained: each client's own test split, mean over all clients; balanced: mean recall over all "
-        "classes on all clients' test images; best: the best round, chosen on test images, as many papers report it.",
+        "classes on all clients' test images; best: the best round, picked by test accuracy, as many papers do.",
         f"test images per client: {size:.0f} on average, so one image is {100 / max(1.0, size):.1f} points of "
         "one client's own score.",
     ]

@@ -168,12 +168,15 @@ def simulated_task(config: RunConfig, client: int, clients: int, device: torch.d
     if not 0 <= client < clients:
         raise BadRequest(f"client-id (partition-id) {client} is not among the {clients} clients 0 .. {clients - 1}")
     data = federated(config, clients)
-    train, test, held_out = (data.tensors(part, client, device) for part in partitions.PARTS)
+    train, test = (data.tensors(part, client, device) for part in ("train", "test"))
     x_union, y_union = data.tensors("union", -1, device)
     extras = {} if data.public is None else {"public": data.public_tensor(device)}
     task = assemble(config, client, data.dataset.num_classes, data.inputs, train, test, extras)
     task = replace(task, x_union=x_union, y_union=y_union)
-    return replace(task, x_validation=held_out[0], y_validation=held_out[1]) if config.validation else task
+    if not config.validation:
+        return task
+    x_validation, y_validation = data.tensors("validation", client, device)
+    return replace(task, x_validation=x_validation, y_validation=y_validation)
 
 
 def assemble(

@@ -45,7 +45,7 @@ def _correlation(counts: Array, norms: Array) -> float:
 
 
 def norm_evolution(runs: Runs, clients: int = 6) -> Words:
-    """Draw p~ over rounds, a panel a client, with p at the edge; by batch: `batch_evolution`."""
+    """Draw p~ over rounds, one panel per client, with p at the edge; by batch: `batch_evolution`."""
     run = runs[0]
     history = heads.head_norm_history(run)
     if max(len(rounds) for rounds, _ in history.values()) < 2:
@@ -68,7 +68,7 @@ def norm_evolution(runs: Runs, clients: int = 6) -> Words:
 
 
 def p_against_norms(runs: Runs) -> Words:
-    """Draw p~ against p, a mark a client and class (cwFedAvg, Fig. 2)."""
+    """Draw p~ against p, one mark per client and class (cwFedAvg, Fig. 2)."""
 
     def points(run: RunResult) -> tuple[Array, Array]:
         shares, stored = analysis.label_shares(run), analysis.client_arrays(run)
@@ -82,7 +82,7 @@ def p_against_norms(runs: Runs) -> Words:
         for n, (p, q) in panels.items()
     )
     return (
-        "A mark a client and class: the class's share of the client's data, p, and of the sum of its head's row norms, "
+        "One mark per client and class: the class's share of the client's data, p, and of the sum of its head's row norms, "
         f"p~ (cwFedAvg, Eq. 4). On the diagonal, heads tell the label distribution. Mean over clients: {said}.",
         f"Scatter plot of norm shares against label shares. {said}.",
         plots.p_against_norms(panels),
@@ -122,7 +122,7 @@ def batch_evolution(runs: Runs) -> Words:
         f"Share of each class in the sum of the head's row norms, p~, over the {steps} batches of the first round of "
         f"client {client}, trained again from the run's initial model; bars at the right edge: the class's share "
         "of the client's data, p. Grey: classes that the client has little or nothing of. Right: p~ against p after "
-        "round 1, a mark a client and class; on the diagonal heads tell the label distribution. Mean over clients: "
+        "round 1, one mark per client and class; on the diagonal heads tell the label distribution. Mean over clients: "
         f"{said}.",
         f"Line charts of norm shares by batch, and a scatter plot of norm shares against label shares. {said}.",
         plots.batch_evolution(found, shares[client], points),
@@ -159,7 +159,7 @@ def personalisation_maps(runs: Runs) -> Words:
         "First the training images by client and class. The others: L2 norm of each class's row of the output layer, "
         "each map on its own scale. FedAvg: the global model that all clients receive, the same after one more local "
         "training (fine-tuned), and the difference of the two. Other methods: the clients' models after their last "
-        "local training. Class models: the class-specific global models of cwFedAvg, Eq. 5, a row a model. Correlation "
+        "local training. Class models: the class-specific global models of cwFedAvg, Eq. 5, one row per model. Correlation "
         f"with the class shares within clients: {words}.",
         f"Heat maps of class counts and of row norms of heads. Correlation within clients: {words}.",
         plots.named_maps(panels, classes),
@@ -196,7 +196,7 @@ def training_loss(runs: Runs) -> Words:
 
 
 def client_loss(runs: Runs, clients: int = 6) -> Words:
-    """Draw the training loss by round of single clients, a panel a client (cwFedAvg, supplement)."""
+    """Draw the training loss by round of single clients, one panel per client (cwFedAvg, supplement)."""
     panels: dict[str, list[Curve]] = {}
     shown = sorted(int(c) for c in runs[0].clients["client"].unique())[:clients]
     for client in shown:
@@ -210,7 +210,7 @@ def client_loss(runs: Runs, clients: int = 6) -> Words:
     return (
         f"{_loss_words(runs)} Clients {', '.join(map(str, shown))}, mean over the steps of a round, first seed. "
         f"Mean of these clients in the last round: {said}.",
-        f"Line charts of the training loss by round, a panel a client. Last round: {said}.",
+        f"Line charts of the training loss by round, one panel per client. Last round: {said}.",
         plots.curves(panels, ylabel="training loss", percent=False, height=2.6),
     )
 
