@@ -82,8 +82,8 @@ def p_against_norms(runs: Runs) -> Words:
         for n, (p, q) in panels.items()
     )
     return (
-        "One mark per client and class: the class's share of the client's data, p, and of the sum of its head's row norms, "
-        f"p~ (cwFedAvg, Eq. 4). On the diagonal, heads tell the label distribution. Mean over clients: {said}.",
+        "One mark per client and class: the class's share of the client's data, p, and of the sum of its head's row "
+        f"norms, p~ (cwFedAvg, Eq. 4). On the diagonal, heads tell the label distribution. Mean over clients: {said}.",
         f"Scatter plot of norm shares against label shares. {said}.",
         plots.p_against_norms(panels),
     )
@@ -159,8 +159,8 @@ def personalisation_maps(runs: Runs) -> Words:
         "First the training images by client and class. The others: L2 norm of each class's row of the output layer, "
         "each map on its own scale. FedAvg: the global model that all clients receive, the same after one more local "
         "training (fine-tuned), and the difference of the two. Other methods: the clients' models after their last "
-        "local training. Class models: the class-specific global models of cwFedAvg, Eq. 5, one row per model. Correlation "
-        f"with the class shares within clients: {words}.",
+        "local training. Class models: the class-specific global models of cwFedAvg, Eq. 5, one row per model. "
+        f"Correlation with the class shares within clients: {words}.",
         f"Heat maps of class counts and of row norms of heads. Correlation within clients: {words}.",
         plots.named_maps(panels, classes),
     )
