@@ -6,6 +6,10 @@ otherwise, or where runs are missing, it is *not decided*. The rules:
 - Accuracies of clients are compared in pairs over (seed, client) with Wilcoxon's signed-rank test, two-sided:
   significant in the claimed direction is `holds`, significant in the other is `does not hold`.
 - One number per seed (such as a global accuracy) is decided likewise by a one-sample t-test over seeds.
+- A claimed difference that is not significant `does not hold` where the 90 % interval of the mean lies within one point
+  of zero: that is an equivalence test, and such a difference is too small to matter. Counts of rounds have no such
+  margin.
+- Variants with different numbers of seeds are compared over the seeds that both have.
 - A claim of equality within a margin is decided by whether the confidence interval lies inside or outside the margin.
 - Facts that are counted, such as bytes, are compared as they are.
 """
@@ -14,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
@@ -31,6 +35,8 @@ from fedapp.results.statistics import Floats, interval, reached, signed_rank, sp
 
 Outcome = Literal["holds", "does not hold", "not decided"]
 LEVEL = 0.05
+NEGLIGIBLE = 0.01
+"""Difference of accuracies that is too small to matter."""
 Protocol = Literal["received", "trained"]
 
 
@@ -97,15 +103,24 @@ class Evidence:
         pairs = [(name, variant) for name in names or studies() for variant in studies()[name].variants]
         return {key: run for key in keys_of(pairs) if (run := self.run(key)) is not None}
 
-    def clients(self, pair: Pair, protocol: str) -> pd.Series:
-        """Return the accuracy in [0, 1] of every (seed, client) after the last round."""
-        finals = {seed: run.final.set_index("client") for seed, run in enumerate(self.runs(pair))}
-        series: pd.Series = pd.concat(finals, names=["seed"])[f"{protocol}_accuracy"].dropna()
-        return series
+    def common(self, pairs: Sequence[Pair]) -> list[list[RunResult]]:
+        """Return of each variant the seeds that all of them have."""
+        return [list(same) for same in zip(*zip(*map(self.runs, pairs), strict=False), strict=True)]
 
-    def seeds(self, pair: Pair, value: Callable[[RunResult], float]) -> Floats:
-        """Return one number per seed."""
-        return np.array([value(run) for run in self.runs(pair)], dtype=np.float64)
+    def clients(self, pairs: Sequence[Pair], protocol: str) -> list[pd.Series]:
+        """Return of each variant the accuracy in [0, 1] of every (seed, client) after the last round."""
+        column = f"{protocol}_accuracy"
+        return [
+            pd.concat({seed: run.final.set_index("client") for seed, run in enumerate(runs)}, names=["seed"])[
+                column
+            ].dropna()
+            for runs in self.common(pairs)
+        ]
+
+    def seeds(self, pairs: Sequence[Pair], values: Iterable[Callable[[RunResult], float]]) -> list[Floats]:
+        """Return of each variant one number per seed: what its function says."""
+        every = zip(self.common(pairs), values, strict=True)
+        return [np.array([value(run) for run in runs], dtype=np.float64) for runs, value in every]
 
 
 MEASURES: dict[str, Callable[[RunResult], float]] = {
@@ -133,17 +148,27 @@ Number = Annotated[tuple[PairText, str], BeforeValidator(_number)]
 # ---- outcomes --------------------------------------------------------------------------------------------------------
 
 
-def outcome(mean: float, p: float) -> Outcome:
-    """Decide a directed claim from a difference, claimed to be positive, and its two-sided p-value."""
-    if p >= LEVEL:
-        return "not decided"
-    return "holds" if mean > 0 else "does not hold"
+def directed(mean: float, p: float, text: str, bounds: tuple[float, float] | None = None) -> Verdict:
+    """Decide whether a difference is positive.
+
+    Parameters
+    ----------
+    mean : the difference.   p : its two-sided p-value.   text : our numbers.
+    bounds : 90 % interval of the mean of a difference of accuracies; None = no difference is negligible.
+    """
+    text = f"{text}, p = {p:.1g}"
+    if p < LEVEL:
+        return Verdict("holds" if mean > 0 else "does not hold", text)
+    if bounds is not None and bounds[0] > -NEGLIGIBLE and bounds[1] < NEGLIGIBLE:
+        return Verdict("does not hold", f"{text}, equal within one point")
+    return Verdict("not decided", text)
 
 
-def over_seeds(differences: Floats, text: str) -> Verdict:
-    """Decide whether a number that was measured once per seed is positive."""
-    p = t_test(differences)
-    return Verdict(outcome(float(differences.mean()), p), f"{text}, p = {p:.1g}")
+def over_seeds(differences: Floats, text: str, shares: bool = True) -> Verdict:
+    """Decide whether a number that was measured once per seed is positive; `shares` says that it is an accuracy's."""
+    return directed(
+        float(differences.mean()), t_test(differences), text, interval(differences, level=0.9) if shares else None
+    )
 
 
 def every(*parts: Verdict) -> Verdict:
@@ -183,11 +208,10 @@ class BetterOverClients(Rule):
 
     def decide(self, e: Evidence) -> Verdict:
         """Decide it."""
-        x, y = (e.clients(pair, self.protocol) for pair in self.runs())
+        x, y = e.clients(self.runs(), self.protocol)
         d = (x - y).dropna()
-        p = signed_rank(d)
-        text = f"{points(x)} against {points(y)} ({self.protocol}), difference {points(d, signed=True)}, p = {p:.1g}"
-        return Verdict(outcome(float(d.groupby("seed").mean().mean()), p), text)
+        text = f"{points(x)} against {points(y)} ({self.protocol}), difference {points(d, signed=True)}"
+        return directed(float(d.groupby("seed").mean().mean()), signed_rank(d), text, interval(d, level=0.9))
 
 
 class EqualOverClients(Rule):
@@ -201,7 +225,7 @@ class EqualOverClients(Rule):
 
     def decide(self, e: Evidence) -> Verdict:
         """Decide it; an interval that lies outside the margin decides against it."""
-        x, y = (e.clients(pair, self.protocol) for pair in self.runs())
+        x, y = e.clients(self.runs(), self.protocol)
         low, high = interval((x - y).dropna(), level=0.9)
         text = f"{points(x)} against {points(y)} ({self.protocol}), "
         text += f"90 % interval {100 * low:+.1f} to {100 * high:+.1f} points"
@@ -227,9 +251,11 @@ class LargerOverSeeds(Rule):
 
     def decide(self, e: Evidence) -> Verdict:
         """Decide it."""
+        measures = [MEASURES[measure] for _, measure in (*self.larger, *self.smaller)]
+        found = iter(e.seeds(self.runs(), measures))
         values, texts = [], []
         for numbers in (self.larger, self.smaller):
-            first, *rest = (e.seeds(pair, MEASURES[measure]) for pair, measure in numbers)
+            first, *rest = (next(found) for _ in numbers)
             values.append(first - rest[0] if rest else first)
             texts.append(spread(values[-1], signed=bool(rest)))
         return over_seeds(values[0] - values[1], self.ours.format(larger=texts[0], smaller=texts[1]))
@@ -258,9 +284,10 @@ class FewerRounds(Rule):
     def decide(self, e: Evidence) -> Verdict:
         """Decide it."""
         target = target_of(e.runs(self.level_of), self.protocol)
-        x, y = (e.seeds(pair, lambda run: rounds_to(run, target, self.protocol)) for pair in (self.fewer, self.more))
+        needed = functools.partial(rounds_to, target=target, protocol=self.protocol)
+        x, y = e.seeds((self.fewer, self.more), (needed, needed))
         text = f"{spread(x, factor=1)} against {spread(y, factor=1)} rounds to {100 * target:.1f} %"
-        return over_seeds(y - x, text)
+        return over_seeds(y - x, text, shares=False)
 
 
 class FewerBytes(Rule):

@@ -298,8 +298,8 @@ def study_table(study: Study, evidence: Evidence) -> list[str]:
         f"`fedapp reproduce --studies {study.id} --claims none ...`",
         "",
         *markdown(
-            "|".join(["variant", *(f"{name}:" for name in numbers), "paper"]),
-            [(name, *row, study.variants[name].paper) for name, row in cells.items()],
+            "|".join(["variant", "seeds:", *(f"{name}:" for name in numbers), "paper"]),
+            [(name, len(found[name]), *row, study.variants[name].paper) for name, row in cells.items()],
         ),
     ]
 

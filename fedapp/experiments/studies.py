@@ -15,12 +15,18 @@ from fedapp.experiments.shipped import FOLDER, Entry, Value, read
 
 
 class StudyVariant(Entry):
-    """A method with hyperparameters and run-config keys of its own, and the published accuracy in %."""
+    """A method with hyperparameters and run-config keys of its own, and the published accuracy in %.
+
+    Attributes
+    ----------
+    seeds : how many, from 0; None = as many as its study.
+    """
 
     method: str
     args: str = ""
     settings: dict[str, Value] = Field(default_factory=dict)
     paper: str = "-"
+    seeds: int | None = Field(None, ge=1)
 
 
 class Base(Entry):
@@ -38,7 +44,7 @@ class Study(Entry):
     id : name of its folder.   like : the base whose settings come first.
     settings : run-config keys that all variants share. Public images that one of them needs are held back from all.
     scaled : what differs from the paper, if not as in the base.
-    page : the page of `docs/methods` that shows its table.   seeds : how many, from 0.
+    page : the page of `docs/methods` that shows its table.   seeds : how many, from 0, for a variant that does not say.
     """
 
     id: str
@@ -107,4 +113,6 @@ def settings_of(key: RunKey, extra: Mapping[str, Any] | None = None) -> dict[str
 
 def keys_of(pairs: Iterable[tuple[str, str]]) -> list[RunKey]:
     """Return all seeds of the named (study, variant) pairs."""
-    return [RunKey(s, v, seed) for s, v in pairs for seed in range(studies()[s].seeds)]
+    return [
+        RunKey(s, v, seed) for s, v in pairs for seed in range(studies()[s].variants[v].seeds or studies()[s].seeds)
+    ]
