@@ -23,7 +23,7 @@ from fedapp.experiments import studies as study_module
 from fedapp.experiments.ledger import Evidence, claims
 from fedapp.experiments.studies import RunKey, Study, keys_of, settings_of, studies
 
-STUDY = "ccvr-0.5"
+STUDY = "ccvr-0.05"
 KEYS = [RunKey(STUDY, "fedavg", seed) for seed in range(3)]
 
 
@@ -269,7 +269,7 @@ def test_a_run_directory_that_contradicts_itself_is_not_kept(tmp_path: Path) -> 
     ("old", "new", "message"),
     [
         ('"seed": 1', '"seed": -1', "line 3: Input should be greater than or equal to 0"),
-        ('"seed": 1', '"seed": 0', "line 3: ccvr-0.5/fedavg-s0 stands twice"),
+        ('"seed": 1', '"seed": 0', "line 3: ccvr-0.05/fedavg-s0 stands twice"),
         ('"seed": 1', '"seed": "1"', "line 3: Input should be a valid integer"),
         ('"ok": true', '"ok": false', "line 2: Input should be True"),
         ('"bytes_down": 7', '"bytes_down": NaN', "line 2: NaN is no number"),
