@@ -20,6 +20,7 @@ from PIL import Image
 from fedapp import registry, server_app
 from fedapp.client_app import app as client_app
 from fedapp.config import from_flat, write_toml
+from fedapp.data import partitions
 from fedapp.engines import deploy
 from fedapp.engines.local import resumed, run
 from fedapp.errors import BadRequest
@@ -125,6 +126,22 @@ def test_what_is_held_out_is_the_same_in_every_run(tmp_path: Path) -> None:
     one = nodes.node_task(config, node, CPU)
     other = nodes.node_task(config.replaced(seed=7), node, CPU)
     assert len(one.y_test) == 10 and torch.equal(one.x_test, other.x_test) and torch.equal(one.x_train, other.x_train)
+
+
+def test_validation_takes_the_rows_that_a_client_in_simulation_would_give(tmp_path: Path) -> None:
+    config = from_flat({"dataset": "npz", "model": "digits-a", "validation": 0.2})
+    node = Node(0, data_path=str(npz(tmp_path / "a.npz", None, [0, 1] * 20)))
+    whole = nodes.node_task(config.replaced(validation=0.0), node, CPU)
+    task, again = (nodes.node_task(config.replaced(seed=seed), node, CPU) for seed in (0, 7))
+    rows = partitions.ClientSplit(np.arange(30), np.arange(0))
+    (split,) = partitions.hold_out(partitions.Partition("", "", (rows,), "", {}), 0.2, 0).clients
+    assert whole.x_validation is None and len(split.validation) == 6
+    assert torch.equal(task.x_train, whole.x_train[split.train])
+    assert torch.equal(task.y_train, whole.y_train[split.train])
+    assert task.x_validation is not None and torch.equal(task.x_validation, whole.x_train[split.validation])
+    assert task.y_validation is not None and torch.equal(task.y_validation, whole.y_train[split.validation])
+    assert again.x_validation is not None and torch.equal(task.x_validation, again.x_validation)
+    assert torch.equal(task.x_test, whole.x_test) and task.num_samples == 24
 
 
 def test_a_folder_of_pictures(tmp_path: Path) -> None:

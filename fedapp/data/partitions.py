@@ -434,6 +434,12 @@ def union_test(dataset: Dataset, partition: Partition, seed: int, limit: int = 2
     )
 
 
+def held_out(sizes: Sequence[int], share: float, seed: int) -> list[npt.NDArray[np.bool_]]:
+    """Draw which of each client's training images validate: masks of `sizes` entries; :func:`hold_out` says how many."""
+    rng = np.random.default_rng(np.random.SeedSequence([seed, 201]))
+    return [rng.permutation(n) < min(n - 1, max(1, int(share * n + 0.5))) for n in sizes]
+
+
 def hold_out(partition: Partition, share: float, seed: int) -> Partition:
     """Move a share of every client's training images to its validation split.
 
@@ -447,15 +453,12 @@ def hold_out(partition: Partition, share: float, seed: int) -> Partition:
     seed
         Fixes the draw.
     """
-    rng = np.random.default_rng(np.random.SeedSequence([seed, 201]))
-    clients = []
-    for client in partition.clients:
-        n = len(client.train)
-        count = min(n - 1, max(1, int(share * n + 0.5)))
-        taken = rng.permutation(n) < count
-        clients.append(replace(client, train=client.train[~taken], validation=client.train[taken]))
+    masks = held_out([len(c.train) for c in partition.clients], share, seed)
+    clients = tuple(
+        replace(c, train=c.train[~taken], validation=c.train[taken]) for c, taken in zip(partition.clients, masks)
+    )
     settings = {**partition.settings, "validation": share}
-    return Partition(partition.kind, partition.split, tuple(clients), _hash(tuple(clients)), settings)
+    return Partition(partition.kind, partition.split, clients, _hash(clients), settings)
 
 
 def hold_back(partition: Partition, share: float, seed: int) -> tuple[Partition, Int64]:

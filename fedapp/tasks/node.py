@@ -257,16 +257,15 @@ def node_task(config: RunConfig, node: Node, device: torch.device) -> Task:
 
 
 def _held_out(task: Task, share: float) -> Task:
-    """Move a share of a node's own training images to its validation split, as `partitions.hold_out` does."""
-    everything = partitions.ClientSplit(np.arange(task.num_samples), np.zeros(0, np.int64))
-    (split,) = partitions.hold_out(partitions.Partition("", "", (everything,), "", {}), share, 0).clients
-    train, held_out = (torch.from_numpy(rows).to(task.y_train.device) for rows in (split.train, split.validation))
+    """Move a share of a node's own training images to its validation split, the same images in every run."""
+    (mask,) = partitions.held_out([task.num_samples], share, 0)
+    taken = torch.from_numpy(mask).to(task.y_train.device)
     return replace(
         task,
-        x_train=task.x_train[train],
-        y_train=task.y_train[train],
-        x_validation=task.x_train[held_out],
-        y_validation=task.y_train[held_out],
+        x_train=task.x_train[~taken],
+        y_train=task.y_train[~taken],
+        x_validation=task.x_train[taken],
+        y_validation=task.y_train[taken],
     )
 
 
