@@ -64,6 +64,12 @@ def handle(stage: str, message: Message, context: Context) -> Message:
         client = build(context, config, control)
         info = {"client": client.task.client, "model": client.task.model}
         balanced = bool(control.get("balanced", False))
+
+        def keep(name: str, rounds: int) -> None:
+            """On a real node, keep the present model for `fedapp predict`."""
+            if control.get("deployed") and client.store is not None:
+                models.keep(client.store.folder / name, client, config, rounds, payload.scalars)
+
         if stage == "register":
             metrics, facts = client.register()
             partitions = int(context.node_config.get("num-partitions", 0))
@@ -73,8 +79,7 @@ def handle(stage: str, message: Message, context: Context) -> Message:
         if stage == "train":
             arrays, count, metrics = client.train_round(payload, server_round, balanced=balanced)
             _remember(context, client, server_round)
-            if control.get("deployed") and client.store is not None:
-                models.keep(client.store.folder / "personal.safetensors", client, config, server_round, payload.scalars)
+            keep("personal.safetensors", server_round)
             if config.clip_update:
                 arrays, norm = clip_update(arrays, client.reference(payload), config.clip_update)
                 metrics["update-clipped"] = int(norm > config.clip_update)
@@ -82,16 +87,12 @@ def handle(stage: str, message: Message, context: Context) -> Message:
             arrays, count = {}, client.task.num_samples
             train = bool(control.get("train", False)) and "trained" in client.task.protocols
             metrics = client.evaluate_round(payload, server_round, balanced=balanced, train=train)
-            if control.get("deployed") and client.store is not None and payload.all():
-                models.keep(
-                    client.store.folder / "received.safetensors", client, config, server_round - 1, payload.scalars
-                )
+            if payload.all():
+                keep("received.safetensors", server_round - 1)
             if train:
                 metrics |= client.train_to_score(payload, balanced=balanced)
-                if control.get("final") and control.get("deployed") and client.store is not None:
-                    models.keep(
-                        client.store.folder / "personal.safetensors", client, config, server_round, payload.scalars
-                    )
+                if control.get("final"):
+                    keep("personal.safetensors", server_round)
         else:
             arrays, count, metrics = client.answer_query(stage.removeprefix("query."), payload, server_round)
         metrics = {**metrics, "num-examples": count, "seconds": time.perf_counter() - started}
