@@ -255,14 +255,15 @@ class FedClient(NumPyClient):
         self.round = server_round
         self.restore(server_round, payload, always=not train)
         metrics: dict[str, Any] = {}
-        stored = self._loaded is not None
-        if stored and not train and "trained" in self.task.protocols:
+        trained = "trained" in self.task.protocols and not train
+        if trained and self._loaded is not None:
             metrics.update(self.measure("trained", balanced))
+            trained = False
         self.receive(payload)
-        received = self.measure("received", balanced)
+        received = self.measure("received", balanced) if trained or "received" in self.task.protocols else {}
         if "received" in self.task.protocols:
             metrics.update(received)
-        if not stored and not train and "trained" in self.task.protocols:
+        if trained:
             metrics.update({k.replace("received", "trained"): v for k, v in received.items()})
         return metrics
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from clients.base import FedClient
@@ -35,6 +37,29 @@ def test_a_client_that_trained_is_scored_as_it_was_and_with_what_is_sent_now(tmp
     scores = {k for k in metrics if k.endswith(("-correct", "-total", "-loss-sum"))}
     assert scores and all(metrics[k] == during[k] for k in scores), "of the stored model, and of the one sent"
     assert any(metrics[k] != metrics[k.replace("trained", "received")] for k in scores)
+
+
+@pytest.mark.parametrize(
+    ("protocols", "train", "new", "known"),
+    [
+        (("received", "trained"), False, 1, 2), (("received", "trained"), True, 1, 1), (("received",), False, 1, 1),
+        (("trained",), False, 1, 1), (("trained",), True, 0, 0), (("global",), False, 0, 0),
+    ],
+)  # fmt: skip
+def test_an_evaluation_scores_only_what_is_measured(
+    protocols: tuple[str, ...], train: bool, new: int, known: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Test images are scored `new` times at a client that never trained, and `known` times at one that did."""
+    task = dataclasses.replace(one_batch_task(), protocols=protocols)
+    store = ClientStore(tmp_path / "0", "fedavg", "aa")
+    sent, scored, score = whole(model_like(task)), [], FedClient.score
+    monkeypatch.setattr(FedClient, "score", lambda self, x, y: (scored.append(1), score(self, x, y))[1])
+    for server_round, count in ((1, new), (2, known)):
+        scored.clear()
+        metrics = FedClient(task, FEDAVG, BaseHParams(), store).evaluate_round(sent, server_round, train=train)
+        names = {k.partition("-")[0] for k in metrics}
+        assert len(scored) == count and names == set(protocols) - {"global"} - ({"trained"} if train else set())
+        FedClient(task, FEDAVG, BaseHParams(), store).train_round(sent, server_round)
 
 
 def test_positional_training_is_a_round() -> None:
