@@ -18,8 +18,8 @@ from flwr.app import Context
 from flwr.serverapp import Grid, ServerApp
 
 from clients.base import FedClient
+from fedapp import __version__, process
 from fedapp import config as configuration
-from fedapp import process
 from fedapp.config import RunConfig
 from fedapp.data import partitions
 from fedapp.data.card import data_card
@@ -39,7 +39,6 @@ from fedapp.results.directory import (
     new_folder,
     only_writer,
     run_name,
-    versions,
     write_json,
 )
 from fedapp.tasks import simulated as tasks
@@ -173,10 +172,10 @@ class Run(Callbacks):
         self.listener = event
         self.warnings: list[str] = []
         begun = str(self.directory.begun_with)
-        if config.resume and begun != versions()["fedapp"]:
+        if config.resume and begun != __version__:
             self.warnings.append(
-                f"fedapp {begun} began this run, {versions()['fedapp']} continues it: defaults of methods and what a "
-                "score means may have changed in between (CHANGELOG.md)"
+                f"fedapp {begun} began this run, {__version__} continues it: defaults of methods and what a score means "
+                "may have changed in between (CHANGELOG.md)"
             )
         control: dict[str, Scalar] = {"run": self.directory.token}
         control |= {"state-dir": str(out / "state")} if self.simulation else {"deployed": True}
@@ -341,11 +340,10 @@ class Run(Callbacks):
             self.extra["since"] += 1
         checkpoint.save(self.out / "checkpoint", server_round, state, self.extra)
         self.tell({"kind": "round", "rounds": config.num_server_rounds, **row})
-        if server_round == config.num_server_rounds and config.fraction_train < 1 and config.final_training:
-            text = (
-                f"all {len(self.infos)} clients train once more for their scores (final-training = false leaves it out)"
-            )
-            self.tell({"kind": "waiting", "text": text})
+        again = config.final_training and "trained" in config.measured and config.fraction_train < 1
+        if again and server_round == config.num_server_rounds:
+            text = f"all {len(self.infos)} clients train once more for their scores"
+            self.tell({"kind": "waiting", "text": f"{text}; set final-training = false to skip this"})
         return not self._patience_is_over()
 
     def _patience_is_over(self) -> bool:
@@ -396,7 +394,7 @@ class Run(Callbacks):
     def after_evaluation(self, result: RoundResult) -> None:
         """Write an evaluation of all clients: `final.csv` after the last round, else a row of `evaluations.csv`."""
         config = self.config
-        protocols = [p for p in self.config.measured if p != "global"]
+        protocols = [p for p in config.measured if p != "global"]
         rows = {c: client_row(m, protocols, config.validation > 0) for c, m in sorted(result.metrics.items())}
         summary = summarise(rows.values(), protocols)
         if result.kind == "final":

@@ -224,7 +224,20 @@ def test_nobody_trains_for_a_score_that_is_not_measured(tiny: Tiny, monkeypatch:
     from clients.base import FedClient
 
     monkeypatch.setattr(FedClient, "train_to_score", lambda *args, **more: pytest.fail("it trains"))
-    assert "trained_accuracy" not in tiny(method="fedavg", rounds=1, protocols="received,global").final
+    result = tiny(method="fedavg", rounds=1, protocols="received,global", fraction_train=0.5)
+    assert "trained_accuracy" not in result.final and not announced(result)
+
+
+def announced(result: RunResult) -> list[str]:
+    texts = (json.loads(line).get("text", "") for line in (result.out / "progress.jsonl").read_text().splitlines())
+    return [text for text in texts if "train once more" in text]
+
+
+def test_the_last_training_of_sampled_clients_is_announced_with_the_way_to_skip_it(tiny: Tiny) -> None:
+    settings = {"method": "fedavg", "rounds": 2, "fraction_train": 0.5}
+    (text,) = announced(tiny(**settings))
+    assert text.startswith("all 3 clients") and "set final-training = false to skip this" in text
+    assert not announced(tiny(**settings, final_training=False))
 
 
 def test_scores_of_the_models_as_last_trained_end_their_curve_too(tiny: Tiny) -> None:

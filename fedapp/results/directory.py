@@ -243,7 +243,7 @@ class RunDirectory:
         (path / "models").mkdir(exist_ok=True)
         info_path = path / "versions.json"
         if keep_rounds is None:
-            self.token, self.begun_with = secrets.token_hex(6), versions()["fedapp"]
+            self.token, self.begun_with = secrets.token_hex(6), __version__
             write_json(info_path, {**versions(), "run": self.token, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
         else:
             info = json.loads(info_path.read_text())
