@@ -174,8 +174,8 @@ class Run(Callbacks):
         begun = str(self.directory.begun_with)
         if config.resume and begun != __version__:
             self.warnings.append(
-                f"fedapp {begun} began this run, {__version__} continues it: defaults of methods and what a score means "
-                "may have changed in between (CHANGELOG.md)"
+                f"fedapp {begun} began this run, {__version__} continues it: defaults of methods and what a score "
+                "means may have changed in between (CHANGELOG.md)"
             )
         control: dict[str, Scalar] = {"run": self.directory.token}
         control |= {"state-dir": str(out / "state")} if self.simulation else {"deployed": True}

@@ -435,7 +435,7 @@ def union_test(dataset: Dataset, partition: Partition, seed: int, limit: int = 2
 
 
 def held_out(sizes: Sequence[int], share: float, seed: int) -> list[npt.NDArray[np.bool_]]:
-    """Draw which of each client's training images validate: masks of `sizes` entries; :func:`hold_out` says how many."""
+    """Draw which of each client's training images validate, as masks; :func:`hold_out` says how many."""
     rng = np.random.default_rng(np.random.SeedSequence([seed, 201]))
     return [rng.permutation(n) < min(n - 1, max(1, int(share * n + 0.5))) for n in sizes]
 
