@@ -20,7 +20,7 @@ the server sends all of it (see `needs_state`).
 | `step_loss(batch)`                | every step                               | mean cross-entropy              |
 | `after_epoch(epoch)`              | after every epoch                        | nothing                         |
 | `after_training(payload)`         | before the score `trained`               | no further arrays               |
-| `score(x, y)`                     | for each score                           | the model's predictions         |
+| `score(x, y, probabilities)`      | for each score                           | the model's predictions         |
 | `reply_metrics()`                 | last                                     | no further numbers              |
 | `reference(payload)`              | if updates are clipped                   | the arrays as received          |
 | `answer(kind, payload)`           | for each query of the server             | an error                        |
@@ -46,7 +46,7 @@ from torch.optim.optimizer import ParamsT
 
 from fedapp import sampling
 from fedapp.errors import BadRequest
-from fedapp.learning.evaluation import Scores, batched, evaluate
+from fedapp.learning.evaluation import Scores, batched, evaluate, measured
 from fedapp.learning.state import ClientStore, Stored
 from fedapp.learning.task import ModelSpec, Task
 from fedapp.learning.training import Batch, TrainReport, TrainSpec, needs_two, train
@@ -257,21 +257,22 @@ class FedClient(NumPyClient):
         metrics: dict[str, Any] = {}
         trained = "trained" in self.task.protocols and not train
         if trained and self._loaded is not None:
-            metrics.update(self.measure("trained", balanced))
+            metrics.update(self.measure("trained", balanced, further=True))
             trained = False
         self.receive(payload)
-        received = self.measure("received", balanced) if trained or "received" in self.task.protocols else {}
+        scored = trained or "received" in self.task.protocols
+        received = self.measure("received", balanced, further=True) if scored else {}
         if "received" in self.task.protocols:
             metrics.update(received)
         if trained:
-            metrics.update({k.replace("received", "trained"): v for k, v in received.items()})
+            metrics.update({k.replace("received", "trained", 1): v for k, v in received.items()})
         return metrics
 
     def train_to_score(self, payload: Payload, *, balanced: bool = True) -> dict[str, Any]:
         """Train once more after `evaluate_round` and score the result (`trained`); nothing is stored or sent."""
-        return self._train(payload, balanced)[0]
+        return self._train(payload, balanced, further=True)[0]
 
-    def _train(self, payload: Payload, balanced: bool) -> tuple[dict[str, Any], Arrays]:
+    def _train(self, payload: Payload, balanced: bool, further: bool = False) -> tuple[dict[str, Any], Arrays]:
         """Run the local training of a round; return the `trained` scores and the reply's further arrays."""
         if self.task.buffers == "drop":
             for module in self.model.modules():
@@ -280,7 +281,7 @@ class FedClient(NumPyClient):
         self.before_training(payload)
         self.report = self.optimise(payload)
         extras = self.after_training(payload)
-        return (self.measure("trained", balanced) if "trained" in self.task.protocols else {}), extras
+        return (self.measure("trained", balanced, further) if "trained" in self.task.protocols else {}), extras
 
     def answer_query(self, kind: str, payload: Payload, server_round: int) -> tuple[Arrays, int, dict[str, Any]]:
         """Answer one query of the server; return the arrays, n_k and the metrics of the reply."""
@@ -296,14 +297,22 @@ class FedClient(NumPyClient):
         """Return a generator that depends only on seed, purpose, round and client."""
         return sampling.torch_generator(self.task.seed, purpose, self.round, self.task.client)
 
-    def measure(self, protocol: str, balanced: bool = False) -> dict[str, Any]:
-        """Score the current model on the client's own test split, as sums and counts."""
-        scores = self.score(self.task.x_test, self.task.y_test)
+    def measure(self, protocol: str, balanced: bool = False, further: bool = False) -> dict[str, Any]:
+        """Score the current model on the client's own test split, as sums and counts.
+
+        `balanced` adds the balanced score, `further` the metrics that the run measures beside accuracy and loss.
+        """
+        names = self.task.metrics if further else ()
+        more = {"probabilities": True} if names else {}
+        scores = self.score(self.task.x_test, self.task.y_test, **more)
         metrics: dict[str, Any] = {
             f"{protocol}-correct": int(scores.correct.sum()),
             f"{protocol}-total": scores.n,
             f"{protocol}-loss-sum": scores.loss_sum,
         }
+        if names:
+            found = measured(names, self.task.y_test.cpu().numpy(), scores.probabilities)
+            metrics |= {f"{protocol}-{name}": value for name, value in found.items()}
         if self.task.x_validation is not None and self.task.y_validation is not None:
             held_out = self.score(self.task.x_validation, self.task.y_validation)
             metrics[f"{protocol}-validation-correct"] = int(held_out.correct.sum())
@@ -312,10 +321,15 @@ class FedClient(NumPyClient):
             metrics[f"{protocol}-balanced"] = self.score(self.task.x_union, self.task.y_union).balanced
         return metrics
 
-    def score(self, x: Tensor, y: Tensor) -> Scores:
-        """Score the current model on images x, (n, H, W, C) uint8, with labels y, (n,)."""
-        precision = self.task.train.precision
-        return evaluate(self.model, x, y, self.task.inputs, self.task.num_classes, precision=precision)
+    def score(self, x: Tensor, y: Tensor, probabilities: bool = False) -> Scores:
+        """Score the current model on images x, (n, H, W, C) uint8, with labels y, (n,).
+
+        `probabilities` : keep those of every image, (n, num_classes), for metrics beside accuracy and loss.
+        """
+        return evaluate(
+            self.model, x, y, self.task.inputs, self.task.num_classes,
+            precision=self.task.train.precision, probabilities=probabilities,
+        )  # fmt: skip
 
     def representations(self, x: Tensor | None = None) -> Tensor:
         """Return (n, width) float32 representations of the training split or of `x`, with the test transform."""

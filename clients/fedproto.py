@@ -145,13 +145,13 @@ class FedProtoClient(ClassMeansClient):
             return {}
         return {"prototype-correct": int(self.nearest.correct.sum()), "prototype-total": self.nearest.n}
 
-    def score(self, x: Tensor, y: Tensor) -> Scores:
+    def score(self, x: Tensor, y: Tensor, probabilities: bool = False) -> Scores:
         """Score with the head, or by the nearest prototype if `inference` says so and there is one."""
         if self.hparams.inference == "prototype" and bool(self.known.any()):
-            return self.score_nearest(x, y)
-        return super().score(x, y)
+            return self.score_nearest(x, y, probabilities)
+        return super().score(x, y, probabilities)
 
-    def score_nearest(self, x: Tensor, y: Tensor) -> Scores:
+    def score_nearest(self, x: Tensor, y: Tensor, probabilities: bool = False) -> Scores:
         """Score nearest-prototype prediction on images (n, H, W, C) uint8."""
         classifier = NearestPrototype(self.model, self.prototypes, self.known)
-        return evaluate(classifier, x, y, self.task.inputs, self.task.num_classes)
+        return evaluate(classifier, x, y, self.task.inputs, self.task.num_classes, probabilities=probabilities)

@@ -40,6 +40,8 @@ def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedCl
     """
     process.prepare(config.threads)
     node = Node.parse(context.node_config)
+    if node.own or control.get("deployed"):
+        config.check_node()
     method, hparams = config.method_and_hparams()
     task = nodes.node_task(config, node, process.device())
     store = None

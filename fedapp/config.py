@@ -21,6 +21,7 @@ from fedapp import registry
 from fedapp.data.datasets import DATASET_NAMES
 from fedapp.data.partitions import PARTITION_KINDS
 from fedapp.errors import BadRequest, suggest
+from fedapp.learning import evaluation
 from fedapp.learning.training import TrainSpec
 from fedapp.method import BaseHParams, Method
 from fedapp.models import MODEL_NAMES, default_model
@@ -79,6 +80,11 @@ class RunConfig(BaseModel):
     threads: int = Field(1, ge=1, le=1024, description="threads of each client; they affect the last bits")
     server_threads: int = Field(1, ge=1, le=1024, description="threads of the server's mathematics")
     protocols: str = Field("received,trained,global", description="which scores are measured")
+    metrics: str = Field(
+        "accuracy,loss",
+        description="what evaluations of all clients measure on each client's own test images: accuracy, loss, "
+        "balanced, macro_f1, auc, ece; in a simulation also your own, package.module:function(y_true, probabilities)",
+    )
     balanced_every: int = Field(
         0, ge=-1, description="rounds between balanced scores; 0 = never (digits: 1), -1 = never"
     )
@@ -163,6 +169,8 @@ class RunConfig(BaseModel):
             )
         if self.dataset in ("npz", "folder") and not self.data_dir:
             raise BadRequest(f"dataset = '{self.dataset}' needs data-dir: give the path of your data")
+        for name in self.further_metrics:
+            evaluation.metric(name)
         if self.warm_start and not self.state_dir:
             raise BadRequest("warm-start needs state-dir (and federation): give those of the earlier run")
 
@@ -170,6 +178,26 @@ class RunConfig(BaseModel):
     def measured(self) -> tuple[str, ...]:
         """The scores that are measured."""
         return tuple(p.strip() for p in self.protocols.split(",") if p.strip())
+
+    @property
+    def further_metrics(self) -> tuple[str, ...]:
+        """The metrics that are measured beside accuracy and loss, which are always there."""
+        names = dict.fromkeys(m.strip() for m in self.metrics.split(",") if m.strip())
+        return tuple(m for m in names if m not in evaluation.ALWAYS)
+
+    def check_node(self) -> None:
+        """Refuse settings that a real node does not accept from a server.
+
+        Raises
+        ------
+        BadRequest : the run names a function of its own, which the node would have to import.
+        """
+        own = [m for m in self.further_metrics if evaluation.is_own(m)]
+        if own:
+            raise BadRequest(
+                f"metrics: '{own[0]}' is for simulations, because a node imports no code that a server names: choose "
+                f"from {', '.join((*evaluation.ALWAYS, *evaluation.METRICS))}"
+            )
 
     def balanced_in(self, server_round: int) -> bool:
         """Return whether round `server_round` measures the balanced score."""
@@ -279,6 +307,7 @@ def _check(config: RunConfig) -> None:
     bad = [p for p in config.measured if p not in PROTOCOLS]
     if bad or not config.measured:
         raise BadRequest(f"protocols = '{config.protocols}': choose from {', '.join(PROTOCOLS)}")
+    _check_metrics(config)
     if not config.model_names:
         raise BadRequest("model is empty: give one architecture, several with commas between them, or auto")
     for name in config.model_names:
@@ -313,6 +342,25 @@ def _check(config: RunConfig) -> None:
     ):
         if value not in known:
             raise BadRequest(f"unknown {key} '{value}'{suggest(value, known)}: choose from {', '.join(known)}")
+
+
+def _check_metrics(config: RunConfig) -> None:
+    known = (*evaluation.ALWAYS, *evaluation.METRICS)
+    taken = {*known, "correct", "total", "validation", *(evaluation.column(m) for m in evaluation.METRICS)}
+    for name in config.further_metrics:
+        module, _, function = name.partition(":")
+        if not evaluation.is_own(name):
+            if name not in known:
+                raise BadRequest(
+                    f"metrics: unknown '{name}'{suggest(name, known)}: choose from {', '.join(known)}, or name your "
+                    "own as package.module:function"
+                )
+        elif not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+            raise BadRequest(f"metrics: '{name}' is not of the form package.module:function")
+        elif function in taken:
+            raise BadRequest(f"metrics: '{function}' is the name of another score: rename your function")
+        else:
+            taken.add(function)
 
 
 def _resolved(config: RunConfig) -> RunConfig:

@@ -25,7 +25,7 @@ from fedapp.data import partitions
 from fedapp.data.card import data_card
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest
-from fedapp.learning.evaluation import Scores, evaluate
+from fedapp.learning.evaluation import LOW_IS_GOOD, Scores, column, evaluate, measured
 from fedapp.learning.metrics import client_row, mean, summarise
 from fedapp.learning.state import write_safetensors
 from fedapp.learning.task import ModelSpec
@@ -41,6 +41,7 @@ from fedapp.results.directory import (
     run_name,
     write_json,
 )
+from fedapp.results.statistics import over_clients
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint, selection
 from fedapp.transport.client_manager import ClientManager, RoundFailed
@@ -153,6 +154,8 @@ class Run(Callbacks):
         self.simulation = _simulated(grid)
         if self.simulation:
             config.check_simulation()
+        else:
+            config.check_node()
         self.method, self.hparams = config.method_and_hparams()
         self.strategy: FedStrategy = self.method.strategy(self.method, self.hparams)
         self.device = process.device()
@@ -290,21 +293,25 @@ class Run(Callbacks):
         scores = self._scores(arrays, scalars)
         return None if scores is None else scores.accuracy
 
-    def _scores(self, arrays: Mapping[str, Array], scalars: Mapping[str, Scalar]) -> Scores | None:
+    def _scores(
+        self, arrays: Mapping[str, Array], scalars: Mapping[str, Scalar], probabilities: bool = False
+    ) -> Scores | None:
         if self.central is None or self.inputs is None:
             return None
         client: type[FedClient] = self.method.client
         model = client.build_model(self.spec, self.hparams)
         selection.merge(model, arrays)
         client.configure_model(model, scalars)
-        return evaluate(model.to(self.device), *self.central, self.inputs, self.spec.num_classes)
+        return evaluate(
+            model.to(self.device), *self.central, self.inputs, self.spec.num_classes, probabilities=probabilities
+        )
 
-    def _score_global(self, state: ServerState) -> None:
+    def _score_global(self, state: ServerState, probabilities: bool = False) -> None:
         arrays = self.strategy.global_arrays(state)
         if arrays is None:
             return
         scalars = self.strategy.send(state, 0, self.infos[0].client).scalars
-        self.global_scores = self._scores(arrays, scalars)
+        self.global_scores = self._scores(arrays, scalars, probabilities)
 
     # ---- callbacks ---------------------------------------------------------------------------------------------------
 
@@ -395,8 +402,12 @@ class Run(Callbacks):
         """Write an evaluation of all clients: `final.csv` after the last round, else a row of `evaluations.csv`."""
         config = self.config
         protocols = [p for p in config.measured if p != "global"]
-        rows = {c: client_row(m, protocols, config.validation > 0) for c, m in sorted(result.metrics.items())}
-        summary = summarise(rows.values(), protocols)
+        further = [column(name) for name in config.further_metrics]
+        rows = {
+            c: client_row(m, protocols, config.validation > 0, scores=further)
+            for c, m in sorted(result.metrics.items())
+        }
+        summary = summarise(rows.values(), protocols, scores=further)
         if result.kind == "final":
             (self.out / "final.csv").unlink(missing_ok=True)
             for client, columns in rows.items():
@@ -427,7 +438,7 @@ class Run(Callbacks):
     def _finish(self, state: ServerState) -> dict[str, Any]:
         rounds = self.directory.table("rounds.csv")
         if self.method.global_model and "global" in self.config.measured:
-            self._score_global(state)
+            self._score_global(state, probabilities=bool(self.config.further_metrics))
             if self.global_scores is not None:
                 self.final["global_accuracy"] = self.global_scores.accuracy
                 self.final["global_balanced"] = self.global_scores.balanced
@@ -451,6 +462,7 @@ class Run(Callbacks):
             "seed": self.config.seed,
             "accuracy": accuracy,
             "headline": self._headline(accuracy, rounds, len(final)),
+            "metrics": self._metrics(final),
             "pooled": {p: self.final.get(f"{p}_accuracy_pooled") for p in self.config.measured if p != "global"},
             "test_sizes": {"min": min(tests, default=0), "mean": mean(map(float, tests)), "max": max(tests, default=0)},
             "bytes_up": _whole(float((rounds["bytes_up"] * answered).sum() / (answered.sum() or 1))),
@@ -466,6 +478,30 @@ class Run(Callbacks):
         (self.out / "error.json").unlink(missing_ok=True)
         self.tell({"kind": "end", "summary": summary})
         return summary
+
+    def _metrics(self, final: pd.DataFrame) -> dict[str, dict[str, dict[str, float]]]:
+        """Return every metric of every score, with how it is spread over clients; `global` has one model and no spread.
+
+        Parameters
+        ----------
+        final : final.csv.
+        """
+        names = {m: column(m) for m in ("accuracy", "loss", *self.config.further_metrics)}
+        found = {
+            p: {
+                own: over_clients(final[f"{p}_{own}"], low_is_good=name in LOW_IS_GOOD)
+                for name, own in names.items()
+                if f"{p}_{own}" in final
+            }
+            for p in self.config.measured
+            if p != "global"
+        }
+        scores = self.global_scores
+        if scores is not None and self.central is not None:
+            further = measured(self.config.further_metrics, self.central[1].cpu().numpy(), scores.probabilities)
+            values = {"accuracy": scores.accuracy, "loss": scores.loss, **further}
+            found["global"] = {name: {"mean": value} for name, value in values.items()}
+        return found
 
     def _headline(
         self, accuracy: Mapping[str, Mapping[str, Any]], rounds: pd.DataFrame, scored: int

@@ -95,6 +95,7 @@ def run(values: Mapping[str, Any], out: Path | None, superlink: str | None, dry_
     to = connection(superlink)
     resume = bool(values.get("resume", False))
     config = configuration.from_flat({**values, "resume": False})
+    config.check_node()
     if dry_run:
         runner.print_config(config)
         with contextlib.suppress(BadRequest):  # the nodes' data need not be here

@@ -21,6 +21,7 @@ from fedapp.experiments.jobs import Job
 from fedapp.results.runs import ONE_SCORE, RunResult
 from fedapp.results.statistics import (
     DASH,
+    better_off,
     holm,
     mean_and_std,
     over,
@@ -34,6 +35,8 @@ from fedapp.results.statistics import (
 PROTOCOLS = configuration.PROTOCOLS
 MEASURES = ("received_accuracy", "trained_accuracy", "received_balanced", "trained_balanced")
 """Columns of final.csv that methods are tested on."""
+SPREAD = ("std", "worst_decile", "worst")
+"""What the tables say of a metric beside its mean over clients."""
 NARROWEST = 150
 """Columns of a table that goes to a file or a pipe."""
 
@@ -67,10 +70,14 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
     -------
     Columns of :func:`describe`, then `clients`, `rounds`, and by protocol `last`, `last_std`, `best`, `best_pooled`,
     `participants`, `validation` (see `accuracy_summary`), `pooled`, `balanced`, `worst` (client), `worst_decile`,
-    `target`, `target_rounds`, `target_bytes`; then CCVR's calibration, bytes per client and round, dropped replies,
-    test images per client, why it stopped early, and seconds.
+    `target`, `target_rounds`, `target_bytes`, and of each metric that a run measured beside accuracy and loss its mean
+    over clients, `_std`, `_worst_decile` and `_worst`; then `better_off` (where the runs of a setting include
+    Standalone: the share of clients whose headline score is above their own there), CCVR's calibration, bytes per
+    client and round, dropped replies, test images per client, why it stopped early, and seconds.
     """
     references = {(j.setting, j.seed): j.result for j in jobs if j.variant.label == reference}
+    alone = {(j.setting, j.seed): j.result for j in reversed(jobs) if j.variant.method == "local"}
+    metrics = dict.fromkeys(name for j in jobs for name in j.result.metrics)
     rows = []
     for job in jobs:
         run, summary = job.result, job.result.summary
@@ -90,6 +97,12 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
                 "worst_decile": decile, "target": goal, "target_rounds": count, "target_bytes": moved,
             }  # fmt: skip
             row.update({f"{p}_{name}": value for name, value in values.items()})
+            for name in metrics:
+                row[f"{p}_{name}"] = run.metric(p, name)
+                if p != "global":
+                    row |= {f"{p}_{name}_{what}": run.metric(p, name, what) for what in SPREAD}
+        lone = None if run.alone else alone.get((job.setting, job.seed))
+        row["better_off"] = math.nan if lone is None else better_off(run.headline_scores(), lone.headline_scores())
         calibration = summary.get("calibration") or {}
         row.update({f"calibration_{k}": calibration.get(k) for k in ("before", "after", "oracle")})
         row.update({k: summary[k] for k in ("bytes_up", "bytes_down", "dropped")})
@@ -230,13 +243,19 @@ def meaning(jobs: Sequence[Job]) -> str:
 
 
 def print_tables(
-    table: pd.DataFrame, tests: pd.DataFrame, titles: Mapping[str, str], notes: Sequence[str], meaning: str
+    table: pd.DataFrame,
+    tests: pd.DataFrame,
+    titles: Mapping[str, str],
+    notes: Sequence[str],
+    meaning: str,
+    metrics: Sequence[str] = (),
 ) -> None:
     """Print accuracy, spread over clients and cost, and differences to the reference; three tables a setting.
 
     Parameters
     ----------
     titles : label -> name of the method.   meaning : what the scores are.
+    metrics : columns of the metrics beside accuracy and loss; they have a table of their own.
     """
     if table.empty:
         return
@@ -245,7 +264,7 @@ def print_tables(
         console = Console(highlight=False, width=max(NARROWEST, console.width))
     for _, part in table.groupby(SETTING, dropna=False, sort=False):
         here = tests if tests.empty else tests.merge(part[SETTING].drop_duplicates())
-        for title, rows, columns in _tables(part, here, titles, meaning):
+        for title, rows, columns in _tables(part, here, titles, meaning, metrics):
             shown = Table("method", title=title, title_justify="left")
             shown.columns[0].no_wrap = True
             for name in columns:
@@ -262,12 +281,20 @@ def print_tables(
     ]
     if (table["method"] == "local").any():
         lines.append(ONE_SCORE)
+    if table["better_off"].notna().any():
+        lines.append(
+            "better off than alone: share of the clients whose headline score is above their own in Standalone."
+        )
     console.print("\n".join([*lines, *notes]), soft_wrap=True)
 
 
 def _score(rows: pd.DataFrame, column: str) -> str:
     alone = (rows["method"] == "local").all()
     return DASH if alone and column.startswith("received") else spread(rows[column])
+
+
+def _plain(rows: pd.DataFrame, column: str) -> str:
+    return spread(rows[column], factor=1, digits=3)
 
 
 def _difference(rows: pd.DataFrame, measure: str) -> str:
@@ -279,7 +306,7 @@ def _difference(rows: pd.DataFrame, measure: str) -> str:
 
 
 def _tables(
-    part: pd.DataFrame, tests: pd.DataFrame, titles: Mapping[str, str], meaning: str
+    part: pd.DataFrame, tests: pd.DataFrame, titles: Mapping[str, str], meaning: str, metrics: Sequence[str] = ()
 ) -> Iterator[tuple[str, pd.DataFrame, Columns]]:
     """Yield the tables of a setting: title, the rows that are grouped by method, columns."""
     seeds = part["seed"].nunique()
@@ -289,7 +316,17 @@ def _tables(
         part,
         {name: partial(_score, column=c) for name, c in SCORES.items() if part[c].notna().any()},
     )
+    further = {f"{p}_{name}": f"{p} {name}" for p in PROTOCOLS for name in metrics}
+    if shown := [c for c in further if c in part and part[c].notna().any()]:
+        worst = {f"trained_{name}_worst_decile": f"trained {name}, worst tenth" for name in metrics}
+        columns = {**further, **worst}
+        yield (
+            f"Further metrics, mean over clients{spread_over}\n({meaning})",
+            part,
+            {columns[c]: partial(_plain, column=c) for c in [*shown, *(w for w in worst if part[w].notna().any())]},
+        )
     goals = part["trained_target"].dropna()
+    alone = part["better_off"].notna().any()
     goal = f"{100 * goals.mean():.1f} %{'' if goals.nunique() == 1 else ' (mean)'}" if len(goals) else "-"
     yield (
         "Weak clients (after local training, in %), what it took, and traffic per client and round",
@@ -297,6 +334,7 @@ def _tables(
         {
             "worst client": lambda rows: spread(rows["trained_worst"]),
             "worst tenth": lambda rows: spread(rows["trained_worst_decile"]),
+            **({"better off than alone": lambda rows: spread(rows["better_off"])} if alone else {}),
             f"completed rounds to {goal}": lambda rows: until(rows["trained_target_rounds"]),
             "MB to it, all clients": lambda rows: until(rows["trained_target_bytes"], 1e-6, 2),
             "bytes up": lambda rows: f"{rows['bytes_up'].mean():,.0f}",
@@ -327,5 +365,7 @@ def write(out: Path, jobs: Sequence[Job], reference: str, target: float | None, 
         notes = [*notes, "completed rounds and MB to a target count points over all clients only; with sampled clients "
                  "that is the end of the run, unless --set evaluate-every=1 adds others"]  # fmt: skip
     warnings = {f"{j.variant.label}: {w}": None for j in jobs for w in j.result.summary.get("warnings", [])}
-    print_tables(table, tests, {j.variant.label: j.variant.title for j in jobs}, [*notes, *warnings], meaning(jobs))
+    titles = {j.variant.label: j.variant.title for j in jobs}
+    metrics = list(dict.fromkeys(name for j in jobs for name in j.result.metrics))
+    print_tables(table, tests, titles, [*notes, *warnings], meaning(jobs), metrics)
     return table

@@ -1,9 +1,12 @@
-"""Scoring a model: one evaluator for all methods and protocols."""
+"""Scoring a model: one evaluator for all methods and protocols, and metrics of its probabilities."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import importlib
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -12,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedapp.data.transforms import InputSpec, normalise
+from fedapp.errors import BadRequest
 
 BATCH = 128
 """Images per forward pass in scoring; the scores do not depend on it beyond float32 rounding."""
@@ -25,11 +29,13 @@ class Scores:
     ----------
     correct, total : (C,) int64 per class.
     loss_sum : sum of the samples' cross-entropies, in nats.
+    probabilities : (n, C) float64, the softmax of the logits that the loss is of; None where they were not asked for.
     """
 
     correct: NDArray[np.int64]
     total: NDArray[np.int64]
     loss_sum: float
+    probabilities: NDArray[np.float64] | None = None
 
     @property
     def n(self) -> int:
@@ -81,6 +87,7 @@ def evaluate(
     num_classes: int,
     batch: int = BATCH,
     precision: str = "fp32",
+    probabilities: bool = False,
 ) -> Scores:
     """Score a model in evaluation mode; the mode that it was in is restored.
 
@@ -90,6 +97,8 @@ def evaluate(
     x : (n, H, W, C) uint8.   y : (n,) int64, values below num_classes.   inputs : how images are normalised.
     batch : images per forward pass.
     precision : as in training, `fp32`, or `bf16` for autocast of the forward pass. The loss is computed in float32.
+
+    probabilities : keep those of every image.
 
     Returns
     -------
@@ -102,6 +111,7 @@ def evaluate(
     correct = torch.zeros(num_classes, dtype=torch.int64, device=device)
     total = torch.bincount(y, minlength=num_classes)
     loss = torch.zeros((), dtype=torch.float64, device=device)
+    kept = [torch.zeros((0, num_classes), device=device)]
     for i in range(0, len(y), batch):
         labels = y[i : i + batch]
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
@@ -110,5 +120,117 @@ def evaluate(
         # Added by label, not by a mask: picking rows would make the host wait for the device.
         correct.scatter_add_(0, labels, (logits.argmax(dim=1) == labels).long())
         loss += F.cross_entropy(logits, labels, reduction="sum").double()
+        if probabilities:
+            kept.append(logits)
     model.train(was_training)
-    return Scores(correct.cpu().numpy(), total.cpu().numpy(), float(loss))
+    predicted = torch.cat(kept).cpu().double().softmax(dim=1).numpy() if probabilities else None
+    return Scores(correct.cpu().numpy(), total.cpu().numpy(), float(loss), predicted)
+
+
+# ---- metrics ---------------------------------------------------------------------------------------------------------
+
+Metric: TypeAlias = Callable[[NDArray[np.int64], NDArray[np.float64]], float]
+"""Maps labels (n,) and probabilities (n, C) of one client to a number; n >= 1."""
+BINS = 15
+"""Bins of the calibration error, as in Guo, Pleiss, Sun, Weinberger, On Calibration of Modern Neural Networks, 2017."""
+
+
+def balanced(y: NDArray[np.int64], probabilities: NDArray[np.float64]) -> float:
+    """Return the mean recall over the classes that are present."""
+    from sklearn.metrics import recall_score
+
+    return float(recall_score(y, probabilities.argmax(axis=1), labels=np.unique(y), average="macro", zero_division=0))
+
+
+def macro_f1(y: NDArray[np.int64], probabilities: NDArray[np.float64]) -> float:
+    """Return the mean F1 over the classes that are present."""
+    from sklearn.metrics import f1_score
+
+    return float(f1_score(y, probabilities.argmax(axis=1), labels=np.unique(y), average="macro", zero_division=0))
+
+
+def auc(y: NDArray[np.int64], probabilities: NDArray[np.float64]) -> float:
+    """Return the area under the ROC curve, each class against the rest.
+
+    It is the mean over the classes that are present; NaN where only one is. scikit-learn's own mean over all classes is
+    not defined as soon as one of them is absent.
+    """
+    from sklearn.metrics import roc_auc_score
+
+    present = np.unique(y)
+    if len(present) < 2:
+        return float("nan")
+    return float(np.mean([roc_auc_score(y == c, probabilities[:, c]) for c in present]))
+
+
+def ece(y: NDArray[np.int64], probabilities: NDArray[np.float64]) -> float:
+    """Return the expected calibration error: |accuracy - confidence| in bins of the largest probability."""
+    confidence, hit = probabilities.max(axis=1), probabilities.argmax(axis=1) == y
+    bins = np.digitize(confidence, np.linspace(0, 1, BINS + 1)[1:-1], right=True)
+    gaps = np.bincount(bins, weights=hit - confidence, minlength=BINS)
+    return float(np.abs(gaps).sum() / len(y))
+
+
+METRICS: Mapping[str, Metric] = {"balanced": balanced, "macro_f1": macro_f1, "auc": auc, "ece": ece}
+"""Metrics that `metrics` may name beside `accuracy` and `loss`, which are always there."""
+ALWAYS = ("accuracy", "loss")
+LOW_IS_GOOD = ("loss", "ece")
+
+
+def is_own(name: str) -> bool:
+    """Whether a metric is the user's own, `package.module:function`."""
+    return ":" in name
+
+
+def column(name: str) -> str:
+    """Return the name of a metric in tables.
+
+    `<protocol>_balanced` has always been the score on all clients' test images, so the one on the client's own has
+    another name.
+    """
+    return "balanced_own" if name == "balanced" else name.rpartition(":")[2]
+
+
+@functools.cache
+def metric(name: str) -> Metric:
+    """Return a metric by its name; an own one is imported.
+
+    Raises
+    ------
+    BadRequest : it cannot be imported, or is no function.
+    """
+    if not is_own(name):
+        return METRICS[name]
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except Exception as e:
+        raise BadRequest(
+            f"metrics: '{name}' cannot be imported ({type(e).__name__}: {e}): check the name, and install the package "
+            "or put its folder on PYTHONPATH"
+        ) from e
+    if not callable(found):
+        raise BadRequest(f"metrics: '{name}' is no function, but {type(found).__name__}")
+    return found  # type: ignore[no-any-return]
+
+
+def measured(names: Iterable[str], y: NDArray[np.int64], probabilities: NDArray[np.float64] | None) -> dict[str, float]:
+    """Return metrics of one client by column: NaN without images, or where a probability is not finite.
+
+    Raises
+    ------
+    BadRequest : an own metric fails, or returns something else than a number.
+    """
+    usable = probabilities is not None and len(y) > 0 and bool(np.isfinite(probabilities).all())
+    found = {}
+    for name in names:
+        value = float("nan")
+        if usable and probabilities is not None:
+            try:
+                value = float(metric(name)(y, probabilities))
+            except BadRequest:
+                raise
+            except Exception as e:
+                raise BadRequest(f"metrics: '{name}' fails with {type(e).__name__}: {e}") from e
+        found[column(name)] = value
+    return found

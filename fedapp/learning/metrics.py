@@ -27,7 +27,11 @@ def _number(value: Any) -> float:
 
 
 def client_row(
-    metrics: Mapping[str, Any], protocols: Iterable[str], validation: bool = False, columns: Iterable[str] = ()
+    metrics: Mapping[str, Any],
+    protocols: Iterable[str],
+    validation: bool = False,
+    columns: Iterable[str] = (),
+    scores: Iterable[str] = (),
 ) -> dict[str, float]:
     """Return one client's columns: sums and counts as they came, and the accuracy and loss they give.
 
@@ -35,6 +39,7 @@ def client_row(
     ----------
     validation : whether clients hold out images for validation, so that there is a column for it.
     columns : further numbers of the method (`Method.columns`).
+    scores : columns of the metrics that were measured beside accuracy and loss.
     """
     row: dict[str, float] = {"num_samples": _number(metrics.get("num-examples", math.nan))}
     for p in protocols:
@@ -48,6 +53,8 @@ def client_row(
         if validation:
             total = _number(metrics.get(f"{p}-validation-total", math.nan))
             row[f"{p}_validation"] = _number(metrics.get(f"{p}-validation-correct", math.nan)) / (total or math.nan)
+        for name in scores:
+            row[f"{p}_{name}"] = _number(metrics.get(f"{p}-{name}", math.nan))
     row["train_loss"] = _number(metrics.get("train-loss", math.nan))
     for name in columns:
         row[name.replace("-", "_")] = _number(metrics.get(name, math.nan))
@@ -59,12 +66,16 @@ def client_row(
 
 
 def summarise(
-    rows: Iterable[Mapping[str, float]], protocols: Iterable[str], columns: Iterable[str] = ()
+    rows: Iterable[Mapping[str, float]],
+    protocols: Iterable[str],
+    columns: Iterable[str] = (),
+    scores: Iterable[str] = (),
 ) -> dict[str, float]:
     """Return the averages of a round over its clients.
 
     `<protocol>_accuracy` is the unweighted mean, `_std` its spread over clients (ddof 0), `_pooled` is weighted by test
-    size. `_validation`, where images are held out for it, is the mean accuracy on them.
+    size. `_validation`, where images are held out for it, is the mean accuracy on them. `scores` are columns of further
+    metrics; each is the unweighted mean too.
     """
     rows = list(rows)
     out: dict[str, float] = {}
@@ -81,6 +92,8 @@ def summarise(
         out[f"{p}_balanced"] = mean(column["balanced"])
         if any(f"{p}_validation" in r for r in rows):
             out[f"{p}_validation"] = mean(r.get(f"{p}_validation", math.nan) for r in rows)
+        for name in scores:
+            out[f"{p}_{name}"] = mean(r.get(f"{p}_{name}", math.nan) for r in rows)
     out["train_loss"] = mean(r.get("train_loss", math.nan) for r in rows)
     for name in (c.replace("-", "_") for c in columns):
         out[name] = mean(r.get(name, math.nan) for r in rows)

@@ -50,6 +50,7 @@ class Task:
     buffers : floating-point buffers (BatchNorm's statistics): `global` = shared like parameters, `local` = kept by
         the client, `drop` = reset before every round.
     protocols : which of `received` and `trained` are measured.
+    metrics : names of the metrics that evaluations of all clients measure beside accuracy and loss.
     extras : what else a node or a method needs, by name: `public` images (P, H, W, channels) uint8, `classes` (names).
     """
 
@@ -69,6 +70,7 @@ class Task:
     train: TrainSpec = field(default_factory=TrainSpec)
     buffers: str = "global"
     protocols: tuple[str, ...] = ("received", "trained")
+    metrics: tuple[str, ...] = ()
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -34,9 +34,11 @@ from fedapp.results.runs import (
 )  # fmt: skip
 from fedapp.results.statistics import (
     DASH,
+    better_off,
     duration,
     mean_and_std,
     measured,
+    number,
     over,
     percent,
     probability,
@@ -99,6 +101,7 @@ def of_run(run: RunResult) -> tuple[str, Gallery]:
         test_images=_test_images([run]),
         tables={
             "scores": _scores(run, scored),
+            "metrics": _metrics(run),
             "clients": _client_table(run),
             "rounds": _rounds_table(run),
             "counts": _counts(run),
@@ -136,6 +139,18 @@ def _scores(run: RunResult, protocols: Sequence[str]) -> Table:
         "best round, pooled",
     ]
     return Table([*head, *more.values()], rows)
+
+
+def _metrics(run: RunResult) -> Table:
+    """Return the metrics of each score with their spread over clients; nothing where there are only the usual ones."""
+    wide = ("mean", "std", "worst_decile", "worst")
+    rows = [
+        [f"{p} {name}", *(Cell(number(run.metric(p, name, what))) for what in wide)]
+        for p in run.protocols
+        for name in (*run.metrics, "loss")
+        if run.metrics and not math.isnan(run.metric(p, name))
+    ]
+    return Table(["further metrics", "mean over clients", "std", "worst tenth", "worst client"], rows)
 
 
 def _test_images(runs: Sequence[RunResult]) -> float:
@@ -221,7 +236,7 @@ def _times(run: RunResult) -> Table:
 
 KNOWN = {
     "ok", "method", "dataset", "model", "clients", "rounds", "seed", "accuracy", "pooled", "test_sizes", "bytes_up",
-    "bytes_down", "dropped", "headline", "stopped", "warnings", "seconds", "error",
+    "bytes_down", "dropped", "headline", "metrics", "stopped", "warnings", "seconds", "error",
 }  # fmt: skip
 """Keys of summary.json that the page shows elsewhere; all others are the method's own."""
 
@@ -324,6 +339,21 @@ BEST = (
 )  # fmt: skip
 
 
+def _better_off(runs: Sequence[RunResult], by: Sequence[Sequence[RunResult]]) -> list[list[float]] | None:
+    """Return the shares of clients that do better than alone, by method and run; None without a run of Standalone."""
+    alone = {(r.seed, r.data_seed): r.headline_scores() for r in runs if r.alone}
+    if not alone:
+        return None
+    nobody = pd.Series(dtype=float)
+    return [
+        [
+            math.nan if r.alone else better_off(r.headline_scores(), alone.get((r.seed, r.data_seed), nobody))
+            for r in members
+        ]
+        for members in by
+    ]
+
+
 def _setting_tables(comparison: Comparison, runs: Sequence[RunResult]) -> dict[str, Any]:
     """Return the accuracies of a setting, its weak clients and best rounds, what methods cost, and what was tested."""
     labels: dict[str, list[RunResult]] = {}
@@ -336,6 +366,19 @@ def _setting_tables(comparison: Comparison, runs: Sequence[RunResult]) -> dict[s
     further = {title: [[r.score(p, which) for r in members] for members in by] for title, p, which in BEST}
     for rank, title in enumerate(("worst client", "worst tenth")):
         further[title] = [[_weakest(r)[rank] for r in members] for members in by]
+    metrics = dict.fromkeys(name for r in runs for name in r.metrics)
+    chosen = {
+        f"{p} {name}": [[r.metric(p, name) for r in members] for members in by]
+        for p in PROTOCOL_TEXT
+        for name in metrics
+    }
+    worst_of = {
+        f"trained {name}, worst tenth": [[r.metric("trained", name, "worst_decile") for r in members] for members in by]
+        for name in metrics
+    }
+    chosen = {title: values for title, values in (chosen | worst_of).items() if any(len(measured(v)) for v in values)}
+    if (better := _better_off(runs, by)) is not None:
+        further["better off than alone"] = better
     targets = [_target(comparison, members) for members in by]
     level = next((t[0] for t in targets if t), "")
     rows = []
@@ -351,6 +394,15 @@ def _setting_tables(comparison: Comparison, runs: Sequence[RunResult]) -> dict[s
         "meaning": meaning(p for p in PROTOCOL_TEXT if any(p in r.protocols for r in runs)),
         "accuracy": Table(["accuracy in %", *scores], _score_rows(names, scores)),
         "further": Table(["further, in %", *further], _score_rows(names, further)),
+        "metrics": Table(
+            ["further metrics", *chosen],
+            [
+                [name, *(Cell(spread(values[i], factor=1, digits=3)) for values in chosen.values())]
+                for i, name in enumerate(names)
+            ]
+            if chosen
+            else [],
+        ),
         "cost": Table(["cost", *head, "bytes up", "bytes down", "time"], rows),
         "significance": significance,
         "reference": reference,

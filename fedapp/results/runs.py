@@ -26,6 +26,7 @@ from fedapp import config as configuration
 from fedapp.config import RunConfig
 from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.errors import BadRequest
+from fedapp.learning.evaluation import ALWAYS
 from fedapp.learning.metrics import mean, summarise
 from fedapp.results.statistics import Ints, traffic, worst
 
@@ -267,6 +268,24 @@ class RunResult:
             return mean(self.final[f"{protocol}_accuracy"])
         value = self.summary.get("accuracy", {}).get(protocol, {}).get(name)
         return math.nan if value is None else float(value)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Metrics that were measured beside accuracy and loss, as their columns are named."""
+        found = {name: None for scores in self.summary.get("metrics", {}).values() for name in scores}
+        return tuple(name for name in found if name not in ALWAYS)
+
+    def metric(self, protocol: str, name: str, what: str = "mean") -> float:
+        """Return `mean`, `std`, `worst_decile` or `worst` over clients of a metric; NaN where it was not measured."""
+        found = {} if self.alone and protocol == "received" else self.summary.get("metrics", {}).get(protocol, {})
+        numbers = found.get(name) or {}
+        value = numbers.get("min", numbers.get("max")) if what == "worst" else numbers.get(what)
+        return math.nan if value is None else float(value)
+
+    def headline_scores(self) -> pd.Series:
+        """Return the accuracies that the headline is the mean of, by client; empty where it is of one global model."""
+        column = f"{(self.summary.get('headline') or {}).get('score')}_accuracy"
+        return self.final.set_index("client")[column] if column in self.final else pd.Series(dtype=float)
 
     def weakest(self, protocol: str) -> tuple[float, float]:
         """Return the final accuracy of the worst client, and the mean of the worst tenth of the clients."""

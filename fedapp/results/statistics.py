@@ -43,6 +43,29 @@ def worst(accuracies: Iterable[float]) -> tuple[float, float]:
     return float(values[0]), float(values[: math.ceil(len(values) / 10)].mean())
 
 
+def better_off(scores: pd.Series, alone: pd.Series) -> float:
+    """Return the share of the clients whose score is higher than what they reach alone; NaN without common clients.
+
+    Parameters
+    ----------
+    scores, alone : of the same federation with a method and without one, by client.
+    """
+    both = pd.concat([scores, alone], axis=1, join="inner").dropna()
+    return float((both.iloc[:, 0] > both.iloc[:, 1]).mean()) if len(both) else math.nan
+
+
+def over_clients(values: Iterable[float], low_is_good: bool = False) -> dict[str, float]:
+    """Return mean, standard deviation (ddof 0), the mean of the worst tenth of the clients, and the worst client.
+
+    The worst client is `min`, or `max` for a score that is better where it is lower, such as a loss.
+    """
+    numbers = measured(values)
+    sign = -1.0 if low_is_good else 1.0
+    lowest, decile = worst(sign * numbers)
+    mean, std = (float(numbers.mean()), float(numbers.std())) if len(numbers) else (math.nan, math.nan)
+    return {"mean": mean, "std": std, "worst_decile": sign * decile, "max" if low_is_good else "min": sign * lowest}
+
+
 # ---- over rounds -----------------------------------------------------------------------------------------------------
 
 
@@ -143,6 +166,11 @@ def interval(values: Iterable[float], level: float = 0.9) -> tuple[float, float]
 def percent(value: Any, digits: int = 1, unit: str = "") -> str:
     """Write a share in percent, `71.3`, with a unit behind it if one is given; a dash where it was not measured."""
     return DASH if value is None or math.isnan(value) else f"{100 * float(value):.{digits}f}{unit}"
+
+
+def number(value: float) -> str:
+    """Write a score as it is, with three digits; a dash where it was not measured."""
+    return DASH if math.isnan(value) else f"{value:.3f}"
 
 
 def spread(values: Iterable[Any], factor: float = 100.0, digits: int = 1, signed: bool = False) -> str:

@@ -202,5 +202,6 @@ def assemble(
         train=config.train_spec(),
         buffers=config.buffers,
         protocols=tuple(p for p in config.measured if p != "global"),
+        metrics=config.further_metrics,
         extras=extras,
     )

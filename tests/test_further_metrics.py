@@ -1,0 +1,268 @@
+"""Metrics beside accuracy and loss: against computations by hand, in every table, and on real nodes."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from flwr.app import Context, Message, RecordDict
+from typer.testing import CliRunner
+
+from fedapp import client_app, config
+from fedapp.cli import app
+from fedapp.data.transforms import normalise
+from fedapp.engines import deploy
+from fedapp.errors import BadRequest
+from fedapp.learning import evaluation
+from fedapp.learning.state import read_safetensors
+from fedapp.method import Payload
+from fedapp.results import report
+from fedapp.results.runs import RunResult
+from fedapp.results.statistics import better_off, over_clients
+from fedapp.tasks import simulated
+from fedapp.transport import selection
+from fedapp.transport.records import Encoder, reply_of
+
+Tiny = Callable[..., RunResult]
+ALL = "accuracy,balanced,macro_f1,auc,ece,loss"
+OWN = "tests.test_further_metrics:sureness"
+COLUMNS = ("balanced_own", "macro_f1", "auc", "ece")
+
+
+def sureness(y: np.ndarray, probabilities: np.ndarray) -> float:
+    """Mean probability of the true class."""
+    return float(probabilities[np.arange(len(y)), y].mean())
+
+
+def nothing(y: np.ndarray, probabilities: np.ndarray) -> float:
+    raise ValueError("no")
+
+
+# ---- by hand ---------------------------------------------------------------------------------------------------------
+
+
+def drawn(seed: int, classes: int = 5, present: tuple[int, ...] = (0, 1, 3), n: int = 60) -> tuple[Any, Any]:
+    """Labels of some of the classes, and probabilities that often lie on them and never tie."""
+    rng = np.random.default_rng(seed)
+    y = rng.choice(present, n)
+    z = rng.normal(size=(n, classes)) + 1.5 * np.eye(classes)[y]
+    e = np.exp(z)
+    return y, e / e.sum(axis=1, keepdims=True)
+
+
+def by_hand(y: np.ndarray, p: np.ndarray) -> dict[str, float]:
+    """Loops over samples and pairs of samples."""
+    guess = [max(range(p.shape[1]), key=lambda c: row[c]) for row in p]
+    recalls, f1s, areas = [], [], []
+    for c in sorted(set(y)):
+        hit = sum(g == c == t for g, t in zip(guess, y))
+        recalls.append(hit / sum(y == c))
+        f1s.append(2 * hit / (sum(y == c) + sum(g == c for g in guess)))
+        pairs = list(itertools.product(p[y == c, c], p[y != c, c]))
+        areas.append(np.mean([(a > b) + 0.5 * (a == b) for a, b in pairs]))
+    gaps = 0.0
+    for b in range(15):
+        inside = [i for i in range(len(y)) if b / 15 < p[i].max() <= (b + 1) / 15]
+        if inside:
+            accuracy = np.mean([guess[i] == y[i] for i in inside])
+            gaps += len(inside) / len(y) * abs(accuracy - np.mean([p[i].max() for i in inside]))
+    return {
+        "balanced_own": float(np.mean(recalls)),
+        "macro_f1": float(np.mean(f1s)),
+        "auc": float(np.mean(areas)),
+        "ece": gaps,
+    }
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_metrics_equal_those_by_hand(seed: int) -> None:
+    """Two of five classes are absent, and the model predicts them sometimes."""
+    y, p = drawn(seed)
+    assert set(p.argmax(axis=1)) - set(y)
+    assert evaluation.measured(evaluation.METRICS, y, p) == pytest.approx(by_hand(y, p), rel=1e-12)
+
+
+def test_metrics_equal_torchmetrics() -> None:
+    functional = pytest.importorskip("torchmetrics.functional.classification", reason="torchmetrics is not installed")
+    y, p = drawn(7, present=(0, 1, 2, 3, 4))
+    labels, predicted = torch.from_numpy(y), torch.from_numpy(p)
+    found = evaluation.measured(evaluation.METRICS, y, p)
+    expected = {
+        "balanced_own": functional.multiclass_recall(predicted, labels, 5, average="macro"),
+        "macro_f1": functional.multiclass_f1_score(predicted, labels, 5, average="macro"),
+        "auc": functional.multiclass_auroc(predicted, labels, 5, average="macro"),
+        "ece": functional.multiclass_calibration_error(predicted, labels, 5, n_bins=15),
+    }
+    assert found == pytest.approx({name: float(value) for name, value in expected.items()}, abs=1e-6)
+
+
+def test_without_images_or_with_a_model_that_diverged_there_is_no_number() -> None:
+    y, p = drawn(0)
+    names = [*evaluation.METRICS, OWN]
+    nan = p.copy()
+    nan[3, 2] = np.nan
+    for labels, probabilities in ((y[:0], p[:0]), (y, nan), (y, None)):
+        found = evaluation.measured(names, labels, probabilities)
+        assert list(found) == [*COLUMNS, "sureness"] and all(math.isnan(v) for v in found.values())
+    one_class = evaluation.measured(["auc", "balanced"], np.zeros(60, np.int64), p)
+    assert math.isnan(one_class["auc"]) and one_class["balanced_own"] == (p.argmax(axis=1) == 0).mean()
+
+
+# ---- in a run --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
+    from fedapp.engines.local import run
+
+    out = tmp_path_factory.mktemp("metrics") / "run"
+    return run(method="fedavg", dataset="digits", clients=3, rounds=2, local_epochs=1, batch_size=64, evaluate_every=1,
+               metrics=f"{ALL},{OWN}", out=out)  # fmt: skip
+
+
+def test_they_are_of_the_models_that_the_accuracies_are_of(measured: RunResult) -> None:
+    """`received` of every client, from the model that the server published."""
+    settings = config.from_flat(measured.flat)
+    method, hparams = settings.method_and_hparams()
+    arrays, _ = read_safetensors(measured.out / "models" / "last.safetensors")
+    for _, row in measured.final.iterrows():
+        task = simulated.simulated_task(settings, int(row["client"]), 3, torch.device("cpu"))
+        model = method.client.build_model(task.spec(0), hparams).eval()
+        selection.merge(model, arrays)
+        with torch.no_grad():
+            logits = model(normalise(task.x_test.permute(0, 3, 1, 2), task.inputs))
+        p, y = logits.double().softmax(dim=1).numpy(), task.y_test.numpy()
+        expected = {**by_hand(y, p), "sureness": sureness(y, p)}
+        assert {name: row[f"received_{name}"] for name in expected} == pytest.approx(expected, abs=1e-6)
+        assert row["received_balanced"] != row["received_balanced_own"], "all clients' images, and the client's own"
+
+
+def test_summary_and_evaluations_hold_their_means(measured: RunResult) -> None:
+    for protocol, name in itertools.product(("received", "trained"), ("accuracy", "loss", *COLUMNS, "sureness")):
+        values = sorted(measured.final[f"{protocol}_{name}"])
+        found = measured.summary["metrics"][protocol][name]
+        low = name in ("loss", "ece")
+        assert found == pytest.approx({
+            "mean": np.mean(values), "std": np.std(values), "worst_decile": values[-1 if low else 0],
+            **({"max": values[-1]} if low else {"min": values[0]}),
+        })  # fmt: skip
+        assert measured.evaluations[f"{protocol}_{name}"].between(0, 5).all()
+    assert set(measured.summary["metrics"]["global"]) == {"accuracy", "loss", *COLUMNS, "sureness"}
+    assert measured.summary["metrics"]["global"]["accuracy"]["mean"] == measured.score("global")
+    assert measured.metric("trained", "ece", "worst") == measured.final["trained_ece"].max()
+    page = report.write(measured.out).read_text()
+    assert "received macro_f1" in page and f"{measured.metric('trained', 'auc'):.3f}" in page
+
+
+def test_they_change_no_other_number(measured: RunResult, tiny: Tiny) -> None:
+    usual = tiny(method="fedavg", evaluate_every=1)
+    for name in ("rounds", "clients", "evaluations", "final"):
+        table, other = getattr(usual, name), getattr(measured, name)
+        keep = [c for c in table if not c.endswith("seconds")]
+        pd.testing.assert_frame_equal(table[keep], other[keep], check_exact=True)
+    assert not any("macro_f1" in c for c in usual.final) and usual.metrics == ()
+    assert not any("macro_f1" in c for c in measured.rounds), "rounds measure what they always did"
+
+
+def test_nothing_is_kept_for_metrics_that_nobody_asked_for(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation, "measured", lambda *a: pytest.fail("it measures"))
+    monkeypatch.setattr("clients.base.measured", lambda *a: pytest.fail("it measures"))
+    tiny(method="local", rounds=1)
+
+
+def test_nearest_prototypes_have_probabilities_too(tiny: Tiny) -> None:
+    result = tiny(method="fedproto", rounds=1, method_args="inference=prototype", metrics="auc,ece")
+    assert result.final[["received_auc", "trained_ece"]].notna().all(axis=None)
+
+
+# ---- refused ---------------------------------------------------------------------------------------------------------
+
+BAD = {
+    "macrof1": "did you mean 'macro_f1'",
+    "nowhere.at.all:f": "cannot be imported",
+    "tests.test_further_metrics:absent": "cannot be imported",
+    "tests.test_further_metrics:ALL": "is no function",
+    "os.path:": "not of the form",
+    "../evil:f": "not of the form",
+    "tests.test_further_metrics:a.b": "not of the form",
+    "some.module:accuracy": "rename your function",
+    f"{OWN},other.module:sureness": "rename your function",
+}
+
+
+@pytest.mark.parametrize("text", BAD)
+def test_a_bad_metric_is_refused_before_anything_runs(text: str, tiny: Tiny, tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=BAD[text]):
+        tiny(method="fedavg", metrics=text, out=tmp_path / "never")
+    assert not (tmp_path / "never").exists()
+
+
+def test_a_metric_that_fails_says_so(tiny: Tiny) -> None:
+    with pytest.raises(RuntimeError, match="nothing' fails with ValueError: no"):
+        tiny(method="fedavg", rounds=1, metrics=OWN.replace("sureness", "nothing"))
+
+
+def test_real_nodes_import_no_code_that_a_server_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(evaluation.importlib, "import_module", lambda name: pytest.fail(f"it imports {name}"))
+    flat = config.from_flat({"dataset": "digits", "metrics": OWN}).to_flat()
+    own = {"client-id": 0, "data-path": str(tmp_path)}
+    shared = {"partition-id": 0, "num-partitions": 3}
+    for node, control in ((own, {}), (own, {"deployed": True}), (shared, {"deployed": True})):
+        content, _ = Encoder("fp32").content(Payload(), {**control, "round": 0})
+        context = Context(run_id=1, node_id=1, node_config=node, state=RecordDict(), run_config=flat)
+        answer = client_app.handle("register", Message(content, 1, "query.register"), context)
+        _, _, info, _ = reply_of(answer)
+        assert "a node imports no code that a server names: choose from accuracy, loss, balanced" in info["error"]
+    monkeypatch.setattr(deploy, "connection", lambda name: None)
+    with pytest.raises(BadRequest, match="is for simulations"):
+        deploy.run({"metrics": OWN}, tmp_path / "out", None)
+
+
+# ---- over clients ----------------------------------------------------------------------------------------------------
+
+
+def test_spread_over_clients_by_hand() -> None:
+    values = [0.1 * i for i in range(21)] + [math.nan]
+    found = over_clients(values)
+    assert found == pytest.approx({"mean": 1.0, "std": np.std(values[:21]), "worst_decile": 0.1, "min": 0.0})
+    assert over_clients(values, low_is_good=True) == pytest.approx({
+        "mean": 1.0, "std": np.std(values[:21]), "worst_decile": 1.9, "max": 2.0,
+    })  # fmt: skip
+    assert all(math.isnan(v) for v in over_clients([]).values())
+
+
+def test_better_off_counts_clients_that_both_runs_have() -> None:
+    scores = pd.Series({0: 0.5, 1: 0.6, 2: 0.7, 3: math.nan, 9: 1.0})
+    assert better_off(scores, pd.Series({2: 0.6, 1: 0.6, 0: 0.4, 3: 0.1, 4: 0.0})) == pytest.approx(2 / 3), "no tie"
+    assert math.isnan(better_off(scores, pd.Series(dtype=float)))
+
+
+def test_a_comparison_shows_metrics_and_who_is_better_off(tmp_path: Path) -> None:
+    words = ("--methods", "local,fedavg,fedprox", "--clients", "4", "--rounds", "1", "--seeds", "2", "--workers", "1",
+             "--set", "metrics=macro_f1,ece", "--out", str(tmp_path / "c"))  # fmt: skip
+    result = CliRunner().invoke(app, ["compare", *words])
+    assert result.exit_code == 0, result.output
+    table = pd.read_csv(tmp_path / "c" / "results.csv")
+    finals = {p.parent.name: pd.read_csv(p).set_index("client") for p in (tmp_path / "c").glob("runs/*/final.csv")}
+    for _, row in table.iterrows():
+        final, alone = finals[f"{row['variant']}-s{row['seed']}"], finals[f"local-s{row['seed']}"]
+        if row["variant"] == "local":
+            assert math.isnan(row["better_off"]) and math.isnan(row["received_macro_f1"])
+        else:
+            assert row["better_off"] == (final["trained_accuracy"] > alone["trained_accuracy"]).mean()
+            assert row["received_macro_f1"] == pytest.approx(final["received_macro_f1"].mean())
+        assert row["trained_ece_worst"] == final["trained_ece"].max()
+        summary = json.loads((tmp_path / "c" / f"runs/{row['variant']}-s{row['seed']}/summary.json").read_text())
+        assert row["trained_macro_f1_worst_decile"] == summary["metrics"]["trained"]["macro_f1"]["worst_decile"]
+    assert "Further metrics, mean over clients" in result.stdout and "macro_f1" in result.stdout
+    assert "better off than alone: share of the clients" in result.stdout
+    page = (tmp_path / "c" / "report.html").read_text()
+    assert "better off than alone" in page and "trained ece, worst tenth" in page
