@@ -285,7 +285,6 @@ def compare(
     Without --methods: the rows that a recipe lists, else the file's method and Standalone. Exit codes as fedapp run.
     """
     from fedapp.experiments import compare as comparing
-    from fedapp.experiments import grid as searching
     from fedapp.experiments import recipes
 
     _tell_broken()
@@ -303,12 +302,9 @@ def compare(
         values.pop(key, None)
     if methods is None:
         methods = (recipe.methods if recipe else "") or (f"local,{values['method']}" if "method" in values else "")
-    methods = methods or comparing.DEFAULT_METHODS
-    for line in searching.beforehand(values, comparing.parse_variants(methods)) if grid else ():
-        typer.echo(line, err=True)
     code = comparing.run(
         values,
-        methods,
+        methods or comparing.DEFAULT_METHODS,
         seeds,
         out,
         engine,

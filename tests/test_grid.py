@@ -9,9 +9,9 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from typer.testing import CliRunner
 
-from fedapp import cli, config
+from fedapp import config
+from fedapp.config import DEFAULTS
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare, grid
 from fedapp.experiments.jobs import Job
@@ -112,18 +112,14 @@ def test_points_of_which_a_seed_is_missing_are_told_from_points_without_a_score(
     assert not chosen and "local: nothing chosen, no point of the grid has finished with all of its seeds" in lines
 
 
-def compared(*words: str) -> Any:
-    return CliRunner().invoke(cli.app, ["compare", "--grid", "lr=0.1,0.2", "--set", "validation=0.1", *words])
-
-
 def test_a_search_by_the_global_score_is_refused_and_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "run", lambda *args, **named: pytest.fail("runs were begun"))
+    monkeypatch.chdir(tmp_path)
+    values = {**BASE, "validation": 0.1, "protocols": "global"}
     with pytest.raises(BadRequest, match=r"protocols = 'global' .*--set protocols=trained,global"):
-        CliRunner().invoke(
-            cli.app, ["compare", "--grid", "lr=0.1", "--set", "protocols=global"], catch_exceptions=False
-        )
+        compare.run(values, "local", 1, None, points="lr=0.1")
+    assert not list((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.parametrize(
@@ -135,14 +131,19 @@ def test_a_search_by_the_global_score_is_refused_and_says_what_to_do(
     ],
 )  # fmt: skip
 def test_which_score_chooses_where_a_global_one_is_published_is_said_before_any_run(
-    methods: str, protocols: str, says: str, monkeypatch: pytest.MonkeyPatch
+    methods: str,
+    protocols: str,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(cli.typer, "echo", lambda text="", err=False: said.append(text))
-    monkeypatch.setattr(compare, "run", lambda *args, **named: said.append("run") or 0)
-    assert compared("--methods", methods, *(["--set", f"protocols={protocols}"] if protocols else [])).exit_code == 0
-    assert said[-1] == "run" and len(said) == (2 if says else 1)
-    assert says in said[0] and ("global has no validation images" in said[0]) == bool(says)
+    values = {**BASE, "validation": 0.1, "protocols": protocols or DEFAULTS["protocols"]}
+    monkeypatch.setattr(compare, "run_here", lambda *_: pytest.fail("begun"))
+    with pytest.raises(pytest.fail.Exception):
+        compare.run(values, methods, 1, tmp_path / "out", points="lr=0.1,0.2")
+    said = capsys.readouterr().err
+    assert says in said and ("global has no validation images" in said) == bool(says)
 
 
 def test_a_comparison_that_is_read_again_holds_the_chosen_runs_alone(tmp_path: Path) -> None:

@@ -482,12 +482,11 @@ def run(
     settings = settings_of(values, datasets, partitions, sweep)
     if points:
         variants = expand(variants, points)
-        if not float(values.get("validation") or 0):
-            raise BadRequest("--grid chooses on validation images: hold some out with --set validation=0.1")
     made = out is None
     out = new_folder(Path("runs"), "compare") if out is None else absolute(out)
     try:
         jobs = jobs_of(values, variants, settings, seeds, out)
+        choice = grid.beforehand(jobs) if points else []
     except BadRequest:
         if made:
             out.rmdir()
@@ -496,7 +495,7 @@ def run(
         standing(job.config)
     check_writable(out / "runs")
     with only_writer(out, who="fedapp compare"):  # two of them would remove each other's unfinished runs
-        for line in _beforehand(values, jobs):
+        for line in (*choice, *_beforehand(values, jobs)):
             typer.echo(line, err=True)
         todo = {job.name: config for job in jobs if (config := pending_config(job.config)) is not None}
         if len(todo) < len(jobs):

@@ -12,14 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
 from fedapp import registry
-from fedapp.config import DEFAULTS
 from fedapp.errors import BadRequest
-from fedapp.experiments.jobs import Job, Variant
+from fedapp.experiments.jobs import Job
 from fedapp.results.runs import GRID, RunResult
 from fedapp.results.statistics import mean_and_std
 
@@ -53,23 +51,24 @@ CHOOSING = ("trained", "received")
 """Protocols that have a score on validation images, which are the clients' own; the first that is measured chooses."""
 
 
-def beforehand(values: Mapping[str, Any], variants: Sequence[Variant]) -> list[str]:
+def beforehand(jobs: Sequence[Job]) -> list[str]:
     """Say by which score points will be chosen where a method also has a `global` score, which cannot choose.
 
     Raises
     ------
-    BadRequest : the run-config `values` measure no score that validation images have.
+    BadRequest : there are no validation images, or the runs measure no score that those have.
     """
-    protocols = str(values.get("protocols") or DEFAULTS["protocols"])
-    measured = [p.strip() for p in protocols.split(",")]
-    by = next((p for p in CHOOSING if p in measured), None)
+    config = jobs[0].config
+    if not config.validation:
+        raise BadRequest("--grid chooses on validation images: hold some out with --set validation=0.1")
+    by = next((p for p in CHOOSING if p in config.measured), None)
     if by is None:
         raise BadRequest(
-            f"--grid: protocols = '{protocols}' measures nothing on validation images, which clients hold out. "
+            f"--grid: protocols = '{config.protocols}' measures nothing on validation images, which clients hold out. "
             "Measure trained as well (--set protocols=trained,global): it chooses the points"
         )
-    named = [v.label for v in variants if registry.get(v.method).global_model] if "global" in measured else []
-    if not named:
+    named = dict.fromkeys(j.variant.family for j in jobs if registry.get(j.variant.method).global_model)
+    if not named or "global" not in config.measured:
         return []
     return [
         f"--grid: global has no validation images, so {by} chooses for {', '.join(named)} too; where the published "
