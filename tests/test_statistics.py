@@ -25,6 +25,16 @@ def test_worst_client_and_tenth() -> None:
     assert all(math.isnan(v) for v in statistics.worst([]))
 
 
+def test_a_correlation_within_rows_is_that_of_what_is_left_of_them() -> None:
+    rng = np.random.default_rng(0)
+    a, b = rng.random((4, 5)) + np.arange(4)[:, None], rng.random((4, 5)) - np.arange(4)[:, None]
+    left = [(v - v.mean(axis=1, keepdims=True)).ravel() for v in (a, b)]
+    assert statistics.within_rows(a, b) == pytest.approx(np.corrcoef(*left)[0, 1])
+    unknown = np.r_[b, np.full((1, 5), np.nan)]
+    assert statistics.within_rows(np.r_[a, a[:1]], unknown) == statistics.within_rows(a, b)
+    assert math.isnan(statistics.within_rows(a, np.ones((4, 5))))
+
+
 ROUNDS = pd.DataFrame(
     {
         "round": [1, 2, 3],

@@ -19,9 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedapp import sampling
 from fedapp.learning.state import read_head_norms
-from fedapp.learning.task import ModelSpec
 from fedapp.learning.training import Batch
 from fedapp.method import Blend, Payload
 from fedapp.results.analysis import (
@@ -31,6 +29,7 @@ from fedapp.results.analysis import (
     config_of,
     data_of,
     global_arrays,
+    initial_arrays,
     method_of,
     server_state,
 )
@@ -88,11 +87,7 @@ def first_round(run: RunResult, client: int) -> Floats:
 
     The client's first round is trained again, from the initial model of the run. Rows sum to 1.
     """
-    config, (method, hparams), data = config_of(run), method_of(run), data_of(run)
-    seed = sampling.derived_seed(config.seed, "server-model", 0)
-    spec = ModelSpec(config.model_of(client), data.dataset.num_classes, data.inputs.channels, data.inputs.size, seed)
-    initial = method.client.initial_arrays(spec, method, hparams, config.buffers)
-    norms = _trained_again(run, client, Payload(common=initial), 1)
+    norms = _trained_again(run, client, Payload(common=initial_arrays(run)), 1)
     shares: Floats = norms / norms.sum(axis=1, keepdims=True)
     return shares
 
@@ -115,7 +110,7 @@ def fine_tuned(run: RunResult) -> tuple[list[int], Floats, Floats]:
 
 
 def class_global_norms(run: RunResult) -> Floats:
-    """Return the row norms of the K class-specific global models' heads (cwFedAvg, Eq. 5): (K, C), a row a model.
+    """Return the row norms of the K class-specific global models' heads (cwFedAvg, Eq. 5): (K, C), one row per model.
 
     Raises
     ------

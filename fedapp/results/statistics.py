@@ -114,6 +114,14 @@ def mean_and_std(values: Iterable[Any]) -> tuple[float, float]:
 # ---- tests -----------------------------------------------------------------------------------------------------------
 
 
+def within_rows(a: Floats, b: Floats) -> float:
+    """Return Pearson's correlation of (K, C) arrays, both about their rows' means; rows where b is NaN are left out."""
+    known = np.isfinite(b).all(axis=1)
+    a, b = (v[known] - v[known].mean(axis=1, keepdims=True) for v in (a, b))
+    scale = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float((a * b).sum() / scale) if scale else math.nan
+
+
 def signed_rank(differences: Iterable[float]) -> float:
     """Return the two-sided p of Wilcoxon's signed-rank test over paired differences (n,).
 

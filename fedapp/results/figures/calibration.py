@@ -18,9 +18,11 @@ from fedapp.results.analysis import Unavailable
 from fedapp.results.calibration import Calibration
 from fedapp.results.figures import plots
 from fedapp.results.figures.plots import Array, Curve
-from fedapp.results.figures.words import Runs, Words, by_name, each, percent, setting_text
+from fedapp.results.figures.scores import mean_curve
+from fedapp.results.figures.words import Runs, Words, by_name, each, made, percent, setting_text
 from fedapp.results.inversion import DRAWN, Attack
 from fedapp.results.runs import RunResult
+from fedapp.results.statistics import within_rows
 
 CKA_IMAGES = 1000
 """Test images of the paper's figures of CKA; the report, which draws many figures, takes fewer."""
@@ -87,7 +89,7 @@ def norms_by_round(runs: Runs) -> Words:
 
     def bias(row: dict[str, Array]) -> str:
         counts, _, *rounds = row.values()
-        return " and ".join(f"{_correlation(counts, norms):.2f}" for norms in rounds)
+        return " and ".join(f"{within_rows(counts, norms):.2f}" for norms in rounds)
 
     said = "; ".join(f"{n}: {bias(row)}" for n, row in rows.items())
     return (
@@ -97,14 +99,6 @@ def norms_by_round(runs: Runs) -> Words:
         f"Heat maps of training images and of norms by round. Correlation within clients: {said}.",
         plots.heat_grid(rows, "class", "client", runs[0].classes),
     )
-
-
-def _correlation(counts: Array, norms: Array) -> float:
-    """Pearson correlation of counts and norms, both about the clients' own means, over clients that have norms."""
-    known = np.isfinite(norms).all(axis=1)
-    a, b = (v[known] - v[known].mean(axis=1, keepdims=True) for v in (counts, norms))
-    scale = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float((a * b).sum() / scale) if scale else math.nan
 
 
 def norms_before_after(runs: Runs) -> Words:
@@ -171,17 +165,14 @@ def real_sweep(runs: Runs) -> Words:
 
 def _calibrated(runs: Runs, samples: Sequence[int], real: Sequence[int]) -> list[tuple[RunResult, Calibration]]:
     """Calibrate each run that has a global model; of runs that train the same model, only the first."""
-    found: dict[tuple[str, ...], tuple[RunResult, Calibration]] = {}
-    first: Unavailable | None = None
-    for run in runs:
-        key = (_trained_by(run), setting_text(run.setting), str(run.seed))
-        try:
-            if key not in found:
-                found[key] = run, calibration.calibration_sweep(run, samples, real)
-        except Unavailable as e:
-            first = first or e
-    if not found:
-        raise first or Unavailable("there is no finished run")
+
+    def key(run: RunResult) -> tuple[object, ...]:
+        return _trained_by(run), setting_text(run.setting), run.seed
+
+    found: dict[tuple[object, ...], tuple[RunResult, Calibration]] = {}
+    new = (run for run in runs if key(run) not in found)  # asked when the runs before have been calibrated
+    for run, result in made(new, partial(calibration.calibration_sweep, samples=samples, real=real)):
+        found[key(run)] = run, result
     return list(found.values())
 
 
@@ -203,8 +194,7 @@ def _panels(points: Sequence[tuple[RunResult, dict[int, float]]], amount: str) -
     panels: dict[str, list[Curve]] = {}
     said = []
     for (setting, label), group in table.groupby(["setting", "label"], sort=False):
-        by = group.groupby("m")["accuracy"].agg(["mean", "std"]).fillna(0)
-        curve = Curve(str(label), by.index.to_numpy(float), by["mean"].to_numpy(), by["std"].to_numpy())
+        curve = mean_curve(str(label), group[["m", "accuracy"]])
         panels.setdefault(str(setting), []).append(curve)
         listed = [f"{percent(a)} with {amount.format(m=f'{m:g}')}" for m, a in zip(curve.x[1:], curve.mean[1:])]
         name = ", ".join(filter(None, (str(label), str(setting))))

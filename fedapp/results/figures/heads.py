@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,35 +12,31 @@ from fedapp.results import analysis, heads
 from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import plots, scores
 from fedapp.results.figures.plots import Array, Curve
-from fedapp.results.figures.scores import by_method
+from fedapp.results.figures.scores import by_method, mean_curve
 from fedapp.results.figures.words import Runs, Words, each, percent, setting_text
 from fedapp.results.runs import RunResult, groups_of
+from fedapp.results.statistics import within_rows
 
 
 def head_maps(runs: Runs) -> Words:
     """Draw class counts beside the row norms of the clients' heads."""
     base = runs[0]
-    analysis.label_shares(base)
+    shares = analysis.label_shares(base)
     found = each(runs, heads.head_norms)
     clients = min((ids for ids, _ in found.values()), key=len)
-    counts = base.counts[clients].astype(float)
     maps = {name: norms[[ids.index(c) for c in clients]] for name, (ids, norms) in found.items()}
-    said = ", ".join(f"{name} {_correlation(counts, norms):.2f}" for name, norms in maps.items())
-    panels = {"class counts": counts, **{f"row norms, {name}": norms for name, norms in maps.items()}}
+    parts = {name: norms / np.maximum(norms.sum(axis=1, keepdims=True), 1e-12) for name, norms in maps.items()}
+    said = ", ".join(f"{name} {within_rows(shares[clients], part):.2f}" for name, part in parts.items())
+    panels = {
+        "class counts": base.counts[clients].astype(float),
+        **{f"row norms, {name}": norms for name, norms in maps.items()},
+    }
     return (
         "Left: training images by client and class. Right: L2 norm of each class's row in the client's head, after its "
         f"last local training. Correlation with the class shares within clients: {said}.",
         f"Heat maps of class counts and head row norms; their correlation within clients is {said}.",
         plots.norm_maps(panels, base.classes, clients),
     )
-
-
-def _correlation(counts: Array, norms: Array) -> float:
-    """Pearson correlation of class shares and norm shares, both about the clients' own means."""
-    a, b = (v / np.maximum(v.sum(axis=1, keepdims=True), 1e-12) for v in (counts, norms))
-    a, b = a - a.mean(axis=1, keepdims=True), b - b.mean(axis=1, keepdims=True)
-    scale = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float((a * b).sum() / scale) if scale else math.nan
 
 
 def norm_evolution(runs: Runs, clients: int = 6) -> Words:
@@ -132,10 +127,10 @@ def batch_evolution(runs: Runs) -> Words:
 def personalisation_maps(runs: Runs) -> Words:
     """Draw data, heads before and after local training, clients' heads and class models (cwFedAvg, Figs. 3 and 6)."""
     base = runs[0]
-    counts, classes = base.counts.astype(float), base.classes
-    analysis.label_shares(base)
-    clients = range(len(counts))
-    panels: dict[str, tuple[Array, str, Sequence[object]]] = {"training images": (counts, "client", clients)}
+    shares, classes = analysis.label_shares(base), base.classes
+    panels: dict[str, tuple[Array, str, Sequence[object]]] = {
+        "training images": (base.counts.astype(float), "client", range(len(shares)))
+    }
     said = {}
     order = ("fedavg", "", "cwfedavg")  # as in the paper: FedAvg first, cwFedAvg last
     ordered = sorted(runs, key=lambda r: order.index(r.method if r.method in order else ""))
@@ -145,11 +140,11 @@ def personalisation_maps(runs: Runs) -> Words:
             panels[label] = (np.tile(before, (len(ids), 1)), "client", ids)
             panels[f"{label}, fine-tuned"] = (after, "client", ids)
             panels["difference"] = (after - before, "client", ids)
-            said[f"{label}, difference"] = _correlation_of(counts[ids], after - before)
+            said[f"{label}, difference"] = within_rows(shares[ids], after - before)
             continue
         ids, norms = heads.head_norms(run)
         panels[label] = (norms, "client", ids)
-        said[label] = _correlation_of(counts[ids], norms)
+        said[label] = within_rows(shares[ids], norms)
         if run.method == "cwfedavg" and "class models" not in panels:
             panels["class models"] = (heads.class_global_norms(run), "global model of class", classes)
     if len(panels) < 2:
@@ -166,22 +161,12 @@ def personalisation_maps(runs: Runs) -> Words:
     )
 
 
-def _correlation_of(counts: Array, values: Array) -> float:
-    """Pearson correlation of class shares and values, both about the clients' own means."""
-    a = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1e-12)
-    a, b = (v - v.mean(axis=1, keepdims=True) for v in (a, values))
-    scale = float(np.linalg.norm(a) * np.linalg.norm(b))
-    return float((a * b).sum() / scale) if scale else math.nan
-
-
 def training_loss(runs: Runs) -> Words:
     """Draw the clients' mean training loss by round, a panel a setting (cwFedAvg, Fig. 4)."""
     panels: dict[str, list[Curve]] = {}
     for setting, members in groups_of(runs):
         for label, same in by_method(members).items():
-            tables = [_entropy(r.rounds) for r in same]
-            found = pd.concat(tables).groupby("round")["loss"].agg(["mean", "std"]).fillna(0)
-            curve = Curve(label, found.index.to_numpy(float), found["mean"].to_numpy(), found["std"].to_numpy())
+            curve = mean_curve(label, pd.concat([_entropy(r.rounds) for r in same]))
             panels.setdefault(setting_text(setting), []).append(curve)
     said = "; ".join(
         f"{name}: " + ", ".join(f"{c.label} {c.mean[0]:.2f} to {c.mean[-1]:.2f}" for c in lines)
@@ -246,13 +231,13 @@ def regularisation(runs: Runs) -> Words:
     table = pd.DataFrame(
         [(scores.arguments(r)["lam"], r.score("received"), scores.last_wdr(r)) for r in chosen],
         columns=["lam", "a", "R"],
-    ).groupby("lam").agg(["mean", "std"]).fillna(0)  # fmt: skip
-    x = table.index.to_numpy(float)
-    accuracy, distance = (
-        Curve(name, x, table[c]["mean"].to_numpy(), table[c]["std"].to_numpy())
-        for name, c in (("accuracy before local training", "a"), ("distance R", "R"))
+    )  # fmt: skip
+    accuracy = mean_curve("accuracy before local training", table[["lam", "a"]])
+    distance = mean_curve("distance R", table[["lam", "R"]])
+    x = accuracy.x
+    said = "; ".join(
+        f"{v:g}: {percent(a)}, R = {r:.3f}" for v, a, r in zip(x, accuracy.mean, distance.mean, strict=True)
     )
-    said = "; ".join(f"{v:g}: {percent(a)}, R = {r:.3f}" for v, a, r in zip(x, accuracy.mean, distance.mean))
     return (
         "Accuracy of the personalised models before local training, and the mean over clients of R = ||p - p~|| after "
         "it, in the last round, against the weight lambda of WDR; error bars: one standard deviation over seeds.",

@@ -136,7 +136,7 @@ def by_epochs(runs: Runs, protocol: str = "trained") -> Words:
                 done = epochs_done(run, shown["completed"].to_numpy() + (protocol == "trained"))
                 tables.append(shown[["accuracy"]].assign(epochs=done)[["epochs", "accuracy"]])
         if tables:
-            lines.append(_mean(label, pd.concat(tables)))
+            lines.append(mean_curve(label, pd.concat(tables)))
     if not lines:
         raise Unavailable(f"no run measured {protocol}", f"fedapp run --set protocols={protocol} ...")
     said = ", ".join(f"{c.label} {percent(c.mean[-1])} after {c.x[-1]:g}" for c in lines)
@@ -185,7 +185,7 @@ def by_method(runs: Runs) -> dict[str, list[RunResult]]:
     return found
 
 
-def _mean(label: str, table: pd.DataFrame) -> Curve:
+def mean_curve(label: str, table: pd.DataFrame) -> Curve:
     """Mean and spread over seeds (ddof 1, 0 for one) of the second column by the first; what is NaN is left out."""
     x, y = table.columns
     found = table.dropna().groupby(x)[y].agg(["mean", "std"]).fillna(0)
@@ -211,7 +211,7 @@ def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawin
                 # After a repair of the head two scores stand at the last round; the table shows the later one.
                 found = [t.drop_duplicates("completed", keep="last")[["completed", what]] for t in found if len(t)]
                 if found:
-                    panels.setdefault(named(p), []).append(_mean(label, pd.concat(found)))
+                    panels.setdefault(named(p), []).append(mean_curve(label, pd.concat(found)))
         if panels:
             ends = "; ".join(
                 f"{p}: " + ", ".join(f"{c.label} {percent(c.mean[-1])}" for c in lines) for p, lines in panels.items()
@@ -269,7 +269,7 @@ SWEEPS = {
 
 def _against(label: str, points: Iterable[tuple[float, float]]) -> list[Curve]:
     """Return the curve of scores against a setting, or none where there are not two values."""
-    curve = _mean(label, pd.DataFrame(points, columns=["x", "y"], dtype=float))
+    curve = mean_curve(label, pd.DataFrame(points, columns=["x", "y"], dtype=float))
     return [curve] if len(curve.x) > 1 else []
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -34,17 +34,23 @@ def full_name(run: RunResult) -> str:
 
 
 def each(runs: Runs, make: Callable[[RunResult], _T]) -> dict[str, _T]:
-    """Apply a function to every run that has what it needs; raise the first reason if none has."""
-    found: dict[str, _T] = {}
-    first: Unavailable | None = None
+    """Return what a function makes of every run that has what it needs, by label; see :func:`made`."""
+    return {run.label: result for run, result in made(runs, make)}
+
+
+def made(runs: Iterable[RunResult], make: Callable[[RunResult], _T]) -> Iterator[tuple[RunResult, _T]]:
+    """Yield every run that has what a function needs, with its result; raise the first reason if none has."""
+    found, reasons = 0, []
     for run in runs:
         try:
-            found[run.label] = make(run)
+            result = make(run)
         except Unavailable as e:
-            first = first or e
+            reasons.append(e)
+        else:
+            found += 1
+            yield run, result
     if not found:
-        raise first or Unavailable("there is no finished run")
-    return found
+        raise reasons[0] if reasons else Unavailable("there is no finished run")
 
 
 def unfinished(run: RunResult, why: str) -> Unavailable:
