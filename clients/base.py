@@ -16,6 +16,7 @@ the server sends all of it (see `needs_state`).
 | `before_training(payload)`        | after the score `received`               | nothing                         |
 | `optimise(payload)`               | the local training                       | the loop over `step_loss`       |
 | `train_spec()`, `adam_betas()`    | in `optimise`                            | the run's settings              |
+| `epochs_in(t, epochs, hparams)`   | when curves by local epochs are drawn    | the run's settings              |
 | `parameters()`, `views`           | in `optimise`                            | all parameters, one view        |
 | `step_loss(batch)`                | every step                               | mean cross-entropy              |
 | `after_epoch(epoch)`              | after every epoch                        | nothing                         |
@@ -125,6 +126,11 @@ class FedClient(NumPyClient):
 
     def after_epoch(self, epoch: int) -> None:
         """Run after each local epoch, counted from 0."""
+
+    @classmethod
+    def epochs_in(cls, server_round: int, local_epochs: int, hparams: Any) -> int:
+        """Return the epochs of a round, given `local-epochs`; for round 0 those that come before round 1."""
+        return local_epochs if server_round else 0
 
     def train_spec(self) -> TrainSpec:
         """Return the training settings of this round."""

@@ -17,7 +17,7 @@ features, which diverges under SGD. `preset` chooses; the default normalises.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -89,6 +89,11 @@ class FedClassAvgClient(FedClient):
 
     views = 2
     received_head: list[Tensor]
+
+    @classmethod
+    def epochs_in(cls, server_round: int, local_epochs: int, hparams: Any) -> int:
+        """Return the epochs of a round, and those of the warm-up."""
+        return super().epochs_in(server_round, local_epochs, hparams) if server_round else hparams.chosen.warmup_epochs
 
     def receive(self, payload: Payload) -> None:
         """Warm up the trunk before the client's first round if asked to, then take the received arrays.

@@ -132,11 +132,18 @@ class KTpFLClient(FedClient):
             raise BadRequest(f"the server mixes {len(target)} public images, this client has {len(self.public)}")
         self.target = torch.from_numpy(target).to(self.device)
 
+    @classmethod
+    def epochs_in(cls, server_round: int, local_epochs: int, hparams: Any) -> int:
+        """Return the epochs of a round, which grow if asked for."""
+        growing = hparams.epochs == "growing"
+        return min(server_round, 20) if growing else super().epochs_in(server_round, local_epochs, hparams)
+
     def train_spec(self) -> TrainSpec:
         """Return the run's settings, with growing epochs if asked for."""
+        spec = super().train_spec()
         if self.hparams.epochs == "fixed":
-            return self.task.train
-        return replace(self.task.train, epochs=min(self.round, 20))
+            return spec
+        return replace(spec, epochs=self.epochs_in(self.round, spec.epochs, self.hparams))
 
     def optimise(self, payload: Payload) -> TrainReport:
         """Distil if there is a target, then train."""

@@ -111,17 +111,12 @@ def round_seconds(runs: Runs) -> Words:
 
 
 def epochs_done(run: RunResult, rounds: Array) -> Array:
-    """Return how many local epochs a client that took part in every round has trained after each of these rounds.
-
-    KT-pFL's released code trains min(t, 20) epochs in round t; FedClassAvg's trains some more before its first round.
-    """
+    """Return how many local epochs a client that took part in every round has trained after each of these rounds."""
     config = config_of(run)
-    _, hparams = config.method_and_hparams()
-    each_round = np.full(int(rounds.max(initial=0)), config.local_epochs, dtype=float)
-    if getattr(hparams, "epochs", "") == "growing":
-        each_round = np.minimum(np.arange(1, len(each_round) + 1), 20).astype(float)
-    before = getattr(getattr(hparams, "chosen", None), "warmup_epochs", 0)
-    return np.asarray(before + np.r_[0.0, np.cumsum(each_round)][rounds.astype(int)])
+    method, hparams = config.method_and_hparams()
+    last = int(rounds.max(initial=0))
+    epochs = [method.client.epochs_in(t, config.local_epochs, hparams) for t in range(last + 1)]
+    return np.asarray(np.cumsum(epochs, dtype=float)[rounds.astype(int)])
 
 
 def by_epochs(runs: Runs, protocol: str = "trained") -> Words:
