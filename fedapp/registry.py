@@ -13,6 +13,7 @@ from pydantic import ValidationError
 import strategies
 from fedapp.errors import BadRequest, suggest
 from fedapp.method import BaseHParams, Method
+from strategies.base import FedStrategy
 
 ORDER = [
     "fedclassavg",
@@ -106,6 +107,11 @@ def get(name: str) -> Method:
     if name not in methods:
         raise BadRequest(f"unknown method '{name}'{suggest(name, methods)}. See: fedapp methods")
     return methods[name]
+
+
+def blending() -> list[str]:
+    """Return the ids of the methods whose server says who learns from whom (`FedStrategy.blend`)."""
+    return [method.id for method in discover().values() if method.strategy.blend is not FedStrategy.blend]
 
 
 def parse_args(method: Method, text: str) -> BaseHParams:

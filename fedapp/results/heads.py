@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedapp import registry
 from fedapp.learning.state import read_head_norms
 from fedapp.learning.training import Batch
 from fedapp.method import Blend, Payload
@@ -149,8 +150,9 @@ def who_learns_from_whom(run: RunResult) -> Blend:
     sizes = {int(c): float(n) for c, n in zip(table["client"], table["num_samples"])}
     found: Blend | None = method.strategy(method, hparams).blend(server_state(run), sizes)
     if found is None:
+        one, *others = registry.blending()
         raise Unavailable(
             f"{run.method} keeps no weights of clients for each other",
-            "fedapp run --method cwfedavg ... (or fedamp, fedfomo, ktpfl, ifca, cfl)",
+            f"fedapp run --method {one} ... (or {', '.join(others)})",
         )
     return found

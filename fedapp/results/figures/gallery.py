@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
+from fedapp import registry
 from fedapp.results import analysis
 from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import calibration, heads, plots, representations, scores
@@ -154,7 +155,7 @@ def _of_comparison(comparison: Comparison) -> Gallery:
             gallery.add("sweeps", f"Accuracy against {key}", partial(scores.sweeps, runs, key))
     shown = representatives(comparison)
     few = shown[:3]  # the clients' models of more runs would take long to look at, and a figure could not hold them
-    blended = [r for r in shown if r.method in ("cwfedavg", "fedamp", "fedfomo", "ktpfl", "ifca", "cfl")]
+    blended = [r for r in shown if r.method in registry.blending()]
     repaired = [r for r in shown if r.method == "ccvr"]
     for name, chosen in (
         ("training-loss", runs), ("labels-heat", shown), ("labels-dots", shown), ("head-norms", few),
