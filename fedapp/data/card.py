@@ -73,7 +73,7 @@ class DataCard:
         }
 
     def text(self, max_classes: int = 26) -> str:
-        """Return the card as plain text: one line a client, one column a class with its training images (``.``: none).
+        """Return the card as plain text: one line per client, one column per class with its images (``.``: none).
 
         Parameters
         ----------

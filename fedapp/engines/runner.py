@@ -31,7 +31,7 @@ from fedapp.transport import selection
 
 
 class Follower:
-    """Shows events of a run on standard error: a live line on a terminal, a line a round elsewhere."""
+    """Shows events of a run on standard error: a live line on a terminal, one line per round elsewhere."""
 
     def __init__(self, label: str = "") -> None:
         self.console = Console(stderr=True, highlight=False)

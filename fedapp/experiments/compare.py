@@ -4,10 +4,10 @@
 |--------------------|------------------------------------------------------------------------------------------|
 | `runs/`            | a run directory for each `<method>-s<seed>`; with several data sets or partitions in a    |
 |                    | folder `<dataset>-<partition>`                                                           |
-| `results.csv`      | a row a run                                                                              |
-| `curves.csv`       | a row a run, round and protocol                                                          |
-| `significance.csv` | a row a measure and method, tested against the reference                                 |
-| `grid.csv`         | with `--grid`: a row a point, its validation score, and whether it was chosen            |
+| `results.csv`      | one row per run                                                                          |
+| `curves.csv`       | one row per run, round and protocol                                                      |
+| `significance.csv` | one row per measure and method, tested against the reference                             |
+| `grid.csv`         | with `--grid`: one row per point, its validation score, and whether it was chosen        |
 | `report.html`      | all of it on one page                                                                    |
 
 Finished runs are not run again, broken ones are continued from their last checkpoint.
@@ -410,7 +410,7 @@ class RunsProgress:
 def run_here(
     todo: Mapping[str, RunConfig], workers: int | None, deadline: Callable[[], bool] = lambda: False
 ) -> dict[str, str]:
-    """Run on the local engine, a process a core; returns the errors of the runs that failed, by name."""
+    """Run on the local engine, one process per core; returns the errors of the runs that failed, by name."""
     threads = max((max(c.threads, c.server_threads) for c in todo.values()), default=1)
     workers = workers or max(1, usable_cores() // threads)
     with RunsProgress(todo) as progress:

@@ -60,7 +60,7 @@ SETTING = ["dataset", "partition", "alpha", "classes_per_client", "sweep"]
 
 
 def results(jobs: Sequence[Job], reference: str, target: float | None = None) -> pd.DataFrame:
-    """Return a row a finished run.
+    """Return one row per finished run.
 
     Parameters
     ----------
@@ -112,7 +112,7 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
 
 
 def curves(jobs: Sequence[Job]) -> pd.DataFrame:
-    """Return the learning curves, a row a run, protocol and point.
+    """Return the learning curves, one row per run, protocol and point.
 
     Returns
     -------
@@ -135,7 +135,7 @@ def significance(jobs: Sequence[Job], reference: str) -> pd.DataFrame:
 
     Returns
     -------
-    A row a setting, measure and method: `pairs`, `seeds`, `mean_difference`, `std_over_seeds` (of the seeds' mean
+    One row per setting, measure and method: `pairs`, `seeds`, `mean_difference`, `std_over_seeds` (of the seeds' mean
     differences, ddof 1), `p` (:func:`signed_rank` over all pairs), `p_holm` (corrected over the methods of a
     setting and measure). Clients of one seed share a federation, so p speaks of these partitions; the spread over seeds
     stands beside it.

@@ -4,9 +4,9 @@
 |---------------------|---------------------------------------------------------------------------------------|
 | `config.toml`       | the effective configuration; `fedapp run config.toml` repeats the run                  |
 | `versions.json`     | versions of packages, processor, the run's token                                       |
-| `rounds.csv`        | a row a round; every column that is not reproducible ends in `seconds`                  |
-| `clients.csv`       | a row a client and round: sums, counts and the accuracies they give                     |
-| `evaluations.csv`   | with `evaluate-every`: averages over all clients, a row an evaluation                   |
+| `rounds.csv`        | one row per round; every column that is not reproducible ends in `seconds`              |
+| `clients.csv`       | one row per client and round: sums, counts and the accuracies they give                 |
+| `evaluations.csv`   | with `evaluate-every`: averages over all clients, one row per evaluation                |
 | `final.csv`         | all clients scored once after the last round                                            |
 | `partition.npz`, `data_card.json`, `data_card.txt` | how the data are divided                                  |
 | `dropped.csv`       | replies that did not count, with reasons                                                |

@@ -415,7 +415,7 @@ def _weakest(run: RunResult) -> tuple[float, float]:
 
 
 def _score_rows(names: Iterable[str], columns: Mapping[str, Sequence[Sequence[float]]]) -> list[list[Any]]:
-    """Return a row a method: its name, then mean and spread of each column in percent, the highest mean in bold."""
+    """Return one row per method: its name, then mean and spread of each column in percent, the highest mean in bold."""
     rows: list[list[Any]] = [[name] for name in names]
     for values in columns.values():
         means = np.array([mean_and_std(v)[0] for v in values])

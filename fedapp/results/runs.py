@@ -102,10 +102,10 @@ class RunResult:
     out : the run directory.
     label : in a comparison the method's id with its own values, `fedprox(mu=0.1)`; else the id.
     setting : in a comparison the run-config keys in which its settings differ, without those of the method.
-    rounds, clients : `rounds.csv` and `clients.csv`, a row a round, and a row a client and round.
-    evaluations : `evaluations.csv`, a row an evaluation of all clients between rounds.
-    final : `final.csv`, a row a client, scored after the last round.
-    dropped : `dropped.csv`, a row a reply that did not count.
+    rounds, clients : `rounds.csv` and `clients.csv`, one row per round, and one row per client and round.
+    evaluations : `evaluations.csv`, one row per evaluation of all clients between rounds.
+    final : `final.csv`, one row per client, scored after the last round.
+    dropped : `dropped.csv`, one row per reply that did not count.
     summary : `summary.json`; empty until the run ends.
     versions : `versions.json`: versions of packages, the processor, the run's token.
     card : `data_card.json`; empty where the data lie on devices.
@@ -332,12 +332,12 @@ class Comparison:
 
     @cached_property
     def table(self) -> pd.DataFrame:
-        """`results.csv` of `fedapp compare`, a row a run; empty where there is none."""
+        """`results.csv` of `fedapp compare`, one row per run; empty where there is none."""
         return read_table(self.out / "results.csv")
 
     @cached_property
     def significance(self) -> pd.DataFrame:
-        """`significance.csv` of `fedapp compare`, a row a setting, measure and method; empty where there is none."""
+        """`significance.csv` of `fedapp compare`, one row per setting, measure and method; perhaps empty."""
         return read_table(self.out / "significance.csv")
 
     @property

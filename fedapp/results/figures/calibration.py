@@ -39,7 +39,7 @@ def _side_by_side(runs: Runs) -> list[RunResult]:
 
 
 def cka(runs: Runs, images: int = 300) -> Words:
-    """Similarity of clients by layer, a line a run (Figs. 2 and 11)."""
+    """Similarity of clients by layer, one line per run (Figs. 2 and 11)."""
     found = each(_side_by_side(runs), partial(calibration.layer_cka, images=images))
     said = "; ".join(
         f"{n}: " + ", ".join(f"{layer} {calibration.mean_of_pairs(m):.2f}" for layer, m in maps.items())
@@ -56,7 +56,7 @@ def cka(runs: Runs, images: int = 300) -> Words:
 
 
 def cka_maps(runs: Runs) -> Words:
-    """Similarity of every pair of clients at the first, the middle and the last layer, a row a run (Fig. 1)."""
+    """Similarity of every pair of clients at the first, the middle and the last layer, one row per run (Fig. 1)."""
     found = each(_side_by_side(runs), partial(calibration.layer_cka, images=CKA_IMAGES))
     rows = {}
     for name, (_, maps) in found.items():
@@ -79,7 +79,7 @@ def cka_maps(runs: Runs) -> Words:
 
 
 def norms_by_round(runs: Runs) -> Words:
-    """Labels, and the norms of the clients' heads before training and by round, a row a run (Figs. 3 and 12)."""
+    """Labels, and the norms of the clients' heads before training and by round, one row per run (Figs. 3 and 12)."""
 
     def panels(run: RunResult) -> dict[str, Array]:
         clients, norms = calibration.norms_by_round(run)
@@ -102,7 +102,7 @@ def norms_by_round(runs: Runs) -> Words:
 
 
 def norms_before_after(runs: Runs) -> Words:
-    """Norms of the head's rows before and after calibration, a panel a run (Fig. 10)."""
+    """Norms of the head's rows before and after calibration, one panel per run (Fig. 10)."""
 
     def norms(run: RunResult) -> tuple[Array, Array]:
         if run.method != "ccvr":
@@ -239,7 +239,7 @@ def separability(runs: Runs, samples: int = 100) -> Words:
 
 
 def calibration_map(runs: Runs, points: int = 1000) -> Words:
-    """Predictions before and after calibration on one embedding, a row a run (Figs. 5 and 13)."""
+    """Predictions before and after calibration on one embedding, one row per run (Figs. 5 and 13)."""
     found = each(_side_by_side(runs), partial(calibration.calibration_embedding, points=points))
     said = "; ".join(
         (f"{n}: " if len(found) > 1 else "")
@@ -260,7 +260,7 @@ def calibration_map(runs: Runs, points: int = 1000) -> Words:
 
 
 def label_maps(runs: Runs) -> Words:
-    """Training images by client and class, a panel a run (Fig. 15)."""
+    """Training images by client and class, one panel per run (Fig. 15)."""
     found = each(_side_by_side(runs), lambda run: analysis.counts_of(run).astype(float))
     # Methods that share a partition would show it again.
     panels = {

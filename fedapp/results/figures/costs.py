@@ -12,7 +12,7 @@ from fedapp.results.figures.words import Runs, Words, each
 
 
 def bytes_and_flops(runs: Runs) -> Words:
-    """Bytes and operations of a client in a round, a mark a method (FedClassAvg, Table 5)."""
+    """Bytes and operations of a client in a round, one mark per method (FedClassAvg, Table 5)."""
     found = each(runs, costs.cost)
     said = "; ".join(
         f"{n}: {c.up:,.0f} B up, {c.down:,.0f} B down, {c.flops / 1e9:.3g} GFLOP" for n, c in found.items()

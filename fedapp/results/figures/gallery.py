@@ -169,7 +169,7 @@ def _of_comparison(comparison: Comparison) -> Gallery:
 
 
 def representatives(comparison: Comparison) -> list[RunResult]:
-    """One finished run a method of the first setting and seed: local training first, then the four, then the others."""
+    """One finished run per method, of the first setting and seed: Standalone first, then the four, then the others."""
     first = next(iter(groups_of(comparison.finished)))[1]
     order = ["local", "fedclassavg", "cwfedavg", "fedgh", "ccvr"]
     best = [members[0] for members in scores.by_method(sorted(first, key=lambda r: r.seed)).values()]

@@ -101,7 +101,7 @@ def mixing(runs: Runs) -> Words:
 
 
 def batch_evolution(runs: Runs) -> Words:
-    """Draw p~ by batch in a client's first round, a panel a run, and p~ against p of all clients (cwFedAvg, Fig. 2)."""
+    """Draw p~ by batch in a client's first round, one panel per run, and p~ against p (cwFedAvg, Fig. 2)."""
     runs = sorted(runs, key=lambda r: r.method == "cwfedavg")[:3]
     shares = analysis.label_shares(runs[0])
     client = int(runs[0].counts.sum(axis=1).argmax())  # the one with the most batches
@@ -162,7 +162,7 @@ def personalisation_maps(runs: Runs) -> Words:
 
 
 def training_loss(runs: Runs) -> Words:
-    """Draw the clients' mean training loss by round, a panel a setting (cwFedAvg, Fig. 4)."""
+    """Draw the clients' mean training loss by round, one panel per setting (cwFedAvg, Fig. 4)."""
     panels: dict[str, list[Curve]] = {}
     for setting, members in groups_of(runs):
         for label, same in by_method(members).items():

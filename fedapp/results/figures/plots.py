@@ -235,7 +235,7 @@ def sweep(
 
 @styled
 def cost(points: Mapping[str, tuple[float, float]]) -> Figure:
-    """Draw operations against bytes on logarithmic axes, a mark a method; methods that send nothing stand at 1 byte."""
+    """Draw operations against bytes on logarithmic axes, one mark per method; those that send nothing stand at 1 byte."""
     figure, ((axes,),) = _new(
         0.75 * WIDTH, 2.9, "bytes per client and round, both ways", "operations per client and round", grid="both"
     )  # fmt: skip
@@ -296,7 +296,7 @@ def norm_maps(panels: Mapping[str, Array], classes: Sequence[str], clients: Sequ
 
 @styled
 def norm_evolution(history: Mapping[Any, tuple[Array, Array]], shares: Mapping[Any, Array], named: int = 5) -> Figure:
-    """Draw p~ over rounds, a panel a client, a line a class, with the true share p as a bar at the right edge.
+    """Draw p~ over rounds, one panel per client, one line per class, with the true share p as a bar at the right edge.
 
     Parameters
     ----------
@@ -355,7 +355,7 @@ def named_maps(panels: Mapping[str, tuple[Array, str, Sequence[Any]]], classes: 
 
 @styled
 def batch_evolution(lines: Mapping[str, Array], p: Array, points: Mapping[str, tuple[Array, Array]]) -> Figure:
-    """Draw p~ by batch, a panel a run and a line a class, then p~ against p of all clients, a marker a run.
+    """Draw p~ by batch, one panel per run and one line per class, then p~ against p of all clients, one marker per run.
 
     Parameters
     ----------
@@ -423,7 +423,7 @@ def bars(values: Mapping[str, float], xlabel: str) -> Figure:
 
 @styled
 def p_against_norms(panels: Mapping[str, tuple[Array, Array]]) -> Figure:
-    """Draw p~ against p, a mark a client and class, with the diagonal; panels by title."""
+    """Draw p~ against p, one mark per client and class, with the diagonal; panels by title."""
     side = WIDTH / max(2, len(panels))
     figure, (grid,) = _new(
         side * len(panels), side, "share of the data, p", "share of the norm, p~", columns=len(panels), grid="both",
@@ -479,7 +479,7 @@ def _numbers(axes: Axes, points: Array, group: Array) -> None:
 
 @styled
 def embedding(rows: Mapping[str, tuple[Array, Mapping[str, Array]]]) -> Figure:
-    """Draw points in the plane, a row an embedding, a column a colouring.
+    """Draw points in the plane, one row per embedding, one column per colouring.
 
     Parameters
     ----------
@@ -498,7 +498,7 @@ def embedding(rows: Mapping[str, tuple[Array, Mapping[str, Array]]]) -> Figure:
 
 @styled
 def cka(panels: Mapping[str, Mapping[str, Array]]) -> Figure:
-    """Draw CKA between clients: per layer, a small dot a pair and a large mark the mean; a line a run.
+    """Draw CKA between clients: per layer, one small dot per pair and a large mark for the mean; one line per run.
 
     Parameters
     ----------
@@ -528,7 +528,7 @@ def cka(panels: Mapping[str, Mapping[str, Array]]) -> Figure:
 
 @styled
 def conductance(panels: Mapping[str, tuple[Array, Sequence[Any]]], image: Array) -> Figure:
-    """Draw ranks of units (columns, sorted by their mean rank) at clients (rows), a panel a run, beside the image.
+    """Draw ranks of units (columns, sorted by their mean rank) at clients (rows), one panel per run, beside the image.
 
     Parameters
     ----------
@@ -575,7 +575,7 @@ def norms_before_after(panels: Mapping[str, tuple[Array, Array]], classes: Seque
 
 @styled
 def separability(groups: Mapping[str, Mapping[str, Array]]) -> Figure:
-    """Draw accuracy against the separability of the classes, a mark a run, with the upper bound as a line.
+    """Draw accuracy against the separability of the classes, one mark per run, with the upper bound as a line.
 
     Parameters
     ----------
@@ -626,7 +626,7 @@ def heat_grid(
 
 @styled
 def recovered(blocks: Mapping[str, tuple[Array, Array]], names: Sequence[str]) -> Figure:
-    """Draw recovered images below the real ones behind them, a column a class.
+    """Draw recovered images below the real ones behind them, one column per class.
 
     Parameters
     ----------

@@ -43,7 +43,7 @@ def _counted(runs: Runs) -> str:
 
 
 def learning_curves(runs: Runs) -> Words:
-    """Accuracy by round, a line a protocol; bands over clients (FedClassAvg, Figs. 4 to 7; FedGH, Fig. 2)."""
+    """Accuracy by round, one line per protocol; bands over clients (FedClassAvg, Figs. 4 to 7; FedGH, Fig. 2)."""
     run = runs[0]
     panels = {"accuracy": _protocol_curves(run, "accuracy")}
     if not panels["accuracy"]:
@@ -120,7 +120,7 @@ def epochs_done(run: RunResult, rounds: Array) -> Array:
 
 
 def by_epochs(runs: Runs, protocol: str = "trained") -> Words:
-    """Accuracy by local epochs, a line a method: KT-pFL's rounds can be longer (FedClassAvg, Figs. 4 to 7)."""
+    """Accuracy by local epochs, one line per method: KT-pFL's rounds can be longer (FedClassAvg, Figs. 4 to 7)."""
     lines = []
     for label, members in by_method(runs).items():
         tables = []
@@ -144,7 +144,7 @@ def by_epochs(runs: Runs, protocol: str = "trained") -> Words:
 
 
 def by_round(runs: Runs) -> Words:
-    """Accuracy by round, a line a method, a panel a protocol (FedGH, Fig. 2)."""
+    """Accuracy by round, one line per method, one panel per protocol (FedGH, Fig. 2)."""
     return _words(compared_curves(runs)[0])
 
 
@@ -188,7 +188,7 @@ def mean_curve(label: str, table: pd.DataFrame) -> Curve:
 
 
 def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawing]:
-    """Accuracy by round, a line a method, a panel a protocol; bands over seeds. Then the same for balanced scores."""
+    """Accuracy by round, one line per method, one panel per protocol, bands over seeds; then balanced accuracy."""
     drawings = []
     seeds = len({r.seed for r in runs})
     bands = f"; bands: one standard deviation over {seeds} seeds" if seeds > 1 else ""
@@ -269,7 +269,7 @@ def _against(label: str, points: Iterable[tuple[float, float]]) -> list[Curve]:
 
 
 def _sweep_lines(groups: Mapping[str, Runs], value: Callable[[RunResult], float]) -> dict[str, list[Curve]]:
-    """Last accuracy against a setting, {protocol: curves}, a curve a group of runs."""
+    """Last accuracy against a setting, {protocol: curves}, one curve per group of runs."""
     panels = {}
     for p in PROTOCOL_TEXT:
         curves = [c for label, runs in groups.items() for c in _against(label, [(value(r), r.score(p)) for r in runs])]
