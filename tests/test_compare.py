@@ -26,7 +26,7 @@ from fedapp.experiments import compare, tables
 from fedapp.experiments.jobs import Job, Variant, common_public
 from fedapp.results import report
 from fedapp.results.directory import only_writer
-from fedapp.results.runs import MAX_FOLDER, read_comparison
+from fedapp.results.runs import MAX_FOLDER, PAIRED, read_comparison
 from fedapp.results.statistics import signed_rank
 
 BASE: dict[str, Any] = {
@@ -339,6 +339,7 @@ def test_several_settings_are_tabled_and_tested_apart(tmp_path: Path, no_page: l
     assert len(tests) == 2 * len(tables.MEASURES)
     assert set(tests["pairs"]) == {8}, "4 clients x 2 seeds"
     assert set(tests["variant"]) == {"fedavg(lr=0.02)"}
+    assert PAIRED in result.output, "Standalone has a row for received"
     row = tests[(tests["partition"] == "iid") & (tests["measure"] == "trained_accuracy")].iloc[0]
     finals = {
         (m, s): pd.read_csv(tmp_path / f"runs/digits-iid/{m}-s{s}/final.csv")["trained_accuracy"].to_numpy()

@@ -18,7 +18,7 @@ from rich.table import Table
 from fedapp import config as configuration
 from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.experiments.jobs import Job
-from fedapp.results.runs import ONE_SCORE, RunResult
+from fedapp.results.runs import ONE_SCORE, PAIRED, RunResult
 from fedapp.results.statistics import (
     DASH,
     better_off,
@@ -280,7 +280,7 @@ def print_tables(
         "one client's own score.",
     ]
     if (table["method"] == "local").any():
-        lines.append(ONE_SCORE)
+        lines.append(ONE_SCORE if tests.empty else f"{ONE_SCORE} {PAIRED}")
     if table["better_off"].notna().any():
         lines.append(
             "better off than alone: share of the clients whose headline score is above their own in Standalone."

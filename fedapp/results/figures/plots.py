@@ -235,7 +235,7 @@ def sweep(
 
 @styled
 def cost(points: Mapping[str, tuple[float, float]]) -> Figure:
-    """Draw operations against bytes on logarithmic axes, one mark per method; those that send nothing stand at 1 byte."""
+    """Draw operations against bytes, both logarithmic, one mark per method; those that send nothing stand at 1 byte."""
     figure, ((axes,),) = _new(
         0.75 * WIDTH, 2.9, "bytes per client and round, both ways", "operations per client and round", grid="both"
     )  # fmt: skip
