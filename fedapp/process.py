@@ -52,7 +52,7 @@ def quiet_blas() -> None:
 def cpu_facts() -> dict[str, str]:
     """Return what Linux says of the processor, such as `model name` and `flags`; nothing elsewhere."""
     with suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
         return {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
     return {}
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from fedapp import process
 from fedapp.core import products
 from fedapp.core.products import Linear, matmul
 from fedapp.models import build_model
@@ -154,14 +154,12 @@ def test_small_products_are_pytorchs_own(monkeypatch: pytest.MonkeyPatch) -> Non
     ("vendor", "capability", "faster"),
     [("AuthenticAMD", "AVX512", True), ("AuthenticAMD", "AVX2", False), ("GenuineIntel", "AVX512", False)],
 )
-def test_which_processors_gain(
-    vendor: str, capability: str, faster: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_which_processors_gain(vendor: str, capability: str, faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """MKL uses all that Intel's processors have."""
-    monkeypatch.setattr(products, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert not products.onednn_is_faster.__wrapped__()
-    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nvendor_id\t: {vendor}\n")
+    monkeypatch.setattr(process, "cpu_facts", dict)
+    assert not products.onednn_is_faster.__wrapped__(), "outside Linux"
+    monkeypatch.setattr(process, "cpu_facts", lambda: {"processor": "0", "vendor_id": vendor})
     assert products.onednn_is_faster.__wrapped__() == faster
 
 

@@ -8,19 +8,18 @@ agree to the rounding of float32. On other processors, and for other types and s
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedapp import process
+
 WORTH = 1 << 21
 """Multiply-adds from which oneDNN is faster in spite of its longer call (on Zen 5: 10 microseconds longer)."""
 WORTH_A_COPY = 64
 """Rows of one factor from which it pays to copy the other without gaps (on Zen 5 the two are even at 40 rows)."""
-CPUINFO = Path("/proc/cpuinfo")
-"""Names the processor's maker, on Linux."""
 
 
 @functools.cache
@@ -30,8 +29,7 @@ def onednn_is_faster() -> bool:
         torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-        and CPUINFO.is_file()
-        and "GenuineIntel" not in CPUINFO.read_text(encoding="utf-8", errors="replace")
+        and process.cpu_facts().get("vendor_id", "GenuineIntel") != "GenuineIntel"
     )
 
 
