@@ -10,6 +10,8 @@ import torch
 
 
 def _words(seed: int, purpose: str, numbers: tuple[int, ...]) -> list[int]:
+    if min(numbers, default=0) < 0:  # a last -1 would become 0, which NumPy's seed sequence does not tell from nothing
+        raise ValueError(f"{purpose}: {numbers} must be at least 0")
     return [seed, zlib.crc32(purpose.encode()), *(n + 1 for n in numbers)]
 
 
@@ -20,8 +22,11 @@ def rng(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
     ----------
     seed : the run's seed, >= 0.
     purpose : a word, such as `sampling` or `batches`; different words give independent streams.
-    numbers : what distinguishes the draws of one purpose, such as round and client, each >= 0 (a last -1 changes
-        nothing).
+    numbers : what distinguishes the draws of one purpose, such as round and client, each >= 0.
+
+    Raises
+    ------
+    ValueError : a negative number.
     """
     return np.random.default_rng(np.random.SeedSequence(_words(seed, purpose, numbers)))
 

@@ -29,6 +29,13 @@ def test_draws_never_change() -> None:
     assert torch.equal(torch.rand(3, generator=torch_generator(7, "test", 2, 0)), expected)
 
 
+def test_negative_numbers_are_refused() -> None:
+    for numbers in ((-1,), (2, -1), (-1, 2)):
+        for draw in (rng, derived_seed, torch_generator):
+            with pytest.raises(ValueError, match="at least 0"):
+                draw(1, "a", *numbers)
+
+
 @pytest.mark.parametrize(
     ("total", "fraction", "count"),
     [(5, 0.1, 1), (5, 0.3, 2), (5, 0.5, 3), (5, 0.9, 5), (5, 1.0, 5), (10, 0.25, 3), (10, 0.24, 2), (1, 0.01, 1)],
