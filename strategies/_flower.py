@@ -9,7 +9,7 @@ their clients, such as class means, predictions or answers to a query, need clie
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from logging import INFO, WARNING
 from typing import Any
 
@@ -191,7 +191,9 @@ class FlowerLoop(FedAvg):
             try:
                 reply, content = self._reply(message, client, kind, arrival, list(expected))
                 problem = reject(reply.arrays, expected, {"num-examples": reply.num_samples})
-                problem = problem or self._undeclared(reply, expected) or self._maths.check(self._state, reply)
+                problem = (
+                    problem or self._undeclared(reply, expected.__contains__) or self._maths.check(self._state, reply)
+                )
             except (KeyError, TypeError, ValueError, OverflowError) as e:
                 problem = str(e)
             if problem:
@@ -230,9 +232,9 @@ class FlowerLoop(FedAvg):
         whole = "features." in self.method.up_prefixes(self.hparams)
         return shapes if whole else dict(self._maths.expected(shapes))
 
-    def _undeclared(self, reply: Reply, expected: Mapping[str, Any]) -> str | None:
-        names = [n for n in reply.arrays if n not in expected and not self.method.allows(n)]
-        return f"'{names[0]}' is not in what {self.method.id} shares" if names else None
+    def _undeclared(self, reply: Reply, shared: Callable[[str], bool]) -> str | None:
+        names = [n for n in reply.arrays if not shared(n) and not self.method.allows(n)]
+        return f"'{names[0]}' is not an array that {self.method.id} shares" if names else None
 
     def _record(self) -> ArrayRecord:
         """Return the app's model with the global arrays, or with those that the client with the lowest id would get."""

@@ -260,11 +260,8 @@ class FedStrategy(FlowerLoop):
 
     def _check(self, state: ServerState, reply: Reply) -> str | None:
         """Refuse arrays that the method did not declare; then let the method check the reply."""
-        prefixes = self.method.up_prefixes(self.hparams)
-        for name in reply.arrays:
-            if not (self.method.allows(name) or any(name.startswith(p) for p in prefixes)):
-                return f"'{name}' is not an array that {self.method.id} shares"
-        return self.check(state, reply)
+        prefixes = tuple(self.method.up_prefixes(self.hparams))
+        return self._undeclared(reply, lambda name: name.startswith(prefixes)) or self.check(state, reply)
 
 
 def server_context(
