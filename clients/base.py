@@ -19,6 +19,7 @@ the server sends all of it (see `needs_state`).
 | `epochs_in(t, epochs, hparams)`   | when curves by local epochs are drawn    | the run's settings              |
 | `parameters()`, `views`           | in `optimise`                            | all parameters, one view        |
 | `step_loss(batch)`                | every step                               | mean cross-entropy              |
+| `on_gradients(parameters)`        | every step, after the backward pass      | nothing                         |
 | `after_epoch(epoch)`              | after every epoch                        | nothing                         |
 | `after_training(payload)`         | before the score `trained`               | no further arrays               |
 | `score(x, y, probabilities)`      | for each score                           | the model's predictions         |
@@ -50,7 +51,7 @@ from fedapp.errors import BadRequest
 from fedapp.learning.evaluation import Scores, batched, evaluate, measured
 from fedapp.learning.state import ClientStore, Stored
 from fedapp.learning.task import ModelSpec, Task
-from fedapp.learning.training import Batch, TrainReport, TrainSpec, needs_two, train
+from fedapp.learning.training import Batch, TrainReport, TrainSpec, batch_slices, class_weights, needs_two, train
 from fedapp.method import Array, Arrays, BaseHParams, Method, Payload, Scalar
 from fedapp.models import SplitModel, build_model
 from fedapp.transport import selection
@@ -113,7 +114,18 @@ class FedClient(NumPyClient):
 
     def step_loss(self, batch: Batch) -> Tensor:
         """Return the loss of one batch, a scalar in nats: mean cross-entropy."""
-        return F.cross_entropy(self.model(batch.x), batch.y)
+        return self.cross_entropy(self.model(batch.x), batch.y)
+
+    def on_gradients(self, parameters: list[Tensor]) -> None:
+        """Change the gradients of a step of `optimise` in place.
+
+        The order of a step is: backward pass, this function, clipping (`clip`), the optimizer, which adds weight decay.
+
+        Parameters
+        ----------
+        parameters : all tensors that are trained, in the order of `parameters()`; `grad` is None where the loss does
+            not depend on one.
+        """
 
     @classmethod
     def adds_to_loss(cls) -> bool:
@@ -133,8 +145,8 @@ class FedClient(NumPyClient):
         return local_epochs if server_round else 0
 
     def train_spec(self) -> TrainSpec:
-        """Return the training settings of this round."""
-        return self.task.train
+        """Return the training settings of this round, with its learning rate."""
+        return self.task.train.in_round(self.round)
 
     def after_training(self, payload: Payload) -> Arrays:
         """Return further arrays for the reply, named as the method's `extra_up` declares."""
@@ -170,6 +182,18 @@ class FedClient(NumPyClient):
                 else "give it more (in a simulation: min-samples = 2 or more)",
             )
 
+    def check_training(self) -> None:
+        """Refuse settings that do not fit this client's data; called before anything is trained.
+
+        Raises
+        ------
+        BadRequest : says what to change.
+        """
+        self.check_batches()
+        _ = self.class_weights
+        spec = self.train_spec()
+        spec.step_rates(spec.epochs * len(batch_slices(self.task.num_samples, spec.batch_size)))
+
     def refuse_single(self, what: str, remedy: str) -> None:
         """Raise `BadRequest` if one of the models needs two images in a batch; `what` says why there is only one."""
         for model in self.trained_models():
@@ -193,7 +217,7 @@ class FedClient(NumPyClient):
         raise ValueError(f"the method '{self.method.id}' cannot answer 'query.{kind}': define answer() in its client")
 
     def adam_betas(self) -> tuple[float, float]:
-        """Return Adam's decay rates of the two moments."""
+        """Return the decay rates of the two moments, for Adam and its relatives."""
         return (0.9, 0.999)
 
     def optimise(self, payload: Payload) -> TrainReport:
@@ -210,6 +234,7 @@ class FedClient(NumPyClient):
             views=self.views,
             betas=self.adam_betas(),
             on_epoch=self.after_epoch,
+            on_gradients=None if type(self).on_gradients is FedClient.on_gradients else self.on_gradients,
         )
 
     # ---- one exchange --------------------------------------------------------------------------------------------
@@ -298,6 +323,25 @@ class FedClient(NumPyClient):
         return arrays, self.task.num_samples, metrics
 
     # ---- pieces --------------------------------------------------------------------------------------------------
+
+    def cross_entropy(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Return the supervised loss of local training: cross-entropy in nats, weighted by `class-weights`.
+
+        With weights it is the sum of w_y CE divided by the number of samples, and not by the sum of their weights as
+        PyTorch's weighted mean: batches then add up to the mean over the training split, whatever their classes.
+
+        Parameters
+        ----------
+        logits : (B, C).   y : (B,) labels.
+        """
+        if self.class_weights is None:
+            return F.cross_entropy(logits, y)
+        return F.cross_entropy(logits, y, self.class_weights, reduction="sum") / len(y)
+
+    @functools.cached_property
+    def class_weights(self) -> Tensor | None:
+        """The weights of the classes, (C,) float32, or None without weights."""
+        return class_weights(self.task.train.class_weights, self.task.y_train, self.task.num_classes)
 
     def generator(self, purpose: str) -> torch.Generator:
         """Return a generator that depends only on seed, purpose, round and client."""
@@ -394,7 +438,7 @@ class FedClient(NumPyClient):
 
     def register(self) -> tuple[dict[str, Any], dict[str, Scalar]]:
         """Return what this client states about itself: sample count, model and shared shapes, never class counts."""
-        self.check_batches()
+        self.check_training()
         model = _skeleton(type(self), self.task.spec(0), self.hparams)
         state = model.state_dict()
         shapes = {n: list(state[n].shape) for n in [*self.down_names(), *self.up_names()]}

@@ -94,7 +94,7 @@ class FDClient(ClassMeansClient):
         z = self.model.represent(batch.x)
         self.collect(z, batch.y)
         logits = self.model.classify(z)
-        loss = F.cross_entropy(logits, batch.y)
+        loss = self.cross_entropy(logits, batch.y)
         if self.hparams.gamma == 0:
             return loss
         distilled = distillation_loss(logits.float(), batch.y, self.targets, self.known, self.hparams.output)

@@ -17,17 +17,17 @@ features, which diverges under SGD. `preset` chooses; the default normalises.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
 from clients.base import FedClient
 from fedapp import sampling
 from fedapp.core.contrastive import l2_distance, mse_half, supcon
-from fedapp.learning.training import Batch, TrainSpec, train
+from fedapp.learning.training import Batch, train
 from fedapp.method import BaseHParams, Payload
 
 
@@ -74,7 +74,7 @@ class FedClassAvgHParams(BaseHParams):
         "none where share=all hands out the whole model",
     )
     beta1: float = Field(
-        0.5, ge=0, lt=1, description="first moment decay where the optimizer is Adam (released code: 0.5)"
+        0.5, ge=0, lt=1, description="first moment decay where the optimizer has two, as Adam (released code: 0.5)"
     )
 
     @property
@@ -98,15 +98,16 @@ class FedClassAvgClient(FedClient):
     def receive(self, payload: Payload) -> None:
         """Warm up the trunk before the client's first round if asked to, then take the received arrays.
 
-        Its random numbers are those of round 1, whenever it runs: a client that is scored before it first trains must
-        get the same trunk. There is no warm-up where the server sends the whole model, which would overwrite it.
+        Its random numbers and learning rate are those of round 1, whenever it runs: a client that is scored before it
+        first trains must get the same trunk. There is no warm-up where the server sends the whole model, which would
+        overwrite it.
         """
         epochs = self.hparams.chosen.warmup_epochs
         fresh = self._loaded is None and not self._covered(self.model, payload)
         if epochs and fresh and self.store is not None:  # without a store every round would be the first one
             # The proximal term of the warm-up refers to the client's own initial head: none has been received yet.
             self.received_head = [p.detach().clone() for p in self.model.head.parameters()]
-            spec = TrainSpec(**{**vars(self.train_spec()), "epochs": epochs})
+            spec = replace(self.train_spec().in_round(1), epochs=epochs)
             task = self.task
             train(
                 self.model, task.x_train, task.y_train, spec, task.inputs, self.step_loss,
@@ -127,7 +128,7 @@ class FedClassAvgClient(FedClient):
         # (2B, d), all x', then all x'': in one pass, so that BatchNorm sees both views together.
         f = self.model.features(torch.cat(batch.views) if two else batch.x)
         # Eq. 4, L_CE: of the first view alone.
-        loss = F.cross_entropy(self.model.classify(self.model.activation(f[: len(batch.y)])), batch.y)
+        loss = self.cross_entropy(self.model.classify(self.model.activation(f[: len(batch.y)])), batch.y)
         if two:
             # Eq. 4, L_CL: of both views, on features before the ReLU, which would leave no negative coordinate.
             contrast = supcon(f, batch.y, chosen.temperature, chosen.base_temperature, chosen.normalise)

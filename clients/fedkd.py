@@ -28,7 +28,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from clients.mutual import MutualClient, MutualHParams, prefixed, small_arrays, stripped
+from clients.mutual import Loss, MutualClient, MutualHParams, prefixed, small_arrays, stripped
 from fedapp.core.distillation import Reduction, divergence
 from fedapp.core.lowrank import compress, rebuild
 from fedapp.learning.training import Batch
@@ -56,15 +56,23 @@ class FedKDHParams(MutualHParams):
 
 
 def mentor_mentee_losses(
-    z_l: Tensor, z_m: Tensor, h_l: Tensor, h_m: Tensor, hidden_map: Tensor, y: Tensor, hparams: FedKDHParams
+    z_l: Tensor,
+    z_m: Tensor,
+    h_l: Tensor,
+    h_m: Tensor,
+    hidden_map: Tensor,
+    y: Tensor,
+    hparams: FedKDHParams,
+    cross_entropy: Loss = F.cross_entropy,
 ) -> tuple[Tensor, Tensor]:
     """Return the losses of mentor and mentee on one batch.
 
     Parameters
     ----------
     z_l, z_m : (B, C) logits.   h_l, h_m : (B, r_l) and (B, r_m) representations.   hidden_map : (r_l, r_m) W_h.
+    cross_entropy : CE, of logits and labels.
     """
-    mentor, mentee = F.cross_entropy(z_l, y), F.cross_entropy(z_m, y)
+    mentor, mentee = cross_entropy(z_l, y), cross_entropy(z_m, y)
     if hparams.distil == 0:
         return mentor, mentee
     # 1 / D is a weight: without detach, losses could fall by making D larger.
@@ -115,7 +123,9 @@ class FedKDClient(MutualClient):
         """Return the sum of both losses."""
         h_l, h_m = self.model.represent(batch.x), self.small.represent(batch.x)
         z_l, z_m = self.model.classify(h_l), self.small.classify(h_m)
-        mentor, mentee = mentor_mentee_losses(z_l, z_m, h_l, h_m, self.hidden_map, batch.y, self.hparams)
+        mentor, mentee = mentor_mentee_losses(
+            z_l, z_m, h_l, h_m, self.hidden_map, batch.y, self.hparams, self.cross_entropy
+        )
         return mentor + mentee
 
     def after_training(self, payload: Payload) -> Arrays:

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from clients.classmeans import ClassMeansClient
 from fedapp.learning.evaluation import Scores, evaluate
@@ -126,7 +125,7 @@ class FedProtoClient(ClassMeansClient):
         """Return L_S + lambda * L_R."""
         z = self.model.represent(batch.x)
         self.collect(z, batch.y)
-        loss = F.cross_entropy(self.model.classify(z), batch.y)
+        loss = self.cross_entropy(self.model.classify(z), batch.y)
         if self.hparams.lam == 0:
             return loss
         pull = prototype_loss(z.float(), batch.y, self.prototypes, self.known, self.hparams.distance)

@@ -46,7 +46,7 @@ class FedUVClient(FedClient):
             return super().step_loss(batch)
         z = self.model.represent(batch.x)
         logits = self.model.classify(z)
-        loss = F.cross_entropy(logits, batch.y)
+        loss = self.cross_entropy(logits, batch.y)
         if hparams.lam > 0:
             loss = loss + hparams.lam * variance_loss(logits)
         if hparams.mu > 0:

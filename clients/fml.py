@@ -19,7 +19,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.nn import functional as F
 
-from clients.mutual import MutualClient, MutualHParams, prefixed, small_arrays
+from clients.mutual import Loss, MutualClient, MutualHParams, prefixed, small_arrays
 from fedapp.core.distillation import Reduction, divergence
 from fedapp.learning.training import Batch
 from fedapp.method import Arrays, Payload
@@ -40,15 +40,18 @@ class FMLHParams(MutualHParams):
     )
 
 
-def mutual_losses(z_l: Tensor, z_m: Tensor, y: Tensor, hparams: FMLHParams) -> tuple[Tensor, Tensor]:
+def mutual_losses(
+    z_l: Tensor, z_m: Tensor, y: Tensor, hparams: FMLHParams, cross_entropy: Loss = F.cross_entropy
+) -> tuple[Tensor, Tensor]:
     """Return (L_local, L_meme) of one batch.
 
     Parameters
     ----------
     z_l, z_m : (B, C) logits of the private model and of the meme.   y : (B,) labels.
+    cross_entropy : CE, of logits and labels.
     """
     a, b, reduction = hparams.alpha, hparams.beta, hparams.divergence
-    local, meme = F.cross_entropy(z_l, y), F.cross_entropy(z_m, y)
+    local, meme = cross_entropy(z_l, y), cross_entropy(z_m, y)
     # `divergence` takes its first argument as a constant, so each loss moves one model alone.
     return (
         a * local + (1 - a) * divergence(z_m, z_l, reduction=reduction),  # Eq. 4
@@ -61,7 +64,8 @@ class FMLClient(MutualClient):
 
     def step_loss(self, batch: Batch) -> Tensor:
         """Return L_local + L_meme. No parameter has a gradient from both, so this is one step on each."""
-        local, meme = mutual_losses(self.model(batch.x), self.small(batch.x), batch.y, self.hparams)
+        z_l, z_m = self.model(batch.x), self.small(batch.x)
+        local, meme = mutual_losses(z_l, z_m, batch.y, self.hparams, self.cross_entropy)
         return local + meme
 
     def after_training(self, payload: Payload) -> Arrays:

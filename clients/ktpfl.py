@@ -153,7 +153,8 @@ class KTpFLClient(FedClient):
 
     def transfer(self) -> None:
         """Move the model towards the target: `distil_epochs` passes over the public images."""
-        spec = replace(self.task.train, epochs=self.hparams.distil_epochs, batch_size=self.public_batch, augment="none")
+        spec = self.train_spec()
+        spec = replace(spec, epochs=self.hparams.distil_epochs, batch_size=self.public_batch, augment="none")
         no_labels = torch.zeros(len(self.public), dtype=torch.int64, device=self.device)
         train(
             self.model, self.public, no_labels, spec, self.task.inputs, self.distil_step,
@@ -210,14 +211,14 @@ class KTpFLWeightsClient(KTpFLClient):
         return self.start
 
     def transfer(self) -> None:
-        """Take `distil_epochs` gradient steps on ||w - t||^2 with the run's learning rate; statistics stay."""
+        """Take `distil_epochs` gradient steps on ||w - t||^2 with the round's learning rate; statistics stay."""
         state = self.model.state_dict()
         names = self.up_names()
         mixed = dict(zip(names, torch.split(self.target, [state[n].numel() for n in names]), strict=True))
         with torch.no_grad():
             for name, p in self.model.named_parameters():
                 for _ in range(self.hparams.distil_epochs):
-                    p.sub_(self.task.train.lr * 2 * (p - mixed[name].view_as(p)))
+                    p.sub_(self.train_spec().rate * 2 * (p - mixed[name].view_as(p)))
 
     def after_training(self, payload: Payload) -> Arrays:
         """Return nothing beside the model."""

@@ -24,7 +24,6 @@ from collections.abc import Sequence
 import torch
 from pydantic import Field
 from torch import Tensor
-from torch.nn import functional as F
 
 from clients.base import FedClient
 from fedapp.core.contrastive import moon_contrast
@@ -68,7 +67,7 @@ class MoonClient(FedClient):
         if not self.frozen:
             return super().step_loss(batch)
         z = self.model.represent(batch.x)
-        loss = F.cross_entropy(self.model.classify(z), batch.y)
+        loss = self.cross_entropy(self.model.classify(z), batch.y)
         z_glob, z_prev = self.frozen_representations(batch)
         mu: float = self.hparams.mu
         return loss + mu * moon_contrast(z, z_glob, z_prev, self.hparams.tau)  # Eq. 4; l_con is Eq. 3

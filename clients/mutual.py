@@ -6,11 +6,11 @@ one step on each model, both from the predictions before the step. The small mod
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 from pydantic import Field, field_validator
-from torch import nn
+from torch import Tensor, nn
 
 from clients.base import FedClient
 from fedapp.errors import suggest
@@ -19,6 +19,8 @@ from fedapp.models import MODEL_NAMES, SplitModel, build_model
 from fedapp.transport import selection
 
 SMALL = "small/"
+Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""A mean loss of logits (B, C) and labels (B,)."""
 
 
 class MutualHParams(BaseHParams):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import tomli_w
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedapp import registry
@@ -22,7 +23,8 @@ from fedapp.data.datasets import DATASET_NAMES
 from fedapp.data.partitions import PARTITION_KINDS
 from fedapp.errors import BadRequest, suggest
 from fedapp.learning import evaluation
-from fedapp.learning.training import TrainSpec
+from fedapp.learning.optimizers import optimizer_class, parse_schedule, round_rates, takes
+from fedapp.learning.training import TrainSpec, class_weights, make_optimizer
 from fedapp.method import BaseHParams, Method
 from fedapp.models import MODEL_NAMES, default_model
 from fedapp.transport.client_manager import Settings
@@ -70,10 +72,30 @@ class RunConfig(BaseModel):
     local_epochs: int = Field(2, ge=1, description="epochs of local training per round")
     batch_size: int = Field(16, ge=1, description="samples per step")
     lr: Positive | Auto = Field("auto", description="learning rate")
-    optimizer: Literal["auto", "sgd", "adam"] = Field("auto", description="local optimizer, new in every round")
-    momentum: Annotated[float, Field(ge=0, lt=1)] | Auto = Field("auto", description="momentum of SGD")
+    optimizer: str = Field(
+        "auto", description="local optimizer, new in every round: a class of torch.optim in lower case, such as adamw"
+    )
+    optimizer_args: str = Field("", description='further arguments of the optimizer, "name=value name=value"')
+    lr_schedule: str = Field(
+        "",
+        description="learning rate by round: a class of torch.optim.lr_scheduler and its arguments, such as "
+        '"CosineAnnealingLR eta_min=0.001"; its length is by default the number of rounds; empty = lr in all rounds',
+    )
+    warmup_rounds: int = Field(
+        0, ge=0, description="rounds in which the learning rate rises linearly, before lr-schedule begins"
+    )
+    lr_schedule_steps: str = Field(
+        "",
+        description="the same over the steps of a round: its rates divided by lr are factors of the round's rate",
+    )
+    momentum: Annotated[float, Field(ge=0, lt=1)] | Auto = Field("auto", description="momentum of SGD and RMSprop")
     weight_decay: NonNegative | Auto = Field("auto", description="L2 weight decay")
     clip: NonNegative | Auto = Field("auto", description="largest gradient norm; 0 = no limit")
+    class_weights: str = Field(
+        "none",
+        description="weights of the classes in the supervised loss: none, balanced (n / (C n_c) of each client's "
+        "training split), or a number for each class, comma-separated",
+    )
     augment: Literal["auto", "none", "weak", "strong"] = Field("auto", description="augmentation of training images")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 = autocast in training and scoring")
     buffers: Literal["global", "local", "drop"] = Field("global", description="what happens to BatchNorm statistics")
@@ -220,7 +242,29 @@ class RunConfig(BaseModel):
             clip=float(self.clip),
             augment=self.augment,
             precision=self.precision,
+            optimizer_args=self.optimizer_args,
+            rates=round_rates(float(self.lr), self.lr_schedule, self.warmup_rounds, self.num_server_rounds),
+            step_schedule=self.lr_schedule_steps,
+            class_weights=self.class_weights,
         )
+
+    def check_continues(self, earlier: RunConfig, done: int) -> None:
+        """Refuse another number of rounds where it changes the learning rates of rounds that are done.
+
+        Parameters
+        ----------
+        earlier : the configuration of the run that is continued.   done : its complete rounds.
+
+        Raises
+        ------
+        BadRequest : says which number of rounds it was begun with.
+        """
+        if self.train_spec().rates[:done] != earlier.train_spec().rates[:done]:
+            raise BadRequest(
+                f"the learning rates of rounds 1 to {done} were made for {earlier.num_server_rounds} rounds: resume "
+                f"without --rounds, or start a new run (with the length in lr-schedule, such as T_max="
+                f"{earlier.num_server_rounds}, more rounds can follow)"
+            )
 
     def settings(self, simulation: bool) -> Settings:
         """Return how the server communicates with clients."""
@@ -277,7 +321,9 @@ def from_flat(values: Mapping[str, Any]) -> RunConfig:
         text = "; ".join(f"{k} = {given.get(k)!r}: {' or '.join(dict.fromkeys(v))}" for k, v in lines.items())
         raise BadRequest(text) from e
     _check(config)
-    return _resolved(config)
+    config = _resolved(config)
+    _check_training(config)
+    return config
 
 
 def _is_float(field: Any) -> bool:
@@ -325,8 +371,6 @@ def _check(config: RunConfig) -> None:
             f"{config.method} with these method-args shares extractors, so all clients need one architecture: "
             "give one model, or change method-args"
         )
-    if config.optimizer == "adam" and config.momentum not in ("auto", 0.0):
-        raise BadRequest("momentum is for SGD: leave it at auto with optimizer = 'adam'")
     if config.federation and not config.federation.replace("-", "").replace("_", "").replace(".", "").isalnum():
         raise BadRequest(f"federation = '{config.federation}': use letters, digits, '-', '_' and '.' only")
     if config.clip_update and not method.up_prefixes(hparams):
@@ -363,6 +407,23 @@ def _check_metrics(config: RunConfig) -> None:
             taken.add(function)
 
 
+def _check_training(config: RunConfig) -> None:
+    """Refuse an optimizer, a schedule or weights that are not valid, or that leave a setting without effect."""
+    name = config.optimizer
+    if not takes(name, "momentum") and config.momentum:
+        raise BadRequest(f"momentum is for SGD and RMSprop: leave it at auto with optimizer = '{name}'")
+    if not takes(name, "weight_decay") and config.weight_decay:
+        raise BadRequest(f"{name} has no weight decay: leave weight-decay at auto, or choose another optimizer")
+    if name == "rprop" and config.lr_schedule_steps:
+        raise BadRequest("rprop uses lr for the first step of a round only: leave out lr-schedule-steps")
+    spec = config.train_spec()  # makes the rates of the rounds
+    if config.optimizer_args:
+        make_optimizer([torch.nn.Parameter(torch.zeros(()))], spec)
+    if config.lr_schedule_steps:
+        parse_schedule("lr-schedule-steps", config.lr_schedule_steps)
+    class_weights(config.class_weights, torch.zeros(0, dtype=torch.int64), 0)
+
+
 def _resolved(config: RunConfig) -> RunConfig:
     """Replace every `auto` that depends only on method and data set by its value."""
     method, _ = config.method_and_hparams()
@@ -372,12 +433,13 @@ def _resolved(config: RunConfig) -> RunConfig:
         return auto if value == "auto" else value
 
     optimizer = pick(config.optimizer, d.optimizer)
+    optimizer_class(optimizer)  # an unknown one is refused
     return config.replaced(
         model=",".join(default_model(config.dataset) if n == "auto" else n for n in config.model_names),
         lr=pick(config.lr, d.lr_digits if config.dataset == "digits" else d.lr),
         optimizer=optimizer,
         momentum=pick(config.momentum, d.momentum if optimizer == "sgd" else 0.0),
-        weight_decay=pick(config.weight_decay, d.weight_decay),
+        weight_decay=pick(config.weight_decay, d.weight_decay if takes(optimizer, "weight_decay") else 0.0),
         clip=pick(config.clip, d.clip),
         augment=pick(config.augment, d.augment),
     )

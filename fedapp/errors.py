@@ -19,6 +19,29 @@ def suggest(word: str, known: Iterable[str]) -> str:
     return f", did you mean '{near[0]}'?" if near else ""
 
 
+def named_values(key: str, text: str, takes: str) -> dict[str, str]:
+    """Read "name=value name=value"; hyphens in names become underscores.
+
+    Parameters
+    ----------
+    key : the run-config key, for messages.   takes : a sentence that lists the names, for messages.
+
+    Raises
+    ------
+    BadRequest : a part is not name=value, or a name is given twice.
+    """
+    values: dict[str, str] = {}
+    for part in text.split():
+        name, sep, value = part.partition("=")
+        name = name.replace("-", "_")
+        if not sep or not name or not value:
+            raise BadRequest(f"{key}: '{part}' is not name=value (values without spaces). {takes}")
+        if values.get(name, value) != value:
+            raise BadRequest(f"{key}: '{name}' is given twice, as {values[name]} and as {value}: give it once")
+        values[name] = value
+    return values
+
+
 def between(text: str, start: str, end: str) -> tuple[str, str, str] | None:
     """Return the text before, between and after two markers; None if `text` does not contain them in this order."""
     head, opened, rest = text.partition(start)

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 import strategies
-from fedapp.errors import BadRequest, suggest
+from fedapp.errors import BadRequest, named_values, suggest
 from fedapp.method import BaseHParams, Method
 from strategies.base import FedStrategy
 
@@ -121,16 +121,7 @@ def parse_args(method: Method, text: str) -> BaseHParams:
     ------
     BadRequest : unknown name, wrong type, value out of range, or a name given twice; the message lists the fields.
     """
-    values: dict[str, str] = {}
-    for part in text.split():
-        name, sep, value = part.partition("=")
-        name = name.replace("-", "_")
-        if not sep or not name or not value:
-            raise BadRequest(f"method-args: '{part}' is not name=value (values without spaces). {fields_text(method)}")
-        if values.get(name, value) != value:
-            raise BadRequest(f"method-args: '{name}' is given twice, as {values[name]} and as {value}: give it once")
-        values[name] = value
-    return build_hparams(method, values)
+    return build_hparams(method, named_values("method-args", text, fields_text(method)))
 
 
 def build_hparams(method: Method, values: dict[str, str]) -> BaseHParams:

@@ -170,6 +170,9 @@ class Run(Callbacks):
         self.sent: Arrays | None = self.published(self.state) if self.state is not None else None
         if config.resume and self.done > config.num_server_rounds:
             raise BadRequest(f"{out} already holds {self.done} rounds; give --rounds {self.done} or more")
+        if config.resume:
+            earlier = configuration.without_former(configuration.read_toml(out / "config.toml"))
+            config.check_continues(configuration.from_flat(earlier), self.done)
         self.directory = RunDirectory(out, config, self.done if config.resume else None)
         self.extra["dropped"] = len(self.directory.table("dropped.csv"))
         self.listener = event

@@ -10,13 +10,16 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from fedapp.data.transforms import InputSpec, augment, normalise
+from fedapp.errors import BadRequest
+from fedapp.learning.optimizers import optimizer_arguments, optimizer_class, scheduled, takes
 from fedapp.process import hand_over
 
 
@@ -28,11 +31,18 @@ class TrainSpec:
     ----------
     epochs : passes over the local training split.
     batch_size : samples per step (near-equal batches, see `batch_slices`).
-    lr : learning rate.   optimizer : `sgd` or `adam`.   momentum : of SGD.
-    weight_decay : factor of the L2 penalty that is added to the gradient, in Adam too (not AdamW's).
+    lr : learning rate.   optimizer : class of `torch.optim` in lower case.   momentum : of SGD and RMSprop.
+    weight_decay : as the optimizer's own argument: the factor of an L2 penalty that is added to the gradient after
+        clipping, in Adam too; AdamW takes it from the weights instead.
     clip : largest L2 norm of the gradient of one model's trained parameters together, 0 = no clipping.
     augment : `none`, `weak` or `strong`, see `fedapp.data.transforms`.
     precision : `fp32`, or `bf16` for autocast of the forward pass.
+    optimizer_args : further arguments of the optimizer, "name=value name=value".
+    rates : learning rates of rounds 1, 2, ..., in place of `lr`; after the last one it stays. Empty = `lr`.
+    step_schedule : "Name name=value", a scheduler of PyTorch over the steps of a round; its rates divided by `lr` are
+        factors of the round's rate. Empty = none.
+    class_weights : weights of the classes in the supervised loss, see `class_weights`.
+    server_round : the round that this is, from 1; see `in_round`.
     """
 
     epochs: int = 1
@@ -44,6 +54,35 @@ class TrainSpec:
     clip: float = 0.0
     augment: str = "none"
     precision: str = "fp32"
+    optimizer_args: str = ""
+    rates: tuple[float, ...] = ()
+    step_schedule: str = ""
+    class_weights: str = "none"
+    server_round: int = 1
+
+    def in_round(self, server_round: int) -> TrainSpec:
+        """Return the settings of a round."""
+        return replace(self, server_round=server_round) if self.rates else self
+
+    @property
+    def rate(self) -> float:
+        """Learning rate of the round, at its first step unless there is a `step_schedule`.
+
+        After the last round of the run, where clients train once more for their scores, it is that of the last round.
+        """
+        return self.rates[min(max(self.server_round, 1), len(self.rates)) - 1] if self.rates else self.lr
+
+    def step_rates(self, steps: int) -> tuple[float, ...]:
+        """Return the learning rate of each of a round's steps; empty if it is `rate` in all.
+
+        Raises
+        ------
+        BadRequest : the schedule has no rate for so many steps.
+        """
+        if not self.step_schedule or steps < 1:
+            return ()
+        factor = self.rate / self.lr
+        return tuple(rate * factor for rate in scheduled("lr-schedule-steps", self.step_schedule, self.lr, steps))
 
 
 @dataclass
@@ -118,17 +157,54 @@ def make_optimizer(
     spec: TrainSpec,
     betas: tuple[float, float] = (0.9, 0.999),
 ) -> torch.optim.Optimizer:
-    """Build an optimizer of `spec` with empty memory: momentum and moments do not survive a round.
+    """Build the optimizer of `spec` with empty memory: momentum and moments do not survive a round.
+
+    It gets those of momentum, weight decay and `betas` that its constructor takes; `optimizer_args` go before `betas`.
 
     Raises
     ------
-    ValueError : the optimizer is unknown.
+    BadRequest : the optimizer or one of its arguments is unknown, or an argument is not valid.
     """
-    if spec.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=spec.lr, momentum=spec.momentum, weight_decay=spec.weight_decay)
-    if spec.optimizer == "adam":
-        return torch.optim.Adam(parameters, lr=spec.lr, betas=betas, weight_decay=spec.weight_decay)
-    raise ValueError(f"unknown optimizer '{spec.optimizer}': use sgd or adam")
+    cls = optimizer_class(spec.optimizer)
+    given = {"momentum": spec.momentum, "weight_decay": spec.weight_decay, "betas": betas}
+    own: dict[str, Any] = {name: value for name, value in given.items() if takes(spec.optimizer, name)}
+    own |= optimizer_arguments(spec.optimizer, spec.optimizer_args)
+    try:
+        return cls(parameters, lr=spec.rate, **own)  # type: ignore[call-arg]
+    except (ValueError, TypeError, RuntimeError) as e:
+        raise BadRequest(f"optimizer = '{spec.optimizer}' with optimizer-args = '{spec.optimizer_args}': {e}") from e
+
+
+def class_weights(text: str, y: Tensor, num_classes: int) -> Tensor | None:
+    """Return the weights of the classes, (C,) float32 on the device of `y`; None for `none`.
+
+    Parameters
+    ----------
+    text : `none`; `balanced`: n / (C_k n_c) for each of the C_k classes present in `y` and 0 for the others, as
+        scikit-learn has it, so that the mean weight of the samples is 1; or C numbers with commas between them.
+    y : (n,) int64, labels of the training split.
+
+    Raises
+    ------
+    BadRequest : the text is none of these, or the numbers are negative, all 0, or not C.
+    """
+    if text == "none":
+        return None
+    if text == "balanced":
+        counts = torch.bincount(y, minlength=num_classes)
+        return torch.where(counts > 0, len(y) / ((counts > 0).sum() * counts.clamp_min(1)), 0.0)
+    try:
+        weights = [float(part) for part in text.split(",")]
+    except ValueError:
+        weights = []
+    if not any(weights) or not all(math.isfinite(w) and w >= 0 for w in weights):
+        raise BadRequest(
+            f"class-weights = '{text}': give none, balanced, or a number for each class with commas between them, "
+            "at least 0 and not all 0"
+        )
+    if num_classes and len(weights) != num_classes:
+        raise BadRequest(f"class-weights has {len(weights)} numbers, but the data have {num_classes} classes")
+    return torch.tensor(weights, device=y.device)
 
 
 def epoch_batches(
@@ -166,6 +242,7 @@ def train(
     views: int = 1,
     betas: tuple[float, float] = (0.9, 0.999),
     on_epoch: Callable[[int], None] | None = None,
+    on_gradients: Callable[[list[Tensor]], None] | None = None,
 ) -> TrainReport:
     """Train `model` in place.
 
@@ -179,8 +256,10 @@ def train(
     parameters : what is trained, as far as it requires a gradient; default all parameters of the model. As PyTorch's
         optimizers take them: in groups, such as one per model, each group is clipped by itself.
     views : independent augmentations per image.
-    betas : of Adam.
+    betas : decay rates of the moments, for optimizers that have them.
     on_epoch : called after each epoch with its number from 0.
+    on_gradients : called in each step with all trained tensors, after the backward pass and before clipping and the
+        optimizer's step, which adds weight decay.
 
     Returns
     -------
@@ -189,6 +268,7 @@ def train(
     Raises
     ------
     FloatingPointError : the mean loss is not finite; the message says which setting to lower.
+    BadRequest : `spec` names an optimizer, an argument or a schedule that is not valid.
     """
     report = TrainReport()
     if len(y) == 0 or spec.epochs < 1:
@@ -197,6 +277,8 @@ def train(
     optimizer = make_optimizer(model.parameters() if parameters is None else parameters, spec, betas)
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if p.requires_grad]
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    rates = spec.step_rates(spec.epochs * len(batch_slices(len(y), spec.batch_size)))
     total = torch.zeros((), device=device)
     started = time.perf_counter()
     model.train()
@@ -210,9 +292,14 @@ def train(
                     loss = step_loss(Batch(pictures[0], labels, pictures, index))
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()  # type: ignore[no-untyped-call]
+                if on_gradients is not None:
+                    on_gradients(trained)
                 if spec.clip > 0:
                     for group in optimizer.param_groups:
                         nn.utils.clip_grad_norm_(group["params"], spec.clip)
+                if rates:
+                    for group in optimizer.param_groups:
+                        group["lr"] = rates[report.steps]
                 optimizer.step()
                 # The sum stays on the device: reading a number here would make every step wait for it.
                 total += loss.detach() * len(labels)
@@ -224,7 +311,7 @@ def train(
     report.seconds = time.perf_counter() - started
     if not math.isfinite(report.loss):
         raise FloatingPointError(
-            f"the training loss is {report.loss} after {report.steps} steps: lower lr (now {spec.lr}), or set clip"
+            f"the training loss is {report.loss} after {report.steps} steps: lower lr (now {spec.rate}), or set clip"
         )
     return report
 

@@ -1,0 +1,253 @@
+"""PyTorch's optimizers and learning-rate schedulers by name, their arguments checked against their signatures."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import LRScheduler
+
+from fedapp.errors import BadRequest, named_values, suggest
+
+REFUSED_OPTIMIZERS = {
+    "lbfgs": "it computes the loss several times in each step",
+    "muon": "it optimises matrices alone, and models also have biases and convolutions",
+    "sparseadam": "it takes sparse gradients, and those of the models are dense",
+}
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    name.lower(): cls
+    for name, cls in sorted(vars(torch.optim).items(), key=lambda item: item[0].lower())
+    if inspect.isclass(cls) and issubclass(cls, Optimizer) and cls is not Optimizer
+    if name.lower() not in REFUSED_OPTIMIZERS
+}
+REFUSED_SCHEDULERS = {
+    "ReduceLROnPlateau": "it needs a score after each step, and all rates are known before the first",
+    "LambdaLR": "it takes a function, which a line of text cannot give",
+    "MultiplicativeLR": "it takes a function, which a line of text cannot give",
+    "SequentialLR": "it takes other schedulers",
+    "ChainedScheduler": "it takes other schedulers",
+}
+SCHEDULERS: dict[str, type[LRScheduler]] = {
+    name: cls
+    for name, cls in sorted(vars(lr_scheduler).items())
+    if inspect.isclass(cls) and issubclass(cls, LRScheduler) and not name.startswith("_") and cls is not LRScheduler
+    if name not in REFUSED_SCHEDULERS
+}
+WHOLE = ("T_max", "total_iters", "total_steps")
+"""Arguments of schedulers that by default are the number of rates, so that a schedule fills the run or the round."""
+
+_ELSEWHERE = {
+    "lr": "it is the key lr",
+    "weight_decay": "it is the key weight-decay",
+    "momentum": "it is the key momentum",
+    "last_epoch": "a resumed run goes on by itself",
+    "cycle_momentum": "a schedule sets the learning rate only",
+    "base_momentum": "a schedule sets the learning rate only",
+    "max_momentum": "a schedule sets the learning rate only",
+    "epochs": "give total_steps",
+    "steps_per_epoch": "give total_steps",
+}
+"""Arguments that are not set here, and why."""
+
+
+def parameters_of(cls: type[Any]) -> Mapping[str, inspect.Parameter]:
+    """Return the arguments of a constructor by name, without the first: the parameters or the optimizer."""
+    return dict(list(inspect.signature(cls).parameters.items())[1:])
+
+
+def optimizer_class(name: str) -> type[Optimizer]:
+    """Return the class of `torch.optim` that has this name in lower case.
+
+    Raises
+    ------
+    BadRequest : there is none, or it cannot train here; the message says why.
+    """
+    if name not in OPTIMIZERS:
+        why = REFUSED_OPTIMIZERS.get(name.lower())
+        what = f"optimizer = '{name}' cannot be used: {why}" if why else f"unknown optimizer '{name}'"
+        raise BadRequest(
+            f"{what}{'' if why else suggest(name.lower(), OPTIMIZERS)}: choose from {', '.join(OPTIMIZERS)}"
+        )
+    return OPTIMIZERS[name]
+
+
+@functools.cache
+def takes(name: str, argument: str) -> bool:
+    """Return whether an optimizer's constructor has this argument."""
+    return argument in parameters_of(optimizer_class(name))
+
+
+@functools.lru_cache(maxsize=64)
+def optimizer_arguments(name: str, text: str) -> Mapping[str, Any]:
+    """Return the arguments "name=value name=value" of an optimizer (`optimizer-args`).
+
+    Raises
+    ------
+    BadRequest : unknown name or wrong type; the message lists the names.
+    """
+    return _arguments("optimizer-args", name, optimizer_class(name), text)
+
+
+def parse_schedule(key: str, text: str) -> tuple[type[LRScheduler], dict[str, Any]]:
+    """Read "Name name=value name=value": a class of `torch.optim.lr_scheduler` and its arguments.
+
+    Parameters
+    ----------
+    key : the run-config key, for messages.
+
+    Raises
+    ------
+    BadRequest : unknown or unsuitable class, unknown name or wrong type; the message lists what there is.
+    """
+    name, _, rest = text.strip().partition(" ")
+    if name not in SCHEDULERS:
+        why = REFUSED_SCHEDULERS.get(name)
+        what = f"{key}: '{name}' cannot be used: {why}" if why else f"{key}: no scheduler '{name}'"
+        raise BadRequest(f"{what}{'' if why else suggest(name, SCHEDULERS)}: choose from {', '.join(SCHEDULERS)}")
+    return SCHEDULERS[name], _arguments(key, name, SCHEDULERS[name], rest)
+
+
+@functools.lru_cache(maxsize=256)
+def scheduled(key: str, text: str, lr: float, count: int) -> tuple[float, ...]:
+    """Return `count` learning rates, made by stepping PyTorch's own scheduler from `lr`.
+
+    Arguments that say how long the schedule is (:data:`WHOLE`) default to `count`.
+
+    Raises
+    ------
+    BadRequest : the schedule is not valid, or a rate is negative or not finite.
+    """
+    cls, arguments = parse_schedule(key, text)
+    known = parameters_of(cls)
+    arguments |= {name: count for name in WHOLE if name in known and name not in arguments}
+    if "cycle_momentum" in known:
+        arguments["cycle_momentum"] = False
+    rates: list[float] = []
+    try:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=lr)
+        scheduler = cls(optimizer, **arguments)
+        with warnings.catch_warnings():
+            # PyTorch warns of a scheduler whose optimizer takes no step; this one has nothing to optimise.
+            warnings.filterwarnings("ignore", message=r"Detected call of `lr_scheduler\.step", category=UserWarning)
+            while len(rates) < count:
+                rates.append(float(optimizer.param_groups[0]["lr"]))
+                if len(rates) < count:
+                    scheduler.step()
+    except (ValueError, TypeError, ArithmeticError, RuntimeError) as e:
+        raise BadRequest(f"{key} = '{text}' cannot give {count} rates: {e}") from e
+    for i, rate in enumerate(rates, start=1):
+        if not (math.isfinite(rate) and rate >= 0):
+            raise BadRequest(f"{key} = '{text}': rate {i} of {count} is {rate}; rates must be finite and at least 0")
+    return tuple(rates)
+
+
+@functools.lru_cache(maxsize=64)
+def round_rates(lr: float, schedule: str, warmup: int, rounds: int) -> tuple[float, ...]:
+    """Return the learning rate of each round; empty without schedule and warm-up.
+
+    Round t of n warm-up rounds has t / (n + 1) of the rate that follows them; the schedule begins after the warm-up and
+    fills the rounds that are left.
+
+    Raises
+    ------
+    BadRequest : the schedule is not valid, or the warm-up leaves no round.
+    """
+    if not schedule and not warmup:
+        return ()
+    left = rounds - warmup
+    if left < 1:
+        raise BadRequest(f"warmup-rounds = {warmup} leaves none of the {rounds} rounds: give fewer, or more rounds")
+    rates = scheduled("lr-schedule", schedule, lr, left) if schedule else (lr,) * left
+    return tuple(rates[0] * t / (warmup + 1) for t in range(1, warmup + 1)) + rates
+
+
+# ---- arguments as text -----------------------------------------------------------------------------------------------
+
+
+def _arguments(key: str, name: str, cls: type[Any], text: str) -> dict[str, Any]:
+    """Read "name=value name=value" for a constructor, each value as its annotation says."""
+    known = parameters_of(cls)
+    settable = {n: p for n, p in known.items() if n not in _ELSEWHERE and "Callable" not in str(p.annotation)}
+    listing = f"{name} takes: {', '.join(map(_shown, settable.values()))}" if settable else f"{name} takes no arguments"
+    found: dict[str, Any] = {}
+    for argument, written in named_values(key, text, listing).items():
+        if argument not in settable:
+            why = _ELSEWHERE.get(argument) if argument in known else None
+            reason = f"'{argument}' is not set here: {why}" if why else f"{name} has no argument '{argument}'"
+            raise BadRequest(f"{key}: {reason}{'' if why else suggest(argument, settable)}. {listing}")
+        value = _value(written)
+        wanted = str(_annotation(settable[argument]))
+        if not _fits(value, wanted, settable[argument].default):
+            raise BadRequest(f"{key}: {argument} = '{written}' is not {_words(wanted)}. {listing}")
+        # An argument such as `milestones` is a sequence even if it has one element.
+        found[argument] = (value,) if re.fullmatch(r".*Iterable\[\w+\]", wanted) and _number(value) else value
+    if missing := [n for n, p in settable.items() if p.default is p.empty and n not in found and n not in WHOLE]:
+        raise BadRequest(f"{key}: {name} needs {', '.join(f'{n}=...' for n in missing)}. {listing}")
+    return found
+
+
+def _annotation(parameter: inspect.Parameter) -> str:
+    found = parameter.annotation
+    return found if isinstance(found, str) else inspect.formatannotation(found)
+
+
+def _shown(parameter: inspect.Parameter) -> str:
+    if parameter.default is parameter.empty or (parameter.default is None and parameter.name in WHOLE):
+        return parameter.name
+    return f"{parameter.name} (default {_text(parameter.default)})"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(_text, value))
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def _value(text: str) -> Any:
+    """Return what a text stands for: true, false, none, a number, several with commas between them, else the text."""
+    if "," in text:
+        return tuple(_value(part) for part in text.split(","))
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _fits(value: Any, wanted: str, default: Any) -> bool:
+    """Return whether a value is of the annotated type; of a tuple also whether its length is the default's."""
+    if isinstance(value, tuple):
+        several = re.search(r"tuple\[|list\[|Iterable\[", wanted)
+        length = len(default) if isinstance(default, tuple) else len(value)
+        return bool(several) and len(value) == length and all(v is None or _number(v) for v in value)
+    if isinstance(value, str):
+        return f"'{value}'" in wanted
+    single = re.sub(r"(tuple|list)\[.*?\]", "", wanted)  # "tuple[float, float]" is no single number
+    if value is None or isinstance(value, bool):
+        return ("None" if value is None else "bool") in single
+    return _number(value) and ("float" in single or ("int" in single and isinstance(value, int)))
+
+
+def _words(wanted: str) -> str:
+    """Return an annotation in plain words."""
+    if choices := re.findall(r"'(\w+)'", wanted):
+        return f"one of {', '.join(choices)}"
+    kinds = {"tuple[": "numbers with commas between them", "Iterable[": "whole numbers with commas between them",
+             "bool": "true or false", "float": "a number", "int": "a whole number"}  # fmt: skip
+    return next((word for kind, word in kinds.items() if kind in wanted), "of the right type")
