@@ -49,7 +49,8 @@ from fedapp.tasks import simulated as tasks
 
 OWN_SETTINGS = (
     "lr", "optimizer", "momentum", "weight-decay", "clip", "augment", "local-epochs", "batch-size", "model",
-    "precision", "buffers", "wire-dtype",
+    "precision", "buffers", "wire-dtype", "optimizer-args", "lr-schedule", "warmup-rounds", "lr-schedule-steps",
+    "class-weights",
 )  # fmt: skip
 """Run-config keys that one method of a comparison may have for itself; all others are common to its runs."""
 SWEPT = ("clients", "fraction-train", "num-server-rounds", "split")
