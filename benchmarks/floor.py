@@ -26,8 +26,7 @@ def one_client(config: RunConfig, client: int) -> float:
     """Compute what a FedAvg client computes in a round; return its accuracy before training."""
     device = process.device()
     task = simulated_task(config, client, config.clients, device)
-    shape = {"num_classes": task.num_classes, "channels": task.inputs.channels, "size": task.inputs.size}
-    model = build_model(config.model, **shape, seed=0).to(device)
+    model = build_model(config.model, num_classes=task.num_classes, shape=task.inputs.shape, seed=0).to(device)
     before = evaluate(model, task.x_test, task.y_test, task.inputs, task.num_classes)
     train(
         model, task.x_train, task.y_train, task.train, task.inputs,

@@ -75,7 +75,7 @@ class Reference:
         self.batch, self.lr = config.batch_size, float(config.lr)
         self.sizes = [len(c.train) for c in data.partition.clients]
         torch.manual_seed(config.seed)
-        model = cnn(self.classes, data.inputs.size, data.inputs.channels)
+        model = cnn(self.classes, data.inputs.shape[-1], data.inputs.shape[0])
         self.models = [copy.deepcopy(model) for _ in self.sizes]
         self.scores: list[float] = []
 

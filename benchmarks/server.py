@@ -108,7 +108,7 @@ def cwfedavg(count: int, classes: int, size: str) -> Problem:
     Ours is the strategy itself: it reads the replies and computes what each client gets.
     """
     name, channels, side = ("digits-c", 1, 8) if size == "10 k" else ("cnn", 3, 32)
-    model = build_model(name, num_classes=classes, channels=channels, size=side, seed=0)
+    model = build_model(name, num_classes=classes, shape=(channels, side, side), seed=0)
     initial = {n: p.detach().numpy() for n, p in model.named_parameters()}
     rng = np.random.default_rng(1)
     uploads = [{n: rng.standard_normal(a.shape, np.float32) for n, a in initial.items()} for _ in range(count)]

@@ -90,9 +90,7 @@ class FedClient(NumPyClient):
     @classmethod
     def build_model(cls, spec: ModelSpec, hparams: Any) -> SplitModel:
         """Build the model of a specification; server and clients call the same function."""
-        return build_model(
-            spec.name, num_classes=spec.num_classes, channels=spec.channels, size=spec.size, seed=spec.seed
-        )
+        return build_model(spec.name, num_classes=spec.num_classes, shape=spec.shape, seed=spec.seed)
 
     @classmethod
     def initial_arrays(cls, spec: ModelSpec, method: Method, hparams: Any, buffers: str) -> Arrays:
@@ -446,8 +444,7 @@ class FedClient(NumPyClient):
             "client": self.task.client,
             "model": self.task.model,
             "num-classes": self.task.num_classes,
-            "channels": self.task.inputs.channels,
-            "size": self.task.inputs.size,
+            "shape": json.dumps(self.task.inputs.shape),
             "width": model.width,
             "shapes": json.dumps(shapes),
             "common": json.dumps(self.common_facts()),

@@ -183,7 +183,11 @@ class KTpFLClient(FedClient):
     def common_facts(self) -> dict[str, Scalar]:
         """Return checksum and number of the public images."""
         images = self.public.cpu().numpy()
-        return {"public-checksum": zlib.crc32(images.tobytes()), "public-images": len(images)}
+        return {
+            "public-checksum": zlib.crc32(images.tobytes()),
+            "public-images": len(images),
+            "public-size": images.nbytes,
+        }
 
 
 class KTpFLWeightsClient(KTpFLClient):

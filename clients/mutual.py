@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from clients.base import FedClient
 from fedapp.errors import suggest
 from fedapp.method import ALL, Array, Arrays, BaseHParams, Payload
-from fedapp.models import MODEL_NAMES, SplitModel, build_model
+from fedapp.models import MODEL_NAMES, SplitModel, build_model, default_small
 from fedapp.transport import selection
 
 SMALL = "small/"
@@ -29,7 +29,7 @@ class MutualHParams(BaseHParams):
     small: str = Field(
         "auto",
         description="architecture of the shared small model, the same for all clients (FedGH's comparison: fedgh-5); "
-        "auto = digits-c for 8x8 images, else cnn-d",
+        "auto = digits-c for 8x8 images, cnn-d for others, mlp for other data",
     )
 
     @field_validator("small")
@@ -42,10 +42,10 @@ class MutualHParams(BaseHParams):
         return name
 
 
-def build_small(hparams: Any, *, num_classes: int, channels: int, size: int, seed: int) -> SplitModel:
+def build_small(hparams: Any, *, num_classes: int, shape: tuple[int, ...], seed: int) -> SplitModel:
     """Build the small model; server and clients call the same function."""
-    name = hparams.small if hparams.small != "auto" else "digits-c" if size == 8 else "cnn-d"
-    return build_model(name, num_classes=num_classes, channels=channels, size=size, seed=seed)
+    name = hparams.small if hparams.small != "auto" else default_small(shape)
+    return build_model(name, num_classes=num_classes, shape=shape, seed=seed)
 
 
 def small_arrays(small: nn.Module) -> Arrays:
@@ -71,7 +71,7 @@ class MutualClient(FedClient):
     def fresh_small(self) -> SplitModel:
         """Build the small model, as the server does."""
         spec = self.task.spec(0)
-        return build_small(self.hparams, num_classes=spec.num_classes, channels=spec.channels, size=spec.size, seed=0)
+        return build_small(self.hparams, num_classes=spec.num_classes, shape=spec.shape, seed=0)
 
     def trained_models(self) -> list[SplitModel]:
         """Return both models."""

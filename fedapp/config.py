@@ -19,7 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedapp import registry
-from fedapp.data.datasets import DATASET_NAMES
+from fedapp.data.datasets import DATASET_NAMES, published
 from fedapp.data.partitions import PARTITION_KINDS
 from fedapp.errors import BadRequest, suggest
 from fedapp.learning import evaluation
@@ -434,8 +434,11 @@ def _resolved(config: RunConfig) -> RunConfig:
 
     optimizer = pick(config.optimizer, d.optimizer)
     optimizer_class(optimizer)  # an unknown one is refused
+    # The user's own data decide the model when they are read.
+    known = published(config.dataset)
+    model = "auto" if known is None else default_model(known.shape)
     return config.replaced(
-        model=",".join(default_model(config.dataset) if n == "auto" else n for n in config.model_names),
+        model=",".join(model if n == "auto" else n for n in config.model_names),
         lr=pick(config.lr, d.lr_digits if config.dataset == "digits" else d.lr),
         optimizer=optimizer,
         momentum=pick(config.momentum, d.momentum if optimizer == "sgd" else 0.0),

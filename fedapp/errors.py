@@ -42,6 +42,16 @@ def named_values(key: str, text: str, takes: str) -> dict[str, str]:
     return values
 
 
+def described(shape: tuple[int, ...]) -> str:
+    """Say in words what samples of a shape are: images (C, H, W), series (C, T), table rows (F,), or arrays."""
+    if len(shape) == 3:
+        channels, height, width = shape
+        return f"images of {height}x{width} pixels with {channels} channel{'s' if channels > 1 else ''}"
+    if len(shape) == 2:
+        return f"series of {shape[1]} steps with {shape[0]} channel{'s' if shape[0] > 1 else ''}"
+    return f"rows of {shape[0]} features" if len(shape) == 1 else f"arrays of shape {shape}"
+
+
 def between(text: str, start: str, end: str) -> tuple[str, str, str] | None:
     """Return the text before, between and after two markers; None if `text` does not contain them in this order."""
     head, opened, rest = text.partition(start)

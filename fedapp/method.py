@@ -137,8 +137,8 @@ class ServerContext:
     rng : seeded generator, `rng(purpose, *numbers)`.
     score : returns the accuracy in [0, 1], on the central test set, of the model with these arrays (and the scalars
         that a payload would carry); None if there is no central test set.
-    channels, size : channels and side (H = W = size) of the clients' images, for strategies that build their own model;
-        0 = unknown.
+    shape : of one sample of the clients' data as a model takes it, for strategies that build their own model; empty =
+        unknown.
     """
 
     seed: int
@@ -149,8 +149,7 @@ class ServerContext:
     initial_from: Callable[[int], Arrays]
     rng: Callable[..., np.random.Generator]
     score: Callable[[Mapping[str, Array], Mapping[str, Scalar]], float | None] = lambda arrays, scalars: None
-    channels: int = 0
-    size: int = 0
+    shape: tuple[int, ...] = ()
 
     def ids(self) -> tuple[int, ...]:
         """Return the sorted client ids."""

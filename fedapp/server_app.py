@@ -207,13 +207,17 @@ class Run(Callbacks):
             self.tell({"kind": "warning", "text": text})
         self.infos = self.manager.gather(self.config.clients)
         self.manager.agree(self.method)
-        if self.simulation and not self.config.clients:
-            self.config = config = self.config.replaced(clients=len(self.infos))
+        # Where the clients' own data decide the model, the clients say which one it is.
+        auto = next((i.model for i in self.infos if config.model_of(i.client) == "auto"), "")
+        known = config.replaced(model=",".join(auto if name == "auto" else name for name in config.model_names))
+        if self.simulation and not config.clients:
+            known = known.replaced(clients=len(self.infos))
+        if known != config:
+            self.config = config = known
             self.directory.configure(config)
         facts = next(iter(self.manager.facts.values()))
-        self.spec = ModelSpec(
-            self.infos[0].model, self.infos[0].num_classes, int(facts["channels"]), int(facts["size"]), 0
-        )
+        shape = tuple(json.loads(str(facts["shape"])))
+        self.spec = ModelSpec(self.infos[0].model, self.infos[0].num_classes, shape, 0)
         self._data()
         find = self.method.warn
         warn = find(self.hparams, self.config.optimizer, self.config.augment) if find else None
@@ -372,8 +376,8 @@ class Run(Callbacks):
     def _model_header(self) -> dict[str, object]:
         """Return what a stored model needs so that it can be built again and used."""
         config, spec = self.config, self.spec
-        shape = {"num_classes": spec.num_classes, "channels": spec.channels, "size": spec.size}
-        return {"method": config.method, "method-args": config.method_args, "model": spec.name, **shape, **self.about}
+        sizes = {"num_classes": spec.num_classes, "shape": list(spec.shape)}
+        return {"method": config.method, "method-args": config.method_args, "model": spec.name, **sizes, **self.about}
 
     def has_evaluation(self, server_round: int) -> bool:
         """Whether `evaluations.csv` holds the evaluation after `server_round`."""

@@ -298,8 +298,7 @@ def server_context(
         initial_from=initial_from,
         rng=lambda purpose, *numbers: sampling.rng(seed, purpose, *numbers),
         score=score or (lambda arrays, scalars: None),
-        channels=spec.channels,
-        size=spec.size,
+        shape=spec.shape,
     )
 
 

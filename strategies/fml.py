@@ -26,8 +26,7 @@ def initial_small(context: ServerContext, hparams: FMLHParams) -> Arrays:
     small = build_small(
         hparams,
         num_classes=context.num_classes,
-        channels=context.channels,
-        size=context.size,
+        shape=context.shape,
         seed=sampling.derived_seed(context.seed, "server-model", 0),
     )
     return small_arrays(small)

@@ -147,10 +147,10 @@ class KTpFL(FedStrategy):
     def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
         """Return the size of the public set, which every client gets once, and the mean weight of own predictions."""
         images = len(next(iter(state["soft"].values()))) if state["soft"] else 0
-        each = 4 if self.hparams.ship == "indices" else self.context.size**2 * self.context.channels
+        facts = self.context.clients[0].common
         return {
             "public_images": images,
-            "public_bytes": images * each,
+            "public_bytes": 4 * images if self.hparams.ship == "indices" or not images else int(facts["public-size"]),
             "self_coefficient": float(np.diag(state["c"]).mean()),
         }
 

@@ -99,7 +99,7 @@ def one_batch_task(
     x = torch.randint(0, 17, (n, 8, 8, 1), generator=generator, dtype=torch.uint8)
     y = torch.arange(n) % classes
     spec = TrainSpec(epochs=epochs, batch_size=batch_size or n, lr=lr, momentum=momentum, **train)
-    return Task(client, 1, classes, InputSpec(1, 8, 16.0, (0.3,), (0.4,)), model, x, y, x[:4], y[:4], train=spec)
+    return Task(client, 1, classes, InputSpec((1, 8, 8), 16.0, (0.3,), (0.4,)), model, x, y, x[:4], y[:4], train=spec)
 
 
 def pixels(task: Task) -> torch.Tensor:
@@ -110,7 +110,7 @@ def pixels(task: Task) -> torch.Tensor:
 
 def model_like(task: Task, seed: int = 9) -> SplitModel:
     """A model of a task's architecture, other than the client's own initial one."""
-    return build_model(task.model, num_classes=task.num_classes, channels=1, size=8, seed=seed)
+    return build_model(task.model, num_classes=task.num_classes, shape=(1, 8, 8), seed=seed)
 
 
 def whole(model: torch.nn.Module) -> Payload:
@@ -205,7 +205,7 @@ def digits_context(method: Method, hparams: Any, tasks: Sequence[Task], seed: in
     """The context that the server would have for these clients."""
 
     def initial_from(k: int) -> Arrays:
-        spec = ModelSpec("digits-a", 10, 1, 8, sampling.derived_seed(seed, "server-model", k))
+        spec = ModelSpec("digits-a", 10, (1, 8, 8), sampling.derived_seed(seed, "server-model", k))
         model = method.client.build_model(spec, hparams)
         return selection.extract(model, FedClient.names_of(model, method, hparams, "global"))
 

@@ -262,8 +262,8 @@ def evaluation(images: int) -> int:
     from fedapp.learning.evaluation import evaluate
     from fedapp.models import build_model
 
-    inputs = InputSpec(channels=1, size=8, scale=16.0, mean=(0.3,), std=(0.4,))
-    model = build_model("digits-a", num_classes=10, channels=1, size=8, seed=1).to(device())
+    inputs = InputSpec(shape=(1, 8, 8), scale=16.0, mean=(0.3,), std=(0.4,))
+    model = build_model("digits-a", num_classes=10, shape=(1, 8, 8), seed=1).to(device())
     x = torch.zeros(images, 8, 8, 1, dtype=torch.uint8, device=device())
     for _ in range(2):  # the first time fills caches
         events.clear()
@@ -275,7 +275,7 @@ def augmentation(channels: int, size: int, kind: str) -> list[bool]:
     """Return the copies of one batch's augmentation, each with whether the host waits."""
     from fedapp.data.transforms import InputSpec, augment
 
-    inputs = InputSpec(channels=channels, size=size, scale=255.0, mean=(0.5,) * channels, std=(0.2,) * channels)
+    inputs = InputSpec(shape=(channels, size, size), scale=255.0, mean=(0.5,) * channels, std=(0.2,) * channels)
     x = torch.randint(0, 256, (20, channels, size, size), dtype=torch.uint8).to(device())
     for _ in range(2):
         events.clear()

@@ -639,7 +639,7 @@ def test_clients_and_server_use_the_same_calibrated_model(transform: str, tmp_pa
 
 
 def test_where_the_transform_goes() -> None:
-    spec = ModelSpec("digits-a", 10, 1, 8, 0)
+    spec = ModelSpec("digits-a", 10, (1, 8, 8), 0)
     z = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
     for transform, before_head in (("none", False), ("feature", True), ("sample", True), ("sample-only", False)):
         method, hparams = method_of(f"transform={transform}")
@@ -686,7 +686,7 @@ def test_sample_and_sample_only_train_alike_and_feature_asks_for_transformed_sta
 
 def test_clsnorm_uses_unit_rows_and_no_bias(tmp_path: Path) -> None:
     method, hparams = method_of("clsnorm=true")
-    model = method.client.build_model(ModelSpec("digits-a", 10, 1, 8, 0), hparams)
+    model = method.client.build_model(ModelSpec("digits-a", 10, (1, 8, 8), 0), hparams)
     assert isinstance(model.head, CCVRHead)
     z = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
     w = model.head.weight.detach()

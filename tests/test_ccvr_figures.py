@@ -151,7 +151,7 @@ def test_fewer_real_features_lie_between(runs: list[RunResult]) -> None:
 
 # ---- inversion -------------------------------------------------------------------------------------------------------
 
-GREY = InputSpec(1, 4, 16.0, (0.3,), (0.5,))
+GREY = InputSpec((1, 4, 4), 16.0, (0.3,), (0.5,))
 
 
 def test_total_variation_worked_numbers() -> None:
@@ -173,8 +173,8 @@ def test_an_invertible_representation_gives_the_image_back() -> None:
 
 
 def test_every_image_is_recovered_by_itself() -> None:
-    model = build_model("digits-a", num_classes=10, channels=1, size=8, seed=3).eval()
-    inputs = InputSpec(1, 8, 16.0, (0.3,), (0.4,))
+    model = build_model("digits-a", num_classes=10, shape=(1, 8, 8), seed=3).eval()
+    inputs = InputSpec((1, 8, 8), 16.0, (0.3,), (0.4,))
     z = np.random.default_rng(1).random((2, 64)).astype(np.float32)
     both = inversion.invert(model, inputs, z, steps=15)
     alone = np.concatenate([inversion.invert(model, inputs, row[None], steps=15) for row in z])

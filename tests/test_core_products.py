@@ -169,7 +169,7 @@ def test_a_model_trains_to_the_same_parameters_either_way(monkeypatch: pytest.Mo
     monkeypatch.setattr(products, "_onednn", lambda *args: (used.append(fast), original(*args))[1])
     for fast in (True, False):
         monkeypatch.setattr(products, "onednn_is_faster", lambda fast=fast: fast)
-        model = build_model("cnn", num_classes=10, channels=3, size=32, seed=0)
+        model = build_model("cnn", num_classes=10, shape=(3, 32, 32), seed=0)
         start = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         generator = torch.Generator().manual_seed(1)

@@ -509,7 +509,7 @@ CNN = [f"features.{n}.{part}" for n in ("conv1", "conv2", "fc1") for part in ("w
     ],
 )  # fmt: skip
 def test_layers_of_the_four_layer_network(layers: str, count: int) -> None:
-    model = build_model("cnn", num_classes=10, channels=3, size=32, seed=0)
+    model = build_model("cnn", num_classes=10, shape=(3, 32, 32), seed=0)
     names = selection.shared_names(model, ("",))
     assert names == CNN
     got = classwise_names(layers, names)
@@ -537,7 +537,7 @@ def task(y: Sequence[int], classes: int, lr: float = 0.005) -> Task:
     x = torch.randint(0, 17, (len(y), 8, 8, 1), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
     labels = torch.tensor(y, dtype=torch.int64)
     return Task(
-        client=0, seed=0, num_classes=classes, inputs=InputSpec(1, 8, 16.0, (0.3,), (0.4,)), model="digits-b",
+        client=0, seed=0, num_classes=classes, inputs=InputSpec((1, 8, 8), 16.0, (0.3,), (0.4,)), model="digits-b",
         x_train=x, y_train=labels, x_test=x[:2], y_test=labels[:2],
         train=TrainSpec(epochs=1, batch_size=16, lr=lr, momentum=0.0),
     )  # fmt: skip
@@ -546,7 +546,7 @@ def task(y: Sequence[int], classes: int, lr: float = 0.005) -> Task:
 def client(i: int, **hparams: object) -> CwFedAvgClient:
     y = list(itertools.chain.from_iterable([k] * c for k, c in enumerate(COUNTS[i])))
     one = CwFedAvgClient(task(y, 3), METHOD, CwFedAvgHParams(**hparams))  # type: ignore[arg-type]
-    one.model = build_model("digits-b", num_classes=3, channels=1, size=8, seed=0)
+    one.model = build_model("digits-b", num_classes=3, shape=(1, 8, 8), seed=0)
     one.model.head = torch.nn.Linear(2, 3)
     with torch.no_grad():
         one.model.head.weight.copy_(torch.tensor(W[i]))
@@ -647,7 +647,7 @@ def test_the_regulariser_does_its_work() -> None:
         data = task([0] * 60 + [1] * 20, 4, lr=0.05)
         data = replace(data, train=replace(data.train, epochs=20))
         one = CwFedAvgClient(data, METHOD, CwFedAvgHParams(lam=lam))
-        model = build_model("digits-b", num_classes=4, channels=1, size=8, seed=0)
+        model = build_model("digits-b", num_classes=4, shape=(1, 8, 8), seed=0)
         one.train_round(Payload(arrays=selection.everything(model)), 1)
         return float(one.reply_metrics()["wdr"])
 
@@ -655,7 +655,7 @@ def test_the_regulariser_does_its_work() -> None:
 
 
 def test_nothing_but_the_model_leaves_a_client() -> None:
-    model = build_model("digits-b", num_classes=4, channels=1, size=8, seed=0)
+    model = build_model("digits-b", num_classes=4, shape=(1, 8, 8), seed=0)
     payload = Payload(arrays=selection.everything(model))
     one = CwFedAvgClient(task([0, 1, 2, 0], 4), METHOD, CwFedAvgHParams())
     assert set(one.train_round(payload, 1)[0]) == set(model.state_dict())

@@ -60,7 +60,7 @@ def test_digits_are_those_of_scikit_learn():
     bunch = load_digits()
     assert np.array_equal(np.asarray(data.x_train)[..., 0], bunch.images)
     assert np.array_equal(data.y_train, bunch.target)
-    assert (data.num_train, data.num_test, data.size, data.channels, data.num_classes) == (1797, 0, 8, 1, 10)
+    assert (data.num_train, data.num_test, data.shape, data.num_classes) == (1797, 0, (1, 8, 8), 10)
     assert data.x_test.shape == (0, 8, 8, 1)
     assert (data.scale, data.mean, data.std) == (16.0, (0.305,), (0.376,))
     scaled = bunch.images / 16

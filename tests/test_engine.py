@@ -137,7 +137,7 @@ def normed_task(buffers: str, client: int = 0) -> Task:
     x, y = load_digits(return_X_y=True)
     images = torch.from_numpy(x.astype(np.uint8).reshape(-1, 8, 8, 1))[client::2]
     labels = torch.from_numpy(y)[client::2]
-    inputs = InputSpec(channels=1, size=8, scale=16.0, mean=(0.305,), std=(0.376,))
+    inputs = InputSpec(shape=(1, 8, 8), scale=16.0, mean=(0.305,), std=(0.376,))
     return Task(
         client=client, seed=0, num_classes=10, inputs=inputs, model="normed", x_train=images[:400],
         y_train=labels[:400], x_test=images[400:], y_test=labels[400:], buffers=buffers,

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fedapp.data.transforms import InputSpec
 from fedapp.learning.evaluation import BATCH, Scores, batched, evaluate
 
-INPUTS = InputSpec(channels=1, size=8, scale=16.0, mean=(0.305,), std=(0.376,))
+INPUTS = InputSpec(shape=(1, 8, 8), scale=16.0, mean=(0.305,), std=(0.376,))
 CLASSES = 6
 
 

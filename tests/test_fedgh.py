@@ -362,13 +362,13 @@ def task(y: list[int], classes: int = 4, seed: int = 0) -> Task:
     x = torch.randint(0, 17, (len(y), 8, 8, 1), dtype=torch.uint8, generator=generator)
     labels = torch.tensor(y, dtype=torch.int64)
     return Task(
-        client=3, seed=0, num_classes=classes, inputs=InputSpec(1, 8, 16.0, (0.3,), (0.4,)), model="digits-b",
+        client=3, seed=0, num_classes=classes, inputs=InputSpec((1, 8, 8), 16.0, (0.3,), (0.4,)), model="digits-b",
         x_train=x, y_train=labels, x_test=x[:2], y_test=labels[:2], train=TrainSpec(epochs=1, batch_size=4, lr=0.05),
     )  # fmt: skip
 
 
 def head_payload(classes: int = 4) -> Payload:
-    model = build_model("digits-b", num_classes=classes, channels=1, size=8, seed=9)
+    model = build_model("digits-b", num_classes=classes, shape=(1, 8, 8), seed=9)
     return Payload(common={n: a.numpy().copy() for n, a in model.state_dict().items() if n.startswith("head.")})
 
 
@@ -409,7 +409,7 @@ def test_a_round_is_sgd_on_the_received_header_and_its_means_are_those_of_the_tr
 def test_worked_class_means() -> None:
     features = torch.tensor([[1, 0], [0.8, 0.4], [0, 1], [0.2, 1.2], [0.4, 0.8]])
     one = client([0, 0, 1, 1, 1])
-    one.model = build_model("digits-b", num_classes=4, channels=1, size=8, seed=0)
+    one.model = build_model("digits-b", num_classes=4, shape=(1, 8, 8), seed=0)
     one.model.width = 2
     one.representations = lambda x=None: features  # type: ignore[method-assign,assignment]
     arrays = one.after_training(Payload())

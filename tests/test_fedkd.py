@@ -41,7 +41,7 @@ SMALL = 9738
 
 def strategy(**hparams: Any) -> tuple[FedKD, ServerState]:
     made = FedKD(METHOD, FedKDHParams(**hparams))
-    context = ServerContext(0, (), 10, 64, {}, lambda k: {}, lambda *a: np.random.default_rng(0), channels=1, size=8)
+    context = ServerContext(0, (), 10, 64, {}, lambda k: {}, lambda *a: np.random.default_rng(0), shape=(1, 8, 8))
     return made, made.init(context)
 
 
@@ -308,7 +308,7 @@ def test_the_hidden_map_is_trained_kept_and_bridges_widths(tmp_path: Path) -> No
 @pytest.mark.parametrize("name", ["head.bias", "head.weight/u", "head.weight/s"])
 def test_bad_replies_are_refused(name: str, tmp_path: Path) -> None:
     server, state = strategy()
-    small = build_small(FedKDHParams(), num_classes=10, channels=1, size=8, seed=0)
+    small = build_small(FedKDHParams(), num_classes=10, shape=(1, 8, 8), seed=0)
     factors = {"head.weight/u": np.ones((10, 1)), "head.weight/s": np.ones(1), "head.weight/v": np.ones((1, 64))}
     arrays = {n: a for n, a in small_arrays(small).items() if n != "head.weight"}
     good = prefixed({**arrays, **{n: f.astype(np.float32) for n, f in factors.items()}})

@@ -29,8 +29,8 @@ from strategies.fedavg import FedAvg
 from strategies.fednh import METHOD, FedNH, move_prototypes
 from tests.handmade import full_batch, images, steps_by_hand
 
-INPUTS = InputSpec(1, 8, 16.0, (0.3,), (0.4,))
-SPEC = ModelSpec("digits-a", 5, 1, 8, 3)
+INPUTS = InputSpec((1, 8, 8), 16.0, (0.3,), (0.4,))
+SPEC = ModelSpec("digits-a", 5, (1, 8, 8), 3)
 WIDTH = 64
 
 
@@ -272,7 +272,7 @@ def test_two_local_steps_are_descent_on_the_papers_loss(train_scale: bool) -> No
     """Cross-entropy of s cos(f(x), W_c) written out, over extractor and scale; then n mu by the model that results."""
     made = client(full_batch(task(LABELS)), scale=3.0, train_scale=train_scale)
     sent = Payload(common=initial(scale=3.0))
-    w, x, y = build_model("digits-a", num_classes=5, channels=1, size=8, seed=0), images(made.task), made.task.y_train
+    w, x, y = build_model("digits-a", num_classes=5, shape=(1, 8, 8), seed=0), images(made.task), made.task.y_train
     merge(w, {n: a for n, a in sent.common.items() if n != "scale"})
     scale = torch.tensor([3.0], requires_grad=True)
     prototypes = torch.from_numpy(sent.common["head.weight"])

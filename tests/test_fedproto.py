@@ -71,7 +71,7 @@ def test_worked_losses() -> None:
 def test_worked_inference() -> None:
     protos = torch.tensor([[0.9, 0.2], [0.3, 0.8], [0.6, 0.6]])
     z = torch.tensor([[0.55, 0.75]])
-    model = build_model("digits-b", num_classes=3, channels=1, size=8, seed=0)
+    model = build_model("digits-b", num_classes=3, shape=(1, 8, 8), seed=0)
     everything = NearestPrototype(model, protos, torch.ones(3, dtype=torch.bool)).logits(z)
     torch.testing.assert_close(everything, -torch.tensor([[0.2125, 0.0325, 0.0125]]))
     without = NearestPrototype(model, protos, torch.tensor([True, True, False])).logits(z)

@@ -28,7 +28,7 @@ from strategies.fedavg import METHOD as FEDAVG
 from strategies.feduv import METHOD
 from tests.handmade import context, equal, full_batch, images, point, reply, steps_by_hand
 
-INPUTS = InputSpec(1, 8, 16.0, (0.3,), (0.4,))
+INPUTS = InputSpec((1, 8, 8), 16.0, (0.3,), (0.4,))
 LOGITS = torch.tensor([[2.0, 0, 0], [0, 1, 0], [1, 1, 0]], dtype=torch.float64)
 Z = torch.tensor([[0.0, 0], [1, 0], [0, 2]], dtype=torch.float64)
 
@@ -163,7 +163,7 @@ def task(n: int = 30, **train: Any) -> Task:
 
 
 def payload(seed: int) -> Payload:
-    made = build_model("digits-a", num_classes=4, channels=1, size=8, seed=seed)
+    made = build_model("digits-a", num_classes=4, shape=(1, 8, 8), seed=seed)
     return Payload(common=extract(made, [n for n, _ in made.named_parameters()]))
 
 
@@ -184,7 +184,7 @@ def test_two_local_steps_are_descent_on_the_papers_loss() -> None:
     """L_CE + lambda L_V + mu L_U with sums over classes and pairs; the median is a number, without gradient."""
     job = full_batch(task(12))
     arrays, _, _ = FedUVClient(job, METHOD, FedUVHParams(lam=1.5, mu=0.8), None).train_round(payload(1), 1)
-    w, x, y = build_model("digits-a", num_classes=4, channels=1, size=8, seed=0), images(job), job.y_train
+    w, x, y = build_model("digits-a", num_classes=4, shape=(1, 8, 8), seed=0), images(job), job.y_train
     merge(w, payload(1).common)
 
     def loss() -> Tensor:

@@ -288,7 +288,7 @@ def test_inner_layers_are_compared_between_equal_architectures_only(mixed: RunRe
 
 
 def test_conductance_sums_to_the_difference_of_logits() -> None:
-    model = build_model("digits-a", num_classes=10, channels=1, size=8, seed=3).eval()
+    model = build_model("digits-a", num_classes=10, shape=(1, 8, 8), seed=3).eval()
     x = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     zero = torch.zeros_like(x)
     with torch.no_grad():
@@ -300,7 +300,7 @@ def test_conductance_sums_to_the_difference_of_logits() -> None:
 
 def test_conductance_against_captum() -> None:
     attr = pytest.importorskip("captum.attr")
-    model = build_model("digits-a", num_classes=10, channels=1, size=8, seed=3).eval()
+    model = build_model("digits-a", num_classes=10, shape=(1, 8, 8), seed=3).eval()
     x = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     path = attr.LayerConductance(model, model.activation)
     theirs = path.attribute(x, baselines=torch.zeros_like(x), target=4, n_steps=1500, internal_batch_size=500)

@@ -35,7 +35,7 @@ Y = torch.tensor([0, 1])
 
 
 def context(size: int = 8, seed: int = 0) -> ServerContext:
-    return ServerContext(seed, (), 10, 64, {}, lambda k: {}, lambda *a: np.random.default_rng(0), channels=1, size=size)
+    return ServerContext(seed, (), 10, 64, {}, lambda k: {}, lambda *a: np.random.default_rng(0), shape=(1, size, size))
 
 
 def strategy(**hparams: Any) -> tuple[FML, ServerState]:
@@ -115,8 +115,8 @@ def test_local_training_equals_two_optimizers(clip: float) -> None:
 def test_the_first_small_model_is_the_one_that_fedavg_would_start_from() -> None:
     server, state = strategy()
     seed = sampling.derived_seed(0, "server-model", 0)
-    expected = build_small(server.hparams, num_classes=10, channels=1, size=8, seed=seed)
-    assert server.context.size == 8
+    expected = build_small(server.hparams, num_classes=10, shape=(1, 8, 8), seed=seed)
+    assert server.context.shape == (1, 8, 8)
     for name, p in expected.named_parameters():
         assert np.array_equal(state["small"][f"small/{name}"], p.detach())
 
@@ -142,12 +142,12 @@ def test_merge_is_the_mean_over_participants(average: str) -> None:
 def test_auto_chooses_by_image_size_alone() -> None:
     hparams = FMLHParams()
     for size, name in ((8, "digits-c"), (28, "cnn-d"), (32, "cnn-d"), (64, "cnn-d")):
-        assert build_small(hparams, num_classes=5, channels=3, size=size, seed=0).name == name
-    assert build_small(FMLHParams(small="fedgh-5"), num_classes=10, channels=3, size=32, seed=0).name == "fedgh-5"
+        assert build_small(hparams, num_classes=5, shape=(3, size, size), seed=0).name == name
+    assert build_small(FMLHParams(small="fedgh-5"), num_classes=10, shape=(3, 32, 32), seed=0).name == "fedgh-5"
     named = sum(
         a.nbytes
         for a in small_arrays(
-            build_small(FMLHParams(small="fedgh-5"), num_classes=10, channels=3, size=32, seed=0)
+            build_small(FMLHParams(small="fedgh-5"), num_classes=10, shape=(3, 32, 32), seed=0)
         ).values()
     )
     assert named == 2_680_232
@@ -222,7 +222,7 @@ def test_a_payload_without_the_small_model_is_an_error() -> None:
 
 
 def test_batch_norm_statistics_of_the_small_model_travel() -> None:
-    small = build_small(FMLHParams(small="resnet18"), num_classes=3, channels=1, size=32, seed=0)
+    small = build_small(FMLHParams(small="resnet18"), num_classes=3, shape=(1, 32, 32), seed=0)
     names = small_arrays(small)
     assert any(n.endswith("running_mean") for n in names)
     assert not any(n.endswith("num_batches_tracked") for n in names)

@@ -53,11 +53,11 @@ TARGET_0 = [[0.367680, 0.432347, 0.199618], [0.300898, 0.333076, 0.365671]]
 
 
 def strategy(clients: int = 3, classes: int = 3, **hparams: Any) -> tuple[KTpFL, ServerState]:
-    public = {"public-checksum": 1, "public-images": 2}
+    public = {"public-checksum": 1, "public-images": 2, "public-size": 2 * 32 * 32 * 3}
     infos = tuple(ClientInfo(k, 5, "m", classes, {}, public) for k in range(clients))
     made = KTpFL(METHOD, KTpFLHParams(**hparams))
     context = ServerContext(
-        0, infos, classes, 9, {}, lambda k: {}, lambda *a: np.random.default_rng(0), channels=3, size=32
+        0, infos, classes, 9, {}, lambda k: {}, lambda *a: np.random.default_rng(0), shape=(3, 32, 32)
     )
     return made, made.init(context)
 
@@ -619,7 +619,7 @@ def test_a_client_steps_towards_its_mixture_and_then_trains() -> None:
         task = full_batch(one_batch_task(model="digits-a"), steps=2, lr=0.1)
         made = KTpFLWeightsClient(task, BY_WEIGHT, KTpFLHParams(share="weights", distil_epochs=steps))
         made.restore(2, Payload(arrays={"target": np.zeros(0)}))
-        mixed = build_model("digits-a", num_classes=4, channels=1, size=8, seed=3)
+        mixed = build_model("digits-a", num_classes=4, shape=(1, 8, 8), seed=3)
         target = np.concatenate([a.ravel() for a in selection.extract(mixed, made.up_names()).values()])
         w, x, y = copy.deepcopy(made.model).train(), images(task), task.y_train
         before = selection.extract(w, made.up_names())

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedapp.errors import BadRequest
-from fedapp.models import MODEL_NAMES, SplitModel, build_model, check_model, default_model, head_width
+from fedapp.models import MODEL_NAMES, SplitModel, build_model, check_model, default_model, default_small, head_width
 
 DIGITS = ("digits-a", "digits-b", "digits-c")
 LIGHT = ("cnn-a", "cnn-b", "cnn-c", "cnn-d")
@@ -24,7 +24,10 @@ BATCH_NORM = ("resnet18", "shufflenetv2", "googlenet", "mobilenetv2")
 RESNETS = ("fedgh-resnet", "fedproto-d", "fedproto-e")
 PLAIN = ("mobilenetv2-plain", "resnet18-plain")
 """As published: no linear layer between the last means and the head."""
-ALL_SIZES = tuple(name for name in MODEL_NAMES if name not in DIGITS)
+OTHER = ("cnn1d", "mlp")
+"""Trunks of data that are no images."""
+IMAGES = tuple(name for name in MODEL_NAMES if name not in OTHER)
+ALL_SIZES = tuple(name for name in IMAGES if name not in DIGITS)
 SMALL = ("cnn", *LIGHT, "fedgh-5", "moon", *DIGITS)
 
 
@@ -34,7 +37,7 @@ def native_size(name: str) -> int:
 
 def build(name: str, channels: int = 3, size: int | None = None, num_classes: int = 10, seed: int = 0) -> SplitModel:
     side = native_size(name) if size is None else size
-    return build_model(name, num_classes=num_classes, channels=channels, size=side, seed=seed)
+    return build_model(name, num_classes=num_classes, shape=(channels, side, side), seed=seed)
 
 
 def images(batch: int, channels: int, size: int, seed: int = 0) -> Tensor:
@@ -70,6 +73,7 @@ def test_the_zoo_holds_the_documented_names() -> None:
         *("fedproto-a", "fedproto-b", "fedproto-c", "fedproto-d", "fedproto-e"),
         *("resnet18", "shufflenetv2", "googlenet", "alexnet", "digits-a", "digits-b", "digits-c"),
         *PLAIN,
+        *OTHER,
     }
     assert len(set(MODEL_NAMES)) == len(MODEL_NAMES)
 
@@ -400,7 +404,7 @@ def test_grey_networks_differ_in_the_first_convolution_only(name: str) -> None:
     assert (first_grey.bias is None) == (first_colour.bias is None)
 
 
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("name", IMAGES)
 def test_dropout_rates(name: str) -> None:
     rates = [m.p for m in build(name).modules() if isinstance(m, nn.Dropout)]
     half = {n: [0.5] for n in ("alexnet", "fedproto-a", "fedproto-b", "fedproto-c")}
@@ -410,7 +414,7 @@ def test_dropout_rates(name: str) -> None:
 # --- the cut ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("name", IMAGES)
 def test_the_cut(name: str) -> None:
     model = build(name, num_classes=7).eval()
     assert (model.name, model.width, model.num_classes) == (name, head_width(name), 7)
@@ -429,7 +433,7 @@ def test_the_cut(name: str) -> None:
     assert (z.min() >= 0) == (name != "moon")
 
 
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("name", IMAGES)
 def test_names_on_the_wire(name: str) -> None:
     model = build(name)
     names = list(model.state_dict())
@@ -450,6 +454,8 @@ def test_widths() -> None:
         "moon": 256,
         "mobilenetv2-plain": 1280,
         "resnet18-plain": 512,
+        "cnn1d": 56,
+        "mlp": 64,
     }
 
 
@@ -510,7 +516,7 @@ def test_batch_normalisation_refuses_a_batch_of_one(name: str) -> None:
         build(name).train()(images(1, 3, 32))
 
 
-@pytest.mark.parametrize("name", [name for name in MODEL_NAMES if name not in (*BATCH_NORM, *RESNETS, *PLAIN)])
+@pytest.mark.parametrize("name", [name for name in IMAGES if name not in (*BATCH_NORM, *RESNETS, *PLAIN)])
 def test_other_models_train_on_a_batch_of_one(name: str) -> None:
     model = build(name).train()
     assert not any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
@@ -557,7 +563,7 @@ def test_a_few_steps_fit_a_few_images(name: str) -> None:
 # --- initial values, random state, memory format --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MODEL_NAMES)
+@pytest.mark.parametrize("name", IMAGES)
 def test_initial_values_depend_on_the_seed_only(name: str) -> None:
     torch.manual_seed(1)
     first = build(name, seed=5).state_dict()
@@ -602,8 +608,8 @@ def test_initial_head_is_uniform(name: str, width: int) -> None:
 
 
 def test_build_takes_numpy_integers() -> None:
-    a = build_model("digits-a", num_classes=int(np.int64(10)), channels=1, size=8, seed=int(np.int64(3)))
-    b = build_model("digits-a", num_classes=10, channels=1, size=8, seed=3)
+    a = build_model("digits-a", num_classes=int(np.int64(10)), shape=(1, 8, 8), seed=int(np.int64(3)))
+    b = build_model("digits-a", num_classes=10, shape=(1, 8, 8), seed=3)
     assert torch.equal(a.head.weight, b.head.weight)
 
 
@@ -662,18 +668,18 @@ def test_models_can_be_copied_and_pickled() -> None:
 )
 def test_unknown_model_gets_a_suggestion(typed: str, meant: str) -> None:
     with pytest.raises(BadRequest, match=f"unknown model '{typed}', did you mean '{meant}"):
-        check_model(typed, channels=3, size=32)
+        check_model(typed, (3, 32, 32))
 
 
 def test_unknown_model_lists_all_names() -> None:
     with pytest.raises(BadRequest) as error:
-        check_model("zzz", channels=3, size=32)
+        check_model("zzz", (3, 32, 32))
     assert "did you mean" not in str(error.value)
     assert all(name in str(error.value) for name in MODEL_NAMES)
     with pytest.raises(BadRequest, match="unknown model 'zzz'"):
         head_width("zzz")
     with pytest.raises(BadRequest, match="unknown model 'zzz'"):
-        build_model("zzz", num_classes=10, channels=3, size=32, seed=0)
+        build_model("zzz", num_classes=10, shape=(3, 32, 32), seed=0)
 
 
 @pytest.mark.parametrize(
@@ -682,52 +688,111 @@ def test_unknown_model_lists_all_names() -> None:
         ("digits-a", 28, "images of 8x8 pixels"),
         ("digits-b", 32, "images of 8x8 pixels"),
         ("digits-c", 7, "images of 8x8 pixels"),
-        ("cnn", 8, "images of 16x16 pixels or more"),
-        ("cnn", 15, "images of 16x16 pixels or more"),
-        ("fedgh-3", 15, "images of 16x16 pixels or more"),
-        ("moon", 8, "images of 16x16 pixels or more"),
+        ("cnn", 8, "square images of 16x16 pixels or more"),
+        ("cnn", 15, "square images of 16x16 pixels or more"),
+        ("fedgh-3", 15, "square images of 16x16 pixels or more"),
+        ("moon", 8, "square images of 16x16 pixels or more"),
         ("resnet18", 8, "images of 16x16 pixels or more"),
         ("cnn-d", 7, "images of 8x8 pixels or more"),
     ],
 )
 def test_model_that_does_not_fit(name: str, size: int, reason: str) -> None:
-    with pytest.raises(BadRequest, match=rf"model '{name}' is made for {reason}, this data has {size}x{size}\."):
-        check_model(name, channels=1, size=size)
+    with pytest.raises(
+        BadRequest,
+        match=rf"model '{name}' is made for {reason}, this data has images of {size}x{size} pixels with 1 channel\.",
+    ):
+        check_model(name, (1, size, size))
     with pytest.raises(BadRequest, match=reason):
-        build_model(name, num_classes=10, channels=1, size=size, seed=0)
+        build_model(name, num_classes=10, shape=(1, size, size), seed=0)
 
 
 @pytest.mark.parametrize("size", [8, 12, 16])
 def test_every_model_named_as_fitting_fits(size: int) -> None:
     with pytest.raises(BadRequest) as error:
-        check_model("cnn" if size < 16 else "digits-a", channels=1, size=size)
+        check_model("cnn" if size < 16 else "digits-a", (1, size, size))
     fitting = str(error.value).split("Models that fit: ")[1].rstrip(".").split(", ")
     assert fitting
-    for name in MODEL_NAMES:
+    for name in IMAGES:
         if name in fitting:
-            check_model(name, channels=1, size=size)
+            check_model(name, (1, size, size))
             logits = build(name, 1, size).train()(images(2, 1, size))
             assert logits.shape == (2, 10)
         else:
             with pytest.raises(BadRequest):
-                check_model(name, channels=1, size=size)
-
-
-def test_tiny_images_fit_nothing_and_the_message_says_so() -> None:
-    with pytest.raises(BadRequest, match="use images of 8x8 pixels or more"):
-        check_model("cnn", channels=1, size=4)
+                check_model(name, (1, size, size))
 
 
 def test_no_channels_and_no_classes_are_refused() -> None:
-    with pytest.raises(BadRequest, match="at least 1 channel"):
-        check_model("cnn", channels=0, size=28)
+    with pytest.raises(BadRequest, match="without a number in it"):
+        check_model("cnn", (0, 28, 28))
     with pytest.raises(BadRequest, match="at least 1 class"):
-        build_model("cnn", num_classes=0, channels=1, size=28, seed=0)
+        build_model("cnn", num_classes=0, shape=(1, 28, 28), seed=0)
 
 
-def test_default_models_fit_their_data() -> None:
-    assert default_model("digits") == "digits-a"
-    check_model(default_model("digits"), channels=1, size=8)
-    for dataset, channels, size in (("mnist", 1, 28), ("cifar10", 3, 32), ("tiny_imagenet", 3, 64)):
-        assert default_model(dataset) == "cnn"
-        check_model(default_model(dataset), channels=channels, size=size)
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        ((1, 8, 8), "digits-a"), ((3, 28, 28), "cnn"), ((5, 64, 64), "cnn"), ((3, 20, 33), "cnn-d"),
+        ((9, 128), "cnn1d"), ((7,), "mlp"),
+    ],
+)  # fmt: skip
+def test_default_models_fit_their_data(shape: tuple[int, ...], name: str) -> None:
+    assert default_model(shape) == name
+    check_model(name, shape)
+    small = build_model(default_small(shape), num_classes=3, shape=shape, seed=0)
+    x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    assert small(x).shape == build_model(name, num_classes=3, shape=shape, seed=0)(x).shape == (2, 3)
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 4), (9, 10), (2, 3, 4, 5)])
+def test_where_no_model_is_the_default_those_that_fit_are_named(shape: tuple[int, ...]) -> None:
+    with pytest.raises(BadRequest, match=r"no model is the default for .*: set model to one of mlp"):
+        default_model(shape)
+
+
+# --- other data than square images --------------------------------------------------------------------------------
+
+
+def test_the_series_network_has_the_documented_size_and_any_length() -> None:
+    model = build_model("cnn1d", num_classes=6, shape=(9, 128), seed=0)
+    assert stage_counts(model) == {"conv1": 2048, "conv2": 7728, "conv3": 9280, "fc1": 28728, "head": 342}
+    assert count(model) == 48_126 and count(model.features) == 47_784
+    shapes = stage_shapes(model, torch.zeros(2, 9, 128))
+    assert [shapes[n] for n in ("pool1", "pool2", "pool3", "fc1")] == [(32, 32), (48, 16), (64, 8), (56,)]
+    for steps in (16, 17, 31, 33, 127, 500):
+        net = build_model("cnn1d", num_classes=2, shape=(1, steps), seed=0)
+        assert net(torch.zeros(1, 1, steps)).shape == (1, 2)
+
+
+def test_the_perceptron_takes_any_shape_and_equals_that_of_the_digits() -> None:
+    for shape in ((5,), (2, 3), (1, 8, 8), (2, 2, 2, 2)):
+        model = build_model("mlp", num_classes=4, shape=shape, seed=1)
+        assert stage_counts(model) == {"fc1": math.prod(shape) * 128 + 128, "fc2": 8256, "head": 260}
+        assert model(torch.zeros(3, *shape)).shape == (3, 4)
+    ours, digits = (build_model(name, num_classes=4, shape=(1, 8, 8), seed=1) for name in ("mlp", "digits-b"))
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), digits.parameters(), strict=True))
+
+
+SQUARE = ("cnn", "cnn-a", "cnn-b", "cnn-c", *FEDGH, "fedproto-a", "fedproto-b", "fedproto-c", "moon", *DIGITS)
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_that_are_not_square(name: str) -> None:
+    """Trunks that end in a mean take them, with the parameters that they have for squares; the others refuse them."""
+    shape = (2, 24, 40)
+    if name in SQUARE:
+        with pytest.raises(BadRequest, match=r"made for .*this data has images of 24x40 pixels with 2 channels"):
+            check_model(name, shape)
+        return
+    model = build_model(name, num_classes=3, shape=shape, seed=0).eval()
+    with torch.inference_mode():
+        assert model(torch.randn(2, *shape)).shape == (2, 3)
+    assert count(model) == count(build(name, 2, 32, 3))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("cnn1d", (3, 32, 32)), ("cnn", (9, 128)), ("cnn1d", (9, 15)), ("cnn", (9,))]
+)
+def test_data_of_another_kind_are_refused(name: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(BadRequest, match=f"model '{name}' is made for"):
+        check_model(name, shape)

@@ -30,7 +30,7 @@ from strategies.fedavg import METHOD as FEDAVG
 from strategies.moon import METHOD
 from tests.handmade import context, deterministic, equal, full_batch, images, point, reply, steps_by_hand
 
-INPUTS = InputSpec(1, 8, 16.0, (0.3,), (0.4,))
+INPUTS = InputSpec((1, 8, 8), 16.0, (0.3,), (0.4,))
 
 
 def task(n: int = 40, model: str = "digits-a", **train: Any) -> Task:
@@ -46,7 +46,7 @@ def client(folder: Path | None = None, job: Task | None = None, **hparams: Any) 
 
 
 def payload(seed: int, model: str = "digits-a") -> Payload:
-    made = build_model(model, num_classes=4, channels=1, size=8, seed=seed)
+    made = build_model(model, num_classes=4, shape=(1, 8, 8), seed=seed)
     return Payload(common=extract(made, [n for n, _ in made.named_parameters()]))
 
 
@@ -119,7 +119,7 @@ def test_two_local_steps_are_descent_on_the_papers_loss(tmp_path: Path) -> None:
     job = full_batch(task())
     before, _, _ = client(tmp_path, job).train_round(payload(1), 1)
     arrays, n, _ = client(tmp_path, job, mu=3.0, tau=0.4).train_round(payload(2), 2)
-    w, received, previous = (build_model("digits-a", num_classes=4, channels=1, size=8, seed=0) for _ in range(3))
+    w, received, previous = (build_model("digits-a", num_classes=4, shape=(1, 8, 8), seed=0) for _ in range(3))
     for model, values in ((w, payload(2).common), (received, payload(2).common), (previous, before)):
         merge(model, values)
     x, y = images(job), job.y_train
@@ -287,11 +287,11 @@ def test_resume_finds_the_previous_models(tmp_path: Path) -> None:
 
 def test_the_model_named_moon_contrasts_its_projection(tmp_path: Path) -> None:
     # The method and MOON's network share a name; the projection ends in 256 numbers without an activation.
-    spec = InputSpec(1, 28, 255.0, (0.3,), (0.4,))
+    spec = InputSpec((1, 28, 28), 255.0, (0.3,), (0.4,))
     x = torch.randint(0, 256, (6, 28, 28, 1), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     job = dataclasses.replace(task(), inputs=spec, model="moon", x_train=x, y_train=torch.arange(6) % 4, x_test=x)
     job = dataclasses.replace(job, y_test=job.y_train)
-    sent = [Payload(common=parameters(build_model("moon", num_classes=4, channels=1, size=28, seed=s))) for s in (1, 2)]
+    sent = [Payload(common=parameters(build_model("moon", num_classes=4, shape=(1, 28, 28), seed=s))) for s in (1, 2)]
     client(tmp_path, job).train_round(sent[0], 1)
     made = client(tmp_path, job)
     made.train_round(sent[1], 2)

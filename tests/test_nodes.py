@@ -153,7 +153,7 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
             Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8)).save(path)
     config = from_flat({"dataset": "folder", "class-names": "dog, cat", "model": "cnn"})
     task = nodes.node_task(config, Node(4, data_path=str(tmp_path / "site")), CPU)
-    assert task.client == 4 and task.num_classes == 2 and task.inputs.channels == 3 and task.inputs.size == 28
+    assert task.client == 4 and task.num_classes == 2 and task.inputs.shape == (3, 28, 28)
     assert len(task.y_train) + len(task.y_test) == 12 and task.extras["classes"] == ("dog", "cat")
 
 

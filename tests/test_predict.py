@@ -103,7 +103,7 @@ def test_grey_levels_follow_the_data_set(tmp_path: Path) -> None:
     from fedapp.data.transforms import InputSpec
 
     Image.fromarray(np.array([[0, 16], [128, 255]], np.uint8)).save(tmp_path / "x.png")
-    read = predict.read_images([tmp_path / "x.png"], InputSpec(1, 2, 16.0, (0.3,), (0.4,)))
+    read = predict.read_images([tmp_path / "x.png"], InputSpec((1, 2, 2), 16.0, (0.3,), (0.4,)))
     assert read[0, :, :, 0].tolist() == [[0, 1], [8, 16]]
 
 

@@ -104,7 +104,7 @@ def test_merge_takes_any_float_dtype_and_any_order() -> None:
 
 
 def test_extract_copies_channels_last_weights_contiguous() -> None:
-    model = build_model("digits-a", num_classes=10, channels=1, size=8, seed=0)
+    model = build_model("digits-a", num_classes=10, shape=(1, 8, 8), seed=0)
     arrays = selection.everything(model)
     assert list(arrays) == list(model.state_dict())
     assert all(a.flags.c_contiguous for a in arrays.values())

@@ -29,7 +29,7 @@ def task(n: int, model: str = "resnet18", size: int = 28, **train: int) -> Task:
     x = torch.randint(0, 256, (n, size, size, 1), generator=generator, dtype=torch.uint8)
     y = torch.arange(n) % 3
     spec = TrainSpec(**{"batch_size": 4, **train})  # type: ignore[arg-type]
-    inputs = InputSpec(1, size, 255.0, (0.5,), (0.5,))
+    inputs = InputSpec((1, size, size), 255.0, (0.5,), (0.5,))
     return Task(2, 0, 3, inputs, model, x, y, x[:1], y[:1], train=spec, extras={"public": x.repeat(4, 1, 1, 1)})
 
 
@@ -49,9 +49,9 @@ def client(method: str, on: Task, **hparams: object) -> FedClient:
     ],
 )  # fmt: skip
 def test_which_models_need_two_images(name: str, size: int, two: bool) -> None:
-    model = build_model(name, num_classes=3, channels=1, size=size, seed=0)
+    model = build_model(name, num_classes=3, shape=(1, size, size), seed=0)
     before = {n: a.clone() for n, a in model.state_dict().items()}
-    assert needs_two(model, InputSpec(1, size, 255.0, (0.5,), (0.5,))) is two
+    assert needs_two(model, InputSpec((1, size, size), 255.0, (0.5,), (0.5,))) is two
     assert all(torch.equal(a, before[n]) for n, a in model.state_dict().items()), "statistics stay as they were"
     if two:
         with pytest.raises(ValueError, match="more than 1 value per channel"):

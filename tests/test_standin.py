@@ -101,8 +101,8 @@ def test_handing_over_on_the_cpu_copies_nothing() -> None:
 def test_a_training_on_a_gpu_waits_once(kind: str) -> None:
     """PyTorch's own synchronisation warnings, on a real GPU."""
     device = torch.device("cuda")
-    inputs = InputSpec(channels=3, size=32, scale=255.0, mean=(0.5,) * 3, std=(0.25,) * 3)
-    model = build_model("cnn", num_classes=10, channels=3, size=32, seed=1).to(device)
+    inputs = InputSpec(shape=(3, 32, 32), scale=255.0, mean=(0.5,) * 3, std=(0.25,) * 3)
+    model = build_model("cnn", num_classes=10, shape=(3, 32, 32), seed=1).to(device)
     rng = np.random.default_rng(0)
     x = torch.from_numpy(rng.integers(0, 256, (200, 32, 32, 3), dtype=np.uint8)).to(device)
     y = torch.from_numpy(rng.integers(0, 10, 200)).to(device)

@@ -8,7 +8,7 @@ import torch
 from fedapp.data.transforms import InputSpec
 from fedapp.learning.task import ModelSpec, Task
 
-INPUTS = InputSpec(channels=3, size=8, scale=255.0, mean=(0.5,) * 3, std=(0.2,) * 3)
+INPUTS = InputSpec(shape=(3, 8, 8), scale=255.0, mean=(0.5,) * 3, std=(0.2,) * 3)
 
 
 def task() -> Task:
@@ -23,4 +23,4 @@ def test_counts_are_those_of_the_training_split() -> None:
 
 
 def test_the_model_takes_its_shape_from_the_data_and_its_seed_from_the_caller() -> None:
-    assert task().spec(11) == ModelSpec("digits-b", num_classes=4, channels=3, size=8, seed=11)
+    assert task().spec(11) == ModelSpec("digits-b", num_classes=4, shape=(3, 8, 8), seed=11)

@@ -19,7 +19,7 @@ from fedapp.data.transforms import InputSpec, augment
 from fedapp.learning.training import Batch, TrainReport, TrainSpec, batch_slices, epoch_batches, make_optimizer, train
 from fedapp.models import build_model
 
-INPUTS = InputSpec(channels=1, size=8, scale=16.0, mean=(0.305,), std=(0.376,))
+INPUTS = InputSpec(shape=(1, 8, 8), scale=16.0, mean=(0.305,), std=(0.376,))
 
 
 def data(n: int = 50, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -129,7 +129,7 @@ def test_training_equals_a_plain_loop(spec: TrainSpec, make_update: Callable[[],
 @pytest.mark.parametrize("name", ["digits-a", "digits-c"])
 def test_convolutions_in_channels_last_equal_contiguous_ones(name: str, optimizer: str) -> None:
     spec = TrainSpec(epochs=1, batch_size=7, lr=0.02, optimizer=optimizer, momentum=0.9)
-    fast = build_model(name, num_classes=10, channels=1, size=8, seed=1)
+    fast = build_model(name, num_classes=10, shape=(1, 8, 8), seed=1)
     slow = copy.deepcopy(fast).to(memory_format=torch.contiguous_format)
     start = flat(slow)
     go(fast, spec)

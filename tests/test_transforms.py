@@ -14,10 +14,15 @@ from fedapp.data.datasets import Dataset
 from fedapp.data.transforms import InputSpec, augment, normalise
 from fedapp.errors import BadRequest
 
-GREY8 = InputSpec(1, 8, 16.0, (0.305,), (0.376,))
-GREY28 = InputSpec(1, 28, 255.0, (0.1307,), (0.3081,))
-COLOUR32 = InputSpec(3, 32, 255.0, (0.49, 0.48, 0.45), (0.25, 0.24, 0.26))
-SPECS = {"grey8": GREY8, "grey28": GREY28, "colour32": COLOUR32, "colour64": dataclasses.replace(COLOUR32, size=64)}
+GREY8 = InputSpec((1, 8, 8), 16.0, (0.305,), (0.376,))
+GREY28 = InputSpec((1, 28, 28), 255.0, (0.1307,), (0.3081,))
+COLOUR32 = InputSpec((3, 32, 32), 255.0, (0.49, 0.48, 0.45), (0.25, 0.24, 0.26))
+SPECS = {
+    "grey8": GREY8,
+    "grey28": GREY28,
+    "colour32": COLOUR32,
+    "colour64": dataclasses.replace(COLOUR32, shape=(3, 64, 64)),
+}
 
 
 def generator(seed=0):
@@ -26,8 +31,8 @@ def generator(seed=0):
 
 def pictures(spec, count=24, seed=1):
     """Smooth random pictures as uint8 (B, C, S, S): noise alone would hide errors of a fraction of a pixel."""
-    coarse = torch.rand(count, spec.channels, 5, 5, generator=generator(seed))
-    fine = torch.nn.functional.interpolate(coarse, size=(spec.size, spec.size), mode="bicubic", align_corners=False)
+    coarse = torch.rand(count, spec.shape[0], 5, 5, generator=generator(seed))
+    fine = torch.nn.functional.interpolate(coarse, size=spec.sides, mode="bicubic", align_corners=False)
     return (fine.clamp(0, 1) * spec.scale).round().to(torch.uint8)
 
 
@@ -80,10 +85,8 @@ def test_spec_of_a_data_set():
 def test_empty_batch():
     for kind in T.AUGMENTATIONS:
         for spec in SPECS.values():
-            out = augment(
-                torch.zeros(0, spec.channels, spec.size, spec.size, dtype=torch.uint8), spec, kind, generator()
-            )
-            assert out.shape == (0, spec.channels, spec.size, spec.size)
+            out = augment(torch.zeros(0, *spec.shape, dtype=torch.uint8), spec, kind, generator())
+            assert out.shape == (0, *spec.shape)
 
 
 # --- what holds for every kind -------------------------------------------------------------------------------------
@@ -136,7 +139,7 @@ def test_unknown_kind():
 @pytest.mark.parametrize("spec", [GREY8, GREY28, COLOUR32])
 def test_similarity_equals_torchvision(spec):
     x = unit(pictures(spec), spec)
-    parameters = T.draw_similarity(len(x), spec.size, generator(2))
+    parameters = T.draw_similarity(len(x), spec.sides, generator(2))
     out = T.transform_similarity(x, parameters)
     for row, (angle, zoom, right, down) in enumerate(parameters.tolist()):
         expected = TF.affine(
@@ -158,7 +161,7 @@ def test_similarity_moves_as_it_says():
 
 @pytest.mark.parametrize(("spec", "shift"), [(GREY8, 0.5), (GREY28, 1.75)])
 def test_similarity_is_drawn_within_its_bounds(spec, shift):
-    drawn = T.draw_similarity(4000, spec.size, generator())
+    drawn = T.draw_similarity(4000, spec.sides, generator())
     for column, (low, high) in enumerate([(-8, 8), (0.95, 1.05), (-shift, shift), (-shift, shift)]):
         values = drawn[:, column]
         assert low <= values.min() < low + 0.02 * (high - low)
@@ -169,7 +172,7 @@ def test_similarity_is_drawn_within_its_bounds(spec, shift):
 def test_weak_digits_step_by_step():
     x = pictures(GREY8)
     g = generator(5)
-    moved = T.transform_similarity(unit(x, GREY8), T.draw_similarity(len(x), 8, g))
+    moved = T.transform_similarity(unit(x, GREY8), T.draw_similarity(len(x), (8, 8), g))
     factors = torch.rand(len(x), generator=g) * 0.2 + 0.9
     noise = torch.randn(x.shape, generator=g)
     contrasted = torch.stack(
@@ -185,14 +188,16 @@ def test_weak_grey_28_has_no_noise():
     torch.testing.assert_close(out, normalise(x, GREY28))
 
 
-@pytest.mark.parametrize(("size", "border"), [(32, 4), (64, 4), (16, 2), (8, 1)])
-def test_weak_colour_equals_pad_crop_flip(size, border):
-    spec = dataclasses.replace(COLOUR32, size=size)
+@pytest.mark.parametrize(
+    ("height", "width", "border"), [(32, 32, 4), (64, 64, 4), (16, 16, 2), (8, 8, 1), (20, 33, 2), (33, 20, 2)]
+)
+def test_weak_colour_equals_pad_crop_flip(height, width, border):
+    spec = dataclasses.replace(COLOUR32, shape=(3, height, width))
     x = pictures(spec)
-    corner, mirrored = T.draw_crop(len(x), size, generator(4))
+    corner, mirrored = T.draw_crop(len(x), min(height, width), generator(4))
     out = augment(x, spec, "weak", generator(4))
     for row, ((top, left), mirror) in enumerate(zip(corner.tolist(), mirrored.tolist(), strict=True)):
-        expected = TF.crop(TF.pad(unit(x, spec)[row], [border] * 4), top, left, size, size)
+        expected = TF.crop(TF.pad(unit(x, spec)[row], [border] * 4), top, left, height, width)
         expected = TF.hflip(expected) if mirror else expected
         torch.testing.assert_close(out[row], standard(expected, spec), rtol=1e-5, atol=1e-5)
 
@@ -212,11 +217,11 @@ def test_crops_are_drawn_evenly():
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_resized_crop_equals_torchvision(spec):
     x = unit(pictures(spec), spec)
-    boxes = T.draw_resized_crop(len(x), spec.size, generator(6))
+    boxes = T.draw_resized_crop(len(x), spec.sides, generator(6))
     mirrored = torch.rand(len(x), generator=generator(1)) < 0.5
     out = T.transform_resized_crop(x, boxes, mirrored)
     for row, (top, left, height, width) in enumerate(boxes.tolist()):
-        expected = TF.resized_crop(x[row], top, left, height, width, [spec.size, spec.size], antialias=True)
+        expected = TF.resized_crop(x[row], top, left, height, width, [*spec.sides], antialias=True)
         expected = TF.hflip(expected) if mirrored[row] else expected
         torch.testing.assert_close(out[row], expected, rtol=1e-4, atol=1e-4)
 
@@ -224,7 +229,7 @@ def test_resized_crop_equals_torchvision(spec):
 def test_resized_crops_are_distributed_as_torchvisions():
     from torchvision.transforms import RandomResizedCrop
 
-    boxes = T.draw_resized_crop(4000, 32, generator()).float()
+    boxes = T.draw_resized_crop(4000, (32, 32), generator()).float()
     image = torch.zeros(1, 32, 32)
     state = torch.get_rng_state()
     try:
@@ -275,18 +280,18 @@ def test_grey_equals_torchvision():
 def test_strong_step_by_step(spec):
     x = pictures(spec)
     g = generator(11)
-    boxes = T.draw_resized_crop(len(x), spec.size, g)
+    boxes = T.draw_resized_crop(len(x), spec.sides, g)
     mirrored = torch.rand(len(x), generator=g) < 0.5
     factors, order, jittered, greyed = T.draw_jitter(len(x), g)
     functions = [theirs for _, theirs in ADJUSTMENTS.values()]
     out = augment(x, spec, "strong", generator(11))
     for row, (top, left, height, width) in enumerate(boxes.tolist()):
-        image = TF.resized_crop(unit(x, spec)[row], top, left, height, width, [spec.size, spec.size], antialias=True)
+        image = TF.resized_crop(unit(x, spec)[row], top, left, height, width, [*spec.sides], antialias=True)
         image = TF.hflip(image) if mirrored[row] else image
         if jittered[row]:
             for step in order[row].tolist():
                 image = functions[step](image, factors[row, step].item())
-        if greyed[row] and spec.channels == 3:
+        if greyed[row] and spec.shape[0] == 3:
             image = TF.rgb_to_grayscale(image, 3)
         torch.testing.assert_close(out[row], standard(image, spec), rtol=2e-3, atol=2e-3)
 

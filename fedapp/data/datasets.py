@@ -44,6 +44,8 @@ from fedapp.errors import BadRequest, suggest
 
 UInt8 = npt.NDArray[np.uint8]
 Int64 = npt.NDArray[np.int64]
+Samples = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
+ARRAYS = ("x_train", "y_train", "x_test", "y_test")
 Built = tuple[Mapping[str, np.ndarray], Sequence[str] | None]
 """The four arrays of a data set, and the names of its classes where they are known."""
 
@@ -59,7 +61,13 @@ class Facts:
     classes: tuple[str, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    side: int
     scale: float = 255.0
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of the images as published."""
+        return len(self.mean), self.side, self.side
 
 
 def _numbers(count: int) -> tuple[str, ...]:
@@ -70,14 +78,14 @@ def _numbers(count: int) -> tuple[str, ...]:
 # CIFAR-10 were recomputed from the images; CINIC-10: the values that its authors publish; the others: the customary
 # values of the PyTorch community. Digits: over all 1,797 images.
 _FACTS: dict[str, Facts] = {
-    "digits": Facts(_numbers(10), (0.305,), (0.376,), 16.0),
-    "mnist": Facts(_numbers(10), (0.1307,), (0.3081,)),
-    "fashion_mnist": Facts(FASHION_CLASSES, (0.2860,), (0.3530,)),
-    "emnist_letters": Facts(tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), (0.1722,), (0.3309,)),
-    "cifar10": Facts(CIFAR10_CLASSES, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    "cifar100": Facts(_numbers(100), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
-    "tiny_imagenet": Facts(_numbers(200), (0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821)),
-    "cinic10": Facts(CIFAR10_CLASSES, (0.4789, 0.4723, 0.4305), (0.2421, 0.2383, 0.2587)),
+    "digits": Facts(_numbers(10), (0.305,), (0.376,), 8, 16.0),
+    "mnist": Facts(_numbers(10), (0.1307,), (0.3081,), 28),
+    "fashion_mnist": Facts(FASHION_CLASSES, (0.2860,), (0.3530,), 28),
+    "emnist_letters": Facts(tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"), (0.1722,), (0.3309,), 28),
+    "cifar10": Facts(CIFAR10_CLASSES, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), 32),
+    "cifar100": Facts(_numbers(100), (0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762), 32),
+    "tiny_imagenet": Facts(_numbers(200), (0.4802, 0.4481, 0.3975), (0.2770, 0.2691, 0.2821), 64),
+    "cinic10": Facts(CIFAR10_CLASSES, (0.4789, 0.4723, 0.4305), (0.2421, 0.2383, 0.2587), 32),
 }
 _TORCHVISION = {
     "mnist": ("MNIST", {}),
@@ -90,7 +98,9 @@ _ARCHIVES = {
     "tiny_imagenet": ("tiny-imagenet-200.zip", "http://cs231n.stanford.edu/tiny-imagenet-200.zip"),
     "cinic10": ("CINIC-10.tar.gz", "https://datashare.ed.ac.uk/handle/10283/3192"),
 }
-DATASET_NAMES: tuple[str, ...] = (*_FACTS, "npz", "folder")
+OWN = ("npz", "folder")
+"""Data sets of the user."""
+DATASET_NAMES: tuple[str, ...] = (*_FACTS, *OWN)
 """Every name that :func:`load` knows."""
 
 
@@ -101,27 +111,39 @@ def published(name: str) -> Facts | None:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """One image data set; all arrays are read-only and memory-mapped.
+    """One data set; all arrays are read-only and memory-mapped.
 
     Attributes
     ----------
     name : str
-    x_train, x_test : uint8 (N, H, H, C); the test array may have no rows.
+    x_train, x_test : images uint8 (N, H, W, C), all others float32 (N, *shape); the test array may have no rows.
     y_train, y_test : int64 (N,), values 0 .. num_classes - 1.
     classes : name of each class.
-    scale : largest grey level: 16 for digits, else 255.
-    mean, std : per channel, of x / scale.
+    scale : largest grey level: 16 for digits, else 255; 1 for what is no image.
+    mean, std : of x / scale over the training rows, per channel, or per feature of a table.
+    kind : `image`, `series` (N, C, T), `table` (N, F) or `array` (N, ...).
+    binary : per feature of a table: whether it has at most two values.
+    owners, owner_names : natural client of each row of the virtual pool, int64 (num_train + num_test,), a position in
+        the names; None and empty where the data have no column `client`.
+    groups : rows of the pool with equal numbers must stay on one side of every cut, int64; None = all rows may part.
+    held_out : which training rows the data's own `split` column has for validation, bool (num_train,); None = none.
     """
 
     name: str
-    x_train: UInt8
+    x_train: Samples
     y_train: Int64
-    x_test: UInt8
+    x_test: Samples
     y_test: Int64
     classes: tuple[str, ...]
     scale: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    kind: str = "image"
+    binary: tuple[bool, ...] = ()
+    owners: Int64 | None = None
+    owner_names: tuple[str, ...] = ()
+    groups: Int64 | None = None
+    held_out: npt.NDArray[np.bool_] | None = None
 
     @property
     def num_classes(self) -> int:
@@ -129,14 +151,10 @@ class Dataset:
         return len(self.classes)
 
     @property
-    def channels(self) -> int:
-        """Number of channels: 1 for grey images."""
-        return int(self.x_train.shape[3])
-
-    @property
-    def size(self) -> int:
-        """Height and width in pixels."""
-        return int(self.x_train.shape[1])
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one sample as a model takes it: (C, H, W) images, (C, T) series, (F,) table rows."""
+        shape = tuple(map(int, self.x_train.shape[1:]))
+        return (shape[2], *shape[:2]) if self.kind == "image" else shape
 
     @property
     def num_train(self) -> int:
@@ -155,7 +173,7 @@ class Dataset:
         labels.flags.writeable = False
         return labels
 
-    def take(self, indices: npt.ArrayLike) -> tuple[UInt8, Int64]:
+    def take(self, indices: npt.ArrayLike) -> tuple[Samples, Int64]:
         """Copy rows of the virtual pool (training rows, then test rows).
 
         Parameters
@@ -164,7 +182,7 @@ class Dataset:
 
         Returns
         -------
-        x : uint8 (n, H, H, C), in the order of the indices.
+        x : like `x_train`, (n, ...), in the order of the indices.
         y : int64 (n,).
 
         Raises
@@ -175,7 +193,7 @@ class Dataset:
         if rows.size and (rows.min() < 0 or rows.max() >= self.num_train + self.num_test):
             raise IndexError(f"pool indices must lie in 0 .. {self.num_train + self.num_test - 1}")
         from_test = rows >= self.num_train
-        x = np.empty((len(rows), *self.x_train.shape[1:]), np.uint8)
+        x = np.empty((len(rows), *self.x_train.shape[1:]), self.x_train.dtype)
         x[~from_test] = self.x_train[rows[~from_test]]
         x[from_test] = self.x_test[rows[from_test] - self.num_train]
         return x, self.pool_labels[rows]
@@ -253,13 +271,16 @@ def _open(name: str, folder: Path) -> Dataset:
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise BadRequest(f"damaged cache folder {folder}: delete it and try again") from error
-    arrays = {key: open_array(folder / f"{key}.npy") for key in ("x_train", "y_train", "x_test", "y_test")}
+    arrays: dict[str, Any] = {key: open_array(folder / f"{key}.npy") for key in (*ARRAYS, *meta.get("columns", ()))}
     return Dataset(
         name=name,
         classes=tuple(meta["classes"]),
         scale=float(meta["scale"]),
         mean=tuple(meta["mean"]),
         std=tuple(meta["std"]),
+        kind=meta.get("kind", "image"),
+        binary=tuple(meta.get("binary", ())),
+        owner_names=tuple(meta.get("owner_names", ())),
         **arrays,
     )
 

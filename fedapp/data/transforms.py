@@ -16,6 +16,8 @@ strong     all               random resized crop (area 0.2 to 1, aspect 3/4 to 4
                              pipeline; on one channel hue, saturation and grey change nothing
 =========  ================  ==================================================================================
 
+Series, table rows and other arrays are varied after normalisation; `fedapp.data.variations` says how.
+
 All arithmetic on grey levels is on x / scale, limited to [0, 1] as torchvision's functions on float tensors do; each
 step is the same as torchvision's per-image function with the drawn parameters, without rounding to uint8 in between.
 """
@@ -31,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedapp.data.variations import vary
 from fedapp.errors import BadRequest
 from fedapp.process import hand_over
 
@@ -63,21 +66,29 @@ class InputSpec:
 
     Attributes
     ----------
-    channels, size : channels; height and width in pixels.
-    scale : largest grey level.
-    mean, std : per channel, of x / scale.
+    shape : of one sample as a model takes it: (C, H, W) images, (C, T) series, (F,) table rows.
+    scale : largest grey level of images; 1 for all others.
+    mean, std : of x / scale along the first axis of `shape`: per channel, or per feature.
+    kind : `image` (uint8), `series`, `table` or `array` (float32).
+    binary : per feature of a table: whether it has at most two values, such as a one-hot column. Empty = none has.
     """
 
-    channels: int
-    size: int
+    shape: tuple[int, ...]
     scale: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    kind: str = "image"
+    binary: tuple[bool, ...] = ()
 
     @classmethod
     def of(cls, dataset: Dataset) -> InputSpec:
-        """Return the specification of a data set's images."""
-        return cls(dataset.channels, dataset.size, dataset.scale, dataset.mean, dataset.std)
+        """Return the specification of a data set's samples."""
+        return cls(dataset.shape, dataset.scale, dataset.mean, dataset.std, dataset.kind, dataset.binary)
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """Height and width of an image in pixels."""
+        return self.shape[-2], self.shape[-1]
 
 
 @lru_cache(maxsize=64)
@@ -87,7 +98,7 @@ def _affine(spec: InputSpec, scale: float, device: torch.device) -> tuple[Tensor
     with torch.inference_mode(False):
         mean = torch.tensor(spec.mean, dtype=torch.float64)
         std = torch.tensor(spec.std, dtype=torch.float64)
-        pixels = spec.size * spec.size
+        pixels = math.prod(spec.sides)
         return (1 / (scale * std)).float().repeat(pixels).to(device), (-mean / std).float().repeat(pixels).to(device)
 
 
@@ -99,23 +110,52 @@ def _standardise(x: Tensor, spec: InputSpec, scale: float) -> Tensor:
     return x.permute(0, 3, 1, 2)
 
 
-def normalise(x_u8: Tensor, spec: InputSpec) -> Tensor:
-    """Return (x / scale - mean) / std of images uint8 (B, C, H, W) as float32 (B, C, H, W), channels_last."""
-    return _standardise(x_u8.permute(0, 2, 3, 1).contiguous().to(torch.float32), spec, spec.scale)
+def channels_first(x: Tensor) -> Tensor:
+    """Return samples as they are kept in the layout of models: images uint8 (n, H, W, C) as (n, C, H, W), others as is.
+
+    Only images are uint8: the bytes of a table become float32 when they are read.
+    """
+    return x.permute(0, 3, 1, 2) if x.dtype == torch.uint8 else x
 
 
-def augment(x_u8: Tensor, spec: InputSpec, kind: str, generator: torch.Generator) -> Tensor:
-    """Augment and normalise a batch; every image gets its own draw.
+@lru_cache(maxsize=64)
+def _moments(spec: InputSpec, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Mean and reciprocal standard deviation float32, (1, C, 1, ...) as samples have axes."""
+    with torch.inference_mode(False):
+        size = (1, -1, *(1 for _ in spec.shape[1:]))
+        mean, std = (torch.tensor(v, dtype=torch.float64).view(size) for v in (spec.mean, spec.std))
+        return mean.float().to(device), (1 / std).float().to(device)
+
+
+def normalise(x: Tensor, spec: InputSpec) -> Tensor:
+    """Return (x / scale - mean) / std as float32.
 
     Parameters
     ----------
-    x_u8 : uint8 (B, C, H, W).
-    kind : ``none``, ``weak`` or ``strong``.
-    generator : source of all draws. If it lives on the CPU the draws are the same whatever the device of the images.
+    x : (B, *shape): images uint8 (B, C, H, W), all others float32. NaN, an unknown value, becomes 0, the mean.
 
     Returns
     -------
-    float32 (B, C, H, W), channels_last, normalised.
+    (B, *shape), images in channels_last.
+    """
+    if x.dtype == torch.uint8:
+        return _standardise(x.permute(0, 2, 3, 1).contiguous().to(torch.float32), spec, spec.scale)
+    mean, factor = _moments(spec, x.device)
+    return ((x - mean) * factor).nan_to_num_(nan=0.0)
+
+
+def augment(x: Tensor, spec: InputSpec, kind: str, generator: torch.Generator) -> Tensor:
+    """Augment and normalise a batch; every sample gets its own draw.
+
+    Parameters
+    ----------
+    x : (B, *shape): images uint8 (B, C, H, W), all others float32.
+    kind : ``none``, ``weak`` or ``strong``.
+    generator : source of all draws. If it lives on the CPU the draws are the same whatever the device of the samples.
+
+    Returns
+    -------
+    float32 (B, *shape), normalised, images in channels_last.
 
     Raises
     ------
@@ -123,11 +163,13 @@ def augment(x_u8: Tensor, spec: InputSpec, kind: str, generator: torch.Generator
     """
     if kind not in AUGMENTATIONS:
         raise BadRequest(f"unknown augmentation {kind!r}: known are {', '.join(AUGMENTATIONS)}")
-    if kind == "none" or not len(x_u8):
-        return normalise(x_u8, spec)
+    if kind == "none" or not len(x):
+        return normalise(x, spec)
+    if spec.kind != "image":
+        return vary(normalise(x, spec), spec.kind, kind == "strong", spec.binary, generator)
     if kind == "weak":
-        return _weak_grey(x_u8, spec, generator) if spec.channels == 1 else _weak_colour(x_u8, spec, generator)
-    return _strong(x_u8, spec, generator)
+        return _weak_grey(x, spec, generator) if spec.shape[0] == 1 else _weak_colour(x, spec, generator)
+    return _strong(x, spec, generator)
 
 
 def _uniform(generator: torch.Generator, low: float, high: float, *shape: int) -> Tensor:
@@ -143,8 +185,8 @@ def _pixels_last(x: Tensor) -> Tensor:
 # --- weak ----------------------------------------------------------------------------------------------------------
 
 
-def draw_similarity(count: int, size: int, generator: torch.Generator) -> Tensor:
-    """Draw rotation, zoom and shifts of images of `size` pixels.
+def draw_similarity(count: int, sides: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Draw rotation, zoom and shifts of images whose height and width in pixels are `sides`.
 
     Returns
     -------
@@ -153,31 +195,33 @@ def draw_similarity(count: int, size: int, generator: torch.Generator) -> Tensor
     """
     angle = _uniform(generator, -ROTATION, ROTATION, count)
     zoom = _uniform(generator, 1 - ZOOM, 1 + ZOOM, count)
-    shift = _uniform(generator, -SHIFT * size, SHIFT * size, count, 2)
+    height, width = sides
+    reach = SHIFT * torch.tensor([width, height], dtype=torch.float32, device=generator.device)
+    shift = _uniform(generator, 0.0, 1.0, count, 2).mul_(2 * reach).sub_(reach)
     return torch.cat([angle[:, None], zoom[:, None], shift], dim=1)
 
 
 def transform_similarity(x: Tensor, parameters: Tensor) -> Tensor:
-    """Rotate, zoom and shift each image float32 (B, C, S, S) about its centre; bilinear, zero outside.
+    """Rotate, zoom and shift each image float32 (B, C, H, W) about its centre; bilinear, zero outside.
 
     The parameters are those of :func:`draw_similarity`.
     """
     angle, zoom, right, down = hand_over(parameters, x.device).unbind(1)
     radians = torch.deg2rad(angle)
     cos, sin = torch.cos(radians) / zoom, torch.sin(radians) / zoom
-    # grid_sample needs the source of each target pixel, hence the inverse map, in units of half the width.
-    half = x.shape[-1] / 2
-    inverse = torch.stack(
-        [cos, sin, -(cos * right + sin * down) / half, -sin, cos, (sin * right - cos * down) / half], dim=1
-    )
+    # grid_sample needs the source of each target pixel, hence the inverse map, in units of half the height and width.
+    high, wide = x.shape[-2] / 2, x.shape[-1] / 2
+    across = [cos, sin * (high / wide), -(cos * right + sin * down) / wide]
+    along = [-sin * (wide / high), cos, (sin * right - cos * down) / high]
+    inverse = torch.stack([*across, *along], dim=1)
     grid = F.affine_grid(inverse.view(-1, 2, 3), list(x.shape), align_corners=False)
     return F.grid_sample(x, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
 
 
 def _weak_grey(x_u8: Tensor, spec: InputSpec, generator: torch.Generator) -> Tensor:
     count = len(x_u8)
-    x = transform_similarity(x_u8.to(torch.float32).div_(spec.scale), draw_similarity(count, spec.size, generator))
-    if spec.size <= SMALL:
+    x = transform_similarity(x_u8.to(torch.float32).div_(spec.scale), draw_similarity(count, spec.sides, generator))
+    if max(spec.sides) <= SMALL:
         x = adjust_contrast(x, hand_over(_uniform(generator, 1 - CONTRAST, 1 + CONTRAST, count), x.device))
         noise = torch.randn(x.shape, generator=generator, device=generator.device)
         x = x.add_(hand_over(noise, x.device), alpha=NOISE)
@@ -195,45 +239,46 @@ def draw_crop(count: int, size: int, generator: torch.Generator) -> tuple[Tensor
 
 
 def _weak_colour(x_u8: Tensor, spec: InputSpec, generator: torch.Generator) -> Tensor:
-    count, channels, size = len(x_u8), spec.channels, spec.size
-    border = _border(size)
-    corner, mirrored = draw_crop(count, size, generator)
+    count, (channels, height, width) = len(x_u8), spec.shape
+    border = _border(min(spec.sides))
+    corner, mirrored = draw_crop(count, min(spec.sides), generator)
     corner, mirrored = hand_over(corner, x_u8.device), hand_over(mirrored, x_u8.device)
-    wide = size + 2 * border
-    bordered = x_u8.new_zeros(count, wide, wide, channels)
+    high, wide = height + 2 * border, width + 2 * border
+    bordered = x_u8.new_zeros(count, high, wide, channels)
     bordered[:, border:-border, border:-border] = x_u8.permute(0, 2, 3, 1)
-    steps = torch.arange(size, device=x_u8.device)
-    columns = torch.where(mirrored[:, None], steps.flip(0), steps) + corner[:, 1:]
-    rows = steps + corner[:, :1] + wide * torch.arange(count, device=x_u8.device)[:, None]
+    down, across = (torch.arange(side, device=x_u8.device) for side in spec.sides)
+    columns = torch.where(mirrored[:, None], across.flip(0), across) + corner[:, 1:]
+    rows = down + corner[:, :1] + high * torch.arange(count, device=x_u8.device)[:, None]
     flat = (rows[:, :, None] * wide + columns[:, None, :]).view(-1)
-    cropped = bordered.view(-1, channels).index_select(0, flat).view(count, size, size, channels)
+    cropped = bordered.view(-1, channels).index_select(0, flat).view(count, height, width, channels)
     return _standardise(cropped.to(torch.float32), spec, spec.scale)
 
 
 # --- strong --------------------------------------------------------------------------------------------------------
 
 
-def draw_resized_crop(count: int, size: int, generator: torch.Generator) -> Tensor:
-    """Draw crops of random area and aspect, as torchvision's ``RandomResizedCrop.get_params`` on square images.
+def draw_resized_crop(count: int, sides: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Draw crops of random area and aspect, as torchvision's ``RandomResizedCrop.get_params``.
 
-    Ten tries an image; where none fits, the whole image.
+    Ten tries per image; where none fits, the whole image, as torchvision takes it of square images.
 
     Returns
     -------
     int64 (B, 4): top, left, height, width.
     """
-    area = _uniform(generator, *AREA, count, CROP_TRIES) * size * size
+    full_height, full_width = sides
+    area = _uniform(generator, *AREA, count, CROP_TRIES) * full_height * full_width
     aspect = torch.exp(_uniform(generator, math.log(ASPECT[0]), math.log(ASPECT[1]), count, CROP_TRIES))
     width = torch.round(torch.sqrt(area * aspect)).long()
     height = torch.round(torch.sqrt(area / aspect)).long()
-    fits = (width > 0) & (width <= size) & (height > 0) & (height <= size)
+    fits = (width > 0) & (width <= full_width) & (height > 0) & (height <= full_height)
     first = fits.to(torch.uint8).argmax(1, keepdim=True)
     found = fits.any(1)
-    width = torch.where(found, width.gather(1, first)[:, 0], size)
-    height = torch.where(found, height.gather(1, first)[:, 0], size)
+    width = torch.where(found, width.gather(1, first)[:, 0], full_width)
+    height = torch.where(found, height.gather(1, first)[:, 0], full_height)
     place = _uniform(generator, 0.0, 1.0, count, 2)
-    top = torch.minimum((place[:, 0] * (size - height + 1)).long(), size - height)
-    left = torch.minimum((place[:, 1] * (size - width + 1)).long(), size - width)
+    top = torch.minimum((place[:, 0] * (full_height - height + 1)).long(), full_height - height)
+    left = torch.minimum((place[:, 1] * (full_width - width + 1)).long(), full_width - width)
     return torch.stack([top, left, height, width], dim=1)
 
 
@@ -250,17 +295,18 @@ def _resize_weights(start: Tensor, length: Tensor, size: int) -> Tensor:
 def transform_resized_crop(x: Tensor, boxes: Tensor, mirrored: Tensor) -> Tensor:
     """Cut a box out of each image, stretch it to the full size (bilinear), and mirror it where asked.
 
-    Images are float32 (B, C, S, S), boxes int64 (B, 4): top, left, height, width, `mirrored` is bool (B,).
+    Images are float32 (B, C, H, W), boxes int64 (B, 4): top, left, height, width, `mirrored` is bool (B,).
     """
-    count, channels, size, _ = x.shape
+    count, channels, full_height, full_width = x.shape
     top, left, height, width = hand_over(boxes, x.device).unbind(1)
-    down = _resize_weights(top, height, size)
-    across = _resize_weights(left, width, size)
+    down = _resize_weights(top, height, full_height)
+    across = _resize_weights(left, width, full_width)
     across = torch.where(hand_over(mirrored, x.device)[:, None, None], across.flip(1), across)
     # Two small matrix products per image. With rows first and channels in the middle, each is one batched call.
-    rows = x.permute(0, 2, 1, 3).reshape(count, size, channels * size)
-    stretched = torch.bmm(down, rows).view(count, size * channels, size)
-    return torch.bmm(stretched, across.transpose(1, 2)).view(count, size, channels, size).permute(0, 2, 1, 3)
+    rows = x.permute(0, 2, 1, 3).reshape(count, full_height, channels * full_width)
+    stretched = torch.bmm(down, rows).view(count, full_height * channels, full_width)
+    stretched = torch.bmm(stretched, across.transpose(1, 2))
+    return stretched.view(count, full_height, channels, full_width).permute(0, 2, 1, 3)
 
 
 def to_grey(x: Tensor) -> Tensor:
@@ -354,7 +400,7 @@ def transform_jitter(x: Tensor, factors: Tensor, order: Tensor, jittered: Tensor
 
 def _strong(x_u8: Tensor, spec: InputSpec, generator: torch.Generator) -> Tensor:
     count = len(x_u8)
-    boxes = draw_resized_crop(count, spec.size, generator)
+    boxes = draw_resized_crop(count, spec.sides, generator)
     mirrored = _uniform(generator, 0.0, 1.0, count) < 0.5
     jitter = draw_jitter(count, generator)
     x = x_u8.to(torch.float32).div_(spec.scale)

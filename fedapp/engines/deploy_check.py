@@ -29,7 +29,7 @@ from fedapp import config as configuration
 from fedapp import process
 from fedapp.data.cache import cache_root
 from fedapp.engines import control, deploy
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, described
 from fedapp.results.directory import versions
 from fedapp.tasks import node as nodes
 
@@ -294,7 +294,7 @@ def _node(text: str, values: Mapping[str, Any], folders: dict[str, Path]) -> Ite
         return
     i, train, test = task.inputs, len(task.y_train), len(task.y_test)
     classes = f"{len(set(task.y_train.tolist()))} of {task.num_classes} classes"
-    counts = f"{train} images to train, {test} to test, {i.size}x{i.size}x{i.channels}, {classes}"
+    counts = f"{train} images to train, {test} to test, {described(i.shape)}, {classes}"
     remedy = "" if test else "no test images: this node will have no accuracy"
     yield Finding("data", OK if test else WARN, counts, remedy)
     yield Finding("model", OK, task.model)

@@ -27,7 +27,7 @@ def effective(values: Mapping[str, Any]) -> RunConfig:
         config = config.replaced(data_dir=str(Path(config.data_dir).expanduser().absolute()))
     if config.state_dir:
         config = config.replaced(state_dir=str(Path(config.state_dir).expanduser().absolute()))
-    return config
+    return tasks.settled(config)
 
 
 def prepare(values: Mapping[str, Any], out: Path | None) -> RunConfig:

@@ -6,6 +6,7 @@ its worker will run. Nothing is stored, and no random draw of the run depends on
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import time
 from collections.abc import Sequence
@@ -78,7 +79,7 @@ def _measure(configs: Sequence[RunConfig]) -> ClientNeeds:
             torch.set_num_threads(config.threads)
             data = tasks.federated(config, config.clients)
             sizes = [(len(s.train), len(s.test)) for s in data.partition.clients]
-            image = data.inputs.channels * data.inputs.size**2
+            image = math.prod(data.inputs.shape)
             for client in _largest(config, [train for train, _ in sizes]):
                 if seconds and time.perf_counter() - started > BUDGET_SECONDS:
                     break

@@ -107,9 +107,7 @@ def what_leaves(config: RunConfig) -> list[str]:
     half = config.wire_dtype == "fp16"
     for name in dict.fromkeys(config.model_names):
         client: type[FedClient] = method.client
-        model = client.build_model(
-            ModelSpec(name, data.dataset.num_classes, data.inputs.channels, data.inputs.size, 0), hparams
-        )
+        model = client.build_model(ModelSpec(name, data.dataset.num_classes, data.inputs.shape, 0), hparams)
         state = model.state_dict()
         down = FedClient.names_of(model, method, hparams, config.buffers)
         up = selection.shared_names(model, method.up_prefixes(hparams), config.buffers)

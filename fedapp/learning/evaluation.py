@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedapp.data.transforms import InputSpec, normalise
+from fedapp.data.transforms import InputSpec, channels_first, normalise
 from fedapp.errors import BadRequest
 
 BATCH = 128
@@ -74,7 +74,7 @@ def batched(function: Callable[[Tensor], Tensor], x: Tensor, inputs: InputSpec, 
     -------
     (n, ...) the results of all batches, in the order of `x`.
     """
-    parts = [function(normalise(x[i : i + batch].permute(0, 3, 1, 2), inputs)) for i in range(0, len(x), batch)]
+    parts = [function(normalise(channels_first(x[i : i + batch]), inputs)) for i in range(0, len(x), batch)]
     return torch.cat(parts)
 
 
@@ -115,7 +115,7 @@ def evaluate(
     for i in range(0, len(y), batch):
         labels = y[i : i + batch]
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-            logits = model(normalise(x[i : i + batch].permute(0, 3, 1, 2), inputs))
+            logits = model(normalise(channels_first(x[i : i + batch]), inputs))
         logits = logits.float()
         # Added by label, not by a mask: picking rows would make the host wait for the device.
         correct.scatter_add_(0, labels, (logits.argmax(dim=1) == labels).long())

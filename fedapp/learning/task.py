@@ -22,14 +22,13 @@ class ModelSpec:
     Attributes
     ----------
     name : architecture, a name of the model zoo.
-    num_classes : outputs of the head.   channels, size : of the images; size is height and width in pixels.
+    num_classes : outputs of the head.   shape : of one sample as the model takes it, (C, H, W).
     seed : decides the initial values.
     """
 
     name: str
     num_classes: int
-    channels: int
-    size: int
+    shape: tuple[int, ...]
     seed: int
 
 
@@ -40,7 +39,7 @@ class Task:
     Attributes
     ----------
     client : stable client id.   seed : the run's seed.
-    num_classes : classes of the federation, C.   inputs : channels, size and normalisation of the images.
+    num_classes : classes of the federation, C.   inputs : shape and normalisation of the images.
     model : name of the client's architecture.
     x_train, x_test : (n, H, W, channels) uint8 tensors on the client's device.
     y_train, y_test : (n,) int64, values 0 .. C - 1.
@@ -80,7 +79,7 @@ class Task:
 
     def spec(self, seed: int) -> ModelSpec:
         """Return the specification of this client's architecture with initial values of `seed`."""
-        return ModelSpec(self.model, self.num_classes, self.inputs.channels, self.inputs.size, seed)
+        return ModelSpec(self.model, self.num_classes, self.inputs.shape, seed)
 
     def class_counts(self) -> NDArray[np.int64]:
         """Return the number of training images per class, (C,); private unless the method's page says otherwise."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from fedapp.data.transforms import InputSpec, augment, normalise
+from fedapp.data.transforms import InputSpec, augment, channels_first, normalise
 from fedapp.errors import BadRequest
 from fedapp.learning.optimizers import optimizer_arguments, optimizer_class, scheduled, takes
 from fedapp.process import hand_over
@@ -143,7 +143,7 @@ def needs_two(model: nn.Module, inputs: InputSpec) -> bool:
     """Return whether `model` cannot be trained on one image: BatchNorm has a single value where maps are 1 x 1."""
     if not any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
         return False
-    image = torch.zeros(1, inputs.channels, inputs.size, inputs.size, device=next(model.parameters()).device)
+    image = torch.zeros(1, *inputs.shape, device=next(model.parameters()).device)
     try:
         with torch.no_grad():
             copy.deepcopy(model).train()(image)  # a copy: BatchNorm's statistics change
@@ -224,7 +224,7 @@ def epoch_batches(
     order = torch.randperm(len(y), generator=generator)
     chosen = hand_over(order, x.device)
     # One gather for the whole epoch: the batches are views of it.
-    images, labels = x[chosen].permute(0, 3, 1, 2), y[chosen]
+    images, labels = channels_first(x[chosen]), y[chosen]
     for part in batch_slices(len(y), batch_size):
         yield images[part], labels[part], chosen[part]
 

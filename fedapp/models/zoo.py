@@ -28,6 +28,8 @@ mobilenetv2           512    the same with a linear layer 1280 -> 512, so that i
 resnet18-plain        512    ResNet-18 as torchvision has it (He et al., CVPR 2016): the head sees the global mean of
                              the last block, without `resnet18`'s linear layer; the same network as fedproto-e
 digits-a, -b, -c      64     made for the 8 x 8 digits
+cnn1d                 56     for series (C, T), such as the channels of a sensor: three convolutions over time
+mlp                   64     for table rows (F,), and for all numbers of any other sample
 ====================  =====  ==================================================================================
 
 Parameters without the head (width x classes + classes), as (channels x size):
@@ -61,7 +63,9 @@ mobilenetv2-plain    2,223,296    2,223,872    2,223,872
 resnet18-plain      11,170,240   11,176,512   11,176,512
 =================  ===========  ===========  ===========
 
-The digits models have 37,632 (`a`), 16,576 (`b`) and 9,088 (`c`) on 1 x 8.
+The digits models have 37,632 (`a`), 16,576 (`b`) and 9,088 (`c`) on 1 x 8. `cnn1d` has 47,784 for 9 channels of 128
+steps. Trunks that end in a mean over all positions (`cnn-d`, `alexnet`, the ResNets, `shufflenetv2`, `googlenet`, the
+MobileNets) take images of any height and width, all other trunks square ones.
 
 Initial values are PyTorch's (or torchvision's) own; a first convolution replaced for another number of channels has
 PyTorch's. Dropout (`googlenet`, `mobilenetv2`, `mobilenetv2-plain`, `alexnet`, `fedproto-a` to `-c`) draws from
@@ -73,6 +77,7 @@ makes a batch of one. All other models take any batch.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,29 +87,38 @@ import torch
 from torch import Tensor, nn
 
 from fedapp.core.products import Linear
-from fedapp.errors import BadRequest, suggest
+from fedapp.errors import BadRequest, described, suggest
 from fedapp.models.split import SplitModel
 
 Stages = list[tuple[str, nn.Module]]
+Shape = tuple[int, ...]
 TrunkBuilder = Callable[[int, int], Stages]
+AXES = {"image": 3, "series": 2}
+"""Axes of one sample by kind of trunk; those of `any` kind flatten it."""
 
 
 @dataclass(frozen=True)
 class ZooEntry:
-    """How to build one trunk, and for which images.
+    """How to build one trunk, and for which data.
 
     Parameters
     ----------
     width : int
         Number of features at the end of the trunk.
     trunk : callable
-        (channels, size) -> named stages in forward order.
+        (channels, size) -> named stages in forward order; size is the side of an image, the steps of a series, and
+        for trunks of `any` kind 1, where channels are all numbers of a sample.
     min_size : int
-        Smallest image side, in pixels.
+        Smallest side in pixels, or fewest steps.
     max_size : int or None
-        Largest image side, in pixels; None = any.
+        Largest side in pixels; None = any.
     relu : bool
         Whether a ReLU stands between trunk and head.
+    kind : str
+        `image` (C, H, W), `series` (C, T) or `any`.
+    square : bool
+        Whether height and width of an image must be equal: the sizes of linear layers follow from the side. Trunks that
+        end in a mean over all positions take any height and width.
     """
 
     width: int
@@ -112,23 +126,41 @@ class ZooEntry:
     min_size: int
     max_size: int | None = None
     relu: bool = True
+    kind: str = "image"
+    square: bool = True
 
-    def fits(self, size: int) -> bool:
-        """Whether images of `size` x `size` pixels can be fed."""
-        return self.min_size <= size and (self.max_size is None or size <= self.max_size)
+    def fits(self, shape: Shape) -> bool:
+        """Whether samples of this shape can be fed."""
+        if self.kind == "any":
+            return True
+        sides = shape[1:]
+        return (
+            len(shape) == AXES[self.kind]
+            and (not self.square or len(set(sides)) == 1)
+            and self.min_size <= min(sides)
+            and (self.max_size is None or max(sides) <= self.max_size)
+        )
 
     def sizes(self) -> str:
-        """Say in words which image sizes fit."""
+        """Say in words what fits."""
+        if self.kind == "series":
+            return f"series of {self.min_size} steps or more"
         low = f"{self.min_size}x{self.min_size}"
+        images = "square images" if self.square else "images"
         if self.max_size is None:
-            return f"images of {low} pixels or more"
+            return f"{images} of {low} pixels or more"
         if self.max_size == self.min_size:
             return f"images of {low} pixels"
-        return f"images of {low} to {self.max_size}x{self.max_size} pixels"
+        return f"{images} of {low} to {self.max_size}x{self.max_size} pixels"
+
+    def stages(self, shape: Shape) -> Stages:
+        """Build the trunk for samples of this shape."""
+        return self.trunk(math.prod(shape), 1) if self.kind == "any" else self.trunk(shape[0], shape[-1])
 
 
 _KINDS = {
     nn.Conv2d: "conv", nn.MaxPool2d: "pool", nn.AdaptiveAvgPool2d: "pool", nn.ReLU: "relu", Linear: "fc",
+    nn.Conv1d: "conv", nn.MaxPool1d: "pool",
 }  # fmt: skip
 
 
@@ -200,7 +232,23 @@ def _digits_a(channels: int, size: int) -> Stages:
 
 def _digits_b(channels: int, size: int) -> Stages:
     """Multi-layer perceptron: fc 128, fc 64."""
-    return _named(nn.Flatten(), Linear(channels * size * size, 128), nn.ReLU(), Linear(128, 64))
+    return _mlp(channels * size * size, 1)
+
+
+def _mlp(numbers: int, _: int) -> Stages:
+    """Multi-layer perceptron of all numbers of a sample: fc 128, fc 64."""
+    return _named(nn.Flatten(), Linear(numbers, 128), nn.ReLU(), Linear(128, 64))
+
+
+def _cnn1d(channels: int, steps: int) -> Stages:
+    """CNN for series: conv 7/2 32, conv 5 48, conv 3 64, each pooled by 2; fc 56."""
+    last = -(-steps // 2) // 8
+    return _named(
+        nn.Conv1d(channels, 32, 7, stride=2, padding=3), nn.MaxPool1d(2), nn.ReLU(),
+        nn.Conv1d(32, 48, 5, padding=2), nn.MaxPool1d(2), nn.ReLU(),
+        nn.Conv1d(48, 64, 3, padding=1), nn.MaxPool1d(2), nn.ReLU(),
+        nn.Flatten(), Linear(64 * last, 56),
+    )  # fmt: skip
 
 
 def _digits_c(channels: int, size: int) -> Stages:
@@ -412,38 +460,66 @@ _ZOO: dict[str, ZooEntry] = {
     "cnn-a": ZooEntry(512, _cnn_a, 8),
     "cnn-b": ZooEntry(512, _cnn_b, 8),
     "cnn-c": ZooEntry(512, _cnn_c, 8),
-    "cnn-d": ZooEntry(512, _cnn_d, 8),
+    "cnn-d": ZooEntry(512, _cnn_d, 8, square=False),
     "fedgh-1": ZooEntry(500, partial(_fedgh, c2=32, hidden=2000), _TWO_CONV_MIN),
     "fedgh-2": ZooEntry(500, partial(_fedgh, c2=16, hidden=2000), _TWO_CONV_MIN),
     "fedgh-3": ZooEntry(500, partial(_fedgh, c2=32, hidden=1000), _TWO_CONV_MIN),
     "fedgh-4": ZooEntry(500, partial(_fedgh, c2=32, hidden=800), _TWO_CONV_MIN),
     "fedgh-5": ZooEntry(500, partial(_fedgh, c2=32, hidden=500), _TWO_CONV_MIN),
-    "fedgh-resnet": ZooEntry(500, _fedgh_resnet18, 8),
+    "fedgh-resnet": ZooEntry(500, _fedgh_resnet18, 8, square=False),
     "fedproto-a": ZooEntry(50, partial(_fedproto, c2=18), _TWO_CONV_MIN),
     "fedproto-b": ZooEntry(50, partial(_fedproto, c2=20), _TWO_CONV_MIN),
     "fedproto-c": ZooEntry(50, partial(_fedproto, c2=22), _TWO_CONV_MIN),
-    "fedproto-d": ZooEntry(512, partial(_fedproto_resnet18, stem=1, pool=4), _STRIDE_32_MIN, relu=False),
-    "fedproto-e": ZooEntry(512, partial(_fedproto_resnet18, stem=2, pool=2), _STRIDE_32_MIN, relu=False),
+    "fedproto-d": ZooEntry(512, partial(_fedproto_resnet18, stem=1, pool=4), _STRIDE_32_MIN, relu=False, square=False),
+    "fedproto-e": ZooEntry(512, partial(_fedproto_resnet18, stem=2, pool=2), _STRIDE_32_MIN, relu=False, square=False),
     "moon": ZooEntry(256, _moon, _TWO_CONV_MIN, relu=False),
-    "resnet18": ZooEntry(512, _resnet18, _STRIDE_32_MIN),
-    "shufflenetv2": ZooEntry(512, _shufflenetv2, _STRIDE_32_MIN),
-    "googlenet": ZooEntry(512, _googlenet, _STRIDE_32_MIN),
-    "alexnet": ZooEntry(512, _alexnet, 8),
-    "mobilenetv2": ZooEntry(512, _mobilenetv2, 8),
-    "mobilenetv2-plain": ZooEntry(1280, _mobilenetv2_plain, 8, relu=False),
-    "resnet18-plain": ZooEntry(512, partial(_fedproto_resnet18, stem=2, pool=2), _STRIDE_32_MIN, relu=False),
+    "resnet18": ZooEntry(512, _resnet18, _STRIDE_32_MIN, square=False),
+    "shufflenetv2": ZooEntry(512, _shufflenetv2, _STRIDE_32_MIN, square=False),
+    "googlenet": ZooEntry(512, _googlenet, _STRIDE_32_MIN, square=False),
+    "alexnet": ZooEntry(512, _alexnet, 8, square=False),
+    "mobilenetv2": ZooEntry(512, _mobilenetv2, 8, square=False),
+    "mobilenetv2-plain": ZooEntry(1280, _mobilenetv2_plain, 8, relu=False, square=False),
+    "resnet18-plain": ZooEntry(
+        512, partial(_fedproto_resnet18, stem=2, pool=2), _STRIDE_32_MIN, relu=False, square=False
+    ),
     "digits-a": ZooEntry(64, _digits_a, 8, 8),
     "digits-b": ZooEntry(64, _digits_b, 8, 8),
     "digits-c": ZooEntry(64, _digits_c, 8, 8),
+    "cnn1d": ZooEntry(56, _cnn1d, 16, kind="series"),
+    "mlp": ZooEntry(64, _mlp, 1, kind="any"),
 }
 
 MODEL_NAMES: tuple[str, ...] = tuple(_ZOO)
 """All names that `build_model` knows, in the order of the documentation."""
 
 
-def default_model(dataset_name: str) -> str:
-    """Return the model that `auto` stands for: `digits-a` for the 8 x 8 digits, else `cnn`."""
-    return "digits-a" if dataset_name == "digits" else "cnn"
+def default_model(shape: Shape) -> str:
+    """Return the model that `auto` stands for, by the shape of one sample.
+
+    `cnn1d` for series (C, T) and `mlp` for table rows (F,); for images (C, H, W) `digits-a` if they are 8 x 8, `cnn` if
+    they are square, and else `cnn-d`, which takes any height and width.
+
+    Raises
+    ------
+    BadRequest
+        If none of these fits; a model must then be named.
+    """
+    name = "cnn" if len(shape) == 3 and shape[1] == shape[2] else "cnn-d"
+    if len(shape) != 3:
+        name = "cnn1d" if len(shape) == 2 else "mlp"
+    elif shape[1:] == (8, 8):
+        name = "digits-a"
+    if len(shape) > 3 or not _ZOO[name].fits(shape):
+        fitting = ", ".join(other for other, entry in _ZOO.items() if entry.fits(shape))
+        raise BadRequest(f"no model is the default for {described(shape)}: set model to one of {fitting}")
+    return name
+
+
+def default_small(shape: Shape) -> str:
+    """Return the second, small model of methods that have one: by shape, and less than a quarter of `default_model`."""
+    if len(shape) != 3:
+        return "mlp"
+    return "digits-c" if shape[1:] == (8, 8) else "cnn-d"
 
 
 def _entry(name: str) -> ZooEntry:
@@ -464,8 +540,8 @@ def head_width(name: str) -> int:
     return _entry(name).width
 
 
-def check_model(name: str, *, channels: int, size: int) -> None:
-    """Check that a model exists and fits images of `channels` channels and `size` x `size` pixels.
+def check_model(name: str, shape: Shape) -> None:
+    """Check that a model exists and fits samples of this shape: (C, H, W) images, (C, T) series, (F,) table rows.
 
     Raises
     ------
@@ -473,17 +549,16 @@ def check_model(name: str, *, channels: int, size: int) -> None:
         If the name is unknown (with a suggestion), or the model does not fit (with the reason and the models that do).
     """
     entry = _entry(name)
-    if channels < 1:
-        raise BadRequest(f"images need at least 1 channel, got {channels}; give arrays of shape (N, H, W, C).")
-    if not entry.fits(size):
-        fitting = [other for other, candidate in _ZOO.items() if candidate.fits(size)]
-        instead = (
-            f"Models that fit: {', '.join(fitting)}." if fitting else "No model fits: use images of 8x8 pixels or more."
+    if not shape or min(shape) < 1:
+        raise BadRequest(f"one sample has the shape {shape}, without a number in it: check the arrays of the data")
+    if not entry.fits(shape):
+        fitting = ", ".join(other for other, candidate in _ZOO.items() if candidate.fits(shape))
+        raise BadRequest(
+            f"model '{name}' is made for {entry.sizes()}, this data has {described(shape)}. Models that fit: {fitting}."
         )
-        raise BadRequest(f"model '{name}' is made for {entry.sizes()}, this data has {size}x{size}. {instead}")
 
 
-def build_model(name: str, *, num_classes: int, channels: int, size: int, seed: int) -> SplitModel:
+def build_model(name: str, *, num_classes: int, shape: Shape, seed: int) -> SplitModel:
     """Build a model with random initial values.
 
     The values depend on `seed` and the shapes only, and the global random state is left as it was. The head is drawn
@@ -495,10 +570,8 @@ def build_model(name: str, *, num_classes: int, channels: int, size: int, seed: 
         One of `MODEL_NAMES`.
     num_classes : int
         Outputs of the head, 1 or more.
-    channels : int
-        Channels of an image.
-    size : int
-        Side of the square image, in pixels.
+    shape : tuple of int
+        Of one sample: (C, H, W) images, (C, T) series, (F,) table rows.
     seed : int
         Seed of the initial values, 0 to 2**64 - 1.
 
@@ -511,9 +584,9 @@ def build_model(name: str, *, num_classes: int, channels: int, size: int, seed: 
     Raises
     ------
     BadRequest
-        If the name is unknown, the model does not fit the images, or there are no classes.
+        If the name is unknown, the model does not fit the data, or there are no classes.
     """
-    check_model(name, channels=channels, size=size)
+    check_model(name, shape)
     if num_classes < 1:
         raise BadRequest(f"a model needs at least 1 class, got {num_classes}; check the labels of the data.")
     entry = _ZOO[name]
@@ -521,7 +594,7 @@ def build_model(name: str, *, num_classes: int, channels: int, size: int, seed: 
         # Seeds the CPU generator alone: torch.manual_seed would also reset the generators of all GPUs.
         torch.default_generator.manual_seed(seed)
         head = nn.Linear(entry.width, num_classes)
-        features = nn.Sequential(OrderedDict(entry.trunk(channels, size)))
+        features = nn.Sequential(OrderedDict(entry.stages(shape)))
     activation = nn.ReLU() if entry.relu else nn.Identity()
     model = SplitModel(name=name, features=features, activation=activation, head=head)
     return model.to(memory_format=torch.channels_last)

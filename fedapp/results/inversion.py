@@ -52,7 +52,7 @@ def invert(
     mean, std = (torch.tensor(v, dtype=torch.float32).view(1, -1, 1, 1) for v in (inputs.mean, inputs.std))
     target = torch.from_numpy(np.asarray(z, dtype=np.float32))
     scale = target.square().sum(dim=1).clamp_min(1e-12)
-    pixels = torch.zeros(len(target), inputs.channels, inputs.size, inputs.size, requires_grad=True)
+    pixels = torch.zeros(len(target), *inputs.shape, requires_grad=True)
     optimizer = torch.optim.Adam([pixels], lr=lr)
     with torch.enable_grad():
         for _ in range(steps):

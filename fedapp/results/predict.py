@@ -21,7 +21,7 @@ from clients.base import FedClient
 from fedapp import registry
 from fedapp.config import RunConfig
 from fedapp.data import datasets
-from fedapp.data.transforms import InputSpec, normalise
+from fedapp.data.transforms import InputSpec, channels_first, normalise
 from fedapp.errors import BadRequest
 from fedapp.learning.state import StateError, read_safetensors, write_safetensors
 from fedapp.learning.task import ModelSpec
@@ -41,8 +41,8 @@ def keep(path: Path, client: FedClient, config: RunConfig, server_round: int, sc
         "method-args": config.method_args,
         "model": task.model,
         "num_classes": task.num_classes,
-        "channels": task.inputs.channels,
-        "size": task.inputs.size,
+        "shape": list(task.inputs.shape),
+        "kind": task.inputs.kind,
         "scale": task.inputs.scale,
         "mean": list(task.inputs.mean),
         "std": list(task.inputs.std),
@@ -71,7 +71,7 @@ class Predictor:
     @torch.inference_mode()
     def probabilities(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
         """(N, C) class probabilities of images (N, H, W, C) uint8 with grey levels 0 .. scale."""
-        x = normalise(torch.from_numpy(images).permute(0, 3, 1, 2), self.inputs)
+        x = normalise(channels_first(torch.from_numpy(images)), self.inputs)
         found: NDArray[np.float32] = torch.softmax(self.model(x).float(), dim=1).numpy()
         return found
 
@@ -112,7 +112,9 @@ def load(path: Path, dataset: str = "") -> Predictor:
     method = registry.get(str(head["method"]))
     hparams = registry.parse_args(method, str(head.get("method-args", "")))
     method = registry.resolve(method, hparams)
-    spec = ModelSpec(str(head["model"]), int(head["num_classes"]), int(head["channels"]), int(head["size"]), 0)
+    # Files of versions before 0.3 hold images alone, as `channels` and `size`.
+    shape = tuple(map(int, head["shape"] if "shape" in head else (head["channels"], head["size"], head["size"])))
+    spec = ModelSpec(str(head["model"]), int(head["num_classes"]), shape, 0)
     client: type[FedClient] = method.client
     model = client.build_model(spec, hparams)
     lacking = [n for n, _ in model.named_parameters() if n not in arrays]
@@ -127,8 +129,9 @@ def load(path: Path, dataset: str = "") -> Predictor:
         raise BadRequest(f"{path} does not fit the model '{spec.name}': {e}") from e
     client.configure_model(model, head.get("scalars", {}))
     inputs = InputSpec(
-        spec.channels, spec.size, float(head["scale"]), tuple(map(float, head["mean"])), tuple(map(float, head["std"]))
-    )
+        shape, float(head["scale"]), tuple(map(float, head["mean"])), tuple(map(float, head["std"])),
+        str(head.get("kind", "image")),
+    )  # fmt: skip
     classes = tuple(map(str, head["classes"])) or tuple(str(i) for i in range(spec.num_classes))
     who = f"client {head['client']}, " if "client" in head else ""
     about = f"{who}{head['method']}, {head['model']}, round {head.get('round', 'last')}, {spec.num_classes} classes"
@@ -148,17 +151,18 @@ def read_images(paths: Sequence[Path], inputs: InputSpec) -> NDArray[np.uint8]:
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
-    out = np.empty((len(paths), inputs.size, inputs.size, inputs.channels), np.uint8)
+    channels, height, width = inputs.shape
+    out = np.empty((len(paths), height, width, channels), np.uint8)
     for row, path in enumerate(paths):
         try:
             with Image.open(path) as picture:
-                upright = ImageOps.exif_transpose(picture).convert("L" if inputs.channels == 1 else "RGB")
+                upright = ImageOps.exif_transpose(picture).convert("L" if channels == 1 else "RGB")
         except (OSError, UnidentifiedImageError) as e:
             reason = "does not exist" if isinstance(e, FileNotFoundError) else "is not a picture that can be read"
             raise BadRequest(f"{path} {reason}") from e
-        if upright.size != (inputs.size, inputs.size):
-            upright = ImageOps.fit(upright, (inputs.size, inputs.size), Image.Resampling.BILINEAR)
-        pixels = np.asarray(upright, np.float64).reshape(inputs.size, inputs.size, inputs.channels)
+        if upright.size != (width, height):
+            upright = ImageOps.fit(upright, (width, height), Image.Resampling.BILINEAR)
+        pixels = np.asarray(upright, np.float64).reshape(height, width, channels)
         out[row] = pixels if inputs.scale == 255 else np.rint(pixels * inputs.scale / 255)
     return out
 

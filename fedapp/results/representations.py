@@ -143,7 +143,7 @@ def conductance(run: RunResult, chosen: int, right: tuple[list[int], NDArray[np.
     """
     from scipy.stats import rankdata, spearmanr
 
-    from fedapp.data.transforms import normalise
+    from fedapp.data.transforms import channels_first, normalise
 
     known, table = right
     ids = [c for c, ok in zip(known, table[:, chosen]) if ok][:8]
@@ -151,7 +151,7 @@ def conductance(run: RunResult, chosen: int, right: tuple[list[int], NDArray[np.
         raise Unavailable("no test image is classified correctly by two clients")
     x, y = probe(run, table.shape[1])
     models = client_models(run)
-    image = normalise(x[chosen : chosen + 1].permute(0, 3, 1, 2), data_of(run).inputs)
+    image = normalise(channels_first(x[chosen : chosen + 1]), data_of(run).inputs)
     rows = np.stack(
         [rankdata(unit_conductance(models[c], image, torch.zeros_like(image), int(y[chosen]))) - 1 for c in ids]
     )

@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 
 from fedapp.config import RunConfig
 from fedapp.data import datasets, partitions
+from fedapp.data.datasets import Samples
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest, suggest
 from fedapp.learning.task import Task
@@ -157,14 +158,14 @@ class OwnData:
 
     Attributes
     ----------
-    x_train, x_test : (n, H, H, channels) uint8.   y_train, y_test : (n,) int64, the federation's numbers of classes.
+    x_train, x_test : (n, ...) as in a `Dataset`.   y_train, y_test : (n,) int64, the federation's numbers of classes.
     classes : the federation's class names.
     inputs : how the images are normalised.
     """
 
-    x_train: NDArray[np.uint8]
+    x_train: Samples
     y_train: NDArray[np.int64]
-    x_test: NDArray[np.uint8]
+    x_test: Samples
     y_test: NDArray[np.int64]
     classes: tuple[str, ...]
     inputs: InputSpec
@@ -209,19 +210,19 @@ def own_data(path: str, classes: tuple[str, ...] | None, dataset: str) -> OwnDat
             )
         table = np.array([classes.index(name) for name in data.classes])
     if data.num_test:
-        x_train, y_train = np.array(data.x_train), np.array(data.y_train)
-        x_test, y_test = np.array(data.x_test), np.array(data.y_test)
+        x_train, y_train = data.take(np.arange(data.num_train))
+        x_test, y_test = data.take(np.arange(data.num_train, data.num_train + data.num_test))
     else:
         cut = partitions.make(data, kind="iid", split="holdout", clients=1, seed=0, min_samples=1).clients[0]
         x_train, y_train = data.take(cut.train)
         x_test, y_test = data.take(cut.test)
     inputs = InputSpec.of(data)
     known = datasets.published(dataset)
-    if known is not None and len(known.mean) == data.channels:
+    if known is not None and len(known.mean) == data.shape[0]:
         brightest = int(max(x_train.max(initial=0), x_test.max(initial=0)))
         if brightest > known.scale:
             raise BadRequest(f"data-path {place}: {dataset} has grey levels 0 .. {known.scale:g}, found {brightest}")
-        inputs = InputSpec(data.channels, data.size, known.scale, known.mean, known.std)
+        inputs = InputSpec(data.shape, known.scale, known.mean, known.std)
     return OwnData(x_train, table[y_train], x_test, table[y_test], classes or data.classes, inputs)
 
 
@@ -252,7 +253,7 @@ def node_task(config: RunConfig, node: Node, device: torch.device) -> Task:
         classes = simulated.federated(config, total).dataset.classes
     task = replace(task, model=node.model or task.model, extras={**task.extras, "classes": classes})
     if node.own or node.model:
-        check_model(task.model, channels=task.inputs.channels, size=task.inputs.size)
+        check_model(task.model, task.inputs.shape)
     return task
 
 

@@ -9,14 +9,12 @@ import numpy as np
 from fedapp import sampling
 from fedapp.config import RunConfig
 from fedapp.data import datasets
-from fedapp.data.datasets import DATASET_NAMES, UInt8
+from fedapp.data.datasets import DATASET_NAMES, OWN, Samples
 from fedapp.data.transforms import InputSpec
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, described
 
 PUBLIC_IMAGES = 3000
 """Images that are drawn from another data set where `public-data` gives no number (KT-pFL's published setting)."""
-OWN = ("npz", "folder")
-"""Data sets of the user, which cannot be another run's public set."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ def _other_source(config: RunConfig, text: str) -> PublicSource:
     return PublicSource(dataset=name, count=int(count or PUBLIC_IMAGES))
 
 
-def draw_images(source: PublicSource, private: str, inputs: InputSpec, data_dir: str, seed: int) -> UInt8:
+def draw_images(source: PublicSource, private: str, inputs: InputSpec, data_dir: str, seed: int) -> Samples:
     """Draw training images of another data set.
 
     Parameters
@@ -94,11 +92,11 @@ def draw_images(source: PublicSource, private: str, inputs: InputSpec, data_dir:
     BadRequest : its images have another size, another number of channels or of grey levels, or there are too few.
     """
     other = datasets.load(source.dataset, data_dir or None)
-    if (other.size, other.channels, other.scale) != (inputs.size, inputs.channels, inputs.scale):
+    if (other.shape, other.scale) != (inputs.shape, inputs.scale):
         raise BadRequest(
-            f"public-data = '{source.dataset}' has images of {other.size}x{other.size} pixels, {other.channels} "
-            f"channel(s) and grey levels to {other.scale:g}; {private} has {inputs.size}x{inputs.size}, "
-            f"{inputs.channels} and {inputs.scale:g}: choose a data set with equal images, or a share such as 0.05"
+            f"public-data = '{source.dataset}' has {described(other.shape)} and grey levels to {other.scale:g}; "
+            f"{private} has {described(inputs.shape)} and {inputs.scale:g}: choose a data set with equal images, or a "
+            "share such as 0.05"
         )
     if source.count > other.num_train:
         raise BadRequest(
@@ -108,7 +106,7 @@ def draw_images(source: PublicSource, private: str, inputs: InputSpec, data_dir:
     return other.take(np.sort(drawn))[0]
 
 
-def node_images(config: RunConfig, inputs: InputSpec) -> UInt8 | None:
+def node_images(config: RunConfig, inputs: InputSpec) -> Samples | None:
     """Return the public images (P, H, W, C) uint8 for a node with its own data, or None where the method needs none.
 
     Raises

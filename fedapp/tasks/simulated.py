@@ -14,13 +14,13 @@ from torch import Tensor
 from fedapp import process, sampling
 from fedapp.config import RunConfig
 from fedapp.data import datasets, partitions
-from fedapp.data.datasets import Dataset, UInt8
+from fedapp.data.datasets import OWN, Dataset, Samples
 from fedapp.data.partitions import Partition
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest
 from fedapp.learning.task import Task
-from fedapp.models import check_model
-from fedapp.tasks.public import OWN, PublicSource, draw_images, public_source
+from fedapp.models import check_model, default_model
+from fedapp.tasks.public import PublicSource, draw_images, public_source
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class FederatedData:
     partition: Partition
     inputs: InputSpec
     seed: int
-    public: UInt8 | None = None
+    public: Samples | None = None
     _made: dict[tuple[int, str], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def tensors(self, part: str, client: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -144,7 +144,7 @@ def check(config: RunConfig, clients: int) -> FederatedData:
     """
     data = federated(config, clients)
     for name in config.model_names:
-        check_model(name, channels=data.inputs.channels, size=data.inputs.size)
+        check_model(default_model(data.inputs.shape) if name == "auto" else name, data.inputs.shape)
     if config.precision == "bf16" and not bf16_works():
         place = "GPU" if torch.cuda.is_available() else "processor"
         raise BadRequest(f"precision = 'bf16': this {place} has no fast bfloat16; use fp32")
@@ -179,6 +179,25 @@ def simulated_task(config: RunConfig, client: int, clients: int, device: torch.d
     return replace(task, x_validation=x_validation, y_validation=y_validation)
 
 
+def model_for(config: RunConfig, client: int, inputs: InputSpec) -> str:
+    """Return the architecture of a client; `auto`, which the user's own data decide, is replaced here."""
+    name = config.model_of(client)
+    return default_model(inputs.shape) if name == "auto" else name
+
+
+def settled(config: RunConfig) -> RunConfig:
+    """Replace every `auto` that the user's own data decide, after looking at them.
+
+    Raises
+    ------
+    BadRequest : the data are not there, or no model is the default for them.
+    """
+    if "auto" not in config.model_names:
+        return config
+    model = default_model(datasets.load(config.dataset, config.data_dir or None).shape)
+    return config.replaced(model=",".join(model if n == "auto" else n for n in config.model_names))
+
+
 def assemble(
     config: RunConfig,
     client: int,
@@ -194,7 +213,7 @@ def assemble(
         seed=config.seed,
         num_classes=num_classes,
         inputs=inputs,
-        model=config.model_of(client),
+        model=model_for(config, client, inputs),
         x_train=train[0],
         y_train=train[1],
         x_test=test[0],

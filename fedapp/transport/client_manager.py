@@ -21,7 +21,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedapp import process
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, described
 from fedapp.method import ClientInfo, Method, Payload, Reply, Scalar
 from fedapp.transport.records import Encoder, reject, reply_of
 
@@ -340,12 +340,9 @@ class ClientManager:
                 f"the classes of {other} have other names than those of {one}: "
                 "name the federation's classes with --set class-names=a,b,c"
             )
-        images = [f"{int(f['size'])}x{int(f['size'])} with {int(f['channels'])} channel(s)" for f in (facts_a, facts_b)]
-        if not method.heterogeneous and images[0] != images[1]:
-            return (
-                f"{other} has images of {images[1]}, but {one} of {images[0]}: "
-                f"{method.id} needs one kind, so convert them to one size"
-            )
+        inputs = [described(tuple(json.loads(str(f["shape"])))) for f in (facts_a, facts_b)]
+        if not method.heterogeneous and inputs[0] != inputs[1]:
+            return f"{other} has {inputs[1]}, but {one} {inputs[0]}: {method.id} needs one kind, so convert them"
         if not method.heterogeneous and a.model != b.model:
             models = f"{other} has {b.model} and {one} {a.model}"
             return f"{method.id} needs one architecture, but {models}: set model to one name"
