@@ -1,4 +1,4 @@
-"""Image data sets as uint8 arrays that all processes of a machine share.
+"""Data sets as arrays that all processes of a machine share.
 
 ===================  ======================================================================================
 name                 where it comes from
@@ -11,13 +11,14 @@ name                 where it comes from
                      labelled validation images are the test set; the unlabelled test images are not used.
 ``cinic10``          ``cinic10.npz``, else the published ``CINIC-10.tar.gz``: its train and its test part; the
                      validation part is not used.
-``npz``              your own arrays: data-dir is an ``.npz`` file, or a folder with exactly one of them.
+``npz``              your own arrays, `fedapp.data.columns`: data-dir is an ``.npz`` file, or a folder with one file
+                     per client, ``<client>.npz``, or ``train/<client>.npz`` and ``test/<client>.npz``.
 ``folder``           your own pictures: ``train/<class>/*`` and, if there is a test set, ``test/<class>/*``; or
                      ``<class>/*`` alone.
 ===================  ======================================================================================
 
-``NAME.npz`` holds ``x_train``, ``y_train`` and, if there is a test set, ``x_test``, ``y_test``: images uint8 (N, H, H)
-or (N, H, H, C), labels integers 0..C-1 (N,); optionally ``class_names``.
+``NAME.npz`` of a published data set holds ``x_train``, ``y_train`` and, if there is a test set, ``x_test``, ``y_test``:
+images uint8 (N, H, H) or (N, H, H, C), labels integers 0..C-1 (N,); optionally ``class_names``.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ import numpy.typing as npt
 
 from fedapp.data import pictures
 from fedapp.data.cache import Store, build_once, cache_root, file_identity, open_array
+from fedapp.data.columns import PARTS, Own, joined, read_npz
+from fedapp.data.columns import own as check_columns
 from fedapp.data.pictures import CIFAR10_CLASSES
 from fedapp.errors import BadRequest, suggest
 
@@ -46,8 +49,8 @@ UInt8 = npt.NDArray[np.uint8]
 Int64 = npt.NDArray[np.int64]
 Samples = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
 ARRAYS = ("x_train", "y_train", "x_test", "y_test")
-Built = tuple[Mapping[str, np.ndarray], Sequence[str] | None]
-"""The four arrays of a data set, and the names of its classes where they are known."""
+Built = tuple[Mapping[str, np.ndarray], Sequence[str] | None] | Own
+"""The four arrays of a data set with the names of its classes where they are known, or the user's columns."""
 
 FASHION_CLASSES = (
     "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
@@ -127,6 +130,7 @@ class Dataset:
         the names; None and empty where the data have no column `client`.
     groups : rows of the pool with equal numbers must stay on one side of every cut, int64; None = all rows may part.
     held_out : which training rows the data's own `split` column has for validation, bool (num_train,); None = none.
+    ignored : arrays of the file that mean nothing here.
     """
 
     name: str
@@ -144,6 +148,7 @@ class Dataset:
     owner_names: tuple[str, ...] = ()
     groups: Int64 | None = None
     held_out: npt.NDArray[np.bool_] | None = None
+    ignored: tuple[str, ...] = ()
 
     @property
     def num_classes(self) -> int:
@@ -241,7 +246,7 @@ def load(name: str, data_dir: str | Path | None = None) -> Dataset:
     ----------
     name : one of :data:`DATASET_NAMES`.
     data_dir : the user's data folder. ``NAME.npz`` in it wins over every other source; downloads go into it (into the
-        cache folder if None). For ``npz`` the file itself or a folder with exactly one ``.npz``; for ``folder`` the
+        cache folder if None). For ``npz`` the file itself or a folder with one ``.npz`` per client; for ``folder`` the
         folder of the pictures.
 
     Raises
@@ -262,7 +267,7 @@ def load(name: str, data_dir: str | Path | None = None) -> Dataset:
         )
     root = Path(data_dir).expanduser() if data_dir is not None and str(data_dir) else None
     key, build = _find(name, root)
-    return _open(name, build_once(name, key, lambda store: _finish(store, name, *build(store))))
+    return _open(name, build_once(name, key, lambda store: _finish(store, name, build(store))))
 
 
 @lru_cache(maxsize=8)
@@ -281,6 +286,7 @@ def _open(name: str, folder: Path) -> Dataset:
         kind=meta.get("kind", "image"),
         binary=tuple(meta.get("binary", ())),
         owner_names=tuple(meta.get("owner_names", ())),
+        ignored=tuple(meta.get("ignored", ())),
         **arrays,
     )
 
@@ -289,8 +295,10 @@ def _find(name: str, root: Path | None) -> _Source:
     """Return the source of a data set: the user's arrays first, then what is installed or published."""
     own = root / f"{name}.npz" if root is not None else None
     if name == "npz":
-        own = _own_npz(root)
-    elif name == "folder":
+        files = _own_files(root)
+        assert root is not None
+        return {"npz": [file_identity(path) for path in files]}, lambda _: _build_npz(name, files, root)
+    if name == "folder":
         if root is None or not root.is_dir():
             given = f"{root} is not a folder" if root is not None else "data-dir is not given"
             raise BadRequest(
@@ -301,7 +309,7 @@ def _find(name: str, root: Path | None) -> _Source:
         files = [file_identity(path) for group in (train, test) for paths in group.values() for path in paths]
         return {"folder": str(root.resolve()), "files": files}, lambda store: pictures.read_folder(train, test, store)
     if own is not None and own.is_file():
-        return {"npz": file_identity(own)}, lambda _: _build_npz(name, own)
+        return {"npz": file_identity(own)}, lambda _: _build_npz(name, [own], own.parent)
     if name == "digits":
         return {"scikit-learn": importlib.metadata.version("scikit-learn")}, lambda _: _build_digits()
     if name in _ARCHIVES:
@@ -309,22 +317,61 @@ def _find(name: str, root: Path | None) -> _Source:
     return {"source": "torchvision"}, lambda _: _build_torchvision(name, root)
 
 
-def _finish(store: Store, name: str, arrays: Mapping[str, np.ndarray], classes: Sequence[str] | None) -> dict[str, Any]:
+def _finish(store: Store, name: str, built: Built) -> dict[str, Any]:
     """Write the arrays that are not in the store yet and return the data set's ``meta.json``."""
-    for key, array in arrays.items():
+    own = built if isinstance(built, Own) else Own(dict(built[0]), tuple(built[1]) if built[1] else None, "image")
+    for key, array in own.arrays.items():
         if isinstance(array, np.memmap):
             array.flush()
         elif not (store.folder / f"{key}.npy").exists():
             store.put(key, array)
     facts = _FACTS.get(name)
-    scale = facts.scale if facts else 255.0
-    if facts and len(facts.mean) == arrays["x_train"].shape[3]:
+    x = own.arrays["x_train"]
+    if "held_out" in own.arrays:
+        x = x[~own.arrays["held_out"]]
+    scale = (facts.scale if facts else 255.0) if own.kind == "image" else 1.0
+    if facts and len(facts.mean) == x.shape[3]:
         mean, std = facts.mean, facts.std
     else:
-        mean, std = _moments(arrays["x_train"], scale)
+        mean, std = _moments(x, scale) if own.kind == "image" else _float_moments(x)
+    classes = own.classes
     if classes is None:
-        classes = facts.classes if facts else _numbers(int(arrays["y_train"].max()) + 1)
-    return {"classes": list(classes), "scale": scale, "mean": list(mean), "std": list(std)}
+        classes = facts.classes if facts else _numbers(int(own.arrays["y_train"].max()) + 1)
+    return {
+        "classes": list(classes),
+        "scale": scale,
+        "mean": list(mean),
+        "std": list(std),
+        "kind": own.kind,
+        "binary": _binary(x) if own.kind == "table" else [],
+        "columns": [key for key in own.arrays if key not in ARRAYS],
+        "owner_names": list(own.owner_names),
+        "ignored": list(own.ignored),
+    }
+
+
+def _float_moments(x: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation (ddof 0) of float32 (N, C, ...) along the second axis, in float64, without NaN."""
+    width = x.shape[1]
+    count, total, squares = np.zeros(width), np.zeros(width), np.zeros(width)
+    rest = (0, *range(2, x.ndim))
+    # Two passes in pieces: the squares of numbers far from zero would lose their digits in one.
+    for start in range(0, len(x), 4096):
+        part = x[start : start + 4096]
+        count += np.sum(~np.isnan(part), axis=rest)
+        total += np.nansum(part, axis=rest, dtype=np.float64)
+    mean = np.divide(total, count, out=np.zeros(width), where=count > 0)
+    for start in range(0, len(x), 4096):
+        away = x[start : start + 4096] - mean.reshape(1, -1, *(1,) * (x.ndim - 2))
+        squares += np.nansum(away * away, axis=rest, dtype=np.float64)
+    std = np.sqrt(np.divide(squares, count, out=np.zeros(width), where=count > 0))
+    # A constant channel carries nothing; dividing by 1 keeps it finite.
+    return tuple(map(float, mean)), tuple(float(v) if v > 1e-12 else 1.0 for v in std)
+
+
+def _binary(x: np.ndarray) -> list[bool]:
+    """Return for each feature of (N, F) whether it has at most two values besides NaN."""
+    return [len(np.unique(column[~np.isnan(column)])) <= 2 for column in x.T]
 
 
 def _moments(images: UInt8, scale: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -354,105 +401,38 @@ def _build_digits() -> Built:
 # --- arrays in a .npz file -----------------------------------------------------------------------------------------
 
 
-def _own_npz(root: Path | None) -> Path:
+def _own_files(root: Path | None) -> list[Path]:
+    """Return the ``.npz`` files of `data-dir`: one, or one per client."""
     if root is None:
-        raise BadRequest("data set 'npz' needs data-dir: an .npz file, or a folder with exactly one .npz file")
+        raise BadRequest("data set 'npz' needs data-dir: an .npz file, or a folder with one .npz file per client")
     if root.is_file():
-        return root
+        return [root]
     if not root.is_dir():
-        raise BadRequest(f"data-dir {root} does not exist: give an .npz file, or a folder with exactly one .npz file")
-    files = sorted(root.glob("*.npz"))
-    if len(files) != 1:
-        found = ", ".join(path.name for path in files[:5]) or "none"
-        raise BadRequest(f"data-dir {root} must hold exactly one .npz file (found: {found}): name the file itself")
-    return files[0]
-
-
-def _build_npz(name: str, path: Path) -> Built:
-    """Read and check the arrays of a ``.npz`` file; published names also have their own classes and grey levels."""
-    arrays = _read_npz(path)
-    for key in ("x_train", "y_train"):
-        if key not in arrays:
-            raise BadRequest(
-                f"{path}: no array {key!r} (found: {', '.join(sorted(arrays)) or 'none'}); wanted are x_train, y_train "
-                "and, if there is a test set, x_test, y_test"
-            )
-    if ("x_test" in arrays) != ("y_test" in arrays):
-        raise BadRequest(f"{path}: x_test and y_test must both be there, or neither")
-    x_train, y_train = _images(path, "x_train", arrays), _labels(path, "y_train", arrays)
-    if not len(x_train):
-        raise BadRequest(f"{path}: x_train has no images")
-    x_test, y_test = x_train[:0], y_train[:0]
-    if "x_test" in arrays:
-        x_test, y_test = _images(path, "x_test", arrays), _labels(path, "y_test", arrays)
-    for split, x, y in (("train", x_train, y_train), ("test", x_test, y_test)):
-        if len(x) != len(y):
-            raise BadRequest(f"{path}: x_{split} has {len(x)} images but y_{split} has {len(y)} labels")
-    if len(x_test) and x_test.shape[1:] != x_train.shape[1:]:
-        raise BadRequest(f"{path}: test images are {x_test.shape[1:]}, training images {x_train.shape[1:]} (H, W, C)")
-    x_test = x_test.reshape(len(x_test), *x_train.shape[1:])
-
-    facts = _FACTS.get(name)
-    names = [str(item) for item in arrays["class_names"].reshape(-1)] if "class_names" in arrays else None
-    labels = np.concatenate([y_train, y_test])
-    count = len(facts.classes) if facts else len(names) if names else int(labels.max()) + 1
-    if names is not None and len(names) != count:
-        raise BadRequest(f"{path}: {len(names)} class_names, but {name} has {count} classes")
-    lowest, highest = int(labels.min()), int(labels.max())
-    if lowest < 0 or highest >= count:
-        wrong = lowest if lowest < 0 else highest
-        raise BadRequest(f"{path}: label {wrong} is out of range: labels must be 0 .. {count - 1}")
-    if facts is None and names is None:
-        missing = np.flatnonzero(np.bincount(labels, minlength=count) == 0)
-        if missing.size:
-            raise BadRequest(
-                f"{path}: no image has label {missing[0]} although the largest label is {count - 1}: number the "
-                "classes 0 .. C-1 without gaps, or add class_names with one name per class"
-            )
-    if facts is not None and int(x_train.max(initial=0)) > facts.scale:
-        raise BadRequest(f"{path}: {name} has grey levels 0 .. {facts.scale:g}, found {int(x_train.max())}")
-    return {"x_train": x_train, "y_train": y_train, "x_test": x_test, "y_test": y_test}, names
-
-
-def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    wanted = ("x_train", "y_train", "x_test", "y_test", "class_names")
-    try:
-        archive = np.load(path, allow_pickle=False)
-        if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise BadRequest(f"{path} is one array, not an .npz file: write it with numpy.savez")
-        with archive:
-            # Arrays that are not read are still named in the message about missing ones.
-            return {key: archive[key] if key in wanted else np.empty(0) for key in archive.files}
-    except BadRequest:
-        raise
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise BadRequest(
-            f"cannot read {path} ({error}): write it again with numpy.savez, without object arrays"
-        ) from error
-
-
-def _images(path: Path, key: str, arrays: Mapping[str, np.ndarray]) -> UInt8:
-    x = arrays[key]
-    if x.dtype != np.uint8:
-        raise BadRequest(f"{path}: {key} is {x.dtype}, wanted uint8 grey levels 0 .. 255")
-    if x.ndim == 3:
-        x = x[..., None]
-    if x.ndim != 4 or x.shape[1] != x.shape[2]:
-        raise BadRequest(
-            f"{path}: {key} has shape {arrays[key].shape}, wanted (N, H, H) or (N, H, H, C), square images"
+            f"data-dir {root} does not exist: give an .npz file, or a folder with one .npz file per client"
         )
-    if x.shape[3] not in (1, 3):
-        raise BadRequest(f"{path}: {key} has {x.shape[3]} channels in its last axis, wanted 1 (grey) or 3 (colour)")
-    return x
+    files = sorted(root.glob("*.npz"))
+    parted = [path for part in PARTS for path in sorted((root / part).glob("*.npz"))]
+    if files and parted:
+        raise BadRequest(f"data-dir {root} has {files[0].name} beside {parted[0].parent.name}/: move one of them away")
+    if not files and not parted:
+        raise BadRequest(f"data-dir {root} holds no .npz file: give a file, or a folder with one file per client")
+    return files or parted
 
 
-def _labels(path: Path, key: str, arrays: Mapping[str, np.ndarray]) -> Int64:
-    y = arrays[key]
-    if y.dtype.kind not in "iu":
-        raise BadRequest(f"{path}: {key} is {y.dtype}, wanted integer labels 0 .. C-1")
-    if y.ndim != 1:
-        raise BadRequest(f"{path}: {key} has shape {y.shape}, wanted one label per image, shape (N,)")
-    return y.astype(np.int64)
+def _build_npz(name: str, paths: list[Path], root: Path) -> Own:
+    """Read and check the user's arrays; published names also have their own classes and grey levels."""
+    facts = _FACTS.get(name)
+    if len(paths) == 1 and paths[0].parent.name not in PARTS:
+        own = check_columns(paths[0], read_npz(paths[0]), facts.classes if facts else None)
+    else:
+        own = check_columns(root, joined({path: read_npz(path) for path in paths}))
+    x = own.arrays["x_train"]
+    if facts is not None and own.kind != "image":
+        raise BadRequest(f"{paths[0]}: {name} has uint8 images, found {x.dtype} of shape {x.shape}")
+    if facts is not None and int(x.max(initial=0)) > facts.scale:
+        raise BadRequest(f"{paths[0]}: {name} has grey levels 0 .. {facts.scale:g}, found {int(x.max())}")
+    return own
 
 
 # --- torchvision ---------------------------------------------------------------------------------------------------

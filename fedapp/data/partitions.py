@@ -68,11 +68,16 @@ PARTITION_PARAMETER: dict[str, str | None] = {
     "classes": "classes-per-client",
     "two-class": None,
     "shards": "classes-per-client",
+    "by-client": None,
+    "file": None,
 }
 """Every kind, with the run-config key that sets how far it is from iid (None: nothing to set)."""
+NATURAL = ("by-client", "file")
+"""Kinds of which the data or a file say who holds what, `fedapp.data.natural`; :func:`make` draws all others."""
 PARTS = ("train", "test", "validation")
 """What a client's images are divided into."""
 PARTITION_KINDS: tuple[str, ...] = tuple(PARTITION_PARAMETER)
+DRAWN: tuple[str, ...] = tuple(kind for kind in PARTITION_KINDS if kind not in NATURAL)
 SPLITS: tuple[str, ...] = ("official", "merged", "holdout")
 TEST_FRACTION = 0.25
 
@@ -105,6 +110,8 @@ class Partition:
         sha256 of all indices, hexadecimal: equal exactly when every client holds the same images.
     settings : dict
         JSON values: the arguments of :func:`make` and the data set's name, sizes and label hash.
+    names : tuple of str
+        Of the clients, where the data or a file name them; else empty.
     """
 
     kind: str
@@ -112,12 +119,19 @@ class Partition:
     clients: tuple[ClientSplit, ...]
     hash: str
     settings: dict[str, Any]
+    names: tuple[str, ...] = ()
+
+    def with_clients(self, clients: Sequence[ClientSplit], **settings: Any) -> Partition:
+        """Return the partition with other splits of the same clients, and further settings."""
+        members = tuple(clients)
+        return replace(self, clients=members, hash=_hash(members), settings={**self.settings, **settings})
 
     def save(self, path: str | Path) -> None:
         """Write the partition to an ``.npz`` file, atomically; its folder is made if needed."""
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         header = {"kind": self.kind, "split": self.split, "hash": self.hash, "settings": self.settings}
+        header |= {"names": self.names} if self.names else {}
         arrays: dict[str, Any] = {"header": np.array(json.dumps(header, sort_keys=True))}
         for part in PARTS:
             rows = [getattr(client, part) for client in self.clients]
@@ -150,7 +164,10 @@ class Partition:
                     raise ValueError(f"{part}: sizes and indices disagree")
                 parts[part] = np.split(arrays[part].astype(np.int64), np.cumsum(sizes)[:-1])
             clients = tuple(ClientSplit(*rows) for rows in zip(*parts.values(), strict=True))
-            partition = cls(header["kind"], header["split"], clients, header["hash"], header["settings"])
+            names = tuple(map(str, header.get("names", ())))
+            if names and len(names) != len(clients):
+                raise ValueError("names and clients disagree")
+            partition = cls(header["kind"], header["split"], clients, header["hash"], header["settings"], names)
         except (OSError, ValueError, KeyError, EOFError, TypeError, zipfile.BadZipFile, zlib.error) as error:
             raise BadRequest(f"cannot read the partition {path} ({error}): make it again") from error
         if _hash(clients) != partition.hash:
@@ -235,25 +252,40 @@ def make(
     if split == "official":
         tests = _official_tests(dataset, held, shares, split_rng)
     if tests is None:
-        pairs = [_stratified(rows, labels, split_rng, test_share) for rows in held]
+        pairs = [cut(rows, labels, dataset.groups, split_rng, test_share) for rows in held]
     else:
         pairs = list(zip(held, tests, strict=True))
     members = tuple(ClientSplit(np.sort(train), np.sort(test)) for train, test in pairs)
     settings = {
-        "dataset": dataset.name,
-        "num_train": dataset.num_train,
-        "num_test": dataset.num_test,
-        "labels_sha256": _label_hash(dataset),
-        "kind": kind,
-        "split": split,
-        "clients": clients,
         "seed": seed,
         "alpha": float(alpha),
         "classes_per_client": classes_per_client,
         "min_samples": min_samples,
         **({} if test_share == TEST_FRACTION else {"test_share": test_share}),
     }
-    return Partition(kind, split, members, _hash(members), settings)
+    return of_clients(dataset, kind, split, members, settings)
+
+
+def of_clients(
+    dataset: Dataset,
+    kind: str,
+    split: str,
+    clients: Sequence[ClientSplit],
+    settings: dict[str, Any],
+    names: Sequence[str] = (),
+) -> Partition:
+    """Return a partition of a data set, with what identifies it in its settings."""
+    facts = {
+        "dataset": dataset.name,
+        "num_train": dataset.num_train,
+        "num_test": dataset.num_test,
+        "labels_sha256": _label_hash(dataset),
+        "kind": kind,
+        "split": split,
+        "clients": len(clients),
+    }
+    members = tuple(clients)
+    return Partition(kind, split, members, _hash(members), {**facts, **settings}, tuple(names))
 
 
 def _check(dataset: Dataset, split: str, seed: int, request: Request) -> None:
@@ -332,6 +364,35 @@ def _flwr_datasets(labels: Int64, request: Request, rng: np.random.Generator) ->
         warnings.simplefilter("ignore", FutureWarning)
         parts = [partitioner.load_partition(client)["row"] for client in range(request.clients)]
     return [np.asarray(part, dtype=np.int64) for part in parts]
+
+
+def cut(
+    rows: Int64,
+    labels: Int64,
+    groups: Int64 | None,
+    rng: np.random.Generator,
+    test_share: float = TEST_FRACTION,
+) -> tuple[Int64, Int64]:
+    """Cut one client's rows for training and testing: class by class, and without parting a group.
+
+    Whole groups go to the test split by scikit-learn's StratifiedGroupKFold, first fold of about 1 / test_share, so the
+    share is met as well as the groups allow. A client with one group keeps it for training.
+    """
+    if groups is None:
+        return _stratified(rows, labels, rng, test_share)
+    own, seed = groups[rows], int(rng.integers(2**31))
+    folds = min(len(np.unique(own)), max(2, round(1 / test_share)))
+    if folds < 2:
+        return rows, rows[:0]
+    # Importing scikit-learn takes a second; most partitions do not need it.
+    from sklearn.model_selection import StratifiedGroupKFold
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # a class with fewer groups than folds is cut as well as it goes
+        most = int(np.bincount(labels[rows]).max())
+        splitter = StratifiedGroupKFold(min(folds, most), shuffle=True, random_state=seed)
+        train, test = next(iter(splitter.split(np.zeros(len(rows)), labels[rows], own)))
+    return rows[train], rows[test]
 
 
 def _stratified(

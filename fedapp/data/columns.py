@@ -1,0 +1,356 @@
+"""Own data as columns of equal length: the one contract that every source of own data is turned into.
+
+=================  ===========================  ================================================================
+column             shape, type                  meaning
+=================  ===========================  ================================================================
+``x``              (N, H, W) or (N, H, W, C)    images: any height, width and number of channels
+                   uint8
+                   (N, C, T) float or integer   series of T steps with C channels
+                   (N, F) float, integer, bool  rows of a table with F features; NaN = unknown
+                   (N, ...) float or integer    other arrays, such as images (N, C, H, W) of floats
+``y``              (N,) integer or text         classes 0 .. C-1, or their names
+``client``         (N,) integer or text         the natural owner: a person, hospital, writer, machine; optional
+``split``          (N,) text                    ``train``, ``validation`` or ``test``; optional
+``group``          (N,) integer or text         rows that must stay on one side of every cut, such as windows of
+                                                one recording; optional
+``class_names``    (C,) text                    names of the classes, in their order; optional
+=================  ===========================  ================================================================
+
+In place of ``x``, ``y`` and ``split`` there may be ``x_train``, ``y_train`` and, with a test set, ``x_test`` and
+``y_test``.
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedapp.errors import BadRequest, suggest
+
+Array = npt.NDArray[Any]
+Int64 = npt.NDArray[np.int64]
+
+COLUMNS = ("x", "y", "client", "split", "group")
+OLD = ("x_train", "y_train", "x_test", "y_test")
+PARTS = ("train", "validation", "test")
+EXACT = 2**24
+"""Largest integer up to which float32 holds every integer."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """Own data, checked.
+
+    Attributes
+    ----------
+    arrays : x_train, y_train, x_test, y_test, and, as far as the data have them, over the rows of both parts, training
+        rows first: `owners` int64 (a position in `owner_names`), `groups` int64; over training rows `held_out` bool.
+    classes : names of the classes, None if the labels are numbers without names.
+    kind : `image`, `series`, `table` or `array`.
+    owner_names : of the clients, sorted: numbers as numbers, text as text.
+    ignored : arrays of the file that mean nothing here.
+    """
+
+    arrays: dict[str, Array]
+    classes: tuple[str, ...] | None
+    kind: str
+    owner_names: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = field(default_factory=tuple)
+
+
+def read_npz(path: Path) -> dict[str, Array]:
+    """Read all arrays of a ``.npz`` file; none may hold Python objects.
+
+    Raises
+    ------
+    BadRequest : it is no such file, or damaged.
+    """
+    try:
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise BadRequest(f"{path} is one array, not an .npz file: write it with numpy.savez")
+        with archive:
+            # Arrays that mean nothing here are not read, but named.
+            known = (*COLUMNS, *OLD, "class_names")
+            return {key: archive[key] if key in known else np.empty(0) for key in archive.files}
+    except BadRequest:
+        raise
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+        raise BadRequest(
+            f"cannot read {path} ({error}): write it again with numpy.savez, text as array.astype(str)"
+        ) from error
+
+
+def joined(files: Mapping[Path, Mapping[str, Array]]) -> dict[str, Array]:
+    """Join one file per client into columns; the name of a file is its client, a folder `train`, ... its split.
+
+    Raises
+    ------
+    BadRequest : a file lacks x or y, has rows of another shape than the others, or has a column that some others lack.
+    """
+    wanted = {"x", "y", "split", "group"}
+    first = next(iter(files))
+    rows: dict[str, list[Array]] = {}
+    for path, arrays in files.items():
+        found = {k: np.asarray(v) for k, v in arrays.items() if k in wanted}
+        for key in ("x", "y"):
+            if key not in found:
+                raise BadRequest(f"{path}: no column {key!r} (found: {', '.join(sorted(arrays)) or 'none'})")
+        count = len(found["x"])
+        if path.parent.name in PARTS:
+            if "split" in found:
+                raise BadRequest(f"{path}: its folder says {path.parent.name}, so leave out its column split")
+            found["split"] = np.full(count, path.parent.name)
+        if "group" in found:  # groups of two clients are two groups, whatever their names
+            found["group"] = np.array([f"{path.stem}/{g}" for g in found["group"]])
+        found["client"] = np.full(count, path.stem)
+        if rows and set(found) != set(rows):
+            odd = sorted(set(found) ^ set(rows))[0]
+            raise BadRequest(f"{path} and {first} differ: only one of them has the column {odd!r}")
+        for key, column in found.items():
+            rows.setdefault(key, []).append(column)
+            if key == "x" and (column.shape[1:], column.dtype) != (rows["x"][0].shape[1:], rows["x"][0].dtype):
+                raise BadRequest(
+                    f"{path}: one sample has the shape {column.shape[1:]} and type {column.dtype}, in {first} "
+                    f"{rows['x'][0].shape[1:]} and {rows['x'][0].dtype}: all clients need the same"
+                )
+    columns = {key: np.concatenate(pieces) for key, pieces in rows.items()}
+    names = [v["class_names"] for v in files.values() if "class_names" in v]
+    if any(not np.array_equal(names[0], other) for other in names):
+        raise BadRequest(f"{first.parent}: the files have different class_names")
+    # Numbers sort as numbers.
+    if all(n.isascii() and n.isdigit() for n in map(str, np.unique(columns["client"]))):
+        columns["client"] = columns["client"].astype(np.int64)
+    return {**columns, **({"class_names": names[0]} if names else {})}
+
+
+def own(where: object, arrays: Mapping[str, Array], expected: Sequence[str] | None = None) -> Own:
+    """Check columns and cut them into training and test rows.
+
+    Parameters
+    ----------
+    where : name of the source, for messages.
+    arrays : the columns.
+    expected : classes of a published data set, which labels must fit; None = the labels' own.
+
+    Raises
+    ------
+    BadRequest : a column is missing or wrong; the message says which, and what to write.
+    """
+    names = [str(n) for n in np.asarray(arrays["class_names"]).reshape(-1)] if "class_names" in arrays else None
+    ignored = tuple(sorted(k for k in arrays if k not in (*COLUMNS, *OLD, "class_names")))
+    old, new = [k for k in arrays if k in OLD], [k for k in arrays if k in COLUMNS]
+    if old and new:
+        raise BadRequest(f"{where}: there are {', '.join(new)} and {', '.join(old)}: give one of the two forms")
+    if not new:
+        _complete(where, arrays)
+        labels = {k: _column(where, k, arrays[k]) for k in ("y_train", "y_test") if k in arrays}
+        classes, numbered = _classes(where, labels, names, expected)
+        x_train, kind = samples(where, "x_train", arrays["x_train"])
+        x_test = x_train[:0]
+        if "x_test" in arrays:
+            x_test, _ = samples(where, "x_test", arrays["x_test"])
+        if len(x_test) and x_test.shape[1:] != x_train.shape[1:]:
+            raise BadRequest(
+                f"{where}: one sample of x_test has the shape {x_test.shape[1:]}, of x_train {x_train.shape[1:]}"
+            )
+        x_test = x_test.reshape(len(x_test), *x_train.shape[1:]).astype(x_train.dtype, copy=False)
+        y_test = numbered.get("y_test", numbered["y_train"][:0])
+        for part, x, y in (("train", x_train, numbered["y_train"]), ("test", x_test, y_test)):
+            if len(x) != len(y):
+                raise BadRequest(f"{where}: x_{part} has {len(x)} rows but y_{part} has {len(y)} labels")
+        parts = {"x_train": x_train, "y_train": numbered["y_train"], "x_test": x_test, "y_test": y_test}
+        return Own(parts, classes, kind, ignored=ignored)
+    return _of_columns(where, arrays, names, expected, ignored)
+
+
+def _complete(where: object, arrays: Mapping[str, Array]) -> None:
+    """Refuse arrays in parts of which one is missing or empty."""
+    for key in ("x_train", "y_train"):
+        if key not in arrays:
+            raise BadRequest(
+                f"{where}: no array {key!r} (found: {', '.join(sorted(arrays)) or 'none'}); wanted are x and y, or "
+                "x_train, y_train and, if there is a test set, x_test, y_test"
+            )
+    if ("x_test" in arrays) != ("y_test" in arrays):
+        raise BadRequest(f"{where}: x_test and y_test must both be there, or neither")
+    if not len(arrays["x_train"]):
+        raise BadRequest(f"{where}: x_train has no rows")
+
+
+def _of_columns(
+    where: object,
+    arrays: Mapping[str, Array],
+    names: list[str] | None,
+    expected: Sequence[str] | None,
+    ignored: tuple[str, ...],
+) -> Own:
+    for key in ("x", "y"):
+        if key not in arrays:
+            raise BadRequest(f"{where}: no column {key!r} (found: {', '.join(sorted(arrays))})")
+    x, kind = samples(where, "x", arrays["x"])
+    if not len(x):
+        raise BadRequest(f"{where}: x has no rows")
+    columns = {k: _column(where, k, arrays[k]) for k in COLUMNS[1:] if k in arrays}
+    for key, column in columns.items():
+        if len(column) != len(x):
+            raise BadRequest(f"{where}: x has {len(x)} rows but {key} has {len(column)}")
+    classes, numbered = _classes(where, {"y": columns["y"]}, names, expected)
+    y = numbered["y"]
+    part = _parts(where, columns["split"]) if "split" in columns else np.zeros(len(x), np.int64)
+    test = part == PARTS.index("test")
+    if test.all():
+        raise BadRequest(f"{where}: split has no training rows")
+    order = np.argsort(test, kind="stable")  # training rows first, each part in the order of the file
+    cut = int(np.count_nonzero(~test))
+    found: dict[str, Array] = {
+        # Without a test part the rows stay as they are, and need no second copy.
+        "x_train": x[~test] if test.any() else x,
+        "y_train": y[~test],
+        "x_test": x[test] if test.any() else x[:0],
+        "y_test": y[test],
+    }
+    owner_names: tuple[str, ...] = ()
+    if "client" in columns:
+        owners, owner_names = _numbered(where, "client", columns["client"])
+        found["owners"] = owners[order]
+    if "group" in columns:
+        groups, group_names = _numbered(where, "group", columns["group"])
+        _whole(where, groups, group_names, part)
+        found["groups"] = groups[order]
+    held_out = part[order][:cut] == PARTS.index("validation")
+    if held_out.any():
+        found["held_out"] = held_out
+    return Own(found, classes, kind, owner_names, ignored)
+
+
+def samples(where: object, key: str, x: Array) -> tuple[Array, str]:
+    """Return samples as they are kept, and their kind.
+
+    Returns
+    -------
+    x : uint8 (N, H, W, C) for images, else float32.
+    kind : `image`, `series`, `table` or `array`, by type and number of axes.
+
+    Raises
+    ------
+    BadRequest : text, too few axes, values that float32 cannot hold, or missing values outside a table.
+    """
+    if x.dtype.kind not in "uifb":
+        raise BadRequest(f"{where}: {key} is {x.dtype}, wanted numbers: uint8 for images, float32 for all others")
+    if x.ndim < 2 or 0 in x.shape[1:]:
+        raise BadRequest(
+            f"{where}: {key} has shape {x.shape}, wanted (N, F) rows, (N, C, T) series, or uint8 images (N, H, W, C)"
+        )
+    if x.dtype == np.uint8 and x.ndim in (3, 4):
+        images = x[..., None] if x.ndim == 3 else x
+        _, first, second, last = images.shape
+        if x.ndim == 4 and first in (1, 3) and last not in (1, 3, 4) and second == last:
+            raise BadRequest(
+                f"{where}: {key} has shape {x.shape}, which has the channels first: write x.transpose(0, 2, 3, 1)"
+            )
+        return images, "image"
+    kind = {2: "table", 3: "series"}.get(x.ndim, "array")
+    if x.dtype.kind in "ui" and x.size and max(abs(int(x.min())), abs(int(x.max()))) > EXACT:
+        raise BadRequest(
+            f"{where}: {key} is {x.dtype} with numbers above 2^24, which float32 cannot hold: subtract an offset or "
+            "divide them, and write x.astype('float32')"
+        )
+    with np.errstate(over="ignore"):
+        values = x.astype(np.float32, copy=False)
+    wrong = np.isinf(values) if kind == "table" else ~np.isfinite(values)
+    if wrong.any():
+        place = np.argwhere(wrong)[0].tolist()
+        what = "inf" if np.isinf(values[tuple(place)]) else "nan"
+        remedy = "replace it by nan, which stands for an unknown value" if kind == "table" else "fill or leave out"
+        raise BadRequest(f"{where}: {key} is {what} at {place} ({int(wrong.sum())} in all): {remedy}")
+    return values, kind
+
+
+def _column(where: object, key: str, column: Array) -> Array:
+    """Return a column of integers or text."""
+    if column.ndim != 1:
+        raise BadRequest(f"{where}: {key} has shape {column.shape}, wanted one entry per row, shape (N,)")
+    if column.dtype.kind not in "iubU" and not (key == "split" and column.dtype.kind == "S"):
+        wanted = "integer labels 0 .. C-1, or text" if key.startswith("y") else "integers or text"
+        raise BadRequest(f"{where}: {key} is {column.dtype}, wanted {wanted}: write {key}.astype(str) or .astype(int)")
+    return column
+
+
+def _classes(
+    where: object, labels: dict[str, Array], names: list[str] | None, expected: Sequence[str] | None
+) -> tuple[tuple[str, ...] | None, dict[str, Int64]]:
+    """Number the labels; text by `class_names`, else in sorted order."""
+    text = {k: v.dtype.kind == "U" for k, v in labels.items()}
+    if any(text.values()):
+        if not all(text.values()):
+            raise BadRequest(f"{where}: {' and '.join(labels)} must both be text, or both be numbers")
+        order = names if names is not None else list(expected or sorted({str(v) for k in labels for v in labels[k]}))
+        place = {name: number for number, name in enumerate(order)}
+        for key, column in labels.items():
+            foreign = [str(v) for v in np.unique(column) if str(v) not in place]
+            if foreign:
+                raise BadRequest(f"{where}: {key} has '{foreign[0]}'{suggest(foreign[0], order)}, which no class is")
+        numbered = {k: np.array([place[str(v)] for v in column], np.int64) for k, column in labels.items()}
+        names = list(order)
+    else:
+        numbered = {k: column.astype(np.int64) for k, column in labels.items()}
+    every = np.concatenate(list(numbered.values()))
+    if not len(every):
+        raise BadRequest(f"{where}: there are no labels")
+    count = len(expected) if expected is not None else len(names) if names is not None else int(every.max()) + 1
+    if names is not None and (len(names) != count or len(set(names)) != len(names)):
+        raise BadRequest(f"{where}: {len(names)} class_names for {count} classes: give each class one name of its own")
+    lowest, highest = int(every.min()), int(every.max())
+    if lowest < 0 or highest >= count:
+        wrong = lowest if lowest < 0 else highest
+        raise BadRequest(f"{where}: label {wrong} is out of range: labels must be 0 .. {count - 1}")
+    if expected is None and names is None:
+        missing = np.flatnonzero(np.bincount(every, minlength=count) == 0)
+        if missing.size:
+            raise BadRequest(
+                f"{where}: no row has label {missing[0]} although the largest label is {count - 1}: number the "
+                "classes 0 .. C-1 without gaps, or add class_names with one name per class"
+            )
+    return (tuple(names) if names is not None else None), numbered
+
+
+def _parts(where: object, column: Array) -> Int64:
+    """Return 0 for training, 1 for validation and 2 for test rows."""
+    text = column.astype(str)
+    foreign = [str(v) for v in np.unique(text) if v not in PARTS]
+    if foreign:
+        raise BadRequest(
+            f"{where}: split has '{foreign[0]}'{suggest(foreign[0], PARTS)}: choose from {', '.join(PARTS)}"
+        )
+    return np.asarray(np.select([text == part for part in PARTS], range(len(PARTS))), np.int64)
+
+
+def _numbered(where: object, key: str, column: Array) -> tuple[Int64, tuple[str, ...]]:
+    """Return each row's position among the sorted distinct entries, and the entries as text."""
+    empty = np.flatnonzero(np.char.strip(column) == "") if column.dtype.kind == "U" else []
+    if len(empty):
+        raise BadRequest(f"{where}: row {empty[0]} has no {key} ({len(empty)} in all): fill it or leave the row out")
+    entries, place = np.unique(column, return_inverse=True)
+    return place.reshape(-1).astype(np.int64), tuple(str(e) for e in entries)
+
+
+def _whole(where: object, groups: Int64, names: tuple[str, ...], part: Int64) -> None:
+    """Refuse a group with rows on two sides of the given split: its rows are alike, so the test would be too easy."""
+    low, high = np.full(len(names), len(PARTS)), np.full(len(names), -1)
+    np.minimum.at(low, groups, part)
+    np.maximum.at(high, groups, part)
+    parted = np.flatnonzero(low < high)
+    if len(parted):
+        g = parted[0]
+        raise BadRequest(
+            f"{where}: group '{names[g]}' has rows in {PARTS[low[g]]} and in {PARTS[high[g]]} "
+            f"({len(parted)} groups in all): put every group on one side of split"
+        )
