@@ -213,15 +213,17 @@ def partition(
 ) -> None:
     """Show how the data would be partitioned: classes x clients, sizes, majority-class score; --out adds a figure."""
     from fedapp import config
-    from fedapp.data.card import data_card
+    from fedapp.data.card import data_card, leaks
     from fedapp.results.figures import plots
     from fedapp.tasks import simulated as tasks
 
     values = collect({"dataset": dataset, "clients": clients, "seed": seed}, sets)
-    settings = config.from_flat(values)
-    data = tasks.federated(settings, settings.clients or 10)
+    settings = tasks.settled(config.from_flat(values), 10)
+    data = tasks.federated(settings, settings.clients)
     card = data_card(data.dataset, data.partition)
     typer.echo(card.text())
+    for warning in leaks(data.dataset, data.partition):
+        typer.echo(f"warning: {warning}")
     typer.echo(f"hash {data.partition.hash}")
     if out is not None:
         try:

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedapp import registry
 from fedapp.data.datasets import DATASET_NAMES, published
-from fedapp.data.partitions import PARTITION_KINDS
+from fedapp.data.partitions import NATURAL, PARTITION_KINDS
 from fedapp.errors import BadRequest, suggest
 from fedapp.learning import evaluation
 from fedapp.learning.optimizers import optimizer_class, parse_schedule, round_rates, takes
@@ -53,12 +53,18 @@ class RunConfig(BaseModel):
         1.0, gt=0, le=1, description="share of the images of each class that is used, for small studies"
     )
     clients: int = Field(0, ge=0, le=1_000_000, description="number of clients; 0 = the nodes present")
-    partition: str = Field("dirichlet", description="how the data is partitioned among clients")
+    partition: str = Field(
+        "auto",
+        description="who holds what; auto = by-client if the data have a column client, else dirichlet",
+    )
+    partition_file: str = Field("", description="index file of partition = file: .npz of a run, .json or .csv")
     alpha: float = Field(0.5, gt=0, description="Dirichlet concentration")
     classes_per_client: int = Field(2, ge=1, description="for the partitions pathological and classes")
     min_samples: int = Field(10, ge=1, description="smallest number of samples a client may get")
-    split: Literal["auto", "official", "merged", "holdout"] = Field(
-        "auto", description="where test data come from; auto = official if the data set has a test set, else holdout"
+    split: Literal["auto", "official", "merged", "holdout", "given"] = Field(
+        "auto",
+        description="where test data come from; auto = official (by-client: given) if the data set has a test set, "
+        "else holdout",
     )
     test_share: float = Field(
         0.25,
@@ -378,10 +384,22 @@ def _check(config: RunConfig) -> None:
     names = [n.strip() for n in config.class_names.split(",")]
     if config.class_names and (not all(names) or len(set(names)) != len(names)):
         raise BadRequest(f"class-names = '{config.class_names}': give different names with commas between them")
+    if config.partition in NATURAL:
+        changed = [k for k in ("alpha", "classes-per-client") if config.to_flat()[k] != DEFAULTS[k]]
+        if changed:
+            raise BadRequest(
+                f"{changed[0]} is for drawn partitions, and partition = '{config.partition}' is not one: leave it out"
+            )
+        if config.split == "official":
+            raise BadRequest(f"split = 'official' does not go with partition = '{config.partition}': use given or auto")
+    elif config.split == "given" and config.partition != "auto":
+        raise BadRequest("split = 'given' goes with partition = 'by-client': choose official, merged or holdout")
+    if (config.partition == "file") != bool(config.partition_file):
+        raise BadRequest("partition = 'file' and partition-file go together: give both, or neither")
     if config.resume and not config.out:
         raise BadRequest("resume needs out: give the run directory to continue")
     for key, value, known in (
-        ("partition", config.partition, PARTITION_KINDS),
+        ("partition", config.partition, ("auto", *PARTITION_KINDS)),
         ("dataset", config.dataset, DATASET_NAMES),
     ):
         if value not in known:
@@ -444,6 +462,7 @@ def _resolved(config: RunConfig) -> RunConfig:
         momentum=pick(config.momentum, d.momentum if optimizer == "sgd" else 0.0),
         weight_decay=pick(config.weight_decay, d.weight_decay if takes(optimizer, "weight_decay") else 0.0),
         clip=pick(config.clip, d.clip),
+        partition="dirichlet" if known is not None and config.partition == "auto" else config.partition,
         augment=pick(config.augment, d.augment),
     )
 

@@ -21,7 +21,7 @@ from fedapp.data.label_skew import (
     round_to_total,
     scale_to_margins,
 )
-from fedapp.data.partitions import PARTITION_KINDS, SPLITS, Partition, make, union_test
+from fedapp.data.partitions import DRAWN, SPLITS, Partition, make, union_test
 from fedapp.errors import BadRequest
 
 
@@ -228,13 +228,13 @@ def table(dataset: Dataset, partition: Partition, part: str) -> np.ndarray:
 def dealt() -> dict[tuple[str, str], Partition]:
     return {
         (kind, split): make(TOY, kind=kind, split=split, clients=8, seed=5, min_samples=12)
-        for kind in PARTITION_KINDS
+        for kind in DRAWN
         for split in SPLITS
     }
 
 
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("kind", PARTITION_KINDS)
+@pytest.mark.parametrize("kind", DRAWN)
 def test_invariants(dealt, kind, split):
     partition = dealt[kind, split]
     assert len(partition.clients) == 8
@@ -264,7 +264,7 @@ def test_invariants(dealt, kind, split):
 
 
 @pytest.mark.parametrize("split", SPLITS)
-@pytest.mark.parametrize("kind", PARTITION_KINDS)
+@pytest.mark.parametrize("kind", DRAWN)
 def test_train_and_test_have_the_same_distribution(dealt, kind, split):
     partition = dealt[kind, split]
     train, test = table(TOY, partition, "train"), table(TOY, partition, "test")
@@ -274,7 +274,7 @@ def test_train_and_test_have_the_same_distribution(dealt, kind, split):
     assert not test[train == 0].any()
 
 
-@pytest.mark.parametrize("kind", PARTITION_KINDS)
+@pytest.mark.parametrize("kind", DRAWN)
 def test_seed_decides(dealt, kind):
     again = make(TOY, kind=kind, split="merged", clients=8, seed=5, min_samples=12)
     other = make(TOY, kind=kind, split="merged", clients=8, seed=6, min_samples=12)

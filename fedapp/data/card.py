@@ -30,6 +30,9 @@ class DataCard:
     shared : images that occur more than once in the training splits (several clients, or duplicates).
     public : training images that are held back from the clients as a public set.
     validation : images that the clients hold out from training to choose settings by.
+    names : of the clients, where the data or a file name them; else empty.
+    left_out : owners with too few rows, who are no clients.   ignored : arrays of the file that mean nothing here.
+    rows : what one sample is called: `images`, else `rows`.
     """
 
     dataset: str
@@ -44,6 +47,10 @@ class DataCard:
     shared: int
     public: int = 0
     validation: int = 0
+    names: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    rows: str = "images"
 
     @property
     def mean_majority(self) -> float:
@@ -70,10 +77,11 @@ class DataCard:
             "shared": self.shared,
             "public": self.public,
             "validation": self.validation,
+            **({"names": list(self.names), "left_out": list(self.left_out)} if self.names else {}),
         }
 
     def text(self, max_classes: int = 26) -> str:
-        """Return the card as plain text: one line per client, one column per class with its images (``.``: none).
+        """Return the card as plain text: a line per client, a column per class with its training rows (``.``: none).
 
         Parameters
         ----------
@@ -82,17 +90,25 @@ class DataCard:
         train_sizes, test_sizes = self.train.sum(axis=1), self.test.sum(axis=1)
         lines = [
             f"{self.dataset}: {len(self.train)} clients, partition {self.kind}, split {self.split}, {self.hash[:12]}",
-            f"training images {train_sizes.sum()} ({train_sizes.min()} to {train_sizes.max()} a client), "
-            f"test images {test_sizes.sum()} ({test_sizes.min()} to {test_sizes.max()} a client)",
+            f"training {self.rows} {train_sizes.sum()} ({train_sizes.min()} to {train_sizes.max()} a client), "
+            f"test {self.rows} {test_sizes.sum()} ({test_sizes.min()} to {test_sizes.max()} a client)",
         ]
+        if self.ignored:
+            lines.append(f"ignored arrays: {', '.join(self.ignored)}")
+        if self.left_out:
+            shown = ", ".join(self.left_out[:8]) + (", ..." if len(self.left_out) > 8 else "")
+            lines.append(f"left out, fewer than min-samples {self.rows}: {len(self.left_out)} ({shown})")
         if self.unused:
-            lines.append(f"{self.unused} images are held by no client")
+            lines.append(f"{self.unused} {self.rows} are held by no client")
         if self.public:
-            lines.append(f"{self.public} training images are held back from the clients as the public set")
+            lines.append(f"{self.public} training {self.rows} are held back from the clients as the public set")
         if self.validation:
-            lines.append(f"{self.validation} images are held out from training for validation scores")
+            lines.append(f"{self.validation} {self.rows} are held out from training for validation scores")
         if self.shared:
-            lines.append(f"{self.shared} training images are held more than once")
+            lines.append(f"{self.shared} training {self.rows} are held more than once")
+        unseen = np.count_nonzero((self.test > 0) & (self.train == 0), axis=1)
+        if unseen.any():
+            lines.append(f"{np.count_nonzero(unseen)} clients are tested on classes that they do not train on")
         wide = len(self.classes) > max_classes
         # Names head the columns where they are short, else the classes' numbers.
         short = max(len(name) for name in self.classes) <= 6
@@ -107,7 +123,15 @@ class DataCard:
             else:
                 cells = [str(count) if count else "." for count in counts]
             score = "-" if np.isnan(self.majority[client]) else f"{100 * self.majority[client]:.1f}"
-            rows.append([str(client), *cells, str(train_sizes[client]), str(test_sizes[client]), score])
+            rows.append(
+                [
+                    self.names[client] if self.names else str(client),
+                    *cells,
+                    str(train_sizes[client]),
+                    str(test_sizes[client]),
+                    score,
+                ]
+            )
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         mean = "-" if np.isnan(self.mean_majority) else f"{100 * self.mean_majority:.1f} %"
@@ -153,4 +177,37 @@ def data_card(dataset: Dataset, partition: Partition) -> DataCard:
         shared=int(np.count_nonzero(np.unique(held_train, return_counts=True)[1] > 1)),
         public=public,
         validation=validation,
+        names=partition.names,
+        left_out=tuple(partition.settings.get("left_out", ())),
+        ignored=dataset.ignored,
+        rows="images" if dataset.kind == "image" else "rows",
     )
+
+
+def leaks(dataset: Dataset, partition: Partition) -> list[str]:
+    """Look for test rows that training rows give away, and for channels that look mixed up; return what was found.
+
+    Exact copies are counted between all clients' training and test rows; of series also test windows of which one half
+    stands in a training window, as windows that overlap have it.
+    """
+    train, test = (
+        np.unique(np.concatenate([getattr(c, part) for c in partition.clients])) for part in ("train", "test")
+    )
+    found = []
+    (x_train, _), (x_test, _) = dataset.take(train), dataset.take(test)
+    known = {row.tobytes() for row in x_train}
+    copies = sum(row.tobytes() in known for row in x_test)
+    if copies:
+        found.append(f"{copies} of {len(test)} test {'images' if dataset.kind == 'image' else 'rows'} are exact copies "
+                     "of training ones: scores are too high")  # fmt: skip
+    if dataset.kind == "series" and (half := dataset.shape[1] // 2):
+        halves = {part.tobytes() for row in x_train for part in (row[:, :half], row[:, -half:])}
+        shared = sum(row[:, :half].tobytes() in halves or row[:, -half:].tobytes() in halves for row in x_test)
+        if shared:
+            found.append(f"{shared} of {len(test)} test windows share a half with a training window: give each "
+                         "recording a number in the column group, so that its windows stay on one side")  # fmt: skip
+        mean, std = np.array(dataset.mean), np.array(dataset.std)
+        if len(mean) > 1 and np.ptp(mean) <= 0.1 * np.abs(mean).max() and np.ptp(std) <= 0.1 * std.max():
+            found.append("all channels have nearly the same mean and standard deviation: check that x has the shape "
+                         "(N, channels, steps), transposed and not reshaped")  # fmt: skip
+    return found

@@ -156,7 +156,12 @@ def own(where: object, arrays: Mapping[str, Array], expected: Sequence[str] | No
         x_train, kind = samples(where, "x_train", arrays["x_train"])
         x_test = x_train[:0]
         if "x_test" in arrays:
-            x_test, _ = samples(where, "x_test", arrays["x_test"])
+            x_test, other = samples(where, "x_test", arrays["x_test"])
+            if len(x_test) and other != kind:
+                raise BadRequest(
+                    f"{where}: x_train is {arrays['x_train'].dtype}, x_test {arrays['x_test'].dtype}, so they are read "
+                    f"as {kind} and {other}: write both with the same type and axes, uint8 for images"
+                )
         if len(x_test) and x_test.shape[1:] != x_train.shape[1:]:
             raise BadRequest(
                 f"{where}: one sample of x_test has the shape {x_test.shape[1:]}, of x_train {x_train.shape[1:]}"
@@ -335,8 +340,7 @@ def _parts(where: object, column: Array) -> Int64:
 
 def _numbered(where: object, key: str, column: Array) -> tuple[Int64, tuple[str, ...]]:
     """Return each row's position among the sorted distinct entries, and the entries as text."""
-    empty = np.flatnonzero(np.char.strip(column) == "") if column.dtype.kind == "U" else []
-    if len(empty):
+    if column.dtype.kind == "U" and (empty := np.flatnonzero(np.char.strip(column) == "")).size:
         raise BadRequest(f"{where}: row {empty[0]} has no {key} ({len(empty)} in all): fill it or leave the row out")
     entries, place = np.unique(column, return_inverse=True)
     return place.reshape(-1).astype(np.int64), tuple(str(e) for e in entries)

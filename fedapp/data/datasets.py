@@ -229,9 +229,13 @@ def sample(dataset: Dataset, fraction: float, rng: np.random.Generator) -> Datas
         return np.sort(np.concatenate(kept)) if kept else np.zeros(0, np.int64)
 
     train, test = rows(dataset.y_train), rows(dataset.y_test)
+    pool = np.concatenate([train, dataset.num_train + test])
     return replace(
         dataset, x_train=dataset.x_train[train], y_train=dataset.y_train[train],
         x_test=dataset.x_test[test], y_test=dataset.y_test[test],
+        owners=None if dataset.owners is None else dataset.owners[pool],
+        groups=None if dataset.groups is None else dataset.groups[pool],
+        held_out=None if dataset.held_out is None else dataset.held_out[train],
     )  # fmt: skip
 
 
@@ -306,8 +310,8 @@ def _find(name: str, root: Path | None) -> _Source:
                 "set, test/<class>/*; or with <class>/* alone"
             )
         train, test = pictures.class_folders(root)
-        files = [file_identity(path) for group in (train, test) for paths in group.values() for path in paths]
-        return {"folder": str(root.resolve()), "files": files}, lambda store: pictures.read_folder(train, test, store)
+        found = [file_identity(path) for group in (train, test) for paths in group.values() for path in paths]
+        return {"folder": str(root.resolve()), "files": found}, lambda store: pictures.read_folder(train, test, store)
     if own is not None and own.is_file():
         return {"npz": file_identity(own)}, lambda _: _build_npz(name, [own], own.parent)
     if name == "digits":

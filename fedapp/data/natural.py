@@ -56,7 +56,8 @@ def by_client(
             "that says whose it is, or choose a drawn partition such as dirichlet"
         )
     if split not in SPLITS:
-        raise BadRequest(f"split = '{split}' does not go with by-client{suggest(split, SPLITS)}: use {', '.join(SPLITS)}")
+        known = ", ".join(SPLITS)
+        raise BadRequest(f"split = '{split}' does not go with by-client{suggest(split, SPLITS)}: use {known}")
     if split == "given" and not dataset.num_test:
         raise BadRequest(f"split = 'given': {dataset.name} has no test rows: add a column split, or use holdout")
     pool = np.arange(dataset.num_train + (0 if split == "holdout" else dataset.num_test))

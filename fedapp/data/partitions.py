@@ -501,7 +501,7 @@ def held_out(sizes: Sequence[int], share: float, seed: int) -> list[npt.NDArray[
     return [rng.permutation(n) < min(n - 1, max(1, int(share * n + 0.5))) for n in sizes]
 
 
-def hold_out(partition: Partition, share: float, seed: int) -> Partition:
+def hold_out(partition: Partition, share: float, seed: int, dataset: Dataset | None = None) -> Partition:
     """Move a share of every client's training images to its validation split.
 
     Parameters
@@ -513,13 +513,20 @@ def hold_out(partition: Partition, share: float, seed: int) -> Partition:
         with a single image keeps it for training.
     seed
         Fixes the draw.
+    dataset
+        Its groups stay whole, as in :func:`cut`; None = all rows may part.
     """
-    masks = held_out([len(c.train) for c in partition.clients], share, seed)
-    clients = tuple(
-        replace(c, train=c.train[~taken], validation=c.train[taken]) for c, taken in zip(partition.clients, masks)
-    )
-    settings = {**partition.settings, "validation": share}
-    return Partition(partition.kind, partition.split, clients, _hash(clients), settings)
+    if dataset is not None and dataset.groups is not None:
+        rng = np.random.default_rng(np.random.SeedSequence([seed, 201]))
+        pairs = [cut(c.train, dataset.pool_labels, dataset.groups, rng, share) for c in partition.clients]
+    else:
+        masks = held_out([len(c.train) for c in partition.clients], share, seed)
+        pairs = [(c.train[~taken], c.train[taken]) for c, taken in zip(partition.clients, masks, strict=True)]
+    clients = [
+        replace(c, train=np.sort(train), validation=np.sort(taken))
+        for c, (train, taken) in zip(partition.clients, pairs, strict=True)
+    ]
+    return partition.with_clients(clients, validation=share)
 
 
 def hold_back(partition: Partition, share: float, seed: int) -> tuple[Partition, Int64]:
@@ -553,15 +560,14 @@ def hold_back(partition: Partition, share: float, seed: int) -> tuple[Partition,
     public = np.unique(np.concatenate(given))
     if len(public) == 0:
         raise BadRequest(f"a share of {share:g} of the training images holds back none: give a larger one")
-    kept = tuple(ClientSplit(c.train[~np.isin(c.train, public)], c.test) for c in partition.clients)
+    kept = [replace(c, train=c.train[~np.isin(c.train, public)]) for c in partition.clients]
     empty = [str(k) for k, c in enumerate(kept) if len(c.train) == 0]
     if empty:
         raise BadRequest(
             f"with a public share of {share:g} client {', '.join(empty[:5])} has no training image left: "
             "give a smaller share, or another data set"
         )
-    settings = {**partition.settings, "public_share": float(share), "public_images": len(public)}
-    return Partition(partition.kind, partition.split, kept, _hash(kept), settings), public
+    return partition.with_clients(kept, public_share=float(share), public_images=len(public)), public
 
 
 def _hash(clients: Sequence[ClientSplit]) -> str:

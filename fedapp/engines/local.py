@@ -21,13 +21,13 @@ def effective(values: Mapping[str, Any]) -> RunConfig:
     """Make the effective configuration of a simulation: `auto` resolved, number of clients set, paths absolute."""
     config = configuration.from_flat({**values, "resume": False})
     config.check_simulation()
-    if config.clients == 0:
-        config = config.replaced(clients=DEFAULT_CLIENTS)
     if config.data_dir:
         config = config.replaced(data_dir=str(Path(config.data_dir).expanduser().absolute()))
     if config.state_dir:
         config = config.replaced(state_dir=str(Path(config.state_dir).expanduser().absolute()))
-    return tasks.settled(config)
+    if config.partition_file:
+        config = config.replaced(partition_file=str(Path(config.partition_file).expanduser().absolute()))
+    return tasks.settled(config, DEFAULT_CLIENTS)
 
 
 def prepare(values: Mapping[str, Any], out: Path | None) -> RunConfig:

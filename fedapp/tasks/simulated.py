@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from fedapp import process, sampling
 from fedapp.config import RunConfig
-from fedapp.data import datasets, partitions
+from fedapp.data import datasets, natural, partitions
 from fedapp.data.datasets import OWN, Dataset, Samples
 from fedapp.data.partitions import Partition
 from fedapp.data.transforms import InputSpec
@@ -95,7 +96,7 @@ def federated(config: RunConfig, clients: int) -> FederatedData:
     return _federated(
         config.dataset, config.data_dir, config.data_fraction, config.partition, config.split, clients,
         config.data_seed, config.alpha, config.classes_per_client, config.min_samples, config.test_share,
-        public_source(config), config.validation,
+        public_source(config), config.validation, config.partition_file,
     )  # fmt: skip
 
 
@@ -114,14 +115,28 @@ def _federated(
     test_share: float,
     public: PublicSource | None,
     validation: float,
+    file: str,
 ) -> FederatedData:
     dataset = datasets.sample(datasets.load(name, data_dir or None), fraction, sampling.rng(seed, "data-fraction"))
+    if kind == "auto":
+        kind = default_partition(dataset)
     if split == "auto":
-        split = "official" if dataset.num_test else "holdout"
-    partition = partitions.make(
-        dataset, kind=kind, split=split, clients=clients, seed=seed, alpha=alpha, classes_per_client=cpc,
-        min_samples=min_samples, test_share=test_share,
-    )  # fmt: skip
+        given = "given" if kind == "by-client" else "official"
+        split = given if dataset.num_test else "holdout"
+    if kind == "file":
+        partition = natural.from_file(dataset, Path(file))
+        if clients not in (0, len(partition.clients)):
+            raise BadRequest(f"clients = {clients}, but {file} lists {len(partition.clients)}: set clients = 0")
+    elif kind == "by-client":
+        partition = natural.by_client(
+            dataset, split=split, clients=clients, seed=seed, min_samples=min_samples, test_share=test_share
+        )
+    else:
+        partition = partitions.make(
+            dataset, kind=kind, split=split, clients=clients, seed=seed, alpha=alpha, classes_per_client=cpc,
+            min_samples=min_samples, test_share=test_share,
+        )  # fmt: skip
+    partition = natural.given_validation(partition, dataset)
     inputs = InputSpec.of(dataset)
     images = None
     if public is not None and public.share:
@@ -130,8 +145,9 @@ def _federated(
     elif public is not None:
         # Where data-dir is the user's own data, it does not hold other data sets.
         images = draw_images(public, dataset.name, inputs, "" if name in OWN else data_dir, seed)
-    if validation:
-        partition = partitions.hold_out(partition, validation, seed)
+    # A validation split that the data or the file bring along wins.
+    if validation and not any(len(c.validation) for c in partition.clients):
+        partition = partitions.hold_out(partition, validation, seed, dataset)
     return FederatedData(dataset, partition, inputs, seed, images)
 
 
@@ -185,17 +201,32 @@ def model_for(config: RunConfig, client: int, inputs: InputSpec) -> str:
     return default_model(inputs.shape) if name == "auto" else name
 
 
-def settled(config: RunConfig) -> RunConfig:
-    """Replace every `auto` that the user's own data decide, after looking at them.
+def default_partition(dataset: Dataset) -> str:
+    """Return the partition that `auto` stands for: the natural clients where the data have them, else dirichlet."""
+    return "dirichlet" if dataset.owners is None else "by-client"
+
+
+def settled(config: RunConfig, clients: int) -> RunConfig:
+    """Replace what only the data decide: `auto` of model and partition, and `clients = 0`.
+
+    Parameters
+    ----------
+    clients : their number where neither the configuration nor the data say it.
 
     Raises
     ------
     BadRequest : the data are not there, or no model is the default for them.
     """
-    if "auto" not in config.model_names:
-        return config
-    model = default_model(datasets.load(config.dataset, config.data_dir or None).shape)
-    return config.replaced(model=",".join(model if n == "auto" else n for n in config.model_names))
+    if config.partition == "auto" or "auto" in config.model_names:
+        dataset = datasets.load(config.dataset, config.data_dir or None)
+        partition = default_partition(dataset) if config.partition == "auto" else config.partition
+        model = default_model(dataset.shape) if "auto" in config.model_names else ""
+        names = ",".join(model if n == "auto" else n for n in config.model_names)
+        config = config.replaced(model=names, partition=partition)
+    if config.clients == 0:
+        natural_ones = config.partition in partitions.NATURAL
+        return config.replaced(clients=len(federated(config, 0).partition.clients) if natural_ones else clients)
+    return config
 
 
 def assemble(
