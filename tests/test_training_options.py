@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,8 @@ from fedapp.learning.optimizers import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULER
 from fedapp.learning.task import Task
 from fedapp.learning.training import TrainSpec, class_weights, epoch_batches, make_optimizer
 from fedapp.method import BaseHParams, Payload
+from fedapp.tasks import simulated
+from fedapp.tasks.node import Node, node_task
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.fedclassavg import METHOD as FEDCLASSAVG
 from strategies.ktpfl import METHOD as KTPFL
@@ -387,3 +391,87 @@ def test_every_method_weighs_its_supervised_loss(method: str, monkeypatch: pytes
     monkeypatch.setattr(FedClient, "cross_entropy", spy)
     result = tiny(method=method, rounds=1, class_weights="balanced", final_training=False)
     assert len(seen) == result.clients["steps"].sum() * (2 if method in ("fml", "fedkd") else 1) > 0
+
+
+def test_a_simulation_counts_the_weights_before_it_starts() -> None:
+    with pytest.raises(BadRequest, match="class-weights has 2 numbers, but the data have 10 classes"):
+        simulated.check(from_flat({"method": "fedavg", "clients": 3, "class-weights": "1,2"}), 3)
+
+
+# ---- on real nodes ---------------------------------------------------------------------------------------------------
+
+
+def test_a_node_trains_as_the_run_says(tmp_path: Path) -> None:
+    """A node with its own data takes optimizer, rates and weights from the run-config that every message brings."""
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 17, (20, 8, 8), dtype=np.uint8)
+    np.savez(tmp_path / "own.npz", x_train=x, y_train=np.arange(20) % 4, x_test=x[:4], y_test=np.arange(4))
+    config = from_flat({
+        "method": "fedavg", "class-names": "0,1,2,3", "optimizer": "rmsprop", "optimizer-args": "centered=true",
+        "num-server-rounds": 2, "lr": 0.2, "lr-schedule": "StepLR step_size=1 gamma=0.5", "class-weights": "1,2,3,4",
+        "lr-schedule-steps": "LinearLR",
+    })  # fmt: skip
+    node = Node.parse({"client-id": 0, "data-path": str(tmp_path / "own.npz"), "model": "digits-b"})
+    one = FedClient(node_task(config, node, torch.device("cpu")), FEDAVG, BaseHParams())
+    one.register()
+    rates = []
+    for server_round in (1, 2, 3):
+        one.round = server_round
+        rates.append(one.train_spec().rate)
+    assert rates == [0.2, 0.1, 0.1]
+    assert one.class_weights is not None and one.class_weights.tolist() == [1, 2, 3, 4]
+    optimizer = make_optimizer(network().parameters(), one.train_spec())
+    assert isinstance(optimizer, torch.optim.RMSprop) and optimizer.defaults["centered"]
+    assert len(one.train_spec().step_rates(5)) == 5
+
+
+# ---- the loss that is printed ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", list(registry.discover()))
+def test_the_training_loss_is_what_the_optimizer_minimised(
+    method: str, monkeypatch: pytest.MonkeyPatch, tiny: Tiny
+) -> None:
+    """Per client: the mean over all images of both epochs of what was differentiated, with all terms and weights.
+
+    What is differentiated before the local training (KT-pFL's distillation, FedClassAvg's warm-up) is not in it. In
+    round 2 the terms are not 0, since something was received.
+    """
+    losses: list[tuple[float, int]] = []
+    found: list[tuple[int, int, float]] = []
+    original, optimise = training.train, FedClient.optimise
+
+    def train(model: Any, x: Any, y: Any, spec: Any, inputs: Any, step_loss: Any, *args: Any, **further: Any) -> Any:
+        def seen(batch: Any) -> Any:
+            loss = step_loss(batch)
+            loss.register_hook(lambda gradient: losses.append((float(loss.detach()), len(batch.y))))
+            return loss
+
+        return original(model, x, y, spec, inputs, seen, *args, **further)
+
+    def watched(self: FedClient, payload: Payload) -> Any:
+        losses.clear()  # KT-pFL calls this after its distillation
+        report = optimise(self, payload)
+        mean = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
+        found.append((self.round, self.task.client, mean))
+        return report
+
+    monkeypatch.setattr("clients.base.train", train)
+    monkeypatch.setattr(FedClient, "optimise", watched)
+    result = tiny(method=method, rounds=2, local_epochs=2, class_weights="balanced", final_training=False)
+    table = result.clients.set_index(["round", "client"])["train_loss"]
+    assert len(found) == len(table) == 6
+    for server_round, client_id, loss in found:
+        assert table[server_round, client_id] == pytest.approx(loss, rel=1e-5)
+    whole_round = result.rounds.set_index("round")["train_loss"]
+    for server_round in (1, 2):
+        assert whole_round[server_round] == pytest.approx(
+            np.mean([m for t, _, m in found if t == server_round]), rel=1e-5
+        )
+
+
+def test_every_method_is_in_the_table_of_training_losses() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "training.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| ([^|]*) \|", page.partition("## What `train_loss` is")[2].partition("\n## ")[0], flags=re.M)
+    named = [name for row in rows[1:] for name in row.split(", ")]
+    assert sorted(named) == sorted(n for m in registry.discover().values() for n in m.title.split(", "))

@@ -20,6 +20,7 @@ from fedapp.data.partitions import Partition
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest
 from fedapp.learning.task import Task
+from fedapp.learning.training import class_weights
 from fedapp.models import check_model, default_model
 from fedapp.tasks.public import PublicSource, draw_images, public_source
 
@@ -152,7 +153,7 @@ def _federated(
 
 
 def check(config: RunConfig, clients: int) -> FederatedData:
-    """Check before anything is trained that data, partition, models and precision fit together.
+    """Check before anything is trained that data, partition, models, class weights and precision fit together.
 
     Raises
     ------
@@ -161,6 +162,7 @@ def check(config: RunConfig, clients: int) -> FederatedData:
     data = federated(config, clients)
     for name in config.model_names:
         check_model(default_model(data.inputs.shape) if name == "auto" else name, data.inputs.shape)
+    class_weights(config.class_weights, torch.zeros(0, dtype=torch.int64), data.dataset.num_classes)
     if config.precision == "bf16" and not bf16_works():
         place = "GPU" if torch.cuda.is_available() else "processor"
         raise BadRequest(f"precision = 'bf16': this {place} has no fast bfloat16; use fp32")
