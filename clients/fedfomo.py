@@ -60,7 +60,11 @@ class FedFomoHParams(BaseHParams):
         "trained model competes for a slot (released code), or the own trained model, which has no slot",
     )
     validation: float = Field(
-        0.2, gt=0, lt=1, description="share of the local training split held out to compare models (paper: 0.2)"
+        0.2,
+        gt=0,
+        lt=1,
+        description="share of the local training split held out to compare models (paper: 0.2); where the run itself "
+        "holds out validation images, those are used instead",
     )
     epsilon: float = Field(
         0.3,
@@ -103,6 +107,10 @@ class FedFomoClient(FedClient):
     mixed: Arrays
 
     def __init__(self, task: Task, method: Method, hparams: Any, store: ClientStore | None = None) -> None:
+        if task.x_validation is not None and task.y_validation is not None and len(task.y_validation):
+            self.x_validation, self.y_validation = task.x_validation, task.y_validation
+            super().__init__(task, method, hparams, store)
+            return
         generator = sampling.torch_generator(task.seed, "fomo-validation", task.client)
         train, validation = held_out(task.num_samples, hparams.validation, generator)
         train, validation = train.to(task.y_train.device), validation.to(task.y_train.device)

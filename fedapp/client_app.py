@@ -50,7 +50,8 @@ def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedCl
         real = bool(control.get("deployed", False))
         root = node.state_root(config) if real else Path(config.state_dir or str(control.get("state-dir", "")))
         folder = root / (config.federation or "run") / str(node.client)
-        store = ClientStore(folder, config.method, str(control["run"]), config.warm_start)
+        kept = int(control.get("keep", 0))
+        store = ClientStore(folder, config.method, str(control["run"]), config.warm_start, kept)
     return method.client(task, method, hparams, store)  # type: ignore[no-any-return]
 
 
@@ -88,7 +89,8 @@ def handle(stage: str, message: Message, context: Context) -> Message:
         elif stage == "evaluate":
             arrays, count = {}, client.task.num_samples
             train = bool(control.get("train", False)) and "trained" in client.task.protocols
-            metrics = client.evaluate_round(payload, server_round, balanced=balanced, train=train)
+            without = train or bool(control.get("received-only", False))
+            metrics = client.evaluate_round(payload, server_round, balanced=balanced, train=without)
             if payload.all():
                 keep("received.safetensors", server_round - 1)
             if train:

@@ -126,6 +126,11 @@ class RunConfig(BaseModel):
     validation: float = Field(
         0.0, ge=0, lt=1, description="share of each client's training images that is held out for validation scores"
     )
+    select: Literal["last", "validation"] = Field(
+        "last",
+        description="which round is scored at the end: the last, or of those that evaluate-every evaluates (1 unless "
+        "given) the one with the best mean validation accuracy of received",
+    )
     min_replies: Annotated[float, Field(gt=0, le=1)] | Auto = Field(
         "auto", description="smallest share of good replies; auto = 1.0 in simulation, 0.5 in deployment"
     )
@@ -396,6 +401,18 @@ def _check(config: RunConfig) -> None:
         raise BadRequest("split = 'given' goes with partition = 'by-client': choose official, merged or holdout")
     if (config.partition == "file") != bool(config.partition_file):
         raise BadRequest("partition = 'file' and partition-file go together: give both, or neither")
+    if config.select == "validation":
+        if not config.validation:
+            raise BadRequest("select = 'validation' needs validation images: hold some out with --set validation=0.1")
+        if "received" not in config.measured:
+            raise BadRequest(
+                f"select = 'validation' chooses by received, but protocols = '{config.protocols}': measure it too"
+            )
+        if config.evaluate_every > config.num_server_rounds:
+            raise BadRequest(
+                f"select = 'validation' with evaluate-every = {config.evaluate_every} evaluates none of "
+                f"{config.num_server_rounds} rounds: lower evaluate-every"
+            )
     if config.resume and not config.out:
         raise BadRequest("resume needs out: give the run directory to continue")
     for key, value, known in (
@@ -464,6 +481,7 @@ def _resolved(config: RunConfig) -> RunConfig:
         clip=pick(config.clip, d.clip),
         partition="dirichlet" if known is not None and config.partition == "auto" else config.partition,
         augment=pick(config.augment, d.augment),
+        evaluate_every=max(1, config.evaluate_every) if config.select == "validation" else config.evaluate_every,
     )
 
 

@@ -50,6 +50,8 @@ from strategies.base import Callbacks, FedStrategy, RoundResult, server_context
 app = ServerApp()
 
 Event = Callable[[Mapping[str, Any]], None]
+SELECTED = "selected"
+"""Folder of the server's state after the round that validation images have chosen so far."""
 ORPHAN_LIFE = 120.0
 """Seconds to wait for a server process that lost its SuperLink and still holds the run directory."""
 
@@ -189,6 +191,7 @@ class Run(Callbacks):
         self.final: dict[str, float] = {}
         self.last_scores: Scored = {}
         self.stopped: str | None = None
+        self.chosen: int | None = None
         self.global_scores: Scores | None = None
 
     # ---- before round 1 ------------------------------------------------------------------------------------------
@@ -243,9 +246,10 @@ class Run(Callbacks):
             done=self.done,
             state=self.state,
             callbacks=self,
-            control=lambda server_round: {"balanced": self.config.balanced_in(server_round)},
+            control=self._control,
             evaluate_every=self.config.evaluate_every,
             final_training=self.config.final_training,
+            select=self.config.select == "validation",
         )
         return self._finish(state)
 
@@ -319,6 +323,19 @@ class Run(Callbacks):
             return
         scalars = self.strategy.send(state, 0, self.infos[0].client).scalars
         self.global_scores = self._scores(arrays, scalars, probabilities)
+
+    def _control(self, server_round: int) -> dict[str, Scalar]:
+        """Return the values that go with the messages of a round."""
+        values: dict[str, Scalar] = {"balanced": self.config.balanced_in(server_round)}
+        if self.config.select == "validation":
+            values["keep"] = self._best_round() or 0
+        return values
+
+    def _best_round(self) -> int | None:
+        """Return the first evaluated round with the highest validation accuracy, or None where there is none yet."""
+        rows = self.directory.table("evaluations.csv")
+        known = rows.dropna(subset=["received_validation"]) if len(rows) else rows
+        return int(known["round"][known["received_validation"].idxmax()]) if len(known) else None
 
     # ---- callbacks ---------------------------------------------------------------------------------------------------
 
@@ -409,6 +426,10 @@ class Run(Callbacks):
         """Write an evaluation of all clients: `final.csv` after the last round, else a row of `evaluations.csv`."""
         config = self.config
         protocols = [p for p in config.measured if p != "global"]
+        if config.select == "validation" and result.kind != "final":
+            protocols = ["received"]
+            # Before the row that may choose this round is written: a run that is killed in between finds the state.
+            checkpoint.link(self.out / "checkpoint", result.round, self.out / SELECTED)
         further = [column(name) for name in config.further_metrics]
         rows = {
             c: client_row(m, protocols, config.validation > 0, scores=further)
@@ -427,9 +448,23 @@ class Run(Callbacks):
             row = {"round": result.round, "clients": len(rows), **summary, "evaluate_seconds": result.seconds}
             self.directory.append("evaluations.csv", row)
             self.tell({"kind": "evaluated", **row})
+            if config.select == "validation" and (best := self._best_round()) is not None:
+                checkpoint.only(self.out / SELECTED, best)
         for dropped in result.traffic.dropped:
             self.directory.dropped(dropped)
             self.extra["dropped"] += 1
+
+    def selected(self, state: ServerState, server_round: int) -> tuple[ServerState, int]:
+        """Return the state and number of the round with the best validation accuracy over all clients."""
+        best = self._best_round()
+        if best is None:
+            text = "select = validation found no validation scores, so the last round is scored: give clients more data"
+            self.warnings.append(text)
+            self.tell({"kind": "warning", "text": text})
+            return state, server_round
+        self.chosen = best
+        self.tell({"kind": "selected", "round": best})
+        return checkpoint.load(self.out / SELECTED, best), best
 
     def after_query(self, result: RoundResult) -> None:
         """Record the traffic of a query."""
@@ -453,22 +488,27 @@ class Run(Callbacks):
         if arrays is not None:
             scalars = dict(self.strategy.send(state, 0, self.infos[0].client).scalars)
             header = {**self._model_header(), "final": True, "scalars": scalars}
+            if self.chosen is not None:
+                header["round"] = self.chosen
             write_safetensors(self.out / "models" / "last.safetensors", arrays, header)
         final = self.directory.table("final.csv")
         tests = [int(v) for v in final.get("received_total", final.get("trained_total", [])) if not math.isnan(v)]
         answered, messaged = rounds["clients"], rounds["clients"] + rounds["dropped"]
         evaluations = self.directory.table("evaluations.csv")
         accuracy = accuracy_summary(rounds, evaluations, self.final, self.config.measured, len(self.manager.infos))
+        last = int(rounds["round"].max()) if len(rounds) else 0
+        scored = last if self.chosen is None else self.chosen
         summary = {
             "ok": True,
             "method": self.config.method,
             "dataset": self.config.dataset,
             "model": self.config.model,
             "clients": len(self.infos),
-            "rounds": int(rounds["round"].max()) if len(rounds) else 0,
+            "rounds": last,
+            "round": scored,
             "seed": self.config.seed,
             "accuracy": accuracy,
-            "headline": self._headline(accuracy, rounds, len(final)),
+            "headline": self._headline(accuracy, scored, len(final)),
             "metrics": self._metrics(final),
             "pooled": {p: self.final.get(f"{p}_accuracy_pooled") for p in self.config.measured if p != "global"},
             "test_sizes": {"min": min(tests, default=0), "mean": mean(map(float, tests)), "max": max(tests, default=0)},
@@ -511,20 +551,20 @@ class Run(Callbacks):
         return found
 
     def _headline(
-        self, accuracy: Mapping[str, Mapping[str, Any]], rounds: pd.DataFrame, scored: int
+        self, accuracy: Mapping[str, Mapping[str, Any]], server_round: int, scored: int
     ) -> dict[str, Any] | None:
         """Return the one number that methods are ranked by, over how many of all clients, and when it was measured."""
         protocol = next((p for p in ("trained", "received", "global") if p in accuracy), None)
         if protocol is None:
             return None
+        moment = "the last round" if self.chosen is None else f"round {server_round}, chosen on validation images"
         point = {
-            "trained": "after the last round and one more local training" if self.config.final_training else
-            "each client as it was last trained",
-            "received": "after the last round, before local training",
-            "global": "the global model after the last round",
+            "trained": f"after {moment} and one more local training" if self.config.final_training else
+            "each client as it was last trained" + ("" if self.chosen is None else f", up to {moment}"),
+            "received": f"after {moment}, before local training",
+            "global": f"the global model after {moment}",
         }[protocol]  # fmt: skip
-        value, last = accuracy[protocol]["last"], int(rounds["round"].max()) if len(rounds) else 0
-        return {"score": protocol, "value": value, "point": point, "round": last} | {
+        return {"score": protocol, "value": accuracy[protocol]["last"], "point": point, "round": server_round} | {
             "clients": scored, "of": len(self.manager.infos),
         }  # fmt: skip
 

@@ -91,6 +91,10 @@ class Callbacks:
     def after_query(self, result: RoundResult) -> None:
         """Record the answers to a query."""
 
+    def selected(self, state: ServerState, server_round: int) -> tuple[ServerState, int]:
+        """Return the state and the round that are scored at the end; given are those of the last round."""
+        return state, server_round
+
 
 class FedStrategy(FlowerLoop):
     """Base of all strategies; without changes it is FedAvg on the method's shared arrays.
@@ -168,6 +172,7 @@ class FedStrategy(FlowerLoop):
         control: Callable[[int], Mapping[str, Any]] = lambda server_round: {},
         evaluate_every: int = 0,
         final_training: bool = True,
+        select: bool = False,
     ) -> ServerState:
         """Run rounds `done + 1 .. rounds`, then `finalize`, and score all clients once.
 
@@ -179,18 +184,22 @@ class FedStrategy(FlowerLoop):
         final_training : in evaluations of all clients each trains once more on what it would receive next, so that all
             `trained` scores are of one age; False scores each client's model as it was last trained.
 
+        select : finalize and score what `callbacks.selected` returns. Evaluations between rounds then score only what
+            clients receive, and there is one after the last round too.
+
         Returns
         -------
         The final state.
         """
         callbacks = callbacks or Callbacks()
-        train = {"train": final_training}
+        train: dict[str, Any] = {"train": final_training}
+        between = {"received-only": True} if select else train
         self.context = context
         state = self.init(context) if state is None else state
         # If a run was interrupted between a checkpoint and the evaluation after it, the resumed run evaluates first.
-        due = evaluate_every and done and done % evaluate_every == 0 and done < rounds
+        due = evaluate_every and done and done % evaluate_every == 0 and (done < rounds or select)
         if due and not callbacks.has_evaluation(done):
-            callbacks.after_evaluation(self._evaluate(manager, state, done, "evaluate", {**control(done), **train}))
+            callbacks.after_evaluation(self._evaluate(manager, state, done, "evaluate", {**control(done), **between}))
         for server_round in range(done + 1, rounds + 1):
             started = time.perf_counter()
             manager.register()
@@ -198,12 +207,14 @@ class FedStrategy(FlowerLoop):
             state, result = self._train(manager, state, server_round, ids, control(server_round))
             result.seconds = time.perf_counter() - started
             proceed = callbacks.after_round(result, state)
-            if evaluate_every and server_round % evaluate_every == 0 and server_round < rounds:
-                found = self._evaluate(manager, state, server_round, "evaluate", {**control(server_round), **train})
+            if evaluate_every and server_round % evaluate_every == 0 and (server_round < rounds or select):
+                found = self._evaluate(manager, state, server_round, "evaluate", {**control(server_round), **between})
                 callbacks.after_evaluation(found)
             if not proceed:
                 rounds = server_round
                 break
+        if select:
+            state, rounds = callbacks.selected(state, rounds)
         state = self.finalize(state, self._queries(manager, state, rounds, callbacks))
         callbacks.after_evaluation(
             self._evaluate(manager, state, rounds, "final", {"balanced": True, "final": True, **train})

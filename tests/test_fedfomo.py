@@ -531,6 +531,16 @@ def test_a_bound_on_updates_is_measured_from_the_mixed_model() -> None:
     assert not equal(selection.extract(client.model, initial), mixed)
 
 
+def test_validation_images_of_the_run_take_the_place_of_its_own() -> None:
+    (task,) = digit_tasks(1)
+    x, y = task.x_test[:7], task.y_test[:7]
+    given = FedFomoClient(replace(task, x_validation=x, y_validation=y), METHOD, hparams_of())
+    assert given.task.num_samples == task.num_samples and given.x_validation is x and given.y_validation is y
+    none = replace(task, x_validation=x[:0], y_validation=y[:0])
+    for own in (FedFomoClient(none, METHOD, hparams_of()), FedFomoClient(task, METHOD, hparams_of())):
+        assert len(own.y_validation) == round(0.2 * task.num_samples) == task.num_samples - own.task.num_samples
+
+
 def test_without_other_models_a_client_receives_what_it_left(tmp_path) -> None:
     """The reduction to training alone: what is received is what was trained one round before."""
     result = fedapp.run(

@@ -67,6 +67,17 @@ def test_rounds_are_numbers_not_text(tmp_path: Path) -> None:
     assert stored is not None and stored.round == 999_999
 
 
+def test_the_state_of_a_round_that_may_be_chosen_is_kept(tmp_path: Path) -> None:
+    """This client took part in rounds 1, 3, 4, 6 and 7. Round 5 leads: what it has from then is of round 4."""
+    for server_round, leader in ((1, 0), (3, 2), (4, 2), (6, 5), (7, 5)):
+        s = ClientStore(tmp_path / "3", "m", "aa", keep=leader)
+        s.save(server_round, {"x": np.full(1, server_round)})
+        kept = {1: [1], 3: [1, 3], 4: [1, 3, 4], 6: [4, 6], 7: [4, 6, 7]}[server_round]
+        assert names(tmp_path) == [f"aa.{r:06d}.safetensors" for r in kept]
+    stored = s.load(before=6)
+    assert stored is not None and stored.round == 4
+
+
 def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
     s = store(tmp_path)
     (tmp_path / "3").mkdir()

@@ -240,7 +240,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     table = Table(
         title=f"{summary['method']} on {summary['dataset']}, {summary['clients']} clients, {summary['rounds']} rounds"
     )
-    columns = {"all clients %": "last", "std over clients": "last_std", "balanced %": "balanced", "best %": "best"}
+    columns = {"all clients %": "last", "std over clients": "last_std", "balanced %": "balanced"}
     for name, key in (("validation %", "validation"), ("last round's clients %", "participants")):
         if any(scores.get(key) is not None for scores in summary["accuracy"].values()):
             columns[name] = key

@@ -68,12 +68,12 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
 
     Returns
     -------
-    Columns of :func:`describe`, then `clients`, `rounds`, and by protocol `last`, `last_std`, `best`, `best_pooled`,
-    `participants`, `validation` (see `accuracy_summary`), `pooled`, `balanced`, `worst` (client), `worst_decile`,
-    `target`, `target_rounds`, `target_bytes`, and of each metric that a run measured beside accuracy and loss its mean
-    over clients, `_std`, `_worst_decile` and `_worst`; then `better_off` (where the runs of a setting include
-    Standalone: the share of clients whose headline score is above their own there), CCVR's calibration, bytes per
-    client and round, dropped replies, test images per client, why it stopped early, and seconds.
+    Columns of :func:`describe`, then `clients`, `rounds`, `round` (the one that is scored), and by protocol `last`,
+    `last_std`, `best`, `best_pooled`, `participants`, `validation` (see `accuracy_summary`), `pooled`, `balanced`,
+    `worst` (client), `worst_decile`, `target`, `target_rounds`, `target_bytes`, and of each metric that a run measured
+    beside accuracy and loss its mean over clients, `_std`, `_worst_decile` and `_worst`; then `better_off` (where the
+    runs of a setting include Standalone: the share of clients whose headline score is above their own there), CCVR's
+    calibration, bytes per client and round, dropped replies, test images per client, why it stopped early, and seconds.
     """
     references = {(j.setting, j.seed): j.result for j in jobs if j.variant.label == reference}
     alone = {(j.setting, j.seed): j.result for j in reversed(jobs) if j.variant.method == "local"}
@@ -81,7 +81,10 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
     rows = []
     for job in jobs:
         run, summary = job.result, job.result.summary
-        row: dict[str, Any] = {**describe(job), "clients": summary["clients"], "rounds": summary["rounds"]}
+        row: dict[str, Any] = {
+            **describe(job), "clients": summary["clients"], "rounds": summary["rounds"],
+            "round": summary.get("round", summary["rounds"]),
+        }  # fmt: skip
         for p in PROTOCOLS:
             scores = summary["accuracy"].get(p, {})
             goal = target
@@ -224,22 +227,23 @@ def setting_title(part: pd.DataFrame) -> str:
 
 SCORES: Mapping[str, str] = {
     "trained": "trained_last", "received": "received_last", "trained, last round's clients": "trained_participants",
-    "validation": "trained_validation", "best trained": "trained_best", "best trained, pooled": "trained_best_pooled",
-    "best received, pooled": "received_best_pooled",
+    "validation": "trained_validation",
     "balanced received": "received_balanced", "balanced trained": "trained_balanced", "global": "global_last",
     "global, uncalibrated": "calibration_before",
 }  # fmt: skip
 """Columns of the first table of a setting -> columns of results.csv."""
 Columns: TypeAlias = Mapping[str, Callable[[pd.DataFrame], str]]
 """Columns of a printed table -> what writes the cell of one method from its rows."""
-RECEIVED = "received: after the last round, before local training"
 
 
 def meaning(jobs: Sequence[Job]) -> str:
     """Say what the scores of runs are; it stands at the top of every table of scores."""
     after = {j.result.final_training for j in jobs}
     last = {True: "after one more local training", False: "as each client was last trained"}
-    return f"{RECEIVED}; trained: {' or '.join(last[a] for a in sorted(after, reverse=True))}"
+    chosen = {j.result.selected for j in jobs}
+    moment = {True: "the round that validation images chose", False: "the last round"}
+    received = f"after {' or '.join(moment[c] for c in sorted(chosen))}, before local training"
+    return f"received: {received}; trained: {' or '.join(last[a] for a in sorted(after, reverse=True))}"
 
 
 def print_tables(
@@ -275,7 +279,7 @@ def print_tables(
     size = float(table["test_mean"].mean())
     lines = [
         "received, trained: each client's own test split, mean over all clients; balanced: mean recall over all "
-        "classes on all clients' test images; best: the best round, picked by test accuracy, as many papers do.",
+        "classes on all clients' test images.",
         f"test images per client: {size:.0f} on average, so one image is {100 / max(1.0, size):.1f} points of "
         "one client's own score.",
     ]

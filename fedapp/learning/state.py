@@ -1,4 +1,4 @@
-"""Client state on disk: versioned and written atomically; the last two rounds are kept for runs that are resumed.
+"""Client state on disk: versioned, atomic; the last two rounds are kept, and that of a round that may be chosen.
 
 Layout: ``STATE-DIR/<federation>/<client-id>/<run>.<round>.safetensors``. The header of each file names the method, the
 schema version and the run; a mismatch is an error, never a silent fresh start.
@@ -89,13 +89,16 @@ class ClientStore:
     method : id of the method; a state that another one wrote is refused.
     run : token of the run (hexadecimal). States of other runs are read only with `warm_start`.
     warm_start : start from the newest state of an earlier run while this run has none.
+    keep : also keep the state that this client had after round `keep`, which may be the round that is scored at the
+        end; 0 = none.
     """
 
-    def __init__(self, folder: Path, method: str, run: str, warm_start: bool = False) -> None:
+    def __init__(self, folder: Path, method: str, run: str, warm_start: bool = False, keep: int = 0) -> None:
         self.folder = folder
         self.method = method
         self.run = run
         self.warm_start = warm_start
+        self.keep = keep
 
     def _files(self) -> list[tuple[str, int, Path]]:
         """Return (run, round, file) of all states here, by round."""
@@ -148,6 +151,8 @@ class ClientStore:
     def save(self, server_round: int, arrays: Arrays) -> Path:
         """Write the state after `server_round`; keep this run's two newest rounds and delete rounds that are repeated.
 
+        The newest state that is not newer than round `keep` stays too.
+
         Other runs may be in progress in the same folder, so their states stay. A warm start has taken over the earlier
         run's state: it is deleted once this run has two of its own, when no resumed run can need it any more.
         """
@@ -156,9 +161,10 @@ class ClientStore:
             path, arrays, {"schema": SCHEMA, "method": self.method, "run": self.run, "round": server_round}
         )
         files = self._files()
-        keep = [f for f in files if f[0] == self.run and f[1] <= server_round][-2:]
+        own = [f for f in files if f[0] == self.run and f[1] <= server_round]
+        keep = [*own[-2:], *[f for f in own if f[1] <= self.keep][-1:]]
         for file in files:
-            if file not in keep and (file[0] == self.run or (self.warm_start and len(keep) == 2)):
+            if file not in keep and (file[0] == self.run or (self.warm_start and len(own) >= 2)):
                 file[2].unlink(missing_ok=True)
         return path
 

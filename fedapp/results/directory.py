@@ -7,7 +7,8 @@
 | `rounds.csv`        | one row per round; every column that is not reproducible ends in `seconds`              |
 | `clients.csv`       | one row per client and round: sums, counts and the accuracies they give                 |
 | `evaluations.csv`   | with `evaluate-every`: averages over all clients, one row per evaluation                |
-| `final.csv`         | all clients scored once after the last round                                            |
+| `selected/`         | with `select = validation`: the server's state after the round that leads so far        |
+| `final.csv`         | all clients scored once after the last round, or the one that validation images chose   |
 | `partition.npz`, `data_card.json`, `data_card.txt` | how the data are divided                                  |
 | `dropped.csv`       | replies that did not count, with reasons                                                |
 | `summary.json`      | written last; `ok` says whether the run finished                                       |

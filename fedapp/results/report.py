@@ -124,7 +124,7 @@ def _scores(run: RunResult, protocols: Sequence[str]) -> Table:
     rows = [
         [
             meaning([p]), share(run.score(p)), share(run.score(p, "last_std")), share(pooled.get(p)),
-            share(run.score(p, "balanced")), share(run.score(p, "best")), share(run.score(p, "best_pooled")),
+            share(run.score(p, "balanced")),
             *(share(run.score(p, key)) for key in more),
         ]
         for p in protocols
@@ -135,8 +135,6 @@ def _scores(run: RunResult, protocols: Sequence[str]) -> Table:
         "std over clients",
         "pooled",
         "balanced",
-        "best round",
-        "best round, pooled",
     ]
     return Table([*head, *more.values()], rows)
 
@@ -236,7 +234,7 @@ def _times(run: RunResult) -> Table:
 
 KNOWN = {
     "ok", "method", "dataset", "model", "clients", "rounds", "seed", "accuracy", "pooled", "test_sizes", "bytes_up",
-    "bytes_down", "dropped", "headline", "metrics", "stopped", "warnings", "seconds", "error",
+    "bytes_down", "dropped", "headline", "metrics", "round", "stopped", "warnings", "seconds", "error",
 }  # fmt: skip
 """Keys of summary.json that the page shows elsewhere; all others are the method's own."""
 
@@ -315,6 +313,7 @@ def of_comparison(comparison: Comparison) -> tuple[str, Gallery]:
         test_images=_test_images(finished),
         others=list(_other_tables(comparison)),
         meaning=meaning(PROTOCOL_TEXT),
+        chosen=any(r.selected for r in finished),
         tables={
             "counts": _counts(finished[0]) if finished else None,
             "runs": _runs_table(comparison),
@@ -331,11 +330,6 @@ COLUMNS = (
     ("received balanced", "received", "balanced"), ("global", "global", "last"),
     ("trained, validation", "trained", "validation"),
     ("trained, last round's clients", "trained", "participants"),
-)  # fmt: skip
-BEST = (
-    ("best trained", "trained", "best"), ("best trained, pooled", "trained", "best_pooled"),
-    ("best received, pooled", "received", "best_pooled"),
-    ("best received", "received", "best"),
 )  # fmt: skip
 
 
@@ -355,7 +349,7 @@ def _better_off(runs: Sequence[RunResult], by: Sequence[Sequence[RunResult]]) ->
 
 
 def _setting_tables(comparison: Comparison, runs: Sequence[RunResult]) -> dict[str, Any]:
-    """Return the accuracies of a setting, its weak clients and best rounds, what methods cost, and what was tested."""
+    """Return the accuracies of a setting, its weak clients, what methods cost, and what was tested."""
     labels: dict[str, list[RunResult]] = {}
     for run in sorted(runs, key=lambda r: (comparison.labels.index(r.label), r.out)):
         labels.setdefault(run.label, []).append(run)
@@ -363,7 +357,7 @@ def _setting_tables(comparison: Comparison, runs: Sequence[RunResult]) -> dict[s
     by = list(labels.values())
     scores = {title: [[r.score(p, which) for r in members] for members in by] for title, p, which in COLUMNS}
     scores = {title: values for title, values in scores.items() if any(len(measured(v)) for v in values)}
-    further = {title: [[r.score(p, which) for r in members] for members in by] for title, p, which in BEST}
+    further: dict[str, list[list[float]]] = {}
     for rank, title in enumerate(("worst client", "worst tenth")):
         further[title] = [[_weakest(r)[rank] for r in members] for members in by]
     metrics = dict.fromkeys(name for r in runs for name in r.metrics)

@@ -225,6 +225,7 @@ class RunResult:
         -------
         Columns `completed`, `accuracy`, `std` and `pooled` (over clients), `balanced`, `loss`, `clients` (how many were
         scored) and `bytes` (of all clients in the completed rounds, both ways); no rows where nothing was measured.
+        Where validation images chose the round, its score stands at that round, and the curve goes on behind it.
         """
         names = {
             "accuracy": f"{protocol}_accuracy", "std": f"{protocol}_accuracy_std",
@@ -236,6 +237,7 @@ class RunResult:
         after = 0 if protocol == "global" else 1
         moved = dict(zip([0, *rounds["round"]], [0.0, *traffic(rounds)]))
         last = int(rounds["round"].max()) if len(rounds) else 0
+        scored = int(self.summary.get("round") or last)
         ends = rounds.assign(completed=rounds["round"] - after)
         if after and self.sampled and names["accuracy"] in self.evaluations:
             ends = self.evaluations.assign(completed=self.evaluations["round"])
@@ -249,11 +251,13 @@ class RunResult:
         # Each client as it was last trained: where all take part, the last row of rounds.csv says it already.
         repeated = protocol == "trained" and not self.final_training and not self.sampled
         if len(ended) and not repeated:
-            ends = pd.concat([ends, ended.assign(completed=last)])
+            ends = pd.concat([ends, ended.assign(completed=scored)])
         curve = ends.reindex(columns=["completed", *names.values(), "clients"]).set_axis(
             ["completed", *names, "clients"], axis=1
         )
         curve = curve.dropna(subset=["accuracy"]).drop_duplicates(["completed", "accuracy"], keep="first")
+        if self.selected:
+            curve = curve.sort_values("completed", kind="stable")
         if everyone and protocol != "global":
             curve = curve[curve["clients"] == max(len(self.final), int(self.summary.get("clients") or 0))]
         return curve.assign(bytes=[moved.get(c, 0.0) for c in curve["completed"]]).reset_index(drop=True)
@@ -288,6 +292,11 @@ class RunResult:
         """Return the accuracies that the headline is the mean of, by client; empty where it is of one global model."""
         column = f"{(self.summary.get('headline') or {}).get('score')}_accuracy"
         return self.final.set_index("client")[column] if column in self.final else pd.Series(dtype=float)
+
+    @property
+    def selected(self) -> bool:
+        """Whether validation images chose the round that is scored."""
+        return bool(self.flat.get("select", "last") == "validation")
 
     def weakest(self, protocol: str) -> tuple[float, float]:
         """Return the final accuracy of the worst client, and the mean of the worst tenth of the clients."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -97,14 +98,50 @@ def latest(folder: Path) -> tuple[int, ServerState, dict[str, Any]] | None:
     problem: StateError | None = None
     for path in paths:
         try:
-            arrays, header = read_safetensors(path)
+            return _read(path)
         except StateError as e:
             problem = e
-            continue
-        arrays = {name: arrays[name] for name in header.get("order", arrays) if name != "_"}  # type: ignore[attr-defined]
-        scalars, extra = header["scalars"], header["extra"]
-        assert isinstance(scalars, dict) and isinstance(extra, dict) and isinstance(header["round"], int)
-        return header["round"], unflatten(arrays, scalars), extra
     if problem is not None:
         raise problem
     return None
+
+
+def _read(path: Path) -> tuple[int, ServerState, dict[str, Any]]:
+    arrays, header = read_safetensors(path)
+    arrays = {name: arrays[name] for name in header.get("order", arrays) if name != "_"}  # type: ignore[attr-defined]
+    scalars, extra = header["scalars"], header["extra"]
+    assert isinstance(scalars, dict) and isinstance(extra, dict) and isinstance(header["round"], int)
+    return header["round"], unflatten(arrays, scalars), extra
+
+
+def link(folder: Path, server_round: int, to: Path) -> None:
+    """Put the checkpoint of a round into another folder too: one file with two names, a copy where that is impossible.
+
+    Raises
+    ------
+    OSError : there is no such checkpoint, or `to` is not writable.
+    """
+    to.mkdir(exist_ok=True)
+    name = f"round-{server_round:06d}.safetensors"
+    (to / name).unlink(missing_ok=True)
+    try:
+        (to / name).hardlink_to(folder / name)
+    except OSError:
+        shutil.copyfile(folder / name, to / name)
+
+
+def only(folder: Path, server_round: int) -> None:
+    """Remove the checkpoints of all other rounds from a folder."""
+    for path in folder.glob("round-*.safetensors"):
+        if path.name != f"round-{server_round:06d}.safetensors":
+            path.unlink(missing_ok=True)
+
+
+def load(folder: Path, server_round: int) -> ServerState:
+    """Read the state after one round.
+
+    Raises
+    ------
+    StateError : it is not there or cannot be read.
+    """
+    return _read(folder / f"round-{server_round:06d}.safetensors")[1]
