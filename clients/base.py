@@ -37,6 +37,7 @@ import functools
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -302,15 +303,37 @@ class FedClient(NumPyClient):
         return self._train(payload, balanced, further=True)[0]
 
     def _train(self, payload: Payload, balanced: bool, further: bool = False) -> tuple[dict[str, Any], Arrays]:
-        """Run the local training of a round; return the `trained` scores and the reply's further arrays."""
+        """Train and score the result; return the `trained` scores and the reply's further arrays."""
+        extras = self._learn(payload)
+        return (self.measure("trained", balanced, further) if "trained" in self.task.protocols else {}), extras
+
+    def _learn(self, payload: Payload) -> Arrays:
+        """Run the local training of a round; return the reply's further arrays."""
         if self.task.buffers == "drop":
             for module in self.model.modules():
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):
                     module.reset_running_stats()
         self.before_training(payload)
         self.report = self.optimise(payload)
-        extras = self.after_training(payload)
-        return (self.measure("trained", balanced, further) if "trained" in self.task.protocols else {}), extras
+        return self.after_training(payload)
+
+    def meet(self, payload: Payload, server_round: int, protocol: str, epochs: int) -> dict[str, Any]:
+        """Score this client as one that the server has never heard of; nothing is stored or sent.
+
+        Parameters
+        ----------
+        payload : what the server sends a newcomer in `server_round`.
+        protocol : name of the score.   epochs : of local training before it; 0 = the model as received.
+        """
+        self.round = server_round
+        self.restore(server_round, payload)
+        self.receive(payload)
+        if epochs:
+            # Not in the task: KT-pFL has epochs of its own, and unseen clients of all methods train equally long.
+            spec = replace(self.train_spec(), epochs=epochs)
+            self.train_spec = lambda: spec  # type: ignore[method-assign]
+            self._learn(payload)
+        return self.measure(protocol, balanced=True, further=True)
 
     def answer_query(self, kind: str, payload: Payload, server_round: int) -> tuple[Arrays, int, dict[str, Any]]:
         """Answer one query of the server; return the arrays, n_k and the metrics of the reply."""

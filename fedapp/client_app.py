@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from fedapp import process, registry
 from fedapp.config import RunConfig
 from fedapp.errors import BadRequest
 from fedapp.learning.state import ClientStore
-from fedapp.method import Scalar
+from fedapp.learning.task import Task
+from fedapp.method import Payload, Scalar
 from fedapp.results import predict as models
 from fedapp.tasks import node as nodes
 from fedapp.tasks.node import Node
@@ -38,12 +40,9 @@ def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedCl
     ------
     BadRequest : the node's configuration or its data do not fit the run.
     """
-    process.prepare(config.threads)
     node = Node.parse(context.node_config)
-    if node.own or control.get("deployed"):
-        config.check_node()
     method, hparams = config.method_and_hparams()
-    task = nodes.node_task(config, node, process.device())
+    task = _task(context, config, control)
     store = None
     if control.get("run"):
         # On a real node only the node itself decides where files are written.
@@ -53,6 +52,43 @@ def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedCl
         kept = int(control.get("keep", 0))
         store = ClientStore(folder, config.method, str(control["run"]), config.warm_start, kept)
     return method.client(task, method, hparams, store)  # type: ignore[no-any-return]
+
+
+def _task(context: Context, config: RunConfig, control: dict[str, Any]) -> Task:
+    process.prepare(config.threads)
+    node = Node.parse(context.node_config)
+    if node.own or control.get("deployed"):
+        config.check_node()
+    return nodes.node_task(config, node, process.device())
+
+
+def newcomer(context: Context, config: RunConfig, control: dict[str, Any], alone: bool = False) -> FedClient:
+    """Build a client that has stored nothing; `alone`: one that trains the plain model, whatever the method is."""
+    method, hparams = config.method_and_hparams()
+    kind: type[FedClient] = FedClient if alone else method.client
+    return kind(_task(context, config, control), method, hparams)
+
+
+def score_newcomer(
+    build: Callable[[bool], FedClient], payload: Payload, server_round: int, epochs: Iterable[int]
+) -> dict[str, Any]:
+    """Score a client that took no part in the training: as it receives, and after n epochs on it and without it.
+
+    Parameters
+    ----------
+    build : makes the client as :func:`newcomer` does. A method's client keeps what it likes, so each score has its own.
+    payload : what the server sends a newcomer in `server_round`.
+
+    Returns
+    -------
+    The scores `unseen_received` and, for each n of `epochs`, `unseen_trained@n`, and `unseen_local@n` of the client's
+    own initial model, trained alone as long.
+    """
+    metrics = build(False).meet(payload, server_round, "unseen_received", 0)
+    for n in epochs:
+        metrics |= build(False).meet(payload, server_round, f"unseen_trained@{n}", n)
+        metrics |= build(True).meet(Payload(), server_round, f"unseen_local@{n}", n)
+    return metrics
 
 
 def handle(stage: str, message: Message, context: Context) -> Message:
@@ -86,6 +122,11 @@ def handle(stage: str, message: Message, context: Context) -> Message:
             if config.clip_update:
                 arrays, norm = clip_update(arrays, client.reference(payload), config.clip_update)
                 metrics["update-clipped"] = int(norm > config.clip_update)
+        elif stage == "evaluate" and control.get("unseen"):
+            arrays, count = {}, client.task.num_samples
+            metrics = score_newcomer(
+                lambda alone: newcomer(context, config, control, alone), payload, server_round, config.adaptations
+            )
         elif stage == "evaluate":
             arrays, count = {}, client.task.num_samples
             train = bool(control.get("train", False)) and "trained" in client.task.protocols

@@ -10,7 +10,7 @@ import functools
 import json
 import tomllib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -18,7 +18,7 @@ import tomli_w
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedapp import registry
+from fedapp import registry, sampling
 from fedapp.data.datasets import DATASET_NAMES, published
 from fedapp.data.partitions import NATURAL, PARTITION_KINDS
 from fedapp.errors import BadRequest, suggest
@@ -126,6 +126,15 @@ class RunConfig(BaseModel):
     validation: float = Field(
         0.0, ge=0, lt=1, description="share of each client's training images that is held out for validation scores"
     )
+    unseen: str = Field(
+        "",
+        description="clients that take no part in the training and are scored after it: a share such as 0.3, drawn by "
+        "partition-seed, or ids such as 3,7",
+    )
+    adapt_epochs: str = Field(
+        "0,2",
+        description="for unseen clients: numbers of local epochs after which they are scored; 0 = as received",
+    )
     select: Literal["last", "validation"] = Field(
         "last",
         description="which round is scored at the end: the last, or of those that evaluate-every evaluates (1 unless "
@@ -211,6 +220,33 @@ class RunConfig(BaseModel):
     def measured(self) -> tuple[str, ...]:
         """The scores that are measured."""
         return tuple(p.strip() for p in self.protocols.split(",") if p.strip())
+
+    @property
+    def adaptations(self) -> tuple[int, ...]:
+        """The numbers of local epochs after which unseen clients are scored, beside what they receive."""
+        return tuple(sorted({n for n in _whole_numbers("adapt-epochs", self.adapt_epochs) if n > 0}))
+
+    def unseen_of(self, clients: Iterable[int]) -> tuple[int, ...]:
+        """Return which of these clients take no part in the training, by id.
+
+        Raises
+        ------
+        BadRequest : it names a client that there is not, or leaves none to train.
+        """
+        ids = sorted(clients)
+        if not self.unseen:
+            return ()
+        if "." in self.unseen:
+            share = float(self.unseen)
+            chosen = tuple(sampling.sample_clients(self.data_seed, 0, ids, share, purpose="unseen"))
+        else:
+            chosen = tuple(sorted(set(_whole_numbers("unseen", self.unseen))))
+        absent = [c for c in chosen if c not in ids]
+        if absent:
+            raise BadRequest(f"unseen = '{self.unseen}': there is no client {absent[0]}, the ids are {_range(ids)}")
+        if len(chosen) == len(ids):
+            raise BadRequest(f"unseen = '{self.unseen}' leaves none of {len(ids)} clients to train: name fewer")
+        return chosen
 
     @property
     def further_metrics(self) -> tuple[str, ...]:
@@ -365,6 +401,7 @@ def _check(config: RunConfig) -> None:
     if bad or not config.measured:
         raise BadRequest(f"protocols = '{config.protocols}': choose from {', '.join(PROTOCOLS)}")
     _check_metrics(config)
+    _check_unseen(config)
     if not config.model_names:
         raise BadRequest("model is empty: give one architecture, several with commas between them, or auto")
     for name in config.model_names:
@@ -421,6 +458,34 @@ def _check(config: RunConfig) -> None:
     ):
         if value not in known:
             raise BadRequest(f"unknown {key} '{value}'{suggest(value, known)}: choose from {', '.join(known)}")
+
+
+def _whole_numbers(key: str, text: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise BadRequest(f"{key} = '{text}': give whole numbers from 0 with commas between them")
+    return [int(part) for part in parts]
+
+
+def _range(ids: Sequence[int]) -> str:
+    return f"{ids[0]} .. {ids[-1]}" if len(ids) > 8 else ", ".join(map(str, ids))
+
+
+def _check_unseen(config: RunConfig) -> None:
+    longest = max(_whole_numbers("adapt-epochs", config.adapt_epochs))
+    if longest > 10_000:
+        raise BadRequest(f"adapt-epochs = '{config.adapt_epochs}': {longest} epochs are more than 10000")
+    if not config.unseen:
+        return
+    if "." not in config.unseen:
+        _whole_numbers("unseen", config.unseen)
+        return
+    try:
+        share = float(config.unseen)
+    except ValueError:
+        share = 0.0
+    if not 0 < share < 1:
+        raise BadRequest(f"unseen = '{config.unseen}': give a share between 0 and 1, or ids with commas between them")
 
 
 def _check_metrics(config: RunConfig) -> None:

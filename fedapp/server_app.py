@@ -208,16 +208,19 @@ class Run(Callbacks):
         self.tell({"kind": "directory", "out": str(self.out), "run": self.directory.token})
         for text in self.warnings:
             self.tell({"kind": "warning", "text": text})
-        self.infos = self.manager.gather(self.config.clients)
+        present = self.manager.gather(self.config.clients)
         self.manager.agree(self.method)
         # Where the clients' own data decide the model, the clients say which one it is.
-        auto = next((i.model for i in self.infos if config.model_of(i.client) == "auto"), "")
+        auto = next((i.model for i in present if config.model_of(i.client) == "auto"), "")
         known = config.replaced(model=",".join(auto if name == "auto" else name for name in config.model_names))
         if self.simulation and not config.clients:
-            known = known.replaced(clients=len(self.infos))
+            known = known.replaced(clients=len(present))
         if known != config:
             self.config = config = known
             self.directory.configure(config)
+        # Nodes that join later take part, and a resumed run does not draw again.
+        self.extra.setdefault("unseen", list(config.unseen_of(i.client for i in present)))
+        self.infos = [i for i in present if i.client not in self.extra["unseen"]]
         facts = next(iter(self.manager.facts.values()))
         shape = tuple(json.loads(str(facts["shape"])))
         self.spec = ModelSpec(self.infos[0].model, self.infos[0].num_classes, shape, 0)
@@ -250,6 +253,7 @@ class Run(Callbacks):
             evaluate_every=self.config.evaluate_every,
             final_training=self.config.final_training,
             select=self.config.select == "validation",
+            unseen=self.extra["unseen"],
         )
         return self._finish(state)
 
@@ -262,7 +266,7 @@ class Run(Callbacks):
         if not self.simulation and not all(shares):
             return
         try:
-            data = tasks.federated(self.config, self.config.clients or max(len(self.infos), *shares))
+            data = tasks.federated(self.config, self.config.clients or max(len(self.manager.infos), *shares))
         except BadRequest as e:
             if self.simulation:
                 raise
@@ -330,6 +334,15 @@ class Run(Callbacks):
         if self.config.select == "validation":
             values["keep"] = self._best_round() or 0
         return values
+
+    def _taking_part(self) -> int:
+        """Return the number of clients that have registered and are not unseen."""
+        return len(self.manager.infos.keys() - set(self.extra["unseen"]))
+
+    def _unseen_protocols(self) -> list[str]:
+        """Return the scores of unseen clients."""
+        adapted = [f"unseen_{kind}@{n}" for n in self.config.adaptations for kind in ("trained", "local")]
+        return ["unseen_received", *adapted]
 
     def _best_round(self) -> int | None:
         """Return the first evaluated round with the highest validation accuracy, or None where there is none yet."""
@@ -426,7 +439,9 @@ class Run(Callbacks):
         """Write an evaluation of all clients: `final.csv` after the last round, else a row of `evaluations.csv`."""
         config = self.config
         protocols = [p for p in config.measured if p != "global"]
-        if config.select == "validation" and result.kind != "final":
+        if result.kind == "unseen":
+            protocols = self._unseen_protocols()
+        elif config.select == "validation" and result.kind != "final":
             protocols = ["received"]
             # Before the row that may choose this round is written: a run that is killed in between finds the state.
             checkpoint.link(self.out / "checkpoint", result.round, self.out / SELECTED)
@@ -436,14 +451,16 @@ class Run(Callbacks):
             for c, m in sorted(result.metrics.items())
         }
         summary = summarise(rows.values(), protocols, scores=further)
-        if result.kind == "final":
-            (self.out / "final.csv").unlink(missing_ok=True)
+        if result.kind in ("final", "unseen"):
+            name = f"{result.kind}.csv"
+            (self.out / name).unlink(missing_ok=True)
             for client, columns in rows.items():
                 kept = {
                     k: v for k, v in columns.items() if k not in ("train_loss", "steps", "bytes_up", "train_seconds")
                 }
-                self.directory.append("final.csv", {"client": client, **kept})
-            self.final, self.last_scores = summary, result.metrics
+                self.directory.append(name, {"client": client, **kept})
+            if result.kind == "final":
+                self.final, self.last_scores = summary, result.metrics
         else:
             row = {"round": result.round, "clients": len(rows), **summary, "evaluate_seconds": result.seconds}
             self.directory.append("evaluations.csv", row)
@@ -495,7 +512,7 @@ class Run(Callbacks):
         tests = [int(v) for v in final.get("received_total", final.get("trained_total", [])) if not math.isnan(v)]
         answered, messaged = rounds["clients"], rounds["clients"] + rounds["dropped"]
         evaluations = self.directory.table("evaluations.csv")
-        accuracy = accuracy_summary(rounds, evaluations, self.final, self.config.measured, len(self.manager.infos))
+        accuracy = accuracy_summary(rounds, evaluations, self.final, self.config.measured, self._taking_part())
         last = int(rounds["round"].max()) if len(rounds) else 0
         scored = last if self.chosen is None else self.chosen
         summary = {
@@ -504,6 +521,7 @@ class Run(Callbacks):
             "dataset": self.config.dataset,
             "model": self.config.model,
             "clients": len(self.infos),
+            **({"unseen": self.extra["unseen"]} if self.extra["unseen"] else {}),
             "rounds": last,
             "round": scored,
             "seed": self.config.seed,
@@ -536,12 +554,16 @@ class Run(Callbacks):
         names = {m: column(m) for m in ("accuracy", "loss", *self.config.further_metrics)}
         found = {
             p: {
-                own: over_clients(final[f"{p}_{own}"], low_is_good=name in LOW_IS_GOOD)
+                own: over_clients(table[f"{p}_{own}"], low_is_good=name in LOW_IS_GOOD)
                 for name, own in names.items()
-                if f"{p}_{own}" in final
+                if f"{p}_{own}" in table
             }
-            for p in self.config.measured
-            if p != "global"
+            for table, protocols in (
+                (final, [p for p in self.config.measured if p != "global"]),
+                (self.directory.table("unseen.csv"), self._unseen_protocols()),
+            )
+            for p in protocols
+            if f"{p}_accuracy" in table
         }
         scores = self.global_scores
         if scores is not None and self.central is not None:
@@ -565,7 +587,7 @@ class Run(Callbacks):
             "global": f"the global model after {moment}",
         }[protocol]  # fmt: skip
         return {"score": protocol, "value": accuracy[protocol]["last"], "point": point, "round": server_round} | {
-            "clients": scored, "of": len(self.manager.infos),
+            "clients": scored, "of": self._taking_part(),
         }  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,7 +63,7 @@ class RoundResult:
 
     Attributes
     ----------
-    kind : `train`, `evaluate`, `final` or `query.<kind>`.
+    kind : `train`, `evaluate`, `final`, `unseen` or `query.<kind>`.
     metrics : the numbers of each client whose reply was accepted, by client id, with `num-examples`.
     """
 
@@ -110,6 +110,7 @@ class FedStrategy(FlowerLoop):
         self.method = method
         self.hparams = hparams
         self.context: ServerContext
+        self.unseen: frozenset[int] = frozenset()
 
     # ---- mathematics ---------------------------------------------------------------------------------------------
 
@@ -173,6 +174,7 @@ class FedStrategy(FlowerLoop):
         evaluate_every: int = 0,
         final_training: bool = True,
         select: bool = False,
+        unseen: Collection[int] = (),
     ) -> ServerState:
         """Run rounds `done + 1 .. rounds`, then `finalize`, and score all clients once.
 
@@ -187,10 +189,13 @@ class FedStrategy(FlowerLoop):
         select : finalize and score what `callbacks.selected` returns. Evaluations between rounds then score only what
             clients receive, and there is one after the last round too.
 
+        unseen : clients that take no part. After the last evaluation of all others each gets what `send` has for it.
+
         Returns
         -------
         The final state.
         """
+        self.unseen = frozenset(unseen)
         callbacks = callbacks or Callbacks()
         train: dict[str, Any] = {"train": final_training}
         between = {"received-only": True} if select else train
@@ -203,7 +208,9 @@ class FedStrategy(FlowerLoop):
         for server_round in range(done + 1, rounds + 1):
             started = time.perf_counter()
             manager.register()
-            ids = sampling.sample_clients(context.seed, server_round, list(manager.nodes), manager.settings.fraction)
+            ids = sampling.sample_clients(
+                context.seed, server_round, self._taking_part(manager), manager.settings.fraction
+            )
             state, result = self._train(manager, state, server_round, ids, control(server_round))
             result.seconds = time.perf_counter() - started
             proceed = callbacks.after_round(result, state)
@@ -219,7 +226,13 @@ class FedStrategy(FlowerLoop):
         callbacks.after_evaluation(
             self._evaluate(manager, state, rounds, "final", {"balanced": True, "final": True, **train})
         )
+        there = sorted(self.unseen & manager.nodes.keys())
+        if there:
+            callbacks.after_evaluation(self._evaluate(manager, state, rounds, "unseen", {"unseen": True}, there))
         return state
+
+    def _taking_part(self, manager: ClientManager) -> list[int]:
+        return sorted(manager.nodes.keys() - self.unseen)
 
     def _train(
         self, manager: ClientManager, state: ServerState, server_round: int, ids: list[int], control: Mapping[str, Any]
@@ -237,11 +250,18 @@ class FedStrategy(FlowerLoop):
         return state, result
 
     def _evaluate(
-        self, manager: ClientManager, state: ServerState, server_round: int, kind: str, control: Mapping[str, Any]
+        self,
+        manager: ClientManager,
+        state: ServerState,
+        server_round: int,
+        kind: str,
+        control: Mapping[str, Any],
+        ids: Sequence[int] | None = None,
     ) -> RoundResult:
-        """Score all clients after `server_round`, on what the server would send next and on their own state."""
+        """Score clients, by default all that take part, after `server_round`, on what the server would send next."""
         result = RoundResult(kind, server_round)
-        payloads = self.send_each(state, server_round + 1, sorted(manager.nodes))
+        ids = self._taking_part(manager) if ids is None else ids
+        payloads = self.send_each(state, server_round + 1, ids)
         control = {**control, "round": server_round + 1}
         replies = manager.send_and_receive("evaluate", server_round, payloads, {}, _no_arrays, result.traffic, control)
         for _ in _recorded(replies, result):
@@ -254,7 +274,7 @@ class FedStrategy(FlowerLoop):
         def query(kind: str, payload: Payload) -> Iterator[Reply]:
             stage = f"query.{kind}"
             result = RoundResult(stage, server_round)
-            payloads = ((c, payload) for c in sorted(manager.nodes))
+            payloads = ((c, payload) for c in self._taking_part(manager))
             control = {"round": server_round + 1}
             replies = manager.send_and_receive(
                 stage, server_round, payloads, {}, self._checker(state), result.traffic, control

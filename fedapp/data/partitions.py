@@ -44,7 +44,7 @@ import os
 import warnings
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -529,7 +529,7 @@ def hold_out(partition: Partition, share: float, seed: int, dataset: Dataset | N
     return partition.with_clients(clients, validation=share)
 
 
-def hold_back(partition: Partition, share: float, seed: int) -> tuple[Partition, Int64]:
+def hold_back(partition: Partition, share: float, seed: int, without: Collection[int] = ()) -> tuple[Partition, Int64]:
     """Take a public set out of the clients' training splits.
 
     Every client gives up the same share of its training images, drawn at random, and keeps at least one; an image that
@@ -538,7 +538,7 @@ def hold_back(partition: Partition, share: float, seed: int) -> tuple[Partition,
     Parameters
     ----------
     share : share of each client's training images, in (0, 1); the number is rounded half up.
-    seed : fixes the draw.
+    seed : fixes the draw.   without : clients that give up nothing, unless another one holds the same image.
 
     Returns
     -------
@@ -554,9 +554,10 @@ def hold_back(partition: Partition, share: float, seed: int) -> tuple[Partition,
         raise BadRequest(f"a public set is a share of the training images between 0 and 1, got {share}")
     rng = np.random.default_rng(np.random.SeedSequence([seed, 200]))
     given = []
-    for client in partition.clients:
+    for k, client in enumerate(partition.clients):
         count = max(0, min(int(np.floor(share * len(client.train) + 0.5)), len(client.train) - 1))
-        given.append(rng.permutation(client.train)[:count])
+        drawn = rng.permutation(client.train)[:count]
+        given.append(drawn[:0] if k in without else drawn)
     public = np.unique(np.concatenate(given))
     if len(public) == 0:
         raise BadRequest(f"a share of {share:g} of the training images holds back none: give a larger one")

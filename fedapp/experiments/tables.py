@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -71,13 +72,15 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
     Columns of :func:`describe`, then `clients`, `rounds`, `round` (the one that is scored), and by protocol `last`,
     `last_std`, `best`, `best_pooled`, `participants`, `validation` (see `accuracy_summary`), `pooled`, `balanced`,
     `worst` (client), `worst_decile`, `target`, `target_rounds`, `target_bytes`, and of each metric that a run measured
-    beside accuracy and loss its mean over clients, `_std`, `_worst_decile` and `_worst`; then `better_off` (where the
+    beside accuracy and loss its mean over clients, `_std`, `_worst_decile` and `_worst`; the same of the accuracy and
+    the metrics of clients that took no part (`unseen_received`, `unseen_trained@n`, ...); then `better_off` (where the
     runs of a setting include Standalone: the share of clients whose headline score is above their own there), CCVR's
     calibration, bytes per client and round, dropped replies, test images per client, why it stopped early, and seconds.
     """
     references = {(j.setting, j.seed): j.result for j in jobs if j.variant.label == reference}
     alone = {(j.setting, j.seed): j.result for j in reversed(jobs) if j.variant.method == "local"}
     metrics = dict.fromkeys(name for j in jobs for name in j.result.metrics)
+    unseen = dict.fromkeys(p for j in jobs for p in j.result.unseen_scores)
     rows = []
     for job in jobs:
         run, summary = job.result, job.result.summary
@@ -104,6 +107,9 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
                 row[f"{p}_{name}"] = run.metric(p, name)
                 if p != "global":
                     row |= {f"{p}_{name}_{what}": run.metric(p, name, what) for what in SPREAD}
+        for p, name in product(unseen, ("accuracy", *metrics)):
+            row[f"{p}_{name}"] = run.metric(p, name)
+            row |= {f"{p}_{name}_{what}": run.metric(p, name, what) for what in SPREAD}
         lone = None if run.alone else alone.get((job.setting, job.seed))
         row["better_off"] = math.nan if lone is None else better_off(run.headline_scores(), lone.headline_scores())
         calibration = summary.get("calibration") or {}
@@ -301,6 +307,10 @@ def _plain(rows: pd.DataFrame, column: str) -> str:
     return spread(rows[column], factor=1, digits=3)
 
 
+def _percent(rows: pd.DataFrame, column: str) -> str:
+    return spread(rows[column])
+
+
 def _difference(rows: pd.DataFrame, measure: str) -> str:
     for _, row in rows[rows["measure"] == measure].iterrows():
         std = row["std_over_seeds"]
@@ -328,6 +338,14 @@ def _tables(
             f"Further metrics, mean over clients{spread_over}\n({meaning})",
             part,
             {columns[c]: partial(_plain, column=c) for c in [*shown, *(w for w in worst if part[w].notna().any())]},
+        )
+    unseen = [c for c in part if c.startswith("unseen_") and c.endswith("_accuracy") and part[c].notna().any()]
+    if unseen:
+        yield (
+            f"Clients that took no part in the training, accuracy in %{spread_over}\n"
+            "(received: as a newcomer; trained@n: after n local epochs on it; local@n: alone, as long)",
+            part,
+            {c.removeprefix("unseen_").removesuffix("_accuracy"): partial(_percent, column=c) for c in unseen},
         )
     goals = part["trained_target"].dropna()
     alone = part["better_off"].notna().any()

@@ -9,6 +9,7 @@
 | `evaluations.csv`   | with `evaluate-every`: averages over all clients, one row per evaluation                |
 | `selected/`         | with `select = validation`: the server's state after the round that leads so far        |
 | `final.csv`         | all clients scored once after the last round, or the one that validation images chose   |
+| `unseen.csv`        | clients that took no part (`unseen`), scored once after the last round                  |
 | `partition.npz`, `data_card.json`, `data_card.txt` | how the data are divided                                  |
 | `dropped.csv`       | replies that did not count, with reasons                                                |
 | `summary.json`      | written last; `ok` says whether the run finished                                       |
@@ -250,7 +251,7 @@ class RunDirectory:
             info = json.loads(info_path.read_text())
             self.token, self.begun_with = str(info["run"]), str(info.get("fedapp"))
             self._forget_rounds(keep_rounds)
-            for name in ("summary.json", "error.json", "final.csv"):
+            for name in ("summary.json", "error.json", "final.csv", "unseen.csv"):
                 (path / name).unlink(missing_ok=True)
         self.configure(config)
 

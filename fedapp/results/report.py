@@ -144,9 +144,9 @@ def _metrics(run: RunResult) -> Table:
     wide = ("mean", "std", "worst_decile", "worst")
     rows = [
         [f"{p} {name}", *(Cell(number(run.metric(p, name, what))) for what in wide)]
-        for p in run.protocols
-        for name in (*run.metrics, "loss")
-        if run.metrics and not math.isnan(run.metric(p, name))
+        for p in (*run.protocols, *run.unseen_scores)
+        for name in ("accuracy", *run.metrics, "loss")
+        if (run.metrics or p in run.unseen_scores) and not math.isnan(run.metric(p, name))
     ]
     return Table(["further metrics", "mean over clients", "std", "worst tenth", "worst client"], rows)
 
@@ -369,6 +369,10 @@ def _setting_tables(comparison: Comparison, runs: Sequence[RunResult]) -> dict[s
     worst_of = {
         f"trained {name}, worst tenth": [[r.metric("trained", name, "worst_decile") for r in members] for members in by]
         for name in metrics
+    }
+    chosen |= {
+        f"{p} accuracy".replace("_", " "): [[r.metric(p, "accuracy") for r in members] for members in by]
+        for p in dict.fromkeys(p for r in runs for p in r.unseen_scores)
     }
     chosen = {title: values for title, values in (chosen | worst_of).items() if any(len(measured(v)) for v in values)}
     if (better := _better_off(runs, by)) is not None:

@@ -107,6 +107,7 @@ class RunResult:
     rounds, clients : `rounds.csv` and `clients.csv`, one row per round, and one row per client and round.
     evaluations : `evaluations.csv`, one row per evaluation of all clients between rounds.
     final : `final.csv`, one row per client, scored after the last round.
+    unseen : `unseen.csv`, one row per client that took no part, scored after the last round.
     dropped : `dropped.csv`, one row per reply that did not count.
     summary : `summary.json`; empty until the run ends.
     versions : `versions.json`: versions of packages, the processor, the run's token.
@@ -121,6 +122,7 @@ class RunResult:
     rounds, clients = _table("rounds.csv"), _table("clients.csv")
     evaluations = _table("evaluations.csv")
     final, dropped = _table("final.csv"), _table("dropped.csv")
+    unseen = _table("unseen.csv")
     summary, versions = _json("summary.json"), _json("versions.json")
     card, error = _json("data_card.json"), _json("error.json")
 
@@ -274,6 +276,11 @@ class RunResult:
             return mean(self.final[f"{protocol}_accuracy"])
         value = self.summary.get("accuracy", {}).get(protocol, {}).get(name)
         return math.nan if value is None else float(value)
+
+    @property
+    def unseen_scores(self) -> tuple[str, ...]:
+        """The scores of clients that took no part, `unseen_received`, `unseen_trained@2`, ...; empty without any."""
+        return tuple(p for p in self.summary.get("metrics", {}) if p.startswith("unseen_"))
 
     @property
     def metrics(self) -> tuple[str, ...]:

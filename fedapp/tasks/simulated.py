@@ -98,6 +98,7 @@ def federated(config: RunConfig, clients: int) -> FederatedData:
         config.dataset, config.data_dir, config.data_fraction, config.partition, config.split, clients,
         config.data_seed, config.alpha, config.classes_per_client, config.min_samples, config.test_share,
         public_source(config), config.validation, config.partition_file,
+        config.unseen_of(range(clients)) if config.unseen and clients else (),
     )  # fmt: skip
 
 
@@ -117,6 +118,7 @@ def _federated(
     public: PublicSource | None,
     validation: float,
     file: str,
+    unseen: tuple[int, ...],
 ) -> FederatedData:
     dataset = datasets.sample(datasets.load(name, data_dir or None), fraction, sampling.rng(seed, "data-fraction"))
     if kind == "auto":
@@ -141,7 +143,7 @@ def _federated(
     inputs = InputSpec.of(dataset)
     images = None
     if public is not None and public.share:
-        partition, indices = partitions.hold_back(partition, public.share, seed)
+        partition, indices = partitions.hold_back(partition, public.share, seed, unseen)
         images = dataset.take(indices)[0]
     elif public is not None:
         # Where data-dir is the user's own data, it does not hold other data sets.
