@@ -51,7 +51,7 @@ def test_data_model_and_state_of_a_node(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("FEDAPP_STATE", str(tmp_path / "state"))
     config = f"client-id=1 data-path='{tmp_path}/a.npz' model='digits-b'"
     good = rows(deploycheck.check(node_config=config, values={"dataset": "npz", "class-names": "cat,cow,dog"}))
-    assert "6 images to train, 2 to test, 8x8x1, 2 of 3 classes" in good["data"].found
+    assert "6 rows to train, 2 to test, images of 8x8 pixels with 1 channel, 2 of 3 classes" in good["data"].found
     assert good["model"].found == "digits-b" and good["disk"].state == OK
     bad = rows(deploycheck.check(node_config=config, values={"dataset": "npz", "class-names": "cat,cow"}))
     assert bad["data and model"].state == FAIL and "'dog'" in bad["data and model"].found

@@ -116,7 +116,7 @@ def test_the_check_finds_nothing_wrong(three: Deployment) -> None:
     rows = {line.split("\t")[1]: line.split("\t") for line in done.stdout.splitlines()}
     assert {r[0] for r in rows.values()} == {"ok"}, done.stdout
     assert "3 online of 3" in rows["nodes"][2] and "secp384r1" in rows["key"][2] and "flwr there" in rows
-    assert "487 images to train, 162 to test" in rows["data"][2]
+    assert "487 rows to train, 162 to test" in rows["data"][2]
 
 
 def ends(three: Deployment, name: str, seconds: float = 60, **changes: str) -> str:

@@ -9,15 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import fedapp
 from fedapp import config as configuration
+from fedapp import registry
 from fedapp.data import datasets, natural, partitions
 from fedapp.data.card import leaks
 from fedapp.data.columns import own, samples
 from fedapp.data.datasets import Dataset
 from fedapp.engines import local
 from fedapp.errors import BadRequest
+from fedapp.tasks import node as nodes
 from fedapp.tasks import simulated
 
 PERSONS = ("ada", "bob", "cleo", "dan")
@@ -438,3 +441,48 @@ def test_a_run_learns_series_of_natural_clients(tmp_path: Path) -> None:
         dataset="npz", data_dir=str(path), method="fedavg", num_server_rounds=4, lr=0.05, out=tmp_path / "out"
     )
     assert len(run.final) == 4 and run.final["received_accuracy"].mean() > 0.8
+
+
+def table(rows: int = 120) -> dict[str, Any]:
+    """Five features, two of them one-hot, some unknown, of three hospitals."""
+    rng = np.random.default_rng(1)
+    y = np.arange(rows) % 3
+    x = np.stack([y + rng.normal(0, 0.5, rows), rng.normal(1e3, 5, rows), y == 1, y == 2, rng.normal(0, 1, rows)], 1)
+    x[rng.random((rows, 5)) < 0.05] = np.nan
+    return {"x": x, "y": y, "client": np.repeat(["north", "south", "west"], rows // 3)}
+
+
+@pytest.mark.parametrize("method", sorted(registry.discover()))
+@pytest.mark.parametrize("kind", ["series", "table"])
+def test_every_method_runs_on_series_and_tables(kind: str, method: str, tmp_path: Path) -> None:
+    path = saved(tmp_path / "own.npz", sensors(120) if kind == "series" else table())
+    run = fedapp.run(
+        dataset="npz", data_dir=str(path), method=method, num_server_rounds=1, local_epochs=1, out=tmp_path / "out",
+        batch_size=8,
+    )  # fmt: skip
+    clients = 4 if kind == "series" else 3
+    assert run.ok and len(run.final) == clients and run.final["trained_accuracy"].notna().all()
+
+
+def test_a_node_trains_on_its_own_series_and_keeps_its_validation_rows(tmp_path: Path) -> None:
+    columns = {k: v for k, v in sensors(96).items() if k != "client"}
+    columns["split"] = np.where(np.arange(96) % 32 < 4, "validation", columns["split"])
+    columns["group"] = np.arange(96)
+    path = saved(tmp_path / "node.npz", columns)
+    node = nodes.Node.parse({"client-id": 3, "data-path": str(path)})
+    for share in (0.0, 0.5):
+        config = configuration.from_flat({"dataset": "npz", "validation": share, "clients": 2})
+        task = nodes.node_task(config, node, torch.device("cpu"))
+        assert (task.model, task.inputs.kind, task.inputs.shape) == ("cnn1d", "series", (2, 32))
+        assert task.x_validation is not None and len(task.x_validation) == 12
+        assert len(task.x_train) == np.sum(columns["split"] == "train")
+        assert torch.equal(task.x_validation, torch.from_numpy(columns["x"][columns["split"] == "validation"]))
+
+
+def test_a_published_normalisation_is_for_images_alone(tmp_path: Path) -> None:
+    path = saved(
+        tmp_path / "node.npz", {"x": np.random.default_rng(0).normal(9, 2, (30, 1, 20)), "y": np.arange(30) % 3}
+    )
+    node = nodes.Node.parse({"client-id": 0, "data-path": str(path)})
+    task = nodes.node_task(configuration.from_flat({"class-names": "0,1,2"}), node, torch.device("cpu"))
+    assert task.inputs.kind == "series" and abs(task.inputs.mean[0] - 9) < 0.3

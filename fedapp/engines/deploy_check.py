@@ -294,7 +294,7 @@ def _node(text: str, values: Mapping[str, Any], folders: dict[str, Path]) -> Ite
         return
     i, train, test = task.inputs, len(task.y_train), len(task.y_test)
     classes = f"{len(set(task.y_train.tolist()))} of {task.num_classes} classes"
-    counts = f"{train} images to train, {test} to test, {described(i.shape)}, {classes}"
+    counts = f"{train} rows to train, {test} to test, {described(i.shape)}, {classes}"
     remedy = "" if test else "no test images: this node will have no accuracy"
     yield Finding("data", OK if test else WARN, counts, remedy)
     yield Finding("model", OK, task.model)

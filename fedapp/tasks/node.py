@@ -37,7 +37,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedapp.config import RunConfig
-from fedapp.data import datasets, partitions
+from fedapp.data import datasets, natural, partitions
 from fedapp.data.datasets import Samples
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest, suggest
@@ -158,7 +158,8 @@ class OwnData:
 
     Attributes
     ----------
-    x_train, x_test : (n, ...) as in a `Dataset`.   y_train, y_test : (n,) int64, the federation's numbers of classes.
+    x_train, x_test, x_validation : (n, ...) as in a `Dataset`; the last may have no rows.
+    y_train, y_test, y_validation : (n,) int64, the federation\'s numbers of classes.
     classes : the federation's class names.
     inputs : how the images are normalised.
     """
@@ -167,6 +168,8 @@ class OwnData:
     y_train: NDArray[np.int64]
     x_test: Samples
     y_test: NDArray[np.int64]
+    x_validation: Samples
+    y_validation: NDArray[np.int64]
     classes: tuple[str, ...]
     inputs: InputSpec
 
@@ -180,7 +183,7 @@ def federation_classes(config: RunConfig) -> tuple[str, ...] | None:
 
 
 @functools.lru_cache(maxsize=2)
-def own_data(path: str, classes: tuple[str, ...] | None, dataset: str) -> OwnData:
+def own_data(path: str, classes: tuple[str, ...] | None, dataset: str, validation: float) -> OwnData:
     """Load a node's own data.
 
     Parameters
@@ -189,6 +192,7 @@ def own_data(path: str, classes: tuple[str, ...] | None, dataset: str) -> OwnDat
     classes : the federation's class names; None = the data's own.
     dataset : the run's data set: where it is a published one, its normalisation is used, so that all nodes have the
         same; otherwise each node's own mean and standard deviation, which then stay on the node.
+    validation : share of the training rows that validate, where the data do not say which do; the same in every run.
 
     Raises
     ------
@@ -210,20 +214,34 @@ def own_data(path: str, classes: tuple[str, ...] | None, dataset: str) -> OwnDat
             )
         table = np.array([classes.index(name) for name in data.classes])
     if data.num_test:
-        x_train, y_train = data.take(np.arange(data.num_train))
-        x_test, y_test = data.take(np.arange(data.num_train, data.num_train + data.num_test))
+        rows = np.arange(data.num_train + data.num_test)
+        whole = partitions.ClientSplit(rows[: data.num_train], rows[data.num_train :])
+        mine = partitions.of_clients(data, "own", "given", [whole], {})
     else:
-        cut = partitions.make(data, kind="iid", split="holdout", clients=1, seed=0, min_samples=1).clients[0]
-        x_train, y_train = data.take(cut.train)
-        x_test, y_test = data.take(cut.test)
+        mine = partitions.make(data, kind="iid", split="holdout", clients=1, seed=0, min_samples=1)
+    mine = natural.given_validation(mine, data)
+    if validation and not len(mine.clients[0].validation):
+        mine = partitions.hold_out(mine, validation, 0, data)
+    (x_train, y_train), (x_test, y_test), (x_validation, y_validation) = (
+        data.take(getattr(mine.clients[0], part)) for part in ("train", "test", "validation")
+    )
     inputs = InputSpec.of(data)
     known = datasets.published(dataset)
-    if known is not None and len(known.mean) == data.shape[0]:
+    if known is not None and data.kind == "image" and len(known.mean) == data.shape[0]:
         brightest = int(max(x_train.max(initial=0), x_test.max(initial=0)))
         if brightest > known.scale:
             raise BadRequest(f"data-path {place}: {dataset} has grey levels 0 .. {known.scale:g}, found {brightest}")
         inputs = InputSpec(data.shape, known.scale, known.mean, known.std)
-    return OwnData(x_train, table[y_train], x_test, table[y_test], classes or data.classes, inputs)
+    return OwnData(
+        x_train,
+        table[y_train],
+        x_test,
+        table[y_test],
+        x_validation,
+        table[y_validation],
+        classes or data.classes,
+        inputs,
+    )
 
 
 def node_task(config: RunConfig, node: Node, device: torch.device) -> Task:
@@ -236,16 +254,18 @@ def node_task(config: RunConfig, node: Node, device: torch.device) -> Task:
     if node.data_dir:
         config = config.replaced(data_dir=str(Path(node.data_dir).expanduser().absolute()))
     if node.own:
-        data = own_data(node.data_path, federation_classes(config), config.dataset)
+        data = own_data(node.data_path, federation_classes(config), config.dataset, config.validation)
         public = node_images(config, data.inputs)
         extras = {} if public is None else {"public": torch.from_numpy(public).to(device)}
-        train, test = (
+        train, test, validation = (
             (torch.from_numpy(x).to(device), torch.from_numpy(y).to(device))
-            for x, y in ((data.x_train, data.y_train), (data.x_test, data.y_test))
-        )
+            for x, y in (
+                (data.x_train, data.y_train), (data.x_test, data.y_test), (data.x_validation, data.y_validation)
+            )
+        )  # fmt: skip
         task = simulated.assemble(config, node.client, len(data.classes), data.inputs, train, test, extras)
-        if config.validation:
-            task = _held_out(task, config.validation)
+        if len(data.y_validation):
+            task = replace(task, x_validation=validation[0], y_validation=validation[1])
         classes = data.classes
     else:
         total = config.clients or node.partitions
@@ -255,19 +275,6 @@ def node_task(config: RunConfig, node: Node, device: torch.device) -> Task:
     if node.own or node.model:
         check_model(task.model, task.inputs.shape)
     return task
-
-
-def _held_out(task: Task, share: float) -> Task:
-    """Move a share of a node's own training images to its validation split, the same images in every run."""
-    (mask,) = partitions.held_out([task.num_samples], share, 0)
-    taken = torch.from_numpy(mask).to(task.y_train.device)
-    return replace(
-        task,
-        x_train=task.x_train[~taken],
-        y_train=task.y_train[~taken],
-        x_validation=task.x_train[taken],
-        y_validation=task.y_train[taken],
-    )
 
 
 def fingerprint(classes: tuple[str, ...]) -> str:
