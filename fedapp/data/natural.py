@@ -187,14 +187,18 @@ def _check_groups(who: str, dataset: Dataset, rows: Mapping[str, Int64]) -> None
 
 
 def given_validation(partition: Partition, dataset: Dataset) -> Partition:
-    """Move the rows that the data's own `split` column has for validation out of the clients' training splits."""
+    """Move the rows that the data's own `split` column has for validation out of the clients' other splits.
+
+    Where the data name no test rows, a cut may have put some of them into a test split.
+    """
     if dataset.held_out is None:
         return partition
     flagged = np.flatnonzero(dataset.held_out)
     members: list[ClientSplit] = []
     for client in partition.clients:
-        held = np.isin(client.train, flagged)
-        members.append(ClientSplit(client.train[~held], client.test, np.union1d(client.validation, client.train[held])))
+        held, tested = np.isin(client.train, flagged), np.isin(client.test, flagged)
+        kept = np.concatenate([client.validation, client.train[held], client.test[tested]])
+        members.append(ClientSplit(client.train[~held], client.test[~tested], np.unique(kept)))
     empty = [k for k, client in enumerate(members) if not len(client.train)]
     if empty:
         name = partition.names[empty[0]] if partition.names else str(empty[0])
