@@ -35,7 +35,7 @@ from fedapp.config import from_flat
 from fedapp.data.card import data_card
 from fedapp.data.transforms import normalise
 from fedapp.results import inversion
-from fedapp.results.predict import load
+from fedapp.results.predict import read_model
 from fedapp.results.runs import read_run
 from fedapp.tasks.simulated import federated
 from fedapp.transport import records
@@ -132,7 +132,7 @@ def gaussian_means(folder: Path) -> list[str]:
     """Reconstruct images from class means under the global model."""
     out = folder / "trained"
     listen(out, method="fedavg", **{"num-server-rounds": 10})
-    predictor = load(out / "models" / "last.safetensors")
+    predictor = read_model(out / "models" / "last.safetensors")
     data = federated(from_flat({}), CLIENTS).dataset
     images = torch.from_numpy(np.array(data.x_train)).permute(0, 3, 1, 2)
     with torch.no_grad():

@@ -23,6 +23,7 @@ the server sends all of it (see `needs_state`).
 | `after_epoch(epoch)`              | after every epoch                        | nothing                         |
 | `after_training(payload)`         | before the score `trained`               | no further arrays               |
 | `score(x, y, probabilities)`      | for each score                           | the model's predictions         |
+| `alone(hparams)`                  | when a stored model is used              | whether `score` is the default  |
 | `reply_metrics()`                 | last                                     | no further numbers              |
 | `reference(payload)`              | if updates are clipped                   | the arrays as received          |
 | `answer(kind, payload)`           | for each query of the server             | an error                        |
@@ -154,6 +155,11 @@ class FedClient(NumPyClient):
     def reference(self, payload: Payload) -> Arrays:
         """Return the arrays from which `clip-update` measures the change: the model arrays as received, by name."""
         return payload.all()
+
+    @classmethod
+    def alone(cls, hparams: Any) -> bool:
+        """Whether the model alone predicts what `score` counts, so that it can be used without the client."""
+        return cls.score is FedClient.score
 
     def reply_metrics(self) -> dict[str, Any]:
         """Return further numbers for the reply."""

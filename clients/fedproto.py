@@ -144,6 +144,11 @@ class FedProtoClient(ClassMeansClient):
             return {}
         return {"prototype-correct": int(self.nearest.correct.sum()), "prototype-total": self.nearest.n}
 
+    @classmethod
+    def alone(cls, hparams: Any) -> bool:
+        """The head predicts, unless the nearest prototype does."""
+        return bool(hparams.inference != "prototype")
+
     def score(self, x: Tensor, y: Tensor, probabilities: bool = False) -> Scores:
         """Score with the head, or by the nearest prototype if `inference` says so and there is one."""
         if self.hparams.inference == "prototype" and bool(self.known.any()):

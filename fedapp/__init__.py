@@ -8,9 +8,10 @@ __version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from fedapp.engines.local import run
+    from fedapp.results.loading import load
     from fedapp.results.runs import RunResult
 
-__all__ = ["RunResult", "__version__", "run"]
+__all__ = ["RunResult", "__version__", "load", "run"]
 
 
 def __getattr__(name: str) -> Any:
@@ -19,4 +20,8 @@ def __getattr__(name: str) -> Any:
         from fedapp.engines import local as engine
 
         return getattr(engine, name)
+    if name == "load":
+        from fedapp.results.loading import load
+
+        return load
     raise AttributeError(f"module 'fedapp' has no attribute '{name}'")

@@ -353,7 +353,7 @@ def predict(
     heads = ["image", *(f"{place}." for place in range(1, len(rows[0][1]) + 1))]
     cells = [[path, *(f"{name} {100 * p:.1f} %" for name, p in found)] for path, found in rows]
     plain = [[path, *(f"{name}\t{p:.4f}" for name, p in found)] for path, found in rows]
-    _show(predicting.load(model, dataset).about, heads, cells, plain)
+    _show(predicting.read_model(model, dataset).about, heads, cells, plain)
 
 
 @app.command()

@@ -105,9 +105,14 @@ def handle(stage: str, message: Message, context: Context) -> Message:
         balanced = bool(control.get("balanced", False))
 
         def keep(name: str, rounds: int) -> None:
-            """On a real node, keep the present model for `fedapp predict`."""
-            if control.get("deployed") and client.store is not None:
-                models.keep(client.store.folder / name, client, config, rounds, payload.scalars)
+            """Keep the present model for use after the run: on a real node always, in a simulation at the end."""
+            folder = None
+            if control.get("deployed"):
+                folder = client.store.folder if client.store is not None else None
+            elif control.get("final") and control.get("models-dir"):
+                folder = Path(str(control["models-dir"])) / str(client.task.client)
+            if folder is not None:
+                models.keep(folder / name, client, config, rounds, payload.scalars)
 
         if stage == "register":
             metrics, facts = client.register()

@@ -140,6 +140,11 @@ class RunConfig(BaseModel):
         description="which round is scored at the end: the last, or of those that evaluate-every evaluates (1 unless "
         "given) the one with the best mean validation accuracy of received",
     )
+    keep_models: bool | Auto = Field(
+        "auto",
+        description="in a simulation: keep the final models of every client for fedapp.load, as scored and as "
+        "received; auto = up to 100 clients",
+    )
     min_replies: Annotated[float, Field(gt=0, le=1)] | Auto = Field(
         "auto", description="smallest share of good replies; auto = 1.0 in simulation, 0.5 in deployment"
     )
@@ -312,6 +317,10 @@ class RunConfig(BaseModel):
                 f"without --rounds, or start a new run (with the length in lr-schedule, such as T_max="
                 f"{earlier.num_server_rounds}, more rounds can follow)"
             )
+
+    def keeps_models(self, clients: int) -> bool:
+        """Return whether a simulation with that many clients keeps their final models."""
+        return clients <= 100 if self.keep_models == "auto" else bool(self.keep_models)
 
     def settings(self, simulation: bool) -> Settings:
         """Return how the server communicates with clients."""
@@ -625,11 +634,11 @@ def parse_value(key: str, text: str) -> Any:
     kind = str(field.annotation)
     if text == "auto" and "auto" in kind:
         return text
-    if field.annotation is bool:
+    or_auto = " or auto" if "auto" in kind else ""
+    if "bool" in kind:
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
-        raise BadRequest(f"{key} = '{text}': must be true or false")
-    or_auto = " or auto" if "auto" in kind else ""
+        raise BadRequest(f"{key} = '{text}': must be true or false{or_auto}")
     if "int" in kind:
         try:
             return int(text)

@@ -41,6 +41,7 @@ from fedapp.results.directory import (
     run_name,
     write_json,
 )
+from fedapp.results.predict import described
 from fedapp.results.statistics import over_clients
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint, selection
@@ -225,6 +226,8 @@ class Run(Callbacks):
         shape = tuple(json.loads(str(facts["shape"])))
         self.spec = ModelSpec(self.infos[0].model, self.infos[0].num_classes, shape, 0)
         self._data()
+        if self.simulation and config.keeps_models(len(self.infos)):
+            self.manager.control["models-dir"] = str(self.directory.client_models)
         find = self.method.warn
         warn = find(self.hparams, self.config.optimizer, self.config.augment) if find else None
         if warn:
@@ -275,8 +278,7 @@ class Run(Callbacks):
             )
             return
         self.inputs = data.inputs
-        self.about = {"scale": data.inputs.scale, "mean": list(data.inputs.mean), "std": list(data.inputs.std)}
-        self.about |= {"classes": list(data.dataset.classes), "method-args": self.config.method_args}
+        self.about = described(data.inputs, data.dataset.classes)
         card = data_card(data.dataset, data.partition)
         saved = self.out / "partition.npz"
         if self.done and saved.is_file() and partitions.Partition.load(saved).hash != data.partition.hash:
@@ -285,6 +287,7 @@ class Run(Callbacks):
                 f"files in data-dir): resume with the settings of {self.out / 'config.toml'}, or start a new run"
             )
         data.partition.save(saved)
+        write_json(self.out / "inputs.json", {**self.about, "clients": list(data.partition.names)})
         write_json(self.out / "data_card.json", card.to_dict())
         (self.out / "data_card.txt").write_text(card.text() + "\n", encoding="utf-8")
         self.tell({"kind": "data", "text": card.text()})
@@ -407,7 +410,7 @@ class Run(Callbacks):
         """Return what a stored model needs so that it can be built again and used."""
         config, spec = self.config, self.spec
         sizes = {"num_classes": spec.num_classes, "shape": list(spec.shape)}
-        return {"method": config.method, "method-args": config.method_args, "model": spec.name, **sizes, **self.about}
+        return {**self.about, "method": config.method, "method-args": config.method_args, "model": spec.name, **sizes}
 
     def has_evaluation(self, server_round: int) -> bool:
         """Whether `evaluations.csv` holds the evaluation after `server_round`."""

@@ -634,7 +634,7 @@ def test_clients_and_server_use_the_same_calibrated_model(transform: str, tmp_pa
     central = data.central(torch.device("cpu"))
     assert central is not None
     stored = load(result.out / "models" / "last.safetensors", "digits")
-    hits = stored.probabilities(central[0].numpy()).argmax(axis=1) == central[1].numpy()
+    hits = stored.predict(central[0].numpy()).argmax(axis=1) == central[1].numpy()
     assert hits.mean() == pytest.approx(found["after"], abs=1e-12)
 
 

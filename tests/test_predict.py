@@ -57,11 +57,11 @@ def test_the_kept_models_score_what_the_run_says(
     task = tasks.simulated_task(from_flat({"clients": 2, **values}), 1, 2, torch.device("cpu"))
     final = pd.read_csv(tmp_path / "run" / "final.csv").set_index("client")
     for name, protocol in (("personal", "trained"), ("received", "received")):
-        found = predict.load(folder / f"{name}.safetensors")
+        found = predict.read_model(folder / f"{name}.safetensors")
         assert found.classes == tuple(str(i) for i in range(10)) and found.inputs == task.inputs
         scores = evaluate(found.model, task.x_test, task.y_test, found.inputs, 10)
         assert int(scores.correct.sum()) == final.loc[1, f"{protocol}_correct"]
-        p = found.probabilities(task.x_test.numpy())
+        p = found.predict(task.x_test.numpy())
         assert np.allclose(p.sum(1), 1, atol=1e-5)
         assert int((p.argmax(1) == task.y_test.numpy()).sum()) == final.loc[1, f"{protocol}_correct"]
 
@@ -119,8 +119,8 @@ def test_files_that_are_not_models_or_pictures_are_refused(tmp_path: Path, monke
         (tmp_path / "run" / "models" / "last.safetensors", "only the shared part of lgfedavg"),
     ):
         with pytest.raises(BadRequest, match=says):
-            predict.load(path)
-    good = predict.load(folder / "personal.safetensors")
+            predict.read_model(path)
+    good = predict.read_model(folder / "personal.safetensors")
     for name, says in (("no.png", "does not exist"), ("junk.png", "not a picture")):
         with pytest.raises(BadRequest, match=says):
             predict.read_images([tmp_path / name], good.inputs)
@@ -136,5 +136,5 @@ def test_a_model_without_normalisation_asks_for_its_data_set(tmp_path: Path, mon
         header.pop(key)
     write_safetensors(path, arrays, header)
     with pytest.raises(BadRequest, match="add --dataset, one of digits"):
-        predict.load(path)
-    assert predict.load(path, "digits").inputs.scale == 16
+        predict.read_model(path)
+    assert predict.read_model(path, "digits").inputs.scale == 16

@@ -11,6 +11,8 @@
 | `final.csv`         | all clients scored once after the last round, or the one that validation images chose   |
 | `unseen.csv`        | clients that took no part (`unseen`), scored once after the last round                  |
 | `partition.npz`, `data_card.json`, `data_card.txt` | how the data are divided                                  |
+| `inputs.json`       | shape, kind and normalisation of the data, names of classes and clients                |
+| `models/`           | the server's arrays; `clients/<id>/` the clients' final models (`keep-models`)          |
 | `dropped.csv`       | replies that did not count, with reasons                                                |
 | `summary.json`      | written last; `ok` says whether the run finished                                       |
 | `progress.jsonl`    | events while the run goes on                                                            |
@@ -27,6 +29,7 @@ import math
 import os
 import platform
 import secrets
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -253,7 +256,13 @@ class RunDirectory:
             self._forget_rounds(keep_rounds)
             for name in ("summary.json", "error.json", "final.csv", "unseen.csv"):
                 (path / name).unlink(missing_ok=True)
+            shutil.rmtree(self.client_models, ignore_errors=True)
         self.configure(config)
+
+    @property
+    def client_models(self) -> Path:
+        """Where a simulation keeps the clients' final models, a folder for each client."""
+        return self.path / "models" / "clients"
 
     def configure(self, config: RunConfig) -> None:
         """Write the effective configuration."""

@@ -1,52 +1,70 @@
-"""Models that a node keeps after training, and `fedapp predict`, which uses them.
+"""Stored models: how they are written, how they become a module again, and `fedapp predict`, which uses them.
 
 A node writes `STATE-DIR/<federation>/<client-id>/personal.safetensors` after every round it trained, and again at the
 final evaluation, after one more local training on what the server would send next (unless `final-training` is false).
-It writes `received.safetensors` when it evaluates what the server sent. Each file is complete: its header names the
-method, the architecture, the classes and the normalisation.
+It writes `received.safetensors` when it evaluates what the server sent. A simulation with `keep-models` writes both
+files of every client to `OUT/models/clients/<client-id>/` at the final evaluation. Each file is complete: its header
+names the method, the architecture, the classes and the normalisation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from clients.base import FedClient
 from fedapp import registry
 from fedapp.config import RunConfig
 from fedapp.data import datasets
+from fedapp.data.columns import samples
 from fedapp.data.transforms import InputSpec, channels_first, normalise
 from fedapp.errors import BadRequest
+from fedapp.learning.evaluation import BATCH
 from fedapp.learning.state import StateError, read_safetensors, write_safetensors
 from fedapp.learning.task import ModelSpec
-from fedapp.method import Scalar
+from fedapp.method import Arrays, Scalar
 from fedapp.models import SplitModel
 from fedapp.transport import selection
 
 SCHEMA = 1
 
 
+def described(inputs: InputSpec, classes: Sequence[str]) -> dict[str, object]:
+    """Return what a stored model needs to know of the data, as JSON values."""
+    return {
+        "shape": list(inputs.shape),
+        "kind": inputs.kind,
+        "scale": inputs.scale,
+        "mean": list(inputs.mean),
+        "std": list(inputs.std),
+        "binary": list(inputs.binary),
+        "classes": list(classes),
+        "num_classes": len(classes),
+    }
+
+
 def keep(path: Path, client: FedClient, config: RunConfig, server_round: int, scalars: Mapping[str, Scalar]) -> None:
-    """Write the current model of a client with everything that is needed to use it."""
+    """Write the current model of a client with everything that is needed to use it.
+
+    Parameters
+    ----------
+    server_round : the round of the model's last training, or of the server's model if it is as received.
+    """
     task = client.task
     header: dict[str, object] = {
+        **described(task.inputs, task.extras.get("classes", ())),
         "model-schema": SCHEMA,
         "method": config.method,
         "method-args": config.method_args,
         "model": task.model,
         "num_classes": task.num_classes,
-        "shape": list(task.inputs.shape),
-        "kind": task.inputs.kind,
-        "scale": task.inputs.scale,
-        "mean": list(task.inputs.mean),
-        "std": list(task.inputs.std),
-        "classes": list(task.extras.get("classes", ())),
         "client": task.client,
         "round": server_round,
         "scalars": dict(scalars),
@@ -54,35 +72,103 @@ def keep(path: Path, client: FedClient, config: RunConfig, server_round: int, sc
     write_safetensors(path, selection.everything(client.model), header)
 
 
-@dataclass(frozen=True)
-class Predictor:
-    """A model with its classes and normalisation.
+class LoadedModel(nn.Module):
+    """A trained classifier that takes raw samples: transform and model in one module.
 
-    Attributes
-    ----------
-    model : in evaluation mode, on the CPU.   classes : names, in the order of the logits.   about : one line.
-    """
-
-    model: SplitModel
-    classes: tuple[str, ...]
-    inputs: InputSpec
-    about: str
-
-    @torch.inference_mode()
-    def probabilities(self, images: NDArray[np.uint8]) -> NDArray[np.float32]:
-        """(N, C) class probabilities of images (N, H, W, C) uint8 with grey levels 0 .. scale."""
-        x = normalise(channels_first(torch.from_numpy(images)), self.inputs)
-        found: NDArray[np.float32] = torch.softmax(self.model(x).float(), dim=1).numpy()
-        return found
-
-
-def load(path: Path, dataset: str = "") -> Predictor:
-    """Load a model that a node or a server kept.
+    Raw samples are images uint8 (N, H, W, C) with grey levels 0 .. `inputs.scale`, and all others float32 (N, *shape),
+    as in the columns of own data. NaN in a table stands for an unknown value.
 
     Parameters
     ----------
-    path : `personal.safetensors` or `received.safetensors` of a node, or `models/last.safetensors` of a run directory.
+    model : takes normalised samples.   classes : names, in the order of the logits.   inputs : shape and normalisation.
+    about : one line that says which model it is.
+
+    Attributes
+    ----------
+    model, classes, inputs, about : as given.   kind : `image`, `series`, `table` or `array`.
+    """
+
+    def __init__(self, model: SplitModel, classes: Sequence[str], inputs: InputSpec, about: str) -> None:
+        super().__init__()
+        self.model = model
+        self.classes = tuple(classes)
+        self.inputs = inputs
+        self.kind = inputs.kind
+        self.about = about
+        self.eval()
+
+    @property
+    def raw_shape(self) -> tuple[int, ...]:
+        """Shape of one raw sample: (H, W, C) images, else as the model takes it."""
+        shape = self.inputs.shape
+        return (*shape[1:], shape[0]) if self.kind == "image" else shape
+
+    def transform(self, raw: Tensor) -> Tensor:
+        """Return raw samples (N, *raw_shape) as the model takes them: normalised float32 (N, *inputs.shape).
+
+        Raises
+        ------
+        BadRequest : another type or shape.
+        """
+        wanted = torch.uint8 if self.kind == "image" else torch.float32
+        if raw.dtype != wanted or tuple(raw.shape[1:]) != self.raw_shape:
+            raise BadRequest(
+                f"this model takes {self.wanted()}, but was given {str(raw.dtype).removeprefix('torch.')} "
+                f"{tuple(raw.shape)}"
+            )
+        return normalise(channels_first(raw), self.inputs)
+
+    def wanted(self) -> str:
+        """Return in words which raw samples the model takes."""
+        what = {"image": "images", "series": "series", "table": "rows of a table"}.get(self.kind, "arrays")
+        numbers = ", ".join(map(str, self.raw_shape))
+        return f"{what} {'uint8' if self.kind == 'image' else 'float32'} (N, {numbers})"
+
+    def forward(self, raw: Tensor) -> Tensor:
+        """Return the logits (N, C) of raw samples."""
+        logits: Tensor = self.model(self.transform(raw))
+        return logits
+
+    @torch.inference_mode()
+    def predict(self, raw: NDArray[Any] | Tensor) -> NDArray[np.float32]:
+        """Return the class probabilities (N, C) of raw samples, an array or a tensor.
+
+        Grey images may lack the last axis. Numbers of other types become float32 where the model takes float32.
+
+        Raises
+        ------
+        BadRequest : samples of another kind or shape, or values that are not numbers.
+        """
+        given = raw.detach().cpu().numpy() if isinstance(raw, Tensor) else np.asarray(raw)
+        if self.kind == "image" and given.dtype != np.uint8:
+            raise BadRequest(f"this model takes {self.wanted()}, but was given {given.dtype} {given.shape}")
+        x, kind = samples("predict", "x", given)
+        if kind != self.kind or x.shape[1:] != self.raw_shape:
+            raise BadRequest(f"this model takes {self.wanted()}, but was given {given.dtype} {given.shape}")
+        if self.kind == "image" and x.size and x.max() > self.inputs.scale:
+            raise BadRequest(f"this model takes grey levels 0 .. {self.inputs.scale:g}, but was given {x.max()}")
+        device = next(self.parameters()).device
+        parts = [torch.from_numpy(np.array(x[i : i + BATCH])) for i in range(0, len(x), BATCH)]
+        logits = [self(part.to(device)).float().cpu() for part in parts]
+        probabilities: NDArray[np.float32] = torch.cat([torch.zeros(0, len(self.classes)), *logits]).softmax(1).numpy()
+        return probabilities
+
+
+def read_model(
+    path: Path,
+    dataset: str = "",
+    *,
+    facts: Callable[[], Mapping[str, Any]] | None = None,
+    more: Mapping[str, Any] | None = None,
+) -> LoadedModel:
+    """Read a model that a node, a simulation's client or a server kept.
+
+    Parameters
+    ----------
+    path : `personal.safetensors` or `received.safetensors` of a client, or a run's `models/last.safetensors`.
     dataset : published data set whose classes and normalisation to use where the file does not say (a server's file).
+    facts : returns them in place of `dataset`.
+    more : further entries of the header, for `about`: `client`, `name`, `when`.
 
     Raises
     ------
@@ -101,14 +187,39 @@ def load(path: Path, dataset: str = "") -> Predictor:
     head: dict[str, Any] = dict(header)
     if "model" not in head:
         raise BadRequest(f"{path} is a client's training state: use personal.safetensors in its folder")
-    if int(head.get("model-schema", SCHEMA)) != SCHEMA:
+    if head.get("model-schema", SCHEMA) != SCHEMA:
         raise BadRequest(f"{path} has schema {head['model-schema']}, this version reads {SCHEMA}")
+    if "scale" not in head and facts is not None:
+        head |= facts()
     if "scale" not in head:
         known = datasets.published(dataset)
         if known is None:
             names = ", ".join(n for n in datasets.DATASET_NAMES if datasets.published(n))
             raise BadRequest(f"{path} is a server's model, which has no normalisation: add --dataset, one of {names}")
         head |= vars(known)
+    return rebuilt(path, {**head, **(more or {})}, arrays)
+
+
+def rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays) -> LoadedModel:
+    """Build the module of a stored model.
+
+    Parameters
+    ----------
+    path : where it comes from, for messages.   head : see `keep`.   arrays : the model's, by name.
+
+    Raises
+    ------
+    BadRequest : the header is damaged, or the arrays are not those of the model.
+    """
+    try:
+        return _rebuilt(path, head, arrays)
+    except BadRequest:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise BadRequest(f"{path} is damaged ({type(e).__name__}: {e}): take another copy of it") from e
+
+
+def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays) -> LoadedModel:
     method = registry.get(str(head["method"]))
     hparams = registry.parse_args(method, str(head.get("method-args", "")))
     method = registry.resolve(method, hparams)
@@ -128,14 +239,22 @@ def load(path: Path, dataset: str = "") -> Predictor:
     except ValueError as e:
         raise BadRequest(f"{path} does not fit the model '{spec.name}': {e}") from e
     client.configure_model(model, head.get("scalars", {}))
+    if not client.alone(hparams):
+        warnings.warn(
+            f"{path}: the scores of the run are not those of the stored model alone ({head['method']} with "
+            f"{head.get('method-args') or 'its defaults'}); it predicts with its head",
+            stacklevel=2,
+        )
     inputs = InputSpec(
         shape, float(head["scale"]), tuple(map(float, head["mean"])), tuple(map(float, head["std"])),
-        str(head.get("kind", "image")),
+        str(head.get("kind", "image")), tuple(map(bool, head.get("binary", ()))),
     )  # fmt: skip
     classes = tuple(map(str, head["classes"])) or tuple(str(i) for i in range(spec.num_classes))
-    who = f"client {head['client']}, " if "client" in head else ""
-    about = f"{who}{head['method']}, {head['model']}, round {head.get('round', 'last')}, {spec.num_classes} classes"
-    return Predictor(model.eval(), classes, inputs, about)
+    if len(classes) != spec.num_classes or not len(inputs.mean) == len(inputs.std) == shape[0]:
+        raise BadRequest(f"{path} is damaged: its classes or its normalisation do not fit the model")
+    who = f"client {head['client']}" + (f" ({head['name']})" if head.get("name") else "") if "client" in head else ""
+    told = [who, str(head["method"]), spec.name, str(head.get("when") or f"round {head.get('round', 'last')}")]
+    return LoadedModel(model, classes, inputs, ", ".join([*filter(None, told), f"{spec.num_classes} classes"]))
 
 
 def read_images(paths: Sequence[Path], inputs: InputSpec) -> NDArray[np.uint8]:
@@ -169,8 +288,8 @@ def read_images(paths: Sequence[Path], inputs: InputSpec) -> NDArray[np.uint8]:
 
 def run(model: Path, images: Sequence[Path], top: int, dataset: str = "") -> list[tuple[str, list[tuple[str, float]]]]:
     """Return for each picture its `top` most probable classes with their probabilities, most probable first."""
-    predictor = load(model, dataset)
-    probabilities = predictor.probabilities(read_images(images, predictor.inputs))
+    predictor = read_model(model, dataset)
+    probabilities = predictor.predict(read_images(images, predictor.inputs))
     rows = []
     for path, p in zip(images, probabilities, strict=True):
         order = np.argsort(-p, kind="stable")[:top]

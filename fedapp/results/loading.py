@@ -1,0 +1,168 @@
+"""The model that one gets back: `fedapp.load` makes a module of a run directory, or of what a node keeps.
+
+| `point`    | a client of a simulation                                    | a client of real devices             |
+|------------|-------------------------------------------------------------|--------------------------------------|
+| `trained`  | with `keep-models` the model that `trained_accuracy` of     | `personal.safetensors` of the node   |
+|            | final.csv scores; else its model after its last training    |                                      |
+| `received` | with `keep-models` what `received_accuracy` scores          | `received.safetensors` of the node   |
+
+With `final-training = false` the model after the last training is the one that final.csv scores. With `select =
+validation` the round that was chosen stands in place of the last one. Without a client it is
+the global model of the method, as the server published it at the end.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from fedapp.config import RunConfig
+from fedapp.data import datasets
+from fedapp.errors import BadRequest, suggest
+from fedapp.learning.state import StateError, read_safetensors
+from fedapp.results.analysis import client_folders
+from fedapp.results.predict import LoadedModel, read_model
+from fedapp.results.predict import rebuilt as rebuild
+from fedapp.results.runs import RUN_MARK, RunResult, read_json, read_run
+
+FILES = {"trained": "personal.safetensors", "received": "received.safetensors"}
+"""The file of each point in the folder of a client."""
+
+
+def load(
+    run_dir: str | Path, client: int | str | None = None, point: Literal["trained", "received"] = "trained"
+) -> LoadedModel:
+    """Return a model that a run has trained, as a module in evaluation mode that takes raw samples.
+
+    Parameters
+    ----------
+    run_dir : a run directory; on a node `STATE-DIR/<federation>`, or the folder of a client in it.
+    client : number of the client, as in final.csv, or its name in the data; None = the global model of the method.
+    point : `trained` = after local training, `received` = as the server sent it; see the head of this module. The
+        attribute `about` says which model was found.
+
+    Returns
+    -------
+    With the attributes `classes`, `kind`, `model` (the `SplitModel`), and the functions `transform(raw)` and
+    `predict(raw)`, class probabilities (N, C).
+
+    Raises
+    ------
+    BadRequest : there is no such client or model; the message says which there are, or how to get one.
+
+    Examples
+    --------
+    >>> net = load("runs/a", client=3)  # doctest: +SKIP
+    >>> net.predict(x).argmax(axis=1)  # doctest: +SKIP
+    """
+    place = Path(run_dir).expanduser()
+    if point not in FILES:
+        raise BadRequest(f"point = {point!r}: choose from {', '.join(FILES)}")
+    if (place / RUN_MARK).is_file():
+        run = read_run(place)
+        if run.config is None:
+            raise BadRequest(f"this version does not accept the configuration of {place}: {run.problem}")
+        if client is None:
+            return _global(run, run.config)
+        return _client(run, run.config, _number(run, run.config, client), point)
+    own = place / str(client) if isinstance(client, int) else place
+    if (own / FILES[point]).is_file():
+        return read_model(own / FILES[point])
+    raise BadRequest(
+        f"{own} holds no {FILES[point]}, and {place} is no run directory: give a run directory, or on a node "
+        "STATE-DIR/<federation> with the number of the client"
+    )
+
+
+def _facts(run: RunResult, config: RunConfig) -> dict[str, Any]:
+    """Return what the run wrote about its data: shape, normalisation, classes, names of the clients."""
+    if facts := read_json(run.out / "inputs.json"):
+        return facts
+    known = datasets.published(config.dataset)
+    if known is None:
+        raise BadRequest(
+            f"{run.out} has no inputs.json, which says how samples are normalised (a run of an earlier version, or of "
+            "real devices, which keep that to themselves): give a node's personal.safetensors, or run again"
+        )
+    return {**vars(known), "shape": known.shape, "num_classes": len(known.classes)}
+
+
+def _names(run: RunResult) -> list[str]:
+    names = read_json(run.out / "inputs.json").get("clients", [])
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+def _number(run: RunResult, config: RunConfig, client: int | str) -> int:
+    """Return the number of a client that is given by number or by name."""
+    if isinstance(client, str):
+        names = _names(run)
+        if not names:
+            raise BadRequest(f"the clients of {run.out} have no names: give a number, as in final.csv")
+        if client not in names:
+            raise BadRequest(f"no client '{client}'{suggest(client, names)}: choose from {', '.join(names[:40])}")
+        return names.index(client)
+    count = int(run.summary.get("clients") or config.clients or len(run.counts))
+    if isinstance(client, bool) or client < 0 or (count and client >= count):
+        raise BadRequest(f"no client {client}: {run.out} has the clients 0 .. {count - 1}")
+    return client
+
+
+def _scored_round(run: RunResult) -> int:
+    """Return the round whose models final.csv scores: the last one, or the one that validation images chose."""
+    last = int(run.rounds["round"].max()) if len(run.rounds) else 0
+    return int(run.summary.get("round") or last)
+
+
+def _client(run: RunResult, config: RunConfig, client: int, point: str) -> LoadedModel:
+    names = _names(run)
+    scored = _scored_round(run)
+    more: dict[str, Any] = {"client": client, "name": names[client] if client < len(names) else ""}
+    kept = run.out / "models" / "clients" / str(client) / FILES[point]
+    if kept.is_file():
+        when = f"after round {scored}" + (" and one more local training" if point == "trained" else ", as received")
+        return read_model(kept, more={**more, "when": when})
+    if point == "received":
+        if run.alone:
+            raise BadRequest(f"clients of {run.method} receive nothing: leave out point")
+        raise BadRequest(
+            f"{run.out} has not kept what client {client} received: run again with keep-models = true (up to 100 "
+            "clients it is the default), or take the model after training"
+        )
+    folder = client_folders(run).get(client)
+    files = sorted(folder.glob(f"{run.versions.get('run', '')}.*.safetensors")) if folder else []
+    files = [f for f in files if f.name.split(".")[1] <= f"{scored:06d}"]
+    if not files:
+        trained = sorted(set(run.clients.get("client", ())))
+        if client not in trained:
+            told = ", ".join(map(str, trained[:40])) + (", ..." if len(trained) > 40 else "")
+            raise BadRequest(f"client {client} has never trained in {run.out}; those that have: {told or 'none'}")
+        where = config.state_dir or run.out / "state"
+        raise BadRequest(
+            f"the state of client {client} is not in {where}. If it was deleted, run again: fedapp run "
+            f"{run.out / RUN_MARK}. Real nodes keep it themselves: give STATE-DIR/{config.federation or 'run'} there"
+        )
+    try:
+        arrays, header = read_safetensors(files[-1])
+    except StateError as e:
+        raise BadRequest(str(e)) from e
+    head = {
+        **_facts(run, config),
+        **more,
+        "method": config.method,
+        "method-args": config.method_args,
+        "model": config.model_of(client),
+        "when": f"after its last training, in round {header.get('round')}",
+    }
+    model = {name.removeprefix("model/"): a for name, a in arrays.items() if name.startswith("model/")}
+    return rebuild(files[-1], head, model)
+
+
+def _global(run: RunResult, config: RunConfig) -> LoadedModel:
+    method, _ = config.method_and_hparams()
+    if not method.global_model:
+        raise BadRequest(f"{config.method} has no global model: give the client whose model you want, such as client=0")
+    path = run.out / "models" / "last.safetensors"
+    if not path.is_file():
+        raise BadRequest(f"{path} is not there: no round of the run has finished, or the file was deleted")
+    scored = _scored_round(run)
+    return read_model(path, more={"when": f"global model after round {scored}"}, facts=lambda: _facts(run, config))

@@ -1,0 +1,200 @@
+"""`fedapp.load`: the module that comes back is the model that the run scored."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+
+import fedapp
+from fedapp.data.transforms import channels_first, normalise
+from fedapp.errors import BadRequest
+from fedapp.results.runs import RunResult
+from fedapp.tasks import simulated as tasks
+from tests.test_predict import trained
+
+METHODS: list[dict[str, Any]] = [
+    {"method": "fedavg"},
+    {"method": "fedclassavg", "model": "digits-a,digits-b"},
+    {"method": "cwfedavg"},
+    {"method": "fedproto", "model": "digits-a,digits-b"},
+    {"method": "ccvr", "method_args": "transform=feature clsnorm=true"},
+    {"method": "local"},
+    {"method": "fednh"},
+    {"method": "ifca"},
+]
+
+
+def hits(net: fedapp.results.predict.LoadedModel, run: RunResult, client: int) -> int:
+    """Count the client's test rows that a loaded model classifies correctly."""
+    assert run.config is not None
+    task = tasks.simulated_task(run.config, client, len(run.final), torch.device("cpu"))
+    return int((net.predict(task.x_test.numpy()).argmax(1) == task.y_test.numpy()).sum())
+
+
+@pytest.mark.parametrize("values", METHODS, ids=lambda v: v["method"])
+def test_the_loaded_model_scores_what_final_csv_says(values: dict[str, Any], tiny: Any) -> None:
+    run = tiny(**values)
+    final = run.final.set_index("client")
+    for client in final.index:
+        net = fedapp.load(run.out, client)
+        assert hits(net, run, client) == final.loc[client, "trained_correct"], client
+        assert not net.training and net.model.name == run.config.model_of(client)
+        assert net.classes == tuple("0123456789") and net.kind == "image"
+        assert f"client {client}, " in net.about and "after round 2 and one more local training" in net.about
+        if values["method"] != "local":
+            received = fedapp.load(run.out, client, point="received")
+            assert hits(received, run, client) == final.loc[client, "received_correct"], client
+            assert not torch.equal(received.model.head.weight, net.model.head.weight)
+
+
+@pytest.mark.parametrize("values", [*METHODS[:4], METHODS[5]], ids=lambda v: v["method"])
+def test_without_kept_models_it_is_the_model_after_the_last_training(values: dict[str, Any], tiny: Any) -> None:
+    run = tiny(**values, keep_models=False, final_training=False)
+    assert not (run.out / "models" / "clients").exists()
+    for client, row in run.final.set_index("client").iterrows():
+        net = fedapp.load(run.out, int(client))
+        assert hits(net, run, int(client)) == row["trained_correct"]
+        assert "after its last training, in round 2" in net.about
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_chosen_round_stands_in_place_of_the_last(kept: bool, tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedapp.server_app import Run
+
+    monkeypatch.setattr(Run, "_best_round", lambda self: 1 if self.has_evaluation(1) else None)
+    run = tiny(
+        method="fedclassavg", rounds=3, validation=0.2, select="validation", evaluate_every=1, keep_models=kept,
+        final_training=kept,
+    )  # fmt: skip
+    assert run.summary["round"] == 1
+    net = fedapp.load(run.out, 0)
+    assert hits(net, run, 0) == run.final.set_index("client").loc[0, "trained_correct"]
+    assert ("after round 1 and one more local training" if kept else "in round 1") in net.about
+
+
+def test_the_global_model(tiny: Any) -> None:
+    run = tiny(method="ccvr", method_args="transform=feature")
+    net = fedapp.load(run.out)
+    x, y = tasks.federated(run.config, 3).central(torch.device("cpu")) or pytest.fail("no central test set")
+    accuracy = float((net.predict(x).argmax(1) == y.numpy()).mean())
+    assert accuracy == pytest.approx(run.summary["accuracy"]["global"]["last"], abs=1e-12)
+    assert "global model after round 2" in net.about
+    with pytest.raises(BadRequest, match="fedclassavg has no global model: give the client"):
+        fedapp.load(tiny(method="fedclassavg").out)
+
+
+def test_it_is_one_module_on_raw_samples(tiny: Any) -> None:
+    run = tiny(method="fedavg")
+    net = fedapp.load(run.out, 1)
+    x = tasks.federated(run.config, 3).dataset.x_train[:5]
+    raw = torch.from_numpy(np.array(x))
+    normalised = normalise(channels_first(raw), net.inputs)
+    assert torch.equal(net.transform(raw), normalised) and torch.equal(net(raw), net.model(normalised))
+    p = net.predict(x)
+    assert p.shape == (5, 10) and np.allclose(p, torch.softmax(net(raw), 1).detach().numpy(), atol=1e-7)
+    assert np.array_equal(net.predict(x[..., 0]), p), "grey images without the last axis"
+    assert net.predict(x[:0]).shape == (0, 10)
+    long = np.concatenate([x] * 60)
+    assert np.allclose(net.predict(long), np.concatenate([p] * 60), atol=1e-6), "more than one batch"
+    for wrong in (x.astype(np.float32), np.zeros((5, 8, 9, 1), np.uint8), np.zeros((5, 64), np.uint8), x[0], x + 200):
+        with pytest.raises(BadRequest, match="this model takes"):
+            net.predict(wrong)
+    with pytest.raises(BadRequest, match=r"images uint8 \(N, 8, 8, 1\), but was given float32"):
+        net(raw.float())
+
+
+def test_series_of_clients_with_names(tiny: Any, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 3, 120)
+    x = rng.standard_normal((120, 2, 32)).astype("float32") + 7 * y[:, None, None]
+    people = np.array(["ada", "bob", "cleo"])[np.arange(120) // 40]
+    np.savez(tmp_path / "s.npz", x=x, y=np.array(["walk", "run", "sit"])[y], client=people)
+    run = tiny(method="lgfedavg", dataset="npz", data_dir=str(tmp_path / "s.npz"), clients=0)
+    facts = json.loads((run.out / "inputs.json").read_text())
+    assert facts["clients"] == ["ada", "bob", "cleo"] and facts["shape"] == [2, 32] and facts["kind"] == "series"
+    (tmp_path / "s.npz").unlink()
+    net = fedapp.load(run.out, "bob")
+    assert net.kind == "series" and net.classes == ("run", "sit", "walk") and "client 1 (bob)" in net.about
+    assert np.array_equal(net.predict(x), fedapp.load(run.out, 1).predict(x))
+    assert not np.array_equal(net.predict(x), fedapp.load(run.out, 2).predict(x))
+    assert np.array_equal(net.predict(x.astype("float64")), net.predict(x))
+    shutil.rmtree(run.out / "models" / "clients")
+    assert "after its last training" in fedapp.load(run.out, "bob").about
+    with pytest.raises(BadRequest, match=r"no client 'bop', did you mean 'bob'.*ada, bob, cleo"):
+        fedapp.load(run.out, "bop")
+    with pytest.raises(BadRequest, match="nan at"):
+        net.predict(np.full((1, 2, 32), np.nan, "float32"))
+
+
+def test_clients_without_a_model_are_named(tiny: Any, tmp_path: Path) -> None:
+    run = tiny(method="fedavg", clients=5, fraction_train=0.4, rounds=1, keep_models=False)
+    taken = sorted(run.clients["client"])
+    missing = next(c for c in range(5) if c not in taken)
+    with pytest.raises(BadRequest, match=f"client {missing} has never trained.*have: {taken[0]}, {taken[1]}$"):
+        fedapp.load(run.out, missing)
+    fedapp.load(run.out, taken[0])
+    with pytest.raises(BadRequest, match="keep-models = true"):
+        fedapp.load(run.out, taken[0], point="received")
+    shutil.rmtree(run.out / "state")
+    with pytest.raises(BadRequest, match=r"state of client \d is not in .*If it was deleted, run again: fedapp run"):
+        fedapp.load(run.out, taken[0])
+    for client, says in ((5, "no client 5: .* has the clients 0 .. 4"), (-1, "no client -1"), ("ada", "have no names")):
+        with pytest.raises(BadRequest, match=says):
+            fedapp.load(run.out, client)
+    with pytest.raises(BadRequest, match="give a run directory, or on a node"):
+        fedapp.load(tmp_path / "nothing", 1)
+    with pytest.raises(BadRequest, match="point = 'last'"):
+        fedapp.load(run.out, 0, point="last")  # type: ignore[arg-type]
+
+
+def test_from_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = trained(tmp_path, monkeypatch, method="fedclassavg", model="digits-b")
+    final = pd.read_csv(tmp_path / "run" / "final.csv").set_index("client")
+    run = fedapp.results.runs.read_run(tmp_path / "run")
+    for net in (fedapp.load(folder), fedapp.load(folder.parent, 1)):
+        assert hits(net, run, 1) == final.loc[1, "trained_correct"]
+    assert hits(fedapp.load(folder, point="received"), run, 1) == final.loc[1, "received_correct"]
+    with pytest.raises(BadRequest, match="Real nodes keep it themselves: give STATE-DIR/run"):
+        fedapp.load(tmp_path / "run", 1)
+
+
+def test_a_resumed_run_leaves_no_models_of_its_earlier_end(tiny: Any) -> None:
+    run = tiny(method="fedavg", rounds=1)
+    before = fedapp.load(run.out, 0)
+    more = tiny(resume=run.out, rounds=2)
+    after = fedapp.load(more.out, 0)
+    assert "after round 2 and one more" in after.about
+    assert not torch.equal(before.model.head.weight, after.model.head.weight)
+    assert hits(after, more, 0) == more.final.set_index("client").loc[0, "trained_correct"]
+
+
+def test_many_clients_keep_no_models_by_default(tiny: Any) -> None:
+    from fedapp.config import from_flat
+
+    auto = from_flat({})
+    assert auto.keeps_models(100) and not auto.keeps_models(101)
+    assert from_flat({"keep-models": True}).keeps_models(101) and not from_flat({"keep-models": False}).keeps_models(1)
+
+
+def test_a_model_that_does_not_predict_alone_warns(tiny: Any) -> None:
+    run = tiny(method="fedproto", method_args="inference=prototype", rounds=1)
+    with pytest.warns(UserWarning, match="not those of the stored model alone"):
+        fedapp.load(run.out, 0)
+
+
+def test_a_damaged_description_is_refused(tiny: Any) -> None:
+    run = tiny(method="fedavg", rounds=1, keep_models=False)
+    good = json.loads((run.out / "inputs.json").read_text())
+    for wrong in ({**good, "mean": "x"}, {**good, "std": []}, {**good, "shape": [1, "a"]}, {**good, "classes": ["0"]}):
+        (run.out / "inputs.json").write_text(json.dumps(wrong))
+        with pytest.raises(BadRequest, match="is damaged"):
+            fedapp.load(run.out, 0)
+    (run.out / "inputs.json").unlink()
+    assert fedapp.load(run.out, 0).inputs.scale == 16, "a published data set says it itself"
