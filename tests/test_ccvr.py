@@ -33,7 +33,7 @@ from fedapp.learning.training import Batch, batch_slices
 from fedapp.method import Arrays, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.models import SplitModel
 from fedapp.results import analysis
-from fedapp.results.predict import load
+from fedapp.results.predict import read_model
 from fedapp.results.runs import read_run
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
@@ -633,7 +633,7 @@ def test_clients_and_server_use_the_same_calibrated_model(transform: str, tmp_pa
     data = tasks.federated(settings, 3)
     central = data.central(torch.device("cpu"))
     assert central is not None
-    stored = load(result.out / "models" / "last.safetensors", "digits")
+    stored = read_model(result.out / "models" / "last.safetensors", "digits")
     hits = stored.predict(central[0].numpy()).argmax(axis=1) == central[1].numpy()
     assert hits.mean() == pytest.approx(found["after"], abs=1e-12)
 
