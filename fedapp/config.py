@@ -19,7 +19,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedapp import registry, sampling
-from fedapp.data.datasets import DATASET_NAMES, published
+from fedapp.data.columns import Reading, roles
+from fedapp.data.datasets import DATASET_NAMES, OWN, published
 from fedapp.data.partitions import NATURAL, PARTITION_KINDS
 from fedapp.errors import BadRequest, suggest
 from fedapp.learning import evaluation
@@ -47,8 +48,14 @@ class RunConfig(BaseModel):
 
     method: str = Field("fedclassavg", description="id of the method; see fedapp methods")
     method_args: str = Field("", description='hyperparameters of the method, "name=value name=value"')
-    dataset: str = Field("digits", description="name of the data set, or npz / folder for your own")
-    data_dir: str = Field("", description="folder with NAME.npz, or to download to; for npz and folder: your data")
+    dataset: str = Field("digits", description="name of the data set, or npz, csv, parquet, folder for your own")
+    data_dir: str = Field("", description="folder with NAME.npz, or to download to; else the place of your own data")
+    columns: str = Field(
+        "",
+        description='what the columns of a csv or parquet table mean, such as "x=age,pulse y=diagnosis client=hospital '
+        'split=part group=patient"; empty = y, label or target, client, split and group by name, all other numeric '
+        "columns are features; x=* takes text columns too",
+    )
     data_fraction: float = Field(
         1.0, gt=0, le=1, description="share of the images of each class that is used, for small studies"
     )
@@ -194,6 +201,11 @@ class RunConfig(BaseModel):
         return self.seed if self.partition_seed == "auto" else int(self.partition_seed)
 
     @property
+    def reading(self) -> Reading:
+        """How own data are read."""
+        return Reading(columns=self.columns)
+
+    @property
     def model_names(self) -> tuple[str, ...]:
         """The architectures, in the order in which they are assigned to clients."""
         return tuple(m.strip() for m in self.model.split(",") if m.strip())
@@ -214,7 +226,7 @@ class RunConfig(BaseModel):
             raise BadRequest(
                 "class-names is for nodes with their own data (--engine deploy): leave it out, the data set has names"
             )
-        if self.dataset in ("npz", "folder") and not self.data_dir:
+        if self.dataset in OWN and not self.data_dir:
             raise BadRequest(f"dataset = '{self.dataset}' needs data-dir: give the path of your data")
         for name in self.further_metrics:
             evaluation.metric(name)
@@ -411,6 +423,7 @@ def _check(config: RunConfig) -> None:
         raise BadRequest(f"protocols = '{config.protocols}': choose from {', '.join(PROTOCOLS)}")
     _check_metrics(config)
     _check_unseen(config)
+    roles(config.columns)
     if not config.model_names:
         raise BadRequest("model is empty: give one architecture, several with commas between them, or auto")
     for name in config.model_names:

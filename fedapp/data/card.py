@@ -94,7 +94,7 @@ class DataCard:
             f"test {self.rows} {test_sizes.sum()} ({test_sizes.min()} to {test_sizes.max()} a client)",
         ]
         if self.ignored:
-            lines.append(f"ignored arrays: {', '.join(self.ignored)}")
+            lines.append(f"ignored: {', '.join(self.ignored)}")
         if self.left_out:
             shown = ", ".join(self.left_out[:8]) + (", ..." if len(self.left_out) > 8 else "")
             lines.append(f"left out, fewer than min-samples {self.rows}: {len(self.left_out)} ({shown})")

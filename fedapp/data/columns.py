@@ -22,6 +22,7 @@ In place of ``x``, ``y`` and ``split`` there may be ``x_train``, ``y_train`` and
 
 from __future__ import annotations
 
+import shlex
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -55,7 +56,10 @@ class Own:
     classes : names of the classes, None if the labels are numbers without names.
     kind : `image`, `series`, `table` or `array`.
     owner_names : of the clients, sorted: numbers as numbers, text as text.
-    ignored : arrays of the file that mean nothing here.
+    ignored : arrays or columns of the source that mean nothing here.
+    features : of a table, one name per feature where the source has them; `sex=f` for a category of a text column.
+    categories : text column of a table -> its categories, in the order of their features.
+    skipped : number of files that could not be read and were left out.
     """
 
     arrays: dict[str, Array]
@@ -63,6 +67,106 @@ class Own:
     kind: str
     owner_names: tuple[str, ...] = ()
     ignored: tuple[str, ...] = field(default_factory=tuple)
+    features: tuple[str, ...] = ()
+    categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    skipped: int = 0
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How own data are read.
+
+    Attributes
+    ----------
+    columns : what the columns of a table mean, see `roles`; "" = by their names.
+    image_size : side in pixels to which pictures are brought; 0 = as they are, None = by itself, at most 64.
+    layout : of a folder of pictures: `auto`, `classes` or `clients`.
+    skip_bad : leave out files that cannot be read, instead of an error.
+    node : the data are a real node's own, which other nodes cannot see.
+    """
+
+    columns: str = ""
+    image_size: int | None = None
+    layout: str = "auto"
+    skip_bad: bool = False
+    node: bool = False
+
+
+PLAIN = Reading()
+"""Own data read by their own names."""
+LABELS = ("y", "label", "target")
+"""Names of the column of the classes where `columns` does not say it."""
+
+
+def roles(text: str) -> dict[str, tuple[str, ...]]:
+    """Read the key `columns`, such as ``x=age,pulse y=diagnosis client=hospital split=part group=patient``.
+
+    Returns
+    -------
+    x, y, client, split, group, as far as the text has them -> names of columns; x may have several.
+
+    Raises
+    ------
+    BadRequest : it is not of this form.
+    """
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise BadRequest(f"columns = {text!r}: {error}") from error
+    found: dict[str, tuple[str, ...]] = {}
+    for word in words:
+        role, _, value = word.partition("=")
+        names = tuple(name.strip() for name in value.split(","))
+        if role not in COLUMNS or not all(names):
+            raise BadRequest(
+                f"columns: '{word}'{suggest(role, COLUMNS)} is not of the form x=a,b or y=NAME ({', '.join(COLUMNS)}); "
+                "a name with a space stands in quotation marks"
+            )
+        if role in found or (role != "x" and len(names) > 1):
+            raise BadRequest(f"columns: {role} is given more than once; only x may have several columns: x=a,b")
+        found[role] = names
+    every = [name for names in found.values() for name in names]
+    if len(set(every)) != len(every):
+        raise BadRequest(f"columns: '{max(every, key=every.count)}' is named twice: give each column one meaning")
+    return found
+
+
+def assigned(where: object, names: Sequence[str], wanted: Mapping[str, tuple[str, ...]]) -> dict[str, str]:
+    """Return which columns of a source are y, client, split and group.
+
+    Parameters
+    ----------
+    where : name of the source, for messages.   names : its columns.   wanted : of `roles`.
+
+    Raises
+    ------
+    BadRequest : names all columns that do not exist, or the ones that could be y.
+    """
+    missing = [n for listed in wanted.values() for n in listed if n not in names and n != "*"]
+    shown = ", ".join(map(str, names[:40])) + (", ..." if len(names) > 40 else "")
+    if missing:
+        lacking = ", ".join(f"'{n}'{suggest(n, names)}" for n in missing[:10])
+        raise BadRequest(f"{where}: no column {lacking} ({len(missing)} in all); it has {shown}")
+    found = {role: wanted[role][0] for role in COLUMNS[1:] if role in wanted}
+    taken = {n for listed in wanted.values() for n in listed}
+    for role in ("client", "split", "group"):
+        if role not in found and role in names and role not in taken:
+            found[role] = role
+    if "y" not in found:
+        likely = [n for n in LABELS if n in names and n not in taken]
+        if len(likely) != 1:
+            several = f"{' and '.join(likely)} could both be" if likely else "no column y, label or target for"
+            raise BadRequest(f'{where}: {several} the classes: say which with columns = "y=NAME"; it has {shown}')
+        found["y"] = likely[0]
+    return found
+
+
+def entries(column: Array) -> Array:
+    """Return text as integers where every entry is a plain whole number, so that 10 comes after 9; else as it is."""
+    plain = column.dtype.kind == "U" and all(
+        t.isascii() and t.isdigit() and str(int(t)) == t and len(t) < 19 for t in map(str, np.unique(column))
+    )
+    return column.astype(np.int64) if plain and len(column) else column
 
 
 def read_npz(path: Path) -> dict[str, Array]:

@@ -13,6 +13,7 @@ name                 where it comes from
                      validation part is not used.
 ``npz``              your own arrays, `fedapp.data.columns`: data-dir is an ``.npz`` file, or a folder with one file
                      per client, ``<client>.npz``, or ``train/<client>.npz`` and ``test/<client>.npz``.
+``csv``, ``parquet``  a table, `fedapp.data.tables`: a file, or a folder with one file per client.
 ``folder``           your own pictures: ``train/<class>/*`` and, if there is a test set, ``test/<class>/*``; or
                      ``<class>/*`` alone.
 ===================  ======================================================================================
@@ -30,7 +31,7 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -38,9 +39,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedapp.data import pictures
+from fedapp.data import pictures, tables
 from fedapp.data.cache import Store, build_once, cache_root, file_identity, open_array
-from fedapp.data.columns import PARTS, Own, joined, read_npz
+from fedapp.data.columns import PARTS, PLAIN, Own, Reading, joined, read_npz
 from fedapp.data.columns import own as check_columns
 from fedapp.data.pictures import CIFAR10_CLASSES
 from fedapp.errors import BadRequest, suggest
@@ -101,7 +102,7 @@ _ARCHIVES = {
     "tiny_imagenet": ("tiny-imagenet-200.zip", "http://cs231n.stanford.edu/tiny-imagenet-200.zip"),
     "cinic10": ("CINIC-10.tar.gz", "https://datashare.ed.ac.uk/handle/10283/3192"),
 }
-OWN = ("npz", "folder")
+OWN = ("npz", "csv", "parquet", "folder")
 """Data sets of the user."""
 DATASET_NAMES: tuple[str, ...] = (*_FACTS, *OWN)
 """Every name that :func:`load` knows."""
@@ -130,7 +131,10 @@ class Dataset:
         the names; None and empty where the data have no column `client`.
     groups : rows of the pool with equal numbers must stay on one side of every cut, int64; None = all rows may part.
     held_out : which training rows the data's own `split` column has for validation, bool (num_train,); None = none.
-    ignored : arrays of the file that mean nothing here.
+    ignored : arrays or columns of the source that mean nothing here.
+    features : name of each feature of a table, where the source has names; else empty.
+    categories : text column of a table -> its categories, which the features `column=category` stand for.
+    skipped : number of files that could not be read and were left out.
     """
 
     name: str
@@ -149,6 +153,9 @@ class Dataset:
     groups: Int64 | None = None
     held_out: npt.NDArray[np.bool_] | None = None
     ignored: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    skipped: int = 0
 
     @property
     def num_classes(self) -> int:
@@ -243,15 +250,16 @@ _Source = tuple[Mapping[str, Any], Callable[[Store], Built]]
 """Where a data set comes from: the identity of its files, and the reader that fills a store."""
 
 
-def load(name: str, data_dir: str | Path | None = None) -> Dataset:
+def load(name: str, data_dir: str | Path | None = None, reading: Reading = PLAIN) -> Dataset:
     """Return a data set, decoding or downloading it the first time.
 
     Parameters
     ----------
     name : one of :data:`DATASET_NAMES`.
     data_dir : the user's data folder. ``NAME.npz`` in it wins over every other source; downloads go into it (into the
-        cache folder if None). For ``npz`` the file itself or a folder with one ``.npz`` per client; for ``folder`` the
-        folder of the pictures.
+        cache folder if None). For ``npz``, ``csv`` and ``parquet`` the file itself or a folder with one file per
+        client; for ``folder`` the folder of the pictures.
+    reading : how own data are read.
 
     Raises
     ------
@@ -270,8 +278,17 @@ def load(name: str, data_dir: str | Path | None = None) -> Dataset:
             f"unknown data set '{name}'{suggest(name, DATASET_NAMES)}: choose from {', '.join(DATASET_NAMES)}"
         )
     root = Path(data_dir).expanduser() if data_dir is not None and str(data_dir) else None
-    key, build = _find(name, root)
+    key, build = _find(name, root, reading)
     return _open(name, build_once(name, key, lambda store: _finish(store, name, build(store))))
+
+
+def source(place: Path) -> str:
+    """Return the name under which :func:`load` reads a file or folder of own data that exists."""
+    tables = ("csv", "parquet")
+    if place.is_file():
+        suffix = place.suffix.lower()[1:]
+        return suffix if suffix in tables else "npz"
+    return next((kind for kind in ("npz", *tables) if any(place.glob(f"*.{kind}"))), "folder")
 
 
 @lru_cache(maxsize=8)
@@ -291,17 +308,24 @@ def _open(name: str, folder: Path) -> Dataset:
         binary=tuple(meta.get("binary", ())),
         owner_names=tuple(meta.get("owner_names", ())),
         ignored=tuple(meta.get("ignored", ())),
+        features=tuple(meta.get("features", ())),
+        categories={name: tuple(found) for name, found in meta.get("categories", {}).items()},
+        skipped=meta.get("skipped", 0),
         **arrays,
     )
 
 
-def _find(name: str, root: Path | None) -> _Source:
+def _find(name: str, root: Path | None, reading: Reading) -> _Source:
     """Return the source of a data set: the user's arrays first, then what is installed or published."""
     own = root / f"{name}.npz" if root is not None else None
-    if name == "npz":
-        files = _own_files(root)
+    if name in ("npz", "csv", "parquet"):
+        files = _own_files(root, name)
         assert root is not None
-        return {"npz": [file_identity(path) for path in files]}, lambda _: _build_npz(name, files, root)
+        key: dict[str, Any] = {name: [file_identity(path) for path in files]}
+        if name == "npz":
+            return key, lambda _: _build_npz(name, files, root)
+        key |= {"columns": reading.columns, "node": reading.node}
+        return key, lambda _: tables.read(files, root, reading)
     if name == "folder":
         if root is None or not root.is_dir():
             given = f"{root} is not a folder" if root is not None else "data-dir is not given"
@@ -351,6 +375,9 @@ def _finish(store: Store, name: str, built: Built) -> dict[str, Any]:
         "columns": [key for key in own.arrays if key not in ARRAYS],
         "owner_names": list(own.owner_names),
         "ignored": list(own.ignored),
+        "features": list(own.features),
+        "categories": {name: list(found) for name, found in own.categories.items()},
+        "skipped": own.skipped,
     }
 
 
@@ -405,22 +432,22 @@ def _build_digits() -> Built:
 # --- arrays in a .npz file -----------------------------------------------------------------------------------------
 
 
-def _own_files(root: Path | None) -> list[Path]:
-    """Return the ``.npz`` files of `data-dir`: one, or one per client."""
+def _own_files(root: Path | None, kind: str) -> list[Path]:
+    """Return the files of `data-dir` with the suffix `kind`: one, or one per client."""
+    wanted = f"a .{kind} file, or a folder with one .{kind} file per client"
+    wanted = wanted.replace("a .npz", "an .npz")
     if root is None:
-        raise BadRequest("data set 'npz' needs data-dir: an .npz file, or a folder with one .npz file per client")
+        raise BadRequest(f"data set '{kind}' needs data-dir: {wanted}")
     if root.is_file():
         return [root]
     if not root.is_dir():
-        raise BadRequest(
-            f"data-dir {root} does not exist: give an .npz file, or a folder with one .npz file per client"
-        )
-    files = sorted(root.glob("*.npz"))
-    parted = [path for part in PARTS for path in sorted((root / part).glob("*.npz"))]
+        raise BadRequest(f"data-dir {root} does not exist: give {wanted}")
+    files = sorted(root.glob(f"*.{kind}"))
+    parted = [path for part in PARTS for path in sorted((root / part).glob(f"*.{kind}"))]
     if files and parted:
         raise BadRequest(f"data-dir {root} has {files[0].name} beside {parted[0].parent.name}/: move one of them away")
     if not files and not parted:
-        raise BadRequest(f"data-dir {root} holds no .npz file: give a file, or a folder with one file per client")
+        raise BadRequest(f"data-dir {root} holds no .{kind} file: give a file, or a folder with one file per client")
     return files or parted
 
 

@@ -7,8 +7,8 @@ key                meaning
 =================  ===================================================================================================
 `client-id`        whole number from 0 that never changes: names the node's private model and its rows in the results
 `data-path`        own data: an `.npz` file (`x_train`, `y_train`, perhaps `x_test`, `y_test`, `class_names`), a folder
-                   with exactly one of them, or a folder of pictures (`<class>/*`, or `train/<class>/*`,
-                   `test/<class>/*`)
+                   with exactly one of them, a table (`.csv`, `.parquet`), or a folder of pictures (`<class>/*`, or
+                   `train/<class>/*`, `test/<class>/*`)
 `partition-id`,    instead of the two above, for a demonstration: the node takes its share of the run's data set
 `num-partitions`
 `data-dir`         where this node has common data sets: a demonstration's, or the public one of methods that need it
@@ -38,6 +38,7 @@ from numpy.typing import NDArray
 
 from fedapp.config import RunConfig
 from fedapp.data import datasets, natural, partitions
+from fedapp.data.columns import PLAIN, Reading
 from fedapp.data.datasets import Samples
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest, suggest
@@ -183,7 +184,9 @@ def federation_classes(config: RunConfig) -> tuple[str, ...] | None:
 
 
 @functools.lru_cache(maxsize=2)
-def own_data(path: str, classes: tuple[str, ...] | None, dataset: str, validation: float) -> OwnData:
+def own_data(
+    path: str, classes: tuple[str, ...] | None, dataset: str, validation: float, reading: Reading = PLAIN
+) -> OwnData:
     """Load a node's own data.
 
     Parameters
@@ -193,6 +196,7 @@ def own_data(path: str, classes: tuple[str, ...] | None, dataset: str, validatio
     dataset : the run's data set: where it is a published one, its normalisation is used, so that all nodes have the
         same; otherwise each node's own mean and standard deviation, which then stay on the node.
     validation : share of the training rows that validate, where the data do not say which do; the same in every run.
+    reading : how the data are read.
 
     Raises
     ------
@@ -201,8 +205,7 @@ def own_data(path: str, classes: tuple[str, ...] | None, dataset: str, validatio
     place = Path(path).expanduser()
     if not place.exists():
         raise BadRequest(f"data-path {place} does not exist on this node: mount or copy the data there")
-    is_npz = place.is_file() or any(place.glob("*.npz"))
-    data = datasets.load("npz" if is_npz else "folder", place)
+    data = datasets.load(datasets.source(place), place, reading)
     table = np.arange(data.num_classes)
     if classes is not None:
         foreign = [name for name in data.classes if name not in classes]
@@ -254,7 +257,8 @@ def node_task(config: RunConfig, node: Node, device: torch.device) -> Task:
     if node.data_dir:
         config = config.replaced(data_dir=str(Path(node.data_dir).expanduser().absolute()))
     if node.own:
-        data = own_data(node.data_path, federation_classes(config), config.dataset, config.validation)
+        reading = replace(config.reading, node=True)
+        data = own_data(node.data_path, federation_classes(config), config.dataset, config.validation, reading)
         public = node_images(config, data.inputs)
         extras = {} if public is None else {"public": torch.from_numpy(public).to(device)}
         train, test, validation = (

@@ -15,6 +15,7 @@ from torch import Tensor
 from fedapp import process, sampling
 from fedapp.config import RunConfig
 from fedapp.data import datasets, natural, partitions
+from fedapp.data.columns import Reading
 from fedapp.data.datasets import OWN, Dataset, Samples
 from fedapp.data.partitions import Partition
 from fedapp.data.transforms import InputSpec
@@ -98,7 +99,7 @@ def federated(config: RunConfig, clients: int) -> FederatedData:
         config.dataset, config.data_dir, config.data_fraction, config.partition, config.split, clients,
         config.data_seed, config.alpha, config.classes_per_client, config.min_samples, config.test_share,
         public_source(config), config.validation, config.partition_file,
-        config.unseen_of(range(clients)) if config.unseen and clients else (),
+        config.unseen_of(range(clients)) if config.unseen and clients else (), config.reading,
     )  # fmt: skip
 
 
@@ -119,8 +120,10 @@ def _federated(
     validation: float,
     file: str,
     unseen: tuple[int, ...],
+    reading: Reading,
 ) -> FederatedData:
-    dataset = datasets.sample(datasets.load(name, data_dir or None), fraction, sampling.rng(seed, "data-fraction"))
+    whole = datasets.load(name, data_dir or None, reading)
+    dataset = datasets.sample(whole, fraction, sampling.rng(seed, "data-fraction"))
     if kind == "auto":
         kind = default_partition(dataset)
     if split == "auto":
@@ -222,7 +225,7 @@ def settled(config: RunConfig, clients: int) -> RunConfig:
     BadRequest : the data are not there, or no model is the default for them.
     """
     if config.partition == "auto" or "auto" in config.model_names:
-        dataset = datasets.load(config.dataset, config.data_dir or None)
+        dataset = datasets.load(config.dataset, config.data_dir or None, config.reading)
         partition = default_partition(dataset) if config.partition == "auto" else config.partition
         model = default_model(dataset.shape) if "auto" in config.model_names else ""
         names = ",".join(model if n == "auto" else n for n in config.model_names)

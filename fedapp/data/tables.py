@@ -1,0 +1,295 @@
+"""Tables in CSV and Parquet files, turned into the columns of own data.
+
+Every numeric column that has no other meaning is a feature; `columns` names others. A text feature becomes one feature
+per category of the training rows, 1 where the row has it; a category that only other rows have, and an empty cell, is 0
+in all of them. An empty cell of a numeric feature is NaN. Rows are counted from 0.
+"""
+
+from __future__ import annotations
+
+import csv
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fedapp.data.columns import EXACT, PARTS, Array, Own, Reading, assigned, entries, own, roles
+from fedapp.errors import BadRequest, suggest
+
+MOST_CATEGORIES = 64
+UNKNOWN = ["", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-nan", "null", "NULL", "None", "<NA>"]
+"""Cells of a feature in a CSV file that stand for an unknown value."""
+SHOWN = 10
+"""Faults that one message lists."""
+
+
+def read(files: Sequence[Path], root: Path, reading: Reading) -> Own:
+    """Read a table, or one table per client, whose name is then the file's.
+
+    Parameters
+    ----------
+    files : all `.csv` or all `.parquet`; several, or one in a folder `train`, ...: one per client.
+    root : file or folder that the user gave, for messages.
+
+    Raises
+    ------
+    BadRequest : a file cannot be read, or columns are missing or wrong; the message names all of them.
+    """
+    wanted = roles(reading.columns)
+    frames: list[Any] = []
+    per_client = root.is_dir()
+    first: dict[str, str] = {}
+    for path in files:
+        frame, found = _frame(path, wanted)
+        if per_client:
+            frame, found = _of_client(path, frame, found)
+        if not frames:
+            first = found
+        odd = sorted(set(map(str, frame.columns)) ^ set(map(str, frames[0].columns))) if frames else []
+        if odd:
+            raise BadRequest(
+                f"{path} and {files[0]} differ: only one of them has {', '.join(odd[:SHOWN])} ({len(odd)} columns in "
+                "all): write the same columns into every file"
+            )
+        frames.append(frame)
+    whole = pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0].reset_index(drop=True)
+    ends = np.cumsum([len(frame) for frame in frames])
+
+    def place(row: int) -> str:
+        number = int(np.searchsorted(ends, row, side="right"))
+        start = int(ends[number - 1]) if number else 0
+        return f"row {row - start}" if len(files) == 1 else f"{files[number].name} row {row - start}"
+
+    if not len(whole):
+        raise BadRequest(f"{root}: the table has no rows")
+    return _columns(root, whole, first, wanted, reading, place)
+
+
+def _of_client(path: Path, frame: Any, found: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
+    """Add what the name and the folder of a client's file say: the columns client and split."""
+    said = {"client": path.stem, **({"split": path.parent.name} if path.parent.name in PARTS else {})}
+    for role, value in said.items():
+        if role in found or role in frame.columns:
+            raise BadRequest(
+                f"{path}: it has a column {role}, which the {'name of the file' if role == 'client' else 'folder'} "
+                f"says ({value}): leave the column out"
+            )
+        frame[role] = value
+    if "group" in found:  # groups of two clients are two groups, whatever their names
+        frame[found["group"]] = [None if pd.isna(g) else f"{path.stem}/{g}" for g in frame[found["group"]]]
+    return frame, {**found, **{role: role for role in said}}
+
+
+def _frame(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> tuple[Any, dict[str, str]]:
+    """Read one file and say which of its columns are y, client, split and group."""
+    try:
+        if path.suffix.lower() == ".parquet":
+            frame = pd.read_parquet(path).reset_index(drop=True)
+            frame.columns = [str(name) for name in frame.columns]
+            return frame, assigned(path, list(frame.columns), wanted)
+        return _csv(path, wanted)
+    except BadRequest:
+        raise
+    except ImportError as error:
+        raise BadRequest(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from error
+    except (OSError, ValueError, pd.errors.ParserWarning) as error:
+        why = " ".join(str(error).split())
+        raise BadRequest(f"cannot read the table {path} ({why}): write it again, CSV as UTF-8 with a header") from error
+
+
+def _csv(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> tuple[Any, dict[str, str]]:
+    with path.open(encoding="utf-8-sig", newline="") as stream:
+        line = stream.readline()
+        mark = max(",;\t", key=line.count)
+        stream.seek(0)
+        header = [name.strip() for name in next(csv.reader(stream, delimiter=mark), [])]
+    if not any(header):
+        raise BadRequest(f"{path} is empty: its first line must name the columns")
+    twice = sorted({name for name in header if name and header.count(name) > 1})
+    if twice:
+        raise BadRequest(f"{path}: several columns are called '{twice[0]}' ({len(twice)} such names): rename them")
+    if all(_number(name) for name in header):
+        raise BadRequest(f"{path}: the first line has numbers only: it must name the columns")
+    # A column without a name is the row number that pandas writes; it is no feature.
+    names = [name or f"(column {number})" for number, name in enumerate(header)]
+    found = assigned(path, names, wanted)
+    keys = set(found.values())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # pandas 4 will always read floats to the last bit
+        warnings.simplefilter("error", pd.errors.ParserWarning)  # lines longer than the header
+        frame = pd.read_csv(
+            path, sep=mark, names=names, skiprows=1, header=None, index_col=False, encoding="utf-8-sig",
+            # Text of these columns stays as written: 007 and 7 are two clients, NA may be a class.
+            dtype=dict.fromkeys(keys, "str"), keep_default_na=False,
+            na_values={name: [""] if name in keys else UNKNOWN for name in names},
+            float_precision="round_trip", skipinitialspace=True, low_memory=False,
+        )  # fmt: skip
+    return frame.drop(columns=[name for name, given in zip(names, header) if not given]), found
+
+
+def _number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+@dataclass
+class _Features:
+    """Features gathered so far, and what is wrong with the others."""
+
+    values: list[Array] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    categories: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    ignored: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+
+
+def _columns(
+    where: Path,
+    frame: Any,
+    found: Mapping[str, str],
+    wanted: Mapping[str, tuple[str, ...]],
+    reading: Reading,
+    place: Callable[[int], str],
+) -> Own:
+    features = _Features()
+    columns = {role: _keys(role, frame[name], name, place, features.faults) for role, name in found.items()}
+    training = np.ones(len(frame), bool)
+    if "split" in columns:
+        training = columns["split"] == "train"
+        if not training.any():
+            near = suggest(str(columns["split"][0]), PARTS)
+            features.faults.append(f"'{found['split']}' has no row 'train'{near}: choose from {', '.join(PARTS)}")
+    listed = wanted.get("x", ())
+    every = [name for name in map(str, frame.columns) if name not in found.values()]
+    chosen = every if not listed or "*" in listed else list(listed)
+    features.ignored += [name for name in every if name not in chosen]
+    for name in chosen:
+        _feature(features, frame[name], name, bool(listed), training, reading.node, place)
+    if features.faults:
+        more = f" ({len(features.faults)} faults in all)" if len(features.faults) > SHOWN else ""
+        raise BadRequest(f"{where}: " + "; ".join(features.faults[:SHOWN]) + more)
+    if not features.values:
+        raise BadRequest(
+            f'{where}: no numeric column is left for the features: name some with columns = "x=a,b" or, with text '
+            f"columns, x=*; there are {', '.join(every) or 'no others'}"
+        )
+    y = columns["y"]
+    names = np.unique(entries(y)).astype(str)
+    arrays = {**columns, "x": np.stack(features.values, axis=1), "y": y, "class_names": names}
+    for role in ("client", "group"):
+        if role in arrays:
+            arrays[role] = entries(arrays[role])
+    return replace(
+        own(where, arrays), features=tuple(features.names), categories=features.categories,
+        ignored=tuple(features.ignored),
+    )  # fmt: skip
+
+
+def _keys(role: str, column: Any, name: str, place: Callable[[int], str], faults: list[str]) -> Array:
+    """Return the entries of y, client, split or group as text."""
+    empty = np.array(column.isna())
+    text = np.array(["" if e else str(v).strip() for v, e in zip(column, empty)], dtype=str)
+    empty |= text == ""
+    if empty.any():
+        row = int(np.flatnonzero(empty)[0])
+        faults.append(
+            f"{place(row)} has no {role} (column '{name}' is empty, {int(empty.sum())} in all): fill it or leave the "
+            "row out"
+        )
+    elif role != "split" and all(map(_number, values := [str(v) for v in np.unique(text)])):
+        numbers = np.array([float(v) for v in values])
+        if np.isfinite(numbers).all() and (numbers == np.round(numbers)).all():
+            # 3.0 is what a column of whole numbers becomes beside an empty cell.
+            text = np.array([t.split(".")[0] if "." in t and "e" not in t.lower() else t for t in text.tolist()])
+        elif role == "y":
+            odd = values[int(np.argmax(numbers != np.round(numbers)))]
+            faults.append(f"'{name}' has numbers such as {odd}, wanted classes: write names or 0, 1, 2, ...")
+    return text
+
+
+def _feature(
+    features: _Features,
+    column: Any,
+    name: str,
+    named: bool,
+    training: Array,
+    node: bool,
+    place: Callable[[int], str],
+) -> None:
+    """Add one column to the features, or to what is ignored, or to the faults."""
+    types = pd.api.types
+    known = np.array(column.notna())
+    if types.is_numeric_dtype(column) and not types.is_complex_dtype(column):
+        values = column.to_numpy(np.float64, na_value=np.nan)
+    else:
+        first = column[known].iloc[0] if known.any() else None
+        if not isinstance(first, (str, bool, int, float)):
+            if named:
+                features.faults.append(f"'{name}' is {column.dtype}: write numbers or text")
+            else:
+                features.ignored.append(name)
+            return
+        text = np.array([str(v).strip() if k else "" for v, k in zip(column, known)])
+        known &= text != ""
+        numeric = np.array([_number(t) for t in np.unique(text[known]).tolist()])
+        if not known.any() or np.isin(np.char.lower(text[known]), ["true", "false"]).all():
+            values = np.where(known, np.char.lower(text) == "true", np.nan).astype(np.float64)
+        elif numeric.mean() > 0.5:
+            odd = np.flatnonzero(known & ~np.array([not t or _number(t) for t in text.tolist()], bool))
+            if len(odd):
+                features.faults.append(
+                    f"'{name}' has '{text[odd[0]]}' among numbers ({place(int(odd[0]))}, {len(odd)} in all): leave "
+                    "unknown cells empty, or leave the column out"
+                )
+                return
+            values = np.array([float(t) if t else np.nan for t in text.tolist()])
+        else:
+            _one_hot(features, text, known, name, named, training, node)
+            return
+    with np.errstate(over="ignore"):
+        narrow = values.astype(np.float32)
+    infinite = np.flatnonzero(np.isinf(narrow))
+    whole = values[np.isfinite(values)]
+    if len(infinite):
+        features.faults.append(
+            f"'{name}' is infinite for float32 ({place(int(infinite[0]))}, {len(infinite)} in all): leave them empty"
+        )
+    elif len(whole) and np.abs(whole).max() > EXACT and (whole == np.round(whole)).all():
+        features.faults.append(
+            f"'{name}' has whole numbers above 2^24, which float32 cannot hold: subtract an offset, or leave it out"
+        )
+    else:
+        features.values.append(narrow)
+        features.names.append(name)
+
+
+def _one_hot(
+    features: _Features, text: Array, known: Array, name: str, named: bool, training: Array, node: bool
+) -> None:
+    """Add a feature per category of a text column."""
+    if np.mean([t.count(",") == 1 and _number(t.replace(",", ".")) for t in np.unique(text[known]).tolist()]) > 0.5:
+        features.faults.append(f"'{name}' has decimal commas: write points")
+    elif not named:
+        features.ignored.append(name)
+    elif node:
+        features.faults.append(
+            f"'{name}' is text, which every site would code in its own way: write numbers, or leave it out of x"
+        )
+    else:
+        categories = tuple(str(t) for t in np.unique(text[known & training]))
+        if not 1 <= len(categories) <= MOST_CATEGORIES:
+            features.faults.append(
+                f"'{name}' has {len(categories)} different texts in the training rows, wanted 1 to {MOST_CATEGORIES}: "
+                "group them, or leave it out"
+            )
+            return
+        features.values += [(text == category).astype(np.float32) for category in categories]
+        features.names += [f"{name}={category}" for category in categories]
+        features.categories[name] = categories

@@ -1,0 +1,217 @@
+"""Own data as tables: CSV and Parquet files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import fedapp
+from fedapp import config as configuration
+from fedapp.data import datasets
+from fedapp.data.columns import Reading, roles
+from fedapp.data.datasets import Dataset
+from fedapp.errors import BadRequest
+from fedapp.tasks import node
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDAPP_CACHE", str(tmp_path / "cache"))
+
+
+def patients(rows: int = 120, seed: int = 0) -> Any:
+    """A table of four hospitals: two numeric features, one of yes and no, one of text, and columns of other names."""
+    rng = np.random.default_rng(seed)
+    ill = rng.integers(0, 2, rows)
+    return pd.DataFrame(
+        {
+            "age": rng.normal(50 + 10 * ill, 3, rows),
+            "pulse": np.where(rng.random(rows) < 0.1, np.nan, rng.normal(70, 5, rows)),
+            "smoker": rng.random(rows) < 0.4,
+            "blood": rng.choice(["0", "A", "AB", "B-"], rows),
+            "diagnosis": np.where(ill, "ill", "well"),
+            "hospital": np.array(["Nord", "NA", "007", "7"])[np.arange(rows) % 4],
+            "part": np.where(np.arange(rows) // 4 % 3 == 2, "test", "train"),
+            "visit": np.arange(rows) // 2,
+        }
+    )
+
+
+ROLES = "y=diagnosis client=hospital split=part"
+
+
+def loaded(tmp_path: Path, frame: Any, columns: str = ROLES, kind: str = "csv", **options: Any) -> Dataset:
+    path = tmp_path / f"table.{kind}"
+    if kind == "csv":
+        frame.to_csv(path, index=False)
+    else:
+        frame.to_parquet(path)
+    return datasets.load(kind, path, Reading(columns=columns, **options))
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_every_other_numeric_column_is_a_feature_to_the_last_bit(kind: str, tmp_path: Path) -> None:
+    frame = patients()
+    data = loaded(tmp_path, frame, kind=kind)
+    assert (data.kind, data.shape, data.classes) == ("table", (4,), ("ill", "well"))
+    assert data.features == ("age", "pulse", "smoker", "visit") and data.ignored == ("blood",)
+    test = (frame["part"] == "test").to_numpy()
+    order = np.concatenate([np.flatnonzero(~test), np.flatnonzero(test)])
+    x, y = data.take(np.arange(len(frame)))
+    wanted = frame[list(data.features)].to_numpy(np.float64, na_value=np.nan).astype(np.float32)[order]
+    np.testing.assert_array_equal(x, wanted)
+    assert np.isnan(x[:, 1]).any()
+    assert [data.classes[c] for c in y] == frame["diagnosis"].to_numpy()[order].tolist()
+    assert data.owners is not None
+    # 007 and 7 are two owners, and NA is no empty cell.
+    assert [data.owner_names[o] for o in data.owners] == frame["hospital"].to_numpy()[order].tolist()
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_text_is_one_feature_per_category_of_the_training_rows(kind: str, tmp_path: Path) -> None:
+    frame = patients()
+    train = np.flatnonzero(frame["part"] == "train")
+    test = np.flatnonzero(frame["part"] == "test")
+    frame.loc[test[0], "blood"] = "Bombay"
+    frame.loc[train[0], "blood"] = None
+    data = loaded(tmp_path, frame, f"x=blood,age {ROLES}", kind)
+    categories = ("0", "A", "AB", "B-")
+    assert data.features == (*(f"blood={c}" for c in categories), "age")
+    assert data.categories == {"blood": categories} and "visit" in data.ignored
+    wanted = np.array([[blood == c for c in categories] for blood in frame["blood"]])
+    assert np.array_equal(data.x_train[:, :4], wanted[train]) and np.array_equal(data.x_test[:, :4], wanted[test])
+    assert not data.x_test[0, :4].any() and not data.x_train[0, :4].any()
+    every = loaded(tmp_path, frame, f"x=* {ROLES}", kind)
+    assert every.features == ("age", "pulse", "smoker", *data.features[:4], "visit")
+
+
+def test_names_of_the_columns_say_what_they_are(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"a": [0.5, 1, 2, 3, 4, 5], "label": [2, 10, 2, 9, 10, 9], "client": [2, 10, 2, 10, 2, 10],
+                          "group": [1, 1, 2, 2, 3, 4], "split": ["train", "train"] * 2 + ["test"] * 2})  # fmt: skip
+    frame["group"] = [0, 1, 2, 3, 4, 5]
+    data = loaded(tmp_path, frame, "")
+    assert data.features == ("a",) and data.classes == ("2", "9", "10") and data.owner_names == ("2", "10")
+    assert data.pool_labels.tolist() == [0, 2, 0, 1, 2, 1] and data.groups is not None
+    assert datasets.load("csv", tmp_path / "table.csv", Reading("x=a,group y=label")).features == ("a", "group")
+
+
+def test_booleans_and_numbers_with_unknown_cells(tmp_path: Path) -> None:
+    text = "\ufeff;a;b;c;y\n0;true;1.5;;2\n1;;NA;3;1\n2;FALSE;2;4;1\n"
+    (tmp_path / "t.csv").write_text(text, encoding="utf-8")
+    data = datasets.load("csv", tmp_path / "t.csv")
+    assert data.features == ("a", "b", "c") and data.classes == ("1", "2")
+    wanted = [[1, 1.5, np.nan], [np.nan, np.nan, 3], [0, 2, 4]]
+    np.testing.assert_array_equal(data.x_train, np.array(wanted, np.float32))
+
+
+def test_a_file_per_client(tmp_path: Path) -> None:
+    frame = patients(48)
+    for part, name, rows in (("train", "north", slice(0, 20)), ("train", "south", slice(20, 40)),
+                             ("test", "south", slice(40, 48))):  # fmt: skip
+        (tmp_path / part).mkdir(exist_ok=True)
+        shuffled = frame[list(frame.columns[::-1])] if name == "south" else frame  # the order of columns is free
+        shuffled[rows].drop(columns=["hospital", "part"]).to_csv(tmp_path / part / f"{name}.csv", index=False)
+    data = datasets.load("csv", tmp_path, Reading("x=age,blood y=diagnosis group=visit"))
+    assert data.owner_names == ("north", "south") and (data.num_train, data.num_test) == (40, 8)
+    assert data.owners is not None and data.owners.tolist() == [0] * 20 + [1] * 28
+    np.testing.assert_array_equal(data.take(range(48))[0][:, 0], frame["age"].to_numpy(np.float32))
+    (tmp_path / "train" / "west.csv").write_text("age,diagnosis\n1,ill\n")
+    with pytest.raises(BadRequest, match=r"west\.csv and .*differ: only one of them has blood, pulse"):
+        datasets.load("csv", tmp_path, Reading("y=diagnosis"))
+
+
+@pytest.mark.parametrize(
+    ("change", "columns", "message"),
+    [
+        (lambda f: f, "y=diagnosi client=hopital", r"no column 'diagnosi', did .*, 'hopital', did .*\(2 in all"),
+        (lambda f: f, "client=hospital", 'no column y, label or target for the classes: say which with columns = "y='),
+        (lambda f: f.assign(y=1, label=2), "", "y and label could both be the classes"),
+        (lambda f: f, "y=age", "'age' has numbers such as .*, wanted classes"),
+        (lambda f: f.assign(hospital=[None, *f["hospital"][1:]]), ROLES, "row 0 has no client .column 'hospital' is e"),
+        (lambda f: f.assign(blood=[f"b{i}" for i in range(120)]), f"x=blood {ROLES}", "'blood' has 80 different texts"),
+        (lambda f: f.assign(age=["?", *f["age"][1:]]), ROLES, r"'age' has '\?' among numbers \(row 0, 1 in all\)"),
+        (lambda f: f.assign(age=[f"{a:.2f}".replace(".", ",") for a in f["age"]]), ROLES, "'age' has decimal commas"),
+        (lambda f: f.assign(time=2**24 + 1), ROLES, "'time' has whole numbers above 2"),
+        (lambda f: f.assign(age=np.inf), ROLES, r"'age' is infinite for float32 \(row 0, 120 in all\)"),
+        (lambda f: f.assign(part="Train"), ROLES, r"'part' has no row 'train', did you mean 'train'\?"),
+        (lambda f: f[["blood", "diagnosis"]], "y=diagnosis", r"no numeric column is left .* x=\*; there are blood"),
+        (lambda f: f.iloc[:0], ROLES, "has no rows"),
+        # All faults at once.
+        (
+            lambda f: f.assign(age=np.inf, time=2**25 + 1, hospital=None),
+            ROLES,
+            "row 0 has no client.*'age' is infinite.*'time' has whole",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_tables_say_what_to_do(change: Any, columns: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=re.compile(message, re.DOTALL)):
+        loaded(tmp_path, change(patients()), columns)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "empty"),
+        (b"1,2,3\n4,5,6\n", "the first line has numbers only"),
+        (b"a,a,y\n1,2,3\n", "several columns are called 'a'"),
+        (b"a,y\n1,0,7\n2,1,8\n", "cannot read the table"),
+        (b"a,y\n\xff\xfe,1\n", "cannot read the table"),
+    ],
+)
+def test_files_that_are_no_table(content: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_bytes(content)
+    with pytest.raises(BadRequest, match=message):
+        datasets.load("csv", tmp_path / "t.csv")
+    if not content:
+        (tmp_path / "t.parquet").write_bytes(b"PAR1 no")
+        with pytest.raises(BadRequest, match="cannot read the table"):
+            datasets.load("parquet", tmp_path / "t.parquet")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x=a z=b", "'z=b'.*is not of the form"),
+        ("x= y=b", "'x='"),
+        ("y=a,b", "only x may have several"),
+        ("y=a y=b", "y is given more than once"),
+        ("x=a,b y=a", "'a' is named twice"),
+        ("y='a", "No closing quotation"),
+    ],
+)
+def test_columns_of_another_form_are_refused_before_data_are_read(text: str, message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        configuration.from_flat({"columns": text})
+    assert roles('x="heart rate,age" y=diagnosis') == {"x": ("heart rate", "age"), "y": ("diagnosis",)}
+
+
+def test_other_columns_are_another_data_set(tmp_path: Path) -> None:
+    assert loaded(tmp_path, patients(), ROLES).shape == (4,)
+    assert loaded(tmp_path, patients(), f"x=age {ROLES}").shape == (1,)
+
+
+def test_a_node_reads_a_table_but_no_text_features(tmp_path: Path) -> None:
+    frame = patients().drop(columns=["hospital", "part"])
+    frame.to_csv(tmp_path / "site.csv", index=False)
+    path = str(tmp_path / "site.csv")
+    data = node.own_data(path, ("well", "ill"), "csv", 0.0, Reading("x=age,pulse y=diagnosis", node=True))
+    assert data.x_train.shape[1:] == (2,) and data.classes == ("well", "ill")
+    # A simulation may have cached the same table.
+    assert datasets.load("csv", path, Reading("x=age,blood y=diagnosis")).shape == (5,)
+    with pytest.raises(BadRequest, match="'blood' is text, which every site would code in its own way"):
+        node.own_data(path, ("well", "ill"), "csv", 0.0, Reading("x=age,blood y=diagnosis", node=True))
+
+
+def test_a_run_learns_a_table_of_natural_clients(tmp_path: Path) -> None:
+    patients(480).to_csv(tmp_path / "t.csv", index=False)
+    run = fedapp.run(
+        dataset="csv", data_dir=str(tmp_path / "t.csv"), columns=f"x=age,pulse,blood {ROLES}", method="fedavg",
+        num_server_rounds=4, lr=0.05, out=tmp_path / "out",
+    )  # fmt: skip
+    assert len(run.final) == 4 and run.final["received_accuracy"].mean() > 0.85
