@@ -56,6 +56,15 @@ class RunConfig(BaseModel):
         'split=part group=patient"; empty = y, label or target, client, split and group by name, all other numeric '
         "columns are features; x=* takes text columns too",
     )
+    image_size: Annotated[int, Field(ge=0, le=4096)] | Auto = Field(
+        "auto",
+        description="side in pixels of the pictures of a folder: their shorter side, then the central square; "
+        "0 = as they are if all are equal; auto = at most 64",
+    )
+    layout: Literal["auto", "classes", "clients"] = Field(
+        "auto", description="what the folders in a folder of pictures are; auto = by the number of levels"
+    )
+    skip_bad: bool = Field(False, description="leave out pictures of a folder that cannot be read; they are counted")
     data_fraction: float = Field(
         1.0, gt=0, le=1, description="share of the images of each class that is used, for small studies"
     )
@@ -203,7 +212,8 @@ class RunConfig(BaseModel):
     @property
     def reading(self) -> Reading:
         """How own data are read."""
-        return Reading(columns=self.columns)
+        size = None if self.image_size == "auto" else int(self.image_size)
+        return Reading(self.columns, size, self.layout, self.skip_bad)
 
     @property
     def model_names(self) -> tuple[str, ...]:

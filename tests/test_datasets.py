@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 
 from fedapp.data import cache, datasets, pictures
+from fedapp.data.columns import Reading
 from fedapp.data.datasets import DATASET_NAMES, load, upright_letters
 from fedapp.data.pictures import CIFAR10_CLASSES, picture_size
 from fedapp.errors import BadRequest
@@ -537,6 +538,101 @@ def test_wrong_folders(tmp_path, spoil, message):
     with pytest.raises(BadRequest) as caught:
         load("folder", tmp_path)
     assert message in str(caught.value)
+
+
+def test_the_size_of_pictures_is_chosen(tmp_path):
+    for name in ("a", "b"):
+        save(tmp_path / name / "0.png", np.arange(30 * 40, dtype=np.uint16).reshape(30, 40).astype(np.uint8))
+    as_they_are = load("folder", tmp_path, Reading(image_size=0))
+    assert as_they_are.shape == (1, 30, 40)
+    assert np.array_equal(as_they_are.x_train[0, ..., 0], np.asarray(Image.open(tmp_path / "a" / "0.png")))
+    chosen = load("folder", tmp_path, Reading(image_size=30))
+    # The shorter side fits already, so that this is the middle of the picture alone.
+    assert np.array_equal(chosen.x_train[0, ..., 0], as_they_are.x_train[0, :, 5:35, 0])
+    assert load("folder", tmp_path).shape == (1, 28, 28)
+    turned = Image.Exif()
+    turned[0x0112] = 6  # a quarter
+    save(tmp_path / "b" / "1.jpg", flat(10, 1).repeat(10, 0).repeat(12, 1), exif=turned)  # 100 x 120
+    save(tmp_path / "a" / "1.png", flat(100, 1))
+    assert load("folder", tmp_path, Reading(image_size=0)).shape == (3, 64, 64)  # median of 30, 30, 100, 100
+
+
+def test_turned_pictures_have_the_size_that_they_show(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    save(tmp_path / "a" / "0.jpg", np.zeros((20, 30), np.uint8), exif=exif)
+    save(tmp_path / "b" / "0.png", np.zeros((30, 20), np.uint8))
+    assert load("folder", tmp_path, Reading(image_size=0)).shape == (1, 30, 20)
+
+
+def test_too_large_pictures_name_the_size_that_fits(tmp_path, monkeypatch):
+    monkeypatch.setattr(pictures, "MOST_BYTES", 5000)
+    for name in ("a", "b"):
+        save(tmp_path / name / "0.png", flat(60, 1))
+    with pytest.raises(BadRequest, match="image-size = 28 or less"):  # 2 x 3 x 28 x 28 = 4704
+        load("folder", tmp_path, Reading(image_size=29))
+    assert load("folder", tmp_path, Reading(image_size=28)).shape == (3, 28, 28)
+
+
+def test_folders_of_clients(tmp_path):
+    for number, client in enumerate(["10", "9"]):
+        for label, name in enumerate(["apple", "pear"]):
+            for part, count in (("train", 3), ("validation", 2), ("test", 1)):
+                for i in range(count):
+                    grey = 100 * number + 40 * label + 10 * ("train", "validation", "test").index(part) + i
+                    save(tmp_path / client / part / name / f"{i}.png", flat(12, grey))
+    (tmp_path / "9" / "test" / "pear" / "0.png").rename(tmp_path / "9" / "test" / "apple" / "1.png")
+    (tmp_path / "9" / "test" / "pear").rmdir()  # a client may lack a class
+    data = load("folder", tmp_path)
+    assert data.owner_names == ("9", "10") and data.classes == ("apple", "pear")
+    grey = data.take(np.arange(data.num_train + data.num_test))[0][:, 0, 0, 0].astype(int)
+    assert [data.owner_names[o] for o in data.owners] == ["10" if g < 100 else "9" for g in grey]
+    assert data.held_out.tolist() == [g % 20 // 10 == 1 for g in grey[: data.num_train]] and data.held_out.sum() == 8
+    assert (data.num_train, data.num_test) == (20, 4)
+    labels = data.pool_labels[: data.num_train].tolist()
+    assert labels == [int(g % 100 >= 40) for g in grey[: data.num_train]]
+
+
+def test_the_layout_is_decided_by_the_levels_or_given(tmp_path):
+    for client in ("train", "test"):
+        for name in ("a", "b"):
+            save(tmp_path / client / name / "0.png", flat(12, 1))
+    assert load("folder", tmp_path).owners is None
+    assert load("folder", tmp_path, Reading(layout="clients")).owner_names == ("test", "train")
+    save(tmp_path / "plain" / "x" / "c" / "0.png", flat(12, 1))
+    save(tmp_path / "plain" / "y" / "0.png", flat(12, 1))
+    with pytest.raises(BadRequest, match="x holds folders, as a client does, and y holds none"):
+        load("folder", tmp_path / "plain")
+
+
+def test_all_bad_pictures_are_named_at_once_or_left_out(tmp_path):
+    rng = np.random.default_rng(0)
+    for name in ("a", "b"):
+        for i in range(8):
+            save(tmp_path / name / f"{i}.png", rng.integers(0, 256, (16, 16, 3), dtype=np.uint8))
+    kept = [tmp_path / n / f"{i}.png" for n in ("a", "b") for i in (0, 6, 7)]
+    (tmp_path / "a" / "1.png").write_text("x")
+    (tmp_path / "a" / "2.txt").write_text("x")
+    whole = (tmp_path / "b" / "3.png").read_bytes()
+    (tmp_path / "b" / "3.png").write_bytes(whole[: len(whole) // 2])  # its head alone can be read
+    save(tmp_path / "b" / "4.png", np.full((8, 8), 999, np.uint16))
+    with pytest.raises(BadRequest) as caught:
+        load("folder", tmp_path)
+    message = str(caught.value)
+    assert "4 of 17 files" in message and "skip-bad = true" in message
+    assert all(
+        name in message for name in ("a/1.png", "a/2.txt is not a picture", "b/3.png", "b/4.png has more than 8")
+    )
+    data = load("folder", tmp_path, Reading(skip_bad=True))
+    assert (data.num_train, data.skipped) == (13, 4) and data.y_train.tolist() == [0] * 7 + [1] * 6
+    rows = {x.tobytes() for x in data.x_train}
+    assert all(np.asarray(Image.open(path)).tobytes() in rows for path in kept)
+    for path in [*(tmp_path / "b").iterdir()]:
+        path.write_text("x")
+    with pytest.raises(BadRequest, match="10 of 17 files"):
+        load("folder", tmp_path)
+    with pytest.raises(BadRequest, match="class 'b' has no picture left for training"):
+        load("folder", tmp_path, Reading(skip_bad=True))
 
 
 # --- the cache -----------------------------------------------------------------------------------------------------

@@ -32,6 +32,7 @@ class DataCard:
     validation : images that the clients hold out from training to choose settings by.
     names : of the clients, where the data or a file name them; else empty.
     left_out : owners with too few rows, who are no clients.   ignored : arrays of the file that mean nothing here.
+    skipped : number of files that could not be read and were left out.
     rows : what one sample is called: `images`, else `rows`.
     """
 
@@ -51,6 +52,7 @@ class DataCard:
     left_out: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     rows: str = "images"
+    skipped: int = 0
 
     @property
     def mean_majority(self) -> float:
@@ -78,6 +80,7 @@ class DataCard:
             "public": self.public,
             "validation": self.validation,
             **({"names": list(self.names), "left_out": list(self.left_out)} if self.names else {}),
+            **({"skipped": self.skipped} if self.skipped else {}),
         }
 
     def text(self, max_classes: int = 26) -> str:
@@ -95,6 +98,8 @@ class DataCard:
         ]
         if self.ignored:
             lines.append(f"ignored: {', '.join(self.ignored)}")
+        if self.skipped:
+            lines.append(f"files left out because they cannot be read: {self.skipped}")
         if self.left_out:
             shown = ", ".join(self.left_out[:8]) + (", ..." if len(self.left_out) > 8 else "")
             lines.append(f"left out, fewer than min-samples {self.rows}: {len(self.left_out)} ({shown})")
@@ -180,6 +185,7 @@ def data_card(dataset: Dataset, partition: Partition) -> DataCard:
         names=partition.names,
         left_out=tuple(partition.settings.get("left_out", ())),
         ignored=dataset.ignored,
+        skipped=dataset.skipped,
         rows="images" if dataset.kind == "image" else "rows",
     )
 

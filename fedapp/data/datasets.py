@@ -14,8 +14,8 @@ name                 where it comes from
 ``npz``              your own arrays, `fedapp.data.columns`: data-dir is an ``.npz`` file, or a folder with one file
                      per client, ``<client>.npz``, or ``train/<client>.npz`` and ``test/<client>.npz``.
 ``csv``, ``parquet``  a table, `fedapp.data.tables`: a file, or a folder with one file per client.
-``folder``           your own pictures: ``train/<class>/*`` and, if there is a test set, ``test/<class>/*``; or
-                     ``<class>/*`` alone.
+``folder``           your own pictures: ``<class>/*``, or ``train/<class>/*`` and, if they exist, ``validation/...`` and
+                     ``test/<class>/*``; or the same below one folder per client.
 ===================  ======================================================================================
 
 ``NAME.npz`` of a published data set holds ``x_train``, ``y_train`` and, if there is a test set, ``x_test``, ``y_test``:
@@ -270,8 +270,9 @@ def load(name: str, data_dir: str | Path | None = None, reading: Reading = PLAIN
     -----
     Pictures of a ``folder`` are turned as their EXIF tag says, cropped to the central square and resized to one size:
     their own if all are the same square of at most 64 pixels, else the largest of 28, 32 and 64 that is not above the
-    median of the shorter sides (28 if all are smaller). Grey stays grey if every picture is grey; transparency is
-    ignored. Mean and standard deviation of ``npz`` and ``folder`` are computed from the training images.
+    median of the shorter sides (28 if all are smaller). `reading.image_size` chooses another size.
+    Grey stays grey if every picture is grey; transparency is ignored. Mean and standard deviation of own data are
+    computed from the training rows.
     """
     if name not in DATASET_NAMES:
         raise BadRequest(
@@ -318,10 +319,11 @@ def _open(name: str, folder: Path) -> Dataset:
 def _find(name: str, root: Path | None, reading: Reading) -> _Source:
     """Return the source of a data set: the user's arrays first, then what is installed or published."""
     own = root / f"{name}.npz" if root is not None else None
+    key: dict[str, Any]
     if name in ("npz", "csv", "parquet"):
         files = _own_files(root, name)
         assert root is not None
-        key: dict[str, Any] = {name: [file_identity(path) for path in files]}
+        key = {name: [file_identity(path) for path in files]}
         if name == "npz":
             return key, lambda _: _build_npz(name, files, root)
         key |= {"columns": reading.columns, "node": reading.node}
@@ -333,9 +335,13 @@ def _find(name: str, root: Path | None, reading: Reading) -> _Source:
                 f"data set 'folder' needs data-dir ({given}): a folder with train/<class>/* and, if there is a test "
                 "set, test/<class>/*; or with <class>/* alone"
             )
-        train, test = pictures.class_folders(root)
-        found = [file_identity(path) for group in (train, test) for paths in group.values() for path in paths]
-        return {"folder": str(root.resolve()), "files": found}, lambda store: pictures.read_folder(train, test, store)
+        listing = pictures.listed(root, reading.layout)
+        key = {"folder": str(root.resolve()), "files": [file_identity(p.path) for p in listing.pictures]}
+        # Only what differs from the defaults, with which folders of earlier versions were read.
+        key |= {
+            k: v for k, v in vars(reading).items() if k in ("image_size", "layout", "skip_bad") and v != vars(PLAIN)[k]
+        }
+        return key, lambda store: pictures.read_folder(listing, store, reading)
     if own is not None and own.is_file():
         return {"npz": file_identity(own)}, lambda _: _build_npz(name, [own], own.parent)
     if name == "digits":

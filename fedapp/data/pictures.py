@@ -10,17 +10,21 @@ from __future__ import annotations
 import contextlib
 import gzip
 import io
+import math
+import struct
 import sys
 import tarfile
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from fedapp.data.cache import Store
+from fedapp.data.columns import PARTS, Own, Reading, entries
 from fedapp.errors import BadRequest
 
 UInt8 = npt.NDArray[np.uint8]
@@ -30,6 +34,13 @@ Arrays = dict[str, np.ndarray]
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"})
 STANDARD_SIZES = (28, 32, 64)
+ALL_SIZES = (*STANDARD_SIZES, 96, 128, 160, 224)
+MOST_BYTES = 4 * 2**30
+"""What pictures of a size that the user chose may take, decoded."""
+SHOWN = 10
+"""Files that one message lists."""
+ORIENTATION = 0x0112
+"""EXIF tag."""
 
 
 # --- published archives --------------------------------------------------------------------------------------------
@@ -152,90 +163,217 @@ def _progress(items: Iterable[Item], text: str) -> Iterable[Item]:
 # --- a folder of pictures ------------------------------------------------------------------------------------------
 
 
-def class_folders(root: Path) -> tuple[dict[str, list[Path]], dict[str, list[Path]]]:
-    """List the pictures of a user's folder: ``train/<class>/*`` and ``test/<class>/*``, or ``<class>/*`` alone.
+@dataclass(frozen=True)
+class Picture:
+    """A file of a user's folder, its class, its part, and its client where there are clients."""
 
-    Returns
-    -------
-    train, test : class name -> its files, both sorted by name; `test` is empty where there is no test set.
+    path: Path
+    label: str
+    part: str = "train"
+    client: str = ""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of a user's folder, and those that are no pictures, with the reason."""
+
+    root: Path
+    pictures: tuple[Picture, ...]
+    bad: Mapping[Path, str]
+
+
+def listed(root: Path, layout: str = "auto") -> Listing:
+    """List a user's pictures, sorted by client, part, class and name.
+
+    Parameters
+    ----------
+    layout : `classes` for ``<class>/*`` or ``train/<class>/*``, ``validation/<class>/*``, ``test/<class>/*``; `clients`
+        for the same below one folder per client; `auto` decides by the number of levels.
 
     Raises
     ------
-    BadRequest : if a folder is empty, holds other files, or has classes that the training folder lacks.
+    BadRequest : a folder is empty, there are both layouts, or a class is not in the training part.
     """
+    found: list[Picture] = []
+    bad: dict[Path, str] = {}
+    if layout == "clients" or (layout == "auto" and _has_clients(root)):
+        clients = _folders(root)
+        if not clients:
+            raise BadRequest(f"{root} holds no folders: make one per client, with a folder <class>/ for each class")
+        for folder in clients:
+            found += _parts(folder, folder.name, bad)
+    else:
+        found = _parts(root, "", bad)
+    known = {p.label for p in found if p.part == "train"}
+    foreign = next((p for p in found if p.label not in known), None)
+    if foreign is not None:
+        raise BadRequest(f"{foreign.path.parent}: class {foreign.label!r} has no folder for training")
+    return Listing(root, tuple(found), bad)
+
+
+def _folders(root: Path) -> list[Path]:
+    return sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+
+
+def _has_clients(root: Path) -> bool:
+    """Return whether the folders hold folders, and so are clients; refuse a mixture."""
+    folders = _folders(root)
+    if any(folder.name in PARTS for folder in folders):
+        return False
+    deep = [folder for folder in folders if _folders(folder)]
+    flat = [folder for folder in folders if not _folders(folder)]
+    if deep and flat:
+        raise BadRequest(
+            f"{root}: {deep[0].name} holds folders, as a client does, and {flat[0].name} holds none, as a class does: "
+            "move one of them away, or say which with layout = classes or clients"
+        )
+    return bool(deep)
+
+
+def _parts(root: Path, client: str, bad: dict[Path, str]) -> list[Picture]:
+    """List ``<class>/*``, or ``train/<class>/*`` and so on."""
     if not (root / "train").is_dir():
-        return _pictures(root), {}
-    others = [p.name for p in sorted(root.iterdir()) if p.is_dir() and not p.name.startswith(".")]
-    others = [name for name in others if name not in ("train", "test")]
+        return _pictures(root, "train", client, bad)
+    others = [folder.name for folder in _folders(root) if folder.name not in PARTS]
     if others:
-        raise BadRequest(f"{root}: beside train and test there is {others[0]!r}, which would not be used: move it away")
-    train = _pictures(root / "train")
-    test = _pictures(root / "test") if (root / "test").is_dir() else {}
-    foreign = sorted(set(test) - set(train))
-    if foreign:
-        raise BadRequest(f"{root / 'test'}: class {foreign[0]!r} has no folder in {root / 'train'}")
-    return train, test
+        raise BadRequest(
+            f"{root}: beside train there is {others[0]!r}, which would not be used ({', '.join(PARTS)} are): move it "
+            "away"
+        )
+    return [p for part in PARTS if (root / part).is_dir() for p in _pictures(root / part, part, client, bad)]
 
 
-def _pictures(root: Path) -> dict[str, list[Path]]:
-    """Return class name -> its pictures, both sorted by name."""
-    groups: dict[str, list[Path]] = {}
-    for folder in sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith(".")):
+def _pictures(root: Path, part: str, client: str, bad: dict[Path, str]) -> list[Picture]:
+    found = []
+    for folder in _folders(root):
         files = [
             path
             for path in sorted(folder.iterdir())
             if not path.name.startswith(".") and path.name not in ("Thumbs.db", "desktop.ini")
         ]
-        for path in files:
-            if path.suffix.lower() not in PICTURE_SUFFIXES or not path.is_file():
-                raise BadRequest(
-                    f"{path} is not a picture that can be read ({', '.join(sorted(PICTURE_SUFFIXES))}): move it away"
-                )
         if not files:
             raise BadRequest(f"{folder} holds no pictures: fill it or remove it")
-        groups[folder.name] = files
-    if not groups:
+        for path in files:
+            if path.suffix.lower() not in PICTURE_SUFFIXES or not path.is_file():
+                bad[path] = f"{path} is not a picture ({', '.join(sorted(PICTURE_SUFFIXES))})"
+            found.append(Picture(path, folder.name, part, client))
+    if not found:
         raise BadRequest(f"{root} holds no class folders: put the pictures of each class into a folder <class>/")
-    return groups
+    return found
 
 
-def read_folder(
-    train: Mapping[str, list[Path]], test: Mapping[str, list[Path]], store: Store
-) -> tuple[Arrays, Sequence[str]]:
-    """Decode a user's pictures (see `class_folders`) to squares of one size, grey if every picture is grey.
+def read_folder(listing: Listing, store: Store, reading: Reading) -> Own:
+    """Decode a user's pictures to one size, grey if every picture is grey.
 
     Raises
     ------
-    BadRequest : if a picture cannot be read or has more than 8 bits per channel.
+    BadRequest : pictures cannot be read or have more than 8 bits per channel (all are named); or they would take more
+        than :data:`MOST_BYTES` in the size that was asked for.
     """
+    bad = dict(listing.bad)
+    while True:
+        shapes, grey = _sizes(listing, bad)
+        good = [p for p in listing.pictures if p.path not in bad]
+        if not good or (bad and not reading.skip_bad and not shapes):
+            raise _refused(listing, bad)
+        channels = 1 if grey else 3
+        size = _size(listing.root, shapes, channels, reading.image_size)
+        known, number = len(bad), {label: c for c, label in enumerate(sorted({p.label for p in listing.pictures}))}
+        arrays: Arrays = {}
+        for split, parts in (("train", PARTS[:2]), ("test", PARTS[2:])):
+            # Training pictures first, then those for validation.
+            rows = [p for part in parts for p in good if p.part == part]
+            x = store.create(f"x_{split}", (len(rows), *size, channels), np.uint8)
+            _decoded(x, [p.path for p in rows], f"folder {split}", bad)
+            arrays[f"x_{split}"] = x
+            arrays[f"y_{split}"] = np.array([number[p.label] for p in rows], np.int64)
+        if bad and not reading.skip_bad:
+            raise _refused(listing, bad)
+        if len(bad) == known:
+            break
+        # Only decoding shows that a file is cut: without it, size and colour may be others.
+    empty = sorted(set(number) - {p.label for p in good if p.part == "train"})
+    if empty:
+        raise BadRequest(
+            f"{listing.root}: class {empty[0]!r} has no picture left for training: {_refused(listing, bad)}"
+        )
+    order = [p for part in PARTS for p in good if p.part == part]
+    owner_names: tuple[str, ...] = ()
+    if order[0].client:
+        names, owners = np.unique(entries(np.array([p.client for p in order])), return_inverse=True)
+        owner_names = tuple(map(str, names))
+        arrays["owners"] = owners.reshape(-1).astype(np.int64)
+    held = np.array([p.part == "validation" for p in order if p.part != "test"], bool)
+    if held.any():
+        arrays["held_out"] = held
+    return Own(arrays, tuple(number), "image", owner_names, skipped=len(bad))
+
+
+def _refused(listing: Listing, bad: Mapping[Path, str]) -> BadRequest:
+    lines = [bad[path] for path in sorted(bad)]
+    more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+    count = f"{len(lines)} of {len(listing.pictures)} files in {listing.root}"
+    return BadRequest(
+        f"{count} cannot be used: {'; '.join(lines[:SHOWN])}{more}: "
+        "repair them, move them away, or leave them out with skip-bad = true"
+    )
+
+
+def _sizes(listing: Listing, bad: dict[Path, str]) -> tuple[list[tuple[int, int]], bool]:
+    """Return (width, height) of every upright picture and whether all are grey; files that are bad are noted."""
+    from PIL import Image
+
+    shapes, grey = [], True
+    for path in (p.path for p in listing.pictures if p.path not in bad):
+        with _noted(path, bad), Image.open(path) as picture:
+            if picture.mode.startswith(("I", "F")):
+                bad[path] = f"{path} has more than 8 bits per channel ({picture.mode}): convert it to 8 bits"
+                continue
+            width, height = picture.size
+            turned = picture.getexif().get(ORIENTATION) in (5, 6, 7, 8)
+            shapes.append((height, width) if turned else (width, height))
+            grey = grey and picture.mode in ("1", "L", "LA")
+    return shapes, grey
+
+
+def _decoded(x: UInt8, paths: Sequence[Path], text: str, bad: dict[Path, str]) -> None:
+    """Fill x (N, H, W, channels) with pictures; files that cannot be decoded are noted."""
     from PIL import Image, ImageOps
 
-    classes = list(train)
-    lists = {
-        split: [(path, classes.index(label)) for label, paths in group.items() for path in paths]
-        for split, group in (("train", train), ("test", test))
-    }
-    shapes, grey = [], True
-    for path, _ in (*lists["train"], *lists["test"]):
-        with _readable(path) as stream, Image.open(stream) as picture:
-            if picture.mode.startswith(("I", "F")):
-                raise BadRequest(f"{path} has more than 8 bits per channel ({picture.mode}): convert it to 8 bits")
-            grey = grey and picture.mode in ("1", "L", "LA")
-            shapes.append(picture.size)
-    size = picture_size(shapes)
-    mode, channels = ("L", 1) if grey else ("RGB", 3)
-    arrays: dict[str, np.ndarray] = {}
-    for split, rows in lists.items():
-        x = store.create(f"x_{split}", (len(rows), size, size, channels), np.uint8)
-        for row, (path, _) in enumerate(_progress(rows, f"folder {split}")):
-            with _readable(path) as stream, Image.open(stream) as picture:
-                upright = ImageOps.exif_transpose(picture).convert(mode)
-                if upright.size != (size, size):
-                    upright = ImageOps.fit(upright, (size, size), Image.Resampling.BILINEAR)
-                x[row] = np.asarray(upright).reshape(size, size, channels)
-        arrays[f"x_{split}"] = x
-        arrays[f"y_{split}"] = np.array([label for _, label in rows], np.int64)
-    return arrays, classes
+    height, width, channels = x.shape[1:]
+    for row, path in enumerate(_progress(paths, text)):
+        with _noted(path, bad), Image.open(path) as picture:
+            upright = ImageOps.exif_transpose(picture).convert("L" if channels == 1 else "RGB")
+            if upright.size != (width, height):
+                upright = ImageOps.fit(upright, (width, height), Image.Resampling.BILINEAR)
+            x[row] = np.asarray(upright).reshape(height, width, channels)
+
+
+def _size(root: Path, shapes: Sequence[tuple[int, int]], channels: int, wanted: int | None) -> tuple[int, int]:
+    """Return height and width to which all pictures are brought.
+
+    Raises
+    ------
+    BadRequest : in the wanted size they would take more than :data:`MOST_BYTES`; names one that fits.
+    """
+    if wanted is None:
+        side = picture_size(shapes)
+        return side, side
+    if wanted:
+        height = width = wanted
+    elif len(set(shapes)) == 1:
+        width, height = shapes[0]
+    else:
+        height = width = rounded_down(shapes, ALL_SIZES)
+    total = len(shapes) * height * width * channels
+    if total > MOST_BYTES:
+        fits = math.isqrt(MOST_BYTES // (len(shapes) * channels))
+        raise BadRequest(
+            f"{root}: {len(shapes)} pictures of {width} x {height} pixels would take "
+            f"{total / 2**30:.1f} GiB, more than {MOST_BYTES / 2**30:g}: set image-size "
+            f"= {fits} or less"
+        )
+    return height, width
 
 
 def picture_size(shapes: Sequence[tuple[int, int]]) -> int:
@@ -246,17 +384,28 @@ def picture_size(shapes: Sequence[tuple[int, int]]) -> int:
     """
     if len(set(shapes)) == 1 and shapes[0][0] == shapes[0][1] <= STANDARD_SIZES[-1]:
         return shapes[0][0]
+    return rounded_down(shapes, STANDARD_SIZES)
+
+
+def rounded_down(shapes: Sequence[tuple[int, int]], sizes: Sequence[int]) -> int:
+    """Return the largest size that is not above the median of the shorter sides, at least the smallest one."""
     median = float(np.median([min(shape) for shape in shapes]))
-    return max([size for size in STANDARD_SIZES if size <= median], default=STANDARD_SIZES[0])
+    return max([size for size in sizes if size <= median], default=sizes[0])
 
 
 @contextlib.contextmanager
-def _readable(path: Path) -> Iterator[BinaryIO]:
-    """Open a picture; errors inside the block become a `BadRequest` that names the file."""
-    from PIL import UnidentifiedImageError
+def _noted(path: Path, bad: dict[Path, str]) -> Iterator[None]:
+    """Note the file if the block, which opens it, fails."""
+    from PIL import Image, UnidentifiedImageError
 
     try:
-        with path.open("rb") as stream:
-            yield stream
-    except (OSError, SyntaxError, UnidentifiedImageError) as error:
-        raise BadRequest(f"cannot read the picture {path} ({error}): repair it or move it away") from error
+        yield
+    except (
+        OSError,
+        SyntaxError,
+        ValueError,
+        struct.error,
+        UnidentifiedImageError,
+        Image.DecompressionBombError,
+    ) as error:
+        bad[path] = f"cannot read the picture {path} ({error})"
