@@ -339,21 +339,65 @@ def list_recipes(
         typer.echo(f"{recipe.name}\t{recipe.title}")
 
 
+Client = Annotated[
+    str | None,
+    typer.Option(
+        help="with --run: number of the client, as in final.csv, or its name in the data (name:3 if a number)"
+    ),
+]
+RunFolder = Annotated[
+    Path | None, typer.Option("--run", help="run directory, or a node's STATE-DIR/<federation>", metavar="DIR")
+]
+
+
+def _loaded(run: Path, client: str | None, received: bool = False) -> Any:
+    """Load a model by what the command line says; without a client the global model."""
+    from fedapp.results.loading import load
+
+    number = int(client) if client is not None and client.isdecimal() else client
+    number = number.removeprefix("name:") if isinstance(number, str) else number
+    return load(run, number, "received" if received else "trained")
+
+
 @app.command()
 def predict(
-    images: Annotated[list[Path], typer.Argument(help="image files", metavar="IMAGE...")],
-    model: Annotated[Path, typer.Option(help="a node's personal.safetensors, or a run's models/last.safetensors")],
-    top: Annotated[int, typer.Option(min=1, help="number of classes to show per image")] = 3,
+    files: Annotated[
+        list[Path],
+        typer.Argument(help="pictures, .npz files (column x), or .csv files (rows of a table)", metavar="FILE..."),
+    ],
+    run: RunFolder = None,
+    client: Client = None,
+    received: Annotated[bool, typer.Option("--received", help="the client's model before local training")] = False,
+    model: Annotated[
+        Path | None, typer.Option(help="in place of --run: a personal.safetensors, or a run's models/last.safetensors")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="number of classes to show per sample")] = 3,
     dataset: Annotated[str, typer.Option(help="for a server's model: the data set it was trained on")] = "",
+    out: Annotated[Path | None, typer.Option(help="also write classes and probabilities to this .csv file")] = None,
 ) -> None:
-    """Classify images with a model that a run or a node saved after training."""
+    """Classify pictures, arrays or rows with a model that a run or a node saved after training."""
     from fedapp.results import predict as predicting
 
-    rows = predicting.run(model, images, top, dataset)
-    heads = ["image", *(f"{place}." for place in range(1, len(rows[0][1]) + 1))]
-    cells = [[path, *(f"{name} {100 * p:.1f} %" for name, p in found)] for path, found in rows]
-    plain = [[path, *(f"{name}\t{p:.4f}" for name, p in found)] for path, found in rows]
-    _show(predicting.read_model(model, dataset).about, heads, cells, plain)
+    if (run is None) == (model is None):
+        raise BadRequest("give --run DIR, perhaps with --client, or --model FILE")
+    if run is None and (client is not None or received):
+        raise BadRequest("--client and --received go with --run: a model file holds one model")
+    if run is not None and dataset:
+        raise BadRequest("--dataset goes with --model: a run says itself what it was trained on")
+    net = predicting.read_model(model, dataset) if model is not None else _loaded(run or Path(), client, received)
+    found = predicting.run(net, files)
+    if out is not None:
+        try:
+            found.to_csv(out, index=False)
+        except OSError as e:
+            raise BadRequest(f"{out} cannot be written ({e.strerror or e}): choose another --out") from e
+    probabilities = found.filter(regex="^p_").to_numpy()
+    order = (-probabilities).argsort(axis=1, kind="stable")[:, :top]
+    heads = ["sample", *(f"{place}." for place in range(1, order.shape[1] + 1))]
+    best = [[(net.classes[i], float(p[i])) for i in row] for row, p in zip(order, probabilities, strict=True)]
+    cells = [[name, *(f"{c} {100 * p:.1f} %" for c, p in row)] for name, row in zip(found["sample"], best, strict=True)]
+    plain = [[name, *(f"{c}\t{p:.4f}" for c, p in row)] for name, row in zip(found["sample"], best, strict=True)]
+    _show(net.about, heads, cells, plain)
 
 
 @app.command()

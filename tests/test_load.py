@@ -11,8 +11,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from PIL import Image
+from typer.testing import CliRunner
 
 import fedapp
+from fedapp.cli import app
 from fedapp.data.transforms import channels_first, normalise
 from fedapp.errors import BadRequest
 from fedapp.results.runs import RunResult
@@ -199,3 +202,73 @@ def test_a_damaged_description_is_refused(tiny: Any) -> None:
             fedapp.load(run.out, 0)
     (run.out / "inputs.json").unlink()
     assert fedapp.load(run.out, 0).inputs.scale == 16, "a published data set says it itself"
+
+
+def command(*arguments: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["predict", *arguments])
+    assert done.exit_code == 0 or isinstance(done.exception, BadRequest), done.output
+    return done.exit_code, done.output + (str(done.exception) if done.exception else "")
+
+
+def test_predict_takes_pictures_and_arrays_of_a_run(tiny: Any, tmp_path: Path) -> None:
+    run = tiny(method="fedclassavg", rounds=1)
+    x = np.array(tasks.federated(run.config, 3).dataset.x_train[:3])
+    np.savez(tmp_path / "x.npz", x=x)
+    Image.fromarray((x[0, ..., 0].astype(float) * 255 / 16).round().astype("uint8")).save(tmp_path / "a.png")
+    code, text = command(
+        str(tmp_path / "a.png"), str(tmp_path / "x.npz"), "--run", str(run.out), "--client", "2", "--top", "2",
+        "--out", str(tmp_path / "out.csv"),
+    )  # fmt: skip
+    assert code == 0, text
+    p = fedapp.load(run.out, 2).predict(np.concatenate([x[:1], x]))
+    found = pd.read_csv(tmp_path / "out.csv")
+    assert [Path(n).name for n in found["sample"]] == ["a.png", "x.npz:0", "x.npz:1", "x.npz:2"]
+    assert found["class"].tolist() == p.argmax(1).tolist() and np.allclose(found["probability"], p.max(1))
+    assert np.allclose(found[[f"p_{c}" for c in range(10)]], p)
+    rows = [line.split("\t") for line in text.splitlines()]
+    assert [r[1] for r in rows] == [str(c) for c in p.argmax(1)] and [len(r) for r in rows] == [5] * 4
+    received = fedapp.load(run.out, 2, "received").predict(x)
+    _, text = command(str(tmp_path / "x.npz"), "--run", str(run.out), "--client", "2", "--received")
+    assert [line.split("\t")[2] for line in text.splitlines()] == [f"{v:.4f}" for v in received.max(1)]
+    for arguments, says in (
+        (["--client", "1"], "give --run DIR"),
+        (["--run", str(run.out), "--model", "m"], "give --run DIR"),
+        (["--model", "m", "--client", "1"], "go with --run"),
+        (["--run", str(run.out)], "no global model"),
+        (["--run", str(run.out), "--client", "name:0"], "have no names"),
+        (["--run", str(run.out), "--client", "0", "--out", str(tmp_path / "no" / "x.csv")], "cannot be written"),
+    ):
+        code, text = command(str(tmp_path / "x.npz"), *arguments)
+        assert code and says in text, (arguments, text)
+    np.savez(tmp_path / "y.npz", y=x)
+    for name, says in (("y.npz", "no column 'x'"), ("no.npz", "does not exist"), ("x.csv", "are for tables")):
+        (tmp_path / "x.csv").write_text("1,2\n")
+        assert says in command(str(tmp_path / name), "--run", str(run.out), "--client", "0")[1]
+
+
+def test_predict_takes_the_rows_of_a_table(tiny: Any, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 2, 90)
+    x = (rng.standard_normal((90, 3)) + 3 * y[:, None]).astype("float32")
+    np.savez(tmp_path / "t.npz", x=x, y=np.array(["ill", "well"])[y], client=np.array([7, 8, 9])[np.arange(90) // 30])
+    run = tiny(method="fedavg", dataset="npz", data_dir=str(tmp_path / "t.npz"), clients=0, rounds=1)
+    table = pd.DataFrame(x[:4], columns=["a", "b", "c"])
+    table.loc[1, "b"] = np.nan
+    table.to_csv(tmp_path / "plain.csv", index=False, header=False)
+    table.assign(y="ill", client=7).to_csv(tmp_path / "named.csv", index=False)
+    wanted = fedapp.load(run.out, 1).predict(table.to_numpy("float32")).max(1)
+    for name in ("plain.csv", "named.csv"):
+        for client in ("1", "name:8"):
+            code, text = command(str(tmp_path / name), "--run", str(run.out), "--client", client)
+            assert code == 0 and [line.split("\t")[2] for line in text.splitlines()] == [f"{v:.4f}" for v in wanted]
+    for content, says in (
+        ("1,2\n", "has 2 columns of features, but the model takes 3"),
+        ("a,b,c\n1,x,3\n", "line 2, column 2: 'x' is not a number"),
+        ("1,2,3\n1,2,3,4\n", "cannot be read as .csv"),
+        ("", "cannot be read as .csv"),
+    ):
+        (tmp_path / "bad.csv").write_text(content)
+        code, text = command(str(tmp_path / "bad.csv"), "--run", str(run.out), "--client", "1")
+        assert code and says in text, text
+    Image.new("L", (8, 8)).save(tmp_path / "a.png")
+    assert "give them as .npz (column x) or .csv" in command(str(tmp_path / "a.png"), "--run", str(run.out))[1]

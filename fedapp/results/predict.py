@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -23,7 +24,8 @@ from clients.base import FedClient
 from fedapp import registry
 from fedapp.config import RunConfig
 from fedapp.data import datasets
-from fedapp.data.columns import samples
+from fedapp.data.columns import COLUMNS, read_npz, samples
+from fedapp.data.datasets import Samples
 from fedapp.data.transforms import InputSpec, channels_first, normalise
 from fedapp.errors import BadRequest
 from fedapp.learning.evaluation import BATCH
@@ -271,12 +273,16 @@ def read_images(paths: Sequence[Path], inputs: InputSpec) -> NDArray[np.uint8]:
     from PIL import Image, ImageOps, UnidentifiedImageError
 
     channels, height, width = inputs.shape
+    if channels not in (1, 3):
+        raise BadRequest(f"{paths[0]}: this model takes images with {channels} channels: give them as .npz (column x)")
     out = np.empty((len(paths), height, width, channels), np.uint8)
     for row, path in enumerate(paths):
         try:
             with Image.open(path) as picture:
+                if picture.mode.startswith(("I", "F")):
+                    raise BadRequest(f"{path} has more than 8 bits per channel ({picture.mode}): convert it to 8 bits")
                 upright = ImageOps.exif_transpose(picture).convert("L" if channels == 1 else "RGB")
-        except (OSError, UnidentifiedImageError) as e:
+        except (OSError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as e:
             reason = "does not exist" if isinstance(e, FileNotFoundError) else "is not a picture that can be read"
             raise BadRequest(f"{path} {reason}") from e
         if upright.size != (width, height):
@@ -286,12 +292,83 @@ def read_images(paths: Sequence[Path], inputs: InputSpec) -> NDArray[np.uint8]:
     return out
 
 
-def run(model: Path, images: Sequence[Path], top: int, dataset: str = "") -> list[tuple[str, list[tuple[str, float]]]]:
-    """Return for each picture its `top` most probable classes with their probabilities, most probable first."""
-    predictor = read_model(model, dataset)
-    probabilities = predictor.predict(read_images(images, predictor.inputs))
-    rows = []
-    for path, p in zip(images, probabilities, strict=True):
-        order = np.argsort(-p, kind="stable")[:top]
-        rows.append((str(path), [(predictor.classes[i], float(p[i])) for i in order]))
+def read_samples(path: Path, net: LoadedModel) -> tuple[Samples, list[str]]:
+    """Read the raw samples of one file: a picture, the column `x` of a `.npz` file, or the rows of a `.csv` file.
+
+    A `.csv` file has one row for each sample and one column for each feature of a table, with or without names in its
+    first line; an empty cell is an unknown value. Columns of own data that are no features (`y`, `client`, ...) are
+    left out.
+
+    Returns
+    -------
+    x : (n, *raw_shape).   names : of the samples, for tables of results: the file, and the row where it has several.
+
+    Raises
+    ------
+    BadRequest : the file cannot be read, or it does not fit the model.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in (".npz", ".csv"):
+        if net.kind != "image":
+            raise BadRequest(f"{path}: this model takes {net.wanted()}: give them as .npz (column x) or .csv")
+        return read_images([path], net.inputs), [str(path)]
+    if not path.is_file():
+        raise BadRequest(f"{path} does not exist")
+    if suffix == ".csv":
+        if net.kind != "table":
+            raise BadRequest(f"{path}: .csv rows are for tables, and this model takes {net.wanted()}: give .npz")
+        x = _rows(path, len(net.inputs.mean))
+    else:
+        arrays = read_npz(path)
+        if "x" not in arrays:
+            raise BadRequest(f"{path}: no column 'x' (found: {', '.join(sorted(arrays)) or 'none'})")
+        x = arrays["x"]
+    return x, [f"{path}:{row}" for row in range(len(x))]
+
+
+def _rows(path: Path, features: int) -> NDArray[np.float32]:
+    """Read the features of a .csv file, float32 (n, features)."""
+    try:
+        table = pd.read_csv(path, header=None, dtype=str, skip_blank_lines=True, keep_default_na=False)
+    except (OSError, ValueError, pd.errors.ParserError) as e:
+        raise BadRequest(f"{path} cannot be read as .csv ({e})") from e
+    numbers = table.apply(lambda column: pd.to_numeric(column.replace("", "nan"), errors="coerce"))
+    unknown = table.isin(["", "nan", "NaN"])
+    lines = 1
+    if len(table) and bool((numbers.iloc[0].isna() & ~unknown.iloc[0]).all()):
+        names, lines = table.iloc[0].tolist(), 2
+        wanted = [i for i, name in enumerate(names) if name not in (*COLUMNS[1:], "label", "target")]
+        table, numbers, unknown = (t.iloc[1:, wanted] for t in (table, numbers, unknown))
+    if table.shape[1] != features:
+        raise BadRequest(f"{path} has {table.shape[1]} columns of features, but the model takes {features}")
+    bad = (numbers.isna() & ~unknown).to_numpy()
+    if bad.any():
+        row, column = map(int, np.argwhere(bad)[0])
+        raise BadRequest(
+            f"{path}, line {row + lines}, column {column + 1}: '{table.iloc[row, column]}' is not a number: leave the "
+            "cell empty if the value is unknown"
+        )
+    rows: NDArray[np.float32] = numbers.to_numpy(np.float32)
     return rows
+
+
+def run(net: LoadedModel, files: Sequence[Path]) -> pd.DataFrame:
+    """Classify all samples of files.
+
+    Returns
+    -------
+    One row per sample: `sample` (file, or file:row), `class` and `probability` of the most probable class, and `p_NAME`
+    for each class.
+    """
+    tables = []
+    for path in files:
+        x, names = read_samples(path, net)
+        p = net.predict(x)
+        best = p.argmax(axis=1)
+        columns: dict[str, Any] = {
+            "sample": names,
+            "class": [net.classes[i] for i in best],
+            "probability": p.max(axis=1),
+        }
+        tables.append(pd.DataFrame({**columns, **{f"p_{name}": p[:, i] for i, name in enumerate(net.classes)}}))
+    return pd.concat(tables, ignore_index=True)
