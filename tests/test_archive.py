@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
+import fedapp
 from fedapp import __version__ as VERSION
 from fedapp import cli, config
 from fedapp.engines import local, pool
@@ -362,3 +363,18 @@ def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
         reproduce.reproduce(None, "", kept=tmp_path / "nowhere")
     with pytest.raises(BadRequest, match="give --out"):
         CliRunner().invoke(cli.app, ["reproduce"], catch_exceptions=False)
+
+
+def test_what_is_kept_of_a_real_calibrated_run_can_be_read_again(tmp_path: Path) -> None:
+    """Its summary has true and false, and numbers by class, beside the three accuracies that claims read."""
+    run = fedapp.run(
+        method="ccvr", method_args="oracle=true", dataset="digits", clients=3, num_server_rounds=1, local_epochs=1,
+        out=tmp_path / "run",
+    )  # fmt: skip
+    kept = archive._summary(run.summary)
+    again = archive.Summary.model_validate(json.loads(json.dumps(kept)), strict=True)
+    assert isinstance(run.summary["calibration"]["deployable"], bool)
+    assert {k: again.calibration[k] for k in ("before", "after", "oracle")} == {
+        k: run.summary["calibration"][k] for k in ("before", "after", "oracle")
+    }
+    assert again.accuracy["trained"]["last"] == run.summary["accuracy"]["trained"]["last"]

@@ -242,14 +242,19 @@ def _hparams(run: RunResult) -> dict[str, Any]:
 
 
 def _summary(summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep the entries of `Summary`, and of their entries the numbers."""
-    return {name: _numbers(summary[name]) for name in Summary.model_fields if summary.get(name) is not None}
+    """Keep the entries of `Summary`, and of their entries the numbers; `accuracy` has them by score."""
+    kept = {name: summary[name] for name in Summary.model_fields if summary.get(name) is not None}
+    for name in ("pooled", "calibration"):
+        if name in kept:
+            kept[name] = _numbers(kept[name])
+    if "accuracy" in kept:
+        kept["accuracy"] = {score: _numbers(values) for score, values in kept["accuracy"].items()}
+    return kept
 
 
-def _numbers(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    return {k: _numbers(v) for k, v in value.items() if v is None or isinstance(v, int | float | dict)}
+def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out what is no number; True and False, which Python counts among the integers, are none."""
+    return {k: v for k, v in values.items() if v is None or (isinstance(v, int | float) and not isinstance(v, bool))}
 
 
 def _common(dicts: list[dict[str, Any]]) -> dict[str, Any]:
