@@ -185,7 +185,7 @@ def federation_classes(config: RunConfig) -> tuple[str, ...] | None:
 
 @functools.lru_cache(maxsize=2)
 def own_data(
-    path: str, classes: tuple[str, ...] | None, dataset: str, validation: float, reading: Reading = PLAIN
+    path: str, classes: tuple[str, ...] | None, dataset: str, validation: float = 0.0, reading: Reading = PLAIN
 ) -> OwnData:
     """Load a node's own data.
 
