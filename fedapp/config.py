@@ -556,6 +556,11 @@ def _check_training(config: RunConfig) -> None:
     class_weights(config.class_weights, torch.zeros(0, dtype=torch.int64), 0)
 
 
+def known_partition(partition: str, dataset: str) -> str:
+    """Return what `auto` stands for where the name of the data set decides it; the user's own data must be read."""
+    return "dirichlet" if partition == "auto" and published(dataset) is not None else partition
+
+
 def _resolved(config: RunConfig) -> RunConfig:
     """Replace every `auto` that depends only on method and data set by its value."""
     method, _ = config.method_and_hparams()
@@ -576,7 +581,7 @@ def _resolved(config: RunConfig) -> RunConfig:
         momentum=pick(config.momentum, d.momentum if optimizer == "sgd" else 0.0),
         weight_decay=pick(config.weight_decay, d.weight_decay if takes(optimizer, "weight_decay") else 0.0),
         clip=pick(config.clip, d.clip),
-        partition="dirichlet" if known is not None and config.partition == "auto" else config.partition,
+        partition=known_partition(config.partition, config.dataset),
         augment=pick(config.augment, d.augment),
         evaluate_every=max(1, config.evaluate_every) if config.select == "validation" else config.evaluate_every,
     )

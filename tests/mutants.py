@@ -44,6 +44,7 @@ NAMED = {
     "strategies/_flower.py": ["tests/test_flower_loop.py"],
     "clients/base.py": ["tests/test_engine.py", "tests/test_training.py"],
     "clients/mutual.py": ["tests/test_fml.py", "tests/test_fedkd.py"],
+    "fedapp/learning/optimizers.py": ["tests/test_training_options.py"],
     "clients/classmeans.py": ["tests/test_fedgh.py", "tests/test_fedproto.py", "tests/test_fd.py"],
 }
 """Further tests of files that other files' tests exercise."""

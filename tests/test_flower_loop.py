@@ -142,7 +142,7 @@ def test_a_bad_reply_does_not_count_and_is_logged(caplog: pytest.LogCaptureFixtu
         result = strategy.start(LocalGrid(client_app(bad=2, extra=0), {}, 3), initial(), num_rounds=1)
     np.testing.assert_allclose(values(result.arrays)["head.bias"], 0.5 + Foreign(1).step[2], rtol=1e-5)
     assert "client 2 to train does not count: 'conv.weight' contains NaN" in caplog.text
-    assert "client 0 to train does not count: 'optimizer' is not in what fedavg shares" in caplog.text
+    assert "client 0 to train does not count: 'optimizer' is not an array that fedavg shares" in caplog.text
 
 
 def test_a_fraction_of_the_clients_is_sampled_by_the_seed() -> None:

@@ -45,7 +45,7 @@ SHAPES = {
 }
 
 
-def blank(name: str, data_dir: str | None = None) -> Dataset:
+def blank(name: str, data_dir: str | None = None, *_: object) -> Dataset:
     """A data set of the published size whose images are one black pixel, seen many times."""
     classes, side, channels, train, test = SHAPES[name]
 

@@ -193,8 +193,9 @@ def settings_of(
         for text in partitions or [""]:
             chosen = {"dataset": dataset, **(parse_partition(text) if text else {})}
             flat = {**configuration.DEFAULTS, **values, **chosen}
-            folder = f"{dataset}-{flat['partition']}"
-            if key := PARTITION_PARAMETER.get(flat["partition"]):
+            partition = configuration.known_partition(str(flat["partition"]), dataset)
+            folder = f"{dataset}-{partition}"
+            if key := PARTITION_PARAMETER.get(partition):
                 folder += f"-{flat[key]:g}"
             for point in grid.points(axes):
                 name = "-".join([folder, *point])
