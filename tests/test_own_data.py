@@ -195,6 +195,12 @@ def test_a_file_per_client_makes_its_name_the_client(tmp_path: Path) -> None:
     assert data.groups is not None and len(np.unique(data.groups)) == 9, "group 0 of two clients are two groups"
 
 
+def test_two_spellings_of_a_number_are_two_clients(tmp_path: Path) -> None:
+    for name in ("7", "007"):
+        saved(tmp_path / f"{name}.npz", {"x": X, "y": Y})
+    assert datasets.load("npz", tmp_path).owner_names == ("007", "7")
+
+
 def test_folders_of_files_are_the_split(tmp_path: Path) -> None:
     for part, value in (("train", 1), ("test", 3)):
         for name in ("a", "b"):

@@ -66,7 +66,7 @@ class Own:
     classes: tuple[str, ...] | None
     kind: str
     owner_names: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = field(default_factory=tuple)
+    ignored: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     skipped: int = 0
@@ -229,9 +229,7 @@ def joined(files: Mapping[Path, Mapping[str, Array]]) -> dict[str, Array]:
     names = [v["class_names"] for v in files.values() if "class_names" in v]
     if any(not np.array_equal(names[0], other) for other in names):
         raise BadRequest(f"{first.parent}: the files have different class_names")
-    # Numbers sort as numbers.
-    if all(n.isascii() and n.isdigit() for n in map(str, np.unique(columns["client"]))):
-        columns["client"] = columns["client"].astype(np.int64)
+    columns["client"] = entries(columns["client"])
     return {**columns, **({"class_names": names[0]} if names else {})}
 
 

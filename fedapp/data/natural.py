@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -204,8 +204,3 @@ def given_validation(partition: Partition, dataset: Dataset) -> Partition:
         name = partition.names[empty[0]] if partition.names else str(empty[0])
         raise BadRequest(f"client {name} has validation rows alone: give it training rows, or leave it out")
     return partition.with_clients(members)
-
-
-def names_of(partition: Partition) -> Sequence[str]:
-    """Return the clients' names: those of the data, else their numbers."""
-    return partition.names or [str(number) for number in range(len(partition.clients))]

@@ -105,7 +105,9 @@ class Evidence:
 
     def common(self, pairs: Sequence[Pair]) -> list[list[RunResult]]:
         """Return of each variant the seeds that all of them have."""
-        return [list(same) for same in zip(*zip(*map(self.runs, pairs), strict=False), strict=True)]
+        found = [self.runs(pair) for pair in pairs]
+        fewest = min(map(len, found))
+        return [runs[:fewest] for runs in found]
 
     def clients(self, pairs: Sequence[Pair], protocol: str) -> list[pd.Series]:
         """Return of each variant the accuracy in [0, 1] of every (seed, client) after the last round."""
