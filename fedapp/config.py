@@ -48,17 +48,17 @@ class RunConfig(BaseModel):
 
     method: str = Field("fedclassavg", description="id of the method; see fedapp methods")
     method_args: str = Field("", description='hyperparameters of the method, "name=value name=value"')
-    dataset: str = Field("digits", description="name of the data set, or npz, csv, parquet, folder for your own")
+    dataset: str = Field("digits", description="name of the data set, or npz, csv, parquet, folder, hf for your own")
     data_dir: str = Field("", description="folder with NAME.npz, or to download to; else the place of your own data")
     columns: str = Field(
         "",
-        description='what the columns of a csv or parquet table mean, such as "x=age,pulse y=diagnosis client=hospital '
+        description='what the columns of csv, parquet and hf mean, such as "x=age,pulse y=diagnosis client=hospital '
         'split=part group=patient"; empty = y, label or target, client, split and group by name, all other numeric '
         "columns are features; x=* takes text columns too",
     )
     image_size: Annotated[int, Field(ge=0, le=4096)] | Auto = Field(
         "auto",
-        description="side in pixels of the pictures of a folder: their shorter side, then the central square; "
+        description="side in pixels of the pictures of folder and hf: their shorter side, then the central square; "
         "0 = as they are if all are equal; auto = at most 64",
     )
     layout: Literal["auto", "classes", "clients"] = Field(

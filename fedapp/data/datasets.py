@@ -16,6 +16,7 @@ name                 where it comes from
 ``csv``, ``parquet``  a table, `fedapp.data.tables`: a file, or a folder with one file per client.
 ``folder``           your own pictures: ``<class>/*``, or ``train/<class>/*`` and, if they exist, ``validation/...`` and
                      ``test/<class>/*``; or the same below one folder per client.
+``hf``               a data set of the library `datasets`, `fedapp.data.hub`.
 ===================  ======================================================================================
 
 ``NAME.npz`` of a published data set holds ``x_train``, ``y_train`` and, if there is a test set, ``x_test``, ``y_test``:
@@ -39,7 +40,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedapp.data import pictures, tables
+from fedapp.data import hub, pictures, tables
 from fedapp.data.cache import Store, build_once, cache_root, file_identity, open_array
 from fedapp.data.columns import PARTS, PLAIN, Own, Reading, joined, read_npz
 from fedapp.data.columns import own as check_columns
@@ -102,7 +103,7 @@ _ARCHIVES = {
     "tiny_imagenet": ("tiny-imagenet-200.zip", "http://cs231n.stanford.edu/tiny-imagenet-200.zip"),
     "cinic10": ("CINIC-10.tar.gz", "https://datashare.ed.ac.uk/handle/10283/3192"),
 }
-OWN = ("npz", "csv", "parquet", "folder")
+OWN = ("npz", "csv", "parquet", "folder", "hf")
 """Data sets of the user."""
 DATASET_NAMES: tuple[str, ...] = (*_FACTS, *OWN)
 """Every name that :func:`load` knows."""
@@ -289,6 +290,8 @@ def source(place: Path) -> str:
     if place.is_file():
         suffix = place.suffix.lower()[1:]
         return suffix if suffix in tables else "npz"
+    if (place / "state.json").is_file() or (place / "dataset_dict.json").is_file():
+        return "hf"
     return next((kind for kind in ("npz", *tables) if any(place.glob(f"*.{kind}"))), "folder")
 
 
@@ -328,6 +331,15 @@ def _find(name: str, root: Path | None, reading: Reading) -> _Source:
             return key, lambda _: _build_npz(name, files, root)
         key |= {"columns": reading.columns, "node": reading.node}
         return key, lambda _: tables.read(files, root, reading)
+    if name == "hf":
+        place = "" if root is None else str(root)
+        key = {
+            **hub.identity(place),
+            "columns": reading.columns,
+            "image_size": reading.image_size,
+            "node": reading.node,
+        }
+        return key, lambda _: hub.read(place, reading)
     if name == "folder":
         if root is None or not root.is_dir():
             given = f"{root} is not a folder" if root is not None else "data-dir is not given"

@@ -41,6 +41,8 @@ SHOWN = 10
 """Files that one message lists."""
 ORIENTATION = 0x0112
 """EXIF tag."""
+GREY = ("1", "L", "LA")
+"""Modes of grey pictures."""
 
 
 # --- published archives --------------------------------------------------------------------------------------------
@@ -329,27 +331,66 @@ def _sizes(listing: Listing, bad: dict[Path, str]) -> tuple[list[tuple[int, int]
             if picture.mode.startswith(("I", "F")):
                 bad[path] = f"{path} has more than 8 bits per channel ({picture.mode}): convert it to 8 bits"
                 continue
-            width, height = picture.size
-            turned = picture.getexif().get(ORIENTATION) in (5, 6, 7, 8)
-            shapes.append((height, width) if turned else (width, height))
-            grey = grey and picture.mode in ("1", "L", "LA")
+            shapes.append(_upright(picture))
+            grey = grey and picture.mode in GREY
     return shapes, grey
 
 
 def _decoded(x: UInt8, paths: Sequence[Path], text: str, bad: dict[Path, str]) -> None:
     """Fill x (N, H, W, channels) with pictures; files that cannot be decoded are noted."""
-    from PIL import Image, ImageOps
+    from PIL import Image
 
-    height, width, channels = x.shape[1:]
     for row, path in enumerate(_progress(paths, text)):
         with _noted(path, bad), Image.open(path) as picture:
-            upright = ImageOps.exif_transpose(picture).convert("L" if channels == 1 else "RGB")
-            if upright.size != (width, height):
-                upright = ImageOps.fit(upright, (width, height), Image.Resampling.BILINEAR)
-            x[row] = np.asarray(upright).reshape(height, width, channels)
+            x[row] = _pixels(picture, x.shape[1:])
 
 
-def _size(root: Path, shapes: Sequence[tuple[int, int]], channels: int, wanted: int | None) -> tuple[int, int]:
+def _pixels(picture: Any, shape: tuple[int, ...]) -> UInt8:
+    """Return an opened picture upright, as uint8 of the shape (H, W, channels)."""
+    from PIL import Image, ImageOps
+
+    height, width, channels = shape
+    upright = ImageOps.exif_transpose(picture).convert("L" if channels == 1 else "RGB")
+    if upright.size != (width, height):
+        upright = ImageOps.fit(upright, (width, height), Image.Resampling.BILINEAR)
+    return np.asarray(upright).reshape(shape)
+
+
+def stacked(where: str, found: Iterable[Any], image_size: int | None) -> UInt8:
+    """Return opened pictures as uint8 (N, H, W, channels), brought to one size as those of a folder are.
+
+    Parameters
+    ----------
+    where : name of the source, for messages.   found : can be gone through twice.
+
+    Raises
+    ------
+    BadRequest : pictures are missing or have more than 8 bits (all are named), or are too large together.
+    """
+    shapes, grey, bad = [], True, []
+    for row, picture in enumerate(found):
+        if picture is None or picture.mode.startswith(("I", "F")):
+            bad.append(f"row {row} has {'no picture' if picture is None else 'more than 8 bits per channel'}")
+            continue
+        shapes.append(_upright(picture))
+        grey = grey and picture.mode in GREY
+    if bad:
+        more = f" ({len(bad)} in all)" if len(bad) > SHOWN else ""
+        raise BadRequest(f"{where}: {'; '.join(bad[:SHOWN])}{more}: repair these rows or leave them out")
+    shape = (*_size(where, shapes, 1 if grey else 3, image_size), 1 if grey else 3)
+    x = np.empty((len(shapes), *shape), np.uint8)
+    for row, picture in enumerate(found):
+        x[row] = _pixels(picture, shape)
+    return x
+
+
+def _upright(picture: Any) -> tuple[int, int]:
+    """Return width and height that a picture has once it is turned as its EXIF tag says."""
+    width, height = picture.size
+    return (height, width) if picture.getexif().get(ORIENTATION) in (5, 6, 7, 8) else (width, height)
+
+
+def _size(root: object, shapes: Sequence[tuple[int, int]], channels: int, wanted: int | None) -> tuple[int, int]:
     """Return height and width to which all pictures are brought.
 
     Raises

@@ -66,7 +66,7 @@ def read(files: Sequence[Path], root: Path, reading: Reading) -> Own:
 
     if not len(whole):
         raise BadRequest(f"{root}: the table has no rows")
-    return _columns(root, whole, first, wanted, reading, place)
+    return from_frame(root, whole, first, wanted, reading, place=place)
 
 
 def _of_client(path: Path, frame: Any, found: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
@@ -150,16 +150,30 @@ class _Features:
     faults: list[str] = field(default_factory=list)
 
 
-def _columns(
-    where: Path,
+def from_frame(
+    where: object,
     frame: Any,
     found: Mapping[str, str],
     wanted: Mapping[str, tuple[str, ...]],
     reading: Reading,
-    place: Callable[[int], str],
+    classes: Sequence[str] | None = None,
+    place: Callable[[int], str] = "row {}".format,
 ) -> Own:
+    """Turn a table into columns of own data.
+
+    Parameters
+    ----------
+    where : name of the source, for messages.   frame : a pandas DataFrame.
+    found, wanted : of `assigned` and `roles`.
+    classes : their names in order; None = sorted.
+    place : how messages name a row.
+
+    Raises
+    ------
+    BadRequest : columns are wrong; the message names all of them.
+    """
     features = _Features()
-    columns = {role: _keys(role, frame[name], name, place, features.faults) for role, name in found.items()}
+    columns = {role: keys(role, frame[name], name, place, features.faults) for role, name in found.items()}
     training = np.ones(len(frame), bool)
     if "split" in columns:
         training = columns["split"] == "train"
@@ -181,7 +195,7 @@ def _columns(
             f"columns, x=*; there are {', '.join(every) or 'no others'}"
         )
     y = columns["y"]
-    names = np.unique(entries(y)).astype(str)
+    names = np.unique(entries(y)).astype(str) if classes is None else np.array(classes, dtype=str)
     arrays = {**columns, "x": np.stack(features.values, axis=1), "y": y, "class_names": names}
     for role in ("client", "group"):
         if role in arrays:
@@ -192,7 +206,7 @@ def _columns(
     )  # fmt: skip
 
 
-def _keys(role: str, column: Any, name: str, place: Callable[[int], str], faults: list[str]) -> Array:
+def keys(role: str, column: Any, name: str, place: Callable[[int], str], faults: list[str]) -> Array:
     """Return the entries of y, client, split or group as text."""
     empty = np.array(column.isna())
     text = np.array(["" if e else str(v).strip() for v, e in zip(column, empty)], dtype=str)

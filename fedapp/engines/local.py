@@ -8,6 +8,7 @@ from typing import Any
 
 from fedapp import config as configuration
 from fedapp.config import RunConfig
+from fedapp.data.hub import HUB
 from fedapp.errors import BadRequest
 from fedapp.results.directory import absolute, check_out, new_folder, run_name
 from fedapp.results.runs import RunResult, read_run
@@ -21,7 +22,7 @@ def effective(values: Mapping[str, Any]) -> RunConfig:
     """Make the effective configuration of a simulation: `auto` resolved, number of clients set, paths absolute."""
     config = configuration.from_flat({**values, "resume": False})
     config.check_simulation()
-    if config.data_dir:
+    if config.data_dir and not config.data_dir.startswith(HUB):
         config = config.replaced(data_dir=str(Path(config.data_dir).expanduser().absolute()))
     if config.state_dir:
         config = config.replaced(state_dir=str(Path(config.state_dir).expanduser().absolute()))

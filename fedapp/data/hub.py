@@ -1,0 +1,142 @@
+"""Data sets of the library `datasets`: saved to disk, in Parquet files, as folders of pictures, or from the hub.
+
+Nothing is fetched unless the place is written ``hub:owner/name``. No code of a data set is run.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from fedapp.data import pictures, tables
+from fedapp.data.cache import file_identity
+from fedapp.data.columns import PARTS, Array, Own, Reading, assigned, entries, own, roles
+from fedapp.errors import BadRequest, suggest
+
+HUB = "hub:"
+
+
+def identity(place: str) -> dict[str, Any]:
+    """Return what tells one version of a data set from another; of the hub it is the name alone.
+
+    Raises
+    ------
+    BadRequest : there is nothing.
+    """
+    if place.startswith(HUB):
+        return {"hub": place}
+    path = Path(place)
+    if not place or not path.exists():
+        raise BadRequest(
+            f"data set 'hf' needs data-dir ({place or 'it'} is not there): a folder written by save_to_disk, Parquet "
+            "files, a folder of pictures, or hub:owner/name to download one"
+        )
+    files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+    return {"files": [file_identity(p) for p in files]}
+
+
+def read(place: str, reading: Reading) -> Own:
+    """Read a data set.
+
+    Raises
+    ------
+    BadRequest : it cannot be read, or columns are missing or wrong; the message says which.
+    """
+    import datasets
+
+    with tempfile.TemporaryDirectory(prefix="fedapp-") as scratch:
+        try:
+            found = _opened(place, scratch)
+        except (OSError, ValueError, KeyError, TypeError, datasets.exceptions.DatasetsError) as error:
+            why = " ".join(str(error).split()) or type(error).__name__
+            raise BadRequest(f"cannot read the data set {place} ({why}): write it again with save_to_disk") from error
+        splits = found if isinstance(found, dict) else {"": found}
+        foreign = sorted(set(splits) - {"", *PARTS})
+        if foreign:
+            raise BadRequest(
+                f"{place} has a split '{foreign[0]}'{suggest(foreign[0], PARTS)}: choose from {', '.join(PARTS)}"
+            )
+        names = [part for part in ("", *PARTS) if part in splits]
+        whole = datasets.concatenate_datasets([splits[part] for part in names])
+        if not len(whole):
+            raise BadRequest(f"{place} has no rows")
+        split = np.repeat(names, [len(splits[part]) for part in names]) if len(names) > 1 else None
+        return _columns(place, whole, split, reading)
+
+
+def _opened(place: str, scratch: str) -> Any:
+    import datasets
+
+    if place.startswith(HUB):
+        name, _, revision = place.removeprefix(HUB).partition("@")
+        return datasets.load_dataset(name, revision=revision or None)
+    path = Path(place)
+    if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
+        return datasets.load_from_disk(place)
+    # The builder is named, so that a script beside the files is never one.
+    if path.is_file():
+        return datasets.load_dataset("parquet", data_files=place, cache_dir=scratch)["train"]
+    builder = "parquet" if any(path.rglob("*.parquet")) else "imagefolder"
+    return datasets.load_dataset(builder, data_dir=place, cache_dir=scratch)
+
+
+def _columns(place: str, data: Any, split: Array | None, reading: Reading) -> Own:
+    import datasets
+
+    wanted = roles(reading.columns)
+    found = assigned(place, data.column_names, wanted)
+    if split is not None and "split" in found:
+        raise BadRequest(f"{place} has several splits and a column '{found['split']}' for them: leave one of them out")
+    kinds: Mapping[str, Any] = data.features
+    labels = kinds[found["y"]]
+    known = labels.names if isinstance(labels, datasets.ClassLabel) else None
+    others = [n for n in data.column_names if n not in found.values()]
+    chosen = [n for n in wanted.get("x", ()) if n != "*"] or others
+    whole = [n for n in chosen if not isinstance(kinds[n], (datasets.Value, datasets.ClassLabel))]
+    if not whole:
+        frame = pd.DataFrame({name: _values(data, name) for name in data.column_names})
+        if split is not None:
+            frame["split"], found = split, {**found, "split": "split"}
+        return tables.from_frame(place, frame, found, wanted, reading, known)
+    if len(whole) > 1 or ("x" in wanted and len(chosen) > 1):
+        raise BadRequest(
+            f'{place}: {", ".join(chosen if "x" in wanted else whole)} could all be x: give columns = "x=NAME"'
+        )
+    faults: list[str] = []
+    arrays: dict[str, Array] = {
+        role: tables.keys(role, pd.Series(_values(data, name), dtype=object), name, "row {}".format, faults)
+        for role, name in found.items()
+    }
+    if faults:
+        raise BadRequest(f"{place}: {'; '.join(faults)}")
+    if split is not None:
+        arrays["split"] = split
+    for role in ("client", "group"):
+        if role in arrays:
+            arrays[role] = entries(arrays[role])
+    arrays["class_names"] = np.array(known if known is not None else np.unique(entries(arrays["y"])).astype(str))
+    (name,) = whole
+    if isinstance(kinds[name], datasets.Image):
+        arrays["x"] = pictures.stacked(f"{place}, column {name}", data[name], reading.image_size)
+    else:
+        arrays["x"] = data.with_format("numpy")[name][:]
+        if arrays["x"].dtype == object:
+            raise BadRequest(f"{place}: the rows of '{name}' have different lengths or are empty: give all the same")
+    return replace(own(place, arrays), ignored=tuple(n for n in others if n != name))
+
+
+def _values(data: Any, name: str) -> Sequence[Any]:
+    """Return the entries of one column, classes as their names, without a class None."""
+    import datasets
+
+    values: Sequence[Any] = data[name][:]
+    kind = data.features[name]
+    if isinstance(kind, datasets.ClassLabel):
+        values = [None if v is None or v < 0 else kind.names[v] for v in values]
+    return values

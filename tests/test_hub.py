@@ -1,0 +1,169 @@
+"""Own data as data sets of the library `datasets`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import datasets as library
+import numpy as np
+import pytest
+from datasets import Array2D, ClassLabel, DatasetDict, Features, Image, List, Value
+from PIL import Image as Pictures
+
+from fedapp.data import hub
+from fedapp.data.columns import Reading
+from fedapp.data.datasets import Dataset, load, source
+from fedapp.errors import BadRequest
+
+PERSONS = ["ada", "bob", "cleo"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDAPP_CACHE", str(tmp_path / "cache"))
+
+
+def content(rows: int = 12, seed: int = 0) -> dict[str, list[Any]]:
+    rng = np.random.default_rng(seed)
+    return {
+        "signal": list(rng.standard_normal((rows, 2, 5)).astype("float32")),
+        "age": rng.standard_normal(rows).astype("float32").tolist(),
+        "eyes": [("blue", "brown")[i % 2] for i in range(rows)],
+        "photo": [Pictures.fromarray(rng.integers(0, 256, (10, 10, 3), dtype=np.uint8)) for _ in range(rows)],
+        "pair": list(rng.standard_normal((rows, 3)).astype("float32")),
+        "activity": [(2, 0, 1)[i % 3] for i in range(rows)],
+        "person": [PERSONS[i % 3] for i in range(rows)],
+    }
+
+
+def made(values: dict[str, list[Any]], *names: str) -> Any:
+    kinds = {
+        "signal": Array2D((2, 5), "float32"), "age": Value("float32"), "eyes": Value("string"), "photo": Image(),
+        "pair": List(Value("float32")), "activity": ClassLabel(names=["walk", "run", "sit"]), "person": Value("string"),
+    }  # fmt: skip
+    names = (*names, "activity", "person")
+    features = Features({name: kinds[name] for name in names})
+    return library.Dataset.from_dict({name: values[name] for name in names}, features=features)
+
+
+def loaded(place: Path, data: Any, columns: str = "y=activity client=person", **options: Any) -> Dataset:
+    data.save_to_disk(str(place))
+    assert source(place) == "hf"
+    return load("hf", place, Reading(columns, **options))
+
+
+def test_arrays_classes_and_clients_are_equal_to_the_last_bit(tmp_path: Path) -> None:
+    values = content()
+    data = loaded(tmp_path / "ds", made(values, "signal", "age"))
+    assert (data.kind, data.shape, data.classes) == ("series", (2, 5), ("walk", "run", "sit"))
+    assert np.array_equal(data.x_train, np.stack(values["signal"])) and data.x_train.dtype == np.float32
+    assert data.y_train.tolist() == values["activity"] and data.ignored == ("age",)
+    assert data.owners is not None and [data.owner_names[o] for o in data.owners] == values["person"]
+
+
+def test_parts_are_the_split(tmp_path: Path) -> None:
+    parts = {part: content(12, seed) for seed, part in enumerate(["test", "train", "validation"])}
+    data = loaded(tmp_path / "ds", DatasetDict({part: made(v, "signal") for part, v in parts.items()}))
+    assert np.array_equal(data.x_test, np.stack(parts["test"]["signal"]))
+    wanted = [*parts["train"]["signal"], *parts["validation"]["signal"]]
+    assert np.array_equal(data.x_train, np.stack(wanted))
+    assert data.held_out is not None and data.held_out.tolist() == [False] * 12 + [True] * 12
+    with pytest.raises(BadRequest, match="a split 'tests', did you mean 'test'"):
+        loaded(tmp_path / "odd", DatasetDict({"tests": made(content(), "signal")}))
+
+
+def test_pictures_are_equal_and_brought_to_a_size(tmp_path: Path) -> None:
+    values = content()
+    data = loaded(tmp_path / "ds", made(values, "photo"))
+    assert data.kind == "image" and np.array_equal(data.x_train, np.stack([np.asarray(p) for p in values["photo"]]))
+    assert load("hf", tmp_path / "ds", Reading("y=activity", image_size=5)).shape == (3, 5, 5)
+    values["photo"][7] = None
+    with pytest.raises(BadRequest, match="column photo: row 7 has no picture"):
+        loaded(tmp_path / "odd", made(values, "photo"))
+
+
+def test_lists_of_equal_length_are_features(tmp_path: Path) -> None:
+    values = content()
+    data = loaded(tmp_path / "ds", made(values, "pair", "age"))
+    assert data.kind == "table" and np.array_equal(data.x_train, np.stack(values["pair"]))
+    values["pair"][3] = values["pair"][3][:2]
+    with pytest.raises(BadRequest, match="the rows of 'pair' have different lengths"):
+        loaded(tmp_path / "odd", made(values, "pair"))
+
+
+@pytest.mark.parametrize("form", ["disk", "file", "folder"])
+def test_single_values_are_a_table(form: str, tmp_path: Path) -> None:
+    values = content()
+    table = made(values, "age", "eyes")
+    place = tmp_path / "ds"
+    columns = "x=age,eyes y=activity client=person"
+    if form == "disk":
+        data = loaded(place, table, columns)
+    else:
+        place.mkdir()
+        table.to_parquet(str(place / "train.parquet"))
+        data = load("hf", place / "train.parquet" if form == "file" else place, Reading(columns))
+    assert data.features == ("age", "eyes=blue", "eyes=brown") and data.classes == ("walk", "run", "sit")
+    assert np.array_equal(data.x_train[:, 0], np.array(values["age"], np.float32))
+    assert data.x_train[:, 1].tolist() == [1, 0] * 6 and data.y_train.tolist() == values["activity"]
+
+
+def test_a_folder_of_pictures_with_a_table_of_clients(tmp_path: Path) -> None:
+    lines = ["file_name,person,label"]
+    grey = np.random.default_rng(0).integers(0, 256, (4, 9, 9), dtype=np.uint8)
+    for i, picture in enumerate(grey):
+        Pictures.fromarray(picture).save(tmp_path / f"{i}.png")
+        lines.append(f"{i}.png,{PERSONS[i % 2]},{'ab'[i // 2]}")
+    (tmp_path / "metadata.csv").write_text("\n".join(lines) + "\n")
+    data = load("hf", tmp_path, Reading("client=person"))
+    assert np.array_equal(data.x_train[..., 0], grey) and data.classes == ("a", "b")
+    assert data.owners is not None and data.owners.tolist() == [0, 1, 0, 1]
+
+
+def test_a_missing_entry_is_found_first(tmp_path: Path) -> None:
+    values = content()
+    values["person"][7] = values["person"][9] = None
+    with pytest.raises(BadRequest, match=r"row 7 has no client \(column 'person' is empty, 2 in all\)"):
+        loaded(tmp_path / "ds", made(values, "signal"))
+    values = content()
+    values["activity"][5] = None
+    with pytest.raises(BadRequest, match="row 5 has no y"):
+        loaded(tmp_path / "dt", made(values, "age"))
+
+
+@pytest.mark.parametrize(
+    ("names", "columns", "message"),
+    [
+        (["signal", "photo"], "y=activity", r"signal, photo could all be x: give columns = .x=NAME"),
+        (["signal", "age"], "x=signal,age y=activity", "signal, age could all be x"),
+        (["signal"], "y=activty client=persn", r"no column 'activty', did .*'persn', did .*\(2 in all\)"),
+        (["signal"], "", "no column y, label or target for the classes"),
+    ],
+)
+def test_wrong_columns_say_what_to_do(names: list[str], columns: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=message):
+        loaded(tmp_path / "ds", made(content(), *names), columns)
+
+
+def test_nothing_is_fetched_unless_it_says_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, Any]] = []
+
+    def fetched(name: str, revision: str | None = None) -> Any:
+        asked.append((name, revision))
+        return DatasetDict({"train": made(content(), "signal")})
+
+    monkeypatch.setattr(library, "load_dataset", fetched)
+    with pytest.raises(BadRequest, match=r"somebody/waves is not there\).* hub:owner/name"):
+        load("hf", "somebody/waves", Reading("y=activity"))
+    assert not asked
+    assert load("hf", "hub:somebody/waves@v2", Reading("y=activity")).num_train == 12
+    assert asked == [("somebody/waves", "v2")]
+
+
+def test_a_damaged_data_set_is_an_error(tmp_path: Path) -> None:
+    made(content(), "signal").save_to_disk(str(tmp_path / "ds"))
+    (tmp_path / "ds" / "data-00000-of-00001.arrow").write_bytes(b"no")
+    with pytest.raises(BadRequest, match="cannot read the data set"):
+        load("hf", tmp_path / "ds", Reading("y=activity"))
+    assert hub.identity(str(tmp_path / "ds"))["files"]
