@@ -127,9 +127,10 @@ def test_a_missing_entry_is_found_first(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match=r"row 7 has no client \(column 'person' is empty, 2 in all\)"):
         loaded(tmp_path / "ds", made(values, "signal"))
     values = content()
-    values["activity"][5] = None
-    with pytest.raises(BadRequest, match="row 5 has no y"):
-        loaded(tmp_path / "dt", made(values, "age"))
+    for unknown in (None, -1):  # -1 is how test sets without labels are published
+        values["activity"][5] = unknown
+        with pytest.raises(BadRequest, match="row 5 has no y"):
+            loaded(tmp_path / f"dt{unknown}", made(values, "age"))
 
 
 @pytest.mark.parametrize(

@@ -109,6 +109,13 @@ def test_booleans_and_numbers_with_unknown_cells(tmp_path: Path) -> None:
     np.testing.assert_array_equal(data.x_train, np.array(wanted, np.float32))
 
 
+def test_numbers_that_are_names_stay_as_written(tmp_path: Path) -> None:
+    (tmp_path / "t.csv").write_text("a,y,client\n1,0,007\n2,1,7\n3,0,7\n4,1,NA\n")
+    assert datasets.load("csv", tmp_path / "t.csv").owner_names == ("007", "7", "NA")
+    (tmp_path / "t.csv").write_text("a,y,client\n1,0,007\n2,1,7\n3,0,10\n")
+    assert datasets.load("csv", tmp_path / "t.csv").owner_names == ("007", "10", "7")
+
+
 def test_a_file_per_client(tmp_path: Path) -> None:
     frame = patients(48)
     for part, name, rows in (("train", "north", slice(0, 20)), ("train", "south", slice(20, 40)),

@@ -274,7 +274,8 @@ def read_folder(listing: Listing, store: Store, reading: Reading) -> Own:
     """
     bad = dict(listing.bad)
     while True:
-        shapes, grey = _sizes(listing, bad)
+        # Only sizes that are kept depend on how pictures are turned; of a PNG file that is known once it is decoded.
+        shapes, grey = _sizes(listing, bad, turn=reading.image_size == 0)
         good = [p for p in listing.pictures if p.path not in bad]
         if not good or (bad and not reading.skip_bad and not shapes):
             raise _refused(listing, bad)
@@ -321,8 +322,8 @@ def _refused(listing: Listing, bad: Mapping[Path, str]) -> BadRequest:
     )
 
 
-def _sizes(listing: Listing, bad: dict[Path, str]) -> tuple[list[tuple[int, int]], bool]:
-    """Return (width, height) of every upright picture and whether all are grey; files that are bad are noted."""
+def _sizes(listing: Listing, bad: dict[Path, str], turn: bool) -> tuple[list[tuple[int, int]], bool]:
+    """Return (width, height) of every picture, upright if `turn`, and whether all are grey; bad files are noted."""
     from PIL import Image
 
     shapes, grey = [], True
@@ -331,7 +332,7 @@ def _sizes(listing: Listing, bad: dict[Path, str]) -> tuple[list[tuple[int, int]
             if picture.mode.startswith(("I", "F")):
                 bad[path] = f"{path} has more than 8 bits per channel ({picture.mode}): convert it to 8 bits"
                 continue
-            shapes.append(_upright(picture))
+            shapes.append(_upright(picture) if turn else picture.size)
             grey = grey and picture.mode in GREY
     return shapes, grey
 
