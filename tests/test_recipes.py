@@ -31,7 +31,7 @@ PAPERS = {
     "fedgh": "FedGH (Yi et al., ACM MM 2023)",
     "ccvr": "CCVR (Luo et al., NeurIPS 2021)",
 }
-NAMES = [n for n in recipes.shipped() if n != "digits"]
+NAMES = [n for n in recipes.shipped() if n not in ("digits", "har")]
 
 # classes, side, channels, images for training and for testing, as published
 SHAPES = {
