@@ -341,9 +341,7 @@ def list_recipes(
 
 Client = Annotated[
     str | None,
-    typer.Option(
-        help="with --run: number of the client, as in final.csv, or its name in the data (name:3 if a number)"
-    ),
+    typer.Option(help="number of the client, as in final.csv, or its name in the data (name:3 if a number)"),
 ]
 RunFolder = Annotated[
     Path | None, typer.Option("--run", help="run directory, or a node's STATE-DIR/<federation>", metavar="DIR")
@@ -398,6 +396,23 @@ def predict(
     cells = [[name, *(f"{c} {100 * p:.1f} %" for c, p in row)] for name, row in zip(found["sample"], best, strict=True)]
     plain = [[name, *(f"{c}\t{p:.4f}" for c, p in row)] for name, row in zip(found["sample"], best, strict=True)]
     _show(net.about, heads, cells, plain)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="run directory, or a node's STATE-DIR/<federation>", metavar="DIR")],
+    out: Annotated[Path, typer.Option(help="file to write")],
+    to: Annotated[Literal["pt2", "onnx"], typer.Option(help="pt2: torch.export; onnx needs fedapp[onnx]")] = "pt2",
+    client: Client = None,
+    received: Annotated[bool, typer.Option("--received", help="the client's model before local training")] = False,
+) -> None:
+    """Write a trained model with its transform as one graph on raw samples, and check it against the module."""
+    from fedapp.results import exporting
+
+    net = _loaded(run, client, received)
+    difference = exporting.write(net, to, out)
+    typer.echo(f"{net.about}\ntakes {net.wanted()}, returns logits (N, {len(net.classes)})")
+    typer.echo(f"largest difference from the module on {exporting.CHECKED} samples: {difference:.2g}\nwritten to {out}")
 
 
 @app.command()

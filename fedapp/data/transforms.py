@@ -106,7 +106,8 @@ def _standardise(x: Tensor, spec: InputSpec, scale: float) -> Tensor:
     """Normalise float32 (B, H, W, C) of grey levels 0 .. scale in place; return (B, C, H, W), channels_last."""
     factor, offset = _affine(spec, scale, x.device)
     # Factor and offset of a whole image: broadcasting over the channels in the last axis would work in steps of three.
-    x.view(len(x), factor.numel()).mul_(factor).add_(offset)
+    # The batch may be symbolic where a model is exported, so not len(x).
+    x.view(x.shape[0], factor.numel()).mul_(factor).add_(offset)
     return x.permute(0, 3, 1, 2)
 
 

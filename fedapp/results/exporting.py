@@ -1,0 +1,115 @@
+"""`fedapp export`: a stored model with its transform as one graph, for programs that have no fedapp.
+
+The graph maps raw samples (N, ...), of any N, to logits (N, C). The names of the classes and what a raw sample is
+travel in the file: `fedapp.json` among the extra files of `.pt2`, the metadata entry `fedapp` of `.onnx`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from fedapp.core.products import Linear
+from fedapp.errors import BadRequest
+from fedapp.results.predict import LoadedModel, described
+
+FORMATS = ("pt2", "onnx")
+CHECKED = 8
+"""Random samples on which a written file is compared with the module."""
+CLOSE = 1e-4
+"""Largest difference of two logits that another engine may cause, relative to the largest logit."""
+
+
+def examples(net: LoadedModel, count: int) -> Tensor:
+    """Draw raw samples (count, *raw_shape), the same in every call."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (count, *net.raw_shape)
+    if net.kind == "image":
+        return torch.randint(0, int(net.inputs.scale) + 1, shape, generator=generator, dtype=torch.uint8)
+    axes = (1, -1, *(1 for _ in net.raw_shape[1:]))
+    mean, std = (torch.tensor(v, dtype=torch.float32).view(axes) for v in (net.inputs.mean, net.inputs.std))
+    return mean + std * torch.randn(shape, generator=generator)
+
+
+def write(net: LoadedModel, to: str, path: Path) -> float:
+    """Write a model as one graph, read it again, and compare it with the module.
+
+    Parameters
+    ----------
+    to : `pt2` (torch.export) or `onnx`.
+
+    Returns
+    -------
+    The largest difference of two logits on `CHECKED` random samples.
+
+    Raises
+    ------
+    BadRequest : unknown format, the packages for ONNX are missing, or the file cannot be written.
+    RuntimeError : the file computes something else than the module.
+    """
+    if to not in FORMATS:
+        raise BadRequest(f"--to {to}: choose from {', '.join(FORMATS)}")
+    net = net.cpu().eval()
+    x = examples(net, CHECKED)
+    with torch.inference_mode():
+        wanted = net(x)  # before tracing, so that the transform's cached constants are real tensors
+    facts = json.dumps(described(net.inputs, net.classes))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        found = (_pt2 if to == "pt2" else _onnx)(_traceable(net), path, facts, x)
+    except OSError as e:
+        raise BadRequest(f"{path} cannot be written ({e.strerror or e}): choose another --out") from e
+    difference = float((found - wanted).detach().abs().max())
+    if not difference <= CLOSE * max(1.0, float(wanted.abs().max())):
+        path.unlink(missing_ok=True)
+        raise RuntimeError(f"the exported graph differs from the model by {difference:g}; nothing was kept")
+    return difference
+
+
+def _traceable(net: LoadedModel) -> LoadedModel:
+    """Return a copy with PyTorch's own linear layers: ours choose a kernel by the size of the batch."""
+    twin = copy.deepcopy(net)
+    for module in twin.modules():
+        if type(module) is Linear:
+            module.__class__ = nn.Linear  # type: ignore[assignment]
+    return twin
+
+
+def _batch() -> tuple[dict[int, Any]]:
+    return ({0: torch.export.Dim("batch", min=1)},)
+
+
+def _pt2(net: LoadedModel, path: Path, facts: str, x: Tensor) -> Tensor:
+    # Two rows: a batch of one would be taken as a constant.
+    program = torch.export.export(net, (x[:2],), dynamic_shapes=_batch())
+    torch.export.save(program, path, extra_files={"fedapp.json": facts})
+    with torch.inference_mode():
+        logits: Tensor = torch.export.load(path).module()(x)
+    return logits
+
+
+def _onnx(net: LoadedModel, path: Path, facts: str, x: Tensor) -> Tensor:
+    try:
+        import onnx
+        import onnxruntime
+        import onnxscript  # noqa: F401
+    except ImportError as e:
+        raise BadRequest(f"--to onnx needs the package {e.name}: pip install 'fedapp[onnx]', or choose --to pt2") from e
+    # Weights in the same file: the default puts large ones into a second one.
+    torch.onnx.export(
+        net, (x[:2],), path, dynamo=True, external_data=False, dynamic_shapes=_batch(), input_names=["raw"],
+        output_names=["logits"], verbose=False,
+    )  # fmt: skip
+    model = onnx.load(path)
+    onnx.helper.set_model_props(model, {"fedapp": facts})
+    onnx.save(model, path)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    found: NDArray[np.float32] = session.run(["logits"], {"raw": x.numpy()})[0]
+    return torch.from_numpy(found)
