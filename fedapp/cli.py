@@ -348,13 +348,13 @@ RunFolder = Annotated[
 ]
 
 
-def _loaded(run: Path, client: str | None, received: bool = False) -> Any:
+def _loaded(run: Path, client: str | None, received: bool = False, allow: str = "") -> Any:
     """Load a model by what the command line says; without a client the global model."""
     from fedapp.results.loading import load
 
     number = int(client) if client is not None and client.isdecimal() else client
     number = number.removeprefix("name:") if isinstance(number, str) else number
-    return load(run, number, "received" if received else "trained")
+    return load(run, number, "received" if received else "trained", allow)
 
 
 @app.command()
@@ -372,6 +372,7 @@ def predict(
     top: Annotated[int, typer.Option(min=1, help="number of classes to show per sample")] = 3,
     dataset: Annotated[str, typer.Option(help="for a server's model: the data set it was trained on")] = "",
     out: Annotated[Path | None, typer.Option(help="also write classes and probabilities to this .csv file")] = None,
+    allow: Annotated[str, typer.Option(help="own models whose code may be imported, such as 'mypkg.*'")] = "",
 ) -> None:
     """Classify pictures, arrays or rows with a model that a run or a node saved after training."""
     from fedapp.results import predict as predicting
@@ -382,7 +383,11 @@ def predict(
         raise BadRequest("--client and --received go with --run: a model file holds one model")
     if run is not None and dataset:
         raise BadRequest("--dataset goes with --model: a run says itself what it was trained on")
-    net = predicting.read_model(model, dataset) if model is not None else _loaded(run or Path(), client, received)
+    net = (
+        predicting.read_model(model, dataset, allow=allow)
+        if model is not None
+        else _loaded(run or Path(), client, received, allow)
+    )
     found = predicting.run(net, files)
     if out is not None:
         try:

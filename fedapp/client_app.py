@@ -58,7 +58,7 @@ def _task(context: Context, config: RunConfig, control: dict[str, Any]) -> Task:
     process.prepare(config.threads)
     node = Node.parse(context.node_config)
     if node.own or control.get("deployed"):
-        config.check_node()
+        node.check(config)
     return nodes.node_task(config, node, process.device())
 
 
@@ -115,6 +115,8 @@ def handle(stage: str, message: Message, context: Context) -> Message:
                 models.keep(folder / name, client, config, rounds, payload.scalars)
 
         if stage == "register":
+            if control.get("deployed"):
+                nodes.try_own(client.task)
             metrics, facts = client.register()
             partitions = int(context.node_config.get("num-partitions", 0))
             facts["partitions"] = partitions

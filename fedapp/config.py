@@ -27,7 +27,7 @@ from fedapp.learning import evaluation
 from fedapp.learning.optimizers import optimizer_class, parse_schedule, round_rates, takes
 from fedapp.learning.training import TrainSpec, class_weights, make_optimizer
 from fedapp.method import BaseHParams, Method
-from fedapp.models import MODEL_NAMES, default_model
+from fedapp.models import MODEL_NAMES, ModelOptions, check_form, default_model, is_own
 from fedapp.transport.client_manager import Settings
 
 Auto = Literal["auto"]
@@ -88,7 +88,14 @@ class RunConfig(BaseModel):
         lt=1,
         description="in a simulation with split = merged or holdout: share of each client's images for testing",
     )
-    model: str = Field("auto", description="architecture, or several, comma-separated, assigned to the clients in turn")
+    model: str = Field(
+        "auto",
+        description="architecture, or several, comma-separated, assigned to the clients in turn; your own: "
+        "package.module:function",
+    )
+    model_args: str = Field("", description='further arguments of an own model, "name=value name=value"')
+    head: str = Field("", description="layer of an own model that is its head; empty = the last Linear that fits")
+    width: int = Field(0, ge=0, description="features of a layer added before the head of an own model; 0 = none")
     num_server_rounds: int = Field(20, ge=1, description="total number of rounds")
     fraction_train: float = Field(1.0, gt=0, le=1, description="share of clients per round")
     local_epochs: int = Field(2, ge=1, description="epochs of local training per round")
@@ -219,6 +226,11 @@ class RunConfig(BaseModel):
     def model_names(self) -> tuple[str, ...]:
         """The architectures, in the order in which they are assigned to clients."""
         return tuple(m.strip() for m in self.model.split(",") if m.strip())
+
+    @property
+    def model_options(self) -> ModelOptions:
+        """What an own model is built with."""
+        return ModelOptions(self.model_args, self.head, self.width)
 
     def model_of(self, client: int) -> str:
         """Return the architecture of a client, which its id decides."""
@@ -437,10 +449,15 @@ def _check(config: RunConfig) -> None:
     if not config.model_names:
         raise BadRequest("model is empty: give one architecture, several with commas between them, or auto")
     for name in config.model_names:
-        if name != "auto" and name not in MODEL_NAMES:
+        if is_own(name):
+            check_form(name, config.model_options)
+        elif name != "auto" and name not in MODEL_NAMES:
             raise BadRequest(
-                f"unknown model '{name}'{suggest(name, MODEL_NAMES)}: choose from {', '.join(MODEL_NAMES)}"
+                f"unknown model '{name}'{suggest(name, MODEL_NAMES)}: choose from {', '.join(MODEL_NAMES)}, or "
+                "name your own as package.module:function"
             )
+    if config.model_options != ModelOptions() and not any(map(is_own, config.model_names)):
+        raise BadRequest("model-args, head and width are for own models (package.module:function): leave them out")
     if len(set(config.model_names)) > 1 and not method.heterogeneous:
         raise BadRequest(
             f"{config.method} needs one architecture, but model = '{config.model}' names "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class BadRequest(ValueError):
@@ -40,6 +41,21 @@ def named_values(key: str, text: str, takes: str) -> dict[str, str]:
             raise BadRequest(f"{key}: '{name}' is given twice, as {values[name]} and as {value}: give it once")
         values[name] = value
     return values
+
+
+def plain_value(text: str) -> Any:
+    """Return what a text stands for: true, false, none, a number, several with commas between them, else the text."""
+    if "," in text:
+        return tuple(plain_value(part) for part in text.split(","))
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
 
 
 def described(shape: tuple[int, ...]) -> str:

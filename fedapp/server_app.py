@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from fedapp.learning.evaluation import LOW_IS_GOOD, Scores, column, evaluate, me
 from fedapp.learning.metrics import client_row, mean, summarise
 from fedapp.learning.state import write_safetensors
 from fedapp.learning.task import ModelSpec
-from fedapp.method import Array, Arrays, Scalar, Scored, ServerContext, ServerState
+from fedapp.method import Array, Arrays, ClientInfo, Scalar, Scored, ServerContext, ServerState
+from fedapp.models import is_own
 from fedapp.results.directory import (
     ANNOUNCED,
     RunDirectory,
@@ -147,6 +149,25 @@ def _entry(e: BaseException, run: Run | None) -> dict[str, Any]:
     return entry
 
 
+def buildable(infos: Sequence[ClientInfo], config: RunConfig) -> str:
+    """Return the first client's architecture that the server may build: of the zoo, or an own model of its own run.
+
+    A node may name any text as its model, and the server imports no code for that.
+
+    Raises
+    ------
+    BadRequest : there is none; says what to do.
+    """
+    names = [i.model for i in infos]
+    found = next((n for n in names if not is_own(n) or n in config.model_names), None)
+    if found is None:
+        raise BadRequest(
+            f"the nodes have own models ({', '.join(sorted(set(names)))}) that this run does not name, and the server "
+            "builds one of them for its initial values: name it in the run's model, or give one node a model of fedapp"
+        )
+    return found
+
+
 class Run(Callbacks):
     """One run: it builds everything, hands control to the strategy, and writes results as rounds finish."""
 
@@ -224,7 +245,9 @@ class Run(Callbacks):
         self.infos = [i for i in present if i.client not in self.extra["unseen"]]
         facts = next(iter(self.manager.facts.values()))
         shape = tuple(json.loads(str(facts["shape"])))
-        self.spec = ModelSpec(self.infos[0].model, self.infos[0].num_classes, shape, 0)
+        self.spec = ModelSpec(
+            buildable(self.infos, self.config), self.infos[0].num_classes, shape, 0, config.model_options
+        )
         self._data()
         if self.simulation and config.keeps_models(len(self.infos)):
             self.manager.control["models-dir"] = str(self.directory.client_models)
@@ -410,7 +433,8 @@ class Run(Callbacks):
         """Return what a stored model needs so that it can be built again and used."""
         config, spec = self.config, self.spec
         sizes = {"num_classes": spec.num_classes, "shape": list(spec.shape)}
-        return {**self.about, "method": config.method, "method-args": config.method_args, "model": spec.name, **sizes}
+        model = {"model": spec.name, "model-options": dataclasses.asdict(spec.options)}
+        return {**self.about, "method": config.method, "method-args": config.method_args, **model, **sizes}
 
     def has_evaluation(self, server_round: int) -> bool:
         """Whether `evaluations.csv` holds the evaluation after `server_round`."""

@@ -49,7 +49,10 @@ def client_needs(configs: Sequence[RunConfig]) -> ClientNeeds:
     ------
     Exception : any error of a client.
     """
-    different = {(c.dataset, c.data_dir, c.data_fraction, c.batch_size, c.precision, c.model): c for c in configs[::-1]}
+    different = {
+        (c.dataset, c.data_dir, c.data_fraction, c.batch_size, c.precision, c.model, c.model_options): c
+        for c in configs[::-1]
+    }
     configs = list(different.values())[::-1]
     if not cuda_devices():
         return _measure(configs)

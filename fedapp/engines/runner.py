@@ -107,7 +107,8 @@ def what_leaves(config: RunConfig) -> list[str]:
     half = config.wire_dtype == "fp16"
     for name in dict.fromkeys(config.model_names):
         client: type[FedClient] = method.client
-        model = client.build_model(ModelSpec(name, data.dataset.num_classes, data.inputs.shape, 0), hparams)
+        spec = ModelSpec(name, data.dataset.num_classes, data.inputs.shape, 0, config.model_options)
+        model = client.build_model(spec, hparams)
         state = model.state_dict()
         down = FedClient.names_of(model, method, hparams, config.buffers)
         up = selection.shared_names(model, method.up_prefixes(hparams), config.buffers)

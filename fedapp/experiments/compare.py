@@ -42,7 +42,7 @@ from fedapp.engines.resources import usable_cores
 from fedapp.errors import BadRequest, suggest
 from fedapp.experiments import grid, tables
 from fedapp.experiments.jobs import Job, Variant, common_public
-from fedapp.models import head_width
+from fedapp.models import head_width, is_own
 from fedapp.results.directory import absolute, check_out, check_writable, new_folder, only_writer
 from fedapp.results.runs import RunResult
 from fedapp.tasks import simulated as tasks
@@ -260,7 +260,13 @@ def _pairs(text: str) -> dict[str, str]:
 def _check_widths(config: RunConfig) -> None:
     """Refuse architectures whose heads do not fit together before clients register and the server notices."""
     method, hparams = config.method_and_hparams()
-    widths = {head_width(name) for name in config.model_names}
+    if len(set(config.model_names)) == 1:
+        return
+    widths = {head_width(name) for name in config.model_names if not is_own(name)}
+    if own_names := set(filter(is_own, config.model_names)):
+        data = tasks.federated(config, config.clients)
+        facts = data.dataset.num_classes, data.inputs.shape, config.model_options
+        widths |= {head_width(name, *facts) for name in own_names}
     if len(widths) > 1 and method.same_width and (method.shared_prefixes(hparams) or method.extra_up):
         raise BadRequest(
             f"the models of {config.model} have features of widths {sorted(widths)}, but heads or representations are "

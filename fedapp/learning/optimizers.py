@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
-from fedapp.errors import BadRequest, named_values, suggest
+from fedapp.errors import BadRequest, named_values, plain_value, suggest
 
 REFUSED_OPTIMIZERS = {
     "lbfgs": "it computes the loss several times in each step",
@@ -183,7 +183,7 @@ def _arguments(key: str, name: str, cls: type[Any], text: str) -> dict[str, Any]
             why = _ELSEWHERE.get(argument) if argument in known else None
             reason = f"'{argument}' is not set here: {why}" if why else f"{name} has no argument '{argument}'"
             raise BadRequest(f"{key}: {reason}{'' if why else suggest(argument, settable)}. {listing}")
-        value = _value(written)
+        value = plain_value(written)
         wanted = str(_annotation(settable[argument]))
         if not _fits(value, wanted, settable[argument].default):
             raise BadRequest(f"{key}: {argument} = '{written}' is not {_words(wanted)}. {listing}")
@@ -209,21 +209,6 @@ def _text(value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(map(_text, value))
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
-
-
-def _value(text: str) -> Any:
-    """Return what a text stands for: true, false, none, a number, several with commas between them, else the text."""
-    if "," in text:
-        return tuple(_value(part) for part in text.split(","))
-    words = {"true": True, "false": False, "none": None}
-    if text.lower() in words:
-        return words[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            pass
-    return text
 
 
 def _number(value: Any) -> bool:

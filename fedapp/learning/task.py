@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedapp.data.transforms import InputSpec
 from fedapp.learning.training import TrainSpec
+from fedapp.models.own import NO_OPTIONS, ModelOptions
 
 
 @dataclass(frozen=True)
@@ -21,15 +22,16 @@ class ModelSpec:
 
     Attributes
     ----------
-    name : architecture, a name of the model zoo.
+    name : architecture, a name of the model zoo, or an own model, `package.module:function`.
     num_classes : outputs of the head.   shape : of one sample as the model takes it, (C, H, W).
-    seed : decides the initial values.
+    seed : decides the initial values.   options : of own models.
     """
 
     name: str
     num_classes: int
     shape: tuple[int, ...]
     seed: int
+    options: ModelOptions = NO_OPTIONS
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Task:
     ----------
     client : stable client id.   seed : the run's seed.
     num_classes : classes of the federation, C.   inputs : shape and normalisation of the images.
-    model : name of the client's architecture.
+    model : name of the client's architecture.   options : of own models.
     x_train, x_test : (n, H, W, channels) uint8 tensors on the client's device.
     y_train, y_test : (n,) int64, values 0 .. C - 1.
     x_validation, y_validation : held out from training to choose settings by, or None.
@@ -70,6 +72,7 @@ class Task:
     buffers: str = "global"
     protocols: tuple[str, ...] = ("received", "trained")
     metrics: tuple[str, ...] = ()
+    options: ModelOptions = NO_OPTIONS
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -79,7 +82,7 @@ class Task:
 
     def spec(self, seed: int) -> ModelSpec:
         """Return the specification of this client's architecture with initial values of `seed`."""
-        return ModelSpec(self.model, self.num_classes, self.inputs.shape, seed)
+        return ModelSpec(self.model, self.num_classes, self.inputs.shape, seed, self.options)
 
     def class_counts(self) -> NDArray[np.int64]:
         """Return the number of training images per class, (C,); private unless the method's page says otherwise."""

@@ -88,6 +88,8 @@ from torch import Tensor, nn
 
 from fedapp.core.products import Linear
 from fedapp.errors import BadRequest, described, suggest
+from fedapp.models import own
+from fedapp.models.own import NO_OPTIONS, ModelOptions
 from fedapp.models.split import SplitModel
 
 Stages = list[tuple[str, nn.Module]]
@@ -529,15 +531,17 @@ def _entry(name: str) -> ZooEntry:
     raise BadRequest(f"unknown model '{name}'{hint}: choose from {', '.join(MODEL_NAMES)}")
 
 
-def head_width(name: str) -> int:
+def head_width(name: str, num_classes: int = 0, shape: Shape = (), options: ModelOptions = NO_OPTIONS) -> int:
     """Return the number of features that the head of a model takes; models of equal width can share a head.
+
+    Only an own model depends on more than its name; it is built once in a process to find out.
 
     Raises
     ------
     BadRequest
         If the name is unknown.
     """
-    return _entry(name).width
+    return own.width(name, num_classes, shape, options) if own.is_own(name) else _entry(name).width
 
 
 def check_model(name: str, shape: Shape) -> None:
@@ -547,7 +551,11 @@ def check_model(name: str, shape: Shape) -> None:
     ------
     BadRequest
         If the name is unknown (with a suggestion), or the model does not fit (with the reason and the models that do).
+        Whether an own model fits is seen when it is tried (`own.check`).
     """
+    if own.is_own(name):
+        own.check_form(name, NO_OPTIONS)
+        return
     entry = _entry(name)
     if not shape or min(shape) < 1:
         raise BadRequest(f"one sample has the shape {shape}, without a number in it: check the arrays of the data")
@@ -558,7 +566,9 @@ def check_model(name: str, shape: Shape) -> None:
         )
 
 
-def build_model(name: str, *, num_classes: int, shape: Shape, seed: int) -> SplitModel:
+def build_model(
+    name: str, *, num_classes: int, shape: Shape, seed: int, options: ModelOptions = NO_OPTIONS
+) -> SplitModel:
     """Build a model with random initial values.
 
     The values depend on `seed` and the shapes only, and the global random state is left as it was. The head is drawn
@@ -567,13 +577,15 @@ def build_model(name: str, *, num_classes: int, shape: Shape, seed: int) -> Spli
     Parameters
     ----------
     name : str
-        One of `MODEL_NAMES`.
+        One of `MODEL_NAMES`, or an own model, `package.module:function` (`fedapp.models.own`).
     num_classes : int
         Outputs of the head, 1 or more.
     shape : tuple of int
         Of one sample: (C, H, W) images, (C, T) series, (F,) table rows.
     seed : int
         Seed of the initial values, 0 to 2**64 - 1.
+    options : ModelOptions
+        Of own models; those of the zoo have none.
 
     Returns
     -------
@@ -589,10 +601,10 @@ def build_model(name: str, *, num_classes: int, shape: Shape, seed: int) -> Spli
     check_model(name, shape)
     if num_classes < 1:
         raise BadRequest(f"a model needs at least 1 class, got {num_classes}; check the labels of the data.")
+    if own.is_own(name):
+        return own.build(name, num_classes=num_classes, shape=shape, seed=seed, options=options)
     entry = _ZOO[name]
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        # Seeds the CPU generator alone: torch.manual_seed would also reset the generators of all GPUs.
-        torch.default_generator.manual_seed(seed)
+    with own.seeded(seed):
         head = nn.Linear(entry.width, num_classes)
         features = nn.Sequential(OrderedDict(entry.stages(shape)))
     activation = nn.ReLU() if entry.relu else nn.Identity()

@@ -137,7 +137,7 @@ def _model(run: RunResult, name: str, arrays: Arrays) -> SplitModel:
     """Build an architecture as clients of the run's method do, with these values, in evaluation mode."""
     method, hparams = method_of(run)
     data = data_of(run)
-    spec = ModelSpec(name, data.dataset.num_classes, data.inputs.shape, 0)
+    spec = ModelSpec(name, data.dataset.num_classes, data.inputs.shape, 0, config_of(run).model_options)
     model: SplitModel = method.client.build_model(spec, hparams)
     try:
         selection.merge(model, arrays)
@@ -167,7 +167,8 @@ def initial_arrays(run: RunResult) -> Arrays:
     method, hparams = method_of(run)
     data, config = data_of(run), config_of(run)
     seed = sampling.derived_seed(run.seed, "server-model", 0)
-    spec = ModelSpec(config.model_names[0], data.dataset.num_classes, data.inputs.shape, seed)
+    options = config.model_options
+    spec = ModelSpec(config.model_names[0], data.dataset.num_classes, data.inputs.shape, seed, options)
     arrays: Arrays = method.client.initial_arrays(spec, method, hparams, config.buffers)
     return arrays
 

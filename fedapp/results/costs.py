@@ -13,7 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedapp.learning.training import batch_slices
-from fedapp.models import head_width
+from fedapp.models import head_width, is_own
 from fedapp.results.analysis import Unavailable, config_of, counts_of, data_of, method_of
 from fedapp.results.runs import RunResult
 from fedapp.tasks import simulated as tasks
@@ -76,4 +76,7 @@ def head_bytes(run: RunResult) -> tuple[int, int, float]:
     config, (method, hparams) = config_of(run), method_of(run)
     if method.up_prefixes(hparams) != ("head.",) or method.extra_up:
         raise Unavailable(f"{run.method} sends other arrays than the head", "fedapp run --method fedclassavg ...")
-    return head_width(config.model_names[0]), len(run.classes), float(run.summary["bytes_up"])
+    name = config.model_names[0]
+    data = data_of(run) if is_own(name) else None
+    facts = () if data is None else (data.dataset.num_classes, data.inputs.shape, config.model_options)
+    return head_width(name, *facts), len(run.classes), float(run.summary["bytes_up"])

@@ -13,6 +13,7 @@ the global model of the method, as the server published it at the end.
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,7 +31,10 @@ FILES = {"trained": "personal.safetensors", "received": "received.safetensors"}
 
 
 def load(
-    run_dir: str | Path, client: int | str | None = None, point: Literal["trained", "received"] = "trained"
+    run_dir: str | Path,
+    client: int | str | None = None,
+    point: Literal["trained", "received"] = "trained",
+    allow: str = "",
 ) -> LoadedModel:
     """Return a model that a run has trained, as a module in evaluation mode that takes raw samples.
 
@@ -40,6 +44,8 @@ def load(
     client : number of the client, as in final.csv, or its name in the data; None = the global model of the method.
     point : `trained` = after local training, `received` = as the server sent it; see the head of this module. The
         attribute `about` says which model was found.
+    allow : own models that the run may name, `package.module:function` or `package.*` with commas between them; their
+        code is imported.
 
     Returns
     -------
@@ -63,11 +69,11 @@ def load(
         if run.config is None:
             raise BadRequest(f"this version does not accept the configuration of {place}: {run.problem}")
         if client is None:
-            return _global(run, run.config)
-        return _client(run, run.config, _number(run, run.config, client), point)
+            return _global(run, run.config, allow)
+        return _client(run, run.config, _number(run, run.config, client), point, allow)
     own = place / str(client) if isinstance(client, int) else place
     if (own / FILES[point]).is_file():
-        return read_model(own / FILES[point])
+        return read_model(own / FILES[point], allow=allow)
     raise BadRequest(
         f"{own} holds no {FILES[point]}, and {place} is no run directory: give a run directory, or on a node "
         "STATE-DIR/<federation> with the number of the client"
@@ -113,14 +119,14 @@ def _scored_round(run: RunResult) -> int:
     return int(run.summary.get("round") or last)
 
 
-def _client(run: RunResult, config: RunConfig, client: int, point: str) -> LoadedModel:
+def _client(run: RunResult, config: RunConfig, client: int, point: str, allow: str) -> LoadedModel:
     names = _names(run)
     scored = _scored_round(run)
     more: dict[str, Any] = {"client": client, "name": names[client] if client < len(names) else ""}
     kept = run.out / "models" / "clients" / str(client) / FILES[point]
     if kept.is_file():
         when = f"after round {scored}" + (" and one more local training" if point == "trained" else ", as received")
-        return read_model(kept, more={**more, "when": when})
+        return read_model(kept, more={**more, "when": when}, allow=allow)
     if point == "received":
         if run.alone:
             raise BadRequest(f"clients of {run.method} receive nothing: leave out point")
@@ -151,13 +157,14 @@ def _client(run: RunResult, config: RunConfig, client: int, point: str) -> Loade
         "method": config.method,
         "method-args": config.method_args,
         "model": config.model_of(client),
+        "model-options": dataclasses.asdict(config.model_options),
         "when": f"after its last training, in round {header.get('round')}",
     }
     model = {name.removeprefix("model/"): a for name, a in arrays.items() if name.startswith("model/")}
-    return rebuild(files[-1], head, model)
+    return rebuild(files[-1], head, model, allow)
 
 
-def _global(run: RunResult, config: RunConfig) -> LoadedModel:
+def _global(run: RunResult, config: RunConfig, allow: str) -> LoadedModel:
     method, _ = config.method_and_hparams()
     if not method.global_model:
         raise BadRequest(f"{config.method} has no global model: give the client whose model you want, such as client=0")
@@ -165,4 +172,5 @@ def _global(run: RunResult, config: RunConfig) -> LoadedModel:
     if not path.is_file():
         raise BadRequest(f"{path} is not there: no round of the run has finished, or the file was deleted")
     scored = _scored_round(run)
-    return read_model(path, more={"when": f"global model after round {scored}"}, facts=lambda: _facts(run, config))
+    more = {"when": f"global model after round {scored}"}
+    return read_model(path, more=more, facts=lambda: _facts(run, config), allow=allow)

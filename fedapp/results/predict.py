@@ -9,6 +9,7 @@ names the method, the architecture, the classes and the normalisation.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ from fedapp.learning.evaluation import BATCH
 from fedapp.learning.state import StateError, read_safetensors, write_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.method import Arrays, Scalar
-from fedapp.models import SplitModel
+from fedapp.models import ModelOptions, SplitModel, allowed, is_own
 from fedapp.transport import selection
 
 SCHEMA = 1
@@ -66,6 +67,7 @@ def keep(path: Path, client: FedClient, config: RunConfig, server_round: int, sc
         "method": config.method,
         "method-args": config.method_args,
         "model": task.model,
+        "model-options": dataclasses.asdict(task.options),
         "num_classes": task.num_classes,
         "client": task.client,
         "round": server_round,
@@ -162,6 +164,7 @@ def read_model(
     *,
     facts: Callable[[], Mapping[str, Any]] | None = None,
     more: Mapping[str, Any] | None = None,
+    allow: str = "",
 ) -> LoadedModel:
     """Read a model that a node, a simulation's client or a server kept.
 
@@ -171,6 +174,7 @@ def read_model(
     dataset : published data set whose classes and normalisation to use where the file does not say (a server's file).
     facts : returns them in place of `dataset`.
     more : further entries of the header, for `about`: `client`, `name`, `when`.
+    allow : own models that the file may name; their code is imported.
 
     Raises
     ------
@@ -199,35 +203,43 @@ def read_model(
             names = ", ".join(n for n in datasets.DATASET_NAMES if datasets.published(n))
             raise BadRequest(f"{path} is a server's model, which has no normalisation: add --dataset, one of {names}")
         head |= vars(known)
-    return rebuilt(path, {**head, **(more or {})}, arrays)
+    return rebuilt(path, {**head, **(more or {})}, arrays, allow)
 
 
-def rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays) -> LoadedModel:
+def rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str = "") -> LoadedModel:
     """Build the module of a stored model.
 
     Parameters
     ----------
     path : where it comes from, for messages.   head : see `keep`.   arrays : the model's, by name.
+    allow : own models that the file may name; their code is imported.
 
     Raises
     ------
     BadRequest : the header is damaged, or the arrays are not those of the model.
     """
     try:
-        return _rebuilt(path, head, arrays)
+        return _rebuilt(path, head, arrays, allow)
     except BadRequest:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise BadRequest(f"{path} is damaged ({type(e).__name__}: {e}): take another copy of it") from e
 
 
-def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays) -> LoadedModel:
+def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) -> LoadedModel:
     method = registry.get(str(head["method"]))
     hparams = registry.parse_args(method, str(head.get("method-args", "")))
     method = registry.resolve(method, hparams)
     # Files of versions before 0.3 hold images alone, as `channels` and `size`.
     shape = tuple(map(int, head["shape"] if "shape" in head else (head["channels"], head["size"], head["size"])))
-    spec = ModelSpec(str(head["model"]), int(head["num_classes"]), shape, 0)
+    name, given = str(head["model"]), dict(head.get("model-options", {}))
+    if is_own(name) and not allowed(name, allow):
+        raise BadRequest(
+            f"{path} was trained with the model '{name}', code that is imported to use it: if you trust it, "
+            f'allow it with allow="{name}" (on the command line --allow "{name}")'
+        )
+    options = ModelOptions(str(given.get("args", "")), str(given.get("head", "")), int(given.get("width", 0)))
+    spec = ModelSpec(name, int(head["num_classes"]), shape, 0, options)
     client: type[FedClient] = method.client
     model = client.build_model(spec, hparams)
     lacking = [n for n, _ in model.named_parameters() if n not in arrays]

@@ -13,6 +13,8 @@ key                meaning
 `num-partitions`
 `data-dir`         where this node has common data sets: a demonstration's, or the public one of methods that need it
 `model`            this node's architecture (default, and `auto`: the run's)
+`allow`            own models that a run may name, `package.module:function` or `package.*`, with commas
+                   between them (default: none; nodes import no code that a server names)
 `state-dir`        folder that survives a restart (default: `$FEDAPP_STATE`, else `~/.fedapp/state`)
 =================  ===================================================================================================
 
@@ -43,7 +45,7 @@ from fedapp.data.datasets import Samples
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest, suggest
 from fedapp.learning.task import Task
-from fedapp.models import MODEL_NAMES, check_model
+from fedapp.models import MODEL_NAMES, ModelOptions, allowed, check_form, check_model, is_own, own
 from fedapp.tasks import simulated
 from fedapp.tasks.public import node_images
 
@@ -54,6 +56,7 @@ KEYS: dict[str, type] = {
     "data-path": str,
     "data-dir": str,
     "model": str,
+    "allow": str,
     "state-dir": str,
 }
 EXAMPLE = '"client-id=0 data-path=\'/data/site\'", or "partition-id=0 num-partitions=3" for a demonstration'
@@ -68,7 +71,7 @@ class Node:
     ----------
     client : stable client id.
     partitions : number of shares of the demonstration that this node takes part in; 0 = own data.
-    data_path, data_dir, model, state_dir : as in the node-config, "" where not given.
+    data_path, data_dir, model, state_dir, allow : as in the node-config, "" where not given.
     """
 
     client: int
@@ -77,6 +80,7 @@ class Node:
     data_dir: str = ""
     model: str = ""
     state_dir: str = ""
+    allow: str = ""
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> Node:
@@ -118,12 +122,15 @@ class Node:
         else:
             missing = "data-path" if "client-id" in given else "client-id and data-path"
             raise BadRequest(f"node-config: {missing} missing: start flower-supernode with --node-config {EXAMPLE}")
-        if config.get("model", "auto") not in (*MODEL_NAMES, "auto"):
-            name = config["model"]
+        name = str(config.get("model", "auto"))
+        if is_own(name):
+            check_form(name, ModelOptions())
+        elif name not in (*MODEL_NAMES, "auto"):
             raise BadRequest(
                 f"node-config: unknown model '{name}'{suggest(name, MODEL_NAMES)}: choose from {', '.join(MODEL_NAMES)}"
             )
-        texts = {k.replace("-", "_"): str(config.get(k, "")) for k in ("data-path", "data-dir", "model", "state-dir")}
+        keys = ("data-path", "data-dir", "model", "state-dir", "allow")
+        texts = {k.replace("-", "_"): str(config.get(k, "")) for k in keys}
         if texts["model"] == "auto":
             texts["model"] = ""
         return cls(number, parts, **texts)
@@ -132,6 +139,25 @@ class Node:
     def own(self) -> bool:
         """Whether the node has data of its own."""
         return self.partitions == 0
+
+    def check(self, config: RunConfig) -> None:
+        """Refuse a run whose code this node may not import; nothing is imported here.
+
+        Raises
+        ------
+        BadRequest : it names own code that `allow` does not, or that would come from the working or the data folder.
+        """
+        config.check_node()
+        name = self.model or config.model_of(self.client)
+        if not is_own(name):
+            return
+        if not self.model and not allowed(name, self.allow):
+            raise BadRequest(
+                f"model '{name}' is not among the models of fedapp, and a node imports no code that a server names: "
+                f"its owner can allow it in the node-config, allow='{name}'"
+            )
+        data = [Path(self.data_path).expanduser()] if self.data_path else []
+        own.check_place(name, Path.cwd(), *data, *(d.parent for d in data if d.is_file()))
 
     def state_root(self, config: RunConfig) -> Path:
         """Return the folder of this node's private state; it is created if needed.
@@ -279,6 +305,18 @@ def node_task(config: RunConfig, node: Node, device: torch.device) -> Task:
     if node.own or node.model:
         check_model(task.model, task.inputs.shape)
     return task
+
+
+def try_own(task: Task) -> None:
+    """Try a node's own model on two of its training rows, before it takes part.
+
+    Raises
+    ------
+    BadRequest : it does not do what a model must; says what to change.
+    """
+    if is_own(task.model):
+        rows = task.x_train[:2].cpu().numpy()
+        simulated.try_model(task.model, rows, task.inputs, task.num_classes, task.options)
 
 
 def fingerprint(classes: tuple[str, ...]) -> str:

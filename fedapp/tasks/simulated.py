@@ -18,11 +18,11 @@ from fedapp.data import datasets, natural, partitions
 from fedapp.data.columns import Reading
 from fedapp.data.datasets import OWN, Dataset, Samples
 from fedapp.data.partitions import Partition
-from fedapp.data.transforms import InputSpec
+from fedapp.data.transforms import InputSpec, channels_first, normalise
 from fedapp.errors import BadRequest
 from fedapp.learning.task import Task
 from fedapp.learning.training import class_weights
-from fedapp.models import check_model, default_model
+from fedapp.models import ModelOptions, check_model, default_model, is_own, own
 from fedapp.tasks.public import PublicSource, draw_images, public_source
 
 
@@ -165,13 +165,27 @@ def check(config: RunConfig, clients: int) -> FederatedData:
     BadRequest : they do not; says what to change.
     """
     data = federated(config, clients)
-    for name in config.model_names:
+    for name in dict.fromkeys(config.model_names):
         check_model(default_model(data.inputs.shape) if name == "auto" else name, data.inputs.shape)
+        if is_own(name):
+            rows, _ = data.dataset.take(data.partition.clients[0].train[:2])
+            try_model(name, rows, data.inputs, data.dataset.num_classes, config.model_options)
     class_weights(config.class_weights, torch.zeros(0, dtype=torch.int64), data.dataset.num_classes)
     if config.precision == "bf16" and not bf16_works():
         place = "GPU" if torch.cuda.is_available() else "processor"
         raise BadRequest(f"precision = 'bf16': this {place} has no fast bfloat16; use fp32")
     return data
+
+
+def try_model(name: str, rows: Samples, inputs: InputSpec, num_classes: int, options: ModelOptions) -> None:
+    """Try an own model on a client's first training rows, raw as in a `Dataset`.
+
+    Raises
+    ------
+    BadRequest : it does not do what a model must; says what to change.
+    """
+    x = normalise(channels_first(torch.from_numpy(np.array(rows[[0, -1]]))), inputs)
+    own.check(name, x, num_classes=num_classes, options=options)
 
 
 def bf16_works() -> bool:
@@ -260,5 +274,6 @@ def assemble(
         buffers=config.buffers,
         protocols=tuple(p for p in config.measured if p != "global"),
         metrics=config.further_metrics,
+        options=config.model_options,
         extras=extras,
     )

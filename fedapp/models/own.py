@@ -1,0 +1,354 @@
+"""A user's own model: any function or class that returns an `nn.Module`, named `package.module:function`.
+
+The function is called with those of these arguments that its signature names, and with `model-args`:
+
+===============  ======================================================================================
+`num_classes`    outputs of the head; a function that takes any keyword (`**kwargs`) gets it too
+`input_shape`    of one sample: (C, H, W) images, (C, T) series, (F,) table rows
+`kind`           `image`, `series`, `table`, or `array` for samples with more axes
+===============  ======================================================================================
+
+What it returns maps (B, *input_shape) float32 to logits (B, num_classes), or is a `SplitModel`. The head of a module is
+its last `nn.Linear` with `num_classes` outputs, or the layer that the key `head` names; an identity takes its place,
+and what is left is the trunk (`features`). With the key `width` a linear layer to so many features takes its place, so
+that different networks can share a head. Logits stay the same to the last bit where nothing follows the head.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedapp.errors import BadRequest, described, named_values, plain_value
+from fedapp.models.split import SplitModel
+
+KINDS = {1: "table", 2: "series", 3: "image"}
+CLOSE = 1e-5
+"""Largest difference between the logits of a model and those of its trunk and head."""
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The run-config keys `model-args`, `head` and `width`, which are for own models alone."""
+
+    args: str = ""
+    head: str = ""
+    width: int = 0
+
+
+NO_OPTIONS = ModelOptions()
+
+
+def is_own(name: str) -> bool:
+    """Whether a model is the user's own, `package.module:function`."""
+    return ":" in name
+
+
+def allowed(name: str, allow: str) -> bool:
+    """Return whether `allow` names an own model: `mypkg.*, torchvision.models:resnet18`, exact or a package with `.*`.
+
+    `mypkg.*` stands for every attribute of the module `mypkg` and of the modules below it. Nothing is imported.
+    """
+    module = name.partition(":")[0]
+    entries = [entry.strip() for entry in allow.split(",")]
+    return any(name == e or (e.endswith(".*") and f"{module}.".startswith(e[:-1])) for e in entries if e)
+
+
+def check_place(name: str, *forbidden: Path) -> None:
+    """Refuse code that lies directly in one of these folders, before it is imported.
+
+    Raises
+    ------
+    BadRequest : it does, or there is no such package.
+    """
+    top = name.partition(":")[0].partition(".")[0]
+    found = importlib.util.find_spec(top)
+    if found is None:
+        raise BadRequest(f"'{name}' cannot be imported: there is no package '{top}' on this node, install it")
+    files = [
+        *(found.submodule_search_locations or ()),
+        *([found.origin] if found.has_location and found.origin else ()),
+    ]
+    places = {Path(file).resolve().parent for file in files if Path(file).name != "__init__.py"}
+    if places & {folder.resolve() for folder in forbidden}:
+        raise BadRequest(
+            f"'{name}' would be imported from {sorted(places)[0]}, the working or the data folder of this node: "
+            "install it as a package"
+        )
+
+
+def check_form(name: str, options: ModelOptions) -> None:
+    """Refuse a name that is not of the form `package.module:function`, and `model-args` that are not name=value.
+
+    Raises
+    ------
+    BadRequest : says what to write. Nothing is imported.
+    """
+    module, _, function = name.partition(":")
+    if not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        raise BadRequest(f"model '{name}' is not of the form package.module:function")
+    given = named_values("model-args", options.args, f"They are the arguments of {name}")
+    for taken in ("num_classes", "input_shape", "kind"):
+        if taken in given:
+            raise BadRequest(f"model-args: {taken} comes from the data: leave it out")
+
+
+def factory(name: str) -> Callable[..., Any]:
+    """Import the function or class that an own model names.
+
+    Raises
+    ------
+    BadRequest : it cannot be imported, or cannot be called.
+    """
+    check_form(name, NO_OPTIONS)
+    module, _, function = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), function)
+    except Exception as e:
+        raise BadRequest(
+            f"model '{name}' cannot be imported ({type(e).__name__}: {e}): check the name, and install the package or "
+            "put its folder on PYTHONPATH"
+        ) from e
+    if not callable(found):
+        raise BadRequest(f"model '{name}' is no function or class, but {type(found).__name__}")
+    return found  # type: ignore[no-any-return]
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Build on the CPU with random values of `seed`; the global random state is left as it was."""
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        # Seeds the CPU generator alone: torch.manual_seed would also reset the generators of all GPUs.
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def _made(name: str, num_classes: int, shape: tuple[int, ...], options: ModelOptions) -> nn.Module:
+    """Call the user's function."""
+    make = factory(name)
+    offered = {"num_classes": num_classes, "input_shape": shape, "kind": KINDS.get(len(shape), "array")}
+    try:
+        takes = dict(inspect.signature(make).parameters)
+    except (TypeError, ValueError):  # some builtins and extensions have none
+        takes = {}
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes.values())
+    arguments = {n: v for n, v in offered.items() if n in takes or (n == "num_classes" and open_ended)}
+    written = named_values("model-args", options.args, f"They are the arguments of {name}")
+    arguments |= {n: plain_value(v) for n, v in written.items()}
+    try:
+        net = make(**arguments)
+    except Exception as e:
+        called = ", ".join(f"{n}={v!r}" for n, v in arguments.items())
+        raise BadRequest(
+            f"model '{name}' cannot be built: {type(e).__name__}: {e}. It was called with ({called}); it takes "
+            f"({', '.join(map(str, takes.values()))}): give the rest in model-args"
+        ) from e
+    if not isinstance(net, nn.Module):
+        raise BadRequest(f"model '{name}' returns {type(net).__name__}: return an nn.Module")
+    return net
+
+
+def _head_path(name: str, net: nn.Module, num_classes: int, options: ModelOptions) -> str:
+    linear: dict[str, nn.Linear] = {path: layer for path, layer in net.named_modules() if isinstance(layer, nn.Linear)}
+    fitting = [path for path, layer in linear.items() if layer.out_features == num_classes]
+    if options.head:
+        if options.head not in fitting:
+            what = f"is no Linear with {num_classes} outputs" if options.head in linear else "is no Linear layer of it"
+            raise BadRequest(f"model '{name}': head = '{options.head}' {what}: {_choices(linear, fitting)}")
+        return options.head
+    if not fitting:
+        raise BadRequest(f"model '{name}' has no Linear with {num_classes} outputs: {_choices(linear, fitting)}")
+    return fitting[-1]
+
+
+def _choices(linear: dict[str, nn.Linear], fitting: list[str]) -> str:
+    if fitting:
+        return f"set head to one of: {', '.join(fitting)}"
+    sizes = ", ".join(f"{path} ({layer.out_features})" for path, layer in linear.items()) or "none"
+    return f"end it with nn.Linear(..., num_classes), or return a SplitModel. Its Linear layers: {sizes}"
+
+
+def _split(name: str, net: nn.Module, num_classes: int, options: ModelOptions) -> SplitModel:
+    """Cut a module into trunk and head; both keep their values."""
+    if isinstance(net, SplitModel):
+        if options.head or options.width:
+            raise BadRequest(f"model '{name}' is a SplitModel and has a head of its own: leave out head and width")
+        if net.num_classes != num_classes:
+            raise BadRequest(
+                f"model '{name}' has a head with {net.num_classes} outputs, the data have {num_classes} classes: pass "
+                "num_classes on"
+            )
+        net.name = name
+        return net
+    path = _head_path(name, net, num_classes, options)
+    old = net.get_submodule(path)
+    assert isinstance(old, nn.Linear)
+    # A plain layer: the names head.weight and head.bias must be the same in all models.
+    head = nn.Linear(old.in_features, num_classes)
+    with torch.no_grad():
+        head.weight.copy_(old.weight)
+        if old.bias is None:
+            head.bias.zero_()
+        else:
+            head.bias.copy_(old.bias)
+    rest: nn.Module = nn.Identity()
+    if options.width:
+        rest, head = nn.Linear(old.in_features, options.width), nn.Linear(options.width, num_classes)
+        if old.bias is None:
+            nn.init.zeros_(head.bias)
+    if path:
+        parent, _, leaf = path.rpartition(".")
+        setattr(net.get_submodule(parent), leaf, rest)
+    else:
+        net = rest  # the model is its head
+    return SplitModel(name=name, features=net, activation=nn.Identity(), head=head)
+
+
+@functools.lru_cache(maxsize=64)
+def _head_of(name: str, num_classes: int, shape: tuple[int, ...], options: ModelOptions) -> tuple[int, bool]:
+    """Return the width of the head, and whether the user's layer has no bias."""
+    with seeded(0):
+        net = _made(name, num_classes, shape, options)
+        bare = False
+        if not isinstance(net, SplitModel):
+            bare = getattr(net.get_submodule(_head_path(name, net, num_classes, options)), "bias", None) is None
+        return _split(name, net, num_classes, options).width, bare
+
+
+def width(name: str, num_classes: int, shape: tuple[int, ...], options: ModelOptions) -> int:
+    """Return the number of features that the head of an own model takes.
+
+    Raises
+    ------
+    BadRequest : it cannot be imported or built, or has no head.
+    """
+    return _head_of(name, num_classes, shape, options)[0]
+
+
+def build(name: str, *, num_classes: int, shape: tuple[int, ...], seed: int, options: ModelOptions) -> SplitModel:
+    """Build an own model with random values of `seed`, the head first, as `build_model` does.
+
+    Models of the same width, own or of the zoo, therefore start with the same head; a head without bias gets zeros.
+
+    Raises
+    ------
+    BadRequest : it cannot be imported or built, or has no head.
+    """
+    features, bare = _head_of(name, num_classes, shape, options)
+    with seeded(seed):
+        drawn = nn.Linear(features, num_classes)
+        model = _split(name, _made(name, num_classes, shape, options), num_classes, options)
+    if model.width != features:
+        raise BadRequest(f"model '{name}' has {features} features at one call and {model.width} at the next")
+    with torch.no_grad():
+        model.head.weight.copy_(drawn.weight)
+        model.head.bias.copy_(torch.zeros_like(drawn.bias) if bare else drawn.bias)
+    model.features.register_forward_pre_hook(_contiguous)
+    return model
+
+
+def _contiguous(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Store images channel by channel: batches come as channels_last, on which the usual x.view(len(x), -1) fails."""
+    return tuple(by_channel(a) for a in arguments)
+
+
+def by_channel(x: Tensor) -> Tensor:
+    """Return the same values with the strides of a new tensor; a single channel may have those of channels_last."""
+    return x.contiguous().flatten(1).view(x.shape)
+
+
+def check(name: str, x: Tensor, *, num_classes: int, options: ModelOptions) -> None:
+    """Try an own model on real rows before anything is trained.
+
+    Parameters
+    ----------
+    x : (2, *shape) float32, two rows as local training feeds them.
+
+    Raises
+    ------
+    BadRequest : says which of these is not so: logits of shape (2, num_classes), the same twice, finite, equal to
+        those of trunk and head; a loss that can be differentiated; initial values that the seed decides.
+    """
+    x, shape = by_channel(x), tuple(x.shape[1:])
+    with seeded(0):
+        net = _made(name, num_classes, shape, options).eval()
+        logits = _logits(name, net, x, num_classes)
+        again = _logits(name, net, x, num_classes)
+        if not torch.equal(logits, again):
+            raise BadRequest(
+                f"model '{name}' returns something else for the same rows in evaluation mode: switch off what is "
+                "random unless self.training"
+            )
+        model = _split(name, net, num_classes, ModelOptions(options.args, options.head, 0))
+        with torch.no_grad():
+            try:
+                z = model.represent(x)
+                if z.shape != (len(x), model.width):
+                    raise BadRequest(
+                        f"model '{name}' has features of shape {tuple(z.shape)}, not ({len(x)}, {model.width}): "
+                        "flatten them before the head"
+                    )
+                gap = float((model.classify(z) - logits).abs().max())
+            except BadRequest:
+                raise
+            except Exception as e:
+                raise BadRequest(
+                    f"model '{name}' does not run without its head ({type(e).__name__}: {e}): call the head as a "
+                    "layer, or return a SplitModel"
+                ) from e
+        if gap > CLOSE * max(1.0, float(logits.abs().max())):
+            raise BadRequest(
+                f"model '{name}': something follows the head (largest difference {gap:.2g}): return logits, or a "
+                "SplitModel, or name the last layer in head"
+            )
+    first, second = (build(name, num_classes=num_classes, shape=shape, seed=1, options=options) for _ in range(2))
+    values, others = first.state_dict(), second.state_dict()
+    if values.keys() != others.keys() or not all(torch.equal(v, others[n]) for n, v in values.items()):
+        raise BadRequest(f"model '{name}' gets other initial values at each call: draw them with PyTorch alone")
+    with seeded(0):
+        _backward(name, copy.deepcopy(first), x, num_classes)
+
+
+def _logits(name: str, net: nn.Module, x: Tensor, num_classes: int) -> Tensor:
+    try:
+        with torch.no_grad():
+            logits = net(x)
+    except Exception as e:
+        raise BadRequest(f"model '{name}' fails on {described(tuple(x.shape[1:]))}: {type(e).__name__}: {e}") from e
+    if not isinstance(logits, Tensor):
+        raise BadRequest(f"model '{name}' returns {type(logits).__name__}: return logits (B, {num_classes}) alone")
+    if logits.shape != (len(x), num_classes):
+        raise BadRequest(
+            f"model '{name}' returns {tuple(logits.shape)}, the data have {num_classes} classes: pass num_classes on, "
+            f"and return ({len(x)}, {num_classes}) for {len(x)} rows"
+        )
+    if not logits.isfinite().all():
+        raise BadRequest(f"model '{name}' returns logits that are not finite: check its initial values")
+    return logits
+
+
+def _backward(name: str, model: SplitModel, x: Tensor, num_classes: int) -> None:
+    """Try one backward pass in training mode, where dropout, BatchNorm and auxiliary outputs are on."""
+    try:
+        logits = model.train()(x)
+        F.cross_entropy(logits, torch.arange(len(x)) % num_classes).backward()  # type: ignore[no-untyped-call]
+    except Exception as e:
+        raise BadRequest(
+            f"model '{name}' cannot be trained ({type(e).__name__}: {e}): return logits alone, also in training mode "
+            "(such as aux_logits=false in model-args)"
+        ) from e
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    if model.head.weight.grad is None or not all(bool(g.isfinite().all()) for g in gradients):
+        raise BadRequest(f"model '{name}' has gradients that are not finite, or none: check its forward function")

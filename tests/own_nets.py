@@ -1,0 +1,115 @@
+"""Models as a user writes them, for `tests.own_nets:NAME`; most of them are wrong in one way."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from torch import Tensor, nn
+
+from fedapp.models import SplitModel
+
+
+class Net(nn.Module):
+    """A small network for images; its view needs images stored channel by channel."""
+
+    def __init__(self, num_classes: int, input_shape: tuple[int, ...], features: int = 64) -> None:
+        super().__init__()
+        channels, height, width = input_shape
+        self.conv = nn.Conv2d(channels, 8, 3, padding=1)
+        self.fc1 = nn.Linear(8 * height * width, features)
+        self.fc2 = nn.Linear(features, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.conv(x))
+        x = x.view(len(x), -1)
+        return self.fc2(torch.relu(self.fc1(x)))
+
+
+class Wide(Net):
+    """Another trunk of another width."""
+
+    def __init__(self, num_classes: int, input_shape: tuple[int, ...]) -> None:
+        super().__init__(num_classes, input_shape, features=80)
+
+
+class Series(nn.Module):
+    """For (C, T)."""
+
+    def __init__(self, num_classes: int, input_shape: tuple[int, ...], kind: str) -> None:
+        super().__init__()
+        assert kind == "series"
+        self.conv = nn.Conv1d(input_shape[0], 8, 5)
+        self.out = nn.Linear(8, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(self.conv(x)).mean(dim=2))
+
+
+def digits_a(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
+    """The zoo's `digits-a`, with a head without bias as the last layer."""
+    from fedapp.models.zoo import _ZOO
+
+    stages = OrderedDict(_ZOO["digits-a"].stages(input_shape))
+    return nn.Sequential(OrderedDict([*stages.items(), ("relu", nn.ReLU()), ("out", nn.Linear(64, num_classes))]))
+
+
+def linear(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
+    """A model that is its head."""
+    return nn.Linear(input_shape[0], num_classes, bias=False)
+
+
+def split(num_classes: int, input_shape: tuple[int, ...]) -> SplitModel:
+    trunk = nn.Sequential(nn.Flatten(), nn.Linear(input_shape[0] * input_shape[1] * input_shape[2], 16))
+    return SplitModel(name="mine", features=trunk, activation=nn.ReLU(), head=nn.Linear(16, num_classes))
+
+
+class Softmax(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).softmax(dim=1)
+
+
+class Tuple(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x), x) if self.training else super().forward(x)  # type: ignore[return-value]
+
+
+class Noise(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0.1 * torch.randn_like(x))
+
+
+class Nan(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * torch.nan
+
+
+class Reads(Net):
+    """Multiplies by the head's weight without calling the head."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.fc1(torch.relu(self.conv(x)).reshape(len(x), -1)))
+        return nn.functional.linear(x, self.fc2.weight, self.fc2.bias)
+
+
+class Random(Net):
+    """Its initial values do not come from the seed."""
+
+    def __init__(self, num_classes: int, input_shape: tuple[int, ...]) -> None:
+        super().__init__(num_classes, input_shape)
+        nn.init.normal_(self.fc1.weight, generator=torch.Generator().manual_seed(torch.seed()))
+
+
+def seven() -> nn.Module:
+    return Net(7, (1, 8, 8))
+
+
+def headless(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
+    return nn.Sequential(nn.Conv2d(1, num_classes, 8), nn.Flatten())
+
+
+def nothing(num_classes: int) -> None:
+    return None
+
+
+text = "no function"

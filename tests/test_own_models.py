@@ -1,0 +1,301 @@
+"""Own models, `package.module:function`: cut into trunk and head, tried before round 1, and run by every method."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from fedapp import registry
+from fedapp.config import from_flat
+from fedapp.engines.local import effective, run
+from fedapp.errors import BadRequest
+from fedapp.experiments import compare
+from fedapp.method import ClientInfo
+from fedapp.models import ModelOptions, SplitModel, allowed, build_model, head_width, own
+from fedapp.results import predict
+from fedapp.results.loading import load
+from fedapp.server_app import buildable
+from fedapp.tasks import simulated as tasks
+from fedapp.tasks.node import Node, try_own
+from tests.handmade import digit_tasks
+
+NETS = "tests.own_nets"
+SHAPE = (1, 8, 8)
+NONE = ModelOptions()
+
+
+def rows(*shape: int) -> torch.Tensor:
+    return torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+
+
+def built(name: str, seed: int = 0, shape: tuple[int, ...] = SHAPE, **options: Any) -> SplitModel:
+    return build_model(f"{NETS}:{name}", num_classes=10, shape=shape, seed=seed, options=ModelOptions(**options))
+
+
+# ---- trunk and head ------------------------------------------------------------------------------------------------
+
+
+def test_the_last_fitting_linear_is_the_head_and_keeps_its_names() -> None:
+    model = built("Net")
+    assert list(model.state_dict()) == [
+        "features.conv.weight", "features.conv.bias", "features.fc1.weight", "features.fc1.bias", "head.weight",
+        "head.bias",
+    ]  # fmt: skip
+    assert (model.width, model.num_classes, model.name) == (64, 10, f"{NETS}:Net")
+    x = rows(*SHAPE).contiguous(memory_format=torch.channels_last)
+    assert torch.equal(model(x), model.head(model.features(x))) and model(x).shape == (2, 10)
+
+
+def test_an_own_model_has_the_initial_values_of_the_same_one_in_the_zoo() -> None:
+    ours, zoo = built("digits_a", seed=5), build_model("digits-a", num_classes=10, shape=SHAPE, seed=5)
+    theirs = zoo.state_dict()
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.state_dict().items())
+    assert torch.equal(ours(rows(*SHAPE)), zoo(rows(*SHAPE)))
+    assert not torch.equal(built("digits_a", seed=6).head.weight, ours.head.weight)
+
+
+def test_equal_widths_start_with_equal_heads() -> None:
+    zoo = build_model("digits-b", num_classes=10, shape=SHAPE, seed=3)
+    for model in (built("Net", seed=3), built("Wide", seed=3, width=64)):
+        assert torch.equal(model.head.weight, zoo.head.weight) and torch.equal(model.head.bias, zoo.head.bias)
+
+
+def test_the_global_random_state_stays() -> None:
+    before = torch.get_rng_state()
+    built("Net", seed=4)
+    own.check(f"{NETS}:Net", rows(*SHAPE), num_classes=10, options=NONE)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_layer_of_the_wanted_width_takes_the_place_of_the_head() -> None:
+    model = built("Wide", width=12)
+    assert model.features.get_submodule("fc2").weight.shape == (12, 80)  # type: ignore[union-attr]
+    assert model.width == head_width(f"{NETS}:Wide", 10, SHAPE, ModelOptions(width=12)) == 12
+
+
+def test_a_head_without_bias_gets_zeros() -> None:
+    model = built("linear", shape=(5,), seed=2)
+    assert isinstance(model.features, nn.Identity) and not model.head.bias.any() and model.head.weight.any()
+    own.check(f"{NETS}:linear", rows(5), num_classes=10, options=NONE)
+
+
+def test_a_split_model_is_taken_as_it_is() -> None:
+    model = built("split")
+    assert isinstance(model.activation, nn.ReLU) and model.width == 16
+    own.check(f"{NETS}:split", rows(*SHAPE), num_classes=10, options=NONE)
+    with pytest.raises(BadRequest, match="leave out head and width"):
+        built("split", width=8)
+
+
+@pytest.mark.parametrize("args", ["features=32", "features=10"])
+def test_arguments_and_the_named_head(args: str) -> None:
+    model = built("Net", args=args, head="fc2")
+    assert model.width == int(args.partition("=")[2])
+    assert built("Net", args=args).width == model.width  # without a name: the last that fits
+    own.check(f"{NETS}:Net", rows(*SHAPE), num_classes=10, options=ModelOptions(args, "fc2"))
+
+
+def test_the_kind_follows_the_shape() -> None:
+    model = built("Series", shape=(3, 40))
+    own.check(f"{NETS}:Series", rows(3, 40), num_classes=10, options=NONE)
+    assert model(rows(3, 40)).shape == (2, 10)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "densenet121", "alexnet"])
+def test_torchvision_works_as_it_stands(name: str) -> None:
+    x = rows(3, 64, 64)
+    own.check(f"torchvision.models:{name}", x, num_classes=6, options=NONE)
+    model = build_model(f"torchvision.models:{name}", num_classes=6, shape=(3, 64, 64), seed=0).eval()
+    assert model(x).shape == (2, 6) and model.features(x).shape == (2, model.width)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------
+
+WRONG: list[tuple[str, str]] = [
+    ("seven", r"returns \(2, 7\), the data have 10 classes: pass num_classes on"),
+    ("headless", "no Linear with 10 outputs: end it with nn.Linear"),
+    ("Softmax", "something follows the head .*return logits"),
+    ("Tuple", "cannot be trained .*also in training mode"),
+    ("Noise", "something else for the same rows in evaluation mode"),
+    ("Nan", "not finite"),
+    ("Reads", "does not run without its head"),
+    ("Random", "other initial values at each call"),
+    ("nothing", "returns NoneType: return an nn.Module"),
+    ("text", "is no function or class, but str"),
+    ("Nett", "cannot be imported .*PYTHONPATH"),
+    ("Series", "cannot be built: AssertionError"),
+]
+
+
+@pytest.mark.parametrize(("name", "message"), WRONG)
+def test_a_wrong_model_is_refused_before_anything_is_trained(name: str, message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        own.check(f"{NETS}:{name}", rows(*SHAPE), num_classes=10, options=NONE)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (ModelOptions(args="feature=3"), "cannot be built: TypeError.*it takes .*features"),
+        (ModelOptions(args="num_classes=3"), "num_classes comes from the data"),
+        (ModelOptions(args="features"), "'features' is not name=value"),
+        (ModelOptions(head="fc1"), "'fc1' is no Linear with 10 outputs: set head to one of: fc2"),
+        (ModelOptions(head="fc9"), "'fc9' is no Linear layer of it: set head to one of: fc2"),
+    ],
+)
+def test_wrong_options_are_refused(options: ModelOptions, message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        own.check_form(f"{NETS}:Net", options)
+        own.check(f"{NETS}:Net", rows(*SHAPE), num_classes=10, options=options)
+
+
+def test_a_model_for_other_data_is_refused_with_the_shape() -> None:
+    with pytest.raises(BadRequest, match="fails on images of 8x8 pixels with 1 channel: RuntimeError"):
+        own.check("torchvision.models:resnet18", rows(*SHAPE), num_classes=10, options=NONE)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"model": "my net:Net"}, "not of the form package.module:function"),
+        ({"model": "os:path.join"}, "not of the form package.module:function"),
+        ({"model": "cnn-a", "width": 8}, "are for own models"),
+        ({"model": f"{NETS}:Net,{NETS}:Wide", "method": "fedavg"}, "needs one architecture"),
+    ],
+)
+def test_the_configuration_is_checked_without_an_import(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRequest, match=message):
+        from_flat(settings)
+
+
+def test_a_wrong_model_is_refused_by_the_dry_run() -> None:
+    config = effective({"model": f"{NETS}:Softmax", "method": "fedavg", "clients": 3})
+    with pytest.raises(BadRequest, match="something follows the head"):
+        tasks.check(config, 3)
+
+
+def test_compare_counts_the_width_of_own_models() -> None:
+    config = effective({"model": f"digits-a,{NETS}:Wide", "method": "fedclassavg", "clients": 3})
+    with pytest.raises(BadRequest, match=r"widths \[64, 80\]"):
+        compare._check_widths(config)
+    compare._check_widths(config.replaced(model=f"digits-a,{NETS}:Net"))
+
+
+# ---- whose code is imported ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("allow", "taken"),
+    [
+        ("", False),
+        ("a.b:f", True),
+        ("c:g, a.b:f", True),
+        ("a.*", True),
+        ("a.b.*", True),
+        ("a.b:g", False),
+        ("a.b.c.*", False),
+        ("b.*", False),
+        ("a.b:f.*", False),
+        (".*", False),
+        ("*", False),
+    ],
+)
+def test_what_allow_names(allow: str, taken: bool) -> None:
+    assert allowed("a.b:f", allow) == taken
+    assert not allowed("ab.b:f", allow)
+
+
+def test_the_server_builds_no_model_that_only_a_node_names() -> None:
+    config = from_flat({"model": f"digits-a,{NETS}:Net"})
+    infos = [ClientInfo(i, 9, name, 10, {}) for i, name in enumerate(("os:system", f"{NETS}:Net", "digits-a"))]
+    assert buildable(infos, config) == f"{NETS}:Net"
+    assert buildable([infos[0], infos[2]], config) == "digits-a"
+    with pytest.raises(BadRequest, match=r"os:system.* that this run does not name"):
+        buildable(infos[:1], config)
+
+
+TORCHVISION = "torchvision.models:resnet18"
+
+
+@pytest.mark.parametrize("kind", [{"client-id": 0, "data-path": "/data"}, {"partition-id": 0, "num-partitions": 2}])
+def test_a_node_imports_no_code_that_a_server_names(
+    kind: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    imported: list[str] = []
+    monkeypatch.setattr(own.importlib, "import_module", imported.append)
+    config = from_flat({"model": f"digits-a,{TORCHVISION}", "method": "fedclassavg"})
+    Node.parse(kind).check(config)  # this node gets digits-a
+    config = from_flat({"model": TORCHVISION, "method": "fedavg"})
+    for allow in ({}, {"allow": "torchvision.models:resnet50, mypkg.*"}):
+        with pytest.raises(BadRequest, match=f"model '{TORCHVISION}' .*its owner can allow it in the node-config"):
+            Node.parse({**kind, **allow}).check(config)
+    for allow in ("mypkg.*, torchvision.models:resnet18", "torchvision.*"):
+        Node.parse({**kind, "allow": allow}).check(config)
+    Node.parse({**kind, "model": "digits-a"}).check(config)  # the node has chosen another
+    assert not imported
+
+
+def test_allowed_code_does_not_come_from_the_working_or_the_data_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dropped.py").write_text("def net(): ...")
+    (tmp_path / "work" / "pack").mkdir(parents=True)
+    (tmp_path / "work" / "pack" / "__init__.py").write_text("def net(): ...")
+    monkeypatch.syspath_prepend(str(tmp_path / "data"))
+    monkeypatch.syspath_prepend(str(tmp_path / "work"))
+    monkeypatch.chdir(tmp_path / "work")
+    node = Node.parse({"client-id": 0, "data-path": str(tmp_path / "data"), "allow": "dropped.*, pack.*, lost.*"})
+    for name, message in (("dropped", "data folder"), ("pack", "working or the data"), ("lost", "no package 'lost'")):
+        with pytest.raises(BadRequest, match=message):
+            node.check(from_flat({"model": f"{name}:net", "method": "fedavg"}))
+    monkeypatch.chdir(tmp_path)
+    Node.parse({"client-id": 0, "data-path": "/d", "allow": "pack.*"}).check(
+        from_flat({"model": "pack:net", "method": "fedavg"})
+    )
+
+
+def test_a_node_may_choose_an_own_model_and_tries_it(tmp_path: Path) -> None:
+    assert Node.parse({"client-id": 0, "data-path": "/d", "model": f"{NETS}:Net"}).model == f"{NETS}:Net"
+    with pytest.raises(BadRequest, match=r"package\.module:function"):
+        Node.parse({"client-id": 0, "data-path": "/d", "model": "a b:c"})
+    (task,) = digit_tasks(1)
+    try_own(replace(task, model=f"{NETS}:Net"))
+    with pytest.raises(BadRequest, match="something follows the head"):
+        try_own(replace(task, model=f"{NETS}:Softmax"))
+
+
+# ---- runs ----------------------------------------------------------------------------------------------------------
+
+SETTINGS = {"clients": 3, "rounds": 1, "local_epochs": 1, "seed": 0}
+
+
+@pytest.mark.parametrize("method", list(registry.discover()))
+def test_every_method_runs_with_an_own_model(method: str, tmp_path: Path) -> None:
+    result = run(method=method, model=f"{NETS}:Net", out=tmp_path / "run", **SETTINGS)
+    assert np.isfinite(result.rounds.train_loss).all() and result.final.trained_accuracy.mean() > 0.2
+
+
+def test_own_models_and_the_zoo_share_a_head(tmp_path: Path) -> None:
+    names = f"digits-a,{NETS}:Net,{NETS}:Wide"
+    result = run(method="fedclassavg", model=names, width=64, out=tmp_path / "run", **SETTINGS)
+    assert result.summary["bytes_up"] == 4 * (64 * 10 + 10)
+
+
+def test_predict_imports_no_code_that_a_file_names(tmp_path: Path) -> None:
+    run(method="fedavg", model=f"{NETS}:Wide", width=7, out=tmp_path / "run", **SETTINGS)
+    path = tmp_path / "run" / "models" / "last.safetensors"
+    with pytest.raises(BadRequest, match="--allow"):
+        predict.read_model(path)
+    assert predict.read_model(path, "digits", allow=f"{NETS}:*, {NETS}.*").model.width == 7
+    for client in (None, 1):
+        with pytest.raises(BadRequest, match="allow it with"):
+            load(tmp_path / "run", client)
+        assert load(tmp_path / "run", client, allow=f"{NETS}:Wide").model.width == 7
