@@ -48,8 +48,13 @@ def test_the_last_fitting_linear_is_the_head_and_keeps_its_names() -> None:
         "head.bias",
     ]  # fmt: skip
     assert (model.width, model.num_classes, model.name) == (64, 10, f"{NETS}:Net")
-    x = rows(*SHAPE).contiguous(memory_format=torch.channels_last)
+    x = rows(*SHAPE)
     assert torch.equal(model(x), model.head(model.features(x))) and model(x).shape == (2, 10)
+
+
+def test_images_come_channel_by_channel_so_that_view_works() -> None:
+    model, x = built("Net", shape=(3, 8, 8)), rows(3, 8, 8)
+    assert torch.equal(model(x.contiguous(memory_format=torch.channels_last)), model(x))
 
 
 def test_an_own_model_has_the_initial_values_of_the_same_one_in_the_zoo() -> None:
