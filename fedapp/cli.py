@@ -347,6 +347,10 @@ RunFolder = Annotated[
     Path | None, typer.Option("--run", help="run directory, or a node's STATE-DIR/<federation>", metavar="DIR")
 ]
 
+Allow = Annotated[
+    str, typer.Option(help="own models in stored files whose code may be imported, such as 'mypkg.*'", metavar="NAMES")
+]
+
 
 def _loaded(run: Path, client: str | None, received: bool = False, allow: str = "") -> Any:
     """Load a model by what the command line says; without a client the global model."""
@@ -372,7 +376,7 @@ def predict(
     top: Annotated[int, typer.Option(min=1, help="number of classes to show per sample")] = 3,
     dataset: Annotated[str, typer.Option(help="for a server's model: the data set it was trained on")] = "",
     out: Annotated[Path | None, typer.Option(help="also write classes and probabilities to this .csv file")] = None,
-    allow: Annotated[str, typer.Option(help="own models whose code may be imported, such as 'mypkg.*'")] = "",
+    allow: Allow = "",
 ) -> None:
     """Classify pictures, arrays or rows with a model that a run or a node saved after training."""
     from fedapp.results import predict as predicting
@@ -426,11 +430,14 @@ def report(
     figures: Annotated[
         Path | None, typer.Option(help="also write the figures as PNG and SVG files to this folder")
     ] = None,
+    allow: Allow = "",
 ) -> None:
     """Write DIR/report.html, a single page about a run or a comparison that opens offline."""
+    from fedapp.models import own
     from fedapp.results import report as reporting
 
-    typer.echo(f"report: {reporting.write(directory, figures)}")
+    with own.only(allow):
+        typer.echo(f"report: {reporting.write(directory, figures)}")
     if figures is not None:
         typer.echo(f"figures: {figures.expanduser().absolute()}")
 
@@ -442,15 +449,18 @@ def figure(
         list[Path] | None, typer.Argument(help="run directories, or folders of run directories", metavar="[RUN...]")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="file to write, .svg or .png (default ./PAPER-NUMBER.svg)")] = None,
+    allow: Allow = "",
 ) -> None:
     """Draw a figure of one of the papers from your own runs; without arguments, list the figures."""
+    from fedapp.models import own
     from fedapp.results.figures import papers
 
     if name is None:
         for known, drawn in papers.PAPERS.items():
             typer.echo(f"{known:<22}{drawn.title} (needs {drawn.needs or 'no run'})")
         return
-    drawing = papers.draw(name, runs or [])
+    with own.only(allow):
+        drawing = papers.draw(name, runs or [])
     file = (out or Path(f"{name}.svg")).expanduser().absolute()
     papers.save(drawing, file)
     typer.echo(f"{drawing.caption}\nfigure: {file}")

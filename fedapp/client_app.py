@@ -6,6 +6,7 @@ import hashlib
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from fedapp.errors import BadRequest
 from fedapp.learning.state import ClientStore
 from fedapp.learning.task import Task
 from fedapp.method import Payload, Scalar
+from fedapp.models import own
 from fedapp.results import predict as models
 from fedapp.tasks import node as nodes
 from fedapp.tasks.node import Node
 from fedapp.transport.clipping import clip_update
-from fedapp.transport.records import payload_of, reply_content
+from fedapp.transport.records import CONTROL, payload_of, reply_content
 
 app = ClientApp()
 
@@ -91,8 +93,21 @@ def score_newcomer(
     return metrics
 
 
+def _imports(message: Message, context: Context) -> AbstractContextManager[None]:
+    """On a real node: import no own code but what the node-config names."""
+    node, control = context.node_config, message.content.config_records.get(CONTROL, ConfigRecord())
+    if control.get("deployed") or node.keys() & {"client-id", "allow"}:
+        return own.only(f"{node.get('allow', '')}, {node.get('model', '')}")
+    return nullcontext()
+
+
 def handle(stage: str, message: Message, context: Context) -> Message:
     """Run one stage of a client. Every error becomes a reply that names the client, the stage and the reason."""
+    with _imports(message, context):
+        return _handle(stage, message, context)
+
+
+def _handle(stage: str, message: Message, context: Context) -> Message:
     started = time.perf_counter()
     info: dict[str, Scalar] = {}
     try:

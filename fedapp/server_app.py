@@ -31,7 +31,7 @@ from fedapp.learning.metrics import client_row, mean, summarise
 from fedapp.learning.state import write_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.method import Array, Arrays, ClientInfo, Scalar, Scored, ServerContext, ServerState
-from fedapp.models import is_own
+from fedapp.models import MODEL_NAMES
 from fedapp.results.directory import (
     ANNOUNCED,
     RunDirectory,
@@ -159,10 +159,10 @@ def buildable(infos: Sequence[ClientInfo], config: RunConfig) -> str:
     BadRequest : there is none; says what to do.
     """
     names = [i.model for i in infos]
-    found = next((n for n in names if not is_own(n) or n in config.model_names), None)
+    found = next((n for n in names if n in (*MODEL_NAMES, *config.model_names)), None)
     if found is None:
         raise BadRequest(
-            f"the nodes have own models ({', '.join(sorted(set(names)))}) that this run does not name, and the server "
+            f"the nodes have models ({', '.join(sorted(set(names)))}) that this run does not name, and the server "
             "builds one of them for its initial values: name it in the run's model, or give one node a model of fedapp"
         )
     return found
@@ -224,6 +224,16 @@ class Run(Callbacks):
         if self.listener is not None:
             self.listener(event)
 
+    @staticmethod
+    def known_model(config: RunConfig, clients: Sequence[ClientInfo]) -> str:
+        """Return the run's `model` with `auto` replaced by what the clients say that it is.
+
+        Only by a name of the zoo: code that a client names must not get into the run's configuration.
+        """
+        theirs = [i.model for i in clients if config.model_of(i.client) == "auto"]
+        auto = next((name for name in theirs if name in MODEL_NAMES), "auto")
+        return ",".join(auto if name == "auto" else name for name in config.model_names)
+
     def go(self) -> dict[str, Any]:
         """Run all rounds and write the summary."""
         config = self.config
@@ -233,8 +243,7 @@ class Run(Callbacks):
         present = self.manager.gather(self.config.clients)
         self.manager.agree(self.method)
         # Where the clients' own data decide the model, the clients say which one it is.
-        auto = next((i.model for i in present if config.model_of(i.client) == "auto"), "")
-        known = config.replaced(model=",".join(auto if name == "auto" else name for name in config.model_names))
+        known = config.replaced(model=self.known_model(config, present))
         if self.simulation and not config.clients:
             known = known.replaced(clients=len(present))
         if known != config:

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from flwr.app import ConfigRecord, Context, RecordDict
 from torch import nn
+from typer.testing import CliRunner
 
-from fedapp import registry
+from fedapp import cli, client_app, registry
 from fedapp.config import from_flat
 from fedapp.engines.local import effective, run
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare
 from fedapp.method import ClientInfo
 from fedapp.models import ModelOptions, SplitModel, allowed, build_model, head_width, own
-from fedapp.results import predict
+from fedapp.results import analysis, predict
+from fedapp.results.figures import gallery
 from fedapp.results.loading import load
-from fedapp.server_app import buildable
+from fedapp.results.runs import read_run
+from fedapp.server_app import Run, buildable
 from fedapp.tasks import simulated as tasks
 from fedapp.tasks.node import Node, try_own
+from tests import own_nets
 from tests.handmade import digit_tasks
 
 NETS = "tests.own_nets"
@@ -265,6 +272,56 @@ def test_allowed_code_does_not_come_from_the_working_or_the_data_folder(
     Node.parse({"client-id": 0, "data-path": "/d", "allow": "pack.*"}).check(
         from_flat({"model": "pack:net", "method": "fedavg"})
     )
+
+
+def test_only_what_is_allowed_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    with own.only(""), pytest.raises(BadRequest, match="not imported here"):
+        own.factory("colorsys:rgb_to_hls")
+    with own.only("colorsys:rgb_to_hls"), pytest.raises(BadRequest, match="not imported here"):
+        own.factory(f"{NETS}:Net")
+    monkeypatch.setattr(own_nets, "system", os.system, raising=False)
+    with own.only("tests.*"):
+        assert own.factory(f"{NETS}:Net") is own_nets.Net
+        with pytest.raises(BadRequest, match=r"which tests\.\* does not stand for"):
+            own.factory(f"{NETS}:system")
+    with own.only(f"tests.*, {NETS}:system"):
+        assert own.factory(f"{NETS}:system") is os.system
+    assert own.factory(f"{NETS}:system") is os.system
+
+
+def test_every_message_of_a_node_is_handled_without_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+    monkeypatch.setattr(client_app, "_handle", lambda *_: seen.append(own._permitted))
+    for node, control in (
+        ({"client-id": 0, "data-path": "/d", "allow": "pack.*"}, {}),
+        ({"client-id": 0, "data-path": "/d", "model": "pack:net"}, {}),
+        ({"partition-id": 0, "num-partitions": 2}, {"deployed": True}),
+        ({"partition-id": 0, "num-partitions": 2}, {}),
+    ):
+        message = SimpleNamespace(content=RecordDict({"control": ConfigRecord(control)}))
+        client_app.handle("train", message, Context(1, 1, node, RecordDict(), {}))  # type: ignore[arg-type]
+    assert seen == ["pack.*, ", ", pack:net", ", ", None] and own._permitted is None
+
+
+def test_a_name_from_a_node_does_not_get_into_the_runs_configuration() -> None:
+    """With model = auto the clients say which model it is; one that names code is not believed."""
+    config = from_flat({"dataset": "npz", "data-dir": "x", "method": "fedavg"})
+    assert config.model == "auto"
+    for theirs, known in (("os:system", "auto"), ("mlp", "mlp"), ("mpl", "auto")):
+        assert Run.known_model(config, [ClientInfo(0, 9, theirs, 10, {})]) == known
+
+
+def test_a_report_imports_no_code_that_a_run_names(tmp_path: Path) -> None:
+    run(method="fedavg", model=f"{NETS}:Wide", out=tmp_path / "run", **SETTINGS)
+    reasons = {}
+    for allow in ("", "tests.*"):
+        with own.only(allow):
+            found = gallery.Gallery()
+            found.add("models", "models", lambda: analysis.client_models(read_run(tmp_path / "run")).values())
+            reasons[allow] = [m.why for m in found.missing]
+    assert not reasons["tests.*"] and "not imported here" in reasons[""][0]
+    shown = CliRunner().invoke(cli.app, ["report", str(tmp_path / "run")])
+    assert shown.exit_code == 0 and own._permitted is None
 
 
 def test_a_node_may_choose_an_own_model_and_tries_it(tmp_path: Path) -> None:

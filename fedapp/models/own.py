@@ -66,6 +66,21 @@ def allowed(name: str, allow: str) -> bool:
     return any(name == e or (e.endswith(".*") and f"{module}.".startswith(e[:-1])) for e in entries if e)
 
 
+_permitted: str | None = None
+"""What may be imported, in the form of `allow`; None = everything, because the user names it in this process."""
+
+
+@contextmanager
+def only(allow: str) -> Iterator[None]:
+    """Import no own code here but what `allow` names; for names that come from a server or from a stored file."""
+    global _permitted
+    before, _permitted = _permitted, allow
+    try:
+        yield
+    finally:
+        _permitted = before
+
+
 def check_place(name: str, *forbidden: Path) -> None:
     """Refuse code that lies directly in one of these folders, before it is imported.
 
@@ -110,10 +125,13 @@ def factory(name: str) -> Callable[..., Any]:
 
     Raises
     ------
-    BadRequest : it cannot be imported, or cannot be called.
+    BadRequest : it cannot be imported, cannot be called, or `only` does not allow it. A package that is allowed as a
+        whole, `mypkg.*`, stands for what it defines, not for what it imports: `mypkg.nets:system` may be `os.system`.
     """
     check_form(name, NO_OPTIONS)
     module, _, function = name.partition(":")
+    if _permitted is not None and not allowed(name, _permitted):
+        raise BadRequest(f"model '{name}' is code that is not imported here: if you trust it, allow it by this name")
     try:
         found = getattr(importlib.import_module(module), function)
     except Exception as e:
@@ -121,6 +139,13 @@ def factory(name: str) -> Callable[..., Any]:
             f"model '{name}' cannot be imported ({type(e).__name__}: {e}): check the name, and install the package or "
             "put its folder on PYTHONPATH"
         ) from e
+    exact = _permitted is None or name in (entry.strip() for entry in _permitted.split(","))
+    home = str(getattr(found, "__module__", ""))
+    if not exact and home.partition(".")[0] != module.partition(".")[0]:
+        raise BadRequest(
+            f"model '{name}' is defined in {home or 'another package'}, which {_permitted} does not stand for: allow "
+            f"'{name}' itself if you trust it"
+        )
     if not callable(found):
         raise BadRequest(f"model '{name}' is no function or class, but {type(found).__name__}")
     return found  # type: ignore[no-any-return]
