@@ -74,14 +74,14 @@ def test_equal_clients_decide_against_better_and_equal_seeds_against_larger(tmp_
 
 
 def test_variants_are_compared_over_the_seeds_that_both_have(tmp_path: Path) -> None:
-    """Standalone has five seeds and KT-pFL three; the two further ones would turn the claim round."""
+    """Standalone has ten seeds and KT-pFL three; the seven further ones would turn the claim round."""
     made(tmp_path, H, "ktpfl", 0.5, noise=0.0)
     made(tmp_path, H, "local", 0.6, noise=0.0)
-    for seed in (3, 4):
+    for seed in range(3, 10):
         path = tmp_path / RunKey(H, "local", seed).folder / "final.csv"
         pd.read_csv(path).assign(trained_accuracy=0.0).to_csv(path, index=False)
     evidence = Evidence(tmp_path)
-    assert [len(evidence.runs(Pair(H, v))) for v in ("local", "ktpfl")] == [5, 3]
+    assert [len(evidence.runs(Pair(H, v))) for v in ("local", "ktpfl")] == [10, 3]
     verdict = claims()["fca-4"].decide(evidence)
     assert verdict.outcome == "holds"
     assert verdict.ours.startswith("60.0 ± 0.0 against 50.0 ± 0.0 (trained), difference +10.0 ± 0.0")
@@ -123,7 +123,7 @@ def test_spread_over_clients(tmp_path: Path) -> None:
     made(tmp_path, H, "fedclassavg", 0.5, noise=0.02)
     made(tmp_path, H, "local", 0.5, noise=0.1)
     verdict = claims()["fca-11"].decide(Evidence(tmp_path))
-    stds = [Evidence(tmp_path).runs(Pair(H, "local"))[s].final["trained_accuracy"].std(ddof=0) for s in range(5)]
+    stds = [Evidence(tmp_path).runs(Pair(H, "local"))[s].final["trained_accuracy"].std(ddof=0) for s in range(10)]
     assert verdict.outcome == "holds" and f"against {100 * np.mean(stds):.1f} ± " in verdict.ours
 
 
@@ -325,7 +325,8 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_run(
 def test_runs_are_wanted_once_and_seed_by_seed() -> None:
     selected = reproduce.chosen(["gh-1", "fca-1", "fca-2"])
     keys = reproduce.wanted(selected, ["hetero-cifar10-skewed"])
-    assert [key.seed for key in keys] == [0] * 7 + [1] * 7 + [2] * 7 + [3] * 4 + [4] * 4
+    wanted = [seed for seed in range(10) for _ in range(7 if seed < 3 else 4)]
+    assert [key.seed for key in keys] == wanted
     first = [(key.study, key.variant) for key in keys[:7]]
     assert [study for study, _ in first] == [H] * 2 + ["hetero-cifar10-skewed"] * 3 + [G] * 2
     assert len(set(first)) == 7
@@ -354,9 +355,9 @@ def test_only_missing_runs_are_run_and_a_failure_is_the_exit_code(
     monkeypatch.setattr(reproduce, "pending_config", lambda c: None if c.out.endswith("-s0") else c)
     monkeypatch.setattr(pool, "run_all", run_all)
     assert reproduce.reproduce(tmp_path, "", ["fca-12"]) == code
-    assert begun == [tmp_path / H / f"fedclassavg-s{seed}" for seed in (1, 2, 3, 4)]
+    assert begun == [tmp_path / H / f"fedclassavg-s{seed}" for seed in range(1, 10)]
     told = capsys.readouterr()
-    assert "1 of 5 runs are there already" in told.err
+    assert "1 of 10 runs are there already" in told.err
     assert f"{H}/fedclassavg-s1{': done' if error is None else f' failed: {error}'}" in told.err
     assert "fca-12: A head is" in told.out and "fca-11" not in told.out
 
@@ -371,7 +372,7 @@ def test_a_studys_table_counts_rounds_and_bytes_to_the_target(tmp_path: Path) ->
     assert "rounds to 59.0 %" in " ".join(rows)
     assert cells["fedclassavg"][5:] == ["1.0", "0.0003", "76.7 ± 5.3"]
     assert {name: row[0] for name, row in cells.items()} == {
-        "variant": "seeds", "local": "5", "fedclassavg": "5", "ktpfl": "3", "fedproto": "5"
+        "variant": "seeds", "local": "10", "fedclassavg": "10", "ktpfl": "3", "fedproto": "10"
     }  # fmt: skip
     worst = [Evidence(tmp_path).runs(Pair(H, "ktpfl"))[s].final["received_accuracy"].min() for s in range(3)]
     assert cells["ktpfl"][4] == f"{100 * np.mean(worst):.1f} ± {100 * np.std(worst, ddof=1):.1f}"
