@@ -19,6 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedapp import registry, sampling
+from fedapp.data import flower
 from fedapp.data.columns import Reading, roles
 from fedapp.data.datasets import DATASET_NAMES, OWN, published
 from fedapp.data.partitions import NATURAL, PARTITION_KINDS
@@ -71,7 +72,11 @@ class RunConfig(BaseModel):
     clients: int = Field(0, ge=0, le=1_000_000, description="number of clients; 0 = the nodes present")
     partition: str = Field(
         "auto",
-        description="who holds what; auto = by-client if the data have a column client, else dirichlet",
+        description="who holds what; auto = by-client if the data have a column client, else dirichlet; flwr:NAME = a "
+        "partitioner of flwr-datasets",
+    )
+    partition_args: str = Field(
+        "", description='arguments of a partitioner of flwr-datasets, "name=value name=value"; see partition'
     )
     partition_file: str = Field("", description="index file of partition = file: .npz of a run, .json or .csv")
     alpha: float = Field(0.5, gt=0, description="Dirichlet concentration")
@@ -475,15 +480,24 @@ def _check(config: RunConfig) -> None:
     names = [n.strip() for n in config.class_names.split(",")]
     if config.class_names and (not all(names) or len(set(names)) != len(names)):
         raise BadRequest(f"class-names = '{config.class_names}': give different names with commas between them")
-    if config.partition in NATURAL:
+    named = flower.is_named(config.partition)
+    if config.partition in NATURAL or named:
         changed = [k for k in ("alpha", "classes-per-client") if config.to_flat()[k] != DEFAULTS[k]]
         if changed:
             raise BadRequest(
-                f"{changed[0]} is for drawn partitions, and partition = '{config.partition}' is not one: leave it out"
+                f"{changed[0]} is for drawn partitions, and partition = '{config.partition}' is not one: "
+                + (f"give {changed[0].replace('-', '_')} in partition-args" if named else "leave it out")
             )
-        if config.split == "official":
+        if not named and config.split == "official":
             raise BadRequest(f"split = 'official' does not go with partition = '{config.partition}': use given or auto")
-    elif config.split == "given" and config.partition != "auto":
+    if named:
+        flower.arguments(config.partition, config.partition_args)
+    elif config.partition_args:
+        raise BadRequest(
+            "partition-args is for partitioners of flwr-datasets: give one, such as partition = "
+            "flwr:DirichletPartitioner"
+        )
+    if config.split == "given" and config.partition not in ("auto", *NATURAL):
         raise BadRequest("split = 'given' goes with partition = 'by-client': choose official, merged or holdout")
     if (config.partition == "file") != bool(config.partition_file):
         raise BadRequest("partition = 'file' and partition-file go together: give both, or neither")
@@ -505,7 +519,7 @@ def _check(config: RunConfig) -> None:
         ("partition", config.partition, ("auto", *PARTITION_KINDS)),
         ("dataset", config.dataset, DATASET_NAMES),
     ):
-        if value not in known:
+        if value not in known and not (key == "partition" and named):
             raise BadRequest(f"unknown {key} '{value}'{suggest(value, known)}: choose from {', '.join(known)}")
 
 

@@ -20,6 +20,7 @@ kind                 procedure
                      "skewed"): equal sizes; clients overlap and hold duplicates. Own code.
 ``shards``           images sorted by label and cut into equal shards, of which each client gets classes_per_client
                      (McMahan et al. 2017; flwr-datasets ``ShardPartitioner`` on the label column)
+``flwr:NAME``        any partitioner of flwr-datasets that gives clients whole rows, `fedapp.data.flower`
 ===================  =======================================================================================
 
 Splits:
@@ -52,7 +53,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedapp.data import label_skew
+from fedapp.data import flower, label_skew
 from fedapp.data.datasets import Dataset
 from fedapp.data.label_skew import Request, round_to_total
 from fedapp.errors import BadRequest, suggest
@@ -201,21 +202,23 @@ def make(
     classes_per_client: int = 2,
     min_samples: int = 10,
     test_share: float = TEST_FRACTION,
+    arguments: str = "",
 ) -> Partition:
     """Partition a data set over clients.
 
     Parameters
     ----------
-    dataset : only its labels are read.
-    kind : one of :data:`PARTITION_KINDS`.
+    dataset : only its labels are read; a partitioner of flwr-datasets may also ask for owners, groups or a feature.
+    kind : one of :data:`DRAWN`, or ``flwr:NAME``.
     split : one of :data:`SPLITS`.
-    clients : number of clients K.
+    clients : number of clients K; 0 = as a partitioner of flwr-datasets counts them.
     seed : non-negative; the same arguments give the same partition.
     alpha : concentration of the Dirichlet distribution (``dirichlet``, ``dirichlet-equal``), > 0.
     classes_per_client : classes (``pathological``, ``classes``) or shards (``shards``) per client.
     min_samples : smallest number of images that a client may hold before the cut into training and test images
         (``official``: of training images).
     test_share : share of a client's images that is for testing, in (0, 1); not with ``official``.
+    arguments : of a partitioner of flwr-datasets, "name=value name=value".
 
     Raises
     ------
@@ -233,8 +236,13 @@ def make(
     tests: list[Int64] | None = None
     if kind == "two-class":
         held, tests = _two_class(labels, split, test_share, request, counts_rng, split_rng)
-    elif kind in ("iid", "shards"):
-        held = _flwr_datasets(labels, request, order_rng)
+    elif kind == "iid":
+        held = flower.deal("flwr:IidPartitioner", {}, clients, {"label": labels}, order_rng)
+    elif kind == "shards":
+        shards = {"partition_by": "label", "num_shards_per_partition": classes_per_client}
+        held = flower.deal("flwr:ShardPartitioner", shards, clients, {"label": labels}, order_rng)
+    elif flower.is_named(kind):
+        held = flower.deal(kind, flower.arguments(kind, arguments), clients, _columns(dataset, labels), order_rng)
     else:
         sizes = np.bincount(labels, minlength=dataset.num_classes)
         if kind == "classes":
@@ -243,7 +251,7 @@ def make(
         else:
             counts = getattr(label_skew, kind.replace("-", "_"))(sizes, request, counts_rng)
         held = _assign(labels, counts, order_rng)
-    smallest = min(range(clients), key=lambda client: len(held[client]))
+    smallest = min(range(len(held)), key=lambda client: len(held[client]))
     if len(held[smallest]) < min_samples:
         raise BadRequest(
             f"partition {kind!r}: client {smallest} holds {len(held[smallest])} samples, fewer than min-samples "
@@ -256,10 +264,10 @@ def make(
     else:
         pairs = list(zip(held, tests, strict=True))
     members = tuple(ClientSplit(np.sort(train), np.sort(test)) for train, test in pairs)
+    drawn = {"alpha": float(alpha), "classes_per_client": classes_per_client}
     settings = {
         "seed": seed,
-        "alpha": float(alpha),
-        "classes_per_client": classes_per_client,
+        **({"partition_args": arguments} if flower.is_named(kind) else drawn),
         "min_samples": min_samples,
         **({} if test_share == TEST_FRACTION else {"test_share": test_share}),
     }
@@ -292,14 +300,14 @@ def _check(dataset: Dataset, split: str, seed: int, request: Request) -> None:
     """Raise `BadRequest` where the arguments are out of range or contradict the data."""
     kind, clients, per_client, least = request.kind, request.clients, request.classes_per_client, request.min_samples
     for what, value, known in (("partition", kind, PARTITION_KINDS), ("split", split, SPLITS)):
-        if value not in known:
+        if value not in known and not flower.is_named(value):
             raise BadRequest(f"unknown {what} '{value}'{suggest(value, known)}: choose from {', '.join(known)}")
     if split == "official" and dataset.num_test == 0:
         raise BadRequest(f"{dataset.name} has no official test images: choose split 'holdout' (75/25 per client)")
     if seed < 0:
         raise BadRequest(f"seed must not be negative, got {seed}")
     samples = dataset.num_train + (dataset.num_test if split == "merged" else 0)
-    if clients < 1:
+    if clients < 1 and not (clients == 0 and flower.is_named(kind) and flower.counts_clients(kind)):
         raise BadRequest(f"clients must be at least 1, got {clients}")
     if clients > samples:
         raise BadRequest(f"{clients} clients but only {samples} samples in {dataset.name}: lower clients")
@@ -323,6 +331,16 @@ def _check(dataset: Dataset, split: str, seed: int, request: Request) -> None:
         )
 
 
+def _columns(dataset: Dataset, labels: Int64) -> dict[str, npt.NDArray[Any]]:
+    """Return what the rows of a pool can be partitioned by: the first `len(labels)` rows of the virtual pool."""
+    columns = {"label": labels, "client": dataset.owners, "group": dataset.groups}
+    found = {name: column[: len(labels)] for name, column in columns.items() if column is not None}
+    for i, name in enumerate(dataset.features):
+        column = np.concatenate([dataset.x_train[:, i], dataset.x_test[:, i]])
+        found.setdefault(name, column[: len(labels)])
+    return found
+
+
 # --- indices -------------------------------------------------------------------------------------------------------
 
 
@@ -336,34 +354,6 @@ def _assign(labels: Int64, counts: Int64, rng: np.random.Generator) -> list[Int6
             if end > start:
                 parts[client].append(rows[start:end])
     return [np.concatenate(own) if own else np.zeros(0, np.int64) for own in parts]
-
-
-def _flwr_datasets(labels: Int64, request: Request, rng: np.random.Generator) -> list[Int64]:
-    """Run a partitioner of flwr-datasets on the label column alone."""
-    # Importing these takes seconds; most partitions do not need them.
-    import datasets
-    from flwr_datasets.partitioner import IidPartitioner, ShardPartitioner
-
-    # Neither partitioner shuffles images before cutting, so the permutation makes the cut depend on the seed. Shards
-    # need a sorted column: equal labels stay in permuted order.
-    rows = rng.permutation(len(labels))
-    partitioner: Any
-    if request.kind == "iid":
-        partitioner = IidPartitioner(num_partitions=request.clients)
-    else:
-        rows = rows[np.argsort(labels[rows], kind="stable")]
-        partitioner = ShardPartitioner(
-            num_partitions=request.clients,
-            partition_by="label",
-            num_shards_per_partition=request.classes_per_client,
-            seed=int(rng.integers(2**31)),
-        )
-    partitioner.dataset = datasets.Dataset.from_dict({"label": labels[rows], "row": rows})
-    with warnings.catch_warnings():
-        # Sorting a column makes pyarrow warn about an option that the datasets library passes.
-        warnings.simplefilter("ignore", FutureWarning)
-        parts = [partitioner.load_partition(client)["row"] for client in range(request.clients)]
-    return [np.asarray(part, dtype=np.int64) for part in parts]
 
 
 def cut(

@@ -33,6 +33,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from fedapp import __version__, registry
 from fedapp import config as configuration
 from fedapp.config import RunConfig
+from fedapp.data import flower
 from fedapp.data.card import data_card
 from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.engines import local as engines
@@ -158,10 +159,14 @@ def expand(variants: Sequence[Variant], text: str) -> list[Variant]:
 def parse_partition(text: str) -> dict[str, Any]:
     """Read an entry of `--partitions`: `KIND` or `KIND:NUMBER`, the number being alpha or the classes per client.
 
+    A partitioner of flwr-datasets, `flwr:NAME`, takes the run's `partition-args`.
+
     Raises
     ------
     BadRequest : unknown kind, a number that the kind does not take, or no number.
     """
+    if flower.is_named(text.strip()):
+        return {"partition": text.strip()}
     kind, sep, number = text.strip().partition(":")
     if kind not in PARTITION_PARAMETER:
         raise BadRequest(
@@ -194,7 +199,7 @@ def settings_of(
             chosen = {"dataset": dataset, **(parse_partition(text) if text else {})}
             flat = {**configuration.DEFAULTS, **values, **chosen}
             partition = configuration.known_partition(str(flat["partition"]), dataset)
-            folder = f"{dataset}-{partition}"
+            folder = f"{dataset}-{partition.replace(':', '-')}"
             if key := PARTITION_PARAMETER.get(partition):
                 folder += f"-{flat[key]:g}"
             for point in grid.points(axes):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedapp import process, sampling
 from fedapp.config import RunConfig
-from fedapp.data import datasets, natural, partitions
+from fedapp.data import datasets, flower, natural, partitions
 from fedapp.data.columns import Reading
 from fedapp.data.datasets import OWN, Dataset, Samples
 from fedapp.data.partitions import Partition
@@ -99,7 +99,7 @@ def federated(config: RunConfig, clients: int) -> FederatedData:
         config.dataset, config.data_dir, config.data_fraction, config.partition, config.split, clients,
         config.data_seed, config.alpha, config.classes_per_client, config.min_samples, config.test_share,
         public_source(config), config.validation, config.partition_file,
-        config.unseen_of(range(clients)) if config.unseen and clients else (), config.reading,
+        config.unseen_of(range(clients)) if config.unseen and clients else (), config.reading, config.partition_args,
     )  # fmt: skip
 
 
@@ -121,6 +121,7 @@ def _federated(
     file: str,
     unseen: tuple[int, ...],
     reading: Reading,
+    arguments: str,
 ) -> FederatedData:
     whole = datasets.load(name, data_dir or None, reading)
     dataset = datasets.sample(whole, fraction, sampling.rng(seed, "data-fraction"))
@@ -140,7 +141,7 @@ def _federated(
     else:
         partition = partitions.make(
             dataset, kind=kind, split=split, clients=clients, seed=seed, alpha=alpha, classes_per_client=cpc,
-            min_samples=min_samples, test_share=test_share,
+            min_samples=min_samples, test_share=test_share, arguments=arguments,
         )  # fmt: skip
     partition = natural.given_validation(partition, dataset)
     inputs = InputSpec.of(dataset)
@@ -245,7 +246,8 @@ def settled(config: RunConfig, clients: int) -> RunConfig:
         names = ",".join(model if n == "auto" else n for n in config.model_names)
         config = config.replaced(model=names, partition=partition)
     if config.clients == 0:
-        natural_ones = config.partition in partitions.NATURAL
+        kind = config.partition
+        natural_ones = kind in partitions.NATURAL or (flower.is_named(kind) and flower.counts_clients(kind))
         return config.replaced(clients=len(federated(config, 0).partition.clients) if natural_ones else clients)
     return config
 
