@@ -19,6 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedapp import registry, sampling
+from fedapp.core.robust import OWN_RULE, RULES, Robust, needed, parsed
 from fedapp.data import flower
 from fedapp.data.columns import Reading, roles
 from fedapp.data.datasets import DATASET_NAMES, OWN, published
@@ -29,7 +30,7 @@ from fedapp.learning.optimizers import optimizer_class, parse_schedule, round_ra
 from fedapp.learning.training import TrainSpec, class_weights, make_optimizer
 from fedapp.method import BaseHParams, Method
 from fedapp.models import MODEL_NAMES, ModelOptions, check_form, default_model, is_own
-from fedapp.transport.client_manager import Settings
+from fedapp.transport.client_manager import Settings, needed_replies
 
 Auto = Literal["auto"]
 PROTOCOLS = ("received", "trained", "global")
@@ -197,6 +198,17 @@ class RunConfig(BaseModel):
         ge=0,
         description="largest L2 norm of the change in the arrays that a client sends back; 0 = no limit",
     )
+    robust: str = Field(
+        "none",
+        description="rules against clients that lie, for every average of what they send, from left to right: norm, "
+        "median, trimmed, krum, multikrum, geomedian, such as norm+trimmed; own = the rule of cwFedAvg, FedGH or CCVR",
+    )
+    robust_f: int = Field(1, ge=0, description="clients of a round that may lie, for robust")
+    count_cap: float | Auto = Field(
+        "auto",
+        description="largest sample count that is believed, as a multiple of the clients' median; 0 = no limit; "
+        "auto = 2 with robust, 10 on real nodes, else 0",
+    )
     seed: int = Field(0, ge=0, lt=2**31, description="seed of every random draw")
     partition_seed: Annotated[int, Field(ge=0, lt=2**31)] | Auto = Field(
         "auto",
@@ -310,6 +322,37 @@ class RunConfig(BaseModel):
             raise BadRequest(
                 f"metrics: '{own[0]}' is for simulations, because a node imports no code that a server names: choose "
                 f"from {', '.join((*evaluation.ALWAYS, *evaluation.METRICS))}"
+            )
+
+    def robustness(self, simulation: bool) -> Robust:
+        """Return what the server does against clients that lie."""
+        method, hparams = self.method_and_hparams()
+        cap = self.count_cap
+        if cap == "auto":
+            cap = 2.0 if self.robust != "none" else 0.0 if simulation else 10.0
+            cap = cap if "count-cap" in method.guarded_by(hparams) else 0.0
+        return Robust(parsed(self.robust), self.robust_f, float(cap))
+
+    def check_liars(self, clients: int, simulation: bool) -> None:
+        """Refuse rules that do not hold for the least number of replies that a round may have.
+
+        Parameters
+        ----------
+        clients : that take part in the training.
+
+        Raises
+        ------
+        BadRequest : there may be fewer replies than the rules need; the message says how many they need.
+        """
+        robust, settings = self.robustness(simulation), self.settings(simulation)
+        asked = len(sampling.sample_clients(self.seed, 1, range(clients), settings.fraction))
+        least = needed_replies(settings.min_replies, asked)
+        need = needed(robust.averages, robust.f)
+        if least < need:
+            raise BadRequest(
+                f"robust = '{self.robust}' with robust-f = {robust.f} needs {need} replies in every round, but a round "
+                f"asks {asked} of {clients} clients and may end with {least} replies: lower robust-f, or raise "
+                + ("min-replies" if asked >= need else "clients or fraction-train")
             )
 
     def balanced_in(self, server_round: int) -> bool:
@@ -477,6 +520,7 @@ def _check(config: RunConfig) -> None:
         raise BadRequest(f"federation = '{config.federation}': use letters, digits, '-', '_' and '.' only")
     if config.clip_update and not method.up_prefixes(hparams):
         raise BadRequest(f"clip-update limits changes of model arrays, but {config.method} sends none: leave it at 0")
+    _check_robust(config, method, hparams)
     names = [n.strip() for n in config.class_names.split(",")]
     if config.class_names and (not all(names) or len(set(names)) != len(names)):
         raise BadRequest(f"class-names = '{config.class_names}': give different names with commas between them")
@@ -521,6 +565,34 @@ def _check(config: RunConfig) -> None:
     ):
         if value not in known and not (key == "partition" and named):
             raise BadRequest(f"unknown {key} '{value}'{suggest(value, known)}: choose from {', '.join(known)}")
+
+
+def _check_robust(config: RunConfig, method: Method, hparams: BaseHParams) -> None:
+    guards = method.guarded_by(hparams)
+    given = f" with method-args = '{config.method_args}'" if config.method_args else ""
+    try:
+        rules = parsed(config.robust)
+    except ValueError as e:
+        raise BadRequest(f"robust = '{config.robust}': {e}") from e
+    if rules and not {"rules", OWN_RULE} & set(guards):
+        raise BadRequest(
+            f"robust is for averages of what clients send, and {config.method}{given} has none that it could guard: "
+            "leave it out, or choose another method"
+        )
+    if rules and "rules" not in guards and rules != (OWN_RULE,):
+        raise BadRequest(
+            f"robust = '{config.robust}': {config.method}{given} has a rule of its own: use robust = 'own'"
+        )
+    if rules == (OWN_RULE,) and OWN_RULE not in guards:
+        raise BadRequest(
+            f"robust = 'own': {config.method}{given} has no rule of its own: choose from {', '.join(RULES)}"
+        )
+    if not rules and config.robust_f != DEFAULTS["robust-f"]:
+        raise BadRequest(f"robust-f = {config.robust_f} says how many clients robust expects to lie: choose a rule too")
+    if config.count_cap != "auto" and config.count_cap and "count-cap" not in guards:
+        raise BadRequest(f"count-cap limits the weights of clients, and {config.method}{given} has none: leave it out")
+    if config.count_cap != "auto" and 0 != config.count_cap < 1:
+        raise BadRequest(f"count-cap = {config.count_cap:g}: must be 0, or at least 1 times the median")
 
 
 def _whole_numbers(key: str, text: str) -> list[int]:

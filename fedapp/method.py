@@ -189,6 +189,8 @@ class Method:
     public_share : share of the training images that is held back from the clients as the public set of a method that
         needs one, unless `public-data` says otherwise; 0 = the method uses no public data.
     columns : numbers of `reply_metrics` that rounds.csv (mean over clients) and clients.csv have a column for.
+    guards : what can be done against clients that lie, or a function of the hyperparameters that gives it: `rules` of
+        `robust` for averages, `own` rule of the method, `count-cap` where sample counts are weights.
     warn : `warn(hparams, optimizer, augment)` returns a warning if the settings are known not to work together, else
         None.
     """
@@ -211,6 +213,7 @@ class Method:
     resolve: Callable[[Any, Callable[[str], Method]], Method] | None = None
     public_share: float = 0.0
     columns: tuple[str, ...] = ()
+    guards: tuple[str, ...] | Callable[[Any], tuple[str, ...]] = ("rules", "count-cap")
     warn: Callable[[Any, str, str], str | None] | None = None
 
     def shared_prefixes(self, hparams: BaseHParams) -> tuple[str, ...]:
@@ -220,6 +223,10 @@ class Method:
     def up_prefixes(self, hparams: BaseHParams) -> tuple[str, ...]:
         """Return the prefixes of the model arrays in replies."""
         return self.shared_prefixes(hparams) if self.up is None else self.up
+
+    def guarded_by(self, hparams: BaseHParams) -> tuple[str, ...]:
+        """Return what can be done against clients that lie, with these hyperparameters."""
+        return self.guards(hparams) if callable(self.guards) else self.guards
 
     def allows(self, name: str) -> bool:
         """Return whether `name` is one of the further arrays that the method declares for replies."""

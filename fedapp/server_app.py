@@ -53,6 +53,8 @@ from strategies.base import Callbacks, FedStrategy, RoundResult, server_context
 app = ServerApp()
 
 Event = Callable[[Mapping[str, Any]], None]
+MUCH = 1 << 30
+"""Bytes of replies that a server holds without a warning."""
 SELECTED = "selected"
 """Folder of the server's state after the round that validation images have chosen so far."""
 ORPHAN_LIFE = 120.0
@@ -181,7 +183,8 @@ class Run(Callbacks):
         else:
             config.check_node()
         self.method, self.hparams = config.method_and_hparams()
-        self.strategy: FedStrategy = self.method.strategy(self.method, self.hparams)
+        robust = config.robustness(self.simulation)
+        self.strategy: FedStrategy = self.method.strategy(self.method, self.hparams, robust=robust)
         self.device = process.device()
         self.started = time.perf_counter()
         found = checkpoint.latest(out / "checkpoint") if config.resume else None
@@ -252,12 +255,14 @@ class Run(Callbacks):
         # Nodes that join later take part, and a resumed run does not draw again.
         self.extra.setdefault("unseen", list(config.unseen_of(i.client for i in present)))
         self.infos = [i for i in present if i.client not in self.extra["unseen"]]
+        config.check_liars(len(self.infos), self.simulation)
         facts = next(iter(self.manager.facts.values()))
         shape = tuple(json.loads(str(facts["shape"])))
         self.spec = ModelSpec(
             buildable(self.infos, self.config), self.infos[0].num_classes, shape, 0, config.model_options
         )
         self._data()
+        self._warn_of_memory()
         if self.simulation and config.keeps_models(len(self.infos)):
             self.manager.control["models-dir"] = str(self.directory.client_models)
         find = self.method.warn
@@ -291,6 +296,17 @@ class Run(Callbacks):
             unseen=self.extra["unseen"],
         )
         return self._finish(state)
+
+    def _warn_of_memory(self) -> None:
+        """Warn if rules against lying clients need much memory: they hold all replies, and their changes in float64."""
+        if not self.strategy.robust.averages:
+            return
+        sent = self.strategy.expected(self.infos[0].shapes).values()
+        need = 12 * sum(math.prod(shape) for shape in sent) * math.ceil(len(self.infos) * self.config.fraction_train)
+        if need > MUCH:
+            text = f"robust = '{self.config.robust}' holds all replies of a round: about {need / 2**30:.1f} GB here"
+            self.warnings.append(text)
+            self.tell({"kind": "warning", "text": text})
 
     def _data(self) -> None:
         """Load the data if the server has them: for the data card, and for the test set of the `global` score."""
@@ -573,12 +589,21 @@ class Run(Callbacks):
             "warnings": self.warnings,
             **{k: _whole(v) for k, v in self.extra.items() if k.startswith("bytes_up_query")},
             **self.strategy.report(state, self.last_scores),
+            **self._robustness(state),
             "seconds": self.earlier + time.perf_counter() - self.started,
         }
         write_json(self.out / "summary.json", summary)
         (self.out / "error.json").unlink(missing_ok=True)
         self.tell({"kind": "end", "summary": summary})
         return summary
+
+    def _robustness(self, state: ServerState) -> dict[str, Any]:
+        """Return what was done against lying clients, and where the rule had too few senders; nothing by default."""
+        robust = self.strategy.robust
+        if not robust.active:
+            return {}
+        found = {"rules": "+".join(robust.rules) or "none", "f": robust.f, "count_cap": robust.cap}
+        return {"robust": {**found, **state.get("robust", {})}}
 
     def _metrics(self, final: pd.DataFrame) -> dict[str, dict[str, dict[str, float]]]:
         """Return every metric of every score, with how it is spread over clients; `global` has one model and no spread.

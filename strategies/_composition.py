@@ -81,9 +81,15 @@ def built_on(outer: Method, settings: Any, lookup: Callable[[str], Method]) -> M
         same_width=base.same_width,
         defaults=base.defaults,
         queries=(*base.queries, *outer.queries),
+        guards=lambda hparams: outer_guards(outer.guarded_by(hparams), base.guarded_by(inner)),
         resolve=None,
         warn=warn,
     )
+
+
+def outer_guards(outer: tuple[str, ...], base: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the base's guards and the outer method's own rule; without the latter, rules for averages are no use."""
+    return tuple(g for g in base if g != "rules" or "own" in outer) + tuple(g for g in outer if g == "own")
 
 
 def base_hparams(base: Method, text: str) -> BaseHParams:

@@ -98,7 +98,8 @@ class FlowerLoop(FedAvg):
         self._round = server_round
         if not good:
             return None, None
-        self._state = self._maths.aggregate(self._state, server_round, iter([reply for reply, _ in good]))
+        counts = [reply.num_samples for reply, _ in good]
+        self._state = self._maths.aggregate_believed(self._state, server_round, (reply for reply, _ in good), counts)
         return self._record(), self.train_metrics_aggr_fn([content for _, content in good], self.weighted_by_key)
 
     def configure_evaluate(

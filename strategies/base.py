@@ -35,6 +35,7 @@ from typing import Any
 
 from fedapp import sampling
 from fedapp.core.averages import RunningMean
+from fedapp.core.robust import Robust, RobustMean
 from fedapp.learning.task import ModelSpec, Task
 from fedapp.method import (
     Array,
@@ -102,13 +103,15 @@ class FedStrategy(FlowerLoop):
     Parameters
     ----------
     method, hparams : the method and its hyperparameters.
+    robust : what is done against clients that lie.
     flower : settings of Flower's own loop (`strategies/_flower.py`), for apps other than fedapp.
     """
 
-    def __init__(self, method: Method, hparams: Any, **flower: Any) -> None:
+    def __init__(self, method: Method, hparams: Any, *, robust: Robust | None = None, **flower: Any) -> None:
         super().__init__(**flower)
         self.method = method
         self.hparams = hparams
+        self.robust = robust or Robust()
         self.context: ServerContext
         self.unseen: frozenset[int] = frozenset()
 
@@ -133,7 +136,36 @@ class FedStrategy(FlowerLoop):
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Return the next state: the shared arrays averaged over the participants, weighted by n_k."""
-        return {**state, "model": weighted_mean(replies, state["model"])}
+        return {**state, "model": self.averaged(replies, state["model"])}
+
+    def averaged(self, replies: Iterable[Reply], previous: Mapping[str, Any]) -> Arrays:
+        """Return the arrays named in `previous`, which the clients were sent, averaged over replies by `robust`."""
+        return weighted_mean(replies, previous, self.robust.mean(previous))
+
+    def aggregate_believed(
+        self, state: ServerState, server_round: int, replies: Iterable[Reply], counts: Sequence[float]
+    ) -> ServerState:
+        """Aggregate replies, none with more samples than `robust.cap` times the median of the clients' `counts`."""
+        limit = self.robust.limit(counts)
+        if limit is not None:
+            replies = (dataclasses.replace(r, num_samples=min(r.num_samples, limit)) for r in replies)
+        return self.aggregate(state, server_round, replies)
+
+    def noted(self, state: ServerState, weaker: Mapping[int, str]) -> ServerState:
+        """Return an entry of the next state: by rule, in how many rounds it took the place of `robust` for a group.
+
+        Parameters
+        ----------
+        weaker : the rule that was used, by class or cluster; empty where all had enough senders.
+        """
+        before = state.get("robust", {})
+        if not weaker and not before:
+            return {}
+        found = {rule: dict(groups) for rule, groups in before.items()}
+        for group, rule in weaker.items():
+            groups = found.setdefault(rule, {})
+            groups[group] = groups.get(group, 0) + 1
+        return {"robust": found}
 
     def global_arrays(self, state: ServerState) -> Arrays | None:
         """Return the one global model by wire name, or None if the method has none."""
@@ -243,7 +275,13 @@ class FedStrategy(FlowerLoop):
         replies = manager.send_and_receive(
             "train", server_round, payloads, expected, self._checker(state), result.traffic, control
         )
-        state = self.aggregate(state, server_round, _recorded(replies, result))
+        good = _recorded(replies, result)
+        if self.robust.rules:
+            # A rule holds for a number of clients. So all must have arrived before it begins.
+            good = iter(list(good))
+            manager.require(result.traffic, server_round)
+        sizes = [manager.infos[c].num_samples for c in self._taking_part(manager)]
+        state = self.aggregate_believed(state, server_round, good, sizes)
         for _ in replies:
             raise RuntimeError(f"{type(self).__name__}.aggregate left replies unread: it must read all of them")
         manager.require(result.traffic, server_round)
@@ -333,13 +371,15 @@ def server_context(
     )
 
 
-def weighted_mean(replies: Iterable[Reply], previous: Mapping[str, Any]) -> Arrays:
+def weighted_mean(
+    replies: Iterable[Reply], previous: Mapping[str, Any], mean: RunningMean | RobustMean | None = None
+) -> Arrays:
     """Average the arrays named in `previous` over replies, weighted by n_k; without replies return `previous`.
 
     Replies are added in float32 as they arrive, a few at a time, because every pass reads and writes the mean. Memory
-    is one model and `TOGETHER` replies for any number of clients.
+    is one model and `TOGETHER` replies for any number of clients. Another `mean` than the running one may keep all.
     """
-    mean = RunningMean()
+    mean = RunningMean() if mean is None else mean
     waiting: list[tuple[Arrays, float]] = []
     for reply in replies:
         waiting.append(({n: reply.arrays[n] for n in previous}, float(reply.num_samples)))

@@ -30,6 +30,7 @@ import numpy as np
 from clients.ccvr import CENTRES, FEATURES, STATISTICS, CCVRClient, CCVRHParams
 from fedapp.core import gaussian, heads, virtual
 from fedapp.core.gaussian import ClassMoments, MomentsPool
+from fedapp.core.robust import screened_statistics
 from fedapp.learning.training import batch_slices
 from fedapp.method import ALL, Array, Arrays, Method, Payload, Query, Reply, Scored, ServerState
 from strategies._composition import PostHoc, built_on, mean_accuracy
@@ -47,7 +48,7 @@ class CCVR(PostHoc):
         """Query statistics, draw virtual representations, re-train the head, and score before and after."""
         state = super().finalize(state, query)
         s, w = self.settings, self.trained(state)
-        replies, pooled = self.statistics(w, query)
+        replies, pooled, screened = self.statistics(w, query)
         counts = pooled.counts
         rng = functools.partial(self.context.rng, "ccvr-order")
         head, y, jitter = on_virtual(w, pooled, s, self.context.seed, rng)
@@ -67,6 +68,7 @@ class CCVR(PostHoc):
             "classes_single": np.flatnonzero(counts == 1).tolist(),
             "jitter": {int(c): float(j) for c, j in jitter.items()},
             "head_norm_ratio": [heads.norm_ratio(h[W][counts > 0]) for h in (w, head)],
+            **({"screened": screened} if self.robust.rules else {}),
         }
         if s.oracle:
             z, y = self.real(w, query)
@@ -78,8 +80,11 @@ class CCVR(PostHoc):
             }
         return calibrated
 
-    def statistics(self, w: Arrays, query: Query) -> tuple[list[Reply], ClassMoments]:
+    def statistics(self, w: Arrays, query: Query) -> tuple[list[Reply], ClassMoments, dict[str, int]]:
         """Query N_ck, mu_ck, Sigma_ck and pool them as they arrive (Eq. 3 and 4); the replies come without arrays.
+
+        With `robust` all are kept, and what is out of line is bounded or left out before they are pooled; the last
+        value says how much that was.
 
         With cov=sums there are two queries. The first gives N and S1, and with them mu_c. The second gives sums around
         mu_c, so that no large numbers cancel. The server needs only totals over clients. The result depends only on
@@ -95,10 +100,17 @@ class CCVR(PostHoc):
             centres = total / np.maximum(count, 1)[:, None]  # Eq. 3
             question = {**w, CENTRES: centres}
         pool = MomentsPool(c, d, self.settings.cov, centres)
+        kept: list[Arrays] = []
         for reply, arrays in self.answers_to(query, "statistics", Payload(common=question)):
-            pool.add(arrays)  # Eq. 3 and 4
+            if self.robust.rules:
+                kept.append(arrays)
+            else:
+                pool.add(arrays)  # Eq. 3 and 4
             replies.append(reply)
-        return replies, pool.moments()
+        kept, screened = screened_statistics(kept)
+        for arrays in kept:
+            pool.add(arrays)
+        return replies, pool.moments(), screened
 
     def real(self, w: Arrays, query: Query) -> tuple[Array, Array]:
         """Query the clients' real features; return all, or `oracle_samples` per class, drawn uniformly."""
@@ -200,6 +212,8 @@ METHOD = Method(
     global_model=True,
     travels="what the base method shares; once, count, mean and covariance of every class",
     queries=("statistics", "totals", "features"),
+    # Sums over all samples do not say which class means are out of line.
+    guards=lambda hparams: () if hparams.cov == "sums" else ("own",),
     resolve=resolve,
     warn=_warn,
 )

@@ -31,8 +31,9 @@ from scipy.cluster.hierarchy import cut_tree, linkage
 from scipy.spatial.distance import squareform
 
 from clients.base import FedClient
-from fedapp.core.averages import weighted_mean, within
+from fedapp.core.averages import within
 from fedapp.core.pairwise import cosine_from_gram, gram
+from fedapp.core.robust import weaker
 from fedapp.method import ALL, Arrays, BaseHParams, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
 from strategies.base import FedStrategy
 
@@ -136,11 +137,13 @@ class CFL(FedStrategy):
             members[new] = [i for i, other in zip(members[c], side) if other]
             members[c] = [i for i, other in zip(members[c], side) if not other]
         # The split comes first, so that the updates of this round already go to their own half.
+        means = {c: self.robust.mean(model) for c, model in clusters.items()}
         for c in clusters:
             here = [got[i] for i in members[c] if i in got]
             if here:
                 weights = [float(r.num_samples) if self.hparams.weighting == "samples" else 1.0 for r in here]
-                clusters[c] = weighted_mean([{n: r.arrays[n] for n in clusters[c]} for r in here], weights)
+                means[c].add_many([({n: r.arrays[n] for n in clusters[c]}, w) for r, w in zip(here, weights)])
+                clusters[c] = means[c].mean()
         # What is kept may be used in the next round, so the test above needs no look at its age.
         kept = [
             i for c, m in members.items() for i in m if i in updates and self._usable(seen[i], born[c], server_round)
@@ -148,7 +151,7 @@ class CFL(FedStrategy):
         if all(i in got for m in members.values() for i in m):
             kept = []  # everybody answers: the next test has its own updates
         return {
-            "clusters": clusters, "members": members, "born": born, "norms": norms,
+            **self.noted(state, weaker(means)), "clusters": clusters, "members": members, "born": born, "norms": norms,
             "updates": {i: updates[i] for i in kept}, "seen": {i: seen[i] for i in kept},
         }  # fmt: skip
 

@@ -32,6 +32,7 @@ from numpy.typing import NDArray
 from clients.cwfedavg import CwFedAvgClient, CwFedAvgHParams, classwise_names
 from fedapp.core.averages import RunningMean
 from fedapp.core.classwise import Uploads, class_globals, class_weights, mix, norm_distribution, weakly_held
+from fedapp.core.robust import RobustMean, capped_masses, changes_bounded, row_bounded
 from fedapp.learning.metrics import mean, tidy
 from fedapp.method import ALL, Arrays, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
 from strategies.base import FedStrategy
@@ -99,16 +100,27 @@ class CwFedAvg(FedStrategy):
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Take p~ from the uploads and form Q over the clients that answered (lines 8 and 9)."""
         names, classes = self._names(), self.context.num_classes
-        common, pt, uploads = RunningMean(), dict(state["pt"]), Uploads(classes)
+        common: RunningMean | RobustMean = RunningMean()
+        pt, uploads = dict(state["pt"]), Uploads(classes)
+        believed: dict[int, tuple[float, Float64]] = {}
+        if self.robust.rules:
+            common = RobustMean(state["common"], ("norm",), self.robust.f)
+            replies = self._bounded(state, server_round, list(replies))
+            counts = np.array([reply.num_samples for reply in replies])
+            masses = zip(*capped_masses(counts, np.stack([self._distribution(reply) for reply in replies])))
+            believed = dict(zip((reply.client for reply in replies), masses))
         distances: list[float] = []
         order: list[int] = []
         sizes: list[float] = []
+        shares: list[Float64] = []
         for reply in replies:
             n, p = float(reply.num_samples), self._distribution(reply)
             pt[reply.client] = p
             order.append(reply.client)
-            sizes.append(n)
             common.add({name: reply.arrays[name] for name in state["common"]}, n)
+            n, p = believed.get(reply.client, (n, p))
+            sizes.append(n)
+            shares.append(p)
             uploads.add({name: reply.arrays[name] for name in names}, n, p)
             distance = reply.metrics.get("wdr")
             distances.append(float(distance) if isinstance(distance, (int, float)) else np.nan)
@@ -116,7 +128,7 @@ class CwFedAvg(FedStrategy):
         if not rows:
             return {**state, "wdr": np.append(state["wdr"], np.nan)}
         q = class_weights(uploads.n, uploads.p)  # Eq. 6
-        share = dict(zip(order, class_weights(np.array(sizes), np.stack([pt[c] for c in order]))))
+        share = dict(zip(order, class_weights(np.array(sizes), np.stack(shares))))
         earlier = state.get("share", {})
         # A weakly held class keeps its g_j of the round before: one more row, with the whole weight of that class.
         for j in np.flatnonzero(weakly_held(uploads.n, uploads.p, self.hparams.tau)):
@@ -135,6 +147,34 @@ class CwFedAvg(FedStrategy):
             "pt": pt,
             "wdr": np.append(state["wdr"], mean(distances)),
         }
+
+    def _bounded(self, state: ServerState, server_round: int, replies: list[Reply]) -> list[Reply]:
+        """Return replies whose class-wise layers changed no more than the median client's.
+
+        In the head that holds for the row of each class by itself, with its bias. No vote is possible there: a class
+        may be held by one client.
+        """
+        if not replies:
+            return []
+        sent = {c: payload.all() for c, payload in self.send_each(state, server_round, [r.client for r in replies])}
+        new = [dict(reply.arrays) for reply in replies]
+        head = [n for n in self._names() if n.startswith("head.")]
+        if trunk := [n for n in self._names() if n not in head]:
+            parts = changes_bounded(
+                [{n: r.arrays[n] for n in trunk} for r in replies],
+                [{n: sent[r.client][n] for n in trunk} for r in replies],
+            )
+            new = [{**arrays, **part} for arrays, part in zip(new, parts)]
+        if head:
+            rows = row_bounded(
+                np.stack([_rows_of({n: r.arrays[n] for n in head}) for r in replies]),
+                np.stack([_rows_of({n: sent[r.client][n] for n in head}) for r in replies]),
+            )
+            for arrays, values in zip(new, rows):
+                ends = np.cumsum([arrays[n].reshape(len(values), -1).shape[1] for n in head])[:-1]
+                for n, part in zip(head, np.split(values, ends, axis=1)):
+                    arrays[n] = part.reshape(arrays[n].shape).astype(arrays[n].dtype)
+        return [dataclasses.replace(reply, arrays=arrays) for reply, arrays in zip(replies, new)]
 
     def blend(self, state: ServerState, sizes: Mapping[int, float]) -> Blend | None:
         """Return A = P Q^T (Eqs. 6 and 7), for every client that has sent a model.
@@ -157,6 +197,11 @@ class CwFedAvg(FedStrategy):
 def class_models(state: ServerState) -> list[Arrays]:
     """Return the K class-specific global models g_j (Eq. 5), their class-wise layers alone."""
     return class_globals(_rows(state), state["q"])
+
+
+def _rows_of(head: Arrays) -> Float64:
+    """Return the head's arrays side by side, (K, d + 1): one row for each class."""
+    return np.concatenate([a.reshape(len(a), -1).astype(np.float64) for a in head.values()], axis=1)
 
 
 def _rows(state: ServerState) -> list[Arrays]:
@@ -186,6 +231,7 @@ METHOD = Method(
     hparams=CwFedAvgHParams,
     shared=ALL,
     travels="the whole model, both ways; each client gets its own",
+    guards=("own", "count-cap"),
     resolve=_resolve,
     columns=("cross-entropy",),
     warn=_warn,

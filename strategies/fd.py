@@ -104,4 +104,5 @@ METHOD = Method(
     heterogeneous=True,
     same_width=False,
     travels="mean outputs per class, both ways",
+    guards=(),
 )

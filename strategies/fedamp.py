@@ -108,4 +108,5 @@ METHOD = Method(
     hparams=FedAMPHParams,
     shared=ALL,
     travels="a mix of models for each client down, the whole model up",
+    guards=(),
 )

@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 
 from clients.base import FedClient
 from fedapp.method import ALL, Array, Arrays, BaseHParams, Method, Reply, ServerContext, ServerState
-from strategies.base import FedStrategy, weighted_mean
+from strategies.base import FedStrategy
 
 RUNNING_STATISTICS = (".running_mean", ".running_var")
 """How PyTorch names the floating-point buffers of its normalisation layers."""
@@ -60,7 +60,7 @@ class FedAvgM(FedStrategy):
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Average the replies, then take one step of momentum; without replies nothing moves."""
-        mean = weighted_mean(replies, state["model"])
+        mean = self.averaged(replies, state["model"])
         model: Arrays = {}
         velocity: Arrays = {}
         for name, w in state["model"].items():

@@ -65,5 +65,6 @@ METHOD = Method(
     heterogeneous=True,
     travels="the head, both ways",
     defaults=TrainDefaults(augment="weak"),
+    guards=lambda hparams: () if hparams.share == "none" else ("rules", "count-cap"),
     warn=_warn,
 )

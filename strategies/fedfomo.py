@@ -110,4 +110,5 @@ METHOD = Method(
     hparams=FedFomoHParams,
     shared=ALL,
     travels="up to M other clients' whole models down, the whole model and M numbers up",
+    guards=(),
 )

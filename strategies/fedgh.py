@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from clients.fedgh import FedGHClient, FedGHHParams
 from fedapp.core.classmeans import problem_of
+from fedapp.core.robust import screened_lars
 from fedapp.learning.metrics import tidy
 from fedapp.method import HEAD, NONE, Method, Reply, Scored, ServerContext, ServerState
 from strategies.base import FedStrategy
@@ -104,7 +105,7 @@ def batches(
 
 
 class FedGH(FedStrategy):
-    """Trains the header on the clients' class means and broadcasts it."""
+    """Trains the header on the clients' class means and broadcasts it; `robust` screens the means first."""
 
     def init(self, context: ServerContext) -> ServerState:
         """Return theta^0, which round 1 broadcasts, and empty records of the rounds."""
@@ -124,6 +125,12 @@ class FedGH(FedStrategy):
         if hparams.order == "arrival":
             answers.sort(key=lambda reply: reply.arrival)
         lars = [LARs.of(reply) for reply in answers]
+        noted: ServerState = {}
+        if self.robust.rules:
+            kept, rows = screened_lars([(x.s, x.r) for x in lars])
+            left_out = state.get("robust", {}).get("left_out", 0) + sum(int((~k).sum()) for k in kept)
+            lars = [LARs(r[k], x.s[k]) for x, r, k in zip(lars, rows, kept) if k.any()]
+            noted = {"robust": {"left_out": left_out}}
         # float64: a round takes many small steps, and float32 would lose digits at each.
         w, b = (theta[name].astype(np.float64) for name in ("head.weight", "head.bias"))
         lr = 0.0 if hparams.mode == "frozen" else hparams.header_lr
@@ -140,6 +147,7 @@ class FedGH(FedStrategy):
             "covered": np.vstack([state["covered"], covered]),
             "loss": np.append(state["loss"], np.mean(losses) if losses else np.nan),
             "moved": np.append(state["moved"], moved),
+            **noted,
         }
 
     def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
@@ -164,5 +172,6 @@ METHOD = Method(
     extra_up=("lar", "labels"),
     heterogeneous=True,
     travels="class means up, the header down",
+    guards=("own",),
     columns=("lar-seconds",),
 )

@@ -17,9 +17,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+
 from clients.fedkd import FedKDClient, FedKDHParams
 from clients.mutual import prefixed, stripped
-from fedapp.core.averages import RunningMean
 from fedapp.core.lowrank import compress, problem_of, ranks, rebuild
 from fedapp.method import NONE, Method, Payload, Reply, Scored, ServerContext, ServerState
 from strategies.fml import FML, shapes_of
@@ -52,7 +53,8 @@ class FedKD(FML):
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Rebuild and average the updates, compress the mean, and move the mentee by what the clients will get."""
-        shapes, mean, holders = shapes_of(state), RunningMean(), []
+        shapes, holders = shapes_of(state), []
+        mean = self.robust.mean({name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
         for reply in replies:
             mean.add(rebuild(stripped(reply.arrays), shapes), self.weight(reply))
             if reply.metrics.get("version") == state["version"]:

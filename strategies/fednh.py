@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.fednh import COUNT, PROTO_SUM, FedNHClient, FedNHHParams
-from fedapp.core.averages import RunningMean
+from fedapp.core.robust import class_means
 from fedapp.method import ALL, Array, Method, Reply, ServerState, TrainDefaults
 from strategies.base import FedStrategy
 
@@ -34,21 +34,31 @@ class FedNH(FedStrategy):
     """Averages extractors, and moves prototypes towards the classes' mean directions."""
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
-        """Average theta and s, and move W; sums run as replies arrive."""
+        """Average theta and s, and move W; without `robust`, sums run as replies arrive."""
         model = state["model"]
         trained = [name for name in model if not name.startswith("head.")]
-        mean = RunningMean()
+        mean = self.robust.mean({name: model[name] for name in trained})
         proto_sum = np.zeros(model["head.weight"].shape)
         count = np.zeros(len(proto_sum), dtype=np.int64)
+        directions = []
         for reply in replies:
             weight = 1.0 if self.hparams.weights == "uniform" else float(reply.num_samples)
             mean.add({name: reply.arrays[name] for name in trained}, weight)
+            if self.robust.active:
+                held = np.flatnonzero(reply.arrays[COUNT])
+                n = reply.arrays[COUNT][held]
+                directions.append((held, reply.arrays[PROTO_SUM][held].astype(np.float64) / n[:, None], n))
+                continue
             proto_sum += reply.arrays[PROTO_SUM]
             count += reply.arrays[COUNT]
         if mean.replies == 0:
             return state
+        noted: ServerState = {}
+        if self.robust.active:
+            found = class_means(directions, model["head.weight"], self.robust)  # mu_c, class by class
+            proto_sum, count, noted = found.values, found.sent.astype(np.int64), self.noted(state, found.weaker)
         prototypes = move_prototypes(model["head.weight"], proto_sum, count, self.hparams.rho)
-        return {**state, "model": {**model, **mean.mean(), "head.weight": prototypes}}
+        return {**state, "model": {**model, **mean.mean(), "head.weight": prototypes}, **noted}
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
         """Refuse class sums that do not fit their counts."""

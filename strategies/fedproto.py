@@ -24,6 +24,7 @@ import numpy as np
 
 from clients.fedproto import FedProtoClient, FedProtoHParams
 from fedapp.core.classmeans import problem_of
+from fedapp.core.robust import class_means
 from fedapp.method import NONE, Method, Payload, Reply, Scored, ServerContext, ServerState
 from strategies.base import FedStrategy
 
@@ -66,19 +67,28 @@ class FedProto(FedStrategy):
         sums = np.zeros(state["protos"].shape)
         weights = np.zeros(len(sums))
         owned, nearest = dict(state["owned"]), dict(state["nearest"])
+        rows = []
         for reply in replies:
             labels = reply.arrays["labels"]
             weight = reply.arrays["counts"] if self.hparams.average == "count" else np.ones(len(labels))
-            # A check made sure that no label comes twice: fancy indexing would add only one of its rows.
-            sums[labels] += weight[:, None] * reply.arrays["protos"].astype(np.float64)  # Eq. 6 without its 1 / |N_j|
-            weights[labels] += weight
+            if self.robust.active:
+                rows.append((labels, reply.arrays["protos"], weight))
+            else:
+                # A check made sure that no label comes twice: fancy indexing would add only one of its rows.
+                sums[labels] += weight[:, None] * reply.arrays["protos"].astype(np.float64)  # Eq. 6 without 1 / |N_j|
+                weights[labels] += weight
             owned[reply.client] = np.sort(labels).astype(np.int32)
             if "prototype-total" in reply.metrics:
                 nearest[reply.client] = [int(reply.metrics[f"prototype-{n}"]) for n in ("correct", "total")]
         sent = weights > 0
         protos = state["protos"].copy()
         protos[sent] = sums[sent] / weights[sent, None]
-        return {"protos": protos, "known": state["known"] | sent, "owned": owned, "nearest": nearest}
+        noted: ServerState = {}
+        if self.robust.active:
+            found = class_means(rows, state["protos"], self.robust)
+            sent, noted = found.sent, self.noted(state, found.weaker)
+            protos[sent] = found.values[sent]
+        return {"protos": protos, "known": state["known"] | sent, "owned": owned, "nearest": nearest, **noted}
 
     def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
         """Return the mean accuracy of nearest-prototype prediction, as each client last measured it."""

@@ -16,7 +16,6 @@ import numpy as np
 from clients.fml import FMLClient, FMLHParams
 from clients.mutual import SMALL, build_small, prefixed, small_arrays, stripped
 from fedapp import sampling
-from fedapp.core.averages import RunningMean
 from fedapp.method import NONE, Arrays, Method, Payload, Reply, ServerContext, ServerState
 from strategies.base import FedStrategy
 
@@ -62,7 +61,7 @@ class FML(FedStrategy):
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Merge: average the memes; without replies the small model stays."""
-        mean = RunningMean()
+        mean = self.robust.mean(state["small"])
         for reply in replies:
             mean.add(reply.arrays, self.weight(reply))
         return {**state, "small": mean.mean()} if mean.replies else state

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from clients.ifca import IFCAClient, IFCAHParams, wire_name
-from fedapp.core.averages import RunningMean, within
+from fedapp.core.averages import within
+from fedapp.core.robust import weaker
 from fedapp.errors import BadRequest
 from fedapp.method import ALL, HEAD, Arrays, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
 from strategies.base import FedStrategy
@@ -60,8 +61,8 @@ class IFCA(FedStrategy):
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Average each model over those that chose it, and what is shared over all participants."""
-        means = {c: RunningMean() for c in state["clusters"]}
-        over_all = RunningMean()
+        means = {c: self.robust.mean(model) for c, model in state["clusters"].items()}
+        over_all = self.robust.mean(state["shared"])
         chosen = dict(state["chosen"])
         for reply in replies:
             choice = int(reply.metrics["ifca-cluster"])
@@ -70,8 +71,10 @@ class IFCA(FedStrategy):
             if state["shared"]:
                 over_all.add({n: reply.arrays[n] for n in state["shared"]}, weight)
             chosen[reply.client] = choice
+        clusters = {c: mean.mean() if mean.replies else state["clusters"][c] for c, mean in means.items()}
         return {
-            "clusters": {c: mean.mean() if mean.replies else state["clusters"][c] for c, mean in means.items()},
+            **self.noted(state, weaker(means)),
+            "clusters": clusters,
             "shared": over_all.mean() if over_all.replies else state["shared"],
             "chosen": chosen,
         }

@@ -210,6 +210,7 @@ METHOD = Method(
     same_width=False,
     public_share=0.05,
     travels="soft predictions on a public set, both ways",
+    guards=(),
     resolve=_chosen,
     warn=_warn,
 )

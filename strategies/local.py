@@ -39,4 +39,5 @@ METHOD = Method(
     heterogeneous=True,
     same_width=False,
     travels="nothing",
+    guards=(),
 )

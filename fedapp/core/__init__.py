@@ -10,5 +10,6 @@
 ``lowrank``      low-rank form of named arrays (FedKD)
 ``pairwise``     kernels on all models at once: linear combinations, Gram, distance and cosine matrices
 ``products``     matrix products in float32 at the speed of the processor
+``robust``       averages, and rules of single methods, that a few lying clients cannot pull where they like
 ``virtual``      virtual features drawn from Gaussian statistics (CCVR)
 """

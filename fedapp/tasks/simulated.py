@@ -166,6 +166,7 @@ def check(config: RunConfig, clients: int) -> FederatedData:
     BadRequest : they do not; says what to change.
     """
     data = federated(config, clients)
+    config.check_liars(clients - len(config.unseen_of(range(clients))), simulation=True)
     for name in dict.fromkeys(config.model_names):
         check_model(default_model(data.inputs.shape) if name == "auto" else name, data.inputs.shape)
         if is_own(name):

@@ -176,7 +176,7 @@ class ClientManager:
                 if late or not self._unregistered:
                     return [self.infos[c] for c in sorted(self.infos)]
             if self.settings.wait_timeout and now - started > self.settings.wait_timeout:
-                if len(self.nodes) >= max(1, math.ceil(self.settings.min_replies * want - 1e-9)):
+                if len(self.nodes) >= needed_replies(self.settings.min_replies, want):
                     text = f"{self._waiting(want)} after {self.settings.wait_timeout:g} s: starting without them"
                     self.event({"kind": "warning", "text": text})
                     return [self.infos[c] for c in sorted(self.infos)]
@@ -533,7 +533,7 @@ class ClientManager:
 
     def require(self, traffic: Traffic, server_round: int) -> None:
         """Raise `RoundFailed` unless there were enough good replies."""
-        needed = max(1, math.ceil(self.settings.min_replies * len(traffic.messaged) - 1e-9))
+        needed = needed_replies(self.settings.min_replies, len(traffic.messaged))
         if len(traffic.answered) < needed:
             reasons = "; ".join(f"client {d.client}: {d.reason}" for d in traffic.dropped[:5])
             more = f" and {len(traffic.dropped) - 5} more" if len(traffic.dropped) > 5 else ""
@@ -542,6 +542,11 @@ class ClientManager:
                 f"min-replies asks for {needed} ({reasons}{more})",
                 server_round,
             )
+
+
+def needed_replies(share: float, messages: int) -> int:
+    """Return how many good replies a round with that many messages needs, where a share of them is enough."""
+    return max(1, math.ceil(share * messages - 1e-9))
 
 
 def _shape(shape: tuple[int, ...] | None) -> str:

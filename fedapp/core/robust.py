@@ -1,0 +1,533 @@
+"""Averages that a few lying clients cannot pull where they like: bounded, trimmed and voted updates.
+
+All rules work on updates, reply minus what was sent, as the rows of one matrix (K, D) in float64. With K clients, of
+which at most f lie:
+
+===============  ====================================================================================  ==========
+``norm``         ``u_k <- u_k min(1, median_i ||u_i|| / ||u_k||)``; bounds a lie, does not remove it    K >= 2f + 1
+``median``       median of each coordinate (Yin et al., ICML 2018)                                      K >= 2f + 1
+``trimmed``      mean of each coordinate without its f smallest and f largest values (Yin et al.)       K >= 2f + 1
+``krum``         the update with the least sum of its K - f - 2 smallest squared distances to others    K >= 2f + 3
+                 (Blanchard et al., NeurIPS 2017)
+``multikrum``    plain mean of the K - f updates with the least sums                                    K >= 2f + 3
+``geomedian``    point with the least weighted sum of distances, by Weiszfeld's steps (Pillutla et      K >= 2f + 1
+                 al., 2022)
+===============  ====================================================================================  ==========
+
+Rules are composed from left to right: ``norm+trimmed`` bounds all updates and trims what is left. `norm` and
+`geomedian` weigh clients by their sample counts. A count is what a client says of itself, so `capped` goes with them.
+The other rules count every client once.
+
+Where a class or a cluster has its own senders, K is their number. If it is too small for the rule, `fitting` says what
+takes its place.
+
+cwFedAvg, FedGH and CCVR do not average whole replies; what bounds their clients is at the end of this file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from scipy.spatial.distance import pdist, squareform
+
+from fedapp.core.averages import RunningMean
+
+Array = npt.NDArray[Any]
+Arrays = dict[str, Array]
+Float64 = npt.NDArray[np.float64]
+
+BOUNDS = ("norm",)
+"""Rules that change updates and leave their number."""
+CHOICES = ("multikrum",)
+"""Rules that leave some of the updates, which then count alike."""
+ENDS = ("median", "trimmed", "krum", "geomedian")
+"""Rules that make one update of all, so nothing can follow."""
+RULES = (*BOUNDS, *CHOICES, *ENDS)
+OWN_RULE = "own"
+"""Stands for the rule of a method that does not average whole replies."""
+
+FEW = 4
+"""Senders below which no vote is taken: among three, one liar and an unusual client look alike."""
+STEPS, NEAREST = 100, 1e-8
+"""Weiszfeld's steps, and the distance below which a point counts as that far away (Pillutla et al.)."""
+COUNT, FAR, TRACE = 4.0, 3.0, 4.0
+"""CCVR: largest count and trace as multiples of the class's median. CCVR and FedGH: largest distance to the median."""
+MASS, LENGTH = 2.0, 2.0
+"""Largest class mass in cwFedAvg, largest norm of a class mean in FedGH, as multiples of the class's median."""
+
+__all__ = [
+    "OWN_RULE", "RULES", "Robust", "RobustMean", "bounded", "capped", "capped_masses", "changes_bounded", "class_means",
+    "combined", "coordinate_median", "fitting", "geometric_median", "krum", "krum_scores", "multikrum", "needed",
+    "parsed", "row_bounded", "screened", "screened_lars", "screened_statistics", "trimmed_mean", "weaker",
+]  # fmt: skip
+
+
+# Counts and single updates ------------------------------------------------------------------------
+
+
+def capped(counts: Array | Sequence[float], factor: float) -> Float64:
+    """Return sample counts (K,), none larger than `factor` times their median; a factor of 0 changes none."""
+    n = np.asarray(counts, dtype=np.float64)
+    return np.minimum(n, factor * np.median(n)) if factor and n.size else n
+
+
+def _norms(updates: Float64) -> Float64:
+    with np.errstate(over="ignore"):
+        norms: Float64 = np.linalg.norm(updates, axis=1)
+    return norms
+
+
+def bounded(updates: Float64, limit: float | None = None) -> Float64:
+    """Return updates (K, D), none longer than `limit`: by default the median of their norms."""
+    norms = _norms(updates)
+    limit = float(np.median(norms)) if limit is None else limit
+    return updates * np.minimum(1.0, limit / np.where(norms > 0, norms, 1.0))[:, None]
+
+
+# Rules --------------------------------------------------------------------------------------------
+
+
+def coordinate_median(updates: Float64) -> Float64:
+    """Return the median of each coordinate of (K, D)."""
+    middle: Float64 = np.median(updates, axis=0)
+    return middle
+
+
+def trimmed_mean(updates: Float64, f: int) -> Float64:
+    """Return the mean of each coordinate of (K, D) without its f smallest and f largest values; K > 2f."""
+    mean: Float64 = np.sort(updates, axis=0)[f : len(updates) - f].mean(axis=0)
+    return mean
+
+
+def krum_scores(updates: Float64, f: int) -> tuple[Float64, Float64]:
+    """Return for each of K updates the sum of its K - f - 2 smallest squared distances to others, and of all of them.
+
+    Distances are summed over differences. From a matrix of products they would lose their digits where all updates are
+    long and close together.
+    """
+    with np.errstate(over="ignore"):
+        distances = squareform(pdist(updates, "sqeuclidean"))
+    nearest = np.sort(distances, axis=1)[:, 1 : len(updates) - f - 1]  # the first is the distance 0 to itself
+    return nearest.sum(axis=1), distances.sum(axis=1)
+
+
+def _by_score(updates: Float64, f: int) -> npt.NDArray[np.intp]:
+    """Return the rows, best first. Two that are nearest to each other can tie: then all distances together decide."""
+    scores, all_distances = krum_scores(updates, f)
+    return np.lexsort((all_distances, scores))
+
+
+def krum(updates: Float64, f: int) -> Float64:
+    """Return the one update with the least score; K >= 2f + 3."""
+    best: Float64 = updates[_by_score(updates, f)[0]]
+    return best
+
+
+def multikrum(updates: Float64, f: int) -> npt.NDArray[np.intp]:
+    """Return which K - f updates have the least scores, in ascending order; K >= 2f + 3."""
+    return np.sort(_by_score(updates, f)[: len(updates) - f])
+
+
+def geometric_median(updates: Float64, weights: Array) -> Float64:
+    """Return the point with the least sum of weighted distances to (K, D), by Weiszfeld's steps.
+
+    Parameters
+    ----------
+    weights : (K,), not negative, not all zero.
+    """
+    centre = coordinate_median(updates)
+    for _ in range(STEPS):
+        pull = weights / np.maximum(_norms(updates - centre), NEAREST)
+        new = pull @ updates / pull.sum()
+        if np.array_equal(new, centre):
+            break
+        centre = new
+    return centre
+
+
+# Composition --------------------------------------------------------------------------------------
+
+
+def parsed(text: str) -> tuple[str, ...]:
+    """Return the rules in "norm+trimmed"; none for "none".
+
+    Raises
+    ------
+    ValueError
+        Unknown or repeated rules, or one that leaves nothing for the next; the message says which.
+    """
+    if text == "none":
+        return ()
+    rules = tuple(part.strip() for part in text.split("+"))
+    if rules == (OWN_RULE,):
+        return rules
+    for rule in rules:
+        if rule == OWN_RULE:
+            raise ValueError(f"'{OWN_RULE}' stands alone")
+        if rule not in RULES:
+            raise ValueError(f"unknown rule '{rule}': choose from none, {', '.join(RULES)}, {OWN_RULE}")
+        if rules.count(rule) > 1:
+            raise ValueError(f"'{rule}' is given twice")
+    for rule in rules[:-1]:
+        if rule in ENDS:
+            raise ValueError(f"'{rule}' makes one update of all, so it must come last")
+    return rules
+
+
+def needed(rules: Sequence[str], f: int) -> int:
+    """Return the least number of updates for which the rules hold against f liars."""
+    least, gone = 1, 0
+    for rule in rules:
+        least = max(least, gone + (2 * f + 3 if rule in ("krum", "multikrum") else 2 * f + 1))
+        gone += f if rule == "multikrum" else 0
+    return least
+
+
+def fitting(rules: tuple[str, ...], f: int, senders: int) -> tuple[str, ...]:
+    """Return the rules for a class or cluster of that many senders.
+
+    These are the rules themselves where they hold. Else it is the median, which needs no f. Below `FEW` senders there
+    is no vote, and updates are only bounded.
+    """
+    if not rules or senders >= needed(rules, f):
+        return rules
+    return ("median",) if senders >= FEW and rules != BOUNDS else BOUNDS
+
+
+def combined(updates: Float64, weights: Array, rules: Sequence[str], f: int) -> Float64:
+    """Return one update (D,) made of K.
+
+    Parameters
+    ----------
+    updates : (K, D).
+    weights : (K,) of the clients in a mean and in the geometric median.
+    rules, f : see `parsed` and `needed`; K must be large enough.
+    """
+    u, w = updates, np.asarray(weights, dtype=np.float64)
+    for rule in rules:
+        if rule == "norm":
+            u = bounded(u)
+        elif rule == "multikrum":
+            u = u[multikrum(u, f)]
+            w = np.ones(len(u))
+        elif rule == "median":
+            return coordinate_median(u)
+        elif rule == "trimmed":
+            return trimmed_mean(u, f)
+        elif rule == "krum":
+            return krum(u, f)
+        elif rule == "geomedian":
+            return geometric_median(u, w)
+        else:
+            raise ValueError(f"'{rule}' is not a rule for averages")
+    mean: Float64 = w @ u / w.sum()
+    return mean
+
+
+@dataclass(frozen=True)
+class Robust:
+    """What is done against lying clients.
+
+    Attributes
+    ----------
+    rules : from left to right, as `parsed` returns them; empty = plain averages.
+    f : clients that may lie.
+    cap : largest sample count, as a multiple of the median; 0 = as the clients say.
+    """
+
+    rules: tuple[str, ...] = ()
+    f: int = 0
+    cap: float = 0.0
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is done at all."""
+        return bool(self.rules or self.cap)
+
+    @property
+    def averages(self) -> tuple[str, ...]:
+        """The rules for averages."""
+        return tuple(rule for rule in self.rules if rule != OWN_RULE)
+
+    def limit(self, counts: Sequence[float]) -> int | None:
+        """Return the largest sample count that is believed where clients state these; None without a cap."""
+        return max(1, int(self.cap * np.median(counts))) if self.cap and len(counts) else None
+
+    def mean(self, previous: Mapping[str, Array]) -> RunningMean | RobustMean:
+        """Return an empty mean of replies to `previous`; without rules it takes them one by one and keeps none."""
+        return RobustMean(previous, self.averages, self.f) if self.averages else RunningMean()
+
+
+class RobustMean:
+    """A `RunningMean` that a few liars cannot pull: it keeps all models and combines them in the end.
+
+    Memory: K models as they came, and their updates in float64.
+
+    Parameters
+    ----------
+    previous : what was sent, by name.
+    rules, f : as in `combined`. For too few models `fitting` decides, and `used` says what was done.
+    """
+
+    def __init__(self, previous: Mapping[str, Array], rules: tuple[str, ...], f: int) -> None:
+        self.previous, self.rules, self.f = previous, rules, f
+        self.used = rules
+        self._models: list[dict[str, Array]] = []
+        self._weights: list[float] = []
+
+    @property
+    def replies(self) -> int:
+        """Number of models added so far."""
+        return len(self._models)
+
+    def add(self, arrays: Mapping[str, Array], weight: float) -> None:
+        """Add one model with its weight, as in `RunningMean`; other arrays than those sent are refused."""
+        missing = sorted(set(self.previous) ^ set(arrays))
+        if missing:
+            raise ValueError(f"a model has other arrays than were sent: {', '.join(missing[:5])}")
+        self._models.append(dict(arrays))
+        self._weights.append(float(weight))
+
+    def add_many(self, replies: Iterable[tuple[Mapping[str, Array], float]]) -> None:
+        """Add several models."""
+        for arrays, weight in replies:
+            self.add(arrays, weight)
+
+    def mean(self) -> dict[str, Array]:
+        """Return what was sent plus the combined update, float32 (float64 where that was sent)."""
+        if not self._models:
+            raise ValueError("no model was added: there is no mean")
+        sizes = [np.size(a) for a in self.previous.values()]
+        updates = np.empty((len(self._models), sum(sizes)))
+        for row, model in zip(updates, self._models):
+            start = 0
+            for (name, sent), size in zip(self.previous.items(), sizes):
+                np.subtract(model[name], sent, out=row[start : start + size].reshape(np.shape(sent)), dtype=np.float64)
+                start += size
+        self.used = fitting(self.rules, self.f, len(updates))
+        step = combined(updates, np.array(self._weights), self.used, self.f)
+        ends = np.cumsum(sizes)
+        result = {}
+        for (name, sent), size, end in zip(self.previous.items(), sizes, ends):
+            new = np.asarray(sent, dtype=np.float64) + step[end - size : end].reshape(np.shape(sent))
+            result[name] = new.astype(np.result_type(sent, np.float32))
+        return result
+
+
+def weaker(means: Mapping[int, RunningMean | RobustMean]) -> dict[int, str]:
+    """Return what took the place of the rules where a cluster had too few senders, after its mean was read."""
+    robust = {c: m for c, m in means.items() if isinstance(m, RobustMean) and m.replies}
+    return {c: "+".join(m.used) for c, m in robust.items() if m.used != m.rules}
+
+
+# Vectors of single classes ------------------------------------------------------------------------
+
+
+@dataclass
+class ClassMeans:
+    """Means of single classes.
+
+    Attributes
+    ----------
+    values : (C, d) float64; as before where nobody sent the class.
+    sent : (C,), which classes somebody sent.
+    weaker : what took the rule's place, by class, where it has too few senders.
+    """
+
+    values: Float64
+    sent: npt.NDArray[np.bool_]
+    weaker: dict[int, str] = field(default_factory=dict)
+
+
+def class_means(replies: Iterable[tuple[Array, Array, Array]], previous: Array, robust: Robust) -> ClassMeans:
+    """Return a robust mean of the vectors that clients sent for single classes.
+
+    Parameters
+    ----------
+    replies : of each client the classes (S,), one vector each (S, d), and their weights (S,).
+    previous : (C, d), from which changes are measured.
+    robust : its `cap` bounds weights by the class's median.
+    """
+    rows: dict[int, list[tuple[Float64, float]]] = {}
+    for labels, vectors, weights in replies:
+        for c, vector, weight in zip(labels.tolist(), vectors.astype(np.float64), np.asarray(weights).tolist()):
+            rows.setdefault(c, []).append((vector, float(weight)))
+    base = np.asarray(previous, dtype=np.float64)
+    found = ClassMeans(base.copy(), np.zeros(len(base), dtype=np.bool_))
+    for c, given in sorted(rows.items()):
+        rules = fitting(robust.averages, robust.f, len(given))
+        if rules != robust.averages:
+            found.weaker[c] = "+".join(rules)
+        weights = capped([w for _, w in given], robust.cap)
+        found.values[c] += combined(np.stack([v for v, _ in given]) - base[c], weights, rules, robust.f)
+        found.sent[c] = True
+    return found
+
+
+# Rules of single methods --------------------------------------------------------------------------
+
+
+def screened(rows: Float64, factor: float = FAR) -> npt.NDArray[np.bool_]:
+    """Return which of (S, d) lie no farther from their coordinate median than `factor` times the median distance.
+
+    All of them for fewer than `FEW` rows.
+    """
+    if len(rows) < FEW:
+        return np.ones(len(rows), dtype=np.bool_)
+    distances = _norms(rows - coordinate_median(rows))
+    near: npt.NDArray[np.bool_] = distances <= factor * np.median(distances)
+    return near
+
+
+def changes_bounded(new: Sequence[Mapping[str, Array]], sent: Sequence[Mapping[str, Array]]) -> list[Arrays]:
+    """Return models, K of them, whose changes from what was sent are no longer than the median change."""
+    flat = np.stack([np.concatenate([np.subtract(m[n], s[n], dtype=np.float64).ravel() for n in m])
+                     for m, s in zip(new, sent)])  # fmt: skip
+    result: list[Arrays] = []
+    for model, start, change in zip(new, sent, bounded(flat)):
+        parts = np.split(change, np.cumsum([np.size(a) for a in model.values()])[:-1])
+        result.append({n: (start[n] + part.reshape(np.shape(a))).astype(np.asarray(a).dtype)
+                       for (n, a), part in zip(model.items(), parts)})  # fmt: skip
+    return result
+
+
+def capped_masses(n: Array, p: Array) -> tuple[Float64, Float64]:
+    """Return sample counts (K,) and class shares (K, C) whose products n_k p_kj are at most `MASS` times their median.
+
+    The median of a class is over the clients that have a share of it, so a class of one client stays as it is.
+    """
+    mass = np.asarray(n, dtype=np.float64)[:, None] * np.asarray(p, dtype=np.float64)
+    for column in mass.T:
+        held = column > 0
+        column[held] = capped(column[held], MASS)
+    counts = mass.sum(axis=1)
+    return counts, mass / counts[:, None]
+
+
+def row_bounded(new: Float64, sent: Float64) -> Float64:
+    """Return cwFedAvg's heads with bounded changes: for each class, none longer than the class's median change.
+
+    Parameters
+    ----------
+    new, sent : (K, C, d), row j of every client's head as it came back, and as the client had received it.
+    """
+    changes = new - sent
+    return sent + np.stack([bounded(changes[:, j]) for j in range(changes.shape[1])], axis=1)
+
+
+def screened_lars(lars: Sequence[tuple[Array, Array]]) -> tuple[list[npt.NDArray[np.bool_]], list[Float64]]:
+    """Return which class means of FedGH's clients are used, and all of them with bounded norms.
+
+    A norm is at most `LENGTH` times the median norm of its class (of all classes, if fewer than `FEW` clients have it).
+    A mean that lies farther from its class's coordinate median than `FAR` times the median distance is left out.
+
+    Parameters
+    ----------
+    lars : of each client the classes (S,) and their means (S, d).
+    """
+    means = [np.asarray(rows, dtype=np.float64) for _, rows in lars]
+    kept = [np.ones(len(rows), dtype=np.bool_) for rows in means]
+    every = np.concatenate([_norms(rows) for rows in means]) if means else np.zeros(0)
+    places: dict[int, list[tuple[int, int]]] = {}
+    for k, (labels, _) in enumerate(lars):
+        for i, c in enumerate(labels.tolist()):
+            places.setdefault(c, []).append((k, i))
+    short = [rows.copy() for rows in means]
+    for of in places.values():
+        rows = np.stack([means[k][i] for k, i in of])
+        rows = bounded(rows, LENGTH * float(np.median(_norms(rows) if len(of) >= FEW else every)))
+        for (k, i), row, near in zip(of, rows, screened(rows)):
+            short[k][i], kept[k][i] = row, near
+    return kept, short
+
+
+def _traces(arrays: Mapping[str, Array]) -> Float64:
+    """Return the trace of every covariance of a CCVR answer, (S,), or (1,) where there is one for all classes."""
+    width = arrays["mean"].shape[1]
+    if "factor" in arrays:
+        factor = np.square(arrays["factor"].astype(np.float64)).sum(axis=(1, 2))
+        return np.asarray(factor + arrays["rest"].astype(np.float64).sum(axis=1))
+    cov = np.atleast_2d(arrays["cov"].astype(np.float64))
+    if cov.shape[1] == width:
+        return np.asarray(cov.sum(axis=1))
+    steps = np.arange(width)
+    return np.asarray(cov[:, steps * width - steps * (steps - 1) // 2].sum(axis=1))  # the diagonal of packed triangles
+
+
+def screened_statistics(answers: Sequence[Mapping[str, Array]]) -> tuple[list[Arrays], dict[str, int]]:
+    """Return CCVR's statistics of all clients with what is out of line bounded or left out.
+
+    Class by class over its senders: a count is at most `COUNT` times the median count, a mean farther from the
+    coordinate median than `FAR` times the median distance is left out with its class, and a covariance is scaled down
+    to `TRACE` times the median trace.
+
+    Parameters
+    ----------
+    answers : of each client, as from `fedapp.core.gaussian.to_arrays` in any mode but ``sums``.
+
+    Returns
+    -------
+    The statistics, and how many counts were `capped`, class statistics `left_out` and covariances `scaled`.
+    """
+    found = [dict(arrays) for arrays in answers]
+    places: dict[int, list[tuple[int, int]]] = {}
+    for k, arrays in enumerate(found):
+        arrays["count"] = arrays["count"].astype(np.int64)
+        for i, c in enumerate(arrays["ids"].tolist()):
+            places.setdefault(c, []).append((k, i))
+    kept = [np.ones(len(arrays["ids"]), dtype=np.bool_) for arrays in found]
+    capped_counts = 0
+    for of in places.values():
+        counts = np.array([found[k]["count"][i] for k, i in of])
+        short = np.maximum(capped(counts, COUNT).astype(np.int64), 1)
+        capped_counts += int((short < counts).sum())
+        near = screened(np.stack([found[k]["mean"][i].astype(np.float64) for k, i in of]))
+        for (k, i), count, good in zip(of, short, near):
+            found[k]["count"][i], kept[k][i] = count, good
+    for arrays, rows in zip(found, kept):
+        for name in (
+            "ids",
+            "count",
+            "mean",
+            "factor",
+            "rest",
+            *(("cov",) if np.ndim(arrays.get("cov", 0)) == 2 else ()),
+        ):
+            if name in arrays:
+                arrays[name] = arrays[name][rows]
+    return found, {
+        "capped": capped_counts,
+        "left_out": int(sum((~rows).sum() for rows in kept)),
+        "scaled": _scale_covariances(found),
+    }
+
+
+def _scale_covariances(found: Sequence[Arrays]) -> int:
+    """Scale covariances down in place of the arrays; return how many. One sample has none, so it has no vote."""
+    traces: dict[int, list[tuple[int, int, float]]] = {}
+    for k, arrays in enumerate(found):
+        common = "factor" not in arrays and arrays["cov"].ndim == 1
+        several = arrays["count"].sum() > len(arrays["ids"]) if common else arrays["count"] > 1
+        for i, (trace, votes) in enumerate(zip(_traces(arrays), np.atleast_1d(several))):
+            if votes:
+                traces.setdefault(-1 if common else int(arrays["ids"][i]), []).append((k, i, float(trace)))
+    scaled = 0
+    for of in traces.values():
+        limit = TRACE * float(np.median([trace for _, _, trace in of]))
+        for k, i, trace in of:
+            if trace <= limit:
+                continue
+            scaled += 1
+            for name, share in (("cov", limit / trace), ("factor", (limit / trace) ** 0.5), ("rest", limit / trace)):
+                if name in found[k]:
+                    wide = found[k][name].astype(np.float64)
+                    if wide.ndim == 1:
+                        wide *= share
+                    else:
+                        wide[i] *= share
+                    found[k][name] = wide.astype(found[k][name].dtype)
+    return scaled
