@@ -44,8 +44,9 @@ docker run --rm --user 0 -e FEDAPP_CACHE=/tmp/cache -v "$PWD/docker:/setup" feda
 
 say "SuperLink"
 $compose up -d --wait superlink
+in_superlink fedapp operator login superlink --token-file /var/lib/fedapp/operator.token
 for node in 0 1 2; do
-  in_superlink flwr supernode register "/keys/supernode-$node.pub" superlink
+  in_superlink fedapp admit "/keys/supernode-$node.pub" --client "$node" --superlink superlink
 done
 
 say "nodes"

@@ -512,6 +512,71 @@ def deploy_check(
     raise typer.Exit(int(any(f.state == deploycheck.FAIL for f in found)))
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def superlink(
+    context: typer.Context,
+    public: Annotated[str, typer.Option(help="HOST:PORT that nodes reach")] = "0.0.0.0:8000",
+    private: Annotated[str, typer.Option(help="HOST:PORT on loopback, for the operator")] = "127.0.0.1:8001",
+    operator_token_file: Annotated[
+        Path | None, typer.Option(help="made if it does not exist; default: operator.token beside the database")
+    ] = None,
+    max_reply: Annotated[int, typer.Option(help="MiB that a node may send for one reply", min=1)] = 256,
+) -> None:
+    """Start a SuperLink whose public port serves nodes only. Further options go to flower-superlink.
+
+    TLS and node keys are always on; the command line needs the operator's token (fedapp operator login).
+    """
+    from fedapp.engines import gate
+
+    raise typer.Exit(gate.serve(public, private, operator_token_file, max_reply << 20, context.args))
+
+
+operator = typer.Typer(no_args_is_help=True, help="The operator of a SuperLink that fedapp superlink started.")
+app.add_typer(operator, name="operator")
+
+
+@operator.callback()
+def _operator() -> None:
+    """The operator of a SuperLink."""
+
+
+@operator.command("login")
+def operator_login(
+    connection: Annotated[str, typer.Argument(help="name of a connection in Flower's configuration")],
+    token_file: Annotated[Path, typer.Option(help="the SuperLink's operator.token, or a copy")],
+) -> None:
+    """Let flwr and fedapp use the operator's token for a connection."""
+    from fedapp.engines import deploy, gate
+
+    to = deploy.connection(connection)
+    if not token_file.is_file():
+        raise BadRequest(f"{token_file} does not exist: fedapp superlink makes it beside its database")
+    gate.login(to.address, gate.operator_token(token_file))
+    typer.echo(f"flwr and fedapp now use this token for {connection} ({to.address})")
+
+
+@app.command()
+def admit(
+    key: Annotated[Path, typer.Argument(help="a node's public key", metavar="KEY.pub")],
+    client: Annotated[int, typer.Option(help="client id of this node")],
+    connection: Annotated[
+        str | None, typer.Option("--superlink", help="name of a connection in Flower's configuration")
+    ] = None,
+    roster: Annotated[
+        Path | None, typer.Option(envvar="FEDAPP_ROSTER", help="the server's roster, roster.toml beside its database")
+    ] = None,
+    max_examples: Annotated[int, typer.Option(help="largest number of training rows that it may report")] = 0,
+) -> None:
+    """Register a node's key and bind it to a client id. Run it on the server."""
+    from fedapp.engines import control, deploy, gate
+
+    if roster is None:
+        raise BadRequest("give --roster FILE, the roster.toml beside the SuperLink's database")
+    with control.Control.of_connection(deploy.connection(connection)) as api:
+        node = gate.admit(api, key, client, roster, max_examples)
+    typer.echo(f"node {node} is client {client} ({roster})")
+
+
 @app.command()
 def reproduce(
     out: Annotated[

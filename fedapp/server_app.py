@@ -46,7 +46,7 @@ from fedapp.results.directory import (
 from fedapp.results.predict import described
 from fedapp.results.statistics import over_clients
 from fedapp.tasks import simulated as tasks
-from fedapp.transport import checkpoint, selection
+from fedapp.transport import checkpoint, roster, selection
 from fedapp.transport.client_manager import ClientManager, RoundFailed
 from strategies.base import Callbacks, FedStrategy, RoundResult, server_context
 
@@ -212,7 +212,8 @@ class Run(Callbacks):
             )
         control: dict[str, Scalar] = {"run": self.directory.token}
         control |= {"state-dir": str(out / "state")} if self.simulation else {"deployed": True}
-        self.manager = ClientManager(grid, config.settings(self.simulation), control, self.tell)
+        known = None if self.simulation else roster.of_this_server()
+        self.manager = ClientManager(grid, config.settings(self.simulation), control, self.tell, known)
         self.final: dict[str, float] = {}
         self.last_scores: Scored = {}
         self.stopped: str | None = None

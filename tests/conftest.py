@@ -24,7 +24,7 @@ settings.load_profile("fedapp")
 # A shell that starts the tests in the background has them ignore Ctrl-C, and children inherit that; they test it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-PROCESSES = ("simulation", "deployment", "superlink", "supervise", "deploycheck", "ray_cluster")
+PROCESSES = ("simulation", "deployment", "gate", "superlink", "supervise", "deploycheck", "ray_cluster")
 """Files of tests that own ports, Ray or SuperLinks: all of them in one worker, one after another."""
 FIRST = (*PROCESSES, "standin", "registry", "nodes", "benchmarks", "report", "config", "contract", "figures")
 """Files to begin with, so that no worker is left with a long one at the end; each begins with two groups at once."""

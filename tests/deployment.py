@@ -65,7 +65,7 @@ class Deployment:
 
     def __init__(self, folder: Path, nodes: tuple[str, ...] = ("supernode-0", "supernode-1", "supernode-2")) -> None:
         self.folder = folder
-        self.port = free_port()
+        self.port, self.private = free_port(), free_port()
         self.mark = uuid.uuid4().hex
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         folder.mkdir(parents=True, exist_ok=True)
@@ -96,12 +96,14 @@ class Deployment:
             "/var/lib/fedapp", f"{self.folder}/vol-{name}"
         )
         text = text.replace("'/data'", f"'{self.folder}/sites/{name.replace('supernode-', 'site')}'")
-        return text.replace("superlink:8000", f"127.0.0.1:{self.port}").replace("0.0.0.0", "127.0.0.1")
+        text = re.sub(r"(localhost|127\.0\.0\.1):8001", f"localhost:{self.private}", text)
+        return re.sub(r"(superlink|0\.0\.0\.0):8000", f"127.0.0.1:{self.port}", text)
 
     def command(self, service: str, **changes: str) -> list[str]:
         """The command of a service; `changes` replaces the value of an option (named without dashes)."""
         words = [self.here(str(w), service) for w in COMPOSE["services"][service]["command"]]
-        changes.setdefault("port", str(self.port if service == "superlink" else free_port()))
+        if service != "superlink":
+            changes.setdefault("port", str(free_port()))
         for option, value in changes.items():
             words[words.index("--" + option.replace("_", "-")) + 1] = value
         return words
@@ -128,8 +130,12 @@ class Deployment:
         return path.read_text(errors="replace") if path.is_file() else ""
 
     def superlink(self) -> None:
-        self.start("superlink", *self.command("superlink"))
-        until(self.healthy, 60, "SuperLink answers /health\n" + self.log("superlink")[-2000:])
+        started = self.start("superlink", *self.command("superlink"))
+        until(lambda: self.healthy() or started.poll() is not None, 60, "SuperLink answers /health")
+        assert started.poll() is None, self.log("superlink")[-2000:]
+        self.token = self.folder / "vol-superlink" / "operator.token"
+        done = self.run("operator", "login", "superlink", "--token-file", str(self.token))
+        assert done.returncode == 0, done.stdout + done.stderr
 
     def healthy(self) -> bool:
         context = ssl.create_default_context(cafile=str(self.folder / "certs" / "ca.crt"))
@@ -137,12 +143,14 @@ class Deployment:
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
         )
         with contextlib.suppress(urllib.error.URLError, OSError):
-            return bool(opener.open(f"https://127.0.0.1:{self.port}/health", timeout=2).status == 200)
+            return bool(opener.open(f"https://127.0.0.1:{self.private}/health", timeout=2).status == 200)
         return False
 
     def register(self, *names: str) -> None:
         for name in names:
-            self.flwr("supernode", "register", str(self.folder / "keys" / f"{name}.pub"), "superlink")
+            key, client = self.folder / "keys" / f"{name}.pub", name.rpartition("-")[2]
+            done = self.run("admit", str(key), "--client", client, "--superlink", "superlink")
+            assert done.returncode == 0, done.stdout + done.stderr
 
     def flwr(self, *arguments: str) -> str:
         done = subprocess.run(

@@ -157,8 +157,8 @@ def test_an_expired_certificate_is_refused(three: Deployment, monkeypatch: pytes
         (folder / name).write_bytes((three.folder / "certs" / name).read_bytes())
     expire(folder)
     port = free_port()
-    words = three.command("superlink", port=str(port), ssl_certfile=str(folder / "server.crt"),
-                          ssl_keyfile=str(folder / "server.key"), database=":flwr-in-memory:")  # fmt: skip
+    words = three.command("superlink", public=f"127.0.0.1:{port}", private="127.0.0.1:0", database=str(folder / "db"),
+                          ssl_certfile=str(folder / "server.crt"), ssl_keyfile=str(folder / "server.key"))  # fmt: skip
     three.start("late", *words)
     until(lambda: "startup complete" in three.log("late"), 60, "the second SuperLink\n" + three.log("late")[-1500:])
     log = ends(three, "punctual", superlink=f"127.0.0.1:{port}")

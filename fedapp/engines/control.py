@@ -236,6 +236,24 @@ class Control:
 
         return [(n.node_id, n.status) for n in self._client.ListNodes(ListNodesRequest()).nodes_info]
 
+    def register(self, public_key: bytes) -> int:
+        """Register a node's public key (PEM) and return the node's id; a registered key keeps its id.
+
+        Raises
+        ------
+        BadRequest : the SuperLink does not answer or refuses.
+        """
+        from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest
+
+        try:
+            known = self._client.ListNodes(ListNodesRequest()).nodes_info
+            for node in known:
+                if node.public_key == public_key and not node.unregistered_at:
+                    return int(node.node_id)
+            return int(self._client.RegisterNode(RegisterNodeRequest(public_key=public_key)).node_id)
+        except Exception as e:
+            raise BadRequest(f"the SuperLink did not register the key: {type(e).__name__}: {e}") from e
+
     def read_log(self, run_id: int, take: Callable[[str], object], ended: threading.Event) -> threading.Thread:
         """Start a thread that hands over what a run prints, until the run ends or `ended` is set.
 

@@ -28,13 +28,12 @@ from typing import Any
 from fedapp import config as configuration
 from fedapp import process
 from fedapp.data.cache import cache_root
-from fedapp.engines import control, deploy
+from fedapp.engines import control, deploy, gate
 from fedapp.errors import BadRequest, described
 from fedapp.results.directory import versions
 from fedapp.tasks import node as nodes
 
 OK, WARN, FAIL = "ok", "warn", "fail"
-FLOWER = (1, 41)
 AHEAD, BEHIND = 5.0, 300.0
 """Seconds that a node's clock may be ahead of or behind the SuperLink's; beyond, its signatures are refused."""
 RENEWAL = 30
@@ -105,10 +104,10 @@ def _minor(version: str) -> tuple[int, ...]:
 def _versions() -> Iterator[Finding]:
     found = versions()
     text = ", ".join(f"{name} {found[name]}" for name in ("fedapp", "flwr", "torch", "python"))
-    if _minor(found["flwr"]) == FLOWER:
+    if _minor(found["flwr"]) == gate.FLOWER:
         yield Finding("versions", OK, text)
     else:
-        yield Finding("versions", FAIL, text, f"pip install 'flwr=={FLOWER[0]}.{FLOWER[1]}.*'")
+        yield Finding("versions", FAIL, text, f"pip install 'flwr=={gate.FLOWER[0]}.{gate.FLOWER[1]}.*'")
     folder = Path(sys.executable).parent
     path = os.pathsep.join([str(folder), os.environ.get("PATH", "")])
     programs = ("flower-superlink", "flower-supernode", "flower-superexec")
@@ -223,13 +222,21 @@ def _reach(address: str, root_certificates: Path | None, insecure: bool) -> Iter
 
     try:
         sent = time.time()
-        reply, _ = get("/health")
+        reply, said = get("/health")
         now = (sent + time.time()) / 2
     except (OSError, http.client.HTTPException) as e:
         yield fail(f"{address} does not answer /health ({e})", "is it a SuperLink? with TLS?")
         return
     text = f"{address}/health: {reply.status}"
-    yield Finding("reachability", OK, text) if reply.status == 200 else fail(text, "see the SuperLink's log")
+    if said == gate.NODES_ONLY.encode():
+        yield Finding("reachability", OK, f"{address} answers, and serves nodes only")
+    elif reply.status != 200:
+        yield fail(text, "see the SuperLink's log")
+    elif host in ("127.0.0.1", "::1", "localhost"):
+        yield Finding("reachability", OK, text)
+    else:
+        remedy = "start it with fedapp superlink: this port lets everybody with the CA's certificate submit code"
+        yield Finding("reachability", WARN, f"{text}; it also serves operators", remedy)
     if reply.getheader("Date"):
         # The header counts whole seconds.
         yield _clock(now - email.utils.parsedate_to_datetime(str(reply.getheader("Date"))).timestamp() - 0.5)

@@ -23,6 +23,7 @@ from flwr.serverapp import Grid
 from fedapp import process
 from fedapp.errors import BadRequest, described
 from fedapp.method import ClientInfo, Method, Payload, Reply, Scalar
+from fedapp.transport import roster as rosters
 from fedapp.transport.records import Encoder, reject, reply_of
 
 Event = Callable[[dict[str, Any]], None]
@@ -114,12 +115,19 @@ class ClientManager:
     grid : Flower's grid.   settings : timeouts and shares.
     control : values sent with every message (the run's token, the shared folder, ...).
     event : receives progress events (plain dicts with a `kind`).
+    roster : which node is which client; None = the first node that is online holds a client id.
     """
 
     def __init__(
-        self, grid: Grid, settings: Settings, control: Mapping[str, Scalar], event: Event = lambda e: None
+        self,
+        grid: Grid,
+        settings: Settings,
+        control: Mapping[str, Scalar],
+        event: Event = lambda e: None,
+        roster: Mapping[int, rosters.Admitted] | None = None,
     ) -> None:
         self.grid = grid
+        self.roster = roster
         self.settings = settings
         self.control = dict(control)
         self.event = event
@@ -128,6 +136,7 @@ class ClientManager:
         self.facts: dict[int, dict[str, Any]] = {}
         self.first_error: dict[str, Any] | None = None
         self._seen: set[int] = set()
+        self._strangers: set[int] = set()
         # Unanswered requests by message id: the node, and when it was sent.
         self._unregistered: dict[str, tuple[int, float]] = {}
         self._method: Method | None = None
@@ -216,6 +225,11 @@ class ClientManager:
         """
         now = time.monotonic()
         online = set(self.grid.get_node_ids())
+        if self.roster is not None:
+            for node in sorted(online - set(self.roster) - self._strangers):
+                self._strangers.add(node)
+                self.event({"kind": "warning", "text": f"node {node} is not in the roster and was left out"})
+            online &= set(self.roster)
         self._seen &= online
         fresh = online - self._seen
         asked = self._unregistered
@@ -241,7 +255,7 @@ class ClientManager:
                 try:
                     joined.append(self._registered(node, reply, online))
                 except BadRequest as e:
-                    if strict:
+                    if strict and not isinstance(e, rosters.NotAdmitted):
                         raise
                     self.event({"kind": "warning", "text": f"a new node was left out: {e}"})
             if not replies:
@@ -274,6 +288,8 @@ class ClientManager:
             who = f"client {info['client']}" if int(info.get("client", -1)) >= 0 else "a client"
             raise BadRequest(f"{who} cannot take part: {_last_line(str(info['error']))}")
         client = int(info["client"])
+        if self.roster is not None:
+            rosters.check(self.roster[node], client, int(metrics["num-examples"]))
         if self.nodes.get(client, node) != node and self.nodes[client] in online:
             self._seen.discard(node)
             raise BadRequest(

@@ -1,0 +1,422 @@
+"""A SuperLink with two listeners: a public one for nodes, a private one for the operator and the server itself.
+
+Flower's SuperLink serves nodes, the command line and its own helper processes on one port. Whoever reaches that port
+with the CA's certificate can register nodes, submit code, and take over the task of a run. :func:`serve` starts the
+same SuperLink with two listeners in one process:
+
+- the **public** listener passes exactly the paths that a registered SuperNode uses, with limits for sizes
+  (:class:`Gate`);
+- the **private** listener on loopback passes everything, but Flower's command line must show the operator's token
+  (:class:`OperatorToken`), and tasks are given only to a helper process that knows a secret (Flower's
+  ``--isolation process``).
+
+It uses three internals of Flower 1.41 (`_parse_superlink_lifespan_config`, `SuperLinkLifespan`, `create_app`) and
+therefore refuses to start under another minor version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import hashlib
+import hmac
+import importlib
+import os
+import secrets
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import typer
+from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
+
+from fedapp.engines import control
+from fedapp.errors import BadRequest
+from fedapp.transport import roster
+
+FLOWER = (1, 41)
+"""The minor version of Flower whose internals are used."""
+NODE_PATHS = frozenset(
+    f"/v1/fleet/{name}"
+    for name in (
+        "activate-node",
+        "deactivate-node",
+        "send-node-heartbeat",
+        "pull-messages",
+        "push-messages",
+        "get-run",
+        "get-fab",
+        "push-object",
+        "pull-object",
+        "confirm-message-received",
+    )
+)
+"""All that a SuperNode with a registered key asks for; registering is the operator's affair."""
+PUSH_OBJECT, PUSH_MESSAGES = "/v1/fleet/push-object", "/v1/fleet/push-messages"
+NODES_ONLY = "this listener serves SuperNodes only"
+"""The answer to everything else."""
+BODY = 8 << 20
+"""Largest request body in bytes; Flower sends arrays in pieces of 5 MiB."""
+CONNECTIONS = 1024
+"""Requests that the public listener handles at once; further ones get 503."""
+STARTS = 60.0
+"""Seconds until a listener must have started."""
+OURS = ("--host", "--port", "--isolation", "--superexec-auth-secret-file", "--insecure", "--simulation")
+"""Flower's options that :func:`serve` sets itself or that would open what it closes."""
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class Gate:
+    """Pass a node's requests to an ASGI app, and answer all others.
+
+    A list of what is allowed decides, on the decoded path that the app itself routes by: a list of what is forbidden
+    would be passed by an encoded slash.
+
+    Parameters
+    ----------
+    app : the SuperLink.
+    max_reply : bytes of objects that one key may push for one reply. They are counted when the app has accepted them,
+        that is after it has checked the key's signature, so that a stranger cannot use up what a node may send.
+    report : receives one line for each refusal because of `max_reply`.
+    """
+
+    def __init__(self, app: App, max_reply: int, report: Callable[[str], object] = lambda text: None) -> None:
+        self.app = app
+        self.max_reply = max_reply
+        self.report = report
+        self._pushed: dict[bytes, int] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Handle one request."""
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        if scope["type"] != "http":
+            return
+        path, headers = scope["path"], scope["headers"]
+        if path not in NODE_PATHS or scope["method"] != "POST":
+            await _answer(send, 403, NODES_ONLY)
+            return
+        sizes = [value for name, value in headers if name == b"content-length"]
+        if len(sizes) != 1 or not sizes[0].isdigit() or any(name == b"transfer-encoding" for name, _ in headers):
+            await _answer(send, 411, "one Content-Length is needed")
+            return
+        size = int(sizes[0])
+        if size > BODY:
+            await _answer(send, 413, f"a request body has at most {BODY} bytes")
+            return
+        key = next((value for name, value in headers if name == b"flwr-public-key"), b"")
+        if path == PUSH_OBJECT and self._pushed.get(key, 0) + size > self.max_reply:
+            self.report(f"the node with key {fingerprint(key)} sent more than {self.max_reply} bytes for one reply")
+            await _answer(send, 413, f"a reply has at most {self.max_reply} bytes")
+            return
+
+        async def counted(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start" and message["status"] == 200:
+                if path == PUSH_OBJECT:
+                    self._pushed[key] = self._pushed.get(key, 0) + size
+                elif path == PUSH_MESSAGES:
+                    self._pushed.pop(key, None)
+            await send(message)
+
+        await self.app(scope, receive, counted)
+
+
+async def _answer(send: Send, status: int, text: str) -> None:
+    body = text.encode()
+    headers = [
+        (b"content-type", b"text/plain"),
+        (b"content-length", str(len(body)).encode()),
+        (b"connection", b"close"),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def fingerprint(key: bytes) -> str:
+    """Return the start of a public key's SHA-256; `key` is the value of Flower's header, base64 of the PEM text."""
+    with contextlib.suppress(ValueError):
+        key = base64.b64decode(key, validate=True)
+    return hashlib.sha256(key).hexdigest()[:16]
+
+
+class OperatorToken(NoOpControlAuthnPlugin):
+    """Flower's hook for the command line's credentials: a call is good if it carries the operator's token.
+
+    The process keeps the token's SHA-256, not the token.
+    """
+
+    def __init__(self, token: str) -> None:
+        self._digest = hashlib.sha256(token.encode()).digest()
+
+    def validate_tokens_in_metadata(self, metadata: Sequence[tuple[str, str | bytes]]) -> tuple[bool, Any]:
+        """Return whether the token is right, and Flower's default account, to which all runs and nodes belong."""
+        from flwr.common.constant import ACCESS_TOKEN_KEY
+
+        given = dict(metadata).get(ACCESS_TOKEN_KEY, "")
+        digest = hashlib.sha256(given if isinstance(given, bytes) else given.encode()).digest()
+        good, account = hmac.compare_digest(digest, self._digest), super().validate_tokens_in_metadata(metadata)[1]
+        return good, account if good else None
+
+    def refresh_tokens(self, metadata: Sequence[tuple[str, str | bytes]]) -> tuple[None, None]:
+        """Refuse: the token does not expire, so a call that asks for another one has a wrong one."""
+        return None, None
+
+
+def operator_token(path: Path) -> str:
+    """Read the operator's token, or make it: 32 random bytes as text, readable by this user only.
+
+    Raises
+    ------
+    BadRequest : the file cannot be read or written, others can read it, or it holds no token.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileExistsError):
+            number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(number, "w", encoding="utf-8") as file:
+                file.write(secrets.token_urlsafe(32) + "\n")
+        mode = stat.S_IMODE(path.stat().st_mode)
+        text = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as e:
+        raise BadRequest(f"the operator's token {path}: {e}") from e
+    if mode & 0o077:
+        raise BadRequest(f"the operator's token {path} can be read by others ({mode:o}): chmod 600 {path}")
+    if len(text) < 32 or not text.isascii() or not text.isprintable() or " " in text:
+        raise BadRequest(f"{path} holds no token: remove it, and a new one is made")
+    return text
+
+
+def login(address: str, token: str) -> None:
+    """Write the token where `flwr` and `fedapp` look for the credentials of a SuperLink.
+
+    Parameters
+    ----------
+    address : HOST:PORT as in Flower's configuration.   token : the operator's token.
+    """
+    from flwr.cli.constant import ACCESS_TOKEN_STORE_KEY, AUTHN_TYPE_STORE_KEY, REFRESH_TOKEN_STORE_KEY
+    from flwr.common.constant import AuthnType
+    from flwr.supercore.credential_store import get_credential_store
+
+    store = get_credential_store()
+    store.set(AUTHN_TYPE_STORE_KEY % address, AuthnType.OIDC.encode())
+    for key in (ACCESS_TOKEN_STORE_KEY, REFRESH_TOKEN_STORE_KEY):
+        store.set(key % address, token.encode())
+
+
+def admit(api: control.Control, file: Path, client: int, known: Path, max_examples: int = 0) -> int:
+    """Register a node's public key and bind it to a client id.
+
+    Parameters
+    ----------
+    api : the SuperLink.   file : public key (NAME.pub).   client : client id.   known : the roster.
+    max_examples : largest number of training rows that the client may report; 0 = no limit.
+
+    Returns
+    -------
+    The id of the node. A key that is registered already keeps its id.
+
+    Raises
+    ------
+    BadRequest : the file is no public key, the client id is taken, or the SuperLink refuses.
+    """
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_ssh_public_key
+    from flwr.supercore.primitives.asymmetric import public_key_to_bytes
+
+    if client < 0 or max_examples < 0:
+        raise BadRequest("--client and --max-examples are not negative")
+    try:
+        key = load_ssh_public_key(file.read_bytes())
+    except (OSError, ValueError, UnsupportedAlgorithm) as e:
+        raise BadRequest(f"{file} is not a public key ({e}): give the .pub file that docker/keys.sh made") from e
+    if not isinstance(key, ec.EllipticCurvePublicKey):
+        raise BadRequest(f"{file} is not an elliptic-curve key: make it with docker/keys.sh")
+    text = public_key_to_bytes(key)
+    entries = roster.read(known) if known.exists() else {}
+    taken = next((a for a in entries.values() if a.client == client), None)
+    if taken is not None:
+        raise BadRequest(
+            f"{known} has client {client} as node {taken.node} already: choose another client id, or remove that entry "
+            "and unregister its node (flwr supernode unregister)"
+        )
+    node = api.register(text)
+    roster.add(known, roster.Admitted(client, node, hashlib.sha256(text).hexdigest(), max_examples))
+    return node
+
+
+def _listener(address: str, private: bool) -> socket.socket:
+    """Bind HOST:PORT."""
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise BadRequest(f"'{address}' is not of the form HOST:PORT")
+    if private and host not in ("127.0.0.1", "::1", "localhost"):
+        raise BadRequest(
+            f"the private listener must be on loopback, not on {host}: operators on other machines use an SSH tunnel "
+            "(docs/deployment.md)"
+        )
+    try:
+        family = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, int(port)), family=family, backlog=2048)
+    except OSError as e:
+        raise BadRequest(f"cannot listen on {address}: {e}") from e
+
+
+def _configuration(flower: Sequence[str], private: socket.socket, secret: Path) -> Any:
+    """Read flower-superlink's options with what a guarded SuperLink always has."""
+    found = _minor(metadata.version("flwr"))
+    if found != FLOWER:
+        raise BadRequest(
+            f"fedapp superlink knows Flower {FLOWER[0]}.{FLOWER[1]} only, and {metadata.version('flwr')} is installed: "
+            "install that version, or put a reverse proxy in front of flower-superlink (docker/nginx.conf)"
+        )
+    names = [word.partition("=")[0] for word in flower]
+    for name in OURS:
+        if name in names:
+            raise BadRequest(
+                f"{name} cannot be given: fedapp superlink always uses TLS, node keys and its own listeners"
+            )
+    for name in ("--ssl-ca-certfile", "--ssl-certfile", "--ssl-keyfile"):
+        if name not in names:
+            raise BadRequest(
+                f"{name} is needed: a SuperLink is started with TLS only (docker/certs.sh makes the files)"
+            )
+    always = [
+        word for word in ("--enable-supernode-auth", "--disable-runtime-dependency-installation") if word not in names
+    ]
+    host, port = private.getsockname()[:2]
+    ours = ["--host", host, "--port", str(port), "--isolation", "process", "--superexec-auth-secret-file", str(secret)]
+    before = sys.argv
+    sys.argv = ["fedapp superlink", *flower, *always, *ours]
+    try:
+        # The package exports a function under the module's name, so the module is asked for by its full name.
+        return importlib.import_module("flwr.superlink.cli.flower_superlink")._parse_superlink_lifespan_config()
+    finally:
+        sys.argv = before
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+
+
+def serve(public: str, private: str, token_file: Path | None, max_reply: int, flower: Sequence[str]) -> int:
+    """Run a SuperLink until it is told to stop (SIGTERM or Ctrl-C).
+
+    Parameters
+    ----------
+    public, private : HOST:PORT of the two listeners; `private` must be on loopback.
+    token_file : the operator's token, made if it does not exist; None = `operator.token` beside the database.
+    max_reply : bytes that a node may send for one reply.
+    flower : options of `flower-superlink`.
+
+    Returns
+    -------
+    0 if it was told to stop, 1 if a listener or the helper process ended by itself.
+
+    Raises
+    ------
+    BadRequest : an option cannot be used, an address is taken, a file cannot be read.
+    """
+    with contextlib.ExitStack() as stack:
+        inner = stack.enter_context(contextlib.closing(_listener(private, private=True)))
+        outer = stack.enter_context(contextlib.closing(_listener(public, private=False)))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedapp-superlink-")))
+        secret = folder / "superexec.secret"
+        with os.fdopen(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(32))
+        os.environ.update(control.QUIET)
+        config = _configuration(flower, inner, secret)
+        home = (
+            Path(config.database).absolute().parent if not config.database.startswith(":") else Path.home() / ".fedapp"
+        )
+        token_file = token_file or home / "operator.token"
+        config.authn_plugin = OperatorToken(operator_token(token_file))
+        os.environ.setdefault(roster.ROSTER, str(home / "roster.toml"))
+        typer.echo(f"fedapp superlink: nodes at {public}, operator at {private} with the token in {token_file}")
+        return asyncio.run(_serve(config, inner, outer, secret, max_reply))
+
+
+async def _serve(config: Any, inner: socket.socket, outer: socket.socket, secret: Path, max_reply: int) -> int:
+    """Run both listeners and the helper process; the first that ends ends all."""
+    import uvicorn
+    from flwr.supercore.http_logging import get_uvicorn_log_config
+    from flwr.supercore.logger import console_handler
+    from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
+    from flwr.superlink.main import create_app
+
+    class Server(uvicorn.Server):
+        """A server that leaves signals to the process."""
+
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield
+
+    app = create_app(config, SuperLinkLifespan)
+    common: dict[str, Any] = {
+        "log_config": get_uvicorn_log_config(console_handler.level),
+        "ssl_keyfile": config.ssl_keyfile,
+        "ssl_certfile": config.ssl_certfile,
+        "timeout_graceful_shutdown": 3,
+    }
+    gate = Gate(app, max_reply, lambda text: typer.echo(f"fedapp superlink: {text}", err=True))
+    private = Server(uvicorn.Config(app, **common))
+    # The app's resources belong to the private listener, which starts them once.
+    public = Server(uvicorn.Config(gate, lifespan="off", limit_concurrency=CONNECTIONS, server_header=False, **common))
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(private.serve(sockets=[inner]))]
+    helper: asyncio.subprocess.Process | None = None
+    try:
+        if not await _started(private, tasks[0]):
+            return 1
+        helper = await asyncio.create_subprocess_exec(*_helper(config, inner, secret), stdin=subprocess.DEVNULL)
+        tasks += [asyncio.create_task(helper.wait()), asyncio.create_task(public.serve(sockets=[outer]))]
+        stopped = asyncio.create_task(stop.wait())
+        await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if not stop.is_set():
+            what = "flower-superexec" if tasks[1].done() else "a listener"
+            typer.echo(f"fedapp superlink: {what} ended by itself, so everything stops", err=True)
+        return 0 if stop.is_set() else 1
+    finally:
+        if helper is not None and helper.returncode is None:
+            helper.terminate()
+        public.should_exit = private.should_exit = True
+        await asyncio.wait(tasks, timeout=10)
+
+
+async def _started(server: Any, task: asyncio.Task[None]) -> bool:
+    for _ in range(int(STARTS / 0.05)):
+        if server.started or task.done():
+            break
+        await asyncio.sleep(0.05)
+    return bool(server.started)
+
+
+def _helper(config: Any, inner: socket.socket, secret: Path) -> list[str]:
+    """Return the command of the process that starts a run's ServerApp."""
+    host, port = inner.getsockname()[:2]
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    os.environ["PATH"] = path  # flower-superexec starts its own helpers by bare name
+    return [
+        control.executable("flower-superexec", path),
+        "--runtime-api-address", f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
+        "--root-certificates", str(config.ssl_ca_certfile),
+        "--superexec-auth-secret-file", str(secret),
+        "--parent-pid", str(os.getpid()),
+    ]  # fmt: skip

@@ -1,0 +1,123 @@
+"""The roster of a server: which node is which client.
+
+The operator writes it with `fedapp admit`. Flower fixes a node's id when its key is registered, and lets nobody act as
+a node without its key, so that an entry binds a key to a client id. Where there is a roster, a node that is not in it,
+or says that it is another client, is left out. Without one, the first node that is online holds a client id.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fedapp.errors import BadRequest
+
+ROSTER = "FEDAPP_ROSTER"
+"""Environment variable with the path of the roster; `fedapp superlink` sets it."""
+
+
+class NotAdmitted(BadRequest):
+    """A node that the roster does not admit. It is left out and never ends a run."""
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """One entry of the roster.
+
+    Attributes
+    ----------
+    client : client id.   node : Flower's node id.   key : SHA-256 of the public key, hexadecimal.
+    max_examples : largest number of training rows that it may report; 0 = no limit.
+    """
+
+    client: int
+    node: int
+    key: str
+    max_examples: int = 0
+
+
+def of_this_server() -> dict[int, Admitted] | None:
+    """Read the roster that the environment names; None where there is no such file."""
+    value = os.environ.get(ROSTER, "")
+    return read(Path(value)) if value and Path(value).exists() else None
+
+
+def read(path: Path) -> dict[int, Admitted]:
+    """Read a roster; the keys are node ids.
+
+    Raises
+    ------
+    BadRequest : it cannot be read, an entry is incomplete, or a node or client stands in it twice.
+    """
+    try:
+        entries = tomllib.loads(path.read_text(encoding="utf-8")).get("client", [])
+        found = [_entry(e) for e in entries]
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, KeyError, TypeError, ValueError, AttributeError) as e:
+        raise BadRequest(f"the roster {path} cannot be read ({type(e).__name__}: {e}): fedapp admit writes it") from e
+    for name in ("client", "node"):
+        ids = [getattr(a, name) for a in found]
+        twice = sorted({i for i in ids if ids.count(i) > 1})
+        if twice:
+            raise BadRequest(f"the roster {path} names {name} {twice[0]} twice: remove one of the entries")
+    return {a.node: a for a in found}
+
+
+def _entry(values: Mapping[str, Any]) -> Admitted:
+    found = Admitted(
+        int(values["client"]), int(values["node-id"]), str(values["key"]), int(values.get("max-examples", 0))
+    )
+    if min(found.client, found.node, found.max_examples) < 0:
+        raise ValueError("a number is negative")
+    return found
+
+
+def add(path: Path, entry: Admitted) -> None:
+    """Append an entry; the file gets its name only when it is complete.
+
+    Raises
+    ------
+    BadRequest : the client id or the node stands in the roster already.
+    """
+    known = read(path) if path.exists() else {}
+    for other in known.values():
+        if entry.client == other.client or entry.node == other.node:
+            raise BadRequest(
+                f"{path} has client {other.client} as node {other.node} already: choose another client id, or remove "
+                "that entry and unregister its node (flwr supernode unregister)"
+            )
+    rows = [
+        {"client": a.client, "node-id": str(a.node), "key": a.key}
+        | ({"max-examples": a.max_examples} if a.max_examples else {})
+        for a in [*known.values(), entry]
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    with new.open("w", encoding="utf-8") as file:
+        file.write("# Which node is which client. fedapp admit appends; the server reads it at the start of a run.\n")
+        file.write(tomli_w.dumps({"client": rows}))
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+
+
+def check(entry: Admitted, client: int, examples: int) -> None:
+    """Check what a node says of itself.
+
+    Raises
+    ------
+    NotAdmitted : it is another client in the roster, or has more rows than it may have.
+    """
+    if entry.client != client:
+        raise NotAdmitted(
+            f"node {entry.node} says that it is client {client}, but the roster has it as client {entry.client}"
+        )
+    if entry.max_examples and examples > entry.max_examples:
+        raise NotAdmitted(
+            f"client {client} says that it has {examples} training rows, and the roster allows {entry.max_examples}"
+        )

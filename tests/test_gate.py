@@ -1,0 +1,294 @@
+"""The SuperLink with two listeners: what the public one passes, what the private one asks for, and who is who."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from fedapp.cli import app
+from fedapp.engines import gate
+from fedapp.errors import BadRequest
+from fedapp.transport import roster
+from tests.deployment import BIN, Deployment, deployed, free_port, until
+
+PULL, PUSH, OBJECT = "/v1/fleet/pull-messages", "/v1/fleet/push-messages", "/v1/fleet/push-object"
+
+
+# ---- the gate alone --------------------------------------------------------------------------------------------------
+
+
+class Inner:
+    """An app that answers with a status and counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.status = 200
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        self.calls += 1
+        await send({"type": "http.response.start", "status": self.status, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def ask(door: gate.Gate, path: str, *headers: tuple[bytes, bytes], method: str = "POST", kind: str = "http") -> int:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> dict[str, Any]:
+        raise AssertionError("the gate reads no body")
+
+    scope = {"type": kind, "path": path, "method": method, "headers": list(headers)}
+    asyncio.run(door(scope, receive, send))
+    return int(sent[0].get("status", 0)) if sent else 0
+
+
+def size(number: int) -> tuple[bytes, bytes]:
+    return (b"content-length", str(number).encode())
+
+
+def test_only_the_paths_of_a_node_pass() -> None:
+    inner = Inner()
+    door = gate.Gate(inner, 100)
+    assert len(gate.NODE_PATHS) == 10
+    for path in gate.NODE_PATHS:
+        assert ask(door, path, size(3)) == 200
+    assert inner.calls == 10
+    others = (
+        "/v1/fleet/register-node", "/v1/fleet/unregister-node", "/v1/control/start-run", "/v1/runtime/acquire-task",
+        "/health", "/docs", "/openapi.json", "/", "", PULL + "/", PULL + "?", "/v1/fleet//pull-messages", PULL.upper(),
+        "/v1/fleet/../control/start-run", "/v1/control/start-run\0" + PULL, "/v1/fleet/pull-messages;x", " " + PULL,
+    )  # fmt: skip
+    assert [ask(door, path, size(3)) for path in others] == [403] * len(others)
+    assert [ask(door, PULL, size(3), method=m) for m in ("GET", "PUT", "HEAD", "post")] == [403] * 4
+    assert ask(door, PULL, size(3), kind="websocket") == 0 and ask(door, PULL, kind="lifespan") == 0
+    assert inner.calls == 10
+
+
+def test_the_size_of_a_body_is_known_and_bounded() -> None:
+    inner = Inner()
+    door = gate.Gate(inner, 1 << 40)
+    assert ask(door, PULL, size(gate.BODY)) == 200
+    assert ask(door, PULL, size(gate.BODY + 1)) == 413
+    assert ask(door, PULL) == 411 and ask(door, PULL, (b"content-length", b"-1")) == 411
+    assert ask(door, PULL, size(3), size(3)) == 411
+    assert ask(door, PULL, size(3), (b"transfer-encoding", b"chunked")) == 411
+    assert inner.calls == 1
+
+
+def test_a_key_sends_so_many_bytes_for_one_reply() -> None:
+    inner, said = Inner(), list[str]()
+    door = gate.Gate(inner, 100, said.append)
+    a, b = (b"flwr-public-key", b"QQ=="), (b"flwr-public-key", b"Qg==")
+    assert ask(door, OBJECT, size(60), a) == 200 and ask(door, OBJECT, size(40), a) == 200
+    assert ask(door, OBJECT, size(1), a) == 413 and gate.fingerprint(b"QQ==") in said[0]
+    assert ask(door, OBJECT, size(100), b) == 200, "another key has its own count"
+    assert ask(door, PUSH, size(1), a) == 200 and ask(door, OBJECT, size(100), a) == 200, "the next reply"
+    # A stranger names somebody else's key: what the app refuses uses nothing up, and resets nothing.
+    inner.status = 401
+    assert ask(door, PUSH, size(1), a) == 401
+    inner.status = 200
+    assert ask(door, OBJECT, size(1), a) == 413
+    ask(door, PUSH, size(1), a)
+    inner.status = 401
+    assert ask(door, OBJECT, size(90), a) == 401
+    inner.status = 200
+    assert ask(door, OBJECT, size(100), a) == 200
+
+
+def test_the_operators_token(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "operator.token"
+    token = gate.operator_token(path)
+    assert len(token) >= 32 and path.stat().st_mode & 0o777 == 0o600 and gate.operator_token(path) == token
+    plugin = gate.OperatorToken(token)
+    name = "flwr-oidc-access-token"
+    assert plugin.validate_tokens_in_metadata([(name, token)])[0]
+    for wrong in ([], [(name, "")], [(name, token[:-1])], [(name, token + "x")], [("other", token)]):
+        assert plugin.validate_tokens_in_metadata(wrong) == (False, None)
+    assert plugin.refresh_tokens([(name, token)]) == (None, None)
+    path.chmod(0o644)
+    with pytest.raises(BadRequest, match="can be read by others"):
+        gate.operator_token(path)
+    path.chmod(0o600)
+    path.write_text("short")
+    with pytest.raises(BadRequest, match="holds no token"):
+        gate.operator_token(path)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--private", "0.0.0.0:0"], "must be on loopback"),
+        (["--public", "nowhere"], "HOST:PORT"),
+        (["--insecure"], "always uses TLS"),
+        (["--isolation=subprocess"], "always uses TLS"),
+        (["--simulation"], "always uses TLS"),
+        ([], "--ssl-ca-certfile is needed"),
+    ],
+)
+def test_what_would_open_it_is_refused(words: list[str], says: str) -> None:
+    given = ["superlink", "--public", "127.0.0.1:0", "--private", "127.0.0.1:0", *words]
+    done = CliRunner().invoke(app, given)
+    assert isinstance(done.exception, BadRequest) and says in str(done.exception), done.output
+
+
+# ---- the roster ------------------------------------------------------------------------------------------------------
+
+
+def test_the_roster_is_written_and_read(tmp_path: Path) -> None:
+    path = tmp_path / "roster.toml"
+    large = roster.Admitted(3, 2**64 - 1, "ab", 500)
+    roster.add(path, large)
+    roster.add(path, roster.Admitted(0, 7, "cd"))
+    assert roster.read(path) == {2**64 - 1: large, 7: roster.Admitted(0, 7, "cd")}
+    for taken in (roster.Admitted(3, 8, "ef"), roster.Admitted(4, 7, "ef")):
+        with pytest.raises(BadRequest, match="already"):
+            roster.add(path, taken)
+    assert [p.name for p in tmp_path.iterdir()] == ["roster.toml"]
+    for text in ("client = 3", "[[client]]\nclient = 1", "[[client", "[[client]]\nclient=-1\nnode-id='1'\nkey=''"):
+        path.write_text(text)
+        with pytest.raises(BadRequest, match="cannot be read"):
+            roster.read(path)
+    path.write_text("[[client]]\nclient=1\nnode-id='1'\nkey=''\n[[client]]\nclient=1\nnode-id='2'\nkey=''\n")
+    with pytest.raises(BadRequest, match="client 1 twice"):
+        roster.read(path)
+
+
+def test_the_roster_decides_who_is_who() -> None:
+    entry = roster.Admitted(3, 7, "ab", 500)
+    roster.check(entry, 3, 500)
+    for client, examples, says in ((4, 1, "has it as client 3"), (3, 501, "allows 500")):
+        with pytest.raises(roster.NotAdmitted, match=says):
+            roster.check(entry, client, examples)
+
+
+# ---- a started one, attacked -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A SuperLink without nodes."""
+    with deployed(tmp_path_factory.mktemp("gate")) as it:
+        it.superlink()
+        yield it
+
+
+def raw(link: Deployment, port: int, request: bytes, tls: bool = True) -> str:
+    """Send bytes, and return the first line of the answer."""
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
+        plain.settimeout(10)
+        if not tls:
+            plain.sendall(request)
+            return plain.recv(200).decode(errors="replace").partition("\r\n")[0]
+        context = ssl.create_default_context(cafile=str(link.folder / "certs" / "ca.crt"))
+        with context.wrap_socket(plain, server_hostname="localhost") as secure:
+            secure.sendall(request)
+            return secure.recv(200).decode(errors="replace").partition("\r\n")[0]
+
+
+def post(link: Deployment, port: int, path: str, body: bytes = b"", *more: str) -> str:
+    head = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/protobuf", *more]
+    if not any(m.startswith(("Transfer", "Content-Length")) for m in more):
+        head.append(f"Content-Length: {len(body)}")
+    return raw(link, port, "\r\n".join([*head, "", ""]).encode() + body).split()[1]
+
+
+def test_the_public_listener_passes_nothing_but_a_nodes_paths(link: Deployment) -> None:
+    refused = (
+        "/v1/control/list-runs", "/v1/control/start-run", "/v1/control/register-node", "/v1/control/unregister-node",
+        "/v1/runtime/acquire-task", "/v1/fleet/register-node", "/docs", "/openapi.json", "/health",
+        "/v1/fleet/../control/list-runs", "/v1/fleet/%2e%2e/control/list-runs", "/v1/control%2flist-runs",
+        "//v1/control/list-runs", "/V1/CONTROL/LIST-RUNS", "/v1/control/list-runs;/v1/fleet/pull-messages",
+        "/v1/control/list-runs?/v1/fleet/pull-messages", "/v1/control/list-runs%3f", "/v1/fleet/pull-messages%00",
+    )  # fmt: skip
+    assert {path: post(link, link.port, path) for path in refused} == dict.fromkeys(refused, "403")
+    # An absolute address as target must not lead elsewhere either.
+    assert post(link, link.port, "https://localhost/v1/control/list-runs") in ("400", "403")
+    # A node's path without a registered key comes as far as Flower's own check of keys.
+    assert post(link, link.port, PULL) in ("400", "401", "422")
+
+
+def test_bodies_on_the_public_listener_are_bounded(link: Deployment) -> None:
+    assert post(link, link.port, PULL, b"", f"Content-Length: {9 << 20}") == "413"
+    assert post(link, link.port, PULL, b"", "Transfer-Encoding: chunked") == "411"
+    both = post(link, link.port, PULL, b"", "Transfer-Encoding: chunked", "Content-Length: 3")
+    assert both in ("400", "411")
+
+
+def test_plain_http_gets_no_answer(link: Deployment) -> None:
+    request = b"POST /v1/fleet/pull-messages HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
+    for port in (link.port, link.private):
+        with contextlib.suppress(ConnectionError):
+            assert "HTTP" not in raw(link, port, request, tls=False)
+
+
+def test_the_private_listener_asks_for_the_token(link: Deployment) -> None:
+    for path in ("list-runs", "start-run", "register-node", "list-nodes", "stop-run"):
+        assert post(link, link.private, f"/v1/control/{path}") == "401", path
+        assert post(link, link.private, f"/v1/control/{path}", b"", "Authorization: Bearer wrong") == "401", path
+    token = link.token.read_text().strip()
+    assert post(link, link.private, "/v1/control/list-nodes", b"", f"Authorization: Bearer {token}") == "200"
+    # A task, and with it the code and the messages of a run, is given only to the process that knows the secret.
+    assert post(link, link.private, "/v1/runtime/acquire-task") in ("401", "403")
+
+
+def test_flower_without_the_token_is_refused(link: Deployment) -> None:
+    home = link.folder / "stranger"
+    home.mkdir()
+    config = (link.folder / "vol-superlink" / "flwr" / "config.toml").read_text()
+    (home / "config.toml").write_text(config)
+    link.sh("docker/keys.sh", str(link.folder / "keys"), "own")
+
+    def flwr(*words: str) -> subprocess.CompletedProcess[str]:
+        env = {**link.env("superlink"), "FLWR_HOME": str(home)}
+        return subprocess.run([str(BIN / "flwr"), *words], env=env, cwd=link.folder,
+                              capture_output=True, text=True)  # fmt: skip
+
+    for words in (["list", "superlink"], ["supernode", "register", str(link.folder / "keys" / "own.pub"), "superlink"]):
+        done = flwr(*words)
+        assert done.returncode != 0, done.stdout
+    listed = json.loads(link.flwr("supernode", "list", "superlink", "--format", "json"))
+    assert listed["success"] and listed["nodes"] == []
+
+
+def test_a_key_is_admitted_once(link: Deployment) -> None:
+    link.register("supernode-0")
+    entries = roster.read(link.folder / "vol-superlink" / "roster.toml")
+    assert [e.client for e in entries.values()] == [0]
+    listed = json.loads(link.flwr("supernode", "list", "superlink", "--format", "json"))
+    assert [int(n["node-id"]) for n in listed["nodes"]] == list(entries)
+    done = link.run("admit", str(link.folder / "keys" / "supernode-1.pub"), "--client", "0", "--superlink", "superlink")
+    assert done.returncode == 2 and "client 0" in done.stderr
+    done = link.run("admit", str(link.folder / "keys" / "supernode-0"), "--client", "1", "--superlink", "superlink")
+    assert done.returncode == 2 and "is not a public key" in done.stderr
+
+
+def test_it_stops_when_told_and_with_its_helper(link: Deployment) -> None:
+    port, private = free_port(), free_port()
+    words = link.command("superlink", public=f"127.0.0.1:{port}", private=f"127.0.0.1:{private}",
+                         database=str(link.folder / "second.db"))  # fmt: skip
+    second = link.start("second", *words)
+    until(lambda: "nodes at" in link.log("second") and _answers(link, port), 60, "the second\n" + link.log("second"))
+    second.terminate()
+    assert second.wait(15) == 0, link.log("second")[-2000:]
+    # The address is free again, and taking one that is not says so.
+    again = link.start("third", *link.command("superlink"))
+    assert again.wait(60) == 2 and "cannot listen on" in link.log("third")
+
+
+def _answers(link: Deployment, port: int) -> bool:
+    try:
+        return post(link, port, "/") == "403"
+    except OSError:
+        return False
