@@ -3,9 +3,9 @@
 #
 #   docker/keys.sh DIR NAME [NAME ...]
 #
-# Register each public key on a machine whose Flower configuration names the SuperLink:
+# Admit each public key on the server, with the client id of this node:
 #
-#   flwr supernode register DIR/NAME.pub CONNECTION
+#   fedapp admit DIR/NAME.pub --client 0 --superlink CONNECTION --roster FILE
 #
 # An existing key is kept. Run the script on the node itself, so that the private key never leaves it.
 set -eu

@@ -114,8 +114,8 @@ def test_three_nodes_with_their_own_key_data_and_volume() -> None:
 def test_the_superlink_is_encrypted_authenticated_and_on_loopback_unless_asked() -> None:
     service = COMPOSE["services"]["superlink"]
     words = service["command"]
-    assert {"--enable-supernode-auth", "--disable-runtime-dependency-installation", "--database"} <= set(words)
-    assert "--insecure" not in words and "--ssl-certfile" in words
+    assert words[:2] == ["fedapp", "superlink"] and {"--database", "--ssl-certfile"} <= set(words)
+    assert words[words.index("--private") + 1] == "127.0.0.1:8001", "operators are inside the container"
     assert service["ports"] == ["${FEDAPP_LISTEN:-127.0.0.1}:8000:8000"]
     assert "ca.key" not in str(COMPOSE)
     keys = {c["source"] for c in service["configs"]}
@@ -132,7 +132,7 @@ def test_every_service_is_confined_watched_and_restarted(name: str) -> None:
     for config in service.get("configs", []):
         assert config["source"] in COMPOSE["configs"]
     program = service["command"][0]
-    assert program.startswith("flower-") or (DOCKER / program).is_file()
+    assert program == "fedapp" or (DOCKER / program).is_file()
     # A health check that is not Python would be found out only by a daemon.
     code = service["healthcheck"]["test"][-1]
     compile(code, name, "exec")
@@ -141,7 +141,7 @@ def test_every_service_is_confined_watched_and_restarted(name: str) -> None:
 def test_the_connection_inside_the_image_is_the_service() -> None:
     connection = tomllib.loads((DOCKER / "connection.toml").read_text(encoding="utf-8"))["superlink"]
     assert connection[connection["default"]] == {
-        "address": "superlink:8000", "root-certificates": "/run/secrets/ca.crt",
+        "address": "localhost:8001", "root-certificates": "/run/secrets/ca.crt",
     }  # fmt: skip
 
 

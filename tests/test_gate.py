@@ -5,21 +5,28 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
+import shutil
 import socket
 import ssl
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from flwr.app import Message
 from typer.testing import CliRunner
 
+from fedapp import config
 from fedapp.cli import app
+from fedapp.client_app import app as client_app
 from fedapp.engines import gate
 from fedapp.errors import BadRequest
 from fedapp.transport import roster
-from tests.deployment import BIN, Deployment, deployed, free_port, until
+from fedapp.transport.client_manager import ClientManager, Settings
+from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
+from tests.deployment import BIN, ROOT, Deployment, deployed, free_port, until
 
 PULL, PUSH, OBJECT = "/v1/fleet/pull-messages", "/v1/fleet/push-messages", "/v1/fleet/push-object"
 
@@ -173,6 +180,32 @@ def test_the_roster_decides_who_is_who() -> None:
             roster.check(entry, client, examples)
 
 
+def test_who_is_not_in_the_roster_is_never_asked_and_never_ends_a_run() -> None:
+    flat = config.from_flat({"method": "local", "clients": 5}).to_flat()
+    events: list[dict[str, Any]] = []
+    asked: list[int] = []
+
+    class Watched(LocalGrid):
+        def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
+            messages = list(messages)
+            asked.extend(m.metadata.dst_node_id for m in messages)
+            return super().push_messages(messages)
+
+    known = {
+        FIRST_NODE: roster.Admitted(0, FIRST_NODE, ""),
+        FIRST_NODE + 1: roster.Admitted(4, FIRST_NODE + 1, ""),  # says that it is client 1
+        FIRST_NODE + 2: roster.Admitted(2, FIRST_NODE + 2, "", max_examples=10),
+        FIRST_NODE + 3: roster.Admitted(3, FIRST_NODE + 3, "", max_examples=10_000),
+    }
+    manager = ClientManager(Watched(client_app, flat, 5), Settings(), {}, events.append, known)
+    assert [info.client for info in manager.gather(2)] == [0, 3]
+    assert manager.register() == []
+    assert sorted(asked) == [FIRST_NODE + k for k in range(4)]
+    said = "\n".join(e["text"] for e in events)
+    assert f"node {FIRST_NODE + 4} is not in the roster" in said and said.count("not in the roster") == 1
+    assert "says that it is client 1, but the roster has it as client 4" in said and "the roster allows 10" in said
+
+
 # ---- a started one, attacked -----------------------------------------------------------------------------------------
 
 
@@ -184,24 +217,28 @@ def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
         yield it
 
 
-def raw(link: Deployment, port: int, request: bytes, tls: bool = True) -> str:
-    """Send bytes, and return the first line of the answer."""
+def raw(link: Deployment, port: int, request: bytes, tls: bool = True, shown: tuple[Path, Path] | None = None) -> str:
+    """Send bytes, with a client certificate if one is to be shown, and return the first line of the answer."""
     with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
         plain.settimeout(10)
         if not tls:
             plain.sendall(request)
             return plain.recv(200).decode(errors="replace").partition("\r\n")[0]
         context = ssl.create_default_context(cafile=str(link.folder / "certs" / "ca.crt"))
+        if shown is not None:
+            context.load_cert_chain(*shown)
         with context.wrap_socket(plain, server_hostname="localhost") as secure:
             secure.sendall(request)
             return secure.recv(200).decode(errors="replace").partition("\r\n")[0]
 
 
-def post(link: Deployment, port: int, path: str, body: bytes = b"", *more: str) -> str:
+def post(
+    link: Deployment, port: int, path: str, body: bytes = b"", *more: str, shown: tuple[Path, Path] | None = None
+) -> str:
     head = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/protobuf", *more]
     if not any(m.startswith(("Transfer", "Content-Length")) for m in more):
         head.append(f"Content-Length: {len(body)}")
-    return raw(link, port, "\r\n".join([*head, "", ""]).encode() + body).split()[1]
+    return raw(link, port, "\r\n".join([*head, "", ""]).encode() + body, shown=shown).split()[1]
 
 
 def test_the_public_listener_passes_nothing_but_a_nodes_paths(link: Deployment) -> None:
@@ -285,6 +322,46 @@ def test_it_stops_when_told_and_with_its_helper(link: Deployment) -> None:
     # The address is free again, and taking one that is not says so.
     again = link.start("third", *link.command("superlink"))
     assert again.wait(60) == 2 and "cannot listen on" in link.log("third")
+
+
+# ---- nginx in its place ----------------------------------------------------------------------------------------------
+
+
+def test_the_paths_of_nginx_are_those_of_the_gate() -> None:
+    text = (ROOT / "docker" / "nginx.conf").read_text(encoding="utf-8")
+    names = "|".join(re.findall(r'"~\^/v1/fleet/\(([a-z|-]+)\)\$" 1;', text)).split("|")
+    assert sorted(f"/v1/fleet/{name}" for name in names) == sorted(gate.NODE_PATHS)
+    assert "default 0;" in text
+
+
+@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is needed")
+def test_nginx_passes_the_same(link: Deployment) -> None:
+    folder, nodes, operators = link.folder, free_port(), free_port()
+    link.sh("docker/certs.sh", str(folder / "operators"), "operator")
+    text = (ROOT / "docker" / "nginx.conf").read_text(encoding="utf-8")
+    text = text.replace("/run/secrets/operators.crt", f"{folder}/operators/ca.crt")
+    text = text.replace("/run/secrets", f"{folder}/certs").replace("/tmp/nginx", f"{folder}/nginx")
+    # The private listener of the started SuperLink stands in for a plain one, which would also answer on loopback.
+    text = text.replace("127.0.0.1:8002", f"127.0.0.1:{link.private}").replace("0.0.0.0", "127.0.0.1")
+    text = text.replace(":8000", f":{nodes}").replace(":8001", f":{operators}")
+    (folder / "nginx.conf").write_text("daemon off;\n" + text)
+    link.start("nginx", "nginx", "-c", str(folder / "nginx.conf"))
+    until(lambda: _answers(link, nodes), 20, "nginx answers\n" + link.log("nginx"))
+    refused = (
+        "/v1/control/list-runs", "/v1/runtime/acquire-task", "/v1/fleet/register-node", "/docs", "/health",
+        "/v1/fleet/../control/list-runs", "/v1/control%2flist-runs", "//v1/control/list-runs",
+        "/v1/fleet/%70ull-messages",        "/V1/FLEET/PULL-MESSAGES", PULL + ";x", PULL + "?x", PULL + "/",
+    )  # fmt: skip
+    assert {path: post(link, nodes, path) for path in refused} == dict.fromkeys(refused, "403")
+    assert post(link, nodes, PULL) in ("400", "401", "422"), "the SuperLink itself answers"
+    assert post(link, nodes, PULL, b"", f"Content-Length: {9 << 20}") == "413"
+    assert post(link, nodes, PULL, b"0\r\n\r\n", "Transfer-Encoding: chunked") == "411"
+    # Operators: only with a certificate, and only the operator's paths.
+    assert post(link, operators, "/v1/control/list-nodes") == "400"
+    shown = (folder / "operators" / "server.crt", folder / "operators" / "server.key")
+    assert post(link, operators, "/v1/control/list-nodes", shown=shown) == "401", "then the token"
+    assert post(link, operators, "/v1/runtime/acquire-task", shown=shown) == "403"
+    assert post(link, operators, "/v1/control/%2e%2e/runtime/acquire-task", shown=shown) == "403"
 
 
 def _answers(link: Deployment, port: int) -> bool:
