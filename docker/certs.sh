@@ -6,6 +6,7 @@
 # Writes DIR/ca.key, ca.crt, server.key and server.crt. An existing authority is kept, so running the script again renews
 # the server's certificate and the nodes need no change. Copy only ca.crt to the nodes and to the machines that submit
 # runs. Keep ca.key away from all machines of the federation.
+# USE=clientAuth makes a certificate that an operator shows (docker/nginx.conf), in a folder with an authority of its own.
 # DAYS (default 365) is the validity of the server's certificate, CA_DAYS (default 3650) that of the authority.
 set -eu
 
@@ -48,7 +49,7 @@ done
 cat > "$work/server.cnf" <<EOF
 basicConstraints = critical, CA:FALSE
 keyUsage = critical, digitalSignature
-extendedKeyUsage = serverAuth
+extendedKeyUsage = ${USE:-serverAuth}
 subjectKeyIdentifier = hash
 authorityKeyIdentifier = keyid
 subjectAltName = $names

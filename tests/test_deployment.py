@@ -160,7 +160,7 @@ def test_an_expired_certificate_is_refused(three: Deployment, monkeypatch: pytes
     words = three.command("superlink", public=f"127.0.0.1:{port}", private="127.0.0.1:0", database=str(folder / "db"),
                           ssl_certfile=str(folder / "server.crt"), ssl_keyfile=str(folder / "server.key"))  # fmt: skip
     three.start("late", *words)
-    until(lambda: three.log("late").count("Uvicorn running") == 2, 60, "the second SuperLink")
+    until(lambda: "nodes at" in three.log("late"), 60, "the second SuperLink")
     log = ends(three, "punctual", superlink=f"127.0.0.1:{port}")
     assert "certificate has expired" in log
     row = check("--address", f"127.0.0.1:{port}", "--root-certificates", str(folder / "ca.crt"))

@@ -32,6 +32,7 @@ from fedapp.results.directory import ANNOUNCED, absolute, cell, check_out, keep_
 
 LOST_AFTER = 30.0
 """Seconds without an answer from the SuperLink after which a run counts as lost."""
+NO_TOKEN = "asks for the operator's token: fedapp operator login {} --token-file operator.token"
 KEPT_LINES = 200
 """Lines of the run's log that are kept in memory."""
 
@@ -147,6 +148,8 @@ def submit(to: Any, config: RunConfig) -> int:
         try:
             return control.submit(app, to.name, config.to_flat(), folder=folder, env=control.environment())
         except (LaunchError, BadRequest) as e:
+            if "Authentication failed" in str(e):
+                raise BadRequest(f"the SuperLink at {to.address} {NO_TOKEN.format(to.name)}") from e
             raise BadRequest(
                 f"the SuperLink at {to.address} did not accept the run: {' '.join(str(e).splitlines()[-3:])}\n"
                 f"fedapp deploy check --superlink {to.name} looks for the cause"

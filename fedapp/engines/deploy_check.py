@@ -259,6 +259,8 @@ def _registered(to: Any) -> Finding:
         with control.Control.of_connection(to) as api:
             found = api.nodes()
     except Exception as e:
+        if getattr(getattr(e, "response", None), "status_code", 0) == 401:
+            return Finding("nodes", FAIL, "cannot be listed", f"the SuperLink {deploy.NO_TOKEN.format(to.name)}")
         return Finding("nodes", WARN, f"cannot be listed: {type(e).__name__}", "see the SuperLink's log")
     online = sum(status == "online" for _, status in found)
     remedy = "" if online else "start flower-supernode; with keys: flwr supernode register NAME.pub CONNECTION"

@@ -346,12 +346,14 @@ def serve(public: str, private: str, token_file: Path | None, max_reply: int, fl
         token_file = token_file or home / "operator.token"
         config.authn_plugin = OperatorToken(operator_token(token_file))
         os.environ.setdefault(roster.ROSTER, str(home / "roster.toml"))
-        typer.echo(f"fedapp superlink: nodes at {public}, operator at {private} with the token in {token_file}")
-        return asyncio.run(_serve(config, inner, outer, secret, max_reply))
+        ready = f"nodes at {public}, operator at {private} with the token in {token_file}"
+        return asyncio.run(_serve(config, inner, outer, secret, max_reply, ready))
 
 
-async def _serve(config: Any, inner: socket.socket, outer: socket.socket, secret: Path, max_reply: int) -> int:
-    """Run both listeners and the helper process; the first that ends ends all."""
+async def _serve(
+    config: Any, inner: socket.socket, outer: socket.socket, secret: Path, max_reply: int, ready: str
+) -> int:
+    """Run both listeners and the helper process; the first that ends ends all. `ready` is printed once all run."""
     import uvicorn
     from flwr.supercore.http_logging import get_uvicorn_log_config
     from flwr.supercore.logger import console_handler
@@ -387,6 +389,8 @@ async def _serve(config: Any, inner: socket.socket, outer: socket.socket, secret
             return 1
         helper = await asyncio.create_subprocess_exec(*_helper(config, inner, secret), stdin=subprocess.DEVNULL)
         tasks += [asyncio.create_task(helper.wait()), asyncio.create_task(public.serve(sockets=[outer]))]
+        if await _started(public, tasks[2]):
+            typer.echo(f"fedapp superlink: {ready}")
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
