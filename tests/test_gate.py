@@ -124,7 +124,7 @@ def test_the_operators_token(tmp_path: Path) -> None:
     for wrong in ([], [(name, "")], [(name, token[:-1])], [(name, token + "x")], [("other", token)]):
         assert plugin.validate_tokens_in_metadata(wrong) == (False, None)
     assert plugin.refresh_tokens([(name, token)]) == (None, None)
-    path.chmod(0o644)
+    path.chmod(0o640)
     with pytest.raises(BadRequest, match="can be read by others"):
         gate.operator_token(path)
     path.chmod(0o600)
