@@ -7,9 +7,9 @@ READY := $(VENV)/.ready
 export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
 
-# Tests run in one worker per core (at most 8), with one thread each.
+# Tests run in one worker per core and two that mostly wait (tests/conftest.py), with one thread each.
 test quick slow mutants: export OMP_NUM_THREADS := 1
-WORKERS := -n logical --maxprocesses 8
+WORKERS := -n auto
 # The mathematics: the core, every method, the local learning.
 QUICK := $(sort $(wildcard tests/test_defaults.py tests/test_core_*.py $(patsubst %,tests/test_%.py,$(notdir \
 	$(basename $(wildcard strategies/*.py clients/*.py fedapp/learning/*.py))))))

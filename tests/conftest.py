@@ -24,10 +24,24 @@ settings.load_profile("fedapp")
 # A shell that starts the tests in the background has them ignore Ctrl-C, and children inherit that; they test it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-PROCESSES = ("simulation", "deployment", "gate", "superlink", "supervise", "deploycheck", "ray_cluster")
-"""Files of tests that own ports, Ray or SuperLinks: all of them in one worker, one after another."""
-FIRST = (*PROCESSES, "standin", "registry", "nodes", "benchmarks", "report", "config", "contract", "figures")
-"""Files to begin with, so that no worker is left with a long one at the end; each begins with two groups at once."""
+DEPLOYMENTS = ("deployment", "gate", "deploycheck")
+"""Files of tests that start SuperLinks and nodes. They mostly wait, so they have a worker of their own."""
+SIMULATIONS = ("simulation", "superlink", "supervise", "ray_cluster")
+"""Files of tests that start Ray or private SuperLinks: in one worker too, for two Ray clusters on two cores would wait
+for each other until time runs out."""
+FIRST = (
+    *DEPLOYMENTS,
+    *SIMULATIONS,
+    "standin",
+    "registry",
+    "nodes",
+    "benchmarks",
+    "report",
+    "config",
+    "contract",
+    "figures",
+)
+"""Files to begin with, so that no worker is left with a long one at the end."""
 
 
 def place(test: str) -> int:
@@ -42,16 +56,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each file to one worker, for its tests share fixtures, and the files of `PROCESSES` to the same one.
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Start one worker per core, and two more for the tests that mostly wait for other processes."""
+    return min(8, os.cpu_count() or 1) + 2
 
-    Two Ray clusters on two cores would wait for each other until time runs out.
-    """
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each file to one worker, for its tests share fixtures; `DEPLOYMENTS` go to one, and so do `SIMULATIONS`."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "processes" if place(nodeid) < len(PROCESSES) else nodeid.partition("::")[0]
+            number = place(nodeid)
+            if number < len(DEPLOYMENTS):
+                return "deployments"
+            return "simulations" if number < len(DEPLOYMENTS + SIMULATIONS) else nodeid.partition("::")[0]
 
     config.option.loadscopereorder = False
     return ByFile(config, log)

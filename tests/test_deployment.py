@@ -157,10 +157,14 @@ def test_an_expired_certificate_is_refused(three: Deployment, monkeypatch: pytes
         (folder / name).write_bytes((three.folder / "certs" / name).read_bytes())
     expire(folder)
     port = free_port()
-    words = three.command("superlink", public=f"127.0.0.1:{port}", private="127.0.0.1:0", database=str(folder / "db"),
-                          ssl_certfile=str(folder / "server.crt"), ssl_keyfile=str(folder / "server.key"))  # fmt: skip
-    three.start("late", *words)
-    until(lambda: "nodes at" in three.log("late"), 60, "the second SuperLink")
+    files = {"ssl_certfile": str(folder / "server.crt"), "ssl_keyfile": str(folder / "server.key")}
+    guarded = three.command("superlink", public="127.0.0.1:0", private=f"127.0.0.1:{port}", **files)
+    late = three.start("late", *guarded)
+    until(lambda: late.poll() is not None, 60, "its own helper does not trust it either\n" + three.log("late")[-1500:])
+    assert late.returncode == 1 and "flower-superexec ended by itself" in three.log("late")
+    plain = [word for word in guarded[guarded.index("--ssl-ca-certfile") :] if not word.endswith(".db")][:-1]
+    three.start("plain", "flower-superlink", "--port", str(port), "--enable-supernode-auth", *plain)
+    until(lambda: "startup complete" in three.log("plain"), 60, "the second SuperLink\n" + three.log("plain")[-1500:])
     log = ends(three, "punctual", superlink=f"127.0.0.1:{port}")
     assert "certificate has expired" in log
     row = check("--address", f"127.0.0.1:{port}", "--root-certificates", str(folder / "ca.crt"))
