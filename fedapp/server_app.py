@@ -187,7 +187,7 @@ class Run(Callbacks):
         self.strategy: FedStrategy = self.method.strategy(self.method, self.hparams, robust=robust)
         self.device = process.device()
         self.started = time.perf_counter()
-        found = checkpoint.latest(out / "checkpoint") if config.resume else None
+        found, lost = self._found() if config.resume else (None, [])
         self.done = found[0] if found else 0
         self.state: ServerState | None = found[1] if found else None
         self.extra: dict[str, Any] = (
@@ -203,7 +203,7 @@ class Run(Callbacks):
         self.directory = RunDirectory(out, config, self.done if config.resume else None)
         self.extra["dropped"] = len(self.directory.table("dropped.csv"))
         self.listener = event
-        self.warnings: list[str] = []
+        self.warnings: list[str] = lost
         begun = str(self.directory.begun_with)
         if config.resume and begun != __version__:
             self.warnings.append(
@@ -221,6 +221,14 @@ class Run(Callbacks):
         self.global_scores: Scores | None = None
 
     # ---- before round 1 ------------------------------------------------------------------------------------------
+
+    def _found(self) -> tuple[checkpoint.Found | None, list[str]]:
+        """Find the checkpoint that this run goes on from, and what was wrong with newer ones."""
+        token = str(json.loads((self.out / "versions.json").read_text(encoding="utf-8"))["run"])
+        return checkpoint.recover(self.out / "checkpoint", self._identity(token))
+
+    def _identity(self, token: str) -> dict[str, str]:
+        return {"method": self.config.method, "run": token, "federation": self.config.federation}
 
     def tell(self, event: dict[str, Any]) -> None:
         """Write an event to the run directory and pass it to the listener, if there is one."""
@@ -434,7 +442,8 @@ class Run(Callbacks):
             self.extra["best_loss"], self.extra["since"] = (None if math.isnan(loss) else loss), 0
         else:
             self.extra["since"] += 1
-        checkpoint.save(self.out / "checkpoint", server_round, state, self.extra)
+        identity = self._identity(self.directory.token)
+        checkpoint.save(self.out / "checkpoint", server_round, state, self.extra, identity, self.strategy.records)
         self.tell({"kind": "round", "rounds": config.num_server_rounds, **row})
         again = config.final_training and "trained" in config.measured and config.fraction_train < 1
         if again and server_round == config.num_server_rounds:
@@ -534,7 +543,7 @@ class Run(Callbacks):
             return state, server_round
         self.chosen = best
         self.tell({"kind": "selected", "round": best})
-        return checkpoint.load(self.out / SELECTED, best), best
+        return checkpoint.load(self.out / SELECTED, best)[1], best
 
     def after_query(self, result: RoundResult) -> None:
         """Record the traffic of a query."""

@@ -31,7 +31,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from fedapp import sampling
 from fedapp.core.averages import RunningMean
@@ -106,6 +106,9 @@ class FedStrategy(FlowerLoop):
     robust : what is done against clients that lie.
     flower : settings of Flower's own loop (`strategies/_flower.py`), for apps other than fedapp.
     """
+
+    records: ClassVar[tuple[str, ...]] = ()
+    """Entries of the state that only note numbers round by round, which may be NaN; all other arrays must be finite."""
 
     def __init__(self, method: Method, hparams: Any, *, robust: Robust | None = None, **flower: Any) -> None:
         super().__init__(**flower)

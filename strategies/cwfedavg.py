@@ -45,6 +45,8 @@ TOGETHER = 128
 class CwFedAvg(FedStrategy):
     """One global model per class, blended for each client by the class distribution of its own head."""
 
+    records = ("wdr",)
+
     def init(self, context: ServerContext) -> ServerState:
         """Return the first state (lines 1 and 2): every g_j is the one initial model, every p~_i is 1/K."""
         self.context = context

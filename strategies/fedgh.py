@@ -107,6 +107,8 @@ def batches(
 class FedGH(FedStrategy):
     """Trains the header on the clients' class means and broadcasts it; `robust` screens the means first."""
 
+    records = ("loss", "moved")
+
     def init(self, context: ServerContext) -> ServerState:
         """Return theta^0, which round 1 broadcasts, and empty records of the rounds."""
         state = super().init(context)

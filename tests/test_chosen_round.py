@@ -154,7 +154,7 @@ def test_a_checkpoint_under_two_names(tmp_path: Any, monkeypatch: pytest.MonkeyP
     assert (tmp_path / "b" / "round-000001.safetensors").exists(), "the other folder keeps what one forgets"
     assert not (tmp_path / "a" / "round-000001.safetensors").exists()
     for server_round in (1, 2, 3):
-        assert list(checkpoint.load(tmp_path / "b", server_round)["w"]) == [server_round] * 2
+        assert list(checkpoint.load(tmp_path / "b", server_round)[1]["w"]) == [server_round] * 2
     checkpoint.only(tmp_path / "b", 2)
     assert [p.name for p in (tmp_path / "b").iterdir()] == ["round-000002.safetensors"]
 

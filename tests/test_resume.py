@@ -40,6 +40,33 @@ def test_nodes_that_were_counted_stay_counted(tmp_path: Path) -> None:
     assert resumed.summary["clients"] == 3 and list(resumed.rounds["clients"]) == [3, 3]
 
 
+def test_a_damaged_checkpoint_is_named_and_the_numbers_are_those_of_the_whole_run(tiny: Tiny) -> None:
+    """Clients keep as many rounds as the server, so that they can go back with it."""
+    result = tiny(method="lgfedavg", rounds=3)
+    before = result.rounds
+    folder = result.out / "checkpoint"
+    for server_round in (3, 2):
+        path = folder / f"round-{server_round:06d}.safetensors"
+        path.write_bytes(path.read_bytes()[:-5])
+    again = run(resume=result.out, rounds=3)
+    columns = [c for c in before if not c.endswith("seconds")]
+    pd.testing.assert_frame_equal(again.rounds[columns], before[columns], check_exact=True)
+    warnings = again.summary["warnings"]
+    expected = ("round 3 is damaged", "round 2 is damaged", "rounds 2 to 3 are lost")
+    assert [[words in text for words in expected].index(True) for text in again.summary["warnings"]] == [0, 1, 2]
+    assert sorted(p.name for p in folder.glob("*.damaged")) == [f"round-00000{r}.safetensors.damaged" for r in (2, 3)]
+
+
+def test_without_a_good_checkpoint_a_resume_is_refused_and_changes_no_table(tiny: Tiny) -> None:
+    result = tiny(method="fedavg", rounds=1)
+    before = (result.out / "rounds.csv").read_text()
+    (result.out / "checkpoint" / "round-000001.safetensors").write_bytes(b"")
+    for _ in range(2):
+        with pytest.raises(BadRequest, match=r"no checkpoint in .* can be read"):
+            run(resume=result.out, rounds=2)
+    assert (result.out / "rounds.csv").read_text() == before and result.summary["ok"]
+
+
 def test_other_data_than_before_are_refused(tiny: Tiny) -> None:
     result = tiny(method="local", rounds=1)
     config = (result.out / "config.toml").read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -36,16 +37,17 @@ def test_arrays_and_header_come_back_as_they_were(tmp_path: Path) -> None:
 def test_a_file_says_what_it_is(tmp_path: Path) -> None:
     path = store(tmp_path).save(4, {"x": np.ones(1)})
     assert path == tmp_path / "3" / "aa.000004.safetensors"
-    assert read_safetensors(path)[1] == {"schema": 1, "method": "m", "run": "aa", "round": 4}
+    place = {"federation": tmp_path.name, "client": "3"}
+    assert read_safetensors(path)[1] == {"schema": 2, "method": "m", "run": "aa", **place, "round": 4}
 
 
-def test_the_newest_state_before_a_round_is_loaded_and_two_are_kept(tmp_path: Path) -> None:
+def test_the_newest_state_before_a_round_is_loaded_and_three_are_kept(tmp_path: Path) -> None:
     s = store(tmp_path)
     assert s.load(before=1) is None
-    for server_round in (1, 2, 5):
+    for server_round in (1, 2, 4, 5):
         s.save(server_round, {"x": np.full(3, server_round, np.float32)})
-    assert names(tmp_path) == ["aa.000002.safetensors", "aa.000005.safetensors"]
-    for before, found in ((9, 5), (6, 5), (5, 2), (3, 2)):
+    assert names(tmp_path) == [f"aa.00000{r}.safetensors" for r in (2, 4, 5)]
+    for before, found in ((9, 5), (6, 5), (5, 4), (4, 2), (3, 2)):
         stored = s.load(before=before)
         assert stored is not None and stored.round == found and stored.arrays["x"].tolist() == [found] * 3
         assert stored.path == tmp_path / "3" / f"aa.{found:06d}.safetensors"
@@ -68,11 +70,11 @@ def test_rounds_are_numbers_not_text(tmp_path: Path) -> None:
 
 
 def test_the_state_of_a_round_that_may_be_chosen_is_kept(tmp_path: Path) -> None:
-    """This client took part in rounds 1, 3, 4, 6 and 7. Round 5 leads: what it has from then is of round 4."""
-    for server_round, leader in ((1, 0), (3, 2), (4, 2), (6, 5), (7, 5)):
+    """This client took part in rounds 1, 3, 4, 6, 7 and 8. Round 5 leads: what it has from then is of round 4."""
+    for server_round, leader in ((1, 0), (3, 2), (4, 2), (6, 5), (7, 5), (8, 5)):
         s = ClientStore(tmp_path / "3", "m", "aa", keep=leader)
         s.save(server_round, {"x": np.full(1, server_round)})
-        kept = {1: [1], 3: [1, 3], 4: [1, 3, 4], 6: [4, 6], 7: [4, 6, 7]}[server_round]
+        kept = {1: [1], 3: [1, 3], 4: [1, 3, 4], 6: [3, 4, 6], 7: [4, 6, 7], 8: [4, 6, 7, 8]}[server_round]
         assert names(tmp_path) == [f"aa.{r:06d}.safetensors" for r in kept]
     stored = s.load(before=6)
     assert stored is not None and stored.round == 4
@@ -84,9 +86,9 @@ def test_foreign_files_are_left_alone(tmp_path: Path) -> None:
     for name in ("notes.txt", "aa.1.safetensors", "AA.000001.safetensors", "aa.000001.safetensors.bak"):
         (tmp_path / "3" / name).write_text("mine")
     assert s.load(before=5) is None
-    for server_round in (1, 2, 3):
+    for server_round in (1, 2, 3, 4):
         s.save(server_round, {"x": np.ones(1)})
-    assert len(names(tmp_path)) == 6
+    assert len(names(tmp_path)) == 7
 
 
 def test_states_of_runs_side_by_side_stay_apart(tmp_path: Path) -> None:
@@ -97,7 +99,7 @@ def test_states_of_runs_side_by_side_stay_apart(tmp_path: Path) -> None:
     first, second = one.load(4), two.load(4)
     assert first is not None and second is not None
     assert (first.arrays["x"][0], second.arrays["x"][0]) == (1.0, 2.0)
-    assert len(names(tmp_path)) == 4
+    assert len(names(tmp_path)) == 6
     assert store(tmp_path, run="cc").load(before=9) is None
 
 
@@ -115,17 +117,18 @@ def test_a_warm_start_takes_the_newest_state_of_another_run(tmp_path: Path) -> N
     assert own is not None and own.round == 1 and own.arrays["x"][0] == 1.0
     back = warm.load(before=1)
     assert back is not None and back.round == 0 and back.path == new
-    warm.save(2, {"x": np.ones(1)})
-    assert names(tmp_path) == ["cc.000001.safetensors", "cc.000002.safetensors"]
+    for server_round in (2, 3):
+        warm.save(server_round, {"x": np.ones(1)})
+    assert names(tmp_path) == [f"cc.00000{r}.safetensors" for r in (1, 2, 3)]
     assert store(tmp_path, run="dd", warm=False).load(before=1) is None
 
 
 def test_a_state_of_another_method_or_schema_is_refused(tmp_path: Path) -> None:
     path = store(tmp_path).save(4, {"x": np.ones(1)})
-    with pytest.raises(StateError, match="was written by the method 'm', not 'other'"):
+    with pytest.raises(StateError, match=r"method is 'm', expected 'other'; use another state-dir"):
         store(tmp_path, method="other").load(before=9)
     save_file({"x": np.ones(1)}, path, metadata={"fedapp": json.dumps({"schema": 99, "method": "m"})})
-    with pytest.raises(StateError, match="has schema 99, this version reads 1"):
+    with pytest.raises(StateError, match="has schema 99, this version reads 2"):
         store(tmp_path).load(before=9)
 
 
@@ -140,6 +143,61 @@ def test_damaged_state_is_an_error_not_a_fresh_start(damage: str, tmp_path: Path
         save_file({"x": np.ones(1)}, path, metadata={} if damage == "no header" else {"fedapp": "{"})
     with pytest.raises(StateError, match=r"aa\.000001\.safetensors cannot be read .*delete it"):
         read_safetensors(path)
+
+
+def test_a_state_of_another_client_run_federation_or_round_is_refused(tmp_path: Path) -> None:
+    """Files that were copied to another place say where they belong."""
+    path = ClientStore(tmp_path / "a" / "3", "m", "aa").save(2, {"x": np.ones(1)})
+    for federation, client, run, server_round, words in (
+        ("a", "4", "aa", 2, "client is '3', expected '4'"),
+        ("b", "3", "aa", 2, "federation is 'a', expected 'b'"),
+        ("a", "3", "bb", 2, "run is 'aa', expected 'bb'"),
+        ("a", "3", "aa", 3, "round is '2', expected '3'"),
+    ):
+        to = tmp_path / federation / client / f"{run}.{server_round:06d}.safetensors"
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, to)
+        with pytest.raises(StateError, match=rf"{to.name}: {words}; .* put this client's own file back"):
+            ClientStore(to.parent, "m", run).load(9)
+
+
+def test_every_changed_bit_of_an_array_is_seen(tmp_path: Path) -> None:
+    path = store(tmp_path).save(1, {"x": np.arange(4, dtype=np.float32), "n": np.arange(3), "b": np.array(True)})
+    whole = path.read_bytes()
+    begin = 8 + int.from_bytes(whole[:8], "little")
+    assert len(whole) - begin == 4 * 4 + 3 * 8 + 1
+    for byte in range(begin, len(whole)):
+        path.write_bytes(whole[:byte] + bytes([whole[byte] ^ 1]) + whole[byte + 1 :])
+        with pytest.raises(StateError, match=r"SHA-256 of '[xnb]' is .*, its header says"):
+            store(tmp_path).load(9)
+    path.write_bytes(whole)
+    assert store(tmp_path).load(9) is not None
+
+
+def test_a_digest_is_of_names_types_shapes_and_bytes_and_of_nothing_else(tmp_path: Path) -> None:
+    x = np.arange(6, dtype=np.float32)
+    one = write_safetensors(tmp_path / "a", {"x": x, "y": x[:0]}, {"round": 1})
+    assert one == write_safetensors(tmp_path / "b", {"y": x[:0], "x": x.copy()}, {"round": 2}) and len(one) == 64
+    others = [{"z": x, "y": x[:0]}, {"x": x.view(np.int32), "y": x[:0]}, {"x": x.reshape(2, 3), "y": x[:0]}, {"x": x}]
+    assert len({one, *(write_safetensors(tmp_path / "c", o, {}) for o in others)}) == 5
+
+
+def test_states_of_version_1_can_be_read(tmp_path: Path) -> None:
+    """A run that an earlier version began goes on: its files name no federation and have no digest."""
+    path = tmp_path / "3" / "aa.000002.safetensors"
+    path.parent.mkdir()
+    header = {"schema": 1, "method": "m", "run": "aa", "round": 2}
+    save_file({"x": np.ones(2)}, path, metadata={"fedapp": json.dumps(header)})
+    stored = store(tmp_path).load(3)
+    assert stored is not None and stored.digest == "" and stored.arrays["x"].tolist() == [1, 1]
+
+
+def test_only_this_user_can_read_a_state(tmp_path: Path) -> None:
+    (tmp_path / "3").mkdir(mode=0o755)
+    path = store(tmp_path).save(1, {"x": np.ones(1)})
+    deep = ClientStore(tmp_path / "new" / "7", "m", "aa").save(1, {"x": np.ones(1)})
+    for p, mode in ((path, 0o600), (path.parent, 0o700), (deep.parent, 0o700), (deep.parent.parent, 0o700)):
+        assert p.stat().st_mode & 0o777 == mode
 
 
 def test_an_interrupted_write_leaves_the_old_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +226,7 @@ def test_norms_of_the_heads_rows_are_noted_round_by_round(tmp_path: Path) -> Non
     s.note_head_norms(2, np.array([7.0, 7.0]))  # a resumed run repeats round 2
     rounds, norms = read_head_norms(s.folder, "aa")
     assert rounds.tolist() == [1, 2] and norms.tolist() == [[1, 10], [7, 7]]
-    assert read_safetensors(s.folder / "aa.head-norms")[1] == {"schema": 1, "run": "aa"}
+    assert read_safetensors(s.folder / "aa.head-norms")[1] == {"schema": 2, "run": "aa"}
 
 
 def test_notes_go_with_the_states_of_their_run(tmp_path: Path) -> None:

@@ -1,59 +1,160 @@
-"""Client state on disk: versioned, atomic; the last two rounds are kept, and that of a round that may be chosen.
+"""Client state on disk, and the one way in which arrays are written to files.
 
-Layout: ``STATE-DIR/<federation>/<client-id>/<run>.<round>.safetensors``. The header of each file names the method, the
-schema version and the run; a mismatch is an error, never a silent fresh start.
+Layout: ``STATE-DIR/<federation>/<client-id>/<run>.<round>.safetensors``. The last rounds are kept, and that of a round
+that may be chosen. The header of each file names the schema version, the method, the run, the federation, the client
+and the round; a mismatch is an error, never a silent fresh start. Every file has a SHA-256 digest of its arrays.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from fedapp.method import Arrays
+from fedapp.method import Array, Arrays
 
-SCHEMA = 1
+SCHEMA = 2
+READABLE = (1, SCHEMA)
+"""Schema versions that can be read. Files of version 1 have no digest and do not name federation and client."""
+KEPT = 3
+"""Rounds that are kept, of a client's state and of the server's: a resumed run can go back over two damaged ones."""
 _FILE = re.compile(r"^(?P<run>[0-9a-f]+)\.(?P<round>\d{6})\.safetensors$")
 _NOTES = "head-norms"
+AFRESH = "delete it to start this client afresh"
 
 
 class StateError(RuntimeError):
-    """A stored client state cannot be used; the message names the file and the remedy."""
+    """A stored state cannot be used; the message names the file and the remedy."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One stored state: the round after which it was written (0 for that of an earlier run), and its arrays by name."""
+    """One stored state: the round after which it was written (0 for that of an earlier run), and its arrays by name.
+
+    Attributes
+    ----------
+    digest : SHA-256 of all arrays of the file, hexadecimal; empty in files of schema 1.
+    """
 
     round: int
     path: Path
     arrays: Arrays
+    digest: str = ""
 
 
-def write_safetensors(path: Path, arrays: Arrays, header: dict[str, object]) -> None:
-    """Write arrays atomically (temporary file in the same folder, then rename) with a JSON header.
+def _sync(path: Path) -> None:
+    """Wait until a file or the entries of a folder are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def private_folder(folder: Path, durable: bool = False) -> None:
+    """Make a folder, and those above it that are missing, for this user alone (mode 0700).
+
+    Parameters
+    ----------
+    durable : wait until the new entries are on the disk.
+    """
+    missing = [f for f in (folder, *folder.parents) if not f.exists()]
+    for new in reversed(missing):
+        new.mkdir(mode=0o700, exist_ok=True)
+        if durable:
+            _sync(new.parent)
+    if folder.stat().st_mode & 0o077:
+        folder.chmod(0o700)
+
+
+def _sha(array: Array) -> str:
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data).hexdigest()
+
+
+def _contents(arrays: Arrays) -> dict[str, list[Any]]:
+    """Return dtype, shape and SHA-256 of each array by name, sorted."""
+    return {n: [arrays[n].dtype.str, list(arrays[n].shape), _sha(arrays[n])] for n in sorted(arrays)}
+
+
+def _digest(contents: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
+
+
+def write_safetensors(path: Path, arrays: Arrays, header: Mapping[str, object], durable: bool = False) -> str:
+    """Write arrays atomically (temporary file in the same folder, then rename) with a JSON header; return their digest.
+
+    Only this user may read the file (mode 0600).
+
+    Parameters
+    ----------
+    durable : also survive a power cut. The file is on the disk before it gets its name, and the name before this
+        function returns, so that older files may be removed then.
 
     Raises
     ------
     OSError : the file cannot be written; what was there before stays.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+    contents = _contents(arrays)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".part")  # mode 0600
     os.close(handle)
     try:
-        save_file(arrays, name, metadata={"fedapp": json.dumps(header)})
+        save_file(arrays, name, metadata={"fedapp": json.dumps({**header, "contents": contents})})
+        if durable:
+            _sync(Path(name))
         Path(name).replace(path)
+        if durable:
+            _sync(path.parent)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+    return _digest(contents)
+
+
+def read_checked(path: Path, prefix: str = "", remedy: str = AFRESH) -> tuple[Arrays, dict[str, Any], str]:
+    """Read what `write_safetensors` wrote: arrays, as far as their names begin with `prefix`, header and digest.
+
+    The bytes of all arrays that are read are compared with the header; a file of an earlier version has no digest ("").
+
+    Raises
+    ------
+    StateError : the file is absent, damaged or not written by this program; `remedy` ends its message.
+    """
+    try:
+        with safe_open(str(path), framework="numpy") as f:
+            header = json.loads((f.metadata() or {})["fedapp"])
+            names = list(f.keys())
+            arrays = {n: f.get_tensor(n) for n in names if n.startswith(prefix)}
+        if not isinstance(header, dict):
+            raise ValueError("its header is no JSON object")
+        contents = header.pop("contents", None)
+        if contents is None:
+            return arrays, header, ""
+        if sorted(names) != sorted(contents):
+            raise ValueError("its arrays are not those that its header lists")
+        for name, array in arrays.items():
+            dtype, shape, sha = contents[name]
+            for field, found, wanted in (
+                ("dtype", array.dtype.str, dtype),
+                ("shape", list(array.shape), shape),
+                ("SHA-256", _sha(array), sha),
+            ):
+                if found != wanted:
+                    raise ValueError(f"{field} of '{name}' is {found}, its header says {wanted}")
+        return arrays, header, _digest(contents)
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError) as e:
+        raise StateError(f"{path} cannot be read ({e}); {remedy}") from e
 
 
 def read_safetensors(path: Path, prefix: str = "") -> tuple[Arrays, dict[str, object]]:
@@ -63,12 +164,23 @@ def read_safetensors(path: Path, prefix: str = "") -> tuple[Arrays, dict[str, ob
     ------
     StateError : the file is absent, damaged or not written by this program.
     """
-    try:
-        with safe_open(str(path), framework="numpy") as f:
-            header = json.loads((f.metadata() or {})["fedapp"])
-            return {n: f.get_tensor(n) for n in f.keys() if n.startswith(prefix)}, header  # noqa: SIM118
-    except (SafetensorError, OSError, KeyError, ValueError) as e:
-        raise StateError(f"{path} cannot be read ({e}); delete it to start this client afresh") from e
+    return read_checked(path, prefix)[:2]
+
+
+def check_header(path: Path, header: Mapping[str, Any], wanted: Mapping[str, Any], remedy: str) -> None:
+    """Compare what a file says about itself with what it should be.
+
+    Fields that the file does not name, as those of schema 1, are passed over.
+
+    Raises
+    ------
+    StateError : names the file, the field, both values and the remedy.
+    """
+    if header.get("schema", 1) not in READABLE:
+        raise StateError(f"{path} has schema {header.get('schema')}, this version reads {SCHEMA}; start a new run")
+    for field, value in wanted.items():
+        if field in header and header[field] != value:
+            raise StateError(f"{path}: {field} is '{header[field]}', expected '{value}'; {remedy}")
 
 
 def read_head_norms(folder: Path, run: str) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -91,14 +203,19 @@ class ClientStore:
     warm_start : start from the newest state of an earlier run while this run has none.
     keep : also keep the state that this client had after round `keep`, which may be the round that is scored at the
         end; 0 = none.
+    durable : states survive a power cut (see `write_safetensors`). In a simulation this would cost more than the
+        training of small models.
     """
 
-    def __init__(self, folder: Path, method: str, run: str, warm_start: bool = False, keep: int = 0) -> None:
+    def __init__(
+        self, folder: Path, method: str, run: str, warm_start: bool = False, keep: int = 0, durable: bool = False
+    ) -> None:
         self.folder = folder
         self.method = method
         self.run = run
         self.warm_start = warm_start
         self.keep = keep
+        self.durable = durable
 
     def _files(self) -> list[tuple[str, int, Path]]:
         """Return (run, round, file) of all states here, by round."""
@@ -132,39 +249,42 @@ class ClientStore:
         if self.warm_start and others:
             newest = max(others, key=lambda f: f[2].stat().st_mtime_ns)
             stored = self._read(newest, prefix)
-            return Stored(0, stored.path, stored.arrays)
+            return Stored(0, stored.path, stored.arrays, stored.digest)
         return None
 
     def _read(self, file: tuple[str, int, Path], prefix: str) -> Stored:
-        arrays, header = read_safetensors(file[2], prefix)
-        if header.get("schema") != SCHEMA:
-            raise StateError(
-                f"{file[2]} has schema {header.get('schema')}, this version reads {SCHEMA}; start a new run"
-            )
-        if header.get("method") != self.method:
-            raise StateError(
-                f"{file[2]} was written by the method '{header.get('method')}', not '{self.method}'; "
-                "use another state-dir or federation"
-            )
-        return Stored(file[1], file[2], arrays)
+        run, server_round, path = file
+        arrays, header, digest = read_checked(path, prefix)
+        check_header(path, header, {"method": self.method}, "use another state-dir or federation")
+        place = {"federation": self.folder.parent.name, "client": self.folder.name}
+        remedy = "it belongs elsewhere: put this client's own file back, or delete this one"
+        check_header(path, header, {**place, "run": run, "round": server_round}, remedy)
+        return Stored(server_round, path, arrays, digest)
 
     def save(self, server_round: int, arrays: Arrays) -> Path:
-        """Write the state after `server_round`; keep this run's two newest rounds and delete rounds that are repeated.
+        """Write the state after `server_round`; keep this run's newest rounds and delete rounds that are repeated.
 
         The newest state that is not newer than round `keep` stays too.
 
         Other runs may be in progress in the same folder, so their states stay. A warm start has taken over the earlier
-        run's state: it is deleted once this run has two of its own, when no resumed run can need it any more.
+        run's state: it is deleted once this run has all the rounds that it keeps, when no resumed run can need it.
         """
+        private_folder(self.folder, self.durable)
         path = self.folder / f"{self.run}.{server_round:06d}.safetensors"
-        write_safetensors(
-            path, arrays, {"schema": SCHEMA, "method": self.method, "run": self.run, "round": server_round}
-        )
+        header = {
+            "schema": SCHEMA,
+            "method": self.method,
+            "run": self.run,
+            "federation": self.folder.parent.name,
+            "client": self.folder.name,
+            "round": server_round,
+        }
+        write_safetensors(path, arrays, header, self.durable)
         files = self._files()
         own = [f for f in files if f[0] == self.run and f[1] <= server_round]
-        keep = [*own[-2:], *[f for f in own if f[1] <= self.keep][-1:]]
+        keep = [*own[-KEPT:], *[f for f in own if f[1] <= self.keep][-1:]]
         for file in files:
-            if file not in keep and (file[0] == self.run or (self.warm_start and len(own) >= 2)):
+            if file not in keep and (file[0] == self.run or (self.warm_start and len(own) >= KEPT)):
                 file[2].unlink(missing_ok=True)
         return path
 
@@ -181,7 +301,8 @@ class ClientStore:
             "rounds": np.append(rounds[before], np.int64(server_round)),
             "norms": np.concatenate([rows[before], row]) if before.any() else row,
         }
-        write_safetensors(self.folder / f"{self.run}.{_NOTES}", arrays, {"schema": SCHEMA, "run": self.run})
+        header = {"schema": SCHEMA, "run": self.run}
+        write_safetensors(self.folder / f"{self.run}.{_NOTES}", arrays, header, self.durable)
         runs = {run for run, _, _ in self._files()} | {self.run}
         for old in self.folder.glob(f"*.{_NOTES}"):
             if old.name.split(".")[0] not in runs:

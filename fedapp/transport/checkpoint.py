@@ -1,18 +1,36 @@
-"""Server checkpoints: nested dicts of arrays and JSON scalars, written atomically; the last two are kept."""
+"""Server checkpoints: nested dicts of arrays and JSON scalars, written so that a power cut leaves the old or the new.
+
+The last `KEPT` are kept. One that is damaged is set aside under another name, and the newest good one is used.
+"""
 
 from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from fedapp.learning.state import StateError, read_safetensors, write_safetensors
+from fedapp.errors import BadRequest
+from fedapp.learning.state import (
+    KEPT,
+    SCHEMA,
+    StateError,
+    check_header,
+    private_folder,
+    read_checked,
+    write_safetensors,
+)
 from fedapp.method import Arrays, ServerState
 
+Found: TypeAlias = tuple[int, ServerState, dict[str, Any]]
+"""Round, state, and the further values of a checkpoint."""
+DAMAGED = ".damaged"
+"""Ending of a checkpoint that could not be read and was set aside."""
 _FILE = re.compile(r"^round-(\d{6})\.safetensors$")
+_PART = re.compile(r"^\.round-.*\.part$")
 
 
 def flatten(state: ServerState) -> tuple[Arrays, dict[str, Any]]:
@@ -62,8 +80,22 @@ def unflatten(arrays: Arrays, scalars: dict[str, Any]) -> ServerState:
     return state
 
 
-def save(folder: Path, server_round: int, state: ServerState, extra: dict[str, Any]) -> Path:
-    """Write the state after `server_round` with `extra` (JSON values); keep the last two checkpoints.
+def save(
+    folder: Path,
+    server_round: int,
+    state: ServerState,
+    extra: dict[str, Any],
+    identity: Mapping[str, str] | None = None,
+    records: Collection[str] = (),
+) -> Path:
+    """Write the state after `server_round` with `extra` (JSON values); keep the last `KEPT` checkpoints.
+
+    The new one is on the disk before an older one is removed.
+
+    Parameters
+    ----------
+    identity : what the file says about the run (method, run token, federation); readers compare it.
+    records : entries of the state that note numbers which may be NaN.
 
     Returns
     -------
@@ -71,32 +103,55 @@ def save(folder: Path, server_round: int, state: ServerState, extra: dict[str, A
 
     Raises
     ------
+    StateError : an array contains NaN or infinity; the earlier checkpoints stay.
     TypeError : the state holds something that cannot be stored (see `flatten`).   OSError : `folder` is not writable.
     """
+    broken = not_finite({name: value for name, value in state.items() if name not in records})
+    if broken:
+        raise StateError(
+            f"the server's state after round {server_round} contains NaN or infinity in '{broken}', so it is not "
+            "written: resume the run from the checkpoint before, with a lower lr or with clip"
+        )
     arrays, scalars = flatten(state)
+    private_folder(folder, durable=True)
     path = folder / f"round-{server_round:06d}.safetensors"
     if not arrays:
         arrays = {"_": np.zeros(0, np.float32)}
-    header = {"round": server_round, "scalars": scalars, "extra": extra, "order": list(arrays)}
+    header = {"schema": SCHEMA, **(identity or {}), "round": server_round}
+    header |= {"scalars": scalars, "extra": extra, "order": list(arrays)}
     # safetensors sorts names. The header keeps the state's own order, since the last bits of sums depend on it.
-    write_safetensors(path, arrays, header)
-    for old in sorted(p for p in folder.iterdir() if _FILE.match(p.name))[:-2]:
+    write_safetensors(path, arrays, header, durable=True)
+    for old in _files(folder)[KEPT:]:
         old.unlink(missing_ok=True)
+    for part in folder.iterdir():  # of a server that was killed while it wrote
+        if _PART.match(part.name):
+            part.unlink(missing_ok=True)
     return path
 
 
-def latest(folder: Path) -> tuple[int, ServerState, dict[str, Any]] | None:
-    """Read the newest checkpoint that can be read: (round, state, extra), or None if there is none.
+def not_finite(state: ServerState) -> str | None:
+    """Return the name of the first array in a state that contains NaN or infinity, or None."""
+    arrays, _ = flatten(state)
+    for name, array in arrays.items():
+        if np.issubdtype(array.dtype, np.inexact) and not np.isfinite(array).all():
+            return ".".join(key[2:] for key in name.split("\x1f"))
+    return None
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, the newest first."""
+    return sorted((p for p in folder.iterdir() if _FILE.match(p.name)), reverse=True) if folder.is_dir() else []
+
+
+def latest(folder: Path) -> Found | None:
+    """Read the newest checkpoint that can be read, or None if there is none; nothing is changed.
 
     Raises
     ------
     StateError : there are checkpoints, and none can be read.
     """
-    if not folder.is_dir():
-        return None
-    paths = sorted((p for p in folder.iterdir() if _FILE.match(p.name)), reverse=True)
     problem: StateError | None = None
-    for path in paths:
+    for path in _files(folder):
         try:
             return _read(path)
         except StateError as e:
@@ -106,12 +161,74 @@ def latest(folder: Path) -> tuple[int, ServerState, dict[str, Any]] | None:
     return None
 
 
-def _read(path: Path) -> tuple[int, ServerState, dict[str, Any]]:
-    arrays, header = read_safetensors(path)
-    arrays = {name: arrays[name] for name in header.get("order", arrays) if name != "_"}  # type: ignore[attr-defined]
-    scalars, extra = header["scalars"], header["extra"]
-    assert isinstance(scalars, dict) and isinstance(extra, dict) and isinstance(header["round"], int)
-    return header["round"], unflatten(arrays, scalars), extra
+def recover(folder: Path, identity: Mapping[str, str] | None = None) -> tuple[Found | None, list[str]]:
+    """Find the checkpoint that a resumed run goes on from. Damaged ones are renamed to `<name>.damaged`.
+
+    Parameters
+    ----------
+    identity : as in `save`. Fields that a file of an earlier version does not name are not compared.
+
+    Returns
+    -------
+    The newest good checkpoint, None where there never was one, and a line for each that was set aside.
+
+    Raises
+    ------
+    BadRequest : there are only damaged checkpoints, or the newest one is of another run.
+    """
+    lost: list[str] = []
+    found: Found | None = None
+    for path in _files(folder):
+        try:
+            found = _read(path)
+        except StateError as e:
+            if isinstance(e.__cause__, OSError):  # not damaged: it may not be read, or its disk is away
+                raise BadRequest(str(e)) from e
+            aside = path.with_name(path.name + DAMAGED)
+            path.replace(aside)
+            lost.append(f"the checkpoint of round {_number(path)} is damaged and now called {aside.name}: {e}")
+            continue
+        remedy = "it is of another run: remove it, or resume the run that it belongs to"
+        try:
+            check_header(path, _header(path), {**(identity or {}), "round": _number(path)}, remedy)
+        except StateError as e:
+            raise BadRequest(str(e)) from e
+        break
+    if found is None and (damaged := sorted(p.name for p in _damaged(folder))):
+        raise BadRequest(
+            f"no checkpoint in {folder} can be read ({', '.join(damaged)} are damaged): put good copies of them back "
+            "under their former names, or start a new run in another folder"
+        )
+    if found is not None and lost:
+        rounds = sorted(_number(path) for path in _damaged(folder) if _number(path) > found[0])
+        again = f"round {rounds[0]} is" if len(rounds) == 1 else f"rounds {rounds[0]} to {rounds[-1]} are"
+        lost.append(f"the run goes on from round {found[0]}: {again} lost and computed again")
+    return found, lost
+
+
+def _damaged(folder: Path) -> Iterator[Path]:
+    return folder.glob(f"round-*.safetensors{DAMAGED}")
+
+
+def _number(path: Path) -> int:
+    return int(path.name.split(".")[0].removeprefix("round-"))
+
+
+def _header(path: Path) -> dict[str, Any]:
+    return read_checked(path, "no array")[1]
+
+
+def _read(path: Path) -> Found:
+    arrays, header, _ = read_checked(path, remedy="a resumed run uses the one before")
+    try:
+        order = header.get("order", list(arrays))
+        arrays = {name: arrays[name] for name in order if name != "_"}
+        scalars, extra, server_round = header["scalars"], header["extra"], header["round"]
+        if not (isinstance(scalars, dict) and isinstance(extra, dict) and isinstance(server_round, int)):
+            raise TypeError("scalars, extra and round are not a dict, a dict and a number")
+        return server_round, unflatten(arrays, scalars), extra
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise StateError(f"{path} cannot be read ({type(e).__name__}: {e}); a resumed run uses the one before") from e
 
 
 def link(folder: Path, server_round: int, to: Path) -> None:
@@ -137,11 +254,11 @@ def only(folder: Path, server_round: int) -> None:
             path.unlink(missing_ok=True)
 
 
-def load(folder: Path, server_round: int) -> ServerState:
-    """Read the state after one round.
+def load(folder: Path, server_round: int) -> Found:
+    """Read the checkpoint after one round.
 
     Raises
     ------
     StateError : it is not there or cannot be read.
     """
-    return _read(folder / f"round-{server_round:06d}.safetensors")[1]
+    return _read(folder / f"round-{server_round:06d}.safetensors")
