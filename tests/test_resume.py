@@ -51,7 +51,6 @@ def test_a_damaged_checkpoint_is_named_and_the_numbers_are_those_of_the_whole_ru
     again = run(resume=result.out, rounds=3)
     columns = [c for c in before if not c.endswith("seconds")]
     pd.testing.assert_frame_equal(again.rounds[columns], before[columns], check_exact=True)
-    warnings = again.summary["warnings"]
     expected = ("round 3 is damaged", "round 2 is damaged", "rounds 2 to 3 are lost")
     assert [[words in text for words in expected].index(True) for text in again.summary["warnings"]] == [0, 1, 2]
     assert sorted(p.name for p in folder.glob("*.damaged")) == [f"round-00000{r}.safetensors.damaged" for r in (2, 3)]
