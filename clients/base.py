@@ -86,6 +86,7 @@ class FedClient(NumPyClient):
         self.model: SplitModel
         self.report = TrainReport()
         self._loaded: Stored | None = None
+        self._starts_from_state = True
 
     # ---- hooks ---------------------------------------------------------------------------------------------------
 
@@ -419,9 +420,10 @@ class FedClient(NumPyClient):
         """Build the model as this client left it before `server_round`; a new client gets its seeded initial model."""
         skeleton = _skeleton(type(self), self.task.spec(0), self.hparams)
         self._loaded = None
-        if self.store is not None and (always or self.needs_state or not self._covered(skeleton, payload)):
+        self._starts_from_state = always or self.needs_state or not self._covered(skeleton, payload)
+        if self.store is not None and self._starts_from_state:
             self._loaded = self.store.load(server_round)
-        elif self.store is not None and (private := self.store.load(server_round, "own/")) is not None:
+        elif self.store is not None and (private := self.store.load(server_round, "own/", needed=False)) is not None:
             # The server sends the whole model, so only the private arrays are read from the stored state.
             self.own = _own(private)
         if self._loaded is None:
@@ -436,6 +438,23 @@ class FedClient(NumPyClient):
             selection.merge(self.model, {n[6:]: a for n, a in stored.items() if n.startswith("model/")})
             self.own = _own(self._loaded)
         self.model.to(self.device)
+
+    def state_facts(self) -> dict[str, Scalar]:
+        """Return what the server must know of the state that a round has stored, to recognise it in the next one.
+
+        Returns
+        -------
+        `state` : its digest.   `state-from` : digest of the last state that the server knew of, from which it was made.
+        `state-binds` : whether the next training starts from it.   `state-lost` : why the client began anew.
+        """
+        if self.store is None:
+            return {}
+        facts: dict[str, Scalar] = {
+            "state": self.store.written,
+            "state-from": "" if self.store.lost else self.store.expected.digest,
+            "state-binds": self._starts_from_state or bool(self.own),
+        }
+        return facts | ({"state-lost": self.store.lost} if self.store.lost else {})
 
     def _covered(self, model: nn.Module, payload: Payload) -> bool:
         """Return whether the payload holds every parameter and floating-point buffer of the model."""

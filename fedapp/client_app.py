@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -18,7 +17,7 @@ from fedapp import config as configuration
 from fedapp import process, registry
 from fedapp.config import RunConfig
 from fedapp.errors import BadRequest
-from fedapp.learning.state import ClientStore
+from fedapp.learning.state import ClientStore, Expected, StateError
 from fedapp.learning.task import Task
 from fedapp.method import Payload, Scalar
 from fedapp.models import own
@@ -52,7 +51,10 @@ def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedCl
         root = node.state_root(config) if real else Path(config.state_dir or str(control.get("state-dir", "")))
         folder = root / (config.federation or "run") / str(node.client)
         kept = int(control.get("keep", 0))
-        store = ClientStore(folder, config.method, str(control["run"]), config.warm_start, kept)
+        known = Expected(
+            str(control.get("state", "")), bool(control.get("state-binds", True)), config.lost_state == "restart"
+        )
+        store = ClientStore(folder, config.method, str(control["run"]), config.warm_start, kept, real, known)
     return method.client(task, method, hparams, store)  # type: ignore[no-any-return]
 
 
@@ -139,7 +141,9 @@ def _handle(stage: str, message: Message, context: Context) -> Message:
             return Message(reply_content({}, metrics, facts, wire), reply_to=message)
         if stage == "train":
             arrays, count, metrics = client.train_round(payload, server_round, balanced=balanced)
-            _remember(context, client, server_round)
+            info |= client.state_facts()
+            if config.lost_state == "restart":
+                metrics["restarted"] = int("state-lost" in info)
             keep("personal.safetensors", server_round)
             if config.clip_update:
                 arrays, norm = clip_update(arrays, client.reference(payload), config.clip_update)
@@ -165,24 +169,15 @@ def _handle(stage: str, message: Message, context: Context) -> Message:
         metrics = {**metrics, "num-examples": count, "seconds": time.perf_counter() - started}
         return Message(reply_content(arrays, metrics, info, wire), reply_to=message)
     except Exception as e:
-        if isinstance(e, BadRequest):
+        plain = isinstance(e, (BadRequest, StateError))
+        if plain:
             print(f"fedapp: this node cannot take part in {stage}: {e}", flush=True)
-        text = f"{type(e).__name__}: {e}" if isinstance(e, BadRequest) else traceback.format_exc()
+        text = f"{type(e).__name__}: {e}" if plain else traceback.format_exc()
         text += process.out_of_memory(e) or ""
         failed: dict[str, Scalar] = {**info, "error": text, "stage": stage}
         number = context.node_config.get("client-id", context.node_config.get("partition-id"))
         failed.setdefault("client", number if isinstance(number, int) else -1)
         return Message(reply_content({}, {"num-examples": 0}, failed, "fp32"), reply_to=message)
-
-
-def _remember(context: Context, client: FedClient, server_round: int) -> None:
-    """Store round, path and SHA-256 of the state's file in the node's context; the state itself is on disk."""
-    if client.store is None:
-        return
-    path = client.store.folder / f"{client.store.run}.{server_round:06d}.safetensors"
-    with path.open("rb") as f:
-        digest = hashlib.file_digest(f, "sha256").hexdigest()
-    context.state["fedapp"] = ConfigRecord({"round": server_round, "path": str(path), "hash": digest})
 
 
 @app.train()

@@ -188,6 +188,11 @@ class RunConfig(BaseModel):
     )
     state_dir: str = Field("", description="folder of the clients' private state; empty = OUT/state")
     federation: str = Field("", description="name under which clients store their state; empty = run")
+    lost_state: Literal["refuse", "restart"] = Field(
+        "refuse",
+        description="what a client does whose stored state is lost, damaged, older than the server knows or another "
+        "client's: refuse = it takes no part and is named; restart = it begins anew, marked in the tables",
+    )
     warm_start: bool = Field(False, description="clients start from the state that an earlier run left")
     class_names: str = Field(
         "",
@@ -413,6 +418,7 @@ class RunConfig(BaseModel):
             round_timeout=self.round_timeout,
             wait_timeout=self.wait_timeout,
             wire_dtype=self.wire_dtype,
+            restart=self.lost_state == "restart",
             poll=0.01 if simulation else 1.0,
             queued=simulation,
         )

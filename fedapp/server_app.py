@@ -201,6 +201,9 @@ class Run(Callbacks):
             earlier = configuration.without_former(configuration.read_toml(out / "config.toml"))
             config.check_continues(configuration.from_flat(earlier), self.done)
         self.directory = RunDirectory(out, config, self.done if config.resume else None)
+        if config.resume and config.lost_state == "restart":
+            for name in ("rounds.csv", "clients.csv"):
+                self.directory.add_column(name, "restarted")
         self.extra["dropped"] = len(self.directory.table("dropped.csv"))
         self.listener = event
         self.warnings: list[str] = lost
@@ -214,6 +217,7 @@ class Run(Callbacks):
         control |= {"state-dir": str(out / "state")} if self.simulation else {"deployed": True}
         known = None if self.simulation else roster.of_this_server()
         self.manager = ClientManager(grid, config.settings(self.simulation), control, self.tell, known)
+        self._know(self.extra)
         self.final: dict[str, float] = {}
         self.last_scores: Scored = {}
         self.stopped: str | None = None
@@ -226,6 +230,10 @@ class Run(Callbacks):
         """Find the checkpoint that this run goes on from, and what was wrong with newer ones."""
         token = str(json.loads((self.out / "versions.json").read_text(encoding="utf-8"))["run"])
         return checkpoint.recover(self.out / "checkpoint", self._identity(token))
+
+    def _know(self, extra: Mapping[str, Any]) -> None:
+        """Take the clients' states that a checkpoint knows of as those that they must have."""
+        self.manager.states = {int(c): (str(digest), bool(b)) for c, (digest, b) in extra.get("states", {}).items()}
 
     def _identity(self, token: str) -> dict[str, str]:
         return {"method": self.config.method, "run": token, "federation": self.config.federation}
@@ -416,7 +424,7 @@ class Run(Callbacks):
         """Write tables, models and checkpoint of a round; return whether to go on."""
         config, traffic, server_round = self.config, result.traffic, result.round
         protocols = [p for p in config.measured if p != "global"]
-        further = self.method.columns
+        further = (*self.method.columns, *(("restarted",) if config.lost_state == "restart" else ()))
         rows = {c: client_row(m, protocols, config.validation > 0, further) for c, m in sorted(result.metrics.items())}
         row: dict[str, Any] = {"round": server_round, "clients": len(rows)}
         row |= summarise(rows.values(), protocols, further)
@@ -434,6 +442,11 @@ class Run(Callbacks):
             self.directory.append("clients.csv", {"round": server_round, "client": client, **columns})
         for dropped in traffic.dropped:
             self.directory.dropped(dropped)
+        for client in (c for c, r in rows.items() if r.get("restarted") == 1):
+            text = f"client {client} began anew in round {server_round}, because its stored state was lost"
+            self.warnings.append(text)
+            self.tell({"kind": "warning", "text": text})
+        self.extra["states"] = {str(c): list(known) for c, known in sorted(self.manager.states.items())}
         self.extra["dropped"] += len(traffic.dropped)
         self.extra["seconds"] = self.earlier + time.perf_counter() - self.started
         self._models(state, row)
@@ -543,7 +556,9 @@ class Run(Callbacks):
             return state, server_round
         self.chosen = best
         self.tell({"kind": "selected", "round": best})
-        return checkpoint.load(self.out / SELECTED, best)[1], best
+        _, chosen, extra = checkpoint.load(self.out / SELECTED, best)
+        self._know(extra)
+        return chosen, best
 
     def after_query(self, result: RoundResult) -> None:
         """Record the traffic of a query."""

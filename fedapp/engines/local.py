@@ -65,10 +65,10 @@ def resumed(out: Path, given: Mapping[str, Any], *others: str) -> dict[str, Any]
     BadRequest : there is no such run, or more is given beside it than the total number of rounds (`others` are names
         of what is no key).
     """
-    if named := [*sorted(set(given) - {"num-server-rounds"}), *others]:
+    if named := [*sorted(set(given) - {"num-server-rounds", "lost-state"}), *others]:
         raise BadRequest(
-            f"a resumed run takes everything but the number of rounds from {out / 'config.toml'}; leave out "
-            f"{', '.join(named)}"
+            f"a resumed run takes everything but the number of rounds and lost-state from {out / 'config.toml'}; leave "
+            f"out {', '.join(named)}"
         )
     out = absolute(out)
     check_out(out, resume=True)

@@ -32,6 +32,7 @@ KEPT = 3
 _FILE = re.compile(r"^(?P<run>[0-9a-f]+)\.(?P<round>\d{6})\.safetensors$")
 _NOTES = "head-norms"
 AFRESH = "delete it to start this client afresh"
+BEGIN_ANEW = "put the right state folder back, or let it begin anew with --set lost-state=restart"
 
 
 class StateError(RuntimeError):
@@ -44,13 +45,32 @@ class Stored:
 
     Attributes
     ----------
-    digest : SHA-256 of all arrays of the file, hexadecimal; empty in files of schema 1.
+    digest : SHA-256 of all arrays of the file, the first 32 hexadecimal digits; empty in files of schema 1.
+    expected : the digest that the server expected when the state was written: that of the last one it knew of.
     """
 
     round: int
     path: Path
     arrays: Arrays
     digest: str = ""
+    expected: str = ""
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the server knows of a client's state, from the client's last reply that counted.
+
+    Attributes
+    ----------
+    digest : of that state; empty = the server knows of none.
+    binding : whether the next training starts from it. It does not where the server sends the whole model and the
+        client keeps no array of its own.
+    restart : begin anew where the state is lost, instead of an error.
+    """
+
+    digest: str = ""
+    binding: bool = True
+    restart: bool = False
 
 
 def _sync(path: Path) -> None:
@@ -205,10 +225,23 @@ class ClientStore:
         end; 0 = none.
     durable : states survive a power cut (see `write_safetensors`). In a simulation this would cost more than the
         training of small models.
+    expected : what the server knows of this client's state.
+
+    Attributes
+    ----------
+    lost : why the client begins anew although the server knows of a state; empty = it does not.
+    written : digest of the state that was saved last, the first 32 hexadecimal digits.
     """
 
     def __init__(
-        self, folder: Path, method: str, run: str, warm_start: bool = False, keep: int = 0, durable: bool = False
+        self,
+        folder: Path,
+        method: str,
+        run: str,
+        warm_start: bool = False,
+        keep: int = 0,
+        durable: bool = False,
+        expected: Expected | None = None,
     ) -> None:
         self.folder = folder
         self.method = method
@@ -216,6 +249,9 @@ class ClientStore:
         self.warm_start = warm_start
         self.keep = keep
         self.durable = durable
+        self.expected = expected or Expected()
+        self.lost = ""
+        self.written = ""
 
     def _files(self) -> list[tuple[str, int, Path]]:
         """Return (run, round, file) of all states here, by round."""
@@ -227,19 +263,45 @@ class ClientStore:
                 found.append((m["run"], int(m["round"]), path))
         return sorted(found, key=lambda f: f[1])
 
-    def load(self, before: int, prefix: str = "") -> Stored | None:
+    def load(self, before: int, prefix: str = "", needed: bool = True) -> Stored | None:
         """Return the newest state written before round `before`, or None if the client is new.
+
+        It must be the one that the server knows, or one that this client made of it while its replies did not arrive.
 
         States of this run from round `before` on belong to rounds that are repeated, so they are ignored.
 
         Parameters
         ----------
         prefix : read only the arrays whose names begin with it.
+        needed : whether the state must be the expected one even where `expected` is not binding.
 
         Raises
         ------
-        StateError : the state is damaged, or another method or another version wrote it.
+        StateError : the state is damaged, lost, older than the expected one or another client's, or another method or
+            version wrote it.
         """
+        try:
+            stored = self._newest(before, prefix)
+            known = self.expected.digest
+            if known and (needed or self.expected.binding):
+                if stored is None:
+                    raise StateError(
+                        f"{self.folder} holds no state of this run, and the server knows of one after which this "
+                        f"client goes on (digest {known}); {BEGIN_ANEW}"
+                    )
+                if known not in (stored.digest, stored.expected):
+                    raise StateError(
+                        f"{stored.path}: digest is '{stored.digest}', expected '{known}': the file is older than what "
+                        f"this client last sent, or another's; {BEGIN_ANEW}"
+                    )
+        except StateError as e:
+            if not (self.expected.restart and self.expected.digest):
+                raise
+            self.lost = str(e)
+            return None
+        return stored
+
+    def _newest(self, before: int, prefix: str) -> Stored | None:
         files = self._files()
         own = [f for f in files if f[0] == self.run]
         usable = [f for f in own if f[1] < before]
@@ -249,7 +311,7 @@ class ClientStore:
         if self.warm_start and others:
             newest = max(others, key=lambda f: f[2].stat().st_mtime_ns)
             stored = self._read(newest, prefix)
-            return Stored(0, stored.path, stored.arrays, stored.digest)
+            return Stored(0, stored.path, stored.arrays)
         return None
 
     def _read(self, file: tuple[str, int, Path], prefix: str) -> Stored:
@@ -259,7 +321,7 @@ class ClientStore:
         place = {"federation": self.folder.parent.name, "client": self.folder.name}
         remedy = "it belongs elsewhere: put this client's own file back, or delete this one"
         check_header(path, header, {**place, "run": run, "round": server_round}, remedy)
-        return Stored(server_round, path, arrays, digest)
+        return Stored(server_round, path, arrays, digest[:32], str(header.get("expected", "")))
 
     def save(self, server_round: int, arrays: Arrays) -> Path:
         """Write the state after `server_round`; keep this run's newest rounds and delete rounds that are repeated.
@@ -278,8 +340,9 @@ class ClientStore:
             "federation": self.folder.parent.name,
             "client": self.folder.name,
             "round": server_round,
+            "expected": self.expected.digest,
         }
-        write_safetensors(path, arrays, header, self.durable)
+        self.written = write_safetensors(path, arrays, header, self.durable)[:32]
         files = self._files()
         own = [f for f in files if f[0] == self.run and f[1] <= server_round]
         keep = [*own[-KEPT:], *[f for f in own if f[1] <= self.keep][-1:]]

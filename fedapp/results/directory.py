@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import itertools
 import json
 import math
@@ -305,6 +306,18 @@ class RunDirectory:
             if new:
                 writer.writerow(cells.keys())
             writer.writerow(cells.values())
+
+    def add_column(self, name: str, column: str) -> None:
+        """Add a column to a CSV file that a resumed run goes on writing; its earlier rows are empty there."""
+        path = self.path / name
+        if not path.is_file():
+            return
+        with path.open(newline="", encoding="utf-8") as f:
+            rows = list(csv.reader(f))
+        if rows and column not in rows[0]:
+            text = io.StringIO(newline="")
+            csv.writer(text, lineterminator="\n").writerows([[*rows[0], column], *([*row, ""] for row in rows[1:])])
+            write_text(path, text.getvalue())
 
     def dropped(self, dropped: Dropped) -> None:
         """Record a reply that did not count."""

@@ -73,7 +73,8 @@ def keep(path: Path, client: FedClient, config: RunConfig, server_round: int, sc
         "round": server_round,
         "scalars": dict(scalars),
     }
-    write_safetensors(path, selection.everything(client.model), header)
+    durable = client.store is not None and client.store.durable
+    write_safetensors(path, selection.everything(client.model), header, durable)
 
 
 class LoadedModel(nn.Module):

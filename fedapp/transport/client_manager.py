@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import os
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,6 +51,7 @@ WORKER_DIED = (
     "OutOfMemoryError",
 )
 """Ray's errors for a process that no longer exists."""
+_DIGEST = re.compile(r"\A([0-9a-f]{32})?\Z")
 
 
 class RoundFailed(RuntimeError):
@@ -68,6 +70,7 @@ class Settings:
     ----------
     fraction : share of clients per round.   min_replies : smallest share of good replies to the messages of a round.
     round_timeout, wait_timeout : seconds; 0 = no limit.
+    restart : clients whose stored state is lost may begin anew.
     poll : seconds between two checks for replies.
     queued : clients take turns on one machine, so time limits count from the last reply and not from the start.
     """
@@ -77,6 +80,7 @@ class Settings:
     round_timeout: float = 0.0
     wait_timeout: float = 600.0
     wire_dtype: str = "fp32"
+    restart: bool = False
     poll: float = 0.02
     queued: bool = False
 
@@ -116,6 +120,11 @@ class ClientManager:
     control : values sent with every message (the run's token, the shared folder, ...).
     event : receives progress events (plain dicts with a `kind`).
     roster : which node is which client; None = the first node that is online holds a client id.
+
+    Attributes
+    ----------
+    states : what each client stored in its last round that counted: digest, and whether its next training starts from
+        it. It goes with the next message, so that a client notices a state that is lost or another's.
     """
 
     def __init__(
@@ -135,6 +144,7 @@ class ClientManager:
         self.infos: dict[int, ClientInfo] = {}
         self.facts: dict[int, dict[str, Any]] = {}
         self.first_error: dict[str, Any] | None = None
+        self.states: dict[int, tuple[str, bool]] = {}
         self._seen: set[int] = set()
         self._strangers: set[int] = set()
         # Unanswered requests by message id: the node, and when it was sent.
@@ -416,7 +426,9 @@ class ClientManager:
         owner = {self.nodes[client]: client for client in given}
 
         def message(client: int) -> Message:
-            content, size = encoder.content(given.pop(client), extra)
+            digest, binds = self.states.get(client, ("", False))
+            known: dict[str, Scalar] = {"state": digest, "state-binds": binds} if digest else {}
+            content, size = encoder.content(given.pop(client), {**extra, **known})
             traffic.down += size
             return Message(content, self.nodes[client], kind, ttl=lifetime, group_id=str(server_round))
 
@@ -525,15 +537,31 @@ class ClientManager:
                 self._seen.discard(self.nodes[client])
                 problem = f"the node now answers as client {info['client']}"
             reply = Reply(client, int(metrics.get("num-examples", 0) or 0), arrays, metrics, size, stage, arrival)
-            problem = problem or check(reply)
+            problem = problem or self._state_problem(client, info) or check(reply)
         except (KeyError, TypeError, ValueError, OverflowError) as e:
             problem = f"the reply cannot be read: {e}"
         if problem:
             self._drop(traffic, server_round, client, stage, problem)
             return None
+        if "state" in info:
+            self.states[client] = str(info["state"]), bool(info.get("state-binds", True))
         traffic.answered.append(client)
         traffic.up += size
         return reply
+
+    def _state_problem(self, client: int, info: Mapping[str, Any]) -> str | None:
+        """Say what is wrong with what a client reports of its stored state; an older version reports nothing."""
+        if "state" not in info:
+            return None
+        if not all(isinstance(v, str) and _DIGEST.match(v) for v in (info["state"], info.get("state-from", ""))):
+            return "the digest of its state is not one"
+        lost = info.get("state-lost", "")
+        if lost and not self.settings.restart:
+            return f"its state is lost and it began anew, which lost-state = 'refuse' does not allow: {lost}"
+        known = self.states.get(client, ("", False))[0]
+        if not lost and info.get("state-from", "") != known:
+            return f"it went on from the state '{info.get('state-from', '')}', the server knows '{known}'"
+        return None
 
     def _drop(self, traffic: Traffic, server_round: int, client: int, stage: str, reason: str) -> None:
         dropped = Dropped(server_round, client, stage, reason)
