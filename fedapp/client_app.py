@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ConfigRecord, Context, Message
+from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from clients.base import FedClient
@@ -19,13 +19,14 @@ from fedapp.config import RunConfig
 from fedapp.errors import BadRequest
 from fedapp.learning.state import ClientStore, Expected, StateError
 from fedapp.learning.task import Task
-from fedapp.method import Payload, Scalar
+from fedapp.method import Arrays, Payload, Scalar
 from fedapp.models import own
 from fedapp.results import predict as models
+from fedapp.tasks import claim
 from fedapp.tasks import node as nodes
 from fedapp.tasks.node import Node
 from fedapp.transport.clipping import clip_update
-from fedapp.transport.records import CONTROL, payload_of, reply_content
+from fedapp.transport.records import payload_of, reply_content
 
 app = ClientApp()
 
@@ -47,8 +48,8 @@ def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedCl
     store = None
     if control.get("run"):
         # On a real node only the node itself decides where files are written.
-        real = bool(control.get("deployed", False))
-        root = node.state_root(config) if real else Path(config.state_dir or str(control.get("state-dir", "")))
+        real = process.real_node()
+        root = node.state_root() if real else Path(config.state_dir or str(control.get("state-dir", "")))
         folder = root / (config.federation or "run") / str(node.client)
         kept = int(control.get("keep", 0))
         known = Expected(
@@ -61,7 +62,7 @@ def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedCl
 def _task(context: Context, config: RunConfig, control: dict[str, Any]) -> Task:
     process.prepare(config.threads)
     node = Node.parse(context.node_config)
-    if node.own or control.get("deployed"):
+    if node.own or process.real_node():
         node.check(config)
     return nodes.node_task(config, node, process.device())
 
@@ -95,18 +96,84 @@ def score_newcomer(
     return metrics
 
 
-def _imports(message: Message, context: Context) -> AbstractContextManager[None]:
+def _imports(context: Context) -> AbstractContextManager[None]:
     """On a real node: import no own code but what the node-config names."""
-    node, control = context.node_config, message.content.config_records.get(CONTROL, ConfigRecord())
-    if control.get("deployed") or node.keys() & {"client-id", "allow"}:
+    node = context.node_config
+    if process.real_node() or node.keys() & {"client-id", "allow"}:
         return own.only(f"{node.get('allow', '')}, {node.get('model', '')}")
     return nullcontext()
 
 
 def handle(stage: str, message: Message, context: Context) -> Message:
     """Run one stage of a client. Every error becomes a reply that names the client, the stage and the reason."""
-    with _imports(message, context):
+    with _imports(context):
         return _handle(stage, message, context)
+
+
+def _claimed(stage: str, client: FedClient, control: dict[str, Any]) -> AbstractContextManager[None]:
+    """On a real node: let one run at a time write to the folder of a client; a second one is told so when it asks."""
+    if client.store is None or not process.real_node() or control.get("unseen"):
+        return nullcontext()
+    if stage == "register":
+        claim.check(client.store.folder, client.store.run)
+        return nullcontext()
+    return claim.held(client.store.folder, client.store.run, last=bool(control.get("final")))
+
+
+def _answer(
+    stage: str, context: Context, config: RunConfig, client: FedClient, payload: Payload, control: dict[str, Any]
+) -> tuple[Arrays, dict[str, Any], dict[str, Scalar]]:
+    """Run one stage; return the arrays, the metrics and the facts of the reply."""
+    server_round = int(control.get("round", 0))
+    balanced = bool(control.get("balanced", False))
+
+    def keep(name: str, rounds: int) -> None:
+        """Keep the present model for use after the run: on a real node always, in a simulation at the end."""
+        folder = None
+        if process.real_node():
+            folder = client.store.folder if client.store is not None else None
+        elif control.get("final") and control.get("models-dir"):
+            folder = Path(str(control["models-dir"])) / str(client.task.client)
+        if folder is not None:
+            models.keep(folder / name, client, config, rounds, payload.scalars)
+
+    facts: dict[str, Scalar] = {}
+    if stage == "register":
+        if process.real_node():
+            nodes.try_own(client.task)
+        metrics, facts = client.register()
+        partitions = int(context.node_config.get("num-partitions", 0))
+        facts["partitions"] = partitions
+        facts["classes"] = "" if partitions else nodes.fingerprint(client.task.extras["classes"])
+        return {}, metrics, facts
+    if stage == "train":
+        arrays, count, metrics = client.train_round(payload, server_round, balanced=balanced)
+        facts = client.state_facts()
+        if config.lost_state == "restart":
+            metrics["restarted"] = int("state-lost" in facts)
+        keep("personal.safetensors", server_round)
+        if config.clip_update:
+            arrays, norm = clip_update(arrays, client.reference(payload), config.clip_update)
+            metrics["update-clipped"] = int(norm > config.clip_update)
+    elif stage == "evaluate" and control.get("unseen"):
+        arrays, count = {}, client.task.num_samples
+        metrics = score_newcomer(
+            lambda alone: newcomer(context, config, control, alone), payload, server_round, config.adaptations
+        )
+    elif stage == "evaluate":
+        arrays, count = {}, client.task.num_samples
+        train = bool(control.get("train", False)) and "trained" in client.task.protocols
+        without = train or bool(control.get("received-only", False))
+        metrics = client.evaluate_round(payload, server_round, balanced=balanced, train=without)
+        if payload.all():
+            keep("received.safetensors", server_round - 1)
+        if train:
+            metrics |= client.train_to_score(payload, balanced=balanced)
+            if control.get("final"):
+                keep("personal.safetensors", server_round)
+    else:
+        arrays, count, metrics = client.answer_query(stage.removeprefix("query."), payload, server_round)
+    return arrays, {**metrics, "num-examples": count}, facts
 
 
 def _handle(stage: str, message: Message, context: Context) -> Message:
@@ -115,59 +182,13 @@ def _handle(stage: str, message: Message, context: Context) -> Message:
     try:
         payload, control = payload_of(message)
         config = configuration.from_context(context.run_config)
-        server_round = int(control.get("round", 0))
-        wire = config.wire_dtype
         client = build(context, config, control)
         info = {"client": client.task.client, "model": client.task.model}
-        balanced = bool(control.get("balanced", False))
-
-        def keep(name: str, rounds: int) -> None:
-            """Keep the present model for use after the run: on a real node always, in a simulation at the end."""
-            folder = None
-            if control.get("deployed"):
-                folder = client.store.folder if client.store is not None else None
-            elif control.get("final") and control.get("models-dir"):
-                folder = Path(str(control["models-dir"])) / str(client.task.client)
-            if folder is not None:
-                models.keep(folder / name, client, config, rounds, payload.scalars)
-
-        if stage == "register":
-            if control.get("deployed"):
-                nodes.try_own(client.task)
-            metrics, facts = client.register()
-            partitions = int(context.node_config.get("num-partitions", 0))
-            facts["partitions"] = partitions
-            facts["classes"] = "" if partitions else nodes.fingerprint(client.task.extras["classes"])
-            return Message(reply_content({}, metrics, facts, wire), reply_to=message)
-        if stage == "train":
-            arrays, count, metrics = client.train_round(payload, server_round, balanced=balanced)
-            info |= client.state_facts()
-            if config.lost_state == "restart":
-                metrics["restarted"] = int("state-lost" in info)
-            keep("personal.safetensors", server_round)
-            if config.clip_update:
-                arrays, norm = clip_update(arrays, client.reference(payload), config.clip_update)
-                metrics["update-clipped"] = int(norm > config.clip_update)
-        elif stage == "evaluate" and control.get("unseen"):
-            arrays, count = {}, client.task.num_samples
-            metrics = score_newcomer(
-                lambda alone: newcomer(context, config, control, alone), payload, server_round, config.adaptations
-            )
-        elif stage == "evaluate":
-            arrays, count = {}, client.task.num_samples
-            train = bool(control.get("train", False)) and "trained" in client.task.protocols
-            without = train or bool(control.get("received-only", False))
-            metrics = client.evaluate_round(payload, server_round, balanced=balanced, train=without)
-            if payload.all():
-                keep("received.safetensors", server_round - 1)
-            if train:
-                metrics |= client.train_to_score(payload, balanced=balanced)
-                if control.get("final"):
-                    keep("personal.safetensors", server_round)
-        else:
-            arrays, count, metrics = client.answer_query(stage.removeprefix("query."), payload, server_round)
-        metrics = {**metrics, "num-examples": count, "seconds": time.perf_counter() - started}
-        return Message(reply_content(arrays, metrics, info, wire), reply_to=message)
+        with _claimed(stage, client, control):
+            arrays, metrics, facts = _answer(stage, context, config, client, payload, control)
+        if stage != "register":
+            metrics["seconds"] = time.perf_counter() - started
+        return Message(reply_content(arrays, metrics, {**info, **facts}, config.wire_dtype), reply_to=message)
     except Exception as e:
         plain = isinstance(e, (BadRequest, StateError))
         if plain:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import tomllib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,6 +34,7 @@ from fedapp.models import MODEL_NAMES, ModelOptions, check_form, default_model, 
 from fedapp.transport.client_manager import Settings, needed_replies
 
 Auto = Literal["auto"]
+_FEDERATION = re.compile(r"\A[a-z0-9-]{1,64}\Z")
 PROTOCOLS = ("received", "trained", "global")
 
 _T = TypeVar("_T")
@@ -320,8 +322,16 @@ class RunConfig(BaseModel):
 
         Raises
         ------
-        BadRequest : the run names a function of its own, which the node would have to import.
+        BadRequest : the run names a function of its own, which the node would have to import, a file that it would have
+            to read, or a federation by what is no name of a folder everywhere.
         """
+        if self.federation and not _FEDERATION.match(self.federation):
+            raise BadRequest(
+                f"federation = '{self.federation[:80]}': on real nodes it names a folder: give 1 to 64 small letters, "
+                "digits or hyphens"
+            )
+        if self.partition_file:
+            raise BadRequest("partition-file is for simulations, because a node reads no file that a server names")
         own = [m for m in self.further_metrics if evaluation.is_own(m)]
         if own:
             raise BadRequest(

@@ -188,6 +188,8 @@ class Method:
     resolve : for methods that wrap another one: `resolve(hparams, lookup) -> Method` returns the method to run.
     public_share : share of the training images that is held back from the clients as the public set of a method that
         needs one, unless `public-data` says otherwise; 0 = the method uses no public data.
+    per_class : what replies say of single classes: None = nothing; else the hyperparameter that leaves out classes with
+        fewer images, "" where there is none.
     columns : numbers of `reply_metrics` that rounds.csv (mean over clients) and clients.csv have a column for.
     guards : what can be done against clients that lie, or a function of the hyperparameters that gives it: `rules` of
         `robust` for averages, `own` rule of the method, `count-cap` where sample counts are weights.
@@ -212,6 +214,7 @@ class Method:
     queries: tuple[str, ...] = ()
     resolve: Callable[[Any, Callable[[str], Method]], Method] | None = None
     public_share: float = 0.0
+    per_class: str | None = None
     columns: tuple[str, ...] = ()
     guards: tuple[str, ...] | Callable[[Any], tuple[str, ...]] = ("rules", "count-cap")
     warn: Callable[[Any, str, str], str | None] | None = None

@@ -18,6 +18,28 @@ from threadpoolctl import threadpool_limits
 FEWER = "in a simulation let fewer clients work at a time (--client-cpus 2 or more)"
 FEWER_ON_GPU = "in a simulation let fewer clients share a GPU (a larger --client-gpus, such as 0.5)"
 
+_simulated = False
+
+
+@contextmanager
+def simulation(inside: bool = True) -> Iterator[None]:
+    """Mark what runs in this block as a simulation in this process."""
+    global _simulated
+    before, _simulated = _simulated, inside
+    try:
+        yield
+    finally:
+        _simulated = before
+
+
+def real_node() -> bool:
+    """Return whether a client that runs now is a real node's: not in this process's simulation, nor in a worker of Ray.
+
+    The process itself says so, and no message of a server: a real node looks after its own files, data and code.
+    """
+    ray = sys.modules.get("ray")
+    return not (_simulated or (ray is not None and ray.is_initialized()))
+
 
 @functools.cache
 def keep_heap() -> bool:

@@ -207,6 +207,10 @@ class Run(Callbacks):
         self.extra["dropped"] = len(self.directory.table("dropped.csv"))
         self.listener = event
         self.warnings: list[str] = lost
+        if config.state_dir and not self.simulation:
+            self.warnings.append(
+                "state-dir has no effect on real nodes: a node's own configuration says where its state is"
+            )
         begun = str(self.directory.begun_with)
         if config.resume and begun != __version__:
             self.warnings.append(
@@ -214,7 +218,7 @@ class Run(Callbacks):
                 "means may have changed in between (CHANGELOG.md)"
             )
         control: dict[str, Scalar] = {"run": self.directory.token}
-        control |= {"state-dir": str(out / "state")} if self.simulation else {"deployed": True}
+        control |= {"state-dir": str(out / "state")} if self.simulation else {}
         known = None if self.simulation else roster.of_this_server()
         self.manager = ClientManager(grid, config.settings(self.simulation), control, self.tell, known)
         self._know(self.extra)

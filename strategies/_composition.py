@@ -78,6 +78,7 @@ def built_on(outer: Method, settings: Any, lookup: Callable[[str], Method]) -> M
         shared=base.shared_prefixes(inner),
         up=base.up,
         extra_up=(*base.extra_up, *outer.extra_up),
+        per_class=outer.per_class if base.per_class is None else "",
         same_width=base.same_width,
         defaults=base.defaults,
         queries=(*base.queries, *outer.queries),

@@ -192,7 +192,7 @@ def retrain(
 
 def resolve(hparams: CCVRHParams, lookup: Callable[[str], Method]) -> Method:
     """Return the base method with statistics and calibration added; features leave a client for the oracle alone."""
-    outer = METHOD if hparams.oracle else dataclasses.replace(METHOD, extra_up=(STATISTICS,))
+    outer = METHOD if hparams.oracle else dataclasses.replace(METHOD, extra_up=(STATISTICS,), per_class="min_count")
     return built_on(outer, hparams, lookup)
 
 
@@ -209,6 +209,7 @@ METHOD = Method(
     hparams=CCVRHParams,
     shared=ALL,
     extra_up=(STATISTICS, FEATURES),
+    per_class="",
     global_model=True,
     travels="what the base method shares; once, count, mean and covariance of every class",
     queries=("statistics", "totals", "features"),

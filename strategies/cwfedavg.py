@@ -213,7 +213,9 @@ def _rows(state: ServerState) -> list[Arrays]:
 
 def _resolve(hparams: CwFedAvgHParams, lookup: Callable[[str], Method]) -> Method:
     """Only the ablation may send label distributions."""
-    return dataclasses.replace(METHOD, extra_up=("distribution",)) if hparams.dist == "empirical" else METHOD
+    return (
+        dataclasses.replace(METHOD, extra_up=("distribution",), per_class="") if hparams.dist == "empirical" else METHOD
+    )
 
 
 def _warn(hparams: CwFedAvgHParams, optimizer: str, augment: str) -> str | None:

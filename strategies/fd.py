@@ -101,6 +101,7 @@ METHOD = Method(
     hparams=FDHParams,
     shared=NONE,
     extra_up=("outputs", "labels"),
+    per_class="",
     heterogeneous=True,
     same_width=False,
     travels="mean outputs per class, both ways",

@@ -172,6 +172,7 @@ METHOD = Method(
     shared=HEAD,
     up=NONE,
     extra_up=("lar", "labels"),
+    per_class="min_class_count",
     heterogeneous=True,
     travels="class means up, the header down",
     guards=("own",),

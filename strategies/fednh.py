@@ -113,6 +113,7 @@ METHOD = Method(
     shared=(*ALL, "scale"),
     up=("features.", "scale"),
     extra_up=(PROTO_SUM, COUNT),
+    per_class="",
     global_model=True,
     travels="the whole model down; extractor, class mean directions and class counts up",
     defaults=TrainDefaults(clip=10.0),

@@ -105,6 +105,7 @@ METHOD = Method(
     hparams=FedProtoHParams,
     shared=NONE,
     extra_up=("protos", "labels", "counts"),
+    per_class="",
     heterogeneous=True,
     travels="class prototypes, both ways",
 )

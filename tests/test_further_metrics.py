@@ -215,8 +215,8 @@ def test_real_nodes_import_no_code_that_a_server_names(tmp_path: Path, monkeypat
     flat = config.from_flat({"dataset": "digits", "metrics": OWN}).to_flat()
     own = {"client-id": 0, "data-path": str(tmp_path)}
     shared = {"partition-id": 0, "num-partitions": 3}
-    for node, control in ((own, {}), (own, {"deployed": True}), (shared, {"deployed": True})):
-        content, _ = Encoder("fp32").content(Payload(), {**control, "round": 0})
+    for node in (own, shared):
+        content, _ = Encoder("fp32").content(Payload(), {"round": 0})
         context = Context(run_id=1, node_id=1, node_config=node, state=RecordDict(), run_config=flat)
         answer = client_app.handle("register", Message(content, 1, "query.register"), context)
         _, _, info, _ = reply_of(answer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,9 @@ from fedapp.data import partitions
 from fedapp.engines import deploy
 from fedapp.engines.local import resumed, run
 from fedapp.errors import BadRequest
+from fedapp.learning.state import ClientStore, StateError
 from fedapp.results import directory as results
+from fedapp.tasks import claim
 from fedapp.tasks import node as nodes
 from fedapp.tasks import simulated as tasks
 from fedapp.tasks.node import Node
@@ -190,13 +193,200 @@ def test_a_site_has_the_very_data_of_the_client_in_simulation(tmp_path: Path) ->
 
 
 def test_the_node_decides_where_its_state_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = from_flat({})
-    assert Node(0, state_dir=str(tmp_path / "a")).state_root(config) == tmp_path / "a"
-    assert Node(0).state_root(config) == tmp_path / "state"
+    assert Node(0, state_dir=str(tmp_path / "a")).state_root() == tmp_path / "a"
+    assert Node(0).state_root() == tmp_path / "state"
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(BadRequest, match="cannot be written"):
-        Node(0, state_dir=str(blocked / "x")).state_root(config)
+        Node(0, state_dir=str(blocked / "x")).state_root()
+
+
+# ---- what is the node's own ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("more", "values", "words"),
+    [
+        ({"allow-methods": "fedavg, fedgh"}, {"method": "lgfedavg"}, r"'lgfedavg' is not among .* \(fedavg, fedgh\)"),
+        ({"allow-methods": "fedavg, fedgh"}, {"method": "fedgh"}, ""),
+        ({"min-class-count": 5}, {"method": "lgfedavg"}, ""),
+        ({"min-class-count": 5}, {"method": "fedgh"}, r'set method-args="min_class_count=5"'),
+        ({"min-class-count": 5}, {"method": "fedgh", "method-args": "min_class_count=4"}, "this run 4"),
+        ({"min-class-count": 5}, {"method": "fedgh", "method-args": "min_class_count=5"}, ""),
+        ({"min-class-count": 1}, {"method": "fedgh"}, ""),
+        ({"min-class-count": 3}, {"method": "ccvr"}, r'set method-args="min_count=3"'),
+        ({"min-class-count": 3}, {"method": "ccvr", "method-args": "min_count=3"}, ""),
+        ({"min-class-count": 3}, {"method": "ccvr", "method-args": "min_count=9 oracle=true"}, "every class"),
+        ({"min-class-count": 3}, {"method": "ccvr", "method-args": "base=fednh min_count=3"}, "every class"),
+        ({"min-class-count": 3}, {"method": "cwfedavg"}, ""),
+        ({"min-class-count": 3}, {"method": "cwfedavg", "method-args": "dist=empirical"}, "every class"),
+        *[({"min-class-count": 3}, {"method": m}, "class, and this node's") for m in ("fd", "fednh", "fedproto")],
+        ({}, {"federation": "a_b"}, "small letters"),
+        ({}, {"federation": "A"}, "small letters"),
+        ({}, {"federation": "a" * 65}, "small letters"),
+        ({}, {"federation": "a-9"}, ""),
+        ({}, {"data-dir": "/etc"}, "a node reads no path that a server names"),
+        ({"data-dir": "/data"}, {"data-dir": "/etc"}, ""),
+        ({}, {"partition": "file", "partition-file": "/etc/passwd"}, "a node reads no file"),
+    ],
+)  # fmt: skip
+def test_a_node_refuses_a_run_that_asks_for_more(more: dict[str, Any], values: dict[str, Any], words: str) -> None:
+    node = Node.parse({"partition-id": 0, "num-partitions": 3, **more})
+    try:
+        config = from_flat(values)
+    except BadRequest as e:
+        pytest.fail(f"the configuration itself is refused: {e}")
+    if words:
+        with pytest.raises(BadRequest, match=words):
+            node.check(config)
+    else:
+        node.check(config)
+
+
+def test_every_method_that_tells_of_classes_says_so() -> None:
+    """Those whose further arrays are per class, and no other."""
+    found = {m.id: m.per_class for m in registry.discover().values() if m.per_class is not None}
+    assert found == {"ccvr": "", "fd": "", "fedgh": "min_class_count", "fednh": "", "fedproto": ""}
+    beside = {m.id for m in registry.discover().values() if m.extra_up} - found.keys()
+    assert beside == {"fedkd", "fml", "ktpfl"}, "small models, and soft predictions on public images"
+
+
+def test_a_method_that_does_not_exist_is_a_typing_error(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=r"allow-methods names no method 'fedvag', did you mean 'fedavg'"):
+        Node.parse(share(0, **{"allow-methods": "fedvag"}))
+
+
+def test_a_server_that_says_it_is_a_simulation_gets_no_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The messages of a simulation: a state folder of the server's choice, and no word of a deployment."""
+    from fedapp.transport.client_manager import ClientManager
+
+    class Hostile(ClientManager):
+        def __init__(self, grid: Any, settings: Any, control: Any, *args: Any) -> None:
+            super().__init__(
+                grid, settings, {**control, "state-dir": str(tmp_path / "theirs"), "models-dir": "x"}, *args
+            )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server_app, "ClientManager", Hostile)
+        start(tmp_path, THREE, **{"num-server-rounds": 1, "state-dir": str(tmp_path / "config")})
+        assert not (tmp_path / "theirs").exists() and not (tmp_path / "config").exists()
+        assert (tmp_path / "state" / "run" / "1" / "personal.safetensors").is_file()
+        configs = {n: {**c, "allow-methods": "fedavg"} for n, c in THREE.items()}
+        with pytest.raises(BadRequest, match=r"client \d cannot take part: .*'lgfedavg' is not among"):
+            start(tmp_path / "b", configs)
+    assert (
+        "fedapp: this node cannot take part in register: the method 'lgfedavg' is not among" in capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("token", ["../../x", "", "AB", "a" * 65])
+def test_a_run_names_itself_by_hexadecimal_digits(token: str, tmp_path: Path) -> None:
+    with pytest.raises(StateError, match="hexadecimal"):
+        ClientStore(tmp_path, "m", token)
+
+
+def test_a_process_knows_whether_it_is_a_real_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from fedapp import process
+
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    assert process.real_node()
+    with process.simulation():
+        assert not process.real_node()
+        with process.simulation(False):
+            assert process.real_node()
+        assert not process.real_node()
+    for inside in (True, False):
+        monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda inside=inside: inside))
+        assert process.real_node() is not inside
+
+
+# ---- two runs at once ----------------------------------------------------------------------------------------------
+
+
+def other_run(root: Path, client: int, seen: float = 0.0, pause: float = 0.0) -> Path:
+    note = root / "state" / "run" / str(client) / ".run"
+    note.parent.mkdir(parents=True, exist_ok=True)
+    note.write_text(json.dumps({"run": "abcdef", "seen": time.time() - seen, "pause": pause}))
+    return note
+
+
+def test_a_second_run_is_told_of_the_first_and_keeps_out(tmp_path: Path) -> None:
+    note = other_run(tmp_path, 1)
+    with pytest.raises(
+        BadRequest, match=r"client 1 cannot take part: .*the run abcdef is in progress .*--set federation"
+    ):
+        start(tmp_path, THREE)
+    assert json.loads(note.read_text())["run"] == "abcdef"
+    assert start(tmp_path / "b", THREE, federation="other", **{"num-server-rounds": 1})[0]["ok"]
+
+
+def test_a_run_that_begins_meanwhile_does_not_overwrite_models(tmp_path: Path) -> None:
+    kept = tmp_path / "state" / "run" / "1" / "personal.safetensors"
+
+    def script(grid: Nodes, server_round: int) -> None:
+        if server_round == 2:
+            other_run(tmp_path, 1)
+            kept.write_bytes(b"of the other run")
+
+    summary, _, _ = start(tmp_path, THREE, script, **{"min-replies": 0.5})
+    rows = pd.read_csv(tmp_path / "run" / "dropped.csv")
+    assert set(rows["client"]) == {1} and rows["reason"].str.contains("the run abcdef is in progress").all()
+    assert summary["ok"] and kept.read_bytes() == b"of the other run"
+
+
+@pytest.mark.parametrize(
+    ("seen", "pause", "free"), [(100, 0, False), (130, 0, True), (130, 50, False), (160, 50, True)]
+)
+def test_a_run_that_is_silent_counts_as_ended(seen: float, pause: float, free: bool, tmp_path: Path) -> None:
+    folder = other_run(tmp_path, 1, seen, pause).parent
+    if free:
+        claim.check(folder, "aa")
+    else:
+        with pytest.raises(BadRequest, match=r"silent for another [0-9]+ s"):
+            claim.check(folder, "aa")
+    claim.check(folder, "abcdef")
+
+
+def test_the_folder_is_held_from_the_first_training_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [1000.0]
+    monkeypatch.setattr(claim.time, "time", lambda: clock[0])
+    folder = tmp_path / "f" / "1"
+    for pause in (0, 30, 500, 10):
+        clock[0] += pause
+        with claim.held(folder, "aa", last=False), pytest.raises(BadRequest):
+            claim.check(folder, "bb")
+        with pytest.raises(BadRequest, match="the run aa"), claim.held(folder, "bb", last=False):
+            pytest.fail("it works beside the other run")
+    clock[0] += 1499
+    with pytest.raises(BadRequest, match="another 1 s"):
+        claim.check(folder, "bb")
+    with claim.held(folder, "aa", last=True):
+        pass
+    claim.check(folder, "bb")
+    with pytest.raises(ZeroDivisionError), claim.held(folder, "bb", last=False):
+        raise ZeroDivisionError
+    claim.check(folder, "cc")  # what a first message could not do leaves no claim
+    (folder / ".run").write_text("{")
+    claim.check(folder, "cc")
+
+
+def test_two_messages_at_a_time_of_two_runs(tmp_path: Path) -> None:
+    """The lock of another process, as while its message is worked on."""
+    folder = tmp_path / "f" / "1"
+    hold = "import sys, pathlib, fedapp.tasks.claim as c\n"
+    hold += "with c.held(pathlib.Path(sys.argv[1]), 'aa', False): print('held', flush=True); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as p:
+        assert p.stdout is not None and p.stdout.readline() == b"held\n"
+        with pytest.raises(BadRequest, match="the run aa is in progress"), claim.held(folder, "bb", False):
+            pytest.fail("it works beside the other run")
+        assert p.stdin is not None
+        p.stdin.close()
+        with claim.held(folder, "aa", True):  # waits for the end of the same run's message
+            pass
 
 
 # ---- what leaves ---------------------------------------------------------------------------------------------------

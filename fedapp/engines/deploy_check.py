@@ -297,6 +297,8 @@ def _node(text: str, values: Mapping[str, Any], folders: dict[str, Path]) -> Ite
     )
     try:
         config = configuration.from_flat(dict(values))
+        if "method" in values:  # otherwise no run is meant
+            node.check(config)
         task = nodes.node_task(config, node, process.device())
     except BadRequest as e:
         yield Finding("data and model", FAIL, str(e), "as it says")
@@ -308,7 +310,7 @@ def _node(text: str, values: Mapping[str, Any], folders: dict[str, Path]) -> Ite
     yield Finding("data", OK if test else WARN, counts, remedy)
     yield Finding("model", OK, task.model)
     try:
-        folders["state"] = node.state_root(config)
+        folders["state"] = node.state_root()
     except BadRequest as e:
         yield Finding("state", FAIL, str(e), "as it says")
 

@@ -30,6 +30,7 @@ READABLE = (1, SCHEMA)
 KEPT = 3
 """Rounds that are kept, of a client's state and of the server's: a resumed run can go back over two damaged ones."""
 _FILE = re.compile(r"^(?P<run>[0-9a-f]+)\.(?P<round>\d{6})\.safetensors$")
+_TOKEN = re.compile(r"\A[0-9a-f]{1,64}\Z")
 _NOTES = "head-norms"
 AFRESH = "delete it to start this client afresh"
 BEGIN_ANEW = "put the right state folder back, or let it begin anew with --set lost-state=restart"
@@ -243,6 +244,8 @@ class ClientStore:
         durable: bool = False,
         expected: Expected | None = None,
     ) -> None:
+        if not _TOKEN.match(run):
+            raise StateError(f"the run's token '{run[:80]}' is not one: hexadecimal digits are needed")
         self.folder = folder
         self.method = method
         self.run = run

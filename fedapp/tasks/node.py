@@ -15,6 +15,8 @@ key                meaning
 `model`            this node's architecture (default, and `auto`: the run's)
 `allow`            own models that a run may name, `package.module:function` or `package.*`, with commas
                    between them (default: none; nodes import no code that a server names)
+`allow-methods`    methods that a run may use, with commas between them (default: all)
+`min-class-count`  a run whose replies say something of classes with fewer images than this is refused (default: 0)
 `state-dir`        folder that survives a restart (default: `$FEDAPP_STATE`, else `~/.fedapp/state`)
 =================  ===================================================================================================
 
@@ -38,6 +40,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fedapp import registry
 from fedapp.config import RunConfig
 from fedapp.data import datasets, natural, partitions
 from fedapp.data.columns import PLAIN, Reading
@@ -57,6 +60,8 @@ KEYS: dict[str, type] = {
     "data-dir": str,
     "model": str,
     "allow": str,
+    "allow-methods": str,
+    "min-class-count": int,
     "state-dir": str,
 }
 EXAMPLE = '"client-id=0 data-path=\'/data/site\'", or "partition-id=0 num-partitions=3" for a demonstration'
@@ -72,6 +77,8 @@ class Node:
     client : stable client id.
     partitions : number of shares of the demonstration that this node takes part in; 0 = own data.
     data_path, data_dir, model, state_dir, allow : as in the node-config, "" where not given.
+    allow_methods : ids of methods; empty = all.
+    min_class_count : smallest number of images of a class of which a reply may say something; 0 and 1 = all.
     """
 
     client: int
@@ -81,6 +88,8 @@ class Node:
     model: str = ""
     state_dir: str = ""
     allow: str = ""
+    allow_methods: tuple[str, ...] = ()
+    min_class_count: int = 0
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> Node:
@@ -133,7 +142,15 @@ class Node:
         texts = {k.replace("-", "_"): str(config.get(k, "")) for k in keys}
         if texts["model"] == "auto":
             texts["model"] = ""
-        return cls(number, parts, **texts)
+        methods = tuple(m.strip() for m in str(config.get("allow-methods", "")).split(",") if m.strip())
+        known = sorted(registry.discover())
+        for method in methods:
+            if method not in known:
+                raise BadRequest(
+                    f"node-config: allow-methods names no method '{method}'{suggest(method, known)}: choose from "
+                    f"{', '.join(known)}"
+                )
+        return cls(number, parts, **texts, allow_methods=methods, min_class_count=int(config.get("min-class-count", 0)))
 
     @property
     def own(self) -> bool:
@@ -141,13 +158,20 @@ class Node:
         return self.partitions == 0
 
     def check(self, config: RunConfig) -> None:
-        """Refuse a run whose code this node may not import; nothing is imported here.
+        """Refuse a run that asks for more than this node's owner allows; nothing is imported here.
 
         Raises
         ------
-        BadRequest : it names own code that `allow` does not, or that would come from the working or the data folder.
+        BadRequest : it names own code that `allow` does not, or that would come from the working or the data folder, a
+            method that is not allowed, a path of data, or lets a reply say something of classes with too few images.
         """
         config.check_node()
+        self._check_replies(config)
+        if config.data_dir and not self.own and not self.data_dir:
+            raise BadRequest(
+                f"data-dir '{config.data_dir}' is the server's, and a node reads no path that a server names: its "
+                f"owner can give it in the node-config, data-dir='{config.data_dir}'"
+            )
         name = self.model or config.model_of(self.client)
         if not is_own(name):
             return
@@ -159,14 +183,38 @@ class Node:
         data = [Path(self.data_path).expanduser()] if self.data_path else []
         own.check_place(name, Path.cwd(), *data, *(d.parent for d in data if d.is_file()))
 
-    def state_root(self, config: RunConfig) -> Path:
-        """Return the folder of this node's private state; it is created if needed.
+    def _check_replies(self, config: RunConfig) -> None:
+        """Refuse a method, or settings of it, whose replies reveal more than the node-config allows."""
+        if self.allow_methods and config.method not in self.allow_methods:
+            raise BadRequest(
+                f"the method '{config.method}' is not among those that this node takes part in "
+                f"({', '.join(self.allow_methods)}): choose one of them, or its owner adds it to allow-methods in the "
+                "node-config"
+            )
+        method, hparams = config.method_and_hparams()
+        if self.min_class_count <= 1 or method.per_class is None:
+            return
+        if not method.per_class:
+            raise BadRequest(
+                f"replies of {config.method} with these method-args say something of every class, and this node's "
+                f"owner asks for at least {self.min_class_count} images (min-class-count in the node-config): choose "
+                "another method"
+            )
+        if int(getattr(hparams, method.per_class)) < self.min_class_count:
+            raise BadRequest(
+                f"this node's owner asks for at least {self.min_class_count} images of every class of which a reply "
+                f"says something (min-class-count in the node-config), this run {getattr(hparams, method.per_class)}: "
+                f'set method-args="{method.per_class}={self.min_class_count}"'
+            )
+
+    def state_root(self) -> Path:
+        """Return the folder of this node's private state; it is created if needed. No run decides where it is.
 
         Raises
         ------
         BadRequest : it is not writable.
         """
-        chosen = self.state_dir or config.state_dir or os.environ.get("FEDAPP_STATE", "") or "~/.fedapp/state"
+        chosen = self.state_dir or os.environ.get("FEDAPP_STATE", "") or "~/.fedapp/state"
         root = Path(chosen).expanduser().absolute()
         try:
             root.mkdir(parents=True, exist_ok=True)
@@ -280,8 +328,9 @@ def node_task(config: RunConfig, node: Node, device: torch.device) -> Task:
     ------
     BadRequest : the data or the architecture do not fit.
     """
-    if node.data_dir:
-        config = config.replaced(data_dir=str(Path(node.data_dir).expanduser().absolute()))
+    if node.data_dir or node.own:  # whoever has own data reads nothing that the run names
+        folder = str(Path(node.data_dir).expanduser().absolute()) if node.data_dir else ""
+        config = config.replaced(data_dir=folder)
     if node.own:
         reading = replace(config.reading, node=True)
         data = own_data(node.data_path, federation_classes(config), config.dataset, config.validation, reading)

@@ -16,6 +16,8 @@ from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
 
+from fedapp import process
+
 SERVER = 1
 FIRST_NODE = 1000
 
@@ -91,7 +93,9 @@ class LocalGrid(Grid):
         _identify(node)
         threads = torch.get_num_threads()
         try:
-            reply = self.client_app(message, self.contexts[node])
+            # Without a polling interval it stands for real nodes, in tests.
+            with process.simulation(hasattr(self, "pull_interval")):
+                reply = self.client_app(message, self.contexts[node])
         except Exception as e:
             reply = Message(Error(code=2, reason=f"{type(e)}:<{e}>"), reply_to=message)
         finally:

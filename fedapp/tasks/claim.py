@@ -1,0 +1,101 @@
+"""Two runs at once on one node: the folder of a client belongs to one of them, from its first training to its end.
+
+Models that a node keeps for use after a run have the same names in all runs, and a warm start removes the states of
+earlier ones. So a second run is refused, in one line that says until when. It may run at the same time under another
+name (`federation`). A run that was killed does not say goodbye. It counts as ended when it has been silent for
+`SILENCE` seconds, or for three times its longest pause so far.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from fedapp.errors import BadRequest
+from fedapp.learning.state import private_folder
+
+SILENCE = 120.0
+"""Seconds after which a run that has sent nothing counts as ended."""
+_LOCK, _NOTE = ".lock", ".run"
+
+
+def _note(folder: Path) -> dict[str, Any]:
+    """Return which run has the folder, when it was last here, and its longest pause; empty without a readable note."""
+    try:
+        found = json.loads((folder / _NOTE).read_text(encoding="utf-8"))
+        return {"run": str(found["run"]), "seen": float(found["seen"]), "pause": float(found["pause"])}
+    except (OSError, ValueError, TypeError, KeyError):
+        return {}
+
+
+def check(folder: Path, run: str) -> None:
+    """Refuse a run while another one is in progress in the folder of a client.
+
+    Parameters
+    ----------
+    folder : `STATE-DIR/<federation>/<client-id>`.   run : token of the run that asks.
+
+    Raises
+    ------
+    BadRequest : names the other run and says until when it is waited for.
+    """
+    note = _note(folder)
+    if note and note["run"] != run:
+        left = note["seen"] + max(SILENCE, 3 * note["pause"]) - time.time()
+        if left > 0:
+            raise BadRequest(
+                f"the run {note['run']} is in progress on this node in the federation '{folder.parent.name}': wait for "
+                f"its end (it counts as ended if it is silent for another {left:.0f} s), or give this run another name "
+                "with --set federation=NAME"
+            )
+
+
+@contextlib.contextmanager
+def held(folder: Path, run: str, last: bool) -> Iterator[None]:
+    """Hold the folder of a client while a message of a run is worked on; between messages a note keeps it.
+
+    Parameters
+    ----------
+    last : the run is at its end, so that the next one may begin.
+
+    Raises
+    ------
+    BadRequest : another run is in progress there.
+    """
+    private_folder(folder)
+    lock = FileLock(folder / _LOCK)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        check(folder, run)
+        lock.acquire()  # an earlier message of the same run
+    try:
+        check(folder, run)
+        former, now = _note(folder), time.time()
+        mine = former.get("run") == run
+        pause = max(former["pause"], now - former["seen"]) if mine else 0.0
+        _write(folder, run, pause)
+        try:
+            yield
+        except BaseException:
+            last = last or not mine
+            raise
+        finally:
+            if last:
+                (folder / _NOTE).unlink(missing_ok=True)
+            else:
+                _write(folder, run, pause)
+    finally:
+        lock.release()
+
+
+def _write(folder: Path, run: str, pause: float) -> None:
+    part = folder / f"{_NOTE}.part"
+    part.write_text(json.dumps({"run": run, "seen": time.time(), "pause": pause}), encoding="utf-8")
+    part.replace(folder / _NOTE)
