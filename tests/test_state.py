@@ -38,7 +38,7 @@ def test_a_file_says_what_it_is(tmp_path: Path) -> None:
     path = store(tmp_path).save(4, {"x": np.ones(1)})
     assert path == tmp_path / "3" / "aa.000004.safetensors"
     place = {"federation": tmp_path.name, "client": "3"}
-    assert read_safetensors(path)[1] == {"schema": 2, "method": "m", "run": "aa", **place, "round": 4}
+    assert read_safetensors(path)[1] == {"schema": 2, "method": "m", "run": "aa", **place, "round": 4, "expected": ""}
 
 
 def test_the_newest_state_before_a_round_is_loaded_and_three_are_kept(tmp_path: Path) -> None:
