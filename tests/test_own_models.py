@@ -5,17 +5,16 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Context, RecordDict
+from flwr.app import Context, RecordDict
 from torch import nn
 from typer.testing import CliRunner
 
-from fedapp import cli, client_app, registry
+from fedapp import cli, client_app, process, registry
 from fedapp.config import from_flat
 from fedapp.engines.local import effective, run
 from fedapp.errors import BadRequest
@@ -292,14 +291,14 @@ def test_only_what_is_allowed_is_imported(monkeypatch: pytest.MonkeyPatch) -> No
 def test_every_message_of_a_node_is_handled_without_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str | None] = []
     monkeypatch.setattr(client_app, "_handle", lambda *_: seen.append(own._permitted))
-    for node, control in (
-        ({"client-id": 0, "data-path": "/d", "allow": "pack.*"}, {}),
-        ({"client-id": 0, "data-path": "/d", "model": "pack:net"}, {}),
-        ({"partition-id": 0, "num-partitions": 2}, {"deployed": True}),
-        ({"partition-id": 0, "num-partitions": 2}, {}),
+    for node, simulated in (
+        ({"client-id": 0, "data-path": "/d", "allow": "pack.*"}, True),
+        ({"client-id": 0, "data-path": "/d", "model": "pack:net"}, True),
+        ({"partition-id": 0, "num-partitions": 2}, False),
+        ({"partition-id": 0, "num-partitions": 2}, True),
     ):
-        message = SimpleNamespace(content=RecordDict({"control": ConfigRecord(control)}))
-        client_app.handle("train", message, Context(1, 1, node, RecordDict(), {}))  # type: ignore[arg-type]
+        with process.simulation(simulated):
+            client_app.handle("train", None, Context(1, 1, node, RecordDict(), {}))  # type: ignore[arg-type]
     assert seen == ["pack.*, ", ", pack:net", ", ", None] and own._permitted is None
 
 
