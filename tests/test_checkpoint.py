@@ -122,9 +122,10 @@ def test_a_state_that_is_not_finite_is_not_written(value: float, tmp_path: Path)
 
 
 def test_checkpoints_are_private_and_parts_of_a_killed_writer_go(tmp_path: Path) -> None:
-    (tmp_path / ".round-000001.safetensors.abc.part").write_text("half")
+    for name in (".round-000001.safetensors.abc.part", ".tmpa1B2c3", ".mine", "tmpa1B2c3"):
+        (tmp_path / name).write_text("half")
     path = checkpoint.save(tmp_path, 1, {"w": np.ones(1)}, {})
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".mine", path.name, "tmpa1B2c3"]
     assert path.stat().st_mode & 0o777 == 0o600 and tmp_path.stat().st_mode & 0o777 == 0o700
 
 

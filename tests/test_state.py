@@ -200,6 +200,16 @@ def test_only_this_user_can_read_a_state(tmp_path: Path) -> None:
         assert p.stat().st_mode & 0o777 == mode
 
 
+@pytest.mark.parametrize("durable", [True, False])
+def test_a_node_removes_what_a_killed_writer_has_left(durable: bool, tmp_path: Path) -> None:
+    parts = {".aa.000001.safetensors.x_y.part", ".personal.safetensors.x_y.part", ".tmpa1B2c3"}
+    (tmp_path / "3").mkdir()
+    for name in (*parts, ".lock"):
+        (tmp_path / "3" / name).write_text("half")
+    ClientStore(tmp_path / "3", "m", "aa", durable=durable).save(2, {"x": np.ones(1)})
+    assert set(names(tmp_path)) == {".lock", "aa.000002.safetensors", *(() if durable else parts)}
+
+
 def test_an_interrupted_write_leaves_the_old_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     s = store(tmp_path)
     s.save(1, {"x": np.ones(3)})

@@ -32,6 +32,8 @@ KEPT = 3
 _FILE = re.compile(r"^(?P<run>[0-9a-f]+)\.(?P<round>\d{6})\.safetensors$")
 _TOKEN = re.compile(r"\A[0-9a-f]{1,64}\Z")
 _NOTES = "head-norms"
+_PART = re.compile(r"^\.(tmp\w{6}|.*\.safetensors\..*\.part)$")
+"""Temporary files: of safetensors itself, which writes to another name too, and of `write_safetensors`."""
 AFRESH = "delete it to start this client afresh"
 BEGIN_ANEW = "put the right state folder back, or let it begin anew with --set lost-state=restart"
 
@@ -97,6 +99,13 @@ def private_folder(folder: Path, durable: bool = False) -> None:
             _sync(new.parent)
     if folder.stat().st_mode & 0o077:
         folder.chmod(0o700)
+
+
+def remove_parts(folder: Path) -> None:
+    """Remove what a writer that was killed has left of a file; only for a folder with one writer, after its writing."""
+    for path in folder.iterdir():
+        if _PART.match(path.name):
+            path.unlink(missing_ok=True)
 
 
 def _sha(array: Array) -> str:
@@ -352,6 +361,8 @@ class ClientStore:
         for file in files:
             if file not in keep and (file[0] == self.run or (self.warm_start and len(own) >= KEPT)):
                 file[2].unlink(missing_ok=True)
+        if self.durable:  # on a real node, where one run at a time writes here
+            remove_parts(self.folder)
         return path
 
     def note_head_norms(self, server_round: int, norms: NDArray[np.floating]) -> None:

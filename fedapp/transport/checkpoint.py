@@ -21,6 +21,7 @@ from fedapp.learning.state import (
     check_header,
     private_folder,
     read_checked,
+    remove_parts,
     write_safetensors,
 )
 from fedapp.method import Arrays, ServerState
@@ -30,7 +31,6 @@ Found: TypeAlias = tuple[int, ServerState, dict[str, Any]]
 DAMAGED = ".damaged"
 """Ending of a checkpoint that could not be read and was set aside."""
 _FILE = re.compile(r"^round-(\d{6})\.safetensors$")
-_PART = re.compile(r"^\.round-.*\.part$")
 
 
 def flatten(state: ServerState) -> tuple[Arrays, dict[str, Any]]:
@@ -123,9 +123,7 @@ def save(
     write_safetensors(path, arrays, header, durable=True)
     for old in _files(folder)[KEPT:]:
         old.unlink(missing_ok=True)
-    for part in folder.iterdir():  # of a server that was killed while it wrote
-        if _PART.match(part.name):
-            part.unlink(missing_ok=True)
+    remove_parts(folder)
     return path
 
 
