@@ -337,7 +337,7 @@ def test_a_run_that_begins_meanwhile_does_not_overwrite_models(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("seen", "pause", "free"), [(100, 0, False), (130, 0, True), (130, 50, False), (160, 50, True)]
+    ("seen", "pause", "free"), [(100, 0, False), (130, 0, True), (130, 50, False), (160, 50, True), (-9000, 0, True)]
 )
 def test_a_run_that_is_silent_counts_as_ended(seen: float, pause: float, free: bool, tmp_path: Path) -> None:
     folder = other_run(tmp_path, 1, seen, pause).parent

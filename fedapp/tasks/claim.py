@@ -47,7 +47,8 @@ def check(folder: Path, run: str) -> None:
     """
     note = _note(folder)
     if note and note["run"] != run:
-        left = note["seen"] + max(SILENCE, 3 * note["pause"]) - time.time()
+        # The distance both ways: a clock that was set back must not shut others out for as long as it was ahead.
+        left = max(SILENCE, 3 * note["pause"]) - abs(time.time() - note["seen"])
         if left > 0:
             raise BadRequest(
                 f"the run {note['run']} is in progress on this node in the federation '{folder.parent.name}': wait for "
