@@ -55,7 +55,7 @@ from fedapp.learning.state import ClientStore, Stored
 from fedapp.learning.task import ModelSpec, Task
 from fedapp.learning.training import Batch, TrainReport, TrainSpec, batch_slices, class_weights, needs_two, train
 from fedapp.method import Array, Arrays, BaseHParams, Method, Payload, Scalar
-from fedapp.models import SplitModel, build_model
+from fedapp.models import SplitModel, build_model, weights
 from fedapp.transport import selection
 
 
@@ -497,9 +497,14 @@ class FedClient(NumPyClient):
             "shape": json.dumps(self.task.inputs.shape),
             "width": model.width,
             "shapes": json.dumps(shapes),
-            "common": json.dumps(self.common_facts()),
+            "common": json.dumps({**self.common_facts(), **self._weights()}),
         }
         return {"num-examples": self.task.num_samples}, info
+
+    def _weights(self) -> dict[str, Scalar]:
+        """Return the checksum of the stored weights: layers that are not sent must be the same everywhere."""
+        stored = self.task.options.weights
+        return {"weights": weights.checksum(stored)} if stored and self.task.options.freeze else {}
 
     # ---- NumPyClient, for other apps' client_fn ------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from clients.base import FedClient
 from fedapp.errors import suggest
 from fedapp.method import ALL, Array, Arrays, BaseHParams, Payload
-from fedapp.models import MODEL_NAMES, SplitModel, build_model, default_small
+from fedapp.models import MODEL_NAMES, ModelOptions, SplitModel, build_model, check_form, default_small, is_own
 from fedapp.transport import selection
 
 SMALL = "small/"
@@ -29,15 +29,18 @@ class MutualHParams(BaseHParams):
     small: str = Field(
         "auto",
         description="architecture of the shared small model, the same for all clients (FedGH's comparison: fedgh-5); "
-        "auto = digits-c for 8x8 images, cnn-d for others, mlp for other data",
+        "auto = digits-c for 8x8 images, cnn-d for others, mlp for other data; your own: package.module:function",
     )
 
     @field_validator("small")
     @classmethod
     def _known(cls, name: str) -> str:
-        if name != "auto" and name not in MODEL_NAMES:
+        if is_own(name):
+            check_form(name, ModelOptions())
+        elif name != "auto" and name not in MODEL_NAMES:
             raise ValueError(
-                f"unknown model '{name}'{suggest(name, MODEL_NAMES)}: choose auto or one of {', '.join(MODEL_NAMES)}"
+                f"unknown model '{name}'{suggest(name, MODEL_NAMES)}: choose auto, package.module:function or one of "
+                f"{', '.join(MODEL_NAMES)}"
             )
         return name
 

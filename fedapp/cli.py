@@ -433,10 +433,10 @@ def report(
     allow: Allow = "",
 ) -> None:
     """Write DIR/report.html, a single page about a run or a comparison that opens offline."""
-    from fedapp.models import own
+    from fedapp import plugins
     from fedapp.results import report as reporting
 
-    with own.only(allow):
+    with plugins.only(allow, installed=True):
         typer.echo(f"report: {reporting.write(directory, figures)}")
     if figures is not None:
         typer.echo(f"figures: {figures.expanduser().absolute()}")
@@ -452,14 +452,14 @@ def figure(
     allow: Allow = "",
 ) -> None:
     """Draw a figure of one of the papers from your own runs; without arguments, list the figures."""
-    from fedapp.models import own
+    from fedapp import plugins
     from fedapp.results.figures import papers
 
     if name is None:
         for known, drawn in papers.PAPERS.items():
             typer.echo(f"{known:<22}{drawn.title} (needs {drawn.needs or 'no run'})")
         return
-    with own.only(allow):
+    with plugins.only(allow, installed=True):
         drawing = papers.draw(name, runs or [])
     file = (out or Path(f"{name}.svg")).expanduser().absolute()
     papers.save(drawing, file)

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from clients.base import FedClient
 from fedapp import config as configuration
-from fedapp import process, registry
+from fedapp import plugins, process
 from fedapp.config import RunConfig
 from fedapp.errors import BadRequest
 from fedapp.learning.state import ClientStore, Expected, StateError
 from fedapp.learning.task import Task
 from fedapp.method import Arrays, Payload, Scalar
-from fedapp.models import own
 from fedapp.results import predict as models
 from fedapp.tasks import claim
 from fedapp.tasks import node as nodes
@@ -28,7 +28,22 @@ from fedapp.tasks.node import Node
 from fedapp.transport.clipping import clip_update
 from fedapp.transport.records import payload_of, reply_content
 
-app = ClientApp()
+
+class App(ClientApp):
+    """Answers every kind of query, so that no method must be imported to know which kinds there are."""
+
+    kinds: ClassVar[set[str]] = set()
+
+    def __call__(self, message: Message, context: Context) -> Message:
+        """Execute a message."""
+        category, _, kind = message.metadata.message_type.partition(".")
+        if category == "query" and kind.isidentifier() and kind != "register" and kind not in self.kinds:
+            self.kinds.add(kind)
+            self.query(kind)(functools.partial(handle, f"query.{kind}"))
+        return super().__call__(message, context)
+
+
+app = App()
 
 
 def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedClient:
@@ -100,7 +115,7 @@ def _imports(context: Context) -> AbstractContextManager[None]:
     """On a real node: import no own code but what the node-config names."""
     node = context.node_config
     if process.real_node() or node.keys() & {"client-id", "allow"}:
-        return own.only(f"{node.get('allow', '')}, {node.get('model', '')}")
+        return plugins.only(f"{node.get('allow', '')}, {node.get('model', '')}")
     return nullcontext()
 
 
@@ -217,16 +232,3 @@ def evaluate(message: Message, context: Context) -> Message:
 def register(message: Message, context: Context) -> Message:
     """Return the facts that this client states about itself."""
     return handle("register", message, context)
-
-
-def _register_queries() -> None:
-    """Add one handler for every kind of query that a method can send."""
-    for kind in sorted({kind for method in registry.discover().values() for kind in method.queries}):
-
-        def answer(message: Message, context: Context, stage: str = f"query.{kind}") -> Message:
-            return handle(stage, message, context)
-
-        app.query(kind)(answer)
-
-
-_register_queries()

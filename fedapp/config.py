@@ -19,18 +19,18 @@ import tomli_w
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from fedapp import registry, sampling
+from fedapp import plugins, registry, sampling
 from fedapp.core.robust import OWN_RULE, RULES, Robust, needed, parsed
 from fedapp.data import flower
 from fedapp.data.columns import Reading, roles
-from fedapp.data.datasets import DATASET_NAMES, OWN, published
+from fedapp.data.datasets import OWN, check_name, published
 from fedapp.data.partitions import NATURAL, PARTITION_KINDS
 from fedapp.errors import BadRequest, suggest
 from fedapp.learning import evaluation
 from fedapp.learning.optimizers import optimizer_class, parse_schedule, round_rates, takes
 from fedapp.learning.training import TrainSpec, class_weights, make_optimizer
 from fedapp.method import BaseHParams, Method
-from fedapp.models import MODEL_NAMES, ModelOptions, check_form, default_model, is_own
+from fedapp.models import MODEL_NAMES, ModelOptions, check_form, default_model, is_own, own, weights
 from fedapp.transport.client_manager import Settings, needed_replies
 
 Auto = Literal["auto"]
@@ -104,6 +104,15 @@ class RunConfig(BaseModel):
     model_args: str = Field("", description='further arguments of an own model, "name=value name=value"')
     head: str = Field("", description="layer of an own model that is its head; empty = the last Linear that fits")
     width: int = Field(0, ge=0, description="features of a layer added before the head of an own model; 0 = none")
+    weights: str = Field("", description="file with weights of an own model, .safetensors or .pt; the head is new")
+    freeze: str = Field(
+        "", description="layers of an own model with weights that are neither trained nor sent, such as features.layer1"
+    )
+    input_size: Annotated[int, Field(ge=0, le=4096)] | Auto = Field(
+        "auto",
+        description="side in pixels to which an own model's images are resized; 0 = as they are; auto = with weights "
+        "the size that torchvision states for its model, else 0",
+    )
     num_server_rounds: int = Field(20, ge=1, description="total number of rounds")
     fraction_train: float = Field(1.0, gt=0, le=1, description="share of clients per round")
     local_epochs: int = Field(2, ge=1, description="epochs of local training per round")
@@ -254,7 +263,14 @@ class RunConfig(BaseModel):
     @property
     def model_options(self) -> ModelOptions:
         """What an own model is built with."""
-        return ModelOptions(self.model_args, self.head, self.width)
+        known = weights.preprocessing(self.model_names[0]) if self.weights else None
+        side = (known[0] if known else 0) if self.input_size == "auto" else int(self.input_size)
+        return ModelOptions(self.model_args, self.head, self.width, self.weights, self.freeze, side)
+
+    @property
+    def second_model(self) -> str:
+        """The further model that the method's hyperparameters name (`small`); empty where it has none."""
+        return str(getattr(self.method_and_hparams()[1], "small", ""))
 
     def model_of(self, client: int) -> str:
         """Return the architecture of a client, which its id decides."""
@@ -516,12 +532,21 @@ def _check(config: RunConfig) -> None:
         if is_own(name):
             check_form(name, config.model_options)
         elif name != "auto" and name not in MODEL_NAMES:
+            known = (*MODEL_NAMES, *own.installed())
             raise BadRequest(
-                f"unknown model '{name}'{suggest(name, MODEL_NAMES)}: choose from {', '.join(MODEL_NAMES)}, or "
-                "name your own as package.module:function"
+                plugins.problems("models", MODEL_NAMES).get(name)
+                or f"unknown model '{name}'{suggest(name, known)}: choose from {', '.join(known)}, or name your own as "
+                "package.module:function"
             )
     if config.model_options != ModelOptions() and not any(map(is_own, config.model_names)):
-        raise BadRequest("model-args, head and width are for own models (package.module:function): leave them out")
+        raise BadRequest(
+            "model-args, head, width, weights, freeze and input-size are for own models (package.module:function): "
+            "leave them out"
+        )
+    if config.weights and len(set(config.model_names)) > 1:
+        raise BadRequest(f"weights are of one architecture, but model = '{config.model}' names several: give one")
+    if config.freeze and not config.weights:
+        raise BadRequest("freeze keeps layers with stored weights as they are: give weights too, or leave it out")
     if len(set(config.model_names)) > 1 and not method.heterogeneous:
         raise BadRequest(
             f"{config.method} needs one architecture, but model = '{config.model}' names "
@@ -575,12 +600,12 @@ def _check(config: RunConfig) -> None:
             )
     if config.resume and not config.out:
         raise BadRequest("resume needs out: give the run directory to continue")
-    for key, value, known in (
-        ("partition", config.partition, ("auto", *PARTITION_KINDS)),
-        ("dataset", config.dataset, DATASET_NAMES),
-    ):
-        if value not in known and not (key == "partition" and named):
-            raise BadRequest(f"unknown {key} '{value}'{suggest(value, known)}: choose from {', '.join(known)}")
+    check_name(config.dataset)
+    kinds = ("auto", *PARTITION_KINDS)
+    if config.partition not in kinds and not named:
+        raise BadRequest(
+            f"unknown partition '{config.partition}'{suggest(config.partition, kinds)}: choose from {', '.join(kinds)}"
+        )
 
 
 def _check_robust(config: RunConfig, method: Method, hparams: BaseHParams) -> None:

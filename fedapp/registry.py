@@ -1,4 +1,4 @@
-"""Discovery of methods: every public module of `strategies/` defines one `METHOD`."""
+"""Discovery of methods: every public module of `strategies/` defines one `METHOD`; installed packages add theirs."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 import strategies
+from fedapp import plugins
 from fedapp.errors import BadRequest, named_values, suggest
 from fedapp.method import BaseHParams, Method
 from strategies.base import FedStrategy
@@ -42,13 +43,45 @@ ORDER = [
 
 
 def discover() -> dict[str, Method]:
-    """Import every public module of `strategies/` and collect its `METHOD`; :func:`broken` holds those that fail."""
-    return _discovered()[0]
+    """Import all methods, those of installed packages last; :func:`broken` holds those that fail."""
+    return {**_discovered()[0], **_installed()[0]}
 
 
 def broken() -> dict[str, str]:
-    """Return the files of `strategies/` that define no valid method: name -> one line with the file and the reason."""
-    return _discovered()[1]
+    """Return what gives no valid method: name -> one line with the file or the package and the reason."""
+    return {**_discovered()[1], **_installed()[1]}
+
+
+def names() -> list[str]:
+    """Return the ids of all methods, sorted; those of installed packages are not imported."""
+    return sorted({*_discovered()[0], *plugins.entries("methods", _taken())})
+
+
+def _taken() -> list[str]:
+    return [name for part in _discovered() for name in part]
+
+
+@functools.cache
+def _installed() -> tuple[dict[str, Method], dict[str, str]]:
+    found: dict[str, Method] = {}
+    refused = plugins.problems("methods", _taken())
+    for name, entry in plugins.entries("methods", _taken()).items():
+        try:
+            found[name] = _of_package(entry)
+        except BadRequest as e:
+            refused[name] = str(e)
+    return found, refused
+
+
+@functools.cache
+def _of_package(entry: plugins.Entry) -> Method:
+    """Import a method of an installed package; a `BadRequest` names the package and says what is wrong."""
+    method = entry.load()
+    if not isinstance(method, Method):
+        raise BadRequest(f"{entry}: {entry.target} is no METHOD = Method(...)")
+    if method.id != entry.name:
+        raise BadRequest(f"{entry}: METHOD.id = '{method.id}', it must be the entry point's name")
+    return method
 
 
 @functools.cache
@@ -101,12 +134,20 @@ def get(name: str) -> Method:
     ------
     BadRequest : the id is unknown (the message suggests one), or the method's file is broken (it gives the reason).
     """
-    methods = discover()
-    if name in broken():
-        raise BadRequest(f"no method '{name}': {broken()[name]}")
-    if name not in methods:
-        raise BadRequest(f"unknown method '{name}'{suggest(name, methods)}. See: fedapp methods")
-    return methods[name]
+    methods, refused = _discovered()
+    if name in methods:
+        return methods[name]
+    # Only this one is imported: on a node the others may not be.
+    entries = plugins.entries("methods", _taken())
+    refused = {**plugins.problems("methods", _taken()), **refused}
+    if name in entries:
+        try:
+            return _of_package(entries[name])
+        except BadRequest as e:
+            refused[name] = str(e)
+    if name in refused:
+        raise BadRequest(f"no method '{name}': {refused[name]}")
+    raise BadRequest(f"unknown method '{name}'{suggest(name, [*methods, *entries])}. See: fedapp methods")
 
 
 def blending() -> list[str]:

@@ -31,7 +31,7 @@ from fedapp.learning.metrics import client_row, mean, summarise
 from fedapp.learning.state import write_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.method import Array, Arrays, ClientInfo, Scalar, Scored, ServerContext, ServerState
-from fedapp.models import MODEL_NAMES
+from fedapp.models import MODEL_NAMES, weights
 from fedapp.results.directory import (
     ANNOUNCED,
     RunDirectory,
@@ -279,6 +279,12 @@ class Run(Callbacks):
         config.check_liars(len(self.infos), self.simulation)
         facts = next(iter(self.manager.facts.values()))
         shape = tuple(json.loads(str(facts["shape"])))
+        theirs = self.infos[0].common.get("weights")
+        if theirs is not None and theirs != weights.checksum(config.weights):
+            raise BadRequest(
+                f"weights = '{config.weights}' is another file on the server than on the nodes, by its SHA-256, and "
+                "layers in freeze must be the same everywhere: use the same file"
+            )
         self.spec = ModelSpec(
             buildable(self.infos, self.config), self.infos[0].num_classes, shape, 0, config.model_options
         )

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "architecture.svg"
 ROOMS = [
     ("errors", "method", "process"),
-    ("core", "sampling"),
+    ("core", "plugins", "sampling"),
     ("data", "models"),
     ("learning",),
     ("transport",),

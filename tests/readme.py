@@ -1,4 +1,7 @@
-"""Update what README.md quotes: `python -m tests.readme [DIR]`. DIR is a finished comparison, for the first table."""
+"""Update what README.md and docs/own-models.md quote: `python -m tests.readme [DIR]`.
+
+DIR is a finished comparison, for the first table.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,9 @@ from fedapp.results.statistics import DASH
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
+OWN_MODELS = ROOT / "docs" / "own-models.md"
+READS = ("fedclassavg", "fedgh", "ccvr", "moon", "fedproto", "fedkd", "fd", "fednh", "feduv")
+"""Methods that use a model's representations apart from its logits; `tests/test_own_models.py` runs each and looks."""
 
 
 def files(text: str) -> str:
@@ -32,6 +38,32 @@ def methods_table() -> str:
         hetero = "yes" if m.heterogeneous else "no"
         page = f"[`{m.id}`](docs/methods/{m.id}.md)"
         lines.append(f"| {page} | {m.title} | {hetero} | {m.travels} | {m.paper} |")
+    return "\n".join(lines)
+
+
+def needs_table() -> str:
+    """Build the table of what each method needs of a model, from what the methods declare."""
+    lines = [
+        "| method | architectures | common width | what it reads | one global model | further |",
+        "|---|---|---|---|---|---|",
+    ]
+    for m in registry.discover().values():
+        width = "yes" if m.heterogeneous and m.same_width else "any" if m.heterogeneous else "is the same"
+        further = [
+            "a second model, `small`" if "small" in m.hparams.model_fields else "",
+            f"public rows (by default {m.public_share:.0%} of the training rows)" if m.public_share else "",
+            f"{m.client.views} augmented views of each batch (`augment`)" if m.client.views > 1 else "",
+            "another method, `base`" if m.resolve else "",
+        ]
+        cells = [
+            f"`{m.id}`",
+            "may differ" if m.heterogeneous else "one for all",
+            width,
+            "representations" if m.id in READS else "logits",
+            "yes" if m.global_model else "no",
+            "; ".join(filter(None, further)) or DASH,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -67,11 +99,12 @@ def between(text: str, name: str, body: str) -> str:
 
 def renewed(text: str, results: Path | None = None) -> str:
     """Return the README with every quotation up to date."""
-    text = between(files(text), "methods", methods_table())
+    text = between(between(files(text), "methods", methods_table()), "needs", needs_table())
     return between(text, "demo", demo_table(results)) if results else text
 
 
 if __name__ == "__main__":
+    OWN_MODELS.write_text(renewed(OWN_MODELS.read_text(encoding="utf-8")), encoding="utf-8")
     README.write_text(
         renewed(README.read_text(encoding="utf-8"), Path(sys.argv[1]) if len(sys.argv) > 1 else None), encoding="utf-8"
     )

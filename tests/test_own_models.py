@@ -14,13 +14,13 @@ from flwr.app import Context, RecordDict
 from torch import nn
 from typer.testing import CliRunner
 
-from fedapp import cli, client_app, process, registry
+from fedapp import cli, client_app, plugins, process, registry
 from fedapp.config import from_flat
 from fedapp.engines.local import effective, run
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare
 from fedapp.method import ClientInfo
-from fedapp.models import ModelOptions, SplitModel, allowed, build_model, head_width, own
+from fedapp.models import ModelOptions, SplitModel, build_model, head_width, own
 from fedapp.results import analysis, predict
 from fedapp.results.figures import gallery
 from fedapp.results.loading import load
@@ -30,6 +30,7 @@ from fedapp.tasks import simulated as tasks
 from fedapp.tasks.node import Node, try_own
 from tests import own_nets
 from tests.handmade import digit_tasks
+from tests.readme import READS
 
 NETS = "tests.own_nets"
 SHAPE = (1, 8, 8)
@@ -218,8 +219,8 @@ def test_compare_counts_the_width_of_own_models() -> None:
     ],
 )
 def test_what_allow_names(allow: str, taken: bool) -> None:
-    assert allowed("a.b:f", allow) == taken
-    assert not allowed("ab.b:f", allow)
+    assert plugins.allowed("a.b:f", allow) == taken
+    assert not plugins.allowed("ab.b:f", allow)
 
 
 def test_the_server_builds_no_model_that_only_a_node_names() -> None:
@@ -240,7 +241,7 @@ def test_a_node_imports_no_code_that_a_server_names(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     imported: list[str] = []
-    monkeypatch.setattr(own.importlib, "import_module", imported.append)
+    monkeypatch.setattr(plugins.importlib, "import_module", imported.append)
     config = from_flat({"model": f"digits-a,{TORCHVISION}", "method": "fedclassavg"})
     Node.parse(kind).check(config)  # this node gets digits-a
     config = from_flat({"model": TORCHVISION, "method": "fedavg"})
@@ -274,23 +275,23 @@ def test_allowed_code_does_not_come_from_the_working_or_the_data_folder(
 
 
 def test_only_what_is_allowed_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    with own.only(""), pytest.raises(BadRequest, match="not imported here"):
+    with plugins.only(""), pytest.raises(BadRequest, match="not imported here"):
         own.factory("colorsys:rgb_to_hls")
-    with own.only("colorsys:rgb_to_hls"), pytest.raises(BadRequest, match="not imported here"):
+    with plugins.only("colorsys:rgb_to_hls"), pytest.raises(BadRequest, match="not imported here"):
         own.factory(f"{NETS}:Net")
     monkeypatch.setattr(own_nets, "system", os.system, raising=False)
-    with own.only("tests.*"):
+    with plugins.only("tests.*"):
         assert own.factory(f"{NETS}:Net") is own_nets.Net
-        with pytest.raises(BadRequest, match=r"which tests\.\* does not stand for"):
+        with pytest.raises(BadRequest, match=r"which 'tests\.\*' does not stand for"):
             own.factory(f"{NETS}:system")
-    with own.only(f"tests.*, {NETS}:system"):
+    with plugins.only(f"tests.*, {NETS}:system"):
         assert own.factory(f"{NETS}:system") is os.system
     assert own.factory(f"{NETS}:system") is os.system
 
 
 def test_every_message_of_a_node_is_handled_without_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str | None] = []
-    monkeypatch.setattr(client_app, "_handle", lambda *_: seen.append(own._permitted))
+    seen: list[tuple[str, bool] | None] = []
+    monkeypatch.setattr(client_app, "_handle", lambda *_: seen.append(plugins._permitted))
     for node, simulated in (
         ({"client-id": 0, "data-path": "/d", "allow": "pack.*"}, True),
         ({"client-id": 0, "data-path": "/d", "model": "pack:net"}, True),
@@ -299,7 +300,7 @@ def test_every_message_of_a_node_is_handled_without_own_code(monkeypatch: pytest
     ):
         with process.simulation(simulated):
             client_app.handle("train", None, Context(1, 1, node, RecordDict(), {}))  # type: ignore[arg-type]
-    assert seen == ["pack.*, ", ", pack:net", ", ", None] and own._permitted is None
+    assert [p and p[0] for p in seen] == ["pack.*, ", ", pack:net", ", ", None] and plugins._permitted is None
 
 
 def test_a_name_from_a_node_does_not_get_into_the_runs_configuration() -> None:
@@ -314,13 +315,13 @@ def test_a_report_imports_no_code_that_a_run_names(tmp_path: Path) -> None:
     run(method="fedavg", model=f"{NETS}:Wide", out=tmp_path / "run", **SETTINGS)
     reasons = {}
     for allow in ("", "tests.*"):
-        with own.only(allow):
+        with plugins.only(allow):
             found = gallery.Gallery()
             found.add("models", "models", lambda: analysis.client_models(read_run(tmp_path / "run")).values())
             reasons[allow] = [m.why for m in found.missing]
     assert not reasons["tests.*"] and "not imported here" in reasons[""][0]
     shown = CliRunner().invoke(cli.app, ["report", str(tmp_path / "run")])
-    assert shown.exit_code == 0 and own._permitted is None
+    assert shown.exit_code == 0 and plugins._permitted is None
 
 
 def test_a_node_may_choose_an_own_model_and_tries_it(tmp_path: Path) -> None:
@@ -339,9 +340,53 @@ SETTINGS = {"clients": 3, "rounds": 1, "local_epochs": 1, "seed": 0}
 
 
 @pytest.mark.parametrize("method", list(registry.discover()))
-def test_every_method_runs_with_an_own_model(method: str, tmp_path: Path) -> None:
+def test_every_method_runs_with_an_own_model(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    apart, inside = [], False
+    forward = SplitModel.forward
+
+    def through(model: SplitModel, x: torch.Tensor) -> torch.Tensor:
+        nonlocal inside
+        inside = True
+        try:
+            return forward(model, x)
+        finally:
+            inside = False
+
+    def looked_at(name: str) -> Any:
+        original = getattr(SplitModel, name)
+
+        def half(model: SplitModel, x: torch.Tensor) -> torch.Tensor:
+            if not inside:
+                apart.append(name)
+            return original(model, x)
+
+        return half
+
+    monkeypatch.setattr(own, "check", lambda *_, **__: None)  # it tries the halves too
+    monkeypatch.setattr(SplitModel, "forward", through)
+    for name in ("represent", "classify"):  # the halves of forward
+        monkeypatch.setattr(SplitModel, name, looked_at(name))
     result = run(method=method, model=f"{NETS}:Net", out=tmp_path / "run", **SETTINGS)
     assert np.isfinite(result.rounds.train_loss).all() and result.final.trained_accuracy.mean() > 0.2
+    assert bool(apart) == (method in READS), "READS in tests/readme.py, for the table of docs/own-models.md"
+
+
+@pytest.mark.parametrize("method", ["fml", "fedkd"])
+def test_the_small_model_of_two_methods_may_be_an_own_one(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # a node takes no code from its working folder
+    args = f"small={NETS}:split"
+    result = run(method=method, method_args=args, out=tmp_path / "run", **SETTINGS)
+    assert result.summary["bytes_up"] <= 4 * (64 * 16 + 16 + 16 * 10 + 10)
+    config = from_flat({"method": method, "method-args": args})
+    with pytest.raises(BadRequest, match=f"model '{NETS}:split' .*its owner can allow it"):
+        Node.parse({"client-id": 0, "data-path": "/d"}).check(config)
+    Node.parse({"client-id": 0, "data-path": "/d", "allow": "tests.*"}).check(config)
+    with pytest.raises(BadRequest, match="something follows the head"):
+        tasks.check(effective({"method": method, "method-args": f"small={NETS}:Softmax", "clients": 3}), 3)
+    with pytest.raises(BadRequest, match=r"package\.module:function"):
+        from_flat({"method": method, "method-args": "small=os:path.join"})
 
 
 def test_own_models_and_the_zoo_share_a_head(tmp_path: Path) -> None:

@@ -7,14 +7,20 @@ import re
 import pytest
 from typer.testing import CliRunner
 
-from fedapp import cli
-from tests.readme import README, ROOT, renewed
+from fedapp import cli, registry
+from tests.readme import OWN_MODELS, README, ROOT, renewed
 
 TEXT = README.read_text(encoding="utf-8")
 
 
 def test_what_is_quoted_is_current() -> None:
-    assert renewed(TEXT) == TEXT, "run: python -m tests.readme"
+    for text in (TEXT, OWN_MODELS.read_text(encoding="utf-8")):
+        assert renewed(text) == text, "run: python -m tests.readme"
+
+
+def test_every_method_says_what_it_needs_of_a_model() -> None:
+    table = OWN_MODELS.read_text(encoding="utf-8").partition("<!-- table:needs -->")[2].partition("<!-- /table")[0]
+    assert re.findall(r"^\| `(\w+)` \|", table, flags=re.M) == registry.ORDER
 
 
 def test_links_lead_somewhere() -> None:

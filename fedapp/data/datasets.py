@@ -26,6 +26,7 @@ images uint8 (N, H, H) or (N, H, H, C), labels integers 0..C-1 (N,); optionally 
 from __future__ import annotations
 
 import importlib.metadata
+import inspect
 import json
 import socket
 import tarfile
@@ -40,6 +41,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedapp import plugins
 from fedapp.data import hub, pictures, tables
 from fedapp.data.cache import Store, build_once, cache_root, file_identity, open_array
 from fedapp.data.columns import PARTS, PLAIN, Own, Reading, joined, read_npz
@@ -107,6 +109,11 @@ OWN = ("npz", "csv", "parquet", "folder", "hf")
 """Data sets of the user."""
 DATASET_NAMES: tuple[str, ...] = (*_FACTS, *OWN)
 """Every name that :func:`load` knows."""
+
+
+def installed() -> dict[str, plugins.Entry]:
+    """Return the data sets that installed packages add, by name; nothing is imported."""
+    return plugins.entries("datasets", DATASET_NAMES)
 
 
 def published(name: str) -> Facts | None:
@@ -247,6 +254,21 @@ def sample(dataset: Dataset, fraction: float, rng: np.random.Generator) -> Datas
     )  # fmt: skip
 
 
+def check_name(name: str) -> None:
+    """Refuse the name of a data set that neither fedapp nor an installed package has.
+
+    Raises
+    ------
+    BadRequest : unknown; says which there are.
+    """
+    if name in DATASET_NAMES or name in installed():
+        return
+    if name in (problems := plugins.problems("datasets", DATASET_NAMES)):
+        raise BadRequest(problems[name])
+    known = (*DATASET_NAMES, *installed())
+    raise BadRequest(f"unknown dataset '{name}'{suggest(name, known)}: choose from {', '.join(known)}")
+
+
 _Source = tuple[Mapping[str, Any], Callable[[Store], Built]]
 """Where a data set comes from: the identity of its files, and the reader that fills a store."""
 
@@ -256,7 +278,7 @@ def load(name: str, data_dir: str | Path | None = None, reading: Reading = PLAIN
 
     Parameters
     ----------
-    name : one of :data:`DATASET_NAMES`.
+    name : one of :data:`DATASET_NAMES`, or of :func:`installed`.
     data_dir : the user's data folder. ``NAME.npz`` in it wins over every other source; downloads go into it (into the
         cache folder if None). For ``npz``, ``csv`` and ``parquet`` the file itself or a folder with one file per
         client; for ``folder`` the folder of the pictures.
@@ -275,10 +297,7 @@ def load(name: str, data_dir: str | Path | None = None, reading: Reading = PLAIN
     Grey stays grey if every picture is grey; transparency is ignored. Mean and standard deviation of own data are
     computed from the training rows.
     """
-    if name not in DATASET_NAMES:
-        raise BadRequest(
-            f"unknown data set '{name}'{suggest(name, DATASET_NAMES)}: choose from {', '.join(DATASET_NAMES)}"
-        )
+    check_name(name)
     root = Path(data_dir).expanduser() if data_dir is not None and str(data_dir) else None
     key, build = _find(name, root, reading)
     return _open(name, build_once(name, key, lambda store: _finish(store, name, build(store))))
@@ -321,6 +340,8 @@ def _open(name: str, folder: Path) -> Dataset:
 
 def _find(name: str, root: Path | None, reading: Reading) -> _Source:
     """Return the source of a data set: the user's arrays first, then what is installed or published."""
+    if name not in DATASET_NAMES:
+        return _of_package(installed()[name], root)
     own = root / f"{name}.npz" if root is not None else None
     key: dict[str, Any]
     if name in ("npz", "csv", "parquet"):
@@ -482,6 +503,36 @@ def _build_npz(name: str, paths: list[Path], root: Path) -> Own:
     if facts is not None and int(x.max(initial=0)) > facts.scale:
         raise BadRequest(f"{paths[0]}: {name} has grey levels 0 .. {facts.scale:g}, found {int(x.max())}")
     return own
+
+
+# --- installed packages ----------------------------------------------------------------------------------------
+
+
+def _of_package(entry: plugins.Entry, root: Path | None) -> _Source:
+    """Call the function of an installed package once per version of it, of its file, and of the files in `data-dir`."""
+    function = entry.load()
+    if not callable(function):
+        raise BadRequest(f"{entry}: {entry.target} is no function of data_dir")
+    files = [root] if root is not None and root.is_file() else sorted(root.rglob("*")) if root is not None else []
+    code = inspect.getsourcefile(function) if inspect.isroutine(function) and hasattr(function, "__code__") else None
+    key = {
+        "package": [entry.package, entry.target],
+        "code": file_identity(Path(code)) if code and Path(code).is_file() else [],
+        "data-dir": "" if root is None else str(root.resolve()),
+        "files": [file_identity(f) for f in files if f.is_file()],
+    }
+
+    def build(_: Store) -> Built:
+        try:
+            columns = dict(function("" if root is None else str(root)))
+        except BadRequest:
+            raise
+        except Exception as e:
+            told = " ".join(f"{type(e).__name__}: {e}".split())
+            raise BadRequest(f"{entry} cannot be read ({told}): it returns a dict of columns, x and y at least") from e
+        return check_columns(entry, {str(k): np.asarray(v) for k, v in columns.items()})
+
+    return key, build
 
 
 # --- torchvision ---------------------------------------------------------------------------------------------------

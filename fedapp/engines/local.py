@@ -26,6 +26,8 @@ def effective(values: Mapping[str, Any]) -> RunConfig:
         config = config.replaced(data_dir=str(Path(config.data_dir).expanduser().absolute()))
     if config.state_dir:
         config = config.replaced(state_dir=str(Path(config.state_dir).expanduser().absolute()))
+    if config.weights:
+        config = config.replaced(weights=str(Path(config.weights).expanduser().absolute()))
     if config.partition_file:
         config = config.replaced(partition_file=str(Path(config.partition_file).expanduser().absolute()))
     return tasks.settled(config, DEFAULT_CLIENTS)

@@ -1,6 +1,7 @@
 """A user's own model: any function or class that returns an `nn.Module`, named `package.module:function`.
 
-The function is called with those of these arguments that its signature names, and with `model-args`:
+An installed package can give such a function a short name (`fedapp.plugins`). The function is called with those
+of these arguments that its signature names, and with `model-args`:
 
 ===============  ======================================================================================
 `num_classes`    outputs of the head; a function that takes any keyword (`**kwargs`) gets it too
@@ -18,20 +19,19 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
-import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedapp import plugins
 from fedapp.errors import BadRequest, described, named_values, plain_value
+from fedapp.models import weights
 from fedapp.models.split import SplitModel
 
 KINDS = {1: "table", 2: "series", 3: "image"}
@@ -41,67 +41,41 @@ CLOSE = 1e-5
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The run-config keys `model-args`, `head` and `width`, which are for own models alone."""
+    """What own models are built with, by the run-config keys of these names.
+
+    Attributes
+    ----------
+    args : `model-args`.   side : `input-size`, 0 = images as they are.   The others have the names of their keys.
+    """
 
     args: str = ""
     head: str = ""
     width: int = 0
+    weights: str = ""
+    freeze: str = ""
+    side: int = 0
 
 
 NO_OPTIONS = ModelOptions()
 
 
+def installed() -> dict[str, plugins.Entry]:
+    """Return the models that installed packages add, by name; nothing is imported."""
+    from fedapp.models.zoo import MODEL_NAMES  # the zoo builds on this module
+
+    return plugins.entries("models", MODEL_NAMES)
+
+
 def is_own(name: str) -> bool:
-    """Whether a model is the user's own, `package.module:function`."""
-    return ":" in name
+    """Whether a model is not fedapp's: `package.module:function`, or a name that an installed package adds."""
+    from fedapp.models.zoo import MODEL_NAMES
+
+    return ":" in name or (name not in MODEL_NAMES and name in installed())
 
 
-def allowed(name: str, allow: str) -> bool:
-    """Return whether `allow` names an own model: `mypkg.*, torchvision.models:resnet18`, exact or a package with `.*`.
-
-    `mypkg.*` stands for every attribute of the module `mypkg` and of the modules below it. Nothing is imported.
-    """
-    module = name.partition(":")[0]
-    entries = [entry.strip() for entry in allow.split(",")]
-    return any(name == e or (e.endswith(".*") and f"{module}.".startswith(e[:-1])) for e in entries if e)
-
-
-_permitted: str | None = None
-"""What may be imported, in the form of `allow`; None = everything, because the user names it in this process."""
-
-
-@contextmanager
-def only(allow: str) -> Iterator[None]:
-    """Import no own code here but what `allow` names; for names that come from a server or from a stored file."""
-    global _permitted
-    before, _permitted = _permitted, allow
-    try:
-        yield
-    finally:
-        _permitted = before
-
-
-def check_place(name: str, *forbidden: Path) -> None:
-    """Refuse code that lies directly in one of these folders, before it is imported.
-
-    Raises
-    ------
-    BadRequest : it does, or there is no such package.
-    """
-    top = name.partition(":")[0].partition(".")[0]
-    found = importlib.util.find_spec(top)
-    if found is None:
-        raise BadRequest(f"'{name}' cannot be imported: there is no package '{top}' on this node, install it")
-    files = [
-        *(found.submodule_search_locations or ()),
-        *([found.origin] if found.has_location and found.origin else ()),
-    ]
-    places = {Path(file).resolve().parent for file in files if Path(file).name != "__init__.py"}
-    if places & {folder.resolve() for folder in forbidden}:
-        raise BadRequest(
-            f"'{name}' would be imported from {sorted(places)[0]}, the working or the data folder of this node: "
-            "install it as a package"
-        )
+def target(name: str) -> str:
+    """Return the code that an own model stands for, `package.module:function`."""
+    return name if ":" in name else installed()[name].target
 
 
 def check_form(name: str, options: ModelOptions) -> None:
@@ -111,8 +85,7 @@ def check_form(name: str, options: ModelOptions) -> None:
     ------
     BadRequest : says what to write. Nothing is imported.
     """
-    module, _, function = name.partition(":")
-    if not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+    if not plugins.well_formed(target(name)):
         raise BadRequest(f"model '{name}' is not of the form package.module:function")
     given = named_values("model-args", options.args, f"They are the arguments of {name}")
     for taken in ("num_classes", "input_shape", "kind"):
@@ -125,27 +98,10 @@ def factory(name: str) -> Callable[..., Any]:
 
     Raises
     ------
-    BadRequest : it cannot be imported, cannot be called, or `only` does not allow it. A package that is allowed as a
-        whole, `mypkg.*`, stands for what it defines, not for what it imports: `mypkg.nets:system` may be `os.system`.
+    BadRequest : it cannot be imported (see `plugins.imported`), or cannot be called.
     """
     check_form(name, NO_OPTIONS)
-    module, _, function = name.partition(":")
-    if _permitted is not None and not allowed(name, _permitted):
-        raise BadRequest(f"model '{name}' is code that is not imported here: if you trust it, allow it by this name")
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except Exception as e:
-        raise BadRequest(
-            f"model '{name}' cannot be imported ({type(e).__name__}: {e}): check the name, and install the package or "
-            "put its folder on PYTHONPATH"
-        ) from e
-    exact = _permitted is None or name in (entry.strip() for entry in _permitted.split(","))
-    home = str(getattr(found, "__module__", ""))
-    if not exact and home.partition(".")[0] != module.partition(".")[0]:
-        raise BadRequest(
-            f"model '{name}' is defined in {home or 'another package'}, which {_permitted} does not stand for: allow "
-            f"'{name}' itself if you trust it"
-        )
+    found = plugins.imported(name, f"model '{name}'") if ":" in name else installed()[name].load()
     if not callable(found):
         raise BadRequest(f"model '{name}' is no function or class, but {type(found).__name__}")
     return found  # type: ignore[no-any-return]
@@ -160,9 +116,26 @@ def seeded(seed: int) -> Iterator[None]:
         yield
 
 
+def _input_shape(name: str, shape: tuple[int, ...], options: ModelOptions) -> tuple[int, ...]:
+    if not options.side:
+        return shape
+    if len(shape) != 3:
+        raise BadRequest(f"input-size is for images, and '{name}' gets {described(shape)}: leave it out")
+    return shape[0], options.side, options.side
+
+
+def resized(x: Tensor, side: int) -> Tensor:
+    """Return images (B, C, H, W) as (B, C, side, side), bilinear; 0 = as they are."""
+    if not side or x.shape[-2:] == (side, side):
+        return x
+    smaller = side < max(x.shape[-2:])
+    return F.interpolate(x, (side, side), mode="bilinear", align_corners=False, antialias=smaller)
+
+
 def _made(name: str, num_classes: int, shape: tuple[int, ...], options: ModelOptions) -> nn.Module:
     """Call the user's function."""
     make = factory(name)
+    shape = _input_shape(name, shape, options)
     offered = {"num_classes": num_classes, "input_shape": shape, "kind": KINDS.get(len(shape), "array")}
     try:
         takes = dict(inspect.signature(make).parameters)
@@ -274,19 +247,26 @@ def build(name: str, *, num_classes: int, shape: tuple[int, ...], seed: int, opt
     features, bare = _head_of(name, num_classes, shape, options)
     with seeded(seed):
         drawn = nn.Linear(features, num_classes)
-        model = _split(name, _made(name, num_classes, shape, options), num_classes, options)
+        net = _made(name, num_classes, shape, options)
+        if options.weights:
+            split = isinstance(net, SplitModel)
+            head = "head" if split else _head_path(name, net, num_classes, options)
+            weights.fill(name, net, options.weights, head)
+        model = _split(name, net, num_classes, options)
     if model.width != features:
         raise BadRequest(f"model '{name}' has {features} features at one call and {model.width} at the next")
     with torch.no_grad():
         model.head.weight.copy_(drawn.weight)
         model.head.bias.copy_(torch.zeros_like(drawn.bias) if bare else drawn.bias)
-    model.features.register_forward_pre_hook(_contiguous)
+    if options.freeze:
+        weights.freeze(name, model, options.freeze)
+    model.features.register_forward_pre_hook(functools.partial(_prepared, options.side))
     return model
 
 
-def _contiguous(module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Store images channel by channel: batches come as channels_last, on which the usual x.view(len(x), -1) fails."""
-    return tuple(by_channel(a) for a in arguments)
+def _prepared(side: int, module: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Give images their size, and store them by channel: on channels_last batches x.view(len(x), -1) fails."""
+    return tuple(by_channel(resized(a, side)) for a in arguments)
 
 
 def by_channel(x: Tensor) -> Tensor:
@@ -306,7 +286,9 @@ def check(name: str, x: Tensor, *, num_classes: int, options: ModelOptions) -> N
     BadRequest : says which of these is not so: logits of shape (2, num_classes), the same twice, finite, equal to
         those of trunk and head; a loss that can be differentiated; initial values that the seed decides.
     """
-    x, shape = by_channel(x), tuple(x.shape[1:])
+    shape = tuple(x.shape[1:])
+    _input_shape(name, shape, options)
+    x = by_channel(resized(x, options.side))
     with seeded(0):
         net = _made(name, num_classes, shape, options).eval()
         logits = _logits(name, net, x, num_classes)
@@ -316,7 +298,7 @@ def check(name: str, x: Tensor, *, num_classes: int, options: ModelOptions) -> N
                 f"model '{name}' returns something else for the same rows in evaluation mode: switch off what is "
                 "random unless self.training"
             )
-        model = _split(name, net, num_classes, ModelOptions(options.args, options.head, 0))
+        model = _split(name, net, num_classes, replace(options, width=0))
         with torch.no_grad():
             try:
                 z = model.represent(x)

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from clients.base import FedClient
-from fedapp import registry
+from fedapp import plugins, registry
 from fedapp.config import RunConfig
 from fedapp.data import datasets
 from fedapp.data.columns import COLUMNS, read_npz, samples
@@ -33,7 +33,7 @@ from fedapp.learning.evaluation import BATCH
 from fedapp.learning.state import StateError, read_safetensors, write_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.method import Arrays, Scalar
-from fedapp.models import ModelOptions, SplitModel, allowed, is_own
+from fedapp.models import ModelOptions, SplitModel, weights
 from fedapp.transport import selection
 
 SCHEMA = 1
@@ -220,7 +220,8 @@ def rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str = ""
     BadRequest : the header is damaged, or the arrays are not those of the model.
     """
     try:
-        return _rebuilt(path, head, arrays, allow)
+        with plugins.only(allow, installed=True):
+            return _rebuilt(path, head, arrays, allow)
     except BadRequest:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as e:
@@ -234,16 +235,26 @@ def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) ->
     # Files of versions before 0.3 hold images alone, as `channels` and `size`.
     shape = tuple(map(int, head["shape"] if "shape" in head else (head["channels"], head["size"], head["size"])))
     name, given = str(head["model"]), dict(head.get("model-options", {}))
-    if is_own(name) and not allowed(name, allow):
+    if ":" in name and not plugins.allowed(name, allow):
         raise BadRequest(
             f"{path} was trained with the model '{name}', code that is imported to use it: if you trust it, "
             f'allow it with allow="{name}" (on the command line --allow "{name}")'
         )
-    options = ModelOptions(str(given.get("args", "")), str(given.get("head", "")), int(given.get("width", 0)))
+    options = ModelOptions(
+        args=str(given.get("args", "")),
+        head=str(given.get("head", "")),
+        width=int(given.get("width", 0)),
+        side=int(given.get("side", 0)),
+    )
     spec = ModelSpec(name, int(head["num_classes"]), shape, 0, options)
     client: type[FedClient] = method.client
     model = client.build_model(spec, hparams)
     lacking = [n for n, _ in model.named_parameters() if n not in arrays]
+    if lacking and given.get("freeze"):
+        # A server's file has no layers that were never sent: they are those of the stored weights.
+        stored = dataclasses.replace(options, weights=str(given.get("weights", "")), freeze=str(given["freeze"]))
+        model = client.build_model(dataclasses.replace(spec, options=stored), hparams)
+        lacking = [n for n in lacking if not selection.matches(n, weights.kept(model))]
     if lacking:
         raise BadRequest(
             f"{path} holds only the shared part of {head['method']} ({', '.join(sorted(arrays))[:80]}): "

@@ -17,6 +17,7 @@ key                meaning
                    between them (default: none; nodes import no code that a server names)
 `allow-methods`    methods that a run may use, with commas between them (default: all)
 `min-class-count`  a run whose replies say something of classes with fewer images than this is refused (default: 0)
+`weights-dir`      folder with stored weights, of which a run names a file (default: none; then it gets none)
 `state-dir`        folder that survives a restart (default: `$FEDAPP_STATE`, else `~/.fedapp/state`)
 =================  ===================================================================================================
 
@@ -40,7 +41,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fedapp import registry
+from fedapp import plugins, registry
 from fedapp.config import RunConfig
 from fedapp.data import datasets, natural, partitions
 from fedapp.data.columns import PLAIN, Reading
@@ -48,7 +49,7 @@ from fedapp.data.datasets import Samples
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest, suggest
 from fedapp.learning.task import Task
-from fedapp.models import MODEL_NAMES, ModelOptions, allowed, check_form, check_model, is_own, own
+from fedapp.models import MODEL_NAMES, ModelOptions, check_form, check_model, is_own, own
 from fedapp.tasks import simulated
 from fedapp.tasks.public import node_images
 
@@ -62,6 +63,7 @@ KEYS: dict[str, type] = {
     "allow": str,
     "allow-methods": str,
     "min-class-count": int,
+    "weights-dir": str,
     "state-dir": str,
 }
 EXAMPLE = '"client-id=0 data-path=\'/data/site\'", or "partition-id=0 num-partitions=3" for a demonstration'
@@ -76,7 +78,7 @@ class Node:
     ----------
     client : stable client id.
     partitions : number of shares of the demonstration that this node takes part in; 0 = own data.
-    data_path, data_dir, model, state_dir, allow : as in the node-config, "" where not given.
+    data_path, data_dir, model, state_dir, allow, weights_dir : as in the node-config, "" where not given.
     allow_methods : ids of methods; empty = all.
     min_class_count : smallest number of images of a class of which a reply may say something; 0 and 1 = all.
     """
@@ -90,6 +92,7 @@ class Node:
     allow: str = ""
     allow_methods: tuple[str, ...] = ()
     min_class_count: int = 0
+    weights_dir: str = ""
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> Node:
@@ -138,12 +141,12 @@ class Node:
             raise BadRequest(
                 f"node-config: unknown model '{name}'{suggest(name, MODEL_NAMES)}: choose from {', '.join(MODEL_NAMES)}"
             )
-        keys = ("data-path", "data-dir", "model", "state-dir", "allow")
+        keys = ("data-path", "data-dir", "model", "state-dir", "allow", "weights-dir")
         texts = {k.replace("-", "_"): str(config.get(k, "")) for k in keys}
         if texts["model"] == "auto":
             texts["model"] = ""
         methods = tuple(m.strip() for m in str(config.get("allow-methods", "")).split(",") if m.strip())
-        known = sorted(registry.discover())
+        known = registry.names()
         for method in methods:
             if method not in known:
                 raise BadRequest(
@@ -172,16 +175,22 @@ class Node:
                 f"data-dir '{config.data_dir}' is the server's, and a node reads no path that a server names: its "
                 f"owner can give it in the node-config, data-dir='{config.data_dir}'"
             )
-        name = self.model or config.model_of(self.client)
-        if not is_own(name):
-            return
-        if not self.model and not allowed(name, self.allow):
+        if config.weights and not self.model and not self.weights_dir:
             raise BadRequest(
-                f"model '{name}' is not among the models of fedapp, and a node imports no code that a server names: "
-                f"its owner can allow it in the node-config, allow='{name}'"
+                f"the run's model has stored weights: put {Path(config.weights).name} into a folder of this node and "
+                "name the folder with weights-dir in the node-config"
             )
-        data = [Path(self.data_path).expanduser()] if self.data_path else []
-        own.check_place(name, Path.cwd(), *data, *(d.parent for d in data if d.is_file()))
+        for name in (self.model or config.model_of(self.client), config.second_model):
+            if not is_own(name):
+                continue
+            code = own.target(name)
+            if name != self.model and not plugins.allowed(code, self.allow):
+                raise BadRequest(
+                    f"model '{name}' is not among the models of fedapp, and a node imports no code that a server "
+                    f"names: its owner can allow it in the node-config, allow='{code}'"
+                )
+            data = [Path(self.data_path).expanduser()] if self.data_path else []
+            plugins.check_place(code, Path.cwd(), *data, *(d.parent for d in data if d.is_file()))
 
     def _check_replies(self, config: RunConfig) -> None:
         """Refuse a method, or settings of it, whose replies reveal more than the node-config allows."""
@@ -328,12 +337,17 @@ def node_task(config: RunConfig, node: Node, device: torch.device) -> Task:
     ------
     BadRequest : the data or the architecture do not fit.
     """
+    if node.model:
+        config = config.replaced(weights="", freeze="")  # those of the run are for its own model
+    elif node.weights_dir and config.weights:
+        config = config.replaced(weights=str(Path(node.weights_dir).expanduser() / Path(config.weights).name))
     if node.data_dir or node.own:  # whoever has own data reads nothing that the run names
         folder = str(Path(node.data_dir).expanduser().absolute()) if node.data_dir else ""
         config = config.replaced(data_dir=folder)
     if node.own:
         reading = replace(config.reading, node=True)
         data = own_data(node.data_path, federation_classes(config), config.dataset, config.validation, reading)
+        inputs = simulated.with_weights(config, data.inputs)
         public = node_images(config, data.inputs)
         extras = {} if public is None else {"public": torch.from_numpy(public).to(device)}
         train, test, validation = (
@@ -342,7 +356,7 @@ def node_task(config: RunConfig, node: Node, device: torch.device) -> Task:
                 (data.x_train, data.y_train), (data.x_test, data.y_test), (data.x_validation, data.y_validation)
             )
         )  # fmt: skip
-        task = simulated.assemble(config, node.client, len(data.classes), data.inputs, train, test, extras)
+        task = simulated.assemble(config, node.client, len(data.classes), inputs, train, test, extras)
         if len(data.y_validation):
             task = replace(task, x_validation=validation[0], y_validation=validation[1])
         classes = data.classes

@@ -16,13 +16,13 @@ from fedapp import process, sampling
 from fedapp.config import RunConfig
 from fedapp.data import datasets, flower, natural, partitions
 from fedapp.data.columns import Reading
-from fedapp.data.datasets import OWN, Dataset, Samples
+from fedapp.data.datasets import Dataset, Samples
 from fedapp.data.partitions import Partition
 from fedapp.data.transforms import InputSpec, channels_first, normalise
 from fedapp.errors import BadRequest
 from fedapp.learning.task import Task
 from fedapp.learning.training import class_weights
-from fedapp.models import ModelOptions, check_model, default_model, is_own, own
+from fedapp.models import ModelOptions, check_model, default_model, is_own, own, weights
 from fedapp.tasks.public import PublicSource, draw_images, public_source
 
 
@@ -95,12 +95,21 @@ def federated(config: RunConfig, clients: int) -> FederatedData:
     ------
     BadRequest : the data are not there, or the partition or the public set cannot be made.
     """
-    return _federated(
+    data = _federated(
         config.dataset, config.data_dir, config.data_fraction, config.partition, config.split, clients,
         config.data_seed, config.alpha, config.classes_per_client, config.min_samples, config.test_share,
         public_source(config), config.validation, config.partition_file,
         config.unseen_of(range(clients)) if config.unseen and clients else (), config.reading, config.partition_args,
     )  # fmt: skip
+    return replace(data, inputs=with_weights(config, data.inputs)) if config.weights else data
+
+
+def with_weights(config: RunConfig, inputs: InputSpec) -> InputSpec:
+    """Return how images are normalised: as torchvision's weights want it where the run gives such, else as given."""
+    known = weights.preprocessing(config.model_names[0]) if config.weights else None
+    if known is None or inputs.kind != "image" or len(inputs.mean) != len(known[1]):
+        return inputs
+    return replace(inputs, mean=known[1], std=known[2])
 
 
 @functools.lru_cache(maxsize=2)
@@ -151,7 +160,7 @@ def _federated(
         images = dataset.take(indices)[0]
     elif public is not None:
         # Where data-dir is the user's own data, it does not hold other data sets.
-        images = draw_images(public, dataset.name, inputs, "" if name in OWN else data_dir, seed)
+        images = draw_images(public, dataset.name, inputs, data_dir if datasets.published(name) else "", seed)
     # A validation split that the data or the file bring along wins.
     if validation and not any(len(c.validation) for c in partition.clients):
         partition = partitions.hold_out(partition, validation, seed, dataset)
@@ -172,6 +181,9 @@ def check(config: RunConfig, clients: int) -> FederatedData:
         if is_own(name):
             rows, _ = data.dataset.take(data.partition.clients[0].train[:2])
             try_model(name, rows, data.inputs, data.dataset.num_classes, config.model_options)
+    if is_own(config.second_model):
+        rows, _ = data.dataset.take(data.partition.clients[0].train[:2])
+        try_model(config.second_model, rows, data.inputs, data.dataset.num_classes, ModelOptions())
     class_weights(config.class_weights, torch.zeros(0, dtype=torch.int64), data.dataset.num_classes)
     if config.precision == "bf16" and not bf16_works():
         place = "GPU" if torch.cuda.is_available() else "processor"

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from fedapp.method import Array, Arrays
+from fedapp.models import weights
 
 
 def matches(name: str, prefixes: Iterable[str]) -> bool:
@@ -27,7 +28,7 @@ def shared_names(model: nn.Module, prefixes: Iterable[str], buffers: str = "glob
     Parameters
     ----------
     buffers : `global` includes floating-point buffers; `local` and `drop` leave them out. Integer buffers
-        (`num_batches_tracked`) are never sent, since their average means nothing.
+        (`num_batches_tracked`) are never sent, since their average means nothing, nor layers that are kept as they are.
 
     Raises
     ------
@@ -35,12 +36,13 @@ def shared_names(model: nn.Module, prefixes: Iterable[str], buffers: str = "glob
     """
     prefixes = tuple(prefixes)
     parameters = {name for name, _ in model.named_parameters()}
+    held = weights.kept(model)
     wanted = parameters | (float_buffers(model) if buffers == "global" else set())
     state = model.state_dict()
     for prefix in prefixes:
         if not any(matches(name, (prefix,)) for name in state):
             raise ValueError(f"'{prefix}' matches no array of the model {type(model).__name__}")
-    return [name for name in state if name in wanted and matches(name, prefixes)]
+    return [n for n in state if n in wanted and matches(n, prefixes) and not matches(n, held)]
 
 
 def extract(model: nn.Module, names: Iterable[str]) -> Arrays:

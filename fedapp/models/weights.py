@@ -1,0 +1,166 @@
+"""Stored weights of an own model: read from a file, checked by name, and layers that keep them."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import pickle
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from fedapp.errors import BadRequest
+
+TORCHVISION = "torchvision.models"
+SHOWN = 4
+"""How many names a message lists."""
+
+
+def file_of(path: str) -> Path:
+    """Return the file of weights.
+
+    Raises
+    ------
+    BadRequest : it is not there.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise BadRequest(
+            f"weights = '{path}' is no file: give a .safetensors, or a .pt that torch.save(model.state_dict(), FILE) "
+            "wrote; fedapp downloads none"
+        )
+    return file
+
+
+def checksum(path: str) -> str:
+    """Return the SHA-256 of a file of weights, in hexadecimal digits."""
+    with file_of(path).open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def read(path: str) -> Mapping[str, Tensor]:
+    """Read a state dict; nothing in the file is executed.
+
+    Raises
+    ------
+    BadRequest : the file is not there, or holds something else.
+    """
+    file = file_of(path)
+    stat = file.stat()
+    return _read(str(file), stat.st_size, stat.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=2)
+def _read(path: str, size: int, changed: int) -> Mapping[str, Tensor]:
+    wanted = "save it with torch.save(model.state_dict(), FILE) or safetensors.torch.save_file"
+    try:
+        if path.endswith(".safetensors"):
+            found: Any = safetensors.torch.load_file(path)
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, ValueError, EOFError, OSError, KeyError) as e:
+        told = " ".join(str(e).split())[:160]
+        raise BadRequest(f"weights = '{path}' cannot be read ({type(e).__name__}: {told}): {wanted}") from e
+    if isinstance(found, Mapping) and isinstance(found.get("state_dict"), Mapping):
+        found = found["state_dict"]
+    if not isinstance(found, Mapping) or not found or not all(isinstance(v, Tensor) for v in found.values()):
+        raise BadRequest(f"weights = '{path}' holds no state dict (names and tensors): {wanted}")
+    return {str(name): value for name, value in found.items()}
+
+
+def fill(name: str, net: nn.Module, path: str, head: str) -> None:
+    """Copy all weights but those of the head into a network, strictly by name.
+
+    The head's are left out whatever its size is: it is drawn from the seed, as in all models.
+
+    Parameters
+    ----------
+    name : of the model, for messages.   head : dotted name of the head's layer, empty if the network is its head.
+
+    Raises
+    ------
+    BadRequest : a name is missing on either side, a shape differs, or a number is not finite.
+    """
+    found, state = read(path), net.state_dict()
+    apart = {f"{head}.{part}".removeprefix(".") for part in ("weight", "bias")}
+    # Counts of batches are not used, and old files lack them.
+    wanted = [n for n in state if n not in apart and not n.endswith("num_batches_tracked")]
+    where = f"weights = '{path}' does not fit the model '{name}'"
+    if lacking := [n for n in wanted if n not in found]:
+        others = [n for n in found if n not in state]
+        raise BadRequest(f"{where}: it lacks {_some(lacking)}; it has {_some(others) if others else 'no others'}")
+    if others := [n for n in found if n not in state and n not in apart]:
+        raise BadRequest(f"{where}: the model has no {_some(others)}: choose the architecture that they are of")
+    for n in wanted:
+        if found[n].shape != state[n].shape:
+            shapes = f"{tuple(found[n].shape)} in the file and {tuple(state[n].shape)} in the model"
+            raise BadRequest(f"{where}: '{n}' is {shapes}: choose the architecture, or model-args, that it is of")
+        if found[n].is_floating_point() and not found[n].isfinite().all():
+            raise BadRequest(f"{where}: '{n}' has numbers that are not finite: take another file")
+    net.load_state_dict({n: found[n] for n in wanted}, strict=False)
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return ", ".join(f"'{n}'" for n in names[:SHOWN]) + more
+
+
+def _stays(module: nn.Module, mode: bool = True) -> nn.Module:
+    return module
+
+
+def freeze(name: str, model: nn.Module, prefixes: str) -> None:
+    """Keep layers as they are: not trained, not sent, and always in evaluation mode.
+
+    Parameters
+    ----------
+    model : the whole model, with `features.` before the names of its trunk.   prefixes : dotted names with commas
+        between them.
+
+    Raises
+    ------
+    BadRequest : there is no such layer, or it is the head.
+    """
+    layers = dict(model.named_modules())
+    for path in filter(None, map(str.strip, prefixes.split(","))):
+        if path == "head" or path.startswith("head.") or path not in layers or not path:
+            top = [n for n in layers if n.count(".") == 1 and n.startswith("features.")]
+            raise BadRequest(
+                f"freeze = '{path}' is no layer of the trunk of '{name}': name features, or layers of it such as "
+                f"{_some(top)}"
+            )
+        layer = layers[path]
+        layer.requires_grad_(False)
+        layer.eval()
+        # BatchNorm must not move its statistics, nor dropout set anything to 0, when the whole model is set to train.
+        layer.train = types.MethodType(_stays, layer)
+        layer.keeps = True
+
+
+def kept(model: nn.Module) -> tuple[str, ...]:
+    """Return the dotted names of the layers that `freeze` keeps as they are."""
+    return tuple(path for path, layer in model.named_modules() if getattr(layer, "keeps", False))
+
+
+@functools.cache
+def preprocessing(name: str) -> tuple[int, tuple[float, ...], tuple[float, ...]] | None:
+    """Return the side of the images that torchvision's weights of a model were trained on, and their mean and std.
+
+    None for a model that is not torchvision's.
+    """
+    module, _, function = name.partition(":")
+    if module != TORCHVISION and not module.startswith(f"{TORCHVISION}."):
+        return None
+    import torchvision.models  # it takes long to load
+
+    try:
+        known = torchvision.models.get_model_weights(function).DEFAULT.transforms()  # nothing is downloaded
+        return int(known.crop_size[0]), tuple(known.mean), tuple(known.std)
+    except (ValueError, AttributeError):
+        return None
