@@ -232,7 +232,14 @@ class Run(Callbacks):
 
     def _found(self) -> tuple[checkpoint.Found | None, list[str]]:
         """Find the checkpoint that this run goes on from, and what was wrong with newer ones."""
-        token = str(json.loads((self.out / "versions.json").read_text(encoding="utf-8"))["run"])
+        path = self.out / "versions.json"
+        try:
+            token = str(json.loads(path.read_text(encoding="utf-8"))["run"])
+        except (OSError, ValueError, TypeError, KeyError) as e:
+            raise BadRequest(
+                f"{path}, which holds the run's token, cannot be read ({type(e).__name__}: {e}): put a good copy of it "
+                "back, or start a new run"
+            ) from e
         return checkpoint.recover(self.out / "checkpoint", self._identity(token))
 
     def _know(self, extra: Mapping[str, Any]) -> None:

@@ -66,6 +66,16 @@ def test_without_a_good_checkpoint_a_resume_is_refused_and_changes_no_table(tiny
     assert (result.out / "rounds.csv").read_text() == before and result.summary["ok"]
 
 
+@pytest.mark.parametrize("text", [None, "", "{}", "[1]"])
+def test_a_run_whose_token_is_gone_is_not_resumed(text: str | None, tiny: Tiny) -> None:
+    result = tiny(method="local", rounds=1)
+    path = result.out / "versions.json"
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(BadRequest, match=r"versions.json, which holds the run's token, cannot be read"):
+        run(resume=result.out, rounds=2)
+    assert (result.out / "rounds.csv").is_file()
+
+
 def test_other_data_than_before_are_refused(tiny: Tiny) -> None:
     result = tiny(method="local", rounds=1)
     config = (result.out / "config.toml").read_text()
