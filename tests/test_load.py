@@ -272,3 +272,38 @@ def test_predict_takes_the_rows_of_a_table(tiny: Any, tmp_path: Path) -> None:
         assert code and says in text, text
     Image.new("L", (8, 8)).save(tmp_path / "a.png")
     assert "give them as .npz (column x) or .csv" in command(str(tmp_path / "a.png"), "--run", str(run.out))[1]
+
+
+def test_predict_finds_the_columns_of_a_table_by_their_names(tiny: Any, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    ill = rng.random(120) < 0.5
+    table = pd.DataFrame(
+        {
+            "age": rng.normal(45 + 20 * ill, 5).round(), "smoker": ill ^ (rng.random(120) < 0.2),
+            "blood": rng.choice(["0", "A", "AB"], 120), "y": np.where(ill, "ill", "well"),
+            "client": np.arange(120) % 3, "split": np.where(np.arange(120) < 80, "train", "test"),
+        }
+    )  # fmt: skip
+    table.to_csv(tmp_path / "t.csv", index=False)
+    run = tiny(
+        method="fedavg", dataset="csv", data_dir=str(tmp_path / "t.csv"), columns="x=age,smoker,blood", clients=0,
+        rounds=1,
+    )  # fmt: skip
+    net = fedapp.load(run.out, 1)
+    assert net.inputs.features == ("age", "smoker", "blood=0", "blood=A", "blood=AB")
+    test = table[80:].reset_index(drop=True)
+    test.loc[2, "age"] = np.nan
+    encoded = np.stack([test["age"], test["smoker"], *(test["blood"] == b for b in ("0", "A", "AB"))], 1)
+    wanted = [f"{v:.4f}" for v in net.predict(encoded.astype("float32")).max(1)]
+    other = test.assign(note="x")[["note", "blood", "y", "age", "client", "smoker"]]
+    other.to_csv(tmp_path / "new.csv")
+    code, text = command(str(tmp_path / "new.csv"), "--run", str(run.out), "--client", "name:1")
+    assert code == 0 and [line.split("\t")[2] for line in text.splitlines()] == wanted
+    for content, says in (
+        ("age,smoker\n1,true\n", "lacks blood=0, blood=A, blood=AB: the model was trained on age, smoker, blood=0"),
+        ("age,blood,smoker\n1,A,yes\n", "line 2, column smoker: 'yes' is not a number"),
+        ("age,age,blood,smoker\n1,1,A,true\n", "2 columns called age"),
+    ):
+        (tmp_path / "bad.csv").write_text(content)
+        code, text = command(str(tmp_path / "bad.csv"), "--run", str(run.out), "--client", "1")
+        assert code and says in text, text

@@ -71,6 +71,7 @@ class InputSpec:
     mean, std : of x / scale along the first axis of `shape`: per channel, or per feature.
     kind : `image` (uint8), `series`, `table` or `array` (float32).
     binary : per feature of a table: whether it has at most two values, such as a one-hot column. Empty = none has.
+    features : names of a table's features; `column=category` is one category of a text column. Empty = unknown.
     """
 
     shape: tuple[int, ...]
@@ -79,11 +80,13 @@ class InputSpec:
     std: tuple[float, ...]
     kind: str = "image"
     binary: tuple[bool, ...] = ()
+    features: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, dataset: Dataset) -> InputSpec:
         """Return the specification of a data set's samples."""
-        return cls(dataset.shape, dataset.scale, dataset.mean, dataset.std, dataset.kind, dataset.binary)
+        d = dataset
+        return cls(d.shape, d.scale, d.mean, d.std, d.kind, d.binary, d.features)
 
     @property
     def sides(self) -> tuple[int, int]:

@@ -48,6 +48,7 @@ def described(inputs: InputSpec, classes: Sequence[str]) -> dict[str, object]:
         "mean": list(inputs.mean),
         "std": list(inputs.std),
         "binary": list(inputs.binary),
+        "features": list(inputs.features),
         "classes": list(classes),
         "num_classes": len(classes),
     }
@@ -274,6 +275,7 @@ def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) ->
     inputs = InputSpec(
         shape, float(head["scale"]), tuple(map(float, head["mean"])), tuple(map(float, head["std"])),
         str(head.get("kind", "image")), tuple(map(bool, head.get("binary", ()))),
+        tuple(map(str, head.get("features", ()))),
     )  # fmt: skip
     classes = tuple(map(str, head["classes"])) or tuple(str(i) for i in range(spec.num_classes))
     if len(classes) != spec.num_classes or not len(inputs.mean) == len(inputs.std) == shape[0]:
@@ -319,9 +321,9 @@ def read_images(paths: Sequence[Path], inputs: InputSpec) -> NDArray[np.uint8]:
 def read_samples(path: Path, net: LoadedModel) -> tuple[Samples, list[str]]:
     """Read the raw samples of one file: a picture, the column `x` of a `.npz` file, or the rows of a `.csv` file.
 
-    A `.csv` file has one row for each sample and one column for each feature of a table, with or without names in its
-    first line; an empty cell is an unknown value. Columns of own data that are no features (`y`, `client`, ...) are
-    left out.
+    A `.csv` file has one row for each sample. If its first line has names, the columns are found by them, in any order,
+    and others are left out; where the model does not know the names of its features, and in a file without names, each
+    column is a feature (but `y`, `client`, ...). An empty cell is an unknown value.
 
     Returns
     -------
@@ -341,7 +343,7 @@ def read_samples(path: Path, net: LoadedModel) -> tuple[Samples, list[str]]:
     if suffix == ".csv":
         if net.kind != "table":
             raise BadRequest(f"{path}: .csv rows are for tables, and this model takes {net.wanted()}: give .npz")
-        x = _rows(path, len(net.inputs.mean))
+        x = _rows(path, net.inputs)
     else:
         arrays = read_npz(path)
         if "x" not in arrays:
@@ -350,30 +352,65 @@ def read_samples(path: Path, net: LoadedModel) -> tuple[Samples, list[str]]:
     return x, [f"{path}:{row}" for row in range(len(x))]
 
 
-def _rows(path: Path, features: int) -> NDArray[np.float32]:
+def _rows(path: Path, inputs: InputSpec) -> NDArray[np.float32]:
     """Read the features of a .csv file, float32 (n, features)."""
     try:
         table = pd.read_csv(path, header=None, dtype=str, skip_blank_lines=True, keep_default_na=False)
     except (OSError, ValueError, pd.errors.ParserError) as e:
         raise BadRequest(f"{path} cannot be read as .csv ({e})") from e
-    numbers = table.apply(lambda column: pd.to_numeric(column.replace("", "nan"), errors="coerce"))
-    unknown = table.isin(["", "nan", "NaN"])
+    table = table.apply(lambda column: column.str.strip())
+    first = table.iloc[0].tolist() if len(table) else []
     lines = 1
-    if len(table) and bool((numbers.iloc[0].isna() & ~unknown.iloc[0]).all()):
-        names, lines = table.iloc[0].tolist(), 2
-        wanted = [i for i, name in enumerate(names) if name not in (*COLUMNS[1:], "label", "target")]
-        table, numbers, unknown = (t.iloc[1:, wanted] for t in (table, numbers, unknown))
+    if first and (set(first) & set(inputs.features) or not any(map(_known, first))):
+        lines = 2
+        table = table.iloc[1:].set_axis(first, axis=1)
+        if inputs.features:
+            table = _by_name(path, table, inputs.features)
+        else:
+            table = table.loc[:, [name not in (*COLUMNS[1:], "label", "target") for name in first]]
+    features = len(inputs.mean)
     if table.shape[1] != features:
         raise BadRequest(f"{path} has {table.shape[1]} columns of features, but the model takes {features}")
-    bad = (numbers.isna() & ~unknown).to_numpy()
+    bad = ~table.map(_known).to_numpy()
     if bad.any():
         row, column = map(int, np.argwhere(bad)[0])
+        where = table.columns[column] if lines == 2 and inputs.features else column + 1
         raise BadRequest(
-            f"{path}, line {row + lines}, column {column + 1}: '{table.iloc[row, column]}' is not a number: leave the "
-            "cell empty if the value is unknown"
+            f"{path}, line {row + lines}, column {where}: '{table.iloc[row, column]}' is not a number: leave the cell "
+            "empty if the value is unknown"
         )
-    rows: NDArray[np.float32] = numbers.to_numpy(np.float32)
+    words = {"": "nan", "true": "1", "false": "0"}
+    rows: NDArray[np.float32] = table.map(lambda cell: float(words.get(cell.lower(), cell))).to_numpy(np.float32)
     return rows
+
+
+def _known(cell: str) -> bool:
+    """Whether a cell is a number, true, false, or empty for an unknown value."""
+    try:
+        float(cell or "nan")
+    except ValueError:
+        return cell.lower() in ("true", "false")
+    return "_" not in cell  # Python reads 1_0 as 10
+
+
+def _by_name(path: Path, table: pd.DataFrame, features: Sequence[str]) -> pd.DataFrame:
+    """Take the columns of features from a table of text; `column=category` is 1 where the column has that text."""
+    names = list(table.columns)
+    columns, lacking = {}, []
+    for feature in features:
+        texts = (name for name in names if feature.startswith(f"{name}="))
+        source = feature if feature in names else next(texts, None)
+        if source is None:
+            lacking.append(feature)
+        elif names.count(source) > 1:
+            raise BadRequest(f"{path} has {names.count(source)} columns called {source}: leave one")
+        elif source == feature:
+            columns[feature] = table[feature]
+        else:
+            columns[feature] = (table[source] == feature.removeprefix(f"{source}=")).map({True: "1", False: "0"})
+    if lacking:
+        raise BadRequest(f"{path} lacks {', '.join(lacking)}: the model was trained on {', '.join(features)}")
+    return pd.DataFrame(columns)
 
 
 def run(net: LoadedModel, files: Sequence[Path]) -> pd.DataFrame:
