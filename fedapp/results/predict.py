@@ -379,18 +379,24 @@ def _rows(path: Path, inputs: InputSpec) -> NDArray[np.float32]:
             f"{path}, line {row + lines}, column {where}: '{table.iloc[row, column]}' is not a number: leave the cell "
             "empty if the value is unknown"
         )
-    words = {"": "nan", "true": "1", "false": "0"}
-    rows: NDArray[np.float32] = table.map(lambda cell: float(words.get(cell.lower(), cell))).to_numpy(np.float32)
+    rows: NDArray[np.float32] = table.map(_number).to_numpy(np.float32)
     return rows
 
 
+def _number(cell: str) -> float:
+    """Return a number, 1 for true, 0 for false, and NaN for an unknown value."""
+    if "_" in cell:  # Python reads 1_0 as 10
+        raise ValueError(cell)
+    return float({"": "nan", "true": "1", "false": "0"}.get(cell.lower(), cell))
+
+
 def _known(cell: str) -> bool:
-    """Whether a cell is a number, true, false, or empty for an unknown value."""
+    """Whether a cell is what `_number` reads."""
     try:
-        float(cell or "nan")
+        _number(cell)
     except ValueError:
-        return cell.lower() in ("true", "false")
-    return "_" not in cell  # Python reads 1_0 as 10
+        return False
+    return True
 
 
 def _by_name(path: Path, table: pd.DataFrame, features: Sequence[str]) -> pd.DataFrame:
