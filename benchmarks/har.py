@@ -27,7 +27,7 @@ from fedapp.results.statistics import DASH, better_off, interval, mean_and_std, 
 SEEDS = 3
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "levels": ("local,fedavg,lgfedavg", {"validation": 0.0, "select": "last"}),
-    "methods": ("", {"num-server-rounds": 12}),
+    "methods": ("", {"num-server-rounds": 8}),
 }
 """Comparisons by their folder: methods (none = those of the recipe), and keys in which they differ from the recipe."""
 LEVELS = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 import shutil
 import subprocess
 from collections import Counter
@@ -358,40 +357,6 @@ def test_a_run_with_a_page_can_be_resumed(single: Path, tmp_path: Path) -> None:
     shutil.copytree(single, path)
     assert (path / "report.html").is_file()
     assert run(resume=path, rounds=3).summary["rounds"] == 3
-
-
-# ---- the walk-through of docs/own-data.md ----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_every_command_of_the_walk_through_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The page's own code draws the pictures, its TOML is the configuration, and its commands are run in order."""
-    text = (Path(__file__).parent.parent / "docs" / "own-data.md").read_text(encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    for code in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
-        exec(compile(code, "own-data.md", "exec"), {})
-    (settings,) = re.findall(r"```toml\n(.*?)```", text, flags=re.DOTALL)
-    Path("shapes.toml").write_text(settings)
-    commands = [
-        line for block in re.findall(r"```console\n(.*?)```", text, flags=re.DOTALL) for line in block.splitlines()
-    ]
-    assert len(commands) == 10
-    for command in commands:
-        result = CliRunner().invoke(cli.app, shlex.split(command)[1:])
-        assert result.exit_code == 0, f"{command}\n{result.output}\n{result.exception}"
-        if " partition " in command:
-            (card,) = re.findall(r"```text\n(folder: .*?)```", text, flags=re.DOTALL)
-            assert card.strip() in result.stdout
-    for page_of in ("avg", "compared", "part"):
-        Page(Path("runs", page_of, "report.html").read_text(encoding="utf-8"))
-    assert "sweep-fraction-train" in page(Path("runs/part")).ids
-    result = CliRunner().invoke(
-        cli.app,
-        shlex.split("run --dataset npz --set data-dir=shapes.npz --method fedgh --clients 3 --rounds 1 --engine local")
-        + ["--set", "model=cnn-a", "--out", "runs/npz"],
-    )
-    assert result.exit_code == 0, result.output
-    assert report.write(Path("runs/npz")).is_file()
 
 
 # ---- in a browser ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,151 @@
+"""The walks of docs/own-data.md: scripts, settings, commands and what they print are read from the page and tried out.
+
+A block of code is a file with the name that stands before it, a `console` block holds commands, and a `text` block is
+what the commands before it have printed.
+"""
+
+from __future__ import annotations
+
+import re
+import runpy
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+import fedapp
+from fedapp import cli
+from fedapp.results.runs import read_run
+from tests.test_report import Page
+
+TEXT = (Path(__file__).parent.parent / "docs" / "own-data.md").read_text(encoding="utf-8")
+SECTIONS = {part.partition("\n")[0]: part for part in re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:]}
+WALKS = [title for title in SECTIONS if title[0].isdigit()]
+METHODS = {"1": "fedclassavg", "2": "lgfedavg", "3": "fedavg"}
+
+
+def blocks(section: str) -> Iterator[tuple[str, str, str]]:
+    """Yield the text before each block of code, its language, and its lines."""
+    yield from re.findall(r"(.*?)^```(\w+)\n(.*?)^```", section, flags=re.DOTALL | re.MULTILINE)
+
+
+def tried(command: str, rounds: int = 0) -> str:
+    """Run one command in the current folder and return what it prints; `rounds` = 0 leaves a comparison its length."""
+    program, *words = shlex.split(command)
+    if program == "python":
+        runpy.run_path(*words, run_name="__main__")
+        return ""
+    assert program == "fedapp", command
+    if words[0] == "compare":
+        words += ["--workers", "1"]  # a process less to start; the numbers are the same
+        words += ["--rounds", str(rounds)] if rounds else []
+    done = CliRunner().invoke(cli.app, words)
+    assert done.exit_code == 0, f"{command}\n{done.output}\n{done.exception!r}"
+    return done.stdout
+
+
+def walk(section: str, rounds: int = 0) -> list[str]:
+    """Do what a section says in the current folder; return its commands."""
+    commands: list[str] = []
+    printed = ""
+    for before, language, body in blocks(section):
+        if language == "console":
+            for command in body.splitlines():
+                printed = tried(command, rounds)
+                commands.append(command)
+        elif language == "text":
+            assert body.strip() in printed
+        else:
+            name = re.findall(rf"`([\w-]+\.{'py' if language == 'python' else language})`", before)[-1]
+            Path(name).write_text(body, encoding="utf-8")
+    return commands
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FEDAPP_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(0, marks=pytest.mark.slow, id="full")])
+@pytest.mark.parametrize("title", WALKS)
+def test_a_walk_ends_in_a_report_and_in_a_model_that_predicts(title: str, rounds: int, here: Path) -> None:
+    commands = walk(SECTIONS[title], rounds)
+    assert [c.split()[1] for c in commands if c.startswith("fedapp")] == ["partition", "compare", "report", "predict"]
+
+    (comparison,) = (here / "runs").iterdir()
+    results = pd.read_csv(comparison / "results.csv")
+    page = Page((comparison / "report.html").read_text(encoding="utf-8"))
+    assert len(results) == 3 and "Standalone" in page.said
+    words = shlex.split(commands[-1])
+    run, client, table = (words[words.index(option) + 1] for option in ("--run", "--client", "--out"))
+    assert run.endswith(METHODS[title[0]] + "-s0") and (here / run / "report.html").is_file()
+    if not rounds:
+        assert results["trained_last"].min() > largest_class(here / run), "all methods beat the largest class"
+
+    found = pd.read_csv(here / table)
+    net = fedapp.load(run, client=int(client) if client.isdigit() else client)
+    assert len(found) == {"1": 2, "2": 6, "3": 2}[title[0]]
+    assert set(found["class"]) <= set(net.classes) and found["probability"].between(1 / len(net.classes), 1).all()
+    assert np.allclose(found[[f"p_{name}" for name in net.classes]].sum(axis=1), 1, atol=1e-5)
+
+
+def largest_class(run: Path) -> float:
+    """Return the mean accuracy of always predicting a client's largest class."""
+    counts = np.array(read_run(run).card["train"])
+    return float((counts.max(axis=1) / counts.sum(axis=1)).mean())
+
+
+def test_the_three_walks_are_listed() -> None:
+    assert [title[0] for title in WALKS] == ["1", "2", "3"]
+    for title in WALKS:
+        anchor = re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+        assert f"](#{anchor})" in TEXT
+
+
+def test_links_within_the_page_lead_to_a_section() -> None:
+    anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in SECTIONS}
+    assert set(re.findall(r"\]\(#([^)]+)\)", TEXT)) <= anchors
+
+
+REFERENCE = [
+    line
+    for title, section in SECTIONS.items()
+    if title not in WALKS
+    for _, language, body in blocks(section)
+    if language == "console"
+    for line in body.splitlines()
+]
+
+
+@pytest.mark.parametrize("command", REFERENCE)
+def test_other_commands_have_options_that_exist(command: str) -> None:
+    program, name, *words = shlex.split(command)
+    shown = CliRunner().invoke(cli.app, [name, "--help"], terminal_width=200)
+    assert program == "fedapp" and shown.exit_code == 0
+    for option in (w for w in words if w.startswith("--")):
+        assert option in shown.output
+
+
+@pytest.mark.slow
+def test_the_other_commands_work_after_the_first_walk(here: Path) -> None:
+    for _, language, body in blocks(SECTIONS[WALKS[0]]):
+        if language == "python":
+            exec(compile(body, "own-data.md", "exec"), {})
+        elif language == "toml":
+            Path("shapes.toml").write_text(body, encoding="utf-8")
+    for command in REFERENCE:
+        if "FOLDER" not in command:
+            tried(command)
+    assert (here / "runs" / "part" / "report.html").is_file() and (here / "classes.csv").is_file()
+    (code,) = (body for _, language, body in blocks(SECTIONS["Pictures"]) if language == "python")
+    exec(compile(code, "own-data.md", "exec"), {})
+    tried(
+        "fedapp run --dataset npz --set data-dir=shapes.npz --method fedgh --clients 3 --rounds 1 --engine local "
+        "--set model=cnn-a --out runs/npz"
+    )
