@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 from typer.core import TyperGroup
 
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, plain
 
 
 class Commands(TyperGroup):
@@ -59,7 +59,7 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except BadRequest as e:
-        typer.echo(f"fedapp: {e}", err=True)
+        typer.echo(f"fedapp: {plain(e, whole=True)}", err=True)
         raise SystemExit(2) from None
     except Exception:
         traceback.print_exc()

@@ -17,7 +17,7 @@ from clients.base import FedClient
 from fedapp import config as configuration
 from fedapp import plugins, process
 from fedapp.config import RunConfig
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, plain
 from fedapp.learning.state import ClientStore, Expected, StateError
 from fedapp.learning.task import Task
 from fedapp.method import Arrays, Payload, Scalar
@@ -205,10 +205,10 @@ def _handle(stage: str, message: Message, context: Context) -> Message:
             metrics["seconds"] = time.perf_counter() - started
         return Message(reply_content(arrays, metrics, {**info, **facts}, config.wire_dtype), reply_to=message)
     except Exception as e:
-        plain = isinstance(e, (BadRequest, StateError))
-        if plain:
-            print(f"fedapp: this node cannot take part in {stage}: {e}", flush=True)
-        text = f"{type(e).__name__}: {e}" if plain else traceback.format_exc()
+        known = isinstance(e, (BadRequest, StateError))
+        if known:
+            print(f"fedapp: this node cannot take part in {stage}: {plain(e)}", flush=True)
+        text = f"{type(e).__name__}: {e}" if known else traceback.format_exc()
         text += process.out_of_memory(e) or ""
         failed: dict[str, Scalar] = {**info, "error": text, "stage": stage}
         number = context.node_config.get("client-id", context.node_config.get("partition-id"))

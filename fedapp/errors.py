@@ -14,6 +14,26 @@ class BadRequest(ValueError):
     """
 
 
+LINES, CHARACTERS = 40, 16_384
+"""Largest text of another machine that is kept."""
+
+
+def plain(text: object, whole: bool = False) -> str:
+    """Return text that came from another machine as it may stand in a terminal, a log or a table.
+
+    Everything that is not printed as itself, such as escape sequences, carriage returns and marks that turn the
+    direction of writing, is written as an escape (`\\x1b`). Lines and tabs stay. Of a long text the end is kept,
+    since the last line of a traceback says what happened; with `whole` all of it.
+    """
+    lines = (str(text) if whole else str(text)[-CHARACTERS:]).split("\n")
+    lines = lines if whole else lines[-LINES:]
+    return "\n".join("".join(c if c.isprintable() or c == "\t" else _escaped(c) for c in line) for line in lines)
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """Return `, did you mean '...'?` with the nearest known word, or an empty string."""
     near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)

@@ -20,6 +20,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result
 from flwr.serverapp.strategy.strategy_utils import sample_nodes
 
+from fedapp.errors import plain
 from fedapp.method import Arrays, ClientInfo, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.sampling import rng, sample_clients
 from fedapp.transport.records import Encoder, arrays_of, reject
@@ -186,7 +187,7 @@ class FlowerLoop(FedAvg):
                 arrived.append((arrival, message))
             else:  # the SuperLink answers in the place of a node that has left, or of a message that expired
                 reason = message.error.reason if message.has_error() else "it comes from an unknown node"
-                log(WARNING, "A reply to %s does not count: %s", kind, reason)
+                log(WARNING, "A reply to %s does not count: %s", kind, plain(reason))
         for arrival, message in sorted(arrived, key=lambda item: self._clients[item[1].metadata.src_node_id]):
             client = self._clients[message.metadata.src_node_id]
             try:
@@ -198,7 +199,7 @@ class FlowerLoop(FedAvg):
             except (KeyError, TypeError, ValueError, OverflowError) as e:
                 problem = str(e)
             if problem:
-                log(WARNING, "The reply of client %s to %s does not count: %s", client, kind, problem)
+                log(WARNING, "The reply of client %s to %s does not count: %s", client, kind, plain(problem))
             else:
                 yield reply, content
 

@@ -27,7 +27,7 @@ from fedapp.config import RunConfig
 from fedapp.engines import control, runner, supervise
 from fedapp.engines.control import Control, LaunchError
 from fedapp.engines.superlink import Outcome
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, plain
 from fedapp.results.directory import ANNOUNCED, absolute, cell, check_out, keep_rows, new_folder, run_name, write_json
 
 LOST_AFTER = 30.0
@@ -186,9 +186,9 @@ class RemoteRun:
         for line in lines:
             _, mark, event = line.partition(ANNOUNCED)
             if not mark:
-                self.printed = [*self.printed[-KEPT_LINES:], line]
+                self.printed = [*self.printed[-KEPT_LINES:], plain(line)]
                 with (self.here / "superlink.log").open("a", encoding="utf-8") as f:
-                    f.write(line + "\n")
+                    f.write(plain(line) + "\n")
                 continue
             with contextlib.suppress(ValueError):
                 self.event(json.loads(event))

@@ -22,7 +22,7 @@ from fedapp.engines import local as engines
 from fedapp.engines import resources
 from fedapp.engines.resources import ClientResources
 from fedapp.engines.superlink import Session
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, plain
 from fedapp.learning.task import ModelSpec
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import percent
@@ -57,7 +57,9 @@ class Follower:
 
     def line(self, text: str) -> None:
         """Print a line above the progress bar."""
-        (self.progress.console if self.progress is not None else self.console).print(text, markup=False)
+        (self.progress.console if self.progress is not None else self.console).print(
+            plain(text, whole=True), markup=False
+        )
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Show one event."""

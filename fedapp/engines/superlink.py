@@ -49,7 +49,7 @@ from flwr.common.config import flatten_dict
 from fedapp.engines import control, supervise
 from fedapp.engines.control import Control, LaunchError, stage
 from fedapp.engines.resources import cluster_address
-from fedapp.errors import BadRequest, suggest
+from fedapp.errors import BadRequest, plain, suggest
 
 CONNECTION = "fedapp"
 """Name of the connection in the session's private Flower configuration."""
@@ -102,9 +102,9 @@ class Outcome:
         if error:
             client = error.get("client")
             where = f" (client {client}, round {error['round']}, {error['stage']})" if client is not None else ""
-            say(f"the run failed{where}: {error.get('message')}\n{error.get('traceback', '')}")
+            say(plain(f"the run failed{where}: {error.get('message')}\n{error.get('traceback', '')}", whole=True))
         else:
-            say(f"the run failed: {self.status} {self.details}\n{self.log_tail}")
+            say(plain(f"the run failed: {self.status} {self.details}\n{self.log_tail}", whole=True))
         return 1
 
 

@@ -201,6 +201,8 @@ def run_name(config: RunConfig) -> str:
     return f"{config.method}-{config.dataset}-s{config.seed}"
 
 
+FORMULA = ("=", "+", "-", "@", "\t", "\r")
+"""How a cell begins that a spreadsheet takes for a formula."""
 LOCK = ".lock"
 ALLOWED_BEFORE = ("superlink.log", "progress.jsonl", "launch.log", LOCK)
 ANNOUNCED = "fedapp-event "
@@ -336,10 +338,21 @@ class RunDirectory:
 
 
 def cell(value: Any) -> Any:
-    """Write floats so that they read back to the same bits; NaN is an empty cell."""
+    """Write floats so that they read back to the same bits; NaN is an empty cell; text never becomes a formula.
+
+    A spreadsheet runs what begins with one of `FORMULA`, so an apostrophe is put before it.
+    """
     if isinstance(value, float):
         return "" if math.isnan(value) else (int(value) if value.is_integer() and abs(value) < 2**53 else repr(value))
-    return value
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) and not _number(value) else value
+
+
+def _number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def accuracy_summary(

@@ -22,7 +22,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedapp import process
-from fedapp.errors import BadRequest, described
+from fedapp.errors import BadRequest, described, plain
 from fedapp.method import ClientInfo, Method, Payload, Reply, Scalar
 from fedapp.transport import roster as rosters
 from fedapp.transport.records import Encoder, reject, reply_of
@@ -266,8 +266,8 @@ class ClientManager:
                     joined.append(self._registered(node, reply, online))
                 except BadRequest as e:
                     if strict and not isinstance(e, rosters.NotAdmitted):
-                        raise
-                    self.event({"kind": "warning", "text": f"a new node was left out: {e}"})
+                        raise BadRequest(plain(e)) from e
+                    self.event({"kind": "warning", "text": f"a new node was left out: {plain(e)}"})
             if not replies:
                 awaited = fresh & {node for node, _ in self._unregistered.values()}
                 if not awaited or time.monotonic() - now >= limit:
@@ -343,7 +343,7 @@ class ClientManager:
         for c in ids[1:]:
             clash = self._clash(method, self.infos[first], self.infos[c], self.facts[first], self.facts[c])
             if clash:
-                raise BadRequest(clash)
+                raise BadRequest(plain(clash))
         widths = {int(f["width"]) for f in self.facts.values()}
         if method.same_width and len(widths) > 1 and (method.shared != () or method.extra_up):
             raise BadRequest(
@@ -564,14 +564,15 @@ class ClientManager:
         return None
 
     def _drop(self, traffic: Traffic, server_round: int, client: int, stage: str, reason: str) -> None:
-        dropped = Dropped(server_round, client, stage, reason)
+        dropped = Dropped(server_round, client, plain(stage), plain(reason))
         traffic.dropped.append(dropped)
         self.event({"kind": "dropped", **dropped.as_dict()})
 
     def _note_error(self, server_round: int, client: int, stage: str, text: str) -> None:
         """Keep the first client error with its whole remote traceback."""
         if self.first_error is None:
-            where = {"client": client, "round": server_round, "stage": stage}
+            text = plain(text)
+            where = {"client": client, "round": server_round, "stage": plain(stage)}
             self.first_error = {**where, "message": _last_line(text), "traceback": text}
             self.event({"kind": "client-error", **self.first_error})
 

@@ -1,0 +1,112 @@
+"""Text of a client: escape sequences reach no terminal, cells are no formulas, pages stay escaped."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from flwr.app import ConfigRecord, Message
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from fedapp import cli
+from fedapp.engines.runner import Follower
+from fedapp.errors import CHARACTERS, LINES, BadRequest, plain
+from fedapp.results import report
+from fedapp.results.directory import cell
+from fedapp.transport.records import INFO
+from tests.liars import federate
+from tests.test_robust import QUICK
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\r\x9b31m\u202egnp.exe\x00\x7f\ud800[bold red]<script>alert(1)</script>"
+FORMULAS = ['=HYPERLINK("http://x","y")', "+1+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\tx", "\rx"]
+
+
+def harmless(text: str) -> bool:
+    return all(c.isprintable() or c in "\n\t" for c in text)
+
+
+def test_what_is_not_printed_as_itself_becomes_an_escape() -> None:
+    assert plain("\x1b[2J a\tb\nc\r") == "\\x1b[2J a\tb\nc\\r"
+    assert plain("\u202e\x9b\ud800\u2028") == "\\u202e\\x9b\\ud800\\u2028"
+    assert plain("Zürich, 東京 [bold]") == "Zürich, 東京 [bold]"
+    assert plain(BadRequest("\a")) == "\\x07"
+
+
+@given(st.text())
+def test_no_text_gets_through(text: str) -> None:
+    once = plain(text, whole=True)
+    assert harmless(once) and once.encode("utf-8").decode("utf-8") == once == plain(once, whole=True)
+    if harmless(text):
+        assert once == text
+
+
+def test_the_end_of_a_long_text_is_kept() -> None:
+    lines = [f"line {i}" for i in range(1000)]
+    assert plain("\n".join(lines)) == "\n".join(lines[-LINES:])
+    assert plain("x" * (CHARACTERS + 10) + "end") == "x" * (CHARACTERS - 3) + "end"
+    assert plain("\n".join(lines), whole=True).count("\n") == 999
+
+
+@pytest.mark.parametrize("text", FORMULAS)
+def test_text_is_no_formula_in_a_table(text: str) -> None:
+    assert cell(text) == "'" + text
+    assert cell(-2) == -2 and cell(-2.5) == "-2.5" and cell("-2.5") == "-2.5" and cell("train") == "train"
+
+
+def lying_text(text: str):  # type: ignore[no-untyped-def]
+    def lie(kind: str, reply: Message) -> Message:
+        if kind == "train":
+            reply.content[INFO] = ConfigRecord({"client": 0, "error": f"{text}\n{text}", "stage": text})
+        return reply
+
+    return lie
+
+
+@pytest.mark.parametrize("text", [HOSTILE.replace("\ud800", ""), FORMULAS[0]])
+def test_a_run_with_a_client_of_hostile_text(text: str, tmp_path: Path) -> None:
+    """Every file of the run, and every line that is shown while it runs."""
+    run = federate(tmp_path / "run", [0], lying_text(text), clients=3, min_replies=0.5, method="lgfedavg", **QUICK)
+    for name in ("dropped.csv", "progress.jsonl", "summary.json"):
+        assert harmless((run.out / name).read_text(encoding="utf-8")), name
+    with (run.out / "dropped.csv").open(newline="", encoding="utf-8") as f:
+        row = next(csv.DictReader(f))
+    assert row["client"] == "0" and not row["stage"].startswith("=") and not row["reason"].startswith("=")
+    events = [json.loads(line) for line in (run.out / "progress.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {e["kind"] for e in events} >= {"dropped", "client-error"}
+    screen = io.StringIO()
+    follower = Follower()
+    follower.console = Console(file=screen, force_terminal=True, highlight=False, width=4000)
+    for event in events:
+        follower(event)
+    assert "client 0" in screen.getvalue() and harmless(screen.getvalue())
+    if text in FORMULAS:
+        return
+    page = report.write(run.out).read_text(encoding="utf-8")
+    assert "<script>alert(1)" not in page and "\x1b" not in page
+
+
+def test_a_client_that_cannot_take_part_is_named_in_plain_text(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    def lie(kind: str, reply: Message) -> Message:
+        reply.content[INFO] = ConfigRecord({"client": 0, "error": HOSTILE.replace("\ud800", "")})
+        return reply
+
+    with pytest.raises(BadRequest, match="client 0 cannot take part") as e:
+        federate(tmp_path / "run", [0], lie, clients=2, method="lgfedavg", **QUICK)
+    assert harmless(str(e.value)) and harmless((tmp_path / "run" / "error.json").read_text(encoding="utf-8"))
+
+
+def test_the_command_line_prints_errors_in_plain_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def fails(**_: object) -> None:
+        raise BadRequest(HOSTILE)
+
+    monkeypatch.setattr(cli, "app", fails)
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert harmless(capsys.readouterr().err)
