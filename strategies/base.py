@@ -274,7 +274,7 @@ class FedStrategy(FlowerLoop):
     ) -> tuple[ServerState, RoundResult]:
         result = RoundResult("train", server_round)
         payloads = self.send_each(state, server_round, ids)
-        expected = self.expected(next(iter(manager.infos.values())).shapes)
+        expected = self.expected({name: array.shape for name, array in self.context.initial.items()})
         replies = manager.send_and_receive(
             "train", server_round, payloads, expected, self._checker(state), result.traffic, control
         )

@@ -25,7 +25,8 @@ from fedapp import process
 from fedapp.errors import BadRequest, described, plain
 from fedapp.method import ClientInfo, Method, Payload, Reply, Scalar
 from fedapp.transport import roster as rosters
-from fedapp.transport.records import Encoder, reject, reply_of
+from fedapp.transport.boundary import Contract, Refused, read, read_hello
+from fedapp.transport.records import Encoder
 
 Event = Callable[[dict[str, Any]], None]
 
@@ -40,6 +41,8 @@ LOOKS = 25_000
 messages for each of its nodes. A look takes 3 microseconds, under a lock that all messages need."""
 WORTH_SORTING = 2.0
 """Seconds that an exchange must take before sorting its messages saves time."""
+EXTRA_BYTES = 64 << 20
+"""Bytes that arrays beside the model's may have in every reply, such as a small second model."""
 HELD_BYTES = 1 << 30
 """Bytes of memory that replies may use while they wait for those of lower ids."""
 WORKER_DIED = (
@@ -52,6 +55,10 @@ WORKER_DIED = (
 )
 """Ray's errors for a process that no longer exists."""
 _DIGEST = re.compile(r"\A([0-9a-f]{32})?\Z")
+
+
+class LeftOut(BadRequest):
+    """A node whose statement about itself is none. The run goes on without it if enough clients are left."""
 
 
 class RoundFailed(RuntimeError):
@@ -149,6 +156,7 @@ class ClientManager:
         self._strangers: set[int] = set()
         # Unanswered requests by message id: the node, and when it was sent.
         self._unregistered: dict[str, tuple[int, float]] = {}
+        self._left_out: dict[int, str] = {}  # why, by node
         self._method: Method | None = None
         self._encoder = Encoder(settings.wire_dtype)
         self._lasted: dict[str, float] = {}
@@ -175,7 +183,8 @@ class ClientManager:
         while True:
             if self.register(strict=True) and self.settings.queued:
                 started = time.monotonic()
-            partitions = [int(f["partitions"]) for f in self.facts.values() if f.get("partitions")]
+            partitions = sorted(int(f["partitions"]) for f in self.facts.values() if f.get("partitions"))
+            partitions = partitions[len(partitions) // 2 :][:1]  # the median: one client alone cannot change it
             if expected == 0:
                 want = max(partitions, default=max(1, len(self.nodes)))
             elif partitions and min(partitions) < expected and len(self.nodes) >= min(partitions):
@@ -194,6 +203,10 @@ class ClientManager:
                     self.event({"kind": "warning", "text": f"{self._silent()}: starting without them"})
                 if late or not self._unregistered:
                     return [self.infos[c] for c in sorted(self.infos)]
+            if self._left_out and not self._unregistered and 0 < want - len(self.nodes) <= len(self._left_out):
+                if len(self.nodes) < needed_replies(self.settings.min_replies, want):
+                    raise BadRequest(next(iter(self._left_out.values())))
+                return [self.infos[c] for c in sorted(self.infos)]
             if self.settings.wait_timeout and now - started > self.settings.wait_timeout:
                 if len(self.nodes) >= needed_replies(self.settings.min_replies, want):
                     text = f"{self._waiting(want)} after {self.settings.wait_timeout:g} s: starting without them"
@@ -265,7 +278,9 @@ class ClientManager:
                 try:
                     joined.append(self._registered(node, reply, online))
                 except BadRequest as e:
-                    if strict and not isinstance(e, rosters.NotAdmitted):
+                    if isinstance(e, LeftOut):
+                        self._left_out[node] = plain(e)
+                    elif strict and not isinstance(e, rosters.NotAdmitted):
                         raise BadRequest(plain(e)) from e
                     self.event({"kind": "warning", "text": f"a new node was left out: {plain(e)}"})
             if not replies:
@@ -292,29 +307,23 @@ class ClientManager:
             reason = _reason(reply)
             self._note_error(0, -1, "register", reason)
             raise BadRequest(f"a client cannot take part: {_last_line(reason)}")
-        _, metrics, info, _ = reply_of(reply)
-        if "error" in info:
-            self._note_error(0, int(info.get("client", -1)), "register", str(info["error"]))
-            who = f"client {info['client']}" if int(info.get("client", -1)) >= 0 else "a client"
-            raise BadRequest(f"{who} cannot take part: {_last_line(str(info['error']))}")
-        client = int(info["client"])
+        hello = read_hello(reply)
+        if isinstance(hello, Refused):
+            if not hello.failed:
+                raise LeftOut(f"node {node} was left out: {hello.reason}")
+            who = hello.stage
+            self._note_error(0, int(who.split()[-1]) if who[-1].isdigit() else -1, "register", hello.reason)
+            raise BadRequest(f"{who} cannot take part: {_last_line(hello.reason)}")
+        client, info = hello.client, hello.info
         if self.roster is not None:
-            rosters.check(self.roster[node], client, int(metrics["num-examples"]))
+            rosters.check(self.roster[node], client, hello.count)
         if self.nodes.get(client, node) != node and self.nodes[client] in online:
             self._seen.discard(node)
             raise BadRequest(
                 f"two nodes are client {client}: give every node its own client-id or partition-id in node-config "
                 "(a node without a key that was killed and restarted counts twice for a minute)"
             )
-        shapes = {n: tuple(int(d) for d in s) for n, s in json.loads(str(info["shapes"])).items()}
-        newcomer = ClientInfo(
-            client,
-            int(metrics["num-examples"]),
-            str(info["model"]),
-            int(info["num-classes"]),
-            shapes,
-            json.loads(str(info.get("common", "{}"))),
-        )
+        newcomer = ClientInfo(client, hello.count, hello.model, hello.classes, hello.shapes, hello.common)
         others = [c for c in sorted(self.infos) if c != client]
         if self._method is not None and others:
             clash = self._clash(self._method, self.infos[others[0]], newcomer, self.facts[others[0]], info)
@@ -523,31 +532,44 @@ class ClientManager:
         traffic: Traffic,
         arrival: int,
     ) -> Reply | None:
-        problem: str | None
+        """Return a reply that counts, or None: then its reason is recorded. Nothing that a client sends is raised."""
+        contract = self._contract(client, stage, expected)
+        got = Refused(_reason(message), True, stage) if message.has_error() else read(message, contract)
+        if isinstance(got, Refused):
+            if got.failed:
+                stage = got.stage
+                self._note_error(server_round, client, stage, got.reason)
+            elif "answers as client" in got.reason:
+                self._seen.discard(self.nodes[client])  # it may register under its new id
+            self._drop(traffic, server_round, client, stage, _last_line(got.reason))
+            return None
+        reply = Reply(
+            client, int(got.metrics["num-examples"]), got.arrays, got.metrics, got.size, stage, arrival
+        )  # fmt: skip
+        problem = self._state_problem(client, got.info)
         try:
-            arrays, metrics, info, size = ({}, {}, {}, 0) if message.has_error() else reply_of(message)
-            error = _reason(message) if message.has_error() else info.get("error")
-            if error is not None:
-                stage = str(info.get("stage", stage))
-                self._note_error(server_round, client, stage, str(error))
-                self._drop(traffic, server_round, client, stage, _last_line(str(error)))
-                return None
-            problem = reject(arrays, expected, metrics)
-            if int(info.get("client", client)) != client:
-                self._seen.discard(self.nodes[client])
-                problem = f"the node now answers as client {info['client']}"
-            reply = Reply(client, int(metrics.get("num-examples", 0) or 0), arrays, metrics, size, stage, arrival)
-            problem = problem or self._state_problem(client, info) or check(reply)
-        except (KeyError, TypeError, ValueError, OverflowError) as e:
-            problem = f"the reply cannot be read: {e}"
+            problem = problem or check(reply)
+        except Exception as e:  # a method's own check is no boundary: what it did not foresee drops the reply too
+            problem = f"the reply cannot be read: {type(e).__name__}: {e}"
         if problem:
             self._drop(traffic, server_round, client, stage, problem)
             return None
-        if "state" in info:
-            self.states[client] = str(info["state"]), bool(info.get("state-binds", True))
+        if "state" in got.info:
+            self.states[client] = str(got.info["state"]), bool(got.info.get("state-binds", True))
         traffic.answered.append(client)
-        traffic.up += size
+        traffic.up += got.size
         return reply
+
+    def _contract(self, client: int, kind: str, expected: Mapping[str, tuple[int, ...]]) -> Contract:
+        """Return what a reply may hold: the server's own model, and what the method declares beside it."""
+        method, info = self._method, self.infos[client]
+        classes, width = info.num_classes, int(self.facts[client]["width"])
+        # One matrix per class is the most that any method asks for; a query for features asks for all of them.
+        most = EXTRA_BYTES + 4 * classes * width * (width + 1) + 16 * sum(math.prod(s) for s in expected.values())
+        most += 8 * info.num_samples * (width + 1) if kind == "query.features" else 0
+        allowed = (lambda name: kind != "evaluate" and method.allows(name)) if method else lambda name: True
+        of = method.id if method else "the method"
+        return Contract(client, kind, of, expected, allowed, most, info.num_samples, self.settings.wire_dtype)
 
     def _state_problem(self, client: int, info: Mapping[str, Any]) -> str | None:
         """Say what is wrong with what a client reports of its stored state; an older version reports nothing."""

@@ -14,7 +14,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDic
 from fedapp.method import Array, Arrays, Payload, Scalar
 
 ARRAYS, SCALARS, CONTROL, METRICS, INFO = "arrays", "scalars", "control", "metrics", "info"
-_CAST = "cast"
+CAST = "cast"
 
 
 def _narrow(array: Array, wire_dtype: str) -> Array:
@@ -49,7 +49,7 @@ class Encoder:
         arrays = {name: self.common(a) for name, a in payload.common.items()}
         arrays.update({name: self.one(a) for name, a in payload.arrays.items()})
         casts = {n: str(a.dtype) for n, a in payload.all().items() if str(a.dtype) != arrays[n].dtype}
-        header = ConfigRecord({**control, _CAST: json.dumps(casts)})
+        header = ConfigRecord({**control, CAST: json.dumps(casts)})
         content = RecordDict(
             {ARRAYS: ArrayRecord(arrays), SCALARS: ConfigRecord(dict(payload.scalars)), CONTROL: header}
         )
@@ -72,7 +72,7 @@ def payload_of(message: Message) -> tuple[Payload, dict[str, Any]]:
     """Decode a message of the server: the payload and the control values."""
     content = message.content
     control = dict(content.config_records.get(CONTROL, ConfigRecord()))
-    casts = str(control.pop(_CAST, "{}"))
+    casts = str(control.pop(CAST, "{}"))
     arrays = arrays_of(content.array_records.get(ARRAYS, ArrayRecord()), casts)
     scalars = dict(content.config_records.get(SCALARS, ConfigRecord()))
     return Payload(arrays=arrays, scalars=scalars), control  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def reply_content(
         {
             ARRAYS: ArrayRecord(encoded),
             METRICS: MetricRecord({k: _number(v) for k, v in metrics.items()}),
-            INFO: ConfigRecord({**info, _CAST: json.dumps(casts)}),
+            INFO: ConfigRecord({**info, CAST: json.dumps(casts)}),
         }
     )
 
@@ -109,7 +109,7 @@ def reply_of(message: Message) -> tuple[Arrays, dict[str, Any], dict[str, Any], 
     info = dict(content.config_records.get(INFO, ConfigRecord()))
     record = content.array_records.get(ARRAYS, ArrayRecord())
     sent = sum(wire_bytes(a) for a in record.values())
-    arrays = arrays_of(record, str(info.pop(_CAST, "{}")))
+    arrays = arrays_of(record, str(info.pop(CAST, "{}")))
     return arrays, dict(content.metric_records.get(METRICS, MetricRecord())), info, sent
 
 

@@ -1,0 +1,308 @@
+"""The one way in for a client's reply: all of it is checked against what the server expects before it is decoded.
+
+`read` never raises. A reply comes back as `Good`, or as `Refused` with the reason, whatever was sent. What is expected
+follows from the server's own model, never from what a client says of itself: names, shapes, dtypes, sizes, and ranges
+of all numbers. Sizes are checked before anything is decoded, so that no header can make the server ask for memory.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from flwr.app import Array as FlowerArray
+from flwr.app import ArrayRecord, Message
+
+from fedapp.method import Arrays
+from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, reject, reply_of
+
+NPY_HEADER = 256
+"""Bytes of an array's own header; NumPy's has 128."""
+FURTHER, METRICS_MOST, LIST_MOST = 4096, 256, 65_536
+"""Largest numbers of arrays beside the model's, of metrics, and of entries of one metric."""
+NAME_MOST, TEXT_MOST, INFO_MOST = 200, 4096, 16
+"""Largest lengths of a name and of a text, in characters, and number of facts."""
+COUNT_MOST = 10**9
+"""Largest sample count, class id or class count."""
+LARGE, LARGEST = 1e4, 1e8
+"""Largest values: of heads and of means of representations, and of anything else."""
+LOSS_MOST = 1e4
+"""Largest mean loss of one sample."""
+HELLO = {
+    "client": (0, 999_999),
+    "num-examples": (1, COUNT_MOST),
+    "num-classes": (2, 100_000),
+    "width": (1, 65_536),
+    "partitions": (0, 1_000_000),
+}
+"""Whole numbers that a client states about itself, with the smallest and the largest that are possible."""
+MODEL = re.compile(r"\A[\w.:,+-]{1,200}\Z")
+"""The name of an architecture."""
+DTYPES = ("float16", "float32", "float64", "int32", "int64")
+"""What further arrays, such as class means with their labels, may consist of."""
+NARROW = ("head.", "lar", "protos", "statistics/mean", "nh/")
+"""Beginnings of the names of arrays whose values are at most `LARGE`."""
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What one reply may hold.
+
+    Attributes
+    ----------
+    client : its id.   kind : type of the message that it answers.   method : id of the method, for messages.
+    arrays : shape by name of the model arrays that must be there.
+    further : says whether another array's name is allowed.
+    further_bytes : largest size of all other arrays together.
+    count : samples that the client stated when it registered.
+    wire_dtype : `fp32`, or `fp16` if float32 arrays travel in half precision.
+    """
+
+    client: int
+    kind: str
+    method: str
+    arrays: Mapping[str, tuple[int, ...]]
+    further: Callable[[str], bool]
+    further_bytes: int
+    count: int
+    wire_dtype: str = "fp32"
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a client states about itself when it registers; `info` is the rest of it."""
+
+    client: int
+    count: int
+    model: str
+    classes: int
+    shapes: dict[str, tuple[int, ...]]
+    common: dict[str, Any]
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Good:
+    """A reply that holds what it may hold; `size` is the bytes of its arrays as they were sent."""
+
+    arrays: Arrays
+    metrics: dict[str, Any]
+    info: dict[str, Any]
+    size: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why a reply does not count; `failed` = the client itself says that it failed, in `stage`."""
+
+    reason: str
+    failed: bool = False
+    stage: str = ""
+
+
+def read(message: Message, contract: Contract) -> Good | Refused:
+    """Return a client's reply, or why it does not count. Whatever was sent, nothing is raised."""
+    try:
+        return _read(message, contract)
+    except Exception as e:  # the last resort: what no rule above foresaw must not end the run
+        return Refused(f"the reply cannot be read: {type(e).__name__}: {str(e)[:TEXT_MOST]}")
+
+
+def _read(message: Message, contract: Contract) -> Good | Refused:
+    content = message.content
+    info = dict(content.config_records.get(INFO, {}))
+    if "error" in info:
+        stage = info.get("stage", contract.kind)
+        return Refused(str(info["error"]), True, str(stage)[:NAME_MOST] if isinstance(stage, str) else contract.kind)
+    record: Mapping[str, FlowerArray] = content.array_records.get(ARRAYS, ArrayRecord())
+    problem = (
+        _records_problem(content)
+        or _info_problem(info, contract)
+        or _arrays_problem(record, contract)
+        or _cast_problem(info, record, contract)
+    )
+    if problem:
+        return Refused(problem)
+    arrays, metrics, info, size = reply_of(message)
+    problem = (
+        reject(arrays, contract.arrays, metrics)
+        or _values_problem(arrays)
+        or _metrics_problem(metrics, contract)
+    )  # fmt: skip
+    return Refused(problem) if problem else Good(arrays, metrics, info, size)
+
+
+def read_hello(message: Message) -> Hello | Refused:
+    """Return what a client states about itself, or why that is none. Whatever was sent, nothing is raised."""
+    try:
+        return _read_hello(message)
+    except Exception as e:
+        return Refused(f"what it states about itself cannot be read: {type(e).__name__}: {str(e)[:TEXT_MOST]}")
+
+
+def _read_hello(message: Message) -> Hello | Refused:
+    content = message.content
+    info, metrics = dict(content.config_records.get(INFO, {})), dict(content.metric_records.get(METRICS, {}))
+    if "error" in info:
+        client = info.get("client", -1)
+        named = f"client {client}" if type(client) is int and client >= 0 else "a client"
+        return Refused(str(info["error"]), True, named)
+    if problem := _records_problem(content):
+        return Refused(problem)
+    if content.array_records.get(ARRAYS, ArrayRecord()) or len(info) > INFO_MOST:
+        return Refused("it sends more than facts about itself")
+    for name, (low, high) in HELLO.items():
+        value = metrics.get(name) if name == "num-examples" else info.get(name, 0 if name == "partitions" else None)
+        if type(value) is not int or not low <= value <= high:
+            return Refused(f"its {name} is {str(value)[:NAME_MOST]}, a whole number from {low} to {high} is needed")
+    texts = {"model": NAME_MOST, "classes": NAME_MOST, "shape": NAME_MOST, "shapes": 1 << 16, "common": 1 << 16}
+    for name, most in texts.items():
+        value = info.get(name, "{}" if name == "common" else "" if name == "classes" else None)
+        if not isinstance(value, str) or len(value) > most:
+            return Refused(f"its {name} is no text of at most {most} characters")
+    if not MODEL.match(str(info["model"])):
+        return Refused(f"its model '{info['model']}' is no name")
+    shapes, shape = json.loads(str(info["shapes"])), json.loads(str(info["shape"]))
+    common = json.loads(str(info.get("common", "{}")))
+    if not isinstance(shapes, dict) or len(shapes) > FURTHER or not all(map(_is_shape, shapes.values())):
+        return Refused("its shapes are not those of arrays")
+    if not _is_shape(shape) or not shape or not all(1 <= side <= 65_536 for side in shape):
+        return Refused(f"samples of shape {info['shape']} are not possible")
+    if not isinstance(common, dict) or not all(isinstance(v, (str, int, float)) for v in common.values()):
+        return Refused("its common facts are not plain values")
+    count: Any = metrics["num-examples"]
+    sized = {name: tuple(sides) for name, sides in shapes.items()}
+    return Hello(
+        int(info["client"]), count, str(info["model"]), int(info["num-classes"]), sized, common,
+        info,
+    )  # fmt: skip
+
+
+def _is_shape(sides: Any) -> bool:
+    if not isinstance(sides, list) or len(sides) > 8 or not all(type(s) is int and 0 <= s < 2**31 for s in sides):
+        return False
+    return math.prod(sides) < 2**40
+
+
+def _records_problem(content: Any) -> str | None:
+    found = (
+        (set(content.array_records), {ARRAYS}),
+        (set(content.metric_records), {METRICS}),
+        (set(content.config_records), {INFO}),
+    )
+    extra = [str(name)[:NAME_MOST] for names, known in found for name in names - known]
+    return f"it holds a record '{extra[0]}' that nobody asked for" if extra else None
+
+
+def _info_problem(info: Mapping[str, Any], contract: Contract) -> str | None:
+    if len(info) > INFO_MOST:
+        return f"it states {len(info)} facts, at most {INFO_MOST} are possible"
+    for name, value in info.items():
+        if not isinstance(value, (str, int, float, bool)):
+            return f"the fact '{name[:NAME_MOST]}' is a {type(value).__name__}"
+        if isinstance(value, str) and name != CAST and len(value) > TEXT_MOST:
+            return f"the fact '{name[:NAME_MOST]}' has {len(value)} characters, at most {TEXT_MOST} are possible"
+    client = info.get("client", contract.client)
+    if isinstance(client, bool) or not isinstance(client, int) or client != contract.client:
+        return f"the node now answers as client {str(client)[:NAME_MOST]}"
+    return None
+
+
+def _arrays_problem(record: Mapping[str, FlowerArray], contract: Contract) -> str | None:
+    """Say what is wrong with arrays as they were sent; nothing is decoded but their headers."""
+    missing = [name for name in contract.arrays if name not in record]
+    if missing:
+        return f"arrays missing: {', '.join(missing[:5])}"
+    if len(record) > len(contract.arrays) + FURTHER:
+        return f"it holds {len(record)} arrays, at most {len(contract.arrays) + FURTHER} are possible"
+    rest = 0
+    for name, array in record.items():
+        if len(name) > NAME_MOST:
+            return f"the name of an array has {len(name)} characters, at most {NAME_MOST} are possible"
+        if name not in contract.arrays:
+            rest += len(array.data)
+            if not contract.further(name):
+                return f"'{name}' is not an array that {contract.method} shares"
+        problem = _array_problem(name, array, contract)
+        if problem:
+            return problem
+    if rest > contract.further_bytes:
+        return f"arrays beside the model's have {rest} bytes, at most {contract.further_bytes} are possible"
+    return None
+
+
+def _array_problem(name: str, array: FlowerArray, contract: Contract) -> str | None:
+    shape = tuple(array.shape)
+    if not all(type(side) is int and 0 <= side < 2**31 for side in shape) or len(shape) > 8:
+        return f"'{name}' has shape {str(shape)[:NAME_MOST]}, which no array has"
+    if array.stype != "numpy.ndarray":
+        return f"'{name}' is stored as {str(array.stype)[:NAME_MOST]}, expected numpy.ndarray"
+    model = name in contract.arrays
+    allowed = ("float32", *(("float16",) if contract.wire_dtype == "fp16" else ())) if model else DTYPES
+    if array.dtype not in allowed:
+        return f"'{name}' has dtype {str(array.dtype)[:NAME_MOST]}, expected {' or '.join(allowed)}"
+    if model and shape != tuple(contract.arrays[name]):
+        return f"'{name}' has shape {shape}, expected {tuple(contract.arrays[name])}"
+    size = math.prod(shape) * np.dtype(array.dtype).itemsize
+    if not size < len(array.data) <= size + NPY_HEADER:
+        return f"'{name}' has {len(array.data)} bytes, {array.dtype} of shape {shape} has {size}"
+    stream = io.BytesIO(array.data[:NPY_HEADER])
+    try:
+        np.lib.format.read_magic(stream)
+        written, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
+    except Exception:
+        return f"'{name}' does not begin as an array does"
+    if (written, fortran, str(dtype)) != (shape, False, array.dtype) or stream.tell() + size != len(array.data):
+        return f"'{name}' is not what its record says: {dtype} of shape {str(written)[:NAME_MOST]}"
+    return None
+
+
+def _cast_problem(info: Mapping[str, Any], record: Mapping[str, FlowerArray], contract: Contract) -> str | None:
+    """Say what is wrong with the note of what was narrowed: it follows from the server's setting."""
+    narrowed = {n: "float32" for n, a in record.items() if a.dtype == "float16" and contract.wire_dtype == "fp16"}
+    stated = info.get(CAST, "{}")
+    return None if stated == json.dumps(narrowed) else "it names other dtypes than its arrays were narrowed from"
+
+
+def _values_problem(arrays: Arrays) -> str | None:
+    for name, array in arrays.items():
+        if not array.size:
+            continue
+        limit: float = COUNT_MOST
+        if np.issubdtype(array.dtype, np.floating):
+            limit = LARGE if name.startswith(NARROW) else LARGEST
+        low, high = array.min(), array.max()
+        if not (-limit <= low and high <= limit):
+            return f"'{name}' holds values from {low:g} to {high:g}, possible are -{limit:g} to {limit:g}"
+    return None
+
+
+def _metrics_problem(metrics: Mapping[str, Any], contract: Contract) -> str | None:
+    if len(metrics) > METRICS_MOST:
+        return f"it holds {len(metrics)} metrics, at most {METRICS_MOST} are possible"
+    for name, value in metrics.items():
+        if len(name) > NAME_MOST:
+            return f"the name of a metric has {len(name)} characters, at most {NAME_MOST} are possible"
+        if isinstance(value, list) and len(value) > LIST_MOST:
+            return f"'{name}' has {len(value)} numbers, at most {LIST_MOST} are possible"
+        numbers = value if isinstance(value, list) else [value]
+        if any(math.isinf(v) for v in numbers):
+            return f"'{name}' is {str(value)[:NAME_MOST]}"
+    count = metrics["num-examples"]
+    if not isinstance(count, int) or count != contract.count:
+        return f"num-examples is {count}, but the client registered with {contract.count}"
+    for name, value in metrics.items():
+        if not name.endswith("-total"):
+            continue
+        correct, loss = (metrics.get(name.removesuffix("total") + part, 0) for part in ("correct", "loss-sum"))
+        if not isinstance(value, int) or not isinstance(correct, int) or not 0 <= correct <= value <= COUNT_MOST:
+            return f"'{name}' is {value!r} with {correct!r} of them correct"
+        if isinstance(loss, list) or loss < 0 or loss > LOSS_MOST * value:  # a model that diverged has the loss NaN
+            return f"the loss over '{name}' = {value} is {loss!r}"
+    return None

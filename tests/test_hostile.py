@@ -1,0 +1,294 @@
+"""Hostile replies and registrations: each is refused with a reason, nothing is raised, honest clients stay as they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array as FlowerArray
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedapp.learning.state import read_safetensors
+from fedapp.transport import boundary
+from fedapp.transport.boundary import Contract, Good, Hello, Refused
+from fedapp.transport.local_grid import _identify
+from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, reply_content
+from tests.liars import federate
+from tests.test_robust import QUICK
+
+SHAPES = {"head.weight": (10, 4), "head.bias": (10,)}
+CONTRACT = Contract(1, "train", "lgfedavg", SHAPES, {"labels", "lar"}.__contains__, 10_000, 7)
+FP16 = dataclasses.replace(CONTRACT, wire_dtype="fp16")
+EVALUATION = dataclasses.replace(CONTRACT, kind="evaluate", arrays={}, further=lambda name: False)
+SCORES = {"received-correct": 3, "received-total": 5, "received-loss-sum": 4.5, "train-loss": 0.5}
+
+
+def message(content: RecordDict) -> Message:
+    _identify(1)
+    return Message(content, 1001, "train")
+
+
+def honest(wire: str = "fp32", **metrics: Any) -> RecordDict:
+    rng = np.random.default_rng(0)
+    arrays = {n: rng.normal(size=s).astype(np.float32) for n, s in SHAPES.items()}
+    return reply_content(arrays, {"num-examples": 7, **SCORES, **metrics}, {"client": 1, "model": "digits-a"}, wire)
+
+
+Change = Callable[[RecordDict], None]
+
+
+def put(name: str, array: np.ndarray) -> Change:
+    return lambda c: c[ARRAYS].__setitem__(name, FlowerArray(array))
+
+
+def raw(**fields: Any) -> Change:
+    """Change what a record says of the bias, or its bytes."""
+
+    def change(content: RecordDict) -> None:
+        array = content[ARRAYS]["head.bias"]
+        for name, value in fields.items():
+            setattr(array, name, value)
+
+    return change
+
+
+def metric(name: str, value: Any) -> Change:
+    return lambda c: c[METRICS].__setitem__(name, value)
+
+
+def info(name: str, value: Any) -> Change:
+    return lambda c: c[INFO].__setitem__(name, value)
+
+
+def many_arrays(content: RecordDict) -> None:
+    one = FlowerArray(np.zeros(1, np.float32))
+    content[ARRAYS] = ArrayRecord({**dict(content[ARRAYS].items()), **{f"more{i}": one for i in range(20_000)}})
+
+
+def many_metrics(content: RecordDict) -> None:
+    content[METRICS] = MetricRecord({**dict(content[METRICS].items()), **{f"m{i}": 1 for i in range(50_000)}})
+
+
+BIAS = np.zeros(10, np.float32)
+
+
+def npy(array: np.ndarray) -> bytes:
+    return FlowerArray(array).data
+
+
+REFUSED: dict[str, tuple[Change, str]] = {
+    "NaN": (put("head.bias", BIAS * np.nan), "NaN or infinity"),
+    "3e38": (put("head.bias", np.full(10, 3e38, np.float32)), "possible are"),
+    "just too large": (put("head.bias", np.full(10, 10_001, np.float32)), "possible are"),
+    "float64": (put("head.bias", BIAS.astype(np.float64)), "dtype float64"),
+    "longdouble": (put("head.bias", BIAS.astype(np.longdouble)), "dtype"),
+    "complex": (put("head.bias", BIAS.astype(np.complex64)), "dtype complex64"),
+    "float16 that nobody asked for": (put("head.bias", BIAS.astype(np.float16)), "dtype float16"),
+    "pickle": (raw(dtype="object"), "dtype object"),
+    "garbage": (raw(data=b"garbage"), "7 bytes"),
+    "garbage of the right length": (raw(data=b"x" * 168), "does not begin as an array"),
+    "no bytes": (raw(data=b""), "0 bytes"),
+    "unknown dtype": (raw(dtype="zork"), "dtype zork"),
+    "negative side": (raw(shape=(-10,)), "which no array has"),
+    "claimed side of 2**40": (raw(shape=(2**40,)), "which no array has"),
+    "other serialisation": (raw(stype="pickle"), "stored as pickle"),
+    "transposed": (put("head.weight", np.zeros((4, 10), np.float32)), "shape (4, 10), expected (10, 4)"),
+    "header of another shape": (raw(data=npy(np.zeros((2, 5), np.float32))), "not what its record says"),
+    "header of another dtype": (raw(data=npy(np.zeros(10, np.int32))), "not what its record says"),
+    "Fortran order": (raw(shape=(10,), data=npy(BIAS)[:8] + npy(BIAS)[8:].replace(b"False", b"True ", 1)), "not what"),
+    "missing array": (lambda c: c[ARRAYS].__delitem__("head.bias"), "arrays missing: head.bias"),
+    "further array": (put("head.evil", BIAS), "not an array that lgfedavg shares"),
+    "20,000 further arrays": (many_arrays, "20002 arrays"),
+    "name of 10 MB": (put("labels" * 1_700_000, BIAS), "the name of an array has"),
+    "much in an allowed array": (put("lar", np.zeros((100, 30), np.float32)), "at most 10000"),
+    "class ids beyond all": (put("labels", np.array([2**62])), "possible are"),
+    "1e30 in a class mean": (put("lar", np.full((2, 4), 1e30, np.float32)), "possible are"),
+    "no records": (lambda c: [c.pop(n) for n in list(c)], "arrays missing"),  # type: ignore[dict-item]
+    "second record of arrays": (lambda c: c.__setitem__("more", ArrayRecord()), "a record 'more'"),
+    "second record of metrics": (lambda c: c.__setitem__("more", MetricRecord()), "a record 'more'"),
+    "cast that is no JSON": (info(CAST, "{"), "narrowed"),
+    "deep cast": (info(CAST, "[" * 200_000), "narrowed"),
+    "cast null": (info(CAST, "null"), "narrowed"),
+    "cast to object": (info(CAST, json.dumps({"head.bias": "object"})), "narrowed"),
+    "cast that asks for memory": (info(CAST, json.dumps({"head.bias": "(2000000000,)f4"})), "narrowed"),
+    "count inf": (metric("num-examples", math.inf), "num-examples is inf"),
+    "count NaN": (metric("num-examples", math.nan), "num-examples is nan"),
+    "count list": (metric("num-examples", [1, 2]), "num-examples is [1, 2]"),
+    "count 0.4": (metric("num-examples", 0.4), "num-examples is 0.4"),
+    "count -7": (metric("num-examples", -7), "num-examples is -7"),
+    "count 1e18": (metric("num-examples", 10**18), "registered with 7"),
+    "count one more": (metric("num-examples", 8), "registered with 7"),
+    "total list": (metric("received-total", [1, 2]), "'received-total' is [1, 2]"),
+    "total inf": (metric("received-total", math.inf), "'received-total' is inf"),
+    "total 0": (metric("received-total", 0), "'received-total' is 0"),
+    "correct 1e9": (metric("received-correct", 10**9), "1000000000 of them correct"),
+    "correct one too many": (metric("received-correct", 6), "6 of them correct"),
+    "loss below 0": (metric("received-loss-sum", -1.0), "the loss over"),
+    "loss -inf": (metric("train-loss", -math.inf), "'train-loss' is -inf"),
+    "50,000 metrics": (many_metrics, "at most 256"),
+    "long list": (metric("fomo-weights", [0.5] * 100_000), "at most 65536"),
+    "client inf": (info("client", math.inf), "answers as client inf"),
+    "other client": (info("client", 0), "answers as client 0"),
+    "client as truth": (info("client", True), "answers as client True"),
+    "fact that is a list": (info("more", [1, 2]), "is a list"),
+    "long fact": (info("more", "x" * 5000), "at most 4096"),
+    "many facts": (lambda c: [info(f"f{i}", 1)(c) for i in range(20)] and None, "at most 16"),
+    "error of 20 MB": (info("error", "x" * 20_000_000), "x"),
+    "error that is a number": (info("error", 5), "5"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_hostile_reply_is_refused_with_a_reason(what: str) -> None:
+    change, reason = REFUSED[what]
+    content = honest()
+    change(content)
+    got = boundary.read(message(content), CONTRACT)
+    assert isinstance(got, Refused) and reason in got.reason, got
+
+
+def test_honest_replies_pass_as_they_are() -> None:
+    for wire, contract in (("fp32", CONTRACT), ("fp16", FP16)):
+        got = boundary.read(message(honest(wire)), contract)
+        assert isinstance(got, Good) and all(a.dtype == np.float32 for a in got.arrays.values()), got
+        assert got.metrics["num-examples"] == 7 and got.info["client"] == 1
+    tiny = honest()
+    put("head.bias", np.full(10, 1e-45, np.float32))(tiny)
+    metric("train-loss", math.nan)(tiny)
+    assert isinstance(boundary.read(message(tiny), CONTRACT), Good)
+
+
+@pytest.mark.parametrize("value", [1e5, 6.5e4])
+def test_half_precision_is_bounded_too(value: float) -> None:
+    content = honest("fp16")
+    with np.errstate(over="ignore"):
+        put("head.bias", np.full(10, value).astype(np.float16))(content)
+    assert isinstance(boundary.read(message(content), FP16), Refused)
+
+
+def test_an_evaluation_holds_no_arrays() -> None:
+    got = boundary.read(message(honest()), EVALUATION)
+    assert isinstance(got, Refused) and "not an array" in got.reason
+
+
+ANY = st.one_of(st.none(), st.text(max_size=20), st.binary(max_size=20), st.integers(), st.floats())
+
+
+@given(dtype=st.text(max_size=12), shape=st.lists(st.integers(), max_size=4), data=st.binary(max_size=300))
+def test_no_bytes_of_an_array_raise(dtype: str, shape: list[int], data: bytes) -> None:
+    for name in (dtype, "float32"):
+        content = honest()
+        raw(dtype=name, shape=tuple(shape), data=data)(content)
+        assert isinstance(boundary.read(message(content), CONTRACT), Refused)
+
+
+@given(name=st.text(max_size=12), value=st.one_of(st.integers(), st.floats(), st.lists(st.floats(), max_size=3)))
+def test_no_metric_raises(name: str, value: Any) -> None:
+    content = honest()
+    content[METRICS].__dict__.setdefault("_data", {})[name] = value  # past Flower's own check of types
+    assert isinstance(boundary.read(message(content), CONTRACT), (Good, Refused))
+
+
+# ---- registration ----------------------------------------------------------------------------------------------------
+
+
+def hello(**changes: Any) -> RecordDict:
+    facts: dict[str, Any] = {
+        "client": 1, "model": "digits-a", "num-classes": 10, "shape": "[1, 8, 8]", "width": 64, "common": "{}",
+        "shapes": json.dumps({n: list(s) for n, s in SHAPES.items()}), "partitions": 4, "classes": "", CAST: "{}",
+        **{name.replace("_", "-"): value for name, value in changes.items() if name != "count"},
+    }  # fmt: skip
+    content = RecordDict({ARRAYS: ArrayRecord(), METRICS: MetricRecord({"num-examples": 7})})
+    if "count" in changes:
+        content[METRICS]["num-examples"] = changes["count"]
+    content[INFO] = ConfigRecord({n: v for n, v in facts.items() if v is not None})
+    return content
+
+
+def test_an_honest_registration_passes() -> None:
+    got = boundary.read_hello(message(hello()))
+    assert isinstance(got, Hello) and got.shapes == SHAPES and (got.client, got.count, got.classes) == (1, 7, 10)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"client": None}, "its client is None"),
+        ({"client": -5}, "its client is -5"),
+        ({"client": 2**62}, "its client is"),
+        ({"shapes": None}, "its shapes is no text"),
+        ({"shapes": "{"}, "cannot be read"),
+        ({"shapes": "[" * 60_000}, "cannot be read"),
+        ({"shapes": json.dumps({"head.bias": [2**40]})}, "not those of arrays"),
+        ({"shapes": json.dumps({"head.bias": [2**30, 2**30]})}, "not those of arrays"),
+        ({"shapes": json.dumps({"x" * 70_000: [1]})}, "no text of at most"),
+        ({"width": None}, "its width is None"),
+        ({"width": 2**40}, "its width is"),
+        ({"num_classes": 1}, "its num-classes is 1"),
+        ({"model": "a b\x1b[2J"}, "is no name"),
+        ({"shape": "x"}, "cannot be read"),
+        ({"shape": "[0, 8, 8]"}, "not possible"),
+        ({"count": [1]}, "its num-examples is [1]"),
+        ({"count": math.inf}, "its num-examples is inf"),
+        ({"count": 10**18}, "its num-examples is"),
+        ({"partitions": -1}, "its partitions is -1"),
+        ({"common": json.dumps({"a": [1]})}, "common facts"),
+    ],
+)
+def test_a_hostile_registration_is_refused(changes: dict[str, Any], reason: str) -> None:
+    got = boundary.read_hello(message(hello(**changes)))
+    assert isinstance(got, Refused) and not got.failed and reason in got.reason, got
+
+
+# ---- whole runs ------------------------------------------------------------------------------------------------------
+
+
+def answer(change: Change) -> Callable[[str, Message], Message]:
+    def lie(kind: str, reply: Message) -> Message:
+        if kind == "train":
+            change(reply.content)
+        return reply
+
+    return lie
+
+
+def final_bits(out: Path) -> tuple[str, dict[str, bytes]]:
+    table = (out / "rounds.csv").read_text(encoding="utf-8").splitlines()[1].split(",")[2]
+    return table, {n: a.tobytes() for n, a in read_safetensors(out / "models" / "last.safetensors")[0].items()}
+
+
+def test_a_liar_changes_nothing_for_the_honest_ones(tmp_path: Path) -> None:
+    """Whatever is refused, the result equals bit for bit that of a run in which the client fails."""
+    lies: dict[str, Change] = {
+        "failed": info("error", "ValueError: boom"), "count": metric("num-examples", 10**18),
+        "huge": lambda c: put("head.bias", np.full(c[ARRAYS]["head.bias"].shape, 3e38, np.float32))(c),
+        "deep cast": info(CAST, "[" * 200_000), "total": metric("received-total", [1, 2]),
+    }  # fmt: skip
+    found = {}
+    for what, change in lies.items():
+        run = federate(tmp_path / what, [1], answer(change), 4, method="lgfedavg", min_replies=0.5, **QUICK)
+        assert run.summary["ok"] and run.summary["dropped"] == 1, what
+        found[what] = final_bits(run.out)
+    assert all(bits == found["failed"] for bits in found.values())
+
+
+def test_a_hostile_registration_is_left_out_and_the_run_goes_on(tmp_path: Path) -> None:
+    def lie(kind: str, reply: Message) -> Message:
+        if kind == "query.register":
+            reply.content[INFO]["shapes"] = "{"
+        return reply
+
+    run = federate(tmp_path / "run", [1], lie, 4, method="lgfedavg", min_replies=0.5, **QUICK)
+    assert run.summary["ok"] and run.summary["clients"] == 3
+    events = [json.loads(line) for line in (run.out / "progress.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert any("left out" in e.get("text", "") for e in events)
+    with pytest.raises(Exception, match="was left out"):
+        federate(tmp_path / "strict", [1], lie, 4, method="lgfedavg", **QUICK)
