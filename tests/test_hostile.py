@@ -1,4 +1,4 @@
-"""Hostile replies and registrations: each is refused with a reason, nothing is raised, honest clients stay as they are."""
+"""Hostile replies and registrations: each is refused with a reason, nothing is raised, honest clients are as before."""
 
 from __future__ import annotations
 

@@ -148,7 +148,8 @@ def read_hello(message: Message) -> Hello | Refused:
 
 def _read_hello(message: Message) -> Hello | Refused:
     content = message.content
-    info, metrics = dict(content.config_records.get(INFO, {})), dict(content.metric_records.get(METRICS, {}))
+    info: dict[str, Any] = dict(content.config_records.get(INFO, {}))
+    metrics: dict[str, Any] = dict(content.metric_records.get(METRICS, {}))
     if "error" in info:
         client = info.get("client", -1)
         named = f"client {client}" if type(client) is int and client >= 0 else "a client"
@@ -163,7 +164,7 @@ def _read_hello(message: Message) -> Hello | Refused:
             return Refused(f"its {name} is {str(value)[:NAME_MOST]}, a whole number from {low} to {high} is needed")
     texts = {"model": NAME_MOST, "classes": NAME_MOST, "shape": NAME_MOST, "shapes": 1 << 16, "common": 1 << 16}
     for name, most in texts.items():
-        value = info.get(name, "{}" if name == "common" else "" if name == "classes" else None)
+        value = info.get(name, {"common": "{}", "classes": ""}.get(name))
         if not isinstance(value, str) or len(value) > most:
             return Refused(f"its {name} is no text of at most {most} characters")
     if not MODEL.match(str(info["model"])):
@@ -176,10 +177,9 @@ def _read_hello(message: Message) -> Hello | Refused:
         return Refused(f"samples of shape {info['shape']} are not possible")
     if not isinstance(common, dict) or not all(isinstance(v, (str, int, float)) for v in common.values()):
         return Refused("its common facts are not plain values")
-    count: Any = metrics["num-examples"]
     sized = {name: tuple(sides) for name, sides in shapes.items()}
     return Hello(
-        int(info["client"]), count, str(info["model"]), int(info["num-classes"]), sized, common,
+        int(info["client"]), int(metrics["num-examples"]), str(info["model"]), int(info["num-classes"]), sized, common,
         info,
     )  # fmt: skip
 
