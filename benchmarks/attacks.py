@@ -151,7 +151,7 @@ class AttackedGrid(LocalGrid):
             for reply in liars:
                 reply.content.metric_records[records.METRICS]["num-examples"] = 10**9
         if kind == "train" and self.attack not in ("flip", "count", *ON_STATISTICS):
-            others = [r for r in replies if r not in liars and not r.has_error()]
+            others = [r for r in replies if not any(r is x for x in liars) and not r.has_error()]
             for reply in liars:
                 self._change_arrays(reply, others)
         if kind == "query.statistics" and self.attack in ON_STATISTICS:
@@ -170,6 +170,8 @@ class AttackedGrid(LocalGrid):
     def _change_arrays(self, reply: Message, others: Sequence[Message]) -> None:
         arrays, sent = self._arrays(reply), self.sent[reply.metadata.src_node_id]
         names = [n for n, a in arrays.items() if a.dtype.kind == "f"]
+        if not names:
+            return  # the liar has failed by itself
         own = self._update(reply, names)
         alike = [r for r in others if all(_same(self._arrays(r), arrays, n) for n in names)]
         if self.attack in ("min-max", "little") and len(alike) < 2:
