@@ -258,7 +258,8 @@ def table(known: Mapping[str, Any]) -> str:
     about = known["machine"]
     lines = [
         f"`python -m benchmarks.attacks`, seeds {', '.join(map(str, seeds))}, {about}. {CLIENTS} clients, of which 0 "
-        f"and 1 lie, digits, Dirichlet 0.5, 8 rounds, `robust-f = {F}`, `min-replies = 0.7`. A cell is the mean over seeds of the honest "
+        f"and 1 lie, digits, Dirichlet 0.5, 8 rounds, `robust-f = {F}`, `min-replies = 0.7`. "
+        "A cell is the mean over seeds of the honest "
         "clients' received accuracy with its lowest value in brackets; for the backdoor, its success follows. `†`: a "
         "run ended with an error and counts as 0. Cells with fewer than three seeds say how many.",
     ]  # fmt: skip
