@@ -13,6 +13,7 @@ from tests.house import FILES, FLOOR, MODULES, PICTURE, ROOT, imports, module, p
 FLOWER = {
     "fedapp/client_app.py",
     "fedapp/server_app.py",
+    "fedapp/transport/boundary.py",
     "fedapp/transport/records.py",
     "fedapp/transport/client_manager.py",
     "fedapp/transport/local_grid.py",
