@@ -360,7 +360,8 @@ class Run(Callbacks):
             )
             return
         self.inputs = data.inputs
-        self.about = described(data.inputs, data.dataset.classes)
+        # Where each client normalises by itself, the server's model goes with no transform.
+        self.about = {} if data.own_moments else described(data.inputs, data.dataset.classes)
         card = data_card(data.dataset, data.partition)
         saved = self.out / "partition.npz"
         if self.done and saved.is_file() and partitions.Partition.load(saved).hash != data.partition.hash:

@@ -175,6 +175,7 @@ def test_size_and_normalisation_are_those_that_torchvision_states() -> None:
     wanted = replace(inputs, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225))
     assert simulated.with_weights(config, inputs) == wanted
     assert simulated.with_weights(config.replaced(weights=""), inputs) == inputs
+    assert simulated.with_weights(config.replaced(normalise="data"), inputs) == inputs
     assert simulated.with_weights(config.replaced(model=NET), inputs) == inputs
     assert config.replaced(model=NET).model_options.side == 0 and config.replaced(weights="").model_options.side == 0
 

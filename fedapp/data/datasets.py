@@ -400,7 +400,7 @@ def _finish(store: Store, name: str, built: Built) -> dict[str, Any]:
     if facts and len(facts.mean) == x.shape[3]:
         mean, std = facts.mean, facts.std
     else:
-        mean, std = _moments(x, scale) if own.kind == "image" else _float_moments(x)
+        mean, std = moments(x, scale)
     classes = own.classes
     if classes is None:
         classes = facts.classes if facts else _numbers(int(own.arrays["y_train"].max()) + 1)
@@ -418,6 +418,16 @@ def _finish(store: Store, name: str, built: Built) -> dict[str, Any]:
         "categories": {name: list(found) for name, found in own.categories.items()},
         "skipped": own.skipped,
     }
+
+
+def moments(x: Samples, scale: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and standard deviation (ddof 0) of samples / scale: per channel, or per feature of a table.
+
+    Parameters
+    ----------
+    x : images uint8 (N, H, W, C), all others float32 (N, C, ...), scale 1; NaN are left out.
+    """
+    return _image_moments(x, scale) if x.dtype == np.uint8 else _float_moments(x)
 
 
 def _float_moments(x: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -444,7 +454,7 @@ def _binary(x: np.ndarray) -> list[bool]:
     return [len(np.unique(column[~np.isnan(column)])) <= 2 for column in x.T]
 
 
-def _moments(images: UInt8, scale: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _image_moments(images: UInt8, scale: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation (ddof 0) of images / scale per channel, exact: from counts of the 256 grey levels."""
     levels = np.arange(256) / scale
     means, stds = [], []

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fedapp.config import RunConfig
 from fedapp.data import partitions
+from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest
 from fedapp.learning.evaluation import batched
 from fedapp.learning.state import StateError, read_safetensors
@@ -83,6 +84,19 @@ def data_of(run: RunResult) -> FederatedData:
     if data.partition.hash != run.card.get("hash"):
         raise Unavailable("the data or their partition have changed since the run", "fedapp run ... --out NEW")
     return data
+
+
+def inputs_of(run: RunResult) -> InputSpec:
+    """Return how the samples of a run are normalised.
+
+    Raises
+    ------
+    Unavailable : see `data_of`; or every client does it by itself, so no two see an image alike.
+    """
+    data = data_of(run)
+    if data.own_moments:
+        raise Unavailable("each client normalises its own images (normalise = client)")
+    return data.inputs
 
 
 def client_folders(run: RunResult) -> dict[int, Path]:
@@ -232,7 +246,7 @@ def represent(run: RunResult, model: SplitModel, x: Tensor, activated: bool = Tr
     activated : the input of the head; False = the trunk's output before the last activation.
     """
     trunk = model.represent if activated else model.features
-    rows: NDArray[np.float32] = batched(trunk, x, data_of(run).inputs).float().numpy()
+    rows: NDArray[np.float32] = batched(trunk, x, inputs_of(run)).float().numpy()
     return rows
 
 

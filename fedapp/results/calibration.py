@@ -28,6 +28,7 @@ from fedapp.results.analysis import (
     global_arrays,
     global_model,
     initial_arrays,
+    inputs_of,
     method_of,
     probe,
     represent,
@@ -57,7 +58,7 @@ def output_of(run: RunResult, model: SplitModel, layer: str, x: Tensor) -> NDArr
     kept: list[Tensor] = []
     handle = layers_of(model)[layer].register_forward_hook(functools.partial(_keep_output, kept))
     try:
-        batched(model, x, data_of(run).inputs)
+        batched(model, x, inputs_of(run))
     finally:
         handle.remove()
     rows: NDArray[np.float32] = torch.cat(kept).numpy()
@@ -174,7 +175,7 @@ def calibration_embedding(run: RunResult, points: int = 1000) -> Repair:
     x, y = probe(run, points)
     trained, repaired = global_model(run, calibrated=False), global_model(run)
     z = represent(run, trained, x)
-    inputs = data_of(run).inputs
+    inputs = inputs_of(run)
     before, after = (batched(m, x, inputs).argmax(1).numpy().astype(np.int64) for m in (trained, repaired))
     return Repair(embed(z, run.seed), y, before, after)
 
@@ -286,7 +287,7 @@ def _inputs_of_the_head(
     images, labels = data.dataset.take(indices)
 
     def seen(x: Tensor) -> NDArray[np.float32]:
-        rows: NDArray[np.float32] = batched(lambda b: model.head_input(model.represent(b)), x, data.inputs).numpy()
+        rows: NDArray[np.float32] = batched(lambda b: model.head_input(model.represent(b)), x, inputs_of(run)).numpy()
         return rows
 
     y, test_y = (np.asarray(v, dtype=np.int64) for v in (labels, tests[1]))

@@ -28,7 +28,7 @@ from fedapp import sampling
 from fedapp.data.transforms import InputSpec
 from fedapp.learning.evaluation import batched
 from fedapp.models import SplitModel
-from fedapp.results.analysis import Unavailable, data_of, global_model
+from fedapp.results.analysis import Unavailable, data_of, global_model, inputs_of
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import Floats, Ints
 
@@ -133,7 +133,7 @@ def measure(run: RunResult, counts: Sequence[int] = (1, 3, 10), per_class: int =
     train, test = (np.concatenate([getattr(c, part) for c in data.partition.clients]) for part in ("train", "test"))
     train, test = (np.sort(rng.permutation(part)[:SECRET]) for part in (train, test))
     (x, y), (other, other_y) = (data.dataset.take(part) for part in (train, test))
-    z = batched(lambda b: model.head_input(model.represent(b)), torch.from_numpy(x), data.inputs).numpy()
+    z = batched(lambda b: model.head_input(model.represent(b)), torch.from_numpy(x), inputs_of(run)).numpy()
     pixels, seen = (part.astype(np.float64) / data.inputs.scale for part in (x, other))
     # It was trained on other images than those attacked, and knows nothing of the attacked model.
     judge = SVC(C=10.0).fit(seen.reshape(len(seen), -1), other_y)

@@ -82,6 +82,11 @@ def load(
 
 def _facts(run: RunResult, config: RunConfig) -> dict[str, Any]:
     """Return what the run wrote about its data: shape, normalisation, classes, names of the clients."""
+    if config.normalise == "client":
+        raise BadRequest(
+            f"in {run.out} every client normalised by itself (normalise = client), and only kept models say how: give "
+            "a client, of a run with keep-models = true (up to 100 clients it is the default)"
+        )
     if facts := read_json(run.out / "inputs.json"):
         return facts
     known = datasets.published(config.dataset)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedapp.learning.evaluation import batched
 from fedapp.models import SplitModel
-from fedapp.results.analysis import Unavailable, client_models, data_of, probe, represent
+from fedapp.results.analysis import Unavailable, client_models, inputs_of, probe, represent
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import Floats, Ints, mean_and_std
 
@@ -128,7 +128,7 @@ def right_clients(run: RunResult, images: int = 200) -> tuple[list[int], NDArray
     models = client_models(run)
     _of_one_width(models)
     x, y = probe(run, images)
-    inputs = data_of(run).inputs
+    inputs = inputs_of(run)
     return list(models), np.stack([batched(m, x, inputs).argmax(1).numpy() == y for m in models.values()])
 
 
@@ -151,7 +151,7 @@ def conductance(run: RunResult, chosen: int, right: tuple[list[int], NDArray[np.
         raise Unavailable("no test image is classified correctly by two clients")
     x, y = probe(run, table.shape[1])
     models = client_models(run)
-    image = normalise(channels_first(x[chosen : chosen + 1]), data_of(run).inputs)
+    image = normalise(channels_first(x[chosen : chosen + 1]), inputs_of(run))
     rows = np.stack(
         [rankdata(unit_conductance(models[c], image, torch.zeros_like(image), int(y[chosen]))) - 1 for c in ids]
     )

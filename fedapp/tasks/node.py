@@ -268,7 +268,12 @@ def federation_classes(config: RunConfig) -> tuple[str, ...] | None:
 
 @functools.lru_cache(maxsize=2)
 def own_data(
-    path: str, classes: tuple[str, ...] | None, dataset: str, validation: float = 0.0, reading: Reading = PLAIN
+    path: str,
+    classes: tuple[str, ...] | None,
+    dataset: str,
+    validation: float = 0.0,
+    reading: Reading = PLAIN,
+    how: str = "auto",
 ) -> OwnData:
     """Load a node's own data.
 
@@ -280,11 +285,16 @@ def own_data(
         same; otherwise each node's own mean and standard deviation, which then stay on the node.
     validation : share of the training rows that validate, where the data do not say which do; the same in every run.
     reading : how the data are read.
+    how : `normalise`: `auto`; `client` = mean and standard deviation of the node's training rows in any case; `none`.
 
     Raises
     ------
-    BadRequest : nothing there, unreadable, or a class that the federation does not know.
+    BadRequest : nothing there, unreadable, `normalise = data`, or a class that the federation does not know.
     """
+    if how == "data":
+        raise BadRequest(
+            "normalise = 'data' needs the rows of all clients, which real nodes do not share: choose client, or auto"
+        )
     place = Path(path).expanduser()
     if not place.exists():
         raise BadRequest(f"data-path {place} does not exist on this node: mount or copy the data there")
@@ -318,6 +328,8 @@ def own_data(
         if brightest > known.scale:
             raise BadRequest(f"data-path {place}: {dataset} has grey levels 0 .. {known.scale:g}, found {brightest}")
         inputs = InputSpec(data.shape, known.scale, known.mean, known.std)
+    if how != "auto":
+        inputs = simulated.fitted(inputs, None if how == "none" else x_train)
     return OwnData(
         x_train,
         table[y_train],
@@ -346,7 +358,9 @@ def node_task(config: RunConfig, node: Node, device: torch.device) -> Task:
         config = config.replaced(data_dir=folder)
     if node.own:
         reading = replace(config.reading, node=True)
-        data = own_data(node.data_path, federation_classes(config), config.dataset, config.validation, reading)
+        data = own_data(
+            node.data_path, federation_classes(config), config.dataset, config.validation, reading, config.normalise
+        )
         inputs = simulated.with_weights(config, data.inputs)
         public = node_images(config, data.inputs)
         extras = {} if public is None else {"public": torch.from_numpy(public).to(device)}

@@ -35,9 +35,10 @@ class FederatedData:
     Attributes
     ----------
     dataset, partition : the data and who holds what.
-    inputs : how the images are normalised.
+    inputs : how the images are normalised, unless each client does it by itself; always their shape and scale.
     seed : of the data (`RunConfig.data_seed`).
     public : (P, H, W, C) uint8 images that all clients may see, without labels; None where the method needs none.
+    own_moments : each client's samples are normalised by mean and standard deviation of its own training rows.
     """
 
     dataset: Dataset
@@ -45,6 +46,8 @@ class FederatedData:
     inputs: InputSpec
     seed: int
     public: Samples | None = None
+    own_moments: bool = False
+    _fitted: dict[int, InputSpec] = field(default_factory=dict, repr=False, compare=False)
     _made: dict[tuple[int, str], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
 
     def tensors(self, part: str, client: int, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -62,6 +65,14 @@ class FederatedData:
             self._made[key] = torch.from_numpy(x).to(device), torch.from_numpy(y).long().to(device)
         return self._made[key]
 
+    def inputs_of(self, client: int) -> InputSpec:
+        """Return how the samples of a client are normalised."""
+        if not self.own_moments:
+            return self.inputs
+        if client not in self._fitted:
+            self._fitted[client] = fitted(self.inputs, self.dataset.take(self.partition.clients[client].train)[0])
+        return self._fitted[client]
+
     def public_tensor(self, device: torch.device) -> Tensor | None:
         """Return the public images (P, H, W, C) uint8, in the same order for all clients, or None."""
         if self.public is None:
@@ -75,9 +86,10 @@ class FederatedData:
         """Return images (n, H, W, C) uint8 and labels (n,) int64 of the central test set for the `global` score.
 
         With the split `official` they are the official test images, with `holdout` all clients' test splits together.
-        With `merged` there are none, since some client trains on the official test images.
+        With `merged` there are none, since some client trains on the official test images, and where each client
+        normalises by itself there are none, since these images belong to no client.
         """
-        if self.partition.split == "merged":
+        if self.partition.split == "merged" or self.own_moments:
             return None
         if self.partition.split == "official":
             x, y = np.array(self.dataset.x_test), np.array(self.dataset.y_test)
@@ -100,13 +112,14 @@ def federated(config: RunConfig, clients: int) -> FederatedData:
         config.data_seed, config.alpha, config.classes_per_client, config.min_samples, config.test_share,
         public_source(config), config.validation, config.partition_file,
         config.unseen_of(range(clients)) if config.unseen and clients else (), config.reading, config.partition_args,
+        config.normalise,
     )  # fmt: skip
     return replace(data, inputs=with_weights(config, data.inputs)) if config.weights else data
 
 
 def with_weights(config: RunConfig, inputs: InputSpec) -> InputSpec:
-    """Return how images are normalised: as torchvision's weights want it where the run gives such, else as given."""
-    known = weights.preprocessing(config.model_names[0]) if config.weights else None
+    """Return how images are normalised: with `auto` as torchvision's weights want it if the run has such, else as given."""
+    known = weights.preprocessing(config.model_names[0]) if config.weights and config.normalise == "auto" else None
     if known is None or inputs.kind != "image" or len(inputs.mean) != len(known[1]):
         return inputs
     return replace(inputs, mean=known[1], std=known[2])
@@ -131,6 +144,7 @@ def _federated(
     unseen: tuple[int, ...],
     reading: Reading,
     arguments: str,
+    how: str,
 ) -> FederatedData:
     whole = datasets.load(name, data_dir or None, reading)
     dataset = datasets.sample(whole, fraction, sampling.rng(seed, "data-fraction"))
@@ -164,7 +178,19 @@ def _federated(
     # A validation split that the data or the file bring along wins.
     if validation and not any(len(c.validation) for c in partition.clients):
         partition = partitions.hold_out(partition, validation, seed, dataset)
-    return FederatedData(dataset, partition, inputs, seed, images)
+    if how == "none":
+        inputs = fitted(inputs)
+    elif how == "data":
+        seen = [c.train for k, c in enumerate(partition.clients) if k not in unseen]
+        inputs = fitted(inputs, dataset.take(np.unique(np.concatenate(seen)))[0])
+    return FederatedData(dataset, partition, inputs, seed, images, own_moments=how == "client")
+
+
+def fitted(inputs: InputSpec, rows: Samples | None = None) -> InputSpec:
+    """Return the specification with mean and standard deviation of these samples; None = as they are, over scale."""
+    width = len(inputs.mean)
+    mean, std = ((0.0,) * width, (1.0,) * width) if rows is None else datasets.moments(rows, inputs.scale)
+    return replace(inputs, mean=mean, std=std)
 
 
 def check(config: RunConfig, clients: int) -> FederatedData:
@@ -222,7 +248,7 @@ def simulated_task(config: RunConfig, client: int, clients: int, device: torch.d
     train, test = (data.tensors(part, client, device) for part in ("train", "test"))
     x_union, y_union = data.tensors("union", -1, device)
     extras = {} if data.public is None else {"public": data.public_tensor(device)}
-    task = assemble(config, client, data.dataset.num_classes, data.inputs, train, test, extras)
+    task = assemble(config, client, data.dataset.num_classes, data.inputs_of(client), train, test, extras)
     task = replace(task, x_union=x_union, y_union=y_union)
     if not config.validation:
         return task
