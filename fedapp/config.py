@@ -335,8 +335,9 @@ class RunConfig(BaseModel):
 
     @property
     def further_metrics(self) -> tuple[str, ...]:
-        """The metrics that are measured beside accuracy and loss, which are always there."""
-        names = dict.fromkeys(m.strip() for m in self.metrics.split(",") if m.strip())
+        """The metrics that are measured beside accuracy and loss, which are always there; with `auc` its classes."""
+        given = [m.strip() for m in self.metrics.split(",") if m.strip()]
+        names = dict.fromkeys(n for m in given for n in ((m, "auc_classes") if m == "auc" else (m,)))
         return tuple(m for m in names if m not in evaluation.ALWAYS)
 
     def check_node(self) -> None:

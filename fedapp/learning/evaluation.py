@@ -163,6 +163,12 @@ def auc(y: NDArray[np.int64], probabilities: NDArray[np.float64]) -> float:
     return float(np.mean([roc_auc_score(y == c, probabilities[:, c]) for c in present]))
 
 
+def auc_classes(y: NDArray[np.int64], probabilities: NDArray[np.float64]) -> float:
+    """Return the number of classes that `auc` is the mean over."""
+    present = len(np.unique(y))
+    return float(present) if present > 1 else 0.0
+
+
 def ece(y: NDArray[np.int64], probabilities: NDArray[np.float64]) -> float:
     """Return the expected calibration error: |accuracy - confidence| in bins of the largest probability."""
     confidence, hit = probabilities.max(axis=1), probabilities.argmax(axis=1) == y
@@ -171,7 +177,7 @@ def ece(y: NDArray[np.int64], probabilities: NDArray[np.float64]) -> float:
     return float(np.abs(gaps).sum() / len(y))
 
 
-METRICS: Mapping[str, Metric] = {"balanced": balanced, "macro_f1": macro_f1, "auc": auc, "ece": ece}
+METRICS: Mapping[str, Metric] = {"balanced": balanced, "macro_f1": macro_f1, "auc": auc, "auc_classes": auc_classes, "ece": ece}
 """Metrics that `metrics` may name beside `accuracy` and `loss`, which are always there."""
 ALWAYS = ("accuracy", "loss")
 LOW_IS_GOOD = ("loss", "ece")
