@@ -71,8 +71,8 @@ class RunConfig(BaseModel):
     normalise: Literal["auto", "data", "client", "none"] = Field(
         "auto",
         description="mean and standard deviation by which samples are normalised: data = of the training rows of all "
-        "clients that train, client = of each client's own, none; auto = those of torchvision's weights or published for "
-        "the data set, else of your data's training rows, which on real nodes are each node's own",
+        "clients that train, client = of each client's own, none; auto = those of torchvision's weights or published "
+        "for the data set, else of your data's training rows, which on real nodes are each node's own",
     )
     skip_bad: bool = Field(False, description="leave out pictures of a folder that cannot be read; they are counted")
     data_fraction: float = Field(

@@ -177,7 +177,13 @@ def ece(y: NDArray[np.int64], probabilities: NDArray[np.float64]) -> float:
     return float(np.abs(gaps).sum() / len(y))
 
 
-METRICS: Mapping[str, Metric] = {"balanced": balanced, "macro_f1": macro_f1, "auc": auc, "auc_classes": auc_classes, "ece": ece}
+METRICS: Mapping[str, Metric] = {
+    "balanced": balanced,
+    "macro_f1": macro_f1,
+    "auc": auc,
+    "auc_classes": auc_classes,
+    "ece": ece,
+}
 """Metrics that `metrics` may name beside `accuracy` and `loss`, which are always there."""
 ALWAYS = ("accuracy", "loss")
 LOW_IS_GOOD = ("loss", "ece")

@@ -118,7 +118,7 @@ def federated(config: RunConfig, clients: int) -> FederatedData:
 
 
 def with_weights(config: RunConfig, inputs: InputSpec) -> InputSpec:
-    """Return how images are normalised: with `auto` as torchvision's weights want it if the run has such, else as given."""
+    """Return how images are normalised: with `auto` as the run's weights of torchvision want it, else as given."""
     known = weights.preprocessing(config.model_names[0]) if config.weights and config.normalise == "auto" else None
     if known is None or inputs.kind != "image" or len(inputs.mean) != len(known[1]):
         return inputs
