@@ -139,6 +139,8 @@ def test_the_other_commands_work_after_the_first_walk(here: Path) -> None:
             exec(compile(body, "own-data.md", "exec"), {})
         elif language == "toml":
             Path("shapes.toml").write_text(body, encoding="utf-8")
+    (waves,) = (body for _, language, body in blocks(SECTIONS["Data sets of Hugging Face"]) if language == "python")
+    exec(compile(waves, "own-data.md", "exec"), {})
     for command in REFERENCE:
         if "FOLDER" not in command:
             tried(command)
