@@ -427,7 +427,7 @@ def moments(x: Samples, scale: float) -> tuple[tuple[float, ...], tuple[float, .
     ----------
     x : images uint8 (N, H, W, C), all others float32 (N, C, ...), scale 1; NaN are left out.
     """
-    return _image_moments(x, scale) if x.dtype == np.uint8 else _float_moments(x)
+    return _image_moments(np.asarray(x, np.uint8), scale) if x.dtype == np.uint8 else _float_moments(x)
 
 
 def _float_moments(x: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
