@@ -72,8 +72,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("rounds", [1, pytest.param(0, marks=pytest.mark.slow, id="full")])
-@pytest.mark.parametrize("title", WALKS)
+SHORT = [(title, 1) for title in WALKS[1:]]
+FULL = [pytest.param(title, 0, marks=pytest.mark.slow) for title in WALKS]
+
+
+@pytest.mark.parametrize(("title", "rounds"), [*SHORT, *FULL])
 def test_a_walk_ends_in_a_report_and_in_a_model_that_predicts(title: str, rounds: int, here: Path) -> None:
     commands = walk(SECTIONS[title], rounds)
     assert [c.split()[1] for c in commands if c.startswith("fedapp")] == ["partition", "compare", "report", "predict"]
@@ -93,6 +96,12 @@ def test_a_walk_ends_in_a_report_and_in_a_model_that_predicts(title: str, rounds
     assert len(found) == {"1": 2, "2": 6, "3": 2}[title[0]]
     assert set(found["class"]) <= set(net.classes) and found["probability"].between(1 / len(net.classes), 1).all()
     assert np.allclose(found[[f"p_{name}" for name in net.classes]].sum(axis=1), 1, atol=1e-5)
+
+
+def test_the_card_on_the_page_is_what_partition_prints(here: Path) -> None:
+    before, card, _ = SECTIONS[WALKS[0]].partition("always predicting")
+    assert card
+    assert walk(f"{before}{card}\n```\n")[-1].startswith("fedapp partition")
 
 
 def largest_class(run: Path) -> float:
