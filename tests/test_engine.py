@@ -80,7 +80,7 @@ def test_a_later_run_starts_warm_from_an_earlier_ones_clients(tiny: Tiny, tmp_pa
 def test_another_method_does_not_start_from_it(tiny: Tiny, tmp_path: Path) -> None:
     shared = {"state_dir": str(tmp_path / "state"), "federation": "lab"}
     tiny(method="local", rounds=1, **shared)
-    with pytest.raises(Exception, match="was written by the method 'local'"):
+    with pytest.raises(Exception, match="method is 'local', expected 'lgfedavg'"):
         tiny(method="lgfedavg", rounds=1, warm_start=True, **shared)
 
 

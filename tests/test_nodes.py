@@ -626,7 +626,7 @@ def test_one_process_writes_to_a_run_directory(tmp_path: Path) -> None:
     told: list[str] = []
     other = hold(1)
     with results.only_writer(tmp_path, 60, told.append):
-        assert other.poll() is not None or other.wait(5) == 0
+        assert other.poll() is not None or other.wait(60) == 0
     other.communicate()
     assert len(told) == 1 and "waiting up to 60 s" in told[0]
 
