@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
-from flwr.app import Context, Message
+from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 
 from clients.base import FedClient
@@ -164,6 +164,7 @@ def _answer(
     if stage == "train":
         arrays, count, metrics = client.train_round(payload, server_round, balanced=balanced)
         facts = client.state_facts()
+        _remember(context, client, server_round)
         if config.lost_state == "restart":
             metrics["restarted"] = int("state-lost" in facts)
         keep("personal.safetensors", server_round)
@@ -189,6 +190,13 @@ def _answer(
     else:
         arrays, count, metrics = client.answer_query(stage.removeprefix("query."), payload, server_round)
     return arrays, {**metrics, "num-examples": count}, facts
+
+
+def _remember(context: Context, client: FedClient, server_round: int) -> None:
+    """Note round, path and digest of the state in the node's context; the state itself is on disk."""
+    if client.store is not None and client.store.written:
+        path = str(client.store.folder / f"{client.store.run}.{server_round:06d}.safetensors")
+        context.state["fedapp"] = ConfigRecord({"round": server_round, "path": path, "hash": client.store.written})
 
 
 def _handle(stage: str, message: Message, context: Context) -> Message:

@@ -446,7 +446,7 @@ def test_the_state_survives_a_checkpoint(tmp_path: Path, clients: int, classes: 
     initial, replies = instance(9, clients, classes)
     server = strategy(layers="all")
     state = server.aggregate(server.init(context(initial, classes)), 1, iter(replies))
-    checkpoint.save(tmp_path, 1, state, {})
+    checkpoint.save(tmp_path, 1, state, {}, None, server.records)
     found = checkpoint.latest(tmp_path)
     assert found is not None
     fresh = strategy(layers="all")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +18,7 @@ from fedapp import registry
 from fedapp.data.transforms import InputSpec
 from fedapp.engines.local import RunResult, run
 from fedapp.errors import BadRequest
-from fedapp.learning.state import ClientStore, read_safetensors
+from fedapp.learning.state import ClientStore, read_checked, read_safetensors
 from fedapp.learning.task import ModelSpec, Task
 from fedapp.method import BaseHParams, Payload
 from fedapp.models import SplitModel
@@ -223,8 +222,8 @@ def test_a_nodes_context_holds_round_path_and_hash_of_its_state_and_no_more(tmp_
     for context in grid.contexts.values():
         assert list(context.state) == ["fedapp"]
         kept = dict(context.state.config_records["fedapp"])
-        content = Path(str(kept["path"])).read_bytes()
-        assert kept == {"round": 2, "path": kept["path"], "hash": hashlib.sha256(content).hexdigest()}
+        _, header, digest = read_checked(Path(str(kept["path"])))
+        assert kept == {"round": 2, "path": kept["path"], "hash": digest[:32]} and header["round"] == 2
 
 
 def test_bf16_is_refused_where_it_is_only_imitated(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

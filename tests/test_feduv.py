@@ -254,6 +254,6 @@ def test_resume_under_partial_participation_is_exact(tmp_path: Path) -> None:
 
 def test_clients_of_one_class_train_without_nan(tmp_path: Path) -> None:
     summary = run(
-        method="feduv", clients=4, rounds=6, out=tmp_path / "a", partition="classes", classes_per_client=1
+        method="feduv", clients=4, rounds=6, lr=0.001, out=tmp_path / "a", partition="classes", classes_per_client=1
     ).summary  # fmt: skip
     assert summary["ok"] and summary["dropped"] == 0

@@ -122,8 +122,8 @@ def test_private_arrays_count_the_rounds_of_a_run(
 
 def patched(monkeypatch: pytest.MonkeyPatch, method: Method) -> None:
     """Add a method to the registry for one test."""
-    known = registry.discover()
-    monkeypatch.setattr(registry, "discover", lambda: {**known, method.id: method})
+    known = {**registry.discover(), method.id: method}
+    monkeypatch.setattr(registry, "_discovered", lambda: (known, {}))
 
 
 def private(result: RunResult, client: int) -> dict[str, Any]:

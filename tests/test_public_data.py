@@ -29,7 +29,7 @@ WITH_PUBLIC = Method("with_public", "", "", FedStrategy, FedClient, shared=NONE,
 def _method_with_public_set(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Add a method that needs a public set, and forget it afterwards."""
     known = {**registry.discover(), "with_public": WITH_PUBLIC}
-    monkeypatch.setattr(registry, "discover", lambda: known)
+    monkeypatch.setattr(registry, "_discovered", lambda: (known, {}))
     yield
     configuration._method_and_hparams.cache_clear()
 

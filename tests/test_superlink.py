@@ -196,7 +196,8 @@ def test_one_run_at_a_time_and_a_stopped_one_makes_room(session: Session, tmp_pa
     run = session.submit({"out": str(tmp_path), "mode": "hang"}, num_supernodes=2)
     with pytest.raises(LaunchError, match="has not ended yet"):
         session.submit({"out": str(tmp_path)}, num_supernodes=2)
-    assert wait_for(lambda: (tmp_path / "progress.jsonl").exists(), 60)
+    progress = tmp_path / "progress.jsonl"
+    assert wait_for(lambda: progress.exists() and "\n" in progress.read_text(), 60)
     pid = json.loads((tmp_path / "progress.jsonl").read_text().splitlines()[0])["pid"]
     run.stop()
     assert not running({pid})
