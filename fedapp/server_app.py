@@ -219,8 +219,8 @@ class Run(Callbacks):
             )
         control: dict[str, Scalar] = {"run": self.directory.token}
         control |= {"state-dir": str(out / "state")} if self.simulation else {}
-        known = None if self.simulation else roster.of_this_server()
-        self.manager = ClientManager(grid, config.settings(self.simulation), control, self.tell, known)
+        read = (lambda: None) if self.simulation else roster.of_this_server
+        self.manager = ClientManager(grid, config.settings(self.simulation), control, self.tell, read)
         self._know(self.extra)
         self.final: dict[str, float] = {}
         self.last_scores: Scored = {}

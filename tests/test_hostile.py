@@ -229,7 +229,7 @@ def test_an_honest_registration_passes() -> None:
         ({"shapes": "[" * 60_000}, "cannot be read"),
         ({"shapes": json.dumps({"head.bias": [2**40]})}, "not those of arrays"),
         ({"shapes": json.dumps({"head.bias": [2**30, 2**30]})}, "not those of arrays"),
-        ({"shapes": json.dumps({"x" * 70_000: [1]})}, "no text of at most"),
+        ({"shapes": json.dumps({"x" * 600_000: [1]})}, "no text of at most"),
         ({"width": None}, "its width is None"),
         ({"width": 2**40}, "its width is"),
         ({"num_classes": 1}, "its num-classes is 1"),

@@ -22,6 +22,8 @@ from fedapp.learning.state import private_folder
 
 SILENCE = 120.0
 """Seconds after which a run that has sent nothing counts as ended."""
+LONGEST = 3600.0
+"""Seconds above which a pause does not count further; as long as a round waits by default."""
 _LOCK, _NOTE = ".lock", ".run"
 
 
@@ -80,7 +82,8 @@ def held(folder: Path, run: str, last: bool) -> Iterator[None]:
         check(folder, run)
         former, now = _note(folder), time.time()
         mine = former.get("run") == run
-        pause = max(former["pause"], now - former["seen"]) if mine else 0.0
+        # The days before a run is resumed are no pause of it, and would shut others out for weeks.
+        pause = min(max(former["pause"], now - former["seen"]), LONGEST) if mine else 0.0
         _write(folder, run, pause)
         try:
             yield

@@ -36,7 +36,7 @@ HELLO = {
     "client": (0, 999_999),
     "num-examples": (1, COUNT_MOST),
     "num-classes": (2, 100_000),
-    "width": (1, 65_536),
+    "width": (1, 1 << 24),
     "partitions": (0, 1_000_000),
 }
 """Whole numbers that a client states about itself, with the smallest and the largest that are possible."""
@@ -160,7 +160,7 @@ def _read_hello(message: Message) -> Hello | Refused:
         value = metrics.get(name) if name == "num-examples" else info.get(name, 0 if name == "partitions" else None)
         if type(value) is not int or not low <= value <= high:
             return Refused(f"its {name} is {str(value)[:NAME_MOST]}, a whole number from {low} to {high} is needed")
-    texts = {"model": NAME_MOST, "classes": NAME_MOST, "shape": NAME_MOST, "shapes": 1 << 16, "common": 1 << 16}
+    texts = {"model": NAME_MOST, "classes": NAME_MOST, "shape": NAME_MOST, "shapes": 1 << 19, "common": 1 << 16}
     for name, most in texts.items():
         value = info.get(name, {"common": "{}", "classes": ""}.get(name))
         if not isinstance(value, str) or len(value) > most:
@@ -171,7 +171,7 @@ def _read_hello(message: Message) -> Hello | Refused:
     common = json.loads(str(info.get("common", "{}")))
     if not isinstance(shapes, dict) or len(shapes) > FURTHER or not all(map(_is_shape, shapes.values())):
         return Refused("its shapes are not those of arrays")
-    if not _is_shape(shape) or not shape or not all(1 <= side <= 65_536 for side in shape):
+    if not _is_shape(shape) or not shape or 0 in shape:
         return Refused(f"samples of shape {info['shape']} are not possible")
     if not isinstance(common, dict) or not all(isinstance(v, (str, int, float)) for v in common.values()):
         return Refused("its common facts are not plain values")
@@ -274,9 +274,11 @@ def _values_problem(arrays: Arrays) -> str | None:
             continue
         limit: float = COUNT_MOST
         if np.issubdtype(array.dtype, np.floating):
-            limit = LARGE if name.startswith(NARROW) else LARGEST
+            # A BatchNorm layer on features in their own units holds the squares of those.
+            wide = math.inf if name.endswith("running_var") else LARGEST
+            limit = LARGE if name.startswith(NARROW) else wide
         low, high = array.min(), array.max()
-        if not (-limit <= low and high <= limit):
+        if not (-limit <= low and high <= limit and np.isfinite(low) and np.isfinite(high)):
             return f"'{name}' holds values from {low:g} to {high:g}, possible are -{limit:g} to {limit:g}"
     return None
 

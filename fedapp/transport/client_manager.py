@@ -126,7 +126,7 @@ class ClientManager:
     grid : Flower's grid.   settings : timeouts and shares.
     control : values sent with every message (the run's token, the shared folder, ...).
     event : receives progress events (plain dicts with a `kind`).
-    roster : which node is which client; None = the first node that is online holds a client id.
+    roster : reads which node is which client. None = the first node that is online holds a client id.
 
     Attributes
     ----------
@@ -140,10 +140,11 @@ class ClientManager:
         settings: Settings,
         control: Mapping[str, Scalar],
         event: Event = lambda e: None,
-        roster: Mapping[int, rosters.Admitted] | None = None,
+        roster: Callable[[], Mapping[int, rosters.Admitted] | None] = lambda: None,
     ) -> None:
         self.grid = grid
-        self.roster = roster
+        self._read_roster = roster
+        self.roster = roster()
         self.settings = settings
         self.control = dict(control)
         self.event = event
@@ -248,7 +249,9 @@ class ClientManager:
         """
         now = time.monotonic()
         online = set(self.grid.get_node_ids())
+        self._renew_roster()
         if self.roster is not None:
+            self._strangers -= set(self.roster)
             for node in sorted(online - set(self.roster) - self._strangers):
                 self._strangers.add(node)
                 self.event({"kind": "warning", "text": f"node {node} is not in the roster and was left out"})
@@ -278,9 +281,9 @@ class ClientManager:
                 try:
                     joined.append(self._registered(node, reply, online))
                 except BadRequest as e:
-                    if isinstance(e, LeftOut):
+                    if isinstance(e, LeftOut | rosters.NotAdmitted):
                         self._left_out[node] = plain(e)
-                    elif strict and not isinstance(e, rosters.NotAdmitted):
+                    elif strict:
                         raise BadRequest(plain(e)) from e
                     self.event({"kind": "warning", "text": f"a new node was left out: {plain(e)}"})
             if not replies:
@@ -289,6 +292,13 @@ class ClientManager:
                     break
                 time.sleep(self.settings.poll)
         return sorted(joined)
+
+    def _renew_roster(self) -> None:
+        """Read the roster again: nodes may be admitted during a run. One that cannot be read changes nothing."""
+        try:
+            self.roster = self._read_roster()
+        except BadRequest as e:
+            self.event({"kind": "warning", "text": f"the roster of before is used: {plain(e)}"})
 
     def _ask_to_register(self, nodes: list[int], now: float) -> None:
         """Push the requests; a node whose request the SuperLink did not accept counts as not seen."""

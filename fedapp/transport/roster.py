@@ -99,7 +99,7 @@ def add(path: Path, entry: Admitted) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{os.getpid()}")
     with new.open("w", encoding="utf-8") as file:
-        file.write("# Which node is which client. fedapp admit appends; the server reads it at the start of a run.\n")
+        file.write("# Which node is which client. fedapp admit appends; a running server reads it before each round.\n")
         file.write(tomli_w.dumps({"client": rows}))
         file.flush()
         os.fsync(file.fileno())
