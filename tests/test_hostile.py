@@ -218,6 +218,19 @@ def test_an_honest_registration_passes() -> None:
     assert isinstance(got, Hello) and got.shapes == SHAPES and (got.client, got.count, got.classes) == (1, 7, 10)
 
 
+def test_long_series_and_wide_networks_may_register() -> None:
+    many = {f"features.{k}.weight": [64, 64, 3, 3] for k in range(3000)}
+    large = hello(shape="[1, 80000]", width=131_072, shapes=json.dumps(many))
+    assert isinstance(boundary.read_hello(message(large)), Hello)
+
+
+@pytest.mark.parametrize(("name", "largest"), [("trunk.running_var", 1e16), ("trunk.weight", 1e8), ("head.bias", 1e4)])
+def test_values_are_bounded_by_what_they_are(name: str, largest: float) -> None:
+    for value, good in ((largest, True), (-largest, True), (2 * largest, False), (math.inf, False), (math.nan, False)):
+        problem = boundary._values_problem({name: np.array([0.0, value])})
+        assert (problem is None) == good, problem
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -349,6 +349,23 @@ def test_a_run_that_is_silent_counts_as_ended(seen: float, pause: float, free: b
     claim.check(folder, "abcdef")
 
 
+def test_a_run_that_is_resumed_after_days_holds_the_folder_for_hours_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [1e6]
+    monkeypatch.setattr(claim.time, "time", lambda: clock[0])
+    folder = tmp_path / "f" / "1"
+    for pause in (0, 3 * 86_400):
+        clock[0] += pause
+        with claim.held(folder, "aa", last=False):
+            pass
+    clock[0] += 3 * 3600 - 60
+    with pytest.raises(BadRequest, match="the run aa"):
+        claim.check(folder, "bb")
+    clock[0] += 120
+    claim.check(folder, "bb")
+
+
 def test_the_folder_is_held_from_the_first_training_to_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [1000.0]
     monkeypatch.setattr(claim.time, "time", lambda: clock[0])
