@@ -78,6 +78,15 @@ def plain_value(text: str) -> Any:
     return text
 
 
+def is_number(text: str) -> bool:
+    """Return whether Python reads a text as a float."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
 def described(shape: tuple[int, ...]) -> str:
     """Say in words what samples of a shape are: images (C, H, W), series (C, T), table rows (F,), or arrays."""
     if len(shape) == 3:

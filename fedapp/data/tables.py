@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from fedapp.data.columns import EXACT, PARTS, Array, Own, Reading, assigned, entries, own, roles
-from fedapp.errors import BadRequest, suggest
+from fedapp.errors import BadRequest, is_number, suggest
 
 MOST_CATEGORIES = 64
 UNKNOWN = ["", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-nan", "null", "NULL", "None", "<NA>"]
@@ -112,7 +112,7 @@ def _csv(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> tuple[Any, dict[s
     twice = sorted({name for name in header if name and header.count(name) > 1})
     if twice:
         raise BadRequest(f"{path}: several columns are called '{twice[0]}' ({len(twice)} such names): rename them")
-    if all(_number(name) for name in header):
+    if all(is_number(name) for name in header):
         raise BadRequest(f"{path}: the first line has numbers only: it must name the columns")
     # A column without a name is the row number that pandas writes; it is no feature.
     names = [name or f"(column {number})" for number, name in enumerate(header)]
@@ -129,14 +129,6 @@ def _csv(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> tuple[Any, dict[s
             float_precision="round_trip", skipinitialspace=True, low_memory=False,
         )  # fmt: skip
     return frame.drop(columns=[name for name, given in zip(names, header) if not given]), found
-
-
-def _number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 @dataclass
@@ -217,7 +209,7 @@ def keys(role: str, column: Any, name: str, place: Callable[[int], str], faults:
             f"{place(row)} has no {role} (column '{name}' is empty, {int(empty.sum())} in all): fill it or leave the "
             "row out"
         )
-    elif role != "split" and all(map(_number, values := [str(v) for v in np.unique(text)])):
+    elif role != "split" and all(map(is_number, values := [str(v) for v in np.unique(text)])):
         numbers = np.array([float(v) for v in values])
         if np.isfinite(numbers).all() and (numbers == np.round(numbers)).all():
             # 3.0 is what a column of whole numbers becomes beside an empty cell.
@@ -252,11 +244,11 @@ def _feature(
             return
         text = np.array([str(v).strip() if k else "" for v, k in zip(column, known)])
         known &= text != ""
-        numeric = np.array([_number(t) for t in np.unique(text[known]).tolist()])
+        numeric = np.array([is_number(t) for t in np.unique(text[known]).tolist()])
         if not known.any() or np.isin(np.char.lower(text[known]), ["true", "false"]).all():
             values = np.where(known, np.char.lower(text) == "true", np.nan).astype(np.float64)
         elif numeric.mean() > 0.5:
-            odd = np.flatnonzero(known & ~np.array([not t or _number(t) for t in text.tolist()], bool))
+            odd = np.flatnonzero(known & ~np.array([not t or is_number(t) for t in text.tolist()], bool))
             if len(odd):
                 features.faults.append(
                     f"'{name}' has '{text[odd[0]]}' among numbers ({place(int(odd[0]))}, {len(odd)} in all): leave "
@@ -288,7 +280,7 @@ def _one_hot(
     features: _Features, text: Array, known: Array, name: str, named: bool, training: Array, node: bool
 ) -> None:
     """Add a feature per category of a text column."""
-    if np.mean([t.count(",") == 1 and _number(t.replace(",", ".")) for t in np.unique(text[known]).tolist()]) > 0.5:
+    if np.mean([t.count(",") == 1 and is_number(t.replace(",", ".")) for t in np.unique(text[known]).tolist()]) > 0.5:
         features.faults.append(f"'{name}' has decimal commas: write points")
     elif not named:
         features.ignored.append(name)

@@ -97,14 +97,10 @@ def check(
     return [*found, *(_disk(name, folder) for name, folder in folders.items())]
 
 
-def _minor(version: str) -> tuple[int, ...]:
-    return tuple(int(p) for p in version.split(".")[:2] if p.isdigit())
-
-
 def _versions() -> Iterator[Finding]:
     found = versions()
     text = ", ".join(f"{name} {found[name]}" for name in ("fedapp", "flwr", "torch", "python"))
-    if _minor(found["flwr"]) == gate.FLOWER:
+    if gate.minor(found["flwr"]) == gate.FLOWER:
         yield Finding("versions", OK, text)
     else:
         yield Finding("versions", FAIL, text, f"pip install 'flwr=={gate.FLOWER[0]}.{gate.FLOWER[1]}.*'")
@@ -242,7 +238,7 @@ def _reach(address: str, root_certificates: Path | None, insecure: bool) -> Iter
         yield _clock(now - email.utils.parsedate_to_datetime(str(reply.getheader("Date"))).timestamp() - 0.5)
     with contextlib.suppress(OSError, http.client.HTTPException, ValueError, KeyError):
         theirs, ours = str(json.loads(get("/openapi.json")[1])["info"]["version"]), metadata.version("flwr")
-        same = _minor(theirs) == _minor(ours)
+        same = gate.minor(theirs) == gate.minor(ours)
         remedy = "" if same else "same minor version on all machines"
         yield Finding("flwr there", OK if same else FAIL, f"{theirs}, here {ours}", remedy)
 

@@ -175,6 +175,12 @@ class OperatorToken(NoOpControlAuthnPlugin):
         return None, None
 
 
+def _write_secret(path: Path, content: bytes) -> None:
+    """Make a file that only this user can read; `FileExistsError` if it is there."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+
+
 def operator_token(path: Path) -> str:
     """Read the operator's token, or make it: 32 random bytes as text, readable by this user only.
 
@@ -185,9 +191,7 @@ def operator_token(path: Path) -> str:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
-            number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(number, "w", encoding="utf-8") as file:
-                file.write(secrets.token_urlsafe(32) + "\n")
+            _write_secret(path, secrets.token_urlsafe(32).encode() + b"\n")
         mode = stat.S_IMODE(path.stat().st_mode)
         text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as e:
@@ -247,12 +251,7 @@ def admit(api: control.Control, file: Path, client: int, known: Path, max_exampl
         raise BadRequest(f"{file} is not an elliptic-curve key: make it with docker/keys.sh")
     text = public_key_to_bytes(key)
     entries = roster.read(known) if known.exists() else {}
-    taken = next((a for a in entries.values() if a.client == client), None)
-    if taken is not None:
-        raise BadRequest(
-            f"{known} has client {client} as node {taken.node} already: choose another client id, or remove that entry "
-            "and unregister its node (flwr supernode unregister)"
-        )
+    roster.check_free(known, entries, client)
     node = api.register(text)
     roster.add(known, roster.Admitted(client, node, hashlib.sha256(text).hexdigest(), max_examples))
     return node
@@ -278,7 +277,7 @@ def _listener(address: str, private: bool) -> socket.socket:
 
 def _configuration(flower: Sequence[str], private: socket.socket, secret: Path) -> Any:
     """Read flower-superlink's options with what a guarded SuperLink always has."""
-    found = _minor(metadata.version("flwr"))
+    found = minor(metadata.version("flwr"))
     if found != FLOWER:
         raise BadRequest(
             f"fedapp superlink knows Flower {FLOWER[0]}.{FLOWER[1]} only, and {metadata.version('flwr')} is installed: "
@@ -309,7 +308,8 @@ def _configuration(flower: Sequence[str], private: socket.socket, secret: Path) 
         sys.argv = before
 
 
-def _minor(version: str) -> tuple[int, ...]:
+def minor(version: str) -> tuple[int, ...]:
+    """Return the first two numbers of a version."""
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
@@ -336,8 +336,7 @@ def serve(public: str, private: str, token_file: Path | None, max_reply: int, fl
         outer = stack.enter_context(contextlib.closing(_listener(public, private=False)))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedapp-superlink-")))
         secret = folder / "superexec.secret"
-        with os.fdopen(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-            file.write(secrets.token_bytes(32))
+        _write_secret(secret, secrets.token_bytes(32))
         os.environ.update(control.QUIET)
         config = _configuration(flower, inner, secret)
         home = (

@@ -43,7 +43,7 @@ from filelock import FileLock, Timeout
 
 from fedapp import __version__
 from fedapp.config import RunConfig, write_toml
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, is_number
 from fedapp.learning.metrics import tidy
 from fedapp.process import processor
 from fedapp.results.statistics import measured
@@ -344,15 +344,7 @@ def cell(value: Any) -> Any:
     """
     if isinstance(value, float):
         return "" if math.isnan(value) else (int(value) if value.is_integer() and abs(value) < 2**53 else repr(value))
-    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) and not _number(value) else value
-
-
-def _number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) and not is_number(value) else value
 
 
 def accuracy_summary(

@@ -77,6 +77,21 @@ def _entry(values: Mapping[str, Any]) -> Admitted:
     return found
 
 
+def check_free(path: Path, known: Mapping[int, Admitted], client: int, node: int = -1) -> None:
+    """Check that neither a client id nor a node stands in a roster that was read from `path`.
+
+    Raises
+    ------
+    BadRequest : one of them does; names the entry and what to do.
+    """
+    for other in known.values():
+        if client == other.client or node == other.node:
+            raise BadRequest(
+                f"{path} has client {other.client} as node {other.node} already: choose another client id, or remove "
+                "that entry and unregister its node (flwr supernode unregister)"
+            )
+
+
 def add(path: Path, entry: Admitted) -> None:
     """Append an entry; the file gets its name only when it is complete.
 
@@ -85,12 +100,7 @@ def add(path: Path, entry: Admitted) -> None:
     BadRequest : the client id or the node stands in the roster already.
     """
     known = read(path) if path.exists() else {}
-    for other in known.values():
-        if entry.client == other.client or entry.node == other.node:
-            raise BadRequest(
-                f"{path} has client {other.client} as node {other.node} already: choose another client id, or remove "
-                "that entry and unregister its node (flwr supernode unregister)"
-            )
+    check_free(path, known, entry.client, entry.node)
     rows = [
         {"client": a.client, "node-id": str(a.node), "key": a.key}
         | ({"max-examples": a.max_examples} if a.max_examples else {})
