@@ -38,6 +38,7 @@ ORDER = [
     "ifca",
     "fednh",
     "feduv",
+    "fedtgp",
 ]
 """The order in tables; methods of your own come after these."""
 

@@ -78,8 +78,7 @@ class FedProto(FedStrategy):
                 sums[labels] += weight[:, None] * reply.arrays["protos"].astype(np.float64)  # Eq. 6 without 1 / |N_j|
                 weights[labels] += weight
             owned[reply.client] = np.sort(labels).astype(np.int32)
-            if "prototype-total" in reply.metrics:
-                nearest[reply.client] = [int(reply.metrics[f"prototype-{n}"]) for n in ("correct", "total")]
+            nearest |= nearest_of([reply])
         sent = weights > 0
         protos = state["protos"].copy()
         protos[sent] = sums[sent] / weights[sent, None]
@@ -94,6 +93,15 @@ class FedProto(FedStrategy):
         """Return the mean accuracy of nearest-prototype prediction, as each client last measured it."""
         scores = [correct / total for correct, total in state["nearest"].values() if total]
         return {"prototype_accuracy": float(np.mean(scores)) if scores else None}
+
+
+def nearest_of(replies: Iterable[Reply]) -> dict[int, list[int]]:
+    """Return by client how many test images the nearest prototype classified correctly, of how many."""
+    return {
+        reply.client: [int(reply.metrics[f"prototype-{n}"]) for n in ("correct", "total")]
+        for reply in replies
+        if "prototype-total" in reply.metrics
+    }
 
 
 METHOD = Method(

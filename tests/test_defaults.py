@@ -110,6 +110,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "ifca": {"clusters": 2, "weighting": "samples", "trunk": "clustered"},
     "fednh": {"rho": 0.9, "scale": 20.0, "train_scale": True, "weights": "uniform"},
     "feduv": {"lam": 2.5, "mu": 0.5},
+    "fedtgp": {
+        "lam": 10.0,
+        "inference": "classifier",
+        "server_epochs": 100,
+        "server_lr": 0.01,
+        "server_batch": 10,
+        "tau": 100.0,
+        "network": True,
+    },
 }
 
 

@@ -1,0 +1,155 @@
+"""FedTGP. Zhang, Liu, Hua, Cao, FedTGP: Trainable Global Prototypes with Adaptive-Margin-Enhanced Contrastive Learning
+for Data and Model Heterogeneity in Federated Learning, AAAI 2024.
+
+| symbol (paper)   | here                                                                          |
+|------------------|-------------------------------------------------------------------------------|
+| P_i^c            | rows of reply.arrays["protos"], classes in reply.arrays["labels"]             |
+| Q^c              | row c of `centres`: plain mean over the clients of the round that own c       |
+| F, theta_F; P^c  | state["net"]: a vector per class, two linear layers with a ReLU between them  |
+| hat P^c          | state["protos"][c] = F(P^c), where state["known"][c]                          |
+| delta(t), tau    | `margin`, hparams.tau                                                         |
+| phi              | Euclidean distance, not squared                                               |
+| S                | hparams.server_epochs                                                         |
+
+Server, on all class means of the round, for S epochs of shuffled mini-batches, over all classes c' ever sent:
+    L = mean of -log [ exp(-(phi(P_i^c, hat P^c) + delta)) / (the same + sum_{c' != c} exp(-phi(P_i^c, hat P^c'))) ]
+    delta(t) = min(max_c min_{c' != c} phi(Q^c, Q^c'), tau)
+The margin is the released code's: the largest distance to the *nearest* other class. With the paper's formula, as it is
+often read, it would be the largest of all distances. The released code broadcasts the net's outputs for classes that
+nobody has too, untrained; here such a class is neither a candidate nor sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional as F
+
+from clients.fedtgp import FedTGPClient, FedTGPHParams
+from fedapp.core.robust import screened_lars
+from fedapp.learning.metrics import tidy
+from fedapp.learning.training import batch_slices
+from fedapp.method import NONE, Method, Reply, Scored, ServerContext, ServerState
+from strategies.fedproto import FedProto, nearest_of
+
+Float64 = NDArray[np.float64]
+Labels = NDArray[np.int64]
+
+
+def margin(centres: Float64, tau: float) -> float:
+    """Return delta(t) of the class centres (S, d) of a round: 0 with fewer than two of them, never above `tau`."""
+    apart = np.linalg.norm(centres[:, None] - centres[None], axis=2)
+    np.fill_diagonal(apart, np.inf)
+    return min(float(apart.min(axis=1).max()), tau) if len(centres) > 1 else 0.0
+
+
+def contrastive(means: Tensor, labels: Tensor, protos: Tensor, delta: float) -> Tensor:
+    """Return L of one batch of class means.
+
+    Parameters
+    ----------
+    means : (B, d).   labels : (B,) rows of `protos` that they belong to.   protos : (S, d), the candidates.
+    """
+    # The root has no gradient at zero, and a prototype may sit on the mean of a class's only owner.
+    apart = (means[:, None] - protos[None]).square().sum(dim=2).clamp_min(1e-24).sqrt()
+    return F.cross_entropy(-(apart + delta * F.one_hot(labels, len(protos))), labels)
+
+
+def outputs(net: Sequence[Tensor]) -> Tensor:
+    """Return hat P^c of all classes, (C, d); a net of vectors alone is its own output."""
+    vectors, *layers = net
+    return vectors if not layers else F.linear(F.relu(F.linear(vectors, *layers[:2])), *layers[2:])
+
+
+class FedTGP(FedProto):
+    """Trains one prototype per class on the clients' class means and sends them; `robust` screens the means first."""
+
+    records = ("margin", "loss")
+
+    def init(self, context: ServerContext) -> ServerState:
+        """Return no prototype yet, and the net as PyTorch would draw its layers."""
+        state = super().init(context)
+        rng, d = self.context.rng("prototypes"), context.width
+        shapes = {"w1": (d, d), "b1": (d,), "w2": (d, d), "b2": (d,)} if self.hparams.network else {}
+        layers = {n: rng.uniform(-1, 1, shape) / np.sqrt(d) for n, shape in shapes.items()}
+        net = {"vectors": rng.standard_normal((context.num_classes, d)), **layers}
+        return {**state, "net": net, "margin": np.zeros(0), "loss": np.zeros(0)}
+
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
+        """Train the prototypes on the class means of the round; without any they stay."""
+        answers = list(replies)
+        given = [(r.arrays["labels"], r.arrays["protos"]) for r in answers]
+        noted: ServerState = {}
+        if self.robust.rules:
+            kept, bounded = screened_lars(given)
+            left_out = state.get("robust", {}).get("left_out", 0) + sum(int((~k).sum()) for k in kept)
+            given = [(y[k], rows[k]) for (y, _), rows, k in zip(given, bounded, kept)]
+            noted = {"robust": {"left_out": left_out}}
+        none = np.zeros((0, self.context.width))
+        y = np.concatenate([np.zeros(0, np.int64), *(labels for labels, _ in given)]).astype(np.int64)
+        z = np.concatenate([none, *(rows for _, rows in given)]).astype(np.float64)
+        present = np.unique(y)
+        centres = np.stack([z[y == c].mean(axis=0) for c in present]) if len(present) else none
+        known = state["known"].copy()
+        known[present] = True
+        net = {name: torch.from_numpy(a.copy()) for name, a in state["net"].items()}
+        if not self.hparams.network:
+            net["vectors"][present] = torch.from_numpy(centres)
+        delta = margin(centres, self.hparams.tau)
+        losses = self.descend(list(net.values()), z, y, np.flatnonzero(known), delta, server_round)
+        protos = np.where(known[:, None], outputs(list(net.values())).numpy(), 0.0)
+        return {
+            "protos": protos.astype(np.float32),
+            "known": known,
+            "owned": {},
+            "nearest": {**state["nearest"], **nearest_of(answers)},
+            "net": {name: w.numpy() for name, w in net.items()},
+            "margin": np.append(state["margin"], delta if len(present) else np.nan),
+            "loss": np.append(state["loss"], np.mean(losses) if losses else np.nan),
+            **noted,
+        }
+
+    def descend(
+        self, net: list[Tensor], z: Float64, y: Labels, candidates: Labels, delta: float, server_round: int
+    ) -> list[float]:
+        """Take S epochs of SGD on the class means z (n, d) of classes y, in place; return the loss before each step."""
+        s, losses = self.hparams, []
+        means, classes, rows = (torch.from_numpy(a) for a in (z, candidates, np.searchsorted(candidates, y)))
+        for w in net:
+            w.requires_grad_()
+        for epoch in range(s.server_epochs):
+            order = torch.from_numpy(self.context.rng("prototypes", server_round, epoch).permutation(len(y)))
+            for part in (order[i] for i in batch_slices(len(y), s.server_batch)):
+                loss = contrastive(means[part], rows[part], outputs(net)[classes], delta)
+                losses.append(float(loss.detach()))
+                for w, gradient in zip(net, torch.autograd.grad(loss, net)):
+                    w.data.sub_(gradient, alpha=s.server_lr)
+        for w in net:
+            w.requires_grad_(False)
+        return losses
+
+    def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
+        """Return the accuracy of nearest-prototype prediction, and per round the margin and the server's loss."""
+        rounds = {f"prototype_{name}": [tidy(v) for v in state[name].tolist()] for name in self.records}
+        return {**super().report(state, final), **rounds}
+
+
+METHOD = Method(
+    id="fedtgp",
+    title="FedTGP",
+    paper="Zhang et al., AAAI 2024",
+    strategy=FedTGP,
+    client=FedTGPClient,
+    hparams=FedTGPHParams,
+    shared=NONE,
+    extra_up=("protos", "labels"),
+    per_class="",
+    heterogeneous=True,
+    travels="class means up, trained prototypes down",
+    guards=("own",),
+)
