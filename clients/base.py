@@ -425,7 +425,7 @@ class FedClient(NumPyClient):
             self._loaded = self.store.load(server_round)
         elif self.store is not None and (private := self.store.load(server_round, "own/", needed=False)) is not None:
             # The server sends the whole model, so only the private arrays are read from the stored state.
-            self.own = _own(private)
+            self.own = selection.under("own/", private.arrays)
         if self._loaded is None:
             if self._covered(skeleton, payload):
                 self.model = copy.deepcopy(skeleton)
@@ -434,9 +434,8 @@ class FedClient(NumPyClient):
                 self.model = self.build_model(self.task.spec(seed), self.hparams)
         else:
             self.model = copy.deepcopy(skeleton)
-            stored = self._loaded.arrays
-            selection.merge(self.model, {n[6:]: a for n, a in stored.items() if n.startswith("model/")})
-            self.own = _own(self._loaded)
+            selection.merge(self.model, selection.under("model/", self._loaded.arrays))
+            self.own = selection.under("own/", self._loaded.arrays)
         self.model.to(self.device)
 
     def state_facts(self) -> dict[str, Scalar]:
@@ -535,10 +534,6 @@ class FedClient(NumPyClient):
         total = max(1, int(metrics["received-total"]))
         accuracy = metrics["received-correct"] / total
         return metrics["received-loss-sum"] / total, total, {"accuracy": accuracy}
-
-
-def _own(stored: Stored) -> Arrays:
-    return {n.removeprefix("own/"): a for n, a in stored.arrays.items() if n.startswith("own/")}
 
 
 @functools.lru_cache(maxsize=16)

@@ -41,7 +41,7 @@ from fedapp.transport import selection
 PREFIX = "fomo/"
 wire_name = functools.partial(selection.numbered, PREFIX)
 split_payload = functools.partial(selection.split_numbered, PREFIX)
-"""Wire name of the array `name` of the model in a slot, and the way back to (plain arrays, models by slot)."""
+"""Wire name of the array `name` of the model in a slot, and the way back to (the rest, models by slot)."""
 OWN_SLOT = "fomo-own"
 """Scalar of a payload: the place of the client's own trained model among the models that it compares."""
 BEFORE = "before/"
@@ -120,15 +120,15 @@ class FedFomoClient(FedClient):
 
     def receive(self, payload: Payload) -> None:
         """Weigh the other clients' models on the validation split and move towards the useful ones."""
-        plain, models = split_payload(payload.all())
-        super().receive(Payload(arrays=plain, scalars=payload.scalars))
+        rest, models = split_payload(payload)
+        super().receive(rest)
         self.values = ()
         own = selection.extract(self.model, self.down_names())
         if OWN_SLOT in payload.scalars:
             models.insert(int(payload.scalars[OWN_SLOT]), own)
         if not models:
             return
-        base = {n.removeprefix(BEFORE): a for n, a in self.own.items()} or own  # theta_i^(l-1)
+        base = selection.under(BEFORE, self.own) or own  # theta_i^(l-1)
         selection.merge(self.model, base)
         loss = self.validation_loss()
         trained = [name for name, _ in self.model.named_parameters() if name in own]

@@ -27,7 +27,7 @@ from fedapp.transport import selection
 PREFIX = "ifca/"
 wire_name = functools.partial(selection.numbered, PREFIX)
 split_payload = functools.partial(selection.split_numbered, PREFIX)
-"""Wire name of the array `name` of a cluster's model, and the way back to (plain arrays, models by cluster)."""
+"""Wire name of the array `name` of a cluster's model, and the way back to (the rest, models by cluster)."""
 
 
 class IFCAHParams(BaseHParams):
@@ -58,8 +58,8 @@ class IFCAClient(FedClient):
 
     def receive(self, payload: Payload) -> None:
         """Score all models on the training split and take the one with the lowest loss: hat j = argmin_j F_i."""
-        plain, models = split_payload(payload.all())
-        super().receive(Payload(arrays=plain, scalars=payload.scalars))
+        rest, models = split_payload(payload)
+        super().receive(rest)
         losses = []
         for arrays in models:
             selection.merge(self.model, arrays)
@@ -71,8 +71,8 @@ class IFCAClient(FedClient):
 
     def reference(self, payload: Payload) -> Arrays:
         """Return the model that was chosen."""
-        plain, models = split_payload(payload.all())
-        return {**plain, **(models[self.choice] if models else {})}
+        rest, models = split_payload(payload)
+        return {**rest.all(), **(models[self.choice] if models else {})}
 
     def reply_metrics(self) -> dict[str, Any]:
         """Return hat j."""
@@ -80,5 +80,5 @@ class IFCAClient(FedClient):
 
     def _covered(self, model: nn.Module, payload: Payload) -> bool:
         """Whether any one cluster's model, with what is shared by all, is a whole model."""
-        plain, models = split_payload(payload.all())
-        return super()._covered(model, Payload(arrays={**plain, **(models[0] if models else {})}))
+        rest, models = split_payload(payload)
+        return super()._covered(model, Payload(arrays={**rest.all(), **(models[0] if models else {})}))

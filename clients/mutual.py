@@ -63,7 +63,7 @@ def prefixed(arrays: Mapping[str, Array]) -> Arrays:
 
 def stripped(arrays: Mapping[str, Array]) -> Arrays:
     """Return the arrays under `small/`, without that prefix."""
-    return {name.removeprefix(SMALL): array for name, array in arrays.items() if name.startswith(SMALL)}
+    return selection.under(SMALL, arrays)
 
 
 class MutualClient(FedClient):

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from fedapp.errors import BadRequest, suggest
 from fedapp.method import ALL, Arrays, BaseHParams, Method, Payload, Query, Reply, ServerState
+from fedapp.transport import selection
 from strategies.base import FedStrategy
 
 T = TypeVar("T")
@@ -188,7 +189,7 @@ class PostHoc(FedStrategy):
     def answers_to(self, query: Query, kind: str, payload: Payload) -> Iterator[tuple[Reply, Arrays]]:
         """Query all clients; yield each reply without its arrays, and the arrays by their names without the prefix."""
         for reply in query(kind, payload):
-            yield dataclasses.replace(reply, arrays={}), _without(self.answers[kind], reply)
+            yield dataclasses.replace(reply, arrays={}), selection.under(self.answers[kind], reply.arrays)
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
         """Say what is wrong with a reply; the base method checks those that do not answer a query of this method."""
@@ -199,11 +200,7 @@ class PostHoc(FedStrategy):
                 return f"'{name}' was not asked for"
         if prefix is None:
             return super().check(state, reply)
-        return self.check_answer(kind, _without(prefix, reply), reply)
-
-
-def _without(prefix: str, reply: Reply) -> Arrays:
-    return {n.removeprefix(prefix): a for n, a in reply.arrays.items() if n.startswith(prefix)}
+        return self.check_answer(kind, selection.under(prefix, reply.arrays), reply)
 
 
 def mean_accuracy(metrics: Iterable[Mapping[str, Any]]) -> float | None:

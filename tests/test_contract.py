@@ -141,12 +141,3 @@ def test_averages_recompute_from_the_clients_rows(tiny: Callable[..., RunResult]
 def test_selection_names_are_whole_components() -> None:
     assert selection.matches("head.weight", ("head.",))
     assert not selection.matches("header.weight", ("head.",))
-
-
-def test_several_models_in_one_payload_come_back_in_numeric_order() -> None:
-    one, two, plain = (np.zeros(k) for k in (1, 2, 3))
-    arrays = {selection.numbered("x/", 10, "head.bias"): one, "x/2/head.bias": two, "features.0": plain}
-    assert "x/10/head.bias" in arrays
-    found, models = selection.split_numbered("x/", arrays)
-    assert found == {"features.0": plain} and [list(m) for m in models] == [["head.bias"]] * 2
-    assert models[0]["head.bias"] is two and models[1]["head.bias"] is one

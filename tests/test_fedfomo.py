@@ -352,7 +352,7 @@ def test_the_most_useful_models_are_sent_not_the_least() -> None:
     state = trained_state(strategy, 5, table)
     assert strategy.slots(state, 2, 0) == [2, 4]
     assert strategy.slots(state, 2, 1) == [0, 2]
-    _, models = split_payload(strategy.send(state, 2, 0).all())
+    _, models = split_payload(strategy.send(state, 2, 0))
     assert [m["head.weight"].tolist() for m in models] == [[2, 2], [4, 4]]
 
 
@@ -403,7 +403,7 @@ def test_the_own_trained_model_competes_for_a_slot_and_does_not_travel() -> None
     state = trained_state(strategy, 5, table)
     for client, slots, place, sent in ((0, [2, 0], 1, [[2, 2]]), (1, [2, 1], 1, [[2, 2]]), (2, None, None, None)):
         payload = strategy.send(state, 2, client)
-        _, models = split_payload(payload.all())
+        _, models = split_payload(payload)
         if slots is None:
             assert payload.scalars == {} and len(models) == 2
         else:
@@ -442,10 +442,10 @@ def test_the_first_round_sends_the_initial_model_alone_and_newcomers_get_it_besi
     zeros = [0.0, 0.0]
     state = strategy.aggregate(state, 1, iter([reply(c, 5, point(c, c), fomo_weights=zeros) for c in (0, 2)]))
     assert strategy.slots(state, 2, 0) == [2], "only clients that took part have a model to pass on"
-    plain, models = split_payload(strategy.send(state, 2, 3).all())
-    assert equal(plain, point(9.0, 9.0)) and len(models) == 2
-    plain, models = split_payload(strategy.send(state, 2, 2).all())
-    assert plain == {} and len(models) == 1
+    rest, models = split_payload(strategy.send(state, 2, 3))
+    assert equal(rest.all(), point(9.0, 9.0)) and len(models) == 2
+    rest, models = split_payload(strategy.send(state, 2, 2))
+    assert rest.all() == {} and len(models) == 1
 
 
 def test_a_client_that_joins_later_is_added_to_the_table() -> None:

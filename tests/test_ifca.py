@@ -216,7 +216,7 @@ def test_received_is_the_chosen_model_and_trained_starts_from_it() -> None:
     strategy = IFCA(METHOD, hparams)
     payload = strategy.send(strategy.init(digits_context(METHOD, hparams, [task])), 1, 0)
     arrays, n, metrics = IFCAClient(task, METHOD, hparams).train_round(payload, 1)
-    _, models = split_payload(payload.all())
+    _, models = split_payload(payload)
     assert n == 40 and equal(arrays, models[metrics["ifca-cluster"]])
     assert metrics["received-correct"] == metrics["trained-correct"]
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from fedapp.method import Payload
 from fedapp.models import build_model
 from fedapp.transport import selection
 
@@ -126,7 +127,17 @@ def test_several_models_in_one_payload_come_back_in_numeric_order() -> None:
     one, two, plain = (np.zeros(k) for k in (1, 2, 3))
     arrays = {selection.numbered("x/", 10, "a/b"): one, "x/2/head.bias": two, "x/2/a": one, "features.0": plain}
     assert "x/10/a/b" in arrays
-    found, models = selection.split_numbered("x/", arrays)
-    assert list(found) == ["features.0"] and found["features.0"] is plain
+    found, models = selection.split_numbered("x/", Payload(arrays))
+    assert list(found.all()) == ["features.0"] and found.arrays["features.0"] is plain
     assert [list(m) for m in models] == [["head.bias", "a"], ["a/b"]]
     assert models[0]["head.bias"] is two and models[1]["a/b"] is one
+
+
+def test_what_is_no_model_array_is_taken_out_of_a_payload() -> None:
+    a, b, c, d = (np.zeros(k) for k in (1, 2, 3, 4))
+    payload = Payload({"x/head.bias": a, "head.x/": b}, {"x/one": c, "x.": d}, {"round": 3})
+    rest, found = selection.split(payload, "x/")
+    assert rest.arrays == {"head.x/": b} and rest.common == {"x.": d} and rest.scalars == {"round": 3}
+    assert list(found) == ["one", "head.bias"] and found["one"] is c and found["head.bias"] is a
+    assert len(payload.all()) == 4, "the payload itself stays whole"
+    assert selection.under("x/", payload.arrays) == {"head.bias": a}

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedapp.method import Array, Arrays
+from fedapp.method import Array, Arrays, Payload
 from fedapp.models import weights
 
 
@@ -76,17 +76,32 @@ def numbered(prefix: str, number: int, name: str) -> str:
     return f"{prefix}{number}/{name}"
 
 
-def split_numbered(prefix: str, arrays: Mapping[str, Array]) -> tuple[Arrays, list[Arrays]]:
-    """Split a payload into the arrays under plain model names, and the models under `prefix` in numeric order."""
-    plain: Arrays = {}
+def under(prefix: str, arrays: Mapping[str, Array]) -> Arrays:
+    """Return the arrays whose names begin with `prefix`, by their names without it."""
+    return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
+
+
+def split(payload: Payload, prefix: str) -> tuple[Payload, Arrays]:
+    """Split a payload into what is left without the arrays under `prefix`, and those by their names without it.
+
+    A client's `receive` and `reference` take every array of a payload for one of the model. A method that sends others
+    beside it takes them out first.
+    """
+    common, arrays = (
+        {name: array for name, array in part.items() if not name.startswith(prefix)}
+        for part in (payload.common, payload.arrays)
+    )
+    return Payload(arrays, common, payload.scalars), under(prefix, payload.all())
+
+
+def split_numbered(prefix: str, payload: Payload) -> tuple[Payload, list[Arrays]]:
+    """Split a payload into what is left, and the models under `prefix` in numeric order."""
+    rest, found = split(payload, prefix)
     models: dict[int, Arrays] = {}
-    for name, array in arrays.items():
-        if name.startswith(prefix):
-            number, inner = name.removeprefix(prefix).split("/", 1)
-            models.setdefault(int(number), {})[inner] = array
-        else:
-            plain[name] = array
-    return plain, [models[number] for number in sorted(models)]
+    for name, array in found.items():
+        number, inner = name.split("/", 1)
+        models.setdefault(int(number), {})[inner] = array
+    return rest, [models[number] for number in sorted(models)]
 
 
 def everything(model: nn.Module) -> Arrays:
