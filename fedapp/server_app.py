@@ -151,8 +151,8 @@ def _entry(e: BaseException, run: Run | None) -> dict[str, Any]:
     return entry
 
 
-def buildable(infos: Sequence[ClientInfo], config: RunConfig) -> str:
-    """Return the first client's architecture that the server may build: of the zoo, or an own model of its own run.
+def buildable(infos: Sequence[ClientInfo], config: RunConfig) -> ClientInfo:
+    """Return the first client whose architecture the server may build: of the zoo, or an own model of its own run.
 
     A node may name any text as its model, and the server imports no code for that.
 
@@ -160,11 +160,11 @@ def buildable(infos: Sequence[ClientInfo], config: RunConfig) -> str:
     ------
     BadRequest : there is none; says what to do.
     """
-    names = [i.model for i in infos]
-    found = next((n for n in names if n in (*MODEL_NAMES, *config.model_names)), None)
+    found = next((i for i in infos if i.model in (*MODEL_NAMES, *config.model_names)), None)
     if found is None:
+        names = ", ".join(sorted({i.model for i in infos}))
         raise BadRequest(
-            f"the nodes have models ({', '.join(sorted(set(names)))}) that this run does not name, and the server "
+            f"the nodes have models ({names}) that this run does not name, and the server "
             "builds one of them for its initial values: name it in the run's model, or give one node a model of fedapp"
         )
     return found
@@ -284,17 +284,16 @@ class Run(Callbacks):
         self.extra.setdefault("unseen", list(config.unseen_of(i.client for i in present)))
         self.infos = [i for i in present if i.client not in self.extra["unseen"]]
         config.check_liars(len(self.infos), self.simulation)
-        facts = next(iter(self.manager.facts.values()))
-        shape = tuple(json.loads(str(facts["shape"])))
-        theirs = self.infos[0].common.get("weights")
-        if theirs is not None and theirs != weights.checksum(config.weights):
+        # A method for several architectures may have inputs of several shapes: a model goes with its own client's.
+        built = buildable(self.infos, self.config)
+        shape = tuple(json.loads(str(self.manager.facts[built.client]["shape"])))
+        stored = {i.common["weights"] for i in self.infos if "weights" in i.common}
+        if stored and stored != {weights.checksum(config.weights)}:
             raise BadRequest(
                 f"weights = '{config.weights}' is another file on the server than on the nodes, by its SHA-256, and "
                 "layers in freeze must be the same everywhere: use the same file"
             )
-        self.spec = ModelSpec(
-            buildable(self.infos, self.config), self.infos[0].num_classes, shape, 0, config.model_options
-        )
+        self.spec = ModelSpec(built.model, built.num_classes, shape, 0, config.model_options)
         self._data()
         self._warn_of_memory()
         if self.simulation and config.keeps_models(len(self.infos)):

@@ -13,15 +13,19 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from fedapp.client_app import app as client_app
 from fedapp.config import from_flat
 from fedapp.data.transforms import InputSpec
 from fedapp.engines.local import effective, run
 from fedapp.errors import BadRequest
+from fedapp.method import ClientInfo
 from fedapp.models import ModelOptions, build_model, own, weights
 from fedapp.results.loading import load
 from fedapp.tasks import simulated
 from fedapp.tasks.node import Node
 from fedapp.transport import selection
+from fedapp.transport.client_manager import ClientManager, Settings
+from fedapp.transport.local_grid import LocalGrid
 from tests.own_nets import Net
 
 NET = "tests.own_nets:Net"
@@ -220,3 +224,26 @@ def test_a_node_takes_weights_from_its_own_folder_alone(tmp_path: Path, monkeypa
     assert weights.checksum(file) in str(common)
     chosen = node_task(config, Node.parse({**node, "model": "digits-a"}), torch.device("cpu"))
     assert chosen.options.weights == "" and chosen.model == "digits-a"
+
+
+def test_stored_weights_are_compared_among_the_clients_of_one_model() -> None:
+    method = from_flat({"method": "fedclassavg"}).method_and_hparams()[0]
+
+    def clash(*clients: tuple[str, str]) -> str:
+        grid = LocalGrid(client_app, from_flat({"method": "local"}).to_flat(), len(clients))
+        manager = ClientManager(grid, Settings(), {}, lambda event: None)
+        for number, (model, stored) in enumerate(clients):
+            manager.infos[number] = ClientInfo(number, 9, model, 4, {}, {"weights": stored} if stored else {})
+            manager.facts[number] = {"shape": "[1, 8, 8]", "width": 5}
+        try:
+            manager.agree(method)
+        except BadRequest as e:
+            return str(e)
+        return ""
+
+    assert clash((NET, "aa"), ("digits-a", ""), (NET, "aa")) == ""
+    assert clash(("digits-a", ""), (NET, "aa"), (NET, "aa")) == ""
+    assert "the weights of client 2 (bb) differs from that of client 1 (aa)" in clash(
+        ("digits-a", ""), (NET, "aa"), (NET, "bb")
+    )
+    assert "client 1" in clash((NET, "aa"), (NET, ""))

@@ -335,10 +335,11 @@ class ClientManager:
             )
         newcomer = ClientInfo(client, hello.count, hello.model, hello.classes, hello.shapes, hello.common)
         others = [c for c in sorted(self.infos) if c != client]
-        if self._method is not None and others:
-            clash = self._clash(self._method, self.infos[others[0]], newcomer, self.facts[others[0]], info)
-            if clash:
-                raise BadRequest(clash)
+        if self._method is not None:
+            for other in self._compared(newcomer, others):
+                clash = self._clash(self._method, self.infos[other], newcomer, self.facts[other], info)
+                if clash:
+                    raise BadRequest(clash)
         for former in [c for c, n in self.nodes.items() if n == node and c != client]:
             del self.nodes[former]
         self.nodes[client], self.facts[client], self.infos[client] = node, info, newcomer
@@ -352,7 +353,6 @@ class ClientManager:
         BadRequest : clients disagree; the message names the clients, models and shapes.
         """
         ids = sorted(self.infos)
-        first = ids[0]
         models = {i.model for i in self.infos.values()}
         if len(models) > 1 and not method.heterogeneous:
             raise BadRequest(
@@ -360,9 +360,10 @@ class ClientManager:
                 "Set model to one name, or choose a method that allows several (fedapp methods)"
             )
         for c in ids[1:]:
-            clash = self._clash(method, self.infos[first], self.infos[c], self.facts[first], self.facts[c])
-            if clash:
-                raise BadRequest(plain(clash))
+            for other in self._compared(self.infos[c], ids):
+                clash = self._clash(method, self.infos[other], self.infos[c], self.facts[other], self.facts[c])
+                if clash:
+                    raise BadRequest(plain(clash))
         widths = {int(f["width"]) for f in self.facts.values()}
         if method.same_width and len(widths) > 1 and (method.shared != () or method.extra_up):
             raise BadRequest(
@@ -370,6 +371,11 @@ class ClientManager:
                 "choose models of one family"
             )
         self._method = method
+
+    def _compared(self, info: ClientInfo, others: Sequence[int]) -> list[int]:
+        """Return with which of the `others` a client is compared: the first, and the first that has its model."""
+        same = (c for c in others if self.infos[c].model == info.model)
+        return [*dict.fromkeys([*others[:1], *itertools.islice(same, 1)])]
 
     @staticmethod
     def _clash(
@@ -392,6 +398,8 @@ class ClientManager:
             models = f"{other} has {b.model} and {one} {a.model}"
             return f"{method.id} needs one architecture, but {models}: set model to one name"
         for fact in sorted(set(a.common) | set(b.common)):
+            if fact == "weights" and a.model != b.model:
+                continue  # those of one model say nothing of another, such as one that a node brings
             if a.common.get(fact) != b.common.get(fact):
                 return (
                     f"the {fact} of {other} ({b.common.get(fact)}) differs from that of {one} ({a.common.get(fact)}): "
