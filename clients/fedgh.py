@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from clients.base import FedClient
 from fedapp.method import Arrays, BaseHParams, Payload
@@ -73,10 +74,15 @@ class FedGHClient(FedClient):
         for start in range(0, len(y) if len(labels) else 0, ROWS):
             part = slice(start, start + ROWS)
             member = (y[part] == labels[:, None]).double()  # (S_k, rows)
-            sums += member @ self.representations(self.task.x_train[part]).double()
+            z = self.representations(self.task.x_train[part])
+            sums += member @ z.double()
+            self.saw(z, y[part])
         lar = (sums / counts[:, None]).cpu().numpy().astype(np.float32)
         self.lar_seconds = time.perf_counter() - started
         return {"lar": lar, "labels": labels.cpu().numpy().astype(np.int32)}
+
+    def saw(self, representations: Tensor, labels: Tensor) -> None:
+        """Take note of a part of the pass for the LARs: representations (n, d) with labels (n,)."""
 
     def reply_metrics(self) -> dict[str, Any]:
         """Return the wall-clock seconds of extracting the LARs: the paper expects half of those of one epoch."""

@@ -39,6 +39,7 @@ ORDER = [
     "fednh",
     "feduv",
     "fedtgp",
+    "fedghg",
 ]
 """The order in tables; methods of your own come after these."""
 

@@ -17,8 +17,9 @@ In the released code the header has no optimizer and never changes; `mode=frozen
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,7 +108,7 @@ def batches(
 class FedGH(FedStrategy):
     """Trains the header on the clients' class means and broadcasts it; `robust` screens the means first."""
 
-    records = ("loss", "moved")
+    records: ClassVar[tuple[str, ...]] = ("loss", "moved")
 
     def init(self, context: ServerContext) -> ServerState:
         """Return theta^0, which round 1 broadcasts, and empty records of the rounds."""
@@ -131,15 +132,16 @@ class FedGH(FedStrategy):
         if self.robust.rules:
             kept, rows = screened_lars([(x.s, x.r) for x in lars])
             left_out = state.get("robust", {}).get("left_out", 0) + sum(int((~k).sum()) for k in kept)
+            answers = [reply for reply, k in zip(answers, kept) if k.any()]
             lars = [LARs(r[k], x.s[k]) for x, r, k in zip(lars, rows, kept) if k.any()]
             noted = {"robust": {"left_out": left_out}}
         # float64: a round takes many small steps, and float32 would lose digits at each.
         w, b = (theta[name].astype(np.float64) for name in ("head.weight", "head.bias"))
         lr = 0.0 if hparams.mode == "frozen" else hparams.header_lr
         losses = []
-        for epoch in range(hparams.header_epochs if lars else 0):
+        for epoch, shown in enumerate(self.passes(server_round, answers, lars) if lars else ()):
             rng = self.context.rng("header", server_round, epoch) if hparams.order == "shuffled" else None
-            for r, s in batches(lars, hparams.header_batch, rng):
+            for r, s in batches(shown, hparams.header_batch, rng):
                 losses.append(header_step(w, b, r, s, lr, hparams.header_clip))
         moved = np.sqrt(((w - theta["head.weight"]) ** 2).sum() + ((b - theta["head.bias"]) ** 2).sum())
         covered = np.zeros(self.context.num_classes, dtype=np.bool_)
@@ -151,6 +153,10 @@ class FedGH(FedStrategy):
             "moved": np.append(state["moved"], moved),
             **noted,
         }
+
+    def passes(self, server_round: int, answers: Sequence[Reply], lars: Sequence[LARs]) -> Iterator[Sequence[LARs]]:
+        """Yield what the header sees in each pass, client by client: their LARs. `answers` are the same clients'."""
+        return itertools.repeat(lars, self.hparams.header_epochs)
 
     def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
         """Return per round the header's loss on the LARs, how far it moved, and the classes no client sent."""

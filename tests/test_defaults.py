@@ -119,6 +119,19 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "tau": 100.0,
         "network": True,
     },
+    "fedghg": {
+        "header_lr": 0.01,
+        "header_batch": "sample",
+        "header_epochs": 20,
+        "header_clip": 50.0,
+        "order": "shuffled",
+        "mode": "trained",
+        "min_class_count": 1,
+        "cov": "diag",
+        "source": "client",
+        "weights": "equal",
+        "force": False,
+    },
 }
 
 

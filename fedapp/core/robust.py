@@ -62,7 +62,8 @@ MASS, LENGTH = 2.0, 2.0
 __all__ = [
     "OWN_RULE", "RULES", "Robust", "RobustMean", "bounded", "capped", "capped_masses", "changes_bounded", "class_means",
     "combined", "coordinate_median", "fitting", "geometric_median", "krum", "krum_scores", "multikrum", "needed",
-    "parsed", "row_bounded", "screened", "screened_lars", "screened_statistics", "trimmed_mean", "weaker",
+    "parsed", "row_bounded", "scale_covariances", "screened", "screened_lars", "screened_statistics", "trimmed_mean",
+    "weaker",
 ]  # fmt: skip
 
 
@@ -502,11 +503,11 @@ def screened_statistics(answers: Sequence[Mapping[str, Array]]) -> tuple[list[Ar
     return found, {
         "capped": capped_counts,
         "left_out": int(sum((~rows).sum() for rows in kept)),
-        "scaled": _scale_covariances(found),
+        "scaled": scale_covariances(found),
     }
 
 
-def _scale_covariances(found: Sequence[Arrays]) -> int:
+def scale_covariances(found: Sequence[Arrays]) -> int:
     """Scale covariances down in place of the arrays; return how many. One sample has none, so it has no vote."""
     traces: dict[int, list[tuple[int, int, float]]] = {}
     for k, arrays in enumerate(found):

@@ -1,0 +1,184 @@
+"""FedGHG: FedGH on Gaussians. Of no paper: FedGH (Yi et al., ACM MM 2023) on virtual features, as CCVR (Luo et al.,
+NeurIPS 2021) draws them, in the place of class means.
+
+| symbol               | here                                                                              |
+|----------------------|-----------------------------------------------------------------------------------|
+| theta = (W, b)       | state["model"], as in FedGH                                                       |
+| mu_ks, Sigma_ks, s   | rows of reply.arrays["lar"] and ["cov"], entries of ["labels"]                    |
+| n_ks                 | reply.arrays["counts"], sent with `weights=count` only                            |
+| M                    | hparams.header_epochs: passes of a round, each over a fresh draw of every row     |
+| rho                  | `between_share`, state["between"]                                                 |
+
+Server, in pass m of a round, for each client k in S^t and each of its classes s:
+    z ~ N(mu_ks, Sigma_ks),   theta <- theta - eta_theta * grad CE(W z + b, s)      (FedGH's Eq. 4)
+With Sigma = 0 this is FedGH with `header_epochs` = M, bit for bit: that run says what the covariances are worth.
+`source=pooled` draws from one Gaussian a class, as CCVR does. That means something only where features mean the
+same at all clients, so the server measures which share of the variance within classes lies between the clients' means,
+    rho = sum_s sum_k b_k |mu_ks - mu_s|^2 / (that + sum_s sum_k a_k tr Sigma_ks),
+over classes of two clients or more, (a_k, b_k) as in `pool`, and refuses `source=pooled` where it is above one half.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from clients.fedghg import FedGHGClient, FedGHGHParams
+from fedapp.core.gaussian import unpack
+from fedapp.core.robust import scale_covariances
+from fedapp.core.virtual import draw, factorise
+from fedapp.errors import BadRequest
+from fedapp.learning.metrics import tidy
+from fedapp.method import HEAD, NONE, Array, Method, Reply, Scored, ServerContext, ServerState
+from strategies.fedgh import FedGH, Float64, LARs
+
+MOST_BETWEEN = 0.5
+"""Largest share of the variance within classes between clients at which their Gaussians are pooled."""
+
+
+class Gaussian(NamedTuple):
+    """Of one class: mean (d,), covariance (d, d) or, where it is diagonal, (d,), and samples, 1 where not sent."""
+
+    mean: Float64
+    cov: Float64
+    n: int = 1
+
+
+def pool(of: Sequence[Gaussian], equal: bool) -> tuple[Gaussian, float, float]:
+    """Return one Gaussian for several, the scatter between their means, and that within them.
+
+    With counts it is Eq. 3 and 4 of CCVR: (a_k, b_k) = (n_k - 1, n_k), divided by N - 1. `equal` has a_k = b_k = 1,
+    divided by their number: the moments of the mixture.
+    """
+    b = np.array([1 if equal else g.n for g in of], dtype=np.float64)
+    a, divisor = (b, len(of)) if equal else (b - 1, max(b.sum() - 1, 1))
+    mean = sum(w * g.mean for w, g in zip(b, of)) / b.sum()
+    apart = [g.mean - mean for g in of]
+    spread = [np.outer(x, x) if of[0].cov.ndim == 2 else x**2 for x in apart]
+    cov = sum(v * g.cov + w * x for v, w, g, x in zip(a, b, of, spread)) / divisor
+    within = [g.cov.sum() if g.cov.ndim == 1 else np.trace(g.cov) for g in of]
+    between = float(sum(w * (x @ x) for w, x in zip(b, apart)))
+    return Gaussian(mean, cov, int(sum(g.n for g in of))), between, float(a @ within)
+
+
+def between_share(classes: Mapping[int, Sequence[Gaussian]], equal: bool) -> float:
+    """Return rho of the Gaussians of each class; NaN where no class with a spread has two clients."""
+    parts = [pool(of, equal)[1:] for of in classes.values() if len(of) > 1]
+    between, within = (sum(part[i] for part in parts) for i in (0, 1))
+    return between / (between + within) if within > 0 else float("nan")
+
+
+class FedGHG(FedGH):
+    """FedGH whose header sees draws from the clients' class Gaussians."""
+
+    records: ClassVar[tuple[str, ...]] = (*FedGH.records, "between")
+
+    def init(self, context: ServerContext) -> ServerState:
+        """Return FedGH's state and an empty record of rho."""
+        return {**super().init(context), "between": np.zeros(0)}
+
+    def check(self, state: ServerState, reply: Reply) -> str | None:
+        """Refuse what is no set of LARs with variances and, if asked for, counts."""
+        if problem := super().check(state, reply):
+            return problem
+        s, d, rows = self.hparams, self.context.width, len(reply.arrays["labels"])
+        cov, counts = reply.arrays.get("cov"), reply.arrays.get("counts")
+        shape = (rows, d * (d + 1) // 2 if s.cov == "full" else d)
+        if (cov is None) != (s.cov == "none") or (counts is None) != (s.weights == "equal"):
+            return f"a reply with cov={s.cov} and weights={s.weights} has other arrays than {sorted(reply.arrays)}"
+        if cov is not None and (cov.shape != shape or cov.dtype.kind != "f"):
+            return f"cov has dtype {cov.dtype} and shape {cov.shape}, expected floating point of shape {shape}"
+        if cov is not None and (cov[:, self.diagonal()] < 0).any():
+            return "variances must not be negative"
+        if counts is not None and (counts.shape != (rows,) or counts.dtype.kind not in "iu" or (counts < 1).any()):
+            return "counts must hold one positive whole number per class"
+        if counts is not None and counts.sum() > reply.num_samples:
+            return f"counts of {counts.sum()} samples from a client of {reply.num_samples}"
+        return None
+
+    def diagonal(self) -> Array:
+        """Return which entries of a row of `cov` are variances."""
+        d = self.context.width
+        return np.diag(unpack(np.arange(d * (d + 1) // 2), d)) if self.hparams.cov == "full" else np.arange(d)
+
+    def gaussians(self, reply: Reply) -> dict[int, Gaussian]:
+        """Return a client's Gaussians by class, ascending."""
+        arrays, d = reply.arrays, self.context.width
+        labels = arrays["labels"].astype(np.int64)
+        cov = arrays.get("cov", np.zeros((len(labels), d))).astype(np.float64)
+        counts = arrays.get("counts", np.ones(len(labels), np.int64))
+        rows = unpack(cov, d) if self.hparams.cov == "full" else cov
+        mean = arrays["lar"].astype(np.float64)
+        return {int(labels[i]): Gaussian(mean[i], rows[i], int(counts[i])) for i in np.argsort(labels)}
+
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
+        """Train theta as FedGH does, on draws, and note rho.
+
+        Raises
+        ------
+        BadRequest : `source=pooled` of features that mean something else at each client.
+        """
+        answers = list(replies)
+        found: dict[int, list[Gaussian]] = {}
+        for reply in answers:
+            for c, one in self.gaussians(reply).items():
+                found.setdefault(c, []).append(one)
+        rho = between_share(found, self.hparams.weights == "equal")
+        if self.hparams.source == "pooled" and rho > MOST_BETWEEN and not self.hparams.force:
+            raise BadRequest(
+                f"fedghg: {rho:.0%} of the variance within classes lies between clients, so their features do not mean "
+                "the same and one Gaussian a class describes none of them: use source=client, or force=true to try it"
+            )
+        after = super().aggregate(state, server_round, iter(answers))
+        return {**after, "between": np.append(state["between"], rho)}
+
+    def passes(self, server_round: int, answers: Sequence[Reply], lars: Sequence[LARs]) -> Iterator[Sequence[LARs]]:
+        """Yield draws in the place of the LARs, each pass new ones."""
+        arrays = [{**r.arrays, "ids": r.arrays["labels"], "mean": r.arrays["lar"]} for r in answers]
+        if self.robust.rules and self.hparams.cov != "none":
+            arrays = [{**a, "count": a.get("counts", np.full(len(a["ids"]), 2))} for a in arrays]
+            scale_covariances(arrays)
+        every = [self.gaussians(Reply(r.client, r.num_samples, a, {})) for r, a in zip(answers, arrays)]
+        # `robust` may have shortened or left out means: they are those of `lars`.
+        own = [{int(c): g[int(c)]._replace(mean=r) for r, c in zip(x.r, x.s)} for g, x in zip(every, lars)]
+        sources: dict[tuple[int, ...], dict[int, Gaussian]] = {(reply.client,): g for reply, g in zip(answers, own)}
+        if self.hparams.source == "pooled":
+            classes = sorted({c for g in own for c in g})
+            equal = self.hparams.weights == "equal"
+            sources = {(): {c: pool([g[c] for g in own if c in g], equal)[0] for c in classes}}
+        m, d = self.hparams.header_epochs, self.context.width
+        drawn = [
+            (np.stack([self.draws((server_round, *who, c), g, (m, d)) for c, g in of.items()]), np.array([*of]))
+            for who, of in sources.items()
+        ]
+        return ([LARs(z[:, epoch], s) for z, s in drawn] for epoch in range(m))
+
+    def draws(self, stream: tuple[int, ...], of: Gaussian, shape: tuple[int, int]) -> Float64:
+        """Return draws (M, d); each (round, client, class) has a stream of its own. Without covariances all are mu."""
+        if self.hparams.cov == "none":
+            return np.broadcast_to(of.mean, shape)
+        return draw(of.mean, factorise(of.cov), self.context.rng("gaussians", *stream).standard_normal(shape))
+
+    def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
+        """Return FedGH's entries and rho of every round."""
+        return {**super().report(state, final), "between_clients": [tidy(v) for v in state["between"].tolist()]}
+
+
+METHOD = Method(
+    id="fedghg",
+    title="FedGH on Gaussians",
+    paper="none: FedGH with CCVR's draws",
+    strategy=FedGHG,
+    client=FedGHGClient,
+    hparams=FedGHGHParams,
+    shared=HEAD,
+    up=NONE,
+    extra_up=("lar", "labels", "cov", "counts"),
+    per_class="min_class_count",
+    heterogeneous=True,
+    travels="class means and variances up, the header down",
+    guards=("own",),
+    columns=("lar-seconds",),
+)
