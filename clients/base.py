@@ -1,4 +1,4 @@
-"""`FedClient`: one round of one client, as a NumPyClient that exchanges only named, partial parameters.
+"""`FedClient`: one round of one client, which exchanges only named, partial parameters.
 
 The table lists the functions that a method's client may define, in the order in which a round calls them. They may
 change `self.model`, `self.own` (private arrays) and attributes that they set themselves. Only `self.model` and
@@ -11,10 +11,12 @@ the server sends all of it (see `needs_state`).
 | `common_facts()`                  | when the client registers                | no facts to compare             |
 | `trained_models()`                | then too, to refuse batches of one image | the model                       |
 | `restore(server_round, payload)`  | first                                    | the model as the client left it |
+| `initial_seed()`                  | in `restore`, for a client without state | a seed of the client's own      |
 | `receive(payload)`                | before the score `received`              | copies the shared arrays        |
 | `configure_model(model, scalars)` | in `receive`, and on the server          | nothing                         |
 | `before_training(payload)`        | after the score `received`               | nothing                         |
-| `optimise(payload)`               | the local training                       | the loop over `step_loss`       |
+| `optimise(payload)`               | the local training                       | runs the phases                 |
+| `phases()`                        | in `optimise`                            | one, the loop over `step_loss`  |
 | `train_spec()`, `adam_betas()`    | in `optimise`                            | the run's settings              |
 | `epochs_in(t, epochs, hparams)`   | when curves by local epochs are drawn    | the run's settings              |
 | `parameters()`, `views`           | in `optimise`                            | all parameters, one view        |
@@ -22,6 +24,7 @@ the server sends all of it (see `needs_state`).
 | `on_gradients(parameters)`        | every step, after the backward pass      | nothing                         |
 | `after_epoch(epoch)`              | after every epoch                        | nothing                         |
 | `after_training(payload)`         | before the score `trained`               | no further arrays               |
+| `scored(protocol)`                | for each score, and when a model is kept | the model                       |
 | `score(x, y, probabilities)`      | for each score                           | the model's predictions         |
 | `alone(hparams)`                  | when a stored model is used              | whether `score` is the default  |
 | `reply_metrics()`                 | last                                     | no further numbers              |
@@ -37,29 +40,39 @@ import copy
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from flwr.client import NumPyClient
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.optimizer import ParamsT
 
+from clients._flower import PositionalClient
 from fedapp import sampling
 from fedapp.errors import BadRequest
 from fedapp.learning.evaluation import Scores, batched, evaluate, measured
 from fedapp.learning.state import ClientStore, Stored
 from fedapp.learning.task import ModelSpec, Task
-from fedapp.learning.training import Batch, TrainReport, TrainSpec, batch_slices, class_weights, needs_two, train
-from fedapp.method import Array, Arrays, BaseHParams, Method, Payload, Scalar
+from fedapp.learning.training import (
+    Batch,
+    Phase,
+    TrainReport,
+    TrainSpec,
+    batch_slices,
+    class_weights,
+    needs_two,
+    train,
+    trained_alone,
+)
+from fedapp.method import Arrays, BaseHParams, Method, Payload, Scalar
 from fedapp.models import SplitModel, build_model, weights
 from fedapp.transport import selection
 
 
-class FedClient(NumPyClient):
+class FedClient(PositionalClient):
     """One client of a federation.
 
     Parameters
@@ -85,6 +98,7 @@ class FedClient(NumPyClient):
         self.round = 0
         self.model: SplitModel
         self.report = TrainReport()
+        self.newcomer = False  # whether `meet` scores it, which says how many epochs it trains
         self._loaded: Stored | None = None
         self._starts_from_state = True
 
@@ -228,22 +242,49 @@ class FedClient(NumPyClient):
         """Return the decay rates of the two moments, for Adam and its relatives."""
         return (0.9, 0.999)
 
+    def phases(self) -> Sequence[Phase]:
+        """Return the parts of the local training, in their order."""
+        return [Phase(self.step_loss, self.train_spec())]
+
     def optimise(self, payload: Payload) -> TrainReport:
-        """Run the local training of the round."""
-        return train(
-            self.model,
-            self.task.x_train,
-            self.task.y_train,
-            self.train_spec(),
-            self.task.inputs,
-            self.step_loss,
-            self.generator("batches"),
-            parameters=self.parameters(),
-            views=self.views,
-            betas=self.adam_betas(),
-            on_epoch=self.after_epoch,
-            on_gradients=None if type(self).on_gradients is FedClient.on_gradients else self.on_gradients,
-        )
+        """Run the local training of the round, phase after phase."""
+        report = TrainReport()
+        for phase in self.phases():
+            report = report.then(self.run_phase(phase))
+        return report
+
+    def run_phase(self, phase: Phase) -> TrainReport:
+        """Train what a phase names on the training split, and nothing else."""
+        model = self.model if phase.model is None else phase.model
+        with trained_alone(model, phase.prefixes) as held:
+            return train(
+                model,
+                self.task.x_train,
+                self.task.y_train,
+                phase.spec,
+                self.task.inputs,
+                phase.loss,
+                self.generator(phase.draws),
+                parameters=self.parameters() if phase.parameters is None else phase.parameters,
+                views=self.views,
+                betas=self.adam_betas(),
+                on_epoch=self.after_epoch,
+                on_gradients=None if type(self).on_gradients is FedClient.on_gradients else self.on_gradients,
+                held=held,
+            )
+
+    def scored(self, protocol: str) -> SplitModel:
+        """Return the model that a score is of; that of `trained` is also the one that is stored and used later.
+
+        Parameters
+        ----------
+        protocol : name of the score, such as `received`, `trained` or `unseen_trained@2`.
+        """
+        return self.model
+
+    def initial_seed(self) -> int:
+        """Return the seed of a new client's model, of which the arrays count that the server does not send."""
+        return sampling.derived_seed(self.task.seed, "model", self.task.client)
 
     # ---- one exchange --------------------------------------------------------------------------------------------
 
@@ -277,7 +318,8 @@ class FedClient(NumPyClient):
         metrics.update(self.reply_metrics())
         if self.store is not None:
             self.store.save(server_round, self.state())
-            self.store.note_head_norms(server_round, self.model.head.weight.detach().double().norm(dim=1).cpu().numpy())
+            head = self.scored("trained").head.weight
+            self.store.note_head_norms(server_round, head.detach().double().norm(dim=1).cpu().numpy())
         return arrays, self.task.num_samples, metrics
 
     def evaluate_round(
@@ -319,7 +361,7 @@ class FedClient(NumPyClient):
     def _learn(self, payload: Payload) -> Arrays:
         """Run the local training of a round; return the reply's further arrays."""
         if self.task.buffers == "drop":
-            for module in self.model.modules():
+            for module in (*self.model.modules(), *self.scored("trained").modules()):
                 if isinstance(module, nn.modules.batchnorm._BatchNorm):
                     module.reset_running_stats()
         self.before_training(payload)
@@ -335,6 +377,7 @@ class FedClient(NumPyClient):
         protocol : name of the score.   epochs : of local training before it; 0 = the model as received.
         """
         self.round = server_round
+        self.newcomer = True
         self.restore(server_round, payload)
         self.receive(payload)
         if epochs:
@@ -382,6 +425,13 @@ class FedClient(NumPyClient):
 
         `balanced` adds the balanced score, `further` the metrics that the run measures beside accuracy and loss.
         """
+        kept, self.model = self.model, self.scored(protocol)
+        try:
+            return self._measured(protocol, balanced, further)
+        finally:
+            self.model = kept
+
+    def _measured(self, protocol: str, balanced: bool, further: bool) -> dict[str, Any]:
         names = self.task.metrics if further else ()
         more = {"probabilities": True} if names else {}
         scores = self.score(self.task.x_test, self.task.y_test, **more)
@@ -430,8 +480,7 @@ class FedClient(NumPyClient):
             if self._covered(skeleton, payload):
                 self.model = copy.deepcopy(skeleton)
             else:
-                seed = sampling.derived_seed(self.task.seed, "model", self.task.client)
-                self.model = self.build_model(self.task.spec(seed), self.hparams)
+                self.model = self.build_model(self.task.spec(self.initial_seed()), self.hparams)
         else:
             self.model = copy.deepcopy(skeleton)
             selection.merge(self.model, selection.under("model/", self._loaded.arrays))
@@ -462,7 +511,7 @@ class FedClient(NumPyClient):
 
     def state(self) -> Arrays:
         """Return everything that is stored after the round."""
-        model = {f"model/{name}": a for name, a in selection.everything(self.model).items()}
+        model = {f"model/{name}": a for name, a in selection.everything(self.scored("trained")).items()}
         return {**model, **{f"own/{name}": np.asarray(a) for name, a in self.own.items()}}
 
     def down_names(self) -> list[str]:
@@ -504,36 +553,6 @@ class FedClient(NumPyClient):
         """Return the checksum of the stored weights: layers that are not sent must be the same everywhere."""
         stored = self.task.options.weights
         return {"weights": weights.checksum(stored)} if stored and self.task.options.freeze else {}
-
-    # ---- NumPyClient, for other apps' client_fn ------------------------------------------------------------------
-
-    def get_parameters(self, config: dict[str, Any]) -> list[Array]:
-        """Return the shared arrays in the order of `down_names()`."""
-        if not hasattr(self, "model"):
-            self.restore(1, Payload())
-        return list(selection.extract(self.model, self.down_names()).values())
-
-    def fit(self, parameters: list[Array], config: dict[str, Any]) -> tuple[list[Array], int, dict[str, Any]]:
-        """Train one round on positional parameters (`config["round"]`, default 1)."""
-        payload = Payload(arrays=dict(zip(self.down_names(), parameters, strict=True)))
-        arrays, n, metrics = self.train_round(payload, int(config.get("round", 1)))
-        return list(arrays.values()), n, metrics
-
-    def evaluate(self, parameters: list[Array], config: dict[str, Any]) -> tuple[float, int, dict[str, Any]]:
-        """Score positional parameters on the client's own test split (`config["round"]`, default 1).
-
-        Returns
-        -------
-        Mean loss in nats, number of test samples (at least 1), and `accuracy`, for any value of the task's `protocols`.
-        """
-        payload = Payload(arrays=dict(zip(self.down_names(), parameters, strict=True)))
-        self.round = int(config.get("round", 1))
-        self.restore(self.round, payload, always=True)
-        self.receive(payload)
-        metrics = self.measure("received")
-        total = max(1, int(metrics["received-total"]))
-        accuracy = metrics["received-correct"] / total
-        return metrics["received-loss-sum"] / total, total, {"accuracy": accuracy}
 
 
 @functools.lru_cache(maxsize=16)

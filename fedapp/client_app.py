@@ -142,15 +142,15 @@ def _answer(
     server_round = int(control.get("round", 0))
     balanced = bool(control.get("balanced", False))
 
-    def keep(name: str, rounds: int) -> None:
-        """Keep the present model for use after the run: on a real node always, in a simulation at the end."""
+    def keep(protocol: str, rounds: int) -> None:
+        """Keep the model of a score for use after the run: on a real node always, in a simulation at the end."""
         folder = None
         if process.real_node():
             folder = client.store.folder if client.store is not None else None
         elif control.get("final") and control.get("models-dir"):
             folder = Path(str(control["models-dir"])) / str(client.task.client)
         if folder is not None:
-            models.keep(folder / name, client, config, rounds, payload.scalars)
+            models.keep(folder / models.FILES[protocol], client, protocol, config, rounds, payload.scalars)
 
     facts: dict[str, Scalar] = {}
     if stage == "register":
@@ -167,7 +167,7 @@ def _answer(
         _remember(context, client, server_round)
         if config.lost_state == "restart":
             metrics["restarted"] = int("state-lost" in facts)
-        keep("personal.safetensors", server_round)
+        keep("trained", server_round)
         if config.clip_update:
             arrays, norm = clip_update(arrays, client.reference(payload), config.clip_update)
             metrics["update-clipped"] = int(norm > config.clip_update)
@@ -182,11 +182,11 @@ def _answer(
         without = train or bool(control.get("received-only", False))
         metrics = client.evaluate_round(payload, server_round, balanced=balanced, train=without)
         if payload.all():
-            keep("received.safetensors", server_round - 1)
+            keep("received", server_round - 1)
         if train:
             metrics |= client.train_to_score(payload, balanced=balanced)
             if control.get("final"):
-                keep("personal.safetensors", server_round)
+                keep("trained", server_round)
     else:
         arrays, count, metrics = client.answer_query(stage.removeprefix("query."), payload, server_round)
     return arrays, {**metrics, "num-examples": count}, facts

@@ -37,6 +37,11 @@ def derived_seed(seed: int, purpose: str, *numbers: int) -> int:
     return int(state[0] >> np.uint64(1))  # some libraries take signed 64-bit seeds only
 
 
+def server_model_seed(seed: int, k: int = 0) -> int:
+    """Return the seed of the server's k-th initial model in a run with this seed."""
+    return derived_seed(seed, "server-model", k)
+
+
 def torch_generator(seed: int, purpose: str, *numbers: int, device: torch.device | str = "cpu") -> torch.Generator:
     """Return the PyTorch generator of one purpose on `device`; the other parameters are those of `rng`."""
     generator = torch.Generator(device=device)

@@ -357,7 +357,7 @@ def server_context(
     """
 
     def initial_from(k: int) -> Arrays:
-        drawn = dataclasses.replace(spec, seed=sampling.derived_seed(seed, "server-model", k))
+        drawn = dataclasses.replace(spec, seed=sampling.server_model_seed(seed, k))
         arrays: Arrays = method.client.initial_arrays(drawn, method, hparams, buffers)
         return arrays
 

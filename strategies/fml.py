@@ -26,7 +26,7 @@ def initial_small(context: ServerContext, hparams: FMLHParams) -> Arrays:
         hparams,
         num_classes=context.num_classes,
         shape=context.shape,
-        seed=sampling.derived_seed(context.seed, "server-model", 0),
+        seed=sampling.server_model_seed(context.seed),
     )
     return small_arrays(small)
 

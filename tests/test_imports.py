@@ -17,7 +17,7 @@ FLOWER = {
     "fedapp/transport/records.py",
     "fedapp/transport/client_manager.py",
     "fedapp/transport/local_grid.py",
-    "clients/base.py",
+    "clients/_flower.py",
     "strategies/_flower.py",
 }
 """Files that import Flower. A method's own file is not among them: its functions are mathematics."""

@@ -434,8 +434,8 @@ def test_the_training_loss_is_what_the_optimizer_minimised(
 ) -> None:
     """Per client: the mean over all images of both epochs of what was differentiated, with all terms and weights.
 
-    What is differentiated before the local training (KT-pFL's distillation, FedClassAvg's warm-up) is not in it. In
-    round 2 the terms are not 0, since something was received.
+    What is differentiated before the local training (KT-pFL's distillation, FedClassAvg's warm-up) is not in it, nor
+    are phases before the last one. In round 2 the terms are not 0, since something was received.
     """
     losses: list[tuple[float, int]] = []
     found: list[tuple[int, int, float]] = []
@@ -447,10 +447,10 @@ def test_the_training_loss_is_what_the_optimizer_minimised(
             loss.register_hook(lambda gradient: losses.append((float(loss.detach()), len(batch.y))))
             return loss
 
+        losses.clear()
         return original(model, x, y, spec, inputs, seen, *args, **further)
 
     def watched(self: FedClient, payload: Payload) -> Any:
-        losses.clear()  # KT-pFL calls this after its distillation
         report = optimise(self, payload)
         mean = sum(loss * n for loss, n in losses) / sum(n for _, n in losses)
         found.append((self.round, self.task.client, mean))

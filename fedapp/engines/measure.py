@@ -126,7 +126,8 @@ def _round_seconds(config: RunConfig, client: int, device: torch.device) -> floa
         trained.train_round(payload, 1)
     assert trained is not None
     report = trained.report
-    training = report.seconds / max(1, report.samples) * task.num_samples * config.local_epochs
+    epochs = method.client.epochs_in(1, config.local_epochs, hparams)
+    training = report.seconds / max(1, report.samples) * task.num_samples * epochs
     began = time.perf_counter()
     images = max(1, trained.measure("trained")["trained-total"])
     each = (time.perf_counter() - began) / images

@@ -6,10 +6,11 @@ operations; models and batches are channels_last. The result equals a plain loop
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -117,6 +118,59 @@ class TrainReport:
     steps: int = 0
     samples: int = 0
     seconds: float = 0.0
+
+    def then(self, later: TrainReport) -> TrainReport:
+        """Return the report of this training and a later one: sums, and the loss of the last one that took a step."""
+        return TrainReport(
+            later.loss if later.steps else self.loss,
+            self.steps + later.steps,
+            self.samples + later.samples,
+            self.seconds + later.seconds,
+        )
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One part of a local training, with an optimizer of its own.
+
+    Attributes
+    ----------
+    loss : of one batch, a scalar tensor.   spec : the settings.
+    prefixes : dotted prefixes of the parameters that are trained, see `trained_alone`.
+    draws : purpose of the generator that draws the batches; phases of one purpose see the same batches in a round.
+    model, parameters : what is trained; None = the client's model, and what its `parameters()` gives.
+    """
+
+    loss: Callable[[Batch], Tensor]
+    spec: TrainSpec
+    prefixes: tuple[str, ...] = ("",)
+    draws: str = "batches"
+    model: nn.Module | None = None
+    parameters: ParamsT | None = None
+
+
+@contextlib.contextmanager
+def trained_alone(model: nn.Module, prefixes: tuple[str, ...]) -> Iterator[list[nn.Module]]:
+    """Freeze all parameters of `model` but those whose names begin with one of `prefixes`; thaw them at the end.
+
+    Yields
+    ------
+    The modules that are frozen as a whole. In evaluation mode their running statistics stay too.
+    """
+    frozen = [p for n, p in model.named_parameters() if p.requires_grad and not n.startswith(prefixes)]
+    held = {id(p) for p in frozen}
+    # Frozen and not only left out of the optimizer: the backward pass would fill gradients that nobody clears.
+    for p in frozen:
+        p.requires_grad_(False)
+    try:
+        yield [m for m in model.modules() if held.intersection(map(id, m.parameters())) and not _any_trained(m)]
+    finally:
+        for p in frozen:
+            p.requires_grad_(True)
+
+
+def _any_trained(module: nn.Module) -> bool:
+    return any(p.requires_grad for p in module.parameters())
 
 
 def batch_slices(n: int, batch_size: int) -> list[slice]:
@@ -243,12 +297,13 @@ def train(
     betas: tuple[float, float] = (0.9, 0.999),
     on_epoch: Callable[[int], None] | None = None,
     on_gradients: Callable[[list[Tensor]], None] | None = None,
+    held: Iterable[nn.Module] = (),
 ) -> TrainReport:
     """Train `model` in place.
 
     Parameters
     ----------
-    model : on the device of `x`; left in training mode.
+    model : on the device of `x`; left in training mode, but for `held`.
     x : (n, H, W, C) uint8.   y : (n,) int64.
     spec : the settings.   inputs : how `x` is normalised.
     step_loss : the method's loss of one batch, a scalar tensor.
@@ -260,6 +315,7 @@ def train(
     on_epoch : called after each epoch with its number from 0.
     on_gradients : called in each step with all trained tensors, after the backward pass and before clipping and the
         optimizer's step, which adds weight decay.
+    held : parts of the model that stay in evaluation mode.
 
     Returns
     -------
@@ -282,6 +338,8 @@ def train(
     total = torch.zeros((), device=device)
     started = time.perf_counter()
     model.train()
+    for module in held:
+        module.eval()
     # Dropout draws from PyTorch's global generator: it is seeded for this training, and restored afterwards.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(generator.initial_seed())

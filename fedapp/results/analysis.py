@@ -180,7 +180,7 @@ def initial_arrays(run: RunResult) -> Arrays:
 
     method, hparams = method_of(run)
     data, config = data_of(run), config_of(run)
-    seed = sampling.derived_seed(run.seed, "server-model", 0)
+    seed = sampling.server_model_seed(run.seed)
     options = config.model_options
     spec = ModelSpec(config.model_names[0], data.dataset.num_classes, data.inputs.shape, seed, options)
     arrays: Arrays = method.client.initial_arrays(spec, method, hparams, config.buffers)

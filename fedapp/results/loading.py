@@ -22,12 +22,9 @@ from fedapp.data import datasets
 from fedapp.errors import BadRequest, suggest
 from fedapp.learning.state import StateError, read_safetensors
 from fedapp.results.analysis import client_folders
-from fedapp.results.predict import LoadedModel, read_model
+from fedapp.results.predict import FILES, LoadedModel, read_model
 from fedapp.results.predict import rebuilt as rebuild
 from fedapp.results.runs import RUN_MARK, RunResult, read_json, read_run
-
-FILES = {"trained": "personal.safetensors", "received": "received.safetensors"}
-"""The file of each point in the folder of a client."""
 
 
 def load(

@@ -37,6 +37,8 @@ from fedapp.models import ModelOptions, SplitModel, weights
 from fedapp.transport import selection
 
 SCHEMA = 1
+FILES = {"trained": "personal.safetensors", "received": "received.safetensors"}
+"""The file of each point, which is the score of the model in it, in the folder of a client."""
 
 
 def described(inputs: InputSpec, classes: Sequence[str]) -> dict[str, object]:
@@ -54,11 +56,14 @@ def described(inputs: InputSpec, classes: Sequence[str]) -> dict[str, object]:
     }
 
 
-def keep(path: Path, client: FedClient, config: RunConfig, server_round: int, scalars: Mapping[str, Scalar]) -> None:
+def keep(
+    path: Path, client: FedClient, protocol: str, config: RunConfig, server_round: int, scalars: Mapping[str, Scalar]
+) -> None:
     """Write the current model of a client with everything that is needed to use it.
 
     Parameters
     ----------
+    protocol : the score, `trained` or `received`, whose model it is.
     server_round : the round of the model's last training, or of the server's model if it is as received.
     """
     task = client.task
@@ -75,7 +80,7 @@ def keep(path: Path, client: FedClient, config: RunConfig, server_round: int, sc
         "scalars": dict(scalars),
     }
     durable = client.store is not None and client.store.durable
-    write_safetensors(path, selection.everything(client.model), header, durable)
+    write_safetensors(path, selection.everything(client.scored(protocol)), header, durable)
 
 
 class LoadedModel(nn.Module):

@@ -1,0 +1,229 @@
+"""A local training in phases, a second model that is scored and kept, and where a new client's private parts start."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedapp
+from clients.base import FedClient
+from fedapp import registry, sampling
+from fedapp.learning.state import ClientStore, read_head_norms
+from fedapp.learning.task import Task
+from fedapp.learning.training import Batch, Phase, TrainReport, trained_alone
+from fedapp.method import BaseHParams, Payload
+from fedapp.models import SplitModel
+from fedapp.transport.selection import everything, extract
+from strategies.fedavg import METHOD as FEDAVG
+from strategies.local import METHOD as LOCAL
+from tests.handmade import (
+    assert_close,
+    cross_entropy,
+    descend,
+    digit_tasks,
+    digits_context,
+    equal,
+    model_like,
+    one_batch_task,
+    pixels,
+    whole,
+)
+from tests.test_gradient_hook import patched
+from tests.test_load import hits
+
+
+class TwoPhases(FedClient):
+    """The head at three times the rate, then the trunk on twice the loss."""
+
+    def phases(self) -> Sequence[Phase]:
+        spec = self.train_spec()
+        return [
+            Phase(self.step_loss, replace(spec, lr=3 * spec.lr), ("head.",)),
+            Phase(lambda batch: 2 * self.step_loss(batch), replace(spec, epochs=2), ("features.",), "batches.trunk"),
+        ]
+
+
+def by_hand(model: SplitModel, prefix: str, factor: float, task: Task) -> SplitModel:
+    """SGD in float64 on `factor` times the cross-entropy, of the parameters under a prefix alone."""
+    model = copy.deepcopy(model)
+    for name, p in model.named_parameters():
+        p.requires_grad_(name.startswith(prefix))
+    return descend(model, lambda m: factor * cross_entropy(m(pixels(task)), task.y_train), task)
+
+
+def test_each_phase_trains_its_part_with_an_optimizer_of_its_own() -> None:
+    task = one_batch_task(momentum=0.9)
+    sent = model_like(task)
+    client = TwoPhases(task, FEDAVG, BaseHParams())
+    arrays, _, metrics = client.train_round(whole(sent), 1)
+    first = by_hand(sent, "head.", 1, replace(task, train=replace(task.train, lr=3 * task.train.lr)))
+    last = by_hand(first, "features.", 2, replace(task, train=replace(task.train, epochs=2)))
+    assert_close(arrays, last, atol=5e-6)
+    moved = by_hand(sent, "head.", 1, task), by_hand(first, "features.", 1, task)
+    for other, prefix in zip(moved, ("head.", "features.")):
+        with pytest.raises(AssertionError):
+            assert_close({n: a for n, a in arrays.items() if n.startswith(prefix)}, other, prefix, atol=1e-3)
+    assert metrics["steps"] == client.report.steps == 5 and client.report.samples == 60 and client.report.seconds > 0
+    one_step = by_hand(first, "features.", 2, replace(task, train=replace(task.train, epochs=1)))
+    losses = [2 * cross_entropy(m(pixels(task)), task.y_train).item() for m in (first, one_step)]
+    assert metrics["train-loss"] == pytest.approx(np.mean(losses), rel=1e-5), "of the last phase alone"
+
+
+def test_a_phase_without_steps_leaves_the_loss_of_the_one_before() -> None:
+    first, nothing = TrainReport(0.5, 3, 30, 1.0), TrainReport()
+    assert first.then(nothing) == first and nothing.then(first) == first
+    assert first.then(TrainReport(0.2, 2, 10, 0.5)) == TrainReport(0.2, 5, 40, 1.5)
+
+
+def test_a_later_phase_draws_other_batches_unless_it_asks_for_the_same() -> None:
+    task = one_batch_task(batch_size=4, epochs=2)
+    seen: dict[str, list[Tensor]] = {"batches": [], "batches.trunk": []}
+
+    def client(purpose: str, record: list[Tensor]) -> FedClient:
+        class Recording(FedClient):
+            def loss(self, batch: Batch) -> Tensor:
+                record.append(batch.index)
+                return self.step_loss(batch)
+
+            def phases(self) -> Sequence[Phase]:
+                return [Phase(self.step_loss, self.train_spec()), Phase(self.loss, self.train_spec(), draws=purpose)]
+
+        return Recording(task, FEDAVG, BaseHParams())
+
+    for purpose, record in seen.items():
+        client(purpose, record).train_round(whole(model_like(task)), 1)
+    generator = sampling.torch_generator(task.seed, "batches", 1, task.client)
+    orders = [torch.cat(seen["batches"])[12 * e : 12 * e + 12] for e in (0, 1)]
+    assert all(torch.equal(order, torch.randperm(12, generator=generator)) for order in orders)
+    assert not torch.equal(torch.cat(seen["batches"]), torch.cat(seen["batches.trunk"]))
+
+
+def normalised(seed: int = 0) -> SplitModel:
+    """A small model with BatchNorm and dropout, of which the user has frozen one array."""
+    torch.manual_seed(seed)
+    trunk = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 6), nn.Dropout(0.5))
+    trunk[0].weight.requires_grad_(False)
+    return SplitModel(name="t", features=trunk, activation=nn.ReLU(), head=nn.Linear(6, 4))
+
+
+def test_what_is_frozen_gets_no_gradient_and_is_thawed_again() -> None:
+    model = normalised()
+    trunk = model.features
+    assert isinstance(trunk, nn.Sequential)
+    with pytest.raises(KeyError), trained_alone(model, ("head.",)) as held:
+        assert [p for p in model.parameters() if p.requires_grad] == list(model.head.parameters())
+        assert trunk in held and trunk[1] in held and model not in held and model.head not in held
+        model(torch.ones(5, 1, 8, 8)).sum().backward()
+        assert trunk[3].weight.grad is None and model.head.weight.grad is not None
+        raise KeyError
+    assert [n for n, p in model.named_parameters() if not p.requires_grad] == ["features.0.weight"]
+    with trained_alone(model, ("",)) as held:
+        assert held == []
+    with trained_alone(model, ("features.0.", "head.")) as held:
+        assert trunk not in held and trunk[0] not in held and trunk[1] in held
+
+
+def test_running_statistics_move_with_the_trunk_alone() -> None:
+    task = one_batch_task(epochs=1)
+
+    class Whole(TwoPhases):
+        @classmethod
+        def build_model(cls, spec: Any, hparams: Any) -> SplitModel:
+            return normalised()
+
+    class HeadAlone(Whole):
+        def phases(self) -> Sequence[Phase]:
+            return super().phases()[:1]
+
+    sent = normalised(seed=1)
+    for kind, moves in ((HeadAlone, False), (Whole, True)):
+        client = kind(task, FEDAVG, BaseHParams())
+        client.train_round(whole(sent), 1)
+        before, after = everything(sent), everything(client.model)
+        for name in ("features.1.running_mean", "features.1.running_var", "features.1.num_batches_tracked"):
+            assert np.array_equal(before[name], after[name]) != moves, name
+
+
+class Doubled(FedClient):
+    """Predicts with a second model, trained beside the one that travels."""
+
+    needs_state = True
+
+    def restore(self, server_round: int, payload: Payload, always: bool = False) -> None:
+        super().restore(server_round, payload, always)
+        self.second = copy.deepcopy(self.model)
+
+    def phases(self) -> Sequence[Phase]:
+        second = list(self.second.parameters())
+        loss = lambda batch: self.cross_entropy(self.second(batch.x), batch.y)  # noqa: E731
+        return [*super().phases(), Phase(loss, self.train_spec(), model=self.second, parameters=second)]
+
+    def scored(self, protocol: str) -> SplitModel:
+        return self.second if protocol == "trained" else self.model
+
+
+def test_the_second_model_is_scored_stored_and_restored(tmp_path: Path) -> None:
+    """With the same batches it is what a client alone would have; what travels is FedAvg's."""
+    (task,) = digit_tasks(1)
+    sent = model_like(task)
+
+    def store(name: str, method: str) -> ClientStore:
+        return ClientStore(tmp_path / name, method, "ab")
+
+    both = Doubled(task, FEDAVG, BaseHParams(), store("both", "fedavg"))
+    plain = FedClient(task, FEDAVG, BaseHParams(), store("plain", "fedavg"))
+    alone = FedClient(task, LOCAL, BaseHParams(), store("alone", "local"))
+    alone.store.save(0, {f"model/{n}": a for n, a in everything(both._model_or_skeleton()).items()})
+    for server_round in (1, 2):
+        arrays, _, metrics = both.train_round(whole(sent), server_round)
+        assert equal(arrays, plain.train_round(whole(sent), server_round)[0])
+        expected = alone.train_round(Payload(), server_round)[2]
+        for name in ("trained-correct", "trained-loss-sum", "train-loss"):
+            assert metrics[name] == expected[name], name
+        stored, kept = (c.store.load(server_round + 1) for c in (both, alone))
+        assert stored is not None and kept is not None
+        assert equal(stored.arrays, kept.arrays)
+        norms = [read_head_norms(tmp_path / name, "ab")[1] for name in ("both", "alone")]
+        assert np.array_equal(*norms)
+    later = both.evaluate_round(whole(sent), 3, train=False)
+    assert later["trained-loss-sum"] == expected["trained-loss-sum"]
+    received = plain.evaluate_round(whole(sent), 3)["received-loss-sum"]
+    assert later["received-loss-sum"] == received != later["trained-loss-sum"]
+
+
+def test_the_run_keeps_the_model_that_it_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny: Any) -> None:
+    """`fedapp.load` gives the second model as trained, and what was sent as received."""
+    patched(monkeypatch, replace(FEDAVG, id="doubled", client=Doubled))
+    for kept in (True, False):
+        run = tiny(method="doubled", keep_models=kept, final_training=kept)
+        assert registry.get("doubled").client is Doubled
+        for client, row in run.final.set_index("client").iterrows():
+            assert hits(fedapp.load(run.out, int(client)), run, int(client)) == row["trained_correct"]
+            if kept:
+                net = fedapp.load(run.out, int(client), point="received")
+                assert hits(net, run, int(client)) == row["received_correct"]
+
+
+@pytest.mark.parametrize("common", [True, False])
+def test_private_parts_start_like_the_servers_model_or_with_a_seed_of_their_own(common: bool) -> None:
+    class Client(FedClient):
+        def initial_seed(self) -> int:
+            return sampling.server_model_seed(self.task.seed) if common else super().initial_seed()
+
+    tasks = digit_tasks(2)
+    initial = digits_context(FEDAVG, BaseHParams(), tasks).initial
+    heads = []
+    for task in tasks:
+        client = Client(task, LOCAL, BaseHParams())
+        client.restore(4, Payload())
+        heads.append(extract(client.model, ["head.weight", "head.bias"]))
+    assert equal(heads[0], heads[1]) == common
+    assert equal(heads[0], {n: initial[n] for n in heads[0]}) == common
