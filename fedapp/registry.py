@@ -40,6 +40,7 @@ ORDER = [
     "feduv",
     "fedtgp",
     "fedghg",
+    "fedper",
 ]
 """The order in tables; methods of your own come after these."""
 

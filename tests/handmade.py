@@ -153,6 +153,39 @@ def assert_close(arrays: Mapping[str, Array], model: torch.nn.Module, prefix: st
         np.testing.assert_allclose(arrays[name], array, rtol=0, atol=atol, err_msg=name)
 
 
+TOY_HEAD = {"head.weight": np.array([[0.5, -0.2], [-0.3, 0.8], [0.1, 0.1]]), "head.bias": np.zeros(3)}
+TOY = {"features.1.weight": np.array([[1.0, 0.5], [-0.5, 1.0]]), **TOY_HEAD}
+"""The common example of the methods with personal heads: h = A x, z = W h + b, in float64."""
+
+
+class InDouble(nn.Module):
+    """Turns samples into float64."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x (B, d) in float64."""
+        return x.double()
+
+
+def toy_model() -> SplitModel:
+    """Build the model of the example with its values at the start, where its mean cross-entropy is .841809."""
+    trunk = nn.Sequential(InDouble(), nn.Linear(2, 2, bias=False))
+    model = SplitModel(name="toy", features=trunk, activation=nn.Identity(), head=nn.Linear(2, 3)).double()
+    selection.merge(model, TOY)
+    return model
+
+
+def toy_task(epochs: int = 1, **train: Any) -> Task:
+    """The three samples of the example, one of each class, in one batch; SGD with step size .5 and no momentum."""
+    x, y = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]]), torch.arange(3)
+    spec = TrainSpec(**{"epochs": epochs, "batch_size": 3, "lr": 0.5, "momentum": 0.0, **train})
+    return Task(0, 1, 3, InputSpec((2,), 1.0, (0.0, 0.0), (1.0, 1.0), "table"), "toy", x, y, x, y, train=spec)
+
+
+def on_toy(kind: type[FedClient]) -> type[FedClient]:
+    """Return the class of clients with the model of the example."""
+    return type(kind.__name__, (kind,), {"build_model": classmethod(lambda cls, spec, hparams: toy_model())})
+
+
 def full_batch(task: Task, steps: int = 2, lr: float = 0.1) -> Task:
     """The task with a training of `steps` plain gradient steps, each on all its images."""
     return replace(task, train=TrainSpec(epochs=steps, batch_size=task.num_samples, lr=lr, momentum=0.0))

@@ -132,6 +132,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "weights": "equal",
         "force": False,
     },
+    "fedper": {"start": "common", "share": "features"},
 }
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from fedapp.errors import BadRequest
 from fedapp.method import Array, Arrays, Payload
 from fedapp.models import weights
 
@@ -32,7 +33,7 @@ def shared_names(model: nn.Module, prefixes: Iterable[str], buffers: str = "glob
 
     Raises
     ------
-    ValueError : a prefix matches no array, so that a misspelt one is noticed.
+    BadRequest : a prefix matches no array, so that a misspelt one is noticed.
     """
     prefixes = tuple(prefixes)
     parameters = {name for name, _ in model.named_parameters()}
@@ -41,7 +42,8 @@ def shared_names(model: nn.Module, prefixes: Iterable[str], buffers: str = "glob
     state = model.state_dict()
     for prefix in prefixes:
         if not any(matches(name, (prefix,)) for name in state):
-            raise ValueError(f"'{prefix}' matches no array of the model {type(model).__name__}")
+            parts = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name in state))
+            raise BadRequest(f"'{prefix}' matches no array of the model {type(model).__name__}: it has {parts}")
     return [n for n in state if n in wanted and matches(n, prefixes) and not matches(n, held)]
 
 
