@@ -38,6 +38,7 @@ ORDER = [
     "ifca",
     "fednh",
     "feduv",
+    "scaffold",
     "fedtgp",
     "fedghg",
     "fedper",

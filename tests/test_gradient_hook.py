@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-import re
-import sys
-import types
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from clients.base import FedClient
-from fedapp import registry, sampling
+from fedapp import registry
 from fedapp.engines.local import RunResult
 from fedapp.learning import training
-from fedapp.learning.state import ClientStore, read_safetensors
-from fedapp.learning.training import TrainSpec, batch_slices
+from fedapp.learning.state import read_safetensors
+from fedapp.learning.training import TrainSpec
 from fedapp.method import BaseHParams, Method, Payload
-from fedapp.transport import checkpoint
 from strategies.fedavg import METHOD as FEDAVG
 from tests.handmade import (
-    deterministic,
-    digit_tasks,
-    digits_context,
-    federate,
-    images,
     model_like,
     one_batch_task,
     whole,
@@ -130,101 +118,3 @@ def private(result: RunResult, client: int) -> dict[str, Any]:
     """What a client of a run stored last."""
     folder = result.out / "state" / "run" / str(client)
     return read_safetensors(max(folder.glob("*.safetensors")))[0]
-
-
-# ---- SCAFFOLD --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def scaffold() -> Method:
-    """The method of the documentation."""
-    page = (Path(__file__).parent.parent / "docs" / "training.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.S)
-    assert len(blocks) == 1
-    module = types.ModuleType("scaffold_of_the_documentation")
-    sys.modules[module.__name__] = module
-    exec(compile(blocks[0], "docs/training.md", "exec"), module.__dict__)
-    method: Method = module.METHOD
-    return method
-
-
-def by_hand(
-    start: torch.nn.Module, tasks: list[Any], rounds: int, present: Callable[[int], list[int]], corrected: bool = True
-) -> tuple[torch.nn.Module, list[Tensor], dict[int, list[Tensor]]]:
-    """Algorithm 1 with option II in float64, with the clients' own batches; returns x, c and the c_k."""
-    x = copy.deepcopy(start).double()
-    zero = [torch.zeros_like(p) for p in x.parameters()]
-    c, own = zero, {t.client: zero for t in tasks}
-    for server_round in range(1, rounds + 1):
-        ys, changes = [], []
-        for task in (t for t in tasks if t.client in present(server_round)):
-            y, c_k, steps, lr = copy.deepcopy(x), own[task.client], 0, task.train.lr
-            generator = sampling.torch_generator(task.seed, "batches", server_round, task.client)
-            pictures = images(task).double()
-            for _ in range(task.train.epochs):
-                order = torch.randperm(task.num_samples, generator=generator)
-                for part in batch_slices(task.num_samples, task.train.batch_size):
-                    loss = F.cross_entropy(y(pictures[order[part]]), task.y_train[order[part]])
-                    gradients = torch.autograd.grad(loss, list(y.parameters()))
-                    steps += 1
-                    with torch.no_grad():
-                        for p, g, mine, all_ in zip(y.parameters(), gradients, c_k, c, strict=True):
-                            p -= lr * (g - mine + all_ if corrected else g)
-            moved = [(a - b).detach() / (steps * lr) for a, b in zip(x.parameters(), y.parameters(), strict=True)]
-            new = [a - b + d for a, b, d in zip(c_k, c, moved, strict=True)]
-            changes.append([a - b for a, b in zip(new, c_k, strict=True)])
-            own[task.client] = new
-            ys.append(y)
-        with torch.no_grad():
-            for i, p in enumerate(x.parameters()):
-                p.copy_(torch.stack([list(y.parameters())[i] for y in ys]).mean(dim=0))
-        c = [a + sum(change[i] for change in changes) / len(tasks) for i, a in enumerate(c)]
-    return x, c, own
-
-
-def test_scaffold_is_algorithm_1(scaffold: Method, tmp_path: Path) -> None:
-    """Four rounds of three clients with contradicting data, two of them in the third; each client has its own file."""
-    tasks = digit_tasks(3, relabel=lambda client, label: (label + client) % 10, momentum=0.0, epochs=2)
-    stores = {t.client: ClientStore(tmp_path / str(t.client), "scaffold", "ab") for t in tasks}
-
-    def present(server_round: int) -> list[int]:
-        return [0, 2] if server_round == 3 else [0, 1, 2]
-
-    _, state, _ = federate(scaffold, BaseHParams(), tasks, 4, stores=stores, present=present)
-    start = FedClient.build_model(tasks[0].spec(0), BaseHParams())
-    initial = digits_context(scaffold, BaseHParams(), tasks).initial
-    start.load_state_dict({n: torch.from_numpy(a) for n, a in initial.items()})
-    x, c, own = by_hand(start, tasks, 4, present)
-    without, _, _ = by_hand(start, tasks, 4, present, corrected=False)
-    names = [n for n, _ in start.named_parameters()]
-    assert names == list(initial), "digits-a has no buffers"
-    far = float((flat(without) - flat(x)).norm())
-    found = torch.cat([torch.from_numpy(state["model"][n]).flatten() for n in names])
-    assert float((found - flat(x)).norm()) < 1e-4 * far and far > 0.05, "the correction counts"
-    scale = max(float(a.norm()) for a in c)
-    for i, name in enumerate(names):
-        np.testing.assert_allclose(state["c"][name], c[i], atol=1e-4 * scale)
-        for task in tasks:
-            stored = stores[task.client].load(5)
-            assert stored is not None and stored.round == 4
-            np.testing.assert_allclose(stored.arrays[f"own/{name}"], own[task.client][i], atol=1e-4 * scale)
-
-
-def test_scaffold_runs_as_a_method_and_c_is_the_mean_of_what_clients_keep(
-    scaffold: Method, tiny: Callable[..., RunResult], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In the engine, with sampled clients and a resume; the final training of all clients leaves c_k alone."""
-    patched(monkeypatch, scaffold)
-    settings = {"method": "scaffold", "momentum": 0.0, "clients": 4, "fraction_train": 0.5, "alpha": 0.3}
-    at_once, part = tiny(rounds=5, **settings), tiny(rounds=3, **settings)
-    rest = tiny(resume=part.out, rounds=5)
-    for a, b in ((at_once.rounds, rest.rounds), (at_once.final, rest.final)):
-        assert deterministic(a).equals(deterministic(b))
-    found = checkpoint.latest(rest.out / "checkpoint")
-    assert found is not None
-    trained = set(rest.clients["client"])
-    kept = {client: private(rest, int(client)) for client in trained}
-    for name, c in found[1]["c"].items():
-        mean = sum(arrays[f"own/{name}"] for arrays in kept.values()) / 4
-        np.testing.assert_allclose(c, mean, atol=1e-5)
-    assert max(float(np.abs(c).max()) for c in found[1]["c"].values()) > 1e-3

@@ -256,7 +256,8 @@ def test_every_method_that_tells_of_classes_says_so() -> None:
         "fedtgp": "",
     }
     beside = {m.id for m in registry.discover().values() if m.extra_up} - found.keys()
-    assert beside == {"fedkd", "fml", "ktpfl"}, "small models, and soft predictions on public images"
+    # Small models, soft predictions on public images, control variates.
+    assert beside == {"fedkd", "fml", "ktpfl", "scaffold"}
 
 
 def test_a_method_that_does_not_exist_is_a_typing_error(tmp_path: Path) -> None:

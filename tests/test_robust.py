@@ -62,6 +62,7 @@ def test_the_methods_that_average_are_known() -> None:
         "ccvr", "cfl", "fedavg", "fedavgm", "fedclassavg", "fedkd", "fednh", "fedproto", "fedprox", "feduv", "fml",
         "ifca", "lgfedavg", "moon",
         "fedper",
+        "scaffold",
     }  # fmt: skip
     assert NONE == ["fd", "fedamp", "fedfomo", "ktpfl", "local"]
 

@@ -1,0 +1,85 @@
+"""SCAFFOLD, local step. Karimireddy, Kale, Mohri, Reddi, Stich, Suresh, SCAFFOLD: Stochastic Controlled Averaging for
+Federated Learning, ICML 2020.
+
+| symbol (paper)  | here                                                                        |
+|-----------------|-----------------------------------------------------------------------------|
+| x, c            | the model as received, arrays `control/<name>` of the payload               |
+| c_i             | `self.own["control/<name>"]`, 0 at first, never sent                        |
+| g_i(y)          | `p.grad` of a step                                                          |
+| K               | `self.report.steps`                                                         |
+| Delta c_i       | `control/<name>` of the reply                                               |
+
+Algorithm 1:  K times  y <- y - eta (g_i(y) - c_i + c);  then option II  c_i+ = c_i - c + (x - y) / (K eta).
+For the paper's plain SGD  x - y = eta sum (g_i - c_i + c),  so that c_i+ is the mean of the K gradients g_i. Here it is
+that mean, taken step by step: it needs no step size, and so holds for every optimizer. With momentum beta the division
+by K eta would give c_i+ up to 1 / (1 - beta) times too long, and rounds diverge (tested).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from clients.base import FedClient
+from fedapp.method import Array, Arrays, BaseHParams, Payload
+from fedapp.transport import selection
+
+CONTROL = "control/"
+
+
+class ScaffoldHParams(BaseHParams):
+    """Hyperparameters of SCAFFOLD."""
+
+    server_lr: float = Field(1.0, gt=0, description="eta_g, global step (paper: 1, which is the mean of the models)")
+    weights: Literal["uniform", "samples"] = Field(
+        "uniform", description="weight of a client in the means of models and control variates: 1 (paper), or n_k"
+    )
+    correct: bool = Field(
+        True, description="whether steps are corrected; false is a control: FedAvg, where weights are samples"
+    )
+
+
+class ScaffoldClient(FedClient):
+    """Local training with corrected gradients; the control variate c_i stays here."""
+
+    def receive(self, payload: Payload) -> None:
+        """Take x, and set c aside."""
+        rest, self.c = selection.split(payload, CONTROL)
+        super().receive(rest)
+
+    def reference(self, payload: Payload) -> Arrays:
+        """Return x: `clip-update` bounds the change of the model alone."""
+        return selection.split(payload, CONTROL)[0].all()
+
+    def own_control(self, name: str) -> Array:
+        """Return c_i of one array."""
+        return self.own.get(CONTROL + name, np.zeros_like(self.c[name]))
+
+    def before_training(self, payload: Payload) -> None:
+        """Prepare c - c_i of every trained array, and the sum of its gradients."""
+        self.names = [name for name, p in self.model.named_parameters() if p.requires_grad]
+        self.correction = [torch.from_numpy(self.c[n] - self.own_control(n)).to(self.device) for n in self.names]
+        self.gradients = [torch.zeros_like(correction) for correction in self.correction]
+
+    def on_gradients(self, parameters: list[Tensor]) -> None:
+        """Add g_i to its sum, then c - c_i to the gradient; a tensor that the loss does not depend on has g_i = 0."""
+        for p, gradient, correction in zip(parameters, self.gradients, self.correction, strict=True):
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            gradient += p.grad
+            if self.hparams.correct:
+                p.grad += correction
+
+    def after_training(self, payload: Payload) -> Arrays:
+        """Keep c_i+, and return Delta c_i = c_i+ - c_i: 0 for what is not trained, and without steps."""
+        change = {name: np.zeros_like(c) for name, c in self.c.items()}
+        if self.report.steps:
+            for name, total in zip(self.names, self.gradients, strict=True):
+                new = (total / self.report.steps).cpu().numpy()
+                change[name] = new - self.own_control(name)
+                self.own[CONTROL + name] = new
+        return {CONTROL + name: a for name, a in change.items()}

@@ -1,0 +1,101 @@
+"""SCAFFOLD. Karimireddy et al., SCAFFOLD: Stochastic Controlled Averaging for Federated Learning, ICML 2020: the drift
+of local training is corrected by the difference of two directions, the clients' mean one and the client's own.
+
+| symbol (paper)    | here                                                                    |
+|-------------------|-------------------------------------------------------------------------|
+| x, c              | `state["model"]`, `state["control"]` (trained arrays, no statistics)    |
+| y_i, Delta c_i    | `reply.arrays["<name>"]`, `reply.arrays["control/<name>"]`              |
+| S, N              | the clients that replied, all clients: `state["clients"]`               |
+| eta_g             | `hparams.server_lr`                                                     |
+
+Algorithm 1, server:  x <- x + eta_g / |S| sum_{i in S} (y_i - x);   c <- c + 1 / N sum_{i in S} Delta c_i.
+So c is the mean of all clients' c_i after every round, whoever took part in it. With `weights=samples` both means are
+weighted by n_k. With `correct=false` too it is FedAvg bit for bit, and so is its first round in any case (tested).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+
+from clients.scaffold import CONTROL, ScaffoldClient, ScaffoldHParams
+from fedapp.method import ALL, Array, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.transport import selection
+from strategies.base import FedStrategy
+from strategies.fedavgm import RUNNING_STATISTICS
+
+
+class Scaffold(FedStrategy):
+    """Averages models, and keeps the mean of all clients' control variates."""
+
+    def init(self, context: ServerContext) -> ServerState:
+        """Return x, and c = 0."""
+        state = super().init(context)
+        trained = {n: a for n, a in context.initial.items() if not n.endswith(RUNNING_STATISTICS)}
+        return {**state, "control": {n: np.zeros_like(a) for n, a in trained.items()}, "clients": {}}
+
+    def send(self, state: ServerState, server_round: int, client: int) -> Payload:
+        """Send x and c, the same to all."""
+        return Payload(common={**state["model"], **{CONTROL + n: c for n, c in state["control"].items()}})
+
+    def check(self, state: ServerState, reply: Reply) -> str | None:
+        """Refuse control variates that are not those of the model's trained arrays."""
+        found, wanted = selection.under(CONTROL, reply.arrays), state["control"]
+        if found.keys() != wanted.keys():
+            return f"'{CONTROL}{min(found.keys() ^ wanted.keys())}' is missing, or was not asked for"
+        for name, c in wanted.items():
+            if found[name].shape != c.shape or not np.issubdtype(found[name].dtype, np.floating):
+                return f"'{CONTROL}{name}' is {found[name].dtype} {found[name].shape}, expected float32 {c.shape}"
+        return None
+
+    def weight(self, num_samples: int) -> int:
+        """Return the weight of a client in both means."""
+        return num_samples if self.hparams.weights == "samples" else 1
+
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
+        """Take the global step, and move c by what the participants' c_i moved; without replies nothing moves."""
+        here: dict[int, int] = {}
+
+        def weighted() -> Iterator[Reply]:
+            for reply in replies:
+                here[reply.client] = self.weight(reply.num_samples)
+                yield dataclasses.replace(reply, num_samples=here[reply.client])
+
+        x, control = state["model"], state["control"]
+        still = {CONTROL + n: np.zeros_like(c) for n, c in control.items()}
+        mean = self.averaged(weighted(), {**x, **still})
+        if not here:
+            return state
+        # A node may join during a run: its c_i = 0 counts from then on, and c is the mean over more clients.
+        known = {c.client: self.weight(c.num_samples) for c in self.context.clients} | state["clients"]
+        clients = known | here
+        now = sum(clients.values())
+        before, moved = sum(state["clients"].values()) / now, sum(here.values()) / now
+        changes = selection.under(CONTROL, mean)
+        return {
+            **state,
+            "model": {n: self.step(a, mean[n], n) for n, a in x.items()},
+            "control": {n: (before * c + moved * changes[n]).astype(c.dtype) for n, c in control.items()},
+            "clients": clients,
+        }
+
+    def step(self, x: Array, mean: Array, name: str) -> Array:
+        """Return x + eta_g (mean - x); the mean itself, bit for bit, where eta_g is 1, and of running statistics."""
+        eta: float = self.hparams.server_lr
+        return mean if eta == 1 or name.endswith(RUNNING_STATISTICS) else (1 - eta) * x + eta * mean
+
+
+METHOD = Method(
+    id="scaffold",
+    title="SCAFFOLD",
+    paper="Karimireddy et al., ICML 2020",
+    strategy=Scaffold,
+    client=ScaffoldClient,
+    hparams=ScaffoldHParams,
+    shared=ALL,
+    extra_up=(CONTROL,),
+    global_model=True,
+    travels="the whole model and a control variate, both ways",
+)
