@@ -547,7 +547,7 @@ class FedClient(PositionalClient):
             "shapes": json.dumps(shapes),
             "common": json.dumps({**self.common_facts(), **self._weights()}),
         }
-        return {"num-examples": self.task.num_samples}, info
+        return {"num-examples": self.task.num_samples, "test-examples": len(self.task.y_test)}, info
 
     def _weights(self) -> dict[str, Scalar]:
         """Return the checksum of the stored weights: layers that are not sent must be the same everywhere."""

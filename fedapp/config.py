@@ -194,6 +194,14 @@ class RunConfig(BaseModel):
     min_replies: Annotated[float, Field(gt=0, le=1)] | Auto = Field(
         "auto", description="smallest share of good replies; auto = 1.0 in simulation, 0.5 in deployment"
     )
+    min_clients: Annotated[int, Field(ge=1)] | Auto = Field(
+        "auto",
+        description="smallest number of clients that a run begins and goes on with, without those that are left out or "
+        "blocked; auto = the share min-replies of them",
+    )
+    max_abs: float = Field(
+        10_000.0, gt=0, description="largest value in heads and in means of representations that the server takes"
+    )
     round_timeout: float = Field(3600.0, ge=0, description="seconds a round waits for replies; 0 = no limit")
     wait_timeout: float = Field(600.0, ge=0, description="seconds to wait for clients at the start; 0 = no limit")
     patience: int = Field(0, ge=0, description="stop after this many rounds without a lower training loss; 0 = never")
@@ -393,6 +401,15 @@ class RunConfig(BaseModel):
                 + ("min-replies" if asked >= need else "clients or fraction-train")
             )
 
+    def numbers(self) -> frozenset[str]:
+        """Return the names of all numbers that a client may send, whatever its method is."""
+        scored = ["received", "trained", "unseen_received"]
+        scored += [f"unseen_{kind}@{n}" for n in self.adaptations for kind in ("trained", "local")]
+        parts = ["correct", "total", "loss-sum", "validation-correct", "validation-total", "balanced"]
+        parts += [evaluation.column(m) for m in self.further_metrics]
+        ours = ("num-examples", "train-loss", "steps", "train-seconds", "seconds", "restarted", "update-clipped")
+        return frozenset((*ours, *(f"{p}-{part}" for p in scored for part in parts)))
+
     def balanced_in(self, server_round: int) -> bool:
         """Return whether round `server_round` measures the balanced score."""
         every = 1 if self.balanced_every == 0 and self.dataset == "digits" else self.balanced_every
@@ -448,6 +465,10 @@ class RunConfig(BaseModel):
         return Settings(
             fraction=self.fraction_train,
             min_replies=least,
+            min_clients=0 if self.min_clients == "auto" else int(self.min_clients),
+            max_abs=self.max_abs,
+            metrics=self.numbers(),
+            scored=bool({"received", "trained"} & set(self.measured)),
             round_timeout=self.round_timeout,
             wait_timeout=self.wait_timeout,
             wire_dtype=self.wire_dtype,
@@ -605,6 +626,8 @@ def _check(config: RunConfig) -> None:
                 f"select = 'validation' with evaluate-every = {config.evaluate_every} evaluates none of "
                 f"{config.num_server_rounds} rounds: lower evaluate-every"
             )
+    if config.min_clients != "auto" and 0 < config.clients < config.min_clients:
+        raise BadRequest(f"min-clients = {config.min_clients}, but clients = {config.clients}: lower min-clients")
     if config.resume and not config.out:
         raise BadRequest("resume needs out: give the run directory to continue")
     check_name(config.dataset)

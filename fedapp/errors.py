@@ -14,6 +14,16 @@ class BadRequest(ValueError):
     """
 
 
+class Impossible(str):
+    """What is wrong with a client's reply, where no client code of ours can send such a one, whatever its numbers.
+
+    A method's `check` returns it, so that the client is blocked at once; it returns plain text for a value that an
+    honest client may send too, for example because its model diverged.
+    """
+
+    __slots__ = ()
+
+
 LINES, CHARACTERS = 40, 16_384
 """Largest text of another machine that is kept."""
 

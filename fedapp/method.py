@@ -191,6 +191,7 @@ class Method:
     per_class : what replies say of single classes: None = nothing; else the hyperparameter that leaves out classes with
         fewer images, "" where there is none.
     columns : numbers of `reply_metrics` that rounds.csv (mean over clients) and clients.csv have a column for.
+    metrics : its other numbers. The server refuses a reply with a number that neither names.
     guards : what can be done against clients that lie, or a function of the hyperparameters that gives it: `rules` of
         `robust` for averages, `own` rule of the method, `count-cap` where sample counts are weights.
     warn : `warn(hparams, optimizer, augment)` returns a warning if the settings are known not to work together, else
@@ -216,6 +217,7 @@ class Method:
     public_share: float = 0.0
     per_class: str | None = None
     columns: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
     guards: tuple[str, ...] | Callable[[Any], tuple[str, ...]] = ("rules", "count-cap")
     warn: Callable[[Any, str, str], str | None] | None = None
 
@@ -230,6 +232,11 @@ class Method:
     def guarded_by(self, hparams: BaseHParams) -> tuple[str, ...]:
         """Return what can be done against clients that lie, with these hyperparameters."""
         return self.guards(hparams) if callable(self.guards) else self.guards
+
+    @property
+    def numbers(self) -> frozenset[str]:
+        """The names of the method's own numbers in replies."""
+        return frozenset((*self.columns, *self.metrics))
 
     def allows(self, name: str) -> bool:
         """Return whether `name` is one of the further arrays that the method declares for replies."""

@@ -9,6 +9,7 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,7 @@ from fedapp.results.statistics import over_clients
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint, roster, selection
 from fedapp.transport.client_manager import ClientManager, RoundFailed
+from fedapp.transport.offences import Offences
 from strategies.base import Callbacks, FedStrategy, RoundResult, server_context
 
 app = ServerApp()
@@ -222,6 +224,8 @@ class Run(Callbacks):
         read = (lambda: None) if self.simulation else roster.of_this_server
         self.manager = ClientManager(grid, config.settings(self.simulation), control, self.tell, read)
         self._know(self.extra)
+        self.manager.offences = Offences.of(self.extra)
+        self.manager.offences.blocked |= {b.client: b for b in self.directory.blocked_before()}
         self.final: dict[str, float] = {}
         self.last_scores: Scored = {}
         self.stopped: str | None = None
@@ -252,6 +256,8 @@ class Run(Callbacks):
     def tell(self, event: dict[str, Any]) -> None:
         """Write an event to the run directory and pass it to the listener, if there is one."""
         self.directory.event(event)
+        if event["kind"] == "blocked":
+            self.directory.append("blocked.csv", {k: v for k, v in event.items() if k != "kind"})
         if self.listener is not None:
             self.listener(event)
 
@@ -261,8 +267,8 @@ class Run(Callbacks):
 
         Only by a name of the zoo: code that a client names must not get into the run's configuration.
         """
-        theirs = [i.model for i in clients if config.model_of(i.client) == "auto"]
-        auto = next((name for name in theirs if name in MODEL_NAMES), "auto")
+        theirs = [i.model for i in clients if config.model_of(i.client) == "auto" and i.model in MODEL_NAMES]
+        auto = Counter(theirs).most_common(1)[0][0] if theirs else "auto"
         return ",".join(auto if name == "auto" else name for name in config.model_names)
 
     def go(self) -> dict[str, Any]:
@@ -271,8 +277,9 @@ class Run(Callbacks):
         self.tell({"kind": "directory", "out": str(self.out), "run": self.directory.token})
         for text in self.warnings:
             self.tell({"kind": "warning", "text": text})
-        present = self.manager.gather(self.config.clients)
+        self.manager.gather(self.config.clients)
         self.manager.agree(self.method)
+        present = [i for _, i in sorted(self.manager.infos.items())]
         # Where the clients' own data decide the model, the clients say which one it is.
         known = config.replaced(model=self.known_model(config, present))
         if self.simulation and not config.clients:
@@ -285,15 +292,13 @@ class Run(Callbacks):
         self.infos = [i for i in present if i.client not in self.extra["unseen"]]
         config.check_liars(len(self.infos), self.simulation)
         # A method for several architectures may have inputs of several shapes: a model goes with its own client's.
-        built = buildable(self.infos, self.config)
-        shape = tuple(json.loads(str(self.manager.facts[built.client]["shape"])))
-        stored = {i.common["weights"] for i in self.infos if "weights" in i.common}
-        if stored and stored != {weights.checksum(config.weights)}:
-            raise BadRequest(
-                f"weights = '{config.weights}' is another file on the server than on the nodes, by its SHA-256, and "
-                "layers in freeze must be the same everywhere: use the same file"
-            )
+        built = buildable(self.infos if self.simulation else self._most_alike(), self.config)
+        shape = self._shape(built)
         self.spec = ModelSpec(built.model, built.num_classes, shape, 0, config.model_options)
+        wrong = self._misfits()
+        if wrong:
+            self.manager.leave_out(wrong)
+            self.infos = [i for i in self.infos if i.client in self.manager.infos]
         self._data()
         self._warn_of_memory()
         if self.simulation and config.keeps_models(len(self.infos)):
@@ -330,6 +335,33 @@ class Run(Callbacks):
         )
         return self._finish(state)
 
+    def _shape(self, client: ClientInfo) -> tuple[int, ...]:
+        return tuple(json.loads(str(self.manager.facts[client.client]["shape"])))
+
+    def _misfits(self) -> dict[int, str]:
+        """Return what clients say of the shared arrays that is not so in the server's own model, by client."""
+        own = {name: tuple(array.shape) for name, array in self._context().initial.items()}
+        found = {
+            i.client: f"'{name}' has shape {i.shapes.get(name)} at client {i.client}, {shape} in the server's model: "
+            "use the same version of fedapp everywhere"
+            for i in self.manager.infos.values()
+            for name, shape in own.items()
+            if i.shapes.get(name) != shape
+        }
+        with_weights = [i for i in self.manager.infos.values() if "weights" in i.common]
+        checksum = weights.checksum(self.config.weights) if with_weights else ""
+        return found | {
+            i.client: f"weights = '{self.config.weights}' is another file on the server than on the nodes (client "
+            f"{i.client}), by its SHA-256, and layers in freeze must be the same everywhere: use the same file"
+            for i in with_weights
+            if i.common["weights"] != checksum
+        }
+
+    def _most_alike(self) -> list[ClientInfo]:
+        """Return the clients, those with inputs of the most common shape first: one alone must not choose the model."""
+        shapes = Counter(self._shape(i) for i in self.infos)
+        return sorted(self.infos, key=lambda i: -shapes[self._shape(i)])
+
     def _warn_of_memory(self) -> None:
         """Warn if rules against lying clients need much memory: they hold all replies, and their changes in float64."""
         if not self.strategy.robust.averages:
@@ -346,11 +378,11 @@ class Run(Callbacks):
         self.central: tuple[torch.Tensor, torch.Tensor] | None = None
         self.inputs: InputSpec | None = None
         self.about: dict[str, object] = {}
-        shares = [int(f.get("partitions", 0)) for f in self.manager.facts.values()]
-        if not self.simulation and not all(shares):
+        shares = self.manager.partitions()
+        if not self.simulation and not shares:
             return
         try:
-            data = tasks.federated(self.config, self.config.clients or max(len(self.manager.infos), *shares))
+            data = tasks.federated(self.config, self.config.clients or max(len(self.manager.infos), shares))
         except BadRequest as e:
             if self.simulation:
                 raise
@@ -383,7 +415,7 @@ class Run(Callbacks):
             self.spec,
             self.infos,
             seed=self.config.seed,
-            width=int(next(iter(self.manager.facts.values()))["width"]),
+            width=int(self.manager.facts[self.manager.reference]["width"]),
             buffers=self.config.buffers,
             score=self.score,
         )
@@ -464,6 +496,7 @@ class Run(Callbacks):
             self.warnings.append(text)
             self.tell({"kind": "warning", "text": text})
         self.extra["states"] = {str(c): list(known) for c, known in sorted(self.manager.states.items())}
+        self.extra |= self.manager.offences.state()
         self.extra["dropped"] += len(traffic.dropped)
         self.extra["seconds"] = self.earlier + time.perf_counter() - self.started
         self._models(state, row)
@@ -627,6 +660,7 @@ class Run(Callbacks):
             "bytes_up": _whole(float((rounds["bytes_up"] * answered).sum() / (answered.sum() or 1))),
             "bytes_down": _whole(float((rounds["bytes_down"] * messaged).sum() / (messaged.sum() or 1))),
             "dropped": int(self.extra["dropped"]),
+            **({"blocked": sorted(self.manager.offences.blocked)} if self.manager.offences.blocked else {}),
             "stopped": self.stopped,
             "warnings": self.warnings,
             **{k: _whole(v) for k, v in self.extra.items() if k.startswith("bytes_up_query")},

@@ -238,5 +238,6 @@ METHOD = Method(
     guards=("own", "count-cap"),
     resolve=_resolve,
     columns=("cross-entropy",),
+    metrics=("wdr",),
     warn=_warn,
 )

@@ -110,5 +110,6 @@ METHOD = Method(
     hparams=FedFomoHParams,
     shared=ALL,
     travels="up to M other clients' whole models down, the whole model and M numbers up",
+    metrics=("fomo-weights",),
     guards=(),
 )

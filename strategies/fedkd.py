@@ -87,5 +87,6 @@ METHOD = Method(
     extra_up=("small/",),
     heterogeneous=True,
     same_width=False,
+    metrics=("version",),
     travels="low-rank updates of a small shared model, both ways",
 )

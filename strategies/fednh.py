@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from clients.fednh import COUNT, PROTO_SUM, FedNHClient, FedNHHParams
 from fedapp.core.robust import class_means
+from fedapp.errors import Impossible
 from fedapp.method import ALL, Array, Method, Reply, ServerState, TrainDefaults
 from strategies.base import FedStrategy
 
@@ -68,7 +69,7 @@ class FedNH(FedStrategy):
             return f"'{PROTO_SUM}' or '{COUNT}' is missing"
         if proto_sum.shape != shape or count.shape != shape[:1]:
             got = f"'{PROTO_SUM}' has shape {proto_sum.shape} and '{COUNT}' {count.shape}"
-            return f"{got}, expected {shape} and {shape[:1]}"
+            return Impossible(f"{got}, expected {shape} and {shape[:1]}")
         if not np.issubdtype(count.dtype, np.integer) or (count < 0).any() or count.sum() != reply.num_samples:
             return f"'{COUNT}' must hold whole numbers that add up to num-examples = {reply.num_samples}"
         # One percent of tolerance for half precision on the wire.

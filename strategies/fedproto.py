@@ -115,5 +115,6 @@ METHOD = Method(
     extra_up=("protos", "labels", "counts"),
     per_class="",
     heterogeneous=True,
+    metrics=("prototype-correct", "prototype-total"),
     travels="class prototypes, both ways",
 )

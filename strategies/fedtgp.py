@@ -150,6 +150,7 @@ METHOD = Method(
     extra_up=("protos", "labels"),
     per_class="",
     heterogeneous=True,
+    metrics=("prototype-correct", "prototype-total"),
     travels="class means up, trained prototypes down",
     guards=("own",),
 )

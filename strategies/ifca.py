@@ -107,5 +107,6 @@ METHOD = Method(
     client=IFCAClient,
     hparams=IFCAHParams,
     shared=ALL,
+    metrics=("ifca-cluster",),
     travels="k whole models down, one up with its number",
 )

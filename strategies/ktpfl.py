@@ -209,6 +209,7 @@ METHOD = Method(
     heterogeneous=True,
     same_width=False,
     public_share=0.05,
+    metrics=("public-checksum",),
     travels="soft predictions on a public set, both ways",
     guards=(),
     resolve=_chosen,

@@ -18,16 +18,13 @@ from hypothesis import strategies as st
 
 from fedapp.learning.state import read_safetensors
 from fedapp.transport import boundary
-from fedapp.transport.boundary import Contract, Good, Hello, Refused
+from fedapp.transport.boundary import BAD, FAILED, IMPOSSIBLE, Contract, Good, Hello, Refused
 from fedapp.transport.local_grid import _identify
 from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, reply_content
 from tests.liars import federate
 from tests.test_robust import QUICK
 
-SHAPES = {"head.weight": (10, 4), "head.bias": (10,)}
-CONTRACT = Contract(1, "train", "lgfedavg", SHAPES, {"labels", "lar"}.__contains__, 10_000, 7)
-FP16 = dataclasses.replace(CONTRACT, wire_dtype="fp16")
-EVALUATION = dataclasses.replace(CONTRACT, kind="evaluate", arrays={}, further=lambda name: False)
+SHAPES = {"head.weight": (10, 4), "head.bias": (10,), "bn.running_var": (3,)}
 SCORES = {"received-correct": 3, "received-total": 5, "received-loss-sum": 4.5, "train-loss": 0.5}
 
 
@@ -38,7 +35,7 @@ def message(content: RecordDict) -> Message:
 
 def honest(wire: str = "fp32", **metrics: Any) -> RecordDict:
     rng = np.random.default_rng(0)
-    arrays = {n: rng.normal(size=s).astype(np.float32) for n, s in SHAPES.items()}
+    arrays = {n: np.abs(rng.normal(size=s)).astype(np.float32) for n, s in SHAPES.items()}
     return reply_content(arrays, {"num-examples": 7, **SCORES, **metrics}, {"client": 1, "model": "digits-a"}, wire)
 
 
@@ -68,6 +65,14 @@ def info(name: str, value: Any) -> Change:
     return lambda c: c[INFO].__setitem__(name, value)
 
 
+def both(*changes: Change) -> Change:
+    return lambda c: [change(c) for change in changes]  # type: ignore[return-value]
+
+
+def without(*names: str) -> Change:
+    return lambda c: [c[METRICS].__delitem__(name) for name in names]  # type: ignore[return-value]
+
+
 def many_arrays(content: RecordDict) -> None:
     one = FlowerArray(np.zeros(1, np.float32))
     content[ARRAYS] = ArrayRecord({**dict(content[ARRAYS].items()), **{f"more{i}": one for i in range(20_000)}})
@@ -84,10 +89,7 @@ def npy(array: np.ndarray) -> bytes:
     return FlowerArray(array).data
 
 
-REFUSED: dict[str, tuple[Change, str]] = {
-    "NaN": (put("head.bias", BIAS * np.nan), "NaN or infinity"),
-    "3e38": (put("head.bias", np.full(10, 3e38, np.float32)), "possible are"),
-    "just too large": (put("head.bias", np.full(10, 10_001, np.float32)), "possible are"),
+IMPOSSIBLE_REPLIES: dict[str, tuple[Change, str]] = {
     "float64": (put("head.bias", BIAS.astype(np.float64)), "dtype float64"),
     "longdouble": (put("head.bias", BIAS.astype(np.longdouble)), "dtype"),
     "complex": (put("head.bias", BIAS.astype(np.complex64)), "dtype complex64"),
@@ -106,11 +108,9 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "Fortran order": (raw(shape=(10,), data=npy(BIAS)[:8] + npy(BIAS)[8:].replace(b"False", b"True ", 1)), "not what"),
     "missing array": (lambda c: c[ARRAYS].__delitem__("head.bias"), "arrays missing: head.bias"),
     "further array": (put("head.evil", BIAS), "not an array that lgfedavg shares"),
-    "20,000 further arrays": (many_arrays, "20002 arrays"),
+    "20,000 further arrays": (many_arrays, "20003 arrays"),
     "name of 10 MB": (put("labels" * 1_700_000, BIAS), "the name of an array has"),
     "much in an allowed array": (put("lar", np.zeros((100, 30), np.float32)), "at most 10000"),
-    "class ids beyond all": (put("labels", np.array([2**62])), "possible are"),
-    "1e30 in a class mean": (put("lar", np.full((2, 4), 1e30, np.float32)), "possible are"),
     "no records": (lambda c: [c.pop(n) for n in list(c)], "arrays missing"),  # type: ignore[dict-item]
     "second record of arrays": (lambda c: c.__setitem__("more", ArrayRecord()), "a record 'more'"),
     "second record of metrics": (lambda c: c.__setitem__("more", MetricRecord()), "a record 'more'"),
@@ -119,40 +119,77 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "cast null": (info(CAST, "null"), "narrowed"),
     "cast to object": (info(CAST, json.dumps({"head.bias": "object"})), "narrowed"),
     "cast that asks for memory": (info(CAST, json.dumps({"head.bias": "(2000000000,)f4"})), "narrowed"),
-    "count inf": (metric("num-examples", math.inf), "num-examples is inf"),
-    "count NaN": (metric("num-examples", math.nan), "num-examples is nan"),
-    "count list": (metric("num-examples", [1, 2]), "num-examples is [1, 2]"),
-    "count 0.4": (metric("num-examples", 0.4), "num-examples is 0.4"),
-    "count -7": (metric("num-examples", -7), "num-examples is -7"),
-    "count 1e18": (metric("num-examples", 10**18), "registered with 7"),
-    "count one more": (metric("num-examples", 8), "registered with 7"),
+    "count list": (metric("num-examples", [1, 2]), "'num-examples' is [1, 2]"),
     "total list": (metric("received-total", [1, 2]), "'received-total' is [1, 2]"),
-    "total inf": (metric("received-total", math.inf), "'received-total' is inf"),
-    "total 0": (metric("received-total", 0), "'received-total' is 0"),
-    "correct 1e9": (metric("received-correct", 10**9), "1000000000 of them correct"),
-    "correct one too many": (metric("received-correct", 6), "6 of them correct"),
-    "loss below 0": (metric("received-loss-sum", -1.0), "the loss over"),
-    "loss -inf": (metric("train-loss", -math.inf), "'train-loss' is -inf"),
     "50,000 metrics": (many_metrics, "at most 256"),
     "long list": (metric("fomo-weights", [0.5] * 100_000), "at most 65536"),
     "client inf": (info("client", math.inf), "answers as client inf"),
     "other client": (info("client", 0), "answers as client 0"),
     "client as truth": (info("client", True), "answers as client True"),
-    "fact that is a list": (info("more", [1, 2]), "is a list"),
-    "long fact": (info("more", "x" * 5000), "at most 4096"),
-    "many facts": (lambda c: [info(f"f{i}", 1)(c) for i in range(20)] and None, "at most 16"),
-    "error of 20 MB": (info("error", "x" * 20_000_000), "x"),
-    "error that is a number": (info("error", 5), "5"),
+    "fact that is a list": (info("model", [1, 2]), "is a list"),
+    "long fact": (info("model", "x" * 5000), "at most 4096"),
+    "many facts": (both(*(info(f"f{i}", 1) for i in range(20))), "at most 16"),
+    "error that is a number": (info("error", 5), "not in words"),
+    "stage that is no text": (both(info("error", "boom"), info("stage", [1])), "not in words"),
+    "fact that nobody asked for": (info("more", "x"), "states 'more'"),
+    "metric that nobody asked for": (metric("evil", 1), "nobody asked for the metric 'evil'"),
+    "total without a number of hits": (without("received-correct"), "go together"),
+    "hits without a total": (without("received-total"), "go together"),
+    "no score": (
+        lambda c: [c[METRICS].__delitem__(f"received-{n}") for n in ("correct", "total")] and None,
+        "no score",
+    ),
+    "no count": (without("num-examples"), "num-examples is missing"),
 }
+"""What our client code cannot send, with a part of the reason."""
+BAD_VALUES: dict[str, tuple[Change, str]] = {
+    "NaN": (put("head.bias", BIAS * np.nan), "NaN or infinity"),
+    "3e38": (put("head.bias", np.full(10, 3e38, np.float32)), "possible are"),
+    "just too large": (put("head.bias", np.full(10, 10_001, np.float32)), "possible are"),
+    "class ids beyond all": (put("labels", np.array([2**62])), "possible are"),
+    "1e30 in a class mean": (put("lar", np.full((2, 4), 1e30, np.float32)), "possible are"),
+    "count inf": (metric("num-examples", math.inf), "num-examples is inf"),
+    "count NaN": (metric("num-examples", math.nan), "num-examples is nan"),
+    "count 0.4": (metric("num-examples", 0.4), "num-examples is 0.4"),
+    "count -7": (metric("num-examples", -7), "num-examples is -7"),
+    "count 1e18": (metric("num-examples", 10**18), "registered with 7"),
+    "count one more": (metric("num-examples", 8), "registered with 7"),
+    "total inf": (metric("received-total", math.inf), "'received-total' is inf"),
+    "total 0": (metric("received-total", 0), "'received-total' is 0"),
+    "correct 1e9": (metric("received-correct", 10**9), "1000000000 of them correct"),
+    "correct one too many": (metric("received-correct", 6), "6 of them correct"),
+    "loss below 0": (metric("received-loss-sum", -1.0), "'received-loss-sum' is -1"),
+    "loss -inf": (metric("train-loss", -math.inf), "'train-loss' is -inf"),
+    "correct below 0": (metric("received-correct", -1), "-1 of them correct"),
+    "total of another test set": (metric("received-total", 6), "registered with 5 test samples"),
+    "variance below 0": (put("bn.running_var", np.full(3, -1e-3, np.float32)), "possible are 0 to"),
+    "share above 1": (metric("received-balanced", 1.5), "a share is needed"),
+    "time below 0": (metric("seconds", -1.0), "'seconds' is -1"),
+    "time NaN": (metric("train-seconds", math.nan), "'train-seconds' is nan"),
+    "half a step": (metric("steps", 0.5), "'steps' is 0.5"),
+}
+"""What an honest client could send too, for example because its model diverged."""
+FAILURES: dict[str, tuple[Change, str]] = {
+    "error of 20 MB": (info("error", "x" * 20_000_000), "x"),
+    "error with a stage": (both(info("error", "boom"), info("stage", "=A1")), "boom"),
+}
+GRADES = {IMPOSSIBLE: IMPOSSIBLE_REPLIES, BAD: BAD_VALUES, FAILED: FAILURES}
+KNOWN = {*SCORES, "received-balanced", "seconds", "train-seconds", "steps", "fomo-weights"}
+CONTRACT = Contract(
+    1, "train", "lgfedavg", SHAPES, {"labels", "lar"}.__contains__, 10_000, 7, tests=5, metrics=KNOWN.__contains__,
+    scored=True,
+)  # fmt: skip
+FP16 = dataclasses.replace(CONTRACT, wire_dtype="fp16")
+EVALUATION = dataclasses.replace(CONTRACT, kind="evaluate", arrays={}, further=lambda name: False)
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_a_hostile_reply_is_refused_with_a_reason(what: str) -> None:
-    change, reason = REFUSED[what]
+@pytest.mark.parametrize(("grade", "what"), [(g, what) for g, table in GRADES.items() for what in table])
+def test_a_hostile_reply_is_refused_with_a_reason(grade: str, what: str) -> None:
+    change, reason = GRADES[grade][what]
     content = honest()
     change(content)
     got = boundary.read(message(content), CONTRACT)
-    assert isinstance(got, Refused) and reason in got.reason, got
+    assert isinstance(got, Refused) and got.offence == grade and reason in got.reason, got
 
 
 def test_honest_replies_pass_as_they_are() -> None:
@@ -162,8 +199,17 @@ def test_honest_replies_pass_as_they_are() -> None:
         assert got.metrics["num-examples"] == 7 and got.info["client"] == 1
     tiny = honest()
     put("head.bias", np.full(10, 1e-45, np.float32))(tiny)
-    metric("train-loss", math.nan)(tiny)
     assert isinstance(boundary.read(message(tiny), CONTRACT), Good)
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, 3e38])
+def test_an_honest_client_may_say_that_the_model_it_got_is_spoiled(loss: float) -> None:
+    """Whatever the losses are, the reply counts: else one liar that spoils the model ends all others."""
+    content = honest(**{"received-loss-sum": loss, "train-loss": loss, "received-correct": 0})
+    got = boundary.read(message(content), CONTRACT)
+    assert isinstance(got, Good), got
+    kept = got.metrics["train-loss"]
+    assert kept == 3e38 if loss == 3e38 else math.isnan(kept)
 
 
 @pytest.mark.parametrize("value", [1e5, 6.5e4])
@@ -206,7 +252,7 @@ def hello(**changes: Any) -> RecordDict:
         "shapes": json.dumps({n: list(s) for n, s in SHAPES.items()}), "partitions": 4, "classes": "", CAST: "{}",
         **{name.replace("_", "-"): value for name, value in changes.items() if name != "count"},
     }  # fmt: skip
-    content = RecordDict({ARRAYS: ArrayRecord(), METRICS: MetricRecord({"num-examples": 7})})
+    content = RecordDict({ARRAYS: ArrayRecord(), METRICS: MetricRecord({"num-examples": 7, "test-examples": 5})})
     if "count" in changes:
         content[METRICS]["num-examples"] = changes["count"]
     content[INFO] = ConfigRecord({n: v for n, v in facts.items() if v is not None})
@@ -227,7 +273,7 @@ def test_long_series_and_wide_networks_may_register() -> None:
 @pytest.mark.parametrize(("name", "largest"), [("trunk.running_var", 1e16), ("trunk.weight", 1e8), ("head.bias", 1e4)])
 def test_values_are_bounded_by_what_they_are(name: str, largest: float) -> None:
     for value, good in ((largest, True), (-largest, True), (2 * largest, False), (math.inf, False), (math.nan, False)):
-        problem = boundary._values_problem({name: np.array([0.0, value])})
+        problem = boundary._values_problem({name: np.array([0.0, value])}, CONTRACT)
         assert (problem is None) == good, problem
 
 
@@ -258,7 +304,7 @@ def test_values_are_bounded_by_what_they_are(name: str, largest: float) -> None:
 )
 def test_a_hostile_registration_is_refused(changes: dict[str, Any], reason: str) -> None:
     got = boundary.read_hello(message(hello(**changes)))
-    assert isinstance(got, Refused) and not got.failed and reason in got.reason, got
+    assert isinstance(got, Refused) and got.offence == IMPOSSIBLE and reason in got.reason, got
 
 
 # ---- whole runs ------------------------------------------------------------------------------------------------------

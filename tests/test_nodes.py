@@ -326,7 +326,7 @@ def test_a_second_run_is_told_of_the_first_and_keeps_out(tmp_path: Path) -> None
     with pytest.raises(
         BadRequest, match=r"client 1 cannot take part: .*the run abcdef is in progress .*--set federation"
     ):
-        start(tmp_path, THREE)
+        start(tmp_path, THREE, **{"min-clients": 3})
     assert json.loads(note.read_text())["run"] == "abcdef"
     assert start(tmp_path / "b", THREE, federation="other", **{"num-server-rounds": 1})[0]["ok"]
 
@@ -535,11 +535,30 @@ def test_a_late_node_joins_and_one_that_cannot_is_left_out(tmp_path: Path) -> No
     assert "train" not in grid.told[14] + grid.told[15]
 
 
-def test_before_round_one_a_node_that_cannot_take_part_is_a_bad_request(tmp_path: Path) -> None:
-    with pytest.raises(BadRequest, match=r"client 4 cannot take part: .*data-path missing"):
-        start(tmp_path, {**THREE, 8: {"client-id": 4}})
-    error = json.loads((tmp_path / "run" / "error.json").read_text())
-    assert error["exit"] == 2 and error["stage"] == "register" and error["client"] == 4
+def test_before_round_one_a_node_that_cannot_take_part_is_left_out_unless_too_few_are_left(tmp_path: Path) -> None:
+    summary, grid, events = start(tmp_path, {8: {"client-id": 4}, **THREE}, **{"num-server-rounds": 1})
+    assert summary["ok"] and summary["clients"] == 3 and grid.told[8] == ["query.register"]
+    assert any("client 4 cannot take part" in e.get("text", "") for e in events)
+    few = {71: share(0), 8: {"client-id": 1}, 9: {"client-id": 2}}
+    with pytest.raises(BadRequest, match=r"1 of 3 clients can take part, and 2 are needed: client \d cannot take part"):
+        start(tmp_path / "few", few)
+    error = json.loads((tmp_path / "few" / "run" / "error.json").read_text())
+    assert error["exit"] == 2 and error["stage"] == "register" and error["client"] in (1, 2)
+    assert start(tmp_path / "one", few, **{"min-clients": 1, "num-server-rounds": 1})[0]["clients"] == 1
+
+
+def test_before_round_one_the_majority_decides_what_is_shared(tmp_path: Path) -> None:
+    """A second node of one id, and a node that is of another kind, are left out; without a majority nobody is right."""
+    other = {71: share(0, of=4), 12: share(1, of=4), 55: share(2, of=4), 2: share(3, of=4, model="mlp"), 99: share(0)}
+    settings = {"clients": 4, "num-server-rounds": 1, "method": "fedavg"}
+    summary, grid, events = start(tmp_path, dict(sorted(other.items())), **settings)
+    texts = [e["text"] for e in events if e["kind"] == "warning"]
+    assert summary["ok"] and any("two nodes are client 0" in t for t in texts)
+    assert any(t.startswith("client 3 was left out: fedavg needs one architecture") for t in texts), texts
+    assert "train" not in grid.told[2] and summary["model"] == "digits-a"
+    two = {71: share(0, of=2), 12: share(1, of=2, model="mlp")}
+    with pytest.raises(BadRequest, match="fedavg needs one architecture"):
+        start(tmp_path / "two", two, method="fedavg", clients=2)
 
 
 def test_a_dead_node_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ def test_stored_weights_are_compared_among_the_clients_of_one_model() -> None:
 
     def clash(*clients: tuple[str, str]) -> str:
         grid = LocalGrid(client_app, from_flat({"method": "local"}).to_flat(), len(clients))
-        manager = ClientManager(grid, Settings(), {}, lambda event: None)
+        manager = ClientManager(grid, Settings(queued=True), {}, lambda event: None)
         for number, (model, stored) in enumerate(clients):
             manager.infos[number] = ClientInfo(number, 9, model, 4, {}, {"weights": stored} if stored else {})
             manager.facts[number] = {"shape": "[1, 8, 8]", "width": 5}

@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedapp.errors import Impossible
+
 __all__ = ["ClassMeans", "Rows", "problem_of"]
 
 
@@ -77,13 +79,17 @@ def problem_of(values: NDArray[Any] | None, labels: NDArray[Any] | None, width: 
         d and C, which the receiver expects.
     """
     if values is None or labels is None:
-        return "the values or the labels of the classes are missing"
+        return Impossible("the values or the labels of the classes are missing")
     if not np.issubdtype(values.dtype, np.floating) or not np.issubdtype(labels.dtype, np.integer):
-        return f"class values have dtype {values.dtype} and labels {labels.dtype}, expected floating point and integers"
+        return Impossible(
+            f"class values have dtype {values.dtype} and labels {labels.dtype}, expected floating point and integers"
+        )
     if labels.ndim != 1 or values.shape != (len(labels), width):
-        return f"class values have shape {values.shape} for labels of shape {labels.shape}, expected (S, {width}), (S,)"
+        return Impossible(
+            f"class values have shape {values.shape} for labels of shape {labels.shape}, expected (S, {width}), (S,)"
+        )
     if len(labels) and not (labels.min() >= 0 and labels.max() < num_classes):
-        return f"labels lie in {labels.min()} .. {labels.max()}, expected 0 .. {num_classes - 1}"
+        return Impossible(f"labels lie in {labels.min()} .. {labels.max()}, expected 0 .. {num_classes - 1}")
     if len(np.unique(labels)) < len(labels):
-        return "a label occurs twice"
+        return Impossible("a label occurs twice")
     return None

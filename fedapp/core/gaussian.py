@@ -39,6 +39,7 @@ import torch
 from scipy.linalg.blas import dsyrk
 
 from fedapp.core.averages import as_tensor
+from fedapp.errors import Impossible
 
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
@@ -393,6 +394,10 @@ def _finite(array: Array) -> bool:
     return bool(torch.isfinite(as_tensor(array).sum())) or bool(np.isfinite(array).all())
 
 
+ROUNDING = 1e-3
+"""Share of the largest variance by which half precision and sums may take another one below 0."""
+
+
 def problem_of(arrays: Mapping[str, Array], mode: Mode, num_classes: int, width: int) -> str | None:
     """Say why arrays that came from elsewhere cannot be statistics, or return None.
 
@@ -418,13 +423,13 @@ def problem_of(arrays: Mapping[str, Array], mode: Mode, num_classes: int, width:
         else:
             shapes["cov"] = {"full": (seen, triangle), "diag": (seen, width), "pooled": (triangle,)}[mode]
     if set(arrays) != set(shapes):
-        return f"statistics of mode {mode!r} consist of {sorted(shapes)}, got {sorted(arrays)}"
+        return Impossible(f"statistics of mode {mode!r} consist of {sorted(shapes)}, got {sorted(arrays)}")
     for name, shape in shapes.items():
         array = arrays[name]
         kind = np.integer if name in ("ids", "count") else np.floating
         if array.shape != shape or not np.issubdtype(array.dtype, kind):
             got = f"{array.dtype} of shape {array.shape}"
-            return f"array {name!r} of statistics must be {kind.__name__} of shape {shape}, got {got}"
+            return Impossible(f"array {name!r} of statistics must be {kind.__name__} of shape {shape}, got {got}")
         if kind is np.floating and not _finite(array):
             return f"array {name!r} of statistics has values that are not finite"
     if mode == "sums":
@@ -434,7 +439,14 @@ def problem_of(arrays: Mapping[str, Array], mode: Mode, num_classes: int, width:
         return "counts of statistics must be positive: classes without samples must be left out"
     ids = arrays["ids"]
     if (ids < 0).any() or (ids >= num_classes).any() or np.unique(ids).size != ids.size:
-        return f"class ids of statistics must be distinct and lie in 0..{num_classes - 1}, got {ids.tolist()}"
+        return Impossible(
+            f"class ids of statistics must be distinct and lie in 0..{num_classes - 1}, got {ids.tolist()}"
+        )
+    cov = arrays.get("cov")
+    if cov is not None and cov.size:
+        variances = cov if mode == "diag" else cov[..., np.diagonal(_packing(width)[1])]
+        if (variances < -ROUNDING * np.abs(variances).max(initial=1.0)).any():
+            return "variances of statistics must not be negative"
     return None
 
 

@@ -79,6 +79,8 @@ class Follower:
             self.line(
                 f"round {event['round']}: client {event['client']} dropped in {event['stage']}: {event['reason']}"
             )
+        elif kind == "blocked":
+            self.line(f"client {event['client']} is blocked for the rest of the run: {event['reason']}")
         elif kind == "client-error":
             self.line(
                 f"client {event['client']}, round {event['round']}, stage {event['stage']}:\n{event['traceback']}"

@@ -14,6 +14,7 @@
 | `inputs.json`       | shape, kind and normalisation of the data, names of classes and clients                |
 | `models/`           | the server's arrays; `clients/<id>/` the clients' final models (`keep-models`)          |
 | `dropped.csv`       | replies that did not count, with reasons                                                |
+| `blocked.csv`       | clients that got no more messages, and the reply that led to it; only if there are any  |
 | `summary.json`      | written last; `ok` says whether the run finished                                       |
 | `progress.jsonl`    | events while the run goes on                                                            |
 | `error.json`        | the first error of a run that failed                                                    |
@@ -48,6 +49,7 @@ from fedapp.learning.metrics import tidy
 from fedapp.process import processor
 from fedapp.results.statistics import measured
 from fedapp.transport.client_manager import Dropped
+from fedapp.transport.offences import Blocked
 
 PACKAGES = ("fedapp", "flwr", "ray", "torch", "torchvision", "numpy", "pandas", "scikit-learn", "scipy")
 
@@ -324,6 +326,14 @@ class RunDirectory:
     def dropped(self, dropped: Dropped) -> None:
         """Record a reply that did not count."""
         self.append("dropped.csv", dropped.as_dict())
+
+    def blocked_before(self) -> list[Blocked]:
+        """Return the clients that are blocked since the run began, also those of rounds that failed."""
+        keep_rows(self.path / "blocked.csv", lambda row: True)
+        return [
+            Blocked(int(row["round"]), int(row["client"]), int(row["node"]), str(row["stage"]), str(row["reason"]))
+            for row in self.table("blocked.csv").to_dict("records")
+        ]
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Append an event, which programs that follow the run read."""

@@ -19,8 +19,13 @@ import numpy as np
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, Message
 
+from fedapp.errors import Impossible
 from fedapp.method import Arrays
-from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, reject, reply_of
+from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, reply_of
+
+FAILED, BAD, IMPOSSIBLE = "failed", "bad value", "impossible"
+"""Grades of what does not count: the client says itself that it failed, or did not answer; a number out of range, such
+as an honest client may send too when its model diverges; what no client code of ours can send."""
 
 NPY_HEADER = 256
 """Bytes of an array's own header; NumPy's has 128."""
@@ -31,10 +36,14 @@ NAME_MOST, TEXT_MOST, INFO_MOST = 200, 4096, 16
 COUNT_MOST = 10**9
 """Largest sample count, class id or class count."""
 LARGE, LARGEST = 1e4, 1e8
-"""Largest values: of heads and of means of representations, and of anything else."""
+"""Largest values: of heads and of means of representations (the default of `max-abs`), and of anything else."""
+SECONDS_MOST = 1e7
+FACTS = frozenset(("client", "model", "state", "state-from", "state-binds", "state-lost", CAST))
+"""What a reply may state beside numbers."""
 HELLO = {
     "client": (0, 999_999),
     "num-examples": (1, COUNT_MOST),
+    "test-examples": (0, COUNT_MOST),
     "num-classes": (2, 100_000),
     "width": (1, 1 << 24),
     "partitions": (0, 1_000_000),
@@ -45,7 +54,7 @@ MODEL = re.compile(r"\A[\w.:,+-]{1,200}\Z")
 DTYPES = ("float16", "float32", "float64", "int32", "int64")
 """What further arrays, such as class means with their labels, may consist of."""
 NARROW = ("head.", "lar", "protos", "statistics/mean", "nh/")
-"""Beginnings of the names of arrays whose values are at most `LARGE`."""
+"""Beginnings of the names of arrays whose values are at most `Contract.max_abs`."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +67,11 @@ class Contract:
     arrays : shape by name of the model arrays that must be there.
     further : says whether another array's name is allowed.
     further_bytes : largest size of all other arrays together.
-    count : samples that the client stated when it registered.
+    count, tests : training and test samples that the client stated when it registered; tests = -1: not stated.
     wire_dtype : `fp32`, or `fp16` if float32 arrays travel in half precision.
+    max_abs : largest value in heads and in means of representations.
+    metrics : says whether a metric's name is one that the run or the method asks for.
+    scored : whether the reply must hold a score.
     """
 
     client: int
@@ -70,6 +82,10 @@ class Contract:
     further_bytes: int
     count: int
     wire_dtype: str = "fp32"
+    tests: int = -1
+    max_abs: float = LARGE
+    metrics: Callable[[str], bool] = lambda name: True
+    scored: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,6 +94,7 @@ class Hello:
 
     client: int
     count: int
+    tests: int
     model: str
     classes: int
     shapes: dict[str, tuple[int, ...]]
@@ -97,10 +114,10 @@ class Good:
 
 @dataclass(frozen=True)
 class Refused:
-    """Why a reply does not count; `failed` = the client itself says that it failed, in `stage`."""
+    """Why a reply does not count, and its grade; with `FAILED` the client itself says so, and in which `stage`."""
 
     reason: str
-    failed: bool = False
+    offence: str = IMPOSSIBLE
     stage: str = ""
 
 
@@ -108,32 +125,41 @@ def read(message: Message, contract: Contract) -> Good | Refused:
     """Return a client's reply, or why it does not count. Whatever was sent, nothing is raised."""
     try:
         return _read(message, contract)
-    except Exception as e:  # the last resort: what no rule above foresaw must not end the run
-        return Refused(f"the reply cannot be read: {type(e).__name__}: {str(e)[:TEXT_MOST]}")
+    except Exception as e:  # the last resort: what no rule above foresaw must not end the run, nor block a client
+        return Refused(f"the reply cannot be read: {type(e).__name__}: {str(e)[:TEXT_MOST]}", BAD)
 
 
 def _read(message: Message, contract: Contract) -> Good | Refused:
     content = message.content
     info = dict(content.config_records.get(INFO, {}))
     if "error" in info:
-        stage = info.get("stage", contract.kind)
-        return Refused(str(info["error"]), True, str(stage)[:NAME_MOST] if isinstance(stage, str) else contract.kind)
+        error, stage = info["error"], info.get("stage", contract.kind)
+        if not isinstance(error, str) or not isinstance(stage, str):
+            return Refused("it says that it failed, but not in words")
+        return Refused(error, FAILED, stage[:NAME_MOST])
     record: Mapping[str, FlowerArray] = content.array_records.get(ARRAYS, ArrayRecord())
-    problem = (
+    stated: Mapping[str, Any] = dict(content.metric_records.get(METRICS, {}))
+    impossible = (
         _records_problem(content)
         or _info_problem(info, contract)
         or _arrays_problem(record, contract)
         or _cast_problem(info, record, contract)
+        or _metrics_problem(stated, contract)
     )
-    if problem:
-        return Refused(problem)
+    if impossible:
+        return Refused(impossible)
     arrays, metrics, info, size = reply_of(message)
-    problem = (
-        reject(arrays, contract.arrays, metrics)
-        or _values_problem(arrays)
-        or _metrics_problem(metrics, contract)
-    )  # fmt: skip
-    return Refused(problem) if problem else Good(arrays, metrics, info, size)
+    bad = _values_problem(arrays, contract) or _numbers_problem(metrics, contract)
+    if bad:
+        return Refused(bad, BAD)
+    # The loss of a model that diverged may pass the largest number: it counts as not measured.
+    metrics = {n: math.nan if isinstance(v, float) and math.isinf(v) else v for n, v in metrics.items()}
+    return Good(arrays, metrics, info, size)
+
+
+def grade(problem: str) -> str:
+    """Return the grade of what a method's own check found."""
+    return IMPOSSIBLE if isinstance(problem, Impossible) else BAD
 
 
 def read_hello(message: Message) -> Hello | Refused:
@@ -151,13 +177,13 @@ def _read_hello(message: Message) -> Hello | Refused:
     if "error" in info:
         client = info.get("client", -1)
         named = f"client {client}" if type(client) is int and client >= 0 else "a client"
-        return Refused(str(info["error"]), True, named)
+        return Refused(str(info["error"]), FAILED, named)
     if problem := _records_problem(content):
         return Refused(problem)
     if content.array_records.get(ARRAYS, ArrayRecord()) or len(info) > INFO_MOST:
         return Refused("it sends more than facts about itself")
     for name, (low, high) in HELLO.items():
-        value = metrics.get(name) if name == "num-examples" else info.get(name, 0 if name == "partitions" else None)
+        value = metrics.get(name) if name.endswith("-examples") else info.get(name, 0 if name == "partitions" else None)
         if type(value) is not int or not low <= value <= high:
             return Refused(f"its {name} is {str(value)[:NAME_MOST]}, a whole number from {low} to {high} is needed")
     texts = {"model": NAME_MOST, "classes": NAME_MOST, "shape": NAME_MOST, "shapes": 1 << 19, "common": 1 << 16}
@@ -177,8 +203,8 @@ def _read_hello(message: Message) -> Hello | Refused:
         return Refused("its common facts are not plain values")
     sized = {name: tuple(sides) for name, sides in shapes.items()}
     return Hello(
-        int(info["client"]), int(metrics["num-examples"]), str(info["model"]), int(info["num-classes"]), sized, common,
-        info,
+        int(info["client"]), int(metrics["num-examples"]), int(metrics["test-examples"]), str(info["model"]),
+        int(info["num-classes"]), sized, common, info,
     )  # fmt: skip
 
 
@@ -202,6 +228,8 @@ def _info_problem(info: Mapping[str, Any], contract: Contract) -> str | None:
     if len(info) > INFO_MOST:
         return f"it states {len(info)} facts, at most {INFO_MOST} are possible"
     for name, value in info.items():
+        if name not in FACTS:
+            return f"it states '{name[:NAME_MOST]}', which nobody asked for"
         if not isinstance(value, (str, int, float, bool)):
             return f"the fact '{name[:NAME_MOST]}' is a {type(value).__name__}"
         if isinstance(value, str) and name != CAST and len(value) > TEXT_MOST:
@@ -268,42 +296,74 @@ def _cast_problem(info: Mapping[str, Any], record: Mapping[str, FlowerArray], co
     return None if stated == json.dumps(narrowed) else "it names other dtypes than its arrays were narrowed from"
 
 
-def _values_problem(arrays: Arrays) -> str | None:
+def _values_problem(arrays: Arrays, contract: Contract) -> str | None:
     for name, array in arrays.items():
         if not array.size:
             continue
+        low, high = array.min(), array.max()
+        if not (np.isfinite(low) and np.isfinite(high)):
+            return f"'{name}' contains NaN or infinity"
         limit: float = COUNT_MOST
+        # A variance below 0 would make the others' scores NaN. Those of updates may fall.
+        least = 0.0 if name in contract.arrays and name.endswith("running_var") else -math.inf
         if np.issubdtype(array.dtype, np.floating):
             # A BatchNorm layer on features in their own units holds the squares of those.
             wide = LARGEST**2 if name.endswith("running_var") else LARGEST
-            limit = LARGE if name.startswith(NARROW) else wide
-        low, high = array.min(), array.max()
-        if not (-limit <= low and high <= limit):
-            return f"'{name}' holds values from {low:g} to {high:g}, possible are -{limit:g} to {limit:g}"
+            limit = contract.max_abs if name.startswith(NARROW) else wide
+        least = max(least, -limit)
+        if not (least <= low and high <= limit):
+            return f"'{name}' holds values from {low:g} to {high:g}, possible are {least:g} to {limit:g}"
     return None
 
 
 def _metrics_problem(metrics: Mapping[str, Any], contract: Contract) -> str | None:
+    """Say what is wrong with the names and types of the numbers of a reply."""
     if len(metrics) > METRICS_MOST:
         return f"it holds {len(metrics)} metrics, at most {METRICS_MOST} are possible"
     for name, value in metrics.items():
         if len(name) > NAME_MOST:
             return f"the name of a metric has {len(name)} characters, at most {NAME_MOST} are possible"
+        if name != "num-examples" and not contract.metrics(name):
+            return f"nobody asked for the metric '{name}': a method names its own in Method.columns or Method.metrics"
         if isinstance(value, list) and len(value) > LIST_MOST:
             return f"'{name}' has {len(value)} numbers, at most {LIST_MOST} are possible"
-        numbers = value if isinstance(value, list) else [value]
-        if any(math.isinf(v) for v in numbers):
-            return f"'{name}' is {str(value)[:NAME_MOST]}"
+        if isinstance(value, list) and (name.endswith(_SCORE) or name == "num-examples"):
+            return f"'{name}' is {str(value)[:NAME_MOST]}, one number is needed"
+        if name.endswith(_SCORE[:2]):
+            stem = name.rpartition("-")[0]
+            if not {f"{stem}-correct", f"{stem}-total"} <= metrics.keys():
+                return f"'{stem}-correct' and '{stem}-total' go together"
+    if "num-examples" not in metrics:
+        return "num-examples is missing"
+    if contract.scored and not any(name.endswith("-total") for name in metrics):
+        return "it holds no score"
+    return None
+
+
+_SCORE = ("-correct", "-total", "-loss-sum")
+
+
+def _numbers_problem(metrics: Mapping[str, Any], contract: Contract) -> str | None:
+    """Say which number of a reply cannot be. Losses have no upper limit: that of a model that diverged, or that a liar
+    spoiled, can be any number, and an honest client must be able to say so."""
     count = metrics["num-examples"]
     if not isinstance(count, int) or count != contract.count:
         return f"num-examples is {count}, but the client registered with {contract.count}"
     for name, value in metrics.items():
-        if not name.endswith("-total"):
-            continue
-        correct, loss = (metrics.get(name.removesuffix("total") + part, 0) for part in ("correct", "loss-sum"))
-        if not isinstance(value, int) or not isinstance(correct, int) or not 0 <= correct <= value <= COUNT_MOST:
-            return f"'{name}' is {value!r} with {correct!r} of them correct"
-        # No upper limit: an honest client's loss of a model that diverged, or that a liar spoiled, can be any number.
-        if isinstance(loss, list) or loss < 0:
-            return f"the loss over '{name}' = {value} is {loss!r}"
+        if -math.inf in (value if isinstance(value, list) else (value,)):
+            return f"'{name}' is {str(value)[:NAME_MOST]}"
+        if name.endswith("-total"):
+            correct = metrics[name.removesuffix("total") + "correct"]
+            if not isinstance(value, int) or not isinstance(correct, int) or not 0 <= correct <= value <= COUNT_MOST:
+                return f"'{name}' is {value!r} with {correct!r} of them correct"
+            if contract.tests >= 0 and value != contract.tests and not name.endswith("-validation-total"):
+                return f"'{name}' is {value}, but the client registered with {contract.tests} test samples"
+        elif name.endswith("-loss-sum") and value < 0:
+            return f"'{name}' is {value!r}"
+        elif name.endswith("-balanced") and (value < 0 or value > 1):
+            return f"'{name}' is {value!r}, a share is needed"
+        elif name.endswith("seconds") and not 0 <= value <= SECONDS_MOST:
+            return f"'{name}' is {value!r}, possible are 0 to {SECONDS_MOST:g}"
+        elif name == "steps" and not (isinstance(value, int) and 0 <= value <= COUNT_MOST):
+            return f"'steps' is {value!r}"
     return None

@@ -8,7 +8,6 @@ reason.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import re
@@ -22,10 +21,22 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedapp import process
-from fedapp.errors import BadRequest, described, plain
+from fedapp.errors import BadRequest, plain
 from fedapp.method import ClientInfo, Method, Payload, Reply, Scalar
 from fedapp.transport import roster as rosters
-from fedapp.transport.boundary import Contract, Refused, read, read_hello
+from fedapp.transport.agreement import clash, compared, majority, within_models
+from fedapp.transport.boundary import (
+    BAD,
+    FAILED,
+    IMPOSSIBLE,
+    LARGE,
+    Contract,
+    Refused,
+    grade,
+    read,
+    read_hello,
+)
+from fedapp.transport.offences import Blocked, Offence, Offences
 from fedapp.transport.records import Encoder
 
 Event = Callable[[dict[str, Any]], None]
@@ -58,11 +69,11 @@ _DIGEST = re.compile(r"\A([0-9a-f]{32})?\Z")
 
 
 class LeftOut(BadRequest):
-    """A node whose statement about itself is none. The run goes on without it if enough clients are left."""
+    """A node that cannot take part. The run goes on without it if enough clients are left."""
 
 
 class RoundFailed(RuntimeError):
-    """A round had fewer good replies than `min-replies` requires."""
+    """A round had fewer good replies, or the run fewer clients, than the settings require."""
 
     def __init__(self, message: str, server_round: int) -> None:
         super().__init__(message)
@@ -76,6 +87,10 @@ class Settings:
     Attributes
     ----------
     fraction : share of clients per round.   min_replies : smallest share of good replies to the messages of a round.
+    min_clients : smallest number of clients that a run goes on with; 0 = the share `min_replies` of those it expects.
+    max_abs : largest value in heads and in means of representations.
+    metrics : names of the numbers that a reply may hold beside the method's own; None = any.
+    scored : replies to `train` and `evaluate` hold at least one score.
     round_timeout, wait_timeout : seconds; 0 = no limit.
     restart : clients whose stored state is lost may begin anew.
     poll : seconds between two checks for replies.
@@ -84,6 +99,10 @@ class Settings:
 
     fraction: float = 1.0
     min_replies: float = 1.0
+    min_clients: int = 0
+    max_abs: float = LARGE
+    metrics: frozenset[str] | None = None
+    scored: bool = False
     round_timeout: float = 0.0
     wait_timeout: float = 600.0
     wire_dtype: str = "fp32"
@@ -92,14 +111,9 @@ class Settings:
     queued: bool = False
 
 
-@dataclass
-class Dropped:
+@dataclass(frozen=True)
+class Dropped(Offence):
     """A reply that was not used."""
-
-    round: int
-    client: int
-    stage: str
-    reason: str
 
     def as_dict(self) -> dict[str, Any]:
         """Return a plain dict."""
@@ -108,13 +122,17 @@ class Dropped:
 
 @dataclass
 class Traffic:
-    """Traffic of one exchange: bytes of arrays on the wire, summed over clients, and who answered or was dropped."""
+    """Traffic of one exchange: bytes of arrays on the wire, summed over clients, and who answered or was dropped.
+
+    `bad` are those of the dropped whose values were out of range.
+    """
 
     messaged: list[int] = field(default_factory=list)
     answered: list[int] = field(default_factory=list)
     down: int = 0
     up: int = 0
     dropped: list[Dropped] = field(default_factory=list)
+    bad: list[Offence] = field(default_factory=list)
     seconds: float = 0.0
 
 
@@ -132,6 +150,7 @@ class ClientManager:
     ----------
     states : what each client stored in its last round that counted: digest, and whether its next training starts from
         it. It goes with the next message, so that a client notices a state that is lost or another's.
+    offences : which clients are blocked, and why.   reference : a client that all others agree with.
     """
 
     def __init__(
@@ -153,11 +172,15 @@ class ClientManager:
         self.facts: dict[int, dict[str, Any]] = {}
         self.first_error: dict[str, Any] | None = None
         self.states: dict[int, tuple[str, bool]] = {}
+        self.offences = Offences()
+        self.reference = -1
         self._seen: set[int] = set()
         self._strangers: set[int] = set()
         # Unanswered requests by message id: the node, and when it was sent.
         self._unregistered: dict[str, tuple[int, float]] = {}
         self._left_out: dict[int, str] = {}  # why, by node
+        self._twice: set[int] = set()  # nodes with the id of another one, which may be gone soon
+        self._expected = 0
         self._method: Method | None = None
         self._encoder = Encoder(settings.wire_dtype)
         self._lasted: dict[str, float] = {}
@@ -171,12 +194,12 @@ class ClientManager:
 
         On real devices a node that is online but does not answer delays the run only a little: once `expected` clients
         have registered, it has `LATECOMERS` seconds. When the wait limit has passed, the run starts if at least a share
-        of `min_replies` has registered. A client that is left out may join before any later round.
+        of `min_replies` has registered (or `min_clients`). A client that is left out may join before any later round.
 
         Raises
         ------
-        BadRequest : the wait limit passed, two clients share an id, or a client cannot take part; the message gives
-            the client and the reason.
+        BadRequest : the wait limit passed, or too few clients are left; in a simulation also where one client cannot
+            take part. The message gives the client and the reason.
         """
         started = reported = time.monotonic()
         enough: float | None = None
@@ -184,16 +207,19 @@ class ClientManager:
         while True:
             if self.register(strict=True) and self.settings.queued:
                 started = time.monotonic()
-            partitions = sorted(int(f["partitions"]) for f in self.facts.values() if f.get("partitions"))
-            partitions = partitions[len(partitions) // 2 :][:1]  # the median: one client alone cannot change it
+            partitions = self.partitions()
             if expected == 0:
-                want = max(partitions, default=max(1, len(self.nodes)))
-            elif partitions and min(partitions) < expected and len(self.nodes) >= min(partitions):
+                want = partitions or max(1, len(self.nodes) + len(self._left_out))
+            elif self.settings.queued and 0 < partitions < expected and len(self.nodes) >= partitions:
                 raise BadRequest(
-                    f"clients = {expected}, but there are only {min(partitions)} SuperNodes. "
+                    f"clients = {expected}, but there are only {partitions} SuperNodes. "
                     f"Start {expected} (fedapp run does so; with flwr run use --federation-config "
                     f"'num-supernodes={expected}'), or set clients to 0 to use the nodes present"
                 )
+            self._expected = want
+            want -= sum(c < want for c in self.offences.blocked)  # they are not asked again
+            if want <= 0:
+                raise BadRequest("every client of this run is blocked (blocked.csv says why): start a new run")
             now = time.monotonic()
             if len(self.nodes) >= want:
                 enough = now if enough is None else enough
@@ -205,22 +231,36 @@ class ClientManager:
                 if late or not self._unregistered:
                     return [self.infos[c] for c in sorted(self.infos)]
             if self._left_out and not self._unregistered and 0 < want - len(self.nodes) <= len(self._left_out):
-                if len(self.nodes) < needed_replies(self.settings.min_replies, want):
-                    raise BadRequest(next(iter(self._left_out.values())))
+                self._enough_left(next(iter(self._left_out.values())))
                 return [self.infos[c] for c in sorted(self.infos)]
             if self.settings.wait_timeout and now - started > self.settings.wait_timeout:
-                if len(self.nodes) >= needed_replies(self.settings.min_replies, want):
+                if len(self.nodes) >= self.fewest():
                     text = f"{self._waiting(want)} after {self.settings.wait_timeout:g} s: starting without them"
                     self.event({"kind": "warning", "text": text})
                     return [self.infos[c] for c in sorted(self.infos)]
                 raise BadRequest(
                     f"gave up after {self.settings.wait_timeout:g} s: {self._waiting(want)}; "
-                    "start the missing clients, or change wait-timeout or min-replies"
+                    "start the missing clients, or change wait-timeout, min-replies or min-clients"
                 )
             if now - reported > 30:
                 reported = now
                 self.event({"kind": "waiting", "text": self._waiting(want)})
             time.sleep(min(0.2, 10 * self.settings.poll))
+
+    def partitions(self) -> int:
+        """Return into how many parts the data are split for the clients, 0 where each has its own."""
+        stated = sorted(int(f.get("partitions", 0)) for f in self.facts.values())
+        return stated[len(stated) // 2] if stated else 0  # the median: one client alone cannot change it
+
+    def fewest(self) -> int:
+        """Return the smallest number of clients that the run goes on with."""
+        return self.settings.min_clients or needed_replies(self.settings.min_replies, self._expected)
+
+    def _enough_left(self, reason: str) -> None:
+        """Raise `BadRequest` unless enough clients are left without those that were left out, for such a reason."""
+        if len(self.nodes) < self.fewest():
+            few = f"{len(self.nodes)} of {self._expected} clients can take part, and {self.fewest()} are needed: "
+            raise BadRequest(reason if self.settings.queued or not self.nodes else few + reason)
 
     def _waiting(self, want: int) -> str:
         known = set(self.nodes)
@@ -239,16 +279,18 @@ class ClientManager:
 
         Parameters
         ----------
-        strict : before round 1 a node that cannot take part is an error, and the caller waits for answers. Later such a
-            node is left out with a warning, and asked again after it has been offline. This method waits for a new
-            node once. A node that does not answer in that time may answer before any later round, which does not wait.
+        strict : before round 1 the caller waits for answers. Later this method waits for a new node once. A node that
+            does not answer in that time may answer before any later round, which does not wait.
+
+        A node that cannot take part is left out with a warning, and asked again after it has been offline.
 
         Raises
         ------
-        BadRequest : with `strict`, a node cannot take part or two nodes have one id; the message says which and why.
+        BadRequest : with `strict` in a simulation, where all clients are the user's own, a node cannot take part; the
+            message says which and why.
         """
         now = time.monotonic()
-        online = set(self.grid.get_node_ids())
+        online = set(self.grid.get_node_ids()) - self.offences.nodes
         self._renew_roster()
         if self.roster is not None:
             self._strangers -= set(self.roster)
@@ -257,6 +299,9 @@ class ClientManager:
                 self.event({"kind": "warning", "text": f"node {node} is not in the roster and was left out"})
             online &= set(self.roster)
         self._seen &= online
+        if not strict:
+            self._seen -= self._twice
+            self._twice.clear()
         fresh = online - self._seen
         asked = self._unregistered
         lost = [i for i, (node, since) in asked.items() if node not in online or now - since > REGISTER_AGAIN]
@@ -280,11 +325,11 @@ class ClientManager:
                     continue
                 try:
                     joined.append(self._registered(node, reply, online))
+                    self._left_out.pop(node, None)
                 except BadRequest as e:
-                    if isinstance(e, LeftOut | rosters.NotAdmitted):
-                        self._left_out[node] = plain(e)
-                    elif strict:
+                    if strict and self.settings.queued and not isinstance(e, LeftOut | rosters.NotAdmitted):
                         raise BadRequest(plain(e)) from e
+                    self._left_out[node] = plain(e)
                     self.event({"kind": "warning", "text": f"a new node was left out: {plain(e)}"})
             if not replies:
                 awaited = fresh & {node for node, _ in self._unregistered.values()}
@@ -319,100 +364,68 @@ class ClientManager:
             raise BadRequest(f"a client cannot take part: {_last_line(reason)}")
         hello = read_hello(reply)
         if isinstance(hello, Refused):
-            if not hello.failed:
+            if hello.offence != FAILED:
                 raise LeftOut(f"node {node} was left out: {hello.reason}")
             who = hello.stage
             self._note_error(0, int(who.split()[-1]) if who[-1].isdigit() else -1, "register", hello.reason)
             raise BadRequest(f"{who} cannot take part: {_last_line(hello.reason)}")
-        client, info = hello.client, hello.info
+        client, info = hello.client, {**hello.info, "test-examples": hello.tests}
         if self.roster is not None:
             rosters.check(self.roster[node], client, hello.count)
+        if client in self.offences.blocked:
+            raise LeftOut(f"client {client} is blocked in this run: {self.offences.blocked[client].reason}")
         if self.nodes.get(client, node) != node and self.nodes[client] in online:
-            self._seen.discard(node)
+            self._twice.add(node)
             raise BadRequest(
                 f"two nodes are client {client}: give every node its own client-id or partition-id in node-config "
                 "(a node without a key that was killed and restarted counts twice for a minute)"
             )
         newcomer = ClientInfo(client, hello.count, hello.model, hello.classes, hello.shapes, hello.common)
-        others = [c for c in sorted(self.infos) if c != client]
+        others = [c for c in (self.reference, *sorted(self.infos)) if c != client and c in self.infos]
         if self._method is not None:
-            for other in self._compared(newcomer, others):
-                clash = self._clash(self._method, self.infos[other], newcomer, self.facts[other], info)
-                if clash:
-                    raise BadRequest(clash)
+            for other in compared(newcomer, others, self.infos):
+                problem = clash(self._method, self.infos[other], newcomer, self.facts[other], info)
+                if problem:
+                    raise BadRequest(problem)
         for former in [c for c, n in self.nodes.items() if n == node and c != client]:
             del self.nodes[former]
         self.nodes[client], self.facts[client], self.infos[client] = node, info, newcomer
         return client
 
     def agree(self, method: Method) -> None:
-        """Check before round 1 that the clients agree on what they share.
+        """Check before round 1 that the clients agree on what they share; afterwards `reference` is one of them.
+
+        On real nodes the majority is right, and the others are left out. In a simulation all clients are the user's
+        own, so that any disagreement is a mistake in the settings.
 
         Raises
         ------
-        BadRequest : clients disagree; the message names the clients, models and shapes.
+        BadRequest : clients disagree and there is no majority, too few are left, or it is a simulation; the message
+            names the clients, models and shapes.
         """
-        ids = sorted(self.infos)
-        models = {i.model for i in self.infos.values()}
-        if len(models) > 1 and not method.heterogeneous:
-            raise BadRequest(
-                f"{method.id} needs one architecture, but the clients have {', '.join(sorted(models))}. "
-                "Set model to one name, or choose a method that allows several (fedapp methods)"
-            )
-        for c in ids[1:]:
-            for other in self._compared(self.infos[c], ids):
-                clash = self._clash(method, self.infos[other], self.infos[c], self.facts[other], self.facts[c])
-                if clash:
-                    raise BadRequest(plain(clash))
-        widths = {int(f["width"]) for f in self.facts.values()}
-        if method.same_width and len(widths) > 1 and (method.shared != () or method.extra_up):
-            raise BadRequest(
-                f"{method.id} compares representations, but the models have widths {sorted(widths)}: "
-                "choose models of one family"
-            )
+        found, apart = majority(method, self.infos, self.facts)
+        if self.settings.queued and not apart:
+            apart = within_models(method, self.infos, self.facts)  # on real nodes the server's own weights decide
+        if apart and (found is None or self.settings.queued):
+            raise BadRequest(plain(next(iter(apart.values()))))
+        self.reference = min(self.infos) if found is None else found
+        self.leave_out(apart)
         self._method = method
 
-    def _compared(self, info: ClientInfo, others: Sequence[int]) -> list[int]:
-        """Return with which of the `others` a client is compared: the first, and the first that has its model."""
-        same = (c for c in others if self.infos[c].model == info.model)
-        return [*dict.fromkeys([*others[:1], *itertools.islice(same, 1)])]
+    def leave_out(self, reasons: Mapping[int, str]) -> None:
+        """Leave out clients that do not fit the others or the server's model; by client id, the reason.
 
-    @staticmethod
-    def _clash(
-        method: Method, a: ClientInfo, b: ClientInfo, facts_a: Mapping[str, Any], facts_b: Mapping[str, Any]
-    ) -> str | None:
-        """Return on what two clients disagree, or None."""
-        one, other = f"client {a.client}", f"client {b.client}"
-        if a.num_classes != b.num_classes:
-            counts = f"{other} has {b.num_classes} classes, but {one} has {a.num_classes}"
-            return f"{counts}: all clients need the same classes"
-        if facts_a.get("classes") and facts_b.get("classes") and facts_a["classes"] != facts_b["classes"]:
-            return (
-                f"the classes of {other} have other names than those of {one}: "
-                "name the federation's classes with --set class-names=a,b,c"
-            )
-        inputs = [described(tuple(json.loads(str(f["shape"])))) for f in (facts_a, facts_b)]
-        if not method.heterogeneous and inputs[0] != inputs[1]:
-            return f"{other} has {inputs[1]}, but {one} {inputs[0]}: {method.id} needs one kind, so convert them"
-        if not method.heterogeneous and a.model != b.model:
-            models = f"{other} has {b.model} and {one} {a.model}"
-            return f"{method.id} needs one architecture, but {models}: set model to one name"
-        for fact in sorted(set(a.common) | set(b.common)):
-            if fact == "weights" and a.model != b.model:
-                continue  # those of one model say nothing of another, such as one that a node brings
-            if a.common.get(fact) != b.common.get(fact):
-                return (
-                    f"the {fact} of {other} ({b.common.get(fact)}) differs from that of {one} ({a.common.get(fact)}): "
-                    f"{method.id} needs the same at all clients"
-                )
-        for name in sorted(set(a.shapes) | set(b.shapes)):
-            x, y = a.shapes.get(name), b.shapes.get(name)
-            if x != y:
-                return (
-                    f"'{name}' is shared but {one} ({a.model}) has {_shape(x)} and {other} ({b.model}) has "
-                    f"{_shape(y)}: choose models of one family (one feature width)"
-                )
-        return None
+        Raises
+        ------
+        BadRequest : too few clients are left.
+        """
+        for client, reason in sorted(reasons.items()):
+            node = self.nodes.pop(client)
+            del self.infos[client], self.facts[client]
+            self._left_out[node] = plain(reason)
+            self.event({"kind": "warning", "text": f"client {client} was left out: {plain(reason)}"})
+        if reasons:
+            self._enough_left(plain(min(reasons.items())[1]))
 
     # ---- one exchange --------------------------------------------------------------------------------------------
 
@@ -474,6 +487,8 @@ class ClientManager:
                 self._drop(traffic, server_round, client, kind, f"no answer within {limit:g} s")
             elif (reply := held.pop(client)) is not None:
                 yield reply
+        for offence in self.offences.judge(traffic.bad, len(traffic.messaged)):
+            self._block(offence, "values out of range for the third time: ")
         self._lasted[kind] = traffic.seconds = time.perf_counter() - started
 
     def _dispatch(self, kind: str, ids: Sequence[int], bytes_each: int) -> tuple[list[int], int]:
@@ -552,14 +567,12 @@ class ClientManager:
     ) -> Reply | None:
         """Return a reply that counts, or None: then its reason is recorded. Nothing that a client sends is raised."""
         contract = self._contract(client, stage, expected)
-        got = Refused(_reason(message), True, stage) if message.has_error() else read(message, contract)
+        got = Refused(_reason(message), FAILED, stage) if message.has_error() else read(message, contract)
         if isinstance(got, Refused):
-            if got.failed:
+            if got.offence == FAILED:
                 stage = got.stage
                 self._note_error(server_round, client, stage, got.reason)
-            elif "answers as client" in got.reason:
-                self._seen.discard(self.nodes[client])  # it may register under its new id
-            self._drop(traffic, server_round, client, stage, _last_line(got.reason))
+            self._drop(traffic, server_round, client, stage, _last_line(got.reason), got.offence)
             return None
         reply = Reply(
             client, int(got.metrics["num-examples"]), got.arrays, got.metrics, got.size, stage, arrival
@@ -570,7 +583,7 @@ class ClientManager:
         except Exception as e:  # a method's own check is no boundary: what it did not foresee drops the reply too
             problem = f"the reply cannot be read: {type(e).__name__}: {e}"
         if problem:
-            self._drop(traffic, server_round, client, stage, problem)
+            self._drop(traffic, server_round, client, stage, problem, grade(problem))
             return None
         if "state" in got.info:
             self.states[client] = str(got.info["state"]), bool(got.info.get("state-binds", True))
@@ -586,8 +599,13 @@ class ClientManager:
         most = EXTRA_BYTES + 4 * classes * width * (width + 1) + 16 * sum(math.prod(s) for s in expected.values())
         most += 8 * info.num_samples * (width + 1) if kind == "query.features" else 0
         allowed = (lambda name: kind != "evaluate" and method.allows(name)) if method else lambda name: True
-        of = method.id if method else "the method"
-        return Contract(client, kind, of, expected, allowed, most, info.num_samples, self.settings.wire_dtype)
+        of, settings, asked = method.id if method else "the method", self.settings, self.settings.metrics
+        known = (lambda name: True) if asked is None or method is None else asked.union(method.numbers).__contains__
+        return Contract(
+            client, kind, of, expected, allowed, most, info.num_samples, settings.wire_dtype,
+            int(self.facts[client].get("test-examples", -1)), settings.max_abs, known,
+            settings.scored and kind in ("train", "evaluate"),
+        )  # fmt: skip
 
     def _state_problem(self, client: int, info: Mapping[str, Any]) -> str | None:
         """Say what is wrong with what a client reports of its stored state; an older version reports nothing."""
@@ -603,21 +621,35 @@ class ClientManager:
             return f"it went on from the state '{info.get('state-from', '')}', the server knows '{known}'"
         return None
 
-    def _drop(self, traffic: Traffic, server_round: int, client: int, stage: str, reason: str) -> None:
+    def _drop(
+        self, traffic: Traffic, server_round: int, client: int, stage: str, reason: str, offence: str = FAILED
+    ) -> None:
         dropped = Dropped(server_round, client, plain(stage), plain(reason))
         traffic.dropped.append(dropped)
         self.event({"kind": "dropped", **dropped.as_dict()})
+        if offence == BAD:
+            traffic.bad.append(dropped)
+        elif offence == IMPOSSIBLE:
+            self._block(dropped)
+
+    def _block(self, offence: Offence, why: str = "") -> None:
+        """Send a client no more messages in this run, and leave its node alone."""
+        node = self.nodes.pop(offence.client)
+        del self.infos[offence.client], self.facts[offence.client]
+        found = Blocked(offence.round, offence.client, node, offence.stage, why + offence.reason)
+        self.offences.blocked[offence.client] = found
+        self.event({"kind": "blocked", **found.as_dict()})
 
     def _note_error(self, server_round: int, client: int, stage: str, text: str) -> None:
         """Keep the first client error with its whole remote traceback."""
-        if self.first_error is None:
+        if self.first_error is None or (self.first_error["round"] == 0 and server_round):
             text = plain(text)
             where = {"client": client, "round": server_round, "stage": plain(stage)}
             self.first_error = {**where, "message": _last_line(text), "traceback": text}
             self.event({"kind": "client-error", **self.first_error})
 
     def require(self, traffic: Traffic, server_round: int) -> None:
-        """Raise `RoundFailed` unless there were enough good replies."""
+        """Raise `RoundFailed` unless there were enough good replies, and enough clients are not blocked."""
         needed = needed_replies(self.settings.min_replies, len(traffic.messaged))
         if len(traffic.answered) < needed:
             reasons = "; ".join(f"client {d.client}: {d.reason}" for d in traffic.dropped[:5])
@@ -627,15 +659,18 @@ class ClientManager:
                 f"min-replies asks for {needed} ({reasons}{more})",
                 server_round,
             )
+        if len(self.nodes) < self.fewest():
+            blocked = "; ".join(f"client {c}: {b.reason}" for c, b in list(self.offences.blocked.items())[:5])
+            raise RoundFailed(
+                f"round {server_round}: {len(self.nodes)} clients are left, and the run needs {self.fewest()} "
+                f"(min-clients); blocked are {blocked}",
+                server_round,
+            )
 
 
 def needed_replies(share: float, messages: int) -> int:
     """Return how many good replies a round with that many messages needs, where a share of them is enough."""
     return max(1, math.ceil(share * messages - 1e-9))
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "no array of that name" if shape is None else f"shape {shape}"
 
 
 def _reason(message: Message) -> str:
