@@ -179,7 +179,7 @@ class FedClient(PositionalClient):
         return cls.score is FedClient.score
 
     def reply_metrics(self) -> dict[str, Any]:
-        """Return further numbers for the reply."""
+        """Return further numbers for the reply, each named in `Method.columns` or `Method.metrics`."""
         return {}
 
     def trained_models(self) -> list[SplitModel]:
