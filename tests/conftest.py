@@ -15,7 +15,10 @@ import pytest
 import torch
 from hypothesis import settings
 
-from fedapp.engines.local import RunResult, run
+from fedapp.engines import pool
+from fedapp.engines.local import RunResult, run, run_local
+from fedapp.results import report
+from fedapp.results.figures import Gallery
 
 torch.set_num_threads(1)
 # What a test finds must not depend on the day or on how busy the machine is.
@@ -93,8 +96,50 @@ def tiny(tmp_path: Path) -> Callable[..., RunResult]:
     def go(**changes: Any) -> RunResult:
         if "resume" in changes:
             return run(**changes)
-        defaults: dict[str, Any] = {"dataset": "digits", "clients": 3, "rounds": 2, "local_epochs": 1, "batch_size": 64}
+        defaults: dict[str, Any] = {
+            "dataset": "digits",
+            "clients": 3,
+            "rounds": 2,
+            "local_epochs": 1,
+            "batch_size": 64,
+            "data_fraction": 0.3,
+        }
         defaults["out"] = tmp_path / f"run{next(count)}"
         return run(**{**defaults, **changes})
 
     return go
+
+
+@pytest.fixture
+def no_page(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Leave the report out, which has tests of its own; collects what it was asked for."""
+    asked: list[Path] = []
+    monkeypatch.setattr(report, "write", asked.append)
+    return asked
+
+
+@pytest.fixture
+def in_turn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Run in this process, in turn; collects which runs were started."""
+    started: list[str] = []
+
+    def run_all(configs: Any, workers: Any, on_end: Any, deadline: Any) -> list[pool.FinishedRun]:
+        ended = []
+        for c in configs:
+            started.append(Path(c.out).name)
+            try:
+                run_local(c)
+                ended.append(pool.FinishedRun(Path(c.out), None))
+            except Exception as e:
+                ended.append(pool.FinishedRun(Path(c.out), f"{type(e).__name__}: {e}"))
+            on_end(ended[-1])
+        return ended
+
+    monkeypatch.setattr(pool, "run_all", run_all)
+    return started
+
+
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write pages without figures, which take most of the time and have tests of their own."""
+    monkeypatch.setattr(Gallery, "add", lambda *args: None)

@@ -46,7 +46,14 @@ from tests.handmade import deterministic
 W, B = "head.weight", "head.bias"
 BASES = sorted(m.id for m in registry.discover().values() if m.global_model and m.id != "ccvr")
 """Every method with one global model, with one of its own or not."""
-SMALL: dict[str, Any] = {"dataset": "digits", "clients": 3, "local_epochs": 1, "batch_size": 64, "alpha": 0.3}
+SMALL: dict[str, Any] = {
+    "dataset": "digits",
+    "data_fraction": 0.3,
+    "clients": 3,
+    "local_epochs": 1,
+    "batch_size": 64,
+    "alpha": 0.3,
+}
 
 # Three clients, three classes, d = 2.
 CLIENTS = [
@@ -623,7 +630,8 @@ def NPZ(folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("transform", ["none", "feature", "sample", "sample-only"])
 def test_clients_and_server_use_the_same_calibrated_model(transform: str, tmp_path: Path) -> None:
     """The clients' test splits together are the central test set here: both score one model on the same images."""
-    result = run(method="ccvr", method_args=f"transform={transform}", rounds=2, out=tmp_path / "run", **SMALL)
+    values = {**SMALL, "data_fraction": 1.0}
+    result = run(method="ccvr", method_args=f"transform={transform}", rounds=2, out=tmp_path / "run", **values)
     summary, found = result.summary, result.summary["calibration"]
     assert summary["pooled"]["received"] == pytest.approx(found["after"], abs=1e-12)
     assert summary["accuracy"]["global"]["last"] == found["after"]

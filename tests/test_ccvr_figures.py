@@ -23,7 +23,8 @@ from fedapp.results.figures.words import by_name, percent
 from fedapp.results.runs import RunResult, labelled, read_run
 
 SMALL: dict[str, Any] = {
-    "method": "ccvr", "dataset": "digits", "clients": 3, "rounds": 2, "local_epochs": 1, "batch_size": 16, "alpha": 0.2,
+    "method": "ccvr", "dataset": "digits", "data_fraction": 0.3, "clients": 3, "rounds": 2, "local_epochs": 1,
+    "batch_size": 16, "alpha": 0.2,
 }  # fmt: skip
 NUMBERS = range(1, 16)
 

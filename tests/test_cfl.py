@@ -421,7 +421,7 @@ def test_contradicting_populations_are_told_apart(populations: int) -> None:
 
 
 def test_never_splitting_is_fedavg(tmp_path) -> None:
-    settings = {"clients": 4, "rounds": 3, "dataset": "digits"}
+    settings = {"clients": 4, "rounds": 3, "dataset": "digits", "data_fraction": 0.3}
     args = "start_round=99 weighting=samples"
     ours = fedapp.run(method="cfl", method_args=args, out=tmp_path / "cfl", **settings)
     theirs = fedapp.run(method="fedavg", protocols="received,trained", out=tmp_path / "fedavg", **settings)
@@ -435,7 +435,7 @@ def test_never_splitting_is_fedavg(tmp_path) -> None:
 
 def test_a_run_with_part_of_the_clients_resumes_exactly(tmp_path) -> None:
     settings = {
-        "method": "cfl", "clients": 5, "dataset": "digits", "fraction_train": 0.6, "alpha": 0.1,
+        "method": "cfl", "clients": 5, "dataset": "digits", "data_fraction": 0.3, "fraction_train": 0.6, "alpha": 0.1,
         "method_args": "start_round=1 smooth=1 r1=1 r2=0 gamma=0",
     }  # fmt: skip
     whole = fedapp.run(rounds=5, out=tmp_path / "whole", **settings)

@@ -58,7 +58,7 @@ def test_the_end_is_that_of_a_run_which_stopped_at_the_chosen_round(
 
 
 def test_the_highest_mean_over_all_clients_on_validation_images_chooses(tiny: Tiny) -> None:
-    result = tiny(method="fedavg", clients=5, fraction_train=0.4, rounds=6, lr=0.4, **CHOOSING)
+    result = tiny(method="fedavg", clients=5, fraction_train=0.4, rounds=6, lr=0.4, data_fraction=1.0, **CHOOSING)
     rows = result.evaluations.set_index("round")
     best = rows["received_validation"].idxmax()
     assert list(rows.index) == [1, 2, 3, 4, 5, 6] and set(rows["clients"]) == {5}

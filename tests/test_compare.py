@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from fedapp import cli, config
 from fedapp.engines import local as engine
-from fedapp.engines import pool
 from fedapp.engines import superlink as launch
 from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest
@@ -30,7 +29,8 @@ from fedapp.results.runs import MAX_FOLDER, PAIRED, read_comparison
 from fedapp.results.statistics import signed_rank
 
 BASE: dict[str, Any] = {
-    "dataset": "digits", "clients": 4, "num-server-rounds": 3, "local-epochs": 1, "batch-size": 64, "alpha": 1.0,
+    "dataset": "digits", "data-fraction": 0.3, "clients": 4, "num-server-rounds": 3, "local-epochs": 1,
+    "batch-size": 64, "alpha": 1.0,
 }  # fmt: skip
 
 
@@ -226,36 +226,7 @@ def command(*words: str) -> Any:
     return CliRunner().invoke(cli.app, ["compare", "--clients", "4", "--rounds", "3", *words])
 
 
-SMALL = ("--set", "local-epochs=1", "--set", "batch-size=64", "--set", "alpha=1.0")
-
-
-@pytest.fixture
-def no_page(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Leave the report out, which has tests of its own; collects what it was asked for."""
-    asked: list[Path] = []
-    monkeypatch.setattr(report, "write", asked.append)
-    return asked
-
-
-@pytest.fixture
-def in_turn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Run in this process, in turn; collects which runs were started."""
-    started: list[str] = []
-
-    def run_all(configs: Any, workers: Any, on_end: Any, deadline: Any) -> list[pool.FinishedRun]:
-        ended = []
-        for c in configs:
-            started.append(Path(c.out).name)
-            try:
-                engine.run_local(c)
-                ended.append(pool.FinishedRun(Path(c.out), None))
-            except Exception as e:
-                ended.append(pool.FinishedRun(Path(c.out), f"{type(e).__name__}: {e}"))
-            on_end(ended[-1])
-        return ended
-
-    monkeypatch.setattr(pool, "run_all", run_all)
-    return started
+SMALL = tuple(w for s in ("local-epochs=1", "batch-size=64", "alpha=1.0", "data-fraction=0.3") for w in ("--set", s))
 
 
 def test_a_comparison_in_processes_equals_runs_alone_and_is_not_repeated(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 import urllib.error
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -326,10 +327,17 @@ def test_set_values_of_another_type_are_refused(key: str, text: str) -> None:
         config.parse_value(key, text)
 
 
-def fedapp(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "fedapp.cli", *arguments], capture_output=True, text=True, check=False, timeout=120
-    )
+@pytest.fixture
+def fedapp(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """Call the command line; gives the exit code and what it wrote to both streams."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["fedapp", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return call
 
 
 @pytest.mark.parametrize(
@@ -348,24 +356,32 @@ def fedapp(*arguments: str) -> subprocess.CompletedProcess[str]:
     ],
     ids=" ".join,
 )
-def test_exit_code_2_and_no_traceback(arguments: list[str]) -> None:
-    done = fedapp(*arguments)
-    assert done.returncode == 2, done.stderr
-    assert "Traceback" not in done.stderr and 0 < len(done.stderr.strip().splitlines()) <= 12
+def test_exit_code_2_and_no_traceback(arguments: list[str], fedapp: Callable[..., tuple[int, str, str]]) -> None:
+    code, _, said = fedapp(*arguments)
+    assert code == 2, said
+    assert "Traceback" not in said and 0 < len(said.strip().splitlines()) <= 12
 
 
-def test_methods_lists_a_line_each_when_stdout_is_no_terminal() -> None:
-    done = fedapp("methods")
-    assert done.returncode == 0
-    lines = done.stdout.splitlines()
+def test_a_process_ends_with_that_code() -> None:
+    command = [sys.executable, "-m", "fedapp.cli", "run", "--method", "fedavgg"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 2 and "did you mean" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_methods_lists_a_line_each_when_stdout_is_no_terminal(fedapp: Callable[..., tuple[int, str, str]]) -> None:
+    code, said, _ = fedapp("methods")
+    assert code == 0
+    lines = said.splitlines()
     assert [line.split("\t")[0] for line in lines][:4] == ["fedclassavg", "cwfedavg", "fedgh", "ccvr"]
     assert all(len(line.split("\t")) == 5 for line in lines)
 
 
-def test_dry_run_shows_configuration_and_traffic_and_trains_nothing(tmp_path: Path) -> None:
-    done = fedapp("run", "--dry-run", "--out", str(tmp_path / "o"), "--set", "model=digits-a,digits-b")
-    assert done.returncode == 0, done.stderr
-    assert "lr = 0.05" in done.stdout and "2,600 bytes each way" in done.stdout
+def test_dry_run_shows_configuration_and_traffic_and_trains_nothing(
+    tmp_path: Path, fedapp: Callable[..., tuple[int, str, str]]
+) -> None:
+    code, said, _ = fedapp("run", "--dry-run", "--out", str(tmp_path / "o"), "--set", "model=digits-a,digits-b")
+    assert code == 0
+    assert "lr = 0.05" in said and "2,600 bytes each way" in said
     assert not (tmp_path / "o").exists()
 
 

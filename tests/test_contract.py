@@ -20,7 +20,14 @@ from fedapp.transport.client_manager import ClientManager
 from tests.handmade import deterministic
 
 METHODS = list(registry.discover())
-SETTINGS: dict[str, Any] = {"dataset": "digits", "clients": 3, "local_epochs": 1, "batch_size": 64, "alpha": 1.0}
+SETTINGS: dict[str, Any] = {
+    "dataset": "digits",
+    "data_fraction": 0.3,
+    "clients": 3,
+    "local_epochs": 1,
+    "batch_size": 64,
+    "alpha": 1.0,
+}
 
 
 @pytest.fixture

@@ -673,7 +673,7 @@ def run(out: Path, method: str = "cwfedavg", args: str = "", **kw: object) -> fe
     values: dict[str, object] = {
         "clients": 4, "rounds": 2, "local_epochs": 1, "partition": "classes", "protocols": "received,trained", **kw,
     }  # fmt: skip
-    return fedapp.run(method=method, method_args=args, dataset="digits", out=out, **values)
+    return fedapp.run(method=method, method_args=args, dataset="digits", data_fraction=0.3, out=out, **values)
 
 
 def test_without_regulariser_and_class_wise_layers_it_is_fedavg_bit_for_bit() -> None:

@@ -27,8 +27,8 @@ from strategies.cwfedavg import METHOD
 from tests.handmade import digit_tasks, full_batch, images, whole
 
 SMALL: dict[str, Any] = {
-    "dataset": "digits", "clients": 4, "rounds": 2, "local_epochs": 1, "batch_size": 32, "partition": "classes",
-    "classes_per_client": 4,
+    "dataset": "digits", "data_fraction": 0.3, "clients": 4, "rounds": 2, "local_epochs": 1, "batch_size": 32,
+    "partition": "classes", "classes_per_client": 4,
 }  # fmt: skip
 
 

@@ -362,7 +362,7 @@ def table(result: Any, name: str, prefix: str) -> pd.DataFrame:
 
 
 def test_without_a_pull_the_first_round_is_fedavgs(tmp_path) -> None:
-    common = {"clients": 4, "rounds": 1, "dataset": "digits"}
+    common = {"clients": 4, "rounds": 1, "dataset": "digits", "data_fraction": 0.3}
     ours = fedapp.run(method="fedamp", method_args="lam=0", out=tmp_path / "fedamp", **common)
     theirs = fedapp.run(method="fedavg", out=tmp_path / "fedavg", **common)
     for prefix in ("received", "trained", "train_loss"):
@@ -373,7 +373,7 @@ def test_without_a_pull_the_first_round_is_fedavgs(tmp_path) -> None:
 
 def test_own_start_without_a_pull_is_training_alone(tmp_path) -> None:
     """The mix can then reach nobody's model, so its weights make no difference; with a pull they do."""
-    common = {"method": "fedamp", "clients": 4, "rounds": 3, "dataset": "digits"}
+    common = {"method": "fedamp", "clients": 4, "rounds": 3, "dataset": "digits", "data_fraction": 0.3}
     alone = fedapp.run(method_args="xi=1 lam=0", out=tmp_path / "alone", **common)
     own = fedapp.run(method_args="xi=0.1 lam=0 start=own", out=tmp_path / "own", **common)
     pulled = fedapp.run(method_args="xi=0.1 lam=1 alpha=1 start=own", out=tmp_path / "pulled", **common)
@@ -385,7 +385,14 @@ def test_own_start_without_a_pull_is_training_alone(tmp_path) -> None:
 
 @pytest.mark.parametrize("args", ["", "form=distance", "start=own"])
 def test_a_run_with_part_of_the_clients_resumes_exactly(tmp_path, args: str) -> None:
-    common = {"method": "fedamp", "method_args": args, "clients": 5, "dataset": "digits", "fraction_train": 0.6}
+    common = {
+        "method": "fedamp",
+        "method_args": args,
+        "clients": 5,
+        "dataset": "digits",
+        "data_fraction": 0.3,
+        "fraction_train": 0.6,
+    }
     whole = fedapp.run(rounds=3, out=tmp_path / "whole", **common)
     fedapp.run(rounds=2, out=tmp_path / "parts", **common)
     parts = fedapp.run(resume=tmp_path / "parts", rounds=3)

@@ -496,7 +496,7 @@ def test_clients_find_those_of_their_own_population(tmp_path) -> None:
 
 def test_bytes_of_the_extra_downloads(tmp_path) -> None:
     """Round 1: the initial model; then the models of the other three clients, up to M. The own one does not travel."""
-    common = {"method": "fedfomo", "clients": 4, "rounds": 3, "dataset": "digits"}
+    common = {"method": "fedfomo", "clients": 4, "rounds": 3, "dataset": "digits", "data_fraction": 0.3}
     for args, per_round in (
         ("", [1, 3, 3]),
         ("models=2 epsilon=0", [1, 1, 1]),
@@ -510,7 +510,15 @@ def test_bytes_of_the_extra_downloads(tmp_path) -> None:
 
 
 def test_a_bound_on_updates_holds(tmp_path) -> None:
-    fedapp.run(method="fedfomo", clients=3, rounds=1, dataset="digits", out=tmp_path / "run", clip_update=0.01)
+    fedapp.run(
+        method="fedfomo",
+        clients=3,
+        rounds=1,
+        dataset="digits",
+        data_fraction=0.3,
+        out=tmp_path / "run",
+        clip_update=0.01,
+    )
     _, state, _ = checkpoint.latest(tmp_path / "run" / "checkpoint") or (0, {}, {})
     lengths = [np.linalg.norm(flat(w) - flat(state["initial"])) for w in state["models"].values()]
     assert len(lengths) == 3 and all(0 < length < 0.0101 for length in lengths)
@@ -544,7 +552,13 @@ def test_validation_images_of_the_run_take_the_place_of_its_own() -> None:
 def test_without_other_models_a_client_receives_what_it_left(tmp_path) -> None:
     """The reduction to training alone: what is received is what was trained one round before."""
     result = fedapp.run(
-        method="fedfomo", method_args="models=0", clients=4, rounds=3, dataset="digits", out=tmp_path / "alone"
+        method="fedfomo",
+        method_args="models=0",
+        clients=4,
+        rounds=3,
+        dataset="digits",
+        data_fraction=0.3,
+        out=tmp_path / "alone",
     )
     for name in ("correct", "loss"):
         received = result.clients.pivot(index="round", columns="client", values=f"received_{name}")
@@ -556,7 +570,7 @@ def test_without_other_models_a_client_receives_what_it_left(tmp_path) -> None:
 
 
 def test_round_one_does_not_depend_on_the_number_of_models(tmp_path) -> None:
-    common = {"method": "fedfomo", "clients": 3, "rounds": 1, "dataset": "digits"}
+    common = {"method": "fedfomo", "clients": 3, "rounds": 1, "dataset": "digits", "data_fraction": 0.3}
     a = fedapp.run(method_args="models=0", out=tmp_path / "a", **common)
     b = fedapp.run(method_args="models=5", out=tmp_path / "b", **common)
     pd.testing.assert_frame_equal(deterministic(a.clients), deterministic(b.clients), check_exact=True)
@@ -565,8 +579,8 @@ def test_round_one_does_not_depend_on_the_number_of_models(tmp_path) -> None:
 @pytest.mark.parametrize("buffers", ["global", "local"])
 def test_a_run_with_part_of_the_clients_resumes_exactly(tmp_path, buffers: str) -> None:
     common = {
-        "method": "fedfomo", "method_args": "models=2", "clients": 5, "dataset": "digits", "fraction_train": 0.6,
-        "buffers": buffers,
+        "method": "fedfomo", "method_args": "models=2", "clients": 5, "dataset": "digits", "data_fraction": 0.3,
+        "fraction_train": 0.6, "buffers": buffers,
     }  # fmt: skip
     whole = fedapp.run(rounds=4, out=tmp_path / "whole", **common)
     fedapp.run(rounds=2, out=tmp_path / "parts", **common)

@@ -475,7 +475,7 @@ def test_bytes_of_the_paper(classes: int, own: int, total: int) -> None:
 
 def run(out: Path, args: str = "", **settings: object) -> fedapp.RunResult:
     values: dict[str, object] = {"clients": 4, "rounds": 2, "local_epochs": 1, "partition": "classes", **settings}
-    return fedapp.run(method="fedgh", method_args=args, dataset="digits", out=out, **values)
+    return fedapp.run(method="fedgh", method_args=args, dataset="digits", data_fraction=0.3, out=out, **values)
 
 
 def test_heterogeneous_extractors_partial_participation_and_covered_classes(tmp_path: Path) -> None:
@@ -555,7 +555,9 @@ def test_the_time_of_extracting_the_lars_is_reported_by_itself(monkeypatch: pyte
 
     monkeypatch.setattr(FedGHClient, "representations", slow(0, 0.02))
     monkeypatch.setattr(FedGHClient, "optimise", slow(1, 0.5))
-    fedapp.run(dataset="digits", clients=2, rounds=1, local_epochs=1, method="fedgh", out=tmp_path / "run")
+    fedapp.run(
+        dataset="digits", data_fraction=0.3, clients=2, rounds=1, local_epochs=1, method="fedgh", out=tmp_path / "run"
+    )
     table = read_run(tmp_path / "run").clients
     assert (table["lar_seconds"] >= 0.02).all()
     assert (table["client_seconds"] > table["lar_seconds"] + 0.5).all()

@@ -236,7 +236,13 @@ def test_one_sample_and_bf16_are_no_trouble() -> None:
 
 
 def test_at_zero_weights_a_run_gives_fedavgs_table(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"clients": 4, "rounds": 3, "dataset": "digits", "fraction_train": 0.5}
+    settings: dict[str, Any] = {
+        "clients": 4,
+        "rounds": 3,
+        "dataset": "digits",
+        "data_fraction": 0.3,
+        "fraction_train": 0.5,
+    }
     plain = run(method="fedavg", out=tmp_path / "a", **settings).rounds
     zero = run(method="feduv", method_args="lam=0 mu=0", out=tmp_path / "z", **settings).rounds
     kept = [c for c in plain.columns if not c.endswith("seconds")]

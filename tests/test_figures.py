@@ -24,7 +24,14 @@ from fedapp.results.runs import Comparison, RunResult, groups_of, read_compariso
 from fedapp.transport import checkpoint
 from tests.handmade import context, reply
 
-SMALL: dict[str, Any] = {"dataset": "digits", "clients": 4, "rounds": 3, "local_epochs": 1, "batch_size": 8}
+SMALL: dict[str, Any] = {
+    "dataset": "digits",
+    "data_fraction": 0.3,
+    "clients": 4,
+    "rounds": 3,
+    "local_epochs": 1,
+    "batch_size": 8,
+}
 
 
 @pytest.fixture(scope="module")
@@ -362,7 +369,8 @@ def test_the_sweep_repeats_the_calibration_of_any_variant(args: str, folder: Pat
     """Without test images on the wire in between, statistics in float64 make the sweep's head that of the run."""
     out = folder / args.replace(" ", "-")
     given = f"{args} epochs=3 samples=50 dtype=float64 oracle=true"
-    run(**{**SMALL, "rounds": 1, "method": "ccvr", "method_args": given, "alpha": 0.2, "clients": 3, "out": out})
+    values = {**SMALL, "data_fraction": 1.0, "rounds": 1, "method": "ccvr", "method_args": given, "alpha": 0.2}
+    run(**{**values, "clients": 3, "out": out})
     data = read_run(out)
     said = data.summary["calibration"]
     found = calibration.calibration_sweep(data, (0, 10, 50), (0,))

@@ -126,8 +126,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     from fedapp.engines.local import run
 
     out = tmp_path_factory.mktemp("metrics") / "run"
-    return run(method="fedavg", dataset="digits", clients=3, rounds=2, local_epochs=1, batch_size=64, evaluate_every=1,
-               metrics=f"{ALL},{OWN}", out=out)  # fmt: skip
+    return run(method="fedavg", dataset="digits", data_fraction=0.3, clients=3, rounds=2, local_epochs=1,
+               batch_size=64, evaluate_every=1, metrics=f"{ALL},{OWN}", out=out)  # fmt: skip
 
 
 def test_they_are_of_the_models_that_the_accuracies_are_of(measured: RunResult) -> None:
@@ -247,6 +247,7 @@ def test_better_off_counts_clients_that_both_runs_have() -> None:
     assert math.isnan(better_off(scores, pd.Series(dtype=float)))
 
 
+@pytest.mark.usefixtures("in_turn", "no_figures")
 def test_a_comparison_shows_metrics_and_who_is_better_off(tmp_path: Path) -> None:
     words = ("--methods", "local,fedavg,fedprox", "--clients", "4", "--rounds", "1", "--seeds", "2", "--workers", "1",
              "--set", "metrics=macro_f1,ece", "--out", str(tmp_path / "c"))  # fmt: skip

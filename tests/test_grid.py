@@ -18,7 +18,8 @@ from fedapp.experiments.jobs import Job
 from fedapp.results.runs import read_comparison
 
 BASE: dict[str, Any] = {
-    "dataset": "digits", "clients": 4, "num-server-rounds": 2, "local-epochs": 1, "batch-size": 64, "alpha": 1.0,
+    "dataset": "digits", "data-fraction": 0.3, "clients": 4, "num-server-rounds": 2, "local-epochs": 1,
+    "batch-size": 64, "alpha": 1.0,
 }  # fmt: skip
 
 

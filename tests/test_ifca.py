@@ -241,7 +241,7 @@ def test_contradicting_populations_are_told_apart() -> None:
 
 
 def test_one_cluster_is_fedavg(tmp_path) -> None:
-    settings = {"clients": 4, "rounds": 2, "dataset": "digits"}
+    settings = {"clients": 4, "rounds": 2, "dataset": "digits", "data_fraction": 0.3}
     ours = fedapp.run(method="ifca", method_args="clusters=1", out=tmp_path / "ifca", **settings)
     theirs = fedapp.run(method="fedavg", protocols="received,trained", out=tmp_path / "fedavg", **settings)
     columns = [c for c in deterministic(theirs.rounds) if not c.startswith("global")]
@@ -255,7 +255,9 @@ def test_one_cluster_is_fedavg(tmp_path) -> None:
     [("", 2 * DIGITS_BYTES), ("clusters=3", 3 * DIGITS_BYTES), ("trunk=shared", DIGITS_BYTES + 4 * 650)],
 )
 def test_bytes_and_both_protocols(tmp_path, args: str, down: int) -> None:
-    result = fedapp.run(method="ifca", method_args=args, clients=3, rounds=1, dataset="digits", out=tmp_path / "run")
+    result = fedapp.run(
+        method="ifca", method_args=args, clients=3, rounds=1, dataset="digits", data_fraction=0.3, out=tmp_path / "run"
+    )
     assert result.summary["bytes_down"] == down
     assert result.summary["bytes_up"] == DIGITS_BYTES
     assert sorted(c for members in result.summary["clusters"] for c in members) == [0, 1, 2]
@@ -264,7 +266,14 @@ def test_bytes_and_both_protocols(tmp_path, args: str, down: int) -> None:
 
 @pytest.mark.parametrize("buffers", ["global", "local"])
 def test_a_run_with_part_of_the_clients_resumes_exactly(tmp_path, buffers: str) -> None:
-    settings = {"method": "ifca", "clients": 5, "dataset": "digits", "fraction_train": 0.6, "buffers": buffers}
+    settings = {
+        "method": "ifca",
+        "clients": 5,
+        "dataset": "digits",
+        "data_fraction": 0.3,
+        "fraction_train": 0.6,
+        "buffers": buffers,
+    }
     whole = fedapp.run(rounds=3, out=tmp_path / "whole", **settings)
     fedapp.run(rounds=2, out=tmp_path / "parts", **settings)
     parts = fedapp.run(resume=tmp_path / "parts", rounds=3)
@@ -277,7 +286,14 @@ def test_a_bound_on_updates_holds_against_the_chosen_model(tmp_path, trunk: str)
     """The payload has no arrays under plain names; the bound must see the model that the client started from."""
     args = f"trunk={trunk}"
     fedapp.run(
-        method="ifca", method_args=args, clients=3, rounds=1, dataset="digits", out=tmp_path / "run", clip_update=0.01
+        method="ifca",
+        method_args=args,
+        clients=3,
+        rounds=1,
+        dataset="digits",
+        data_fraction=0.3,
+        out=tmp_path / "run",
+        clip_update=0.01,
     )
     _, state, _ = checkpoint.latest(tmp_path / "run" / "checkpoint") or (0, {}, {})
     strategy = strategy_of(trunk=trunk)

@@ -271,7 +271,13 @@ def test_one_sample_and_bf16_are_no_trouble(tmp_path: Path) -> None:
 
 
 def test_at_mu_zero_a_run_gives_fedavgs_table(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"clients": 3, "rounds": 3, "dataset": "digits", "fraction_train": 0.67}
+    settings: dict[str, Any] = {
+        "clients": 3,
+        "rounds": 3,
+        "dataset": "digits",
+        "data_fraction": 0.3,
+        "fraction_train": 0.67,
+    }
     plain = run(method="fedavg", out=tmp_path / "a", **settings).rounds
     zero = run(method="moon", method_args="mu=0", out=tmp_path / "z", **settings).rounds
     pd.testing.assert_frame_equal(deterministic(plain), deterministic(zero), check_exact=True)

@@ -26,7 +26,7 @@ def test_the_page_has_a_section_a_command_and_a_picture_for_every_figure_and_no_
 
 
 def test_a_figure_is_drawn_from_a_run_into_a_file(tmp_path: Path) -> None:
-    run(dataset="digits", clients=3, rounds=1, out=tmp_path / "run")
+    run(dataset="digits", data_fraction=0.3, clients=3, rounds=1, out=tmp_path / "run")
     drawing = papers.draw("fedclassavg-2", [tmp_path / "run"])
     papers.save(drawing, tmp_path / "a" / "f.svg")
     assert ElementTree.parse(tmp_path / "a" / "f.svg").getroot().tag.endswith("svg")

@@ -140,14 +140,10 @@ def test_the_page_is_whole_and_loads_nothing(which: str, request: pytest.Fixture
     assert text.count("currentColor") > 50, "figures follow the reader's colours"
 
 
-def test_the_same_directory_gives_the_same_page(single: Path) -> None:
+def test_the_same_directory_gives_the_same_page_drawn_by_one_thread(
+    single: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = (single / "report.html").read_bytes()
-    assert report.write(single) == single / "report.html"
-    assert (single / "report.html").read_bytes() == before
-    assert not list(single.glob(".*.part"))
-
-
-def test_one_thread_draws_the_page(single: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads: set[int] = set()
     true = report.of_run
 
@@ -157,8 +153,10 @@ def test_one_thread_draws_the_page(single: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(report, "of_run", of_run)
     with threadpool_limits(limits=2):
-        report.write(single)
+        assert report.write(single) == single / "report.html"
     assert threads == {1}
+    assert (single / "report.html").read_bytes() == before
+    assert not list(single.glob(".*.part"))
 
 
 # ---- what a run's page says ------------------------------------------------------------------------------------------
@@ -203,6 +201,7 @@ def test_what_users_name_is_never_markup(single: Path, tmp_path: Path) -> None:
     assert "<img src=x onerror=alert(1)> & more" in found.said
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_failed_run_says_so_first(single: Path, tmp_path: Path) -> None:
     path = copy(single, tmp_path / "broken")
     (path / "final.csv").unlink()
@@ -265,6 +264,7 @@ def test_the_table_is_mean_and_spread_over_seeds(several: Path) -> None:
     assert {"curves-accuracy", "traffic", "head-norms", "tsne", "cka", "conductance"} <= set(found.ids)
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_other_tables_of_a_comparison_are_shown(several: Path, tmp_path: Path) -> None:
     path = copy(several, tmp_path / "tables")
     (path / "by-hand.csv").write_text("a,b,p\nlocal,fedavg,0.03\n")
@@ -274,6 +274,7 @@ def test_other_tables_of_a_comparison_are_shown(several: Path, tmp_path: Path) -
     assert "By hand (1 rows)" in found.said
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_what_compare_counted_and_tested_is_shown_per_setting(tmp_path: Path) -> None:
     """Variants of a method are told apart, settings have tables of their own, and its further tables are read."""
     base = {**SMALL, "rounds": 1, "batch_size": 64, "partition": "dirichlet"}
@@ -316,6 +317,7 @@ def test_what_compare_counted_and_tested_is_shown_per_setting(tmp_path: Path) ->
     assert "Alpha 0.3" in found.said and "Alpha 2.0" in found.said
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_runs_that_failed_are_named_and_not_counted(several: Path, tmp_path: Path) -> None:
     path = copy(several, tmp_path / "partly")
     broken = path / "runs" / "fedavg-s1"
