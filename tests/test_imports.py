@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,12 @@ def test_no_two_modules_need_each_other() -> None:
 
 def test_the_list_of_flower_files_is_current() -> None:
     assert all((ROOT / f).is_file() for f in FLOWER)
+
+
+def test_a_client_starts_without_what_only_results_need() -> None:
+    """On a real node every message starts a process: half a second more of imports is half a second more a message."""
+    program = (
+        "import sys, fedapp.client_app; print(*{'pandas', 'scipy', 'sklearn', 'matplotlib', 'ray'} & {*sys.modules})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

@@ -32,7 +32,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from scipy.spatial.distance import pdist, squareform
 
 from fedapp.core.averages import RunningMean
 
@@ -110,6 +109,8 @@ def krum_scores(updates: Float64, f: int) -> tuple[Float64, Float64]:
     Distances are summed over differences. From a matrix of products they would lose their digits where all updates are
     long and close together.
     """
+    from scipy.spatial.distance import pdist, squareform  # slow to import, and every client imports this module
+
     with np.errstate(over="ignore"):
         distances = squareform(pdist(updates, "sqeuclidean"))
     nearest = np.sort(distances, axis=1)[:, 1 : len(updates) - f - 1]  # the first is the distance 0 to itself

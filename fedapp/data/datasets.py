@@ -42,7 +42,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedapp import plugins
-from fedapp.data import hub, pictures, tables
+from fedapp.data import pictures
 from fedapp.data.cache import Store, build_once, cache_root, file_identity, open_array
 from fedapp.data.columns import PARTS, PLAIN, Own, Reading, joined, read_npz
 from fedapp.data.columns import own as check_columns
@@ -351,8 +351,12 @@ def _find(name: str, root: Path | None, reading: Reading) -> _Source:
         if name == "npz":
             return key, lambda _: _build_npz(name, files, root)
         key |= {"columns": reading.columns, "node": reading.node}
+        from fedapp.data import tables  # imports pandas, which takes a while, and images need none
+
         return key, lambda _: tables.read(files, root, reading)
     if name == "hf":
+        from fedapp.data import hub
+
         place = "" if root is None else str(root)
         key = {
             **hub.identity(place),

@@ -13,10 +13,9 @@ import dataclasses
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -39,6 +38,9 @@ from fedapp.transport import selection
 SCHEMA = 1
 FILES = {"trained": "personal.safetensors", "received": "received.safetensors"}
 """The file of each point, which is the score of the model in it, in the folder of a client."""
+
+if TYPE_CHECKING:  # slow to import, and every client imports this module to store its model
+    import pandas as pd
 
 
 def described(inputs: InputSpec, classes: Sequence[str]) -> dict[str, object]:
@@ -359,6 +361,8 @@ def read_samples(path: Path, net: LoadedModel) -> tuple[Samples, list[str]]:
 
 def _rows(path: Path, inputs: InputSpec) -> NDArray[np.float32]:
     """Read the features of a .csv file, float32 (n, features)."""
+    import pandas as pd
+
     try:
         table = pd.read_csv(path, header=None, dtype=str, skip_blank_lines=True, keep_default_na=False)
     except (OSError, ValueError, pd.errors.ParserError) as e:
@@ -406,6 +410,8 @@ def _known(cell: str) -> bool:
 
 def _by_name(path: Path, table: pd.DataFrame, features: Sequence[str]) -> pd.DataFrame:
     """Take the columns of features from a table of text; `column=category` is 1 where the column has that text."""
+    import pandas as pd
+
     names = list(table.columns)
     columns, lacking = {}, []
     for feature in features:
@@ -432,6 +438,8 @@ def run(net: LoadedModel, files: Sequence[Path]) -> pd.DataFrame:
     One row per sample: `sample` (file, or file:row), `class` and `probability` of the most probable class, and `p_NAME`
     for each class.
     """
+    import pandas as pd
+
     tables = []
     for path in files:
         x, names = read_samples(path, net)

@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
-from scipy import stats
 
 Floats: TypeAlias = NDArray[np.float64]
 Ints: TypeAlias = NDArray[np.int64]
@@ -132,6 +131,8 @@ def signed_rank(differences: Iterable[float]) -> float:
     rounded = np.round(measured(differences), 12)
     if not np.any(rounded):
         return 1.0
+    from scipy import stats
+
     return float(stats.wilcoxon(rounded, zero_method="pratt").pvalue)
 
 
@@ -156,6 +157,8 @@ def t_test(values: Iterable[float]) -> float:
         return 1.0
     if not np.any(np.round(numbers - numbers[0], 12)):
         return 0.0 if np.any(numbers) else 1.0
+    from scipy import stats
+
     return float(stats.ttest_1samp(numbers, 0.0).pvalue)
 
 
@@ -164,6 +167,8 @@ def interval(values: Iterable[float], level: float = 0.9) -> tuple[float, float]
     numbers = measured(values)
     if len(numbers) < 2:
         return math.nan, math.nan
+    from scipy import stats
+
     half = float(stats.t.ppf((1 + level) / 2, len(numbers) - 1)) * float(stats.sem(numbers))
     return float(numbers.mean()) - half, float(numbers.mean()) + half
 
