@@ -55,7 +55,7 @@ class Scale:
     ray: bool = True
 
 
-SMALL = Scale(images=1200, clients=4, rounds=2, repeats=1, workers=1, ray=False)
+SMALL = Scale(images=360, clients=4, rounds=2, repeats=1, workers=1, ray=False)
 
 
 def random_images(folder: Path, count: int) -> Path:

@@ -96,14 +96,9 @@ def tiny(tmp_path: Path) -> Callable[..., RunResult]:
     def go(**changes: Any) -> RunResult:
         if "resume" in changes:
             return run(**changes)
-        defaults: dict[str, Any] = {
-            "dataset": "digits",
-            "clients": 3,
-            "rounds": 2,
-            "local_epochs": 1,
-            "batch_size": 64,
-            "data_fraction": 0.3,
-        }
+        defaults: dict[str, Any] = {"dataset": "digits", "clients": 3, "rounds": 2, "local_epochs": 1, "batch_size": 64}
+        if "dataset" not in changes:
+            defaults["data_fraction"] = 0.3
         defaults["out"] = tmp_path / f"run{next(count)}"
         return run(**{**defaults, **changes})
 

@@ -141,7 +141,7 @@ def test_the_configuration_is_checked_before_any_data(values: dict[str, Any], me
 def test_a_run_has_its_clients_and_its_partition_comes_back(tiny: Any) -> None:
     run = tiny(
         method="local", rounds=1, clients=0, partition="flwr:InnerDirichletPartitioner",
-        partition_args="partition_sizes=300,200,100 alpha=1",
+        partition_args="partition_sizes=300,200,100 alpha=1", data_fraction=1.0,
     )  # fmt: skip
     saved = Partition.load(run.out / "partition.npz")
     assert [len(c.train) + len(c.test) for c in saved.clients] == [300, 200, 100]
