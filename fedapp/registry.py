@@ -42,6 +42,9 @@ ORDER = [
     "fedtgp",
     "fedghg",
     "fedper",
+    "fedrep",
+    "ditto",
+    "fedrod",
 ]
 """The order in tables; methods of your own come after these."""
 

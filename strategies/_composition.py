@@ -84,6 +84,7 @@ def built_on(outer: Method, settings: Any, lookup: Callable[[str], Method]) -> M
         defaults=base.defaults,
         metrics=(*base.columns, *base.metrics),
         queries=(*base.queries, *outer.queries),
+        columns=(*base.columns, *outer.columns),
         guards=lambda hparams: outer_guards(outer.guarded_by(hparams), base.guarded_by(inner)),
         resolve=None,
         warn=warn,

@@ -122,7 +122,7 @@ class FlowerLoop(FedAvg):
         return self
 
     def _take(self, record: ArrayRecord) -> None:
-        """Keep the app's initial arrays, and those of them that the method shares: its head, or the whole model.
+        """Keep the app's initial arrays, and those of them that the method shares: its head, all else, or both.
 
         The model of a foreign app need not call its trunk `features`. Integer arrays, such as BatchNorm's counters, are
         never averaged.
@@ -130,8 +130,7 @@ class FlowerLoop(FedAvg):
         self._whole = arrays_of(record)
         prefixes = self.method.shared_prefixes(self.hparams)
         floats = {n: a for n, a in self._whole.items() if np.issubdtype(a.dtype, np.floating)}
-        whole = "features." in prefixes
-        self._initial = {n: a for n, a in floats.items() if whole or any(n.startswith(p) for p in prefixes)}
+        self._initial = {n: a for n, a in floats.items() if _under(n, prefixes)}
 
     def _connected(self, grid: Grid, at_least: int, fraction: float) -> list[tuple[int, int]]:
         """Wait for enough nodes; return (client id, node id) of all that are connected now, in the order of ids."""
@@ -224,9 +223,9 @@ class FlowerLoop(FedAvg):
         return Reply(client, int(metrics[self.weighted_by_key]), arrays, metrics, size, kind, arrival), content
 
     def _sent(self) -> list[str]:
-        """Return the names of the app's arrays that a client is sent, in their order: all, or those that are shared."""
-        whole = "features." in self.method.shared_prefixes(self.hparams)
-        return [n for n in self._whole if whole or n in self._initial]
+        """Return the names of the app's arrays that a client is sent, in their order."""
+        prefixes = self.method.shared_prefixes(self.hparams)
+        return [n for n in self._whole if _under(n, prefixes)]
 
     def _shared(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of the arrays that a reply must hold."""
@@ -257,3 +256,8 @@ class FlowerLoop(FedAvg):
         messages = [Message(content, node, stage) for node in self._clients if node in connected]
         for reply, _ in self._checked(grid.send_and_receive(messages), stage):
             yield reply
+
+
+def _under(name: str, prefixes: tuple[str, ...]) -> bool:
+    """Whether an array of a foreign app is one that is shared: its trunk is whatever is not called `head`."""
+    return name.startswith(prefixes) or ("features." in prefixes and not name.startswith("head."))

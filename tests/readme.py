@@ -17,7 +17,20 @@ from fedapp.results.statistics import DASH
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 OWN_MODELS = ROOT / "docs" / "own-models.md"
-READS = ("fedclassavg", "fedgh", "ccvr", "moon", "fedproto", "fedkd", "fd", "fednh", "feduv", "fedtgp", "fedghg")
+READS = (
+    "fedclassavg",
+    "fedgh",
+    "ccvr",
+    "moon",
+    "fedproto",
+    "fedkd",
+    "fd",
+    "fednh",
+    "feduv",
+    "fedtgp",
+    "fedghg",
+    "fedrod",
+)
 """Methods that use a model's representations apart from its logits; `tests/test_own_models.py` runs each and looks."""
 
 

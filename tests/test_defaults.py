@@ -134,6 +134,15 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "force": False,
     },
     "fedper": {"start": "common", "share": "features"},
+    "fedrep": {
+        "start": "common",
+        "phases": "turns",
+        "head_epochs": 10,
+        "body_epochs": None,
+        "average": "samples",
+    },
+    "ditto": {"start": "common", "lam": 1.0, "personal_epochs": None},
+    "fedrod": {"gamma": 1.0, "absent": "drop"},
 }
 
 

@@ -20,7 +20,7 @@ from fedapp.core.classwise import norm_distribution
 from fedapp.method import BaseHParams, Payload
 from fedapp.sampling import sample_clients
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
-from strategies import cfl, cwfedavg, fedamp, fedavg, fedavgm, fedclassavg, lgfedavg
+from strategies import cfl, cwfedavg, fedamp, fedavg, fedavgm, fedclassavg, fedper, lgfedavg
 
 SHAPES = {"conv.weight": (4, 3), "head.weight": (3, 4), "head.bias": (3,)}
 SIZES = (10, 30, 60)
@@ -222,18 +222,19 @@ def plain_app(whole: bool) -> ClientApp:
 
 
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("method", [fedclassavg.METHOD, lgfedavg.METHOD, fedavg.METHOD, fedavgm.METHOD])
+@pytest.mark.parametrize("method", [fedclassavg.METHOD, lgfedavg.METHOD, fedavg.METHOD, fedavgm.METHOD, fedper.METHOD])
 def test_the_app_gives_its_whole_model_and_only_what_is_shared_travels(method: Any, whole: bool) -> None:
     arrays = ArrayRecord({**initial(), **{n: Array(a) for n, a in COUNTER.items()}})
     app = plain_app(whole)
     strategy = method.strategy(method, method.hparams(), fraction_evaluate=0.0)
     result = values(strategy.start(LocalGrid(app, {}, 3), arrays, num_rounds=1).arrays)
-    head = method.shared == ("head.",) or callable(method.shared)
-    sent = sorted(n for n in [*SHAPES, *COUNTER] if not head or n.startswith("head."))
+    prefixes = method.shared_prefixes(method.hparams())
+    head, rest = "head." in prefixes, "features." in prefixes
+    sent = sorted(n for n in [*SHAPES, *COUNTER] if (head if n.startswith("head.") else rest))
     assert app.seen == [sent] * 3  # type: ignore[attr-defined]
     moved = 0.5 + np.average([1, 2, 3], weights=SIZES)
     for name, shape in SHAPES.items():
-        shared = not head or name.startswith("head.")
+        shared = head if name.startswith("head.") else rest
         np.testing.assert_allclose(result[name], np.full(shape, moved if shared else 0.5), rtol=1e-6)
     assert result["bn.num_batches_tracked"] == 5, "counters are not averaged"
 

@@ -63,6 +63,9 @@ def test_the_methods_that_average_are_known() -> None:
         "ifca", "lgfedavg", "moon",
         "fedper",
         "scaffold",
+        "fedrep",
+        "ditto",
+        "fedrod",
     }  # fmt: skip
     assert NONE == ["fd", "fedamp", "fedfomo", "ktpfl", "local"]
 

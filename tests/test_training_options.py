@@ -390,7 +390,7 @@ def test_every_method_weighs_its_supervised_loss(method: str, monkeypatch: pytes
     monkeypatch.setattr(F, "cross_entropy", unweighted)
     monkeypatch.setattr(FedClient, "cross_entropy", spy)
     result = tiny(method=method, rounds=1, class_weights="balanced", final_training=False)
-    assert len(seen) == result.clients["steps"].sum() * (2 if method in ("fml", "fedkd") else 1) > 0
+    assert len(seen) == result.clients["steps"].sum() * (2 if method in ("fml", "fedkd", "fedrod") else 1) > 0
 
 
 def test_a_simulation_counts_the_weights_before_it_starts() -> None:

@@ -1,0 +1,28 @@
+"""Ditto. Li, Hu, Beirami, Smith, Ditto: Fair and Robust Federated Learning Through Personalization, ICML 2021: FedAvg
+runs as ever, and beside it each client trains a personal model that is pulled towards the global one.
+
+Symbols    w -> state["model"]     n_k -> reply.num_samples     S_t -> the clients that replied
+Algorithm 1, server:  w^{t+1} <- sum_{k in S_t} (n_k / sum_{j in S_t} n_j) w_k:  what the base class does.
+"""
+
+from __future__ import annotations
+
+from clients.ditto import DittoClient, DittoHParams
+from fedapp.method import ALL, Method
+from strategies.base import FedStrategy
+
+
+class Ditto(FedStrategy):
+    """FedAvg's server: the personal models are none of its business."""
+
+
+METHOD = Method(
+    id="ditto",
+    title="Ditto",
+    paper="Li et al., ICML 2021",
+    strategy=Ditto,
+    client=DittoClient,
+    hparams=DittoHParams,
+    shared=ALL,
+    global_model=True,
+)
