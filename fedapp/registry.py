@@ -39,6 +39,7 @@ ORDER = [
     "fednh",
     "feduv",
     "scaffold",
+    "feddbe",
     "fedtgp",
     "fedghg",
     "fedper",

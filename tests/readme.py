@@ -30,6 +30,7 @@ READS = (
     "fedtgp",
     "fedghg",
     "fedrod",
+    "feddbe",
 )
 """Methods that use a model's representations apart from its logits; `tests/test_own_models.py` runs each and looks."""
 

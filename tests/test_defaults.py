@@ -110,6 +110,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "ifca": {"clusters": 2, "weighting": "samples", "trunk": "clustered"},
     "fednh": {"rho": 0.9, "scale": 20.0, "train_scale": True, "weights": "uniform"},
     "feduv": {"lam": 2.5, "mu": 0.5},
+    "feddbe": {"kappa": 50.0, "mu": 1.0, "mean": "split", "memory": True},
     "scaffold": {"server_lr": 1.0, "weights": "uniform", "correct": True},
     "fedtgp": {
         "lam": 10.0,

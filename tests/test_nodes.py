@@ -256,8 +256,8 @@ def test_every_method_that_tells_of_classes_says_so() -> None:
         "fedtgp": "",
     }
     beside = {m.id for m in registry.discover().values() if m.extra_up} - found.keys()
-    # Small models, soft predictions on public images, control variates.
-    assert beside == {"fedkd", "fml", "ktpfl", "scaffold"}
+    # Small models, soft predictions on public images, control variates, one mean of all samples.
+    assert beside == {"fedkd", "fml", "ktpfl", "scaffold", "feddbe"}
 
 
 def test_a_method_that_does_not_exist_is_a_typing_error(tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def test_the_methods_that_average_are_known() -> None:
         "fedrep",
         "ditto",
         "fedrod",
+        "feddbe",
     }  # fmt: skip
     assert NONE == ["fd", "fedamp", "fedfomo", "ktpfl", "local"]
 
