@@ -1,4 +1,4 @@
-"""Update what README.md and docs/own-models.md quote: `python -m tests.readme [DIR]`.
+"""Update what README.md, docs/own-models.md and docs/choosing.md quote: `python -m tests.readme [DIR]`.
 
 DIR is a finished comparison, for the first table.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -17,6 +18,7 @@ from fedapp.results.statistics import DASH
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 OWN_MODELS = ROOT / "docs" / "own-models.md"
+CHOOSING = ROOT / "docs" / "choosing.md"
 READS = (
     "fedclassavg",
     "fedgh",
@@ -81,6 +83,40 @@ def needs_table() -> str:
     return "\n".join(lines)
 
 
+COSTS = 4
+"""Cells at the end of a row of `choosing_table` that `tests.costs` counts."""
+
+
+def costs_in(text: str) -> dict[str, list[str]]:
+    """Return the counted cells of each method that the page holds."""
+    rows = re.findall(
+        r"^\| `(\w+)` \|(.*) \|$", text.partition("<!-- table:choose -->")[2].partition("<!-- /")[0], re.M
+    )
+    return {name: [c.strip() for c in cells.split("|")[-COSTS:]] for name, cells in rows}
+
+
+def choosing_table(costs: Mapping[str, Sequence[str]]) -> str:
+    """Build the table of what each method needs and costs: declared by the method, and counted."""
+    lines = [
+        "| method | what travels | architectures may differ | one global model | public rows | tells of classes "
+        "| up, kB | down, kB | once, kB | passes |",
+        "|---|---|---|---|---|---|---:|---:|---:|---:|",
+    ]
+    for m in registry.discover().values():
+        classes = "no" if m.per_class is None else "yes" + (f", from `{m.per_class}` on" if m.per_class else "")
+        cells = [
+            f"`{m.id}`",
+            m.travels,
+            "yes" if m.heterogeneous else "no",
+            "yes" if m.global_model else "no",
+            f"{m.public_share:.0%}" if m.public_share else DASH,
+            classes,
+            *costs.get(m.id, ["?"] * COSTS),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def demo_table(results: Path) -> str:
     """Build the table of the demonstration from the results.csv of a comparison."""
     table = pd.read_csv(results / "results.csv")
@@ -111,14 +147,16 @@ def between(text: str, name: str, body: str) -> str:
     return re.sub(pattern, lambda _: f"<!-- table:{name} -->\n{body}\n<!-- /table:{name} -->", text, flags=re.S)
 
 
-def renewed(text: str, results: Path | None = None) -> str:
-    """Return the README with every quotation up to date."""
+def renewed(text: str, results: Path | None = None, costs: Mapping[str, Sequence[str]] | None = None) -> str:
+    """Return a page with every quotation up to date; what `costs` does not hold stays as it is."""
     text = between(between(files(text), "methods", methods_table()), "needs", needs_table())
+    text = between(text, "choose", choosing_table({**costs_in(text), **(costs or {})}))
     return between(text, "demo", demo_table(results)) if results else text
 
 
 if __name__ == "__main__":
-    OWN_MODELS.write_text(renewed(OWN_MODELS.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in (OWN_MODELS, CHOOSING):
+        page.write_text(renewed(page.read_text(encoding="utf-8")), encoding="utf-8")
     README.write_text(
         renewed(README.read_text(encoding="utf-8"), Path(sys.argv[1]) if len(sys.argv) > 1 else None), encoding="utf-8"
     )

@@ -17,17 +17,12 @@ from fedapp.method import Reply
 from fedapp.registry import ORDER
 from fedapp.transport import checkpoint, selection
 from fedapp.transport.client_manager import ClientManager
+from tests.costs import SETTINGS, cells, counted, mixed
 from tests.handmade import deterministic
+from tests.readme import CHOOSING, costs_in
 
 METHODS = list(registry.discover())
-SETTINGS: dict[str, Any] = {
-    "dataset": "digits",
-    "data_fraction": 0.3,
-    "clients": 3,
-    "local_epochs": 1,
-    "batch_size": 64,
-    "alpha": 1.0,
-}
+COSTS = costs_in(CHOOSING.read_text(encoding="utf-8"))
 
 
 @pytest.fixture
@@ -45,16 +40,13 @@ def replies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Reply]]:
     return seen
 
 
-def mixed(method: str) -> str:
-    """Two architectures where the method allows them."""
-    return "digits-a,digits-b" if registry.get(method).heterogeneous else "digits-a"
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_two_rounds_and_only_the_declared_set_leaves(
     method: str, tmp_path: Path, replies: list[tuple[str, Reply]]
 ) -> None:
-    result = run(method=method, rounds=2, out=tmp_path / "run", model=mixed(method), **SETTINGS)
+    with counted() as seen:
+        result = run(method=method, rounds=2, out=tmp_path / "run", model=mixed(method), **SETTINGS)
+    assert COSTS[method] == cells(result, seen), "docs/choosing.md says otherwise: run python -m tests.costs"
     summary = result.summary
     assert summary["ok"] and summary["rounds"] == 2 and summary["clients"] == 3 and summary["dropped"] == 0
     received = summary["accuracy"]["received"]

@@ -254,8 +254,8 @@ def test_each_client_and_class_has_a_stream_of_its_own() -> None:
     assert np.array_equal(longer[0].r, whole[0][0].r)
     other = next(made.passes(5, answers, lars))
     assert not np.array_equal(other[0].r, whole[0][0].r) and not np.array_equal(whole[0][0].r, whole[1][0].r)
-    noise = [(r - of.means[of.classes]) / 1e-9 for r, of in zip((x.r for x in whole[0]), CLIENTS)]
-    assert len({float(abs(x[0, 0])) for x in noise[:2]}) == 2
+    first, second = ((whole[0][0].r[i] - CLIENTS[0].means[i]) / np.sqrt(np.diag(CLIENTS[0].cov(i))) for i in (0, 1))
+    assert not np.allclose(first, second, atol=1e-3), "two classes of one client"
 
 
 def test_nothing_sent_leaves_the_header_and_one_class_is_enough() -> None:

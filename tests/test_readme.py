@@ -8,19 +8,24 @@ import pytest
 from typer.testing import CliRunner
 
 from fedapp import cli, registry
-from tests.readme import OWN_MODELS, README, ROOT, renewed
+from tests.readme import CHOOSING, OWN_MODELS, README, ROOT, costs_in, renewed
 
 TEXT = README.read_text(encoding="utf-8")
 
 
 def test_what_is_quoted_is_current() -> None:
-    for text in (TEXT, OWN_MODELS.read_text(encoding="utf-8")):
+    for text in (TEXT, *(page.read_text(encoding="utf-8") for page in (OWN_MODELS, CHOOSING))):
         assert renewed(text) == text, "run: python -m tests.readme"
 
 
 def test_every_method_says_what_it_needs_of_a_model() -> None:
     table = OWN_MODELS.read_text(encoding="utf-8").partition("<!-- table:needs -->")[2].partition("<!-- /table")[0]
     assert re.findall(r"^\| `(\w+)` \|", table, flags=re.M) == registry.ORDER
+
+
+def test_every_method_says_what_it_costs() -> None:
+    """`tests/test_contract.py` counts and compares."""
+    assert list(costs_in(CHOOSING.read_text(encoding="utf-8"))) == registry.ORDER
 
 
 def test_links_lead_somewhere() -> None:
