@@ -202,6 +202,11 @@ class RunConfig(BaseModel):
     max_abs: float = Field(
         10_000.0, gt=0, description="largest value in heads and in means of representations that the server takes"
     )
+    max_growth: NonNegative | Auto = Field(
+        "auto",
+        description="largest norm of a model as a multiple of 1 + that of the last round: a longer one of a client is "
+        "dropped, and a round that would make one is void; 0 = no limit; auto = 10 on real nodes, else 0",
+    )
     round_timeout: float = Field(3600.0, ge=0, description="seconds a round waits for replies; 0 = no limit")
     wait_timeout: float = Field(600.0, ge=0, description="seconds to wait for clients at the start; 0 = no limit")
     patience: int = Field(0, ge=0, description="stop after this many rounds without a lower training loss; 0 = never")
@@ -467,6 +472,7 @@ class RunConfig(BaseModel):
             min_replies=least,
             min_clients=0 if self.min_clients == "auto" else int(self.min_clients),
             max_abs=self.max_abs,
+            max_growth=(0.0 if simulation else 10.0) if self.max_growth == "auto" else float(self.max_growth),
             metrics=self.numbers(),
             scored=bool({"received", "trained"} & set(self.measured)),
             round_timeout=self.round_timeout,

@@ -48,7 +48,7 @@ from fedapp.results.predict import described
 from fedapp.results.statistics import over_clients
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint, roster, selection
-from fedapp.transport.client_manager import ClientManager, RoundFailed
+from fedapp.transport.client_manager import ClientManager, RoundFailed, Spoiled
 from fedapp.transport.offences import Offences
 from strategies.base import Callbacks, FedStrategy, RoundResult, server_context
 
@@ -484,6 +484,7 @@ class Run(Callbacks):
         row["bytes_up"] = traffic.up / max(1, len(traffic.answered))
         row["bytes_down"] = traffic.down / max(1, len(traffic.messaged))
         row["dropped"] = len(traffic.dropped)
+        row["void"] = int(bool(result.void))
         row["round_seconds"] = result.seconds
         row["train_seconds"] = mean(r["train_seconds"] for r in rows.values())
         self.directory.append("rounds.csv", row)
@@ -497,6 +498,11 @@ class Run(Callbacks):
             self.tell({"kind": "warning", "text": text})
         self.extra["states"] = {str(c): list(known) for c, known in sorted(self.manager.states.items())}
         self.extra |= self.manager.offences.state()
+        if result.void:
+            text = f"round {server_round} is void, the model stays as it was: {result.void}"
+            self.warnings.append(text)
+            self.tell({"kind": "warning", "text": text})
+        self.extra["voids"] = self.extra.get("voids", 0) + 1 if result.void else 0
         self.extra["dropped"] += len(traffic.dropped)
         self.extra["seconds"] = self.earlier + time.perf_counter() - self.started
         self._models(state, row)
@@ -508,6 +514,12 @@ class Run(Callbacks):
         identity = self._identity(self.directory.token)
         checkpoint.save(self.out / "checkpoint", server_round, state, self.extra, identity, self.strategy.records)
         self.tell({"kind": "round", "rounds": config.num_server_rounds, **row})
+        if self.extra["voids"] > 1:
+            raise RoundFailed(
+                f"rounds {server_round - 1} and {server_round} are void: {result.void}. Lower lr or set clip if all "
+                "clients are honest, choose robust if one may not be, or allow more with max-growth",
+                server_round,
+            )
         again = config.final_training and "trained" in config.measured and config.fraction_train < 1
         if again and server_round == config.num_server_rounds:
             text = f"all {len(self.infos)} clients train once more for their scores"
@@ -618,6 +630,15 @@ class Run(Callbacks):
         for dropped in traffic.dropped:
             self.directory.dropped(dropped)
         self.tell({"kind": "asked", "what": result.kind, "clients": len(traffic.answered), "seconds": result.seconds})
+
+    def went_back(self, spoiled: Spoiled) -> None:
+        """Say that the update before this round is taken back."""
+        text = (
+            f"the update before round {spoiled.round} spoiled the model and is taken back; from now on the median of "
+            f"the clients is taken ({spoiled})"
+        )
+        self.warnings.append(text)
+        self.tell({"kind": "warning", "text": text})
 
     # ---- the end -------------------------------------------------------------------------------------------------
 

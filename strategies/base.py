@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,7 +52,8 @@ from fedapp.method import (
     ServerContext,
     ServerState,
 )
-from fedapp.transport.client_manager import ClientManager, Traffic
+from fedapp.transport.client_manager import ClientManager, Spoiled, Traffic
+from strategies import _soundness
 from strategies._flower import FlowerLoop
 
 TOGETHER = 8
@@ -65,11 +67,13 @@ class RoundResult:
     Attributes
     ----------
     kind : `train`, `evaluate`, `final`, `unseen` or `query.<kind>`.
+    void : why the state stays as it was; empty = it does not.
     metrics : the numbers of each client whose reply was accepted, by client id, with `num-examples`.
     """
 
     kind: str
     round: int
+    void: str = ""
     metrics: dict[int, dict[str, Any]] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
     seconds: float = 0.0
@@ -91,6 +95,9 @@ class Callbacks:
 
     def after_query(self, result: RoundResult) -> None:
         """Record the answers to a query."""
+
+    def went_back(self, spoiled: Spoiled) -> None:
+        """Record that a round is repeated without the update before it, and that the median is taken from now on."""
 
     def selected(self, state: ServerState, server_round: int) -> tuple[ServerState, int]:
         """Return the state and the round that are scored at the end; given are those of the last round."""
@@ -240,13 +247,26 @@ class FedStrategy(FlowerLoop):
         due = evaluate_every and done and done % evaluate_every == 0 and (done < rounds or select)
         if due and not callbacks.has_evaluation(done):
             callbacks.after_evaluation(self._evaluate(manager, state, done, "evaluate", {**control(done), **between}))
+        previous: ServerState | None = None  # before the last update
         for server_round in range(done + 1, rounds + 1):
             started = time.perf_counter()
             manager.register()
             ids = sampling.sample_clients(
                 context.seed, server_round, self._taking_part(manager), manager.settings.fraction
             )
-            state, result = self._train(manager, state, server_round, ids, control(server_round))
+            known = dict(manager.states)
+            try:
+                new, result = self._train(manager, state, server_round, ids, control(server_round))
+            except Spoiled as e:
+                if previous is None or not self._votes(manager):
+                    raise
+                callbacks.went_back(e)
+                # Clients go on from the states that they had before this round, and so must the server.
+                manager.states, state = known, previous
+                new, result = self._train(manager, state, server_round, ids, control(server_round))
+                result.traffic.dropped[:0] = e.dropped
+            if not result.void:
+                previous, state = state, new
             result.seconds = time.perf_counter() - started
             proceed = callbacks.after_round(result, state)
             if evaluate_every and server_round % evaluate_every == 0 and (server_round < rounds or select):
@@ -275,20 +295,36 @@ class FedStrategy(FlowerLoop):
         result = RoundResult("train", server_round)
         payloads = self.send_each(state, server_round, ids)
         expected = self.expected({name: array.shape for name, array in self.context.initial.items()})
-        replies = manager.send_and_receive(
-            "train", server_round, payloads, expected, self._checker(state), result.traffic, control
-        )
+        initial, growth = self.context.initial, manager.settings.max_growth
+        limit = growth * (1 + _soundness.longest(state, initial)) if growth else math.inf
+        check = _soundness.bounded(self._checker(state), initial, limit)
+        replies = manager.send_and_receive("train", server_round, payloads, expected, check, result.traffic, control)
         good = _recorded(replies, result)
         if self.robust.rules:
             # A rule holds for a number of clients. So all must have arrived before it begins.
             good = iter(list(good))
             manager.require(result.traffic, server_round)
         sizes = [manager.infos[c].num_samples for c in self._taking_part(manager)]
-        state = self.aggregate_believed(state, server_round, good, sizes)
+        new = self.aggregate_believed(state, server_round, good, sizes)
         for _ in replies:
             raise RuntimeError(f"{type(self).__name__}.aggregate left replies unread: it must read all of them")
         manager.require(result.traffic, server_round)
-        return state, result
+        result.void = _soundness.flaw(new, initial, self.records, limit) or ""
+        return new, result
+
+    def _votes(self, manager: ClientManager) -> bool:
+        """Take the median from now on, because a client spoiled the model; False where that is not possible.
+
+        Where every reply is needed (`min-replies = 1`) a model that diverged is a mistake in the settings.
+        """
+        if (
+            self.robust.rules
+            or "rules" not in self.method.guarded_by(self.hparams)
+            or manager.settings.min_replies == 1
+        ):
+            return False
+        self.robust = dataclasses.replace(self.robust, rules=("median",), f=max(1, self.robust.f))
+        return True
 
     def _evaluate(
         self,

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 import pytest
 from flwr.app import Message
 
+from fedapp import server_app
 from fedapp.config import from_flat
 from fedapp.engines.local import run as resume
 from fedapp.errors import BadRequest
+from fedapp.transport import checkpoint
 from fedapp.transport.client_manager import RoundFailed
 from fedapp.transport.offences import STRIKES, Blocked, Offence, Offences
 from fedapp.transport.records import INFO
-from tests.liars import change_arrays, federate
-from tests.test_robust import QUICK
+from strategies import _soundness
+from strategies.base import FedStrategy
+from tests.liars import Lie, change_arrays, federate
+from tests.test_robust import QUICK, largest, state_after
 
 FEW: dict[str, Any] = {"method": "lgfedavg", "min_replies": 0.5, **QUICK}
 
@@ -107,3 +112,85 @@ def test_a_liar_that_spoils_the_model_blocks_no_honest_client(tmp_path: Path) ->
 
     run = federate(tmp_path / "run", [0, 1, 2], nan, 4, rounds=4, **{**FEW, "min_replies": 0.25})
     assert len(asked(run.out)) == 12 and "blocked" not in run.summary
+
+
+# ---- rounds that do not count --------------------------------------------------------------------------------------
+
+
+def grown(factor: float, rounds: set[str], kind: str = "train") -> Lie:
+    """Multiply all arrays in some rounds."""
+
+    def lie(stage: str, reply: Message) -> Message:
+        hit = stage == kind and reply.metadata.group_id in rounds
+        return change_arrays(reply, lambda n, a: a * np.float32(factor)) if hit else reply
+
+    return lie
+
+
+def test_a_model_that_grew_too_much_is_dropped(tmp_path: Path) -> None:
+    run = federate(tmp_path / "run", [1], grown(50.0, {"1"}), 3, max_growth=10.0, **{**FEW, "method": "fedavg"})
+    assert asked(run.out) == [(1, 1)] and list(run.rounds["void"]) == [0]
+    assert "its model has norm" in pd.read_csv(run.out / "dropped.csv")["reason"][0]
+    free = federate(tmp_path / "free", [1], grown(50.0, {"1"}), 3, **{**FEW, "method": "fedavg"})
+    assert free.summary["dropped"] == 0, "in a simulation nothing is limited unless asked for"
+
+
+class Wild(FedStrategy):
+    """A server whose own step makes too much of good replies in some rounds."""
+
+    rounds: ClassVar[set[int]] = set()
+    factor: ClassVar[float] = 1e3
+
+    def aggregate(self, state: Any, server_round: int, replies: Any) -> Any:
+        new = super().aggregate(state, server_round, replies)
+        scale = self.factor if server_round in self.rounds else 1.0
+        return {**new, "model": {n: a * np.float32(scale) for n, a in new["model"].items()}}
+
+
+@pytest.mark.parametrize("factor", [1e3, np.inf])
+def test_a_void_round_leaves_the_model_and_two_in_a_row_end_the_run(
+    factor: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method = from_flat({"method": "fedavg"}).method_and_hparams()[0]
+    monkeypatch.setattr(
+        server_app.configuration.RunConfig, "method_and_hparams",
+        lambda self: (replace(method, strategy=Wild), method.hparams()),
+    )  # fmt: skip
+    monkeypatch.setattr(Wild, "rounds", {2})
+    monkeypatch.setattr(Wild, "factor", factor)
+    run = federate(tmp_path / "run", [], grown(1, set()), 3, rounds=3, max_growth=10.0, **{**FEW, "method": "fedavg"})
+    assert list(run.rounds["void"]) == [0, 1, 0] and "round 2 is void" in run.summary["warnings"][0]
+    states = {r: checkpoint.load(run.out / "checkpoint", r)[1]["model"] for r in (1, 2, 3)}
+    assert all(np.array_equal(states[1][n], states[2][n]) for n in states[1])
+    assert not all(np.array_equal(states[2][n], states[3][n]) for n in states[1])
+    monkeypatch.setattr(Wild, "rounds", {2, 3})
+    with pytest.raises(RoundFailed, match=r"rounds 2 and 3 are void.*max-growth"):
+        federate(tmp_path / "two", [], grown(1, set()), 3, rounds=4, max_growth=10.0, **{**FEW, "method": "fedavg"})
+    assert checkpoint.latest(tmp_path / "two" / "checkpoint")[0] == 3  # type: ignore[index]
+
+
+def test_a_model_that_one_client_spoiled_is_taken_back(tmp_path: Path) -> None:
+    """Client 0 sends what passes and what no other client can train on: the median takes its place."""
+
+    def lie(stage: str, reply: Message) -> Message:
+        return change_arrays(reply, lambda n, a: np.full_like(a, 9e3)) if stage == "train" else reply
+
+    settings = {**FEW, "method": "fedavg", "lr": 0.05}
+    run = federate(tmp_path / "run", [0], lie, 4, rounds=3, **settings)
+    assert run.summary["ok"] and list(run.rounds["round"]) == [1, 2, 3]
+    assert "spoiled the model and is taken back" in run.summary["warnings"][0]
+    assert largest(state_after(run)) < 10 and "blocked" not in run.summary
+    with pytest.raises(RoundFailed, match="the training loss is nan"):
+        federate(tmp_path / "strict", [0], lie, 4, rounds=3, **{**settings, "min_replies": 1.0})
+
+
+def test_statistics_of_batchnorm_and_second_models() -> None:
+    initial = {"head.weight": np.full((2, 2), 2.0, np.float32), "bn.running_var": np.ones(3, np.float32)}
+    assert _soundness.length({**initial, "bn.running_var": np.full(3, 1e12)}, initial) == 4
+    assert _soundness.length({"small/w": np.full(4, 1e30, np.float32)}, initial) == pytest.approx(2e30)
+    assert _soundness.longest({"model": {}, "n": 3}, initial) == 4
+    state = {"clusters": {0: initial, 1: {n: 2 * a for n, a in initial.items()}}, "norms": np.full(3, 1e9)}
+    assert _soundness.longest(state, initial) == 8
+    assert _soundness.flaw(state, initial, (), 8) is None and "norm 8" in str(_soundness.flaw(state, initial, (), 7.9))
+    assert "norms" in str(_soundness.flaw({"norms": np.array([np.nan])}, initial, (), 8))
+    assert _soundness.flaw({"norms": np.array([np.nan])}, initial, ("norms",), 8) is None

@@ -80,6 +80,14 @@ class RoundFailed(RuntimeError):
         self.round = server_round
 
 
+class Spoiled(RoundFailed):
+    """More than half of the clients sent values out of range or got NaN: the model they were sent may be spoiled."""
+
+    def __init__(self, message: str, server_round: int, dropped: Sequence[Dropped] = ()) -> None:
+        super().__init__(message, server_round)
+        self.dropped = list(dropped)
+
+
 @dataclass(frozen=True)
 class Settings:
     """How the server communicates with the clients.
@@ -88,6 +96,7 @@ class Settings:
     ----------
     fraction : share of clients per round.   min_replies : smallest share of good replies to the messages of a round.
     min_clients : smallest number of clients that a run goes on with; 0 = the share `min_replies` of those it expects.
+    max_growth : a model may be that many times 1 + the norm of the last one long; 0 = as long as it likes.
     max_abs : largest value in heads and in means of representations.
     metrics : names of the numbers that a reply may hold beside the method's own; None = any.
     scored : replies to `train` and `evaluate` hold at least one score.
@@ -100,6 +109,7 @@ class Settings:
     fraction: float = 1.0
     min_replies: float = 1.0
     min_clients: int = 0
+    max_growth: float = 0.0
     max_abs: float = LARGE
     metrics: frozenset[str] | None = None
     scored: bool = False
@@ -124,7 +134,7 @@ class Dropped(Offence):
 class Traffic:
     """Traffic of one exchange: bytes of arrays on the wire, summed over clients, and who answered or was dropped.
 
-    `bad` are those of the dropped whose values were out of range.
+    `bad` are those of the dropped whose values were out of range; `diverged` those whose training gave NaN.
     """
 
     messaged: list[int] = field(default_factory=list)
@@ -133,6 +143,7 @@ class Traffic:
     up: int = 0
     dropped: list[Dropped] = field(default_factory=list)
     bad: list[Offence] = field(default_factory=list)
+    diverged: int = 0
     seconds: float = 0.0
 
 
@@ -572,6 +583,7 @@ class ClientManager:
             if got.offence == FAILED:
                 stage = got.stage
                 self._note_error(server_round, client, stage, got.reason)
+                traffic.diverged += FloatingPointError.__name__ in _last_line(got.reason)
             self._drop(traffic, server_round, client, stage, _last_line(got.reason), got.offence)
             return None
         reply = Reply(
@@ -654,11 +666,13 @@ class ClientManager:
         if len(traffic.answered) < needed:
             reasons = "; ".join(f"client {d.client}: {d.reason}" for d in traffic.dropped[:5])
             more = f" and {len(traffic.dropped) - 5} more" if len(traffic.dropped) > 5 else ""
-            raise RoundFailed(
+            text = (
                 f"round {server_round}: {len(traffic.answered)} good replies of {len(traffic.messaged)}, "
-                f"min-replies asks for {needed} ({reasons}{more})",
-                server_round,
+                f"min-replies asks for {needed} ({reasons}{more})"
             )
+            if 2 * (len(traffic.bad) + traffic.diverged) > len(traffic.messaged):
+                raise Spoiled(text, server_round, traffic.dropped)
+            raise RoundFailed(text, server_round)
         if len(self.nodes) < self.fewest():
             blocked = "; ".join(f"client {c}: {b.reason}" for c, b in list(self.offences.blocked.items())[:5])
             raise RoundFailed(
