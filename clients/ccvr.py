@@ -18,7 +18,7 @@ have are left out.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -26,6 +26,7 @@ from pydantic import Field
 from torch import Tensor
 
 from clients.base import FedClient
+from clients.posthoc import PostHocClient
 from fedapp.core import gaussian, heads
 from fedapp.core.contrastive import squared_distance
 from fedapp.core.gaussian import ClassMoments
@@ -39,14 +40,14 @@ STATISTICS, FEATURES = "statistics/", "features/"
 """Prefixes of the arrays of an answer."""
 CENTRES = STATISTICS + "centres"
 """Name of mu_c in a query: the answer's sums are centred on it."""
-BLOCK = 1024
-"""Images whose representations are held at a time."""
 
 
 class CCVRHParams(BaseHParams):
     """Hyperparameters of CCVR; those of the base method are given as `base.NAME=value`."""
 
-    base: str = Field("fedavg", description="the method that trains: any that ends with one global model")
+    base: str = Field(
+        "fedavg", description="the method that trains: any that ends with one global model; none = no training"
+    )
     base_args: str = Field("", description="the base method's hyperparameters; written base.NAME=value")
     samples: int = Field(
         100, ge=1, description="M_c, virtual samples per class (paper: 100, 500, 1000; Table 2 at alpha <= 0.1: 2000)"
@@ -96,25 +97,18 @@ class CCVRHParams(BaseHParams):
         return self.transforms_input and self.epochs > 0 and samples > 0
 
 
-class CCVRClient(FedClient):
-    """Trains as the base method's client does, and answers with Gaussian statistics.
-
-    `settings` and `base_hparams` are set where this class is added to the base's.
-    """
+class CCVRClient(PostHocClient):
+    """Trains as the base method's client does, and answers with Gaussian statistics."""
 
     settings: ClassVar[CCVRHParams] = CCVRHParams()
-    base_hparams: ClassVar[BaseHParams] = BaseHParams()
     received_head: list[Tensor]
-
-    def __init__(self, task: Any, method: Any, hparams: Any, store: Any = None) -> None:
-        super().__init__(task, method, self.base_hparams, store)
 
     # ---- the model -----------------------------------------------------------------------------------------------
 
     @classmethod
     def build_model(cls, spec: ModelSpec, hparams: Any) -> SplitModel:
         """Build the base's model, with a head that can do what the settings ask for."""
-        model = super().build_model(spec, cls.base_hparams)
+        model = super().build_model(spec, hparams)
         if cls.settings.clsnorm or cls.settings.transforms_input:
             model.head = CCVRHead(model.head, cls.settings.clsnorm)
         return model
@@ -168,23 +162,13 @@ class CCVRClient(FedClient):
             return _named(FEATURES, self.features()), {}
         return super().answer(kind, payload)
 
-    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield (z, label) of the training split in blocks: z (n, d) float32, evaluation mode, no augmentation."""
-        for start in range(0, self.task.num_samples, BLOCK):
-            part = slice(start, start + BLOCK)
-            with torch.no_grad():
-                z = self.model.head_input(self.representations(self.task.x_train[part]))
-            yield z.float(), self.task.y_train[part]
-
     def moments(self) -> ClassMoments:
         """Return count, mean and scatter of z, or of T(z), of every class that has `min_count` samples here."""
         s = self.settings
         found = ClassMoments(self.task.num_classes, self.model.width, gaussian.form_of(s.cov))
-        many = torch.from_numpy(self.task.class_counts() >= s.min_count).to(self.device)
-        for z, label in self.blocks():
-            rows = many[label]
+        for z, label in self.described():
             # Algorithm 1, lines 6 and 7; `to_arrays` divides by N_ck - 1 (Eq. 2).
-            found.update(heads.tukey(z[rows]) if s.transform == "feature" else z[rows], label[rows])
+            found.update(heads.tukey(z) if s.transform == "feature" else z, label)
         return found
 
     def features(self) -> Arrays:

@@ -110,9 +110,9 @@ class RunConfig(BaseModel):
     model_args: str = Field("", description='further arguments of an own model, "name=value name=value"')
     head: str = Field("", description="layer of an own model that is its head; empty = the last Linear that fits")
     width: int = Field(0, ge=0, description="features of a layer added before the head of an own model; 0 = none")
-    weights: str = Field("", description="file with weights of an own model, .safetensors or .pt; the head is new")
+    weights: str = Field("", description="file with weights of the model, .safetensors or .pt; the head is new")
     freeze: str = Field(
-        "", description="layers of an own model with weights that are neither trained nor sent, such as features.layer1"
+        "", description="layers of a model with weights that are neither trained nor sent, such as features.layer1"
     )
     input_size: Annotated[int, Field(ge=0, le=4096)] | Auto = Field(
         "auto",
@@ -572,10 +572,10 @@ def _check(config: RunConfig) -> None:
                 or f"unknown model '{name}'{suggest(name, known)}: choose from {', '.join(known)}, or name your own as "
                 "package.module:function"
             )
-    if config.model_options != ModelOptions() and not any(map(is_own, config.model_names)):
+    stored = ModelOptions(weights=config.weights, freeze=config.freeze)
+    if config.model_options != stored and not any(map(is_own, config.model_names)):
         raise BadRequest(
-            "model-args, head, width, weights, freeze and input-size are for own models (package.module:function): "
-            "leave them out"
+            "model-args, head, width and input-size are for own models (package.module:function): leave them out"
         )
     if config.weights and len(set(config.model_names)) > 1:
         raise BadRequest(f"weights are of one architecture, but model = '{config.model}' names several: give one")

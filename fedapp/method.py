@@ -139,6 +139,7 @@ class ServerContext:
         that a payload would carry); None if there is no central test set.
     shape : of one sample of the clients' data as a model takes it, for strategies that build their own model; empty =
         unknown.
+    weights : file of stored weights that the initial values come from; empty = they were drawn.
     """
 
     seed: int
@@ -150,6 +151,7 @@ class ServerContext:
     rng: Callable[..., np.random.Generator]
     score: Callable[[Mapping[str, Array], Mapping[str, Scalar]], float | None] = lambda arrays, scalars: None
     shape: tuple[int, ...] = ()
+    weights: str = ""
 
     def ids(self) -> tuple[int, ...]:
         """Return the sorted client ids."""

@@ -3,21 +3,24 @@
 Both sides of an outer method are classes that call `super()` throughout. `on` puts them before the base's classes in
 the order of inheritance, with the outer method's settings and the base's own hyperparameters as class attributes;
 `built_on` does so for a whole method. `PostHoc` is the server side of a method that repairs the base's model at the
-end.
+end; its client side is `clients/posthoc.py`. The base `none` trains nothing: the repair is then made for the model as
+the run gives it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 from pydantic import ValidationError
 
+from clients.posthoc import Untrained
+from fedapp.core import heads
 from fedapp.errors import BadRequest, suggest
-from fedapp.method import ALL, Arrays, BaseHParams, Method, Payload, Query, Reply, ServerState
+from fedapp.method import ALL, Array, Arrays, BaseHParams, Method, Payload, Query, Reply, Scored, ServerState
 from fedapp.transport import selection
 from strategies.base import FedStrategy
 
@@ -25,6 +28,8 @@ T = TypeVar("T")
 
 BASES = ("base=fedavg", "base=fedprox", "base=fedavgm", "base=moon")
 """Named in the message for an unsuitable base; all other methods with one global model are suitable too."""
+RANDOM = "random: drawn from the seed and never trained"
+"""What the summary says of the extractor where nothing trained it and no weights were given."""
 
 
 def on(outer: type[T], base: type[Any], settings: BaseHParams, base_hparams: BaseHParams) -> type[T]:
@@ -59,7 +64,7 @@ def built_on(outer: Method, settings: Any, lookup: Callable[[str], Method]) -> M
     ------
     BadRequest : the base is unknown, leaves no head of one global model, or does not take its arguments.
     """
-    base = lookup(settings.base)
+    base = NONE if settings.base == NONE.id else lookup(settings.base)
     inner = base_hparams(base, settings.base_args)
     if not leaves_one_head(base, inner):
         raise BadRequest(
@@ -143,7 +148,7 @@ class PostHoc(FedStrategy):
 
     def repair(self, state: ServerState) -> Payload:
         """Return the arrays that replace trained ones, and the scalars that go with them."""
-        raise NotImplementedError
+        return Payload(common=state[self.method.id]["head"])
 
     def check_answer(self, kind: str, arrays: Arrays, reply: Reply) -> str | None:
         """Say what is wrong with an answer to the query `kind`; `arrays` have their names without the prefix."""
@@ -188,6 +193,43 @@ class PostHoc(FedStrategy):
         """Finish as the base does; subclasses start their repair from here."""
         return super().finalize(self.untouched(state), query)
 
+    def calibrated(
+        self, state: ServerState, entry: ServerState, replies: Sequence[Reply], counts: Array, **found: Any
+    ) -> ServerState:
+        """Return the state with `entry`, the repair, and with what the summary says of it.
+
+        Parameters
+        ----------
+        entry : holds at least the new `head`.   replies : to the query that measured `received`.
+        counts : N_c, samples behind the repair, (C,).   found : what the method reports beside the common entries.
+        """
+        samples, before = int(counts.sum()), self.trained(state)
+        new = {**state, self.method.id: {**entry}}
+        given = self.settings.base == NONE.id
+        new[self.method.id]["calibration"] = {
+            "before": self.score(state),
+            "after": self.score(new),
+            "score": "global",
+            "received_before": mean_accuracy(r.metrics for r in replies),
+            **({"extractor": self.context.weights or RANDOM} if given else {}),
+            "deployable": True,
+            "clients": len(replies),
+            "samples": samples,
+            "samples_left_out": sum(r.num_samples for r in replies) - samples,
+            "classes_unseen": np.flatnonzero(counts == 0).tolist(),
+            "head_norm_ratio": [heads.norm_ratio(h["head.weight"][counts > 0]) for h in (before, entry["head"])],
+            **found,
+        }
+        return new
+
+    def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
+        """Return `calibration`: the accuracy before and after, and which score it is."""
+        found = dict(state.get(self.method.id, {}).get("calibration", {}))
+        before = found.pop("received_before", None)
+        if found and found["after"] is None:
+            found |= {"before": before, "after": mean_accuracy(final.values()), "score": "received, mean over clients"}
+        return {**super().report(state, final), "calibration": found}
+
     def answers_to(self, query: Query, kind: str, payload: Payload) -> Iterator[tuple[Reply, Arrays]]:
         """Query all clients; yield each reply without its arrays, and the arrays by their names without the prefix."""
         for reply in query(kind, payload):
@@ -209,3 +251,27 @@ def mean_accuracy(metrics: Iterable[Mapping[str, Any]]) -> float | None:
     """Mean over clients of the accuracy of what they received, on their own test splits; None without test images."""
     shares = [m["received-correct"] / m["received-total"] for m in metrics if m.get("received-total")]
     return float(np.mean(shares)) if shares else None
+
+
+class _Untrained(FedStrategy):
+    """Sends the model as it was given, and gets nothing back."""
+
+    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
+        """Keep the model."""
+        for _ in replies:
+            pass
+        return state
+
+
+NONE = Method(
+    id="none",
+    title="no training",
+    paper="",
+    strategy=_Untrained,
+    client=Untrained,
+    shared=ALL,
+    up=(),
+    global_model=True,
+    guards=(),
+)
+"""The base that trains nothing; it is no method of its own."""

@@ -32,8 +32,8 @@ from fedapp.core import gaussian, heads, virtual
 from fedapp.core.gaussian import ClassMoments, MomentsPool
 from fedapp.core.robust import screened_statistics
 from fedapp.learning.training import batch_slices
-from fedapp.method import ALL, Array, Arrays, Method, Payload, Query, Reply, Scored, ServerState
-from strategies._composition import PostHoc, built_on, mean_accuracy
+from fedapp.method import ALL, Array, Arrays, Method, Payload, Query, Reply, ServerState
+from strategies._composition import PostHoc, built_on
 
 W, B = "head.weight", "head.bias"
 
@@ -52,29 +52,18 @@ class CCVR(PostHoc):
         counts = pooled.counts
         rng = functools.partial(self.context.rng, "ccvr-order")
         head, y, jitter = on_virtual(w, pooled, s, self.context.seed, rng)
-        entry: ServerState = {"head": head, "tukey": s.before_head(len(y))}
-        calibrated = {**state, "ccvr": entry}
-        entry["calibration"] = {
-            "before": self.score(state),
-            "after": self.score(calibrated),
-            "score": "global",
-            "received_before": mean_accuracy(r.metrics for r in replies),
-            "deployable": True,
-            "clients": len(replies),
-            "samples": int(counts.sum()),
-            "samples_left_out": sum(r.num_samples for r in replies) - int(counts.sum()),
+        found: dict[str, Any] = {
             "virtual_samples": len(y),
-            "classes_unseen": np.flatnonzero(counts == 0).tolist(),
             "classes_single": np.flatnonzero(counts == 1).tolist(),
             "jitter": {int(c): float(j) for c, j in jitter.items()},
-            "head_norm_ratio": [heads.norm_ratio(h[W][counts > 0]) for h in (w, head)],
             **({"screened": screened} if self.robust.rules else {}),
         }
+        calibrated = self.calibrated(state, {"head": head, "tukey": s.before_head(len(y))}, replies, counts, **found)
         if s.oracle:
             z, y = self.real(w, query)
             best = retrain(w, z, y, s, functools.partial(self.context.rng, "ccvr-oracle-order"))  # Sec. 3.3
-            entry["calibration"] |= {
-                "oracle": self.score({**state, "ccvr": {"head": best, "tukey": s.before_head(len(y))}}),
+            calibrated[self.method.id]["calibration"] |= {
+                "oracle": self.score({**state, self.method.id: {"head": best, "tukey": s.before_head(len(y))}}),
                 "oracle_samples": len(y),
                 "oracle_deployable": False,
             }
@@ -136,7 +125,7 @@ class CCVR(PostHoc):
 
     def repair(self, state: ServerState) -> Payload:
         """Return phi~, and whether Tukey's transform comes before it."""
-        return Payload(common=state["ccvr"]["head"], scalars={"tukey": state["ccvr"]["tukey"]})
+        return Payload(common=state[self.method.id]["head"], scalars={"tukey": state[self.method.id]["tukey"]})
 
     def global_arrays(self, state: ServerState) -> Arrays:
         """Return the global model, calibrated if that was done. With clsnorm the head's rows are phi_i / ||phi_i||: a
@@ -147,14 +136,6 @@ class CCVR(PostHoc):
             norms = np.linalg.norm(arrays[W], axis=1, keepdims=True)
             arrays[W] = (arrays[W] / np.maximum(norms, 1e-12)).astype(arrays[W].dtype)
         return arrays
-
-    def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
-        """Return `calibration`: the accuracy before and after, and which score it is."""
-        found = dict(state.get("ccvr", {}).get("calibration", {}))
-        before = found.pop("received_before", None)
-        if found and found["after"] is None:
-            found |= {"before": before, "after": mean_accuracy(final.values()), "score": "received, mean over clients"}
-        return {**super().report(state, final), "calibration": found}
 
 
 def on_virtual(

@@ -40,12 +40,15 @@ from tests.mutate import Mutant, mutants
 FOLDERS = ("strategies", "clients", "fedapp/core", "fedapp/learning")
 NAMED = {
     "strategies/base.py": ["tests/test_engine.py", "tests/test_client_manager.py", "tests/test_flower_loop.py"],
-    "strategies/_composition.py": ["tests/test_ccvr.py"],
+    "strategies/_composition.py": ["tests/test_ccvr.py", "tests/test_fed3r.py"],
+    "strategies/_sums.py": ["tests/test_fed3r.py"],
     "strategies/_flower.py": ["tests/test_flower_loop.py"],
     "clients/base.py": ["tests/test_engine.py", "tests/test_training.py", "tests/test_phases.py"],
     "clients/_flower.py": ["tests/test_base.py", "tests/test_engine.py"],
     "clients/mutual.py": ["tests/test_fml.py", "tests/test_fedkd.py"],
     "fedapp/learning/optimizers.py": ["tests/test_training_options.py"],
+    "clients/posthoc.py": ["tests/test_fed3r.py", "tests/test_ccvr.py"],
+    "clients/sums.py": ["tests/test_fed3r.py", "tests/test_fedncm.py"],
     "clients/classmeans.py": ["tests/test_fedgh.py", "tests/test_fedproto.py", "tests/test_fd.py"],
 }
 """Further tests of files that other files' tests exercise."""

@@ -249,11 +249,15 @@ def test_every_method_that_tells_of_classes_says_so() -> None:
     assert found == {
         "ccvr": "",
         "fd": "",
+        "fed3r": "min_count",
+        "fedcof": "min_count",
         "fedgh": "min_class_count",
         "fedghg": "min_class_count",
+        "fedncm": "min_count",
         "fednh": "",
         "fedproto": "",
         "fedtgp": "",
+        "lda": "min_count",
     }
     beside = {m.id for m in registry.discover().values() if m.extra_up} - found.keys()
     # Small models, soft predictions on public images, control variates, one mean of all samples.

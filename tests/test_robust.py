@@ -138,6 +138,7 @@ def test_classes_of_few_senders_are_named_in_the_summary(tmp_path: Path) -> None
         ({"method": "fedavg", "robust": "median+norm"}, "must come last"),
         ({"method": "fedavg", "robust-f": 2}, "choose a rule too"),
         ({"method": "fedgh", "count-cap": 2.0}, "count-cap limits"),
+        ({"method": "fed3r", "robust": "median"}, "leave it out"),
         ({"method": "fedavg", "count-cap": 0.5}, "at least 1"),
     ],
 )

@@ -161,7 +161,6 @@ def test_what_cannot_be_frozen(freeze: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"weights": "w.pt"}, "are for own models"),
         ({"weights": "w.pt", "model": f"cnn,{NET}", "method": "fedclassavg"}, "weights are of one architecture"),
         ({"freeze": "features", "model": NET}, "give weights too"),
         ({"input-size": 32}, "are for own models"),

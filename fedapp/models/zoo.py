@@ -88,7 +88,7 @@ from torch import Tensor, nn
 
 from fedapp.core.products import Linear
 from fedapp.errors import BadRequest, described, suggest
-from fedapp.models import own
+from fedapp.models import own, weights
 from fedapp.models.own import NO_OPTIONS, ModelOptions
 from fedapp.models.split import SplitModel
 
@@ -585,7 +585,7 @@ def build_model(
     seed : int
         Seed of the initial values, 0 to 2**64 - 1.
     options : ModelOptions
-        Of own models; those of the zoo have none.
+        Of own models; those of the zoo take stored weights and frozen layers alone.
 
     Returns
     -------
@@ -609,4 +609,8 @@ def build_model(
         features = nn.Sequential(OrderedDict(entry.stages(shape)))
     activation = nn.ReLU() if entry.relu else nn.Identity()
     model = SplitModel(name=name, features=features, activation=activation, head=head)
+    if options.weights:
+        weights.fill(name, model, options.weights, "head")
+    if options.freeze:
+        weights.freeze(name, model, options.freeze)
     return model.to(memory_format=torch.channels_last)

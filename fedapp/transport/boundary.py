@@ -55,6 +55,8 @@ DTYPES = ("float16", "float32", "float64", "int32", "int64")
 """What further arrays, such as class means with their labels, may consist of."""
 NARROW = ("head.", "lar", "protos", "statistics/mean", "nh/")
 """Beginnings of the names of arrays whose values are at most `Contract.max_abs`."""
+SUMS = {"sums/a": 2, "sums/b": 1, "sums/loss": 1}
+"""Sums over a client's samples, with the power of `Contract.max_abs` that one sample adds at most."""
 
 
 @dataclass(frozen=True)
@@ -310,6 +312,8 @@ def _values_problem(arrays: Arrays, contract: Contract) -> str | None:
             # A BatchNorm layer on features in their own units holds the squares of those.
             wide = LARGEST**2 if name.endswith("running_var") else LARGEST
             limit = contract.max_abs if name.startswith(NARROW) else wide
+            if name in SUMS:
+                limit = contract.count * contract.max_abs ** SUMS[name]
         least = max(least, -limit)
         if not (least <= low and high <= limit):
             return f"'{name}' holds values from {low:g} to {high:g}, possible are {least:g} to {limit:g}"

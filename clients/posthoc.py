@@ -1,0 +1,63 @@
+"""Client side of a method that repairs the head of another method's model (`strategies._composition.PostHoc`).
+
+While training runs, the client is the base method's, with this class added. Afterwards it answers questions about its
+features, with the final model in evaluation mode, without augmentation, on its own training split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from clients.base import FedClient
+from fedapp.learning.task import ModelSpec
+from fedapp.learning.training import Phase
+from fedapp.method import BaseHParams
+from fedapp.models import SplitModel
+
+BLOCK = 1024
+"""Images whose representations are held at a time."""
+
+
+class PostHocClient(FedClient):
+    """Trains as the base method's client does, and reads features in blocks.
+
+    `settings`, with its `min_count`, and `base_hparams` are set where this class is added to the base's.
+    """
+
+    settings: ClassVar[Any] = None
+    base_hparams: ClassVar[BaseHParams] = BaseHParams()
+
+    def __init__(self, task: Any, method: Any, hparams: Any, store: Any = None) -> None:
+        super().__init__(task, method, self.base_hparams, store)
+
+    @classmethod
+    def build_model(cls, spec: ModelSpec, hparams: Any) -> SplitModel:
+        """Build the base's model."""
+        return super().build_model(spec, cls.base_hparams)
+
+    def blocks(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (z, label) of the training split in blocks: z (n, d) float32, evaluation mode, no augmentation."""
+        for start in range(0, self.task.num_samples, BLOCK):
+            part = slice(start, start + BLOCK)
+            with torch.no_grad():
+                z = self.model.head_input(self.representations(self.task.x_train[part]))
+            yield z.float(), self.task.y_train[part]
+
+    def described(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the blocks without the rows of classes that have fewer than `min_count` samples here."""
+        many = torch.from_numpy(self.task.class_counts() >= self.settings.min_count).to(self.device)
+        for z, label in self.blocks():
+            rows = many[label]
+            yield z[rows], label[rows]
+
+
+class Untrained(FedClient):
+    """Leaves the model as it is: the client of `base=none`."""
+
+    def phases(self) -> Sequence[Phase]:
+        """Take no step."""
+        return []

@@ -1,0 +1,73 @@
+"""Sums of features for heads in closed form, client side: FedNCM, Fed3R, LDA, FedCOF.
+
+| symbol (papers)    | here                                                                           |
+|--------------------|--------------------------------------------------------------------------------|
+| z                  | `head_input(represent(x))` of the model, (d,): what the last linear layer sees |
+| h = (z, 1)         | the features with a constant                                                   |
+| A_k = sum h h^T    | `sums/a`, packed (d + 1)(d + 2)/2                                              |
+| b_k = sum h e_y^T  | `sums/b`, (C, d + 1): of every class the sum of z, and n_kc                    |
+
+After the last round the client answers one query with these sums, in one pass and in float64, always for all C classes
+(zeros where it has none): the same shapes whatever it holds. With `scale=fit` the head is then sent back, and a second
+answer holds the sums of its cross-entropies for a fixed list of factors.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import torch
+from pydantic import Field
+
+from clients.posthoc import PostHocClient
+from fedapp.core import sums
+from fedapp.core.sums import FeatureSums
+from fedapp.method import Arrays, BaseHParams, Payload
+
+SUMS = "sums/"
+"""Prefix of the arrays of an answer."""
+
+
+class SumsHParams(BaseHParams):
+    """Hyperparameters that all heads from sums share; those of the base method are given as `base.NAME=value`."""
+
+    base: str = Field(
+        "fedavg", description="the method that trains: any that ends with one global model; none = no training"
+    )
+    base_args: str = Field("", description="the base method's hyperparameters; written base.NAME=value")
+    min_count: int = Field(
+        1, ge=1, description="classes with fewer samples at a client stay there; 3 for privacy (papers: 1)"
+    )
+    scale: Literal["trained", "fit", "none"] = Field(
+        "trained",
+        description="one factor for all logits, which changes no prediction: trained = the weights get the norm of the "
+        "trained head's, so that local training can go on; fit = the best for the losses of the clients' training "
+        "rows; none (papers: none; Fed3R+FT fits one)",
+    )
+
+
+class SumsClient(PostHocClient):
+    """Trains as the base method's client does, and answers with A_k and b_k."""
+
+    squares: ClassVar[bool] = True
+    """Whether A_k is sent too."""
+
+    def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
+        """Answer `sums`, or `losses` with those of the head that was sent."""
+        if kind == "sums":
+            found = FeatureSums(self.task.num_classes, self.model.width, self.squares)
+            for z, label in self.described():
+                found.update(z, label)
+            return {SUMS + name: array for name, array in found.arrays().items()}, self.measure("received")
+        if kind == "losses":
+            losses = [torch.zeros(len(sums.SCALES), dtype=torch.float64).numpy()]
+            with torch.no_grad():
+                losses += [sums.scaled_losses(self.model.head(z), label) for z, label in self.described()]
+            return {SUMS + "loss": sum(losses[1:], losses[0])}, {}
+        return super().answer(kind, payload)
+
+
+class ClassSumsClient(SumsClient):
+    """The same without A_k."""
+
+    squares: ClassVar[bool] = False

@@ -1,0 +1,266 @@
+"""Linear heads in closed form, from sums of features that add up over clients.
+
+With h = (z, 1), features and a constant, two sums over samples are enough:
+
+==========  =================================================================================
+``A``       ``sum h h^T`` (d + 1, d + 1): second moments, sums and the number of samples
+``b``       ``sum h`` of every class, (C, d + 1): row c holds ``S_c = sum z`` and ``n_c``
+==========  =================================================================================
+
+``b`` alone gives the nearest class mean; both give ridge regression on one-hot labels and linear discriminant analysis,
+since the scatter within classes is ``A_zz - sum_c S_c S_c^T / n_c``. Sums do not depend on how samples are dealt to
+clients, so each head equals that of all features together.
+
+Everything is float64: with features that lie at 100, sums in float32 move the ridge solution by a fifth of its size.
+Heads are rows (C, d + 1), weights and then the bias; `as_head` makes arrays of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from scipy.linalg.blas import dsyrk
+
+from fedapp.core.gaussian import pack, unpack
+from fedapp.errors import Impossible
+
+Array = npt.NDArray[Any]
+Float64 = npt.NDArray[np.float64]
+
+UNSEEN = -1e4
+"""Bias of a class without samples: it loses against every other, and its probability is 0."""
+SCALES: Float64 = 2.0 ** (np.arange(-24, 41) / 4)
+"""Factors for logits, 1/64 to 1024, of which `best_scale` takes one."""
+TOLERANCE = 1e-9
+"""How far rounding may take second moments from possible ones, relative to their largest entry."""
+
+__all__ = [
+    "FeatureSums",
+    "as_head",
+    "best_scale",
+    "discriminant",
+    "nearest_mean",
+    "problem_of",
+    "ridge",
+    "scaled_losses",
+    "scatter_of_means",
+    "second_moments",
+]  # fmt: skip
+
+
+class FeatureSums:
+    """Adds up ``A`` and ``b`` over batches of features.
+
+    Parameters
+    ----------
+    num_classes, width : C and d.   squares : whether ``A`` is wanted too.
+    """
+
+    def __init__(self, num_classes: int, width: int, squares: bool = True) -> None:
+        self.b = np.zeros((num_classes, width + 1))
+        # Column-major, and only the upper triangle is valid: what dsyrk writes.
+        self._a = np.zeros((width + 1, width + 1), order="F") if squares else None
+
+    def update(self, features: torch.Tensor, labels: torch.Tensor) -> None:
+        """Add features (n, d) with labels (n,)."""
+        y = labels.cpu().numpy()
+        h = np.ones((len(y), self.b.shape[1]))
+        h[:, :-1] = features.detach().cpu().numpy()
+        for c in np.unique(y):
+            rows = h[y == c]
+            # A product with ones: of BLAS, it has the same bits with any number of threads, as dsyrk has.
+            self.b[c] += np.ones(len(rows)) @ rows
+        if self._a is not None and len(y):
+            dsyrk(1.0, h.T, beta=1.0, c=self._a, overwrite_c=1)
+
+    def arrays(self) -> dict[str, Array]:
+        """Return what a client sends: ``b`` (C, d + 1) and, where it is wanted, ``a``, the packed upper triangle."""
+        return {"b": self.b} if self._a is None else {"a": pack(self._a), "b": self.b}
+
+
+def second_moments(packed: Array, width: int) -> Float64:
+    """Return A (d + 1, d + 1), exactly symmetric, from its packed upper triangle; ``width`` is d."""
+    a: Float64 = unpack(packed, width + 1)
+    return a
+
+
+def problem_of(arrays: Mapping[str, Array], num_classes: int, width: int, squares: bool) -> str | None:
+    """Say why arrays that came from elsewhere cannot be sums of features, or return None.
+
+    Parameters
+    ----------
+    arrays : as from `FeatureSums.arrays`.   squares : whether ``a`` was asked for.
+    """
+    d = width + 1
+    shapes = {"b": (num_classes, d), **({"a": (d * (d + 1) // 2,)} if squares else {})}
+    if set(arrays) != set(shapes):
+        return Impossible(f"sums consist of {sorted(shapes)}, got {sorted(arrays)}")
+    for name, shape in shapes.items():
+        array = arrays[name]
+        if array.shape != shape or array.dtype != np.float64:
+            return Impossible(f"'{name}' must be float64 of shape {shape}, got {array.dtype} of shape {array.shape}")
+        if not np.isfinite(array).all():
+            return f"'{name}' has values that are not finite"
+    b = arrays["b"]
+    counts, sums = b[:, -1], b[:, :-1]
+    if (counts < 0).any() or (counts != np.rint(counts)).any():
+        return Impossible("the last column of 'b' must hold numbers of samples")
+    if sums[counts == 0].any():
+        return Impossible("a class without samples has a sum of features")
+    return _problem_of_squares(second_moments(arrays["a"], width), b) if squares else None
+
+
+def _problem_of_squares(a: Float64, b: Float64) -> str | None:
+    """Say why second moments do not belong to the sums over classes, or return None."""
+    if (np.diag(a) < 0).any():
+        return Impossible("'a' has a negative diagonal")
+    if a[-1, -1] != b[:, -1].sum():
+        return Impossible(f"'a' counts {a[-1, -1]:g} samples and 'b' {b[:, -1].sum():g}")
+    slack = TOLERANCE * max(float(np.abs(a).max()), 1.0)
+    if np.abs(a[-1] - b.sum(axis=0)).max() > slack:
+        return "the last column of 'a' is not the sum of the rows of 'b'"
+    # Features of which this is the scatter within classes exist if, and only if, it has no negative eigenvalue.
+    possible = _cholesky(scatter_within(a, b) + slack * np.eye(len(a) - 1)) is not None
+    return None if possible else "no features have these second moments"
+
+
+def scatter_within(a: Float64, b: Float64) -> Float64:
+    """Return ``sum (z - mu_y)(z - mu_y)^T`` over all samples, (d, d)."""
+    seen = b[:, -1] > 0
+    rows = b[seen, :-1] / np.sqrt(b[seen, -1:])
+    within: Float64 = a[:-1, :-1] - _product(rows)
+    return within
+
+
+def _product(rows: Float64) -> Float64:
+    """Return ``rows^T rows`` with the same bits for any number of BLAS's threads."""
+    half = dsyrk(1.0, rows.T) if len(rows) else np.zeros((rows.shape[1], rows.shape[1]))
+    full: Float64 = np.triu(half) + np.triu(half, 1).T
+    return full
+
+
+def _cholesky(matrix: Float64) -> torch.Tensor | None:
+    root, info = torch.linalg.cholesky_ex(torch.from_numpy(matrix))
+    return None if int(info) else root
+
+
+def _solve(matrix: Float64, rows: Float64) -> Float64:
+    """Return X (C, d) with ``matrix x_c = rows_c``, for a matrix that is positive definite but for rounding."""
+    right = torch.from_numpy(np.ascontiguousarray(rows.T))
+    if (root := _cholesky(matrix)) is not None:
+        return np.ascontiguousarray(torch.cholesky_solve(right, root).numpy().T)
+    values, vectors = torch.linalg.eigh(torch.from_numpy(matrix))
+    values = values.clamp_min(float(values.max()) * 1e-12)
+    return np.ascontiguousarray((vectors @ ((vectors.T @ right) / values[:, None])).numpy().T)
+
+
+def ridge(a: Float64, b: Float64, lam: float, *, relative: bool = False, bias: bool = True) -> Float64:
+    """Return the ridge regression of one-hot labels on features: ``(A + lam I)^-1 b`` (Fed3R, Fani et al., ICML 2024).
+
+    Parameters
+    ----------
+    lam : penalty, > 0, on weights and bias.   relative : it is a multiple of the mean of A's diagonal.
+    bias : whether there is one; without it the rows' last entries are 0.
+    """
+    size = b.shape[1] if bias else b.shape[1] - 1
+    square, found = a[:size, :size], np.zeros(b.shape)
+    penalty = lam * float(np.trace(square)) / size if relative else lam
+    found[:, :size] = _solve(square + penalty * np.eye(size), b[:, :size])
+    return found
+
+
+def nearest_mean(b: Float64, metric: Literal["cosine", "euclidean"]) -> Float64:
+    """Return the head whose largest logit is the nearest class mean (FedNCM, Legate et al., NeurIPS 2023).
+
+    ``cosine``: ``W_c = mu_c / ||mu_c||``, no bias. ``euclidean``: ``W_c = mu_c``, bias ``-||mu_c||^2 / 2``.
+    """
+    means = b[:, :-1] / np.maximum(b[:, -1:], 1)
+    if metric == "cosine":
+        return np.column_stack([unit_rows(means), np.zeros(len(means))])
+    return np.column_stack([means, -0.5 * (means**2).sum(axis=1)])
+
+
+def unit_rows(rows: Float64, floor: float = 1e-12) -> Float64:
+    """Return rows of norm 1; those shorter than ``floor`` are divided by it."""
+    unit: Float64 = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), floor)
+    return unit
+
+
+def discriminant(a: Float64, b: Float64, shrink: float, prior: Literal["uniform", "pooled"]) -> Float64:
+    """Return the head of linear discriminant analysis: Gaussians of one covariance, and a class prior.
+
+    ``Sigma`` is the scatter within classes over ``N - C_seen``, shrunk to ``(1 - g) Sigma + g tr(Sigma)/d I``;
+    ``W_c = Sigma^-1 mu_c`` and the bias is ``-mu_c^T Sigma^-1 mu_c / 2 + log pi_c``. Logits are log-probabilities but
+    for a constant of the sample. Where nothing is known about any spread, ``Sigma`` is the identity.
+
+    Parameters
+    ----------
+    shrink : g, in 0..1.   prior : pi_c equal for all classes with samples, or ``n_c / N``.
+    """
+    counts = b[:, -1]
+    seen = counts > 0
+    width, found = b.shape[1] - 1, np.zeros(b.shape)
+    means = b[seen, :-1] / counts[seen, None]
+    sigma = scatter_within(a, b) / max(counts.sum() - seen.sum(), 1)
+    level = float(np.trace(sigma)) / width
+    known = counts.sum() > seen.sum() and level > TOLERANCE * float(np.trace(a)) / counts.sum() / width
+    sigma = (1 - shrink) * sigma + shrink * level * np.eye(width) if known else np.eye(width)
+    weights = _solve(sigma, means)
+    pi = counts[seen] / counts.sum() if prior == "pooled" else np.full(len(means), 1 / len(means))
+    found[seen] = np.column_stack([weights, -0.5 * (weights * means).sum(axis=1) + np.log(pi)])
+    return found
+
+
+def scatter_of_means(parts: Sequence[Float64], gamma: float) -> Float64:
+    """Return FedCOF's matrix G, (d, d) (Goswami et al., NeurIPS 2025): second moments estimated from means alone.
+
+    ``S_c = sum_k n_kc (mu_kc - mu_c)(mu_kc - mu_c)^T / (K_c - 1)`` over the K_c clients that own class c (0 where it is
+    one) is an unbiased covariance where all of them draw from one distribution of the class;
+    ``G = sum_c (n_c - 1)(S_c + gamma I) + N mu mu^T`` with mu the mean of all features.
+
+    Parameters
+    ----------
+    parts : each client's ``b`` (C, d + 1).   gamma : shrinkage, >= 0.
+    """
+    total = np.sum(parts, axis=0)
+    width = total.shape[1] - 1
+    g = np.zeros((width, width))
+    for c in np.flatnonzero(total[:, -1]):
+        own = np.stack([part[c] for part in parts if part[c, -1]])
+        rows = np.sqrt(own[:, -1:]) * (own[:, :-1] / own[:, -1:] - total[c, :-1] / total[c, -1])
+        estimate = _product(rows) / max(len(own) - 1, 1)
+        g += (total[c, -1] - 1) * (estimate + gamma * np.eye(width))
+    n = max(total[:, -1].sum(), 1.0)
+    mean = total[:, :-1].sum(axis=0) / n
+    g += n * np.outer(mean, mean)
+    return g
+
+
+def cof(parts: Sequence[Float64], gamma: float) -> Float64:
+    """Return FedCOF's head: ``S_c^T G^-1``, rows of norm 1, without bias; see `scatter_of_means`."""
+    sums = np.sum(parts, axis=0)[:, :-1]
+    return np.column_stack([unit_rows(_solve(scatter_of_means(parts, gamma), sums)), np.zeros(len(sums))])
+
+
+def as_head(rows: Float64, seen: npt.NDArray[np.bool_], scale: float = 1.0) -> tuple[Array, Array]:
+    """Return weight (C, d) and bias (C,) in float32, with logits times ``scale``; classes not ``seen`` never win."""
+    scaled = np.where(seen[:, None], scale * rows, 0.0)
+    bias = np.where(seen, scaled[:, -1], UNSEEN)
+    return scaled[:, :-1].astype(np.float32), bias.astype(np.float32)
+
+
+def scaled_losses(logits: torch.Tensor, labels: torch.Tensor) -> Float64:
+    """Return the sum of the cross-entropies in nats of logits (n, C) times each of `SCALES`, (65,)."""
+    wide = logits.double()
+    own = torch.arange(len(labels), device=labels.device)
+    losses = [(torch.logsumexp(s * wide, dim=1) - s * wide[own, labels]).sum() for s in SCALES.tolist()]
+    return torch.stack(losses).cpu().numpy()
+
+
+def best_scale(losses: Float64) -> float:
+    """Return the factor in `SCALES` with the smallest sum of losses (65,)."""
+    return float(SCALES[int(np.argmin(losses))])

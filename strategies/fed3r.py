@@ -1,0 +1,70 @@
+"""Fed3R. Fani, Camoriano, Caputo, Ciccone, Accelerating Heterogeneous Federated Learning with Closed-form Classifiers,
+ICML 2024.
+
+| symbol (paper)       | here                                                                        |
+|----------------------|-----------------------------------------------------------------------------|
+| A, b                 | `found.a` (d + 1, d + 1) and `found.b` (C, d + 1), sums over all clients    |
+| lambda               | `lam`                                                                       |
+| W* = (A + lambda I)^-1 b | `core.sums.ridge`, rows of weights and bias                             |
+
+1. Any base method with one global model trains as it always does.
+2. Every client answers once with A_k = sum h h^T and b_k = sum h e_y^T of h = (z, 1) (`clients/sums.py`).
+3. W* = (lambda I + sum_k A_k)^-1 sum_k b_k: ridge regression of one-hot labels on all features together, exactly.
+4. The released code then divides every class's weights and bias by the norm of its weights, which changes predictions;
+   here only with `normalise=true`.
+5. One factor for all logits (`scale`).
+
+Random features (Fed3R-RF) are not part of it: the released code has none.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from clients.sums import SumsClient, SumsHParams
+from fedapp.core import sums
+from fedapp.core.sums import Float64
+from strategies._sums import Found, HeadFromSums, head_method
+
+FLOOR = 1e-6
+"""Smallest norm that a class is divided by (released code)."""
+
+
+class Fed3RHParams(SumsHParams):
+    """Hyperparameters of Fed3R; those of the base method are given as `base.NAME=value`."""
+
+    lam: float = Field(0.01, gt=0, description="penalty lambda on weights and bias (code: 0.01)")
+    relative: bool = Field(False, description="lambda is a multiple of the mean of A's diagonal (code: no)")
+    normalise: bool = Field(
+        False, description="divide each class's weights and bias by the norm of its weights (code: yes)"
+    )
+    bias: bool = Field(True, description="whether there is a bias, penalised too (code: yes)")
+
+
+class Fed3R(HeadFromSums):
+    """The base method's strategy, with a ridge head after its last round."""
+
+    settings: ClassVar[Fed3RHParams] = Fed3RHParams()
+
+    def rows(self, found: Found) -> tuple[Float64, dict[str, Any]]:
+        """Return W* (step 3), normalised if that is asked for."""
+        s = self.settings
+        rows = sums.ridge(found.a, found.b, s.lam, relative=s.relative, bias=s.bias)
+        if s.normalise:
+            norms = np.linalg.norm(rows[:, :-1], axis=1, keepdims=True)
+            rows = rows / np.where(norms > 0, norms, FLOOR)
+        return rows, {}
+
+
+METHOD = head_method(
+    "fed3r",
+    "Fed3R",
+    "Fani et al., ICML 2024",
+    Fed3R,
+    SumsClient,
+    Fed3RHParams,
+    "what the base method shares; once, sums of features and of their products",
+)

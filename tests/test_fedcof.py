@@ -1,0 +1,82 @@
+"""FedCOF: worked numbers, unbiased covariances by Monte Carlo, reductions; what heads from sums share is in
+test_fed3r.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from fedapp.core import sums
+from fedapp.engines.local import RunResult
+from tests.closedform import B, W, answer, context, random_data, repaired, server, together
+
+
+def test_the_head_of_the_worked_example() -> None:
+    head, found = repaired("fedcof")
+    np.testing.assert_allclose(head[W], [[0.981410, -0.191925], [-0.450658, 0.892696], [0.998362, 0.057210]], atol=1e-6)
+    assert not head[B].any() and found["owners_of_a_class"] == 2 and "note" not in found
+
+
+def estimated(means: np.ndarray, counts: list[int], draws: int = 3000) -> np.ndarray:
+    """The mean estimate of one class's covariance, of clients whose true means are given."""
+    rng, root = np.random.default_rng(0), np.linalg.cholesky(np.array([[2, 0.5], [0.5, 1]]))
+    total = np.zeros((2, 2))
+    for _ in range(draws):
+        parts = [
+            np.array([[*(rng.standard_normal((n, 2)) @ root.T + m).sum(axis=0), n]]) for m, n in zip(means, counts)
+        ]
+        whole = np.sum(parts, axis=0)[0]
+        mean = whole[:2] / whole[2]
+        total += (sums.scatter_of_means(parts, 0.0) - whole[2] * np.outer(mean, mean)) / (whole[2] - 1)
+    return total / draws
+
+
+def test_covariances_are_unbiased_where_clients_have_one_distribution_and_only_there() -> None:
+    counts = [3, 1, 7, 20]
+    np.testing.assert_allclose(estimated(np.zeros((4, 2)), counts), [[2, 0.5], [0.5, 1]], atol=0.12)
+    shifted = np.array([[0, 0], [1, 0], [0, 1], [-1, 0]], float)
+    np.testing.assert_allclose(estimated(shifted, counts), [[5.118, 1.930], [1.930, 2.806]], atol=0.25)
+
+
+def test_one_sample_at_every_client_is_the_pooled_covariance() -> None:
+    z, y = together(random_data(1))
+    parts = [answer(server("fedcof", ctx=context(4, 5))[0], z[[i]], y[[i]])["sums/b"] for i in range(len(y))]
+    n, mean = len(y), z.mean(axis=0)
+    wanted = sum((np.sum(y == c) - 1) * (np.cov(z[y == c].T) + 0.3 * np.eye(5)) for c in range(4))
+    np.testing.assert_allclose(sums.scatter_of_means(parts, 0.3), wanted + n * np.outer(mean, mean), rtol=1e-10)
+
+
+def test_with_the_scatter_between_classes_it_would_be_ridge_without_bias() -> None:
+    """Z^T Z = within + between + N mu mu^T; FedCOF leaves the second out, and estimates the first."""
+    z, y = together(random_data(1))
+    parts = [answer(server("fedcof", ctx=context(4, 5))[0], z[[i]], y[[i]])["sums/b"] for i in range(len(y))]
+    mean = z.mean(axis=0)
+    between = sum(np.sum(y == c) * np.outer(m := z[y == c].mean(axis=0) - mean, m) for c in range(4))
+    np.testing.assert_allclose(sums.scatter_of_means(parts, 0.0) + between, z.T @ z, rtol=1e-9)
+
+
+def test_a_large_gamma_is_nearly_the_nearest_cosine_mean() -> None:
+    cof, ncm = repaired("fedcof", "gamma=1e9")[0], repaired("fedncm")[0]
+    np.testing.assert_allclose(cof[W], ncm[W], atol=1e-6)
+
+
+def test_the_order_of_clients_does_not_matter_but_the_dealing_does() -> None:
+    ctx, data = context(4, 5), random_data(6)
+    head = repaired("fedcof", data=data, ctx=ctx)[0][W]
+    np.testing.assert_allclose(repaired("fedcof", data=data[::-1], ctx=ctx)[0][W], head, atol=1e-6)
+    assert np.abs(repaired("fedcof", data=random_data(5), ctx=ctx)[0][W] - head).max() > 1e-3
+
+
+def test_a_class_of_one_owner_has_no_covariance() -> None:
+    np.testing.assert_allclose(
+        sums.scatter_of_means([np.array([[3.0, 1, 2], [0, 0, 0]])], 0.5), [[4.5 + 0.5, 1.5], [1.5, 0.5 + 0.5]]
+    )
+
+
+def test_a_federation_says_that_few_clients_own_a_class(tiny: Callable[..., RunResult]) -> None:
+    found = tiny(method="fedcof", alpha=0.3, rounds=1)
+    said = found.summary["calibration"]
+    assert said["after"] == found.summary["accuracy"]["global"]["last"] and "low rank" in said["note"]
+    assert found.summary["bytes_up_query.sums"] == 8 * 650
