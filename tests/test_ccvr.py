@@ -372,9 +372,10 @@ def test_only_the_head_of_the_bases_model_changes(base: str, tmp_path: Path) -> 
     found = ccvr.summary["calibration"]
     assert found["before"] == plain.summary["accuracy"]["global"]["last"] != found["after"]
     assert ccvr.summary["accuracy"]["global"]["last"] == found["after"]
-    assert ccvr.summary["pooled"]["received"] == pytest.approx(found["after"], abs=1e-12), (
-        "clients score the same model"
-    )
+    if base not in PRIVATE:
+        assert ccvr.summary["pooled"]["received"] == pytest.approx(found["after"], abs=1e-12), (
+            "clients score the same model"
+        )
 
 
 @pytest.mark.parametrize("base", BASES)
