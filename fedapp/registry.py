@@ -50,6 +50,7 @@ ORDER = [
     "fedrep",
     "ditto",
     "fedrod",
+    "fedpac",
 ]
 """The order in tables; methods of your own come after these."""
 

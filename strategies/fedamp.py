@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from clients.fedamp import FedAMPClient, FedAMPHParams
 from fedapp.core.pairwise import combine, cosine_matrix, squared_distances
-from fedapp.method import ALL, Arrays, Blend, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.method import ALL, Array, Arrays, Blend, Method, Payload, Reply, ServerContext, ServerState
 from strategies.base import FedStrategy
 
 
@@ -89,14 +89,20 @@ class FedAMP(FedStrategy):
 
     def blend(self, state: ServerState, sizes: Mapping[int, float]) -> Blend | None:
         """Return the attention of the round in which each client was last given a mix."""
-        ids = sorted(state.get("attention", {}))
-        if not ids:
-            return None
-        matrix = np.zeros((len(ids), len(ids)))
-        for i, client in enumerate(ids):
-            given = state["attention"][client]
-            matrix[i, np.searchsorted(ids, given["of"])] = given["weights"]
-        return ids, matrix, "attention of the round in which the client was last given a mix"
+        given = given_weights(state.get("attention", {}))
+        return given and (*given, "attention of the round in which the client was last given a mix")
+
+
+def given_weights(given: Mapping[int, Mapping[str, Array]]) -> tuple[list[int], NDArray[np.float64]] | None:
+    """Return client ids and the weights (n, n) that each was given last; None where nobody was given any.
+
+    `given` holds by client the ids `of` the participants of its last round, ascending, and their `weights`.
+    """
+    ids = sorted(given)
+    matrix = np.zeros((len(ids), len(ids)))
+    for i, client in enumerate(ids):
+        matrix[i, np.searchsorted(ids, given[client]["of"])] = given[client]["weights"]
+    return (ids, matrix) if ids else None
 
 
 METHOD = Method(

@@ -37,6 +37,7 @@ READS = (
     "fedghg",
     "fedrod",
     "feddbe",
+    "fedpac",
 )
 """Methods that use a model's representations apart from its logits; `tests/test_own_models.py` runs each and looks."""
 

@@ -46,6 +46,8 @@ from tests.handmade import deterministic
 W, B = "head.weight", "head.bias"
 BASES = sorted(m.id for m in registry.discover().values() if m.global_model and m.resolve is None)
 """Every method with one global model, with one of its own or not."""
+PRIVATE = ("fedrod",)
+"""Those whose clients add something of their own to it."""
 SMALL: dict[str, Any] = {
     "dataset": "digits",
     "data_fraction": 0.3,

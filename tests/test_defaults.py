@@ -157,6 +157,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "ditto": {"start": "common", "lam": 1.0, "personal_epochs": None},
     "fedrod": {"gamma": 1.0, "absent": "drop"},
+    "fedpac": {"lam": 1.0, "head_epochs": 1, "head_rate": 1.0, "combine": "weighted"},
 }
 
 

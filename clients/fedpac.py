@@ -1,0 +1,152 @@
+"""FedPAC, local step. Xu, Tong, Huang, Personalized Federated Learning with Feature Alignment and Classifier
+Collaboration, ICLR 2023.
+
+| symbol (paper)     | here                                                                                |
+|--------------------|-------------------------------------------------------------------------------------|
+| h = f(theta; x)    | `model.represent(x)`, (B, d)                                                        |
+| phi_i              | `model.head`: as the server combined it for this client                             |
+| c_c                | `self.target[c]`: the global class mean, or the own one where nobody has sent it    |
+| mu                 | `hparams.lam`                                                                       |
+| h_i, V_i           | `pac/h` (C, d), `pac/v` (1,): what the server combines heads by                     |
+
+Client i in a round:
+    1. with the body as received, over the training split in evaluation mode, p_c = n_ic / n_i:
+       h_ic = p_c mu_ic,   V_i = [ sum_c p_c mean||h||^2_c - sum_c p_c^2 ||mu_ic||^2 ] / n_i
+    2. head phase: CE over phi, the body frozen
+    3. body phase: CE + mu * mean over batch and features of (h - c_y)^2 over theta, the head frozen
+    4. `pac/proto` (C, d), the class means with the new body, and `pac/count` (C,)
+As long as no class mean is known, in round 1, step 3 is plain CE.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.nn import functional as F
+
+from clients.base import FedClient
+from clients.fedrep import BODY
+from fedapp.learning.training import Batch, Phase
+from fedapp.method import HEAD, Arrays, BaseHParams, Payload
+from fedapp.transport import selection
+
+PAC = "pac/"
+"""Prefix of all arrays beside the model, in both directions: `h`, `v`, `proto`, `count`, `known`."""
+
+
+class FedPACHParams(BaseHParams):
+    """Hyperparameters of FedPAC."""
+
+    lam: float = Field(1.0, ge=0, description="weight of the pull to the global class means (released code: 1)")
+    head_epochs: int = Field(1, ge=0, description="passes for the head, before local-epochs for the body (paper: 1)")
+    head_rate: float = Field(
+        1.0,
+        gt=0,
+        description="learning rate of the head's phase, as a multiple of the run's (released code: 10, with momentum "
+        "0.5)",
+    )
+    combine: Literal["weighted", "own"] = Field(
+        "weighted", description="head for the next round: the best combination of the participants', or the own one"
+    )
+
+
+class ClassStatistics(NamedTuple):
+    """Moments of representations by class, float64, 0 for classes without samples.
+
+    Attributes
+    ----------
+    counts : (C,).   means : (C, d).   squares : (C,), mean squared length.
+    """
+
+    counts: Tensor
+    means: Tensor
+    squares: Tensor
+
+
+def class_statistics(z: Tensor, y: Tensor, num_classes: int) -> ClassStatistics:
+    """Return the moments of representations z (n, d) with labels y (n,)."""
+    z = z.double()
+    # A product in place of a scattered sum: on a GPU the order of the latter changes from run to run.
+    member = F.one_hot(y, num_classes).double().T
+    counts = member.sum(dim=1)
+    share = member / counts.clamp_min(1)[:, None]
+    return ClassStatistics(counts, share @ z, share @ z.square().sum(dim=1))
+
+
+def collaboration_statistics(found: ClassStatistics) -> tuple[Tensor, float]:
+    """Return (h_ic) for all classes, (C, d) float64, and V_i >= 0."""
+    n = found.counts.sum()
+    p = found.counts / n
+    v = (p * found.squares).sum() - (p.square() * found.means.square().sum(dim=1)).sum()
+    return p[:, None] * found.means, max(0.0, float(v / n))
+
+
+class FedPACClient(FedClient):
+    """Trains the head on the received body, then the body towards the global class means."""
+
+    global_means: Tensor
+    known: Tensor
+    target: Tensor
+    before: Arrays
+
+    def receive(self, payload: Payload) -> None:
+        """Take the model, and set the global class means aside."""
+        rest, found = selection.split(payload, PAC)
+        super().receive(rest)
+        self.global_means = torch.from_numpy(found["proto"].astype(np.float32)).to(self.device)
+        self.known = torch.from_numpy(found["known"]).to(self.device).bool()
+
+    def reference(self, payload: Payload) -> Arrays:
+        """Return the model as received."""
+        return selection.split(payload, PAC)[0].all()
+
+    def class_statistics(self) -> ClassStatistics:
+        """Return the moments of the training split with the present body."""
+        return class_statistics(self.representations(), self.task.y_train, self.task.num_classes)
+
+    def before_training(self, payload: Payload) -> None:
+        """Compute h_i and V_i with the body as received, and what representations are pulled to."""
+        found = self.class_statistics()
+        h, v = collaboration_statistics(found)
+        self.before = {"h": h.float().cpu().numpy(), "v": torch.tensor([v]).numpy()}
+        self.target = torch.where(self.known[:, None], self.global_means, found.means.float())
+
+    def phases(self) -> Sequence[Phase]:
+        """Return both phases; a newcomer trains its head alone, as in FedRep."""
+        spec, rate = self.train_spec(), self.hparams.head_rate
+        rates = tuple(rate * r for r in spec.rates)
+        head = replace(spec, epochs=self.hparams.head_epochs, lr=rate * spec.lr, rates=rates)
+        if self.newcomer:
+            return [Phase(self.step_loss, replace(head, epochs=spec.epochs), HEAD)]
+        return [Phase(self.step_loss, head, HEAD), Phase(self.body_loss, spec, BODY, "batches.body")]
+
+    def body_loss(self, batch: Batch) -> Tensor:
+        """Return CE + mu * mean (h - c_y)^2; exactly FedRep's loss where mu is 0 or no class mean is known."""
+        if self.hparams.lam == 0 or not bool(self.known.any()):
+            return self.step_loss(batch)
+        z = self.model.represent(batch.x)
+        pull = F.mse_loss(z.float(), self.target[batch.y])
+        lam: float = self.hparams.lam
+        return self.cross_entropy(self.model.classify(z), batch.y) + lam * pull
+
+    @classmethod
+    def adds_to_loss(cls) -> bool:
+        """`train-loss` is that of the body's phase, with the pull."""
+        return True
+
+    @classmethod
+    def epochs_in(cls, server_round: int, local_epochs: int, hparams: Any) -> int:
+        """Return the passes of both phases."""
+        return local_epochs + int(hparams.head_epochs) if server_round else 0
+
+    def after_training(self, payload: Payload) -> Arrays:
+        """Return what the server combines heads by, and the class means with the new body."""
+        found = self.class_statistics()
+        after = {"proto": found.means.float().cpu().numpy(), "count": found.counts.int().cpu().numpy()}
+        return {PAC + name: array for name, array in {**self.before, **after}.items()}
