@@ -46,6 +46,7 @@ ORDER = [
     "feddbe",
     "fedtgp",
     "fedghg",
+    "pfedfda",
     "fedper",
     "fedrep",
     "ditto",

@@ -35,6 +35,7 @@ READS = (
     "feduv",
     "fedtgp",
     "fedghg",
+    "pfedfda",
     "fedrod",
     "feddbe",
     "fedpac",

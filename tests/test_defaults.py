@@ -134,6 +134,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "tau": 100.0,
         "network": True,
     },
+    "pfedfda": {"beta": "cv", "eps": 0.0001, "min_count": 2},
     "fedghg": {
         "header_lr": 0.01,
         "header_batch": "sample",

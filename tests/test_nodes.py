@@ -259,6 +259,7 @@ def test_every_method_that_tells_of_classes_says_so() -> None:
         "fedtgp": "",
         "lda": "min_count",
         "fedpac": "",
+        "pfedfda": "min_count",
     }
     beside = {m.id for m in registry.discover().values() if m.extra_up} - found.keys()
     # Small models, soft predictions on public images, control variates, one mean of all samples.

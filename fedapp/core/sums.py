@@ -43,6 +43,7 @@ __all__ = [
     "as_head",
     "best_scale",
     "discriminant",
+    "gaussian_rule",
     "nearest_mean",
     "problem_of",
     "ridge",
@@ -209,10 +210,20 @@ def discriminant(a: Float64, b: Float64, shrink: float, prior: Literal["uniform"
     level = float(np.trace(sigma)) / width
     known = counts.sum() > seen.sum() and level > TOLERANCE * float(np.trace(a)) / counts.sum() / width
     sigma = (1 - shrink) * sigma + shrink * level * np.eye(width) if known else np.eye(width)
-    weights = _solve(sigma, means)
     pi = counts[seen] / counts.sum() if prior == "pooled" else np.full(len(means), 1 / len(means))
-    found[seen] = np.column_stack([weights, -0.5 * (weights * means).sum(axis=1) + np.log(pi)])
+    found[seen] = gaussian_rule(means, sigma, np.log(pi))
     return found
+
+
+def gaussian_rule(means: Float64, sigma: Float64, log_prior: Float64) -> Float64:
+    """Return the head, (C, d + 1), whose logits are log N(z; mu_c, Sigma) pi_c but for a constant of the sample.
+
+    Parameters
+    ----------
+    means : (C, d).   sigma : (d, d), positive definite.   log_prior : (C,).
+    """
+    weights = _solve(sigma, means)
+    return np.column_stack([weights, -0.5 * (weights * means).sum(axis=1) + log_prior])
 
 
 def scatter_of_means(parts: Sequence[Float64], gamma: float) -> Float64:

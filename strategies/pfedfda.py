@@ -1,0 +1,56 @@
+"""pFedFDA. McLaughlin, Su, Personalized Federated Learning via Feature Distribution Adaptation, NeurIPS 2024.
+
+| symbol (paper)       | here                                                                                  |
+|----------------------|---------------------------------------------------------------------------------------|
+| theta                | state["model"]["features.*"]: the extractor                                           |
+| mu^g, Sigma^g        | state["model"]["gaussians/mean"] (C, d), ["gaussians/cov"] packed, (d (d + 1) / 2,)   |
+| n_i                  | reply.num_samples                                                                     |
+
+Server:  theta, mu^g, Sigma^g <- means of the clients' (theta_i, mu_i, Sigma_i), weighted by n_i: what the base class
+does with everything in state["model"]. Weighted sums are all it needs. Start: means uniform in [0, 1), the identity.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from clients.pfedfda import GAUSSIANS, PFedFDAClient, PFedFDAHParams
+from fedapp.core.gaussian import pack, unpack
+from fedapp.method import Method, Reply, ServerContext, ServerState
+from strategies.base import FedStrategy
+
+
+class PFedFDA(FedStrategy):
+    """Averages extractors and the clients' adapted Gaussians."""
+
+    def init(self, context: ServerContext) -> ServerState:
+        """Return the initial extractor and Gaussians that know nothing."""
+        state, shape = super().init(context), (context.num_classes, context.width)
+        mean, cov = context.rng("gaussians").random(shape), pack(np.eye(context.width))
+        start = {GAUSSIANS + "mean": mean.astype(np.float32), GAUSSIANS + "cov": cov.astype(np.float32)}
+        return {**state, "model": {**state["model"], **start}}
+
+    def check(self, state: ServerState, reply: Reply) -> str | None:
+        """Refuse Gaussians of another shape or with a negative variance."""
+        for name in ("mean", "cov"):
+            array, ours = reply.arrays.get(GAUSSIANS + name), state["model"][GAUSSIANS + name]
+            if array is None or array.shape != ours.shape or array.dtype.kind != "f":
+                return f"'{GAUSSIANS}{name}' must hold floating point numbers of shape {ours.shape}"
+        if (np.diag(unpack(reply.arrays[GAUSSIANS + "cov"], self.context.width)) < 0).any():
+            return "variances must not be negative"
+        return None
+
+
+METHOD = Method(
+    id="pfedfda",
+    title="pFedFDA",
+    paper="McLaughlin and Su, NeurIPS 2024",
+    strategy=PFedFDA,
+    client=PFedFDAClient,
+    hparams=PFedFDAHParams,
+    shared=("features.",),
+    extra_up=(GAUSSIANS,),
+    per_class="min_count",
+    travels="the body and class Gaussians of one covariance, both ways",
+    columns=("beta-mean", "beta-cov"),
+)
