@@ -24,6 +24,7 @@ the server sends all of it (see `needs_state`).
 | `on_gradients(parameters)`        | every step, after the backward pass      | nothing                         |
 | `after_epoch(epoch)`              | after every epoch                        | nothing                         |
 | `after_training(payload)`         | before the score `trained`               | no further arrays               |
+| `tuning()`                        | before the last score, on a copy         | no fine-tuning, no such score   |
 | `scored(protocol)`                | for each score, and when a model is kept | the model                       |
 | `score(x, y, probabilities)`      | for each score                           | the model's predictions         |
 | `alone(hparams)`                  | when a stored model is used              | whether `score` is the default  |
@@ -97,6 +98,7 @@ class FedClient(PositionalClient):
         self.own: Arrays = {}
         self.round = 0
         self.model: SplitModel
+        self.tuned: SplitModel
         self.report = TrainReport()
         self.newcomer = False  # whether `meet` scores it, which says how many epochs it trains
         self._loaded: Stored | None = None
@@ -273,6 +275,18 @@ class FedClient(PositionalClient):
                 held=held,
             )
 
+    def tuning(self) -> Sequence[Phase]:
+        """Return the parts of the fine-tuning of what was received, before the score `tuned` after the last round.
+
+        A method that defines this has that score, and it is the headline. The phases draw from a purpose of their own.
+        """
+        return ()
+
+    @classmethod
+    def tunes(cls) -> bool:
+        """Whether clients fine-tune a copy of what they received before their last score."""
+        return cls.tuning is not FedClient.tuning
+
     def scored(self, protocol: str) -> SplitModel:
         """Return the model that a score is of; that of `trained` is also the one that is stored and used later.
 
@@ -352,6 +366,20 @@ class FedClient(PositionalClient):
     def train_to_score(self, payload: Payload, *, balanced: bool = True) -> dict[str, Any]:
         """Train once more after `evaluate_round` and score the result (`trained`); nothing is stored or sent."""
         return self._train(payload, balanced, further=True)[0]
+
+    def tune_to_score(self, *, balanced: bool = True) -> dict[str, Any]:
+        """Fine-tune a copy of the model after `evaluate_round` and score it (`tuned`); nothing is stored or sent.
+
+        The model is as received again afterwards; the copy is `self.tuned`.
+        """
+        received, self.model = self.model, copy.deepcopy(self.model)
+        try:
+            for phase in self.tuning():
+                self.run_phase(phase)
+            self.tuned = self.model
+            return self.measure("tuned", balanced, further=True)
+        finally:
+            self.model = received
 
     def _train(self, payload: Payload, balanced: bool, further: bool = False) -> tuple[dict[str, Any], Arrays]:
         """Train and score the result; return the `trained` scores and the reply's further arrays."""

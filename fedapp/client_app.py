@@ -183,6 +183,9 @@ def _answer(
         metrics = client.evaluate_round(payload, server_round, balanced=balanced, train=without)
         if payload.all():
             keep("received", server_round - 1)
+        if control.get("final") and client.tunes():
+            metrics |= client.tune_to_score(balanced=balanced)
+            keep("tuned", server_round - 1)
         if train:
             metrics |= client.train_to_score(payload, balanced=balanced)
             if control.get("final"):

@@ -44,6 +44,7 @@ ORDER = [
     "feduv",
     "scaffold",
     "feddbe",
+    "fedbabu",
     "fedtgp",
     "fedghg",
     "pfedfda",

@@ -456,6 +456,16 @@ class Run(Callbacks):
         """Return the number of clients that have registered and are not unseen."""
         return len(self.manager.infos.keys() - set(self.extra["unseen"]))
 
+    def _protocols(self, last: bool = False) -> list[str]:
+        """Return the scores of clients; fine-tuned models are scored after the `last` round only."""
+        measured = [p for p in self.config.measured if p != "global"]
+        return [*measured, *(self._tuned if last else ())]
+
+    @property
+    def _tuned(self) -> tuple[str, ...]:
+        """The score of fine-tuned models, if the method's clients fine-tune."""
+        return ("tuned",) if self.method.client.tunes() else ()
+
     def _unseen_protocols(self) -> list[str]:
         """Return the scores of unseen clients."""
         adapted = [f"unseen_{kind}@{n}" for n in self.config.adaptations for kind in ("trained", "local")]
@@ -472,7 +482,7 @@ class Run(Callbacks):
     def after_round(self, result: RoundResult, state: ServerState) -> bool:
         """Write tables, models and checkpoint of a round; return whether to go on."""
         config, traffic, server_round = self.config, result.traffic, result.round
-        protocols = [p for p in config.measured if p != "global"]
+        protocols = self._protocols()
         further = (*self.method.columns, *(("restarted",) if config.lost_state == "restart" else ()))
         rows = {c: client_row(m, protocols, config.validation > 0, further) for c, m in sorted(result.metrics.items())}
         row: dict[str, Any] = {"round": server_round, "clients": len(rows)}
@@ -575,7 +585,7 @@ class Run(Callbacks):
     def after_evaluation(self, result: RoundResult) -> None:
         """Write an evaluation of all clients: `final.csv` after the last round, else a row of `evaluations.csv`."""
         config = self.config
-        protocols = [p for p in config.measured if p != "global"]
+        protocols = self._protocols(last=result.kind == "final")
         if result.kind == "unseen":
             protocols = self._unseen_protocols()
         elif config.select == "validation" and result.kind != "final":
@@ -660,7 +670,9 @@ class Run(Callbacks):
         tests = [int(v) for v in final.get("received_total", final.get("trained_total", [])) if not math.isnan(v)]
         answered, messaged = rounds["clients"], rounds["clients"] + rounds["dropped"]
         evaluations = self.directory.table("evaluations.csv")
-        accuracy = accuracy_summary(rounds, evaluations, self.final, self.config.measured, self._taking_part())
+        accuracy = accuracy_summary(
+            rounds, evaluations, self.final, (*self.config.measured, *self._tuned), self._taking_part()
+        )
         last = int(rounds["round"].max()) if len(rounds) else 0
         scored = last if self.chosen is None else self.chosen
         summary = {
@@ -676,7 +688,7 @@ class Run(Callbacks):
             "accuracy": accuracy,
             "headline": self._headline(accuracy, scored, len(final)),
             "metrics": self._metrics(final),
-            "pooled": {p: self.final.get(f"{p}_accuracy_pooled") for p in self.config.measured if p != "global"},
+            "pooled": {p: self.final.get(f"{p}_accuracy_pooled") for p in self._protocols(last=True)},
             "test_sizes": {"min": min(tests, default=0), "mean": mean(map(float, tests)), "max": max(tests, default=0)},
             "bytes_up": _whole(float((rounds["bytes_up"] * answered).sum() / (answered.sum() or 1))),
             "bytes_down": _whole(float((rounds["bytes_down"] * messaged).sum() / (messaged.sum() or 1))),
@@ -717,7 +729,7 @@ class Run(Callbacks):
                 if f"{p}_{own}" in table
             }
             for table, protocols in (
-                (final, [p for p in self.config.measured if p != "global"]),
+                (final, self._protocols(last=True)),
                 (self.directory.table("unseen.csv"), self._unseen_protocols()),
             )
             for p in protocols
@@ -734,11 +746,12 @@ class Run(Callbacks):
         self, accuracy: Mapping[str, Mapping[str, Any]], server_round: int, scored: int
     ) -> dict[str, Any] | None:
         """Return the one number that methods are ranked by, over how many of all clients, and when it was measured."""
-        protocol = next((p for p in ("trained", "received", "global") if p in accuracy), None)
+        protocol = next((p for p in ("tuned", "trained", "received", "global") if p in accuracy), None)
         if protocol is None:
             return None
         moment = "the last round" if self.chosen is None else f"round {server_round}, chosen on validation images"
         point = {
+            "tuned": f"after {moment} and fine-tuning on the client",
             "trained": f"after {moment} and one more local training" if self.config.final_training else
             "each client as it was last trained" + ("" if self.chosen is None else f", up to {moment}"),
             "received": f"after {moment}, before local training",

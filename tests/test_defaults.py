@@ -124,6 +124,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "fednh": {"rho": 0.9, "scale": 20.0, "train_scale": True, "weights": "uniform"},
     "feduv": {"lam": 2.5, "mu": 0.5},
     "feddbe": {"kappa": 50.0, "mu": 1.0, "mean": "split", "memory": True},
+    "fedbabu": {"weights": "samples", "tune": "full", "tune_epochs": 5},
     "scaffold": {"server_lr": 1.0, "weights": "uniform", "correct": True},
     "fedtgp": {
         "lam": 10.0,

@@ -67,6 +67,7 @@ def test_the_methods_that_average_are_known() -> None:
         "ditto",
         "fedrod",
         "feddbe",
+        "fedbabu",
     }  # fmt: skip
     assert NONE == ["fd", "fedamp", "fedfomo", "ktpfl", "local"]
 

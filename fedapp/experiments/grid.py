@@ -47,7 +47,7 @@ def points(axes: Mapping[str, Sequence[str]]) -> Iterator[list[str]]:
         yield [f"{name}={value}" for name, value in zip(axes, values)]
 
 
-CHOOSING = ("trained", "received")
+CHOOSING = ("tuned", "trained", "received")
 """Protocols that have a score on validation images, which are the clients' own; the first that is measured chooses."""
 
 

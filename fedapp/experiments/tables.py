@@ -34,6 +34,8 @@ from fedapp.results.statistics import (
 )  # fmt: skip
 
 PROTOCOLS = configuration.PROTOCOLS
+TUNED = "tuned"
+"""The score of methods that fine-tune; a table without such a method has no columns of it."""
 MEASURES = ("received_accuracy", "trained_accuracy", "received_balanced", "trained_balanced")
 """Columns of final.csv that methods are tested on."""
 SPREAD = ("std", "worst_decile", "worst")
@@ -81,6 +83,7 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
     alone = {(j.setting, j.seed): j.result for j in reversed(jobs) if j.variant.method == "local"}
     metrics = dict.fromkeys(name for j in jobs for name in j.result.metrics)
     unseen = dict.fromkeys(p for j in jobs for p in j.result.unseen_scores)
+    tuned = (TUNED,) if any(TUNED in j.result.protocols for j in jobs) else ()
     rows = []
     for job in jobs:
         run, summary = job.result, job.result.summary
@@ -88,7 +91,7 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
             **describe(job), "clients": summary["clients"], "rounds": summary["rounds"],
             "round": summary.get("round", summary["rounds"]),
         }  # fmt: skip
-        for p in PROTOCOLS:
+        for p in (*PROTOCOLS, *tuned):
             scores = summary["accuracy"].get(p, {})
             goal = target
             if goal is None and (job.setting, job.seed) in references:
@@ -232,6 +235,7 @@ def setting_title(part: pd.DataFrame) -> str:
 
 
 SCORES: Mapping[str, str] = {
+    "tuned": "tuned_last",
     "trained": "trained_last", "received": "received_last", "trained, last round's clients": "trained_participants",
     "validation": "trained_validation",
     "balanced received": "received_balanced", "balanced trained": "trained_balanced", "global": "global_last",
@@ -249,7 +253,8 @@ def meaning(jobs: Sequence[Job]) -> str:
     chosen = {j.result.selected for j in jobs}
     moment = {True: "the round that validation images chose", False: "the last round"}
     received = f"after {' or '.join(moment[c] for c in sorted(chosen))}, before local training"
-    return f"received: {received}; trained: {' or '.join(last[a] for a in sorted(after, reverse=True))}"
+    tuned = "tuned: received, then fine-tuned by the method; " if any(TUNED in j.result.protocols for j in jobs) else ""
+    return f"{tuned}received: {received}; trained: {' or '.join(last[a] for a in sorted(after, reverse=True))}"
 
 
 def print_tables(
@@ -328,9 +333,9 @@ def _tables(
     yield (
         f"{setting_title(part)}, after {int(part['rounds'].max())} rounds, in %{spread_over}\n({meaning})",
         part,
-        {name: partial(_score, column=c) for name, c in SCORES.items() if part[c].notna().any()},
+        {name: partial(_score, column=c) for name, c in SCORES.items() if c in part and part[c].notna().any()},
     )
-    further = {f"{p}_{name}": f"{p} {name}" for p in PROTOCOLS for name in metrics}
+    further = {f"{p}_{name}": f"{p} {name}" for p in (*PROTOCOLS, TUNED) for name in metrics}
     if shown := [c for c in further if c in part and part[c].notna().any()]:
         worst = {f"trained_{name}_worst_decile": f"trained {name}, worst tenth" for name in metrics}
         columns = {**further, **worst}

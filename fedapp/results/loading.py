@@ -30,7 +30,7 @@ from fedapp.results.runs import RUN_MARK, RunResult, read_json, read_run
 def load(
     run_dir: str | Path,
     client: int | str | None = None,
-    point: Literal["trained", "received"] = "trained",
+    point: Literal["trained", "received", "tuned"] = "trained",
     allow: str = "",
 ) -> LoadedModel:
     """Return a model that a run has trained, as a module in evaluation mode that takes raw samples.
@@ -39,8 +39,8 @@ def load(
     ----------
     run_dir : a run directory; on a node `STATE-DIR/<federation>`, or the folder of a client in it.
     client : number of the client, as in final.csv, or its name in the data; None = the global model of the method.
-    point : `trained` = after local training, `received` = as the server sent it; see the head of this module. The
-        attribute `about` says which model was found.
+    point : `trained` = after local training, `received` = as the server sent it, `tuned` = fine-tuned, by methods
+        that do so; see the head of this module. The attribute `about` says which model was found.
     allow : own models that the run may name, `package.module:function` or `package.*` with commas between them; their
         code is imported.
 
@@ -127,11 +127,14 @@ def _client(run: RunResult, config: RunConfig, client: int, point: str, allow: s
     more: dict[str, Any] = {"client": client, "name": names[client] if client < len(names) else ""}
     kept = run.out / "models" / "clients" / str(client) / FILES[point]
     if kept.is_file():
-        when = f"after round {scored}" + (" and one more local training" if point == "trained" else ", as received")
+        after = {"trained": " and one more local training", "tuned": ", fine-tuned"}
+        when = f"after round {scored}" + after.get(point, ", as received")
         return read_model(kept, more={**more, "when": when}, allow=allow)
-    if point == "received":
+    if point != "trained":
         if run.alone:
             raise BadRequest(f"clients of {run.method} receive nothing: leave out point")
+        if point == "tuned" and "tuned" not in run.protocols:
+            raise BadRequest(f"clients of {run.method} do not fine-tune what they receive: leave out point")
         raise BadRequest(
             f"{run.out} has not kept what client {client} received: run again with keep-models = true (up to 100 "
             "clients it is the default), or take the model after training"

@@ -36,7 +36,7 @@ from fedapp.models import ModelOptions, SplitModel, weights
 from fedapp.transport import selection
 
 SCHEMA = 1
-FILES = {"trained": "personal.safetensors", "received": "received.safetensors"}
+FILES = {"trained": "personal.safetensors", "received": "received.safetensors", "tuned": "tuned.safetensors"}
 """The file of each point, which is the score of the model in it, in the folder of a client."""
 
 if TYPE_CHECKING:  # slow to import, and every client imports this module to store its model
@@ -65,7 +65,7 @@ def keep(
 
     Parameters
     ----------
-    protocol : the score, `trained` or `received`, whose model it is.
+    protocol : the score, `trained`, `received` or `tuned`, whose model it is.
     server_round : the round of the model's last training, or of the server's model if it is as received.
     """
     task = client.task
@@ -82,7 +82,9 @@ def keep(
         "scalars": dict(scalars),
     }
     durable = client.store is not None and client.store.durable
-    write_safetensors(path, selection.everything(client.scored(protocol)), header, durable)
+    write_safetensors(
+        path, selection.everything(client.tuned if protocol == "tuned" else client.scored(protocol)), header, durable
+    )
 
 
 class LoadedModel(nn.Module):

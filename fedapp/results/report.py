@@ -312,7 +312,7 @@ def of_comparison(comparison: Comparison) -> tuple[str, Gallery]:
         majority=mean_and_std(r.card.get("majority_mean") for r in finished)[0],
         test_images=_test_images(finished),
         others=list(_other_tables(comparison)),
-        meaning=meaning(PROTOCOL_TEXT),
+        meaning=meaning(_protocols(comparison.runs)),
         chosen=any(r.selected for r in finished),
         tables={
             "counts": _counts(finished[0]) if finished else None,
@@ -326,6 +326,7 @@ def of_comparison(comparison: Comparison) -> tuple[str, Gallery]:
 
 
 COLUMNS = (
+    ("tuned", "tuned", "last"),
     ("trained", "trained", "last"), ("received", "received", "last"), ("trained balanced", "trained", "balanced"),
     ("received balanced", "received", "balanced"), ("global", "global", "last"),
     ("trained, validation", "trained", "validation"),
@@ -389,7 +390,7 @@ def _setting_tables(comparison: Comparison, runs: Sequence[RunResult]) -> dict[s
     head = [f"completed rounds to {level}", "traffic of these"] if level else []
     significance, reference = _significance(comparison, runs)
     return {
-        "meaning": meaning(p for p in PROTOCOL_TEXT if any(p in r.protocols for r in runs)),
+        "meaning": meaning(_protocols(runs, always=())),
         "accuracy": Table(["accuracy in %", *scores], _score_rows(names, scores)),
         "further": Table(["further, in %", *further], _score_rows(names, further)),
         "metrics": Table(
@@ -408,8 +409,8 @@ def _setting_tables(comparison: Comparison, runs: Sequence[RunResult]) -> dict[s
 
 
 def _weakest(run: RunResult) -> tuple[float, float]:
-    """Worst client and worst tenth after local training, else of the received models."""
-    return run.weakest("trained" if "trained_accuracy" in run.final else "received")
+    """Worst client and worst tenth after fine-tuning or local training, else of the received models."""
+    return run.weakest(next((p for p in ("tuned", "trained") if f"{p}_accuracy" in run.final), "received"))
 
 
 def _score_rows(names: Iterable[str], columns: Mapping[str, Sequence[Sequence[float]]]) -> list[list[Any]]:
@@ -483,16 +484,21 @@ def _other_tables(comparison: Comparison) -> Iterable[tuple[str, int, Table]]:
         yield name[:1].upper() + name[1:], len(table), Table(table.columns, rows)
 
 
+def _protocols(runs: Sequence[RunResult], always: Sequence[str] = configuration.PROTOCOLS) -> list[str]:
+    """Return the scores that some run has, and those that `always` have a column, in the order of the tables."""
+    return [p for p in PROTOCOL_TEXT if p in always or any(p in r.protocols for r in runs)]
+
+
 def _runs_table(comparison: Comparison) -> Table:
-    keys = varying(comparison.runs)
+    keys, protocols = varying(comparison.runs), _protocols(comparison.runs)
     rows = [
         [
             place(run, comparison), Cell(str(run.seed)), *(str(run.flat.get(k, "")) for k in keys),
-            *(share(run.score(p)) for p in PROTOCOL_TEXT), int(run.summary.get("dropped") or 0), run.ok,
+            *(share(run.score(p)) for p in protocols), int(run.summary.get("dropped") or 0), run.ok,
         ]
         for run in comparison.runs[:MOST_ROWS]
     ]  # fmt: skip
-    return Table(["run", "seed", *keys, *(f"{p} %" for p in PROTOCOL_TEXT), "dropped", "finished"], rows)
+    return Table(["run", "seed", *keys, *(f"{p} %" for p in protocols), "dropped", "finished"], rows)
 
 
 def _comparison_warnings(comparison: Comparison) -> Table:

@@ -37,6 +37,7 @@ RUN_MARK = "config.toml"
 PROTOCOL_TEXT = {
     "received": "before local training",
     "trained": "after local training",
+    "tuned": "after fine-tuning what was received",
     "global": "the one global model on the central test set",
 }
 """What each protocol means, as every table and figure says it."""
@@ -198,7 +199,7 @@ class RunResult:
     @property
     def protocols(self) -> tuple[str, ...]:
         """Protocols that were measured, in the order of the tables; `trained` alone for Standalone."""
-        measured = tuple(p for p in PROTOCOL_TEXT if f"{p}_accuracy" in self.rounds)
+        measured = tuple(p for p in PROTOCOL_TEXT if any(f"{p}_accuracy" in t for t in (self.rounds, self.final)))
         return ("trained",) if self.alone else measured
 
     @property

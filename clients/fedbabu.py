@@ -1,0 +1,60 @@
+"""FedBABU, local step. Oh, Kim, Yun, FedBABU: Toward Enhanced Representation for Federated Image Classification,
+ICLR 2022.
+
+| symbol (paper)     | here                                                                       |
+|--------------------|----------------------------------------------------------------------------|
+| theta_ext          | `model.features`, the body                                                 |
+| theta_cls          | `model.head`: random, the same for all, never trained in the federation    |
+| tau                | `local-epochs`                                                             |
+| fine-tuning        | `tuning`, on a copy of what was received, after the last round             |
+
+Local loss: cross-entropy, over the body alone. For its last score each client trains a copy of the global model, by
+default body and head, for `tune_epochs` with the settings of its training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+from pydantic import Field
+
+from clients.base import FedClient
+from fedapp.errors import BadRequest
+from fedapp.learning.training import Phase
+from fedapp.method import ALL, HEAD, BaseHParams
+
+BODY = ("features.",)
+PARTS = {"body": BODY, "head": HEAD, "full": ALL}
+
+
+class FedBABUHParams(BaseHParams):
+    """Hyperparameters of FedBABU."""
+
+    weights: Literal["samples", "uniform"] = Field(
+        "samples", description="how bodies are averaged: by n_k, or all alike (released code)"
+    )
+    tune: Literal["full", "head", "body"] = Field(
+        "full", description="what is fine-tuned for the last score (paper: all three, full as a rule)"
+    )
+    tune_epochs: int = Field(5, ge=0, description="epochs of fine-tuning (released code: 5); 0 = none")
+
+
+class FedBABUClient(FedClient):
+    """Trains the body under a head that stays as it is."""
+
+    def check_training(self) -> None:
+        """Refuse a body of which nothing is trained."""
+        super().check_training()
+        if not any(p.requires_grad for model in self.trained_models() for p in model.features.parameters()):
+            raise BadRequest("fedbabu trains the body alone, and freeze leaves nothing of it: freeze fewer layers")
+
+    def phases(self) -> Sequence[Phase]:
+        """Train the body."""
+        return [Phase(self.step_loss, self.train_spec(), BODY)]
+
+    def tuning(self) -> Sequence[Phase]:
+        """Train what `tune` says, on batches of its own."""
+        spec = replace(self.train_spec(), epochs=self.hparams.tune_epochs)
+        return [Phase(self.step_loss, spec, PARTS[self.hparams.tune], "tune")]
