@@ -164,6 +164,8 @@ def _answer(
     if stage == "train":
         arrays, count, metrics = client.train_round(payload, server_round, balanced=balanced)
         facts = client.state_facts()
+        if client.store is not None and client.store.ignored:
+            print(f"fedapp: nothing of a damaged file is needed here: {plain(client.store.ignored)}", flush=True)
         _remember(context, client, server_round)
         if config.lost_state == "restart":
             metrics["restarted"] = int("state-lost" in facts)

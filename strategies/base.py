@@ -36,7 +36,7 @@ from typing import Any, ClassVar
 
 from fedapp import sampling
 from fedapp.core.averages import RunningMean
-from fedapp.core.robust import Robust, RobustMean
+from fedapp.core.robust import Robust, RobustMean, needed
 from fedapp.learning.task import ModelSpec, Task
 from fedapp.method import (
     Array,
@@ -52,7 +52,7 @@ from fedapp.method import (
     ServerContext,
     ServerState,
 )
-from fedapp.transport.client_manager import ClientManager, Spoiled, Traffic
+from fedapp.transport.client_manager import ClientManager, RoundFailed, Spoiled, Traffic
 from strategies import _soundness
 from strategies._flower import FlowerLoop
 
@@ -304,6 +304,15 @@ class FedStrategy(FlowerLoop):
             # A rule holds for a number of clients. So all must have arrived before it begins.
             good = iter(list(good))
             manager.require(result.traffic, server_round)
+            # A client that was blocked lies no more, so that the rule has fewer liars to bear.
+            liars = max(0, self.robust.f - len(manager.offences.blocked))
+            least = needed(self.robust.averages, liars)
+            if len(result.traffic.answered) < least:
+                raise RoundFailed(
+                    f"round {server_round}: {len(result.traffic.answered)} good replies, and robust needs {least} "
+                    f"against {liars} liars: raise min-replies, or lower robust-f",
+                    server_round,
+                )
         sizes = [manager.infos[c].num_samples for c in self._taking_part(manager)]
         new = self.aggregate_believed(state, server_round, good, sizes)
         for _ in replies:

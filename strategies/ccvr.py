@@ -43,6 +43,8 @@ class CCVR(PostHoc):
 
     settings: ClassVar[CCVRHParams] = CCVRHParams()
     answers: ClassVar[Mapping[str, str]] = {"statistics": STATISTICS, "totals": STATISTICS, "features": FEATURES}
+    counted: Mapping[int, Array] = {}
+    """Class counts of the first of two answers, by client, while the second one is asked for."""
 
     def finalize(self, state: ServerState, query: Query) -> ServerState:
         """Query statistics, draw virtual representations, re-train the head, and score before and after."""
@@ -83,9 +85,12 @@ class CCVR(PostHoc):
         replies, question, centres = [], w, None
         if self.settings.cov == "sums":
             count, total = np.zeros(c, dtype=np.int64), np.zeros((c, d))
-            for _, arrays in self.answers_to(query, "totals", Payload(common=w)):
+            counted = {}
+            for reply, arrays in self.answers_to(query, "totals", Payload(common=w)):
+                counted[reply.client] = arrays["count"]
                 count += arrays["count"]
                 total += arrays["sum"]
+            self.counted = counted
             centres = total / np.maximum(count, 1)[:, None]  # Eq. 3
             question = {**w, CENTRES: centres}
         pool = MomentsPool(c, d, self.settings.cov, centres)
@@ -121,6 +126,9 @@ class CCVR(PostHoc):
         problem = gaussian.problem_of(arrays, self.settings.cov, c, d)
         if problem is None and arrays["count"].sum() > reply.num_samples:
             return f"statistics of {arrays['count'].sum()} samples from a client of {reply.num_samples}"
+        before = self.counted.get(reply.client) if kind == "statistics" else None
+        if problem is None and before is not None and not np.array_equal(before, arrays["count"]):
+            return "its class counts are not those of its first answer"
         return problem
 
     def repair(self, state: ServerState) -> Payload:

@@ -10,7 +10,8 @@ import shutil
 import socket
 import ssl
 import subprocess
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from typer.testing import CliRunner
 from fedapp import config
 from fedapp.cli import app
 from fedapp.client_app import app as client_app
-from fedapp.engines import gate
+from fedapp.engines import gate, patience
 from fedapp.errors import BadRequest
 from fedapp.transport import roster
 from fedapp.transport.client_manager import ClientManager, Settings
@@ -264,6 +265,83 @@ def test_bodies_on_the_public_listener_are_bounded(link: Deployment) -> None:
     assert post(link, link.port, PULL, b"", "Transfer-Encoding: chunked") == "411"
     both = post(link, link.port, PULL, b"", "Transfer-Encoding: chunked", "Content-Length: 3")
     assert both in ("400", "411")
+
+
+@pytest.mark.slow
+def test_connections_that_send_no_whole_request_are_closed(link: Deployment) -> None:
+    """One that says nothing, one without TLS, one that drips, and one whose body never comes; a node's own passes."""
+    context = ssl.create_default_context(cafile=str(link.folder / "certs" / "ca.crt"))
+    started = time.monotonic()
+    silent = socket.create_connection(("127.0.0.1", link.port), timeout=30)
+    head = f"POST {PULL} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n".encode()
+    others = [
+        context.wrap_socket(socket.create_connection(("127.0.0.1", link.port), timeout=30), server_hostname="localhost")
+        for _ in range(3)
+    ]
+    others[2].sendall(head + b"\r\n")
+    for i in range(8):
+        others[1].sendall(head[i : i + 1])
+        time.sleep(1)
+    assert post(link, link.port, PULL) in ("400", "401", "422")
+    for connection in (silent, *others):
+        with contextlib.suppress(OSError), connection:
+            assert connection.recv(1) == b""
+    assert patience.REQUEST - 1 < time.monotonic() - started < patience.REQUEST + 8
+
+
+def served(tests: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, crowd: int, seconds: float) -> None:
+    """Run tests against a listener in this process that answers requests with their body's length, after a pause."""
+    import threading
+
+    import uvicorn
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        size, more = 0, True
+        while more:
+            part = await receive()
+            size, more = size + len(part.get("body", b"")), part.get("more_body", False)
+        await asyncio.sleep(2 * seconds if scope["path"] == "/slow" else 0)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": str(size).encode()})
+
+    monkeypatch.setattr(patience, "REQUEST", seconds)
+    monkeypatch.setattr(patience, "CROWD", crowd)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        config = uvicorn.Config(app, http=patience.Impatient, lifespan="off", log_level="error")
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
+        thread.start()
+        try:
+            tests(listener.getsockname()[1])
+        finally:
+            server.should_exit = True
+            thread.join(20)
+
+
+def test_a_slow_request_and_a_slow_answer_pass_and_a_crowd_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tests(port: int) -> None:
+        def ask(path: str, parts: list[bytes], pause: float = 0.0) -> str:
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as it:
+                it.sendall(f"POST {path} HTTP/1.1\r\nContent-Length: {sum(map(len, parts))}\r\n\r\n".encode())
+                for part in parts:
+                    it.sendall(part)
+                    time.sleep(pause)
+                return it.recv(4096).decode().partition("\r\n")[0]
+
+        assert ask("/slow", [b"x"]).endswith("200 OK"), "the answer may take its time"
+        # 64 KiB at 160 KiB a second: longer than the limit, and fast enough for its size.
+        assert ask("/", [bytes(16 << 10)] * 8, 0.1).endswith("200 OK")
+        with contextlib.suppress(ConnectionError):
+            assert ask("/", [b"x"] * 10, 0.15) == "", "too slow for its size"
+        crowd = [socket.create_connection(("127.0.0.1", port), timeout=10) for _ in range(12)]
+        assert ask("/", [b"x"]).endswith("200 OK")
+        first, *_ = crowd
+        with contextlib.suppress(ConnectionError):
+            assert first.recv(1) == b""
+        for connection in crowd:
+            connection.close()
+
+    served(tests, monkeypatch, crowd=6, seconds=0.6)
 
 
 def test_plain_http_gets_no_answer(link: Deployment) -> None:

@@ -152,6 +152,19 @@ def test_where_the_server_sends_all_a_lost_state_costs_nothing(tmp_path: Path) -
     assert not dropped(tmp_path / "a")
 
 
+def test_where_the_server_sends_all_a_damaged_state_is_named_and_costs_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    start(tmp_path / "a", {3: damage}, method="fedavg")
+    start(tmp_path / "b", {}, method="fedavg")
+    a, b = (pd.read_csv(tmp_path / x / "clients.csv") for x in "ab")
+    columns = [c for c in a if not c.endswith("seconds")]
+    pd.testing.assert_frame_equal(a[columns], b[columns], check_exact=True)
+    assert not dropped(tmp_path / "a")
+    (line,) = [text for text in capsys.readouterr().out.splitlines() if "nothing of a damaged file" in text]
+    assert "000002.safetensors cannot be read" in line
+
+
 def test_but_its_model_as_last_trained_is_not_scored_in_place_of_another(tmp_path: Path) -> None:
     start(tmp_path / "a", {4: lambda out: None}, method="fedavg", **{"final-training": False})
     assert not dropped(tmp_path / "a")

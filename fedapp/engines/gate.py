@@ -359,6 +359,8 @@ async def _serve(
     from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
     from flwr.superlink.main import create_app
 
+    from fedapp.engines.patience import REQUEST, Impatient
+
     class Server(uvicorn.Server):
         """A server that leaves signals to the process."""
 
@@ -376,7 +378,10 @@ async def _serve(
     gate = Gate(app, max_reply, lambda text: typer.echo(f"fedapp superlink: {text}", err=True))
     private = Server(uvicorn.Config(app, **common))
     # The app's resources belong to the private listener, which starts them once.
-    public = Server(uvicorn.Config(gate, lifespan="off", limit_concurrency=CONNECTIONS, server_header=False, **common))
+    limits: dict[str, Any] = {"limit_concurrency": CONNECTIONS, "http": Impatient}
+    # A connection counts for uvicorn after the TLS handshake, for which asyncio would wait 60 seconds.
+    asyncio.constants.SSL_HANDSHAKE_TIMEOUT = REQUEST  # type: ignore[attr-defined]
+    public = Server(uvicorn.Config(gate, lifespan="off", server_header=False, **limits, **common))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

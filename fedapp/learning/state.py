@@ -42,6 +42,10 @@ class StateError(RuntimeError):
     """A stored state cannot be used; the message names the file and the remedy."""
 
 
+class DamagedError(StateError):
+    """A file of a state cannot be read."""
+
+
 @dataclass(frozen=True)
 class Stored:
     """One stored state: the round after which it was written (0 for that of an earlier run), and its arrays by name.
@@ -184,7 +188,7 @@ def read_checked(path: Path, prefix: str = "", remedy: str = AFRESH) -> tuple[Ar
                     raise ValueError(f"{field} of '{name}' is {found}, its header says {wanted}")
         return arrays, header, _digest(contents)
     except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError) as e:
-        raise StateError(f"{path} cannot be read ({e}); {remedy}") from e
+        raise DamagedError(f"{path} cannot be read ({e}); {remedy}") from e
 
 
 def read_safetensors(path: Path, prefix: str = "") -> tuple[Arrays, dict[str, object]]:
@@ -240,6 +244,7 @@ class ClientStore:
     Attributes
     ----------
     lost : why the client begins anew although the server knows of a state; empty = it does not.
+    ignored : which file could not be read where nothing of it is needed; empty = none.
     written : digest of the state that was saved last, the first 32 hexadecimal digits.
     """
 
@@ -263,6 +268,7 @@ class ClientStore:
         self.durable = durable
         self.expected = expected or Expected()
         self.lost = ""
+        self.ignored = ""
         self.written = ""
 
     def _files(self) -> list[tuple[str, int, Path]]:
@@ -285,7 +291,8 @@ class ClientStore:
         Parameters
         ----------
         prefix : read only the arrays whose names begin with it.
-        needed : whether the state must be the expected one even where `expected` is not binding.
+        needed : whether the state must be the expected one even where `expected` is not binding. If not, a file that
+            cannot be read counts as absent, and `ignored` says which.
 
         Raises
         ------
@@ -307,6 +314,9 @@ class ClientStore:
                         f"this client last sent, or another's; {BEGIN_ANEW}"
                     )
         except StateError as e:
+            if isinstance(e, DamagedError) and self.expected.digest and not (needed or self.expected.binding):
+                self.ignored = str(e)
+                return None
             if not (self.expected.restart and self.expected.digest):
                 raise
             self.lost = str(e)
