@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -46,13 +47,12 @@ def put(name: str, array: np.ndarray) -> Change:
     return lambda c: c[ARRAYS].__setitem__(name, FlowerArray(array))
 
 
-def raw(**fields: Any) -> Change:
-    """Change what a record says of the bias, or its bytes."""
+def raw(name: str = "head.bias", **fields: Any) -> Change:
+    """Change what a record says of an array, or its bytes."""
 
     def change(content: RecordDict) -> None:
-        array = content[ARRAYS]["head.bias"]
-        for name, value in fields.items():
-            setattr(array, name, value)
+        for field, value in fields.items():
+            setattr(content[ARRAYS][name], field, value)
 
     return change
 
@@ -241,6 +241,41 @@ def test_no_metric_raises(name: str, value: Any) -> None:
     content = honest()
     content[METRICS].__dict__.setdefault("_data", {})[name] = value  # past Flower's own check of types
     assert isinstance(boundary.read(message(content), CONTRACT), (Good, Refused))
+
+
+MANY = {f"features.{k}.weight": (256, 256) for k in range(40)}
+"""The arrays of a model of 10 MB."""
+
+
+def peak_of(content: RecordDict, contract: Contract) -> tuple[Good | Refused, int]:
+    """Read a reply; return the largest memory that this took beside the reply itself, in bytes."""
+    sent = message(content)
+    tracemalloc.start()
+    try:
+        got = boundary.read(sent, contract)
+        return got, tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("wire", ["fp32", "fp16"])
+def test_reading_a_reply_takes_less_than_twice_the_size_of_the_contract(wire: str) -> None:
+    """However much a node sends: what is more than the contract's size is refused before it is decoded."""
+    contract = dataclasses.replace(CONTRACT, arrays=MANY, wire_dtype=wire, metrics=lambda name: True)
+    size = sum(4 * a * b for a, b in MANY.values())
+
+    def content(times: int = 1, **more: np.ndarray) -> RecordDict:
+        arrays = {n: np.ones((times * a, b), np.float32) for n, (a, b) in MANY.items()}
+        return reply_content({**arrays, **more}, {"num-examples": 7, **SCORES}, {"client": 1}, wire)
+
+    good, most = peak_of(content(), contract)
+    assert isinstance(good, Good) and size <= most < 2 * size
+    for hostile in (content(20), content(lar=np.ones((20 * size >> 12, 1 << 10), np.float32))):
+        got, most = peak_of(hostile, contract)
+        assert isinstance(got, Refused) and got.offence == IMPOSSIBLE and most < size // 10, got
+    claimed = content()
+    raw(shape=(1 << 30,), name="features.0.weight")(claimed)
+    assert peak_of(claimed, contract)[1] < size // 10
 
 
 # ---- registration ----------------------------------------------------------------------------------------------------
