@@ -285,7 +285,8 @@ def test_connections_that_send_no_whole_request_are_closed(link: Deployment) -> 
     assert post(link, link.port, PULL) in ("400", "401", "422")
     for connection in (silent, *others):
         with contextlib.suppress(OSError), connection:
-            assert connection.recv(1) == b""
+            while connection.recv(4096):
+                pass  # Flower may answer before the body is there
     assert patience.REQUEST - 1 < time.monotonic() - started < patience.REQUEST + 8
 
 
