@@ -30,6 +30,7 @@ ORDER = [
     "fed3r",
     "lda",
     "fedcof",
+    "pccvr",
     "lgfedavg",
     "fedproto",
     "ktpfl",

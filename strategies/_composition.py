@@ -87,7 +87,7 @@ def built_on(outer: Method, settings: Any, lookup: Callable[[str], Method]) -> M
         per_class=outer.per_class if base.per_class is None else "",
         same_width=base.same_width,
         defaults=base.defaults,
-        metrics=(*base.columns, *base.metrics),
+        metrics=(*base.columns, *base.metrics, *outer.metrics),
         queries=(*base.queries, *outer.queries),
         columns=(*base.columns, *outer.columns),
         guards=lambda hparams: outer_guards(outer.guarded_by(hparams), base.guarded_by(inner)),

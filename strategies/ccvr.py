@@ -181,7 +181,13 @@ def retrain(
 
 def resolve(hparams: CCVRHParams, lookup: Callable[[str], Method]) -> Method:
     """Return the base method with statistics and calibration added; features leave a client for the oracle alone."""
-    outer = METHOD if hparams.oracle else dataclasses.replace(METHOD, extra_up=(STATISTICS,), per_class="min_count")
+    return composed(METHOD, hparams, lookup)
+
+
+def composed(outer: Method, hparams: CCVRHParams, lookup: Callable[[str], Method]) -> Method:
+    """Return `outer`, which is CCVR or built on it, on its base."""
+    if not hparams.oracle:
+        outer = dataclasses.replace(outer, extra_up=(STATISTICS,), per_class="min_count")
     return built_on(outer, hparams, lookup)
 
 

@@ -28,6 +28,7 @@ READS = (
     "fed3r",
     "lda",
     "fedcof",
+    "pccvr",
     "fedproto",
     "fedkd",
     "fd",

@@ -260,6 +260,7 @@ def test_every_method_that_tells_of_classes_says_so() -> None:
         "lda": "min_count",
         "fedpac": "",
         "pfedfda": "min_count",
+        "pccvr": "",
     }
     beside = {m.id for m in registry.discover().values() if m.extra_up} - found.keys()
     # Small models, soft predictions on public images, control variates, one mean of all samples.

@@ -60,7 +60,7 @@ def state_after(run: RunResult) -> dict[str, Any]:
 def test_the_methods_that_average_are_known() -> None:
     assert set(GUARDED) == {
         "ccvr", "cfl", "fedavg", "fedavgm", "fedclassavg", "fedkd", "fednh", "fedproto", "fedprox", "feduv", "fml",
-        "ifca", "lgfedavg", "moon",
+        "ifca", "lgfedavg", "moon", "pccvr",
         "fedper",
         "scaffold",
         "fedrep",
@@ -72,7 +72,7 @@ def test_the_methods_that_average_are_known() -> None:
     assert NONE == ["fd", "fedamp", "fedfomo", "ktpfl", "local"]
 
 
-@pytest.mark.parametrize("method", [m for m in GUARDED if m not in ("fednh", "ccvr")])
+@pytest.mark.parametrize("method", [m for m in GUARDED if m not in ("fednh", "ccvr", "pccvr")])
 def test_one_liar_of_five_cannot_pull_a_method_away(method: str, tmp_path: Path) -> None:
     plain = federate(tmp_path / "plain", [0], far_away, method=method, **QUICK)
     guarded = federate(tmp_path / "guarded", [0], far_away, method=method, robust="krum", robust_f=1, **QUICK)
