@@ -93,6 +93,7 @@ class FedPACClient(FedClient):
     global_means: Tensor
     known: Tensor
     target: Tensor
+    pulled: bool
     before: Arrays
 
     def receive(self, payload: Payload) -> None:
@@ -116,6 +117,7 @@ class FedPACClient(FedClient):
         h, v = collaboration_statistics(found)
         self.before = {"h": h.float().cpu().numpy(), "v": torch.tensor([v]).numpy()}
         self.target = torch.where(self.known[:, None], self.global_means, found.means.float())
+        self.pulled = self.hparams.lam > 0 and bool(self.known.any())  # asked here: in each step a GPU would wait
 
     def phases(self) -> Sequence[Phase]:
         """Return both phases; a newcomer trains its head alone, as in FedRep."""
@@ -128,7 +130,7 @@ class FedPACClient(FedClient):
 
     def body_loss(self, batch: Batch) -> Tensor:
         """Return CE + mu * mean (h - c_y)^2; exactly FedRep's loss where mu is 0 or no class mean is known."""
-        if self.hparams.lam == 0 or not bool(self.known.any()):
+        if not self.pulled:
             return self.step_loss(batch)
         z = self.model.represent(batch.x)
         pull = F.mse_loss(z.float(), self.target[batch.y])

@@ -158,7 +158,7 @@ def test_the_worked_pull() -> None:
     one, payload = client([0] * 4, np.zeros((4, 64)))
     one.restore(1, payload)
     one.receive(payload)
-    one.known = torch.tensor([True, True])
+    one.pulled = True
     one.target = torch.tensor([[0.933333, 0.133333], [0.25, 0.75]])
     one.model.represent = lambda x: z  # type: ignore[method-assign]
     one.model.classify = lambda z: torch.zeros(2, 4)  # type: ignore[method-assign]
