@@ -139,3 +139,16 @@ def test_statistics_that_stay_at_the_client_are_kept_for_both_models(tmp_path: P
         if kind is DittoClient:
             assert not torch.equal(client.model.features[1].running_mean, client.personal.features[1].running_mean)
     assert found[0] == found[1]
+
+
+def test_passes_over_both_models_and_of_a_newcomer_over_its_own() -> None:
+    task = one_batch_task(epochs=2)
+    for personal, epochs in ((None, 4), (5, 7)):
+        hparams = DittoHParams(personal_epochs=personal)
+        assert DittoClient.epochs_in(3, 2, hparams) == epochs and DittoClient.epochs_in(0, 2, hparams) == 0
+        client = DittoClient(task, METHOD, hparams)
+        client.train_round(whole(model_like(task)), 1)
+        assert client.report.samples == 12 * epochs
+        client.meet(whole(model_like(task)), 3, "unseen_trained@3", 3)
+        assert client.report.samples == 12 * 3
+        assert equal(everything(client.model), whole(model_like(task)).common), "w is as it was sent"
