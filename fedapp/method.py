@@ -196,6 +196,8 @@ class Method:
     metrics : its other numbers. The server refuses a reply with a number that neither names.
     guards : what can be done against clients that lie, or a function of the hyperparameters that gives it: `rules` of
         `robust` for averages, `own` rule of the method, `count-cap` where sample counts are weights.
+    linear : whether logits are the linear head's, on what `head_input` makes of a representation; only such a head can
+        be calibrated by another method.
     warn : `warn(hparams, optimizer, augment)` returns a warning if the settings are known not to work together, else
         None.
     """
@@ -221,6 +223,7 @@ class Method:
     columns: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
     guards: tuple[str, ...] | Callable[[Any], tuple[str, ...]] = ("rules", "count-cap")
+    linear: bool = True
     warn: Callable[[Any, str, str], str | None] | None = None
 
     def shared_prefixes(self, hparams: BaseHParams) -> tuple[str, ...]:

@@ -46,6 +46,7 @@ ORDER = [
     "scaffold",
     "feddbe",
     "fedbabu",
+    "fedetf",
     "fedtgp",
     "fedghg",
     "pfedfda",

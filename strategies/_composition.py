@@ -122,11 +122,8 @@ def base_hparams(base: Method, text: str) -> BaseHParams:
 
 
 def leaves_one_head(base: Method, hparams: BaseHParams) -> bool:
-    """Whether a method ends with one global model, sent whole to the clients.
-
-    Every model is a `SplitModel`: its logits are its linear head's, on what `head_input` makes of a representation.
-    """
-    return base.resolve is None and base.global_model and set(ALL) <= set(base.shared_prefixes(hparams))
+    """Whether a method ends with one global model, sent whole to the clients, whose logits are its linear head's."""
+    return base.resolve is None and base.global_model and base.linear and set(ALL) <= set(base.shared_prefixes(hparams))
 
 
 class PostHoc(FedStrategy):

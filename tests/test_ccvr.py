@@ -44,7 +44,7 @@ from tests import handmade
 from tests.handmade import deterministic
 
 W, B = "head.weight", "head.bias"
-BASES = sorted(m.id for m in registry.discover().values() if m.global_model and m.resolve is None)
+BASES = sorted(m.id for m in registry.discover().values() if m.global_model and m.linear and m.resolve is None)
 """Every method with one global model, with one of its own or not."""
 PRIVATE = ("fedrod",)
 """Those whose clients add something of their own to it."""

@@ -127,6 +127,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "feduv": {"lam": 2.5, "mu": 0.5},
     "feddbe": {"kappa": 50.0, "mu": 1.0, "mean": "split", "memory": True},
     "fedbabu": {"weights": "samples", "tune": "full", "tune_epochs": 5},
+    "fedetf": {
+        "gamma": 1.0,
+        "absent": "one",
+        "scale": None,
+        "train_scale": True,
+        "etf": True,
+        "tune_epochs": 1,
+        "tune_cycles": 3,
+        "tune_etf": 1,
+        "tune_projection": 1,
+    },
     "scaffold": {"server_lr": 1.0, "weights": "uniform", "correct": True},
     "fedtgp": {
         "lam": 10.0,

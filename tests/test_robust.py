@@ -68,6 +68,7 @@ def test_the_methods_that_average_are_known() -> None:
         "fedrod",
         "feddbe",
         "fedbabu",
+        "fedetf",
     }  # fmt: skip
     assert NONE == ["fd", "fedamp", "fedfomo", "ktpfl", "local"]
 

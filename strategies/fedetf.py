@@ -1,0 +1,31 @@
+"""FedETF. Li et al., No Fear of Classifier Biases: Neural Collapse Inspired Federated Learning with Synthetic and Fixed
+Classifier, ICCV 2023: all clients train towards the corners of one simplex, which needs no training and no message.
+
+Symbols    theta, Q, q, s -> state["model"]["features.*", "head.*", "scale"]     M -> computed from C at every client
+Server:    FedAvg of theta, Q, q, s, weighted by n_k.
+With `etf=false gamma=0` it is FedAvg bit for bit (tested).
+"""
+
+from __future__ import annotations
+
+from clients.fedetf import SCALE, FedETFClient, FedETFHParams
+from fedapp.method import ALL, Method
+from strategies.fedavg import FedAvg
+
+
+def _shared(hparams: FedETFHParams) -> tuple[str, ...]:
+    return (*ALL, SCALE) if hparams.etf else ALL
+
+
+METHOD = Method(
+    id="fedetf",
+    title="FedETF",
+    paper="Li et al., ICCV 2023",
+    strategy=FedAvg,
+    client=FedETFClient,
+    hparams=FedETFHParams,
+    shared=_shared,
+    global_model=True,
+    linear=False,
+    travels="extractor, projection and scale, both ways",
+)
