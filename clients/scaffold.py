@@ -11,8 +11,8 @@ Federated Learning, ICML 2020.
 
 Algorithm 1:  K times  y <- y - eta (g_i(y) - c_i + c);  then option II  c_i+ = c_i - c + (x - y) / (K eta).
 For the paper's plain SGD  x - y = eta sum (g_i - c_i + c),  so that c_i+ is the mean of the K gradients g_i. Here it is
-that mean, taken step by step: it needs no step size, and so holds for every optimizer. With momentum beta the division
-by K eta would give c_i+ up to 1 / (1 - beta) times too long, and rounds diverge (tested).
+that mean, taken step by step: it needs no step size. With momentum beta the division by K eta would give c_i+ up to
+1 / (1 - beta) times too long. The default is plain SGD all the same: momentum repeats a correction that is a round old.
 """
 
 from __future__ import annotations

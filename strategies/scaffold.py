@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from clients.scaffold import CONTROL, ScaffoldClient, ScaffoldHParams
-from fedapp.method import ALL, Array, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.method import ALL, Array, Method, Payload, Reply, ServerContext, ServerState, TrainDefaults
 from fedapp.transport import selection
 from strategies.base import FedStrategy
 from strategies.fedavgm import RUNNING_STATISTICS
@@ -98,4 +98,5 @@ METHOD = Method(
     extra_up=(CONTROL,),
     global_model=True,
     travels="the whole model and a control variate, both ways",
+    defaults=TrainDefaults(momentum=0.0),
 )

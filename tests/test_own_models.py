@@ -367,7 +367,7 @@ def test_every_method_runs_with_an_own_model(method: str, tmp_path: Path, monkey
     for name in ("represent", "classify"):  # the halves of forward
         monkeypatch.setattr(SplitModel, name, looked_at(name))
     result = run(method=method, model=f"{NETS}:Net", out=tmp_path / "run", **SETTINGS)
-    assert np.isfinite(result.rounds.train_loss).all() and result.final.trained_accuracy.mean() > 0.2
+    assert np.isfinite(result.rounds.train_loss).all() and result.summary["headline"]["value"] > 0.2
     assert bool(apart) == (method in READS), "READS in tests/readme.py, for the table of docs/own-models.md"
 
 
