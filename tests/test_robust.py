@@ -69,6 +69,7 @@ def test_the_methods_that_average_are_known() -> None:
         "feddbe",
         "fedbabu",
         "fedetf",
+        "pfedfda",
     }  # fmt: skip
     assert NONE == ["fd", "fedamp", "fedfomo", "ktpfl", "local"]
 
