@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -98,7 +98,10 @@ def digest(block: Block, method: str, seed: int) -> str:
 def kept_of(block: Block, run: RunResult) -> Kept:
     """Return what is kept of a finished run."""
     table = run.final.sort_values("client")
-    shares = {name: np.round(table[f"{name}_accuracy"], 6).tolist() for name in ("received", "trained")}
+    # A method that fine-tunes before the last score is used after that.
+    after = "tuned" if "tuned_accuracy" in table else "trained"
+    columns = {"received": "received", "trained": after}
+    shares = {name: np.round(table[f"{column}_accuracy"], 6).tolist() for name, column in columns.items()}
     summary = run.summary
     return Kept(
         block=block.id, method=run.method, seed=run.seed, made=digest(block, run.method, run.seed),
@@ -160,6 +163,8 @@ def run(
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 Group = Mapping[str, Sequence[Kept]]
+Score = Literal["received", "trained"]
+SCORES: tuple[Score, ...] = ("received", "trained")
 
 
 def of_block(runs: Iterable[Kept], block: str) -> dict[str, list[Kept]]:
@@ -170,10 +175,10 @@ def of_block(runs: Iterable[Kept], block: str) -> dict[str, list[Kept]]:
     return {name: rows for name, rows in found.items() if rows}
 
 
-def gains(runs: Group, method: str) -> list[float]:
-    """Return the mean accuracy after local training minus that of training alone, of each seed that both have."""
+def gains(runs: Group, method: str, score: Score = "trained") -> list[float]:
+    """Return a mean accuracy minus that of training alone, of each seed that both have."""
     alone = {r.seed: float(np.mean(r.trained)) for r in runs.get("local", ())}
-    return [float(np.mean(r.trained)) - alone[r.seed] for r in runs.get(method, ()) if r.seed in alone]
+    return [float(np.mean(getattr(r, score))) - alone[r.seed] for r in runs.get(method, ()) if r.seed in alone]
 
 
 def gain(values: Sequence[float]) -> str:
@@ -202,24 +207,30 @@ def block_table(runs: Group) -> list[str]:
     for name in sorted(runs, key=lambda m: -float(np.mean(gains(runs, m) or [-1.0]))):
         here = runs[name]
         received = DASH if name == "local" else both([r.received for r in here])
-        difference = DASH if name == "local" else gain(gains(runs, name))
+        differences = [DASH if name == "local" else gain(gains(runs, name, score)) for score in SCORES]
         trained = both([r.trained for r in here])
-        rows.append((registry.get(name).title, len(here), received, trained, difference, better(runs, name)))
-    return markdown("method|seeds:|as received|after local training|to training alone|better off, %:", rows)
+        rows.append((registry.get(name).title, len(here), received, trained, *differences, better(runs, name)))
+    heads = "method|seeds:|as received|after local training|received to alone|trained to alone|better off, %:"
+    return markdown(heads, rows)
+
+
+def marked(values: Sequence[float]) -> str:
+    """Write a difference in points, bold where the 90 % interval of its mean excludes zero."""
+    apart = len(values) > 1 and min(interval(values)) * max(interval(values)) > 0
+    text = f"{100 * np.mean(values):+.1f}"
+    return f"**{text}**" if apart else text
 
 
 def overview_table(runs: Sequence[Kept]) -> list[str]:
-    """Build the table of differences to training alone, methods by blocks, bold where the interval excludes zero."""
+    """Build the table of differences to training alone, as received and trained, methods by blocks."""
     blocks = {b.id: of_block(runs, b.id) for b in definition().block}
     blocks = {name: found for name, found in blocks.items() if found}
     rows = []
     for name in registry.discover():
         cells = []
         for found in blocks.values():
-            values = gains(found, name) if name != "local" else []
-            apart = len(values) > 1 and min(interval(values)) * max(interval(values)) > 0
-            text = f"{100 * np.mean(values):+.1f}" if values else DASH
-            cells.append(f"**{text}**" if apart else text)
+            both = [gains(found, name, score) if name != "local" else [] for score in SCORES]
+            cells.append(" / ".join(map(marked, both)) if any(both) else DASH)
         if set(cells) != {DASH}:
             rows.append((registry.get(name).title, *cells))
     return markdown("|".join(["method", *(f"{name}:" for name in blocks)]), rows)

@@ -203,7 +203,9 @@ def test_a_round_trains_the_extractor_under_the_global_rule_and_predicts_with_th
         np.testing.assert_allclose(again.model.head.bias.detach(), head[:, -1], rtol=2e-2, atol=2e-2)
 
 
-def test_received_is_the_adapted_rule_on_the_received_extractor_and_folds_depend_on_the_round() -> None:
+def test_received_is_the_adapted_rule_on_the_received_extractor_and_folds_depend_on_the_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     task = handmade.digit_tasks(1)[0]
     sent = payload(task)
     one = PFedFDAClient(task, METHOD, PFedFDAHParams())
@@ -218,6 +220,10 @@ def test_received_is_the_adapted_rule_on_the_received_extractor_and_folds_depend
     np.testing.assert_allclose(one.model.head.weight.detach(), expected[:, :-1], rtol=1e-5)
     assert one.reply_metrics() == {"beta-mean": beta[0], "beta-cov": beta[1]} and 0 < beta.max() <= 1
     assert np.linalg.eigvalsh(own.cov).min() > -1e-9
+    drawn: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(sampling, "rng", lambda *words: drawn.append(words) or np.random.default_rng(0))  # type: ignore[func-returns-value]
+    one.adapt()
+    assert drawn == [(0, "folds", 3, 0)], "seed, round and client"
     one.before_training(sent)
     fixed = rule(one.shared, prior, 1e-4)
     np.testing.assert_allclose(one.model.head.weight.detach(), fixed[:, :-1], rtol=1e-5)
