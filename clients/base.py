@@ -101,6 +101,7 @@ class FedClient(PositionalClient):
         self.tuned: SplitModel
         self.report = TrainReport()
         self.newcomer = False  # whether `meet` scores it, which says how many epochs it trains
+        self.stored: Stored | None = None  # what `restore` has read, of which `self.own` is
         self._loaded: Stored | None = None
         self._starts_from_state = True
 
@@ -500,10 +501,12 @@ class FedClient(PositionalClient):
         self._loaded = None
         self._starts_from_state = always or self.needs_state or not self._covered(skeleton, payload)
         if self.store is not None and self._starts_from_state:
-            self._loaded = self.store.load(server_round)
-        elif self.store is not None and (private := self.store.load(server_round, "own/", needed=False)) is not None:
+            self.stored = self._loaded = self.store.load(server_round)
+        elif self.store is not None:
             # The server sends the whole model, so only the private arrays are read from the stored state.
-            self.own = selection.under("own/", private.arrays)
+            self.stored = self.store.load(server_round, "own/", needed=False)
+            if self.stored is not None:
+                self.own = selection.under("own/", self.stored.arrays)
         if self._loaded is None:
             if self._covered(skeleton, payload):
                 self.model = copy.deepcopy(skeleton)

@@ -4,7 +4,7 @@ Federated Learning, ICML 2020.
 | symbol (paper)  | here                                                                        |
 |-----------------|-----------------------------------------------------------------------------|
 | x, c            | the model as received, arrays `control/<name>` of the payload               |
-| c_i             | `self.own["control/<name>"]`, 0 at first, never sent                        |
+| c_i             | `self.own["control/<name>"]`, 0 at first                                    |
 | g_i(y)          | `p.grad` of a step                                                          |
 | K               | `self.report.steps`                                                         |
 | Delta c_i       | `control/<name>` of the reply                                               |
@@ -13,6 +13,9 @@ Algorithm 1:  K times  y <- y - eta (g_i(y) - c_i + c);  then option II  c_i+ = 
 For the paper's plain SGD  x - y = eta sum (g_i - c_i + c),  so that c_i+ is the mean of the K gradients g_i. Here it is
 that mean, taken step by step: it needs no step size. With momentum beta the division by K eta would give c_i+ up to
 1 / (1 - beta) times too long. The default is plain SGD all the same: momentum repeats a correction that is a round old.
+
+The server has c_i as the sum of the Delta c_i that it got. So a client whose last reply did not count goes on from the
+c_i before it, `self.own["counted/<name>"]`; else c would be off by that change for good.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from fedapp.method import Array, Arrays, BaseHParams, Payload
 from fedapp.transport import selection
 
 CONTROL = "control/"
+COUNTED = "counted/"
+"""Private arrays: the c_i that the server has, until it gets that of the round."""
 
 
 class ScaffoldHParams(BaseHParams):
@@ -44,7 +49,14 @@ class ScaffoldHParams(BaseHParams):
 
 
 class ScaffoldClient(FedClient):
-    """Local training with corrected gradients; the control variate c_i stays here."""
+    """Local training with corrected gradients; of the control variate c_i the changes are sent."""
+
+    def restore(self, server_round: int, payload: Payload, always: bool = False) -> None:
+        """Restore c_i as the server has it: 0 in a new run, whose c is 0."""
+        super().restore(server_round, payload, always)
+        kept = CONTROL if self.stored is None or self.stored.counted else COUNTED
+        found = {} if self.stored is not None and self.stored.round == 0 else selection.under(kept, self.own)
+        self.own = {prefix + name: a for prefix in (CONTROL, COUNTED) for name, a in found.items()}
 
     def receive(self, payload: Payload) -> None:
         """Take x, and set c aside."""

@@ -265,7 +265,9 @@ class FedStrategy(FlowerLoop):
                 manager.states, state = known, previous
                 new, result = self._train(manager, state, server_round, ids, control(server_round))
                 result.traffic.dropped[:0] = e.dropped
-            if not result.void:
+            if result.void:
+                manager.states = known  # nothing of what the clients said in this round counts
+            else:
                 previous, state = state, new
             result.seconds = time.perf_counter() - started
             proceed = callbacks.after_round(result, state)

@@ -163,6 +163,8 @@ def test_a_void_round_leaves_the_model_and_two_in_a_row_end_the_run(
     states = {r: checkpoint.load(run.out / "checkpoint", r)[1]["model"] for r in (1, 2, 3)}
     assert all(np.array_equal(states[1][n], states[2][n]) for n in states[1])
     assert not all(np.array_equal(states[2][n], states[3][n]) for n in states[1])
+    known = [checkpoint.load(run.out / "checkpoint", r)[2]["states"] for r in (1, 2, 3)]
+    assert known[0] == known[1] != known[2], "what clients stored in the void round does not count"
     monkeypatch.setattr(Wild, "rounds", {2, 3})
     with pytest.raises(RoundFailed, match=r"rounds 2 and 3 are void.*max-growth"):
         federate(tmp_path / "two", [], grown(1, set()), 3, rounds=4, max_growth=10.0, **{**FEW, "method": "fedavg"})

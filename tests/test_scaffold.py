@@ -17,7 +17,7 @@ from clients.base import FedClient
 from clients.scaffold import CONTROL, ScaffoldClient, ScaffoldHParams
 from fedapp import sampling
 from fedapp.engines.local import RunResult
-from fedapp.learning.state import ClientStore, read_safetensors
+from fedapp.learning.state import ClientStore, Expected, read_safetensors
 from fedapp.learning.training import TrainReport, batch_slices
 from fedapp.method import BaseHParams, Payload, Reply, ServerState
 from fedapp.transport import checkpoint, selection
@@ -207,6 +207,36 @@ def test_it_is_algorithm_1(tmp_path: Path) -> None:
             assert stored is not None and stored.round == 3
             found = stored.arrays[f"own/{CONTROL}{name}"]
             np.testing.assert_allclose(found, own[task.client][i], atol=1e-4 * scale)
+
+
+def test_a_reply_that_does_not_count_never_happened(tmp_path: Path) -> None:
+    """In the first round, and twice in a row: c stays the mean of the c_i, and a new run begins with none."""
+    tasks, hparams, known = digit_tasks(2, epochs=1), ScaffoldHParams(), {0: "", 1: ""}
+    strategy = Scaffold(METHOD, hparams)
+    state = strategy.init(digits_context(METHOD, hparams, tasks))
+    for server_round in range(1, 5):
+        replies = []
+        for task in tasks:
+            folder = tmp_path / "f" / str(task.client)
+            store = ClientStore(folder, "scaffold", "ab", expected=Expected(known[task.client]))
+            client, sent = ScaffoldClient(task, METHOD, hparams, store), strategy.send(state, server_round, 0)
+            arrays, n, _ = client.train_round(sent, server_round)
+            if (server_round, task.client) not in {(1, 0), (2, 1), (3, 1)}:
+                known[task.client] = store.written
+                replies.append(Reply(task.client, n, arrays, {}))
+        state = strategy.aggregate(state, server_round, iter(replies))
+    own = []
+    for task in tasks:
+        store = ClientStore(tmp_path / "f" / str(task.client), "scaffold", "ab", expected=Expected(known[task.client]))
+        client = ScaffoldClient(task, METHOD, hparams, store)
+        client.restore(5, sent)
+        own.append(selection.under(CONTROL, client.own))
+        later = ScaffoldClient(task, METHOD, hparams, ClientStore(store.folder, "scaffold", "cd", warm_start=True))
+        later.restore(1, sent)
+        assert not later.own and later.stored is not None
+    for name, c in state["control"].items():
+        np.testing.assert_allclose(c, (own[0][name] + own[1][name]) / 2, atol=1e-6)
+        assert np.abs(own[0][name] - own[1][name]).max() > 1e-4
 
 
 def test_its_first_round_is_fedavgs_and_so_is_every_one_without_correction() -> None:

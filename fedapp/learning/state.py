@@ -54,6 +54,8 @@ class Stored:
     ----------
     digest : SHA-256 of all arrays of the file, the first 32 hexadecimal digits; empty in files of schema 1.
     expected : the digest that the server expected when the state was written: that of the last one it knew of.
+    counted : whether the reply that went with the state counted, so that the server has what it said. A state of an
+        earlier run has not, and where nothing is known of a server every one has.
     """
 
     round: int
@@ -61,6 +63,7 @@ class Stored:
     arrays: Arrays
     digest: str = ""
     expected: str = ""
+    counted: bool = True
 
 
 @dataclass(frozen=True)
@@ -267,6 +270,7 @@ class ClientStore:
         self.keep = keep
         self.durable = durable
         self.expected = expected or Expected()
+        self._told = expected is not None
         self.lost = ""
         self.ignored = ""
         self.written = ""
@@ -333,7 +337,7 @@ class ClientStore:
         if self.warm_start and others:
             newest = max(others, key=lambda f: f[2].stat().st_mtime_ns)
             stored = self._read(newest, prefix)
-            return Stored(0, stored.path, stored.arrays)
+            return Stored(0, stored.path, stored.arrays, counted=False)
         return None
 
     def _read(self, file: tuple[str, int, Path], prefix: str) -> Stored:
@@ -343,7 +347,8 @@ class ClientStore:
         place = {"federation": self.folder.parent.name, "client": self.folder.name}
         remedy = "it belongs elsewhere: put this client's own file back, or delete this one"
         check_header(path, header, {**place, "run": run, "round": server_round}, remedy)
-        return Stored(server_round, path, arrays, digest[:32], str(header.get("expected", "")))
+        counted = not self._told or digest[:32] == self.expected.digest
+        return Stored(server_round, path, arrays, digest[:32], str(header.get("expected", "")), counted)
 
     def save(self, server_round: int, arrays: Arrays) -> Path:
         """Write the state after `server_round`; keep this run's newest rounds and delete rounds that are repeated.
