@@ -143,10 +143,21 @@ def test_scatter_of_means_of_the_worked_example() -> None:
 # ---- heads and temperature -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("scale", [1.0, 1 / 64, 1024.0])
+def test_an_unseen_class_loses_far_from_0_too(scale: float) -> None:
+    """Logits of the two seen classes at (50, 50): -30000; a fixed -10000 would win."""
+    b = np.array([[300.0, 0, 1], [0, 300, 1], [0, 0, 0]])
+    a = np.diag([9e4, 9e4, 2.0])
+    for rows in (sums.nearest_mean(b, "euclidean"), 100 * sums.discriminant(a, b, 0.5, "uniform")):
+        weight, bias = sums.as_head(rows, b[:, -1] > 0, scale)
+        logits = np.array([[50, 50], [300, 0], [-1000, 1000]], np.float32) @ weight.T + bias
+        assert (logits[:, 2] < logits[:, :2].max(axis=1) - 9_000).all()
+
+
 def test_a_class_without_samples_loses_and_the_scale_multiplies_logits() -> None:
     rows = np.array([[1.0, -2, 3], [9, 9, 9]])
     weight, bias = sums.as_head(rows, np.array([True, False]), 2.0)
-    assert weight.tolist() == [[2, -4], [0, 0]] and bias.tolist() == [6, sums.UNSEEN]
+    assert weight.tolist() == [[2, -4], [2, -4]] and bias.tolist() == [6, 6 + sums.UNSEEN]
     assert weight.dtype == bias.dtype == np.float32
 
 

@@ -32,7 +32,7 @@ Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
 
 UNSEEN = -1e4
-"""Bias of a class without samples: it loses against every other, and its probability is 0."""
+"""Logit of a class without samples, beside the mean logit of the others: it loses, and its probability is 0."""
 SCALES: Float64 = 2.0 ** (np.arange(-24, 41) / 4)
 """Factors for logits, 1/64 to 1024, of which `best_scale` takes one."""
 TOLERANCE = 1e-9
@@ -258,10 +258,15 @@ def cof(parts: Sequence[Float64], gamma: float) -> Float64:
 
 
 def as_head(rows: Float64, seen: npt.NDArray[np.bool_], scale: float = 1.0) -> tuple[Array, Array]:
-    """Return weight (C, d) and bias (C,) in float32, with logits times ``scale``; classes not ``seen`` never win."""
-    scaled = np.where(seen[:, None], scale * rows, 0.0)
-    bias = np.where(seen, scaled[:, -1], UNSEEN)
-    return scaled[:, :-1].astype(np.float32), bias.astype(np.float32)
+    """Return weight (C, d) and bias (C,) in float32, with logits times ``scale``; classes not ``seen`` never win.
+
+    A fixed logit would win wherever those of all others are lower, as they may be with biases of ``-||mu||^2 / 2``. The
+    mean of the others' logits never is their largest, so an unseen class gets their mean row, and `UNSEEN` beside it.
+    """
+    scaled = scale * rows
+    scaled[~seen] = scaled[seen].mean(axis=0)
+    scaled[~seen, -1] += UNSEEN
+    return scaled[:, :-1].astype(np.float32), scaled[:, -1].astype(np.float32)
 
 
 def scaled_losses(logits: torch.Tensor, labels: torch.Tensor) -> Float64:
