@@ -17,6 +17,7 @@ the server sends all of it (see `needs_state`).
 | `before_training(payload)`        | after the score `received`               | nothing                         |
 | `optimise(payload)`               | the local training                       | runs the phases                 |
 | `phases()`                        | in `optimise`                            | one, the loop over `step_loss`  |
+| `phase_epochs()`                  | when the client registers                | one phase, the run's settings   |
 | `train_spec()`, `adam_betas()`    | in `optimise`                            | the run's settings              |
 | `epochs_in(t, epochs, hparams)`   | when curves by local epochs are drawn    | the run's settings              |
 | `parameters()`, `views`           | in `optimise`                            | all parameters, one view        |
@@ -85,6 +86,8 @@ class FedClient(PositionalClient):
 
     views: ClassVar[int] = 1
     """Number of independent augmentations of each image in a step."""
+    private_logits: ClassVar[bool] = False
+    """Whether a client adds logits of its own to those of the head."""
     needs_state: ClassVar[bool] = False
     """Whether the method needs its stored model even if the server sends the whole model. `self.own` is always
     restored."""
@@ -217,7 +220,8 @@ class FedClient(PositionalClient):
         self.check_batches()
         _ = self.class_weights
         spec = self.train_spec()
-        spec.step_rates(spec.epochs * len(batch_slices(self.task.num_samples, spec.batch_size)))
+        for epochs in self.phase_epochs():
+            spec.step_rates(epochs * len(batch_slices(self.task.num_samples, spec.batch_size)))
 
     def refuse_single(self, what: str, remedy: str) -> None:
         """Raise `BadRequest` if one of the models needs two images in a batch; `what` says why there is only one."""
@@ -240,6 +244,10 @@ class FedClient(PositionalClient):
         The arrays and the numbers of the reply.
         """
         raise ValueError(f"the method '{self.method.id}' cannot answer 'query.{kind}': define answer() in its client")
+
+    def phase_epochs(self) -> Sequence[int]:
+        """Return the passes of each phase of a round, for `check_training`, which has no model yet."""
+        return [self.train_spec().epochs]
 
     def adam_betas(self) -> tuple[float, float]:
         """Return the decay rates of the two moments, for Adam and its relatives."""

@@ -69,12 +69,17 @@ class DittoClient(PrivateClient):
 
     def phases(self) -> Sequence[Phase]:
         """Return the training of w_k and that of v_k, on the same batches; a newcomer, which sends nothing, has one."""
-        spec, epochs = self.train_spec(), self.hparams.personal_epochs
-        if epochs is not None and not self.newcomer:
-            spec = replace(spec, epochs=epochs)
+        spec = self.train_spec()
+        if not self.newcomer:
+            spec = replace(spec, epochs=self.phase_epochs()[1])
         parameters = list(self.personal.parameters())
         personal = Phase(self.personal_loss, spec, model=self.personal, parameters=parameters)
         return [personal] if self.newcomer else [*super().phases(), personal]
+
+    def phase_epochs(self) -> Sequence[int]:
+        """Return the passes over w_k and over v_k."""
+        epochs, personal = self.train_spec().epochs, self.hparams.personal_epochs
+        return [epochs, epochs if personal is None else personal]
 
     def personal_loss(self, batch: Batch) -> Tensor:
         """Return h_k(v; w^t) = F_k(v) + lambda/2 ||v - w^t||^2; exactly Standalone's loss where lambda is 0."""

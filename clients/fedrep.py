@@ -51,11 +51,18 @@ class FedRepClient(PrivateClient):
             return super().phases()
         if self.newcomer:
             return [Phase(self.step_loss, spec, HEAD)]
-        body_epochs = spec.epochs if hparams.body_epochs is None else hparams.body_epochs
+        head_epochs, body_epochs = self.phase_epochs()
         return [
-            Phase(self.step_loss, replace(spec, epochs=hparams.head_epochs), HEAD),
+            Phase(self.step_loss, replace(spec, epochs=head_epochs), HEAD),
             Phase(self.step_loss, replace(spec, epochs=body_epochs), BODY, "batches.body"),
         ]
+
+    def phase_epochs(self) -> Sequence[int]:
+        """Return the passes for the head and for the body."""
+        epochs, hparams = self.train_spec().epochs, self.hparams
+        if hparams.phases == "joint":
+            return [epochs]
+        return [hparams.head_epochs, epochs if hparams.body_epochs is None else hparams.body_epochs]
 
     @classmethod
     def epochs_in(cls, server_round: int, local_epochs: int, hparams: Any) -> int:

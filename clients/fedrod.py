@@ -77,6 +77,7 @@ def log_prior(counts: Tensor, gamma: float, absent: str) -> Tensor:
 class FedRoDClient(FedClient):
     """Trains the generic model on a balanced loss, and the personal head on what is left."""
 
+    private_logits = True
     model: RoDModel
     log_prior: Tensor
     losses: Tensor

@@ -74,6 +74,11 @@ def built_on(outer: Method, settings: Any, lookup: Callable[[str], Method]) -> M
 
     def warn(hparams: BaseHParams, optimizer: str, augment: str) -> str | None:
         found = [m.warn(h, optimizer, augment) for m, h in ((base, inner), (outer, hparams)) if m.warn]
+        if base.client.private_logits:
+            found.append(
+                f"clients of {base.id} add personal logits that were trained for the head before {outer.id}: their own "
+                "scores may be worse than without it; the global model's is the one that counts"
+            )
         return "; ".join(text for text in found if text) or None
 
     return dataclasses.replace(

@@ -108,6 +108,10 @@ def test_the_personal_model_starts_at_an_initial_model_and_not_at_what_was_sent(
     seed = sampling.server_model_seed(task.seed) if start == "common" else own
     assert equal(everything(client.personal), everything(FedClient.build_model(task.spec(seed), None)))
     assert equal(everything(client.model), sent.common)
+    for protocol in ("received", "unseen_received"):
+        assert client.scored(protocol) is client.model
+    for protocol in ("trained", "unseen_trained@2"):
+        assert client.scored(protocol) is client.personal
 
 
 def test_the_personal_model_is_what_is_used_after_the_run(tiny: Tiny) -> None:

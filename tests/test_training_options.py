@@ -321,6 +321,23 @@ def test_too_few_steps_in_a_schedule_are_refused_before_training() -> None:
         FedClient(replace(task, train=spec), FEDAVG, BaseHParams()).register()
 
 
+@pytest.mark.parametrize(
+    ("method", "long", "short"),
+    [
+        ("fedrep", "head_epochs=4 body_epochs=1", "head_epochs=1 body_epochs=2"),
+        ("fedrep", "head_epochs=1 body_epochs=4", "phases=joint"),
+        ("ditto", "personal_epochs=4", "personal_epochs=1"),
+    ],
+)
+def test_too_few_steps_for_a_phase_are_refused_before_training(method: str, long: str, short: str) -> None:
+    """The rates are enough for two passes, as `local-epochs` has them."""
+    task, found = one_batch_task(epochs=2), registry.get(method)
+    task = replace(task, train=replace(task.train, step_schedule="OneCycleLR max_lr=0.1 total_steps=2"))
+    with pytest.raises(BadRequest, match=r"lr-schedule-steps = .* cannot give 4 rates"):
+        found.client(task, found, registry.parse_args(found, long)).register()
+    found.client(task, found, registry.parse_args(found, short)).register()
+
+
 # ---- class weights ---------------------------------------------------------------------------------------------------
 
 LABELS = torch.tensor([0] * 7 + [1] * 3 + [3] * 2)
