@@ -267,6 +267,7 @@ class FedStrategy(FlowerLoop):
                 result.traffic.dropped[:0] = e.dropped
             if result.void:
                 manager.states = known  # nothing of what the clients said in this round counts
+                state = {**state, **{name: new[name] for name in self.records if name in new}}
             else:
                 previous, state = state, new
             result.seconds = time.perf_counter() - started

@@ -19,6 +19,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from clients.feddbe import MEAN, FedDBEClient, FedDBEHParams
+from fedapp.errors import Impossible
 from fedapp.method import ALL, Method, Payload, Reply, ServerState
 from strategies.base import FedStrategy
 
@@ -34,10 +35,10 @@ class FedDBE(FedStrategy):
         """Refuse a mean that was not asked for or does not have d numbers."""
         mean, wanted = reply.arrays.get(MEAN), (self.context.width,)
         if "mean" in state:
-            return None if mean is None else f"'{MEAN}' was not asked for"
+            return None if mean is None else Impossible(f"'{MEAN}' was not asked for")
         if mean is None or mean.shape != wanted or not np.issubdtype(mean.dtype, np.floating):
             got = "is missing" if mean is None else f"is {mean.dtype} {mean.shape}"
-            return f"'{MEAN}' {got}, expected float32 {wanted}"
+            return Impossible(f"'{MEAN}' {got}, expected float32 {wanted}")
         return None
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:

@@ -108,7 +108,7 @@ def batches(
 class FedGH(FedStrategy):
     """Trains the header on the clients' class means and broadcasts it; `robust` screens the means first."""
 
-    records: ClassVar[tuple[str, ...]] = ("loss", "moved")
+    records: ClassVar[tuple[str, ...]] = ("covered", "loss", "moved")
 
     def init(self, context: ServerContext) -> ServerState:
         """Return theta^0, which round 1 broadcasts, and empty records of the rounds."""
@@ -135,6 +135,7 @@ class FedGH(FedStrategy):
             answers = [reply for reply, k in zip(answers, kept) if k.any()]
             lars = [LARs(r[k], x.s[k]) for x, r, k in zip(lars, rows, kept) if k.any()]
             noted = {"robust": {"left_out": left_out}}
+        noted |= self.noticed(state, answers, lars)
         # float64: a round takes many small steps, and float32 would lose digits at each.
         w, b = (theta[name].astype(np.float64) for name in ("head.weight", "head.bias"))
         lr = 0.0 if hparams.mode == "frozen" else hparams.header_lr
@@ -153,6 +154,10 @@ class FedGH(FedStrategy):
             "moved": np.append(state["moved"], moved),
             **noted,
         }
+
+    def noticed(self, state: ServerState, answers: Sequence[Reply], lars: Sequence[LARs]) -> ServerState:
+        """Return further entries of the next state, from what `passes` gets."""
+        return {}
 
     def passes(self, server_round: int, answers: Sequence[Reply], lars: Sequence[LARs]) -> Iterator[Sequence[LARs]]:
         """Yield what the header sees in each pass, client by client: their LARs. `answers` are the same clients'."""

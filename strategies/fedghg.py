@@ -15,12 +15,13 @@ With Sigma = 0 this is FedGH with `header_epochs` = M, bit for bit: that run say
 `source=pooled` draws from one Gaussian a class, as CCVR does. That means something only where features mean the
 same at all clients, so the server measures which share of the variance within classes lies between the clients' means,
     rho = sum_s sum_k b_k |mu_ks - mu_s|^2 / (that + sum_s sum_k a_k tr Sigma_ks),
-over classes of two clients or more, (a_k, b_k) as in `pool`, and refuses `source=pooled` where it is above one half.
+over classes of two clients or more, (a_k, b_k) as in `pool`, of what `robust` leaves. Where it is above one half in
+round 1 `source=pooled` is refused; later rounds above it are named in the summary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -29,7 +30,7 @@ from clients.fedghg import FedGHGClient, FedGHGHParams
 from fedapp.core.gaussian import unpack
 from fedapp.core.robust import scale_covariances
 from fedapp.core.virtual import draw, factorise
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, Impossible
 from fedapp.learning.metrics import tidy
 from fedapp.method import HEAD, NONE, Array, Method, Reply, Scored, ServerContext, ServerState
 from strategies.fedgh import FedGH, Float64, LARs
@@ -87,15 +88,17 @@ class FedGHG(FedGH):
         cov, counts = reply.arrays.get("cov"), reply.arrays.get("counts")
         shape = (rows, d * (d + 1) // 2 if s.cov == "full" else d)
         if (cov is None) != (s.cov == "none") or (counts is None) != (s.weights == "equal"):
-            return f"a reply with cov={s.cov} and weights={s.weights} has other arrays than {sorted(reply.arrays)}"
+            kind = f"a reply with cov={s.cov} and weights={s.weights}"
+            return Impossible(f"{kind} has other arrays than {sorted(reply.arrays)}")
         if cov is not None and (cov.shape != shape or cov.dtype.kind != "f"):
-            return f"cov has dtype {cov.dtype} and shape {cov.shape}, expected floating point of shape {shape}"
+            got = f"cov has dtype {cov.dtype} and shape {cov.shape}"
+            return Impossible(f"{got}, expected floating point of shape {shape}")
         if cov is not None and (cov[:, self.diagonal()] < 0).any():
             return "variances must not be negative"
         if counts is not None and (counts.shape != (rows,) or counts.dtype.kind not in "iu" or (counts < 1).any()):
-            return "counts must hold one positive whole number per class"
+            return Impossible("counts must hold one positive whole number per class")
         if counts is not None and counts.sum() > reply.num_samples:
-            return f"counts of {counts.sum()} samples from a client of {reply.num_samples}"
+            return Impossible(f"counts of {counts.sum()} samples from a client of {reply.num_samples}")
         return None
 
     def diagonal(self) -> Array:
@@ -113,36 +116,40 @@ class FedGHG(FedGH):
         mean = arrays["lar"].astype(np.float64)
         return {int(labels[i]): Gaussian(mean[i], rows[i], int(counts[i])) for i in np.argsort(labels)}
 
-    def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
-        """Train theta as FedGH does, on draws, and note rho.
+    def noticed(self, state: ServerState, answers: Sequence[Reply], lars: Sequence[LARs]) -> ServerState:
+        """Note rho.
 
         Raises
         ------
-        BadRequest : `source=pooled` of features that mean something else at each client.
+        BadRequest : `source=pooled` of features that mean something else at each client. Only in round 1: what has
+            been trained since is not lost for it.
         """
-        answers = list(replies)
         found: dict[int, list[Gaussian]] = {}
-        for reply in answers:
-            for c, one in self.gaussians(reply).items():
+        for of in self.screened(answers, lars):
+            for c, one in of.items():
                 found.setdefault(c, []).append(one)
         rho = between_share(found, self.hparams.weights == "equal")
-        if self.hparams.source == "pooled" and rho > MOST_BETWEEN and not self.hparams.force:
+        first = not len(state["between"])
+        if first and self.hparams.source == "pooled" and rho > MOST_BETWEEN and not self.hparams.force:
             raise BadRequest(
                 f"fedghg: {rho:.0%} of the variance within classes lies between clients, so their features do not mean "
                 "the same and one Gaussian a class describes none of them: use source=client, or force=true to try it"
             )
-        after = super().aggregate(state, server_round, iter(answers))
-        return {**after, "between": np.append(state["between"], rho)}
+        return {"between": np.append(state["between"], rho)}
 
-    def passes(self, server_round: int, answers: Sequence[Reply], lars: Sequence[LARs]) -> Iterator[Sequence[LARs]]:
-        """Yield draws in the place of the LARs, each pass new ones."""
+    def screened(self, answers: Sequence[Reply], lars: Sequence[LARs]) -> list[dict[int, Gaussian]]:
+        """Return each client's Gaussians by class, as far as `robust` leaves them."""
         arrays = [{**r.arrays, "ids": r.arrays["labels"], "mean": r.arrays["lar"]} for r in answers]
         if self.robust.rules and self.hparams.cov != "none":
             arrays = [{**a, "count": a.get("counts", np.full(len(a["ids"]), 2))} for a in arrays]
             scale_covariances(arrays)
         every = [self.gaussians(Reply(r.client, r.num_samples, a, {})) for r, a in zip(answers, arrays)]
         # `robust` may have shortened or left out means: they are those of `lars`.
-        own = [{int(c): g[int(c)]._replace(mean=r) for r, c in zip(x.r, x.s)} for g, x in zip(every, lars)]
+        return [{int(c): g[int(c)]._replace(mean=r) for r, c in zip(x.r, x.s)} for g, x in zip(every, lars)]
+
+    def passes(self, server_round: int, answers: Sequence[Reply], lars: Sequence[LARs]) -> Iterator[Sequence[LARs]]:
+        """Yield draws in the place of the LARs, each pass new ones."""
+        own = self.screened(answers, lars)
         sources: dict[tuple[int, ...], dict[int, Gaussian]] = {(reply.client,): g for reply, g in zip(answers, own)}
         if self.hparams.source == "pooled":
             classes = sorted({c for g in own for c in g})
@@ -162,8 +169,10 @@ class FedGHG(FedGH):
         return draw(of.mean, factorise(of.cov), self.context.rng("gaussians", *stream).standard_normal(shape))
 
     def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
-        """Return FedGH's entries and rho of every round."""
-        return {**super().report(state, final), "between_clients": [tidy(v) for v in state["between"].tolist()]}
+        """Return FedGH's entries, rho of every round and, with `source=pooled`, the rounds that it was too large in."""
+        found = {**super().report(state, final), "between_clients": [tidy(v) for v in state["between"].tolist()]}
+        apart = (np.flatnonzero(state["between"] > MOST_BETWEEN) + 1).tolist()
+        return {**found, "pooled_apart": apart} if self.hparams.source == "pooled" and apart else found
 
 
 METHOD = Method(

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from clients.scaffold import CONTROL, ScaffoldClient, ScaffoldHParams
+from fedapp.errors import Impossible
 from fedapp.method import ALL, Array, Method, Payload, Reply, ServerContext, ServerState, TrainDefaults
 from fedapp.transport import selection
 from strategies.base import FedStrategy
@@ -44,10 +45,11 @@ class Scaffold(FedStrategy):
         """Refuse control variates that are not those of the model's trained arrays."""
         found, wanted = selection.under(CONTROL, reply.arrays), state["control"]
         if found.keys() != wanted.keys():
-            return f"'{CONTROL}{min(found.keys() ^ wanted.keys())}' is missing, or was not asked for"
+            return Impossible(f"'{CONTROL}{min(found.keys() ^ wanted.keys())}' is missing, or was not asked for")
         for name, c in wanted.items():
             if found[name].shape != c.shape or not np.issubdtype(found[name].dtype, np.floating):
-                return f"'{CONTROL}{name}' is {found[name].dtype} {found[name].shape}, expected float32 {c.shape}"
+                got = f"{found[name].dtype} {found[name].shape}"
+                return Impossible(f"'{CONTROL}{name}' is {got}, expected float32 {c.shape}")
         return None
 
     def weight(self, num_samples: int) -> int:

@@ -14,7 +14,7 @@ from clients.fedghg import FedGHGClient, FedGHGHParams
 from fedapp.core.gaussian import ClassMoments, MomentsPool, moments, pack, to_arrays
 from fedapp.core.robust import Robust
 from fedapp.engines.local import RunResult
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, Impossible
 from fedapp.method import Payload, Reply, ServerState
 from strategies.fedgh import METHOD as FEDGH
 from strategies.fedgh import FedGH, header_step
@@ -192,7 +192,21 @@ def test_pooling_is_refused_where_the_features_differ_unless_forced() -> None:
     forced = strategy(source="pooled", force=True)
     assert after(forced, clients=far)["between"][0] > 0.9
     near = [moments(np.array([[0.0, 0], [9, 0]]) + k, np.zeros(2, np.int64), 3) for k in range(2)]
-    assert after(strategy(source="pooled"), clients=near)["between"][0] < 0.5
+    made = strategy(source="pooled")
+    first = after(made, clients=near)
+    assert first["between"][0] < 0.5 and "pooled_apart" not in made.report(first, {})
+    second = made.aggregate(first, 2, iter([reply(k, of) for k, of in enumerate(far)]))
+    assert second["between"][1] > 0.9 and made.report(second, {})["pooled_apart"] == [2]
+
+
+def test_one_liar_does_not_decide_whether_clients_may_be_pooled() -> None:
+    near = [moments(np.array([[0.0, 0], [9, 0]]) + 0.1 * k, np.zeros(2, np.int64), 3) for k in range(6)]
+    lie = {"labels": np.array([0], "i4"), "lar": np.array([[1e3, 1e3]], "f4"), "cov": np.zeros((1, 2), "f4")}
+    answers = [*(reply(k, of) for k, of in enumerate(near)), Reply(6, 2, lie, {})]
+    guarded, plain = (strategy(r, source="pooled") for r in (Robust(rules=("own",)), None))
+    assert guarded.aggregate(guarded.init(guarded.context), 1, iter(answers))["between"][0] < 0.1
+    with pytest.raises(BadRequest, match="100%"):
+        plain.aggregate(plain.init(plain.context), 1, iter(answers))
 
 
 @pytest.mark.parametrize(
@@ -216,7 +230,8 @@ def test_bad_replies_are_refused(change: dict[str, Any], words: str) -> None:
     good = reply(0, CLIENTS[0], counts=True)
     assert made._check(state, good) is None
     arrays = {n: a for n, a in {**good.arrays, **change}.items() if a is not None}
-    assert words in str(made._check(state, replace(good, arrays=arrays)))
+    problem = made._check(state, replace(good, arrays=arrays))
+    assert words in str(problem) and isinstance(problem, Impossible) != (words == "negative")
     full = strategy(cov="full")
     bad = {**reply(0, CLIENTS[0], "full").arrays, "cov": np.array([[1, -3, 1], [1, 0, -1]], np.float32)}
     assert full._check(state, reply(0, CLIENTS[0], "full")) is None

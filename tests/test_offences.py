@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -127,6 +128,14 @@ def grown(factor: float, rounds: set[str], kind: str = "train") -> Lie:
     return lie
 
 
+def test_without_a_limit_nobody_measures_a_reply() -> None:
+    def check(reply: Any) -> str | None:
+        return None
+
+    assert _soundness.bounded(check, {}, math.inf) is check
+    assert _soundness.bounded(check, {}, 1.0) is not check
+
+
 def test_a_model_that_grew_too_much_is_dropped(tmp_path: Path) -> None:
     run = federate(tmp_path / "run", [1], grown(50.0, {"1"}), 3, max_growth=10.0, **{**FEW, "method": "fedavg"})
     assert asked(run.out) == [(1, 1)] and list(run.rounds["void"]) == [0]
@@ -138,13 +147,15 @@ def test_a_model_that_grew_too_much_is_dropped(tmp_path: Path) -> None:
 class Wild(FedStrategy):
     """A server whose own step makes too much of good replies in some rounds."""
 
+    records = ("noted",)
     rounds: ClassVar[set[int]] = set()
     factor: ClassVar[float] = 1e3
 
     def aggregate(self, state: Any, server_round: int, replies: Any) -> Any:
         new = super().aggregate(state, server_round, replies)
         scale = self.factor if server_round in self.rounds else 1.0
-        return {**new, "model": {n: a * np.float32(scale) for n, a in new["model"].items()}}
+        noted = np.append(state.get("noted", np.zeros(0)), server_round)
+        return {**new, "model": {n: a * np.float32(scale) for n, a in new["model"].items()}, "noted": noted}
 
 
 @pytest.mark.parametrize("factor", [1e3, np.inf])
@@ -163,6 +174,8 @@ def test_a_void_round_leaves_the_model_and_two_in_a_row_end_the_run(
     states = {r: checkpoint.load(run.out / "checkpoint", r)[1]["model"] for r in (1, 2, 3)}
     assert all(np.array_equal(states[1][n], states[2][n]) for n in states[1])
     assert not all(np.array_equal(states[2][n], states[3][n]) for n in states[1])
+    noted = checkpoint.load(run.out / "checkpoint", 3)[1]["noted"]
+    assert noted.tolist() == [1, 2, 3], "records have an entry for every round"
     known = [checkpoint.load(run.out / "checkpoint", r)[2]["states"] for r in (1, 2, 3)]
     assert known[0] == known[1] != known[2], "what clients stored in the void round does not count"
     monkeypatch.setattr(Wild, "rounds", {2, 3})

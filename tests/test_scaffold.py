@@ -17,6 +17,7 @@ from clients.base import FedClient
 from clients.scaffold import CONTROL, ScaffoldClient, ScaffoldHParams
 from fedapp import sampling
 from fedapp.engines.local import RunResult
+from fedapp.errors import Impossible
 from fedapp.learning.state import ClientStore, Expected, read_safetensors
 from fedapp.learning.training import TrainReport, batch_slices
 from fedapp.method import BaseHParams, Payload, Reply, ServerState
@@ -288,4 +289,5 @@ def test_replies_that_do_not_fit_are_refused(change: dict[str, Any], reason: str
     strategy = Scaffold(METHOD, ScaffoldHParams())
     state = strategy.init(context({"x": np.zeros(1)}, 1))
     arrays = {"x": np.ones(1), CONTROL + "x": np.ones(1), **change}
-    assert reason in (strategy.check(state, reply(0, 5, {n: a for n, a in arrays.items() if a is not None})) or "")
+    problem = strategy.check(state, reply(0, 5, {n: a for n, a in arrays.items() if a is not None}))
+    assert isinstance(problem, Impossible) and reason in problem
