@@ -349,7 +349,8 @@ class Run(Callbacks):
             if i.shapes.get(name) != shape
         }
         with_weights = [i for i in self.manager.infos.values() if "weights" in i.common]
-        checksum = weights.checksum(self.config.weights) if with_weights else ""
+        # Without a file of its own the server has nothing that such a client could share.
+        checksum = weights.checksum(self.config.weights) if with_weights and self.config.weights else ""
         return found | {
             i.client: f"weights = '{self.config.weights}' is another file on the server than on the nodes (client "
             f"{i.client}), by its SHA-256, and layers in freeze must be the same everywhere: use the same file"

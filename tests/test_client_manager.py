@@ -19,10 +19,11 @@ from fedapp import server_app
 from fedapp.client_app import app as client_app
 from fedapp.config import from_flat
 from fedapp.errors import BadRequest
-from fedapp.method import Reply
+from fedapp.method import Payload, Reply
 from fedapp.transport import client_manager
 from fedapp.transport.client_manager import ClientManager, RoundFailed, Settings
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
+from fedapp.transport.offences import Blocked
 from fedapp.transport.records import INFO, METRICS
 from strategies.base import _no_arrays
 
@@ -337,6 +338,32 @@ def test_who_is_expected_is_waited_for_up_to_the_limit(monkeypatch: pytest.Monke
         clients.gather(4)
     _, clients, _ = silent(wait_timeout=0.5)
     assert len(clients.gather(0)) == 3, "where no number is given, all that are online are waited for"
+
+
+class Late(LocalGrid):
+    """A grid whose nodes come online at the fifth look."""
+
+    looks = 0
+
+    def get_node_ids(self) -> Iterable[int]:
+        self.looks += 1
+        return super().get_node_ids() if self.looks > 4 else []
+
+
+def test_a_resumed_run_without_a_blocked_client_waits_for_all_others() -> None:
+    grid = Late(client_app, from_flat({"method": "local", "clients": 3}).to_flat(), 3)
+    clients = ClientManager(grid, Settings(wait_timeout=30.0, min_replies=0.5, poll=0.002), {})
+    clients.offences.blocked[0] = Blocked(1, 0, FIRST_NODE, "train", "it lied")
+    assert [i.client for i in clients.gather(3)] == [1, 2] and clients.fewest() == 2
+
+
+def test_what_clients_were_sent_is_compared() -> None:
+    a, b = np.zeros(3, np.float32), np.zeros(3, np.float32)
+    same = client_manager._content
+    assert same(Payload(arrays={"x": a}, common={"y": a})) == same(Payload(arrays={"x": b}, common={"y": a}))
+    assert same(Payload(arrays={"x": a})) != same(Payload(arrays={"x": a + 1}))
+    assert same(Payload(common={"x": a})) != same(Payload(common={"x": b})), "arrays for all are the same objects"
+    assert same(Payload(scalars={"n": 1})) != same(Payload(scalars={"n": 2}))
 
 
 class SideBySide(LocalGrid):

@@ -124,7 +124,6 @@ IMPOSSIBLE_REPLIES: dict[str, tuple[Change, str]] = {
     "50,000 metrics": (many_metrics, "at most 256"),
     "long list": (metric("fomo-weights", [0.5] * 100_000), "at most 65536"),
     "client inf": (info("client", math.inf), "answers as client inf"),
-    "other client": (info("client", 0), "answers as client 0"),
     "client as truth": (info("client", True), "answers as client True"),
     "fact that is a list": (info("model", [1, 2]), "is a list"),
     "long fact": (info("model", "x" * 5000), "at most 4096"),
@@ -305,7 +304,23 @@ def test_long_series_and_wide_networks_may_register() -> None:
     assert isinstance(boundary.read_hello(message(large)), Hello)
 
 
-@pytest.mark.parametrize(("name", "largest"), [("trunk.running_var", 1e16), ("trunk.weight", 1e8), ("head.bias", 1e4)])
+def test_sums_of_losses_are_only_bounded_below() -> None:
+    for value, good in ((1e30, True), (-1e-9, False), (math.inf, False), (math.nan, False)):
+        problem = boundary._values_problem({"sums/loss": np.array([0.0, value])}, CONTRACT)
+        assert (problem is None) == good, problem
+
+
+def test_a_reply_of_another_client_is_no_other_fault() -> None:
+    content = honest()
+    content[INFO]["client"] = 0
+    got = boundary.read(message(content), CONTRACT)
+    assert isinstance(got, Refused) and got.offence == boundary.ANOTHER and "answers as client 0" in got.reason
+
+
+LARGEST = [("trunk.running_var", 1e16), ("trunk.weight", 1e8), ("head.bias", 1e4), ("dbe/mean", 1e4)]
+
+
+@pytest.mark.parametrize(("name", "largest"), LARGEST)
 def test_values_are_bounded_by_what_they_are(name: str, largest: float) -> None:
     for value, good in ((largest, True), (-largest, True), (2 * largest, False), (math.inf, False), (math.nan, False)):
         problem = boundary._values_problem({name: np.array([0.0, value])}, CONTRACT)

@@ -8,7 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -31,7 +32,9 @@ from fedapp.tasks import claim
 from fedapp.tasks import node as nodes
 from fedapp.tasks import simulated as tasks
 from fedapp.tasks.node import Node
+from fedapp.transport.client_manager import ClientManager, Settings
 from fedapp.transport.local_grid import LocalGrid
+from fedapp.transport.records import INFO
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "docker"))
 import sites
@@ -546,9 +549,9 @@ def test_before_round_one_a_node_that_cannot_take_part_is_left_out_unless_too_fe
     summary, grid, events = start(tmp_path, {8: {"client-id": 4}, **THREE}, **{"num-server-rounds": 1})
     assert summary["ok"] and summary["clients"] == 3 and grid.told[8] == ["query.register"]
     assert any("client 4 cannot take part" in e.get("text", "") for e in events)
-    few = {71: share(0), 8: {"client-id": 1}, 9: {"client-id": 2}}
+    few: dict[int, dict[str, Any]] = {71: share(0), 8: {"client-id": 1}, 9: {"client-id": 2}}
     with pytest.raises(BadRequest, match=r"1 of 3 clients can take part, and 2 are needed: client \d cannot take part"):
-        start(tmp_path / "few", few)
+        start(tmp_path / "few", few, **{"wait-timeout": 0.5})
     error = json.loads((tmp_path / "few" / "run" / "error.json").read_text())
     assert error["exit"] == 2 and error["stage"] == "register" and error["client"] in (1, 2)
     assert start(tmp_path / "one", few, **{"min-clients": 1, "num-server-rounds": 1})[0]["clients"] == 1
@@ -566,6 +569,90 @@ def test_before_round_one_the_majority_decides_what_is_shared(tmp_path: Path) ->
     two = {71: share(0, of=2), 12: share(1, of=2, model="mlp")}
     with pytest.raises(BadRequest, match="fedavg needs one architecture"):
         start(tmp_path / "two", two, method="fedavg", clients=2)
+
+
+class Scripted(Nodes):
+    """Nodes of which one says something else when it registers, and some come late."""
+
+    says: ClassVar[dict[int, dict[str, Any]]] = {}
+    late: ClassVar[dict[int, dict[str, Any]]] = {}
+    looks = 0
+
+    def get_node_ids(self) -> list[int]:
+        self.looks += 1
+        if self.looks == 4:
+            for node, config in self.late.items():
+                self.join(node, config)
+        return super().get_node_ids()
+
+    def pull_messages(self, message_ids: Any) -> Any:
+        replies = list(super().pull_messages(message_ids))
+        for reply in replies:
+            if reply.metadata.message_type == "query.register":
+                for name, value in self.says.get(reply.metadata.src_node_id, {}).items():
+                    reply.content[INFO][name] = value
+        return replies
+
+
+def scripted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, configs: Mapping[int, Mapping[str, Any]],
+    says: Mapping[int, Any] = MappingProxyType({}), late: Mapping[int, Any] = MappingProxyType({}), **values: Any,
+) -> tuple[dict[str, Any], Nodes, list[dict[str, Any]]]:  # fmt: skip
+    monkeypatch.setattr(Scripted, "says", says)
+    monkeypatch.setattr(Scripted, "late", late)
+    monkeypatch.setattr(sys.modules[__name__], "Nodes", Scripted)
+    return start(tmp_path, configs, **{"num-server-rounds": 1, **values})
+
+
+def test_weights_that_one_node_claims_leave_it_out_even_if_all_others_agree_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    liar = {5: {"model": "mlp", "common": '{"weights": "junk"}'}}
+    summary, grid, events = scripted(tmp_path, monkeypatch, {5: share(0, 4), **{k: share(k, 4) for k in (1, 2, 3)}},
+                                     liar, clients=4)  # fmt: skip
+    assert summary["ok"] and summary["clients"] == 3 and "train" not in grid.told[5]
+    assert any("client 0 was left out: weights = ''" in e.get("text", "") for e in events)
+
+
+def test_a_node_that_changes_its_client_id_leaves_nothing_behind() -> None:
+    grid = Nodes(
+        from_flat({"method": "fedavg", "clients": 3}).to_flat(), {71: share(0), 13: share(2)}, lambda g, r: None
+    )
+    manager = ClientManager(grid, Settings(), {})
+    assert manager.register(strict=True) == [0, 2]
+    grid.offline = {13}
+    assert manager.register(strict=True) == []
+    grid.join(13, share(1))
+    grid.offline = set()
+    assert manager.register(strict=True) == [1]
+    assert set(manager.nodes) == set(manager.infos) == set(manager.facts) == {0, 1}
+    manager.reference = 0
+    manager.leave_out({0: "it lied"})
+    assert manager.reference == 1 and set(manager.facts) == {1}
+
+
+def test_a_stranger_that_is_left_out_is_not_one_of_those_expected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stranger, late = {8: {"client-id": 7}}, {12: share(1, 2)}
+    summary, _, _ = scripted(tmp_path / "a", monkeypatch, {**stranger, 71: share(0, 2)}, late=late, clients=2)
+    assert summary["clients"] == 2, "the node that comes later is waited for"
+    first = {8: {"client-id": 0}}  # it cannot take part, and nobody else is there yet
+    for clients in (0, 1):
+        got, _, _ = scripted(tmp_path / str(clients), monkeypatch, first, late={12: share(0, 1)}, clients=clients)
+        assert got["clients"] == 1
+
+
+def test_a_node_that_was_restarted_as_another_client_registers_again(tmp_path: Path) -> None:
+    def script(grid: Nodes, server_round: int) -> None:
+        if server_round == 2:
+            grid.join(12, share(3, 4))
+
+    configs = {71: share(0, 4), 12: share(1, 4), 55: share(2, 4)}
+    summary, _, _ = start(tmp_path, configs, script, method="fedavg", clients=4, **{"wait-timeout": 0.5})
+    assert "blocked" not in summary and list(rounds(tmp_path)["clients"]) == [3, 2, 3]
+    clients = pd.read_csv(tmp_path / "run" / "clients.csv")
+    assert list(clients[clients["round"] == 3]["client"]) == [0, 2, 3]
 
 
 def test_a_dead_node_does_not_keep_a_run_from_starting(tmp_path: Path) -> None:

@@ -28,24 +28,37 @@ from tests.test_robust import QUICK, largest, state_after
 FEW: dict[str, Any] = {"method": "lgfedavg", "min_replies": 0.5, **QUICK}
 
 
+ALIKE = dict.fromkeys(range(4), "the same")
+
+
 def bad(*clients: int) -> list[Offence]:
     return [Offence(1, c, "train", "3e38") for c in clients]
 
 
 def test_the_third_time_and_never_where_most_are_bad() -> None:
     found = Offences()
-    assert [found.judge(bad(2), 4), found.judge(bad(2, 3), 4)] == [[], []]
-    assert found.judge(bad(0, 1, 2), 4) == [], "most of them: the model is spoiled, not the clients"
+    assert [found.judge(bad(2), ALIKE), found.judge(bad(2, 3), ALIKE)] == [[], []]
+    assert found.judge(bad(0, 1, 2), ALIKE) == [], "most of them: the model is spoiled, not the clients"
     again = Offences.of(found.state())
     assert again == found and again.strikes == {2: 2, 3: 1} and STRIKES == 3
-    assert [o.client for o in again.judge(bad(2, 3), 4)] == [2]
+    assert [o.client for o in again.judge(bad(2, 3), ALIKE)] == [2]
     again.blocked[2] = Blocked(4, 2, 77, "train", "3e38")
     assert Offences.of(again.state()) == again and again.nodes == {77}
 
 
+def test_a_spoiled_group_strikes_nobody_and_good_replies_wipe_strikes_out() -> None:
+    found = Offences()
+    groups = {**dict.fromkeys(range(7), "a"), 7: "b", 8: "b", 9: "c"}
+    for _ in range(STRIKES):
+        assert found.judge(bad(7, 8, 9), groups) == []
+    assert found.strikes == {}
+    assert found.judge(bad(2, 7), groups, [0, 1, 8]) == [] and found.strikes == {2: 1, 7: 1}
+    assert found.judge(bad(7), groups, [2]) == [] and found.strikes == {7: 2}
+
+
 def impossible(kind: str, reply: Message) -> Message:
     if kind == "train":
-        reply.content[INFO]["client"] = 5
+        reply.content[INFO]["secret"] = 5
     return reply
 
 
@@ -59,12 +72,24 @@ def test_who_sends_the_impossible_gets_no_more_messages_in_the_run_and_its_resum
     assert run.summary["ok"] and asked(run.out) == [(1, 1)] and run.summary["blocked"] == [1]
     row = pd.read_csv(run.out / "blocked.csv").to_dict("records")[0]
     assert (row["round"], row["client"], row["node"], row["stage"]) == (1, 1, 1001, "train")
-    assert "answers as client 5" in row["reason"]
+    assert "it states 'secret'" in row["reason"]
     assert list(run.rounds["clients"]) == [3, 3] and sorted(run.final["client"]) == [0, 2, 3]
     (run.out / "blocked.csv").unlink()  # the checkpoint knows too
     again = resume(resume=run.out, rounds=3)
     assert list(again.rounds["clients"]) == [3, 3, 3] and asked(run.out) == [(1, 1)]
     assert again.summary["blocked"] == [1]
+
+
+def test_who_answers_as_another_client_registers_again_once(tmp_path: Path) -> None:
+    def other(kind: str, reply: Message) -> Message:
+        if kind != "query.register":
+            reply.content[INFO]["client"] = 5
+        return reply
+
+    run = federate(tmp_path / "run", [1], other, 4, rounds=3, **{**FEW, "method": "fedavg"})
+    rows = pd.read_csv(run.out / "dropped.csv")
+    assert list(zip(rows["round"], rows["client"], strict=True)) == [(1, 1), (2, 1)]
+    assert rows["reason"].str.contains("answers as client 5").all() and run.summary["blocked"] == [1]
 
 
 def test_a_block_of_a_round_that_failed_is_remembered(tmp_path: Path) -> None:
@@ -83,7 +108,12 @@ def test_values_out_of_range_block_the_third_time(tmp_path: Path) -> None:
     def huge(kind: str, reply: Message) -> Message:
         return change_arrays(reply, lambda n, a: a * np.float32(1e9)) if kind == "train" else reply
 
-    run = federate(tmp_path / "run", [1], huge, 3, rounds=4, **FEW)
+    def at_times(kind: str, reply: Message) -> Message:
+        return reply if reply.metadata.group_id == "3" else huge(kind, reply)
+
+    rare = federate(tmp_path / "rare", [1], at_times, 3, rounds=5, evaluate_every=1, **FEW)
+    assert [r for r, _ in asked(rare.out)] == [1, 2, 4, 5] and "blocked" not in rare.summary
+    run = federate(tmp_path / "run", [1], huge, 3, rounds=4, evaluate_every=1, **FEW)
     assert asked(run.out) == [(1, 1), (2, 1), (3, 1)] and run.summary["blocked"] == [1]
     row = pd.read_csv(run.out / "blocked.csv").iloc[0]
     assert row["round"] == 3 and row["reason"].startswith("values out of range for the third time: 'head.")
@@ -95,7 +125,7 @@ def test_min_clients_ends_a_run_that_lost_too_many(few: int, tmp_path: Path) -> 
         assert federate(tmp_path / "run", [1], impossible, 3, min_clients=2, **FEW).summary["ok"]
         return
     with pytest.raises(
-        RoundFailed, match=r"2 clients are left, and the run needs 3 \(min-clients\).*client 1: the node"
+        RoundFailed, match=r"2 clients are left, and the run needs 3 \(min-clients\).*client 1: it states"
     ):
         federate(tmp_path / "run", [1], impossible, 3, min_clients=3, **FEW)
 
@@ -136,10 +166,11 @@ def test_without_a_limit_nobody_measures_a_reply() -> None:
     assert _soundness.bounded(check, {}, 1.0) is not check
 
 
-def test_a_model_that_grew_too_much_is_dropped(tmp_path: Path) -> None:
+def test_a_model_that_grew_too_much_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = federate(tmp_path / "run", [1], grown(50.0, {"1"}), 3, max_growth=10.0, **{**FEW, "method": "fedavg"})
     assert asked(run.out) == [(1, 1)] and list(run.rounds["void"]) == [0]
     assert "its model has norm" in pd.read_csv(run.out / "dropped.csv")["reason"][0]
+    monkeypatch.setattr(_soundness, "bounded", None)  # nothing is measured where nothing is limited
     free = federate(tmp_path / "free", [1], grown(50.0, {"1"}), 3, **{**FEW, "method": "fedavg"})
     assert free.summary["dropped"] == 0, "in a simulation nothing is limited unless asked for"
 

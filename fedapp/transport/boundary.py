@@ -23,9 +23,10 @@ from fedapp.errors import Impossible
 from fedapp.method import Arrays
 from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, reply_of
 
-FAILED, BAD, IMPOSSIBLE = "failed", "bad value", "impossible"
+FAILED, BAD, IMPOSSIBLE, ANOTHER = "failed", "bad value", "impossible", "another client"
 """Grades of what does not count: the client says itself that it failed, or did not answer; a number out of range, such
-as an honest client may send too when its model diverges; what no client code of ours can send."""
+as an honest client may send too when its model diverges; what no client code of ours can send; a reply in the name of
+another client, as from a node that was restarted with another id."""
 
 NPY_HEADER = 256
 """Bytes of an array's own header; NumPy's has 128."""
@@ -53,10 +54,12 @@ MODEL = re.compile(r"\A[\w.:,+-]{1,200}\Z")
 """The name of an architecture."""
 DTYPES = ("float16", "float32", "float64", "int32", "int64")
 """What further arrays, such as class means with their labels, may consist of."""
-NARROW = ("head.", "lar", "protos", "statistics/mean", "nh/")
+NARROW = ("head.", "lar", "protos", "statistics/mean", "nh/", "dbe/")
 """Beginnings of the names of arrays whose values are at most `Contract.max_abs`."""
-SUMS = {"sums/a": 2, "sums/b": 1, "sums/loss": 1}
+SUMS = {"sums/a": 2, "sums/b": 1}
 """Sums over a client's samples, with the power of `Contract.max_abs` that one sample adds at most."""
+LOSSES = "sums/loss"
+"""Sums of losses: at least 0, and without an upper limit, as all losses."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,8 @@ def _read(message: Message, contract: Contract) -> Good | Refused:
     )
     if impossible:
         return Refused(impossible)
+    if info.get("client", contract.client) != contract.client:
+        return Refused(f"the node now answers as client {info['client']!s}", ANOTHER)
     arrays, metrics, info, size = reply_of(message)
     bad = _values_problem(arrays, contract) or _numbers_problem(metrics, contract)
     if bad:
@@ -237,7 +242,7 @@ def _info_problem(info: Mapping[str, Any], contract: Contract) -> str | None:
         if isinstance(value, str) and name != CAST and len(value) > TEXT_MOST:
             return f"the fact '{name[:NAME_MOST]}' has {len(value)} characters, at most {TEXT_MOST} are possible"
     client = info.get("client", contract.client)
-    if isinstance(client, bool) or not isinstance(client, int) or client != contract.client:
+    if type(client) is not int or not HELLO["client"][0] <= client <= HELLO["client"][1]:
         return f"the node now answers as client {str(client)[:NAME_MOST]}"
     return None
 
@@ -314,6 +319,8 @@ def _values_problem(arrays: Arrays, contract: Contract) -> str | None:
             limit = contract.max_abs if name.startswith(NARROW) else wide
             if name in SUMS:
                 limit = contract.count * contract.max_abs ** SUMS[name]
+            if name == LOSSES:
+                least, limit = 0.0, math.inf
         least = max(least, -limit)
         if not (least <= low and high <= limit):
             return f"'{name}' holds values from {low:g} to {high:g}, possible are {least:g} to {limit:g}"

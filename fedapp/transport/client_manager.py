@@ -12,6 +12,7 @@ import math
 import os
 import re
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,7 @@ from fedapp.method import ClientInfo, Method, Payload, Reply, Scalar
 from fedapp.transport import roster as rosters
 from fedapp.transport.agreement import clash, compared, majority, within_models
 from fedapp.transport.boundary import (
+    ANOTHER,
     BAD,
     FAILED,
     IMPOSSIBLE,
@@ -190,6 +192,8 @@ class ClientManager:
         # Unanswered requests by message id: the node, and when it was sent.
         self._unregistered: dict[str, tuple[int, float]] = {}
         self._left_out: dict[int, str] = {}  # why, by node
+        self._stated: dict[int, int] = {}  # which client a node says that it is
+        self._moved: set[int] = set()  # nodes that answered as another client
         self._twice: set[int] = set()  # nodes with the id of another one, which may be gone soon
         self._expected = 0
         self._method: Method | None = None
@@ -206,6 +210,7 @@ class ClientManager:
         On real devices a node that is online but does not answer delays the run only a little: once `expected` clients
         have registered, it has `LATECOMERS` seconds. When the wait limit has passed, the run starts if at least a share
         of `min_replies` has registered (or `min_clients`). A client that is left out may join before any later round.
+        It is not waited for if it is one of those expected, 0 .. `expected` - 1, and enough others are there.
 
         Raises
         ------
@@ -214,14 +219,12 @@ class ClientManager:
         """
         started = reported = time.monotonic()
         enough: float | None = None
-        want = expected
         while True:
             if self.register(strict=True) and self.settings.queued:
                 started = time.monotonic()
             partitions = self.partitions()
-            if expected == 0:
-                want = partitions or max(1, len(self.nodes) + len(self._left_out))
-            elif self.settings.queued and 0 < partitions < expected and len(self.nodes) >= partitions:
+            want = expected or partitions or max(1, len(self.nodes))
+            if expected and self.settings.queued and 0 < partitions < expected and len(self.nodes) >= partitions:
                 raise BadRequest(
                     f"clients = {expected}, but there are only {partitions} SuperNodes. "
                     f"Start {expected} (fedapp run does so; with flwr run use --federation-config "
@@ -241,16 +244,23 @@ class ClientManager:
                     self.event({"kind": "warning", "text": f"{self._silent()}: starting without them"})
                 if late or not self._unregistered:
                     return [self.infos[c] for c in sorted(self.infos)]
-            if self._left_out and not self._unregistered and 0 < want - len(self.nodes) <= len(self._left_out):
-                self._enough_left(next(iter(self._left_out.values())))
-                return [self.infos[c] for c in sorted(self.infos)]
+            # Whoever it was that was left out, another node may still come as the client that is missing: on real nodes
+            # only the time limit ends the wait for enough of them.
+            if not self._unregistered and 0 < want - len(self.nodes) <= self._left_out_of(self._expected):
+                if self.settings.queued:
+                    self._enough_left(next(iter(self._left_out.values())))
+                if len(self.nodes) >= self.fewest():
+                    return [self.infos[c] for c in sorted(self.infos)]
             if self.settings.wait_timeout and now - started > self.settings.wait_timeout:
                 if len(self.nodes) >= self.fewest():
                     text = f"{self._waiting(want)} after {self.settings.wait_timeout:g} s: starting without them"
                     self.event({"kind": "warning", "text": text})
                     return [self.infos[c] for c in sorted(self.infos)]
+                if self._left_out_of(self._expected):
+                    self._enough_left(next(iter(self._left_out.values())))
+                why = "".join(f"; {reason}" for reason in list(self._left_out.values())[:3])
                 raise BadRequest(
-                    f"gave up after {self.settings.wait_timeout:g} s: {self._waiting(want)}; "
+                    f"gave up after {self.settings.wait_timeout:g} s: {self._waiting(want)}{why}; "
                     "start the missing clients, or change wait-timeout, min-replies or min-clients"
                 )
             if now - reported > 30:
@@ -266,6 +276,11 @@ class ClientManager:
     def fewest(self) -> int:
         """Return the smallest number of clients that the run goes on with."""
         return self.settings.min_clients or needed_replies(self.settings.min_replies, self._expected)
+
+    def _left_out_of(self, expected: int) -> int:
+        """Return how many of the clients 0 .. `expected` - 1 are missing because their nodes were left out."""
+        missing = {self._stated.get(node, -1) for node in self._left_out} - self.nodes.keys()
+        return sum(0 <= c < expected for c in missing - self.offences.blocked.keys())
 
     def _enough_left(self, reason: str) -> None:
         """Raise `BadRequest` unless enough clients are left without those that were left out, for such a reason."""
@@ -378,9 +393,11 @@ class ClientManager:
             if hello.offence != FAILED:
                 raise LeftOut(f"node {node} was left out: {hello.reason}")
             who = hello.stage
-            self._note_error(0, int(who.split()[-1]) if who[-1].isdigit() else -1, "register", hello.reason)
+            self._stated[node] = int(who.split()[-1]) if who[-1].isdigit() else -1
+            self._note_error(0, self._stated[node], "register", hello.reason)
             raise BadRequest(f"{who} cannot take part: {_last_line(hello.reason)}")
         client, info = hello.client, {**hello.info, "test-examples": hello.tests}
+        self._stated[node] = client
         if self.roster is not None:
             rosters.check(self.roster[node], client, hello.count)
         if client in self.offences.blocked:
@@ -399,7 +416,7 @@ class ClientManager:
                 if problem:
                     raise BadRequest(problem)
         for former in [c for c, n in self.nodes.items() if n == node and c != client]:
-            del self.nodes[former]
+            self._forget(former)
         self.nodes[client], self.facts[client], self.infos[client] = node, info, newcomer
         return client
 
@@ -431,12 +448,17 @@ class ClientManager:
         BadRequest : too few clients are left.
         """
         for client, reason in sorted(reasons.items()):
-            node = self.nodes.pop(client)
-            del self.infos[client], self.facts[client]
-            self._left_out[node] = plain(reason)
+            self._left_out[self._forget(client)] = plain(reason)
             self.event({"kind": "warning", "text": f"client {client} was left out: {plain(reason)}"})
         if reasons:
             self._enough_left(plain(min(reasons.items())[1]))
+        if self.reference not in self.infos:
+            self.reference = min(self.infos)
+
+    def _forget(self, client: int) -> int:
+        """Drop all that is known of a client, and return its node."""
+        del self.infos[client], self.facts[client]
+        return self.nodes.pop(client)
 
     # ---- one exchange --------------------------------------------------------------------------------------------
 
@@ -474,6 +496,7 @@ class ClientManager:
         encoder = Encoder(self.settings.wire_dtype)  # for this exchange only: it keeps everything that it has encoded
         given = dict(payloads)
         traffic.messaged.extend(sorted(given))
+        groups = {client: _content(payload) for client, payload in given.items()}
         owner = {self.nodes[client]: client for client in given}
 
         def message(client: int) -> Message:
@@ -498,7 +521,7 @@ class ClientManager:
                 self._drop(traffic, server_round, client, kind, f"no answer within {limit:g} s")
             elif (reply := held.pop(client)) is not None:
                 yield reply
-        for offence in self.offences.judge(traffic.bad, len(traffic.messaged)):
+        for offence in self.offences.judge(traffic.bad, groups, traffic.answered if kind == "train" else ()):
             self._block(offence, "values out of range for the third time: ")
         self._lasted[kind] = traffic.seconds = time.perf_counter() - started
 
@@ -584,7 +607,8 @@ class ClientManager:
                 stage = got.stage
                 self._note_error(server_round, client, stage, got.reason)
                 traffic.diverged += FloatingPointError.__name__ in _last_line(got.reason)
-            self._drop(traffic, server_round, client, stage, _last_line(got.reason), got.offence)
+            offence = self._of_another(self.nodes[client]) if got.offence == ANOTHER else got.offence
+            self._drop(traffic, server_round, client, stage, _last_line(got.reason), offence)
             return None
         reply = Reply(
             client, int(got.metrics["num-examples"]), got.arrays, got.metrics, got.size, stage, arrival
@@ -602,6 +626,17 @@ class ClientManager:
         traffic.answered.append(client)
         traffic.up += got.size
         return reply
+
+    def _of_another(self, node: int) -> str:
+        """Return the grade of a reply in the name of another client, and let its node register again.
+
+        A node that was restarted with another id before the server saw it offline does so once.
+        """
+        if node in self._moved and node in self._seen:
+            return IMPOSSIBLE
+        self._moved.add(node)
+        self._seen.discard(node)
+        return FAILED
 
     def _contract(self, client: int, kind: str, expected: Mapping[str, tuple[int, ...]]) -> Contract:
         """Return what a reply may hold: the server's own model, and what the method declares beside it."""
@@ -646,8 +681,7 @@ class ClientManager:
 
     def _block(self, offence: Offence, why: str = "") -> None:
         """Send a client no more messages in this run, and leave its node alone."""
-        node = self.nodes.pop(offence.client)
-        del self.infos[offence.client], self.facts[offence.client]
+        node = self._forget(offence.client)
         found = Blocked(offence.round, offence.client, node, offence.stage, why + offence.reason)
         self.offences.blocked[offence.client] = found
         self.event({"kind": "blocked", **found.as_dict()})
@@ -685,6 +719,13 @@ class ClientManager:
 def needed_replies(share: float, messages: int) -> int:
     """Return how many good replies a round with that many messages needs, where a share of them is enough."""
     return max(1, math.ceil(share * messages - 1e-9))
+
+
+def _content(payload: Payload) -> tuple[Any, ...]:
+    """Return what two payloads of one exchange agree in if they hold the same."""
+    common = ((name, id(array)) for name, array in payload.common.items())
+    own = ((name, array.shape, zlib.crc32(array.tobytes())) for name, array in payload.arrays.items())
+    return frozenset(common), frozenset(own), frozenset(payload.scalars.items())
 
 
 def _reason(message: Message) -> str:

@@ -3,12 +3,14 @@
 `boundary` grades each refusal. A client that failed is only left out of the round. One that sent what no client code of
 ours can send is blocked at once, and one that sent values out of range is blocked the `STRIKES`-th time. An honest
 client sends such values too when its model diverged, and a single liar may have spoiled the models of all others.
-Values therefore count against a client only in exchanges in which at most half of the clients sent such.
+Values therefore count against a client only where at most half of those that were sent the same sent such: a model of
+a group, or of one client, may be spoiled while all others are good. A good reply to `train` wipes them out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,7 +49,7 @@ class Offences:
 
     Attributes
     ----------
-    blocked : by client id.   strikes : exchanges with values out of range, by client id.
+    blocked : by client id.   strikes : exchanges with values out of range since its last good training, by client id.
     """
 
     blocked: dict[int, Blocked] = field(default_factory=dict)
@@ -58,10 +60,18 @@ class Offences:
         """Flower's ids of the nodes that were blocked."""
         return {b.node for b in self.blocked.values()}
 
-    def judge(self, bad: list[Offence], messaged: int) -> list[Offence]:
-        """Count the bad values of one exchange with `messaged` clients; return those that block their clients."""
-        if 2 * len(bad) > messaged:
-            return []
+    def judge(self, bad: list[Offence], sent: Mapping[int, Hashable], good: Collection[int] = ()) -> list[Offence]:
+        """Count the bad values of one exchange; return those that block their clients.
+
+        Parameters
+        ----------
+        sent : by client what it was sent: equal for those that were sent the same.
+        good : clients whose earlier strikes are wiped out.
+        """
+        for client in good:
+            self.strikes.pop(client, None)
+        asked, wrong = Counter(sent.values()), Counter(sent[o.client] for o in bad)
+        bad = [o for o in bad if 2 * wrong[sent[o.client]] <= asked[sent[o.client]]]
         for offence in bad:
             self.strikes[offence.client] = self.strikes.get(offence.client, 0) + 1
         return [o for o in bad if self.strikes[o.client] >= STRIKES]
