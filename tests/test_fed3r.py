@@ -168,9 +168,9 @@ def test_by_default_the_weights_are_as_long_as_those_of_the_trained_head(method:
     """Of the classes with samples; the bias is scaled alike, so no prediction changes."""
     ctx = context(5)
     (plain, _), (scaled, said) = (repaired(method, f"scale={s}", ctx=ctx) for s in ("none", "trained"))
-    assert np.linalg.norm(scaled[W]) == pytest.approx(np.linalg.norm(ctx.initial[W][:3]), rel=1e-6)
+    assert np.linalg.norm(scaled[W][:3]) == pytest.approx(np.linalg.norm(ctx.initial[W][:3]), rel=1e-6)
     np.testing.assert_allclose(wide(scaled)[:3], said["scale"] * wide(plain)[:3], rtol=1e-6, atol=1e-12)
-    assert server(method)[0].settings.scale == "trained" and scaled[B][3:].tolist() == [-1e4, -1e4]
+    assert server(method)[0].settings.scale == "trained" and (scaled[B][3:] < -9_000).all()
 
 
 @pytest.mark.parametrize(
