@@ -29,7 +29,7 @@ from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest
 from fedapp.learning.evaluation import LOW_IS_GOOD, Scores, column, evaluate, measured
 from fedapp.learning.metrics import client_row, mean, summarise
-from fedapp.learning.state import write_safetensors
+from fedapp.learning.state import StateError, write_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.method import Array, Arrays, ClientInfo, Scalar, Scored, ServerContext, ServerState
 from fedapp.models import MODEL_NAMES, weights
@@ -195,6 +195,8 @@ class Run(Callbacks):
         self.extra: dict[str, Any] = (
             found[2] if found else {"best": None, "best_loss": None, "since": 0, "dropped": 0, "seconds": 0.0}
         )
+        if self.extra.get("median"):  # a liar of an earlier round decided so
+            self.strategy.take_median()
         self.earlier = float(self.extra["seconds"])
         self.sent: Arrays | None = self.published(self.state) if self.state is not None else None
         if config.resume and self.done > config.num_server_rounds:
@@ -326,6 +328,7 @@ class Run(Callbacks):
             rounds=self.done if self._patience_is_over() else self.config.num_server_rounds,
             done=self.done,
             state=self.state,
+            previous=self._before(),
             callbacks=self,
             control=self._control,
             evaluate_every=self.config.evaluate_every,
@@ -334,6 +337,13 @@ class Run(Callbacks):
             unseen=self.extra["unseen"],
         )
         return self._finish(state)
+
+    def _before(self) -> ServerState | None:
+        """Return the state before the round that a resumed run goes on from, to go back to if that one is spoiled."""
+        try:
+            return checkpoint.load(self.out / "checkpoint", self.done - 1)[1] if self.done > 1 else None
+        except StateError:
+            return None
 
     def _shape(self, client: ClientInfo) -> tuple[int, ...]:
         return tuple(json.loads(str(self.manager.facts[client.client]["shape"])))
@@ -650,6 +660,7 @@ class Run(Callbacks):
         )
         self.warnings.append(text)
         self.tell({"kind": "warning", "text": text})
+        self.extra["median"] = True
 
     # ---- the end -------------------------------------------------------------------------------------------------
 

@@ -211,6 +211,7 @@ class FedStrategy(FlowerLoop):
         rounds: int,
         done: int = 0,
         state: ServerState | None = None,
+        previous: ServerState | None = None,
         callbacks: Callbacks | None = None,
         control: Callable[[int], Mapping[str, Any]] = lambda server_round: {},
         evaluate_every: int = 0,
@@ -222,7 +223,7 @@ class FedStrategy(FlowerLoop):
 
         Parameters
         ----------
-        state : state after round `done` (None: start with `init`).
+        state : state after round `done` (None: start with `init`).   previous : the one before it, if it is known.
         control : values sent with the messages of a round, such as whether to measure the balanced score.
         evaluate_every : n > 0: evaluate all clients every n rounds.
         final_training : in evaluations of all clients each trains once more on what it would receive next, so that all
@@ -247,7 +248,6 @@ class FedStrategy(FlowerLoop):
         due = evaluate_every and done and done % evaluate_every == 0 and (done < rounds or select)
         if due and not callbacks.has_evaluation(done):
             callbacks.after_evaluation(self._evaluate(manager, state, done, "evaluate", {**control(done), **between}))
-        previous: ServerState | None = None  # before the last update
         for server_round in range(done + 1, rounds + 1):
             started = time.perf_counter()
             manager.register()
@@ -337,8 +337,12 @@ class FedStrategy(FlowerLoop):
             or manager.settings.min_replies == 1
         ):
             return False
-        self.robust = dataclasses.replace(self.robust, rules=("median",), f=max(1, self.robust.f))
+        self.take_median()
         return True
+
+    def take_median(self) -> None:
+        """Take the median of the clients in place of their mean, from now on."""
+        self.robust = dataclasses.replace(self.robust, rules=("median",), f=max(1, self.robust.f))
 
     def _evaluate(
         self,

@@ -226,6 +226,8 @@ def test_a_model_that_one_client_spoiled_is_taken_back(tmp_path: Path) -> None:
     assert run.summary["ok"] and list(run.rounds["round"]) == [1, 2, 3]
     assert "spoiled the model and is taken back" in run.summary["warnings"][0]
     assert largest(state_after(run)) < 10 and "blocked" not in run.summary
+    again = resume(resume=run.out, rounds=4)
+    assert again.summary["robust"]["rules"] == "median" and checkpoint.latest(run.out / "checkpoint")[2]["median"]  # type: ignore[index]
     with pytest.raises(RoundFailed, match="round 2: 1 good replies of 4"):
         federate(tmp_path / "strict", [0], lie, 4, rounds=3, **{**settings, "min_replies": 1.0})
 
