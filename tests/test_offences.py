@@ -232,6 +232,18 @@ def test_a_model_that_one_client_spoiled_is_taken_back(tmp_path: Path) -> None:
         federate(tmp_path / "strict", [0], lie, 4, rounds=3, **{**settings, "min_replies": 1.0})
 
 
+def test_a_resumed_run_takes_back_the_round_before_it(tmp_path: Path) -> None:
+    def lie(stage: str, reply: Message) -> Message:
+        hit = stage == "train" and reply.metadata.group_id == "2"
+        return change_arrays(reply, lambda n, a: np.full_like(a, 9e3)) if hit else reply
+
+    settings = {**FEW, "method": "fedavg", "lr": 0.05}
+    run = federate(tmp_path / "run", [0], lie, 4, rounds=2, **settings)
+    assert largest(state_after(run)) > 1e3
+    again = resume(resume=run.out, rounds=3)
+    assert "spoiled the model and is taken back" in again.summary["warnings"][0] and largest(state_after(again)) < 10
+
+
 def test_statistics_of_batchnorm_and_second_models() -> None:
     initial = {"head.weight": np.full((2, 2), 2.0, np.float32), "bn.running_var": np.ones(3, np.float32)}
     assert _soundness.length({**initial, "bn.running_var": np.full(3, 1e12)}, initial) == 4
