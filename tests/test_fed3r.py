@@ -163,6 +163,21 @@ def test_the_factor_is_the_best_on_all_training_rows_and_changes_no_prediction()
     np.testing.assert_allclose(wide(scaled[0]), scaled[1]["scale"] * wide(plain[0]), rtol=1e-6)
 
 
+def test_all_clients_decide_on_the_factor() -> None:
+    """The last of them alone, whose labels are all wrong, would take the smallest."""
+    z, y = together(random_data(1))
+    last = z[:3], (y[:3] + 1) % 4
+    said = repaired("fed3r", "scale=fit", [(z, y), last], context(4, 5))[1]
+    assert said["scale"] > 4 * sums.SCALES[0]
+    strategy, state = server("fed3r", "scale=fit", context(4, 5))
+    found = strategy.asked(state["model"], asker(strategy, [(z, y), last]))
+    rows, seen = strategy.rows(found)[0], np.ones(4, dtype=bool)
+    scales = [
+        strategy.scale(state["model"], rows, seen, asker(strategy, d)) for d in ([(z, y), last], [last], [last, (z, y)])
+    ]
+    assert scales[0] == scales[2] != scales[1]
+
+
 @pytest.mark.parametrize("method", HEADS)
 def test_by_default_the_weights_are_as_long_as_those_of_the_trained_head(method: str) -> None:
     """Of the classes with samples; the bias is scaled alike, so no prediction changes."""
