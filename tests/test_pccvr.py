@@ -173,3 +173,13 @@ def test_a_normalised_head_is_refused() -> None:
         method_of("clsnorm=true")
     with pytest.raises(BadRequest, match="smooth"):
         method_of("smooth=0")
+
+
+def test_the_server_sends_the_counts_of_all_clients_where_they_are_needed(tiny: Tiny) -> None:
+    args = "epochs=1 samples=5 shares=pooled"
+    found = tiny(method="pccvr", method_args=args, rounds=1, alpha=0.2, final_training=False, keep_models=True)
+    settings = config.from_flat(config.read_toml(found.out / "config.toml"))
+    counts = [simulated.simulated_task(settings, k, 3, torch.device("cpu")).class_counts() for k in range(3)]
+    sent = read_safetensors(found.out / "models" / "last.safetensors")[0][B].astype(float)
+    kept = read_safetensors(next(Path(found.out).rglob("1/received.safetensors")))[0][B].astype(float)
+    np.testing.assert_allclose(kept - sent, np.log(shares(np.sum(counts, axis=0), 1)) + np.log(10), atol=1e-5)
