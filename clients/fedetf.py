@@ -105,6 +105,11 @@ class FedETFClient(FedClient):
         counts = torch.from_numpy(self.task.class_counts()).to(self.device)
         return log_prior(counts, self.hparams.gamma, self.hparams.absent)
 
+    def before_training(self, payload: Payload) -> None:
+        """Compute the prior here: within a step a GPU would have to be waited for."""
+        super().before_training(payload)
+        _ = self.prior
+
     def step_loss(self, batch: Batch) -> Tensor:
         """Return the balanced loss; exactly the plain one where gamma is 0."""
         logits = self.model(batch.x)
@@ -116,7 +121,7 @@ class FedETFClient(FedClient):
 
     def tuning(self) -> Sequence[Phase]:
         """Train all but M on the local loss; then M and the projection in turn."""
-        p, spec = self.hparams, self.train_spec()
+        p, spec, _ = self.hparams, self.train_spec(), self.prior
         if not isinstance(self.model, ETFModel):
             return [Phase(self.step_loss, replace(spec, epochs=p.tune_epochs), ALL, "tune")]
         self.model.etf.requires_grad_(True)  # of the copy

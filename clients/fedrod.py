@@ -116,5 +116,5 @@ class FedRoDClient(FedClient):
         """Return the mean of each loss over the steps, of which `train-loss` is the sum."""
         if not self.seen:
             return {}
-        generic, personal = (self.losses / self.seen).tolist()
+        generic, personal = (float(v) for v in (self.losses / self.seen).cpu().numpy())
         return {"generic-loss": generic, "personal-loss": personal}
