@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedapp.learning.state import read_safetensors
-from fedapp.transport import boundary
+from fedapp.transport import boundary, client_manager
 from fedapp.transport.boundary import BAD, FAILED, IMPOSSIBLE, Contract, Good, Hello, Refused
 from fedapp.transport.local_grid import _identify
 from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, reply_content
@@ -389,7 +389,11 @@ def test_a_liar_changes_nothing_for_the_honest_ones(tmp_path: Path) -> None:
     assert all(bits == found["failed"] for bits in found.values())
 
 
-def test_a_hostile_registration_is_left_out_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_hostile_registration_is_left_out_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_manager, "LATECOMERS", 0.2)
+
     def lie(kind: str, reply: Message) -> Message:
         if kind == "query.register":
             reply.content[INFO]["shapes"] = "{"
@@ -400,4 +404,4 @@ def test_a_hostile_registration_is_left_out_and_the_run_goes_on(tmp_path: Path) 
     events = [json.loads(line) for line in (run.out / "progress.jsonl").read_text(encoding="utf-8").splitlines()]
     assert any("left out" in e.get("text", "") for e in events)
     with pytest.raises(Exception, match="was left out"):
-        federate(tmp_path / "strict", [1], lie, 4, method="lgfedavg", **QUICK)
+        federate(tmp_path / "strict", [1], lie, 4, method="lgfedavg", wait_timeout=1.0, **QUICK)

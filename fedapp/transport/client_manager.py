@@ -219,6 +219,7 @@ class ClientManager:
         """
         started = reported = time.monotonic()
         enough: float | None = None
+        settled: float | None = None
         while True:
             if self.register(strict=True) and self.settings.queued:
                 started = time.monotonic()
@@ -245,12 +246,17 @@ class ClientManager:
                 if late or not self._unregistered:
                     return [self.infos[c] for c in sorted(self.infos)]
             # Whoever it was that was left out, another node may still come as the client that is missing: on real nodes
-            # only the time limit ends the wait for enough of them.
-            if not self._unregistered and 0 < want - len(self.nodes) <= self._left_out_of(self._expected):
-                if self.settings.queued:
+            # only the time limit ends the wait for enough of them. Who does not say which client it is, such as a node
+            # with a registration that makes no sense, may be the one that is missing, or nobody.
+            if not self._unregistered and 0 < want - len(self.nodes) <= len(self._left_out):
+                known = want - len(self.nodes) <= self._left_out_of(self._expected)
+                if known and self.settings.queued:
                     self._enough_left(next(iter(self._left_out.values())))
-                if len(self.nodes) >= self.fewest():
+                settled = now if settled is None else settled
+                if (known or now - settled > LATECOMERS) and len(self.nodes) >= self.fewest():
                     return [self.infos[c] for c in sorted(self.infos)]
+            else:
+                settled = None
             if self.settings.wait_timeout and now - started > self.settings.wait_timeout:
                 if len(self.nodes) >= self.fewest():
                     text = f"{self._waiting(want)} after {self.settings.wait_timeout:g} s: starting without them"
