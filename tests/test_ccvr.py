@@ -46,7 +46,7 @@ from tests.handmade import deterministic
 W, B = "head.weight", "head.bias"
 BASES = sorted(m.id for m in registry.discover().values() if m.global_model and m.linear and m.resolve is None)
 """Every method with one global model, with one of its own or not."""
-PRIVATE = ("fedrod",)
+PRIVATE = ("feddbe", "fedrod")
 """Those whose clients add something of their own to it."""
 SMALL: dict[str, Any] = {
     "dataset": "digits",

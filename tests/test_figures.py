@@ -241,7 +241,7 @@ def test_tables_of_fedfomo_and_ktpfl_by_rows(folder: Path) -> None:
 def test_without_weights_the_reason_is_told(mixed: RunResult) -> None:
     with pytest.raises(Unavailable, match="fedclassavg keeps no weights") as e:
         heads.who_learns_from_whom(mixed)
-    assert e.value.command == "fedapp run --method cwfedavg ... (or ktpfl, fedamp, fedfomo, cfl, ifca)"
+    assert e.value.command == "fedapp run --method cwfedavg ... (or ktpfl, fedamp, fedfomo, cfl, ifca, fedpac)"
 
 
 # ---- representations -------------------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from fedapp.results.directory import accuracy_summary
 from fedapp.results.runs import RunResult
 from fedapp.tasks import simulated
 from fedapp.transport import selection
+from fedapp.transport.client_manager import RoundFailed
 
 Tiny = Callable[..., RunResult]
 
@@ -191,16 +192,12 @@ def test_a_run_of_an_earlier_version_keeps_its_columns(tiny: Tiny) -> None:
     assert list(rest.rounds["round"]) == [1, 2] and "cross_entropy" not in rest.rounds
 
 
-def test_a_metric_of_no_use_ends_nothing(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A client that reports what nobody declared, and a list where a number belongs."""
+def test_a_metric_that_nobody_declared_is_refused_with_what_to_do(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
     from clients.base import FedClient
 
-    def extra(self: FedClient) -> dict[str, object]:
-        return {"my-seconds": 1.0, "steps": [1, 2]} if self.task.client == 0 else {}
-
-    monkeypatch.setattr(FedClient, "reply_metrics", extra)
-    table = tiny(method="fedavg", rounds=2).clients
-    assert "my_seconds" not in table and np.isnan(table["steps"][0]) and table["steps"][1] > 0
+    monkeypatch.setattr(FedClient, "reply_metrics", lambda self: {"my-seconds": 1.0} if self.task.client == 0 else {})
+    with pytest.raises(RoundFailed, match=r"client 0: nobody asked for the metric 'my-seconds': .* Method\.columns"):
+        tiny(method="fedavg", rounds=2)
 
 
 def test_a_final_reply_that_is_dropped_is_not_counted(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
