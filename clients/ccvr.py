@@ -26,14 +26,14 @@ from pydantic import Field
 from torch import Tensor
 
 from clients.base import FedClient
-from clients.posthoc import PostHocClient
+from clients.posthoc import PostHocClient, PostHocHParams
 from fedapp.core import gaussian, heads
 from fedapp.core.contrastive import squared_distance
 from fedapp.core.gaussian import ClassMoments
 from fedapp.core.heads import CCVRHead
 from fedapp.learning.task import ModelSpec
 from fedapp.learning.training import Batch
-from fedapp.method import Array, Arrays, BaseHParams, Payload, Scalar
+from fedapp.method import Array, Arrays, Payload, Scalar
 from fedapp.models import SplitModel
 
 STATISTICS, FEATURES = "statistics/", "features/"
@@ -42,13 +42,9 @@ CENTRES = STATISTICS + "centres"
 """Name of mu_c in a query: the answer's sums are centred on it."""
 
 
-class CCVRHParams(BaseHParams):
+class CCVRHParams(PostHocHParams):
     """Hyperparameters of CCVR; those of the base method are given as `base.NAME=value`."""
 
-    base: str = Field(
-        "fedavg", description="the method that trains: any that ends with one global model; none = no training"
-    )
-    base_args: str = Field("", description="the base method's hyperparameters; written base.NAME=value")
     samples: int = Field(
         100, ge=1, description="M_c, virtual samples per class (paper: 100, 500, 1000; Table 2 at alpha <= 0.1: 2000)"
     )

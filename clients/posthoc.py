@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from clients.base import FedClient
@@ -20,6 +21,15 @@ from fedapp.models import SplitModel
 
 BLOCK = 1024
 """Images whose representations are held at a time."""
+
+
+class PostHocHParams(BaseHParams):
+    """What all methods that repair a head have: the method that trains."""
+
+    base: str = Field(
+        "fedavg", description="the method that trains: any that ends with one global model; none = no training"
+    )
+    base_args: str = Field("", description="the base method's hyperparameters; written base.NAME=value")
 
 
 class PostHocClient(FedClient):

@@ -19,22 +19,18 @@ from typing import Any, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from clients.posthoc import PostHocClient
+from clients.posthoc import PostHocClient, PostHocHParams
 from fedapp.core import sums
 from fedapp.core.sums import FeatureSums
-from fedapp.method import Arrays, BaseHParams, Payload
+from fedapp.method import Arrays, Payload
 
 SUMS = "sums/"
 """Prefix of the arrays of an answer."""
 
 
-class SumsHParams(BaseHParams):
+class SumsHParams(PostHocHParams):
     """Hyperparameters that all heads from sums share; those of the base method are given as `base.NAME=value`."""
 
-    base: str = Field(
-        "fedavg", description="the method that trains: any that ends with one global model; none = no training"
-    )
-    base_args: str = Field("", description="the base method's hyperparameters; written base.NAME=value")
     min_count: int = Field(
         1, ge=1, description="classes with fewer samples at a client stay there; 3 for privacy (papers: 1)"
     )

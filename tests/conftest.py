@@ -17,8 +17,10 @@ from hypothesis import settings
 
 from fedapp.engines import pool
 from fedapp.engines.local import RunResult, run, run_local
+from fedapp.method import Reply
 from fedapp.results import report
 from fedapp.results.figures import Gallery
+from fedapp.transport.client_manager import ClientManager
 
 torch.set_num_threads(1)
 # What a test finds must not depend on the day or on how busy the machine is.
@@ -138,3 +140,18 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write pages without figures, which take most of the time and have tests of their own."""
     monkeypatch.setattr(Gallery, "add", lambda *args: None)
+
+
+@pytest.fixture
+def replies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Reply]]:
+    """Record every good reply of a run with the kind of message it answers."""
+    seen: list[tuple[str, Reply]] = []
+    original = ClientManager.send_and_receive
+
+    def send_and_receive(self: ClientManager, kind: str, *args: Any, **kwargs: Any) -> Iterator[Reply]:
+        for reply in original(self, kind, *args, **kwargs):
+            seen.append((kind, reply))
+            yield reply
+
+    monkeypatch.setattr(ClientManager, "send_and_receive", send_and_receive)
+    return seen

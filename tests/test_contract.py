@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -16,28 +15,12 @@ from fedapp.engines.local import RunResult, run
 from fedapp.method import Reply
 from fedapp.registry import ORDER
 from fedapp.transport import checkpoint, selection
-from fedapp.transport.client_manager import ClientManager
 from tests.costs import SETTINGS, cells, counted, mixed
 from tests.handmade import deterministic
 from tests.readme import CHOOSING, costs_in
 
 METHODS = list(registry.discover())
 COSTS = costs_in(CHOOSING.read_text(encoding="utf-8"))
-
-
-@pytest.fixture
-def replies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Reply]]:
-    """Record every good reply of a run with the kind of message it answers."""
-    seen: list[tuple[str, Reply]] = []
-    original = ClientManager.send_and_receive
-
-    def send_and_receive(self: ClientManager, kind: str, *args: Any, **kwargs: Any) -> Iterator[Reply]:
-        for reply in original(self, kind, *args, **kwargs):
-            seen.append((kind, reply))
-            yield reply
-
-    monkeypatch.setattr(ClientManager, "send_and_receive", send_and_receive)
-    return seen
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from fedapp.learning.state import read_safetensors
 from fedapp.method import Method, Payload, Reply
 from fedapp.tasks import simulated
 from fedapp.transport import selection
-from fedapp.transport.client_manager import ClientManager
 from tests.handmade import deterministic, one_batch_task
 
 Tiny = Callable[..., RunResult]
@@ -118,20 +117,6 @@ def test_a_server_that_asks_for_training_on_an_adjusted_head_gets_one_without_sh
         payload.scalars["personal"] = personal
         sent.append(client.train_round(payload, 2)[0])
     assert all(np.array_equal(a, sent[1][n]) for n, a in sent[0].items())
-
-
-@pytest.fixture
-def replies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Reply]]:
-    seen: list[tuple[str, Reply]] = []
-    original = ClientManager.send_and_receive
-
-    def send_and_receive(self: ClientManager, kind: str, *args: Any, **kwargs: Any) -> Iterator[Reply]:
-        for reply in original(self, kind, *args, **kwargs):
-            seen.append((kind, reply))
-            yield reply
-
-    monkeypatch.setattr(ClientManager, "send_and_receive", send_and_receive)
-    return seen
 
 
 def test_it_sends_what_ccvr_sends_and_is_ccvr_but_for_the_bias(tiny: Tiny, replies: list[tuple[str, Reply]]) -> None:
