@@ -3,6 +3,9 @@
 Flower's node ids are random in each run. Replies arrive in any order. A client that fails sends an error reply or does
 not answer. Here each client has its own id, every reply is checked separately, and a dropped reply is recorded with its
 reason.
+
+The file is long because registration, exchanges and blocked clients share one state: who is which client, and who may
+answer what.
 """
 
 from __future__ import annotations
