@@ -104,7 +104,7 @@ def ray_rounds(app: Path, case: Case, flat: Mapping[str, Any], out: Path) -> tup
     with launch.Session(app=app) as session:
         handle = submit(session, flat)
         try:
-            outcome = handle.follow(out, stop_after_last, poll=0.5)
+            outcome = handle.follow(stop_after_last, poll=0.5)
             raise RuntimeError(f"{case.key} failed: {outcome.status} {outcome.error} {outcome.log_tail}")
         except _Enough:
             handle.stop()

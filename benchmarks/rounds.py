@@ -125,7 +125,7 @@ class Visits:
             handle = submit(session, config.to_flat())
             watch = memory.Watch(session._processes.alive)
             with contextlib.nullcontext() if self.peak else watch:
-                outcome = handle.follow(self.folder, lambda event: None, poll=1.0)
+                outcome = handle.follow(lambda event: None, poll=1.0)
             self.peak = self.peak or watch.peak
         if not outcome.ok:
             raise RuntimeError(f"the benchmark's run failed: {outcome.status} {outcome.error} {outcome.log_tail}")

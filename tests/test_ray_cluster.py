@@ -110,7 +110,7 @@ def test_clients_work_on_both_nodes(cluster: Nodes, tmp_path: Path) -> None:
     events: list[dict[str, Any]] = []
     with launch.Session(app=make_toy(tmp_path / "toy")) as session:
         handle = session.submit({"out": str(tmp_path), "mode": "slow"}, num_supernodes=4)
-        outcome = handle.follow(tmp_path, events.append)
+        outcome = handle.follow(events.append)
     assert outcome.ok, outcome
     assert events[0]["environment"]["RAY_ADDRESS"] == cluster.address
     for event in events[2::2]:
@@ -156,7 +156,7 @@ def test_clients_share_a_gpu(tmp_path: Path) -> None:
             events: list[dict[str, Any]] = []
             with launch.Session(app=make_toy(tmp_path / f"toy-{share}")) as session:
                 handle = session.submit({"out": str(out), "mode": "slow"}, num_supernodes=4, client_gpus=share)
-                outcome = handle.follow(out, events.append)
+                outcome = handle.follow(events.append)
             assert outcome.ok, outcome
             rounds = [event for event in events if "replies" in event]
             assert rounds and {len({r["pid"] for r in event["replies"]}) for event in rounds} == {at_once}

@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from tests.toyapp import ignore, make_toy, running, wait_for
 def test_events_are_read_when_complete_and_once(tmp_path: Path) -> None:
     path = tmp_path / "progress.jsonl"
     seen: list[dict[str, Any]] = []
-    reader = launch.EventReader(path, time.time_ns())
+    reader = launch.EventReader(path)
     reader.read(seen.append)
     with path.open("ab") as file:
         for piece, expected in [(b'{"a": 1}\n{"b"', 1), (b": 2", 1), (b"}\n", 2), (b"\n", 2), (b'{"c": 3}\n', 3)]:
@@ -44,8 +43,7 @@ def test_events_are_read_when_complete_and_once(tmp_path: Path) -> None:
 def test_events_of_an_earlier_run_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "progress.jsonl"
     path.write_text('{"old": 1}\n{"torn": ')
-    submitted = path.stat().st_mtime_ns + 1
-    reader = launch.EventReader(path, submitted)
+    reader = launch.EventReader(path)
     with path.open("a") as file:
         file.write('{"new": 1}\n')
     seen: list[dict[str, Any]] = []
@@ -55,7 +53,7 @@ def test_events_of_an_earlier_run_are_passed_over(tmp_path: Path) -> None:
 
 def test_a_broken_event_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "progress.jsonl"
-    reader = launch.EventReader(path, time.time_ns())
+    reader = launch.EventReader(path)
     path.write_text("not json\n")
     with pytest.raises(LaunchError, match="not a JSON object"):
         reader.read(ignore)
@@ -119,7 +117,7 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
 def go(session: Session, out: Path, **config: Any) -> tuple[Outcome, list[dict[str, Any]]]:
     events: list[dict[str, Any]] = []
     run = session.submit({"out": str(out), **config}, num_supernodes=3, client_cpus=1)
-    return run.follow(out, events.append), events
+    return run.follow(events.append), events
 
 
 CONFIG = {"method.mu": 1e-3, "text-value": "a 'b' \"c\" = ü\n# \\ {x}", "some-flag": True, "whole": -7}
@@ -186,7 +184,7 @@ def test_refused_configurations_are_bad_requests(session: Session, monkeypatch: 
     # Flower's own refusal, should it know better.
     monkeypatch.setattr(Session, "_check_keys", lambda self, run_config: None)
     with pytest.raises(BadRequest, match="Invalid run configuration"):
-        session.submit({"no-such-key": 1}, num_supernodes=2)
+        session.submit({"out": "", "no-such-key": 1}, num_supernodes=2)
     with pytest.raises(LaunchError, match="2 CPUs, not 4"):
         session.submit({}, num_supernodes=2, total_cpus=4)
 
@@ -269,7 +267,7 @@ def test_ray_address_takes_the_run_to_that_cluster(tmp_path: Path, monkeypatch: 
             events: list[dict[str, Any]] = []
             run = live.submit({"out": str(tmp_path)}, num_supernodes=3, total_cpus=chosen.total_cpus)
             assert wait_for(lambda: (tmp_path / "progress.jsonl").exists(), 60)
-            outcome = run.follow(tmp_path, events.append)
+            outcome = run.follow(events.append)
         assert outcome.ok, outcome
         assert events[0]["environment"]["RAY_ADDRESS"] == f"127.0.0.1:{port}"
         assert {reply["parent"] for reply in events[-1]["replies"]} == {servers["raylet"]}
@@ -294,7 +292,7 @@ def test_a_run_that_the_server_refused_is_a_bad_request() -> None:
 
 def test_a_run_handle_belongs_to_its_session(tmp_path: Path) -> None:
     session = Session(app=tmp_path)
-    first = RunHandle(session, 1, 0, 0)
+    first = RunHandle(session, 1, tmp_path, launch.EventReader(tmp_path / "progress.jsonl"), 0, 0)
     session._active = first
     with pytest.raises(LaunchError, match="run 1 has not ended"):
         session.submit({}, num_supernodes=1)

@@ -47,7 +47,7 @@ app, out, log = map(Path, sys.argv[1:])
 with Session(app=app, log=log) as session:
     run = session.submit({"out": str(out), "mode": "hang"}, num_supernodes=2, total_cpus=2)
     try:
-        run.follow(out, lambda event: None)
+        run.follow(lambda event: None)
     except KeyboardInterrupt as interrupt:
         print("interrupted", session.home, flush=True)
         sys.exit(130)

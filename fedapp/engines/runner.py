@@ -232,7 +232,7 @@ def run_in(session: Session, config: RunConfig, given: ClientResources, follower
         client_gpus=given.client_gpus,
         total_cpus=given.total_cpus,
     )
-    return handle.follow(Path(config.out), follower).report(follower.line)
+    return handle.follow(follower).report(follower.line)
 
 
 def _many(headline: Mapping[str, Any]) -> str:

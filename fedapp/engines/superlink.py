@@ -302,7 +302,8 @@ class Session:
 
         Parameters
         ----------
-        run_config : overrides of the app's run-config; keys may contain dots and hyphens.
+        run_config : overrides of the app's run-config; keys may contain dots and hyphens. ``out`` is the run directory
+            that the ServerApp writes to.
         num_supernodes : number of virtual clients.
         client_cpus, client_gpus : resources of one virtual client.
         total_cpus : CPUs that Ray may use; None = all. Not sent to a Ray cluster, which has its own.
@@ -328,11 +329,13 @@ class Session:
         elif total_cpus is not None and not cluster_address():
             federation["init-args-num-cpus"] = total_cpus
         log_start = self._log_size()
+        out = Path(str(run_config["out"]))
+        progress = EventReader(out / PROGRESS_FILE)
         submitted = time.time_ns()
         options = ("--federation-config", " ".join(f"{key}={value}" for key, value in federation.items()))
         env = self._environment()
         run_id = control.submit(self.app, CONNECTION, run_config, *options, folder=self.home, env=env)
-        self._active = RunHandle(self, run_id, submitted, log_start)
+        self._active = RunHandle(self, run_id, out, progress, submitted, log_start)
         return self._active
 
     def _check_keys(self, run_config: Mapping[str, Scalar]) -> None:
@@ -353,22 +356,27 @@ class Session:
 class RunHandle:
     """A submitted run; made by :meth:`Session.submit`."""
 
-    def __init__(self, session: Session, run_id: int, submitted: int, log_start: int) -> None:
+    def __init__(
+        self, session: Session, run_id: int, out: Path, progress: EventReader, submitted: int, log_start: int
+    ) -> None:
         self.run_id = run_id
         self._session = session
+        self._out = out
+        self._progress = progress
         self._submitted = submitted
         self._log_start = log_start
 
-    def follow(self, out: Path, on_event: Callable[[dict[str, Any]], None], poll: float = 0.2) -> Outcome:
+    def follow(self, on_event: Callable[[dict[str, Any]], None], poll: float = 0.2) -> Outcome:
         """Follow the run to its end; afterwards no process of the run is left.
+
+        What was in the run directory before the submission belongs to another run.
 
         Parameters
         ----------
-        out : run directory that the ServerApp writes to. Files older than the submission belong to another run.
         on_event : called with each event of ``progress.jsonl``, in order; an exception of it ends the following.
         poll : seconds between two looks.
         """
-        progress = EventReader(out / PROGRESS_FILE, self._submitted)
+        out, progress = self._out, self._progress
         ended = threading.Event()
         log = self._session.log_path
         with Control.of_port(self._session.port) as api, log.open("a", encoding="utf-8", buffering=1) as file:
@@ -433,21 +441,20 @@ class RunHandle:
 
 
 class EventReader:
-    """Reads a growing file of JSON lines.
+    """Reads what is added to a growing file of JSON lines from now on.
+
+    A resumed run appends to its predecessor's file, so what is there already is passed over.
 
     Parameters
     ----------
-    path : the file.   since : nanoseconds; what is in a file that was last written earlier is passed over.
+    path : the file; it need not be there yet.
     """
 
-    def __init__(self, path: Path, since: int) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._position = 0
-        with contextlib.suppress(OSError):
-            found = path.stat()
-            # A resumed run appends to its predecessor's file.
-            if found.st_mtime_ns < since:
-                self._position = found.st_size
+        with contextlib.suppress(FileNotFoundError):
+            self._position = path.stat().st_size
 
     def read(self, on_event: Callable[[dict[str, Any]], None]) -> int:
         """Hand over the complete lines that were added; return their number."""
