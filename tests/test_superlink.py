@@ -172,9 +172,10 @@ def test_a_killed_simulation_and_a_summary_of_yesterday_are_no_success(session: 
     (tmp_path / "progress.jsonl").write_text('{"event": "yesterday"}\n')
     outcome, events = go(session, tmp_path, mode="die")
     assert [event["event"] for event in events] == ["start"]
-    assert (outcome.ok, outcome.status) == (False, "lost")
-    assert "killed or crashed" in outcome.details
+    assert not outcome.ok
     assert outcome.log_tail
+    # On a busy machine Flower sometimes notices before the follower does.
+    assert outcome.status == "finished:failed" or (outcome.status == "lost" and "killed or crashed" in outcome.details)
 
 
 @pytest.mark.ray
