@@ -1,0 +1,418 @@
+"""Sums of vectors of which the server sees no single one, also where clients drop out on the way.
+
+Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Learning, CCS 2017.
+
+| symbol (paper) | here                                                                                     |
+|----------------|------------------------------------------------------------------------------------------|
+| c_u            | `box`, X25519, once per run: encrypts what u sends to another client through the server  |
+| s_u            | `mask-key`, X25519, new in every exchange: with v's it gives the mask of the pair        |
+| b_u            | `seed`, new in every exchange: gives u's own mask                                        |
+| U_1, U_2, U_3  | clients asked; those whose shares arrived; those whose vectors arrived                   |
+| t              | `threshold`, shares that open a secret                                                   |
+
+1. `Member.key`: c_u's public key, once. All others get it.
+2. `Member.offer`: u draws s_u and b_u, and sends each v of U_1 one share of both, encrypted for v.
+3. `Member.hide`: y_u = x_u + PRG(b_u) + sum_{v in U_2, v > u} PRG(s_uv) - sum_{v in U_2, v < u} PRG(s_uv)  (mod 2^64).
+4. `Member.reveal`: each v sends its share of b_u for u in U_3, and of s_u for u in U_2 without U_3, never both.
+5. `Collector.open`: sum y_u without PRG(b_u), and without the masks that U_3 shares with those that are gone.
+
+s_u and b_u live for one exchange. With keys for the whole run, dropping out once would give away all earlier vectors:
+once s_u of a client that is gone is open, so are its masks of all earlier exchanges, and the server has opened its b_u
+in these. So only c_u lasts, of which no share is ever given away.
+
+A server that tells different clients of different U_3 gets b_u and s_u of one client only where t clients of each
+opinion answer, so 2 t must exceed the number of clients and those that help the server (`flaw`). It can make the sum
+one of fewer clients than t, but not of fewer than n (2 t - n) / t: see docs/secure-sums.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import struct
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from fedapp.core.masks import Words, add_mask
+from fedapp.core.secret_shares import PRIME, SHARE, combine, split, weights_at
+
+Bytes = npt.NDArray[np.uint8]
+
+KEY = 32
+"""Bytes of a public key, of a seed and of its digest."""
+_NONCE, _TAG = 12, 16
+_PLAIN = 2 * SHARE + KEY
+SEALED = _NONCE + _PLAIN + _TAG
+"""Bytes of an encrypted pair of shares."""
+
+__all__ = [
+    "KEY",
+    "SEALED",
+    "Collector",
+    "Member",
+    "Offer",
+    "Unopened",
+    "Unsafe",
+    "flaw",
+    "noise_share",
+    "threshold",
+]  # fmt: skip
+
+
+class Unsafe(ValueError):
+    """A message that is not part of the protocol; answering it could give a secret away."""
+
+
+class Unopened(ValueError):
+    """A sum that cannot be opened; `clients` are those whose shares do not fit, if it is their fault."""
+
+    def __init__(self, message: str, clients: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.clients = list(clients)
+
+
+def threshold(clients: int, dropout: float) -> int:
+    """Return t, the fewest of so many clients whose sum is opened, where a share of them may drop out."""
+    return clients - int(dropout * clients + 1e-9)
+
+
+def flaw(clients: int, threshold: int, colluders: int) -> str | None:
+    """Say why sums would not hide single values, or return None.
+
+    Parameters
+    ----------
+    clients : n, that are asked.   threshold : t.   colluders : m, clients that tell the server all that they know.
+    """
+    if threshold - colluders < 2:
+        return f"a sum of {threshold} clients, {colluders} of whom may help the server, hides nobody"
+    if 2 * threshold <= clients + colluders:
+        return (
+            f"{threshold} of {clients} clients open a sum, {colluders} of whom may help the server: it could get the "
+            "sum's secrets twice"
+        )
+    return None
+
+
+def noise_share(clients: int, threshold: int, colluders: int) -> float:
+    """Return the variance of the noise that each client adds, as a share of that which the sum needs.
+
+    The noise of those that answer adds up. The fewest whose sum is opened are t, and those that help the server can
+    take theirs away, so t - m must bring the noise of one release: 1 / (t - m). Where all n answer, the variance of the
+    sum is n / (t - m) times what it needs.
+
+    Parameters
+    ----------
+    clients, threshold, colluders : n, t and m as in `flaw`.
+
+    Raises
+    ------
+    ValueError : the sum would hide nobody, see `flaw`.
+    """
+    if problem := flaw(clients, threshold, colluders):
+        raise ValueError(problem)
+    return 1.0 / (threshold - colluders)
+
+
+# ---- keys ------------------------------------------------------------------------------------------------------------
+
+
+def _public(private: bytes) -> bytes:
+    return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
+
+
+def _derived(secret: bytes, purpose: str, tag: str, *parts: bytes) -> bytes:
+    """Return 32 bytes for one purpose in one exchange."""
+    fields = [b"fedapp secure sum", purpose.encode(), tag.encode(), *parts]
+    info = b"".join(struct.pack(">I", len(f)) + f for f in fields)
+    return HKDF(SHA256(), 32, salt=None, info=info).derive(secret)
+
+
+def _agreed(private: bytes, public: bytes) -> bytes:
+    try:
+        return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
+    except ValueError as e:  # a point of small order: the secret would be 0 whatever the private key
+        raise Unsafe("a public key is none") from e
+
+
+def _number(client: int) -> bytes:
+    return struct.pack(">Q", client)
+
+
+def _seal_key(private: bytes, public: bytes, tag: str, sender: int, receiver: int) -> bytes:
+    return _derived(_agreed(private, public), "seal", tag, _number(sender), _number(receiver))
+
+
+def _pair_key(private: bytes, own: bytes, public: bytes, tag: str, client: int, other: int) -> bytes:
+    """Return the key of the mask that two clients share; `own` is the public key that belongs to `private`."""
+    first, second = sorted([(client, own), (other, public)])
+    parts = (_number(first[0]), first[1], _number(second[0]), second[1])
+    return _derived(_agreed(private, public), "pair", tag, *parts)
+
+
+def _own_key(seed: bytes, tag: str, client: int) -> bytes:
+    return _derived(seed, "own", tag, _number(client))
+
+
+def _sign(client: int, other: int) -> int:
+    return 1 if client < other else -1
+
+
+# ---- a client --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a client sends before an exchange.
+
+    Attributes
+    ----------
+    key : public key of s_u.   digest : of b_u, so that false shares are noticed.
+    sealed : (n, SEALED) uint8, by the order of the ids of U_1: shares for each; zeros for the client itself.
+    """
+
+    key: bytes
+    digest: bytes
+    sealed: Bytes
+
+
+class Member:
+    """One client in the exchanges of one run.
+
+    Parameters
+    ----------
+    client : its id.
+    kept : its secrets; plain values that the caller keeps from one message to the next, where nobody else reads them.
+    """
+
+    def __init__(self, client: int, kept: MutableMapping[str, Any]) -> None:
+        self.client = client
+        self.kept = kept
+
+    def key(self) -> bytes:
+        """Return the public key for what others send to this client; the same in the whole run."""
+        if "box" not in self.kept:
+            self.kept["box"] = os.urandom(32)
+        return _public(self.kept["box"])
+
+    def offer(self, tag: str, keys: Mapping[int, bytes], threshold: int) -> Offer:
+        """Draw the secrets of an exchange and share them; those of an exchange before it are forgotten.
+
+        Parameters
+        ----------
+        tag : name of the exchange.   keys : public keys of U_1 by client id.
+        threshold : t, as this client counts itself.
+
+        Raises
+        ------
+        Unsafe : a key is missing or comes twice, or this client's is another than it gave.
+        """
+        if keys.get(self.client) != self.key():
+            raise Unsafe("the key that others were given for this client is not its own")
+        if len(set(keys.values())) != len(keys):
+            raise Unsafe("two clients have one key")
+        ids, box = sorted(keys), self.kept["box"]
+        secret, seed = os.urandom(32), os.urandom(32)
+        public = _public(secret)
+        pairs = zip(split(secret, threshold, len(ids)), split(seed, threshold, len(ids)), strict=True)
+        sealed, own = np.zeros((len(ids), SEALED), np.uint8), b""
+        for row, (other, (of_secret, of_seed)) in enumerate(zip(ids, pairs, strict=True)):
+            plain = of_secret + of_seed + public
+            if other == self.client:
+                own = plain
+                continue
+            nonce = os.urandom(_NONCE)
+            box_key = _seal_key(box, keys[other], tag, self.client, other)
+            sealed[row] = np.frombuffer(nonce + AESGCM(box_key).encrypt(nonce, plain, tag.encode()), np.uint8)
+        self._forget()
+        self.kept.update(
+            {"tag": tag, "ids": ids, "keys": b"".join(keys[i] for i in ids), "threshold": threshold}
+            | {"mask-key": secret, "seed": seed, "own": own, "phase": "offered"}
+        )
+        return Offer(public, _digest(seed), sealed)
+
+    def hide(self, tag: str, sealed: Mapping[int, bytes], vector: Words) -> Words:
+        """Return y_u. A vector is hidden once; for another one there must be new secrets.
+
+        Parameters
+        ----------
+        sealed : what the others of U_2 encrypted for this client, by their ids.   vector : x_u; it is not changed.
+
+        Raises
+        ------
+        Unsafe : it was not asked for shares before, was asked for another vector already, fewer than t are there, or
+            shares are not from the client that they are said to be from.
+        """
+        kept = self._of(tag, "offered")
+        keys = dict(zip(kept["ids"], _pieces(kept["keys"], KEY), strict=True))
+        there = sorted({*sealed, self.client})
+        if self.client in sealed or not set(there) <= set(keys):
+            raise Unsafe("shares came from clients that were not asked for any")
+        if len(there) < kept["threshold"]:
+            raise Unsafe(f"{len(there)} clients take part, {kept['threshold']} are needed")
+        opened = {self.client: kept["own"]}
+        for other, text in sealed.items():
+            box_key = _seal_key(kept["box"], keys[other], tag, other, self.client)
+            try:
+                opened[other] = AESGCM(box_key).decrypt(text[:_NONCE], text[_NONCE:], tag.encode())
+            except InvalidTag as e:
+                raise Unsafe(f"the shares that are said to be client {other}'s are not") from e
+        kept["phase"] = (
+            "hidden"  # before anything is made of it: the same masks on two vectors would show the difference
+        )
+        hidden, own = vector.copy(), _public(kept["mask-key"])
+        for other in there:
+            if other != self.client:
+                public = opened[other][2 * SHARE :]
+                pair = _pair_key(kept["mask-key"], own, public, tag, self.client, other)
+                add_mask(hidden, pair, _sign(self.client, other))
+        add_mask(hidden, _own_key(kept["seed"], tag, self.client), 1)
+        kept.update({"there": there, "opened": b"".join(opened[i][: 2 * SHARE] for i in there)})
+        for name in ("mask-key", "seed", "own", "keys"):
+            del kept[name]
+        return hidden
+
+    def reveal(self, tag: str, survivors: Collection[int]) -> Bytes:
+        """Return a share of b_u for each survivor and of s_u for all others of U_2, in the order of the ids of U_2.
+
+        This client answers once and then has nothing left to give away.
+
+        Raises
+        ------
+        Unsafe : fewer than t survived, or clients that were not there, or this one is said to be gone.
+        """
+        kept, left = self._of(tag, "hidden"), set(survivors)
+        if self.client not in left or not left <= set(kept["there"]) or len(left) < kept["threshold"]:
+            raise Unsafe(f"a sum of {len(left)} clients is not one of {kept['threshold']} or more with this one")
+        opened = zip(kept["there"], _pieces(kept["opened"], 2 * SHARE), strict=True)
+        rows = [pair[SHARE:] if other in left else pair[:SHARE] for other, pair in opened]
+        self._forget()
+        return np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), SHARE)
+
+    def _of(self, tag: str, phase: str) -> MutableMapping[str, Any]:
+        if self.kept.get("tag") != tag or self.kept.get("phase") != phase:
+            raise Unsafe("it is not this client's turn for that")
+        return self.kept
+
+    def _forget(self) -> None:
+        for name in [n for n in self.kept if n != "box"]:
+            del self.kept[name]
+
+
+def _pieces(text: bytes, size: int) -> list[bytes]:
+    return [text[i : i + size] for i in range(0, len(text), size)]
+
+
+def _digest(seed: bytes) -> bytes:
+    return hashlib.sha256(b"fedapp secure sum seed" + seed).digest()
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+
+
+class Collector:
+    """The server's side of one exchange.
+
+    Parameters
+    ----------
+    tag : name of the exchange.   clients : U_1.   threshold : t.
+
+    Attributes
+    ----------
+    offers : by client, of U_2.   summed : U_3, in the order in which their vectors arrived.
+    liars : clients whose shares were false, as far as the others' shares say so.
+    """
+
+    def __init__(self, tag: str, clients: Collection[int], threshold: int) -> None:
+        self.tag, self.ids, self.threshold = tag, sorted(clients), threshold
+        self.offers: dict[int, Offer] = {}
+        self.summed: list[int] = []
+        self.liars: set[int] = set()
+        self._total: Words | None = None
+        self._known: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+
+    def inbox(self, client: int) -> tuple[list[int], Bytes]:
+        """Return the other clients of U_2, and what each encrypted for this one, (n_2 - 1, SEALED)."""
+        place = self.ids.index(client)
+        others = [c for c in sorted(self.offers) if c != client]
+        rows = [self.offers[c].sealed[place] for c in others]
+        return others, np.stack(rows) if rows else np.zeros((0, SEALED), np.uint8)
+
+    def add(self, client: int, hidden: Words) -> None:
+        """Add y_u to the sum."""
+        if self._total is None:
+            self._total = np.zeros(len(hidden), np.uint64)
+        self._total += hidden
+        self.summed.append(client)
+
+    def open(self, shares: Mapping[int, Bytes]) -> Words:
+        """Return the sum of x_u over U_3.
+
+        Parameters
+        ----------
+        shares : what `Member.reveal` returned, by client.
+
+        Raises
+        ------
+        Unopened : there are fewer than t, or the shares of a secret give none that belongs to it.
+        """
+        if len(shares) < self.threshold or self._total is None:
+            raise Unopened(f"{len(shares)} clients opened their shares, {self.threshold} are needed")
+        there, left = sorted(self.offers), set(self.summed)
+        secrets = {c: self._secret(c, c in left, {h: s[i].tobytes() for h, s in shares.items()})
+                   for i, c in enumerate(there)}  # fmt: skip
+        total = self._total.copy()
+        for client in there:
+            if client in left:
+                add_mask(total, _own_key(secrets[client], self.tag, client), -1)
+                continue
+            own = self.offers[client].key
+            for other in self.summed:
+                key = _pair_key(secrets[client], own, self.offers[other].key, self.tag, client, other)
+                add_mask(total, key, -_sign(other, client))
+        return total
+
+    def _secret(self, client: int, left: bool, shares: Mapping[int, bytes]) -> bytes:
+        """Return b_u of a client that is left, or s_u of one that is gone; try other holders where shares are false."""
+        holders = sorted(shares)
+        for start in range(len(holders)):
+            chosen = [holders[(start + i) % len(holders)] for i in range(self.threshold)]
+            positions = [self.ids.index(h) + 1 for h in chosen]
+            found = combine([shares[h] for h in chosen], self._weights(tuple(positions)))
+            if found is not None and self._belongs(client, left, found):
+                if start:
+                    self.liars |= self._false(shares, chosen)
+                return found
+            if len(holders) == self.threshold:
+                break
+        raise Unopened(f"the shares of client {client}'s secret do not fit together", [client])
+
+    def _belongs(self, client: int, left: bool, secret: bytes) -> bool:
+        offer = self.offers[client]
+        return hmac.compare_digest(*((offer.digest, _digest(secret)) if left else (offer.key, _public(secret))))
+
+    def _weights(self, positions: tuple[int, ...], place: int = 0) -> list[int]:
+        if (place, positions) not in self._known:
+            self._known[place, positions] = weights_at(place, positions)
+        return self._known[place, positions]
+
+    def _false(self, shares: Mapping[int, bytes], good: Sequence[int]) -> set[int]:
+        """Return the holders whose shares do not lie on the polynomial of the good ones."""
+        positions = tuple(self.ids.index(h) + 1 for h in good)
+        values = [int.from_bytes(shares[h], "big") for h in good]
+        found = set()
+        for holder in shares.keys() - set(good):
+            weights = self._weights(positions, self.ids.index(holder) + 1)
+            expected = sum(v * w for v, w in zip(values, weights, strict=True)) % PRIME
+            if expected != int.from_bytes(shares[holder], "big"):
+                found.add(holder)
+        return found
