@@ -14,7 +14,7 @@ WORKERS := -n auto
 QUICK := $(sort $(wildcard tests/test_defaults.py tests/test_core_*.py $(patsubst %,tests/test_%.py,$(notdir \
 	$(basename $(wildcard strategies/*.py clients/*.py fedapp/learning/*.py))))))
 
-.PHONY: run test quick slow mutants bench lint setup clean
+.PHONY: run test quick slow mutants bench lint docs setup clean
 
 run: $(READY)
 	$(BIN)/fedapp compare fedapp/conf/digits.toml --methods local,lgfedavg,fedclassavg --engine ray
@@ -38,6 +38,14 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The documentation site, in site/. A warning is an error.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+$(VENV)/.docs: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs]" -c constraints.txt
+	touch $@
 
 setup: $(READY)
 

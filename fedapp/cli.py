@@ -13,12 +13,22 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 from typer.core import TyperGroup
+from typer.utils import get_params_from_function
 
 from fedapp.errors import BadRequest, plain
 
 
 class Commands(TyperGroup):
     """The group of commands. Ctrl-C prints one line and exits with 130; some versions of Typer would exit with 1."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return a command with the help of its arguments; with click 8.5 Typer 0.20 loses it."""
+        command = super().get_command(ctx, cmd_name)
+        said = get_params_from_function(command.callback) if command and command.callback else {}
+        for param in command.params if command else ():
+            if param.param_type_name == "argument" and param.help is None and param.name in said:
+                param.help = said[param.name].default.help
+        return command
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""
@@ -466,7 +476,9 @@ def figure(
     typer.echo(f"{drawing.caption}\nfigure: {file}")
 
 
-deployment = typer.Typer(no_args_is_help=True, help="Real devices: find problems and show how to solve them.")
+deployment = typer.Typer(
+    cls=Commands, no_args_is_help=True, help="Real devices: find problems and show how to solve them."
+)
 app.add_typer(deployment, name="deploy")
 
 
@@ -531,7 +543,9 @@ def superlink(
     raise typer.Exit(gate.serve(public, private, operator_token_file, max_reply << 20, context.args))
 
 
-operator = typer.Typer(no_args_is_help=True, help="The operator of a SuperLink that fedapp superlink started.")
+operator = typer.Typer(
+    cls=Commands, no_args_is_help=True, help="The operator of a SuperLink that fedapp superlink started."
+)
 app.add_typer(operator, name="operator")
 
 

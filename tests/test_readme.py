@@ -28,11 +28,6 @@ def test_every_method_says_what_it_costs() -> None:
     assert list(costs_in(CHOOSING.read_text(encoding="utf-8"))) == registry.ORDER
 
 
-def test_links_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(((?!https?:)[^)#]+)\)", TEXT):
-        assert (ROOT / target).exists(), target
-
-
 COMMANDS = re.findall(r"^\.venv/bin/fedapp ([^#\n]+)", TEXT, flags=re.M)
 
 

@@ -1,0 +1,368 @@
+"""Pages of the documentation site that are made from the program: keys, hyperparameters, commands, methods, API.
+
+`make docs` makes them while the site is built (`tests/site_build.py`), so no copy of them can become out of date.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import typer
+
+from fedapp import cli, registry
+from fedapp.config import RunConfig
+from fedapp.method import BaseHParams, Method
+from tests.house import FILES, module
+from tests.readme import ROOT, methods_table
+
+GUIDES: dict[str, dict[str, str]] = {
+    "Guides": {
+        "Which method helps me": "choosing.md",
+        "Your own data": "own-data.md",
+        "Your own model": "own-models.md",
+        "Local training": "training.md",
+        "What a score means": "scores.md",
+        "Comparing methods": "comparing.md",
+        "Simulation": "simulation.md",
+        "Real devices": "deployment.md",
+        "Lying clients": "robustness.md",
+    },
+    "Results": {
+        "Reproduction": "reproduction.md",
+        "Natural clients": "har.md",
+        "Figures of the papers": "figures.md",
+        "Performance": "performance.md",
+    },
+    "Project": {
+        "Architecture": "architecture.md",
+        "Contributing": "CONTRIBUTING.md",
+        "Mutation tests": "mutants.md",
+        "Changelog": "CHANGELOG.md",
+        "Security": "SECURITY.md",
+    },
+}
+"""Pages that are written by hand, in the order of the site; `tests/test_pages.py` finds those that are missing."""
+
+SECTIONS = {
+    "method": "Method",
+    "dataset": "Data",
+    "clients": "Clients and who holds what",
+    "split": "Test data",
+    "model": "Model",
+    "num-server-rounds": "Rounds and local training",
+    "buffers": "Processes",
+    "protocols": "Scores",
+    "min-replies": "Replies and limits",
+    "wire-dtype": "Traffic, state and names",
+    "clip-update": "Robustness",
+    "seed": "Seeds and the run directory",
+}
+"""The first key of each section of the page of keys; a new key belongs to the section of the key before it."""
+
+API: dict[str, tuple[str, ...]] = {
+    "Runs and models": (
+        "fedapp.engines.local",
+        "fedapp.results.runs",
+        "fedapp.results.loading",
+        "fedapp.results.predict",
+        "fedapp.results.exporting",
+        "fedapp.results.statistics",
+        "fedapp.config",
+        "fedapp.errors",
+    ),
+    "A method of your own": (
+        "fedapp.method",
+        "strategies.base",
+        "clients.base",
+        "fedapp.registry",
+        "fedapp.plugins",
+        "fedapp.sampling",
+    ),
+}
+"""Modules of the API pages; the packages of `ROOMS` follow with all of their modules."""
+ROOMS = {
+    "fedapp.core": "Mathematics",
+    "fedapp.data": "Data",
+    "fedapp.models": "Models",
+    "fedapp.learning": "Local learning",
+}
+
+
+OPEN = '<div class="keys" markdown>'
+"""Begin of a table that narrow screens show as a list (`docs/site.css`)."""
+
+
+def _inner(name: str) -> list[str]:
+    """Return a package and its modules, by name."""
+    return sorted(m for m in map(module, FILES) if m == name or m.startswith(f"{name}."))
+
+
+def api() -> dict[str, list[str]]:
+    """Return the modules of the API pages by section, without those of the methods."""
+    return {**{k: list(v) for k, v in API.items()}, **{title: _inner(name) for name, title in ROOMS.items()}}
+
+
+def families() -> dict[str, list[Method]]:
+    """Return all methods in three groups, by what they declare."""
+    found: dict[str, list[Method]] = {"One global model": [], "A model for each client": [], "Any architectures": []}
+    for m in registry.discover().values():
+        name = "Any architectures" if m.heterogeneous else [*found][0 if m.global_model else 1]
+        found[name].append(m)
+    return found
+
+
+def _cell(text: str) -> str:
+    """Return plain text as a cell of a table, without marks that Markdown or HTML would take for its own."""
+    return re.sub(r"([\\|*_<>`\[\]~])", r"\\\1", " ".join(text.split()))
+
+
+def _code(value: object) -> str:
+    """Return a value as code in a cell."""
+    return f"`{value}`".replace("|", "\\|")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:g}"
+
+
+def _type(schema: Mapping[str, Any]) -> str:
+    """Say in words what a JSON schema of one value allows."""
+    if "anyOf" in schema:  # the named values first
+        return ", or ".join(sorted((_type(part) for part in schema["anyOf"]), key=lambda text: text[0] != "`"))
+    if "const" in schema:
+        return _code(schema["const"])
+    if "enum" in schema:
+        return ", ".join(map(_code, schema["enum"]))
+    kind = {
+        "string": "text",
+        "boolean": "`true`, `false`",
+        "integer": "whole number",
+        "number": "number",
+        "null": "empty",
+    }
+    low, high = schema.get("minimum"), schema.get("maximum")
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    if schema["type"] == "integer":  # below 2**31 is at most 2**31 - 1
+        low = low if above is None else above + 1
+        high = high if below is None else below - 1
+        above = below = None
+    limits = [
+        f"at least {_number(low)}" if low is not None else "",
+        f"above {_number(above)}" if above is not None else "",
+        f"at most {_number(high)}" if high is not None else "",
+        f"below {_number(below)}" if below is not None else "",
+    ]
+    return ", ".join(filter(None, [kind[schema["type"]], " and ".join(filter(None, limits))]))
+
+
+def _default(value: object) -> str:
+    if isinstance(value, bool):
+        return _code(str(value).lower())
+    return _code(value) if value not in ("", None) else "empty"
+
+
+def _fields(schema: Mapping[str, Any], names: Iterable[str], prefix: str) -> list[str]:
+    """Return the table of fields of a pydantic class; each row has the anchor `prefix` + name."""
+    rows = [OPEN, "", "| name | type | default | meaning |", "|---|---|---|---|"]
+    for name in names:
+        field = schema["properties"][name]
+        label = f"`{name}`{{ #{prefix}{name} }}"
+        cells = [label, _type(field), _default(field["default"]), _cell(field.get("description", ""))]
+        rows.append(f"| {' | '.join(cells)} |")
+    return [*rows, "", "</div>"]
+
+
+def keys() -> str:
+    """Return the page of all run-config keys, from the class `RunConfig`."""
+    schema = RunConfig.model_json_schema()
+    heads = {name: title for name, title in SECTIONS.items() if name in schema["properties"]}
+    found: dict[str, list[str]] = {}
+    title = ""
+    for name in schema["properties"]:
+        title = heads.get(name, title)
+        found.setdefault(title, []).append(name)
+    lines = [
+        "# Configuration keys",
+        "",
+        f"The {len(schema['properties'])} keys of a run. They go into a TOML file (`fedapp run FILE.toml`), after "
+        "`--set` (`fedapp run --set lr=0.1`), into `fedapp.run(lr=0.1)` with underscores in place of hyphens, and into "
+        "`flwr run . --run-config`. The command line wins over the file. A run directory's `config.toml` holds all of "
+        "them, and `fedapp run config.toml` repeats the run.",
+        "",
+        "`auto` stands for a value that the method, the data or the engine decides. Hyperparameters of a method are "
+        "given by `method-args`; [Hyperparameters](hyperparameters.md) lists them.",
+        "",
+    ]
+    for title, names in found.items():
+        lines += [f"## {title}", "", *_fields(schema, names, "key-"), ""]
+    return "\n".join(lines)
+
+
+def hyperparameters() -> str:
+    """Return the page of all methods' hyperparameters, from their classes."""
+    lines = [
+        "# Hyperparameters",
+        "",
+        'They are given as `--set method-args="name=value name=value"`, and in a comparison as '
+        '`--methods "fedprox(mu=0.1)"`. The page of a method says how its authors chose theirs.',
+        "",
+    ]
+    without = []
+    for m in registry.discover().values():
+        schema = m.hparams.model_json_schema()
+        if m.hparams is BaseHParams or not schema["properties"]:
+            without.append(f"[{m.title}](../methods/{m.id}.md)")
+            continue
+        lines += [f"## {m.title} {{ #{m.id} }}", "", f"`{m.id}`, [page](../methods/{m.id}.md)", ""]
+        lines += [*_fields(schema, schema["properties"], f"{m.id}-"), ""]
+    lines += ["## Methods without hyperparameters", "", ", ".join(without) + "."]
+    return "\n".join(lines)
+
+
+def _parameter_type(parameter: Any) -> str:
+    kind = parameter.type
+    if getattr(kind, "choices", None):
+        return ", ".join(map(_code, kind.choices))
+    words = {"TEXT": "text", "INTEGER": "whole number", "FLOAT": "number", "PATH": "path", "BOOLEAN": "switch"}
+    name = str(getattr(kind, "name", kind)).upper()
+    low = getattr(kind, "min", None)
+    base = "whole number" if name.startswith("INTEGER") else words.get(name, name.lower())
+    return f"{base}, at least {low}" if low is not None else base
+
+
+def _command(command: Any, name: str) -> list[str]:
+    """Return the section of one command with its arguments and options, and those of its inner commands."""
+    if getattr(command, "commands", None):
+        found = [(inner, command.get_command(None, inner)) for inner in command.commands]
+        return [line for inner, c in found for line in _command(c, f"{name} {inner}")]
+    said = [re.sub(r"\s+", " ", part) for part in (command.help or "").strip().split("\n\n")]
+    taken = [p for p in command.params if p.name != "help"]
+    arguments = [p for p in taken if p.param_type_name == "argument"]
+    options = [p for p in taken if p.param_type_name != "argument"]
+    usage = " ".join([name, "[OPTIONS]", *(p.metavar or p.name.upper() for p in arguments)])
+    lines = [f"## {name}", "", *(part for text in said for part in (_cell(text), "")), f"```console\n{usage}\n```", ""]
+    if taken:
+        lines += [OPEN, "", "| option | type | default | meaning |", "|---|---|---|---|"]
+    for p in [*arguments, *options]:
+        given = p.metavar or p.name.upper() if p in arguments else ", ".join(p.opts)
+        switch = getattr(p, "is_flag", False)
+        default = "required" if p.required else "off" if switch else "" if p.default in (None, "") else _code(p.default)
+        meaning = "; ".join(filter(None, [p.help or "", f"environment: {p.envvar}" if p.envvar else ""]))
+        kind = "switch" if switch else _code(p.metavar) if p.metavar and p in options else _parameter_type(p)
+        lines.append(f"| {_code(given)} | {kind} | {default} | {_cell(meaning)} |")
+    return [*lines, "", *(["</div>", ""] if taken else [])]
+
+
+def commands() -> str:
+    """Return the page of all commands with their options, from the Typer app."""
+    app = typer.main.get_command(cli.app)
+    lines = [
+        "# Commands",
+        "",
+        f"{app.help} `fedapp COMMAND --help` prints the same. Exit codes: 0 all is well; 1 the work failed; 2 a bad "
+        "request, which one line explains; 130 interrupted.",
+        "",
+        *_command(app, "fedapp"),
+    ]
+    return "\n".join(lines)
+
+
+def methods() -> str:
+    """Return the page of all methods, in the groups of the navigation."""
+    lines = [
+        "# Methods",
+        "",
+        f"{len(registry.discover())} methods, each with its own page: what travels in bytes, the hyperparameters "
+        "beside the paper's values, where we differ and why, and the commands. "
+        "[Which method helps me](../choosing.md) compares what they need and cost.",
+        "",
+    ]
+    table = methods_table().replace("docs/methods/", "").splitlines()
+    for title, members in families().items():
+        rows = [row for row in table[2:] if any(f"({m.id}.md)" in row for m in members)]
+        lines += [f"## {title}", "", *table[:2], *rows, ""]
+    return "\n".join(lines)
+
+
+def reference(name: str, title: str | None = None) -> str:
+    """Return the page of one module of the API; mkdocstrings fills it in."""
+    return f"# {title or name}\n\n::: {name}\n"
+
+
+def _see(method: Method) -> str:
+    page, values = (
+        f"[The method's page](../methods/{method.id}.md)",
+        "[Hyperparameters](../reference/hyperparameters.md",
+    )
+    known = f" {values}#{method.id}) lists its settings." if method.hparams.model_fields else ""
+    return f"{page} says what it does.{known}"
+
+
+def in_code(name: str) -> str:
+    """Return what the site adds to the page of a method: the way to its code, and its figures."""
+    m = registry.get(name)
+    links = [f"[API of {m.title}](../api/{m.id}.md)"]
+    if m.hparams.model_fields:
+        links.append(f"[hyperparameters with types and defaults](../reference/hyperparameters.md#{m.id})")
+    lines = ["", "## In the code", "", ", ".join(links) + "."]
+    pages = (ROOT / "docs" / "figures.md").read_text(encoding="utf-8")
+    drawn = re.findall(rf"!\[([^\]]+)\]\((figures/{name}-[^)]+)\)", pages)
+    if drawn:
+        lines += ["", "## Figures", "", f"Drawn from small runs with the commands in [Figures](../figures.md#{name})."]
+        lines += ["", '<div class="grid" markdown>', ""]
+        lines += [f"[![{alt}](../{file}){{ loading=lazy }}](../{file})\n" for alt, file in drawn]
+        lines += ["</div>"]
+    return "\n".join([*lines, ""])
+
+
+def of_method(method: Method) -> str:
+    """Return the API page of a method: its server, and its client where it has one of its own."""
+    files = [f"{side}.{method.id}" for side in ("strategies", "clients")]
+    there = [m for m in files if (ROOT / f"{m.replace('.', '/')}.py").is_file()]
+    lines = [f"# {method.title}", "", f"{_see(method)}", ""]
+    for m in there:
+        lines += [f"## {m}", "", f"::: {m}", "    options:", "      heading_level: 3", ""]
+    return "\n".join(lines)
+
+
+def generated() -> dict[str, str]:
+    """Return all pages that are made, by their place below `docs/`."""
+    pages = {
+        "reference/keys.md": keys(),
+        "reference/hyperparameters.md": hyperparameters(),
+        "reference/commands.md": commands(),
+        "methods/index.md": methods(),
+    }
+    pages |= {f"api/{name}.md": reference(name) for names in api().values() for name in names}
+    pages |= {f"api/{m.id}.md": of_method(m) for m in registry.discover().values()}
+    return pages
+
+
+def navigation() -> list[Any]:
+    """Return the navigation of the site for MkDocs."""
+    groups = [{title: [{m.title: f"methods/{m.id}.md"} for m in members]} for title, members in families().items()]
+    modules = [
+        {title: [{name.removeprefix("fedapp."): f"api/{name}.md"} for name in names]} for title, names in api().items()
+    ]
+    return [
+        {"Home": "index.md"},
+        {"Guides": [{k: v} for k, v in GUIDES["Guides"].items()]},
+        {"Methods": ["methods/index.md", *groups]},
+        {
+            "Reference": [
+                {"Configuration keys": "reference/keys.md"},
+                {"Hyperparameters": "reference/hyperparameters.md"},
+                {"Commands": "reference/commands.md"},
+            ]
+        },
+        {
+            "API": [
+                *modules,
+                {"Methods": [{m.title: f"api/{m.id}.md"} for m in registry.discover().values()]},
+            ]
+        },
+        {"Results": [{k: v} for k, v in GUIDES["Results"].items()]},
+        {"Project": [{k: v} for k, v in GUIDES["Project"].items()]},
+    ]

@@ -1,0 +1,185 @@
+"""Links between the pages lead to files and headings that exist; pages that are made hold all keys and commands."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+import typer
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from fedapp import cli, config, registry
+from tests import site_pages
+from tests.readme import ROOT
+from tests.site_text import relinked, rewritten
+
+DOCS = ROOT / "docs"
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
+MARKDOWN = MarkdownIt("commonmark").enable("table")
+
+
+@cache
+def tokens(page: Path) -> list[Token]:
+    return MARKDOWN.parse(page.read_text(encoding="utf-8"))
+
+
+def slug(heading: str) -> str:
+    """The anchor that code hosts and the site give a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """All anchors of a page: those of its headings, numbered where one repeats, and those set in HTML."""
+    found = set(re.findall(r"<a (?:id|name)=\"([^\"]+)\"", page.read_text(encoding="utf-8")))
+    seen: Counter[str] = Counter()
+    for opening, inline in zip(tokens(page), tokens(page)[1:]):
+        if opening.type == "heading_open":
+            name = slug("".join(t.content for t in inline.children or () if t.type in ("text", "code_inline")))
+            found.add(f"{name}-{seen[name]}" if seen[name] else name)
+            seen[name] += 1
+    return found
+
+
+def targets(page: Path) -> list[str]:
+    """Where the links and the images of a page point to."""
+    inner = [t for token in tokens(page) for t in token.children or ()]
+    found = [str(t.attrs["href"]) for t in inner if t.type == "link_open"]
+    return found + [str(t.attrs["src"]) for t in inner if t.type == "image"]
+
+
+def broken(page: Path) -> list[str]:
+    """The links of a page that lead nowhere."""
+    found = []
+    for target in targets(page):
+        if re.match(r"[a-z]+:", target):
+            continue
+        place, _, anchor = target.partition("#")
+        file = (page.parent / unquote(place)).resolve() if place else page
+        if not file.is_relative_to(ROOT) or not file.exists():
+            found.append(f"{target}: no such file")
+        elif anchor and (file.suffix != ".md" or unquote(anchor) not in anchors(file)):
+            found.append(f"{target}: no such heading")
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken(page) == []
+
+
+def test_the_checker_finds_what_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.test_pages.ROOT", tmp_path)
+    (tmp_path / "b.md").write_text("# A `b`, c!\n\n## Twice\n\n## Twice\n")
+    page = tmp_path / "a.md"
+    good = ["b.md", "b.md#a-b-c", "b.md#twice", "b.md#twice-1", "https://example.org/none"]
+    bad = ["c.md", "b.md#c", "b.md#twice-2", "#none", "../b.md"]
+    page.write_text(
+        "# A\n\n" + "\n".join(f"[x]({t})" for t in good + bad) + "\n\n![x](no.png)\n\n```\n[x](code.md)\n```\n"
+    )
+    assert [text.split(": ")[0] for text in broken(page)] == [*bad, "no.png"]
+
+
+def test_the_site_shows_every_page() -> None:
+    """A page that the navigation leaves out is found by nobody."""
+
+    def places(node: object) -> list[str]:
+        if isinstance(node, str):
+            return [node]
+        return [p for inner in (node.values() if isinstance(node, dict) else node) for p in places(inner)]  # type: ignore[attr-defined]
+
+    shown = places(site_pages.navigation())
+    assert len(shown) == len(set(shown))
+    written = {str(p.relative_to(DOCS)) for p in PAGES if p.is_relative_to(DOCS)}
+    written |= {str(p.relative_to(ROOT)) for p in ROOT.glob("*.md")} - {"README.md"}
+    assert set(shown) == written | set(site_pages.generated()) | {"index.md"}
+
+
+def test_every_key_is_on_its_page_once() -> None:
+    page = site_pages.keys()
+    assert re.findall(r"^\| `([\w-]+)`\{ #key-", page, flags=re.M) == list(config.DEFAULTS)
+    assert set(re.findall(r"^## (.+)$", page, flags=re.M)) == set(site_pages.SECTIONS.values())
+
+
+def test_types_and_defaults_are_those_of_the_class() -> None:
+    rows = dict(re.findall(r"^\| `([\w-]+)`\{ #key-[\w-]+ \} \| (.+)$", site_pages.keys(), flags=re.M))
+    assert rows["lr"] == "`auto`, or number, above 0 | `auto` | learning rate |"
+    assert rows["seed"].startswith("whole number, at least 0 and at most 2,147,483,647 | `0` |")
+    assert rows["resume"].startswith("`true`, `false` | `false` |")
+    assert rows["wire-dtype"].startswith("`fp32`, `fp16` | `fp32` |")
+    assert rows["out"].startswith("text | empty |")
+    for name, row in rows.items():
+        assert " ".join(row.rstrip(" |").rpartition(" | ")[2].split()), f"{name} has no meaning"
+
+
+def test_every_hyperparameter_is_on_its_page() -> None:
+    page = site_pages.hyperparameters()
+    for m in registry.discover().values():
+        assert re.findall(rf"\{{ #{m.id}-(\w+) \}}", page) == list(m.hparams.model_fields)
+
+
+def test_every_command_is_on_its_page_with_each_option_and_a_meaning() -> None:
+    page = site_pages.commands()
+    group = typer.main.get_command(cli.app)
+    for name in group.commands:  # type: ignore[attr-defined]
+        assert re.search(rf"^## fedapp {name}\b", page, flags=re.M)
+    for option in ("--client-gpus", "--root-certificates", "--token-file", "--max-examples"):
+        assert f"| `{option}` |" in page
+    assert not re.findall(r"^\| `[^`]+` \|.*\|  \|$", page, flags=re.M), "an option without a meaning"
+    assert "TOML file of run-config keys" in page
+
+
+def test_the_changelog_has_the_form_of_keep_a_changelog() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    heads = re.findall(r"^## (.+)$", text, flags=re.M)
+    assert heads[0] == "[Unreleased]"
+    assert all(re.fullmatch(r"\[\d+\.\d+\.\d+\] - (\d{4}-\d\d-\d\d|not published)", head) for head in heads[1:])
+    kinds = set(re.findall(r"^### (.+)$", text, flags=re.M))
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+
+
+def test_links_of_the_repository_become_links_of_the_site(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FEDAPP_REPOSITORY", raising=False)
+    text = "[a](docs/scores.md#x) [b](LICENSE) [c](strategies/base.py) [d](docs/methods) [e](https://example.org)"
+    assert relinked(text, "", "index.md") == (
+        "[a](scores.md#x) b [c](api/strategies.base.md) [d](methods/index.md) [e](https://example.org)"
+    )
+    assert relinked("[f](../../CONTRIBUTING.md) [g](fedper.md)", "docs/methods", "methods/cfl.md") == (
+        "[f](../CONTRIBUTING.md) [g](fedper.md)"
+    )
+    assert relinked("[c](../clients/scaffold.py)\n```\n[b](LICENSE)\n```", "docs", "a.md") == (
+        "[c](api/scaffold.md)\n```\n[b](LICENSE)\n```"
+    )
+    monkeypatch.setenv("FEDAPP_REPOSITORY", "https://example.org/fedapp/")
+    assert relinked("[b](LICENSE)", "", "index.md") == "[b](https://example.org/fedapp/blob/main/LICENSE)"
+
+
+def test_docstrings_become_what_numpydoc_and_markdown_read() -> None:
+    text = (
+        "Sum.\n\n    W = A b\n\n==  ===\na   one\n    two\n==  ===\n\nSee :func:`x`.\n\nParameters\n----------\n"
+        "a, b : the sizes.   c : whether\n    or not.\nd : float\n    A rate.\n\nReturns\n-------\nWhat is left.\n"
+    )
+    assert rewritten(text) == (
+        "Sum.\n\n```text\n    W = A b\n```\n\n|  |  |\n| --- | --- |\n| a | one two |\n\nSee `x`.\n\n"
+        "Parameters\n----------\na, b\n    the sizes.\nc\n    whether\n    or not.\nd : float\n    A rate.\n\n"
+        "Returns\n-------\n:\n    What is left."
+    )
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    """One minute: griffe reads every module, MkDocs 140 pages."""
+    pytest.importorskip("mkdocstrings", reason="needs pip install -e .[docs]")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for page in ("index", "reference/keys/index", "api/fedapp.results.loading/index", "methods/ccvr/index"):
+        assert (tmp_path / f"{page}.html").stat().st_size > 20_000
+    assert (tmp_path / "search" / "search_index.json").stat().st_size > 100_000
