@@ -59,6 +59,10 @@ Scale = Annotated[
     float | None,
     typer.Option(help="factor (0 to 1) for FILE's rounds and data; large models are replaced by small ones"),
 ]
+Track = Annotated[
+    list[str] | None,
+    typer.Option(help="tracker that follows the run: tensorboard, mlflow, wandb or a package's; repeatable"),
+]
 Set = Annotated[
     list[str] | None, typer.Option("--set", help="any run-config key, as key=value; repeatable", metavar="KEY=VALUE")
 ]
@@ -160,6 +164,7 @@ def run(
     resume: Annotated[Path | None, typer.Option(help="continue the run in this directory")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show configuration and traffic without training")] = False,
     scale: Scale = None,
+    track: Track = None,
     sets: Set = None,
 ) -> None:
     """Run one federation and write a run directory.
@@ -175,6 +180,7 @@ def run(
         raise BadRequest("--superlink needs --engine deploy: add it, or leave out --superlink")
     options = {
         "method": method, "dataset": dataset, "clients": clients, "num-server-rounds": rounds, "seed": seed,
+        "track": ",".join(track) if track else None,
     }  # fmt: skip
     recipe = recipes.find(file) if file is not None else None
     if resume is not None and scale is not None:
@@ -290,6 +296,7 @@ def compare(
         typer.Option(help="folder of the comparison (default ./runs/compare-...); an existing one is continued"),
     ] = None,
     scale: Scale = None,
+    track: Track = None,
     sets: Set = None,
 ) -> None:
     """Run several methods on the same data, partition and sampled clients, and compare them; resumable.
@@ -301,7 +308,10 @@ def compare(
 
     _tell_broken()
     recipe = recipes.find(file) if file is not None else None
-    options = {"dataset": dataset, "clients": clients, "num-server-rounds": rounds, "seed": seed}
+    options = {
+        "dataset": dataset, "clients": clients, "num-server-rounds": rounds, "seed": seed,
+        "track": ",".join(track) if track else None,
+    }  # fmt: skip
     values = collect(options, sets, recipe.settings if recipe else None, scale)
     given = set(collect(options, sets))
     lists = {"dataset": _names(datasets), "partition": _names(partitions)}
@@ -450,6 +460,20 @@ def report(
         typer.echo(f"report: {reporting.write(directory, figures)}")
     if figures is not None:
         typer.echo(f"figures: {figures.expanduser().absolute()}")
+
+
+@app.command(name="track")
+def track_runs(
+    directory: Annotated[Path, typer.Argument(help="a run directory, or a folder with run directories", metavar="DIR")],
+    to: Annotated[list[str], typer.Option(help="tensorboard, mlflow, wandb or a package's; repeatable")],
+) -> None:
+    """Track runs that are over, or what a tracker lacks of them."""
+    from fedapp.results.runs import RunResult, read
+    from fedapp.tracking import following
+
+    found = read(directory)
+    for run in [found] if isinstance(found, RunResult) else found.runs:
+        following.track(run, ",".join(to), lambda event: typer.echo(event["text"]) if "text" in event else None)
 
 
 @app.command()

@@ -250,6 +250,11 @@ class RunConfig(BaseModel):
         description="seed of the data: which images are used, who holds them, which are held back; auto = seed, so "
         "that every seed has a partition of its own",
     )
+    track: str = Field(
+        "",
+        description="trackers that the program which follows the run feeds, comma-separated: tensorboard, mlflow, "
+        "wandb, or those of installed packages; empty = none",
+    )
     out: str = Field("", description="absolute path of the run directory")
     resume: bool = Field(False, description="continue the run in OUT from its last checkpoint")
 

@@ -8,6 +8,8 @@ A package adds to fedapp with entry points in its `pyproject.toml`:
     mynet = "mypkg.nets:build"
     [project.entry-points."fedapp.datasets"]    # (data_dir: str) -> dict of columns, as in an .npz of one's own
     mysite = "mypkg.data:load"
+    [project.entry-points."fedapp.trackers"]    # a class derived from fedapp.tracking.base.Tracker
+    mytracker = "mypkg.tracking:MyTracker"
 
 Reading the entry points imports nothing. Models, methods and data sets of others are imported by `imported` alone.
 """
@@ -29,7 +31,7 @@ from typing import Any
 
 from fedapp.errors import BadRequest
 
-WHAT = {"methods": "method", "models": "model", "datasets": "data set"}
+WHAT = {"methods": "method", "models": "model", "datasets": "data set", "trackers": "tracker"}
 """The entry-point groups, without `fedapp.`, and what one entry of each is."""
 
 

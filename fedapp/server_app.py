@@ -35,6 +35,8 @@ from fedapp.method import Array, Arrays, ClientInfo, Scalar, Scored, ServerConte
 from fedapp.models import MODEL_NAMES, weights
 from fedapp.results.directory import (
     ANNOUNCED,
+    MOST_CURVES,
+    TRACKED,
     RunDirectory,
     accuracy_summary,
     check_out,
@@ -534,6 +536,7 @@ class Run(Callbacks):
             self.extra["since"] += 1
         identity = self._identity(self.directory.token)
         checkpoint.save(self.out / "checkpoint", server_round, state, self.extra, identity, self.strategy.records)
+        self._tell_clients(server_round, rows)
         self.tell({"kind": "round", "rounds": config.num_server_rounds, **row})
         if self.extra["voids"] > 1:
             raise RoundFailed(
@@ -546,6 +549,12 @@ class Run(Callbacks):
             text = f"all {len(self.infos)} clients train once more for their scores"
             self.tell({"kind": "waiting", "text": f"{text}; set final-training = false to skip this"})
         return not self._patience_is_over()
+
+    def _tell_clients(self, server_round: int, rows: Mapping[int, Mapping[str, float]], final: bool = False) -> None:
+        """Send the clients' scores to trackers, which may be on another machine than the run directory."""
+        if self.config.track and len(self.infos) <= MOST_CURVES:
+            scores = {c: {k: v for k, v in row.items() if k.endswith(TRACKED)} for c, row in rows.items()}
+            self.tell({"kind": "clients", "round": server_round, "final": final, "rows": scores})
 
     def _patience_is_over(self) -> bool:
         """Whether the training loss has not fallen for `patience` rounds; if so, note why the run stops."""
@@ -619,6 +628,7 @@ class Run(Callbacks):
                 self.directory.append(name, {"client": client, **kept})
             if result.kind == "final":
                 self.final, self.last_scores = summary, result.metrics
+                self._tell_clients(result.round, rows, final=True)
         else:
             row = {"round": result.round, "clients": len(rows), **summary, "evaluate_seconds": result.seconds}
             self.directory.append("evaluations.csv", row)

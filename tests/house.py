@@ -24,7 +24,7 @@ ROOMS = [
     ("config",),
     ("tasks",),
     ("results",),
-    ("client_app", "server_app"),
+    ("client_app", "server_app", "tracking"),
     ("engines",),
     ("experiments",),
     ("cli",),

@@ -29,6 +29,7 @@ from fedapp.engines.control import Control, LaunchError
 from fedapp.engines.superlink import Outcome
 from fedapp.errors import BadRequest, plain
 from fedapp.results.directory import ANNOUNCED, absolute, cell, check_out, keep_rows, new_folder, run_name, write_json
+from fedapp.tracking import following
 
 LOST_AFTER = 30.0
 """Seconds without an answer from the SuperLink after which a run counts as lost."""
@@ -97,6 +98,7 @@ def run(values: Mapping[str, Any], out: Path | None, superlink: str | None, dry_
     resume = bool(values.get("resume", False))
     config = configuration.from_flat({**values, "resume": False})
     config.check_node()
+    following.check(config.track)
     if dry_run:
         runner.print_config(config)
         with contextlib.suppress(BadRequest):  # the nodes' data need not be here
@@ -120,7 +122,9 @@ def run(values: Mapping[str, Any], out: Path | None, superlink: str | None, dry_
             follower.line(f"run {run_id} submitted")
             followed = RemoteRun(here, config, follower)
             try:
-                status, details = _watch(api, run_id, followed)
+                with following.tracked(config, follower, here) as told:
+                    followed.listener = told or follower
+                    status, details = _watch(api, run_id, followed)
             except KeyboardInterrupt:
                 api.stop(run_id)
                 follower.line(f"run {run_id} stopped; {how_to_resume}")
@@ -165,6 +169,7 @@ class RemoteRun:
 
     Attributes
     ----------
+    listener : gets the events; the follower, or trackers that pass them on to it.
     there : run directory on the SuperLink's machine.   copy : the copy of it here; None where it is the same directory.
     summary : `summary.json` of the run.   failed : the event of a failed run.   printed : last lines of its log.
     """
@@ -172,7 +177,7 @@ class RemoteRun:
     def __init__(self, here: Path, config: RunConfig, follower: Any) -> None:
         self.here = here
         self.config = config
-        self.follower = follower
+        self.follower = self.listener = follower
         self.there = ""
         self.copy: DirectoryCopy | None = None
         self.summary: dict[str, Any] | None = None
@@ -209,7 +214,7 @@ class RemoteRun:
             self.failed = event
         if self.copy is not None:
             self.copy.event(event)
-        self.follower(event)
+        self.listener(event)
 
     def outcome(self, status: str, details: str) -> Outcome:
         """Return how the run ended; the summary comes from the disk where the log's last lines were lost."""

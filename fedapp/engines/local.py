@@ -13,6 +13,7 @@ from fedapp.errors import BadRequest
 from fedapp.results.directory import absolute, check_out, new_folder, run_name
 from fedapp.results.runs import RunResult, read_run
 from fedapp.tasks import simulated as tasks
+from fedapp.tracking import following
 
 DEFAULT_CLIENTS = 10
 Listener = Callable[[Mapping[str, Any]], None]
@@ -22,6 +23,7 @@ def effective(values: Mapping[str, Any]) -> RunConfig:
     """Make the effective configuration of a simulation: `auto` resolved, number of clients set, paths absolute."""
     config = configuration.from_flat({**values, "resume": False})
     config.check_simulation()
+    following.check(config.track)
     if config.data_dir and not config.data_dir.startswith(HUB):
         config = config.replaced(data_dir=str(Path(config.data_dir).expanduser().absolute()))
     if config.state_dir:
@@ -67,10 +69,10 @@ def resumed(out: Path, given: Mapping[str, Any], *others: str) -> dict[str, Any]
     BadRequest : there is no such run, or more is given beside it than the total number of rounds (`others` are names
         of what is no key).
     """
-    if named := [*sorted(set(given) - {"num-server-rounds", "lost-state"}), *others]:
+    if named := [*sorted(set(given) - {"num-server-rounds", "lost-state", "track"}), *others]:
         raise BadRequest(
-            f"a resumed run takes everything but the number of rounds and lost-state from {out / 'config.toml'}; leave "
-            f"out {', '.join(named)}"
+            f"a resumed run takes everything but the number of rounds, lost-state and track from "
+            f"{out / 'config.toml'}; leave out {', '.join(named)}"
         )
     out = absolute(out)
     check_out(out, resume=True)
@@ -85,7 +87,8 @@ def run_local(config: RunConfig, listener: Listener | None = None) -> RunResult:
     from fedapp.transport.local_grid import LocalGrid
 
     flat = configuration.for_context(config)
-    serve(LocalGrid(client_app, flat, config.clients), flat, listener)
+    with following.tracked(config, listener) as told:
+        serve(LocalGrid(client_app, flat, config.clients), flat, told)
     return read_run(Path(config.out))
 
 

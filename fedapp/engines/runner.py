@@ -27,6 +27,7 @@ from fedapp.learning.task import ModelSpec
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import percent
 from fedapp.tasks import simulated as tasks
+from fedapp.tracking import following
 from fedapp.transport import selection
 
 
@@ -58,7 +59,7 @@ class Follower:
     def line(self, text: str) -> None:
         """Print a line above the progress bar."""
         (self.progress.console if self.progress is not None else self.console).print(
-            plain(text, whole=True), markup=False
+            plain(text, whole=True), markup=False, soft_wrap=True
         )
 
     def __call__(self, event: Mapping[str, Any]) -> None:
@@ -73,7 +74,7 @@ class Follower:
                 self.task = self.progress.add_task(text, total=event["rounds"], completed=event["done"], text="")
         elif kind == "round":
             self._round(event)
-        elif kind in ("waiting", "warning"):
+        elif kind in ("waiting", "warning", "tracking"):
             self.line(str(event["text"]))
         elif kind == "dropped":
             self.line(
@@ -232,7 +233,9 @@ def run_in(session: Session, config: RunConfig, given: ClientResources, follower
         client_gpus=given.client_gpus,
         total_cpus=given.total_cpus,
     )
-    return handle.follow(follower).report(follower.line)
+    with following.tracked(config, follower) as told:
+        outcome = handle.follow(told or follower)
+    return outcome.report(follower.line)
 
 
 def _many(headline: Mapping[str, Any]) -> str:

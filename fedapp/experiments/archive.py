@@ -39,7 +39,7 @@ from fedapp.experiments.studies import RunKey, keys_of, settings_of, studies
 from fedapp.results.directory import write_text
 from fedapp.results.runs import RunResult
 
-PLACES = ("data-dir", "out", "resume", "state-dir", "federation", "keep-models")
+PLACES = ("data-dir", "out", "resume", "state-dir", "federation", "keep-models", "track")
 """Run-config keys that say where a run was made and what it leaves on disk, and not what it is."""
 REQUIRED = ("final-training",)
 """Run-config keys that changed what scores mean when they came: a run whose config lacks one has other scores."""

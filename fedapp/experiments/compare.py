@@ -307,7 +307,11 @@ def standing(config: RunConfig) -> Literal["new", "done", "broken off", "nothing
                 f"{out} holds a run of fedapp {made}, this is {__version__}: scores and defaults may mean something "
                 "else; give a new --out"
             )
-        differing = [f"{k} = {there[k]!r} there, {v!r} now" for k, v in config.to_flat().items() if there[k] != v]
+        differing = [
+            f"{k} = {there[k]!r} there, {v!r} now"
+            for k, v in config.to_flat().items()
+            if k != "track" and there[k] != v
+        ]
         if differing:
             raise BadRequest(
                 f"{out} holds a run with another configuration ({'; '.join(differing)}): give a new --out, or its "

@@ -18,6 +18,7 @@
 | `summary.json`      | written last; `ok` says whether the run finished                                       |
 | `progress.jsonl`    | events while the run goes on                                                            |
 | `error.json`        | the first error of a run that failed                                                    |
+| `tracking.json`     | with `track`: how far each tracker is, and under which key it goes on                   |
 """
 
 from __future__ import annotations
@@ -207,6 +208,10 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """How a cell begins that a spreadsheet takes for a formula."""
 LOCK = ".lock"
 ALLOWED_BEFORE = ("superlink.log", "progress.jsonl", "launch.log", LOCK)
+MOST_CURVES = 100
+"""Clients up to which trackers are told of each: they draw a chart for every number of a client."""
+TRACKED = ("_accuracy", "_loss")
+"""How the columns of single clients end that trackers are told of."""
 ANNOUNCED = "fedapp-event "
 """How a line with an event begins in a deployed server's log."""
 

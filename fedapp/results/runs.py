@@ -333,7 +333,7 @@ MAX_FOLDER = 80
 """Letters of a folder's name from which on it is cut."""
 OWN_KEYS = ("model", "local-epochs")
 """Setting keys that `fedapp compare` lets one method have for itself."""
-NOT_OWN = ("method", "seed", "out", "resume", "state-dir", "federation", "keep-models")
+NOT_OWN = ("method", "seed", "out", "resume", "state-dir", "federation", "keep-models", "track")
 """Run-config keys that do not tell the runs of one method apart in a label."""
 
 

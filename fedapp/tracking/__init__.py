@@ -1,0 +1,1 @@
+"""Trackers that follow a run: TensorBoard, MLflow, Weights & Biases, and those of installed packages."""
