@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 from flwr.app import Message
+from flwr.proto.fleet_pb2 import PullMessagesResponse
+from flwr.proto.message_pb2 import Message as ProtoMessage
 from typer.testing import CliRunner
 
 from fedapp import config
@@ -41,11 +43,13 @@ class Inner:
     def __init__(self) -> None:
         self.calls = 0
         self.status = 200
+        self.body = b""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.calls += 1
         await send({"type": "http.response.start", "status": self.status, "headers": []})
-        await send({"type": "http.response.body", "body": b""})
+        await send({"type": "http.response.body", "body": self.body[:3], "more_body": True})
+        await send({"type": "http.response.body", "body": self.body[3:]})
 
 
 def ask(door: gate.Gate, path: str, *headers: tuple[bytes, bytes], method: str = "POST", kind: str = "http") -> int:
@@ -95,24 +99,30 @@ def test_the_size_of_a_body_is_known_and_bounded() -> None:
     assert inner.calls == 1
 
 
-def test_a_key_sends_so_many_bytes_for_one_reply() -> None:
+def test_a_key_sends_so_many_bytes_for_each_message_that_it_got() -> None:
     inner, said = Inner(), list[str]()
-    door = gate.Gate(inner, 100, said.append)
+    door = gate.Gate(inner, 1000, said.append)
     a, b = (b"flwr-public-key", b"QQ=="), (b"flwr-public-key", b"Qg==")
-    assert ask(door, OBJECT, size(60), a) == 200 and ask(door, OBJECT, size(40), a) == 200
+    assert ask(door, OBJECT, size(600), a) == 200 and ask(door, OBJECT, size(400), a) == 200
     assert ask(door, OBJECT, size(1), a) == 413 and gate.fingerprint(b"QQ==") in said[0]
-    assert ask(door, OBJECT, size(100), b) == 200, "another key has its own count"
-    assert ask(door, PUSH, size(1), a) == 200 and ask(door, OBJECT, size(100), a) == 200, "the next reply"
-    # A stranger names somebody else's key: what the app refuses uses nothing up, and resets nothing.
+    assert ask(door, OBJECT, size(1000), b) == 200, "another key has its own count"
+    # Neither a reply nor a question that brings no message earns anything.
+    assert ask(door, PULL, size(1), a) == 200 and ask(door, PUSH, size(1), a) == 413
+    inner.body = PullMessagesResponse(messages_list=[ProtoMessage()]).SerializeToString()
+    assert ask(door, PULL, size(1), a) == 200 and ask(door, PUSH, size(10), a) == 200
+    assert ask(door, OBJECT, size(901), a) == 413 and ask(door, OBJECT, size(900), a) == 200
+    # A node that serves two runs may have two messages before it answers the first; more is not kept.
+    assert [ask(door, PULL, size(1), a) for _ in range(3)] == [200] * 3
+    assert ask(door, OBJECT, size(2001), a) == 413 and ask(door, OBJECT, size(2000), a) == 200
+    # A stranger names somebody else's key: what the app refuses uses nothing up and earns nothing.
     inner.status = 401
-    assert ask(door, PUSH, size(1), a) == 401
+    assert ask(door, PULL, size(1), a) == 401 and ask(door, OBJECT, size(1), a) == 413
     inner.status = 200
-    assert ask(door, OBJECT, size(1), a) == 413
-    ask(door, PUSH, size(1), a)
+    ask(door, PULL, size(1), a)
     inner.status = 401
-    assert ask(door, OBJECT, size(90), a) == 401
+    assert ask(door, OBJECT, size(900), a) == 401
     inner.status = 200
-    assert ask(door, OBJECT, size(100), a) == 200
+    assert ask(door, OBJECT, size(1000), a) == 200
 
 
 def test_the_operators_token(tmp_path: Path) -> None:

@@ -60,11 +60,13 @@ NODE_PATHS = frozenset(
     )
 )
 """All that a SuperNode with a registered key asks for; registering is the operator's affair."""
-PUSH_OBJECT, PUSH_MESSAGES = "/v1/fleet/push-object", "/v1/fleet/push-messages"
+PULL, PUSH_OBJECT, PUSH_MESSAGES = (f"/v1/fleet/{name}" for name in ("pull-messages", "push-object", "push-messages"))
 NODES_ONLY = "this listener serves SuperNodes only"
 """The answer to everything else."""
 BODY = 8 << 20
 """Largest request body in bytes; Flower sends arrays in pieces of 5 MiB."""
+TREE = 10
+"""What one byte of a reply's list of objects counts: the SuperLink keeps about ten times as much for each entry."""
 CONNECTIONS = 1024
 """Requests that the public listener handles at once; further ones get 503."""
 STARTS = 60.0
@@ -87,8 +89,10 @@ class Gate:
     Parameters
     ----------
     app : the SuperLink.
-    max_reply : bytes of objects that one key may push for one reply. They are counted when the app has accepted them,
-        that is after it has checked the key's signature, so that a stranger cannot use up what a node may send.
+    max_reply : bytes that one key may send for each message that the server had for it. Flower keeps every reply to a
+        message, however many there are, so a reply alone earns nothing. What was not used is kept for one more message.
+        Bytes are counted when the app has accepted them, that is after it has checked the key's signature, so that a
+        stranger cannot use up what a node may send.
     report : receives one line for each refusal because of `max_reply`.
     """
 
@@ -96,7 +100,7 @@ class Gate:
         self.app = app
         self.max_reply = max_reply
         self.report = report
-        self._pushed: dict[bytes, int] = {}
+        self._left: dict[bytes, int] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -118,20 +122,35 @@ class Gate:
             await _answer(send, 413, f"a request body has at most {BODY} bytes")
             return
         key = next((value for name, value in headers if name == b"flwr-public-key"), b"")
-        if path == PUSH_OBJECT and self._pushed.get(key, 0) + size > self.max_reply:
+        cost = size * {PUSH_OBJECT: 1, PUSH_MESSAGES: TREE}.get(path, 0)
+        # A SuperLink that was started again does not know what it had sent before: each key begins with one reply.
+        if cost > self._left.get(key, self.max_reply):
             self.report(f"the node with key {fingerprint(key)} sent more than {self.max_reply} bytes for one reply")
             await _answer(send, 413, f"a reply has at most {self.max_reply} bytes")
             return
+        good, pulled = False, bytearray()
 
         async def counted(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start" and message["status"] == 200:
-                if path == PUSH_OBJECT:
-                    self._pushed[key] = self._pushed.get(key, 0) + size
-                elif path == PUSH_MESSAGES:
-                    self._pushed.pop(key, None)
+            nonlocal good
+            if message["type"] == "http.response.start":
+                good = message["status"] == 200
+                if good and cost:
+                    self._left[key] = self._left.get(key, self.max_reply) - cost
+            elif good and path == PULL:
+                pulled.extend(message.get("body", b""))
+                if not message.get("more_body", False) and _messages(bytes(pulled)):
+                    left = self._left.get(key, self.max_reply)
+                    self._left[key] = min(left, self.max_reply) + self.max_reply
             await send(message)
 
         await self.app(scope, receive, counted)
+
+
+def _messages(body: bytes) -> int:
+    """Count the messages in the SuperLink's answer to a node that asks for some."""
+    from flwr.proto.fleet_pb2 import PullMessagesResponse
+
+    return len(PullMessagesResponse.FromString(body).messages_list)
 
 
 async def _answer(send: Send, status: int, text: str) -> None:
