@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import time
 import traceback
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from clients.base import FedClient
 from fedapp import config as configuration
 from fedapp import plugins, process
 from fedapp.config import RunConfig
+from fedapp.core.secure_sum import Unsafe
 from fedapp.errors import BadRequest, plain
 from fedapp.learning.state import ClientStore, Expected, StateError
 from fedapp.learning.task import Task
@@ -25,8 +26,11 @@ from fedapp.results import predict as models
 from fedapp.tasks import claim
 from fedapp.tasks import node as nodes
 from fedapp.tasks.node import Node
+from fedapp.transport import secure
+from fedapp.transport.client_manager import WITHOUT_DATA
 from fedapp.transport.clipping import clip_update
 from fedapp.transport.records import payload_of, reply_content
+from fedapp.transport.secure import SecureClient
 
 
 class App(ClientApp):
@@ -44,6 +48,8 @@ class App(ClientApp):
 
 
 app = App()
+SECURE = "secure"
+"""Name of the record of a node's context that holds the secrets of secure sums."""
 
 
 def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedClient:
@@ -204,21 +210,52 @@ def _remember(context: Context, client: FedClient, server_round: int) -> None:
         context.state["fedapp"] = ConfigRecord({"round": server_round, "path": path, "hash": client.store.written})
 
 
+@contextmanager
+def _secrets(context: Context, config: RunConfig) -> Iterator[SecureClient]:
+    """Give this client's side of secure sums; its secrets stay in the node's memory and end with the run."""
+    kept: dict[str, Any] = dict(context.state.config_records.get(SECURE, {}))
+    try:
+        number = Node.parse(context.node_config).client
+        yield SecureClient(number, kept, config.secure_dropout, config.secure_colluders)
+    finally:
+        context.state[SECURE] = ConfigRecord(kept)
+
+
+def _hidden(context: Context, config: RunConfig, client: FedClient, given: Payload, arrays: Arrays) -> Arrays:
+    """Return what is sent in place of arrays where the server is to see only sums."""
+    sums = client.method.sums(client.hparams)
+    if sums is None:
+        raise BadRequest(f"secure-sum: {client.method.id} needs the reply of each client")
+    found = secure.additive(arrays, sums, client.task.num_samples, client.task.num_classes)
+    with _secrets(context, config) as secrets:
+        return secrets.hide(given, found)
+
+
 def _handle(stage: str, message: Message, context: Context) -> Message:
     started = time.perf_counter()
     info: dict[str, Scalar] = {}
     try:
         payload, control = payload_of(message)
         config = configuration.from_context(context.run_config)
+        given = Payload()
+        if config.secure_sum and stage in WITHOUT_DATA:
+            with _secrets(context, config) as secrets:
+                info = {"client": secrets.member.client}
+                arrays = secrets.answer(stage, payload)
+            return Message(reply_content(arrays, {"num-examples": 0}, info, "fp32"), reply_to=message)
+        if config.secure_sum:
+            payload, given = secure.taken_from(payload)
         client = build(context, config, control)
         info = {"client": client.task.client, "model": client.task.model}
         with _claimed(stage, client, control):
             arrays, metrics, facts = _answer(stage, context, config, client, payload, control)
+        if config.secure_sum and arrays:
+            arrays = _hidden(context, config, client, given, arrays)
         if stage != "register":
             metrics["seconds"] = time.perf_counter() - started
         return Message(reply_content(arrays, metrics, {**info, **facts}, config.wire_dtype), reply_to=message)
     except Exception as e:
-        known = isinstance(e, (BadRequest, StateError))
+        known = isinstance(e, (BadRequest, StateError, Unsafe))
         if known:
             print(f"fedapp: this node cannot take part in {stage}: {plain(e)}", flush=True)
         text = f"{type(e).__name__}: {e}" if known else traceback.format_exc()

@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedapp import plugins, registry, sampling
 from fedapp.core.robust import OWN_RULE, RULES, Robust, needed, parsed
+from fedapp.core.secure_sum import flaw, threshold
 from fedapp.data import flower
 from fedapp.data.columns import Reading, roles
 from fedapp.data.datasets import OWN, check_name, published
@@ -244,6 +245,20 @@ class RunConfig(BaseModel):
         description="largest sample count that is believed, as a multiple of the clients' median; 0 = no limit; "
         "auto = 2 with robust, 10 on real nodes, else 0",
     )
+    secure_sum: bool = Field(
+        False,
+        description="clients hide what they send behind masks that cancel in the sum: the server sees sums over "
+        "clients alone; for methods that need no more",
+    )
+    secure_dropout: float = Field(
+        0.34,
+        ge=0,
+        lt=0.5,
+        description="with secure-sum: share of the clients of a round that may drop out in it; with more the run ends",
+    )
+    secure_colluders: int = Field(
+        0, ge=0, description="with secure-sum: clients that may tell the server all that they know"
+    )
     seed: int = Field(0, ge=0, lt=2**31, description="seed of every random draw")
     partition_seed: Annotated[int, Field(ge=0, lt=2**31)] | Auto = Field(
         "auto",
@@ -383,7 +398,7 @@ class RunConfig(BaseModel):
     def robustness(self, simulation: bool) -> Robust:
         """Return what the server does against clients that lie."""
         method, hparams = self.method_and_hparams()
-        cap = self.count_cap
+        cap = 0.0 if self.count_cap == "auto" and self.secure_sum else self.count_cap
         if cap == "auto":
             cap = 2.0 if self.robust != "none" else 0.0 if simulation else 10.0
             cap = cap if "count-cap" in method.guarded_by(hparams) else 0.0
@@ -409,6 +424,27 @@ class RunConfig(BaseModel):
                 f"robust = '{self.robust}' with robust-f = {robust.f} needs {need} replies in every round, but a round "
                 f"asks {asked} of {clients} clients and may end with {least} replies: lower robust-f, or raise "
                 + ("min-replies" if asked >= need else "clients or fraction-train")
+            )
+
+    def check_sums(self, clients: int) -> None:
+        """Refuse secure sums that would hide nobody.
+
+        Parameters
+        ----------
+        clients : that take part in the training.
+
+        Raises
+        ------
+        BadRequest : a round asks too few clients for `secure-dropout` and `secure-colluders`.
+        """
+        if not self.secure_sum:
+            return
+        asked = len(sampling.sample_clients(self.seed, 1, range(clients), self.fraction_train))
+        problem = flaw(asked, threshold(asked, self.secure_dropout), self.secure_colluders)
+        if problem:
+            raise BadRequest(
+                f"secure-sum with {asked} clients in a round: {problem}; raise clients or fraction-train, or lower "
+                "secure-dropout or secure-colluders"
             )
 
     def numbers(self) -> frozenset[str]:
@@ -602,6 +638,7 @@ def _check(config: RunConfig) -> None:
     if config.clip_update and not method.up_prefixes(hparams):
         raise BadRequest(f"clip-update limits changes of model arrays, but {config.method} sends none: leave it at 0")
     _check_robust(config, method, hparams)
+    _check_sums(config, method, hparams)
     names = [n.strip() for n in config.class_names.split(",")]
     if config.class_names and (not all(names) or len(set(names)) != len(names)):
         raise BadRequest(f"class-names = '{config.class_names}': give different names with commas between them")
@@ -676,6 +713,28 @@ def _check_robust(config: RunConfig, method: Method, hparams: BaseHParams) -> No
         raise BadRequest(f"count-cap limits the weights of clients, and {config.method}{given} has none: leave it out")
     if config.count_cap != "auto" and 0 != config.count_cap < 1:
         raise BadRequest(f"count-cap = {config.count_cap:g}: must be 0, or at least 1 times the median")
+
+
+def _check_sums(config: RunConfig, method: Method, hparams: BaseHParams) -> None:
+    """Refuse what needs the replies of single clients where the server sees only their sum."""
+    if not config.secure_sum:
+        changed = [k for k in ("secure-dropout", "secure-colluders") if config.to_flat()[k] != DEFAULTS[k]]
+        if changed:
+            raise BadRequest(f"{changed[0]} is for secure sums: set secure-sum = true too, or leave it out")
+        return
+    given = f" with method-args = '{config.method_args}'" if config.method_args else ""
+    if method.sums(hparams) is None:
+        raise BadRequest(
+            f"secure-sum: {config.method}{given} needs the reply of each client, and not only their sum: leave it out, "
+            "or choose a method that averages (docs/secure-sums.md lists them)"
+        )
+    for key, why in (
+        ("robust", "compares single replies"),
+        ("max-abs", "looks at single values"),
+        ("count-cap", "changes the weights of single replies"),
+    ):
+        if config.to_flat()[key] != DEFAULTS[key]:
+            raise BadRequest(f"{key} {why}, which secure-sum hides from the server: use one of the two")
 
 
 def _whole_numbers(key: str, text: str) -> list[int]:

@@ -94,6 +94,8 @@ class Reply:
     bytes_up : bytes of the arrays on the wire.
     kind : type of the message that the reply answers: `train` or `query.<kind>`.
     arrival : position in the order in which replies arrived, from 0.
+    members : in place of one client's, this reply stands for these clients' (`secure-sum`): `arrays` are their weighted
+        means and their sums, `num_samples` is the sum of theirs, and they have no arrays.
     """
 
     client: int
@@ -103,6 +105,12 @@ class Reply:
     bytes_up: int = 0
     kind: str = "train"
     arrival: int = 0
+    members: tuple[Reply, ...] = ()
+
+    @property
+    def singles(self) -> tuple[Reply, ...]:
+        """The replies of single clients that this one stands for."""
+        return self.members or (self,)
 
 
 @dataclass(frozen=True)
@@ -167,6 +175,25 @@ in the order of the client ids. The caller must read them to the end."""
 
 
 @dataclass(frozen=True)
+class Sums:
+    """How the replies of all clients to a message may be replaced by one that holds weighted means and sums.
+
+    A method has this if its server makes the same of that one reply as of all of them.
+
+    Attributes
+    ----------
+    weights : what arrays are averaged by: `samples`, n_k, or `uniform`, all alike.
+    totals : prefixes of arrays that are not averaged but add up: sums over samples.
+    rows : name of an array with one row for each class in `labels`, averaged class by class over the clients that have
+        it, by `counts` where they are sent; empty = there is none.
+    """
+
+    weights: str = "samples"
+    totals: tuple[str, ...] = ()
+    rows: str = ""
+
+
+@dataclass(frozen=True)
 class Method:
     """One federated method.
 
@@ -196,6 +223,8 @@ class Method:
     metrics : its other numbers. The server refuses a reply with a number that neither names.
     guards : what can be done against clients that lie, or a function of the hyperparameters that gives it: `rules` of
         `robust` for averages, `own` rule of the method, `count-cap` where sample counts are weights.
+    sum_only : how replies may be summed before the server sees them (`secure-sum`), or a function of the
+        hyperparameters that says so; None = the server needs the reply of each client.
     linear : whether logits are the linear head's, on what `head_input` makes of a representation; only such a head can
         be calibrated by another method.
     warn : `warn(hparams, optimizer, augment)` returns a warning if the settings are known not to work together, else
@@ -223,6 +252,7 @@ class Method:
     columns: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
     guards: tuple[str, ...] | Callable[[Any], tuple[str, ...]] = ("rules", "count-cap")
+    sum_only: Sums | Callable[[Any], Sums | None] | None = None
     linear: bool = True
     warn: Callable[[Any, str, str], str | None] | None = None
 
@@ -237,6 +267,10 @@ class Method:
     def guarded_by(self, hparams: BaseHParams) -> tuple[str, ...]:
         """Return what can be done against clients that lie, with these hyperparameters."""
         return self.guards(hparams) if callable(self.guards) else self.guards
+
+    def sums(self, hparams: BaseHParams) -> Sums | None:
+        """Return how replies may be summed before the server sees them, with these hyperparameters."""
+        return self.sum_only(hparams) if callable(self.sum_only) else self.sum_only
 
     @property
     def numbers(self) -> frozenset[str]:

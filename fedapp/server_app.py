@@ -52,6 +52,7 @@ from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint, roster, selection
 from fedapp.transport.client_manager import ClientManager, RoundFailed, Spoiled
 from fedapp.transport.offences import Offences
+from fedapp.transport.secure import SecureSums
 from strategies.base import Callbacks, FedStrategy, RoundResult, server_context
 
 app = ServerApp()
@@ -295,6 +296,7 @@ class Run(Callbacks):
         self.extra.setdefault("unseen", list(config.unseen_of(i.client for i in present)))
         self.infos = [i for i in present if i.client not in self.extra["unseen"]]
         config.check_liars(len(self.infos), self.simulation)
+        config.check_sums(len(self.infos))
         # A method for several architectures may have inputs of several shapes: a model goes with its own client's.
         built = buildable(self.infos if self.simulation else self._most_alike(), self.config)
         shape = self._shape(built)
@@ -337,8 +339,14 @@ class Run(Callbacks):
             final_training=self.config.final_training,
             select=self.config.select == "validation",
             unseen=self.extra["unseen"],
+            secure=self._secure(),
         )
         return self._finish(state)
+
+    def _secure(self) -> SecureSums | None:
+        """Return what makes the sums of which the server sees no single reply, if the run asks for it."""
+        config = self.config
+        return SecureSums(self.manager, config.secure_dropout, config.secure_colluders) if config.secure_sum else None
 
     def _before(self) -> ServerState | None:
         """Return the state before the round that a resumed run goes on from, to go back to if that one is spoiled."""

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from clients.posthoc import Untrained
 from fedapp.core import heads
 from fedapp.errors import BadRequest, suggest
-from fedapp.method import ALL, Array, Arrays, BaseHParams, Method, Payload, Query, Reply, Scored, ServerState
+from fedapp.method import ALL, Array, Arrays, BaseHParams, Method, Payload, Query, Reply, Scored, ServerState, Sums
 from fedapp.transport import selection
 from strategies.base import FedStrategy
 
@@ -95,10 +95,16 @@ def built_on(outer: Method, settings: Any, lookup: Callable[[str], Method]) -> M
         metrics=(*base.columns, *base.metrics, *outer.metrics),
         queries=(*base.queries, *outer.queries),
         columns=(*base.columns, *outer.columns),
+        sum_only=_together(base.sums(inner), outer.sums(settings)),
         guards=lambda hparams: outer_guards(outer.guarded_by(hparams), base.guarded_by(inner)),
         resolve=None,
         warn=warn,
     )
+
+
+def _together(base: Sums | None, outer: Sums | None) -> Sums | None:
+    """Return how replies of both may be summed, or None if those of one may not."""
+    return dataclasses.replace(base, totals=(*base.totals, *outer.totals)) if base and outer else None
 
 
 def outer_guards(outer: tuple[str, ...], base: tuple[str, ...]) -> tuple[str, ...]:
@@ -205,6 +211,7 @@ class PostHoc(FedStrategy):
         entry : holds at least the new `head`.   replies : to the query that measured `received`.
         counts : N_c, samples behind the repair, (C,).   found : what the method reports beside the common entries.
         """
+        replies = [single for reply in replies for single in reply.singles]
         samples, before = int(counts.sum()), self.trained(state)
         new = {**state, self.method.id: {**entry}}
         given = self.settings.base == NONE.id
@@ -275,5 +282,6 @@ NONE = Method(
     up=(),
     global_model=True,
     guards=(),
+    sum_only=Sums(),
 )
 """The base that trains nothing; it is no method of its own."""

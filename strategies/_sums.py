@@ -18,9 +18,10 @@ import numpy.typing as npt
 
 from clients.sums import SUMS, SumsClient, SumsHParams
 from fedapp.core import sums
+from fedapp.core.masks import rounding
 from fedapp.core.sums import Float64
 from fedapp.errors import Impossible
-from fedapp.method import ALL, Arrays, Method, Payload, Query, Reply, ServerState
+from fedapp.method import ALL, Arrays, Method, Payload, Query, Reply, ServerState, Sums
 from strategies._composition import PostHoc, built_on
 
 W, B = "head.weight", "head.bias"
@@ -67,6 +68,17 @@ class HeadFromSums(PostHoc):
         head = dict(zip((W, B), sums.as_head(rows, counts > 0, scale)))
         return self.calibrated(state, {"head": head}, found.replies, counts, scale=scale, **entries)
 
+    def further(self, state: ServerState, kind: str) -> Arrays:
+        """Return sums as one client sends them."""
+        if kind == "query.losses":
+            return {SUMS + "loss": np.zeros(len(sums.SCALES))}
+        if kind != "query.sums":
+            return super().further(state, kind)
+        assert issubclass(self.method.client, SumsClient)
+        d = self.context.width + 1
+        squares = {SUMS + "a": np.zeros(d * (d + 1) // 2)} if self.method.client.squares else {}
+        return {SUMS + "b": np.zeros((self.context.num_classes, d)), **squares}
+
     def asked(self, w: Arrays, query: Query) -> Found:
         """Query A_k and b_k and add them up as they arrive; the replies come without arrays."""
         c, d = self.context.num_classes, self.context.width
@@ -101,7 +113,9 @@ class HeadFromSums(PostHoc):
                 return Impossible(f"losses must be {len(sums.SCALES)} numbers of float64")
             return None if bool((loss >= 0).all()) else "losses must be numbers that are not negative"
         assert issubclass(self.method.client, SumsClient)
-        problem = sums.problem_of(arrays, self.context.num_classes, self.context.width, self.method.client.squares)
+        lost = rounding(len(reply.members))
+        squares = self.method.client.squares
+        problem = sums.problem_of(arrays, self.context.num_classes, self.context.width, squares, lost)
         if problem is None and arrays["b"][:, -1].sum() > reply.num_samples:
             return Impossible(f"sums of {arrays['b'][:, -1].sum():g} samples from a client of {reply.num_samples}")
         return problem
@@ -134,6 +148,7 @@ def head_method(
         global_model=True,
         travels=travels,
         queries=("sums", "losses"),
+        sum_only=None if strategy.apart else Sums(totals=(SUMS,)),
         guards=(),
         resolve=resolve,
     )

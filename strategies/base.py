@@ -10,6 +10,7 @@ state, so a checkpoint contains all of it. `self.context`, `self.method` and `se
 | `send(state, server_round, client)`       | for each client that gets a message    | its payload             |
 | `send_each(state, server_round, clients)` | instead of `send`, if it is cheaper    | pairs (client, payload) |
 | `check(state, reply)`                     | for each reply as it arrives           | what is wrong, or None  |
+| `further(state, kind)`                    | before sums that hide single replies   | how replies look        |
 | `aggregate(state, server_round, replies)` | once per round                         | the next state          |
 | `global_arrays(state)`                    | after each round                       | the one model, or None  |
 | `finalize(state, query)`                  | once, after the last round             | the final state         |
@@ -53,6 +54,7 @@ from fedapp.method import (
     ServerState,
 )
 from fedapp.transport.client_manager import ClientManager, RoundFailed, Spoiled, Traffic
+from fedapp.transport.secure import SecureSums
 from strategies import _soundness
 from strategies._flower import FlowerLoop
 
@@ -124,6 +126,7 @@ class FedStrategy(FlowerLoop):
         self.robust = robust or Robust()
         self.context: ServerContext
         self.unseen: frozenset[int] = frozenset()
+        self.secure: SecureSums | None = None
 
     # ---- mathematics ---------------------------------------------------------------------------------------------
 
@@ -143,6 +146,13 @@ class FedStrategy(FlowerLoop):
     def check(self, state: ServerState, reply: Reply) -> str | None:
         """Return what is wrong with a reply besides names, shapes and NaN, or None."""
         return None
+
+    def further(self, state: ServerState, kind: str) -> Arrays:
+        """Return arrays of the names, shapes and dtypes that replies to `kind` hold beside the model's, for sums.
+
+        Those of classes (`Sums.rows`) have a row for each of the C classes.
+        """
+        return {}
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Return the next state: the shared arrays averaged over the participants, weighted by n_k."""
@@ -218,6 +228,7 @@ class FedStrategy(FlowerLoop):
         final_training: bool = True,
         select: bool = False,
         unseen: Collection[int] = (),
+        secure: SecureSums | None = None,
     ) -> ServerState:
         """Run rounds `done + 1 .. rounds`, then `finalize`, and score all clients once.
 
@@ -233,12 +244,14 @@ class FedStrategy(FlowerLoop):
             clients receive, and there is one after the last round too.
 
         unseen : clients that take no part. After the last evaluation of all others each gets what `send` has for it.
+        secure : makes one reply of all, of which the server sees no single one.
 
         Returns
         -------
         The final state.
         """
         self.unseen = frozenset(unseen)
+        self.secure = secure
         callbacks = callbacks or Callbacks()
         train: dict[str, Any] = {"train": final_training}
         between = {"received-only": True} if select else train
@@ -301,9 +314,9 @@ class FedStrategy(FlowerLoop):
         initial, growth = self.context.initial, manager.settings.max_growth
         limit = growth * (1 + _soundness.longest(state, initial)) if growth else math.inf
         check = self._checker(state)
-        if growth:  # the length of every reply takes a pass over it
+        if growth and self.secure is None:  # the length of every reply takes a pass over it
             check = _soundness.bounded(check, initial, limit)
-        replies = manager.send_and_receive("train", server_round, payloads, expected, check, result.traffic, control)
+        replies = self._asked(manager, "train", server_round, payloads, expected, state, check, result, control)
         good = _recorded(replies, result)
         if self.robust.rules:
             # A rule holds for a number of clients. So all must have arrived before it begins.
@@ -325,6 +338,25 @@ class FedStrategy(FlowerLoop):
         manager.require(result.traffic, server_round)
         result.void = _soundness.flaw(new, initial, self.records, limit) or ""
         return new, result
+
+    def _asked(
+        self,
+        manager: ClientManager,
+        kind: str,
+        server_round: int,
+        payloads: Iterable[tuple[int, Payload]],
+        expected: Mapping[str, tuple[int, ...]],
+        state: ServerState,
+        check: Callable[[Reply], str | None],
+        result: RoundResult,
+        control: Mapping[str, Any],
+    ) -> Iterator[Reply]:
+        """Send messages and yield the good replies, or one in place of all where the server is to see only sums."""
+        sums = self.method.sums(self.hparams) if self.secure else None
+        template = {n: self.context.initial[n] for n in expected} | self.further(state, kind) if sums else {}
+        if self.secure is None or sums is None or not template:
+            return manager.send_and_receive(kind, server_round, payloads, expected, check, result.traffic, control)
+        return self.secure.exchange(kind, server_round, payloads, sums, template, check, result.traffic, control)
 
     def _votes(self, manager: ClientManager) -> bool:
         """Take the median from now on, because a client spoiled the model; False where that is not possible.
@@ -371,9 +403,8 @@ class FedStrategy(FlowerLoop):
             result = RoundResult(stage, server_round)
             payloads = ((c, payload) for c in self._taking_part(manager))
             control = {"round": server_round + 1}
-            replies = manager.send_and_receive(
-                stage, server_round, payloads, {}, self._checker(state), result.traffic, control
-            )
+            check = self._checker(state)
+            replies = self._asked(manager, stage, server_round, payloads, {}, state, check, result, control)
             yield from _recorded(replies, result)
             result.seconds = result.traffic.seconds
             manager.require(result.traffic, server_round)
@@ -458,7 +489,8 @@ def _no_arrays(reply: Reply) -> str | None:
 
 def _recorded(replies: Iterator[Reply], result: RoundResult) -> Iterator[Reply]:
     for reply in replies:
-        result.metrics[reply.client] = {**reply.metrics, "bytes-up": reply.bytes_up}
+        for single in reply.singles:
+            result.metrics[single.client] = {**single.metrics, "bytes-up": single.bytes_up}
         yield reply
 
 

@@ -32,7 +32,7 @@ from fedapp.core import gaussian, heads, virtual
 from fedapp.core.gaussian import ClassMoments, MomentsPool
 from fedapp.core.robust import screened_statistics
 from fedapp.learning.training import batch_slices
-from fedapp.method import ALL, Array, Arrays, Method, Payload, Query, Reply, ServerState
+from fedapp.method import ALL, Array, Arrays, Method, Payload, Query, Reply, ServerState, Sums
 from strategies._composition import PostHoc, built_on
 
 W, B = "head.weight", "head.bias"
@@ -116,6 +116,15 @@ class CCVR(PostHoc):
             z, y = z[rows], y[rows]
         return z, y
 
+    def further(self, state: ServerState, kind: str) -> Arrays:
+        """Return the sums of one client."""
+        c, d = self.context.num_classes, self.context.width
+        if kind not in ("query.totals", "query.statistics"):
+            return super().further(state, kind)
+        sums = {"count": np.zeros(c, np.int64), "sum": np.zeros((c, d))}
+        square = {} if kind == "query.totals" else {"square": np.zeros((c, d * (d + 1) // 2))}
+        return {STATISTICS + name: array for name, array in (sums | square).items()}
+
     def check_answer(self, kind: str, arrays: Arrays, reply: Reply) -> str | None:
         """Refuse arrays that are not statistics or features, and statistics of more samples than the client has."""
         c, d = self.context.num_classes, self.context.width
@@ -126,7 +135,8 @@ class CCVR(PostHoc):
         problem = gaussian.problem_of(arrays, self.settings.cov, c, d)
         if problem is None and arrays["count"].sum() > reply.num_samples:
             return f"statistics of {arrays['count'].sum()} samples from a client of {reply.num_samples}"
-        before = self.counted.get(reply.client) if kind == "statistics" else None
+        # Of a sum, the clients of the second answer may be fewer than those of the first.
+        before = self.counted.get(reply.client) if kind == "statistics" and not reply.members else None
         if problem is None and before is not None and not np.array_equal(before, arrays["count"]):
             return "its class counts are not those of its first answer"
         return problem
@@ -208,6 +218,7 @@ METHOD = Method(
     global_model=True,
     travels="what the base method shares; once, count, mean and covariance of every class",
     queries=("statistics", "totals", "features"),
+    sum_only=lambda hparams: Sums(totals=(STATISTICS,)) if hparams.cov == "sums" and not hparams.oracle else None,
     # Sums over all samples do not say which class means are out of line.
     guards=lambda hparams: () if hparams.cov == "sums" else ("own",),
     resolve=resolve,

@@ -8,7 +8,7 @@ Algorithm 1, server:  w^{t+1} <- sum_{k in S_t} (n_k / sum_{j in S_t} n_j) w_k: 
 from __future__ import annotations
 
 from clients.ditto import DittoClient, DittoHParams
-from fedapp.method import ALL, Method
+from fedapp.method import ALL, Method, Sums
 from strategies.base import FedStrategy
 
 
@@ -24,5 +24,6 @@ METHOD = Method(
     client=DittoClient,
     hparams=DittoHParams,
     shared=ALL,
+    sum_only=Sums(),
     global_model=True,
 )

@@ -24,7 +24,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from clients.base import FedClient
-from fedapp.method import ALL, Array, Arrays, BaseHParams, Method, Reply, ServerContext, ServerState
+from fedapp.method import ALL, Array, Arrays, BaseHParams, Method, Reply, ServerContext, ServerState, Sums
 from strategies.base import FedStrategy
 
 RUNNING_STATISTICS = (".running_mean", ".running_var")
@@ -94,5 +94,6 @@ METHOD = Method(
     client=FedClient,
     hparams=FedAvgMHParams,
     shared=ALL,
+    sum_only=Sums(),
     global_model=True,
 )

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from clients.fedbabu import BODY, FedBABUClient, FedBABUHParams
-from fedapp.method import ALL, Method, Reply, ServerState
+from fedapp.method import ALL, Method, Reply, ServerState, Sums
 from strategies.base import FedStrategy
 
 
@@ -38,6 +38,7 @@ METHOD = Method(
     hparams=FedBABUHParams,
     shared=ALL,
     up=BODY,
+    sum_only=lambda hparams: Sums(hparams.weights),
     global_model=True,
     travels="the whole model down, the body up",
 )

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from clients.fedclassavg import FedClassAvgClient, FedClassAvgHParams
-from fedapp.method import ALL, HEAD, Method, Payload, Reply, ServerState, TrainDefaults
+from fedapp.method import ALL, HEAD, Method, Payload, Reply, ServerState, Sums, TrainDefaults
 from strategies.base import FedStrategy
 
 
@@ -62,6 +62,7 @@ METHOD = Method(
     client=FedClassAvgClient,
     hparams=FedClassAvgHParams,
     shared=_shared,
+    sum_only=lambda hparams: None if hparams.share == "none" else Sums(),
     heterogeneous=True,
     travels="the head, both ways",
     defaults=TrainDefaults(augment="weak"),

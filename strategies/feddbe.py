@@ -20,7 +20,7 @@ import numpy as np
 
 from clients.feddbe import MEAN, FedDBEClient, FedDBEHParams
 from fedapp.errors import Impossible
-from fedapp.method import ALL, Method, Payload, Reply, ServerState
+from fedapp.method import ALL, Arrays, Method, Payload, Reply, ServerState, Sums
 from strategies.base import FedStrategy
 
 
@@ -40,6 +40,10 @@ class FedDBE(FedStrategy):
             got = "is missing" if mean is None else f"is {mean.dtype} {mean.shape}"
             return Impossible(f"'{MEAN}' {got}, expected float32 {wanted}")
         return None
+
+    def further(self, state: ServerState, kind: str) -> Arrays:
+        """Return z-bar, of the first round."""
+        return {MEAN: np.zeros(self.context.width, np.float32)} if kind == "train" and "mean" not in state else {}
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Average theta, and the means where there is no z-bar^g yet; without replies nothing moves."""
@@ -62,6 +66,7 @@ METHOD = Method(
     hparams=FedDBEHParams,
     shared=ALL,
     extra_up=(MEAN,),
+    sum_only=Sums(),
     global_model=True,
     travels="the whole model, both ways; once, the mean representation",
 )

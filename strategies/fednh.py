@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from clients.fednh import COUNT, PROTO_SUM, FedNHClient, FedNHHParams
 from fedapp.core.robust import class_means
 from fedapp.errors import Impossible
-from fedapp.method import ALL, Array, Method, Reply, ServerState, TrainDefaults
+from fedapp.method import ALL, Array, Arrays, Method, Reply, ServerState, Sums, TrainDefaults
 from strategies.base import FedStrategy
 
 SHORTEST = 1e-6
@@ -33,6 +33,13 @@ SHORTEST = 1e-6
 
 class FedNH(FedStrategy):
     """Averages extractors, and moves prototypes towards the classes' mean directions."""
+
+    def further(self, state: ServerState, kind: str) -> Arrays:
+        """Return sums and counts of all classes."""
+        if kind != "train":
+            return {}
+        head = state["model"]["head.weight"]
+        return {PROTO_SUM: np.zeros(head.shape, np.float32), COUNT: np.zeros(len(head), np.int64)}
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Average theta and s, and move W; without `robust`, sums run as replies arrive."""
@@ -114,6 +121,7 @@ METHOD = Method(
     shared=(*ALL, "scale"),
     up=("features.", "scale"),
     extra_up=(PROTO_SUM, COUNT),
+    sum_only=lambda hparams: Sums(hparams.weights, totals=(PROTO_SUM, COUNT)),
     per_class="",
     global_model=True,
     travels="the whole model down; extractor, class mean directions and class counts up",

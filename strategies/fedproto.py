@@ -25,7 +25,7 @@ import numpy as np
 from clients.fedproto import FedProtoClient, FedProtoHParams
 from fedapp.core.classmeans import problem_of
 from fedapp.core.robust import class_means
-from fedapp.method import NONE, Method, Payload, Reply, Scored, ServerContext, ServerState
+from fedapp.method import NONE, Arrays, Method, Payload, Reply, Scored, ServerContext, ServerState, Sums
 from strategies.base import FedStrategy
 
 
@@ -49,6 +49,12 @@ class FedProto(FedStrategy):
             known = known & np.isin(np.arange(len(known)), state["owned"][client])
         labels = np.flatnonzero(known).astype(np.int32)
         return Payload(arrays={"protos": state["protos"][labels], "labels": labels})
+
+    def further(self, state: ServerState, kind: str) -> Arrays:
+        """Return prototypes of all classes, as a client that has all of them sends."""
+        labels = np.zeros(len(state["protos"]), np.int32)
+        counts = {"counts": labels} if self.hparams.average == "count" else {}
+        return {"protos": state["protos"], "labels": labels, **counts}
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
         """Refuse malformed prototypes, and counts that are missing, not asked for, or not positive."""
@@ -77,8 +83,9 @@ class FedProto(FedStrategy):
                 # A check made sure that no label comes twice: fancy indexing would add only one of its rows.
                 sums[labels] += weight[:, None] * reply.arrays["protos"].astype(np.float64)  # Eq. 6 without 1 / |N_j|
                 weights[labels] += weight
-            owned[reply.client] = np.sort(labels).astype(np.int32)
-            nearest |= nearest_of([reply])
+            if not reply.members:
+                owned[reply.client] = np.sort(labels).astype(np.int32)
+            nearest |= nearest_of(reply.singles)
         sent = weights > 0
         protos = state["protos"].copy()
         protos[sent] = sums[sent] / weights[sent, None]
@@ -113,6 +120,8 @@ METHOD = Method(
     hparams=FedProtoHParams,
     shared=NONE,
     extra_up=("protos", "labels", "counts"),
+    # With down=own the server must know which classes each client has.
+    sum_only=lambda hparams: Sums(rows="protos") if hparams.down == "all" else None,
     per_class="",
     heterogeneous=True,
     metrics=("prototype-correct", "prototype-total"),

@@ -6,7 +6,7 @@ Reduces to FedAvg, bit for bit, where mu is 0 (tested).
 from __future__ import annotations
 
 from clients.fedprox import FedProxClient, FedProxHParams
-from fedapp.method import ALL, Method
+from fedapp.method import ALL, Method, Sums
 from strategies.fedavg import FedAvg
 
 METHOD = Method(
@@ -17,5 +17,6 @@ METHOD = Method(
     client=FedProxClient,
     hparams=FedProxHParams,
     shared=ALL,
+    sum_only=Sums(),
     global_model=True,
 )

@@ -9,7 +9,7 @@ Algorithm 1, server:  samples:  phi <- sum_{i in S_t} (n_i / sum_{j in S_t} n_j)
 from __future__ import annotations
 
 from clients.fedrep import BODY, FedRepClient, FedRepHParams
-from fedapp.method import Method
+from fedapp.method import Method, Sums
 from strategies.lgfedavg import LGFedAvg
 
 
@@ -25,5 +25,6 @@ METHOD = Method(
     client=FedRepClient,
     hparams=FedRepHParams,
     shared=BODY,
+    sum_only=lambda hparams: Sums("samples" if hparams.average == "samples" else "uniform"),
     travels="the body, both ways",
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from clients.fedrod import PERSONAL, FedRoDClient, FedRoDHParams
-from fedapp.method import ALL, Arrays, Method, ServerState
+from fedapp.method import ALL, Arrays, Method, ServerState, Sums
 from strategies.base import FedStrategy
 
 
@@ -34,6 +34,7 @@ METHOD = Method(
     client=FedRoDClient,
     hparams=FedRoDHParams,
     shared=ALL,
+    sum_only=Sums(),
     global_model=True,
     columns=("generic-loss", "personal-loss"),
 )

@@ -9,7 +9,7 @@ Reduces to FedAvg, bit for bit, where lambda and mu are 0 (tested). The local st
 from __future__ import annotations
 
 from clients.feduv import FedUVClient, FedUVHParams
-from fedapp.method import ALL, Method
+from fedapp.method import ALL, Method, Sums
 from strategies.fedavg import FedAvg
 
 METHOD = Method(
@@ -20,5 +20,6 @@ METHOD = Method(
     client=FedUVClient,
     hparams=FedUVHParams,
     shared=ALL,
+    sum_only=Sums(),
     global_model=True,
 )

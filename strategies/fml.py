@@ -16,7 +16,7 @@ import numpy as np
 from clients.fml import FMLClient, FMLHParams
 from clients.mutual import SMALL, build_small, prefixed, small_arrays, stripped
 from fedapp import sampling
-from fedapp.method import NONE, Arrays, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.method import NONE, Arrays, Method, Payload, Reply, ServerContext, ServerState, Sums
 from strategies.base import FedStrategy
 
 
@@ -59,6 +59,10 @@ class FML(FedStrategy):
                 return f"'{SMALL}{name}' is {array.dtype} {array.shape}, expected floating point {shapes[name]}"
         return None
 
+    def further(self, state: ServerState, kind: str) -> Arrays:
+        """Return the small model."""
+        return dict(state["small"]) if kind == "train" else {}
+
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Merge: average the memes; without replies the small model stays."""
         mean = self.robust.mean(state["small"])
@@ -80,6 +84,7 @@ METHOD = Method(
     hparams=FMLHParams,
     shared=NONE,
     extra_up=("small/",),
+    sum_only=lambda hparams: Sums("samples" if hparams.average == "samples" else "uniform"),
     heterogeneous=True,
     same_width=False,
     travels="a small shared model, both ways",

@@ -15,7 +15,7 @@ from typing import Literal
 from pydantic import Field
 
 from clients.base import FedClient
-from fedapp.method import HEAD, BaseHParams, Method, Reply, ServerState
+from fedapp.method import HEAD, BaseHParams, Method, Reply, ServerState, Sums
 from strategies.base import FedStrategy
 
 
@@ -47,6 +47,7 @@ METHOD = Method(
     client=FedClient,
     hparams=LGFedAvgHParams,
     shared=HEAD,
+    sum_only=lambda hparams: Sums("samples" if hparams.average == "samples" else "uniform"),
     heterogeneous=True,
     travels="the head, both ways",
 )

@@ -8,7 +8,7 @@ Reduces to FedAvg, bit for bit, where mu is 0 (tested). The local step is in cli
 from __future__ import annotations
 
 from clients.moon import MoonClient, MoonHParams
-from fedapp.method import ALL, Method
+from fedapp.method import ALL, Method, Sums
 from strategies.fedavg import FedAvg
 
 METHOD = Method(
@@ -19,5 +19,6 @@ METHOD = Method(
     client=MoonClient,
     hparams=MoonHParams,
     shared=ALL,
+    sum_only=Sums(),
     global_model=True,
 )

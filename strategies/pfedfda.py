@@ -16,7 +16,7 @@ import numpy as np
 
 from clients.pfedfda import GAUSSIANS, PFedFDAClient, PFedFDAHParams
 from fedapp.core.gaussian import pack, unpack
-from fedapp.method import Method, Reply, ServerContext, ServerState
+from fedapp.method import Arrays, Method, Reply, ServerContext, ServerState, Sums
 from strategies.base import FedStrategy
 
 
@@ -29,6 +29,11 @@ class PFedFDA(FedStrategy):
         mean, cov = context.rng("gaussians").random(shape), pack(np.eye(context.width))
         start = {GAUSSIANS + "mean": mean.astype(np.float32), GAUSSIANS + "cov": cov.astype(np.float32)}
         return {**state, "model": {**state["model"], **start}}
+
+    def further(self, state: ServerState, kind: str) -> Arrays:
+        """Return the Gaussians, which are averaged as the body is."""
+        found = {n: a for n, a in state["model"].items() if n.startswith(GAUSSIANS)}
+        return found if kind == "train" else {}
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
         """Refuse Gaussians of another shape or with a negative variance."""
@@ -50,6 +55,7 @@ METHOD = Method(
     hparams=PFedFDAHParams,
     shared=("features.",),
     extra_up=(GAUSSIANS,),
+    sum_only=Sums(),
     per_class="min_count",
     travels="the body and class Gaussians of one covariance, both ways",
     columns=("beta-mean", "beta-cov"),

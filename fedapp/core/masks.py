@@ -24,12 +24,17 @@ BITS = 24
 BLOCK = 1 << 17
 """Numbers of a mask that are made at a time (1 MiB)."""
 
-__all__ = ["BITS", "Words", "add_mask", "decode", "encode", "largest"]
+__all__ = ["BITS", "Words", "add_mask", "decode", "encode", "largest", "rounding"]
 
 
 def largest(parts: int) -> float:
     """Return the value that each of so many parts of a sum may have at most, so that the sum does not wrap."""
     return float((2 ** (63 - BITS) - 1) / parts)
+
+
+def rounding(parts: int) -> float:
+    """Return how far a sum of so many vectors may be from the exact one, in each number."""
+    return float(parts * 2.0 ** -(BITS + 1))
 
 
 def encode(arrays: Mapping[str, Array], parts: int) -> Words:

@@ -266,9 +266,8 @@ class Member:
                 opened[other] = AESGCM(box_key).decrypt(text[:_NONCE], text[_NONCE:], tag.encode())
             except InvalidTag as e:
                 raise Unsafe(f"the shares that are said to be client {other}'s are not") from e
-        kept["phase"] = (
-            "hidden"  # before anything is made of it: the same masks on two vectors would show the difference
-        )
+        # Before anything is made of it: the same masks on two vectors would show their difference.
+        kept["phase"] = "hidden"
         hidden, own = vector.copy(), _public(kept["mask-key"])
         for other in there:
             if other != self.client:

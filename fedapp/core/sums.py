@@ -89,12 +89,15 @@ def second_moments(packed: Array, width: int) -> Float64:
     return a
 
 
-def problem_of(arrays: Mapping[str, Array], num_classes: int, width: int, squares: bool) -> str | None:
+def problem_of(
+    arrays: Mapping[str, Array], num_classes: int, width: int, squares: bool, lost: float = 0.0
+) -> str | None:
     """Say why arrays that came from elsewhere cannot be sums of features, or return None.
 
     Parameters
     ----------
     arrays : as from `FeatureSums.arrays`.   squares : whether ``a`` was asked for.
+    lost : how far each number may have been rounded; counts are exact all the same.
     """
     d = width + 1
     shapes = {"b": (num_classes, d), **({"a": (d * (d + 1) // 2,)} if squares else {})}
@@ -112,16 +115,19 @@ def problem_of(arrays: Mapping[str, Array], num_classes: int, width: int, square
         return Impossible("the last column of 'b' must hold numbers of samples")
     if sums[counts == 0].any():
         return Impossible("a class without samples has a sum of features")
-    return _problem_of_squares(second_moments(arrays["a"], width), b) if squares else None
+    return _problem_of_squares(second_moments(arrays["a"], width), b, lost) if squares else None
 
 
-def _problem_of_squares(a: Float64, b: Float64) -> str | None:
+def _problem_of_squares(a: Float64, b: Float64, lost: float) -> str | None:
     """Say why second moments do not belong to the sums over classes, or return None."""
     if (np.diag(a) < 0).any():
         return Impossible("'a' has a negative diagonal")
     if a[-1, -1] != b[:, -1].sum():
         return Impossible(f"'a' counts {a[-1, -1]:g} samples and 'b' {b[:, -1].sum():g}")
     slack = TOLERANCE * max(float(np.abs(a).max()), 1.0)
+    # The scatter subtracts S S^T / n of each class, which a rounded S moves by its mean times as much, twice.
+    means = np.abs(b[:, :-1]) / np.maximum(b[:, -1:], 1)
+    slack += lost * (len(a) + len(b)) * (1 + 2 * float(means.max()))
     if np.abs(a[-1] - b.sum(axis=0)).max() > slack:
         return "the last column of 'a' is not the sum of the rows of 'b'"
     # Features of which this is the scatter within classes exist if, and only if, it has no negative eigenvalue.

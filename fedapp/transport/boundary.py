@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,8 @@ class Contract:
     max_abs : largest value in heads and in means of representations.
     metrics : says whether a metric's name is one that the run or the method asks for.
     scored : whether the reply must hold a score.
+    raw : dtype and shape by name of arrays whose numbers mean nothing by themselves (secure sums). Where there are any,
+        the reply holds these and no others.
     """
 
     client: int
@@ -91,6 +93,7 @@ class Contract:
     max_abs: float = LARGE
     metrics: Callable[[str], bool] = lambda name: True
     scored: bool = False
+    raw: Mapping[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -249,7 +252,7 @@ def _info_problem(info: Mapping[str, Any], contract: Contract) -> str | None:
 
 def _arrays_problem(record: Mapping[str, FlowerArray], contract: Contract) -> str | None:
     """Say what is wrong with arrays as they were sent; nothing is decoded but their headers."""
-    missing = [name for name in contract.arrays if name not in record]
+    missing = [name for name in (*contract.arrays, *contract.raw) if name not in record]
     if missing:
         return f"arrays missing: {', '.join(missing[:5])}"
     if len(record) > len(contract.arrays) + FURTHER:
@@ -258,7 +261,7 @@ def _arrays_problem(record: Mapping[str, FlowerArray], contract: Contract) -> st
     for name, array in record.items():
         if len(name) > NAME_MOST:
             return f"the name of an array has {len(name)} characters, at most {NAME_MOST} are possible"
-        if name not in contract.arrays:
+        if name not in contract.arrays and name not in contract.raw:
             rest += len(array.data)
             if not contract.further(name):
                 return f"'{name}' is not an array that {contract.method} shares"
@@ -276,12 +279,15 @@ def _array_problem(name: str, array: FlowerArray, contract: Contract) -> str | N
         return f"'{name}' has shape {str(shape)[:NAME_MOST]}, which no array has"
     if array.stype != "numpy.ndarray":
         return f"'{name}' is stored as {str(array.stype)[:NAME_MOST]}, expected numpy.ndarray"
-    model = name in contract.arrays
-    allowed = ("float32", *(("float16",) if contract.wire_dtype == "fp16" else ())) if model else DTYPES
+    model = ("float32", *(("float16",) if contract.wire_dtype == "fp16" else ()))
+    allowed: tuple[str, ...] = model if name in contract.arrays else DTYPES
+    expected = contract.arrays.get(name)
+    if name in contract.raw:
+        allowed, expected = (contract.raw[name][0],), contract.raw[name][1]
     if array.dtype not in allowed:
         return f"'{name}' has dtype {str(array.dtype)[:NAME_MOST]}, expected {' or '.join(allowed)}"
-    if model and shape != tuple(contract.arrays[name]):
-        return f"'{name}' has shape {shape}, expected {tuple(contract.arrays[name])}"
+    if expected is not None and shape != tuple(expected):
+        return f"'{name}' has shape {shape}, expected {tuple(expected)}"
     size = math.prod(shape) * np.dtype(array.dtype).itemsize
     if not size < len(array.data) <= size + NPY_HEADER:
         return f"'{name}' has {len(array.data)} bytes, {array.dtype} of shape {shape} has {size}"
@@ -305,7 +311,7 @@ def _cast_problem(info: Mapping[str, Any], record: Mapping[str, FlowerArray], co
 
 def _values_problem(arrays: Arrays, contract: Contract) -> str | None:
     for name, array in arrays.items():
-        if not array.size:
+        if not array.size or name in contract.raw:
             continue
         low, high = array.min(), array.max()
         if not (np.isfinite(low) and np.isfinite(high)):

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from flwr.app import Message
 from flwr.serverapp import Grid
 
@@ -70,6 +71,8 @@ WORKER_DIED = (
     "OutOfMemoryError",
 )
 """Ray's errors for a process that no longer exists."""
+WITHOUT_DATA = ("query.keys", "query.shares", "query.unmask")
+"""Messages of secure sums that a client answers without its data; it states no samples."""
 _DIGEST = re.compile(r"\A([0-9a-f]{32})?\Z")
 
 
@@ -481,11 +484,13 @@ class ClientManager:
         traffic: Traffic,
         control: Mapping[str, Scalar] | None = None,
         timeout: float | None = None,
+        raw: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
     ) -> Iterator[Reply]:
         """Send one message to each client and yield the good replies in the order of the client ids.
 
         `server_round` is the round that records and errors name. A client restores the state that it had before the
-        round named in its message; if that is another round, `control` contains it.
+        round named in its message; if that is another round, `control` contains it. With `raw` (`Contract.raw`) replies
+        hold what secure sums consist of.
 
         A reply is held back until the replies of all lower ids have arrived or failed, so that sums are added up in the
         same order, no matter which client ends first. In a simulation the clients with the most data start first, so
@@ -516,12 +521,14 @@ class ClientManager:
             return Message(content, self.nodes[client], kind, ttl=lifetime, group_id=str(server_round))
 
         bytes_each = 4 * sum(math.prod(shape) for shape in expected.values())
+        bytes_each += sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in (raw or {}).values())
         ids, at_once = self._dispatch(kind, traffic.messaged, bytes_each)
         held: dict[int, Reply | None] = {}
         awaited, arrivals = deque(traffic.messaged), itertools.count()
         for node, answer in self._raw([self.nodes[c] for c in ids], lambda n: message(owner[n]), limit, at_once):
             client = owner[node]
-            held[client] = self._checked(answer, client, server_round, kind, expected, check, traffic, next(arrivals))
+            contract = self._contract(client, kind, expected, raw or {})
+            held[client] = self._checked(answer, contract, server_round, check, traffic, next(arrivals))
             while awaited and awaited[0] in held:
                 if (reply := held.pop(awaited.popleft())) is not None:
                     yield reply
@@ -600,16 +607,14 @@ class ClientManager:
     def _checked(
         self,
         message: Message,
-        client: int,
+        contract: Contract,
         server_round: int,
-        stage: str,
-        expected: Mapping[str, tuple[int, ...]],
         check: Callable[[Reply], str | None],
         traffic: Traffic,
         arrival: int,
     ) -> Reply | None:
         """Return a reply that counts, or None: then its reason is recorded. Nothing that a client sends is raised."""
-        contract = self._contract(client, stage, expected)
+        client, stage = contract.client, contract.kind
         got = Refused(_reason(message), FAILED, stage) if message.has_error() else read(message, contract)
         if isinstance(got, Refused):
             if got.offence == FAILED:
@@ -647,7 +652,13 @@ class ClientManager:
         self._seen.discard(node)
         return FAILED
 
-    def _contract(self, client: int, kind: str, expected: Mapping[str, tuple[int, ...]]) -> Contract:
+    def _contract(
+        self,
+        client: int,
+        kind: str,
+        expected: Mapping[str, tuple[int, ...]],
+        raw: Mapping[str, tuple[str, tuple[int, ...]]],
+    ) -> Contract:
         """Return what a reply may hold: the server's own model, and what the method declares beside it."""
         method, info = self._method, self.infos[client]
         classes, width = info.num_classes, int(self.facts[client]["width"])
@@ -655,12 +666,14 @@ class ClientManager:
         most = EXTRA_BYTES + 4 * classes * width * (width + 1) + 16 * sum(math.prod(s) for s in expected.values())
         most += 8 * info.num_samples * (width + 1) if kind == "query.features" else 0
         allowed = (lambda name: kind != "evaluate" and method.allows(name)) if method else lambda name: True
+        allowed = (lambda name: False) if raw else allowed
+        count = 0 if kind in WITHOUT_DATA else info.num_samples
         of, settings, asked = method.id if method else "the method", self.settings, self.settings.metrics
         known = (lambda name: True) if asked is None or method is None else asked.union(method.numbers).__contains__
         return Contract(
-            client, kind, of, expected, allowed, most, info.num_samples, settings.wire_dtype,
+            client, kind, of, expected, allowed, most, count, settings.wire_dtype,
             int(self.facts[client].get("test-examples", -1)), settings.max_abs, known,
-            settings.scored and kind in ("train", "evaluate"),
+            settings.scored and kind in ("train", "evaluate"), raw,
         )  # fmt: skip
 
     def _state_problem(self, client: int, info: Mapping[str, Any]) -> str | None:
@@ -687,6 +700,10 @@ class ClientManager:
             traffic.bad.append(dropped)
         elif offence == IMPOSSIBLE:
             self._block(dropped)
+
+    def refuse(self, traffic: Traffic, server_round: int, client: int, stage: str, reason: str) -> None:
+        """Record that a client sent what no client code of ours can send, and block it."""
+        self._drop(traffic, server_round, client, stage, reason, IMPOSSIBLE)
 
     def _block(self, offence: Offence, why: str = "") -> None:
         """Send a client no more messages in this run, and leave its node alone."""

@@ -1,0 +1,290 @@
+"""Secure sums over messages: the exchanges around one whose replies the server sees only in sum.
+
+The cryptography is in `fedapp.core.secure_sum`. Three messages go around each `train` message or query:
+
+=============  ==================================================  =====================================================
+message        what the server sends                               what a client answers
+=============  ==================================================  =====================================================
+query.keys     nothing; once per client and run                    c_u's public key
+query.shares   ids and keys of U_1                                 s_u's public key, digest of b_u, encrypted shares
+train, ...     as ever, and the shares that others encrypted       its numbers as ever, its arrays as one hidden vector
+query.unmask   which vectors arrived                               one share for each client of U_2
+=============  ==================================================  =====================================================
+
+A client that drops out in any of them is named like any other that does not answer. Where at least t are left, the sum
+is that of the clients whose vectors arrived; with fewer, the round fails.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedapp.core import masks
+from fedapp.core.secret_shares import SHARE
+from fedapp.core.secure_sum import KEY, SEALED, Collector, Member, Offer, Unopened, Unsafe, flaw, threshold
+from fedapp.method import Array, Arrays, Payload, Reply, Scalar, Sums
+from fedapp.transport.client_manager import WITHOUT_DATA, ClientManager, RoundFailed, Traffic
+
+PREFIX = "secure/"
+KEYS, IDS, DIGEST, SHARES, HIDDEN = (PREFIX + n for n in ("keys", "ids", "digest", "shares", "hidden"))
+EXCHANGE = "secure-exchange"
+"""Name of the scalar that names an exchange."""
+LABELS, COUNTS = "labels", "counts"
+PATIENCE = 120.0
+"""Seconds that real nodes have for a message without training: they answer at once, or are gone."""
+Raw = Mapping[str, tuple[str, tuple[int, ...]]]
+
+
+# ---- replies as sums -------------------------------------------------------------------------------------------------
+
+
+def additive(arrays: Mapping[str, Array], sums: Sums, num_samples: int, num_classes: int) -> Arrays:
+    """Return what of a reply adds up over clients: weighted arrays, totals as they are, and rows of classes.
+
+    Parameters
+    ----------
+    arrays : the reply's.   num_samples : n_k of the client.   num_classes : C; rows become (C, ...), zero where absent.
+    """
+    weight = num_samples if sums.weights == "samples" else 1
+    of_classes = {sums.rows, LABELS, COUNTS} if sums.rows else set()
+    found = {
+        name: array if name.startswith(sums.totals) else array.astype(np.float64) * weight
+        for name, array in arrays.items()
+        if name not in of_classes
+    }
+    if sums.rows:
+        rows, labels = arrays[sums.rows], arrays[LABELS]
+        held = np.zeros(num_classes, np.int64)
+        held[labels] = arrays.get(COUNTS, np.ones(len(labels), np.int64))
+        found[sums.rows] = np.zeros((num_classes, *rows.shape[1:]))
+        found[sums.rows][labels] = held[labels, None] * rows.astype(np.float64)
+        found[LABELS] = held
+    return found
+
+
+def shapes_of(template: Mapping[str, Array], sums: Sums) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of what `additive` makes of a reply like the template."""
+    return {name: array.shape for name, array in template.items() if not (sums.rows and name == COUNTS)}
+
+
+def restored(totals: Mapping[str, Array], sums: Sums, weight: float, template: Mapping[str, Array]) -> Arrays:
+    """Return the arrays of the one reply that stands for all, from the sums of `additive`.
+
+    Parameters
+    ----------
+    weight : sum of the clients' weights.
+    template : arrays with the names, shapes and dtypes of a reply; rows of classes for all C classes.
+    """
+    found: Arrays = {}
+    for name, like in template.items():
+        if sums.rows and name in (sums.rows, LABELS, COUNTS):
+            continue
+        total = totals[name] if name.startswith(sums.totals) else totals[name] / weight
+        whole = np.issubdtype(like.dtype, np.integer)
+        found[name] = (np.rint(total) if whole else total).astype(like.dtype)
+    if sums.rows:
+        held = np.rint(totals[LABELS]).astype(np.int64)
+        seen = np.flatnonzero(held)
+        found[sums.rows] = (totals[sums.rows][seen] / held[seen, None]).astype(template[sums.rows].dtype)
+        found[LABELS] = seen.astype(template[LABELS].dtype)
+        if COUNTS in template:
+            found[COUNTS] = held[seen]
+    return found
+
+
+# ---- a client --------------------------------------------------------------------------------------------------------
+
+
+class SecureClient:
+    """A client's side of all exchanges.
+
+    Parameters
+    ----------
+    client : its id.   kept : its secrets, which last from one message to the next.
+    dropout, colluders : of the run; the client counts for itself how many must be left.
+    """
+
+    def __init__(self, client: int, kept: MutableMapping[str, Any], dropout: float, colluders: int) -> None:
+        self.member = Member(client, kept)
+        self.dropout, self.colluders = dropout, colluders
+
+    def answer(self, stage: str, payload: Payload) -> Arrays:
+        """Answer a message that needs no data; an `Unsafe` says what is wrong with it."""
+        if stage == "query.keys":
+            return {KEYS: _bytes(self.member.key())}
+        arrays, tag = payload.all(), str(payload.scalars.get(EXCHANGE, ""))
+        ids = _ids(arrays.get(IDS))
+        if stage == "query.unmask":
+            return {SHARES: self.member.reveal(tag, ids)}
+        keys = _rows(arrays.get(KEYS), len(ids), KEY)
+        least = threshold(len(ids), self.dropout)
+        if problem := flaw(len(ids), least, self.colluders):
+            raise Unsafe(problem)
+        offer = self.member.offer(tag, dict(zip(ids, keys, strict=True)), least)
+        return {KEYS: _bytes(offer.key), DIGEST: _bytes(offer.digest), SHARES: offer.sealed}
+
+    def hide(self, given: Payload, arrays: Mapping[str, Array]) -> Arrays:
+        """Return what is sent in place of arrays, which `additive` made.
+
+        Parameters
+        ----------
+        given : the part of the message that `taken_from` took out of it.
+        """
+        ids = _ids(given.arrays.get(IDS))
+        sealed = dict(zip(ids, _rows(given.arrays.get(SHARES), len(ids), SEALED), strict=True))
+        vector = masks.encode(arrays, len(self.member.kept.get("ids", ())) or 1)
+        return {HIDDEN: self.member.hide(str(given.scalars.get(EXCHANGE, "")), sealed, vector)}
+
+
+def taken_from(payload: Payload) -> tuple[Payload, Payload]:
+    """Return a message without what belongs to secure sums, and that."""
+    mine = {n: a for n, a in payload.arrays.items() if n.startswith(PREFIX)}
+    rest = {n: a for n, a in payload.arrays.items() if n not in mine}
+    scalars = {n: v for n, v in payload.scalars.items() if n != EXCHANGE}
+    return Payload(rest, payload.common, scalars), Payload(mine, {}, {EXCHANGE: payload.scalars.get(EXCHANGE, "")})
+
+
+def _bytes(text: bytes) -> Array:
+    return np.frombuffer(text, np.uint8)
+
+
+def _ids(array: Array | None) -> list[int]:
+    if array is None or array.ndim != 1 or array.dtype != np.int64 or len(set(array.tolist())) != len(array):
+        raise Unsafe("the message does not say which clients take part")
+    return [int(i) for i in array]
+
+
+def _rows(array: Array | None, count: int, size: int) -> list[bytes]:
+    if array is None or array.dtype != np.uint8 or array.shape != (count, size):
+        raise Unsafe(f"the message does not hold {count} times {size} bytes")
+    return [row.tobytes() for row in array]
+
+
+# ---- the server ------------------------------------------------------------------------------------------------------
+
+
+class SecureSums:
+    """The server's side: exchanges whose replies arrive in sum.
+
+    Parameters
+    ----------
+    manager : the clients.
+    dropout : share of the clients of an exchange that may drop out.   colluders : clients that may help the server.
+    """
+
+    def __init__(self, manager: ClientManager, dropout: float, colluders: int) -> None:
+        self.manager, self.dropout, self.colluders = manager, dropout, colluders
+        self.keys: dict[int, bytes] = {}
+
+    def exchange(
+        self,
+        kind: str,
+        server_round: int,
+        payloads: Iterable[tuple[int, Payload]],
+        sums: Sums,
+        template: Mapping[str, Array],
+        check: Callable[[Reply], str | None],
+        traffic: Traffic,
+        control: Mapping[str, Scalar],
+    ) -> Iterator[Reply]:
+        """Send one message to each client and yield one reply in place of all that arrived.
+
+        Parameters
+        ----------
+        sums : what adds up how.   template : arrays with the names, shapes and dtypes of a reply.
+        check : of the method; here it is asked about the one reply.
+
+        Raises
+        ------
+        RoundFailed : fewer than t clients are left, their shares do not open the sum, or it cannot be one of replies.
+        """
+        started, given = time.perf_counter(), dict(payloads)
+        traffic.messaged.extend(sorted(given))
+
+        def ask(stage: str, messages: Mapping[int, Payload], raw: Raw) -> Iterator[Reply]:
+            limit = self.manager.settings.round_timeout
+            if stage in WITHOUT_DATA and not self.manager.settings.queued:
+                limit = min(limit or PATIENCE, PATIENCE)
+            part = Traffic()
+            yield from self.manager.send_and_receive(
+                stage, server_round, messages.items(), {}, lambda reply: None, part, control, limit, raw
+            )
+            traffic.down, traffic.up = traffic.down + part.down, traffic.up + part.up
+            traffic.dropped += part.dropped
+            traffic.bad += part.bad
+            traffic.diverged += part.diverged
+            if stage == kind:
+                traffic.answered += part.answered
+
+        new = {c: Payload() for c in given if c not in self.keys}
+        for reply in ask("query.keys", new, {KEYS: ("uint8", (KEY,))}) if new else ():
+            self.keys[reply.client] = reply.arrays[KEYS].tobytes()
+        ids = sorted(c for c in given if c in self.keys)
+        least = self._enough(server_round, len(ids), len(ids))
+        collector = Collector(f"{self.manager.control.get('run', '')}/{kind}/{os.urandom(16).hex()}", ids, least)
+        named: dict[str, Scalar] = {EXCHANGE: collector.tag}
+        everybody = {IDS: _numbers(ids), KEYS: np.stack([_bytes(self.keys[c]) for c in ids])}
+        raw = {
+            KEYS: ("uint8", (KEY,)), DIGEST: ("uint8", (KEY,)), SHARES: ("uint8", (len(ids), SEALED))
+        }  # fmt: skip
+        for reply in ask("query.shares", {c: Payload(common=everybody, scalars=named) for c in ids}, raw):
+            key, digest = reply.arrays[KEYS].tobytes(), reply.arrays[DIGEST].tobytes()
+            collector.offers[reply.client] = Offer(key, digest, reply.arrays[SHARES])
+        for client in set(ids) - set(collector.offers):
+            self.keys.pop(client)  # a node that was restarted has another key
+        self._enough(server_round, len(collector.offers), len(ids))
+
+        shapes = shapes_of(template, sums)
+        size = sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
+        messages = {c: self._with_shares(given.pop(c), collector, c, named) for c in sorted(collector.offers)}
+        members = []
+        for reply in ask(kind, messages, {HIDDEN: ("uint64", (size,))}):
+            collector.add(reply.client, reply.arrays[HIDDEN])
+            members.append(dataclasses.replace(reply, arrays={}))
+        self._enough(server_round, len(members), len(ids))
+
+        left = {c: Payload(common={IDS: _numbers(collector.summed)}, scalars=named) for c in sorted(collector.summed)}
+        shares = {
+            r.client: r.arrays[SHARES]
+            for r in ask("query.unmask", left, {SHARES: ("uint8", (len(collector.offers), SHARE))})
+        }
+        try:
+            total = masks.decode(collector.open(shares), shapes)
+        except Unopened as e:
+            raise RoundFailed(f"round {server_round}: the sum cannot be opened: {e}", server_round) from e
+        for client in sorted(collector.liars):
+            self.manager.refuse(traffic, server_round, client, "query.unmask", "its shares are not those it was given")
+        count = sum(m.num_samples for m in members)
+        weight = count if sums.weights == "samples" else len(members)
+        arrays = restored(total, sums, weight, template)
+        summed = Reply(-1, count, arrays, {}, traffic.up, kind, 0, tuple(members))
+        if problem := check(summed):
+            raise RoundFailed(f"round {server_round}: no replies have this sum: {problem}", server_round)
+        traffic.seconds = time.perf_counter() - started
+        yield summed
+
+    def _enough(self, server_round: int, left: int, asked: int) -> int:
+        """Return t for so many clients that were asked, of whom so many are left."""
+        least = threshold(asked, self.dropout)
+        problem = flaw(asked, least, self.colluders)
+        if left < least or problem:
+            text = f"round {server_round}: {left} of {asked} clients are left, and a secure sum needs {least}"
+            remedy = ": raise secure-dropout, or see why the others are gone (dropped.csv)"
+            raise RoundFailed(text + (f" ({problem})" if problem else remedy), server_round)
+        return least
+
+    @staticmethod
+    def _with_shares(payload: Payload, collector: Collector, client: int, named: Mapping[str, Scalar]) -> Payload:
+        others, sealed = collector.inbox(client)
+        arrays = {**payload.arrays, IDS: _numbers(others), SHARES: sealed}
+        return Payload(arrays, payload.common, {**payload.scalars, **named})
+
+
+def _numbers(ids: Sequence[int]) -> Array:
+    return np.array(ids, dtype=np.int64)

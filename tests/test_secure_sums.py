@@ -1,0 +1,315 @@
+"""Runs with secure sums: the same numbers as without, whoever drops out, and nothing that shows a single client."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Error, Message
+
+from fedapp import registry, server_app
+from fedapp.client_app import app as client_app
+from fedapp.config import from_flat
+from fedapp.errors import BadRequest
+from fedapp.method import Array, Arrays, Reply, Sums
+from fedapp.transport import checkpoint, secure
+from fedapp.transport.client_manager import RoundFailed
+from fedapp.transport.local_grid import LocalGrid
+from fedapp.transport.secure import HIDDEN, additive, restored, shapes_of
+from strategies.base import FedStrategy
+
+SUMMED = {
+    "fedavg": "", "fedprox": "", "fedavgm": "", "moon": "", "ditto": "", "fedetf": "", "feduv": "", "fedrod": "",
+    "feddbe": "", "fedbabu": "weights=uniform", "fedper": "", "fedrep": "", "fedclassavg": "",
+    "lgfedavg": "average=plain", "fml": "", "fednh": "", "fedproto": "down=all", "pfedfda": "",
+}  # fmt: skip
+"""Methods whose rounds need only sums, with hyperparameters."""
+AFTER = {"fedncm": "", "fed3r": "scale=fit", "lda": "", "ccvr": "cov=sums epochs=2", "pccvr": "cov=sums epochs=2"}
+"""Those that need only sums after the last round."""
+WIRE = Callable[[Message], Message | None]
+
+
+class Watched(LocalGrid):
+    """A grid whose replies pass a function, which may keep one back."""
+
+    def __init__(self, flat: dict[str, Any], wire: WIRE) -> None:
+        super().__init__(client_app, flat, int(flat["clients"]))
+        self.wire = wire
+
+    def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
+        return [r for r in map(self.wire, super().pull_messages(message_ids)) if r is not None]
+
+
+def go(out: Path, wire: WIRE = lambda reply: reply, **values: Any) -> dict[str, Any]:
+    base = {
+        "method": "lgfedavg", "clients": 4, "num-server-rounds": 1, "local-epochs": 1, "batch-size": 64,
+        "out": str(out), "data-fraction": 0.2, "secure-sum": True, "min-replies": 0.5, "protocols": "received",
+        "final-training": False,
+    }  # fmt: skip
+    flat = from_flat({**base, **values}).to_flat()
+    return server_app.serve(Watched(flat, wire), flat)
+
+
+def state_of(out: Path) -> dict[str, Any]:
+    found = checkpoint.latest(out / "checkpoint")
+    assert found is not None
+    return found[1]
+
+
+def close(a: Mapping[str, Array], b: Mapping[str, Array], tolerance: float = 2e-6) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype, name
+        np.testing.assert_allclose(a[name], b[name], rtol=tolerance, atol=tolerance, err_msg=name)
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Arrays, int]]:
+    """What each client would have sent without masks, and its n_k, in the order of the clients."""
+    seen: list[tuple[Arrays, int]] = []
+
+    def record(arrays: Arrays, sums: Sums, num_samples: int, num_classes: int) -> Arrays:
+        seen.append((arrays, num_samples))
+        return additive(arrays, sums, num_samples, num_classes)
+
+    monkeypatch.setattr(secure, "additive", record)
+    return seen
+
+
+# ---- the same numbers ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", SUMMED)
+def test_the_server_makes_the_same_of_the_sum_as_of_the_replies(
+    method: str, tmp_path: Path, plain: list[tuple[Arrays, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked = []
+    original = FedStrategy.aggregate_believed
+
+    def both(self: FedStrategy, state: Any, server_round: int, replies: Iterator[Reply], counts: Any) -> Any:
+        (one,) = replies
+        assert one.num_samples == sum(n for _, n in plain) and len(one.members) == len(plain) == 4
+        singles = [dataclasses.replace(m, arrays=a) for m, (a, _) in zip(one.members, plain, strict=True)]
+        assert all(self._check(state, reply) is None for reply in singles)
+        expected = original(self, state, server_round, iter(singles), counts)
+        found = original(self, state, server_round, iter([one]), counts)
+        for name in ("owned",):  # says which client has which class, for `down=own`
+            expected, found = ({k: v for k, v in s.items() if k != name} for s in (expected, found))
+        (a, texts), (b, others) = checkpoint.flatten(expected), checkpoint.flatten(found)
+        close(a, b)
+        assert texts == others
+        checked.append(method)
+        return found
+
+    monkeypatch.setattr(FedStrategy, "aggregate_believed", both)
+    assert go(tmp_path / "run", method=method, **{"method-args": SUMMED[method]})["dropped"] == 0
+    assert checked == [method]
+
+
+@pytest.mark.parametrize("method", AFTER)
+def test_a_head_from_sums_is_the_same(method: str, tmp_path: Path) -> None:
+    # Without training a class has dead features, so that scatters are singular: the strictest test of what is checked.
+    args = f"base=none {AFTER[method]}"
+    hidden = go(tmp_path / "hidden", method=method, **{"method-args": args})
+    shown = go(tmp_path / "shown", method=method, **{"method-args": args, "secure-sum": False})
+    assert hidden["calibration"]["clients"] == 4
+    for name in ("clients", "samples", "samples_left_out", "classes_unseen", "after"):
+        assert hidden["calibration"][name] == shown["calibration"][name], name
+    from fedapp.learning.state import read_safetensors
+
+    heads = [read_safetensors(tmp_path / run / "models" / "last.safetensors")[0] for run in ("hidden", "shown")]
+    # Features of a network that was never trained are small: ridge regression magnifies what is rounded.
+    for name, array in heads[1].items():
+        assert np.abs(heads[0][name] - array).max() <= 3e-5 * np.abs(array).max(), name
+
+
+def test_every_method_is_summed_or_refused() -> None:
+    refused = set(registry.discover()) - set(SUMMED) - set(AFTER)
+    assert {"cwfedavg", "fedgh", "fedamp", "fedfomo", "cfl", "ifca", "ktpfl", "fedcof", "fedtgp", "local"} <= refused
+    for method in refused:
+        with pytest.raises(BadRequest, match=f"secure-sum: {method}"):
+            from_flat({"method": method, "secure-sum": True})
+
+
+def test_masks_change_no_bit_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
+    go(tmp_path / "a", **{"num-server-rounds": 2})
+    go(tmp_path / "b")
+    go(tmp_path / "b", **{"num-server-rounds": 2, "resume": True})
+    a, b = (state_of(tmp_path / run)["model"] for run in "ab")
+    assert a.keys() == b.keys() and all(np.array_equal(a[n], b[n]) for n in a)
+
+
+def test_rows_of_classes_add_up() -> None:
+    """Two clients with different classes, by hand: prototypes by owners and by counts."""
+    one = {"protos": np.array([[1.0, 2.0]], np.float32), "labels": np.array([2], np.int32)}
+    two = {"protos": np.array([[3.0, 0.0], [5.0, 6.0]], np.float32), "labels": np.array([0, 2], np.int32)}
+    for counts, expected in ((None, [3, 4]), ((1, (7, 3)), [(1 + 15) / 4, (2 + 18) / 4])):
+        sent = [one, two]
+        if counts:
+            sent = [{**one, "counts": np.array([1])}, {**two, "counts": np.array(counts[1])}]
+        template = {"protos": np.zeros((4, 2), np.float32), "labels": np.zeros(4, np.int32)}
+        template |= {"counts": np.zeros(4, np.int32)} if counts else {}
+        sums = Sums(rows="protos")
+        parts = [additive(a, sums, 9, 4) for a in sent]
+        total = {n: parts[0][n] + parts[1][n] for n in parts[0]}
+        assert {n: a.shape for n, a in total.items()} == shapes_of(template, sums)
+        found = restored(total, sums, 2, template)
+        assert found["labels"].tolist() == [0, 2] and found["protos"].tolist() == [[3, 0], expected]
+        assert not counts or found["counts"].tolist() == [7, 4]
+
+
+# ---- who drops out ---------------------------------------------------------------------------------------------------
+
+
+def gone(stage: str, *clients: int, silent: bool = False) -> WIRE:
+    """Clients that are gone when they should answer a message: Flower says so, or nobody does."""
+
+    def wire(reply: Message) -> Message | None:
+        if reply.metadata.message_type != stage or reply.metadata.src_node_id - 1000 not in clients:
+            return reply
+        return None if silent else Message(Error(code=4, reason="the node is gone"), reply_to=_asked(reply))
+
+    return wire
+
+
+def _asked(reply: Message) -> Message:
+    """A message that a reply could answer."""
+    asked = Message(reply.content, reply.metadata.src_node_id, reply.metadata.message_type)
+    asked.metadata.__dict__["_message_id"] = reply.metadata.reply_to_message_id
+    asked.metadata.__dict__["_src_node_id"], asked.metadata.__dict__["_dst_node_id"] = 1, reply.metadata.src_node_id
+    return asked
+
+
+@pytest.mark.parametrize("stage", ["query.keys", "query.shares", "train", "query.unmask"])
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_client_that_drops_out_in_any_phase(
+    stage: str, silent: bool, tmp_path: Path, plain: list[tuple[Arrays, int]]
+) -> None:
+    summary = go(tmp_path / "run", gone(stage, 2, silent=silent), **{"round-timeout": 0.3 if silent else 60.0})
+    rows = (tmp_path / "run" / "dropped.csv").read_text().splitlines()[1:]
+    assert len(rows) == summary["dropped"] == 1 and rows[0].startswith(f"1,2,{stage},")
+    if stage == "train":  # it was computed, and got lost
+        del plain[2]
+    assert len(plain) == (4 if stage == "query.unmask" else 3)
+    n = sum(n_k for _, n_k in plain)
+    mean = {name: sum(a[name].astype(np.float64) * n_k for a, n_k in plain) / n for name in plain[0][0]}
+    found = state_of(tmp_path / "run")["model"]
+    for name, array in mean.items():
+        np.testing.assert_allclose(found[name], array, atol=1e-7)
+
+
+@pytest.mark.parametrize("stage", ["query.shares", "train", "query.unmask"])
+def test_too_many_that_drop_out_end_the_run_truthfully(stage: str, tmp_path: Path) -> None:
+    what = "2 clients opened their shares, 3 are needed" if stage == "query.unmask" else "2 of 4 clients are left, and"
+    with pytest.raises(RoundFailed, match=f"round 1: .*{what}"):
+        go(tmp_path / "run", gone(stage, 1, 2))
+
+
+def test_a_node_that_forgot_its_keys_gets_new_ones(tmp_path: Path) -> None:
+    """As after a restart: it sits out one round."""
+    rounds = []
+
+    def wire(reply: Message) -> Message:
+        if reply.metadata.message_type == "query.unmask" and reply.metadata.src_node_id == 1003 and not rounds:
+            rounds.append(1)
+            grid[0].contexts[1003].state.clear()
+        return reply
+
+    grid: list[LocalGrid] = []
+    original = Watched.__init__
+
+    def remember(self: Watched, *args: Any) -> None:
+        original(self, *args)
+        grid.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Watched, "__init__", remember)
+        go(tmp_path / "run", wire, **{"num-server-rounds": 3})
+    rows = (tmp_path / "run" / "dropped.csv").read_text().splitlines()[1:]
+    assert len(rows) == 1 and rows[0].startswith("2,3,query.shares,") and "not its own" in rows[0]
+
+
+# ---- what leaves a client, and what it refuses -----------------------------------------------------------------------
+
+
+def test_only_hidden_vectors_leave_a_client(tmp_path: Path, plain: list[tuple[Arrays, int]]) -> None:
+    seen: dict[str, set[str]] = {}
+    vectors = []
+
+    def wire(reply: Message) -> Message:
+        kind = reply.metadata.message_type
+        for name, array in reply.content.array_records.get("arrays", {}).items():
+            seen.setdefault(kind, set()).add(name)
+            if name == HIDDEN:
+                vectors.append(array.numpy())
+        return reply
+
+    go(tmp_path / "run", wire, method="fedncm")
+    assert seen.pop("train") == seen.pop("query.sums") == {HIDDEN}
+    assert seen == {
+        "query.keys": {"secure/keys"},
+        "query.shares": {"secure/keys", "secure/digest", "secure/shares"},
+        "query.unmask": {"secure/shares"},
+    }
+    # Numbers that are uniform modulo 2^64: their leading bytes take all values alike. Unmasked, most are 0 or 255.
+    for vector in vectors:
+        leading = np.bincount((vector >> np.uint64(56)).astype(int), minlength=256)
+        expected = len(vector) / 256
+        assert ((leading - expected) ** 2).sum() / expected < 255 + 6 * math.sqrt(2 * 255)
+    assert len(vectors) == 8 and len(plain) == 8
+
+
+def test_a_client_answers_nothing_in_the_clear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_app.Run, "_secure", lambda self: None)
+    with pytest.raises(RoundFailed, match="does not say which clients take part"):
+        go(tmp_path / "run")
+
+
+def test_a_client_that_opens_false_shares_is_blocked(tmp_path: Path) -> None:
+    def wire(reply: Message) -> Message:
+        if reply.metadata.message_type == "query.unmask" and reply.metadata.src_node_id == 1000:
+            record = reply.content.array_records["arrays"]
+            record["secure/shares"] = type(record["secure/shares"])(record["secure/shares"].numpy() ^ 1)
+        return reply
+
+    summary = go(tmp_path / "run", wire)
+    assert summary["blocked"] == [0] and "not those it was given" in (tmp_path / "run" / "blocked.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({"robust": "median"}, "robust compares single replies, which secure-sum hides"),
+        ({"count-cap": 2.0}, "count-cap changes the weights of single replies"),
+        ({"max-abs": 10.0}, "max-abs looks at single values"),
+        ({"method": "ccvr"}, "secure-sum: ccvr needs the reply of each client"),
+        ({"method": "fedproto"}, "secure-sum: fedproto needs"),
+        ({"method": "fedclassavg", "method-args": "share=none"}, "with method-args = 'share=none' needs"),
+        ({"method": "fed3r", "method-args": "base=scaffold"}, "with method-args = 'base=scaffold' needs"),
+        ({"secure-sum": False, "secure-colluders": 1}, "secure-colluders is for secure sums"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused_before_training(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRequest, match=words):
+        from_flat({"method": "fedavg", "secure-sum": True, **values})
+
+
+@pytest.mark.parametrize(
+    "values, words",
+    [
+        ({"clients": 2, "secure-colluders": 1}, "a sum of 2 clients, 1 of whom may help the server, hides nobody"),
+        ({"secure-dropout": 0.49, "clients": 5, "secure-colluders": 1}, "could get the sum's secrets twice"),
+        ({"fraction-train": 0.25}, "secure-sum with 1 clients in a round"),
+    ],
+)
+def test_rounds_that_would_hide_nobody_are_refused_before_training(
+    values: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BadRequest, match=words):
+        go(tmp_path / "run", **values)
+    assert not (tmp_path / "run" / "rounds.csv").exists()
