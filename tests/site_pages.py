@@ -28,6 +28,7 @@ GUIDES: dict[str, dict[str, str]] = {
         "Simulation": "simulation.md",
         "Real devices": "deployment.md",
         "Lying clients": "robustness.md",
+        "Secure sums": "secure-sums.md",
     },
     "Results": {
         "Reproduction": "reproduction.md",
