@@ -29,6 +29,7 @@ GUIDES: dict[str, dict[str, str]] = {
         "Real devices": "deployment.md",
         "Lying clients": "robustness.md",
         "Secure sums": "secure-sums.md",
+        "Trackers": "tracking.md",
     },
     "Results": {
         "Reproduction": "reproduction.md",
@@ -58,6 +59,7 @@ SECTIONS = {
     "min-replies": "Replies and limits",
     "wire-dtype": "Traffic, state and names",
     "clip-update": "Robustness",
+    "secure-sum": "Secure sums",
     "seed": "Seeds and the run directory",
 }
 """The first key of each section of the page of keys; a new key belongs to the section of the key before it."""
