@@ -25,6 +25,7 @@ GUIDES: dict[str, dict[str, str]] = {
         "Local training": "training.md",
         "What a score means": "scores.md",
         "Comparing methods": "comparing.md",
+        "Trackers": "tracking.md",
         "Simulation": "simulation.md",
         "Real devices": "deployment.md",
         "Lying clients": "robustness.md",

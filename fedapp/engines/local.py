@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from fedapp import config as configuration
 from fedapp.config import RunConfig
+from fedapp.data import card
+from fedapp.data.card import DataCard
 from fedapp.data.hub import HUB
 from fedapp.errors import BadRequest
 from fedapp.results.directory import absolute, check_out, new_folder, run_name
@@ -86,18 +89,38 @@ def run_local(config: RunConfig, listener: Listener | None = None) -> RunResult:
     from fedapp.server_app import serve
     from fedapp.transport.local_grid import LocalGrid
 
-    flat = configuration.for_context(config)
+    context = configuration.for_context(config)
     with following.tracked(config, listener) as told:
-        serve(LocalGrid(client_app, flat, config.clients), flat, told)
+        serve(LocalGrid(client_app, context, config.clients), context, told)
     return read_run(Path(config.out))
 
 
-def run(*, out: str | Path | None = None, resume: str | Path | None = None, **settings: Any) -> RunResult:
+def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return run-config keys, with hyphens, of keyword arguments; `rounds` is short for `num_server_rounds`."""
+    values = {k.replace("_", "-"): v for k, v in settings.items()}
+    if "rounds" in values:
+        rounds = values.pop("rounds")
+        if values.setdefault("num-server-rounds", rounds) != rounds:
+            raise BadRequest(f"rounds = {rounds} and num_server_rounds = {values['num-server-rounds']}: give it once")
+    return values
+
+
+def run(
+    *,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    on_round: Listener | None = None,
+    progress: bool | None = None,
+    **settings: Any,
+) -> RunResult:
     """Run a federation in this process and return its results.
 
     Parameters
     ----------
     out : run directory.   resume : run directory to continue instead.
+    on_round : called after each round with its row of `rounds.csv` as a dict, for a live plot for example; an exception
+        of it ends the run, which `resume` can continue.
+    progress : show how far the run is; None = in notebooks.
     settings : run-config keys with underscores, such as `method="cwfedavg"`, `method_args="lam=10"`, `clients=20`,
         `num_server_rounds=5`. `rounds` is short for `num_server_rounds`.
 
@@ -106,13 +129,36 @@ def run(*, out: str | Path | None = None, resume: str | Path | None = None, **se
     >>> result = run(method="fedavg", clients=4, rounds=2, out="runs/try")  # doctest: +SKIP
     >>> result.rounds[["round", "received_accuracy"]]  # doctest: +SKIP
     """
-    if "rounds" in settings:
-        if settings.get("num_server_rounds", settings["rounds"]) != settings["rounds"]:
-            raise BadRequest(f"rounds = {settings['rounds']} and num_server_rounds = {settings['num_server_rounds']}")
-        settings["num_server_rounds"] = settings.pop("rounds")
-    values = {k.replace("_", "-"): v for k, v in settings.items()}
+    from fedapp.engines import notebook, runner
+
+    values = flat(settings)
     if resume is not None:
         values = resumed(Path(resume), values)
         out = resume
     config = prepare(values, Path(out) if out is not None else None)
-    return run_local(config)
+    show = notebook.in_notebook() if progress is None else progress
+    with runner.Follower() if show else contextlib.nullcontext() as follower:
+
+        def listener(event: Mapping[str, Any]) -> None:
+            if follower is not None:
+                follower(event)
+            if on_round is not None and event["kind"] == "round":
+                on_round({k: v for k, v in event.items() if k not in ("kind", "rounds")})
+
+        return run_local(config, listener if show or on_round is not None else None)
+
+
+def data_card(**settings: Any) -> DataCard:
+    """Return how a run with these settings would divide its data over the clients; nothing is trained.
+
+    Parameters
+    ----------
+    settings : as for :func:`run`.
+
+    Raises
+    ------
+    BadRequest : the data are not there, or cannot be divided so.
+    """
+    config = effective(flat(settings))
+    data = tasks.federated(config, config.clients)
+    return card.data_card(data.dataset, data.partition)

@@ -20,6 +20,7 @@ from fedapp.config import RunConfig
 from fedapp.data.card import data_card
 from fedapp.engines import local as engines
 from fedapp.engines import resources
+from fedapp.engines.notebook import Bar, in_notebook
 from fedapp.engines.resources import ClientResources
 from fedapp.engines.superlink import Session
 from fedapp.errors import BadRequest, plain
@@ -32,19 +33,21 @@ from fedapp.transport import selection
 
 
 class Follower:
-    """Shows events of a run on standard error: a live line on a terminal, one line per round elsewhere."""
+    """Shows events of a run on standard error: a live line on a terminal or in a notebook, else one line per round."""
 
     def __init__(self, label: str = "") -> None:
         self.console = Console(stderr=True, highlight=False)
         self.label = label
-        self.progress: Progress | None = None
+        self.progress: Progress | Bar | None = None
         self.task: TaskID | None = None
         self.started = time.monotonic()
         self.done_before = 0
         self.clients = 0
 
     def __enter__(self) -> Follower:
-        if self.console.is_terminal:
+        if in_notebook():
+            self.progress = Bar()
+        elif self.console.is_terminal:
             columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
             self.progress = Progress(
                 *columns, TimeRemainingColumn(), TextColumn("{task.fields[text]}"), console=self.console
