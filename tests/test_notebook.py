@@ -1,0 +1,178 @@
+"""Notebooks: the quickstart runs, and what it uses of `fedapp` in Python: on_round, the bar, data_card, compare."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fedapp import compare, data_card, run
+from fedapp.engines import notebook
+from fedapp.errors import BadRequest
+from fedapp.results.runs import RunResult
+
+QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.ipynb"
+
+
+# ---- the quickstart --------------------------------------------------------------------------------------------------
+
+
+def test_the_quickstart_uses_names_that_exist() -> None:
+    """Ruff checks that its cells parse and that all names are defined."""
+    nbformat = pytest.importorskip("nbformat")
+    stored = nbformat.read(QUICKSTART, as_version=4)
+    nbformat.validate(stored)
+    cells = [c for c in stored.cells if c.cell_type == "code"]
+    assert len(cells) > 5 and not any(c.outputs or c.execution_count for c in cells), "clear its outputs"
+    imported = 0
+    for cell in cells:
+        source = "\n".join(line for line in cell.source.splitlines() if not line.startswith("%"))
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ImportFrom):
+                found = importlib.import_module(str(node.module))
+                for name in node.names:
+                    assert hasattr(found, name.name) or importlib.util.find_spec(f"{node.module}.{name.name}"), name
+                    imported += 1
+    assert imported > 5
+    for link in (part.split(")")[0] for c in stored.cells for part in c.source.split("](")[1:]):
+        assert (QUICKSTART.parent / link).is_file(), link
+
+
+@pytest.mark.slow
+def test_the_quickstart_runs(tmp_path: Path) -> None:
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    stored = nbformat.read(QUICKSTART, as_version=4)
+    seen: list[str] = []
+    client = nbclient.NotebookClient(stored, timeout=600, resources={"metadata": {"path": str(tmp_path)}})
+    taken = client.process_message
+
+    def process(message: Any, cell: Any, index: int) -> Any:
+        if message["msg_type"] == "update_display_data":
+            seen.extend(message["content"]["data"])
+        return taken(message, cell, index)
+
+    client.process_message = process
+    begun = time.monotonic()
+    client.execute()
+    assert time.monotonic() - begun < 600
+    outputs = [o for c in stored.cells if c.cell_type == "code" for o in c.outputs]
+    data = [o["data"] for o in outputs if "data" in o]
+    assert seen.count("image/png") == seen.count("text/html") == 8  # the live plot and the bar, once a round
+    assert sum("image/png" in d for d in data) == 4 and sum("<table" in d.get("text/html", "") for d in data) == 2
+    assert any("8/8 received" in d.get("text/plain", "") for d in data)
+    printed = "".join(o.get("text", "") for o in outputs)
+    assert printed.count("on the test images of client") == 2 and (tmp_path / "runs").is_dir()
+
+
+# ---- what it uses ----------------------------------------------------------------------------------------------------
+
+
+class Shown:
+    """Stands in for IPython's display: keeps what a reader would see."""
+
+    def __init__(self) -> None:
+        self.pictures: list[str] = []
+
+    def display(self, thing: Any, display_id: bool) -> Shown:
+        assert display_id
+        self.update(thing)
+        return self
+
+    def update(self, thing: Any) -> None:
+        self.pictures.append(thing._repr_html_())
+        assert repr(thing).split()[1] in self.pictures[-1]
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Shown:
+    """Let this process look like a notebook's kernel."""
+    shown = Shown()
+    shell = SimpleNamespace(kernel=object())
+    ipython = SimpleNamespace(get_ipython=lambda: shell, display=SimpleNamespace(display=shown.display))
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    monkeypatch.setitem(sys.modules, "IPython.display", ipython.display)
+    return shown
+
+
+def test_a_notebook_shows_a_bar_that_moves(
+    kernel: Shown, tiny: Callable[..., RunResult], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert notebook.in_notebook()
+    result = tiny(method="fedavg", rounds=3)
+    assert [f'value="{n}" max="3"' in p for n, p in enumerate(kernel.pictures)] == [True] * 4
+    assert "s left" in kernel.pictures[2] and "s left" not in kernel.pictures[3]
+    percent = f"trained {100 * result.rounds['trained_accuracy'].iloc[-1]:.1f} %"
+    assert percent in kernel.pictures[3] and capsys.readouterr() == ("", "")
+    kernel.pictures.clear()
+    tiny(resume=result.out, rounds=4)
+    assert 'value="3" max="4"' in kernel.pictures[0]
+    tiny(method="fedavg", rounds=1, progress=False)
+    assert len(kernel.pictures) == 2
+
+
+def test_the_text_of_a_bar_is_no_markup(kernel: Shown) -> None:
+    bar = notebook.Bar()
+    bar.update(bar.add_task("<b>", total=2), completed=1, text="<script>")
+    assert "&lt;b&gt;" in kernel.pictures[-1] and "<script>" not in kernel.pictures[-1]
+
+
+def test_without_a_notebook_progress_is_lines_and_only_when_asked_for(
+    tiny: Callable[..., RunResult], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert not notebook.in_notebook()
+    tiny(method="local", rounds=1)
+    assert capsys.readouterr().err == ""
+    tiny(method="local", rounds=1, progress=True)
+    assert "round 1/1: received" in capsys.readouterr().err
+
+
+def test_on_round_gets_the_rows_of_the_table(tiny: Callable[..., RunResult]) -> None:
+    rows: list[dict[str, Any]] = []
+    result = tiny(method="fedavg", rounds=2, on_round=lambda row: rows.append(dict(row)))
+    assert [r["round"] for r in rows] == [1, 2]
+    assert list(rows[0]) == list(result.rounds)
+    assert [r["train_loss"] for r in rows] == list(result.rounds["train_loss"])
+
+
+def test_an_error_of_on_round_ends_the_run_which_can_be_resumed(tiny: Callable[..., RunResult], tmp_path: Path) -> None:
+    def stop(row: Any) -> None:
+        raise LookupError("enough")
+
+    with pytest.raises(LookupError, match="enough"):
+        tiny(method="fedavg", rounds=2, on_round=stop, out=tmp_path / "run")
+    assert len(run(resume=tmp_path / "run").rounds) == 2
+
+
+def test_rounds_are_given_once(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="rounds = 2 and num_server_rounds = 3"):
+        run(rounds=2, num_server_rounds=3, out=tmp_path)
+
+
+def test_the_data_card_is_that_of_the_run(tiny: Callable[..., RunResult]) -> None:
+    settings = {"dataset": "digits", "clients": 3, "data_fraction": 0.3, "alpha": 0.2, "seed": 4}
+    card = data_card(**settings, rounds=1)
+    result = tiny(method="local", rounds=1, **settings)
+    assert card.train.tolist() == result.card["train"] and card.hash == result.card["hash"]
+
+
+def test_compare_returns_the_comparison(tmp_path: Path, in_turn: list[str], no_page: list[Path]) -> None:
+    small = {"clients": 3, "local_epochs": 1, "batch_size": 64, "data_fraction": 0.3}
+    found = compare("local,fedavg", seeds=2, out=tmp_path / "both", rounds=1, **small, reference="fedavg")
+    assert [r.method for r in found.finished] == ["fedavg", "fedavg", "local", "local"] and len(found.table) == 4
+    assert set(found.significance["reference"]) == {"fedavg"} and len(in_turn) == 4
+
+
+def test_a_comparison_that_fails_says_so(
+    tmp_path: Path, in_turn: list[str], no_page: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.conftest.run_local", lambda config: 1 / 0)
+    with pytest.raises(RuntimeError, match="is not complete: the lines above say why"):
+        compare("local", out=tmp_path / "one", rounds=1, clients=3, data_fraction=0.3)
