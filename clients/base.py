@@ -44,17 +44,14 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.optim.optimizer import ParamsT
 
 from clients._flower import PositionalClient
 from fedapp import sampling
 from fedapp.errors import BadRequest
+from fedapp.lazy import F, Tensor, nn, torch
 from fedapp.learning.evaluation import Scores, batched, evaluate, measured
 from fedapp.learning.state import ClientStore, Stored
 from fedapp.learning.task import ModelSpec, Task
@@ -70,8 +67,13 @@ from fedapp.learning.training import (
     trained_alone,
 )
 from fedapp.method import Arrays, BaseHParams, Method, Payload, Scalar
-from fedapp.models import SplitModel, build_model, weights
+from fedapp.models import build_model, weights
 from fedapp.transport import selection
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
+
+    from fedapp.models import SplitModel
 
 
 class FedClient(PositionalClient):

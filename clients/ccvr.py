@@ -19,22 +19,22 @@ have are left out.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from clients.base import FedClient
 from clients.posthoc import PostHocClient, PostHocHParams
 from fedapp.core import gaussian, heads
 from fedapp.core.contrastive import squared_distance
 from fedapp.core.gaussian import ClassMoments
-from fedapp.core.heads import CCVRHead
+from fedapp.lazy import Tensor, torch
 from fedapp.learning.task import ModelSpec
 from fedapp.learning.training import Batch
 from fedapp.method import Array, Arrays, Payload, Scalar
-from fedapp.models import SplitModel
+
+if TYPE_CHECKING:
+    from fedapp.models import SplitModel
 
 STATISTICS, FEATURES = "statistics/", "features/"
 """Prefixes of the arrays of an answer."""
@@ -106,6 +106,8 @@ class CCVRClient(PostHocClient):
         """Build the base's model, with a head that can do what the settings ask for."""
         model = super().build_model(spec, hparams)
         if cls.settings.clsnorm or cls.settings.transforms_input:
+            from clients._models import CCVRHead
+
             model.head = CCVRHead(model.head, cls.settings.clsnorm)
         return model
 
@@ -113,8 +115,9 @@ class CCVRClient(PostHocClient):
     def configure_model(cls, model: SplitModel, scalars: Mapping[str, Scalar]) -> None:
         """Put Tukey's transform before the head once the server says that the head is calibrated for it."""
         super().configure_model(model, scalars)
-        if isinstance(model.head, CCVRHead):
-            model.head.transform = bool(scalars.get("tukey", False))
+        head: Any = model.head
+        if hasattr(head, "transform"):
+            head.transform = bool(scalars.get("tukey", False))
 
     def receive(self, payload: Payload) -> None:
         """Take over the model; the centres of a query are not part of it."""

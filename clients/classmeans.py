@@ -6,10 +6,9 @@ mode and without augmentation; `train`, from the rows of the last local epoch, c
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from clients.base import FedClient
 from fedapp.core.classmeans import ClassMeans, Rows
+from fedapp.lazy import Tensor
 from fedapp.learning.evaluation import BATCH
 from fedapp.method import Payload
 

@@ -19,14 +19,13 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import Field
-from torch import Tensor
 
 from clients.base import FedClient
 from fedapp.core.classwise import wdr
 from fedapp.errors import BadRequest, suggest
+from fedapp.lazy import Tensor, torch
 from fedapp.learning.training import Batch
 from fedapp.method import Arrays, BaseHParams, Payload
 from fedapp.transport.selection import matches

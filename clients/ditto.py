@@ -18,17 +18,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
-from torch import Tensor
 
 from clients.fedper import PrivateClient, PrivateHParams
 from fedapp.core.contrastive import squared_distance
+from fedapp.lazy import Tensor
 from fedapp.learning.training import Batch, Phase
 from fedapp.method import Arrays, Payload
-from fedapp.models import SplitModel
 from fedapp.transport import selection
+
+if TYPE_CHECKING:
+    from fedapp.models import SplitModel
 
 BUFFERS = "buffers/"
 """Private arrays: running statistics of w_k that the server does not send (`buffers=local`)."""

@@ -17,13 +17,11 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-import torch
 from pydantic import Field
-from torch import Tensor
-from torch.nn import functional as F
 
 from clients.classmeans import ClassMeansClient
 from fedapp.core.distillation import soften
+from fedapp.lazy import F, Tensor, torch
 from fedapp.learning.training import Batch
 from fedapp.method import Arrays, BaseHParams, Payload
 
@@ -73,11 +71,11 @@ class FDClient(ClassMeansClient):
         """C: one number a class."""
         return self.task.num_classes
 
-    @torch.no_grad()
     def rows_of(self, representations: Tensor) -> Tensor:
         """Return the outputs (n, C) that are averaged."""
-        logits = self.model.classify(representations)
-        return soften(logits) if self.hparams.output == "softmax" else logits
+        with torch.no_grad():
+            logits = self.model.classify(representations)
+            return soften(logits) if self.hparams.output == "softmax" else logits
 
     def receive(self, payload: Payload) -> None:
         """Take the targets (M, C) with their labels (M,); the model stays the client's own."""

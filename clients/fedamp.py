@@ -15,10 +15,10 @@ from __future__ import annotations
 from typing import Literal
 
 from pydantic import Field
-from torch import Tensor
 
 from clients.base import FedClient
 from fedapp.core.contrastive import squared_distance
+from fedapp.lazy import Tensor
 from fedapp.learning.training import Batch
 from fedapp.method import Arrays, BaseHParams, Payload
 from fedapp.transport import selection

@@ -20,13 +20,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from clients.base import FedClient
 from fedapp import sampling
 from fedapp.core.contrastive import l2_distance, mse_half, supcon
+from fedapp.lazy import Tensor, torch
 from fedapp.learning.training import Batch, train
 from fedapp.method import BaseHParams, Payload
 

@@ -17,18 +17,20 @@ Round 1 trains as FedAvg does, without either; its replies bring each client's m
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor, nn
 
 from clients.base import FedClient
+from fedapp.lazy import Tensor, torch
 from fedapp.learning.task import ModelSpec
 from fedapp.learning.training import Batch, Phase
 from fedapp.method import ALL, Arrays, BaseHParams, Payload
-from fedapp.models import SplitModel
 from fedapp.transport import selection
+
+if TYPE_CHECKING:
+    from clients._models import BiasModel
+    from fedapp.models import SplitModel
 
 PREFIX = "dbe/"
 MEAN = PREFIX + "mean"
@@ -54,18 +56,6 @@ def mean_regulariser(mean: Tensor, target: Tensor, kappa: float) -> Tensor:
     return kappa / 2 * (mean - target).square().mean()
 
 
-class BiasModel(SplitModel):
-    """A model that adds a vector of its own to every representation before the head."""
-
-    def __init__(self, base: SplitModel, *, trained: bool) -> None:
-        super().__init__(name=base.name, features=base.features, activation=base.activation, head=base.head)
-        self.bias_memory = nn.Parameter(torch.zeros(self.width), requires_grad=trained)
-
-    def head_input(self, z: Tensor) -> Tensor:
-        """Return z + z-bar_i^p, (B, d)."""
-        return z + self.bias_memory
-
-
 class FedDBEClient(FedClient):
     """Trains the shared model with a private shift of its representations, whose mean is held near everybody's."""
 
@@ -75,6 +65,8 @@ class FedDBEClient(FedClient):
     @classmethod
     def build_model(cls, spec: ModelSpec, hparams: Any) -> SplitModel:
         """Build the zoo's model with a vector of zeros between representation and head."""
+        from clients._models import BiasModel
+
         return BiasModel(super().build_model(spec, hparams), trained=hparams.memory)
 
     def receive(self, payload: Payload) -> None:

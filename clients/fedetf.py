@@ -21,19 +21,19 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 from clients.base import FedClient
 from clients.fedrod import log_prior
+from fedapp.lazy import Tensor, nn, torch
 from fedapp.learning.task import ModelSpec
 from fedapp.learning.training import Batch, Phase
 from fedapp.method import ALL, HEAD, BaseHParams, Payload
-from fedapp.models import SplitModel
+
+if TYPE_CHECKING:
+    from fedapp.models import SplitModel
 
 SCALE, ETF = "scale", "etf"
 
@@ -64,25 +64,6 @@ def simplex(num_classes: int) -> Tensor:
     return math.sqrt(c / max(1, c - 1)) * (torch.eye(c) - 1 / c)
 
 
-class ETFModel(SplitModel):
-    """A trunk, a trained projection, and a simplex that stays: logits s * cos(u, M_c).
-
-    Parameters
-    ----------
-    base : model whose trunk and head are taken over; the head is the projection.   scale : s.
-    """
-
-    def __init__(self, base: SplitModel, *, scale: float, train_scale: bool) -> None:
-        super().__init__(name=base.name, features=base.features, activation=base.activation, head=base.head)
-        self.scale = nn.Parameter(torch.full((1,), scale), requires_grad=train_scale)
-        self.etf = nn.Parameter(simplex(self.num_classes), requires_grad=False)
-
-    def classify(self, z: Tensor) -> Tensor:
-        """Return s f^T M, (B, C), of representations (B, d)."""
-        logits: Tensor = self.scale * (F.normalize(self.head(z), dim=1) @ self.etf)
-        return logits
-
-
 class FedETFClient(FedClient):
     """Trains towards directions that are fixed and the same for all, on a loss that its class counts balance."""
 
@@ -93,6 +74,8 @@ class FedETFClient(FedClient):
         if not hparams.etf:
             return base
         scale = hparams.scale or max(10.0, 10 * math.log10(base.num_classes))
+        from clients._models import ETFModel
+
         return ETFModel(base, scale=scale, train_scale=hparams.train_scale)
 
     def _covered(self, model: nn.Module, payload: Payload) -> bool:
@@ -122,7 +105,7 @@ class FedETFClient(FedClient):
     def tuning(self) -> Sequence[Phase]:
         """Train all but M on the local loss; then M and the projection in turn."""
         p, spec, _ = self.hparams, self.train_spec(), self.prior
-        if not isinstance(self.model, ETFModel):
+        if not p.etf:
             return [Phase(self.step_loss, replace(spec, epochs=p.tune_epochs), ALL, "tune")]
         self.model.etf.requires_grad_(True)  # of the copy
         phases = [Phase(self.step_loss, replace(spec, epochs=p.tune_epochs), (*ALL, SCALE), "tune")]

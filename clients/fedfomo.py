@@ -26,13 +26,13 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
 from clients.base import FedClient
 from fedapp import sampling
 from fedapp.core.pairwise import combine
+from fedapp.lazy import torch
 from fedapp.learning.state import ClientStore
 from fedapp.learning.task import Task
 from fedapp.method import Arrays, BaseHParams, Method, Payload

@@ -22,11 +22,10 @@ import time
 from typing import Annotated, Any, Literal
 
 import numpy as np
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from clients.base import FedClient
+from fedapp.lazy import Tensor, torch
 from fedapp.method import Arrays, BaseHParams, Payload
 
 ROWS = 4096

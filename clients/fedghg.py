@@ -15,10 +15,10 @@ from typing import Literal
 
 import numpy as np
 from pydantic import Field
-from torch import Tensor
 
 from clients.fedgh import FedGHClient, FedGHHParams
 from fedapp.core.gaussian import ClassMoments, pack
+from fedapp.lazy import Tensor
 from fedapp.method import Arrays, Payload
 
 

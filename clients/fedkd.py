@@ -23,14 +23,12 @@ import math
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from pydantic import Field
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 from clients.mutual import Loss, MutualClient, MutualHParams, prefixed, small_arrays, stripped
 from fedapp.core.distillation import Reduction, divergence
 from fedapp.core.lowrank import compress, rebuild
+from fedapp.lazy import F, Tensor, nn, torch
 from fedapp.learning.training import Batch
 from fedapp.method import Arrays, Payload
 
@@ -63,15 +61,16 @@ def mentor_mentee_losses(
     hidden_map: Tensor,
     y: Tensor,
     hparams: FedKDHParams,
-    cross_entropy: Loss = F.cross_entropy,
+    cross_entropy: Loss | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the losses of mentor and mentee on one batch.
 
     Parameters
     ----------
     z_l, z_m : (B, C) logits.   h_l, h_m : (B, r_l) and (B, r_m) representations.   hidden_map : (r_l, r_m) W_h.
-    cross_entropy : CE, of logits and labels.
+    cross_entropy : CE, of logits and labels; None = PyTorch's.
     """
+    cross_entropy = cross_entropy or F.cross_entropy
     mentor, mentee = cross_entropy(z_l, y), cross_entropy(z_m, y)
     if hparams.distil == 0:
         return mentor, mentee

@@ -17,19 +17,17 @@ classes. They are not as far apart as C directions can be: those of a regular si
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 from clients.base import FedClient
-from fedapp import sampling
-from fedapp.errors import BadRequest
+from fedapp.lazy import F, torch
 from fedapp.learning.task import ModelSpec
 from fedapp.method import Arrays, BaseHParams, Payload
-from fedapp.models import SplitModel
+
+if TYPE_CHECKING:
+    from fedapp.models import SplitModel
 
 PROTO_SUM, COUNT = "nh/proto_sum", "nh/count"
 
@@ -45,32 +43,6 @@ class FedNHHParams(BaseHParams):
     )
 
 
-class PrototypeModel(SplitModel):
-    """A trunk whose head compares directions: logits s * cos(represent(x), W_c).
-
-    Parameters
-    ----------
-    base : model whose trunk and head are taken over; the head gets orthonormal rows and no bias, and is frozen.
-    scale : s.   train_scale : whether s is trained.   seed : seed of the rows.
-    """
-
-    def __init__(self, base: SplitModel, *, scale: float, train_scale: bool, seed: int) -> None:
-        super().__init__(name=base.name, features=base.features, activation=base.activation, head=base.head)
-        if self.num_classes > self.width:
-            raise BadRequest(
-                f"fednh needs at least as many features as classes, but {base.name} has {self.width} features for "
-                f"{self.num_classes} classes: take a wider model"
-            )
-        self.scale = nn.Parameter(torch.full((1,), scale), requires_grad=train_scale)
-        self.head.requires_grad_(False)
-        nn.init.zeros_(self.head.bias)
-        nn.init.orthogonal_(self.head.weight, generator=sampling.torch_generator(seed, "prototypes"))
-
-    def head_input(self, z: Tensor) -> Tensor:
-        """Return s * z / ||z||, (B, d), so that the head, whose bias is 0, gives s * cos(z, W_c)."""
-        return self.scale * F.normalize(z, dim=1)
-
-
 class FedNHClient(FedClient):
     """Trains the extractor against fixed prototypes, then sends the mean direction of each of its classes."""
 
@@ -78,6 +50,8 @@ class FedNHClient(FedClient):
     def build_model(cls, spec: ModelSpec, hparams: Any) -> SplitModel:
         """Build the zoo's model with a prototype head."""
         base = super().build_model(spec, hparams)
+        from clients._models import PrototypeModel
+
         return PrototypeModel(base, scale=hparams.scale, train_scale=hparams.train_scale, seed=spec.seed)
 
     def after_training(self, payload: Payload) -> Arrays:

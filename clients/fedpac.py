@@ -25,13 +25,11 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 from pydantic import Field
-from torch import Tensor
-from torch.nn import functional as F
 
 from clients.base import FedClient
 from clients.fedrep import BODY
+from fedapp.lazy import F, Tensor, torch
 from fedapp.learning.training import Batch, Phase
 from fedapp.method import HEAD, Arrays, BaseHParams, Payload
 from fedapp.transport import selection

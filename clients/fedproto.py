@@ -14,18 +14,19 @@ has no global prototype adds zero and still counts in the mean; in round 1 nothi
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-import torch
 from pydantic import Field
-from torch import Tensor, nn
 
 from clients.classmeans import ClassMeansClient
+from fedapp.lazy import Tensor, torch
 from fedapp.learning.evaluation import Scores, evaluate
 from fedapp.learning.training import Batch
 from fedapp.method import Arrays, BaseHParams, Payload
-from fedapp.models import SplitModel
+
+if TYPE_CHECKING:
+    pass
 
 
 class FedProtoHParams(BaseHParams):
@@ -68,28 +69,6 @@ def prototype_loss(z: Tensor, y: Tensor, prototypes: Tensor, known: Tensor, dist
         "norm": lambda: squared.sum(dim=1).clamp_min(1e-24).sqrt(),
     }[distance]()
     return torch.where(known[y], per_sample, torch.zeros_like(per_sample)).mean()
-
-
-class NearestPrototype(nn.Module):
-    """A classifier whose logits are the negative mean squared distances to the prototypes.
-
-    A class without prototype is farther away than any other, so it is never predicted.
-    """
-
-    def __init__(self, model: SplitModel, prototypes: Tensor, known: Tensor) -> None:
-        super().__init__()
-        self.model, self.prototypes, self.known = model, prototypes, known
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map images (n, channels, H, W) to (n, C)."""
-        return self.logits(self.model.represent(x))
-
-    def logits(self, z: Tensor) -> Tensor:
-        """Map representations (n, r) to (n, C)."""
-        distances = torch.cdist(z, self.prototypes, compute_mode="donot_use_mm_for_euclid_dist").square() / z.shape[1]
-        # 100 is the distance that the released code gives to classes the client does not own.
-        farthest = distances.amax(dim=1, keepdim=True) + 100.0
-        return -torch.where(self.known[None, :], distances, farthest)
 
 
 class FedProtoClient(ClassMeansClient):
@@ -157,5 +136,7 @@ class FedProtoClient(ClassMeansClient):
 
     def score_nearest(self, x: Tensor, y: Tensor, probabilities: bool = False) -> Scores:
         """Score nearest-prototype prediction on images (n, H, W, C) uint8."""
+        from clients._models import NearestPrototype
+
         classifier = NearestPrototype(self.model, self.prototypes, self.known)
         return evaluate(classifier, x, y, self.task.inputs, self.task.num_classes, probabilities=probabilities)

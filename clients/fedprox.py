@@ -7,10 +7,10 @@ Algorithm 2, local problem:  min_w F_k(w) + mu/2 ||w - w^t||^2  (squared norm, t
 from __future__ import annotations
 
 from pydantic import Field
-from torch import Tensor
 
 from clients.base import FedClient
 from fedapp.core.contrastive import squared_distance
+from fedapp.lazy import Tensor
 from fedapp.learning.training import Batch
 from fedapp.method import BaseHParams, Payload
 

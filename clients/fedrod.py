@@ -18,17 +18,19 @@ V and u start at 0: z_p is z_g at first, and the server's model, which has no P-
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import torch
 from pydantic import Field
-from torch import Tensor, nn
 
 from clients.base import FedClient
+from fedapp.lazy import Tensor, torch
 from fedapp.learning.task import ModelSpec
 from fedapp.learning.training import Batch
 from fedapp.method import BaseHParams, Payload
-from fedapp.models import SplitModel
+
+if TYPE_CHECKING:
+    from clients._models import RoDModel
+    from fedapp.models import SplitModel
 
 PERSONAL = "personal."
 
@@ -43,30 +45,6 @@ class FedRoDHParams(BaseHParams):
         "drop",
         description="classes without samples: out of the generic softmax (the formula), or counted as one sample",
     )
-
-
-class RoDModel(SplitModel):
-    """A model whose logits are those of its head and of a personal one, added.
-
-    Parameters
-    ----------
-    base : model whose trunk and head are taken over; the personal head begins with zeros.
-    """
-
-    def __init__(self, base: SplitModel) -> None:
-        super().__init__(name=base.name, features=base.features, activation=base.activation, head=base.head)
-        self.personal = nn.Linear(self.width, self.num_classes)
-        nn.init.zeros_(self.personal.weight)
-        nn.init.zeros_(self.personal.bias)
-
-    def generic(self, z: Tensor) -> Tensor:
-        """Return z_g (B, C) of representations z (B, d)."""
-        return super().classify(z)
-
-    def classify(self, z: Tensor) -> Tensor:
-        """Return z_p (B, C) of representations z (B, d)."""
-        logits: Tensor = self.generic(z) + self.personal(z)
-        return logits
 
 
 def log_prior(counts: Tensor, gamma: float, absent: str) -> Tensor:
@@ -86,6 +64,8 @@ class FedRoDClient(FedClient):
     @classmethod
     def build_model(cls, spec: ModelSpec, hparams: Any) -> SplitModel:
         """Build the zoo's model with a second head."""
+        from clients._models import RoDModel
+
         return RoDModel(super().build_model(spec, hparams))
 
     def before_training(self, payload: Payload) -> None:

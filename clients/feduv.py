@@ -19,12 +19,10 @@ from __future__ import annotations
 
 import math
 
-import torch
 from pydantic import Field
-from torch import Tensor
-from torch.nn import functional as F
 
 from clients.base import FedClient
+from fedapp.lazy import F, Tensor, torch
 from fedapp.learning.training import Batch
 from fedapp.method import BaseHParams
 

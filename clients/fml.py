@@ -16,11 +16,10 @@ from __future__ import annotations
 from typing import Literal
 
 from pydantic import Field
-from torch import Tensor
-from torch.nn import functional as F
 
 from clients.mutual import Loss, MutualClient, MutualHParams, prefixed, small_arrays
 from fedapp.core.distillation import Reduction, divergence
+from fedapp.lazy import F, Tensor
 from fedapp.learning.training import Batch
 from fedapp.method import Arrays, Payload
 
@@ -41,15 +40,16 @@ class FMLHParams(MutualHParams):
 
 
 def mutual_losses(
-    z_l: Tensor, z_m: Tensor, y: Tensor, hparams: FMLHParams, cross_entropy: Loss = F.cross_entropy
+    z_l: Tensor, z_m: Tensor, y: Tensor, hparams: FMLHParams, cross_entropy: Loss | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return (L_local, L_meme) of one batch.
 
     Parameters
     ----------
     z_l, z_m : (B, C) logits of the private model and of the meme.   y : (B,) labels.
-    cross_entropy : CE, of logits and labels.
+    cross_entropy : CE, of logits and labels; None = PyTorch's.
     """
+    cross_entropy = cross_entropy or F.cross_entropy
     a, b, reduction = hparams.alpha, hparams.beta, hparams.divergence
     local, meme = cross_entropy(z_l, y), cross_entropy(z_m, y)
     # `divergence` takes its first argument as a constant, so each loss moves one model alone.

@@ -18,9 +18,9 @@ from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
-from torch import nn
 
 from clients.base import FedClient
+from fedapp.lazy import nn
 from fedapp.method import Arrays, BaseHParams, Payload
 from fedapp.transport import selection
 

@@ -18,14 +18,12 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from pydantic import Field
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 from clients.base import FedClient
 from fedapp.core.distillation import divergence_to, soften
 from fedapp.errors import BadRequest
+from fedapp.lazy import F, Tensor, nn, torch
 from fedapp.learning.evaluation import batched
 from fedapp.learning.training import Batch, TrainReport, TrainSpec, train
 from fedapp.method import Arrays, BaseHParams, Payload, Scalar

@@ -20,17 +20,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from clients.base import FedClient
 from fedapp.core.contrastive import moon_contrast
+from fedapp.lazy import Tensor, torch
 from fedapp.learning.evaluation import batched
 from fedapp.learning.training import Batch
 from fedapp.method import BaseHParams, Payload
-from fedapp.models import SplitModel
+
+if TYPE_CHECKING:
+    from fedapp.models import SplitModel
 
 
 class MoonHParams(BaseHParams):

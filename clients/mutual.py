@@ -7,19 +7,22 @@ one step on each model, both from the predictions before the step. The small mod
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import Field, field_validator
-from torch import Tensor, nn
 
 from clients.base import FedClient
 from fedapp.errors import suggest
+from fedapp.lazy import Tensor, nn
 from fedapp.method import ALL, Array, Arrays, BaseHParams, Payload
-from fedapp.models import MODEL_NAMES, ModelOptions, SplitModel, build_model, check_form, default_small, is_own
+from fedapp.models import MODEL_NAMES, ModelOptions, build_model, check_form, default_small, is_own
 from fedapp.transport import selection
 
+if TYPE_CHECKING:
+    from fedapp.models import SplitModel
+
 SMALL = "small/"
-Loss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+Loss: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
 """A mean loss of logits (B, C) and labels (B,)."""
 
 

@@ -17,11 +17,10 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from pydantic import Field, model_validator
-from torch import Tensor
 
 from clients.ccvr import CCVRClient, CCVRHParams
+from fedapp.lazy import Tensor, torch
 from fedapp.method import Payload
 from fedapp.transport import selection
 

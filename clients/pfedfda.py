@@ -24,7 +24,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
@@ -32,6 +31,7 @@ from clients.base import FedClient
 from fedapp import sampling
 from fedapp.core.gaussian import pack, unpack
 from fedapp.core.sums import gaussian_rule
+from fedapp.lazy import torch
 from fedapp.learning.training import Phase
 from fedapp.method import Arrays, BaseHParams, Payload
 from fedapp.transport import selection

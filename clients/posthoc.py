@@ -7,17 +7,18 @@ features, with the final model in evaluation mode, without augmentation, on its 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from clients.base import FedClient
+from fedapp.lazy import Tensor, torch
 from fedapp.learning.task import ModelSpec
 from fedapp.learning.training import Phase
 from fedapp.method import BaseHParams
-from fedapp.models import SplitModel
+
+if TYPE_CHECKING:
+    from fedapp.models import SplitModel
 
 BLOCK = 1024
 """Images whose representations are held at a time."""

@@ -23,11 +23,10 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-import torch
 from pydantic import Field
-from torch import Tensor
 
 from clients.base import FedClient
+from fedapp.lazy import Tensor, torch
 from fedapp.method import Array, Arrays, BaseHParams, Payload
 from fedapp.transport import selection
 

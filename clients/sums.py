@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-import torch
 from pydantic import Field
 
 from clients.posthoc import PostHocClient, PostHocHParams
 from fedapp.core import sums
 from fedapp.core.sums import FeatureSums
+from fedapp.lazy import torch
 from fedapp.method import Arrays, Payload
 
 SUMS = "sums/"

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import tomli_w
-import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedapp import plugins, registry, sampling
@@ -27,9 +26,10 @@ from fedapp.data.columns import Reading, roles
 from fedapp.data.datasets import OWN, check_name, published
 from fedapp.data.partitions import NATURAL, PARTITION_KINDS
 from fedapp.errors import BadRequest, suggest
+from fedapp.lazy import torch
 from fedapp.learning import evaluation
-from fedapp.learning.optimizers import optimizer_class, parse_schedule, round_rates, takes
-from fedapp.learning.training import TrainSpec, class_weights, make_optimizer
+from fedapp.learning.optimizers import check_optimizer, parse_schedule, round_rates, takes
+from fedapp.learning.training import TrainSpec, class_numbers, make_optimizer
 from fedapp.method import BaseHParams, Method
 from fedapp.models import MODEL_NAMES, ModelOptions, check_form, default_model, is_own, own, weights
 from fedapp.transport.client_manager import Settings, needed_replies
@@ -798,7 +798,7 @@ def _check_training(config: RunConfig) -> None:
         make_optimizer([torch.nn.Parameter(torch.zeros(()))], spec)
     if config.lr_schedule_steps:
         parse_schedule("lr-schedule-steps", config.lr_schedule_steps)
-    class_weights(config.class_weights, torch.zeros(0, dtype=torch.int64), 0)
+    class_numbers(config.class_weights)
 
 
 def known_partition(partition: str, dataset: str) -> str:
@@ -815,7 +815,7 @@ def _resolved(config: RunConfig) -> RunConfig:
         return auto if value == "auto" else value
 
     optimizer = pick(config.optimizer, d.optimizer)
-    optimizer_class(optimizer)  # an unknown one is refused
+    check_optimizer(optimizer)
     # The user's own data decide the model when they are read.
     known = published(config.dataset)
     model = "auto" if known is None else default_model(known.shape)

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import torch
 from threadpoolctl import threadpool_limits
+
+from fedapp.lazy import torch
 
 FEWER = "in a simulation let fewer clients work at a time (--client-cpus 2 or more)"
 FEWER_ON_GPU = "in a simulation let fewer clients share a GPU (a larger --client-gpus, such as 0.5)"

@@ -6,7 +6,8 @@ import zlib
 from collections.abc import Sequence
 
 import numpy as np
-import torch
+
+from fedapp.lazy import torch
 
 
 def _words(seed: int, purpose: str, numbers: tuple[int, ...]) -> list[int]:

@@ -27,8 +27,6 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
-from scipy.cluster.hierarchy import cut_tree, linkage
-from scipy.spatial.distance import squareform
 
 from clients.base import FedClient
 from fedapp.core.averages import within
@@ -82,6 +80,9 @@ def bipartition(cosine: NDArray[np.float64], method: str = "single") -> NDArray[
     (m,) bool, False for the half that holds the first client; both halves have members.
     """
     # 1 - cos merges in the order of -cos, and is the non-negative distance that scipy asks for.
+    from scipy.cluster.hierarchy import cut_tree, linkage
+    from scipy.spatial.distance import squareform
+
     tree = linkage(squareform(1.0 - cosine, checks=False), method=method)
     labels: NDArray[np.int64] = cut_tree(tree, n_clusters=2).ravel()
     return np.asarray(labels != labels[0])

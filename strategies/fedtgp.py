@@ -25,13 +25,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from torch.nn import functional as F
 
 from clients.fedtgp import FedTGPClient, FedTGPHParams
 from fedapp.core.robust import screened_lars
+from fedapp.lazy import F, Tensor, torch
 from fedapp.learning.metrics import tidy
 from fedapp.learning.training import batch_slices
 from fedapp.method import NONE, Method, Reply, Scored, ServerContext, ServerState

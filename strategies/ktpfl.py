@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import softmax
 
 from clients.ktpfl import KTpFLClient, KTpFLHParams, KTpFLWeightsClient
 from fedapp.method import ALL, NONE, Array, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
@@ -128,6 +127,8 @@ class KTpFL(FedStrategy):
         slope = gradient(c[among], rows @ stacked, stacked, self.hparams.rho, len(ids))
         c[among] -= slope * (self_scaled(slope) if self.hparams.step == "self-scaled" else self.hparams.lr_c)
         if self.hparams.coefficients == "softmax":
+            from scipy.special import softmax
+
             c[known] = softmax(5 * c[known], axis=1)
         else:
             # A negative coefficient could make a target negative, and a divergence from that is not a number.

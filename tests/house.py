@@ -13,7 +13,8 @@ from xml.sax.saxutils import escape
 ROOT = Path(__file__).parent.parent
 PICTURE = ROOT / "docs" / "architecture.svg"
 ROOMS = [
-    ("errors", "method", "process"),
+    ("errors", "lazy", "method"),
+    ("process",),
     ("core", "plugins", "sampling"),
     ("data", "models"),
     ("learning",),

@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from clients._models import CCVRHead
 from clients.base import FedClient
 from clients.ccvr import CCVRClient, CCVRHParams
 from fedapp import config, registry, sampling
 from fedapp.core import gaussian, heads
 from fedapp.core.gaussian import MomentsPool
-from fedapp.core.heads import CCVRHead
 from fedapp.core.virtual import virtual_features
 from fedapp.engines.local import RunResult, run
 from fedapp.errors import BadRequest

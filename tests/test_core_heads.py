@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedapp.core.heads import CCVRHead, logits, norm_ratio, problem_of, retrain, tukey
+from clients._models import CCVRHead
+from fedapp.core.heads import logits, norm_ratio, problem_of, retrain, tukey
 
 W, B = np.array([[1, 0], [0, 1], [1, 1]], np.float32), np.zeros(3, np.float32)
 

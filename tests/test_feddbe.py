@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from clients._models import BiasModel
 from clients.feddbe import MEAN, FedDBEClient, FedDBEHParams, mean_regulariser
 from fedapp.engines.local import RunResult
 from fedapp.errors import Impossible
@@ -52,7 +53,7 @@ def toy(**hparams: Any) -> tuple[FedDBEClient, Batch]:
     made = client(**hparams)
     head = nn.Linear(2, 3).double()
     model = SplitModel(name="toy", features=nn.Identity(), activation=nn.Identity(), head=head)
-    made.model = FedDBEClient.build_model.__globals__["BiasModel"](model, trained=True).double()
+    made.model = BiasModel(model, trained=True).double()
     with torch.no_grad():
         head.weight.copy_(torch.tensor([[0.5, -0.2], [-0.3, 0.8], [0.1, 0.1]]))
         head.bias.zero_()

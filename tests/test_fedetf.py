@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from clients.fedetf import ETF, ETFModel, FedETFClient, FedETFHParams, simplex
+from clients._models import ETFModel
+from clients.fedetf import ETF, FedETFClient, FedETFHParams, simplex
 from clients.fedrod import log_prior
 from fedapp import load
 from fedapp.config import from_flat

@@ -13,7 +13,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from clients.fednh import COUNT, PROTO_SUM, FedNHClient, FedNHHParams, PrototypeModel
+from clients._models import PrototypeModel
+from clients.fednh import COUNT, PROTO_SUM, FedNHClient, FedNHHParams
 from fedapp import run
 from fedapp.data.transforms import InputSpec, normalise
 from fedapp.errors import BadRequest

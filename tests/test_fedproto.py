@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from clients._models import NearestPrototype
 from clients.base import FedClient
-from clients.fedproto import FedProtoClient, FedProtoHParams, NearestPrototype, prototype_loss
+from clients.fedproto import FedProtoClient, FedProtoHParams, prototype_loss
 from fedapp import config as configuration
 from fedapp.data.transforms import normalise
 from fedapp.engines.local import RunResult

@@ -13,7 +13,8 @@ import torch
 from torch.nn import functional as F
 
 import fedapp
-from clients.fedrod import FedRoDClient, FedRoDHParams, RoDModel, log_prior
+from clients._models import RoDModel
+from clients.fedrod import FedRoDClient, FedRoDHParams, log_prior
 from fedapp.engines.local import RunResult
 from fedapp.learning.state import ClientStore
 from fedapp.learning.training import Batch

@@ -25,7 +25,17 @@ from fedapp.data.transforms import normalise
 from fedapp.engines.local import RunResult, run
 from fedapp.errors import BadRequest
 from fedapp.learning import training
-from fedapp.learning.optimizers import OPTIMIZERS, REFUSED_OPTIMIZERS, SCHEDULERS, round_rates, scheduled
+from fedapp.learning.optimizers import (
+    REFUSED_OPTIMIZERS,
+    REFUSED_SCHEDULERS,
+    optimizer_class,
+    optimizers,
+    parameters_of,
+    round_rates,
+    scheduled,
+    schedulers,
+    takes,
+)
 from fedapp.learning.task import Task
 from fedapp.learning.training import TrainSpec, class_weights, epoch_batches, make_optimizer
 from fedapp.method import BaseHParams, Payload
@@ -57,7 +67,13 @@ CLASSES = {
 
 
 def test_the_names_are_those_of_torch() -> None:
-    assert OPTIMIZERS == CLASSES
+    """They are read from the text of its modules; the classes themselves say the same."""
+    assert {name: optimizer_class(name) for name in optimizers()} == CLASSES
+    found = {n.lower(): c for n, c in vars(torch.optim).items() if isinstance(c, type) and n != "Optimizer"}
+    assert {n for n, c in found.items() if issubclass(c, torch.optim.Optimizer)} == {*CLASSES, *REFUSED_OPTIMIZERS}
+    for name, cls in CLASSES.items():
+        for argument in ("lr", "momentum", "weight_decay", "betas", "nesterov"):
+            assert takes(name, argument) == (argument in parameters_of(cls)), (name, argument)
     assert set(REFUSED_OPTIMIZERS) == {"lbfgs", "muon", "sparseadam"}
 
 
@@ -173,7 +189,10 @@ def test_every_scheduler_that_is_offered_makes_rates() -> None:
         "StepLR": " step_size=2", "MultiStepLR": " milestones=3", "ExponentialLR": " gamma=0.5",
         "CosineAnnealingWarmRestarts": " T_0=2", "CyclicLR": " base_lr=0.1 max_lr=1", "OneCycleLR": " max_lr=1",
     }  # fmt: skip
-    for name in SCHEDULERS:
+    known = torch.optim.lr_scheduler
+    heirs = {n for n, c in vars(known).items() if isinstance(c, type) and issubclass(c, known.LRScheduler)}
+    assert {*schedulers(), *REFUSED_SCHEDULERS} == heirs - {"LRScheduler", "_LRScheduler"}
+    for name in schedulers():
         for count in (1, 2, 5):
             assert len(scheduled("lr-schedule", name + needed.get(name, ""), 0.1, count)) == count, name
 

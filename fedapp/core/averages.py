@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
+
+from fedapp.lazy import torch
 
 Array = npt.NDArray[Any]
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fedapp.errors import Impossible
+from fedapp.lazy import Tensor, torch
 
 __all__ = ["ClassMeans", "Rows", "problem_of"]
 
@@ -51,7 +50,6 @@ class ClassMeans:
         self._sums = torch.zeros(num_classes, width, dtype=torch.float64, device=device)
         self._counts = torch.zeros(num_classes, dtype=torch.int64, device=device)
 
-    @torch.no_grad()
     def add(self, rows: Tensor, labels: Tensor) -> None:
         """Add rows (n, d) with labels (n,) in 0 .. C - 1."""
         classes = torch.arange(len(self._counts), device=labels.device)

@@ -22,10 +22,9 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from fedapp.core.pairwise import Model, combine, product
+from fedapp.lazy import Tensor, torch
 
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]

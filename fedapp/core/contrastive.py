@@ -12,9 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
-from torch import Tensor
-from torch.nn import functional
+from fedapp.lazy import F, Tensor, torch
 
 __all__ = ["l2_distance", "moon_contrast", "mse_half", "squared_distance", "supcon"]
 
@@ -72,12 +70,12 @@ def supcon(
     with torch.autocast(features.device.type, enabled=False):
         rows_f = _at_least_float32(features)
         if normalise:
-            rows_f = functional.normalize(rows_f, dim=1)
+            rows_f = F.normalize(rows_f, dim=1)
         itself = torch.eye(rows, dtype=torch.bool, device=features.device)
         # a = i is masked before log_softmax, which subtracts the row's maximum: without normalisation the anchor's
         # similarity to itself can exceed all others by so much that their exponentials would be 0.
         similarity = (rows_f @ rows_f.T / temperature).masked_fill(itself, -torch.inf)
-        log_probability = functional.log_softmax(similarity, dim=1).masked_fill(itself, 0.0)  # 0, as 0 * -inf is NaN
+        log_probability = F.log_softmax(similarity, dim=1).masked_fill(itself, 0.0)  # 0, as 0 * -inf is NaN
         positive = (labels[:, None] == labels[None, :]).logical_and(~itself).to(log_probability.dtype)
         per_anchor = (positive * log_probability).sum(dim=1) / positive.sum(dim=1).clamp_min(1.0)
         return -(temperature / base_temperature) * per_anchor.mean()
@@ -106,11 +104,11 @@ def moon_contrast(z: Tensor, z_global: Tensor, z_previous: Tensor, tau: float) -
         raise ValueError(f"tau must be positive, got {tau}")
     with torch.autocast(z.device.type, enabled=False):
         unit, unit_global, unit_previous = (
-            functional.normalize(_at_least_float32(rows), dim=1) for rows in (z, z_global.detach(), z_previous.detach())
+            F.normalize(_at_least_float32(rows), dim=1) for rows in (z, z_global.detach(), z_previous.detach())
         )
         # z . z_g - z . z_p as z . (z_g - z_p): equal references then cancel exactly.
         margin = (unit * (unit_global - unit_previous)).sum(dim=1)
-        return -functional.logsigmoid(margin / tau).mean()
+        return -F.logsigmoid(margin / tau).mean()
 
 
 def _differences(params: Iterable[Tensor], refs: Iterable[Tensor]) -> list[Tensor]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Literal, TypeAlias
 
-from torch import Tensor
-from torch.nn import functional as F
+from fedapp.lazy import F, Tensor
 
 __all__ = ["Reduction", "divergence", "divergence_to", "soften"]
 

@@ -35,11 +35,10 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from scipy.linalg.blas import dsyrk
 
 from fedapp.core.averages import as_tensor
 from fedapp.errors import Impossible
+from fedapp.lazy import blas, torch
 
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
@@ -239,7 +238,7 @@ class ClassMoments:
         if self.form == "diag":
             kept += np.einsum("ij,ij->j", rows, rows)
         else:
-            dsyrk(1.0, rows.T, beta=1.0, c=kept, overwrite_c=1)
+            blas.dsyrk(1.0, rows.T, beta=1.0, c=kept, overwrite_c=1)
 
     def _set_means(self, counts: Int64, means: Sequence[Float64]) -> None:
         """Set counts and means from N_ck (k, C) and mu_ck (k arrays (C, d)), and add the spread of the latter."""

@@ -11,15 +11,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
+
+from fedapp.lazy import F, Tensor, torch
 
 Array = npt.NDArray[Any]
 Float32 = npt.NDArray[np.float32]
-ArrayOrTensor = TypeVar("ArrayOrTensor", Array, torch.Tensor)
+ArrayOrTensor = TypeVar("ArrayOrTensor", Array, Tensor)
 
-__all__ = ["CCVRHead", "logits", "norm_ratio", "problem_of", "retrain", "tukey"]
+__all__ = ["logits", "norm_ratio", "problem_of", "retrain", "tukey"]
 
 
 def tukey(z: ArrayOrTensor) -> ArrayOrTensor:
@@ -50,39 +49,8 @@ def logits(z: Tensor, weight: Tensor, bias: Tensor, normalise: bool) -> Tensor:
     Tensor, (B, C)
     """
     if normalise:
-        return functional.linear(z, functional.normalize(weight, dim=1, eps=1e-12))
-    return functional.linear(z, weight, bias)
-
-
-class CCVRHead(nn.Linear):
-    """A linear head with the options of calibration: Tukey's transform before it, and weight vectors of norm 1.
-
-    It holds ``weight`` (C, d) and ``bias`` (C,) like any linear head. ``transform`` is set from outside once the head
-    is calibrated for it, so that re-training and inference see the same inputs. With ``normalise`` the bias stays 0 and
-    is not trained.
-
-    Parameters
-    ----------
-    plain : nn.Linear
-        The head whose values it starts from.
-    normalise : bool
-        As in `logits`.
-    """
-
-    def __init__(self, plain: nn.Linear, normalise: bool) -> None:
-        super().__init__(plain.in_features, plain.out_features)
-        self.load_state_dict(plain.state_dict())
-        for own, given in zip(self.parameters(), plain.parameters()):
-            own.requires_grad_(given.requires_grad)
-        self.normalise = normalise
-        self.transform = False
-        if normalise:
-            nn.init.zeros_(self.bias)
-            self.bias.requires_grad_(False)
-
-    def forward(self, z: Tensor) -> Tensor:
-        """Return logits (B, C) of representations (B, d)."""
-        return logits(tukey(z) if self.transform else z, self.weight, self.bias, self.normalise)
+        return F.linear(z, F.normalize(weight, dim=1, eps=1e-12))
+    return F.linear(z, weight, bias)
 
 
 def retrain(
@@ -127,7 +95,7 @@ def retrain(
     optimizer = torch.optim.SGD([w] if normalise else [w, b], lr=lr, momentum=momentum, weight_decay=weight_decay)
     for step in steps:
         rows = torch.from_numpy(step)
-        loss = functional.cross_entropy(logits(inputs[rows], w, b, normalise), labels[rows])
+        loss = F.cross_entropy(logits(inputs[rows], w, b, normalise), labels[rows])
         optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()

@@ -17,10 +17,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from fedapp.core.averages import as_tensor
-from fedapp.core.products import matmul
+from fedapp.lazy import torch
 
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
@@ -113,6 +112,8 @@ def product(factors: Sequence[Array], models: Sequence[Model]) -> list[dict[str,
     for left, right in itertools.pairwise([*(factor.shape for factor in factors), (len(models), 0)]):
         if len(left) != 2 or left[1] != right[0]:
             raise ValueError(f"factors of shapes {[f.shape for f in factors]} do not chain with {len(models)} models")
+    from fedapp.core.products import matmul  # a class there inherits from PyTorch's
+
     _check(models)
     wide = [torch.from_numpy(np.asarray(factor, dtype=np.float64)) for factor in factors]
     results: list[dict[str, Array]] = [{} for _ in range(factors[0].shape[0])]

@@ -22,11 +22,10 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from scipy.linalg.blas import dsyrk
 
 from fedapp.core.gaussian import pack, unpack
 from fedapp.errors import Impossible
+from fedapp.lazy import blas, torch
 
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
@@ -76,7 +75,7 @@ class FeatureSums:
             # A product with ones: of BLAS, it has the same bits with any number of threads, as dsyrk has.
             self.b[c] += np.ones(len(rows)) @ rows
         if self._a is not None and len(y):
-            dsyrk(1.0, h.T, beta=1.0, c=self._a, overwrite_c=1)
+            blas.dsyrk(1.0, h.T, beta=1.0, c=self._a, overwrite_c=1)
 
     def arrays(self) -> dict[str, Array]:
         """Return what a client sends: ``b`` (C, d + 1) and, where it is wanted, ``a``, the packed upper triangle."""
@@ -145,7 +144,7 @@ def scatter_within(a: Float64, b: Float64) -> Float64:
 
 def _product(rows: Float64) -> Float64:
     """Return ``rows^T rows`` with the same bits for any number of BLAS's threads."""
-    half = dsyrk(1.0, rows.T) if len(rows) else np.zeros((rows.shape[1], rows.shape[1]))
+    half = blas.dsyrk(1.0, rows.T) if len(rows) else np.zeros((rows.shape[1], rows.shape[1]))
     full: Float64 = np.triu(half) + np.triu(half, 1).T
     return full
 

@@ -18,10 +18,9 @@ from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from scipy.linalg.blas import dtrmm
 
 from fedapp.core.gaussian import ClassMoments
+from fedapp.lazy import blas, torch
 
 Float64 = npt.NDArray[np.float64]
 Int64 = npt.NDArray[np.int64]
@@ -132,7 +131,7 @@ def draw(mean: Float64, factor: Factor, eps: Float64) -> Float64:
         drawn = middle + rows * torch.from_numpy(factor.matrix)
     elif factor.triangular:
         # eps F^T without the zeros above F's diagonal; as with dsyrk, the bits do not depend on BLAS's threads.
-        drawn = torch.from_numpy(dtrmm(1.0, factor.matrix.T, eps.T, side=0, lower=0, trans_a=1).T) + middle
+        drawn = torch.from_numpy(blas.dtrmm(1.0, factor.matrix.T, eps.T, side=0, lower=0, trans_a=1).T) + middle
     else:
         drawn = torch.addmm(middle, rows, torch.from_numpy(factor.matrix).T)
     result: Float64 = drawn.numpy()

@@ -29,12 +29,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
 from fedapp.data.variations import vary
 from fedapp.errors import BadRequest
+from fedapp.lazy import F, Tensor, torch
 from fedapp.process import hand_over
 
 if TYPE_CHECKING:

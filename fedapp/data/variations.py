@@ -18,10 +18,7 @@ The draws come from the given generator in a fixed order and do not depend on th
 
 from __future__ import annotations
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-
+from fedapp.lazy import F, Tensor, torch
 from fedapp.process import hand_over
 
 NOISE = 0.05

@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fedapp.data.transforms import InputSpec, channels_first, normalise
 from fedapp.errors import BadRequest
+from fedapp.lazy import F, Tensor, nn, torch
 
 BATCH = 128
 """Images per forward pass in scoring; the scores do not depend on it beyond float32 rounding."""
@@ -61,7 +59,6 @@ class Scores:
         return float((self.correct[present] / self.total[present]).mean())
 
 
-@torch.inference_mode()
 def batched(function: Callable[[Tensor], Tensor], x: Tensor, inputs: InputSpec, batch: int = BATCH) -> Tensor:
     """Apply a function to normalised batches of images, without gradients.
 
@@ -74,11 +71,11 @@ def batched(function: Callable[[Tensor], Tensor], x: Tensor, inputs: InputSpec, 
     -------
     (n, ...) the results of all batches, in the order of `x`.
     """
-    parts = [function(normalise(channels_first(x[i : i + batch]), inputs)) for i in range(0, len(x), batch)]
-    return torch.cat(parts)
+    with torch.inference_mode():
+        parts = [function(normalise(channels_first(x[i : i + batch]), inputs)) for i in range(0, len(x), batch)]
+        return torch.cat(parts)
 
 
-@torch.inference_mode()
 def evaluate(
     model: nn.Module,
     x: Tensor,
@@ -104,27 +101,28 @@ def evaluate(
     -------
     Hits and samples per class, and the sum of the losses.
     """
-    was_training = model.training
-    # BatchNorm must use its running statistics and dropout must be off, or a score would depend on the batches.
-    model.eval()
-    device = y.device
-    correct = torch.zeros(num_classes, dtype=torch.int64, device=device)
-    total = torch.bincount(y, minlength=num_classes)
-    loss = torch.zeros((), dtype=torch.float64, device=device)
-    kept = [torch.zeros((0, num_classes), device=device)]
-    for i in range(0, len(y), batch):
-        labels = y[i : i + batch]
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
-            logits = model(normalise(channels_first(x[i : i + batch]), inputs))
-        logits = logits.float()
-        # Added by label, not by a mask: picking rows would make the host wait for the device.
-        correct.scatter_add_(0, labels, (logits.argmax(dim=1) == labels).long())
-        loss += F.cross_entropy(logits, labels, reduction="sum").double()
-        if probabilities:
-            kept.append(logits)
-    model.train(was_training)
-    predicted = torch.cat(kept).cpu().double().softmax(dim=1).numpy() if probabilities else None
-    return Scores(correct.cpu().numpy(), total.cpu().numpy(), float(loss), predicted)
+    with torch.inference_mode():
+        was_training = model.training
+        # BatchNorm must use its running statistics and dropout must be off, or a score would depend on the batches.
+        model.eval()
+        device = y.device
+        correct = torch.zeros(num_classes, dtype=torch.int64, device=device)
+        total = torch.bincount(y, minlength=num_classes)
+        loss = torch.zeros((), dtype=torch.float64, device=device)
+        kept = [torch.zeros((0, num_classes), device=device)]
+        for i in range(0, len(y), batch):
+            labels = y[i : i + batch]
+            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+                logits = model(normalise(channels_first(x[i : i + batch]), inputs))
+            logits = logits.float()
+            # Added by label, not by a mask: picking rows would make the host wait for the device.
+            correct.scatter_add_(0, labels, (logits.argmax(dim=1) == labels).long())
+            loss += F.cross_entropy(logits, labels, reduction="sum").double()
+            if probabilities:
+                kept.append(logits)
+        model.train(was_training)
+        predicted = torch.cat(kept).cpu().double().softmax(dim=1).numpy() if probabilities else None
+        return Scores(correct.cpu().numpy(), total.cpu().numpy(), float(loss), predicted)
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------

@@ -1,32 +1,32 @@
-"""PyTorch's optimizers and learning-rate schedulers by name, their arguments checked against their signatures."""
+"""PyTorch's optimizers and learning-rate schedulers by name, their arguments checked against their signatures.
+
+A wrong name is refused before PyTorch is loaded: the classes are first looked up in the text of its `optim` package.
+"""
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib.util
 import inspect
 import math
 import re
 import warnings
 from collections.abc import Mapping
-from typing import Any
-
-import torch
-from torch import nn
-from torch.optim import Optimizer, lr_scheduler
-from torch.optim.lr_scheduler import LRScheduler
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fedapp.errors import BadRequest, named_values, plain_value, suggest
+from fedapp.lazy import nn, torch
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
 
 REFUSED_OPTIMIZERS = {
     "lbfgs": "it computes the loss several times in each step",
     "muon": "it optimises matrices alone, and models also have biases and convolutions",
     "sparseadam": "it takes sparse gradients, and those of the models are dense",
-}
-OPTIMIZERS: dict[str, type[Optimizer]] = {
-    name.lower(): cls
-    for name, cls in sorted(vars(torch.optim).items(), key=lambda item: item[0].lower())
-    if inspect.isclass(cls) and issubclass(cls, Optimizer) and cls is not Optimizer
-    if name.lower() not in REFUSED_OPTIMIZERS
 }
 REFUSED_SCHEDULERS = {
     "ReduceLROnPlateau": "it needs a score after each step, and all rates are known before the first",
@@ -34,12 +34,6 @@ REFUSED_SCHEDULERS = {
     "MultiplicativeLR": "it takes a function, which a line of text cannot give",
     "SequentialLR": "it takes other schedulers",
     "ChainedScheduler": "it takes other schedulers",
-}
-SCHEDULERS: dict[str, type[LRScheduler]] = {
-    name: cls
-    for name, cls in sorted(vars(lr_scheduler).items())
-    if inspect.isclass(cls) and issubclass(cls, LRScheduler) and not name.startswith("_") and cls is not LRScheduler
-    if name not in REFUSED_SCHEDULERS
 }
 WHOLE = ("T_max", "total_iters", "total_steps")
 """Arguments of schedulers that by default are the number of rates, so that a schedule fills the run or the round."""
@@ -58,9 +52,50 @@ _ELSEWHERE = {
 """Arguments that are not set here, and why."""
 
 
+@functools.cache
+def _written(files: str, base: str) -> dict[str, Path]:
+    """Return the files of `torch.optim` by the name of each class in them that inherits from `base` or a heir of it."""
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    heirs: dict[str, tuple[str, Path]] = {}
+    for file in sorted((Path(spec.origin).parent / "optim").glob(files)):
+        text = file.read_text(encoding="utf-8")
+        heirs |= {name: (of, file) for name, of in re.findall(r"^class ([A-Z]\w*)\((\w+)\):", text, re.MULTILINE)}
+    return {name: file for name, (of, file) in sorted(heirs.items()) if of == base or heirs.get(of, ("",))[0] == base}
+
+
+@functools.cache
+def optimizers() -> dict[str, str]:
+    """Return the optimizers that can train here: the names of their classes by the same in lower case."""
+    names = sorted(_written("*.py", "Optimizer"), key=str.lower)
+    return {name.lower(): name for name in names if name.lower() not in REFUSED_OPTIMIZERS}
+
+
+@functools.cache
+def schedulers() -> list[str]:
+    """Return the names of the schedulers that can be used here."""
+    return [name for name in _written("lr_scheduler.py", "LRScheduler") if name not in REFUSED_SCHEDULERS]
+
+
 def parameters_of(cls: type[Any]) -> Mapping[str, inspect.Parameter]:
     """Return the arguments of a constructor by name, without the first: the parameters or the optimizer."""
     return dict(list(inspect.signature(cls).parameters.items())[1:])
+
+
+def check_optimizer(name: str) -> None:
+    """Refuse what is no optimizer of `torch.optim`, by its class's name in lower case.
+
+    Raises
+    ------
+    BadRequest : there is none, or it cannot train here; the message says why.
+    """
+    if name in optimizers():
+        return
+    why = REFUSED_OPTIMIZERS.get(name.lower())
+    what = f"optimizer = '{name}' cannot be used: {why}" if why else f"unknown optimizer '{name}'"
+    raise BadRequest(
+        f"{what}{'' if why else suggest(name.lower(), optimizers())}: choose from {', '.join(optimizers())}"
+    )
 
 
 def optimizer_class(name: str) -> type[Optimizer]:
@@ -70,19 +105,20 @@ def optimizer_class(name: str) -> type[Optimizer]:
     ------
     BadRequest : there is none, or it cannot train here; the message says why.
     """
-    if name not in OPTIMIZERS:
-        why = REFUSED_OPTIMIZERS.get(name.lower())
-        what = f"optimizer = '{name}' cannot be used: {why}" if why else f"unknown optimizer '{name}'"
-        raise BadRequest(
-            f"{what}{'' if why else suggest(name.lower(), OPTIMIZERS)}: choose from {', '.join(OPTIMIZERS)}"
-        )
-    return OPTIMIZERS[name]
+    check_optimizer(name)
+    found: type[Optimizer] = getattr(torch.optim, optimizers()[name])
+    return found
 
 
 @functools.cache
 def takes(name: str, argument: str) -> bool:
     """Return whether an optimizer's constructor has this argument."""
-    return argument in parameters_of(optimizer_class(name))
+    check_optimizer(name)
+    cls = optimizers()[name]
+    text = _written("*.py", "Optimizer")[cls].read_text(encoding="utf-8")
+    (body,) = (n.body for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == cls)
+    (made,) = (f.args for f in body if isinstance(f, ast.FunctionDef) and f.name == "__init__")
+    return argument in [a.arg for a in (*made.args, *made.kwonlyargs)]
 
 
 @functools.lru_cache(maxsize=64)
@@ -108,11 +144,12 @@ def parse_schedule(key: str, text: str) -> tuple[type[LRScheduler], dict[str, An
     BadRequest : unknown or unsuitable class, unknown name or wrong type; the message lists what there is.
     """
     name, _, rest = text.strip().partition(" ")
-    if name not in SCHEDULERS:
+    if name not in schedulers():
         why = REFUSED_SCHEDULERS.get(name)
         what = f"{key}: '{name}' cannot be used: {why}" if why else f"{key}: no scheduler '{name}'"
-        raise BadRequest(f"{what}{'' if why else suggest(name, SCHEDULERS)}: choose from {', '.join(SCHEDULERS)}")
-    return SCHEDULERS[name], _arguments(key, name, SCHEDULERS[name], rest)
+        raise BadRequest(f"{what}{'' if why else suggest(name, schedulers())}: choose from {', '.join(schedulers())}")
+    cls: type[LRScheduler] = getattr(torch.optim.lr_scheduler, name)
+    return cls, _arguments(key, name, cls, rest)
 
 
 @functools.lru_cache(maxsize=256)

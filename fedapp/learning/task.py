@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fedapp.data.transforms import InputSpec
+from fedapp.lazy import Tensor, torch
 from fedapp.learning.training import TrainSpec
 from fedapp.models.own import NO_OPTIONS, ModelOptions
 

@@ -12,16 +12,16 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.optim.optimizer import ParamsT
+from typing import TYPE_CHECKING, Any
 
 from fedapp.data.transforms import InputSpec, augment, channels_first, normalise
 from fedapp.errors import BadRequest
+from fedapp.lazy import Tensor, nn, torch
 from fedapp.learning.optimizers import optimizer_arguments, optimizer_class, scheduled, takes
 from fedapp.process import hand_over
+
+if TYPE_CHECKING:
+    from torch.optim.optimizer import ParamsT
 
 
 @dataclass(frozen=True)
@@ -229,6 +229,27 @@ def make_optimizer(
         raise BadRequest(f"optimizer = '{spec.optimizer}' with optimizer-args = '{spec.optimizer_args}': {e}") from e
 
 
+def class_numbers(text: str) -> list[float]:
+    """Return the numbers of `class-weights`; none for `none` and `balanced`.
+
+    Raises
+    ------
+    BadRequest : the text is none of these, or the numbers are negative or all 0.
+    """
+    if text in ("none", "balanced"):
+        return []
+    try:
+        weights = [float(part) for part in text.split(",")]
+    except ValueError:
+        weights = []
+    if not any(weights) or not all(math.isfinite(w) and w >= 0 for w in weights):
+        raise BadRequest(
+            f"class-weights = '{text}': give none, balanced, or a number for each class with commas between them, "
+            "at least 0 and not all 0"
+        )
+    return weights
+
+
 def class_weights(text: str, y: Tensor, num_classes: int) -> Tensor | None:
     """Return the weights of the classes, (C,) float32 on the device of `y`; None for `none`.
 
@@ -247,15 +268,7 @@ def class_weights(text: str, y: Tensor, num_classes: int) -> Tensor | None:
     if text == "balanced":
         counts = torch.bincount(y, minlength=num_classes)
         return torch.where(counts > 0, len(y) / ((counts > 0).sum() * counts.clamp_min(1)), 0.0)
-    try:
-        weights = [float(part) for part in text.split(",")]
-    except ValueError:
-        weights = []
-    if not any(weights) or not all(math.isfinite(w) and w >= 0 for w in weights):
-        raise BadRequest(
-            f"class-weights = '{text}': give none, balanced, or a number for each class with commas between them, "
-            "at least 0 and not all 0"
-        )
+    weights = class_numbers(text)
     if num_classes and len(weights) != num_classes:
         raise BadRequest(f"class-weights has {len(weights)} numbers, but the data have {num_classes} classes")
     return torch.tensor(weights, device=y.device)

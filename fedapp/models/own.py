@@ -23,16 +23,15 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from typing import TYPE_CHECKING, Any
 
 from fedapp import plugins
 from fedapp.errors import BadRequest, described, named_values, plain_value
+from fedapp.lazy import F, Tensor, nn, torch
 from fedapp.models import weights
-from fedapp.models.split import SplitModel
+
+if TYPE_CHECKING:
+    from fedapp.models.split import SplitModel
 
 KINDS = {1: "table", 2: "series", 3: "image"}
 CLOSE = 1e-5
@@ -180,6 +179,8 @@ def _choices(linear: dict[str, nn.Linear], fitting: list[str]) -> str:
 
 def _split(name: str, net: nn.Module, num_classes: int, options: ModelOptions) -> SplitModel:
     """Cut a module into trunk and head; both keep their values."""
+    from fedapp.models.split import SplitModel
+
     if isinstance(net, SplitModel):
         if options.head or options.width:
             raise BadRequest(f"model '{name}' is a SplitModel and has a head of its own: leave out head and width")
@@ -217,6 +218,8 @@ def _split(name: str, net: nn.Module, num_classes: int, options: ModelOptions) -
 @functools.lru_cache(maxsize=64)
 def _head_of(name: str, num_classes: int, shape: tuple[int, ...], options: ModelOptions) -> tuple[int, bool]:
     """Return the width of the head, and whether the user's layer has no bias."""
+    from fedapp.models.split import SplitModel
+
     with seeded(0):
         net = _made(name, num_classes, shape, options)
         bare = False
@@ -244,6 +247,8 @@ def build(name: str, *, num_classes: int, shape: tuple[int, ...], seed: int, opt
     ------
     BadRequest : it cannot be imported or built, or has no head.
     """
+    from fedapp.models.split import SplitModel
+
     features, bare = _head_of(name, num_classes, shape, options)
     with seeded(seed):
         drawn = nn.Linear(features, num_classes)

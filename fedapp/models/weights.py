@@ -10,12 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
-import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
 
 from fedapp.errors import BadRequest
+from fedapp.lazy import Tensor, nn, torch
 
 TORCHVISION = "torchvision.models"
 SHOWN = 4
@@ -61,6 +59,8 @@ def _read(path: str, size: int, changed: int) -> Mapping[str, Tensor]:
     wanted = "save it with torch.save(model.state_dict(), FILE) or safetensors.torch.save_file"
     try:
         if path.endswith(".safetensors"):
+            import safetensors.torch
+
             found: Any = safetensors.torch.load_file(path)
         else:
             found = torch.load(path, map_location="cpu", weights_only=True)

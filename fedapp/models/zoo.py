@@ -82,17 +82,17 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
-import torch
-from torch import Tensor, nn
-
-from fedapp.core.products import Linear
 from fedapp.errors import BadRequest, described, suggest
+from fedapp.lazy import nn, torch
 from fedapp.models import own, weights
 from fedapp.models.own import NO_OPTIONS, ModelOptions
-from fedapp.models.split import SplitModel
 
-Stages = list[tuple[str, nn.Module]]
+if TYPE_CHECKING:
+    from fedapp.models.split import SplitModel
+
+Stages: TypeAlias = "list[tuple[str, nn.Module]]"
 Shape = tuple[int, ...]
 TrunkBuilder = Callable[[int, int], Stages]
 AXES = {"image": 3, "series": 2}
@@ -161,9 +161,16 @@ class ZooEntry:
 
 
 _KINDS = {
-    nn.Conv2d: "conv", nn.MaxPool2d: "pool", nn.AdaptiveAvgPool2d: "pool", nn.ReLU: "relu", Linear: "fc",
-    nn.Conv1d: "conv", nn.MaxPool1d: "pool",
+    "Conv2d": "conv", "MaxPool2d": "pool", "AdaptiveAvgPool2d": "pool", "ReLU": "relu", "Linear": "fc",
+    "Conv1d": "conv", "MaxPool1d": "pool",
 }  # fmt: skip
+
+
+def _fc(inputs: int, outputs: int) -> nn.Module:
+    """Return PyTorch's linear layer with the faster product."""
+    from fedapp.core.products import Linear
+
+    return Linear(inputs, outputs)
 
 
 def _named(*parts: nn.Module | tuple[str, nn.Module]) -> Stages:
@@ -173,7 +180,7 @@ def _named(*parts: nn.Module | tuple[str, nn.Module]) -> Stages:
     for part in parts:
         if isinstance(part, tuple):
             stages.append(part)
-        elif kind := _KINDS.get(type(part)):
+        elif kind := _KINDS.get(type(part).__name__):
             found[kind] += 1
             stages.append((f"{kind}{found[kind]}", part))
         else:
@@ -194,13 +201,13 @@ def _two_convolutions(channels: int, size: int, c1: int, c2: int) -> tuple[list[
 def _cnn(channels: int, size: int) -> Stages:
     """4-layer CNN: conv 32, conv 64, fc 512 (the output layer is the fourth)."""
     layers, flat = _two_convolutions(channels, size, 32, 64)
-    return _named(*layers, Linear(flat, 512))
+    return _named(*layers, _fc(flat, 512))
 
 
 def _fedgh(channels: int, size: int, *, c2: int, hidden: int) -> Stages:
     """FedGH's CNN-1 ... CNN-5: conv 16, conv `c2`, fc `hidden`, fc 500."""
     layers, flat = _two_convolutions(channels, size, 16, c2)
-    return _named(*layers, Linear(flat, hidden), nn.ReLU(), Linear(hidden, 500))
+    return _named(*layers, _fc(flat, hidden), nn.ReLU(), _fc(hidden, 500))
 
 
 def _fedproto(channels: int, size: int, *, c2: int) -> Stages:
@@ -210,15 +217,15 @@ def _fedproto(channels: int, size: int, *, c2: int) -> Stages:
     """
     layers, flat = _two_convolutions(channels, size, 10, c2)
     layers.insert(4, nn.Dropout2d(0.5))
-    return _named(*layers, Linear(flat, 50), nn.Dropout(0.5))
+    return _named(*layers, _fc(flat, 50), nn.Dropout(0.5))
 
 
 def _moon(channels: int, size: int) -> Stages:
     """MOON's CNN: conv 6, conv 16, fc 120, fc 84, then the projection head 84 -> 84 -> 256."""
     layers, flat = _two_convolutions(channels, size, 6, 16)
     return _named(
-        *layers, Linear(flat, 120), nn.ReLU(), Linear(120, 84), nn.ReLU(),
-        ("proj1", Linear(84, 84)), nn.ReLU(), ("proj2", Linear(84, 256)),
+        *layers, _fc(flat, 120), nn.ReLU(), _fc(120, 84), nn.ReLU(),
+        ("proj1", _fc(84, 84)), nn.ReLU(), ("proj2", _fc(84, 256)),
     )  # fmt: skip
 
 
@@ -228,7 +235,7 @@ def _digits_a(channels: int, size: int) -> Stages:
     return _named(
         nn.Conv2d(channels, 16, 3, stride=2, padding=1), nn.ReLU(),
         nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(),
-        nn.Flatten(), Linear(32 * side * side, 64),
+        nn.Flatten(), _fc(32 * side * side, 64),
     )  # fmt: skip
 
 
@@ -239,7 +246,7 @@ def _digits_b(channels: int, size: int) -> Stages:
 
 def _mlp(numbers: int, _: int) -> Stages:
     """Multi-layer perceptron of all numbers of a sample: fc 128, fc 64."""
-    return _named(nn.Flatten(), Linear(numbers, 128), nn.ReLU(), Linear(128, 64))
+    return _named(nn.Flatten(), _fc(numbers, 128), nn.ReLU(), _fc(128, 64))
 
 
 def _cnn1d(channels: int, steps: int) -> Stages:
@@ -249,7 +256,7 @@ def _cnn1d(channels: int, steps: int) -> Stages:
         nn.Conv1d(channels, 32, 7, stride=2, padding=3), nn.MaxPool1d(2), nn.ReLU(),
         nn.Conv1d(32, 48, 5, padding=2), nn.MaxPool1d(2), nn.ReLU(),
         nn.Conv1d(48, 64, 3, padding=1), nn.MaxPool1d(2), nn.ReLU(),
-        nn.Flatten(), Linear(64 * last, 56),
+        nn.Flatten(), _fc(64 * last, 56),
     )  # fmt: skip
 
 
@@ -258,7 +265,7 @@ def _digits_c(channels: int, size: int) -> Stages:
     side = -(-size // 2) // 2
     return _named(
         nn.Conv2d(channels, 32, 5, stride=2, padding=2), nn.MaxPool2d(2), nn.ReLU(),
-        nn.Flatten(), Linear(32 * side * side, 64),
+        nn.Flatten(), _fc(32 * side * side, 64),
     )  # fmt: skip
 
 
@@ -269,7 +276,7 @@ def _cnn_a(channels: int, size: int) -> Stages:
         nn.Conv2d(channels, 16, 5, padding=2), nn.MaxPool2d(2), nn.ReLU(),
         nn.Conv2d(16, 32, 5, padding=2), nn.MaxPool2d(2), nn.ReLU(),
         nn.Conv2d(32, 32, 3, padding=1), nn.MaxPool2d(2), nn.ReLU(),
-        nn.Flatten(), Linear(32 * side * side, 512),
+        nn.Flatten(), _fc(32 * side * side, 512),
     )  # fmt: skip
 
 
@@ -285,7 +292,7 @@ def _cnn_b(channels: int, size: int) -> Stages:
     return _named(
         ("patch1", nn.Conv2d(channels, 64, patch, stride=patch, padding=border)), nn.ReLU(),
         ("patch2", nn.Conv2d(64, 24, 1)), nn.ReLU(),
-        nn.Flatten(), Linear(24 * grid * grid, 512),
+        nn.Flatten(), _fc(24 * grid * grid, 512),
     )  # fmt: skip
 
 
@@ -296,37 +303,14 @@ def _cnn_c(channels: int, size: int) -> Stages:
         nn.Conv2d(channels, 24, 3, stride=2, padding=1), nn.ReLU(),
         nn.Conv2d(24, 48, 3, stride=2, padding=1), nn.ReLU(),
         nn.Conv2d(48, 64, 3, stride=2, padding=1), nn.ReLU(),
-        nn.Flatten(), Linear(64 * side * side, 512),
+        nn.Flatten(), _fc(64 * side * side, 512),
     )  # fmt: skip
-
-
-class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions with group normalisation and a 1x1 shortcut; halves the side.
-
-    Group normalisation has no running statistics, so nothing depends on the size or the make-up of a batch.
-
-    Parameters
-    ----------
-    c_in, c_out : int
-        Channels before and after; `c_out` is a multiple of 8.
-    """
-
-    def __init__(self, c_in: int, c_out: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(c_in, c_out, 3, stride=2, padding=1, bias=False)
-        self.norm1 = nn.GroupNorm(8, c_out)
-        self.conv2 = nn.Conv2d(c_out, c_out, 3, padding=1, bias=False)
-        self.norm2 = nn.GroupNorm(8, c_out)
-        self.shortcut = nn.Conv2d(c_in, c_out, 1, stride=2, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map (B, c_in, s, s) to (B, c_out, ceil(s/2), ceil(s/2))."""
-        y = torch.relu(self.norm1(self.conv1(x)))
-        return torch.relu(self.norm2(self.conv2(y)) + self.shortcut(x))
 
 
 def _cnn_d(channels: int, size: int) -> Stages:
     """Residual network: stem 3x3/2 16, residual blocks 32 and 64, global mean; fc 512. Any side, the same weights."""
+    from fedapp.models.blocks import ResidualBlock
+
     return [
         ("stem", nn.Conv2d(channels, 16, 3, stride=2, padding=1, bias=False)),
         ("norm", nn.GroupNorm(8, 16)),
@@ -335,7 +319,7 @@ def _cnn_d(channels: int, size: int) -> Stages:
         ("block2", ResidualBlock(32, 64)),
         ("pool", nn.AdaptiveAvgPool2d(1)),
         ("flatten", nn.Flatten()),
-        ("fc1", Linear(64, 512)),
+        ("fc1", _fc(64, 512)),
     ]
 
 
@@ -413,7 +397,7 @@ def _alexnet(channels: int, size: int) -> Stages:
         nn.Conv2d(channels, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2, stride=1, padding=1),
         nn.Conv2d(64, 128, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2, stride=2, padding=1),
         nn.Conv2d(128, 256, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(3),
-        nn.Flatten(), nn.Dropout(0.5), Linear(2304, 512), nn.ReLU(), Linear(512, 512),
+        nn.Flatten(), nn.Dropout(0.5), _fc(2304, 512), nn.ReLU(), _fc(512, 512),
     )  # fmt: skip
 
 
@@ -603,6 +587,8 @@ def build_model(
         raise BadRequest(f"a model needs at least 1 class, got {num_classes}; check the labels of the data.")
     if own.is_own(name):
         return own.build(name, num_classes=num_classes, shape=shape, seed=seed, options=options)
+    from fedapp.models.split import SplitModel
+
     entry = _ZOO[name]
     with own.seeded(seed):
         head = nn.Linear(entry.width, num_classes)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import numpy as np
-import torch
-from torch import nn
 
 from fedapp.errors import BadRequest
+from fedapp.lazy import nn, torch
 from fedapp.method import Array, Arrays, Payload
 from fedapp.models import weights
 
@@ -53,7 +52,6 @@ def extract(model: nn.Module, names: Iterable[str]) -> Arrays:
     return {name: np.array(state[name].detach().cpu().contiguous().numpy(), copy=True, order="C") for name in names}
 
 
-@torch.no_grad()
 def merge(model: nn.Module, arrays: Mapping[str, Array]) -> None:
     """Copy arrays into a model; the other arrays of the model stay as they are.
 
@@ -70,7 +68,8 @@ def merge(model: nn.Module, arrays: Mapping[str, Array]) -> None:
             raise ValueError(f"'{name}' has shape {tuple(array.shape)}, but the model needs {tuple(target.shape)}")
         if np.issubdtype(array.dtype, np.floating) != target.is_floating_point():
             raise ValueError(f"'{name}' has dtype {array.dtype}, but the model needs {target.dtype}")
-        target.copy_(torch.from_numpy(np.asarray(array, order="C")))
+        with torch.no_grad():
+            target.copy_(torch.from_numpy(np.asarray(array, order="C")))
 
 
 def numbered(prefix: str, number: int, name: str) -> str:

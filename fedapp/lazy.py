@@ -1,0 +1,71 @@
+"""PyTorch and SciPy's BLAS, loaded when one of their names is first used.
+
+Importing PyTorch takes ten times as long as all that a command such as `fedapp methods` does. A module that is also
+read for its tables (configuration, methods, hyperparameters, names of models) takes it from here:
+
+    from fedapp.lazy import F, Tensor, nn, torch
+
+What these names hold is a stand-in. Its first use imports the library and puts the real thing into all modules of the
+project, so that later uses cost nothing. To inherit from a class of PyTorch is a use, and so is a decorator at the top
+of a module: they load it while the module is imported. `tests/test_start.py` names the modules that must not.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from scipy.linalg import blas
+    from torch import Tensor, nn
+    from torch.nn import functional as F
+
+__all__ = ["F", "Tensor", "blas", "nn", "torch"]
+
+NAMES = {
+    "torch": ("torch", ""),
+    "Tensor": ("torch", "Tensor"),
+    "nn": ("torch", "nn"),
+    "F": ("torch.nn", "functional"),
+    "blas": ("scipy.linalg", "blas"),
+}
+"""What each name stands for: a module, and a name in it."""
+OURS = ("fedapp", "clients", "strategies")
+
+
+class StandIn:
+    """A module or a class that is imported when it is first used."""
+
+    def __init__(self, module: str, name: str) -> None:
+        self.__dict__["_place"] = (module, name)
+
+    def _real(self) -> Any:
+        module, name = self._place
+        real = importlib.import_module(module)
+        real = getattr(real, name) if name else real
+        for known, ours in list(sys.modules.items()):
+            if known.partition(".")[0] in OURS:
+                for key, value in list(vars(ours).items()):
+                    if value is self:
+                        setattr(ours, key, real)
+        return real
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python asks of everything, such as __wrapped__
+            raise AttributeError(name)
+        return getattr(self._real(), name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._real()(*args, **kwargs)
+
+    def __instancecheck__(self, instance: object) -> bool:
+        return isinstance(instance, self._real())
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (self._real(),)
+
+
+if not TYPE_CHECKING:
+    globals().update({name: StandIn(*place) for name, place in NAMES.items()})

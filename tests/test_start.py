@@ -1,0 +1,62 @@
+"""What a command imports before it does its work: a user waits for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.house import ROOT
+
+SLOW = ("torch", "torchvision", "ray", "pandas", "scipy", "sklearn", "matplotlib")
+"""Libraries that tables of configuration, methods and hyperparameters do without."""
+
+
+def loaded(program: str) -> tuple[int, str, str]:
+    """Run a program in a process of its own; return its exit code, what it printed, and which of `SLOW` it loaded."""
+    ends = f"import atexit, sys; atexit.register(lambda: print('loaded', *{{*{SLOW!r}}} & {{*sys.modules}}));"
+    done = subprocess.run([sys.executable, "-c", ends + program], cwd=ROOT, capture_output=True, text=True)
+    shown, _, names = done.stdout.rpartition("loaded")
+    return done.returncode, shown + done.stderr, names.strip()
+
+
+def command(*arguments: str) -> tuple[int, str, str]:
+    """Run a command of fedapp."""
+    return loaded(f"sys.argv = {['fedapp', *arguments]!r}; from fedapp.cli import main; main()")
+
+
+def test_every_method_is_read_with_its_hyperparameters_without_pytorch() -> None:
+    code, shown, slow = loaded(
+        "from fedapp import config, registry\n"
+        "for m in registry.discover().values(): config.from_flat({'method': m.id, 'lr': 0.1})\n"
+        "print(len(registry.discover()), registry.broken())"
+    )
+    assert (code, slow) == (0, ""), shown
+    assert "{}" in shown, "no file is broken"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("methods",), 0, "fedclassavg"),
+    ],
+)
+def test_a_command_that_trains_nothing_loads_no_pytorch(arguments: tuple[str, ...], code: int, words: str) -> None:
+    found, shown, slow = command(*arguments)
+    assert found == code and words in shown, shown
+    assert slow == ""
+
+
+def test_the_stand_ins_give_way_to_pytorch_at_the_first_use() -> None:
+    code, shown, _ = loaded(
+        "import clients.fedgh as m, fedapp.lazy as lazy\n"
+        "stood = m.torch\n"
+        "assert 'torch' not in sys.modules and stood is lazy.torch\n"
+        "assert stood.zeros(2).shape == (2,)\n"
+        "import torch; assert m.torch is torch is lazy.torch, 'everywhere, and for modules that follow'\n"
+        "assert isinstance(torch.zeros(1), m.Tensor) and m.Tensor is torch.Tensor\n"
+        "class Net(lazy.nn.Module): pass\n"
+        "assert issubclass(Net, torch.nn.Module)"
+    )
+    assert code == 0, shown
