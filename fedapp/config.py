@@ -53,7 +53,9 @@ class RunConfig(BaseModel):
 
     method: str = Field("fedclassavg", description="id of the method; see fedapp methods")
     method_args: str = Field("", description='hyperparameters of the method, "name=value name=value"')
-    dataset: str = Field("digits", description="name of the data set, or npz, csv, parquet, folder, hf for your own")
+    dataset: str = Field(
+        "digits", description="name of the data set, or npz, csv, parquet, folder, hf for your own; see fedapp datasets"
+    )
     data_dir: str = Field("", description="folder with NAME.npz, or to download to; else the place of your own data")
     columns: str = Field(
         "",
@@ -83,7 +85,7 @@ class RunConfig(BaseModel):
     partition: str = Field(
         "auto",
         description="who holds what; auto = by-client if the data have a column client, else dirichlet; flwr:NAME = a "
-        "partitioner of flwr-datasets",
+        "partitioner of flwr-datasets; see fedapp partitions",
     )
     partition_args: str = Field(
         "", description='arguments of a partitioner of flwr-datasets, "name=value name=value"; see partition'
@@ -106,7 +108,7 @@ class RunConfig(BaseModel):
     model: str = Field(
         "auto",
         description="architecture, or several, comma-separated, assigned to the clients in turn; your own: "
-        "package.module:function",
+        "package.module:function; see fedapp models",
     )
     model_args: str = Field("", description='further arguments of an own model, "name=value name=value"')
     head: str = Field("", description="layer of an own model that is its head; empty = the last Linear that fits")

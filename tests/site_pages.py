@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from fedapp import cli, registry
+from fedapp.cli.printing import kind
 from fedapp.config import RunConfig
 from fedapp.method import BaseHParams, Method
 from tests.house import FILES, module
@@ -127,40 +128,6 @@ def _code(value: object) -> str:
     return f"`{value}`".replace("|", "\\|")
 
 
-def _number(value: float) -> str:
-    return f"{value:,.0f}" if float(value).is_integer() else f"{value:g}"
-
-
-def _type(schema: Mapping[str, Any]) -> str:
-    """Say in words what a JSON schema of one value allows."""
-    if "anyOf" in schema:  # the named values first
-        return ", or ".join(sorted((_type(part) for part in schema["anyOf"]), key=lambda text: text[0] != "`"))
-    if "const" in schema:
-        return _code(schema["const"])
-    if "enum" in schema:
-        return ", ".join(map(_code, schema["enum"]))
-    kind = {
-        "string": "text",
-        "boolean": "`true`, `false`",
-        "integer": "whole number",
-        "number": "number",
-        "null": "empty",
-    }
-    low, high = schema.get("minimum"), schema.get("maximum")
-    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
-    if schema["type"] == "integer":  # below 2**31 is at most 2**31 - 1
-        low = low if above is None else above + 1
-        high = high if below is None else below - 1
-        above = below = None
-    limits = [
-        f"at least {_number(low)}" if low is not None else "",
-        f"above {_number(above)}" if above is not None else "",
-        f"at most {_number(high)}" if high is not None else "",
-        f"below {_number(below)}" if below is not None else "",
-    ]
-    return ", ".join(filter(None, [kind[schema["type"]], " and ".join(filter(None, limits))]))
-
-
 def _default(value: object) -> str:
     if isinstance(value, bool):
         return _code(str(value).lower())
@@ -173,7 +140,7 @@ def _fields(schema: Mapping[str, Any], names: Iterable[str], prefix: str) -> lis
     for name in names:
         field = schema["properties"][name]
         label = f"`{name}`{{ #{prefix}{name} }}"
-        cells = [label, _type(field), _default(field["default"]), _cell(field.get("description", ""))]
+        cells = [label, kind(field, _code), _default(field["default"]), _cell(field.get("description", ""))]
         rows.append(f"| {' | '.join(cells)} |")
     return [*rows, "", "</div>"]
 

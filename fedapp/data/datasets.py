@@ -107,6 +107,14 @@ _ARCHIVES = {
 }
 OWN = ("npz", "csv", "parquet", "folder", "hf")
 """Data sets of the user."""
+OWN_FORMS = {
+    "npz": "NumPy files with arrays x and y, or x_train, y_train, x_test, y_test; data-dir names the file or folder",
+    "csv": "a table, or a folder with a table for each client; columns says what its columns mean",
+    "parquet": "the same as Parquet files",
+    "folder": "pictures in folders named by their classes, or in a folder for each client",
+    "hf": "a data set in the form of Hugging Face datasets; data-dir names its place",
+}
+"""What each of :data:`OWN` is, in one sentence."""
 DATASET_NAMES: tuple[str, ...] = (*_FACTS, *OWN)
 """Every name that :func:`load` knows."""
 
@@ -119,6 +127,17 @@ def installed() -> dict[str, plugins.Entry]:
 def published(name: str) -> Facts | None:
     """Return what is known of a published data set without loading it, or None for the user's own."""
     return _FACTS.get(name)
+
+
+def origin(name: str) -> str:
+    """Say where a published data set comes from."""
+    wins = f"{name}.npz in data-dir"
+    if name == "digits":
+        return "comes with scikit-learn; nothing is downloaded"
+    if name in _TORCHVISION:
+        return f"{wins}, else downloaded by torchvision to data-dir"
+    archive, address = _ARCHIVES[name]
+    return f"{wins}, or {archive} from {address} in it"
 
 
 @dataclass(frozen=True, eq=False)

@@ -73,6 +73,18 @@ PARTITION_PARAMETER: dict[str, str | None] = {
     "file": None,
 }
 """Every kind, with the run-config key that sets how far it is from iid (None: nothing to set)."""
+MEANING: dict[str, str] = {
+    "iid": "every client gets an equal share of a random order",
+    "dirichlet": "each class is divided by shares that Dirichlet(alpha) draws; sizes differ too",
+    "dirichlet-equal": "equal sizes; each client's shares of the classes are drawn from Dirichlet(alpha)",
+    "pathological": "blocks of clients share the same few classes, with uneven sizes",
+    "classes": "each client gets a few random classes, and an uneven share of each",
+    "two-class": "two random classes a client, equal sizes, drawn with replacement",
+    "shards": "samples sorted by label are cut into equal shards, of which each client gets a few",
+    "by-client": "a column of your data says which client each sample belongs to",
+    "file": "an index file says who holds what (partition-file)",
+}
+"""Every kind in one sentence."""
 NATURAL = ("by-client", "file")
 """Kinds of which the data or a file say who holds what, `fedapp.data.natural`; :func:`make` draws all others."""
 PARTS = ("train", "test", "validation")

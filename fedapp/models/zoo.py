@@ -145,6 +145,8 @@ class ZooEntry:
 
     def sizes(self) -> str:
         """Say in words what fits."""
+        if self.kind == "any":
+            return "table rows, or all numbers of any sample"
         if self.kind == "series":
             return f"series of {self.min_size} steps or more"
         low = f"{self.min_size}x{self.min_size}"
@@ -477,6 +479,17 @@ _ZOO: dict[str, ZooEntry] = {
 
 MODEL_NAMES: tuple[str, ...] = tuple(_ZOO)
 """All names that `build_model` knows, in the order of the documentation."""
+
+
+def listed() -> list[tuple[str, int, str, str]]:
+    """Return for each model its name, the width of its representations, what it takes, and a sentence about it."""
+    found = []
+    for name, entry in _ZOO.items():
+        builder = getattr(entry.trunk, "func", entry.trunk)
+        numbers = ", ".join(f"{key} {value}" for key, value in getattr(entry.trunk, "keywords", {}).items())
+        words = (builder.__doc__ or "").partition("\n")[0].replace("`", "").rstrip(".")
+        found.append((name, entry.width, entry.sizes(), f"{words} ({numbers})" if numbers else words))
+    return found
 
 
 def default_model(shape: Shape) -> str:

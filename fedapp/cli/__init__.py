@@ -2,49 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Column, Table
-from typer.core import TyperGroup
-from typer.utils import get_params_from_function
 
+from fedapp import __version__
+from fedapp.cli import deployment, listing
+from fedapp.cli.options import Commands, Set, collect, names
+from fedapp.cli.printing import show, tell_broken
 from fedapp.errors import BadRequest, plain
-
-
-class Commands(TyperGroup):
-    """The group of commands. Ctrl-C prints one line and exits with 130; some versions of Typer would exit with 1."""
-
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command with the help of its arguments; with click 8.5 Typer 0.20 loses it."""
-        command = super().get_command(ctx, cmd_name)
-        said = get_params_from_function(command.callback) if command and command.callback else {}
-        for param in command.params if command else ():
-            if param.param_type_name == "argument" and param.help is None and param.name in said:
-                param.help = said[param.name].default.help
-        return command
-
-    def invoke(self, ctx: Any) -> Any:
-        """Run a command."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            typer.echo("fedapp: interrupted", err=True)
-            raise typer.Exit(130) from None
-
 
 app = typer.Typer(
     name="fedapp",
     cls=Commands,
     help="Federated learning where the classifier head does the work.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -63,9 +37,21 @@ Track = Annotated[
     list[str] | None,
     typer.Option(help="tracker that follows the run: tensorboard, mlflow, wandb or a package's; repeatable"),
 ]
-Set = Annotated[
-    list[str] | None, typer.Option("--set", help="any run-config key, as key=value; repeatable", metavar="KEY=VALUE")
-]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fedapp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
+    """Federated learning where the classifier head does the work."""
 
 
 def main() -> None:
@@ -78,69 +64,6 @@ def main() -> None:
     except Exception:
         traceback.print_exc()
         raise SystemExit(1) from None
-
-
-def _tell_broken() -> None:
-    """Name the files of `strategies/` that define no valid method; the others work without them."""
-    from fedapp import registry
-
-    for text in registry.broken().values():
-        typer.echo(f"fedapp: left out: {text}", err=True)
-
-
-def _show(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], plain: Iterable[Sequence[str]] = ()) -> None:
-    """Print rows as a table on a terminal; elsewhere print them (or `plain`) with tabs between the cells."""
-    if not sys.stdout.isatty():
-        sys.stdout.writelines("\t".join(row).rstrip() + "\n" for row in plain or rows)
-        return
-    table = Table(*(Column(head, overflow="fold") for head in heads), title=title)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-
-
-def collect(
-    options: dict[str, Any],
-    sets: list[str] | None,
-    settings: Mapping[str, Any] | None = None,
-    scale: float | None = None,
-) -> dict[str, Any]:
-    """Join a recipe's settings, options and `--set` values. The command line overrides the recipe and is not scaled.
-
-    Raises
-    ------
-    BadRequest : the command line gives a key twice with different values, or `--set` is not key=value.
-    """
-    from fedapp import config
-
-    given: dict[str, tuple[Any, str]] = {}
-
-    def put(key: str, value: Any, how: str) -> None:
-        if key in given and given[key][0] != value:
-            raise BadRequest(
-                f"{key} is given twice: {given[key][1]} says {given[key][0]!r}, {how} says {value!r}; give it once"
-            )
-        given.setdefault(key, (value, how))
-
-    for key, value in options.items():
-        if value is not None:
-            put(key, value, "--" + {"num-server-rounds": "rounds"}.get(key, key))
-    for item in sets or []:
-        key, sep, text = item.partition("=")
-        if not sep:
-            raise BadRequest(f"--set {item} has no value: write --set key=value")
-        put(key.strip(), config.parse_value(key.strip(), text.strip()), f"--set {item}")
-    values = dict(settings or {})
-    chosen = {k: v for k, (v, _) in given.items()}
-    if scale is not None:
-        from fedapp.experiments import recipes
-
-        shrunk, told = recipes.scaled(
-            {**values, **({"dataset": chosen["dataset"]} if "dataset" in chosen else {})}, scale
-        )
-        typer.echo(told, err=True)
-        values = shrunk
-    return {**values, **chosen}
 
 
 @app.command()
@@ -175,7 +98,7 @@ def run(
     from fedapp.engines import runner
     from fedapp.experiments import recipes
 
-    _tell_broken()
+    tell_broken()
     if engine != "deploy" and superlink is not None:
         raise BadRequest("--superlink needs --engine deploy: add it, or leave out --superlink")
     options = {
@@ -207,16 +130,8 @@ def run(
     )
 
 
-@app.command()
-def methods() -> None:
-    """List all methods: whether they allow different architectures, what travels, and the paper."""
-    from fedapp import registry
-
-    _tell_broken()
-    rows = [
-        (m.id, m.title, "yes" if m.heterogeneous else "no", m.travels, m.paper) for m in registry.discover().values()
-    ]
-    _show("Methods", ("id", "method", "different architectures", "what travels", "paper"), rows)
+for listed in (listing.methods, listing.keys, listing.models, listing.datasets, listing.partitions, listing.recipes):
+    app.command()(listed)
 
 
 @app.command()
@@ -306,7 +221,7 @@ def compare(
     from fedapp.experiments import compare as comparing
     from fedapp.experiments import recipes
 
-    _tell_broken()
+    tell_broken()
     recipe = recipes.find(file) if file is not None else None
     options = {
         "dataset": dataset, "clients": clients, "num-server-rounds": rounds, "seed": seed,
@@ -314,7 +229,7 @@ def compare(
     }  # fmt: skip
     values = collect(options, sets, recipe.settings if recipe else None, scale)
     given = set(collect(options, sets))
-    lists = {"dataset": _names(datasets), "partition": _names(partitions)}
+    lists = {"dataset": names(datasets), "partition": names(partitions)}
     for key, several in lists.items():
         if several and key in given:
             raise BadRequest(
@@ -339,24 +254,6 @@ def compare(
         workers=workers,
     )
     raise typer.Exit(code)
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-@app.command(name="recipes")
-def list_recipes(
-    name: Annotated[str | None, typer.Argument(help="recipe to print as a TOML file", metavar="[NAME]")] = None,
-) -> None:
-    """List the shipped recipes (the settings of the papers' tables), or print one of them."""
-    from fedapp.experiments import recipes
-
-    if name is not None:
-        typer.echo(recipes.find(Path(name)).text, nl=False)
-        return
-    for recipe in recipes.shipped().values():
-        typer.echo(f"{recipe.name}\t{recipe.title}")
 
 
 Client = Annotated[
@@ -424,7 +321,7 @@ def predict(
     best = [[(net.classes[i], float(p[i])) for i in row] for row, p in zip(order, probabilities, strict=True)]
     cells = [[name, *(f"{c} {100 * p:.1f} %" for c, p in row)] for name, row in zip(found["sample"], best, strict=True)]
     plain = [[name, *(f"{c}\t{p:.4f}" for c, p in row)] for name, row in zip(found["sample"], best, strict=True)]
-    _show(net.about, heads, cells, plain)
+    show(net.about, heads, cells, plain)
 
 
 @app.command()
@@ -500,119 +397,10 @@ def figure(
     typer.echo(f"{drawing.caption}\nfigure: {file}")
 
 
-deployment = typer.Typer(
-    cls=Commands, no_args_is_help=True, help="Real devices: find problems and show how to solve them."
-)
-app.add_typer(deployment, name="deploy")
-
-
-@deployment.callback()
-def _deployment() -> None:
-    """Real devices."""
-
-
-@deployment.command("check")
-def deploy_check(
-    superlink: Annotated[str | None, typer.Option(help="name of a connection in Flower's configuration")] = None,
-    address: Annotated[str | None, typer.Option(help="in place of --superlink: the SuperLink's HOST:PORT")] = None,
-    root_certificates: Annotated[Path | None, typer.Option(help="with --address: the CA's certificate")] = None,
-    insecure: Annotated[bool, typer.Option("--insecure", help="with --address: plain HTTP")] = False,
-    node_config: Annotated[
-        str | None, typer.Option(help="on a node: the value of flower-supernode --node-config")
-    ] = None,
-    key: Annotated[Path | None, typer.Option(help="on a node: its private key")] = None,
-    certificate: Annotated[Path | None, typer.Option(help="on the server: its certificate")] = None,
-    sets: Set = None,
-) -> None:
-    """Check a node or the server: versions, clock, certificates, reachability, data, model, disk.
-
-    Exit codes: 0 no check failed; 1 a check failed; 2 bad request.
-    """
-    from fedapp.engines import deploy_check as deploycheck
-
-    if superlink and (address or root_certificates or insecure):
-        raise BadRequest(
-            "--superlink and --address, --root-certificates or --insecure exclude each other: name a connection, or "
-            "give an address"
-        )
-    if insecure and root_certificates:
-        raise BadRequest("--insecure is plain HTTP without certificates: leave out --root-certificates or --insecure")
-    found = deploycheck.check(
-        superlink=superlink, address=address, root_certificates=root_certificates, insecure=insecure,
-        node_config=node_config, key=key, certificate=certificate, values=collect({}, sets),
-    )  # fmt: skip
-    colours = {"ok": "green", "warn": "yellow", "fail": "red"}
-    plain = [(f.state, f.name, f.found, f.remedy) for f in found]
-    rows = [(f"[{colours[state]}]{state}[/]", *map(escape, texts)) for state, *texts in plain]
-    _show("fedapp deploy check", ("", "what", "found", "what to do"), rows, plain)
-    raise typer.Exit(int(any(f.state == deploycheck.FAIL for f in found)))
-
-
-@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
-def superlink(
-    context: typer.Context,
-    public: Annotated[str, typer.Option(help="HOST:PORT that nodes reach")] = "0.0.0.0:8000",
-    private: Annotated[str, typer.Option(help="HOST:PORT on loopback, for the operator")] = "127.0.0.1:8001",
-    operator_token_file: Annotated[
-        Path | None, typer.Option(help="made if it does not exist; default: operator.token beside the database")
-    ] = None,
-    max_reply: Annotated[int, typer.Option(help="MiB that a node may send for one reply", min=1)] = 256,
-) -> None:
-    """Start a SuperLink whose public port serves nodes only. Further options go to flower-superlink.
-
-    TLS and node keys are always on; the command line needs the operator's token (fedapp operator login).
-    """
-    from fedapp.engines import gate
-
-    raise typer.Exit(gate.serve(public, private, operator_token_file, max_reply << 20, context.args))
-
-
-operator = typer.Typer(
-    cls=Commands, no_args_is_help=True, help="The operator of a SuperLink that fedapp superlink started."
-)
-app.add_typer(operator, name="operator")
-
-
-@operator.callback()
-def _operator() -> None:
-    """The operator of a SuperLink."""
-
-
-@operator.command("login")
-def operator_login(
-    connection: Annotated[str, typer.Argument(help="name of a connection in Flower's configuration")],
-    token_file: Annotated[Path, typer.Option(help="the SuperLink's operator.token, or a copy")],
-) -> None:
-    """Let flwr and fedapp use the operator's token for a connection."""
-    from fedapp.engines import deploy, gate
-
-    to = deploy.connection(connection)
-    if not token_file.is_file():
-        raise BadRequest(f"{token_file} does not exist: fedapp superlink makes it beside its database")
-    gate.login(to.address, gate.operator_token(token_file))
-    typer.echo(f"flwr and fedapp now use this token for {connection} ({to.address})")
-
-
-@app.command()
-def admit(
-    key: Annotated[Path, typer.Argument(help="a node's public key", metavar="KEY.pub")],
-    client: Annotated[int, typer.Option(help="client id of this node")],
-    connection: Annotated[
-        str | None, typer.Option("--superlink", help="name of a connection in Flower's configuration")
-    ] = None,
-    roster: Annotated[
-        Path | None, typer.Option(envvar="FEDAPP_ROSTER", help="the server's roster, roster.toml beside its database")
-    ] = None,
-    max_examples: Annotated[int, typer.Option(help="largest number of training rows that it may report")] = 0,
-) -> None:
-    """Register a node's key and bind it to a client id. Run it on the server."""
-    from fedapp.engines import control, deploy, gate
-
-    if roster is None:
-        raise BadRequest("give --roster FILE, the roster.toml beside the SuperLink's database")
-    with control.Control.of_connection(deploy.connection(connection)) as api:
-        node = gate.admit(api, key, client, roster, max_examples)
-    typer.echo(f"node {node} is client {client} ({roster})")
+app.add_typer(deployment.deployment, name="deploy")
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(deployment.superlink)
+app.add_typer(deployment.operator, name="operator")
+app.command()(deployment.admit)
 
 
 @app.command()
@@ -639,9 +427,5 @@ def reproduce(
     if out is None and kept is None:
         raise BadRequest("give --out, a folder for the runs, or --from, a folder of kept runs such as docs/ledger")
     raise typer.Exit(
-        reproducing.reproduce(out, data_dir, _names(claims), _names(studies), minutes, workers, doc, kept, keep)
+        reproducing.reproduce(out, data_dir, names(claims), names(studies), minutes, workers, doc, kept, keep)
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,123 @@
+"""Commands for real devices: checks, the SuperLink, its operator, and the nodes that may take part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from fedapp.cli.options import Commands, Set, collect
+from fedapp.cli.printing import show
+from fedapp.errors import BadRequest
+
+deployment = typer.Typer(
+    cls=Commands, no_args_is_help=True, help="Real devices: find problems and show how to solve them."
+)
+
+
+@deployment.callback()
+def _deployment() -> None:
+    """Real devices."""
+
+
+@deployment.command("check")
+def deploy_check(
+    superlink: Annotated[str | None, typer.Option(help="name of a connection in Flower's configuration")] = None,
+    address: Annotated[str | None, typer.Option(help="in place of --superlink: the SuperLink's HOST:PORT")] = None,
+    root_certificates: Annotated[Path | None, typer.Option(help="with --address: the CA's certificate")] = None,
+    insecure: Annotated[bool, typer.Option("--insecure", help="with --address: plain HTTP")] = False,
+    node_config: Annotated[
+        str | None, typer.Option(help="on a node: the value of flower-supernode --node-config")
+    ] = None,
+    key: Annotated[Path | None, typer.Option(help="on a node: its private key")] = None,
+    certificate: Annotated[Path | None, typer.Option(help="on the server: its certificate")] = None,
+    sets: Set = None,
+) -> None:
+    """Check a node or the server: versions, clock, certificates, reachability, data, model, disk.
+
+    Exit codes: 0 no check failed; 1 a check failed; 2 bad request.
+    """
+    from fedapp.engines import deploy_check as deploycheck
+
+    if superlink and (address or root_certificates or insecure):
+        raise BadRequest(
+            "--superlink and --address, --root-certificates or --insecure exclude each other: name a connection, or "
+            "give an address"
+        )
+    if insecure and root_certificates:
+        raise BadRequest("--insecure is plain HTTP without certificates: leave out --root-certificates or --insecure")
+    found = deploycheck.check(
+        superlink=superlink, address=address, root_certificates=root_certificates, insecure=insecure,
+        node_config=node_config, key=key, certificate=certificate, values=collect({}, sets),
+    )  # fmt: skip
+    colours = {"ok": "green", "warn": "yellow", "fail": "red"}
+    plain = [(f.state, f.name, f.found, f.remedy) for f in found]
+    rows = [(f"[{colours[state]}]{state}[/]", *map(escape, texts)) for state, *texts in plain]
+    show("fedapp deploy check", ("", "what", "found", "what to do"), rows, plain)
+    raise typer.Exit(int(any(f.state == deploycheck.FAIL for f in found)))
+
+
+def superlink(
+    context: typer.Context,
+    public: Annotated[str, typer.Option(help="HOST:PORT that nodes reach")] = "0.0.0.0:8000",
+    private: Annotated[str, typer.Option(help="HOST:PORT on loopback, for the operator")] = "127.0.0.1:8001",
+    operator_token_file: Annotated[
+        Path | None, typer.Option(help="made if it does not exist; default: operator.token beside the database")
+    ] = None,
+    max_reply: Annotated[int, typer.Option(help="MiB that a node may send for one reply", min=1)] = 256,
+) -> None:
+    """Start a SuperLink whose public port serves nodes only. Further options go to flower-superlink.
+
+    TLS and node keys are always on; the command line needs the operator's token (fedapp operator login).
+    """
+    from fedapp.engines import gate
+
+    raise typer.Exit(gate.serve(public, private, operator_token_file, max_reply << 20, context.args))
+
+
+operator = typer.Typer(
+    cls=Commands, no_args_is_help=True, help="The operator of a SuperLink that fedapp superlink started."
+)
+
+
+@operator.callback()
+def _operator() -> None:
+    """The operator of a SuperLink."""
+
+
+@operator.command("login")
+def operator_login(
+    connection: Annotated[str, typer.Argument(help="name of a connection in Flower's configuration")],
+    token_file: Annotated[Path, typer.Option(help="the SuperLink's operator.token, or a copy")],
+) -> None:
+    """Let flwr and fedapp use the operator's token for a connection."""
+    from fedapp.engines import deploy, gate
+
+    to = deploy.connection(connection)
+    if not token_file.is_file():
+        raise BadRequest(f"{token_file} does not exist: fedapp superlink makes it beside its database")
+    gate.login(to.address, gate.operator_token(token_file))
+    typer.echo(f"flwr and fedapp now use this token for {connection} ({to.address})")
+
+
+def admit(
+    key: Annotated[Path, typer.Argument(help="a node's public key", metavar="KEY.pub")],
+    client: Annotated[int, typer.Option(help="client id of this node")],
+    connection: Annotated[
+        str | None, typer.Option("--superlink", help="name of a connection in Flower's configuration")
+    ] = None,
+    roster: Annotated[
+        Path | None, typer.Option(envvar="FEDAPP_ROSTER", help="the server's roster, roster.toml beside its database")
+    ] = None,
+    max_examples: Annotated[int, typer.Option(help="largest number of training rows that it may report")] = 0,
+) -> None:
+    """Register a node's key and bind it to a client id. Run it on the server."""
+    from fedapp.engines import control, deploy, gate
+
+    if roster is None:
+        raise BadRequest("give --roster FILE, the roster.toml beside the SuperLink's database")
+    with control.Control.of_connection(deploy.connection(connection)) as api:
+        node = gate.admit(api, key, client, roster, max_examples)
+    typer.echo(f"node {node} is client {client} ({roster})")

@@ -1,0 +1,98 @@
+"""How commands print: tables that fit the terminal, lines with tabs elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Column, Table
+from rich.text import Text
+
+
+def on_terminal() -> bool:
+    """Return whether a person reads what is printed."""
+    return sys.stdout.isatty()
+
+
+def tell_broken() -> None:
+    """Name the files of `strategies/` that define no valid method; the others work without them."""
+    from fedapp import registry
+
+    for text in registry.broken().values():
+        typer.echo(f"fedapp: left out: {text}", err=True)
+
+
+def show(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], plain: Iterable[Sequence[str]] = ()) -> None:
+    """Print rows as a table on a terminal; elsewhere print them (or `plain`) with tabs between the cells."""
+    if not on_terminal():
+        sys.stdout.writelines("\t".join(row).rstrip() + "\n" for row in plain or rows)
+        return
+    first, *others = heads
+    columns = [Column(first, overflow="fold", no_wrap=True), *(Column(head, overflow="fold") for head in others)]
+    table = Table(*columns, title=title)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def entries(rows: Sequence[Sequence[str]], below: Callable[[Sequence[str]], tuple[str, str]]) -> None:
+    """Print things that have a name and sentences, one below the other; elsewhere than on a terminal a line each.
+
+    Parameters
+    ----------
+    rows : cells, the name first; what is printed with tabs.
+    below : what a row says under its name: a sentence, and facts that are set off from it.
+    """
+    if not on_terminal():
+        sys.stdout.writelines("\t".join(row).rstrip() + "\n" for row in rows)
+        return
+    console = Console(highlight=False)
+    for row in rows:
+        sentence, facts = below(row)
+        console.print(Text(row[0], style="bold"), Text(facts, style="dim"))
+        console.print(Padding(Text(sentence), (0, 0, 0, 4)))
+
+
+def kind(schema: Mapping[str, Any], code: Callable[[object], str] = str) -> str:
+    """Say in words what a JSON schema of one value allows.
+
+    Parameters
+    ----------
+    code : how a value that can be given as it stands is written.
+    """
+    if "anyOf" in schema:  # the named values first
+        parts = sorted(schema["anyOf"], key=lambda part: "const" not in part and "enum" not in part)
+        return ", or ".join(kind(part, code) for part in parts)
+    if "const" in schema:
+        return code(schema["const"])
+    if "enum" in schema:
+        return ", ".join(map(code, schema["enum"]))
+    words = {
+        "string": "text",
+        "boolean": f"{code('true')}, {code('false')}",
+        "integer": "whole number",
+        "number": "number",
+        "null": "empty",
+    }
+    low, high = schema.get("minimum"), schema.get("maximum")
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    if schema["type"] == "integer":  # below 2**31 is at most 2**31 - 1
+        low = low if above is None else above + 1
+        high = high if below is None else below - 1
+        above = below = None
+    limits = [
+        f"at least {number(low)}" if low is not None else "",
+        f"above {number(above)}" if above is not None else "",
+        f"at most {number(high)}" if high is not None else "",
+        f"below {number(below)}" if below is not None else "",
+    ]
+    return ", ".join(filter(None, [words[schema["type"]], " and ".join(filter(None, limits))]))
+
+
+def number(value: float) -> str:
+    """Return a number without digits that say nothing."""
+    return f"{value:,.0f}" if float(value).is_integer() else f"{value:g}"

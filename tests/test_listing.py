@@ -1,0 +1,79 @@
+"""The commands that list what a run can be made of, on a terminal of 80 columns and through a pipe."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from fedapp import __version__
+from fedapp.cli import app, printing
+from fedapp.config import KEYS
+from fedapp.data.datasets import DATASET_NAMES
+from fedapp.data.partitions import PARTITION_KINDS
+from fedapp.models import MODEL_NAMES
+
+WIDE = 80
+
+
+def lines(*arguments: str) -> list[list[str]]:
+    """Return what a command prints through a pipe: the cells of each line."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output
+    return [line.split("\t") for line in result.stdout.splitlines()]
+
+
+def test_the_version_is_the_packages() -> None:
+    assert lines("--version") == [[f"fedapp {__version__}"]]
+
+
+def test_every_key_is_listed_with_type_default_and_meaning() -> None:
+    rows = lines("keys")
+    assert [row[0] for row in rows] == list(KEYS)
+    assert all(row[1] and row[3] for row in rows)
+    found = {row[0]: row[1:] for row in rows}
+    assert found["lr"] == ["auto, or number, above 0", "auto", "learning rate"]
+    assert found["min-samples"][:2] == ["whole number, at least 1", "10"]
+    assert found["precision"][:2] == ["fp32, bf16", "fp32"] and found["final-training"][:2] == ["true, false", "true"]
+
+
+def test_a_word_chooses_keys_by_name_first_and_by_meaning() -> None:
+    named = [row[0] for row in lines("keys", "LR")]
+    assert named[0] == "lr" and {"lr-schedule", "lr-schedule-steps"} <= {*named[:3]}
+    assert "seed" not in named
+    assert [row[0] for row in lines("keys", "concentration")] == ["alpha"]
+    unknown = CliRunner().invoke(app, ["keys", "optimiser"])
+    assert unknown.exit_code != 0 and "did you mean 'optimizer'" in str(unknown.exception)
+
+
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [("models", MODEL_NAMES), ("datasets", DATASET_NAMES), ("partitions", (*PARTITION_KINDS, "flwr:NAME"))],
+)
+def test_every_name_is_listed_with_a_sentence(command: str, names: tuple[str, ...]) -> None:
+    rows = lines(command)
+    assert tuple(row[0] for row in rows)[: len(names)] == names
+    assert all(len(row[-1].split()) > 1 for row in rows)
+
+
+@pytest.mark.parametrize("command", ["methods", "keys", "models", "datasets", "partitions", "recipes"])
+def test_a_listing_fits_eighty_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is wider, and no name is broken."""
+    names = [row[0] for row in lines(command)]
+    console = Console(width=WIDE, record=True, file=io.StringIO())
+    monkeypatch.setattr(printing, "Console", lambda **_: console)
+    monkeypatch.setattr(printing, "on_terminal", lambda: True)
+    result = CliRunner().invoke(app, [command])
+    assert result.exit_code == 0, result.output
+    shown = console.export_text().splitlines()
+    assert max(map(len, shown)) <= WIDE
+    begun = {line.split(" ")[0] for line in shown if not line.startswith(" ")}
+    assert {*names} <= begun
+
+
+def test_help_says_whole_sentences() -> None:
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": str(WIDE)}).stdout
+    assert "..." not in shown.partition("Commands:")[2] and "--install-completion" in shown
+    assert max(map(len, shown.splitlines())) <= WIDE
