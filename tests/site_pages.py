@@ -31,7 +31,6 @@ GUIDES: dict[str, dict[str, str]] = {
         "Real devices": "deployment.md",
         "Lying clients": "robustness.md",
         "Secure sums": "secure-sums.md",
-        "Trackers": "tracking.md",
     },
     "Results": {
         "Reproduction": "reproduction.md",
@@ -42,12 +41,13 @@ GUIDES: dict[str, dict[str, str]] = {
     "Project": {
         "Architecture": "architecture.md",
         "Contributing": "CONTRIBUTING.md",
+        "Installing and versions": "installing.md",
         "Mutation tests": "mutants.md",
         "Changelog": "CHANGELOG.md",
         "Security": "SECURITY.md",
     },
 }
-"""Pages that are written by hand, in the order of the site; `tests/test_pages.py` finds those that are missing."""
+"""Pages that are written by hand, in the order of the site; further ones come last among the guides."""
 
 SECTIONS = {
     "method": "Method",
@@ -311,15 +311,23 @@ def generated() -> dict[str, str]:
     return pages
 
 
+def _guides() -> dict[str, dict[str, str]]:
+    known = {place for pages in GUIDES.values() for place in pages.values()}
+    new = sorted(p for p in (ROOT / "docs").glob("*.md") if p.name not in known)
+    titles = {p.read_text(encoding="utf-8").split("\n", 1)[0].lstrip("# "): p.name for p in new}
+    return {**GUIDES, "Guides": {**GUIDES["Guides"], **titles}}
+
+
 def navigation() -> list[Any]:
     """Return the navigation of the site for MkDocs."""
+    guides = _guides()
     groups = [{title: [{m.title: f"methods/{m.id}.md"} for m in members]} for title, members in families().items()]
     modules = [
         {title: [{name.removeprefix("fedapp."): f"api/{name}.md"} for name in names]} for title, names in api().items()
     ]
     return [
         {"Home": "index.md"},
-        {"Guides": [{k: v} for k, v in GUIDES["Guides"].items()]},
+        {"Guides": [{k: v} for k, v in guides["Guides"].items()]},
         {"Methods": ["methods/index.md", *groups]},
         {
             "Reference": [
@@ -334,6 +342,6 @@ def navigation() -> list[Any]:
                 {"Methods": [{m.title: f"api/{m.id}.md"} for m in registry.discover().values()]},
             ]
         },
-        {"Results": [{k: v} for k, v in GUIDES["Results"].items()]},
-        {"Project": [{k: v} for k, v in GUIDES["Project"].items()]},
+        {"Results": [{k: v} for k, v in guides["Results"].items()]},
+        {"Project": [{k: v} for k, v in guides["Project"].items()]},
     ]

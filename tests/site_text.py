@@ -146,7 +146,7 @@ def relinked(text: str, folder: str, here: str) -> str:
         place = _place(path)
         if place is not None:
             return f"[{label}]({posixpath.relpath(place, posixpath.dirname(here) or '.')}{mark}{anchor})"
-        return f"[{label}]({address}/blob/main/{path})" if address else label
+        return f"[{label}]({address}/blob/HEAD/{path})" if address else label
 
     parts = re.split(r"(^```.*?^```$)", text, flags=re.M | re.S)
     return "".join(part if part.startswith("```") else LINK.sub(put, part) for part in parts)

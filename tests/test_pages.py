@@ -158,7 +158,7 @@ def test_links_of_the_repository_become_links_of_the_site(monkeypatch: pytest.Mo
         "[c](api/scaffold.md)\n```\n[b](LICENSE)\n```"
     )
     monkeypatch.setenv("FEDAPP_REPOSITORY", "https://example.org/fedapp/")
-    assert relinked("[b](LICENSE)", "", "index.md") == "[b](https://example.org/fedapp/blob/main/LICENSE)"
+    assert relinked("[b](LICENSE)", "", "index.md") == "[b](https://example.org/fedapp/blob/HEAD/LICENSE)"
 
 
 def test_docstrings_become_what_numpydoc_and_markdown_read() -> None:
