@@ -29,6 +29,7 @@ from fedapp.tasks.node import Node
 from fedapp.transport import secure
 from fedapp.transport.client_manager import WITHOUT_DATA
 from fedapp.transport.clipping import clip_update
+from fedapp.transport.identity import Identity
 from fedapp.transport.records import payload_of, reply_content
 from fedapp.transport.secure import SecureClient
 
@@ -215,8 +216,9 @@ def _secrets(context: Context, config: RunConfig) -> Iterator[SecureClient]:
     """Give this client's side of secure sums; its secrets stay in the node's memory and end with the run."""
     kept: dict[str, Any] = dict(context.state.config_records.get(SECURE, {}))
     try:
-        number = Node.parse(context.node_config).client
-        yield SecureClient(number, kept, config.secure_dropout, config.secure_colluders)
+        node = Node.parse(context.node_config)
+        identity = Identity(node.node_key, node.peers)
+        yield SecureClient(node.client, kept, config.secure_dropout, config.secure_colluders, identity)
     finally:
         context.state[SECURE] = ConfigRecord(kept)
 
@@ -241,7 +243,7 @@ def _handle(stage: str, message: Message, context: Context) -> Message:
         if config.secure_sum and stage in WITHOUT_DATA:
             with _secrets(context, config) as secrets:
                 info = {"client": secrets.member.client}
-                arrays = secrets.answer(stage, payload)
+                arrays = secrets.answer(stage, payload, str(control.get("run", "")))
             return Message(reply_content(arrays, {"num-examples": 0}, info, "fp32"), reply_to=message)
         if config.secure_sum:
             payload, given = secure.taken_from(payload)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 from flwr.app import Error, Message
 
 from fedapp import registry, server_app
@@ -17,8 +21,9 @@ from fedapp.client_app import app as client_app
 from fedapp.config import from_flat
 from fedapp.errors import BadRequest
 from fedapp.method import Array, Arrays, Reply, Sums
-from fedapp.transport import checkpoint, secure
+from fedapp.transport import checkpoint, roster, secure
 from fedapp.transport.client_manager import RoundFailed
+from fedapp.transport.identity import PROOF, Identity
 from fedapp.transport.local_grid import LocalGrid
 from fedapp.transport.secure import HIDDEN, additive, restored, shapes_of
 from strategies.base import FedStrategy
@@ -252,7 +257,7 @@ def test_only_hidden_vectors_leave_a_client(tmp_path: Path, plain: list[tuple[Ar
     go(tmp_path / "run", wire, method="fedncm")
     assert seen.pop("train") == seen.pop("query.sums") == {HIDDEN}
     assert seen == {
-        "query.keys": {"secure/keys"},
+        "query.keys": {"secure/keys", "secure/proofs"},
         "query.shares": {"secure/keys", "secure/digest", "secure/shares"},
         "query.unmask": {"secure/shares"},
     }
@@ -279,6 +284,73 @@ def test_a_client_that_opens_false_shares_is_blocked(tmp_path: Path) -> None:
 
     summary = go(tmp_path / "run", wire)
     assert summary["blocked"] == [0] and "not those it was given" in (tmp_path / "run" / "blocked.csv").read_text()
+
+
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], Path]:
+    """Private keys of three nodes as ssh-keygen and openssl write them, and the roster of their public keys."""
+    folder, keys = tmp_path_factory.mktemp("keys"), []
+    for client in range(3):
+        key = ec.generate_private_key(ec.SECP384R1())
+        form = PrivateFormat.OpenSSH if client else PrivateFormat.PKCS8
+        keys.append(folder / f"key{client}")
+        keys[-1].write_bytes(key.private_bytes(Encoding.PEM, form, NoEncryption()))
+        public = key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+        print_of = hashlib.sha256(public).hexdigest()
+        roster.add(folder / "roster.toml", roster.Admitted(client, 100 + client, print_of))
+    return keys, folder / "roster.toml"
+
+
+def test_keys_are_signed_by_the_nodes_of_the_roster(sites: tuple[list[Path], Path]) -> None:
+    files, peers = sites
+    nodes = [Identity(str(f), str(peers)) for f in files]
+    keys = {c: bytes([c]) * 32 for c in range(3)}
+    proofs = {c: node.proof("run", c, keys[c]) for c, node in enumerate(nodes)}
+    assert all(
+        len(p) == PROOF and node.problem_of("run", keys, proofs) is None for p, node in zip(proofs.values(), nodes)
+    )
+    other = nodes[1].proof("run", 2, keys[2])
+    for changed in (
+        {"keys": {**keys, 2: bytes(32)}}, {"run": "another"}, {"proofs": {**proofs, 2: bytes(PROOF)}},
+        {"proofs": {**proofs, 2: other}}, {"proofs": {**proofs, 2: b"\xff" * PROOF}},
+    ):  # fmt: skip
+        given = {"run": "run", "keys": keys, "proofs": proofs, **changed}
+        problem = nodes[0].problem_of(given["run"], given["keys"], given["proofs"])  # type: ignore[arg-type]
+        assert problem and "is not signed by its node" in problem, changed
+    stranger = nodes[0].problem_of("run", {**keys, 7: keys[0]}, {**proofs, 7: proofs[0]})
+    assert stranger == "client 7 is not in this node's list of peers"
+    assert Identity().problem_of("run", keys, {}) is None and Identity().proof("run", 0, keys[0]) == bytes(PROOF)
+    with pytest.raises(BadRequest, match="is not a private key"):
+        Identity(str(peers))
+
+
+@pytest.mark.parametrize("honest", [True, False])
+def test_a_server_that_hands_out_a_key_of_its_own_is_refused(
+    honest: bool, tmp_path: Path, sites: tuple[list[Path], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, peers = sites
+    original = Watched.__init__
+
+    def with_identities(self: Watched, *args: Any) -> None:
+        original(self, *args)
+        for client, context in enumerate(self.contexts.values()):
+            context.node_config = {**context.node_config, "node-key": str(files[client]), "peers": str(peers)}
+
+    monkeypatch.setattr(Watched, "__init__", with_identities)
+
+    def wire(reply: Message) -> Message:
+        if not honest and reply.metadata.message_type == "query.keys" and reply.metadata.src_node_id == 1001:
+            record = reply.content.array_records["arrays"]
+            own = X25519PrivateKey.generate().public_key().public_bytes_raw()
+            record["secure/keys"] = type(record["secure/keys"])(np.frombuffer(own, np.uint8))
+        return reply
+
+    if honest:
+        assert go(tmp_path / "run", wire, clients=3)["dropped"] == 0
+        return
+    with pytest.raises(RoundFailed, match="0 of 3 clients are left"):
+        go(tmp_path / "run", wire, clients=3)
+    assert "client 1's is not signed by its node" in (tmp_path / "run" / "dropped.csv").read_text()
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,9 @@ key                meaning
 `min-class-count`  a run whose replies say something of classes with fewer images than this is refused (default: 0)
 `weights-dir`      folder with stored weights, of which a run names a file (default: none; then it gets none)
 `state-dir`        folder that survives a restart (default: `$FEDAPP_STATE`, else `~/.fedapp/state`)
+`node-key`         file of the node's private key, with which it signs its keys in secure sums (default: none)
+`peers`            a copy of the roster that comes from the other sites: in secure sums the node takes part only with
+                   keys that these nodes have signed (default: none; then it takes those that the server hands out)
 =================  ===================================================================================================
 
 Own data stay on the node. Labels are translated to the federation's numbering by the *names* of the classes, so a site
@@ -65,6 +68,8 @@ KEYS: dict[str, type] = {
     "min-class-count": int,
     "weights-dir": str,
     "state-dir": str,
+    "node-key": str,
+    "peers": str,
 }
 EXAMPLE = '"client-id=0 data-path=\'/data/site\'", or "partition-id=0 num-partitions=3" for a demonstration'
 KINDS = {int: "a whole number from 0", str: "text in quotation marks"}
@@ -77,6 +82,7 @@ class Node:
     Attributes
     ----------
     client : stable client id.
+    node_key, peers : files for secure sums, "" where not given.
     partitions : number of shares of the demonstration that this node takes part in; 0 = own data.
     data_path, data_dir, model, state_dir, allow, weights_dir : as in the node-config, "" where not given.
     allow_methods : ids of methods; empty = all.
@@ -93,6 +99,8 @@ class Node:
     allow_methods: tuple[str, ...] = ()
     min_class_count: int = 0
     weights_dir: str = ""
+    node_key: str = ""
+    peers: str = ""
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> Node:
@@ -141,7 +149,7 @@ class Node:
             raise BadRequest(
                 f"node-config: unknown model '{name}'{suggest(name, MODEL_NAMES)}: choose from {', '.join(MODEL_NAMES)}"
             )
-        keys = ("data-path", "data-dir", "model", "state-dir", "allow", "weights-dir")
+        keys = ("data-path", "data-dir", "model", "state-dir", "node-key", "peers", "allow", "weights-dir")
         texts = {k.replace("-", "_"): str(config.get(k, "")) for k in keys}
         if texts["model"] == "auto":
             texts["model"] = ""

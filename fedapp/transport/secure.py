@@ -5,8 +5,8 @@ The cryptography is in `fedapp.core.secure_sum`. Three messages go around each `
 =============  ==================================================  =====================================================
 message        what the server sends                               what a client answers
 =============  ==================================================  =====================================================
-query.keys     nothing; once per client and run                    c_u's public key
-query.shares   ids and keys of U_1                                 s_u's public key, digest of b_u, encrypted shares
+query.keys     nothing; once per client and run                    c_u's public key, and a proof (`identity`)
+query.shares   ids, keys, proofs of U_1                            s_u's public key, digest of b_u, encrypted shares
 train, ...     as ever, and the shares that others encrypted       its numbers as ever, its arrays as one hidden vector
 query.unmask   which vectors arrived                               one share for each client of U_2
 =============  ==================================================  =====================================================
@@ -27,12 +27,26 @@ import numpy as np
 
 from fedapp.core import masks
 from fedapp.core.secret_shares import SHARE
-from fedapp.core.secure_sum import KEY, SEALED, Collector, Member, Offer, Unopened, Unsafe, flaw, threshold
+from fedapp.core.secure_sum import (
+    KEY,
+    SEALED,
+    Collector,
+    Member,
+    Offer,
+    Unopened,
+    Unsafe,
+    flaw,
+    noise_share,
+    threshold,
+)
 from fedapp.method import Array, Arrays, Payload, Reply, Scalar, Sums
 from fedapp.transport.client_manager import WITHOUT_DATA, ClientManager, RoundFailed, Traffic
+from fedapp.transport.identity import PROOF, Identity
 
 PREFIX = "secure/"
-KEYS, IDS, DIGEST, SHARES, HIDDEN = (PREFIX + n for n in ("keys", "ids", "digest", "shares", "hidden"))
+KEYS, PROOFS, IDS, DIGEST, SHARES, HIDDEN = (
+    PREFIX + n for n in ("keys", "proofs", "ids", "digest", "shares", "hidden")
+)
 EXCHANGE = "secure-exchange"
 """Name of the scalar that names an exchange."""
 LABELS, COUNTS = "labels", "counts"
@@ -108,25 +122,37 @@ class SecureClient:
     ----------
     client : its id.   kept : its secrets, which last from one message to the next.
     dropout, colluders : of the run; the client counts for itself how many must be left.
+    identity : signs this client's key and checks those of the others.
     """
 
-    def __init__(self, client: int, kept: MutableMapping[str, Any], dropout: float, colluders: int) -> None:
+    def __init__(
+        self, client: int, kept: MutableMapping[str, Any], dropout: float, colluders: int, identity: Identity
+    ) -> None:
         self.member = Member(client, kept)
-        self.dropout, self.colluders = dropout, colluders
+        self.dropout, self.colluders, self.identity = dropout, colluders, identity
 
-    def answer(self, stage: str, payload: Payload) -> Arrays:
+    def noise_share(self) -> float:
+        """Return the variance of this client's noise in the exchange under way, as a share of what the sum needs."""
+        kept = self.member.kept
+        return noise_share(len(kept["ids"]), int(kept["threshold"]), self.colluders)
+
+    def answer(self, stage: str, payload: Payload, run: str) -> Arrays:
         """Answer a message that needs no data; an `Unsafe` says what is wrong with it."""
         if stage == "query.keys":
-            return {KEYS: _bytes(self.member.key())}
+            key = self.member.key()
+            return {KEYS: _bytes(key), PROOFS: _bytes(self.identity.proof(run, self.member.client, key))}
         arrays, tag = payload.all(), str(payload.scalars.get(EXCHANGE, ""))
         ids = _ids(arrays.get(IDS))
         if stage == "query.unmask":
             return {SHARES: self.member.reveal(tag, ids)}
-        keys = _rows(arrays.get(KEYS), len(ids), KEY)
+        keys = dict(zip(ids, _rows(arrays.get(KEYS), len(ids), KEY), strict=True))
+        proofs = dict(zip(ids, _rows(arrays.get(PROOFS), len(ids), PROOF), strict=True))
+        if problem := self.identity.problem_of(run, keys, proofs):
+            raise Unsafe(problem)
         least = threshold(len(ids), self.dropout)
         if problem := flaw(len(ids), least, self.colluders):
             raise Unsafe(problem)
-        offer = self.member.offer(tag, dict(zip(ids, keys, strict=True)), least)
+        offer = self.member.offer(tag, keys, least)
         return {KEYS: _bytes(offer.key), DIGEST: _bytes(offer.digest), SHARES: offer.sealed}
 
     def hide(self, given: Payload, arrays: Mapping[str, Array]) -> Arrays:
@@ -180,7 +206,7 @@ class SecureSums:
 
     def __init__(self, manager: ClientManager, dropout: float, colluders: int) -> None:
         self.manager, self.dropout, self.colluders = manager, dropout, colluders
-        self.keys: dict[int, bytes] = {}
+        self.keys: dict[int, tuple[bytes, bytes]] = {}  # with its proof, which only clients can judge
 
     def exchange(
         self,
@@ -223,13 +249,16 @@ class SecureSums:
                 traffic.answered += part.answered
 
         new = {c: Payload() for c in given if c not in self.keys}
-        for reply in ask("query.keys", new, {KEYS: ("uint8", (KEY,))}) if new else ():
-            self.keys[reply.client] = reply.arrays[KEYS].tobytes()
+        wanted = {KEYS: ("uint8", (KEY,)), PROOFS: ("uint8", (PROOF,))}
+        for reply in ask("query.keys", new, wanted) if new else ():
+            self.keys[reply.client] = reply.arrays[KEYS].tobytes(), reply.arrays[PROOFS].tobytes()
         ids = sorted(c for c in given if c in self.keys)
         least = self._enough(server_round, len(ids), len(ids))
         collector = Collector(f"{self.manager.control.get('run', '')}/{kind}/{os.urandom(16).hex()}", ids, least)
         named: dict[str, Scalar] = {EXCHANGE: collector.tag}
-        everybody = {IDS: _numbers(ids), KEYS: np.stack([_bytes(self.keys[c]) for c in ids])}
+        everybody = {IDS: _numbers(ids)} | {
+            name: np.stack([_bytes(self.keys[c][i]) for c in ids]) for i, name in enumerate((KEYS, PROOFS))
+        }
         raw = {
             KEYS: ("uint8", (KEY,)), DIGEST: ("uint8", (KEY,)), SHARES: ("uint8", (len(ids), SEALED))
         }  # fmt: skip

@@ -1,0 +1,47 @@
+"""Secure sums on a real SuperLink and SuperNodes: a node is killed outright, and the run goes on without it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from tests.deployment import ROOT, deployed, until
+
+pytestmark = [pytest.mark.deploy, pytest.mark.slow]
+
+NODES = ("supernode-0", "supernode-1", "supernode-2")
+
+
+def test_a_node_that_is_killed_in_a_round(tmp_path: Path) -> None:
+    import sys
+
+    sys.path.insert(0, str(ROOT / "docker"))
+    import sites
+
+    with deployed(tmp_path / "deployment") as it:
+        sites.write(it.folder / "sites")
+        it.superlink()
+        it.register(*NODES)
+        for name in NODES:
+            it.node(name)
+        for name in NODES:
+            it.online(name, 120)
+        out = it.folder / "vol-superlink" / "runs" / "sums"
+        settings = ("--method", "fedclassavg", "--clients", "3", "--rounds", "3", "--set", "secure-sum=true")
+        models = ("--set", "model=digits-a,digits-b,digits-c", "--out", str(out))
+        follower = it.begin("run", "--engine", "deploy", "--superlink", "superlink", *settings, *models)
+        until(lambda: "round 1/3" in it.log("fedapp") or follower.poll() is not None, 300, "round 1")
+        assert follower.poll() is None, it.log("fedapp")[-3000:]
+        it.supernode("supernode-2").kill()
+        it.kill("supernode-2")
+        until(lambda: follower.poll() is not None, 900, "the run ends")
+        print(it.log("fedapp")[-4000:])
+        assert follower.returncode == 0
+        summary = json.loads((out / "summary.json").read_text())
+        dropped = pd.read_csv(out / "dropped.csv")
+        print(dropped.to_string(), pd.read_csv(out / "rounds.csv").to_string())
+        assert summary["ok"] and set(dropped["client"]) == {2} and len(pd.read_csv(out / "rounds.csv")) == 3
+        assert dropped["stage"].isin(("query.keys", "query.shares", "train", "query.unmask", "final")).all()
