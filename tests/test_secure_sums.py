@@ -348,9 +348,8 @@ def test_a_server_that_hands_out_a_key_of_its_own_is_refused(
     if honest:
         assert go(tmp_path / "run", wire, clients=3)["dropped"] == 0
         return
-    with pytest.raises(RoundFailed, match="0 of 3 clients are left"):
+    with pytest.raises(RoundFailed, match=r"0 of 3 clients are left.*client 1's is not signed by its node"):
         go(tmp_path / "run", wire, clients=3)
-    assert "client 1's is not signed by its node" in (tmp_path / "run" / "dropped.csv").read_text()
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,7 @@ class SecureSums:
         for reply in ask("query.keys", new, wanted) if new else ():
             self.keys[reply.client] = reply.arrays[KEYS].tobytes(), reply.arrays[PROOFS].tobytes()
         ids = sorted(c for c in given if c in self.keys)
-        least = self._enough(server_round, len(ids), len(ids))
+        least = self._enough(server_round, len(ids), len(ids), traffic)
         collector = Collector(f"{self.manager.control.get('run', '')}/{kind}/{os.urandom(16).hex()}", ids, least)
         named: dict[str, Scalar] = {EXCHANGE: collector.tag}
         everybody = {IDS: _numbers(ids)} | {
@@ -267,7 +267,7 @@ class SecureSums:
             collector.offers[reply.client] = Offer(key, digest, reply.arrays[SHARES])
         for client in set(ids) - set(collector.offers):
             self.keys.pop(client)  # a node that was restarted has another key
-        self._enough(server_round, len(collector.offers), len(ids))
+        self._enough(server_round, len(collector.offers), len(ids), traffic)
 
         shapes = shapes_of(template, sums)
         size = sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
@@ -276,7 +276,7 @@ class SecureSums:
         for reply in ask(kind, messages, {HIDDEN: ("uint64", (size,))}):
             collector.add(reply.client, reply.arrays[HIDDEN])
             members.append(dataclasses.replace(reply, arrays={}))
-        self._enough(server_round, len(members), len(ids))
+        self._enough(server_round, len(members), len(ids), traffic)
 
         left = {c: Payload(common={IDS: _numbers(collector.summed)}, scalars=named) for c in sorted(collector.summed)}
         shares = {
@@ -298,14 +298,15 @@ class SecureSums:
         traffic.seconds = time.perf_counter() - started
         yield summed
 
-    def _enough(self, server_round: int, left: int, asked: int) -> int:
+    def _enough(self, server_round: int, left: int, asked: int, traffic: Traffic) -> int:
         """Return t for so many clients that were asked, of whom so many are left."""
         least = threshold(asked, self.dropout)
         problem = flaw(asked, least, self.colluders)
         if left < least or problem:
             text = f"round {server_round}: {left} of {asked} clients are left, and a secure sum needs {least}"
-            remedy = ": raise secure-dropout, or see why the others are gone (dropped.csv)"
-            raise RoundFailed(text + (f" ({problem})" if problem else remedy), server_round)
+            reasons = "; ".join(f"client {d.client}: {d.reason}" for d in traffic.dropped[:5])
+            found = "; ".join(part for part in (problem, reasons) if part)
+            raise RoundFailed(f"{text} ({found})" if found else text, server_round)
         return least
 
     @staticmethod
