@@ -20,7 +20,9 @@ from fedapp.engines.local import RunResult, run, run_local
 from fedapp.method import Reply
 from fedapp.results import report
 from fedapp.results.figures import Gallery
+from fedapp.tracking import following
 from fedapp.transport.client_manager import ClientManager
+from tests import recorder
 
 torch.set_num_threads(1)
 # What a test finds must not depend on the day or on how busy the machine is.
@@ -155,3 +157,14 @@ def replies(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Reply]]:
 
     monkeypatch.setattr(ClientManager, "send_and_receive", send_and_receive)
     return seen
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """Trackers `records` and `breaks`, and what they were told."""
+    recorder.TOLD.clear()
+    recorder.FAILS.clear()
+    own = {"records": ("json", "tests.recorder:Recorder"), "breaks": ("json", "tests.recorder:Breaks")}
+    monkeypatch.setattr(following, "OWN", {**following.OWN, **own})
+    monkeypatch.setattr(following, "SECTIONS", ())
+    return recorder.TOLD

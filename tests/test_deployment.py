@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import pytest
 from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer.testing import CliRunner
 
 from fedapp.cli import app, main
@@ -76,6 +77,7 @@ def test_fedclassavg_with_three_architectures_equals_the_simulation(three: Deplo
 
 def test_ccvr_on_one_architecture_equals_the_simulation(three: Deployment, tmp_path: Path) -> None:
     settings = ("--method", "ccvr", "--clients", "3", "--rounds", "1", "--seed", "0", "--set", "model=digits-a")
+    settings = (*settings, "--track", "tensorboard")
     mirror = tmp_path / "mirror"
     done = three.run(*DEPLOY, *settings, "--out", str(mirror))
     assert done.returncode == 0, done.stdout + done.stderr
@@ -85,6 +87,11 @@ def test_ccvr_on_one_architecture_equals_the_simulation(three: Deployment, tmp_p
     pd.testing.assert_frame_equal(table(out, "rounds.csv"), table(mirror, "rounds.csv"), check_dtype=False)
     run(method="ccvr", clients=3, rounds=1, seed=0, model="digits-a", out=tmp_path / "simulated")
     same(out, tmp_path / "simulated", "clients.csv", "final.csv", without="balanced")
+    events = EventAccumulator(str(mirror / "tensorboard")).Reload()
+    for client, score in zip(*table(out, "clients.csv")[["client", "trained_accuracy"]].to_numpy().T, strict=True):
+        [point] = events.Scalars(f"client_trained_accuracy/{client:.0f}")
+        assert point.step == 1 and point.value == pytest.approx(score, rel=1e-6)
+    assert "this machine has no models of the run, so they are not tracked" in done.stderr
     calibration = json.loads((out / "summary.json").read_text())["calibration"]
     scored = table(tmp_path / "simulated", "final.csv")["received_accuracy"].mean()
     assert calibration["after"] == pytest.approx(scored, abs=0) and calibration["score"].startswith("received")

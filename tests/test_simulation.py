@@ -81,7 +81,7 @@ def test_ray_gives_the_numbers_of_this_process_for_the_rest(
 
 
 def test_own_data_and_every_option_of_scoring_give_the_numbers_of_this_process(
-    session: launch.Session, tmp_path: Path
+    session: launch.Session, tmp_path: Path, recorded: list[tuple[Any, ...]]
 ) -> None:
     rng = np.random.default_rng(0)
     x, owner = rng.standard_normal((180, 2, 16)).astype(np.float32), np.arange(180) % 6
@@ -89,16 +89,19 @@ def test_own_data_and_every_option_of_scoring_give_the_numbers_of_this_process(
     settings = {
         "dataset": "npz", "data_dir": str(tmp_path / "own.npz"), "clients": 0, "method": "fedavg", "alpha": 0.5,
         "validation": 0.2, "select": "validation", "unseen": "0.34", "adapt_epochs": "0,1", "normalise": "client",
-        "metrics": "accuracy,balanced,macro_f1,auc,ece",
+        "metrics": "accuracy,balanced,macro_f1,auc,ece", "track": "records",
     }  # fmt: skip
     config = prepared(tmp_path / "ray", **settings)
     assert config.clients == 6 and through_ray(session, config) == 0
+    tracked = list(recorded)
+    recorded.clear()
     local = {k.replace("-", "_"): v for k, v in SETTINGS.items()}
     run(**{**local, **settings, "out": tmp_path / "local"})
     for name in ("rounds.csv", "clients.csv", "evaluations.csv", "final.csv", "unseen.csv"):
         same(tmp_path / "ray", tmp_path / "local", name)
     one, two = (json.loads((tmp_path / place / "summary.json").read_text()) for place in ("ray", "local"))
     assert one["metrics"] == two["metrics"] and one["round"] == two["round"] and one["metrics"]
+    assert [t[:3] for t in recorded] == [t[:3] for t in tracked] and len(tracked) > 8
 
 
 def test_a_client_that_fails_is_told_with_its_traceback(session: launch.Session, tmp_path: Path) -> None:

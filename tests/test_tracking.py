@@ -9,7 +9,7 @@ import sqlite3
 import struct
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -25,7 +25,8 @@ from fedapp.experiments import compare
 from fedapp.results.directory import ANNOUNCED
 from fedapp.results.runs import RunResult, read_run
 from fedapp.tracking import following
-from fedapp.tracking.base import Tracked, Tracker
+from fedapp.tracking.base import Tracked
+from tests.recorder import FAILS, Recorder
 
 SMALL: dict[str, Any] = {
     "method": "fedavg", "clients": 3, "local_epochs": 1, "batch_size": 64, "data_fraction": 0.3, "evaluate_every": 1,
@@ -195,51 +196,6 @@ def test_what_the_libraries_send_is_the_users_choice(real: RunResult, monkeypatc
 
 # ---- the mechanism ---------------------------------------------------------------------------------------------------
 
-TOLD: list[tuple[Any, ...]] = []
-FAILS: set[str] = set()
-"""Functions of the tracker `breaks` that raise, as `log 2` or `end`."""
-
-
-class Recorder(Tracker):
-    """Keeps what it is told."""
-
-    def __init__(self, run: Tracked) -> None:
-        self.key = run.key or "k1"
-        TOLD.append(("begin", run.key))
-
-    def log(self, step: int, scores: Mapping[str, float]) -> None:
-        TOLD.append(("log", step, {k: v for k, v in scores.items() if not k.endswith("seconds")}))
-
-    def figure(self, name: str, title: str, file: Path) -> None:
-        assert file.read_bytes().startswith(b"\x89PNG")
-        TOLD.append(("figure", name))
-
-    def files(self, folder: str, files: Sequence[Path]) -> None:
-        TOLD.append(("files", folder, [f.name for f in files if f.is_file()]))
-
-    def end(self, status: str, summary: Mapping[str, float], error: str) -> None:
-        TOLD.append(("end", status, len(summary) > 10, error))
-
-
-class Breaks(Recorder):
-    """Fails where `FAILS` says."""
-
-    def log(self, step: int, scores: Mapping[str, float]) -> None:
-        if f"log {step}" in FAILS:
-            raise ConnectionError("the server is gone")
-        super().log(step, scores)
-
-
-@pytest.fixture
-def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """Trackers `records` and `breaks`, and what they were told."""
-    TOLD.clear()
-    FAILS.clear()
-    own = {"records": ("json", "tests.test_tracking:Recorder"), "breaks": ("json", "tests.test_tracking:Breaks")}
-    monkeypatch.setattr(following, "OWN", {**following.OWN, **own})
-    monkeypatch.setattr(following, "SECTIONS", ())
-    return TOLD
-
 
 def steps(told: list[tuple[Any, ...]], prefix: str = "round/") -> list[int]:
     return [t[1] for t in told if t[0] == "log" and any(k.startswith(prefix) for k in t[2])]
@@ -396,7 +352,7 @@ def test_what_is_missing_is_said_before_anything_is_trained(
 def test_packages_add_trackers(
     recorded: list[tuple[Any, ...]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entry = plugins.Entry("trackers", "mine", "tests.test_tracking:Recorder", "addon 1.2")
+    entry = plugins.Entry("trackers", "mine", "tests.recorder:Recorder", "addon 1.2")
     monkeypatch.setattr(plugins, "_read", lambda group: {"mine": [entry]} if group == "trackers" else {})
     result = run(**SMALL, rounds=1, track="mine", out=tmp_path / "run")
     assert steps(recorded) == [1] and result.ok
