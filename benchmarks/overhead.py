@@ -27,6 +27,7 @@ from fedapp.engines import superlink as launch
 from fedapp.engines.control import stage
 from fedapp.process import high_water
 from fedapp.transport.local_grid import LocalGrid
+from fedapp.transport.virtual import hosts
 
 HEAD = 650
 """Parameters of the head: 64 features, 10 classes, weights and biases."""
@@ -116,7 +117,7 @@ def local_rounds(app: Path, flat: Mapping[str, Any], out: Path) -> tuple[list[fl
     strategies.__path__.append(str(app / "strategies"))
     registry._discovered.cache_clear()
     try:
-        server_app.serve(LocalGrid(client_app, dict(flat), int(flat["clients"])), dict(flat))
+        server_app.serve(LocalGrid(client_app, dict(flat), hosts(int(flat["clients"]))), dict(flat))
     finally:
         strategies.__path__.pop()
         registry._discovered.cache_clear()

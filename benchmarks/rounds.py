@@ -32,6 +32,7 @@ from fedapp.config import RunConfig
 from fedapp.engines import local as engine
 from fedapp.engines import superlink as launch
 from fedapp.engines.resources import choose_resources
+from fedapp.transport.virtual import hosts
 
 LAM = 10.0
 """cwFedAvg's factor of the regulariser for 10 classes."""
@@ -94,7 +95,7 @@ def submit(session: launch.Session, flat: Mapping[str, Any]) -> launch.RunHandle
     """Submit a run with the resources that `fedapp run` chooses by default."""
     resources = choose_resources(int(flat["clients"]))
     return session.submit(
-        flat, num_supernodes=int(flat["clients"]), client_cpus=resources.client_cpus,
+        flat, num_supernodes=hosts(int(flat["clients"])), client_cpus=resources.client_cpus,
         client_gpus=resources.client_gpus, total_cpus=resources.total_cpus,
     )  # fmt: skip
 

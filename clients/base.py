@@ -9,6 +9,7 @@ the server sends all of it (see `needs_state`).
 |-----------------------------------|------------------------------------------|---------------------------------|
 | `build_model(spec, hparams)`      | whenever a model is built, on both sides | the model of the zoo            |
 | `common_facts()`                  | when the client registers                | no facts to compare             |
+| `trains_on(rows, held, hparams)`  | before that, in a simulation             | all of its training images      |
 | `trained_models()`                | then too, to refuse batches of one image | the model                       |
 | `restore(server_round, payload)`  | first                                    | the model as the client left it |
 | `initial_seed()`                  | in `restore`, for a client without state | a seed of the client's own      |
@@ -193,6 +194,11 @@ class FedClient(PositionalClient):
     def trained_models(self) -> list[SplitModel]:
         """Return the models that this client trains, with any values."""
         return [_skeleton(type(self), self.task.spec(0), self.hparams)]
+
+    @classmethod
+    def trains_on(cls, rows: int, held_out: int, hparams: Any) -> int:
+        """Return how many training images a client states, of its own and those that it holds out for validation."""
+        return rows
 
     def check_batches(self) -> None:
         """Refuse batches of one image for a model whose BatchNorm needs two; called before anything is trained.

@@ -90,12 +90,17 @@ def mix_weights(values: Sequence[float]) -> NDArray[np.float64]:
     return np.concatenate([[0.0], positive / total])
 
 
+def number_held_out(n: int, share: float) -> int:
+    """Return how many of n samples validate."""
+    return min(n - 1, max(1, round(share * n)))
+
+
 def held_out(n: int, share: float, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """Draw which of n samples train and which validate, both in ascending order.
 
     At least one sample validates and one trains; a single sample trains.
     """
-    count = min(n - 1, max(1, round(share * n)))
+    count = number_held_out(n, share)
     order = torch.randperm(n, generator=generator)
     return order[count:].sort().values, order[:count].sort().values
 
@@ -117,6 +122,11 @@ class FedFomoClient(FedClient):
         self.x_validation, self.y_validation = task.x_train[validation], task.y_train[validation]
         kept = dataclasses.replace(task, x_train=task.x_train[train], y_train=task.y_train[train])
         super().__init__(kept, method, hparams, store)
+
+    @classmethod
+    def trains_on(cls, rows: int, held_out: int, hparams: Any) -> int:
+        """Leave out the samples that validate, where the run holds out none."""
+        return rows if held_out else rows - number_held_out(rows, hparams.validation)
 
     def receive(self, payload: Payload) -> None:
         """Weigh the other clients' models on the validation split and move towards the useful ones."""

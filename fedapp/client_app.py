@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
-from flwr.app import ConfigRecord, Context, Message
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from clients.base import FedClient
@@ -18,6 +18,7 @@ from fedapp import config as configuration
 from fedapp import plugins, process
 from fedapp.config import RunConfig
 from fedapp.core.secure_sum import Unsafe
+from fedapp.data import partitions
 from fedapp.errors import BadRequest, plain
 from fedapp.learning.state import ClientStore, Expected, StateError
 from fedapp.learning.task import Task
@@ -30,7 +31,7 @@ from fedapp.transport import secure
 from fedapp.transport.client_manager import WITHOUT_DATA
 from fedapp.transport.clipping import clip_update
 from fedapp.transport.identity import Identity
-from fedapp.transport.records import payload_of, reply_content
+from fedapp.transport.records import CONTROL, Part, parts, payload_of, reply_content, together
 from fedapp.transport.secure import SecureClient
 
 
@@ -64,9 +65,9 @@ def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedCl
     ------
     BadRequest : the node's configuration or its data do not fit the run.
     """
-    node = Node.parse(context.node_config)
+    node = _node(context, config, control)
     method, hparams = config.method_and_hparams()
-    task = _task(context, config, control)
+    task = _task(node, config, control)
     store = None
     if control.get("run"):
         # On a real node only the node itself decides where files are written.
@@ -81,19 +82,26 @@ def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedCl
     return method.client(task, method, hparams, store)  # type: ignore[no-any-return]
 
 
-def _task(context: Context, config: RunConfig, control: dict[str, Any]) -> Task:
+def _node(context: Context, config: RunConfig, control: dict[str, Any]) -> Node:
+    """Return whose client this is: in a simulation the server says it, where it counts more clients than nodes."""
+    if "client" in control and not process.real_node():
+        return Node(int(control["client"]), config.clients or int(control["clients"]))
+    return Node.parse(context.node_config)
+
+
+def _task(node: Node, config: RunConfig, control: dict[str, Any]) -> Task:
     process.prepare(config.threads)
-    node = Node.parse(context.node_config)
+    images = min(partitions.UNION, int(control.get("balanced-images", partitions.UNION)))
     if node.own or process.real_node():
         node.check(config)
-    return nodes.node_task(config, node, process.device())
+    return nodes.node_task(config, node, process.device(), images)
 
 
 def newcomer(context: Context, config: RunConfig, control: dict[str, Any], alone: bool = False) -> FedClient:
     """Build a client that has stored nothing; `alone`: one that trains the plain model, whatever the method is."""
     method, hparams = config.method_and_hparams()
     kind: type[FedClient] = FedClient if alone else method.client
-    return kind(_task(context, config, control), method, hparams)
+    return kind(_task(_node(context, config, control), config, control), method, hparams)
 
 
 def score_newcomer(
@@ -164,7 +172,7 @@ def _answer(
         if process.real_node():
             nodes.try_own(client.task)
         metrics, facts = client.register()
-        partitions = int(context.node_config.get("num-partitions", 0))
+        partitions = _node(context, config, control).partitions
         facts["partitions"] = partitions
         facts["classes"] = "" if partitions else nodes.fingerprint(client.task.extras["classes"])
         return {}, metrics, facts
@@ -192,7 +200,7 @@ def _answer(
         metrics = client.evaluate_round(payload, server_round, balanced=balanced, train=without)
         if payload.all():
             keep("received", server_round - 1)
-        if control.get("final") and client.tunes():
+        if control.get("final") and client.tunes() and control.get("tune", True):
             metrics |= client.tune_to_score(balanced=balanced)
             keep("tuned", server_round - 1)
         if train:
@@ -212,15 +220,16 @@ def _remember(context: Context, client: FedClient, server_round: int) -> None:
 
 
 @contextmanager
-def _secrets(context: Context, config: RunConfig) -> Iterator[SecureClient]:
+def _secrets(context: Context, config: RunConfig, client: int) -> Iterator[SecureClient]:
     """Give this client's side of secure sums; its secrets stay in the node's memory and end with the run."""
-    kept: dict[str, Any] = dict(context.state.config_records.get(SECURE, {}))
+    place = f"{SECURE}-{client}"  # a node of a simulation runs several clients
+    kept: dict[str, Any] = dict(context.state.config_records.get(place, {}))
     try:
         node = Node.parse(context.node_config)
         identity = Identity(node.node_key, node.peers)
-        yield SecureClient(node.client, kept, config.secure_dropout, config.secure_colluders, identity)
+        yield SecureClient(client, kept, config.secure_dropout, config.secure_colluders, identity)
     finally:
-        context.state[SECURE] = ConfigRecord(kept)
+        context.state[place] = ConfigRecord(kept)
 
 
 def _hidden(context: Context, config: RunConfig, client: FedClient, given: Payload, arrays: Arrays) -> Arrays:
@@ -229,11 +238,18 @@ def _hidden(context: Context, config: RunConfig, client: FedClient, given: Paylo
     if sums is None:
         raise BadRequest(f"secure-sum: {client.method.id} needs the reply of each client")
     found = secure.additive(arrays, sums, client.task.num_samples, client.task.num_classes)
-    with _secrets(context, config) as secrets:
+    with _secrets(context, config, client.task.client) as secrets:
         return secrets.hide(given, found)
 
 
 def _handle(stage: str, message: Message, context: Context) -> Message:
+    several = {} if process.real_node() else parts(message.content)
+    if not several:
+        return Message(_reply(stage, message, context), reply_to=message)
+    return Message(together({c: _reply(stage, part, context) for c, part in several.items()}), reply_to=message)
+
+
+def _reply(stage: str, message: Message | Part, context: Context) -> RecordDict:
     started = time.perf_counter()
     info: dict[str, Scalar] = {}
     try:
@@ -241,10 +257,10 @@ def _handle(stage: str, message: Message, context: Context) -> Message:
         config = configuration.from_context(context.run_config)
         given = Payload()
         if config.secure_sum and stage in WITHOUT_DATA:
-            with _secrets(context, config) as secrets:
+            with _secrets(context, config, _node(context, config, control).client) as secrets:
                 info = {"client": secrets.member.client}
                 arrays = secrets.answer(stage, payload, str(control.get("run", "")))
-            return Message(reply_content(arrays, {"num-examples": 0}, info, "fp32"), reply_to=message)
+            return reply_content(arrays, {"num-examples": 0}, info, "fp32")
         if config.secure_sum:
             payload, given = secure.taken_from(payload)
         client = build(context, config, control)
@@ -255,7 +271,7 @@ def _handle(stage: str, message: Message, context: Context) -> Message:
             arrays = _hidden(context, config, client, given, arrays)
         if stage != "register":
             metrics["seconds"] = time.perf_counter() - started
-        return Message(reply_content(arrays, metrics, {**info, **facts}, config.wire_dtype), reply_to=message)
+        return reply_content(arrays, metrics, {**info, **facts}, config.wire_dtype)
     except Exception as e:
         known = isinstance(e, (BadRequest, StateError, Unsafe))
         if known:
@@ -263,9 +279,17 @@ def _handle(stage: str, message: Message, context: Context) -> Message:
         text = f"{type(e).__name__}: {e}" if known else traceback.format_exc()
         text += process.out_of_memory(e) or ""
         failed: dict[str, Scalar] = {**info, "error": text, "stage": stage}
-        number = context.node_config.get("client-id", context.node_config.get("partition-id"))
-        failed.setdefault("client", number if isinstance(number, int) else -1)
-        return Message(reply_content({}, {"num-examples": 0}, failed, "fp32"), reply_to=message)
+        failed.setdefault("client", _number(message, context))
+        return reply_content({}, {"num-examples": 0}, failed, "fp32")
+
+
+def _number(message: Message | Part, context: Context) -> int:
+    """Return the id of the client that a message is for, as far as it can be known; else -1."""
+    node = context.node_config
+    number: Any = node.get("client-id", node.get("partition-id"))
+    if not process.real_node():
+        number = message.content.config_records.get(CONTROL, ConfigRecord()).get("client", number)
+    return number if isinstance(number, int) else -1
 
 
 @app.train()

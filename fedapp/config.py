@@ -172,6 +172,16 @@ class RunConfig(BaseModel):
         True,
         description="for scores of all clients, each trains once more on what it would receive next; nothing is kept",
     )
+    final_clients: Annotated[int, Field(ge=1)] | Auto = Field(
+        "auto",
+        description="clients that train once more, and fine-tune, for scores of all clients; the others are scored as "
+        "they receive; auto = all, but in simulations of more than 500 five rounds' worth of clients, at least 500",
+    )
+    balanced_clients: Annotated[int, Field(ge=1)] | Auto = Field(
+        "auto",
+        description="clients of the balanced score in evaluations of all clients; auto = all, but in simulations of "
+        "more than 100 as many as cost a tenth of the training, at least 100, on at least 500 images",
+    )
     validation: float = Field(
         0.0, ge=0, lt=1, description="share of each client's training images that is held out for validation scores"
     )
@@ -361,7 +371,8 @@ class RunConfig(BaseModel):
             chosen = tuple(sampling.sample_clients(self.data_seed, 0, ids, share, purpose="unseen"))
         else:
             chosen = tuple(sorted(set(_whole_numbers("unseen", self.unseen))))
-        absent = [c for c in chosen if c not in ids]
+        known = set(ids)
+        absent = [c for c in chosen if c not in known]
         if absent:
             raise BadRequest(f"unseen = '{self.unseen}': there is no client {absent[0]}, the ids are {_range(ids)}")
         if len(chosen) == len(ids):

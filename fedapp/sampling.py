@@ -50,6 +50,14 @@ def torch_generator(seed: int, purpose: str, *numbers: int, device: torch.device
     return generator
 
 
+def some(seed: int, purpose: str, ids: Sequence[int], count: int) -> list[int]:
+    """Draw `count` of these ids for one purpose, uniformly without replacement; return them in increasing order."""
+    if count >= len(ids):
+        return sorted(ids)
+    picked = rng(seed, purpose).choice(len(ids), size=count, replace=False)
+    return sorted(ids[i] for i in picked)
+
+
 def sample_clients(
     seed: int, server_round: int, ids: Sequence[int], fraction: float, purpose: str = "sampling"
 ) -> list[int]:

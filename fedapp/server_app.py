@@ -48,11 +48,13 @@ from fedapp.results.directory import (
 )
 from fedapp.results.predict import described
 from fedapp.results.statistics import over_clients
+from fedapp.tasks import scoring
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint, roster, selection
 from fedapp.transport.client_manager import ClientManager, RoundFailed, Spoiled
 from fedapp.transport.offences import Offences
 from fedapp.transport.secure import SecureSums
+from fedapp.transport.virtual import Member
 from strategies.base import Callbacks, FedStrategy, RoundResult, server_context
 
 app = ServerApp()
@@ -60,6 +62,8 @@ app = ServerApp()
 Event = Callable[[Mapping[str, Any]], None]
 MUCH = 1 << 30
 """Bytes of replies that a server holds without a warning."""
+LISTED = 1000
+"""Largest number of clients with a line of their own in `data_card.txt`."""
 SELECTED = "selected"
 """Folder of the server's state after the round that validation images have chosen so far."""
 ORPHAN_LIFE = 120.0
@@ -228,6 +232,7 @@ class Run(Callbacks):
         control |= {"state-dir": str(out / "state")} if self.simulation else {}
         read = (lambda: None) if self.simulation else roster.of_this_server
         self.manager = ClientManager(grid, config.settings(self.simulation), control, self.tell, read)
+        self.manager.several = not config.secure_sum  # secrets of the clients stay at their nodes
         self._know(self.extra)
         self.manager.offences = Offences.of(self.extra)
         self.manager.offences.blocked |= {b.client: b for b in self.directory.blocked_before()}
@@ -282,7 +287,10 @@ class Run(Callbacks):
         self.tell({"kind": "directory", "out": str(self.out), "run": self.directory.token})
         for text in self.warnings:
             self.tell({"kind": "warning", "text": text})
-        self.manager.gather(self.config.clients)
+        if self.simulation:
+            self.manager.enrol(self._members(), by_size=bool(config.lr_schedule_steps))
+        else:
+            self.manager.gather(config.clients)
         self.manager.agree(self.method)
         present = [i for _, i in sorted(self.manager.infos.items())]
         # Where the clients' own data decide the model, the clients say which one it is.
@@ -306,6 +314,10 @@ class Run(Callbacks):
             self.manager.leave_out(wrong)
             self.infos = [i for i in self.infos if i.client in self.manager.infos]
         self._data()
+        self.scoring = scoring.scoring(
+            config, {i.client: i.num_samples for i in self.infos}, built.num_classes, self.simulation,
+            self.method.client.tunes(),
+        )  # fmt: skip
         self._warn_of_memory()
         if self.simulation and config.keeps_models(len(self.infos)):
             self.manager.control["models-dir"] = str(self.directory.client_models)
@@ -340,6 +352,7 @@ class Run(Callbacks):
             select=self.config.select == "validation",
             unseen=self.extra["unseen"],
             secure=self._secure(),
+            each=self.scoring.each,
         )
         return self._finish(state)
 
@@ -347,6 +360,19 @@ class Run(Callbacks):
         """Return what makes the sums of which the server sees no single reply, if the run asks for it."""
         config = self.config
         return SecureSums(self.manager, config.secure_dropout, config.secure_colluders) if config.secure_sum else None
+
+    def _members(self) -> list[Member]:
+        """Return the clients of a simulation as configuration and partition say."""
+        config = self.config
+        data = tasks.federated(config, config.clients or self.manager.count())
+        kind: type[FedClient] = self.method.client
+        return [
+            Member(
+                c, kind.trains_on(len(own.train), len(own.validation), self.hparams), len(own.test),
+                tasks.model_for(config, c, data.inputs),
+            )
+            for c, own in enumerate(data.partition.clients)
+        ]  # fmt: skip
 
     def _before(self) -> ServerState | None:
         """Return the state before the round that a resumed run goes on from, to go back to if that one is spoiled."""
@@ -361,12 +387,16 @@ class Run(Callbacks):
     def _misfits(self) -> dict[int, str]:
         """Return what clients say of the shared arrays that is not so in the server's own model, by client."""
         own = {name: tuple(array.shape) for name, array in self._context().initial.items()}
+        # Clients of a simulation share the shapes of the one that was asked.
+        wrong = {
+            id(s): [name for name, shape in own.items() if s.get(name) != shape]
+            for s in {id(i.shapes): i.shapes for i in self.manager.infos.values()}.values()
+        }
         found = {
-            i.client: f"'{name}' has shape {i.shapes.get(name)} at client {i.client}, {shape} in the server's model: "
-            "use the same version of fedapp everywhere"
+            i.client: f"'{name}' has shape {i.shapes.get(name)} at client {i.client}, {own[name]} in the server's "
+            "model: use the same version of fedapp everywhere"
             for i in self.manager.infos.values()
-            for name, shape in own.items()
-            if i.shapes.get(name) != shape
+            for name in wrong[id(i.shapes)]
         }
         with_weights = [i for i in self.manager.infos.values() if "weights" in i.common]
         # Without a file of its own the server has nothing that such a client could share.
@@ -423,8 +453,8 @@ class Run(Callbacks):
             )
         data.partition.save(saved)
         write_json(self.out / "inputs.json", {**self.about, "clients": list(data.partition.names)})
-        write_json(self.out / "data_card.json", card.to_dict())
-        (self.out / "data_card.txt").write_text(card.text() + "\n", encoding="utf-8")
+        write_json(self.out / "data_card.json", card.to_dict(), indent=2 if len(card.train) <= LISTED else None)
+        (self.out / "data_card.txt").write_text(card.text(max_clients=LISTED) + "\n", encoding="utf-8")
         self.tell({"kind": "data", "text": card.text()})
         if self.method.global_model and "global" in self.config.measured:
             self.central = data.central(self.device)
@@ -519,8 +549,8 @@ class Run(Callbacks):
         row["round_seconds"] = result.seconds
         row["train_seconds"] = mean(r["train_seconds"] for r in rows.values())
         self.directory.append("rounds.csv", row)
-        for client, columns in rows.items():
-            self.directory.append("clients.csv", {"round": server_round, "client": client, **columns})
+        found = ({"round": server_round, "client": client, **columns} for client, columns in rows.items())
+        self.directory.append("clients.csv", *found)
         for dropped in traffic.dropped:
             self.directory.dropped(dropped)
         for client in (c for c, r in rows.items() if r.get("restarted") == 1):
@@ -554,7 +584,9 @@ class Run(Callbacks):
             )
         again = config.final_training and "trained" in config.measured and config.fraction_train < 1
         if again and server_round == config.num_server_rounds:
-            text = f"all {len(self.infos)} clients train once more for their scores"
+            chosen = len(self.scoring.finalists)
+            some = f"all {chosen}" if chosen == len(self.infos) else f"{chosen} of {len(self.infos)}"
+            text = f"{some} clients train once more for their scores"
             self.tell({"kind": "waiting", "text": f"{text}; set final-training = false to skip this"})
         return not self._patience_is_over()
 
@@ -629,11 +661,14 @@ class Run(Callbacks):
         if result.kind in ("final", "unseen"):
             name = f"{result.kind}.csv"
             (self.out / name).unlink(missing_ok=True)
-            for client, columns in rows.items():
-                kept = {
-                    k: v for k, v in columns.items() if k not in ("train_loss", "steps", "bytes_up", "train_seconds")
-                }
-                self.directory.append(name, {"client": client, **kept})
+            aside = ("train_loss", "steps", "bytes_up", "train_seconds")
+            self.directory.append(
+                name,
+                *(
+                    {"client": client, **{k: v for k, v in columns.items() if k not in aside}}
+                    for client, columns in rows.items()
+                ),
+            )
             if result.kind == "final":
                 self.final, self.last_scores = summary, result.metrics
                 self._tell_clients(result.round, rows, final=True)
@@ -716,7 +751,8 @@ class Run(Callbacks):
             "round": scored,
             "seed": self.config.seed,
             "accuracy": accuracy,
-            "headline": self._headline(accuracy, scored, len(final)),
+            "headline": self._headline(accuracy, scored, final),
+            **self.scoring.stated(),
             "metrics": self._metrics(final),
             "pooled": {p: self.final.get(f"{p}_accuracy_pooled") for p in self._protocols(last=True)},
             "test_sizes": {"min": min(tests, default=0), "mean": mean(map(float, tests)), "max": max(tests, default=0)},
@@ -773,7 +809,7 @@ class Run(Callbacks):
         return found
 
     def _headline(
-        self, accuracy: Mapping[str, Mapping[str, Any]], server_round: int, scored: int
+        self, accuracy: Mapping[str, Mapping[str, Any]], server_round: int, final: pd.DataFrame
     ) -> dict[str, Any] | None:
         """Return the one number that methods are ranked by, over how many of all clients, and when it was measured."""
         protocol = next((p for p in ("tuned", "trained", "received", "global") if p in accuracy), None)
@@ -788,7 +824,8 @@ class Run(Callbacks):
             "global": f"the global model after {moment}",
         }[protocol]  # fmt: skip
         return {"score": protocol, "value": accuracy[protocol]["last"], "point": point, "round": server_round} | {
-            "clients": scored, "of": self._taking_part(),
+            "clients": int(final.get(f"{protocol}_accuracy", final.get("client", pd.Series())).notna().sum()),
+            "of": self._taking_part(),
         }  # fmt: skip
 
 

@@ -33,7 +33,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from fedapp import sampling
 from fedapp.core.averages import RunningMean
@@ -58,6 +58,9 @@ from fedapp.transport.secure import SecureSums
 from strategies import _soundness
 from strategies._flower import FlowerLoop
 
+Each: TypeAlias = Callable[[int], Mapping[str, Any] | None]
+EVALUATED = 1024
+"""Clients that are evaluated at a time: the payloads of more are not held together."""
 TOGETHER = 8
 """Number of replies that are added to a mean in one pass."""
 
@@ -127,6 +130,7 @@ class FedStrategy(FlowerLoop):
         self.context: ServerContext
         self.unseen: frozenset[int] = frozenset()
         self.secure: SecureSums | None = None
+        self.each: Each = lambda client: {}
 
     # ---- mathematics ---------------------------------------------------------------------------------------------
 
@@ -229,6 +233,7 @@ class FedStrategy(FlowerLoop):
         select: bool = False,
         unseen: Collection[int] = (),
         secure: SecureSums | None = None,
+        each: Each = lambda client: {},
     ) -> ServerState:
         """Run rounds `done + 1 .. rounds`, then `finalize`, and score all clients once.
 
@@ -243,6 +248,7 @@ class FedStrategy(FlowerLoop):
         select : finalize and score what `callbacks.selected` returns. Evaluations between rounds then score only what
             clients receive, and there is one after the last round too.
 
+        each : how the evaluation of a client differs from that of all; None: it is not evaluated.
         unseen : clients that take no part. After the last evaluation of all others each gets what `send` has for it.
         secure : makes one reply of all, of which the server sees no single one.
 
@@ -250,7 +256,7 @@ class FedStrategy(FlowerLoop):
         -------
         The final state.
         """
-        self.unseen = frozenset(unseen)
+        self.unseen, self.each = frozenset(unseen), each
         self.secure = secure
         callbacks = callbacks or Callbacks()
         train: dict[str, Any] = {"train": final_training}
@@ -331,7 +337,7 @@ class FedStrategy(FlowerLoop):
                     f"against {liars} liars: raise min-replies, or lower robust-f",
                     server_round,
                 )
-        sizes = [manager.infos[c].num_samples for c in self._taking_part(manager)]
+        sizes = [manager.infos[c].num_samples for c in self._taking_part(manager)] if self.robust.cap else []
         new = self.aggregate_believed(state, server_round, good, sizes)
         for _ in replies:
             raise RuntimeError(f"{type(self).__name__}.aggregate left replies unread: it must read all of them")
@@ -387,12 +393,20 @@ class FedStrategy(FlowerLoop):
     ) -> RoundResult:
         """Score clients, by default all that take part, after `server_round`, on what the server would send next."""
         result = RoundResult(kind, server_round)
-        ids = self._taking_part(manager) if ids is None else ids
-        payloads = self.send_each(state, server_round + 1, ids)
+        values: dict[int, Mapping[str, Any]] = {}
+        if ids is None:
+            found = ((c, self.each(c)) for c in self._taking_part(manager))
+            values = {c: differs for c, differs in found if differs is not None}
+        ids = list(values) if ids is None else list(ids)
         control = {**control, "round": server_round + 1}
-        replies = manager.send_and_receive("evaluate", server_round, payloads, {}, _no_arrays, result.traffic, control)
-        for _ in _recorded(replies, result):
-            pass
+        for start in range(0, len(ids), EVALUATED):
+            payloads = self.send_each(state, server_round + 1, ids[start : start + EVALUATED])
+            replies = manager.send_and_receive(
+                "evaluate", server_round, payloads, {}, _no_arrays, result.traffic, control,
+                each=lambda c: values.get(c, {}),
+            )  # fmt: skip
+            for _ in _recorded(replies, result):
+                pass
         result.seconds = result.traffic.seconds
         manager.require(result.traffic, server_round)
         return result

@@ -15,6 +15,10 @@ Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
 
 
+SHOWN = 20
+"""Clients with a line of their own in the text."""
+
+
 @dataclass(frozen=True, eq=False)
 class DataCard:
     """What the clients hold, and what guessing would score.
@@ -83,12 +87,13 @@ class DataCard:
             **({"skipped": self.skipped} if self.skipped else {}),
         }
 
-    def text(self, max_classes: int = 26) -> str:
+    def text(self, max_classes: int = 26, max_clients: int = SHOWN) -> str:
         """Return the card as plain text: a line per client, a column per class with its training rows (``.``: none).
 
         Parameters
         ----------
         max_classes : with more classes than this, a line gives the number of classes and the three largest instead.
+        max_clients : clients with a line of their own; a summary follows for the others.
         """
         train_sizes, test_sizes = self.train.sum(axis=1), self.test.sum(axis=1)
         lines = [
@@ -121,7 +126,7 @@ class DataCard:
         if wide:
             heads = ["classes", "largest classes"]
         rows = [["client", *heads, "train", "test", "majority"]]
-        for client, counts in enumerate(self.train):
+        for client, counts in enumerate(self.train[:max_clients]):
             if wide:
                 top = [label for label in np.argsort(-counts, kind="stable")[:3] if counts[label]]
                 cells = [str(np.count_nonzero(counts)), ", ".join(f"{self.classes[i]} {counts[i]}" for i in top)]
@@ -139,9 +144,28 @@ class DataCard:
             )
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines += ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+        if len(self.train) > max_clients:
+            lines.append(self._others(max_clients))
         mean = "-" if np.isnan(self.mean_majority) else f"{100 * self.mean_majority:.1f} %"
         lines.append(f"always predicting a client's majority class scores {mean} (mean over clients)")
         return "\n".join(lines)
+
+    def _others(self, shown: int) -> str:
+        """Return a line about the clients that have none of their own."""
+        held = self.train[shown:]
+        known = 100 * self.majority[shown:][~np.isnan(self.majority[shown:])]
+        numbers = [
+            (f"training {self.rows}", held.sum(axis=1), "d"),
+            (f"test {self.rows}", self.test[shown:].sum(axis=1), "d"),
+            ("classes", np.count_nonzero(held, axis=1), "d"),
+            ("majority", known, ".1f"),
+        ]
+        parts = [
+            f"{name} {found.min():{form}} to {found.max():{form}}, median {np.median(found):g}"
+            for name, found, form in numbers
+            if found.size
+        ]
+        return f"and {len(held)} more clients: {'; '.join(parts)}"
 
 
 def data_card(dataset: Dataset, partition: Partition) -> DataCard:

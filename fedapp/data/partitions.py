@@ -93,6 +93,8 @@ PARTITION_KINDS: tuple[str, ...] = tuple(PARTITION_PARAMETER)
 DRAWN: tuple[str, ...] = tuple(kind for kind in PARTITION_KINDS if kind not in NATURAL)
 SPLITS: tuple[str, ...] = ("official", "merged", "holdout")
 TEST_FRACTION = 0.25
+UNION = 2000
+"""Largest number of common test images for the balanced score."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -462,7 +464,7 @@ def _official_tests(
     return tests
 
 
-def union_test(dataset: Dataset, partition: Partition, seed: int, limit: int = 2000) -> Int64:
+def union_test(dataset: Dataset, partition: Partition, seed: int, limit: int = UNION) -> Int64:
     """Return common test images for the balanced score, on which every client is tested on every class.
 
     Parameters

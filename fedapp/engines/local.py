@@ -88,10 +88,11 @@ def run_local(config: RunConfig, listener: Listener | None = None) -> RunResult:
     from fedapp.client_app import app as client_app
     from fedapp.server_app import serve
     from fedapp.transport.local_grid import LocalGrid
+    from fedapp.transport.virtual import hosts
 
     context = configuration.for_context(config)
     with following.tracked(config, listener) as told:
-        serve(LocalGrid(client_app, context, config.clients), context, told)
+        serve(LocalGrid(client_app, context, hosts(config.clients)), context, told)
     return read_run(Path(config.out))
 
 

@@ -30,6 +30,7 @@ from fedapp.results.statistics import percent
 from fedapp.tasks import simulated as tasks
 from fedapp.tracking import following
 from fedapp.transport import selection
+from fedapp.transport.virtual import hosts
 
 
 class Follower:
@@ -231,7 +232,7 @@ def run_in(session: Session, config: RunConfig, given: ClientResources, follower
     """Submit one run to a session and follow it to its end; return the exit code."""
     handle = session.submit(
         config.to_flat(),
-        num_supernodes=config.clients,
+        num_supernodes=hosts(config.clients),
         client_cpus=given.client_cpus,
         client_gpus=given.client_gpus,
         total_cpus=given.total_cpus,

@@ -68,9 +68,9 @@ def write_text(path: Path, text: str) -> None:
         raise
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
     """Write JSON atomically; NaN becomes null."""
-    write_text(path, json.dumps(clean(value), indent=2) + "\n")
+    write_text(path, json.dumps(clean(value), indent=indent) + "\n")
 
 
 def clean(value: Any) -> Any:
@@ -292,8 +292,8 @@ class RunDirectory:
             lambda row: row[2] == "train" or (row[2] == "evaluate" and row[0] in evaluated),
         )
 
-    def append(self, name: str, row: Mapping[str, Any]) -> None:
-        """Append a row to a CSV file; the first row writes the header.
+    def append(self, name: str, *rows: Mapping[str, Any]) -> None:
+        """Append rows to a CSV file; the first row writes the header.
 
         A run that an earlier version began keeps its columns: new ones are left out.
 
@@ -301,20 +301,22 @@ class RunDirectory:
         ------
         ValueError : the row lacks a column of the file.
         """
+        if not rows:
+            return
         path = self.path / name
-        cells = {k: cell(v) for k, v in row.items()}
         new = not path.exists() or path.stat().st_size == 0
+        header = list(rows[0])
         if not new:
             with path.open(newline="", encoding="utf-8") as f:
                 header = next(csv.reader(f))
-            if not set(header) <= set(cells):
-                raise ValueError(f"{name}: columns {list(cells)} differ from the header {header}")
-            cells = {column: cells[column] for column in header}
         with path.open("a", newline="", encoding="utf-8") as f:
             writer = csv.writer(f, lineterminator="\n")
             if new:
-                writer.writerow(cells.keys())
-            writer.writerow(cells.values())
+                writer.writerow(header)
+            for row in rows:
+                if not set(header) <= set(row):
+                    raise ValueError(f"{name}: columns {list(row)} differ from the header {header}")
+                writer.writerow([cell(row[column]) for column in header])
 
     def add_column(self, name: str, column: str) -> None:
         """Add a column to a CSV file that a resumed run goes on writing; its earlier rows are empty there."""

@@ -350,8 +350,10 @@ def own_data(
     )
 
 
-def node_task(config: RunConfig, node: Node, device: torch.device) -> Task:
+def node_task(config: RunConfig, node: Node, device: torch.device, images: int = partitions.UNION) -> Task:
     """Return the task of a real node; `extras["classes"]` holds the names of the classes.
+
+    `images` is the largest number of images of the balanced score, where the data are common.
 
     Raises
     ------
@@ -384,7 +386,7 @@ def node_task(config: RunConfig, node: Node, device: torch.device) -> Task:
         classes = data.classes
     else:
         total = config.clients or node.partitions
-        task = simulated.simulated_task(config, node.client, total, device)
+        task = simulated.simulated_task(config, node.client, total, device, images)
         classes = simulated.federated(config, total).dataset.classes
     task = replace(task, model=node.model or task.model, extras={**task.extras, "classes": classes})
     if node.own or node.model:

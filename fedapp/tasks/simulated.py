@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedapp import process, sampling
@@ -24,6 +26,10 @@ from fedapp.learning.task import Task
 from fedapp.learning.training import class_weights
 from fedapp.models import ModelOptions, check_model, default_model, is_own, own, weights
 from fedapp.tasks.public import PublicSource, draw_images, public_source
+
+Indices = NDArray[np.int64]
+KEPT_BYTES = 1 << 30
+"""Bytes of clients' images that a process keeps as tensors."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +55,40 @@ class FederatedData:
     own_moments: bool = False
     _fitted: dict[int, InputSpec] = field(default_factory=dict, repr=False, compare=False)
     _made: dict[tuple[int, str], tuple[Tensor, Tensor]] = field(default_factory=dict, repr=False, compare=False)
+    _recent: OrderedDict[tuple[int, str], tuple[Tensor, Tensor]] = field(
+        default_factory=OrderedDict, repr=False, compare=False
+    )
+    _size: list[int] = field(default_factory=lambda: [0], repr=False, compare=False)
 
     def tensors(self, part: str, client: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return images (n, H, W, C) uint8 and labels (n,) int64 of a client's `train`, `test` or `validation` split.
 
-        `union` is the common test set for the balanced score, the same for every `client`.
+        Those of the last clients are kept, as many as `KEPT_BYTES` hold.
         """
-        key = (client, f"{part}/{device}")
+        return self._tensors((client, f"{part}/{device}"), getattr(self.partition.clients[client], part), device)
+
+    def union(self, limit: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the common test set for the balanced score, at most `limit` images; the same for all clients."""
+        key = (-1, f"union/{limit}/{device}")
         if key not in self._made:
-            if part == "union":
-                indices = partitions.union_test(self.dataset, self.partition, self.seed)
-            else:
-                indices = getattr(self.partition.clients[client], part)
+            indices = partitions.union_test(self.dataset, self.partition, self.seed, limit)
             x, y = self.dataset.take(indices)
             self._made[key] = torch.from_numpy(x).to(device), torch.from_numpy(y).long().to(device)
         return self._made[key]
+
+    def _tensors(self, key: tuple[int, str], indices: Indices, device: torch.device) -> tuple[Tensor, Tensor]:
+        found = self._recent.get(key)
+        if found is None:
+            x, y = self.dataset.take(indices)
+            found = torch.from_numpy(x).to(device), torch.from_numpy(y).long().to(device)
+            self._recent[key] = found
+            self._size[0] += found[0].nbytes
+            while self._size[0] > KEPT_BYTES and len(self._recent) > 1:
+                _, (old, _) = self._recent.popitem(last=False)
+                self._size[0] -= old.nbytes
+        else:
+            self._recent.move_to_end(key)
+        return found
 
     def inputs_of(self, client: int) -> InputSpec:
         """Return how the samples of a client are normalised."""
@@ -235,8 +260,10 @@ def bf16_works() -> bool:
     return "bf16" in str(process.cpu_facts())
 
 
-def simulated_task(config: RunConfig, client: int, clients: int, device: torch.device) -> Task:
-    """Return the task of client `client` of `clients`, with its tensors on `device`.
+def simulated_task(
+    config: RunConfig, client: int, clients: int, device: torch.device, images: int = partitions.UNION
+) -> Task:
+    """Return the task of client `client` of `clients`, with its tensors on `device`; `images` of the balanced score.
 
     Raises
     ------
@@ -246,7 +273,7 @@ def simulated_task(config: RunConfig, client: int, clients: int, device: torch.d
         raise BadRequest(f"client-id (partition-id) {client} is not among the {clients} clients 0 .. {clients - 1}")
     data = federated(config, clients)
     train, test = (data.tensors(part, client, device) for part in ("train", "test"))
-    x_union, y_union = data.tensors("union", -1, device)
+    x_union, y_union = data.union(images, device)
     extras = {} if data.public is None else {"public": data.public_tensor(device)}
     task = assemble(config, client, data.dataset.num_classes, data.inputs_of(client), train, test, extras)
     task = replace(task, x_union=x_union, y_union=y_union)

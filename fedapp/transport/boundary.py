@@ -21,7 +21,7 @@ from flwr.app import ArrayRecord, Message
 
 from fedapp.errors import Impossible
 from fedapp.method import Arrays
-from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, reply_of
+from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, Part, reply_of
 
 FAILED, BAD, IMPOSSIBLE, ANOTHER = "failed", "bad value", "impossible", "another client"
 """Grades of what does not count: the client says itself that it failed, or did not answer; a number out of range, such
@@ -129,7 +129,7 @@ class Refused:
     stage: str = ""
 
 
-def read(message: Message, contract: Contract) -> Good | Refused:
+def read(message: Message | Part, contract: Contract) -> Good | Refused:
     """Return a client's reply, or why it does not count. Whatever was sent, nothing is raised."""
     try:
         return _read(message, contract)
@@ -137,7 +137,7 @@ def read(message: Message, contract: Contract) -> Good | Refused:
         return Refused(f"the reply cannot be read: {type(e).__name__}: {str(e)[:TEXT_MOST]}", BAD)
 
 
-def _read(message: Message, contract: Contract) -> Good | Refused:
+def _read(message: Message | Part, contract: Contract) -> Good | Refused:
     content = message.content
     info = dict(content.config_records.get(INFO, {}))
     if "error" in info:

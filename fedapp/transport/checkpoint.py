@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -28,6 +28,9 @@ from fedapp.method import Arrays, ServerState
 
 Found: TypeAlias = tuple[int, ServerState, dict[str, Any]]
 """Round, state, and the further values of a checkpoint."""
+STATES = "states"
+"""The further value that is stored as arrays: what is known of the clients' states, which may be very many."""
+_OF_STATES = "\x1fstates\x1f"
 DAMAGED = ".damaged"
 """Ending of a checkpoint that could not be read and was set aside."""
 _FILE = re.compile(r"^round-(\d{6})\.safetensors$")
@@ -118,13 +121,36 @@ def save(
     if not arrays:
         arrays = {"_": np.zeros(0, np.float32)}
     header = {"schema": SCHEMA, **(identity or {}), "round": server_round}
-    header |= {"scalars": scalars, "extra": extra, "order": list(arrays)}
+    states = _packed(extra.get(STATES, {}))
+    rest = {k: v for k, v in extra.items() if k != STATES or not states}
+    header |= {"scalars": scalars, "extra": rest, "order": list(arrays)}
     # safetensors sorts names. The header keeps the state's own order, since the last bits of sums depend on it.
-    write_safetensors(path, arrays, header, durable=True)
+    write_safetensors(path, {**arrays, **states}, header, durable=True)
     for old in _files(folder)[KEPT:]:
         old.unlink(missing_ok=True)
     remove_parts(folder)
     return path
+
+
+def _packed(states: Mapping[str, Sequence[Any]]) -> Arrays:
+    """Return digests and marks of clients' states as arrays: a fifth of the bytes, and of the time, of JSON."""
+    known = {int(c): found for c, found in states.items() if found[0]}
+    if not known:
+        return {}
+    digests = np.frombuffer(bytes.fromhex("".join(digest for digest, _ in known.values())), np.uint8)
+    return {
+        f"{_OF_STATES}clients": np.array(list(known), np.int64),
+        f"{_OF_STATES}digests": digests.reshape(len(known), -1),
+        f"{_OF_STATES}binds": np.array([binds for _, binds in known.values()], np.uint8),
+    }
+
+
+def _unpacked(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name.removeprefix(_OF_STATES): a for name, a in arrays.items() if name.startswith(_OF_STATES)}
+    if not found:
+        return {}
+    rows = zip(found["clients"].tolist(), found["digests"], found["binds"].tolist(), strict=True)
+    return {STATES: {str(c): [digest.tobytes().hex(), bool(binds)] for c, digest, binds in rows}}
 
 
 def not_finite(state: ServerState) -> str | None:
@@ -220,11 +246,12 @@ def _read(path: Path) -> Found:
     arrays, header, _ = read_checked(path, remedy="a resumed run uses the one before")
     try:
         order = header.get("order", list(arrays))
-        arrays = {name: arrays[name] for name in order if name != "_"}
+        states = _unpacked(arrays)
+        arrays = {name: arrays[name] for name in order if name != "_" and not name.startswith(_OF_STATES)}
         scalars, extra, server_round = header["scalars"], header["extra"], header["round"]
         if not (isinstance(scalars, dict) and isinstance(extra, dict) and isinstance(server_round, int)):
             raise TypeError("scalars, extra and round are not a dict, a dict and a number")
-        return server_round, unflatten(arrays, scalars), extra
+        return server_round, unflatten(arrays, scalars), {**extra, **states}
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise StateError(f"{path} cannot be read ({type(e).__name__}: {e}); a resumed run uses the one before") from e
 

@@ -22,13 +22,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from flwr.app import Message
+from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedapp import process
 from fedapp.errors import BadRequest, plain
 from fedapp.method import ClientInfo, Method, Payload, Reply, Scalar
 from fedapp.transport import roster as rosters
+from fedapp.transport import virtual
 from fedapp.transport.agreement import clash, compared, majority, within_models
 from fedapp.transport.boundary import (
     ANOTHER,
@@ -37,13 +38,15 @@ from fedapp.transport.boundary import (
     IMPOSSIBLE,
     LARGE,
     Contract,
+    Hello,
     Refused,
     grade,
     read,
     read_hello,
 )
 from fedapp.transport.offences import Blocked, Offence, Offences
-from fedapp.transport.records import Encoder
+from fedapp.transport.records import Encoder, Part, parts, together
+from fedapp.transport.virtual import MANY, Member
 
 Event = Callable[[dict[str, Any]], None]
 
@@ -74,10 +77,6 @@ WORKER_DIED = (
 WITHOUT_DATA = ("query.keys", "query.shares", "query.unmask")
 """Messages of secure sums that a client answers without its data; it states no samples."""
 _DIGEST = re.compile(r"\A([0-9a-f]{32})?\Z")
-
-
-class LeftOut(BadRequest):
-    """A node that cannot take part. The run goes on without it if enough clients are left."""
 
 
 class RoundFailed(RuntimeError):
@@ -169,6 +168,7 @@ class ClientManager:
     ----------
     states : what each client stored in its last round that counted: digest, and whether its next training starts from
         it. It goes with the next message, so that a client notices a state that is lost or another's.
+    several : whether clients of a simulation may share a message. One of its own always reaches the same node.
     offences : which clients are blocked, and why.   reference : a client that all others agree with.
     """
 
@@ -199,9 +199,13 @@ class ClientManager:
         self._unregistered: dict[str, tuple[int, float]] = {}
         self._left_out: dict[int, str] = {}  # why, by node
         self._stated: dict[int, int] = {}  # which client a node says that it is
-        self._moved: set[int] = set()  # nodes that answered as another client
+        self._moved: set[int] = set()  # nodes, in a simulation clients, that answered as another client
         self._twice: set[int] = set()  # nodes with the id of another one, which may be gone soon
         self._expected = 0
+        self._hosts: list[int] = []  # the nodes of a simulation, each of which runs any client
+        self._asked: list[int] = []  # those of its clients that were asked who they are
+        self._turn = itertools.count()
+        self.several = True
         self._method: Method | None = None
         self._encoder = Encoder(settings.wire_dtype)
         self._lasted: dict[str, float] = {}
@@ -211,32 +215,23 @@ class ClientManager:
     # ---- who is there --------------------------------------------------------------------------------------------
 
     def gather(self, expected: int) -> list[ClientInfo]:
-        """Wait until `expected` clients have registered (0: as many as there are nodes).
+        """Wait until `expected` clients have registered (0: as many as there are nodes). On real nodes; see `enrol`.
 
-        On real devices a node that is online but does not answer delays the run only a little: once `expected` clients
+        A node that is online but does not answer delays the run only a little: once `expected` clients
         have registered, it has `LATECOMERS` seconds. When the wait limit has passed, the run starts if at least a share
         of `min_replies` has registered (or `min_clients`). A client that is left out may join before any later round.
         It is not waited for if it is one of those expected, 0 .. `expected` - 1, and enough others are there.
 
         Raises
         ------
-        BadRequest : the wait limit passed, or too few clients are left; in a simulation also where one client cannot
-            take part. The message gives the client and the reason.
+        BadRequest : the wait limit passed, or too few clients are left. The message gives the client and the reason.
         """
         started = reported = time.monotonic()
         enough: float | None = None
         settled: float | None = None
         while True:
-            if self.register(strict=True) and self.settings.queued:
-                started = time.monotonic()
-            partitions = self.partitions()
-            want = expected or partitions or max(1, len(self.nodes))
-            if expected and self.settings.queued and 0 < partitions < expected and len(self.nodes) >= partitions:
-                raise BadRequest(
-                    f"clients = {expected}, but there are only {partitions} SuperNodes. "
-                    f"Start {expected} (fedapp run does so; with flwr run use --federation-config "
-                    f"'num-supernodes={expected}'), or set clients to 0 to use the nodes present"
-                )
+            self.register(strict=True)
+            want = expected or self.partitions() or max(1, len(self.nodes))
             self._expected = want
             want -= sum(c < want for c in self.offences.blocked)  # they are not asked again
             if want <= 0:
@@ -244,9 +239,7 @@ class ClientManager:
             now = time.monotonic()
             if len(self.nodes) >= want:
                 enough = now if enough is None else enough
-                # In a simulation every client answers, so all are waited for: an error of any client must end the run,
-                # no matter which client answers first.
-                late = bool(expected) and not self.settings.queued and now - enough > LATECOMERS
+                late = bool(expected) and now - enough > LATECOMERS
                 if self._unregistered and late:
                     self.event({"kind": "warning", "text": f"{self._silent()}: starting without them"})
                 if late or not self._unregistered:
@@ -256,8 +249,6 @@ class ClientManager:
             # with a registration that makes no sense, may be the one that is missing, or nobody.
             if not self._unregistered and 0 < want - len(self.nodes) <= len(self._left_out):
                 known = want - len(self.nodes) <= self._left_out_of(self._expected)
-                if known and self.settings.queued:
-                    self._enough_left(next(iter(self._left_out.values())))
                 settled = now if settled is None else settled
                 if (known or now - settled > LATECOMERS) and len(self.nodes) >= self.fewest():
                     return [self.infos[c] for c in sorted(self.infos)]
@@ -321,12 +312,9 @@ class ClientManager:
             does not answer in that time may answer before any later round, which does not wait.
 
         A node that cannot take part is left out with a warning, and asked again after it has been offline.
-
-        Raises
-        ------
-        BadRequest : with `strict` in a simulation, where all clients are the user's own, a node cannot take part; the
-            message says which and why.
         """
+        if self._hosts:
+            return []  # all clients of a simulation are there from the start
         now = time.monotonic()
         online = set(self.grid.get_node_ids()) - self.offences.nodes
         self._renew_roster()
@@ -345,9 +333,7 @@ class ClientManager:
         lost = [i for i, (node, since) in asked.items() if node not in online or now - since > REGISTER_AGAIN]
         again = {asked.pop(i)[0] for i in lost} & self._seen
         self._seen -= again
-        # The next call asks the other nodes.
-        room = max(0, self._underway(len(online)) - len(self._unregistered)) if self.settings.queued else None
-        self._ask_to_register(sorted(fresh | again)[:room], now)
+        self._ask_to_register(sorted(fresh | again), now)
         limits = [t for t in (self.settings.wait_timeout, self.settings.round_timeout) if t]
         limit = 0.0 if strict else min(limits, default=60.0)
         joined = []
@@ -365,8 +351,6 @@ class ClientManager:
                     joined.append(self._registered(node, reply, online))
                     self._left_out.pop(node, None)
                 except BadRequest as e:
-                    if strict and self.settings.queued and not isinstance(e, LeftOut | rosters.NotAdmitted):
-                        raise BadRequest(plain(e)) from e
                     self._left_out[node] = plain(e)
                     self.event({"kind": "warning", "text": f"a new node was left out: {plain(e)}"})
             if not replies:
@@ -396,24 +380,13 @@ class ClientManager:
 
     def _registered(self, node: int, reply: Message, online: set[int]) -> int:
         """Add a client that answered; a `BadRequest` says why it cannot take part."""
-        if reply.has_error():
-            reason = _reason(reply)
-            self._note_error(0, -1, "register", reason)
-            raise BadRequest(f"a client cannot take part: {_last_line(reason)}")
-        hello = read_hello(reply)
-        if isinstance(hello, Refused):
-            if hello.offence != FAILED:
-                raise LeftOut(f"node {node} was left out: {hello.reason}")
-            who = hello.stage
-            self._stated[node] = int(who.split()[-1]) if who[-1].isdigit() else -1
-            self._note_error(0, self._stated[node], "register", hello.reason)
-            raise BadRequest(f"{who} cannot take part: {_last_line(hello.reason)}")
+        hello = self._hello(node, reply)
         client, info = hello.client, {**hello.info, "test-examples": hello.tests}
         self._stated[node] = client
         if self.roster is not None:
             rosters.check(self.roster[node], client, hello.count)
         if client in self.offences.blocked:
-            raise LeftOut(f"client {client} is blocked in this run: {self.offences.blocked[client].reason}")
+            raise BadRequest(f"client {client} is blocked in this run: {self.offences.blocked[client].reason}")
         if self.nodes.get(client, node) != node and self.nodes[client] in online:
             self._twice.add(node)
             raise BadRequest(
@@ -432,6 +405,109 @@ class ClientManager:
         self.nodes[client], self.facts[client], self.infos[client] = node, info, newcomer
         return client
 
+    def _hello(self, node: int, reply: Message) -> Hello:
+        """Return what a client states about itself; a `BadRequest` says why it cannot take part."""
+        if reply.has_error():
+            reason = _reason(reply)
+            self._note_error(0, -1, "register", reason)
+            raise BadRequest(f"a client cannot take part: {_last_line(reason)}")
+        hello = read_hello(reply)
+        if isinstance(hello, Refused):
+            if hello.offence != FAILED:
+                raise BadRequest(f"node {node} was left out: {hello.reason}")
+            who = hello.stage
+            self._stated[node] = int(who.split()[-1]) if who[-1].isdigit() else -1
+            self._note_error(0, self._stated[node], "register", hello.reason)
+            raise BadRequest(f"{who} cannot take part: {_last_line(hello.reason)}")
+        return hello
+
+    # ---- a simulation: all clients are known ------------------------------------------------------------------------
+
+    def count(self) -> int:
+        """Return how many clients a simulation has where only Flower knows it: one for each of its nodes."""
+        return int(self._introduced([(0, {})])[0].info.get("partitions", 0))
+
+    def enrol(self, members: Sequence[Member], by_size: bool = False) -> list[ClientInfo]:
+        """Take the clients of a simulation as configuration and partition say. Few of them are asked, in their place.
+
+        Parameters
+        ----------
+        members : all clients.
+        by_size : one client is asked for each number of training samples too; else one of each architecture, and the
+            one with the fewest samples.
+
+        Raises
+        ------
+        BadRequest : a client that was asked cannot take part, no node came in time, or every client is blocked.
+        """
+        there = [m for m in members if m.client not in self.offences.blocked]
+        self._expected = len(members)
+        self.control["clients"] = len(members)
+        if not there:
+            raise BadRequest("every client of this run is blocked (blocked.csv says why): start a new run")
+        answers = virtual.asked(there, by_size)
+        chosen = sorted({*answers.values(), *virtual.smallest(there)})
+        hellos = dict(zip(chosen, self._introduced([(c, {"client": c}) for c in chosen]), strict=True))
+        for m in there:
+            hello = hellos[answers[m.client]]
+            if m.client in hellos:
+                self._check_member(m, hellos[m.client])
+            self.nodes[m.client] = self._hosts[m.client % len(self._hosts)]
+            self.facts[m.client] = {**hello.info, "test-examples": m.tests, "partitions": len(members)}
+            self.infos[m.client] = ClientInfo(
+                m.client, m.examples, hello.model, hello.classes, hello.shapes, hello.common
+            )
+        self._asked = chosen
+        return [self.infos[c] for c in sorted(self.infos)]
+
+    @staticmethod
+    def _check_member(member: Member, hello: Hello) -> None:
+        stated = Member(hello.client, hello.count, hello.tests, hello.model)
+        if stated != member:
+            raise BadRequest(
+                f"a worker has {stated}, the server {member}: use the same version of fedapp and the same data "
+                "everywhere, and start flwr run with as many num-supernodes as clients or fewer"
+            )
+
+    def _introduced(self, asked: Sequence[tuple[int, Mapping[str, Scalar]]]) -> list[Hello]:
+        """Ask clients of a simulation who they are, by id with the further values of the request."""
+        started = told = time.monotonic()
+        limit = self.settings.wait_timeout
+        while not (nodes := sorted(self.grid.get_node_ids())) or nodes != self._hosts:
+            self._hosts = nodes  # two equal looks: Flower adds its nodes one by one
+            now = time.monotonic()
+            if limit and now - started > limit:
+                raise BadRequest(f"gave up after {limit:g} s: no node came; change wait-timeout if it needs longer")
+            if now - told > 30:
+                told = now
+                self.event({"kind": "waiting", "text": "waiting for Flower's nodes"})
+            time.sleep(self.settings.poll)
+        values = dict(asked)
+
+        def request(batch: Sequence[int]) -> Message:
+            content, _ = self._encoder.content(Payload(), {**self.control, "round": 0, **values[batch[0]]})
+            return Message(content, self._host(batch), "query.register")
+
+        found: dict[int, Hello] = {}
+        for batch, reply in self._raw([[c] for c in values], request, limit, self._underway(len(self._hosts))):
+            try:
+                found[batch[0]] = self._hello(self._host(batch), reply)
+            except BadRequest as e:
+                raise BadRequest(plain(e)) from e
+        if missing := sorted(values.keys() - found.keys()):
+            raise BadRequest(f"gave up after {limit:g} s: client {missing[0]} has not answered; change wait-timeout")
+        return [found[c] for c in values]
+
+    def _host(self, batch: Sequence[int]) -> int:
+        """Return the node of a message. Clients of a simulation have none of their own if there are more of them."""
+        if not self._hosts:
+            return self.nodes[batch[0]]
+        if len(batch) > 1:
+            return self._hosts[next(self._turn) % len(self._hosts)]
+        return self._hosts[batch[0] % len(self._hosts)]
+
+    # ---- who agrees ------------------------------------------------------------------------------------------------
+
     def agree(self, method: Method) -> None:
         """Check before round 1 that the clients agree on what they share; afterwards `reference` is one of them.
 
@@ -443,9 +519,11 @@ class ClientManager:
         BadRequest : clients disagree and there is no majority, too few are left, or it is a simulation; the message
             names the clients, models and shapes.
         """
-        found, apart = majority(method, self.infos, self.facts)
+        # Clients that were not asked are as those that were.
+        infos = {c: self.infos[c] for c in self._asked} or self.infos
+        found, apart = majority(method, infos, self.facts)
         if self.settings.queued and not apart:
-            apart = within_models(method, self.infos, self.facts)  # on real nodes the server's own weights decide
+            apart = within_models(method, infos, self.facts)  # on real nodes the server's own weights decide
         if apart and (found is None or self.settings.queued):
             raise BadRequest(plain(next(iter(apart.values()))))
         self.reference = min(self.infos) if found is None else found
@@ -485,12 +563,16 @@ class ClientManager:
         control: Mapping[str, Scalar] | None = None,
         timeout: float | None = None,
         raw: Mapping[str, tuple[str, tuple[int, ...]]] | None = None,
+        each: Callable[[int], Mapping[str, Scalar]] = lambda client: {},
     ) -> Iterator[Reply]:
-        """Send one message to each client and yield the good replies in the order of the client ids.
+        """Send messages to clients and yield the good replies in the order of the client ids.
 
-        `server_round` is the round that records and errors name. A client restores the state that it had before the
-        round named in its message; if that is another round, `control` contains it. With `raw` (`Contract.raw`) replies
-        hold what secure sums consist of.
+        On real nodes each client gets a message of its own. In a simulation of many clients several share one, so that
+        what they all get is encoded and sent once for all of them.
+
+        `each` gives further control values of one client. `server_round` is the round that records and errors name. A
+        client restores the state that it had before the round named in its message; if that is another round, `control`
+        contains it. With `raw` (`Contract.raw`) replies hold what secure sums consist of.
 
         A reply is held back until the replies of all lower ids have arrived or failed, so that sums are added up in the
         same order, no matter which client ends first. In a simulation the clients with the most data start first, so
@@ -509,40 +591,50 @@ class ClientManager:
         lifetime = limit + 60 if limit and not self.settings.queued else None
         encoder = Encoder(self.settings.wire_dtype)  # for this exchange only: it keeps everything that it has encoded
         given = dict(payloads)
-        traffic.messaged.extend(sorted(given))
-        groups = {client: _content(payload) for client, payload in given.items()}
-        owner = {self.nodes[client]: client for client in given}
+        ids = sorted(given)
+        traffic.messaged.extend(ids)
+        kinds: dict[Any, Any] = {}  # equal ones are kept once
+        groups = {c: kinds.setdefault(sent, sent) for c, sent in ((c, _content(p)) for c, p in given.items())}
 
-        def message(client: int) -> Message:
+        def content(client: int) -> RecordDict:
             digest, binds = self.states.get(client, ("", False))
             known: dict[str, Scalar] = {"state": digest, "state-binds": binds} if digest else {}
-            content, size = encoder.content(given.pop(client), {**extra, **known})
+            whose: dict[str, Scalar] = {"client": client} if self._hosts else {}
+            found, size = encoder.content(given.pop(client), {**extra, **each(client), **known, **whose})
             traffic.down += size
-            return Message(content, self.nodes[client], kind, ttl=lifetime, group_id=str(server_round))
+            return found
+
+        def message(batch: Sequence[int]) -> Message:
+            whole = content(batch[0]) if len(batch) == 1 else together({c: content(c) for c in batch})
+            return Message(whole, self._host(batch), kind, ttl=lifetime, group_id=str(server_round))
 
         bytes_each = 4 * sum(math.prod(shape) for shape in expected.values())
         bytes_each += sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in (raw or {}).values())
-        ids, at_once = self._dispatch(kind, traffic.messaged, bytes_each)
+        order, at_once = self._dispatch(kind, ids, bytes_each)
         held: dict[int, Reply | None] = {}
-        awaited, arrivals = deque(traffic.messaged), itertools.count()
-        for node, answer in self._raw([self.nodes[c] for c in ids], lambda n: message(owner[n]), limit, at_once):
-            client = owner[node]
-            contract = self._contract(client, kind, expected, raw or {})
-            held[client] = self._checked(answer, contract, server_round, check, traffic, next(arrivals))
+        awaited, arrivals = deque(ids), itertools.count()
+        longest = limit * max(map(len, order), default=1)
+        for batch, answer in self._raw(order, message, longest, at_once):
+            several = {} if len(batch) == 1 or answer.has_error() else parts(answer.content)
+            for client in batch:
+                contract = self._contract(client, kind, expected, raw or {})
+                part = several.get(client, answer)
+                held[client] = self._checked(part, contract, server_round, check, traffic, next(arrivals))
             while awaited and awaited[0] in held:
                 if (reply := held.pop(awaited.popleft())) is not None:
                     yield reply
         for client in awaited:
             if client not in held:
-                self._drop(traffic, server_round, client, kind, f"no answer within {limit:g} s")
+                self._drop(traffic, server_round, client, kind, f"no answer within {longest:g} s")
             elif (reply := held.pop(client)) is not None:
                 yield reply
         for offence in self.offences.judge(traffic.bad, groups, traffic.answered if kind == "train" else ()):
             self._block(offence, "values out of range for the third time: ")
-        self._lasted[kind] = traffic.seconds = time.perf_counter() - started
+        self._lasted[kind] = time.perf_counter() - started
+        traffic.seconds += self._lasted[kind]
 
-    def _dispatch(self, kind: str, ids: Sequence[int], bytes_each: int) -> tuple[list[int], int]:
-        """Return the order in which clients get their messages, and how many messages may be in flight at a time.
+    def _dispatch(self, kind: str, ids: Sequence[int], bytes_each: int) -> tuple[list[list[int]], int]:
+        """Return the clients of each message, in the order of the messages, and how many may be in flight at a time.
 
         Every tenth of a second Flower's simulation gives messages to its workers, in the order of its nodes and not in
         the order in which they were pushed. Only messages that are pushed later can therefore run later. Half of the
@@ -550,14 +642,22 @@ class ClientManager:
         last exchange of this kind took less than two seconds, this is not worth a tenth of a second, and all messages
         are pushed at once.
         """
-        if not self.settings.queued or getattr(self.grid, "one_at_a_time", False):
-            return list(ids), len(ids)
-        most, enough = self._underway(len(self.nodes)), 2 * (os.cpu_count() or 1)
+        if not self.settings.queued:
+            return [[c] for c in ids], len(ids)
+        if getattr(self.grid, "one_at_a_time", False):
+            return [[c] for c in ids], 16
+        most, enough = self._underway(len(set(self.nodes.values()))), 2 * (os.cpu_count() or 1)
+        several = self.several and bool(self._hosts) and len(ids) >= MANY
+        sizes = {c: self.infos[c].num_samples for c in ids}
+
+        def messages(order: Sequence[int]) -> list[list[int]]:
+            return list(virtual.batches(order, sizes, bytes_each)) if several else [[c] for c in order]
+
         if self._lasted.get(kind, math.inf) < WORTH_SORTING:
-            return list(ids), most
+            return messages(ids), most
         first = max(0, len(ids) - max(1, HELD_BYTES // max(1, bytes_each)))
-        largest_first = sorted(ids[first:], key=lambda c: (-self.infos[c].num_samples, c))
-        return [*ids[:first], *largest_first], min(most, max(len(ids) // 2, enough))
+        order = messages([*ids[:first], *sorted(ids[first:], key=lambda c: (-sizes[c], c))])
+        return order, min(most, max(len(order) // 2, enough))
 
     @staticmethod
     def _underway(nodes: int) -> int:
@@ -565,22 +665,27 @@ class ClientManager:
         return max(16, 2 * (os.cpu_count() or 1), LOOKS // max(1, nodes))
 
     def _raw(
-        self, nodes: Sequence[int], message: Callable[[int], Message], limit: float, at_once: int
-    ) -> Iterator[tuple[int, Message]]:
-        """Send messages to nodes, at most `at_once` at a time, and yield (node, reply) in the order of arrival.
+        self,
+        batches: Sequence[list[int]],
+        message: Callable[[Sequence[int]], Message],
+        limit: float,
+        at_once: int,
+    ) -> Iterator[tuple[list[int], Message]]:
+        """Send messages to clients, at most `at_once` at a time; yield (clients, reply) in the order of arrival.
 
-        Ends when all nodes have answered or `limit` seconds have passed; a limit of 0 waits without limit. The yielded
-        node is the one that got the message: if it no longer exists, the reply is an error from the SuperLink itself.
+        Ends when all have answered or `limit` seconds have passed; a limit of 0 waits without limit. The yielded
+        clients are those that got the message: if their node no longer exists, the reply is an error from the SuperLink
+        itself.
         Every 30 seconds an event names the clients whose replies are missing.
         """
-        unsent = deque(nodes)
-        waiting: dict[str, int] = {}
+        unsent = deque(batches)
+        waiting: dict[str, list[int]] = {}
         last = told = heard = time.monotonic()
         while unsent or waiting:
             now = [unsent.popleft() for _ in range(min(len(unsent), at_once - len(waiting)))]
             if now:
-                ids = self.grid.push_messages([message(node) for node in now])
-                waiting |= {i: node for node, i in zip(now, ids, strict=True) if i}
+                ids = self.grid.push_messages([message(batch) for batch in now])
+                waiting |= {i: batch for batch, i in zip(now, ids, strict=True) if i}
             asked = time.monotonic()
             replies = list(self.grid.pull_messages(set(waiting)))
             answered = time.monotonic()
@@ -588,16 +693,17 @@ class ClientManager:
                 heard = answered
                 last = heard if self.settings.queued else last
             for reply in replies:
-                node = waiting.pop(reply.metadata.reply_to_message_id, None)
-                if node is not None:
-                    yield node, reply
+                batch = waiting.pop(reply.metadata.reply_to_message_id, None)
+                if batch is not None:
+                    yield batch, reply
             if limit and answered - last > limit:
                 return
             if waiting and answered - told > 30:
                 told = answered
-                names = {node: str(client) for client, node in self.nodes.items()}
-                clients = sorted(names.get(node, f"node {node}") for node in waiting.values())
-                text = f"waiting for {len(waiting) + len(unsent)} of {len(nodes)} replies: {', '.join(clients[:20])}"
+                missing = sorted(c for batch in waiting.values() for c in batch)
+                named = ", ".join(map(str, missing[:20]))
+                count, of = len(missing) + sum(map(len, unsent)), sum(map(len, batches))
+                text = f"waiting for {count} of {of} replies: {named}"
                 self.event({"kind": "waiting", "text": text})
             if not replies and waiting:
                 # Checks for replies must not slow down the clients: in a simulation they share the cores and a lock.
@@ -606,7 +712,7 @@ class ClientManager:
 
     def _checked(
         self,
-        message: Message,
+        message: Message | Part,
         contract: Contract,
         server_round: int,
         check: Callable[[Reply], str | None],
@@ -615,13 +721,15 @@ class ClientManager:
     ) -> Reply | None:
         """Return a reply that counts, or None: then its reason is recorded. Nothing that a client sends is raised."""
         client, stage = contract.client, contract.kind
-        got = Refused(_reason(message), FAILED, stage) if message.has_error() else read(message, contract)
+        got = read(message, contract)
+        if isinstance(message, Message) and message.has_error():
+            got = Refused(_reason(message), FAILED, stage)
         if isinstance(got, Refused):
             if got.offence == FAILED:
                 stage = got.stage
                 self._note_error(server_round, client, stage, got.reason)
                 traffic.diverged += FloatingPointError.__name__ in _last_line(got.reason)
-            offence = self._of_another(self.nodes[client]) if got.offence == ANOTHER else got.offence
+            offence = self._of_another(client) if got.offence == ANOTHER else got.offence
             self._drop(traffic, server_round, client, stage, _last_line(got.reason), offence)
             return None
         reply = Reply(
@@ -641,15 +749,17 @@ class ClientManager:
         traffic.up += got.size
         return reply
 
-    def _of_another(self, node: int) -> str:
+    def _of_another(self, client: int) -> str:
         """Return the grade of a reply in the name of another client, and let its node register again.
 
         A node that was restarted with another id before the server saw it offline does so once.
         """
-        if node in self._moved and node in self._seen:
+        # Nodes of a simulation run any client, and do not register again.
+        who = client if self._hosts else self.nodes[client]
+        if who in self._moved and (self._hosts or who in self._seen):
             return IMPOSSIBLE
-        self._moved.add(node)
-        self._seen.discard(node)
+        self._moved.add(who)
+        self._seen.discard(who)
         return FAILED
 
     def _contract(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from fedapp.method import Array, Arrays, Payload, Scalar
 
 ARRAYS, SCALARS, CONTROL, METRICS, INFO = "arrays", "scalars", "control", "metrics", "info"
 CAST = "cast"
+OF = "@"
+"""Stands between the name of a record and the id of the client that it belongs to, in messages to several clients."""
 
 
 def _narrow(array: Array, wire_dtype: str) -> Array:
@@ -68,7 +71,33 @@ def arrays_of(record: ArrayRecord, casts: str = "{}") -> Arrays:
     return {name: a.astype(back[name]) if name in back else a for name, a in arrays.items()}
 
 
-def payload_of(message: Message) -> tuple[Payload, dict[str, Any]]:
+@dataclass(frozen=True)
+class Part:
+    """One client's part of a message to several clients, or of their reply."""
+
+    content: RecordDict
+
+    def has_error(self) -> bool:
+        """Return False: if a worker fails, Flower replies with an error for the whole message."""
+        return False
+
+
+def together(contents: Mapping[int, RecordDict]) -> RecordDict:
+    """Join the contents of messages by client; `parts` is the inverse. Arrays that they share stay one object."""
+    return RecordDict({f"{name}{OF}{client}": r for client, found in contents.items() for name, r in found.items()})
+
+
+def parts(content: RecordDict) -> dict[int, Part]:
+    """Return the parts of a message by client; empty if it is for, or from, one client."""
+    found: dict[int, Part] = {}
+    for name, record in content.items():
+        own, _, client = name.partition(OF)
+        if client.isdecimal():
+            found.setdefault(int(client), Part(RecordDict())).content[own] = record
+    return found
+
+
+def payload_of(message: Message | Part) -> tuple[Payload, dict[str, Any]]:
     """Decode a message of the server: the payload and the control values."""
     content = message.content
     control = dict(content.config_records.get(CONTROL, ConfigRecord()))
@@ -103,7 +132,7 @@ def _number(value: Any) -> Any:
     return float(value)
 
 
-def reply_of(message: Message) -> tuple[Arrays, dict[str, Any], dict[str, Any], int]:
+def reply_of(message: Message | Part) -> tuple[Arrays, dict[str, Any], dict[str, Any], int]:
     """Decode a reply: arrays, metrics, info, and the bytes of its arrays as they were sent."""
     content = message.content
     info = dict(content.config_records.get(INFO, ConfigRecord()))

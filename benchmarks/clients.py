@@ -1,0 +1,186 @@
+"""How cost grows with the number of clients when as many take part in a round: start, round, last scores, memory.
+
+`python -m benchmarks.clients` runs LG-FedAvg, whose clients keep a model of their own on disk, with 100 clients a round
+on images of 8 x 8 pixels, 7 to train on and one to test on for each client. It prints a table of wall-clock seconds
+and, in brackets, processor seconds of all processes, which a busy machine changes less. `--out FILE` writes JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from benchmarks import memory
+from benchmarks.rounds import submit
+from fedapp.config import from_flat
+from fedapp.engines import local as engine
+from fedapp.engines import superlink as launch
+
+TRAIN, TEST = 7, 1
+"""Images of each client."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One run.
+
+    Attributes
+    ----------
+    start, round, final : wall-clock seconds from the submission to round 1, of a round (median without the first), and
+        from the last round to the end.
+    start_cpu, round_cpu, final_cpu : processor seconds of all processes in the same times.
+    early, late : bytes of memory after the second and after the last round.   peak : the largest.
+    """
+
+    engine: str
+    clients: int
+    a_round: int
+    rounds: int
+    start: float
+    round: float
+    final: float
+    start_cpu: float
+    round_cpu: float
+    final_cpu: float
+    early: int
+    late: int
+    peak: int
+
+
+def images(folder: Path, clients: int) -> Path:
+    """Write a pattern for each class and noise on it: `TRAIN` and `TEST` images for each client."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rng = np.random.default_rng(0)
+    number = (TRAIN + TEST) * clients
+    y = rng.integers(0, 10, number)
+    noise = rng.integers(-60, 61, (number, 8, 8, 1), dtype=np.int16)
+    x = np.clip(rng.integers(0, 256, (10, 8, 8, 1), dtype=np.int16)[y] + noise, 0, 255).astype(np.uint8)
+    cut = TRAIN * clients
+    np.savez(folder / "images.npz", x_train=x[:cut], y_train=y[:cut], x_test=x[cut:], y_test=y[cut:])
+    return folder
+
+
+def configuration(data: Path, out: Path, clients: int, a_round: int, rounds: int, **values: Any) -> dict[str, Any]:
+    """Return the flat run-config of a point."""
+    common = {
+        "method": "lgfedavg", "dataset": "npz", "data-dir": str(data), "model": "digits-c", "clients": clients,
+        "fraction-train": min(1.0, a_round / clients), "partition": "iid", "min-samples": 1, "batch-size": 4,
+        "local-epochs": 1, "num-server-rounds": rounds,
+    }  # fmt: skip
+    return engine.prepare({**common, **values}, out).to_flat()
+
+
+class Marks:
+    """Notes time, processor seconds and memory at the events of a run.
+
+    Parameters
+    ----------
+    processes : finds the processes of the run.
+    """
+
+    def __init__(self, processes: Any) -> None:
+        self.processes = processes
+        self.seen: dict[str, list[tuple[float, float, int]]] = {}
+        self.note("begin")
+
+    def note(self, kind: str) -> None:
+        """Note this moment."""
+        seconds, held = 0.0, 0
+        for process in self.processes():
+            try:
+                used = process.cpu_times()
+                seconds += used.user + used.system
+                held += process.memory_full_info().pss
+            except psutil.Error:
+                continue  # it has just ended
+        self.seen.setdefault(kind, []).append((time.perf_counter(), seconds, held))
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Note an event."""
+        if event["kind"] in ("start", "round", "end"):
+            self.note(str(event["kind"]))
+
+    def point(self, name: str, flat: Mapping[str, Any], a_round: int, peak: int) -> Point:
+        """Return the run's figures."""
+        rounds, [begin], [start], [end] = self.seen["round"], self.seen["begin"], self.seen["start"], self.seen["end"]
+        walls = [b[0] - a[0] for a, b in itertools.pairwise(rounds)]
+        cpus = [b[1] - a[1] for a, b in itertools.pairwise(rounds)]
+        return Point(
+            name, int(flat["clients"]), a_round, len(rounds), start[0] - begin[0], statistics.median(walls),
+            end[0] - rounds[-1][0], start[1] - begin[1], statistics.fmean(cpus), end[1] - rounds[-1][1], rounds[1][2],
+            rounds[-1][2], max(peak, *(held for found in self.seen.values() for _, _, held in found)),
+        )  # fmt: skip
+
+
+def measure(folder: Path, name: str, clients: int, a_round: int, rounds: int, **values: Any) -> Point:
+    """Run one point; `name` is `ray` or `local`."""
+    out = folder / "out"
+    data = images(folder / "data", clients)
+    if name == "local":
+        marks = Marks(lambda: [psutil.Process()])
+        flat = configuration(data, out, clients, a_round, rounds, **values)
+        engine.run_local(from_flat(flat), marks)
+        return marks.point(name, flat, a_round, 0)
+    flat = configuration(data, out, clients, a_round, rounds, **values)
+    with launch.Session() as session:
+        marks = Marks(session._processes.alive)
+        handle = submit(session, flat)
+        with memory.Watch(session._processes.alive, 2.0) as watch:
+            outcome = handle.follow(out, marks)
+    if not outcome.ok:
+        raise RuntimeError(f"{clients} clients under Ray failed: {outcome.status} {outcome.error} {outcome.log_tail}")
+    return marks.point(name, flat, a_round, watch.peak)
+
+
+def table(points: list[Point]) -> str:
+    """Return the points as a table of Markdown."""
+    lines = [
+        "| engine | clients | a round | start s | round s | last scores s | over ten rounds | memory MB, peak |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for p in points:
+        cells = [f"{wall:.2f} ({cpu:.2f})" for wall, cpu in
+                 ((p.start, p.start_cpu), (p.round, p.round_cpu), (p.final, p.final_cpu))]  # fmt: skip
+        share = f"{p.final_cpu / (10 * p.round_cpu):.2f}" if p.round_cpu else "-"
+        held = f"{p.early / 1e6:,.0f} to {p.late / 1e6:,.0f}, {p.peak / 1e6:,.0f}"
+        lines.append(f"| {p.engine} | {p.clients:,} | {p.a_round} | {' | '.join(cells)} | {share} | {held} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure the points of the command line, each in a folder of its own, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=("ray", "local"), default="ray")
+    parser.add_argument("--clients", default="100,1000,10000", help="numbers of clients (default: %(default)s)")
+    parser.add_argument("--a-round", type=int, default=100, help="clients of a round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds, the first of which does not count")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a run-config key")
+    parser.add_argument("--out", type=Path, help="file for the figures, to which they are added")
+    options = parser.parse_args()
+    values = dict(pair.split("=", 1) for pair in options.set)
+    points = []
+    for clients in map(int, options.clients.split(",")):
+        with tempfile.TemporaryDirectory(prefix="fedapp-bench-") as folder:
+            a_round = min(clients, options.a_round)
+            points.append(measure(Path(folder), options.engine, clients, a_round, options.rounds, **values))
+        if options.out is not None:
+            kept = json.loads(options.out.read_text(encoding="utf-8")) if options.out.exists() else []
+            options.out.write_text(json.dumps([*kept, asdict(points[-1])], indent=1) + "\n", encoding="utf-8")
+        sys.stdout.write(table(points[-1:]) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
