@@ -138,7 +138,7 @@ def measure(folder: Path, name: str, clients: int, a_round: int, rounds: int, **
         marks = Marks(session._processes.alive)
         handle = submit(session, flat)
         with memory.Watch(session._processes.alive, 2.0) as watch:
-            outcome = handle.follow(out, marks)
+            outcome = handle.follow(marks)
     if not outcome.ok:
         raise RuntimeError(f"{clients} clients under Ray failed: {outcome.status} {outcome.error} {outcome.log_tail}")
     return marks.point(name, flat, a_round, watch.peak)
