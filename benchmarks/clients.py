@@ -8,13 +8,14 @@ and, in brackets, processor seconds of all processes, which a busy machine chang
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -90,27 +91,33 @@ class Marks:
     processes : finds the processes of the run.
     """
 
-    def __init__(self, processes: Any) -> None:
-        self.processes = processes
+    def __init__(self, processes: Callable[[], Iterable[psutil.Process]]) -> None:
+        self._processes = processes
+        self._used: dict[int, float] = {}  # of processes that have ended too
         self.seen: dict[str, list[tuple[float, float, int]]] = {}
-        self.note("begin")
+        self.note("begin", time.time())
 
-    def note(self, kind: str) -> None:
-        """Note this moment."""
-        seconds, held = 0.0, 0
-        for process in self.processes():
-            try:
+    def processes(self) -> list[psutil.Process]:
+        """Return the processes that run now, and note their processor seconds."""
+        found = list(self._processes())
+        for process in found:
+            with contextlib.suppress(psutil.Error):
                 used = process.cpu_times()
-                seconds += used.user + used.system
+                self._used[process.pid] = max(self._used.get(process.pid, 0.0), used.user + used.system)
+        return found
+
+    def note(self, kind: str, moment: float) -> None:
+        """Note what has been used up to this moment."""
+        held = 0
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
                 held += process.memory_full_info().pss
-            except psutil.Error:
-                continue  # it has just ended
-        self.seen.setdefault(kind, []).append((time.perf_counter(), seconds, held))
+        self.seen.setdefault(kind, []).append((moment, sum(self._used.values()), held))
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Note an event."""
         if event["kind"] in ("start", "round", "end"):
-            self.note(str(event["kind"]))
+            self.note(str(event["kind"]), float(event.get("time", time.time())))
 
     def point(self, name: str, flat: Mapping[str, Any], a_round: int, peak: int) -> Point:
         """Return the run's figures."""
@@ -137,7 +144,7 @@ def measure(folder: Path, name: str, clients: int, a_round: int, rounds: int, **
     with launch.Session() as session:
         marks = Marks(session._processes.alive)
         handle = submit(session, flat)
-        with memory.Watch(session._processes.alive, 2.0) as watch:
+        with memory.Watch(marks.processes, 2.0) as watch:
             outcome = handle.follow(marks)
     if not outcome.ok:
         raise RuntimeError(f"{clients} clients under Ray failed: {outcome.status} {outcome.error} {outcome.log_tail}")
