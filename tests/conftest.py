@@ -113,7 +113,7 @@ def tiny(tmp_path: Path) -> Callable[..., RunResult]:
 def no_page(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Leave the report out, which has tests of its own; collects what it was asked for."""
     asked: list[Path] = []
-    monkeypatch.setattr(report, "write", asked.append)
+    monkeypatch.setattr(report, "write", lambda out, **options: asked.append(out))
     return asked
 
 
@@ -141,7 +141,7 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.fixture
 def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Write pages without figures, which take most of the time and have tests of their own."""
-    monkeypatch.setattr(Gallery, "add", lambda *args: None)
+    monkeypatch.setattr(Gallery, "add_all", lambda *args: None)
 
 
 @pytest.fixture

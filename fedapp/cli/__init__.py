@@ -347,14 +347,19 @@ def report(
     figures: Annotated[
         Path | None, typer.Option(help="also write the figures as PNG and SVG files to this folder")
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="draw the slow figures too, which run models over images (t-SNE, calibration)")
+    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="draw anew what was drawn before from the same files")] = False,
     allow: Allow = "",
 ) -> None:
     """Write DIR/report.html, a single page about a run or a comparison that opens offline."""
     from fedapp import plugins
     from fedapp.results import report as reporting
 
-    with plugins.only(allow, installed=True):
-        typer.echo(f"report: {reporting.write(directory, figures)}")
+    with plugins.only(allow, installed=True), reporting.on_terminal() as progress:
+        page = reporting.write(directory, figures, everything, fresh, progress)
+    typer.echo(f"report: {page}")
     if figures is not None:
         typer.echo(f"figures: {figures.expanduser().absolute()}")
 

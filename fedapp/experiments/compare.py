@@ -563,7 +563,8 @@ def _report(out: Path, finished: Sequence[Job]) -> None:
     try:
         from fedapp.results import report
 
-        report.write(out)
+        with report.on_terminal() as progress:
+            report.write(out, progress=progress)
     except Exception as e:
         typer.echo(f"no report.html: {type(e).__name__}: {e} (fedapp report {out} tries again)", err=True)
     else:

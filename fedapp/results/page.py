@@ -121,8 +121,8 @@ def render(template: str, gallery: Gallery, **values: Any) -> str:
     sections = [
         (key, title, text)
         for key, title in SECTIONS.items()
-        if (text := getattr(words, key, parts.figures(gallery, key)).strip())
+        if (text := (getattr(words, key) if hasattr(words, key) else parts.figures(gallery, key)).strip())
     ]
-    if gallery.missing:
-        sections.append(("left-out", "Figures left out", parts.left_out(gallery.missing)))
+    if gallery.missing or gallery.waiting:
+        sections.append(("left-out", "Figures left out", parts.left_out(gallery)))
     return templates.get_template("report.html.jinja").render(words=words, sections=sections) + "\n"

@@ -7,19 +7,21 @@ it lacks why, and which command makes what is missing. This file makes the table
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from rich.console import Console
 from threadpoolctl import threadpool_limits
 
 from fedapp import config as configuration
 from fedapp.errors import BadRequest
 from fedapp.results import figures
 from fedapp.results.directory import write_text
-from fedapp.results.figures import Gallery
+from fedapp.results.figures import Drawing, Gallery, Progress, Store
 from fedapp.results.figures.words import setting_text
 from fedapp.results.page import MOST_ROWS, Cell, Table, meaning, method_title, place, render, share
 from fedapp.results.runs import (
@@ -51,13 +53,22 @@ from fedapp.results.statistics import (
 PAGE = "report.html"
 
 
-def write(directory: str | Path, figures_to: str | Path | None = None) -> Path:
+def write(
+    directory: str | Path,
+    figures_to: str | Path | None = None,
+    everything: bool = False,
+    fresh: bool = False,
+    progress: Progress | None = None,
+) -> Path:
     """Write `report.html` into a run directory or the folder of a comparison.
 
     Parameters
     ----------
     directory : a run directory (finished or not), or a folder with run directories below it.
-    figures_to : folder for the figures as PNG and SVG files too.
+    figures_to : folder for the figures as PNG and SVG files too; they are all drawn anew.
+    everything : draw the slow figures too, which run models over images; else only if they were drawn before.
+    fresh : draw all figures anew, also those that were drawn before from the same files by the same code.
+    progress : hears of each figure before it is drawn: its number, how many there are, its title.
 
     Returns
     -------
@@ -67,32 +78,46 @@ def write(directory: str | Path, figures_to: str | Path | None = None) -> Path:
     ------
     BadRequest : no run there, or a folder that cannot be written.
     """
-    import sklearn.manifold  # noqa: F401 - brings a thread pool of its own, which is limited only once it is there
-
     found = read(Path(directory))
+    store = Store(fresh) if figures_to is None else None
     # Several threads wait for each other longer than they help with figures of this size.
     with threadpool_limits(limits=1):
-        page, gallery = of_run(found) if isinstance(found, RunResult) else of_comparison(found)
+        if isinstance(found, RunResult):
+            gallery = figures.of_run(found, everything, store, progress)
+            page = of_run(found, gallery)
+        else:
+            gallery = figures.of_comparison(found, everything, store, progress)
+            page = of_comparison(found, gallery)
     try:
         target = found.out / PAGE
         write_text(target, page)
         if figures_to is not None:
             for drawing in gallery.drawings:
-                drawing.save(Path(figures_to).expanduser().absolute())
+                if isinstance(drawing, Drawing):
+                    drawing.save(Path(figures_to).expanduser().absolute())
     except OSError as e:
         raise BadRequest(f"{e.filename or found.out} cannot be written ({e.strerror})") from e
     return target
 
 
+@contextmanager
+def on_terminal() -> Iterator[Progress]:
+    """Show on the terminal which figure is being drawn, in a line that vanishes; nothing where stderr is no terminal.
+
+    The parameter `progress` of :func:`write` takes what it yields.
+    """
+    with Console(stderr=True, highlight=False).status("drawing the report") as status:
+        yield lambda number, count, title: status.update(f"drawing the report: figure {number} of {count}, {title}")
+
+
 # ---- one run ---------------------------------------------------------------------------------------------------------
 
 
-def of_run(run: RunResult) -> tuple[str, Gallery]:
-    """Return the page of a run, and its figures."""
-    gallery = figures.of_run(run)
+def of_run(run: RunResult, gallery: Gallery) -> str:
+    """Return the page of a run with its figures."""
     scored = [p for p in run.protocols if not math.isnan(run.score(p))]
     own, usual = _configuration(run)
-    text = render(
+    return render(
         "run.html.jinja",
         gallery,
         run=run,
@@ -114,7 +139,6 @@ def of_run(run: RunResult) -> tuple[str, Gallery]:
             "versions": Table(["what", "version"], [[k, str(v)] for k, v in run.versions.items()]),
         },
     )
-    return text, gallery
 
 
 def _scores(run: RunResult, protocols: Sequence[str]) -> Table:
@@ -291,12 +315,11 @@ def _setting(value: Any) -> str:
 # ---- several runs ----------------------------------------------------------------------------------------------------
 
 
-def of_comparison(comparison: Comparison) -> tuple[str, Gallery]:
-    """Return the page of a comparison, and its figures."""
-    gallery = figures.of_comparison(comparison)
+def of_comparison(comparison: Comparison, gallery: Gallery) -> str:
+    """Return the page of a comparison with its figures."""
     runs, finished = comparison.runs, comparison.finished
     shared, differing = _configurations(runs)
-    text = render(
+    return render(
         "comparison.html.jinja",
         gallery,
         comparison=comparison,
@@ -322,7 +345,6 @@ def of_comparison(comparison: Comparison) -> tuple[str, Gallery]:
             "differing": differing,
         },
     )
-    return text, gallery
 
 
 COLUMNS = (

@@ -50,12 +50,15 @@ class Embedding:
 def embed(rows: NDArray[Any], seed: int) -> Floats:
     """Return the t-SNE (n, 2) of rows (n, d): started at the principal components, perplexity at most 30, seeded."""
     from sklearn.manifold import TSNE
+    from threadpoolctl import threadpool_limits
 
     if len(rows) < 5:
         raise Unavailable(f"{len(rows)} points are too few for t-SNE")
     perplexity = min(30.0, (len(rows) - 1) / 3)
     tsne = TSNE(2, perplexity=perplexity, init="pca", random_state=seed % 2**32, n_jobs=1, max_iter=500)
-    points: Floats = np.asarray(tsne.fit_transform(np.asarray(rows, dtype=np.float32)), dtype=np.float64)
+    # sklearn brings a thread pool of its own, and several threads wait for each other longer than they help.
+    with threadpool_limits(limits=1):
+        points: Floats = np.asarray(tsne.fit_transform(np.asarray(rows, dtype=np.float32)), dtype=np.float64)
     return points
 
 

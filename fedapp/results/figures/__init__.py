@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fedapp.results.figures.gallery import Gallery, Missing, of_comparison, of_run
+from fedapp.results.figures.gallery import Gallery, Missing, Progress, of_comparison, of_run
+from fedapp.results.figures.store import Store
 from fedapp.results.figures.style import Drawing
 
-__all__ = ["Drawing", "Gallery", "Missing", "of_comparison", "of_run"]
+__all__ = ["Drawing", "Gallery", "Missing", "Progress", "Store", "of_comparison", "of_run"]

@@ -7,7 +7,7 @@ reason, and the command that would make what is missing. They stand in the files
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -15,6 +15,7 @@ from fedapp import registry
 from fedapp.results import analysis
 from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import calibration, heads, plots, representations, scores
+from fedapp.results.figures.store import Store, Stored
 from fedapp.results.figures.style import Drawing, one_look_each
 from fedapp.results.figures.words import Runs, Words, setting_text
 from fedapp.results.runs import Comparison, RunResult, groups_of, varying
@@ -29,38 +30,93 @@ class Missing:
     command: str = ""
 
 
+@dataclass(frozen=True)
+class Job:
+    """A figure to draw.
+
+    Attributes
+    ----------
+    section : of the page.   title : for progress, and for the list of what is left out.
+    runs : what it is drawn from.   draw : returns drawings; raises `Unavailable` with the reason.
+    id : tells it from the other jobs of a page.   slow : it runs models over images or trains.
+    """
+
+    section: str
+    title: str
+    runs: Runs
+    draw: Callable[[], Iterable[Drawing]]
+    id: str
+    slow: bool = False
+
+
+Progress = Callable[[int, int, str], object]
+"""Hears before each figure its number from 1, how many there are, and its title."""
+
+
 @dataclass
 class Gallery:
-    """Figures by section, in the order of the page, and those that are left out."""
+    """Figures by section, in the order of the page, and those that are left out.
 
-    sections: dict[str, list[Drawing]] = field(default_factory=dict)
+    Attributes
+    ----------
+    waiting : titles of the slow figures that nobody asked for.
+    """
+
+    sections: dict[str, list[Drawing | Stored]] = field(default_factory=dict)
     missing: list[Missing] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)
 
     @property
-    def drawings(self) -> list[Drawing]:
+    def drawings(self) -> list[Drawing | Stored]:
         """All figures."""
         return [d for drawings in self.sections.values() for d in drawings]
 
-    def add(self, section: str, title: str, draw: Callable[[], Iterable[Drawing]]) -> None:
-        """Draw; what cannot be drawn is listed with the reason."""
+    def add(self, job: Job, everything: bool = True, store: Store | None = None) -> None:
+        """Draw, unless it was drawn before; what cannot be drawn is listed with the reason."""
+        key = store.key(job.runs, job.section, job.title, job.id) if store is not None else ""
+        found: Sequence[Drawing | Stored] | None = store.read(key) if store is not None else None
+        if found is None and job.slow and not everything:
+            self.waiting.append(job.title)
+            return
         try:
-            found = list(draw())
+            if found is None:
+                drawn = list(job.draw())
+                found = drawn if store is None else store.keep(key, drawn)
         except Unavailable as e:
-            self.missing.append(Missing(title, e.why, e.command))
+            self.missing.append(Missing(job.title, e.why, e.command))
         except Exception as e:  # one figure must not cost the reader the whole page; the page names the error
-            self.missing.append(Missing(title, f"it could not be drawn: {type(e).__name__}: {e}"))
+            self.missing.append(Missing(job.title, f"it could not be drawn: {type(e).__name__}: {e}"))
         else:
-            self.sections.setdefault(section, []).extend(found)
+            self.sections.setdefault(job.section, []).extend(found)
 
-    def add_known(self, name: str, runs: Runs) -> None:
-        """Draw a figure of `FIGURES`."""
-        section, title, source, draw = FIGURES[name]
+    def add_all(
+        self, jobs: Sequence[Job], everything: bool = True, store: Store | None = None, progress: Progress | None = None
+    ) -> None:
+        """Draw all jobs in turn; see :meth:`add`."""
+        for number, job in enumerate(jobs, 1):
+            if progress is not None:
+                progress(number, len(jobs), job.title)
+            self.add(job, everything, store)
+        if store is not None:
+            store.tidy()
 
-        def drawn() -> Iterable[Drawing]:
-            caption, alt, figure = draw(runs)
-            yield Drawing(name, title, caption, alt, figure, source)
 
-        self.add(section, title, drawn)
+def _known(name: str, runs: Runs) -> Job:
+    """Return the job of a figure of `FIGURES`."""
+    section, title, source, draw = FIGURES[name]
+
+    def drawn() -> Iterable[Drawing]:
+        caption, alt, figure = draw(runs)
+        yield Drawing(name, title, caption, alt, figure, source)
+
+    # What cannot be drawn anyhow says why at once, and is not among those that wait to be asked for.
+    slow = name in SLOW and not (name in CALIBRATED and not any(map(_calibrates, runs)))
+    return Job(section, title, runs, drawn, name, slow)
+
+
+def _calibrates(run: RunResult) -> bool:
+    """Whether the run's method has a global model, whose head can be calibrated."""
+    return run.config is not None and run.config.method_and_hparams()[0].global_model
 
 
 # ---- data --------------------------------------------------------------------------------------------------
@@ -116,56 +172,79 @@ FIGURES: dict[str, tuple[str, str, str, Callable[[Runs], Words]]] = {
     "round-seconds": ("cost", "Time of a round", "", scores.round_seconds),
 }  # fmt: skip
 """By id: section of the page, title, the paper's figure, and what draws it."""
+SLOW = ("tsne", "cka", "conductance", "separability", "samples-sweep", "calibration-map")
+"""Those that run models over images or train heads, which takes seconds to minutes."""
+CALIBRATED = ("separability", "samples-sweep", "calibration-map")
+"""Those of `SLOW` that only runs with a global model have."""
 
 
-def of_run(run: RunResult) -> Gallery:
-    """Draw all figures that a run directory holds the data for."""
+def of_run(
+    run: RunResult, everything: bool = True, store: Store | None = None, progress: Progress | None = None
+) -> Gallery:
+    """Draw all figures that a run directory holds the data for.
+
+    Parameters
+    ----------
+    everything : also those of `SLOW`; else only those of them that `store` has.
+    store : figures that were drawn before; None = draw all.
+    progress : hears of every figure before it is drawn.
+    """
     gallery = Gallery()
-    for name in FIGURES:
-        if name != "separability":  # it compares runs
-            gallery.add_known(name, [run])
+    jobs = [_known(name, [run]) for name in FIGURES if name != "separability"]  # it compares runs
+    gallery.add_all(jobs, everything, store, progress)
     return gallery
 
 
-def of_comparison(comparison: Comparison) -> Gallery:
-    """Draw all figures that the runs of a comparison hold the data for; a method looks the same in all of them."""
-    with one_look_each(comparison.labels):
-        return _of_comparison(comparison)
+def of_comparison(
+    comparison: Comparison, everything: bool = True, store: Store | None = None, progress: Progress | None = None
+) -> Gallery:
+    """Draw all figures that the runs of a comparison hold the data for; a method looks the same in all of them.
 
-
-def _of_comparison(comparison: Comparison) -> Gallery:
+    The parameters are those of :func:`of_run`.
+    """
     gallery = Gallery()
-    order = comparison.labels
-    runs = sorted(comparison.finished, key=lambda r: order.index(r.label))
-    if not runs:
+    if not comparison.finished:
         gallery.missing.append(Missing("All figures", "no run has finished yet", "fedapp compare ... (again)"))
         return gallery
+    with one_look_each(comparison.labels):
+        gallery.add_all(_jobs(comparison), everything, store, progress)
+    return gallery
+
+
+def _jobs(comparison: Comparison) -> list[Job]:
+    """Return the figures of a comparison in the order of the page."""
+    order = comparison.labels
+    runs = sorted(comparison.finished, key=lambda r: order.index(r.label))
+    jobs: list[Job] = []
+
+    def add(section: str, title: str, draw: Callable[..., list[Drawing]], shown: Runs, *more: str) -> None:
+        jobs.append(Job(section, title.strip(), shown, partial(draw, shown, *more), " ".join(more)))
+
     settings = list(groups_of(runs))
     for i, (setting, members) in enumerate(settings):
         name, suffix = setting_text(setting), f"-{i}" if len(settings) > 1 else ""
-        gallery.add("scores", f"Learning curves {name}".strip(), partial(scores.compared_curves, members, name, suffix))
-        gallery.add(
-            "cost", f"Accuracy for traffic {name}".strip(), partial(scores.traffic_curves, members, name, suffix)
-        )
-    gallery.add("sweeps", "Accuracy against non-IID degree", partial(scores.non_iid, runs))
-    gallery.add("sweeps", "Accuracy against participation", partial(scores.sweeps, runs, "fraction-train"))
-    gallery.add("sweeps", "Hyperparameters", partial(scores.hyperparameters, runs))
+        add("scores", f"Learning curves {name}", scores.compared_curves, members, name, suffix)
+        add("cost", f"Accuracy for traffic {name}", scores.traffic_curves, members, name, suffix)
+    add("sweeps", "Accuracy against non-IID degree", scores.non_iid, runs)
+    add("sweeps", "Accuracy against participation", scores.sweeps, runs, "fraction-train")
+    add("sweeps", "Hyperparameters", scores.hyperparameters, runs)
     for key in ("clients", "local-epochs"):
         if key in varying(runs):
-            gallery.add("sweeps", f"Accuracy against {key}", partial(scores.sweeps, runs, key))
+            add("sweeps", f"Accuracy against {key}", scores.sweeps, runs, key)
     shown = representatives(comparison)
     few = shown[:3]  # the clients' models of more runs would take long to look at, and a figure could not hold them
     blended = [r for r in shown if r.method in registry.blending()]
     repaired = [r for r in shown if r.method == "ccvr"]
-    for name, chosen in (
-        ("training-loss", runs), ("labels-heat", shown), ("labels-dots", shown), ("head-norms", few),
-        ("p-against-norms", few),
-        ("who-learns-from-whom", blended or shown), ("tsne", few), ("cka", shown[:6]), ("conductance", few),
-        ("separability", runs), ("norms-before-after", repaired), ("samples-sweep", repaired),
-    ):  # fmt: skip
-        if chosen:
-            gallery.add_known(name, chosen)
-    return gallery
+    return jobs + [
+        _known(name, chosen)
+        for name, chosen in (
+            ("training-loss", runs), ("labels-heat", shown[:1]), ("labels-dots", shown[:1]), ("head-norms", few),
+            ("p-against-norms", few),
+            ("who-learns-from-whom", blended or shown), ("tsne", few), ("cka", shown[:6]), ("conductance", few),
+            ("separability", runs), ("norms-before-after", repaired), ("samples-sweep", repaired),
+        )
+        if chosen
+    ]  # fmt: skip
 
 
 def representatives(comparison: Comparison) -> list[RunResult]:

@@ -12,7 +12,7 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import Formatter, MaxNLocator
 from numpy.typing import NDArray
 
 from fedapp.results.figures.style import COLOURS, DASHES, DOTTED, HEAT, LINE, MARKERS, MUTED, WIDTH, place_of, styled
@@ -30,6 +30,18 @@ class Curve:
     x: Array
     mean: Array
     spread: Array | None = None
+
+
+class _Percent(Formatter):
+    """Writes shares in percent, with a decimal where ticks lie between whole percents."""
+
+    def __call__(self, x: float, pos: int | None = None) -> str:
+        return self.format_ticks([x])[0]
+
+    def format_ticks(self, values: Sequence[float]) -> list[str]:
+        shown = 100 * np.asarray(values, dtype=float)
+        fine = bool(np.abs(shown - shown.round()).max(initial=0.0) > 0.01)
+        return [f"{v:.{1 if fine else 0}f} %" for v in shown]
 
 
 Panels = Mapping[str, Sequence[Curve]]
@@ -79,14 +91,8 @@ def _legend(figure: Figure) -> None:
 
 
 def _percent(axes: Axes) -> None:
-    """Write the vertical axis in percent, with a decimal where ticks lie between whole percents."""
-
-    def text(value: float, _: float) -> str:
-        ticks = 100 * np.asarray(axes.get_yticks())
-        fine = bool(np.abs(ticks - ticks.round()).max(initial=0.0) > 0.01)
-        return f"{100 * value:.{1 if fine else 0}f} %"
-
-    axes.yaxis.set_major_formatter(text)
+    """Write the vertical axis in percent."""
+    axes.yaxis.set_major_formatter(_Percent())
 
 
 def _ticks(axis: Any, names: Sequence[Any], at: float = 0.0, **text: Any) -> None:
@@ -106,11 +112,11 @@ def _heat(
     low: float | None = 0,
 ) -> Any:  # fmt: skip
     """Draw a matrix with row 0 on top and named columns and rows; `fmt` writes each value into its cell."""
-    mesh = axes.pcolormesh(
-        np.asarray(values, float), cmap=HEAT, vmin=low, vmax=high, rasterized=values.size > 1500,
-        edgecolors="face", linewidth=0.3,  # without edges browsers show seams between cells
+    rows_, columns_ = np.shape(values)
+    mesh = axes.imshow(
+        np.asarray(values, float), cmap=HEAT, vmin=low, vmax=high, aspect="auto",
+        extent=(0, columns_, rows_, 0), interpolation="none",  # in an SVG one pixel a cell, which is small and sharp
     )  # fmt: skip
-    axes.set_ylim(len(values), 0)
     _ticks(axes.xaxis, columns, 0.5, **_slant(columns))
     _ticks(axes.yaxis, rows, 0.5)
     axes.tick_params(length=0)

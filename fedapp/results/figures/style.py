@@ -67,6 +67,11 @@ def one_look_each(labels: Sequence[str]) -> Iterator[None]:
         _PLACES.reset(token)
 
 
+def looks() -> Mapping[str, int]:
+    """Return the places of the methods that :func:`one_look_each` has set."""
+    return _PLACES.get()
+
+
 def place_of(label: str, shown: Sequence[str]) -> int:
     """Return which look a line has: its place on the page, or among the lines that its figure shows.
 
