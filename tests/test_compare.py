@@ -357,7 +357,7 @@ def test_a_run_that_fails_gives_exit_code_1_and_the_rest_is_tabled(
 def test_a_page_that_cannot_be_made_is_told_and_changes_nothing(
     tmp_path: Path, in_turn: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(out: Path) -> None:
+    def broken(out: Path, **options: Any) -> None:
         raise RuntimeError("no ink")
 
     monkeypatch.setattr(report, "write", broken)
