@@ -19,7 +19,7 @@ from fedapp.engines.local import run
 from fedapp.models import build_model
 from fedapp.results import analysis, calibration, figures, heads, representations
 from fedapp.results.analysis import Unavailable
-from fedapp.results.figures import plots, scores, style
+from fedapp.results.figures import maps, pieces, plots, scores, style
 from fedapp.results.runs import Comparison, RunResult, groups_of, read_comparison, read_run, varying
 from fedapp.transport import checkpoint
 from tests.handmade import context, reply
@@ -502,7 +502,7 @@ def test_a_run_on_devices_has_curves_and_no_data(cw: RunResult, tmp_path: Path) 
 
 def drawing(seed: int = 0) -> style.Drawing:
     rng = np.random.default_rng(seed)
-    lines = [plots.Curve(n, np.arange(1, 6), rng.random(5), 0.1 * rng.random(5)) for n in ("a", "b & <c>")]
+    lines = [pieces.Curve(n, np.arange(1, 6), rng.random(5), 0.1 * rng.random(5)) for n in ("a", "b & <c>")]
     return style.Drawing("x-y", "title", "caption.", "alt <&>", plots.curves({"p": lines, "q": lines}))
 
 
@@ -551,9 +551,36 @@ def test_colours_stand_out_from_white_and_from_black_paper(colour: str) -> None:
 
 
 def test_lines_can_be_told_apart_without_colour() -> None:
-    looks = [plots._look(str(i), [str(k) for k in range(21)]) for i in range(21)]
+    looks = [pieces.look_of(str(i), [str(k) for k in range(21)]) for i in range(21)]
     marks = [(str(k["linestyle"]), k["marker"], k["markerfacecolor"] == "none") for k in looks]
     assert len(set(marks)) == 21
+
+
+def rotated(colour: tuple[float, ...]) -> tuple[float, ...]:
+    """What the page's filter makes of a colour: invert, turn the hue by 180 degrees, 85 % of the brightness (CSS)."""
+    turn = np.array([[-0.574, 1.43, 0.144], [0.426, 0.43, 0.144], [0.426, 1.43, -0.856]])
+    return tuple(np.clip(0.85 * np.clip(turn @ (1 - np.array(colour[:3])), 0, 1), 0, 1))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_numbers_in_heat_maps_can_be_read_in_both_schemes(scheme: str) -> None:
+    values = np.linspace(0, 1, 400)[None]
+    axes = mpl.figure.Figure().subplots()
+    pieces.heat_map(axes, values, (), (), high=1.0, fmt=".3f")
+    assert len(axes.texts) == 399
+    for text in axes.texts:
+        cell: Any = style.HEAT(float(text.get_text()))
+        white = text.get_color() == style.ON_DARK
+        if scheme == "dark":
+            cell, white = rotated(cell), not white
+        shine = pieces.brightness(cell) + 0.05
+        assert (1.05 / shine if white else shine / 0.05) >= 4.45
+
+
+def test_norms_of_methods_are_on_one_scale() -> None:
+    panels = {"class counts": np.array([[5.0, 9]]), "a": np.array([[1.0, 2]]), "b": np.array([[0.5, 7]])}
+    figure = maps.norm_maps(panels, ["0", "1"], [0])
+    assert [axes.images[0].get_clim() for axes in figure.axes[:3]] == [(5, 9), (0.5, 7), (0.5, 7)]
 
 
 def test_heat_maps_go_from_light_to_dark() -> None:
@@ -565,8 +592,8 @@ def test_many_clients_and_classes_are_drawn() -> None:
     counts = np.random.default_rng(0).integers(0, 9, (120, 100))
     names = [f"class {i}" for i in range(100)]
     for figure in (
-        plots.label_heat(counts, names),
-        plots.label_dots(counts, names),
-        plots.mixing(counts / 9, range(120)[:120]),
+        maps.label_heat(counts, names),
+        maps.label_dots(counts, names),
+        maps.mixing(counts / 9, range(120)[:120]),
     ):
         assert len(figure.axes[0].get_xticks()) <= 40

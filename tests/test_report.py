@@ -7,8 +7,8 @@ import json
 import os
 import re
 import shutil
-import subprocess
 from collections import Counter
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from fedapp import cli
 from fedapp.engines.local import run
 from fedapp.errors import BadRequest
 from fedapp.results import report
-from fedapp.results.figures import gallery, plots, store, style
+from fedapp.results.figures import gallery, pieces, plots, store, style
 from fedapp.results.runs import read_comparison, read_run
 
 SMALL: dict[str, Any] = {"dataset": "digits", "clients": 3, "rounds": 2, "local_epochs": 1, "batch_size": 16}
@@ -139,7 +139,10 @@ def test_the_page_is_whole_and_loads_nothing(which: str, request: pytest.Fixture
         assert reference.startswith("#")
     assert "@import" not in text
     assert found.unnamed == []
-    assert found.tags["figure"] == len(re.findall(r'role="img"', text)) >= 9
+    assert 2 * found.tags["figure"] == len(re.findall(r'role="img"', text)) >= 18, (
+        "one for wide and one for narrow pages"
+    )
+    assert found.tags["figure"] == text.count('<svg class="narrow"') == text.count('<svg class="wide"')
     assert text.count("currentColor") > 20, "figures follow the reader's colours"
 
 
@@ -226,7 +229,7 @@ def test_a_figure_is_drawn_again_when_what_it_shows_has_changed(
 def test_the_store_keeps_what_was_used_last_and_survives_damage(
     own_store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn = style.Drawing("a", "t", "c", "alt", plots.curves({"": [plots.Curve("x", np.arange(3.0), np.ones(3))]}))
+    drawn = style.Drawing("a", "t", "c", "alt", plots.curves({"": [pieces.Curve("x", np.arange(3.0), np.ones(3))]}))
     kept = store.Store()
     assert kept.read("one") is None
     for i, key in enumerate(("one", "two", "three")):
@@ -242,6 +245,41 @@ def test_the_store_keeps_what_was_used_last_and_survives_damage(
     shutil.rmtree(own_store)
     own_store.write_text("no folder")
     kept.keep("one", [drawn])  # a page needs no store
+
+
+def test_letters_of_charts_on_a_phone_have_ten_pixels(single: Path, several: Path) -> None:
+    """Also without a browser: a point is 4/3 pixels where a chart is as wide as it was drawn."""
+    for path in (single, several):
+        text = (path / "report.html").read_text(encoding="utf-8")
+        for chart in re.findall(r'<svg class="narrow".*?</svg>', text, flags=re.DOTALL):
+            assert float(re.search(r'viewBox="0 0 ([\d.]+)', chart)[1]) / 72 <= 3.7  # type: ignore[index]
+            sizes = [float(size) for size in re.findall(r"font-size: ([\d.]+)px", chart)]
+            assert sizes and min(sizes) * 4 / 3 >= 10
+
+
+def test_methods_have_their_titles_in_all_figures_and_tables(several: Path) -> None:
+    text = (several / "report.html").read_text(encoding="utf-8")
+    visible = text[: text.index('<section id="runs"')]
+    assert re.findall(r"(?<![\w/-])(?:fedavg|cwfedavg)(?![\w-])", re.sub(r"<[^>]*>", " ", visible)) == []
+    assert visible.count("cwFedAvg + WDR") > 10
+    differing = text[text.index('<section id="configuration"') :]
+    assert "cwfedavg" not in re.sub(r"<code>.*?</code>|<[^>]*>", " ", differing[: differing.index("</section>")])
+
+
+def test_the_majority_baseline_stands_once_and_by_name(single: Path, several: Path) -> None:
+    data = read_comparison(several)
+    rows = [r for r in page(several).rows if r and r[0] == "guessing the majority class"]
+    by_seed = [r.card["majority_mean"] for r in data.runs if r.method == "local"]
+    text = f"{100 * np.mean(by_seed):.1f} ± {100 * np.std(by_seed, ddof=1):.1f}"
+    head = next(r for r in page(several).rows if r[0] == "accuracy in %")
+    assert len(rows) == 1
+    assert dict(zip(head[1:], rows[0][1:], strict=True)) == {
+        c: text if c in ("trained", "received") else "–" for c in head[1:]
+    }
+    for path in (single, several):
+        charts = re.findall(r'<svg class="wide".*?</svg>', (path / "report.html").read_text(), flags=re.DOTALL)
+        assert sum("guessing each client's majority class" in re.sub("<title.*?</title>", "", c) for c in charts) == 1
+    assert page(single).said.count("Guessing the majority") == 1
 
 
 # ---- what a run's page says ------------------------------------------------------------------------------------------
@@ -397,8 +435,8 @@ def test_what_compare_counted_and_tested_is_shown_per_setting(tmp_path: Path) ->
         ["FedProx (mu=0.1 lr=0.2)", "never", "–"],
     ]
     assert found.rows[second + 2][:3] == ["FedProx (mu=0.1 lr=0.1)", "4.0", "1.0 MB"]
-    assert ["fedprox(mu=0.1 lr=0.1)", "+1.2, p = 0.040"] in found.rows
-    assert ["fedprox(mu=0.1 lr=0.1)", "-20.0 ± 31.0, p < 0.001"] in found.rows
+    assert ["FedProx (mu=0.1 lr=0.1)", "+1.2 ± –, p = 0.040"] in found.rows
+    assert ["FedProx (mu=0.1 lr=0.1)", "-20.0 ± 31.0, p < 0.001"] in found.rows
     assert "Alpha 0.3" in found.said and "Alpha 2.0" in found.said
 
 
@@ -448,50 +486,97 @@ def test_a_run_with_a_page_can_be_resumed(single: Path, tmp_path: Path) -> None:
 
 # ---- in a browser ----------------------------------------------------------------------------------------------------
 
+SEEN = """() => {
+  document.querySelectorAll('details').forEach(d => d.open = true);
+  const parse = text => (text.match(/[\\d.]+/g) || [0, 0, 0, 0]).map(Number);
+  const shine = c => [0.2126, 0.7152, 0.0722].reduce((sum, part, i) => {
+    const v = c[i] / 255;
+    return sum + part * (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+  }, 0.05);
+  const paper = node => {
+    for (; node; node = node.parentElement) {
+      const c = parse(getComputedStyle(node).backgroundColor);
+      if (c.length === 3 || c[3] > 0) return c;
+    }
+    return parse(getComputedStyle(document.body).backgroundColor);
+  };
+  const faint = [], small = [];
+  let texts = 0, charts = 0;
+  for (const node of document.querySelectorAll('body *')) {
+    const own = [...node.childNodes].some(n => n.nodeType === 3 && n.textContent.trim());
+    if (!own || node.tagName === 'title' || !node.getClientRects().length) continue;
+    const chart = node.closest('svg'), style = getComputedStyle(node), here = node.getBoundingClientRect();
+    if (chart) {
+      charts += 1;
+      const size = parseFloat(style.fontSize) * chart.getBoundingClientRect().width / chart.viewBox.baseVal.width;
+      if (size < 10) small.push([size, node.textContent]);
+      const x = here.left + here.width / 2, y = here.top + here.height / 2;
+      const inside = r => r.left < x && x < r.right && r.top < y && y < r.bottom;
+      if ([...chart.querySelectorAll('.heat')].some(h => inside(h.getBoundingClientRect()))) continue;
+    }
+    texts += 1;
+    const a = shine(parse(chart ? style.fill : style.color)), b = shine(paper(node));
+    const ratio = Math.max(a, b) / Math.min(a, b);
+    if (ratio < 4.5) faint.push([ratio, node.textContent.slice(0, 40)]);
+  }
+  const images = [...document.querySelectorAll('svg[role=img], img')].filter(i => i.getClientRects().length);
+  const cut = [...document.querySelectorAll('svg text')].filter(t => {
+    const r = t.getBoundingClientRect(), c = t.closest('svg').getBoundingClientRect();
+    return t.getClientRects().length && (r.left < c.left - 2 || r.right > c.right + 2);
+  });
+  return {
+    width: document.documentElement.scrollWidth, faint, small, texts, charts, images: images.length,
+    unnamed: images.filter(
+      i => !(i.alt || document.getElementById(i.getAttribute('aria-labelledby'))?.textContent)).length,
+    cut: cut.map(t => t.textContent), paper: getComputedStyle(document.body).backgroundColor,
+    boxes: [...document.querySelectorAll('.table')].filter(t => t.scrollWidth > t.clientWidth + 1).length,
+  };
+}"""
+"""What a reader sees: texts with a contrast below WCAG's 4.5 to 1, texts of charts below ten pixels, images unnamed."""
 
-def browser() -> str:
-    found = next(
-        (p for n in ("chromium", "chromium-browser", "google-chrome", "chrome") if (p := shutil.which(n))), None
-    )
-    if found is None:
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    api = pytest.importorskip("playwright.sync_api", reason="no Playwright (pip install playwright)")
+    names = ("chromium", "chromium-browser", "google-chrome", "chrome")
+    if (program := next((p for n in names if (p := shutil.which(n))), None)) is None:
         pytest.skip("no Chromium (apt-get install chromium)")
-    return found
+    with api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
 
 
-def shoot(path: Path, to: Path, *flags: str, size: str = "1000,3000") -> tuple[np.ndarray[Any, Any], str]:
-    """Open a page offline in headless Chromium: its pixels (H, W, 3), and what the browser complained about."""
-    from PIL import Image
-
-    command = [
-        browser(), "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--enable-logging=stderr",
-        "--force-device-scale-factor=1", "--host-resolver-rules=MAP * ~NOTFOUND", f"--user-data-dir={to.parent / 'p'}",
-        f"--window-size={size}", *flags, f"--screenshot={to}", (path / "report.html").as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
-    said = "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line or "Refused" in line)
-    return np.asarray(Image.open(to).convert("RGB")), said
+@pytest.fixture(scope="module")
+def whole(single: Path, several: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Both pages with all their figures."""
+    pages = {}
+    for name, path in (("single", single), ("several", several)):
+        pages[name] = tmp_path_factory.mktemp("whole") / name
+        shutil.copytree(path, pages[name])
+        report.write(pages[name], everything=True)
+    assert {"tsne", "cka", "conductance", "samples-sweep"} <= set(page(pages["single"]).ids)
+    return pages
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("which", ["single", "several"])
-def test_the_page_opens_offline_in_chromium(which: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    path: Path = request.getfixturevalue(which)
-    pixels, complaints = shoot(path, tmp_path / "light.png")
-    assert complaints == ""
-    assert pixels.shape == (3000, 1000, 3)
-    assert (pixels[:, 0] == 255).all(), "white paper"
-    ink = pixels.min(axis=2) < 100
-    assert 0.005 < ink.mean() < 0.4, "text and figures are there"
-    blue = (pixels[..., 2].astype(int) - pixels[..., 0] > 60).mean()
-    assert blue > 0.001, "figures are drawn in colour"
-    assert not ink[:, 950:].any(), "nothing runs over the right margin"
-
-
-@pytest.mark.slow
-def test_the_page_follows_a_dark_scheme_and_fits_a_phone(single: Path, tmp_path: Path) -> None:
-    dark, complaints = shoot(single, tmp_path / "dark.png", "--blink-settings=preferredColorScheme=0")
-    assert complaints == ""
-    assert (dark[:, 0] == (0x15, 0x17, 0x1A)).all()
-    assert (dark.min(axis=2) > 190).mean() > 0.003, "light text and axes"
-    phone, _ = shoot(single, tmp_path / "phone.png", size="500,4000")
-    assert (phone[:, 480:] >= 250).mean() > 0.97, "tables scroll inside the page, which is not wider than the screen"
+def test_the_page_reads_well_offline_in_chromium(
+    which: str, scheme: str, width: int, whole: dict[str, Path], chromium: Any
+) -> None:
+    shown = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
+    said: list[str] = []
+    shown.on("console", lambda message: said.append(message.text))
+    shown.on("requestfailed", lambda request: said.append(request.url))
+    shown.goto((whole[which] / "report.html").as_uri())
+    seen = shown.evaluate(SEEN)
+    shown.close()
+    assert said == []
+    assert seen["width"] == width, "nothing but tables scrolls sideways"
+    assert seen["paper"] == ("rgb(21, 23, 26)" if scheme == "dark" else "rgb(255, 255, 255)")
+    assert seen["texts"] > 300 and seen["charts"] > 200 and seen["images"] >= 12
+    assert seen["faint"] == [] and seen["unnamed"] == 0 and seen["cut"] == []
+    if width == 390:
+        assert seen["small"] == [] and seen["boxes"] > 2, "wide tables scroll inside their boxes"

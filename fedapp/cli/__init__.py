@@ -145,7 +145,7 @@ def partition(
     """Show how the data would be partitioned: classes x clients, sizes, majority-class score; --out adds a figure."""
     from fedapp import config
     from fedapp.data.card import data_card, leaks
-    from fedapp.results.figures import plots
+    from fedapp.results.figures import maps
     from fedapp.tasks import simulated as tasks
 
     values = collect({"dataset": dataset, "clients": clients, "seed": seed}, sets)
@@ -160,7 +160,7 @@ def partition(
         try:
             out.mkdir(parents=True, exist_ok=True)
             data.partition.save(out / "partition.npz")
-            plots.label_heat(card.train, card.classes).savefig(out / "partition.png", facecolor="white")
+            maps.label_heat(card.train, card.classes).savefig(out / "partition.png", facecolor="white")
         except OSError as e:
             raise BadRequest(f"{out} cannot be written ({e.strerror}): choose another --out") from e
         typer.echo(f"written to {out}")

@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, FileSystemLoader
 
-from fedapp import registry
 from fedapp.data.partitions import PARTITION_PARAMETER
-from fedapp.errors import BadRequest
 from fedapp.results.figures import Gallery
+from fedapp.results.figures.words import method_title
 from fedapp.results.runs import ONE_SCORE, PAIRED, PROTOCOL_TEXT, Comparison, RunResult
 from fedapp.results.statistics import DASH, duration, percent, size
 
@@ -81,14 +80,6 @@ class Table:
 def meaning(protocols: Iterable[str]) -> str:
     """Say what the protocols of a table mean, for its caption."""
     return "; ".join(f"{p}: {PROTOCOL_TEXT[p]}" for p in protocols)
-
-
-def method_title(method: str) -> str:
-    """Return a method's title; its id where this version does not know it."""
-    try:
-        return registry.get(method).title
-    except BadRequest:
-        return method
 
 
 def partition_text(flat: Mapping[str, Any]) -> str:

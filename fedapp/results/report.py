@@ -21,9 +21,9 @@ from fedapp import config as configuration
 from fedapp.errors import BadRequest
 from fedapp.results import figures
 from fedapp.results.directory import write_text
-from fedapp.results.figures import Drawing, Gallery, Progress, Store
-from fedapp.results.figures.words import setting_text
-from fedapp.results.page import MOST_ROWS, Cell, Table, meaning, method_title, place, render, share
+from fedapp.results.figures import Gallery, Progress, Store
+from fedapp.results.figures.words import method_title, setting_text, title_of
+from fedapp.results.page import MOST_ROWS, Cell, Table, meaning, place, render, share
 from fedapp.results.runs import (
     PROTOCOL_TEXT,
     Comparison,
@@ -92,9 +92,8 @@ def write(
         target = found.out / PAGE
         write_text(target, page)
         if figures_to is not None:
-            for drawing in gallery.drawings:
-                if isinstance(drawing, Drawing):
-                    drawing.save(Path(figures_to).expanduser().absolute())
+            for drawing in gallery.drawn:
+                drawing.save(Path(figures_to).expanduser().absolute())
     except OSError as e:
         raise BadRequest(f"{e.filename or found.out} cannot be written ({e.strerror})") from e
     return target
@@ -332,7 +331,6 @@ def of_comparison(comparison: Comparison, gallery: Gallery) -> str:
             for setting, members in groups_of(finished)
         ],
         differing=varying(runs),
-        majority=mean_and_std(r.card.get("majority_mean") for r in finished)[0],
         test_images=_test_images(finished),
         others=list(_other_tables(comparison)),
         meaning=meaning(_protocols(comparison.runs)),
@@ -356,6 +354,10 @@ COLUMNS = (
 )  # fmt: skip
 
 
+OWN_SPLITS = ("tuned", "trained", "received")
+"""Those of `COLUMNS` that are on each client's own test split, as is the score of guessing its majority class."""
+
+
 def _better_off(runs: Sequence[RunResult], by: Sequence[Sequence[RunResult]]) -> list[list[float]] | None:
     """Return the shares of clients that do better than alone, by method and run; None without a run of Standalone."""
     alone = {(r.seed, r.data_seed): r.headline_scores() for r in runs if r.alone}
@@ -376,7 +378,7 @@ def _setting_tables(comparison: Comparison, runs: Sequence[RunResult]) -> dict[s
     labels: dict[str, list[RunResult]] = {}
     for run in sorted(runs, key=lambda r: (comparison.labels.index(r.label), r.out)):
         labels.setdefault(run.label, []).append(run)
-    names = [f"{method_title(m[0].method)} {label.removeprefix(m[0].method)}".strip() for label, m in labels.items()]
+    names = [title_of(label) for label in labels]
     by = list(labels.values())
     scores = {title: [[r.score(p, which) for r in members] for members in by] for title, p, which in COLUMNS}
     scores = {title: values for title, values in scores.items() if any(len(measured(v)) for v in values)}
@@ -413,7 +415,7 @@ def _setting_tables(comparison: Comparison, runs: Sequence[RunResult]) -> dict[s
     significance, reference = _significance(comparison, runs)
     return {
         "meaning": meaning(_protocols(runs, always=())),
-        "accuracy": Table(["accuracy in %", *scores], _score_rows(names, scores)),
+        "accuracy": Table(["accuracy in %", *scores], [*_score_rows(names, scores), *_guessing(runs, scores)]),
         "further": Table(["further, in %", *further], _score_rows(names, further)),
         "metrics": Table(
             ["further metrics", *chosen],
@@ -446,6 +448,15 @@ def _score_rows(names: Iterable[str], columns: Mapping[str, Sequence[Sequence[fl
     return rows
 
 
+def _guessing(runs: Sequence[RunResult], columns: Iterable[str]) -> list[list[Any]]:
+    """Return the row of what guessing each client's majority class scores, below the scores on own test splits."""
+    known = {(r.seed, r.data_seed): r.card.get("majority_mean") for r in runs}
+    if not len(measured(known.values())):
+        return []
+    text = spread(known.values())
+    return [["guessing the majority class", *(Cell(text if c in OWN_SPLITS else DASH) for c in columns)]]
+
+
 def _lines_of(table: pd.DataFrame, run: RunResult) -> pd.DataFrame:
     """Return the rows of one of `fedapp compare`'s tables that belong to a run's setting."""
     for key in ("dataset", "partition", "alpha", "classes-per-client"):
@@ -476,7 +487,7 @@ def _significance(comparison: Comparison, runs: Sequence[RunResult]) -> tuple[Ta
     measures = table["measure"].unique()
     rows = []
     for variant in table["variant"].unique():
-        row: list[Any] = [str(variant)]
+        row: list[Any] = [title_of(str(variant))]
         for measure in measures:
             line = table[(table["variant"] == variant) & (table["measure"] == measure)]
             if line.empty or line["mean_difference"].isna().all():
@@ -484,12 +495,16 @@ def _significance(comparison: Comparison, runs: Sequence[RunResult]) -> tuple[Ta
                 continue
             p, mean = float(line["p_holm"].iloc[0]), float(line["mean_difference"].iloc[0])
             over_seeds = float(line.get("std_over_seeds", pd.Series([math.nan])).iloc[0])
-            text = f"{100 * mean:+.1f}" + ("" if math.isnan(over_seeds) else f" ± {100 * over_seeds:.1f}")
+            text = f"{100 * mean:+.1f} ± {percent(over_seeds)}"
             # Clients of one federation are not independent: a difference that the seeds do not share is not bold.
             row.append(Cell(f"{text}, {probability(p)}", strong=p < 0.05 and not abs(mean) <= over_seeds))
         rows.append(row)
     head = ["method", *(str(m).replace("_accuracy", "").replace("_", " ") for m in measures)]
-    return Table(head, rows), str(next(iter(table["reference"]), ""))
+    return Table(head, rows), title_of(str(next(iter(table["reference"]), "")))
+
+
+NAMES = {"method", "variant", "reference"}
+"""Columns of `fedapp compare`'s tables that hold labels of methods."""
 
 
 def _other_tables(comparison: Comparison) -> Iterable[tuple[str, int, Table]]:
@@ -501,6 +516,8 @@ def _other_tables(comparison: Comparison) -> Iterable[tuple[str, int, Table]]:
             table = read_table(path)
         except BadRequest:
             continue  # a user's own file that is not a table
+        for column in NAMES & set(table.columns):
+            table[column] = [title_of(str(label)) for label in table[column]]
         rows = [list(row) for row in table.head(MOST_ROWS).itertuples(index=False)]
         name = path.stem.replace("_", " ").replace("-", " ")
         yield name[:1].upper() + name[1:], len(table), Table(table.columns, rows)
@@ -544,7 +561,7 @@ def _configurations(runs: Sequence[RunResult]) -> tuple[Table, Table]:
             continue
         by: dict[str, dict[str, None]] = {}
         for run in runs:
-            by.setdefault(_setting(run.flat.get(key)), {})[run.method] = None
+            by.setdefault(_setting(run.flat.get(key)), {})[method_title(run.method)] = None
         if len(by) == 1:
             shared.append([key, next(iter(by))])
         else:

@@ -16,10 +16,10 @@ import pandas as pd
 from fedapp.results import analysis, calibration, inversion
 from fedapp.results.analysis import Unavailable
 from fedapp.results.calibration import Calibration
-from fedapp.results.figures import plots
-from fedapp.results.figures.plots import Array, Curve
+from fedapp.results.figures import maps, plots
+from fedapp.results.figures.pieces import Array, Curve
 from fedapp.results.figures.scores import mean_curve
-from fedapp.results.figures.words import Runs, Words, by_name, each, made, percent, setting_text
+from fedapp.results.figures.words import Runs, Words, by_name, each, made, method_title, percent, setting_text
 from fedapp.results.inversion import DRAWN, Attack
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import within_rows
@@ -42,8 +42,8 @@ def cka(runs: Runs, images: int = 300) -> Words:
     """Similarity of clients by layer, one line per run (Figs. 2 and 11)."""
     found = each(_side_by_side(runs), partial(calibration.layer_cka, images=images))
     said = "; ".join(
-        f"{n}: " + ", ".join(f"{layer} {calibration.mean_of_pairs(m):.2f}" for layer, m in maps.items())
-        for n, (_, maps) in found.items()
+        f"{n}: " + ", ".join(f"{layer} {calibration.mean_of_pairs(m):.2f}" for layer, m in by_layer.items())
+        for n, (_, by_layer) in found.items()
     )
     clients = len(next(iter(found.values()))[0])
     return (
@@ -51,7 +51,7 @@ def cka(runs: Runs, images: int = 300) -> Words:
         "layer by layer; small dots: pairs of clients, large marks: their mean. Low at the head means that clients "
         "disagree there most.",
         f"Mean CKA between clients: {said}.",
-        plots.cka({n: maps for n, (_, maps) in found.items()}),
+        plots.cka({n: by_layer for n, (_, by_layer) in found.items()}),
     )
 
 
@@ -59,19 +59,19 @@ def cka_maps(runs: Runs) -> Words:
     """Similarity of every pair of clients at the first, the middle and the last layer, one row per run (Fig. 1)."""
     found = each(_side_by_side(runs), partial(calibration.layer_cka, images=CKA_IMAGES))
     rows = {}
-    for name, (_, maps) in found.items():
-        layers = list(maps)
-        rows[name] = {layer: maps[layer] for layer in (layers[0], layers[(len(layers) - 1) // 2], layers[-1])}
+    for name, (_, by_layer) in found.items():
+        layers = list(by_layer)
+        rows[name] = {layer: by_layer[layer] for layer in (layers[0], layers[(len(layers) - 1) // 2], layers[-1])}
     said = "; ".join(
-        f"{n}: " + ", ".join(f"{layer} {calibration.mean_of_pairs(m):.2f}" for layer, m in maps.items())
-        for n, maps in rows.items()
+        f"{n}: " + ", ".join(f"{layer} {calibration.mean_of_pairs(m):.2f}" for layer, m in by_layer.items())
+        for n, by_layer in rows.items()
     )
     clients = next(iter(found.values()))[0]
     return (
         "Linear centred kernel alignment of every pair of clients' trained models on the same test images: the first "
         f"layer, the middle one, and the classifier. Mean over pairs: {said}.",
         f"Heat maps of CKA between {len(clients)} clients. Mean over pairs: {said}.",
-        plots.heat_grid(rows, "client", "client", clients, high=1.0),
+        maps.heat_grid(rows, "client", "client", clients, high=1.0),
     )
 
 
@@ -97,7 +97,7 @@ def norms_by_round(runs: Runs) -> Words:
         "all start from, then after local training in round 1 and in the last round. Correlation of images and norms "
         f"within clients, in round 1 and at the end: {said}.",
         f"Heat maps of training images and of norms by round. Correlation within clients: {said}.",
-        plots.heat_grid(rows, "class", "client", runs[0].classes),
+        maps.heat_grid(rows, "class", "client", runs[0].classes),
     )
 
 
@@ -184,6 +184,8 @@ def _trained_by(run: RunResult) -> str:
     base = next((a.partition("=")[2] for a in args if a.startswith("base=")), "fedavg")
     # All other arguments say how the head is calibrated afterwards.
     rest = " ".join(a.removeprefix("base.") for a in args if a.startswith(("base.", "clsnorm=", "clsprox=")))
+    if run.label.startswith(method_title("ccvr")):  # a page shows titles
+        return f"{method_title(base)} ({rest})" if rest else method_title(base)
     return f"{base}({rest})" if rest else base
 
 
@@ -274,7 +276,7 @@ def label_maps(runs: Runs) -> Words:
     return (
         "Training images by client and class; a panel for each partition among the runs.",
         f"Heat maps of training images. {held}.",
-        plots.heat_grid({"": panels}, "class", "client", runs[0].classes),
+        maps.heat_grid({"": panels}, "class", "client", runs[0].classes),
     )
 
 
@@ -305,7 +307,7 @@ def _inverted(runs: Runs, counts: Sequence[int]) -> Words:
         "image of the class is one of the real ones; in brackets, by chance. Recognised: an independent classifier, "
         f"which is right on {percent(leak.classifier)} of the real images, sees the class. {said}.",
         f"Real and recovered images of {len(label)} classes. {said}.",
-        plots.recovered(blocks, [run.classes[c] for c in label]),
+        maps.recovered(blocks, [run.classes[c] for c in label]),
     )
 
 

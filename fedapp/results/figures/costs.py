@@ -7,7 +7,7 @@ import numpy as np
 from fedapp.results import costs
 from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import plots
-from fedapp.results.figures.plots import Curve
+from fedapp.results.figures.pieces import Curve
 from fedapp.results.figures.words import Runs, Words, each
 
 

@@ -14,11 +14,11 @@ from functools import partial
 from fedapp import registry
 from fedapp.results import analysis
 from fedapp.results.analysis import Unavailable
-from fedapp.results.figures import calibration, heads, plots, representations, scores
+from fedapp.results.figures import calibration, heads, maps, representations, scores
 from fedapp.results.figures.store import Store, Stored
 from fedapp.results.figures.style import Drawing, one_look_each
-from fedapp.results.figures.words import Runs, Words, setting_text
-from fedapp.results.runs import Comparison, RunResult, groups_of, varying
+from fedapp.results.figures.words import Runs, Words, named, setting_text, title_of, titled
+from fedapp.results.runs import PROTOCOL_TEXT, Comparison, RunResult, groups_of, varying
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,11 @@ class Gallery:
         """All figures."""
         return [d for drawings in self.sections.values() for d in drawings]
 
+    @property
+    def drawn(self) -> list[Drawing]:
+        """Those that were drawn now, which can be written to files; without a store these are all."""
+        return [d for d in self.drawings if isinstance(d, Drawing)]
+
     def add(self, job: Job, everything: bool = True, store: Store | None = None) -> None:
         """Draw, unless it was drawn before; what cannot be drawn is listed with the reason."""
         key = store.key(job.runs, job.section, job.title, job.id) if store is not None else ""
@@ -88,6 +93,10 @@ class Gallery:
             self.missing.append(Missing(job.title, f"it could not be drawn: {type(e).__name__}: {e}"))
         else:
             self.sections.setdefault(job.section, []).extend(found)
+
+    def add_known(self, name: str, runs: Runs) -> None:
+        """Draw a figure of `FIGURES`, whether it is slow or not."""
+        self.add(_known(name, runs))
 
     def add_all(
         self, jobs: Sequence[Job], everything: bool = True, store: Store | None = None, progress: Progress | None = None
@@ -132,9 +141,9 @@ def _label_distribution(runs: Runs, dots: bool = False) -> Words:
     )
     if dots:
         caption = "The area of a dot is the number of training images."
-        return caption, f"Dots: {alt}", plots.label_dots(counts, classes)
+        return caption, f"Dots: {alt}", maps.label_dots(counts, classes)
     caption = "Training images by client and class; an empty cell is none."
-    return caption, f"Heat map: {alt}", plots.label_heat(counts, classes)
+    return caption, f"Heat map: {alt}", maps.label_heat(counts, classes)
 
 
 # ---- which figures there are -----------------------------------------------------------------------------------------
@@ -190,8 +199,10 @@ def of_run(
     progress : hears of every figure before it is drawn.
     """
     gallery = Gallery()
-    jobs = [_known(name, [run]) for name in FIGURES if name != "separability"]  # it compares runs
-    gallery.add_all(jobs, everything, store, progress)
+    shown = titled(run)
+    jobs = [_known(name, [shown]) for name in FIGURES if name != "separability"]  # it compares runs
+    with one_look_each([named(p) for p in PROTOCOL_TEXT]):  # colours tell protocols apart, for there is one method
+        gallery.add_all(jobs, everything, store, progress)
     return gallery
 
 
@@ -206,7 +217,7 @@ def of_comparison(
     if not comparison.finished:
         gallery.missing.append(Missing("All figures", "no run has finished yet", "fedapp compare ... (again)"))
         return gallery
-    with one_look_each(comparison.labels):
+    with one_look_each([title_of(label) for label in comparison.labels]):
         gallery.add_all(_jobs(comparison), everything, store, progress)
     return gallery
 
@@ -214,7 +225,7 @@ def of_comparison(
 def _jobs(comparison: Comparison) -> list[Job]:
     """Return the figures of a comparison in the order of the page."""
     order = comparison.labels
-    runs = sorted(comparison.finished, key=lambda r: order.index(r.label))
+    runs = [titled(r) for r in sorted(comparison.finished, key=lambda r: order.index(r.label))]
     jobs: list[Job] = []
 
     def add(section: str, title: str, draw: Callable[..., list[Drawing]], shown: Runs, *more: str) -> None:
@@ -231,7 +242,7 @@ def _jobs(comparison: Comparison) -> list[Job]:
     for key in ("clients", "local-epochs"):
         if key in varying(runs):
             add("sweeps", f"Accuracy against {key}", scores.sweeps, runs, key)
-    shown = representatives(comparison)
+    shown = [titled(r) for r in representatives(comparison)]
     few = shown[:3]  # the clients' models of more runs would take long to look at, and a figure could not hold them
     blended = [r for r in shown if r.method in registry.blending()]
     repaired = [r for r in shown if r.method == "ccvr"]

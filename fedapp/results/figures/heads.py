@@ -10,8 +10,8 @@ import pandas as pd
 from fedapp.core.classwise import norm_distribution
 from fedapp.results import analysis, heads
 from fedapp.results.analysis import Unavailable
-from fedapp.results.figures import plots, scores
-from fedapp.results.figures.plots import Array, Curve
+from fedapp.results.figures import maps, plots, scores
+from fedapp.results.figures.pieces import Array, Curve
 from fedapp.results.figures.scores import by_method, mean_curve
 from fedapp.results.figures.words import Runs, Words, each, percent, setting_text
 from fedapp.results.runs import RunResult, groups_of
@@ -24,18 +24,18 @@ def head_maps(runs: Runs) -> Words:
     shares = analysis.label_shares(base)
     found = each(runs, heads.head_norms)
     clients = min((ids for ids, _ in found.values()), key=len)
-    maps = {name: norms[[ids.index(c) for c in clients]] for name, (ids, norms) in found.items()}
-    parts = {name: norms / np.maximum(norms.sum(axis=1, keepdims=True), 1e-12) for name, norms in maps.items()}
+    shown = {name: norms[[ids.index(c) for c in clients]] for name, (ids, norms) in found.items()}
+    parts = {name: norms / np.maximum(norms.sum(axis=1, keepdims=True), 1e-12) for name, norms in shown.items()}
     said = ", ".join(f"{name} {within_rows(shares[clients], part):.2f}" for name, part in parts.items())
     panels = {
         "class counts": base.counts[clients].astype(float),
-        **{f"row norms, {name}": norms for name, norms in maps.items()},
+        **{f"row norms, {name}": norms for name, norms in shown.items()},
     }
     return (
         "Left: training images by client and class. Right: L2 norm of each class's row in the client's head, after its "
         f"last local training. Correlation with the class shares within clients: {said}.",
         f"Heat maps of class counts and head row norms; their correlation within clients is {said}.",
-        plots.norm_maps(panels, base.classes, clients),
+        maps.norm_maps(panels, base.classes, clients),
     )
 
 
@@ -93,7 +93,7 @@ def mixing(runs: Runs) -> Words:
         f"Own share: {own} on average; an even mixture has {percent(1 / len(ids))} everywhere.",
         f"Heat map of {len(ids)} by {len(ids)} shares; the diagonal is {own} on average, the largest share "
         f"{percent(float(matrix.max()))}.",
-        plots.mixing(matrix, ids),
+        maps.mixing(matrix, ids),
     )
 
 
@@ -157,7 +157,7 @@ def personalisation_maps(runs: Runs) -> Words:
         "local training. Class models: the class-specific global models of cwFedAvg, Eq. 5, one row per model. "
         f"Correlation with the class shares within clients: {words}.",
         f"Heat maps of class counts and of row norms of heads. Correlation within clients: {words}.",
-        plots.named_maps(panels, classes),
+        maps.named_maps(panels, classes),
     )
 
 
@@ -176,7 +176,7 @@ def training_loss(runs: Runs) -> Words:
         f"{_loss_words(runs)} Mean over the steps of a round and the clients. Bands: one standard deviation over "
         "seeds.",
         f"Line charts of the training loss by round. {said}.",
-        plots.curves(panels, ylabel="training loss", percent=False),
+        plots.curves(panels, ylabel="training loss", percent=False, band="one standard deviation over seeds"),
     )
 
 

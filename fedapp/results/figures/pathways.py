@@ -20,7 +20,7 @@ from fedapp import sampling
 from fedapp.core.averages import weighted_mean
 from fedapp.core.classwise import class_globals, class_weights, mix, norm_distribution, wdr
 from fedapp.method import Arrays
-from fedapp.results.figures.plots import Array
+from fedapp.results.figures.pieces import Array
 from fedapp.results.figures.style import COLOURS, MUTED, WIDTH, styled
 from fedapp.results.figures.words import Runs, Words
 

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from fedapp.results import analysis, representations
-from fedapp.results.figures import plots
+from fedapp.results.figures import maps, plots
 from fedapp.results.figures.words import Runs, Words, each
 
 
@@ -51,5 +51,5 @@ def conductance(runs: Runs) -> Words:
         "dark: high rank of layer conductance for that class, W_cj (z_j(x) - z_j(x0)), x0 the mean image. Vertical "
         f"stripes mean that clients use the same units. Mean Spearman correlation between clients: {said}.",
         f"Heat map of unit ranks by client. Mean Spearman correlation between clients: {said}.",
-        plots.conductance({n: (c.ranks, c.clients) for n, c in found.items()}, image),
+        maps.conductance({n: (c.ranks, c.clients) for n, c in found.items()}, image),
     )

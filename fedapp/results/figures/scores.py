@@ -10,10 +10,11 @@ import pandas as pd
 
 from fedapp.results.analysis import Unavailable, config_of
 from fedapp.results.figures import plots
-from fedapp.results.figures.plots import Array, Curve
+from fedapp.results.figures.pieces import Array, Curve
 from fedapp.results.figures.style import Drawing
-from fedapp.results.figures.words import Runs, Words, alone, named, percent, setting_text, unfinished
+from fedapp.results.figures.words import Runs, Words, alone, method_title, named, percent, setting_text, unfinished
 from fedapp.results.runs import PROTOCOL_TEXT, RunResult, groups_of, uses
+from fedapp.results.statistics import mean_and_std
 
 # ---- scores of a run -------------------------------------------------------------------------------------------------
 
@@ -60,12 +61,24 @@ def learning_curves(runs: Runs) -> Words:
     if balanced:
         caption += " Balanced scores are on all clients' test images."
     if guess is not None:
-        caption += f" Dotted: guessing each client's majority class, {percent(guess)}."
+        caption += " Dotted: guessing each client's majority class."
     return (
         caption,
         f"Line chart of accuracy by completed rounds: {ends}.",
-        plots.curves(panels, baseline=guess, xlabel=COMPLETED),
+        plots.curves(
+            panels,
+            baseline=guessing([run]),
+            without="balanced: mean recall over all classes",
+            xlabel=COMPLETED,
+            band="one standard deviation over clients",
+        ),
     )
+
+
+def guessing(runs: Runs) -> tuple[str, float] | None:
+    """Name and height of the line that guessing each client's majority class makes, a mean over runs."""
+    known, _ = mean_and_std(r.card.get("majority_mean") for r in runs)
+    return None if math.isnan(known) else (f"guessing each client's majority class, {percent(known)}", known)
 
 
 def client_accuracy(runs: Runs) -> Words:
@@ -139,7 +152,7 @@ def by_epochs(runs: Runs, protocol: str = "trained") -> Words:
         f"Mean accuracy ({named(protocol)}) on the clients' own test splits by local epochs of a client that takes "
         f"part in every round; bands: one standard deviation over seeds. {_counted(runs)}",
         f"Line chart of accuracy by local epochs: {said}.",
-        plots.curves({"": lines}, xlabel="local epochs"),
+        plots.curves({"": lines}, xlabel="local epochs", band="one standard deviation over seeds"),
     )
 
 
@@ -187,11 +200,15 @@ def mean_curve(label: str, table: pd.DataFrame) -> Curve:
     return Curve(label, found.index.to_numpy(float), found["mean"].to_numpy(), found["std"].to_numpy())
 
 
+def _bands(runs: Runs) -> str:
+    seeds = len({r.seed for r in runs})
+    return f"; bands: one standard deviation over {seeds} seeds" if seeds > 1 else ""
+
+
 def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawing]:
     """Accuracy by round, one line per method, one panel per protocol, bands over seeds; then balanced accuracy."""
     drawings = []
-    seeds = len({r.seed for r in runs})
-    bands = f"; bands: one standard deviation over {seeds} seeds" if seeds > 1 else ""
+    bands = _bands(runs)
     for what, score, where, source in (
         (
             "accuracy", "accuracy", "Received and trained are means over the clients' own test splits.",
@@ -217,7 +234,13 @@ def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawin
                     f"Learning curves{', balanced' if what == 'balanced' else ''}" + (f": {name}" if name else ""),
                     f"Mean {score} by completed rounds{bands}. {where} {_counted(runs)}{alone(runs)}",
                     f"Line charts of {what} by completed rounds. At the end: {ends}.",
-                    plots.curves(panels, xlabel=COMPLETED),
+                    plots.curves(
+                        panels,
+                        xlabel=COMPLETED,
+                        band=bands.removeprefix("; bands: "),
+                        baseline=guessing(runs) if what == "accuracy" else None,
+                        without=named("global"),
+                    ),
                     source,
                 )
             )
@@ -229,12 +252,18 @@ def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawin
 def traffic_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawing]:
     """Accuracy against all bytes that travelled so far."""
     lines = []
-    for label, (run, *_) in by_method(runs).items():
-        curve = next((run.curve(p) for p in ("received", "trained") if f"{p}_accuracy" in run.rounds), None)
-        if curve is not None and curve["bytes"].max() > 0:
-            # The first point has cost nothing: a logarithmic axis cannot show it.
-            curve = curve[curve["bytes"] > 0]
-            lines.append(Curve(label, curve["bytes"].to_numpy(float) / 1e6, curve["accuracy"].to_numpy(float)))
+    for label, members in by_method(runs).items():
+        tables = []
+        for run in members:
+            curve = next((run.curve(p) for p in ("received", "trained") if f"{p}_accuracy" in run.rounds), None)
+            if curve is not None:
+                # The first point has cost nothing: a logarithmic axis cannot show it.
+                tables.append(curve[curve["bytes"] > 0][["completed", "accuracy", "bytes"]])
+        table = pd.concat(tables).drop_duplicates() if tables else pd.DataFrame()
+        if len(table):
+            means = mean_curve(label, table[["completed", "accuracy"]])
+            moved = mean_curve(label, table[["completed", "bytes"]])
+            lines.append(Curve(label, moved.mean / 1e6, means.mean, means.spread))
     if not lines:
         raise Unavailable("nothing travelled: the methods train alone")
     said = "; ".join(f"{c.label} {percent(c.mean[-1])} for {c.x[-1]:,.1f} MB" for c in lines)
@@ -243,10 +272,15 @@ def traffic_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawing
             f"traffic{suffix}",
             "Accuracy for traffic" + (f": {name}" if name else ""),
             "Accuracy before local training (where it was not measured: after it) against the bytes of all arrays that "
-            "all clients sent and received so far, in megabytes (10^6 bytes); first seed. Methods that send nothing "
+            f"all clients sent and received so far, in megabytes (10^6 bytes){_bands(runs)}. Methods that send nothing "
             "are not shown.",
             f"Line chart of accuracy against traffic: {said}.",
-            plots.curves({"": lines}, xlabel="megabytes, all clients, both ways", log=len(lines) > 1),
+            plots.curves(
+                {"": lines},
+                xlabel="megabytes, all clients, both ways",
+                log=len(lines) > 1,
+                band=_bands(runs).removeprefix("; bands: "),
+            ),
             "FedGH, Table 3",
         )
     ]
@@ -351,10 +385,10 @@ def hyperparameters(runs: Runs) -> list[Drawing]:
 def _hyperparameter(method: str, name: str, runs: Runs, where: str, suffix: str) -> list[Drawing]:
     """Draw accuracy, and R where there is one, against a hyperparameter; nothing where it has one value."""
     given = [arguments(r)[name] for r in runs]
-    panels = _sweep_lines({method: runs}, lambda r: arguments(r)[name])
+    panels = _sweep_lines({method_title(method): runs}, lambda r: arguments(r)[name])
     log = min(given) > 0 and max(given) / min(given) >= 20
     source = "cwFedAvg, Fig. 5" if (method, name) == ("cwfedavg", "lam") else ""
-    title = f"{method}: {name}" + (f", {where}" if where else "")
+    title = f"{method_title(method)}: {name}" + (f", {where}" if where else "")
     drawings = []
     if panels:
         said = "; ".join(f"{p} {percent(lines[0].mean.max())} at best" for p, lines in panels.items())
@@ -369,7 +403,7 @@ def _hyperparameter(method: str, name: str, runs: Runs, where: str, suffix: str)
                 source,
             )
         )
-    for distance in _against(method, [(v, last_wdr(r)) for v, r in zip(given, runs)]):
+    for distance in _against(method_title(method), [(v, last_wdr(r)) for v, r in zip(given, runs)]):
         drawings.append(
             Drawing(
                 f"sweep-{method}-{name}-distance{suffix}",

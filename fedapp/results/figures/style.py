@@ -7,15 +7,17 @@ and clients are drawn as their own numbers, heat maps run from light to dark.
 
 from __future__ import annotations
 
+import functools
 import html
 import io
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
+from weakref import WeakKeyDictionary
 
 import matplotlib as mpl
 from matplotlib.colors import LinearSegmentedColormap
@@ -33,8 +35,14 @@ DOTTED = (0, (1, 2))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p")
 HEAT = LinearSegmentedColormap.from_list("fedapp-heat", ["#f4f6f9", "#bcd3e6", "#6aa3cc", "#22699f", "#08294b"])
 """Light to dark in one hue: the order of lightness is the order of values."""
+ON_DARK, ON_LIGHT = "#fffffe", "#000001"
+"""Text on dark and on light cells of a heat map; a page in a dark scheme exchanges them, and turns the cells around."""
 WIDTH = 7.8
 """Width of a full figure in inches."""
+NARROW = 3.7
+"""Width of all figures on a phone in inches: 355 CSS pixels, which a screen of 390 has beside its margins."""
+SMALLEST = 7.6
+"""Size of letters in points that is at least ten CSS pixels."""
 
 SETTINGS: Any = dict(mpl.rcParamsDefault) | {
     "font.sans-serif": ["DejaVu Sans"], "font.size": 8.5, "text.color": INK,
@@ -50,8 +58,38 @@ SETTINGS: Any = dict(mpl.rcParamsDefault) | {
     "svg.hashsalt": "fedapp",
 }  # fmt: skip
 """Everything that matplotlib reads while it draws and writes; what the process itself has set does not count."""
-styled = mpl.rc_context(SETTINGS)
-"""Decorator: a function draws or writes under `SETTINGS`, which leaves those of the process untouched."""
+_P = ParamSpec("_P")
+_NARROWLY: ContextVar[bool] = ContextVar("narrowly", default=False)
+_AGAIN: WeakKeyDictionary[Figure, Callable[[], Figure]] = WeakKeyDictionary()
+
+
+def styled(draw: Callable[_P, Figure]) -> Callable[_P, Figure]:
+    """Draw under `SETTINGS`, which leaves those of the process untouched; what it drew can be drawn for a phone too."""
+
+    @functools.wraps(draw)
+    def drawn(*args: _P.args, **kwargs: _P.kwargs) -> Figure:
+        def again() -> Figure:
+            _NARROWLY.set(True)
+            with mpl.rc_context(SETTINGS):
+                return draw(*args, **kwargs)
+
+        with mpl.rc_context(SETTINGS):
+            figure = draw(*args, **kwargs)
+        context = copy_context()  # with the looks of the methods, which may be over when it is drawn again
+        _AGAIN[figure] = lambda: context.copy().run(again)
+        return figure
+
+    return drawn
+
+
+def is_narrow() -> bool:
+    """Whether what is being drawn is for a phone."""
+    return _NARROWLY.get()
+
+
+def letters(size: float) -> float:
+    """Return a size of letters in points, on a phone at least `SMALLEST`."""
+    return max(size, SMALLEST) if is_narrow() else size
 
 
 _PLACES: ContextVar[Mapping[str, int]] = ContextVar("places", default={})  # noqa: B039, it is never changed
@@ -72,15 +110,32 @@ def looks() -> Mapping[str, int]:
     return _PLACES.get()
 
 
-def place_of(label: str, shown: Sequence[str]) -> int:
-    """Return which look a line has: its place on the page, or among the lines that its figure shows.
+def place_of(label: str, shown: Sequence[str]) -> tuple[int, bool]:
+    """Return which look a line has, and whether its page gives it one.
 
-    A line that stands for several variants of a method (`fedprox` for `fedprox(mu=1)`) looks like the first of them.
+    It is the line's place on the page, or else among the lines that its figure shows. A line that stands for several
+    variants of a method (`FedProx` for `FedProx (mu=1)`) looks like the first of them, and one in a certain setting
+    (`FedAvg, alpha 1`) like the method, unless the figure shows it in several.
     """
+    found = {other: _place(other) for other in dict.fromkeys((label, *shown))}
+    if (place := found[label]) is None:
+        return list(shown).index(label), not _PLACES.get()
+    shared = label not in _PLACES.get() and list(found.values()).count(place) > 1
+    return (list(shown).index(label) if shared else place), True
+
+
+def _place(label: str) -> int | None:
     places = _PLACES.get()
     if label in places:
         return places[label]
-    return next((i for known, i in places.items() if known.partition("(")[0] == label), shown.index(label))
+    return next(
+        (
+            i
+            for known, i in places.items()
+            if known.partition("(")[0].strip() == label or label.startswith(f"{known}, ")
+        ),
+        None,
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,31 +170,47 @@ class Drawing:
         return buffer.getvalue()
 
     def inline(self) -> str:
-        """Return the figure as an SVG element for a page: its own ids, the page's colours, no reference to the web."""
-        svg = self.svg()
+        """Return the figure as SVG elements for a page, with ids of their own and without a reference to the web.
+
+        One is as wide as a page, the other as a phone's, with letters of ten pixels; the page shows one of them. Text,
+        axes and heat maps take the page's colours.
+        """
+        wide = self._element(self.svg(), self.id, "wide")
+        if (again := _AGAIN.get(self.figure)) is None:
+            return wide
+        narrow = Drawing(self.id, self.title, self.caption, self.alt, again(), self.source)
+        return wide + self._element(narrow.svg(), f"{self.id}-narrow", "narrow")
+
+    def _element(self, svg: str, name: str, kind: str) -> str:
         svg = svg[svg.index("<svg") :]
         svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-        svg = re.sub(r' id="([^"]+)"', rf' id="{self.id}-\1"', svg)
-        svg = re.sub(r'href="#([^"]+)"', rf'href="#{self.id}-\1"', svg)
-        svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{self.id}-\1)", svg)
+        svg = re.sub(r' id="([^"]+)"', rf' id="{name}-\1"', svg)
+        svg = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', svg)
+        svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", svg)
         svg = re.sub(r"'DejaVu Sans'(, *[^;\"]*)?", "var(--sans)", svg)
-        for colour, variable in ((INK, "currentColor"), (MUTED, "var(--muted)"), (LINE, "var(--line)")):
+        # Pixels that are drawn as they are belong to heat maps and to their scales.
+        svg = re.sub(r'style="image-rendering:[^"]*pixelated"', 'class="heat"', svg)
+        for colour, variable in (
+            (INK, "currentColor"), (MUTED, "var(--muted)"), (LINE, "var(--line)"),
+            (ON_DARK, "var(--on-dark)"), (ON_LIGHT, "var(--on-light)"),
+        ):  # fmt: skip
             svg = svg.replace(colour, variable)
         head, rest = svg.split(">", 1)
         box = re.search(r'viewBox="([^"]+)"', head)
         assert box is not None, "matplotlib writes a viewBox"
         width = float(box[1].split()[2]) / 72
         return (
-            f'<svg viewBox="{box[1]}" style="max-width:{width:.2f}in" role="img" aria-labelledby="{self.id}-alt" '
-            f'xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink">'
-            f'<title id="{self.id}-alt">{html.escape(self.alt, quote=False)}</title>{rest.strip()}'
+            f'<svg class="{kind}" viewBox="{box[1]}" style="max-width:{width:.2f}in" role="img" '
+            f'aria-labelledby="{name}-alt" xmlns="http://www.w3.org/2000/svg" '
+            f'xmlns:xlink="http://www.w3.org/1999/xlink">'
+            f'<title id="{name}-alt">{html.escape(self.alt, quote=False)}</title>{rest.strip()}'
         )
 
-    @styled
     def png(self, dpi: int = 200) -> bytes:
         """Return the figure as PNG on white."""
         buffer = io.BytesIO()
-        self.figure.savefig(buffer, format="png", dpi=dpi, facecolor="white", metadata={"Software": None})
+        with mpl.rc_context(SETTINGS):
+            self.figure.savefig(buffer, format="png", dpi=dpi, facecolor="white", metadata={"Software": None})
         return buffer.getvalue()
 
     def save(self, folder: Path) -> None:
