@@ -37,6 +37,7 @@ GUIDES: dict[str, dict[str, str]] = {
         "Natural clients": "har.md",
         "Figures of the papers": "figures.md",
         "Performance": "performance.md",
+        "Scaling": "scaling.md",
     },
     "Project": {
         "Architecture": "architecture.md",
