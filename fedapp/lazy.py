@@ -1,4 +1,4 @@
-"""PyTorch and SciPy's BLAS, loaded when one of their names is first used.
+"""PyTorch, pandas and SciPy's BLAS, loaded when one of their names is first used.
 
 Importing PyTorch takes ten times as long as all that a command such as `fedapp methods` does. A module that is also
 read for its tables (configuration, methods, hyperparameters, names of models) takes it from here:
@@ -17,12 +17,13 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import pandas as pd
     import torch
     from scipy.linalg import blas
     from torch import Tensor, nn
     from torch.nn import functional as F
 
-__all__ = ["F", "Tensor", "blas", "nn", "torch"]
+__all__ = ["F", "Tensor", "blas", "nn", "pd", "torch"]
 
 NAMES = {
     "torch": ("torch", ""),
@@ -30,6 +31,7 @@ NAMES = {
     "nn": ("torch", "nn"),
     "F": ("torch.nn", "functional"),
     "blas": ("scipy.linalg", "blas"),
+    "pd": ("pandas", ""),
 }
 """What each name stands for: a module, and a name in it."""
 OURS = ("fedapp", "clients", "strategies")

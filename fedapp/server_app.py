@@ -11,12 +11,14 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from logging import INFO
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
 from flwr.app import Context
+from flwr.common import log
 from flwr.serverapp import Grid, ServerApp
 
 from clients.base import FedClient
@@ -26,7 +28,7 @@ from fedapp.config import RunConfig
 from fedapp.data import partitions
 from fedapp.data.card import data_card
 from fedapp.data.transforms import InputSpec
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, plain
 from fedapp.learning.evaluation import LOW_IS_GOOD, Scores, column, evaluate, measured
 from fedapp.learning.metrics import client_row, mean, summarise
 from fedapp.learning.state import StateError, write_safetensors
@@ -46,6 +48,7 @@ from fedapp.results.directory import (
     run_name,
     write_json,
 )
+from fedapp.results.lines import Spoken
 from fedapp.results.predict import described
 from fedapp.results.statistics import over_clients
 from fedapp.tasks import scoring
@@ -73,7 +76,8 @@ ORPHAN_LIFE = 120.0
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     """Run what the run-config says."""
-    serve(grid, context.run_config, None if _simulated(grid) else announce)
+    say = Spoken(lambda text: log(INFO, "%s", plain(text, whole=True)))
+    serve(grid, context.run_config, say if _simulated(grid) else announce)
 
 
 def _simulated(grid: Grid) -> bool:
@@ -334,6 +338,7 @@ class Run(Callbacks):
                 "clients": len(self.infos),
                 "rounds": config.num_server_rounds,
                 "done": self.done,
+                "resume": config.resume,
                 "out": str(self.out),
                 "device": str(self.device),
             }

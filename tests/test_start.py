@@ -40,6 +40,14 @@ def test_every_method_is_read_with_its_hyperparameters_without_pytorch() -> None
     ("arguments", "code", "words"),
     [
         (("methods",), 0, "fedclassavg"),
+        (("keys", "lr"), 0, "learning rate"),
+        (("models",), 0, "resnet18"),
+        (("recipes",), 0, "FedGH"),
+        (("run", "--method", "fedavgg"), 2, "did you mean"),
+        (("run", "--set", "optimizer=adamm", "--engine", "local"), 2, "adamw"),
+        (("run", "--method", "fedprox", "--set", "method-args=mu=x"), 2, "mu"),
+        (("run", "--resume", "nowhere"), 2, "nowhere"),
+        (("compare", "--set", "modell=cnn"), 2, "did you mean"),
     ],
 )
 def test_a_command_that_trains_nothing_loads_no_pytorch(arguments: tuple[str, ...], code: int, words: str) -> None:

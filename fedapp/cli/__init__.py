@@ -218,7 +218,6 @@ def compare(
 
     Without --methods: the rows that a recipe lists, else the file's method and Standalone. Exit codes as fedapp run.
     """
-    from fedapp.experiments import compare as comparing
     from fedapp.experiments import recipes
 
     tell_broken()
@@ -235,6 +234,8 @@ def compare(
             raise BadRequest(
                 f"{key} is given twice: --{key}s {','.join(several)}, and {key} = {values[key]!r}; give it once"
             )
+    from fedapp.experiments import compare as comparing  # slow to load: what is refused above is refused at once
+
     for key in ("out", "resume"):
         values.pop(key, None)
     if methods is None:

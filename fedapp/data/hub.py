@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from fedapp.data import pictures, tables
 from fedapp.data.cache import file_identity
 from fedapp.data.columns import PARTS, Array, Own, Reading, assigned, entries, own, roles
 from fedapp.errors import BadRequest, suggest
+from fedapp.lazy import pd
 
 HUB = "hub:"
 

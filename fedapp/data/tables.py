@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from fedapp.data.columns import EXACT, PARTS, Array, Own, Reading, assigned, entries, own, roles
 from fedapp.errors import BadRequest, is_number, suggest
+from fedapp.lazy import pd
 
 MOST_CATEGORIES = 64
 UNKNOWN = ["", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-nan", "null", "NULL", "None", "<NA>"]

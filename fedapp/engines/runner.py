@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -25,6 +24,7 @@ from fedapp.engines.resources import ClientResources
 from fedapp.engines.superlink import Session
 from fedapp.errors import BadRequest, plain
 from fedapp.learning.task import ModelSpec
+from fedapp.results import lines
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import percent
 from fedapp.tasks import simulated as tasks
@@ -78,27 +78,12 @@ class Follower:
                 self.task = self.progress.add_task(text, total=event["rounds"], completed=event["done"], text="")
         elif kind == "round":
             self._round(event)
-        elif kind in ("waiting", "warning", "tracking"):
-            self.line(str(event["text"]))
-        elif kind == "dropped":
-            self.line(
-                f"round {event['round']}: client {event['client']} dropped in {event['stage']}: {event['reason']}"
-            )
-        elif kind == "blocked":
-            self.line(f"client {event['client']} is blocked for the rest of the run: {event['reason']}")
-        elif kind == "client-error":
-            self.line(
-                f"client {event['client']}, round {event['round']}, stage {event['stage']}:\n{event['traceback']}"
-            )
+        said = lines.line(event)
+        if said is not None:
+            self.line(said)
 
     def _round(self, event: Mapping[str, Any]) -> None:
-        scores = {protocol: event.get(f"{protocol}_accuracy") for protocol in configuration.PROTOCOLS}
-        parts = [f"{name} {percent(score)} %" for name, score in scores.items() if pd.notna(score)]
-        if event.get("train_loss") is not None:
-            parts.append(f"loss {event['train_loss']:.3f}")
-        text = ", ".join(parts)
-        if event["clients"] < self.clients:
-            text += f" ({event['clients']} clients)"
+        text = lines.scores(event, self.clients)
         if self.progress is not None and self.task is not None:
             self.progress.update(self.task, completed=event["round"], text=text)
             return
@@ -167,6 +152,7 @@ def run_and_report(
             code = local(config, follower)
         else:
             assert chosen is not None
+            follower.line("starting Flower's SuperLink, then Ray with its workers; training begins in some seconds")
             with Session(log=folder / "superlink.log") as session:
                 code = run_in(session, config, chosen, follower)
     if code == 0:

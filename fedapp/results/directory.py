@@ -40,12 +40,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 from filelock import FileLock, Timeout
 
 from fedapp import __version__
 from fedapp.config import RunConfig, write_toml
 from fedapp.errors import BadRequest, is_number
+from fedapp.lazy import pd
 from fedapp.learning.metrics import tidy
 from fedapp.process import processor
 from fedapp.results.statistics import measured

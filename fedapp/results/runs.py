@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
 from fedapp import config as configuration
 from fedapp.config import RunConfig
 from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.errors import BadRequest
+from fedapp.lazy import pd
 from fedapp.learning.evaluation import ALWAYS
 from fedapp.learning.metrics import mean, summarise
 from fedapp.results.statistics import Ints, traffic, worst

@@ -41,7 +41,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from fedapp import plugins, registry
@@ -51,6 +50,7 @@ from fedapp.data.columns import PLAIN, Reading
 from fedapp.data.datasets import Samples
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest, suggest
+from fedapp.lazy import torch
 from fedapp.learning.task import Task
 from fedapp.models import MODEL_NAMES, ModelOptions, check_form, check_model, is_own, own
 from fedapp.tasks import simulated

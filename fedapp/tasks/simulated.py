@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fedapp import process, sampling
 from fedapp.config import RunConfig
@@ -22,6 +20,7 @@ from fedapp.data.datasets import Dataset, Samples
 from fedapp.data.partitions import Partition
 from fedapp.data.transforms import InputSpec, channels_first, normalise
 from fedapp.errors import BadRequest
+from fedapp.lazy import Tensor, torch
 from fedapp.learning.task import Task
 from fedapp.learning.training import class_weights
 from fedapp.models import ModelOptions, check_model, default_model, is_own, own, weights

@@ -1,0 +1,87 @@
+"""Events of a run as lines of text, for the terminal of `fedapp run` and for Flower's log."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from fedapp.config import PROTOCOLS
+from fedapp.results.statistics import percent
+
+
+def line(event: Mapping[str, Any]) -> str | None:
+    """Return what an event says to a person, or None where it says nothing; rounds are `round_line`'s."""
+    kind = event.get("kind")
+    if kind == "start":
+        return resumed(event) if event.get("resume") else None
+    if kind in ("waiting", "warning", "tracking"):
+        return str(event["text"])
+    if kind == "dropped":
+        return f"round {event['round']}: client {event['client']} dropped in {event['stage']}: {event['reason']}"
+    if kind == "blocked":
+        return f"client {event['client']} is blocked for the rest of the run: {event['reason']}"
+    if kind == "client-error":
+        return f"client {event['client']}, round {event['round']}, stage {event['stage']}:\n{event['traceback']}"
+    return None
+
+
+def resumed(event: Mapping[str, Any]) -> str:
+    """Say what a resumed run does, from its event `start`."""
+    done, rounds = int(event["done"]), int(event["rounds"])
+    if done == 0:
+        return f"no round was complete: begins again with round 1 of {rounds}"
+    if done >= rounds:
+        return f"all {rounds} rounds are done: only the scores after the last one are measured again"
+    return f"continues with round {done + 1} of {rounds} (rounds 1 to {done} are kept as they are)"
+
+
+def scores(event: Mapping[str, Any], clients: int) -> str:
+    """Say what a round measured.
+
+    Parameters
+    ----------
+    event : `round`.   clients : that take part in the run; named are those that answered where they are fewer.
+    """
+    found = {protocol: event.get(f"{protocol}_accuracy") for protocol in PROTOCOLS}
+    parts = [f"{name} {percent(score)} %" for name, score in found.items() if score is not None and score == score]
+    loss = event.get("train_loss")
+    if loss is not None:
+        parts.append(f"loss {loss:.3f}")
+    text = ", ".join(parts)
+    return f"{text} ({event['clients']} clients)" if event["clients"] < clients else text
+
+
+class Spoken:
+    """Prints a run's events as lines, for Flower's log of a simulation that nobody else follows."""
+
+    def __init__(self, say: Any) -> None:
+        self.say = say
+        self.clients = 0
+        self.out = ""
+
+    def __call__(self, event: Mapping[str, Any]) -> None:
+        """Print one event."""
+        kind = event.get("kind")
+        if kind == "start":
+            self.clients = int(event["clients"])
+            self.say(
+                f"{event['method']} on {event['dataset']}, {self.clients} clients, {event['rounds']} rounds; "
+                f"results go to {event['out']}"
+            )
+        if kind == "round":
+            self.say(f"round {event['round']}/{event['rounds']}: {scores(event, self.clients)}")
+        elif kind == "end":
+            self.say(self._end(event["summary"]))
+        elif kind == "failed":
+            self.say(f"the run failed: {event['message']}")
+        elif text := line(event):
+            self.say(text)
+        if kind == "directory":
+            self.out = event["out"]
+
+    def _end(self, summary: Mapping[str, Any]) -> str:
+        headline = summary.get("headline")
+        value = float(headline["value"]) if headline and headline["value"] is not None else math.nan
+        said = f"{headline['score']} {percent(value)} %, {headline['point']}; " if headline and value == value else ""
+        return f"{said}results: {self.out}"
