@@ -184,6 +184,7 @@ class Drawing:
     def _element(self, svg: str, name: str, kind: str) -> str:
         svg = svg[svg.index("<svg") :]
         svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+        svg = re.sub(r' id="image[0-9a-f]+"', "", svg)  # of their content, which two scales may share
         svg = re.sub(r' id="([^"]+)"', rf' id="{name}-\1"', svg)
         svg = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', svg)
         svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", svg)
