@@ -129,8 +129,8 @@ class Deployment:
         path = self.folder / f"{name}.log"
         return path.read_text(errors="replace") if path.is_file() else ""
 
-    def superlink(self) -> None:
-        started = self.start("superlink", *self.command("superlink"))
+    def superlink(self, *more: str) -> None:
+        started = self.start("superlink", *self.command("superlink"), *more)
         until(lambda: self.healthy() or started.poll() is not None, 60, "SuperLink answers /health")
         assert started.poll() is None, self.log("superlink")[-2000:]
         self.token = self.folder / "vol-superlink" / "operator.token"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -13,7 +14,13 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import psutil
 import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supernode.fleet_http_connection import http_request_response
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer.testing import CliRunner
@@ -361,3 +368,63 @@ def test_an_interrupted_run_is_stopped(tmp_path: Path) -> None:
             env=it.env("superlink"), capture_output=True, text=True, check=True,
         )  # fmt: skip
         assert json.loads(done.stdout[done.stdout.index("{") :])["runs"][0]["status"] == "finished:stopped"
+
+
+@pytest.mark.slow
+def test_a_node_that_sends_without_end_fills_nothing(tmp_path: Path) -> None:
+    allowed, piece = 8 << 20, 1 << 20
+    with deployed(tmp_path / "deployment") as it:
+        it.superlink("--max-reply", "8")
+        it.register(*NODES)
+        for k, name in enumerate(NODES[:2]):
+            it.node(name, node_config=f"partition-id={k} num-partitions=3")
+        for name in NODES[:2]:
+            it.online(name)
+        database = it.folder / "vol-superlink" / "superlink.db"
+
+        def size() -> np.ndarray[Any, Any]:
+            # What the SuperLink holds, and what it wrote.
+            held = psutil.Process(it.processes["superlink"].pid).memory_info().rss
+            return np.array([held, sum(f.stat().st_size for f in database.parent.glob(f"{database.name}*"))])
+
+        settings = ("--clients", "3", "--rounds", "2", "--set", f"model={MODELS}", "--set", "wait-timeout=60")
+        out = it.folder / "vol-superlink" / "runs" / "flooded"
+        asked: list[Any] = []
+        with connected(it, NODES[2]) as (receive, send, push):
+            following = it.begin(*DEPLOY, *settings, "--set", "min-clients=2", "--out", str(out))
+            until(lambda: asked.append(receive()) or asked[-1] is not None, 120, "a message\n" + it.log("fedapp"))
+            before, sent, replies = size(), 0, 0
+            with contextlib.suppress(Exception):
+                # Pieces of one reply that never becomes complete, and then further replies to the same message.
+                while sent < 20 * allowed:
+                    arrays = [np.frombuffer(os.urandom(piece), np.uint8) for _ in range(12)]
+                    reply = Message(RecordDict({"arrays": ArrayRecord(arrays)}), reply_to=asked[-1][0])
+                    reply.metadata.__dict__["_message_id"] = reply.object_id
+                    objects = get_all_nested_objects(reply)
+                    missing, session = send(reply, get_object_tree(reply), 1.0)
+                    for name in sorted(missing, key=lambda name: -len(objects[name].deflate()))[:-1]:
+                        body = objects[name].deflate()
+                        push(reply.metadata.run_id, session, name, body)
+                        sent += len(body)
+                    replies += 1
+            grown = size() - before
+            ended = following.wait(180)
+        # Flower's connection keeps errors to itself, so nothing is asserted above.
+        print(f"{replies} replies, {sent} bytes were taken; memory and disk grew by {grown}")
+        assert allowed < sent <= 2 * allowed
+        # It wanted to send 160 MiB. What the SuperLink needs for any run is in here too.
+        assert grown[0] < 5 * allowed and grown[1] < 3 * allowed
+        assert ended == 0, it.log("fedapp")
+        assert "sent more than 8388608 bytes" in it.log("superlink")
+        assert set(table(out, "clients.csv")["client"]) == {0, 1}
+
+
+@contextlib.contextmanager
+def connected(it: Deployment, name: str) -> Iterator[Any]:
+    """Be a node without the SuperNode's program: what it calls to receive, to reply and to push objects."""
+    key = serialization.load_ssh_private_key((it.folder / "keys" / name).read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    certificate = (it.folder / "certs" / "ca.crt").read_bytes()
+    keys = (key, key.public_key())
+    with http_request_response(f"127.0.0.1:{it.port}", False, certificate, keys, max_retries=0) as calls:
+        yield calls[1], calls[2], calls[6]

@@ -58,8 +58,10 @@ def ask(door: gate.Gate, path: str, *headers: tuple[bytes, bytes], method: str =
     async def send(message: Any) -> None:
         sent.append(message)
 
+    given = [int(value) for name, value in headers if name == b"content-length" and value.isdigit()]
+
     async def receive() -> dict[str, Any]:
-        raise AssertionError("the gate reads no body")
+        return {"type": "http.request", "body": bytes(*given)}
 
     scope = {"type": kind, "path": path, "method": method, "headers": list(headers)}
     asyncio.run(door(scope, receive, send))
@@ -123,6 +125,36 @@ def test_a_key_sends_so_many_bytes_for_each_message_that_it_got() -> None:
     assert ask(door, OBJECT, size(900), a) == 401
     inner.status = 200
     assert ask(door, OBJECT, size(1000), a) == 200
+
+
+def test_requests_of_one_key_at_a_time_share_what_it_may_send() -> None:
+    accepted: list[int] = []
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        accepted.append(len((await receive())["body"]))
+        await asyncio.sleep(0.01)
+        await Inner()(scope, receive, send)
+
+    door = gate.Gate(slow, 1000)
+    gone = [{"type": "http.request", "body": b"half", "more_body": True}, {"type": "http.disconnect"}]
+
+    async def push(key: bytes, pieces: list[Any]) -> None:
+        async def receive() -> Any:
+            return pieces.pop(0)
+
+        async def send(message: Any) -> None:
+            pass
+
+        headers = [size(600), (b"flwr-public-key", key)]
+        await door({"type": "http", "path": OBJECT, "method": "POST", "headers": headers}, receive, send)
+
+    async def everybody() -> None:
+        whole = {"type": "http.request", "body": bytes(600)}
+        await asyncio.gather(push(b"a", gone), *(push(key, [whole]) for key in (b"a", b"a", b"a", b"b")))
+
+    asyncio.run(everybody())
+    assert accepted == [600, 600], "one of each key"
+    assert not door._turns, "who names many keys leaves nothing"
 
 
 def test_the_operators_token(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import weakref
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -92,7 +93,8 @@ class Gate:
     max_reply : bytes that one key may send for each message that the server had for it. Flower keeps every reply to a
         message, however many there are, so a reply alone earns nothing. What was not used is kept for one more message.
         Bytes are counted when the app has accepted them, that is after it has checked the key's signature, so that a
-        stranger cannot use up what a node may send.
+        stranger cannot use up what a node may send. Until then no other request of this key that would count is passed
+        on, and a request is passed on only when it has arrived as a whole, so that a slow stranger holds up nobody.
     report : receives one line for each refusal because of `max_reply`.
     """
 
@@ -101,6 +103,7 @@ class Gate:
         self.max_reply = max_reply
         self.report = report
         self._left: dict[bytes, int] = {}
+        self._turns: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -123,11 +126,23 @@ class Gate:
             return
         key = next((value for name, value in headers if name == b"flwr-public-key"), b"")
         cost = size * {PUSH_OBJECT: 1, PUSH_MESSAGES: TREE}.get(path, 0)
-        # A SuperLink that was started again does not know what it had sent before: each key begins with one reply.
-        if cost > self._left.get(key, self.max_reply):
-            self.report(f"the node with key {fingerprint(key)} sent more than {self.max_reply} bytes for one reply")
-            await _answer(send, 413, f"a reply has at most {self.max_reply} bytes")
+        if not cost:
+            await self._pass(scope, receive, send, key, cost)
             return
+        body = await _whole(receive, size)
+        if body is None:
+            return
+        turn = self._turns.setdefault(key, asyncio.Lock())
+        async with turn:
+            # A SuperLink that was started again does not know what it had sent before: each key begins with one reply.
+            if cost > self._left.get(key, self.max_reply):
+                self.report(f"the node with key {fingerprint(key)} sent more than {self.max_reply} bytes for one reply")
+                await _answer(send, 413, f"a reply has at most {self.max_reply} bytes")
+                return
+            await self._pass(scope, _again(body, receive), send, key, cost)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send, key: bytes, cost: int) -> None:
+        """Let the app handle a request, and count what it accepts and what it hands out."""
         good, pulled = False, bytearray()
 
         async def counted(message: MutableMapping[str, Any]) -> None:
@@ -136,7 +151,7 @@ class Gate:
                 good = message["status"] == 200
                 if good and cost:
                     self._left[key] = self._left.get(key, self.max_reply) - cost
-            elif good and path == PULL:
+            elif good and scope["path"] == PULL:
                 pulled.extend(message.get("body", b""))
                 if not message.get("more_body", False) and _messages(bytes(pulled)):
                     left = self._left.get(key, self.max_reply)
@@ -144,6 +159,28 @@ class Gate:
             await send(message)
 
         await self.app(scope, receive, counted)
+
+
+async def _whole(receive: Receive, size: int) -> bytes | None:
+    """Return a request's body, or None if its sender is gone or it is not as long as it says."""
+    body = bytearray()
+    while True:
+        message = await receive()
+        body += message.get("body", b"")
+        if message["type"] == "http.disconnect" or len(body) > size:
+            return None
+        if not message.get("more_body", False):
+            return bytes(body) if len(body) == size else None
+
+
+def _again(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that hands out a body that was read already."""
+    left = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> MutableMapping[str, Any]:
+        return left.pop() if left else await receive()
+
+    return replay
 
 
 def _messages(body: bytes) -> int:
