@@ -239,13 +239,27 @@ def test_a_resumed_run_goes_on_under_its_key_and_doubles_no_step(
     out = tmp_path / "run"
     run(**SMALL, rounds=2, track="records", out=out)
     state = json.loads((out / "tracking.json").read_text())
-    assert state == {"records": {"key": "k1", "steps": {"client": 2, "round": 2, "evaluation": 1, "final_client": 2}}}
+    known = {"client": 2, "round": 2, "evaluation": 1, "final_client": 2}
+    assert state == {"records": {"key": "k1", "steps": known, "ended": 2}}
     recorded.clear()
     run(resume=out, rounds=3)
     assert recorded[0] == ("begin", "k1") and steps(recorded) == [3] and steps(recorded, "final_client_") == [3]
+    assert [t[0] for t in recorded].count("files") and recorded[-1] == ("end", "finished", True, "")
     recorded.clear()
     run(resume=out, rounds=3)  # nothing is left to do
-    assert steps(recorded) == steps(recorded, "client_") == steps(recorded, "final_client_") == []
+    assert recorded == [("begin", "k1"), ("end", "finished", False, "")]
+
+
+def test_a_run_whose_figures_fail_has_finished_all_the_same(
+    recorded: list[tuple[Any, ...]], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(following, "RunResult", full)
+    assert run(**SMALL, rounds=1, track="records", out=tmp_path / "run").ok
+    assert recorded[-1] == ("end", "finished", True, "")
+    assert "not all figures and files are tracked: OSError: the disk is full" in capsys.readouterr().err
 
 
 def test_a_tracker_that_is_added_later_gets_the_rounds_before(recorded: list[tuple[Any, ...]], tmp_path: Path) -> None:

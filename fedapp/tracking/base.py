@@ -23,6 +23,7 @@ class Tracked:
     settings : the run-config and the method's hyperparameters (`hparam.mu`), as they are in effect.
     tags : few facts to find runs by: `method`, `dataset`, `seed`, `folder`, `fedapp`.
     key : what :attr:`Tracker.key` was when the run was tracked before, empty for a new run.
+    step : the last round that was tracked before, 0 for a new run.
     """
 
     out: Path
@@ -30,6 +31,7 @@ class Tracked:
     settings: Mapping[str, Value]
     tags: Mapping[str, str]
     key: str = ""
+    step: int = 0
 
 
 class Tracker:

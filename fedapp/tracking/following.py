@@ -101,9 +101,11 @@ def tracked(config: RunConfig, listener: Listener | None, out: Path | None = Non
     except BaseException as e:
         trackers.end("failed", error=f"{type(e).__name__}: {e}")
         raise
-    # Where the run is in another process, only its files may say that it failed.
-    error = read_json(trackers.out / "error.json").get("message")
-    trackers.end("failed", error=str(error or "the run ended without a summary"))
+    # Where the run is in another process, only its files may say how it ended.
+    summary, error = (read_json(trackers.out / f"{name}.json") for name in ("summary", "error"))
+    if summary.get("ok") is True:
+        trackers.end("finished", dict(flattened(summary)))
+    trackers.end("failed", error=str(error.get("message") or "nothing was heard of its end"))
 
 
 class Trackers:
@@ -178,7 +180,8 @@ class Trackers:
         for name in names(self.config.track):
             known = self.state.setdefault(name, {"key": "", "steps": {}})
             try:
-                tracker = _class(name)(Tracked(*facts, key=str(known["key"])))
+                step = max(known["steps"].values(), default=0)
+                tracker = _class(name)(Tracked(*facts, key=str(known["key"]), step=step))
             except Exception as e:
                 self._failed(name, e)
                 continue
@@ -224,6 +227,22 @@ class Trackers:
             self._keep()
 
     def _finish(self, summary: Mapping[str, Any]) -> None:
+        last = {name: self.state[name]["steps"].get("round", 0) for name in self.working}
+        # What a tracker has of the end of this round is not given to it again.
+        again = {name: self.working.pop(name) for name in last if self.state[name].get("ended") == last[name]}
+        try:
+            self._attach()
+        except Exception as e:  # a full disk, say: the run has finished all the same
+            self.tell(f"not all figures and files are tracked: {type(e).__name__}: {e}")
+        self._each(lambda name, tracker: tracker.end("finished", dict(flattened(summary)), ""))
+        for name in self.working:
+            self.state[name]["ended"] = last[name]
+        self._keep()
+        self.working = again
+        self.end("finished")
+
+    def _attach(self) -> None:
+        """Pass on the figures, the tables and the models of a run that has finished."""
         from fedapp.results.figures.gallery import FIGURES
 
         run = RunResult(self.out)
@@ -238,7 +257,6 @@ class Trackers:
             self._each(lambda name, tracker: tracker.files("models", models))
         elif self.working:
             self.tell("this machine has no models of the run, so they are not tracked", "tracking")
-        self.end("finished", dict(flattened(summary)))
 
     def _figure(self, name: str, run: RunResult, folder: Path) -> None:
         from fedapp.results.figures import Gallery

@@ -48,7 +48,7 @@ class MLflow(Tracker):
                 self.client.update_run(known, status="RUNNING")
             else:
                 known = self._create(os.environ.get("MLFLOW_EXPERIMENT_NAME") or "fedapp")
-        self.id, self.step = known, 0
+        self.id, self.step = known, run.step
         # An address may hold a password, which must not get into the run directory: it is asked for again.
         place = urlsplit(uri)
         self.key = f"{'' if place.hostname else uri}#{known}"

@@ -21,7 +21,7 @@ class TensorBoard(Tracker):
         folder = run.out / "tensorboard"
         self.where = f"tensorboard --logdir {folder}"
         self.key = folder.name
-        self.step = 0
+        self.step = run.step
         self.writer = SummaryWriter(str(folder))
         rows = "".join(f"| {k} | {str(v) or '(empty)'} |\n" for k, v in run.settings.items())
         self._text("configuration", f"| key | value |\n|---|---|\n{rows}")
