@@ -11,6 +11,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from logging import INFO
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,7 @@ from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint, roster, selection
 from fedapp.transport.client_manager import ClientManager, RoundFailed, Spoiled
 from fedapp.transport.offences import Offences
-from fedapp.transport.secure import SecureSums
+from fedapp.transport.secure import Opened, SecureSums
 from fedapp.transport.virtual import Member
 from strategies.base import Callbacks, FedStrategy, RoundResult, server_context
 
@@ -364,7 +365,18 @@ class Run(Callbacks):
     def _secure(self) -> SecureSums | None:
         """Return what makes the sums of which the server sees no single reply, if the run asks for it."""
         config = self.config
-        return SecureSums(self.manager, config.secure_dropout, config.secure_colluders) if config.secure_sum else None
+        if not config.secure_sum:
+            return None
+        path = self.out / "opened-sums.json"
+        try:
+            before = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+            opened = Opened({str(n): [int(c) for c in ids] for n, ids in before.items()}, partial(write_json, path))
+        except (OSError, ValueError, TypeError, AttributeError) as e:
+            raise BadRequest(
+                f"{path}, which holds whose sums were opened, cannot be read ({type(e).__name__}: {e}): put a good copy "
+                "of it back, or start a new run"
+            ) from e
+        return SecureSums(self.manager, config.secure_dropout, config.secure_colluders, opened)
 
     def _members(self) -> list[Member]:
         """Return the clients of a simulation as configuration and partition say."""

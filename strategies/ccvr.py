@@ -79,7 +79,7 @@ class CCVR(PostHoc):
 
         With cov=sums there are two queries. The first gives N and S1, and with them mu_c. The second gives sums around
         mu_c, so that no large numbers cancel. The server needs only totals over clients. The result depends only on
-        the clients that answer the second query.
+        the clients that answer the second query; with secure sums they are those of the first.
         """
         c, d = self.context.num_classes, self.context.width
         replies, question, centres = [], w, None
@@ -135,7 +135,7 @@ class CCVR(PostHoc):
         problem = gaussian.problem_of(arrays, self.settings.cov, c, d)
         if problem is None and arrays["count"].sum() > reply.num_samples:
             return f"statistics of {arrays['count'].sum()} samples from a client of {reply.num_samples}"
-        # Of a sum, the clients of the second answer may be fewer than those of the first.
+        # Of a sum, a client may have been blocked after the first answer.
         before = self.counted.get(reply.client) if kind == "statistics" and not reply.members else None
         if problem is None and before is not None and not np.array_equal(before, arrays["count"]):
             return "its class counts are not those of its first answer"

@@ -215,6 +215,63 @@ def test_too_many_that_drop_out_end_the_run_truthfully(stage: str, tmp_path: Pat
         go(tmp_path / "run", gone(stage, 1, 2))
 
 
+def stages(seen: list[tuple[str, int]], wire: WIRE = lambda reply: reply) -> WIRE:
+    """Note who answered what."""
+
+    def noted(reply: Message) -> Message | None:
+        seen.append((reply.metadata.message_type, reply.metadata.src_node_id - 1000))
+        return wire(reply)
+
+    return noted
+
+
+def who(seen: list[tuple[str, int]], stage: str) -> list[int]:
+    return [c for kind, c in seen if kind == stage]
+
+
+@pytest.mark.parametrize("method", ["ccvr", "pccvr"])
+def test_the_questions_of_a_run_are_summed_over_the_same_clients(method: str, tmp_path: Path) -> None:
+    """Else the difference of the counts in two sums would be the class histogram of the client that is gone."""
+    values: dict[str, Any] = {"method": method, "method-args": "base=none cov=sums epochs=2"}
+    seen: list[tuple[str, int]] = []
+    go(tmp_path / "first", stages(seen, gone("query.totals", 2)), **values)
+    assert who(seen, "query.statistics") == [0, 1, 3]
+    seen.clear()
+    with pytest.raises(RoundFailed, match="with client 2 was opened before, and one without would show"):
+        go(tmp_path / "second", stages(seen, gone("query.statistics", 2)), **values)
+    assert who(seen, "query.unmask") == [0, 1, 2, 3]  # of the first question alone
+    with pytest.raises(RoundFailed, match="with client 2 was opened before"):  # of a run that goes on too
+        go(tmp_path / "second", gone("query.totals", 2), **values, resume=True)
+    go(tmp_path / "second", **values, resume=True)
+
+
+def test_a_sum_is_not_opened_where_the_round_fails_for_lack_of_replies(tmp_path: Path) -> None:
+    seen: list[tuple[str, int]] = []
+    with pytest.raises(RoundFailed, match="3 good replies of 4, min-replies asks for 4"):
+        go(tmp_path / "run", stages(seen, gone("train", 2)), **{"min-replies": 1.0})
+    assert who(seen, "train") and not who(seen, "query.unmask")
+
+
+def test_a_round_that_is_repeated_opens_no_other_sum(tmp_path: Path) -> None:
+    """The repeated round trains alike: the difference of two sums would be one client's update."""
+
+    def killed(reply: Message) -> Message | None:
+        if reply.metadata.message_type == "query.unmask":
+            raise KeyboardInterrupt  # between the opening and the checkpoint
+        return gone("train", 2)(reply)
+
+    with pytest.raises(KeyboardInterrupt):
+        go(tmp_path / "run", killed)
+    with pytest.raises(RoundFailed, match="with client 1 was opened before"):
+        go(tmp_path / "run", gone("train", 1), resume=True)
+    seen: list[tuple[str, int]] = []
+    go(tmp_path / "run", stages(seen), resume=True, **{"num-server-rounds": 2})
+    assert who(seen, "train") == [0, 1, 3, 0, 1, 2, 3]
+    (tmp_path / "run" / "opened-sums.json").write_text('{"train 1": 3}')
+    with pytest.raises(BadRequest, match="holds whose sums were opened, cannot be read"):
+        go(tmp_path / "run", resume=True, **{"num-server-rounds": 3})
+
+
 def test_a_node_that_forgot_its_keys_gets_new_ones(tmp_path: Path) -> None:
     """As after a restart: it sits out one round."""
     rounds = []

@@ -13,6 +13,9 @@ query.unmask   which vectors arrived                               one share for
 
 A client that drops out in any of them is named like any other that does not answer. Where at least t are left, the sum
 is that of the clients whose vectors arrived; with fewer, the round fails.
+
+Two sums of the same numbers over sets that differ in one client show that client's numbers. So all questions of a run
+go to the clients of the first one, and a round that is repeated goes to those whose sum was opened before (`Opened`).
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +55,8 @@ EXCHANGE = "secure-exchange"
 LABELS, COUNTS = "labels", "counts"
 PATIENCE = 120.0
 """Seconds that real nodes have for a message without training: they answer at once, or are gone."""
+QUESTIONS = "query"
+"""Name of all questions of a run among the sums that were opened: they are about the same data."""
 Raw = Mapping[str, tuple[str, tuple[int, ...]]]
 
 
@@ -195,6 +200,27 @@ def _rows(array: Array | None, count: int, size: int) -> list[bytes]:
 # ---- the server ------------------------------------------------------------------------------------------------------
 
 
+class Opened:
+    """Over which clients sums were opened, so that no other sum of the same numbers is.
+
+    Parameters
+    ----------
+    sets : client ids by the name of what was summed.   note : keeps all of them where a resumed run finds them.
+    """
+
+    def __init__(
+        self, sets: Mapping[str, Sequence[int]] | None = None, note: Callable[[Mapping[str, list[int]]], None] | None = None
+    ) -> None:
+        self.sets = {name: sorted(ids) for name, ids in (sets or {}).items()}
+        self._note = note
+
+    def add(self, name: str, clients: Iterable[int]) -> None:
+        """Note a sum; call it before the sum can be opened, so that no kill comes in between."""
+        self.sets[name] = sorted(clients)
+        if self._note is not None:
+            self._note(self.sets)
+
+
 class SecureSums:
     """The server's side: exchanges whose replies arrive in sum.
 
@@ -202,10 +228,12 @@ class SecureSums:
     ----------
     manager : the clients.
     dropout : share of the clients of an exchange that may drop out.   colluders : clients that may help the server.
+    opened : sums of this run that were opened before.
     """
 
-    def __init__(self, manager: ClientManager, dropout: float, colluders: int) -> None:
+    def __init__(self, manager: ClientManager, dropout: float, colluders: int, opened: Opened | None = None) -> None:
         self.manager, self.dropout, self.colluders = manager, dropout, colluders
+        self.opened = opened or Opened()
         self.keys: dict[int, tuple[bytes, bytes]] = {}  # with its proof, which only clients can judge
 
     def exchange(
@@ -228,9 +256,15 @@ class SecureSums:
 
         Raises
         ------
-        RoundFailed : fewer than t clients are left, their shares do not open the sum, or it cannot be one of replies.
+        RoundFailed : fewer than t clients or than `min-replies` are left, a sum of the same numbers over more clients was
+            opened before, the shares do not open the sum, or it cannot be one of replies.
         """
         started, given = time.perf_counter(), dict(payloads)
+        name = QUESTIONS if kind.startswith("query.") else f"{kind} {server_round}"
+        before = self._before(name)
+        if before is not None:
+            given = {c: p for c, p in given.items() if c in before}
+            self._all_of(before, given, server_round, traffic)
         traffic.messaged.extend(sorted(given))
 
         def ask(stage: str, messages: Mapping[int, Payload], raw: Raw) -> Iterator[Reply]:
@@ -277,6 +311,11 @@ class SecureSums:
             collector.add(reply.client, reply.arrays[HIDDEN])
             members.append(dataclasses.replace(reply, arrays={}))
         self._enough(server_round, len(members), len(ids), traffic)
+        # All that could end the round is asked before the sum is opened: a round that is repeated has another one.
+        self.manager.require(traffic, server_round)
+        if before is not None:
+            self._all_of(before, collector.summed, server_round, traffic)
+        self.opened.add(name, collector.summed)
 
         left = {c: Payload(common={IDS: _numbers(collector.summed)}, scalars=named) for c in sorted(collector.summed)}
         shares = {
@@ -297,6 +336,24 @@ class SecureSums:
             raise RoundFailed(f"round {server_round}: no replies have this sum: {problem}", server_round)
         traffic.seconds = time.perf_counter() - started
         yield summed
+
+    def _before(self, name: str) -> set[int] | None:
+        """Return the clients whose sum was opened, or None; who was blocked since is not asked again."""
+        found = self.opened.sets.get(name)
+        return None if found is None else set(found) - self.manager.offences.blocked.keys()
+
+    @staticmethod
+    def _all_of(before: Collection[int], there: Collection[int], server_round: int, traffic: Traffic) -> None:
+        """Raise `RoundFailed` unless all clients of a sum that was opened before are there."""
+        missing = sorted(set(before) - set(there))
+        if missing:
+            named = ", ".join(map(str, missing[:20]))
+            reasons = "".join(f"; client {d.client}: {d.reason}" for d in traffic.dropped[:5])
+            raise RoundFailed(
+                f"round {server_round}: a sum of the same numbers with client {named} was opened before, and one "
+                f"without would show that client's own: resume the run when all are back{reasons}",
+                server_round,
+            )
 
     def _enough(self, server_round: int, left: int, asked: int, traffic: Traffic) -> int:
         """Return t for so many clients that were asked, of whom so many are left."""
