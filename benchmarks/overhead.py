@@ -117,7 +117,9 @@ def local_rounds(app: Path, flat: Mapping[str, Any], out: Path) -> tuple[list[fl
     strategies.__path__.append(str(app / "strategies"))
     registry._discovered.cache_clear()
     try:
-        server_app.serve(LocalGrid(client_app, dict(flat), hosts(int(flat["clients"]))), dict(flat))
+        server_app.serve(
+            LocalGrid(client_app, dict(flat), hosts(int(flat["clients"]), bool(flat.get("secure-sum")))), dict(flat)
+        )
     finally:
         strategies.__path__.pop()
         registry._discovered.cache_clear()

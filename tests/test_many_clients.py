@@ -150,6 +150,7 @@ def test_one_client_answers_for_its_kind() -> None:
     assert asked(members, by_size=True) == {0: 0, 1: 1, 2: 2, 3: 0}
     assert smallest(members) == [1, 2]
     assert [virtual.hosts(n) for n in (1, 20, 100_000)] == [1, 20, 64]
+    assert virtual.hosts(100, apart=True) == 100
 
 
 # ---- scores of a sample --------------------------------------------------------------------------------------------

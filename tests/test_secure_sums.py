@@ -19,9 +19,10 @@ from flwr.app import Error, Message
 from fedapp import registry, server_app
 from fedapp.client_app import app as client_app
 from fedapp.config import from_flat
+from fedapp.engines import local, resources, runner
 from fedapp.errors import BadRequest
 from fedapp.method import Array, Arrays, Reply, Sums
-from fedapp.transport import checkpoint, roster, secure
+from fedapp.transport import checkpoint, client_manager, roster, secure
 from fedapp.transport.client_manager import RoundFailed
 from fedapp.transport.identity import PROOF, Identity
 from fedapp.transport.local_grid import LocalGrid
@@ -294,6 +295,37 @@ def test_a_node_that_forgot_its_keys_gets_new_ones(tmp_path: Path) -> None:
         go(tmp_path / "run", wire, **{"num-server-rounds": 3})
     rows = (tmp_path / "run" / "dropped.csv").read_text().splitlines()[1:]
     assert len(rows) == 1 and rows[0].startswith("2,3,query.shares,") and "not its own" in rows[0]
+
+
+def test_each_client_has_a_node_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients of one node share a context, which Flower's simulation writes back without a lock."""
+    monkeypatch.setattr(client_manager, "LATECOMERS", 0.0)
+    flat = from_flat({"method": "lgfedavg", "clients": 3, "secure-sum": True, "out": str(tmp_path / "run")}).to_flat()
+    with pytest.raises(BadRequest, match="2 nodes are there for 3 clients: start flwr run with num-supernodes = 3"):
+        server_app.serve(LocalGrid(client_app, flat, 2), flat)
+
+
+def test_an_engine_gives_each_client_a_node_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+    monkeypatch.setattr(LocalGrid, "__init__", lambda self, app, flat, nodes: started.append(nodes))
+    monkeypatch.setattr(server_app, "serve", lambda *args: None)
+    monkeypatch.setattr(local, "read_run", lambda out: None)
+    for summed in (True, False):
+        local.run_local(from_flat({"method": "lgfedavg", "clients": 70, "secure-sum": summed, "out": str(tmp_path)}))
+
+    class Submitted(Exception):
+        pass
+
+    class Session:
+        def submit(self, flat: Any, num_supernodes: int, **resources: Any) -> Any:
+            started.append(num_supernodes)
+            raise Submitted
+
+    for summed in (True, False):
+        config = from_flat({"method": "lgfedavg", "clients": 70, "secure-sum": summed, "out": str(tmp_path)})
+        with pytest.raises(Submitted):
+            runner.run_in(Session(), config, resources.ClientResources(1, 0.0, 1, 1, ""), runner.Follower())  # type: ignore[arg-type]
+    assert started == [70, 64, 70, 64]
 
 
 # ---- what leaves a client, and what it refuses -----------------------------------------------------------------------

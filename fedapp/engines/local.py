@@ -92,7 +92,7 @@ def run_local(config: RunConfig, listener: Listener | None = None) -> RunResult:
 
     context = configuration.for_context(config)
     with following.tracked(config, listener) as told:
-        serve(LocalGrid(client_app, context, hosts(config.clients)), context, told)
+        serve(LocalGrid(client_app, context, hosts(config.clients, apart=config.secure_sum)), context, told)
     return read_run(Path(config.out))
 
 

@@ -218,7 +218,7 @@ def run_in(session: Session, config: RunConfig, given: ClientResources, follower
     """Submit one run to a session and follow it to its end; return the exit code."""
     handle = session.submit(
         config.to_flat(),
-        num_supernodes=hosts(config.clients),
+        num_supernodes=hosts(config.clients, apart=config.secure_sum),
         client_cpus=given.client_cpus,
         client_gpus=given.client_gpus,
         total_cpus=given.total_cpus,

@@ -469,13 +469,22 @@ class ClientManager:
                 "everywhere, and start flwr run with as many num-supernodes as clients or fewer"
             )
 
+    def _few(self) -> bool:
+        """Whether each client of a simulation needs a node of its own, and there are too few."""
+        return not self.several and len(self._hosts) < self._expected
+
     def _introduced(self, asked: Sequence[tuple[int, Mapping[str, Scalar]]]) -> list[Hello]:
         """Ask clients of a simulation who they are, by id with the further values of the request."""
         started = told = time.monotonic()
         limit = self.settings.wait_timeout
-        while not (nodes := sorted(self.grid.get_node_ids())) or nodes != self._hosts:
+        while not (nodes := sorted(self.grid.get_node_ids())) or nodes != self._hosts or self._few():
             self._hosts = nodes  # two equal looks: Flower adds its nodes one by one
             now = time.monotonic()
+            if nodes and self._few() and now - started > LATECOMERS:
+                raise BadRequest(
+                    f"secure-sum keeps the secrets of each client at a node of its own, and {len(nodes)} nodes are "
+                    f"there for {self._expected} clients: start flwr run with num-supernodes = {self._expected}"
+                )
             if limit and now - started > limit:
                 raise BadRequest(f"gave up after {limit:g} s: no node came; change wait-timeout if it needs longer")
             if now - told > 30:

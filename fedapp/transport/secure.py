@@ -209,7 +209,9 @@ class Opened:
     """
 
     def __init__(
-        self, sets: Mapping[str, Sequence[int]] | None = None, note: Callable[[Mapping[str, list[int]]], None] | None = None
+        self,
+        sets: Mapping[str, Sequence[int]] | None = None,
+        note: Callable[[Mapping[str, list[int]]], None] | None = None,
     ) -> None:
         self.sets = {name: sorted(ids) for name, ids in (sets or {}).items()}
         self._note = note
