@@ -373,8 +373,8 @@ class Run(Callbacks):
             opened = Opened({str(n): [int(c) for c in ids] for n, ids in before.items()}, partial(write_json, path))
         except (OSError, ValueError, TypeError, AttributeError) as e:
             raise BadRequest(
-                f"{path}, which holds whose sums were opened, cannot be read ({type(e).__name__}: {e}): put a good copy "
-                "of it back, or start a new run"
+                f"{path}, which holds whose sums were opened, cannot be read ({type(e).__name__}: {e}): put a good "
+                "copy of it back, or start a new run"
             ) from e
         return SecureSums(self.manager, config.secure_dropout, config.secure_colluders, opened)
 

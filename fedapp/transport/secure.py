@@ -258,8 +258,8 @@ class SecureSums:
 
         Raises
         ------
-        RoundFailed : fewer than t clients or than `min-replies` are left, a sum of the same numbers over more clients was
-            opened before, the shares do not open the sum, or it cannot be one of replies.
+        RoundFailed : fewer than t clients or than `min-replies` are left, a sum of the same numbers over more clients
+            was opened before, the shares do not open the sum, or it cannot be one of replies.
         """
         started, given = time.perf_counter(), dict(payloads)
         name = QUESTIONS if kind.startswith("query.") else f"{kind} {server_round}"
