@@ -95,8 +95,8 @@ def submit(session: launch.Session, flat: Mapping[str, Any]) -> launch.RunHandle
     """Submit a run with the resources that `fedapp run` chooses by default."""
     resources = choose_resources(int(flat["clients"]))
     return session.submit(
-        flat, num_supernodes=hosts(int(flat["clients"]), apart=bool(flat.get("secure-sum"))), client_cpus=resources.client_cpus,
-        client_gpus=resources.client_gpus, total_cpus=resources.total_cpus,
+        flat, num_supernodes=hosts(int(flat["clients"]), bool(flat.get("secure-sum"))),
+        client_cpus=resources.client_cpus, client_gpus=resources.client_gpus, total_cpus=resources.total_cpus,
     )  # fmt: skip
 
 
