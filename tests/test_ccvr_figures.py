@@ -82,7 +82,7 @@ def test_a_legend_of_long_names_stays_on_the_figure() -> None:
     (legend,) = figure.legends
     box, page = legend.get_window_extent(), figure.bbox
     assert page.x0 <= box.x0 and box.x1 <= page.x1
-    assert {text.get_text() for text in legend.get_texts()} == set(names)
+    assert {text.get_text() for text in legend.get_texts()} == {*names, "a pair of clients"}
 
 
 # ---- norms -----------------------------------------------------------------------------------------------------------

@@ -174,7 +174,7 @@ def test_every_figure_is_drawn_from_a_folder_of_runs(name: str, folder: Path, tm
 def test_maps_show_fedavg_before_and_after_tuning_and_their_difference(folder: Path, fedavg: RunResult) -> None:
     _, _, figure = drawn.personalisation_maps([r for r in read_comparison(folder).runs if "lam=0" not in r.label])
     titled = {axes.get_title("left"): axes for axes in figure.axes if axes.get_title("left")}
-    maps = {title: np.asarray(axes.collections[0].get_array()) for title, axes in titled.items()}
+    maps = {title: np.asarray(axes.images[0].get_array()) for title, axes in titled.items()}
     cwfedavg = next(title for title in maps if title.startswith("cwfedavg"))
     assert list(maps) == [
         "training images", "fedavg", "fedavg, fine-tuned", "difference", cwfedavg, "class models",
