@@ -407,7 +407,7 @@ def test_the_ray_engine_runs_one_session_for_all(
             return None
 
         def submit(self, flat: dict[str, Any], **_: Any) -> Any:
-            def follow(out: Path, listener: Any) -> Any:
+            def follow(listener: Any) -> Any:
                 engine.run_local(config.from_flat(flat), listener)
                 return launch.Outcome("finished:completed", "", True)
 
