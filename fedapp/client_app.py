@@ -227,7 +227,7 @@ def _secrets(context: Context, config: RunConfig, client: int) -> Iterator[Secur
     try:
         node = Node.parse(context.node_config)
         identity = Identity(node.node_key, node.peers)
-        yield SecureClient(client, kept, config.secure_dropout, config.secure_colluders, identity)
+        yield SecureClient(client, kept, config.secure_dropout, config.secure_colluders, identity, node.min_sum_clients)
     finally:
         context.state[place] = ConfigRecord(kept)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import Counter
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from fedapp.core import masks, secure_sum
 from fedapp.core.masks import add_mask, decode, encode, largest
-from fedapp.core.secret_shares import PRIME, SECRET, combine, split, value_at, weights_at
+from fedapp.core.secret_shares import PRIME, SECRET, combine, corrected, split, value_at, weights_at
 from fedapp.core.secure_sum import Collector, Member, Unopened, Unsafe, flaw, noise_share, threshold
 
 # ---- shares ----------------------------------------------------------------------------------------------------------
@@ -226,7 +227,7 @@ def test_a_client_refuses_keys_and_shares_of_others() -> None:
     it.offers()
     sealed = it.sealed(10)
     for wrong, words in (
-        ({**sealed, 20: sealed[30]}, "client 20's are not"),
+        ({**sealed, 20: sealed[30], 40: bytes(126)}, "these clients sent it false shares: 20, 40"),
         ({**sealed, 99: sealed[30]}, "not asked"),
         ({20: sealed[20]}, "2 clients take part, 3 are needed"),
     ):
@@ -241,9 +242,53 @@ def test_false_shares_are_noticed_and_named() -> None:
     it.vectors(1)
     shares = it.shares()
     shares[30] = shares[30] ^ 1
-    assert (it.total(shares) == sum(it.x[c] for c in it.collector.summed)).all() and it.collector.liars == {30}
-    with pytest.raises(Unopened, match="do not fit together"):
+    assert (it.total(shares) == sum(it.x[c] for c in it.collector.summed)).all()
+    assert it.collector.disputes == {(c, 30) for c in it.members}
+    with pytest.raises(Unopened, match="do not fit together") as caught:
         it.total({c: shares[c] for c in (20, 30, 40, 50)})
+    assert caught.value.clients == []  # the shares of all secrets are false, so it is no client's own
+
+
+def test_false_shares_of_clients_that_are_not_neighbours() -> None:
+    it = Round(20, 14)
+    it.offers()
+    it.vectors(1)
+    shares = {c: s.copy() for c, s in it.shares().items()}
+    for liar in (50, 100):
+        shares[liar][:] = 7
+    assert (it.total(shares) == sum(it.x[c] for c in it.collector.summed)).all()
+    assert {holder for _, holder in it.collector.disputes} == {50, 100}
+
+
+def test_a_false_share_that_was_given_is_the_givers_or_the_holders() -> None:
+    """Nobody can tell them apart, so both are named; and a false digest is nobody's but the giver's."""
+    it = Round(6, 4)
+    it.offers()
+    original = secure_sum.split
+
+    def bad(secret: bytes, t: int, n: int) -> list[bytes]:
+        return [bytes(32) + b"\x07", *original(secret, t, n)[1:]]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(secure_sum, "split", bad)
+        it.collector.offers[60] = it.members[60].offer(it.tag, it.keys, it.t)
+    it.vectors()
+    shares = it.shares()
+    assert (it.total(shares) == sum(it.x.values())).all() and it.collector.disputes == {(60, 10)}
+    it.collector.offers[20] = dataclasses.replace(it.collector.offers[20], digest=bytes(32))
+    with pytest.raises(Unopened, match="secrets of client 20 do not fit together") as caught:
+        it.total(shares)
+    assert caught.value.clients == [20]
+
+
+@given(st.integers(1, 5), st.integers(0, 6), st.randoms())
+def test_half_of_the_values_beyond_the_threshold_may_be_false(t: int, more: int, random: Any) -> None:
+    coefficients = [random.randrange(PRIME) for _ in range(t)]
+    places = random.sample(range(1, 40), t + more)
+    values = [value_at(coefficients, x) for x in places]
+    for i in random.sample(range(t + more), more // 2):
+        values[i] = random.randrange(PRIME)
+    assert corrected(values, places, t) == coefficients
 
 
 # ---- how many must be left -------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from fedapp.config import from_flat
 from fedapp.engines import local, resources, runner
 from fedapp.errors import BadRequest
 from fedapp.method import Array, Arrays, Reply, Sums
+from fedapp.tasks.node import Node
 from fedapp.transport import checkpoint, client_manager, roster, secure
 from fedapp.transport.client_manager import RoundFailed
 from fedapp.transport.identity import PROOF, Identity
@@ -364,6 +365,57 @@ def test_a_client_answers_nothing_in_the_clear(tmp_path: Path, monkeypatch: pyte
         go(tmp_path / "run")
 
 
+def changed(stage: str, client: int, name: str, make: Callable[[np.ndarray], np.ndarray]) -> WIRE:
+    """A client that sends something else."""
+
+    def wire(reply: Message) -> Message:
+        if reply.metadata.message_type == stage and reply.metadata.src_node_id == 1000 + client:
+            record = reply.content.array_records["arrays"]
+            record[name] = type(record[name])(make(record[name].numpy()))
+        return reply
+
+    return wire
+
+
+def test_a_false_share_of_one_secret_blocks_nobody(tmp_path: Path) -> None:
+    def of_client_3(shares: np.ndarray) -> np.ndarray:
+        return shares ^ (np.arange(len(shares)) == 3).astype(np.uint8)[:, None]
+
+    summary = go(tmp_path / "run", changed("query.unmask", 0, "secure/shares", of_client_3))
+    assert not summary.get("blocked") and summary["dropped"] == 0
+    assert "either client 3 gave client 0 a false share" in (tmp_path / "run" / "progress.jsonl").read_text()
+
+
+@pytest.mark.parametrize("stage, name", [("query.keys", "secure/keys"), ("query.shares", "secure/keys")])
+def test_a_key_that_is_none_blocks_its_sender_and_nobody_else(stage: str, name: str, tmp_path: Path) -> None:
+    summary = go(tmp_path / "run", changed(stage, 1, name, np.zeros_like))
+    assert summary["blocked"] == [1] and summary["dropped"] == 1
+
+
+def test_a_copied_key_blocks_the_copier(tmp_path: Path) -> None:
+    keys: list[np.ndarray] = []
+
+    def copied(key: np.ndarray) -> np.ndarray:
+        return keys[0]
+
+    def wire(reply: Message) -> Message:
+        if reply.metadata.message_type == "query.keys":
+            keys.append(reply.content.array_records["arrays"]["secure/keys"].numpy())
+        return changed("query.keys", 3, "secure/keys", copied)(reply)  # type: ignore[return-value]
+
+    assert go(tmp_path / "run", wire)["blocked"] == [3]
+
+
+@pytest.mark.parametrize(
+    "name, words", [("secure/shares", "could not open the shares"), ("secure/digest", "do not give the secret")]
+)
+def test_a_client_with_false_shares_ends_one_run_and_is_blocked(name: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(RoundFailed):
+        go(tmp_path / "run", changed("query.shares", 5, name, lambda a: a ^ 1), clients=6)
+    assert words in (tmp_path / "run" / "blocked.csv").read_text()
+    assert go(tmp_path / "run", clients=6, resume=True)["blocked"] == [5]
+
+
 def test_a_client_that_opens_false_shares_is_blocked(tmp_path: Path) -> None:
     def wire(reply: Message) -> Message:
         if reply.metadata.message_type == "query.unmask" and reply.metadata.src_node_id == 1000:
@@ -411,6 +463,29 @@ def test_keys_are_signed_by_the_nodes_of_the_roster(sites: tuple[list[Path], Pat
     assert Identity().problem_of("run", keys, {}) is None and Identity().proof("run", 0, keys[0]) == bytes(PROOF)
     with pytest.raises(BadRequest, match="is not a private key"):
         Identity(str(peers))
+
+
+def test_a_node_that_asks_for_secure_sums_refuses_other_runs() -> None:
+    for asked in ({"peers": "roster.toml"}, {"min-sum-clients": 5}):
+        node = Node.parse({"client-id": 0, "data-path": "/data", **asked})
+        config = from_flat({"method": "fedavg"})
+        with pytest.raises(BadRequest, match=f"asks for secure sums .{next(iter(asked))} in the node-config."):
+            node.check(config)
+        node.check(config.replaced(secure_sum=True))
+
+
+def test_a_node_asks_for_a_number_of_clients_in_a_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Watched.__init__
+
+    def with_fewest(self: Watched, *args: Any) -> None:
+        original(self, *args)
+        for context in self.contexts.values():
+            context.node_config = {**context.node_config, "min-sum-clients": 4}
+
+    monkeypatch.setattr(Watched, "__init__", with_fewest)
+    with pytest.raises(RoundFailed, match="a sum may be one of 3 clients, and this node's owner asks for 4"):
+        go(tmp_path / "run")
+    go(tmp_path / "other", clients=5)
 
 
 @pytest.mark.parametrize("honest", [True, False])

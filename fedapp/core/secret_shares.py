@@ -19,7 +19,7 @@ SECRET = 32
 SHARE = 33
 """Bytes of a share."""
 
-__all__ = ["PRIME", "SECRET", "SHARE", "combine", "split", "weights_at"]
+__all__ = ["PRIME", "SECRET", "SHARE", "combine", "corrected", "split", "value_at", "weights_at"]
 
 
 def split(secret: bytes, threshold: int, holders: int) -> list[bytes]:
@@ -41,7 +41,7 @@ def split(secret: bytes, threshold: int, holders: int) -> list[bytes]:
     return [value_at(coefficients, x, PRIME).to_bytes(SHARE, "big") for x in range(1, holders + 1)]
 
 
-def value_at(coefficients: Sequence[int], x: int, prime: int) -> int:
+def value_at(coefficients: Sequence[int], x: int, prime: int = PRIME) -> int:
     """Return the value at x of a polynomial, lowest coefficient first, modulo a prime."""
     value = 0
     for coefficient in reversed(coefficients):
@@ -79,3 +79,70 @@ def combine(shares: Sequence[bytes], weights: Sequence[int]) -> bytes | None:
     pairs = zip(shares, weights, strict=True)
     value = sum(int.from_bytes(share, "big") * weight for share, weight in pairs) % PRIME
     return value.to_bytes(SECRET, "big") if value < 2 ** (8 * SECRET) else None
+
+
+def corrected(values: Sequence[int], positions: Sequence[int], threshold: int, prime: int = PRIME) -> list[int] | None:
+    """Return the polynomial of degree below t that all but at most (n - t) / 2 of n values lie on, or None.
+
+    S. Gao, A New Algorithm for Decoding Reed-Solomon Codes, 2003: Euclid's algorithm on the product of all x - x_i and
+    the polynomial through all values, broken off half-way. It costs n^2 products.
+
+    Parameters
+    ----------
+    values : at the positions, of which none comes twice.   threshold : t.
+
+    Returns
+    -------
+    t coefficients, lowest first; the first is the secret.
+    """
+    product = [1]
+    for x in positions:
+        product = [(low - x * high) % prime for low, high in zip([0, *product], [*product, 0], strict=True)]
+    through = [0] * len(positions)
+    for x, value in zip(positions, values, strict=True):
+        others, left = [0] * len(positions), 0
+        for i in range(len(positions), 0, -1):  # the product without x - x_i, by Horner's scheme
+            left = (product[i] + left * x) % prime
+            others[i - 1] = left
+        scale = value * pow(value_at(others, x, prime), -1, prime) % prime
+        through = [(a + scale * b) % prime for a, b in zip(through, others, strict=True)]
+    before, rest, past, factor = product, _trimmed(through), [0], [1]
+    while 2 * (len(rest) - 1) >= len(positions) + threshold:
+        quotient, after = _divided(before, rest, prime)
+        before, rest = rest, after
+        past, factor = factor, _less(past, _times(quotient, factor, prime), prime)
+    found, left_over = _divided(rest, factor, prime)
+    if left_over != [0] or len(found) > threshold:
+        return None
+    return found + [0] * (threshold - len(found))
+
+
+def _trimmed(p: list[int]) -> list[int]:
+    while len(p) > 1 and not p[-1]:
+        p.pop()
+    return p
+
+
+def _times(a: Sequence[int], b: Sequence[int], prime: int) -> list[int]:
+    found = [0] * (len(a) + len(b) - 1)
+    for i, x in enumerate(a):
+        for j, y in enumerate(b):
+            found[i + j] = (found[i + j] + x * y) % prime
+    return found
+
+
+def _less(a: Sequence[int], b: Sequence[int], prime: int) -> list[int]:
+    size = max(len(a), len(b))
+    pairs = zip([*a, *[0] * (size - len(a))], [*b, *[0] * (size - len(b))], strict=True)
+    return _trimmed([(x - y) % prime for x, y in pairs])
+
+
+def _divided(a: Sequence[int], b: Sequence[int], prime: int) -> tuple[list[int], list[int]]:
+    """Return quotient and rest of two polynomials, lowest coefficient first."""
+    rest, inverse = list(a), pow(b[-1], -1, prime)
+    quotient = [0] * max(1, len(a) - len(b) + 1)
+    for shift in range(len(a) - len(b), -1, -1):
+        quotient[shift] = rest[shift + len(b) - 1] * inverse % prime
+        for i, x in enumerate(b):
+            rest[shift + i] = (rest[shift + i] - quotient[shift] * x) % prime
+    return _trimmed(quotient), _trimmed(rest[: max(1, len(b) - 1)])

@@ -21,8 +21,8 @@ once s_u of a client that is gone is open, so are its masks of all earlier excha
 in these. So only c_u lasts, of which no share is ever given away.
 
 A server that tells different clients of different U_3 gets b_u and s_u of one client only where t clients of each
-opinion answer, so 2 t must exceed the number of clients and those that help the server (`flaw`). It can make the sum
-one of fewer clients than t, but not of fewer than n (2 t - n) / t: see docs/secure-sums.md.
+opinion answer, so 2 t must exceed the number of clients and those that help the server (`flaw`). A server that tells
+different clients of different U_2 can open a sum of fewer clients than t: see docs/secure-sums.md.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import hashlib
 import hmac
 import os
 import struct
+from collections import Counter
 from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +45,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedapp.core.masks import Words, add_mask
-from fedapp.core.secret_shares import PRIME, SHARE, combine, split, weights_at
+from fedapp.core.secret_shares import PRIME, SECRET, SHARE, combine, corrected, split, value_at, weights_at
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -63,9 +64,11 @@ __all__ = [
     "Offer",
     "Unopened",
     "Unsafe",
+    "blamed",
     "flaw",
     "noise_share",
     "threshold",
+    "usable",
 ]  # fmt: skip
 
 
@@ -74,7 +77,10 @@ class Unsafe(ValueError):
 
 
 class Unopened(ValueError):
-    """A sum that cannot be opened; `clients` are those whose shares do not fit, if it is their fault."""
+    """A sum that cannot be opened; `clients` are those whose secrets the others' shares do not give, few of them.
+
+    Either such a client gave false shares or a false digest of its own secret, or holders of its shares lie.
+    """
 
     def __init__(self, message: str, clients: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -142,6 +148,15 @@ def _agreed(private: bytes, public: bytes) -> bytes:
         return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError as e:  # a point of small order: the secret would be 0 whatever the private key
         raise Unsafe("a public key is none") from e
+
+
+def usable(public: bytes) -> bool:
+    """Whether a public key gives secrets that depend on the private key."""
+    try:
+        _agreed(os.urandom(32), public)
+    except Unsafe:
+        return False
+    return True
 
 
 def _number(client: int) -> bytes:
@@ -250,7 +265,7 @@ class Member:
         Raises
         ------
         Unsafe : it was not asked for shares before, was asked for another vector already, fewer than t are there, or
-            shares are not from the client that they are said to be from.
+            shares are none, or not from the client that they are said to be from; `blamed` says whose.
         """
         kept = self._of(tag, "offered")
         keys = dict(zip(kept["ids"], _pieces(kept["keys"], KEY), strict=True))
@@ -259,21 +274,23 @@ class Member:
             raise Unsafe("shares came from clients that were not asked for any")
         if len(there) < kept["threshold"]:
             raise Unsafe(f"{len(there)} clients take part, {kept['threshold']} are needed")
-        opened = {self.client: kept["own"]}
+        opened, pairs, false = {self.client: kept["own"]}, {}, []
+        own = _public(kept["mask-key"])
         for other, text in sealed.items():
             box_key = _seal_key(kept["box"], keys[other], tag, other, self.client)
             try:
                 opened[other] = AESGCM(box_key).decrypt(text[:_NONCE], text[_NONCE:], tag.encode())
-            except InvalidTag as e:
-                raise Unsafe(f"the shares that are said to be client {other}'s are not") from e
+                public = opened[other][2 * SHARE :]
+                pairs[other] = _pair_key(kept["mask-key"], own, public, tag, self.client, other)
+            except (InvalidTag, Unsafe):
+                false.append(other)
+        if false:
+            raise Unsafe(_BLAME + ", ".join(map(str, sorted(false))))
         # Before anything is made of it: the same masks on two vectors would show their difference.
         kept["phase"] = "hidden"
-        hidden, own = vector.copy(), _public(kept["mask-key"])
-        for other in there:
-            if other != self.client:
-                public = opened[other][2 * SHARE :]
-                pair = _pair_key(kept["mask-key"], own, public, tag, self.client, other)
-                add_mask(hidden, pair, _sign(self.client, other))
+        hidden = vector.copy()
+        for other, pair in pairs.items():
+            add_mask(hidden, pair, _sign(self.client, other))
         add_mask(hidden, _own_key(kept["seed"], tag, self.client), 1)
         kept.update({"there": there, "opened": b"".join(opened[i][: 2 * SHARE] for i in there)})
         for name in ("mask-key", "seed", "own", "keys"):
@@ -315,6 +332,15 @@ def _digest(seed: bytes) -> bytes:
     return hashlib.sha256(b"fedapp secure sum seed" + seed).digest()
 
 
+_BLAME = "these clients sent it false shares: "
+
+
+def blamed(reason: str) -> set[int]:
+    """Return the clients that a client says, in the text of an `Unsafe`, to have sent it false shares."""
+    _, found, names = reason.partition(_BLAME)
+    return {int(n) for n in names.split(", ") if n.isascii() and n.isdigit()} if found else set()
+
+
 # ---- the server ------------------------------------------------------------------------------------------------------
 
 
@@ -328,14 +354,15 @@ class Collector:
     Attributes
     ----------
     offers : by client, of U_2.   summed : U_3, in the order in which their vectors arrived.
-    liars : clients whose shares were false, as far as the others' shares say so.
+    disputes : pairs of a client and a holder whose share of the client's secret does not lie on the polynomial of the
+        others. Either the one gave a false share, or the other opened one: nobody but these two can tell.
     """
 
     def __init__(self, tag: str, clients: Collection[int], threshold: int) -> None:
         self.tag, self.ids, self.threshold = tag, sorted(clients), threshold
         self.offers: dict[int, Offer] = {}
         self.summed: list[int] = []
-        self.liars: set[int] = set()
+        self.disputes: set[tuple[int, int]] = set()
         self._total: Words | None = None
         self._known: dict[tuple[int, tuple[int, ...]], list[int]] = {}
 
@@ -364,11 +391,22 @@ class Collector:
         ------
         Unopened : there are fewer than t, or the shares of a secret give none that belongs to it.
         """
+        self.disputes.clear()
         if len(shares) < self.threshold or self._total is None:
             raise Unopened(f"{len(shares)} clients opened their shares, {self.threshold} are needed")
         there, left = sorted(self.offers), set(self.summed)
-        secrets = {c: self._secret(c, c in left, {h: s[i].tobytes() for h, s in shares.items()})
-                   for i, c in enumerate(there)}  # fmt: skip
+        secrets, lost = {}, []
+        for i, client in enumerate(there):
+            found = self._secret(client, client in left, {h: s[i].tobytes() for h, s in shares.items()})
+            if found is None:
+                lost.append(client)
+            else:
+                secrets[client] = found
+        if lost:
+            named = ", ".join(map(str, lost[:20]))
+            # Where most secrets are lost the holders lie, and none of those whose secrets they are.
+            few = lost if 2 * len(lost) < len(there) else []
+            raise Unopened(f"the shares of the secrets of client {named} do not fit together", few)
         total = self._total.copy()
         for client in there:
             if client in left:
@@ -380,20 +418,45 @@ class Collector:
                 add_mask(total, key, -_sign(other, client))
         return total
 
-    def _secret(self, client: int, left: bool, shares: Mapping[int, bytes]) -> bytes:
-        """Return b_u of a client that is left, or s_u of one that is gone; try other holders where shares are false."""
-        holders = sorted(shares)
-        for start in range(len(holders)):
-            chosen = [holders[(start + i) % len(holders)] for i in range(self.threshold)]
-            positions = [self.ids.index(h) + 1 for h in chosen]
-            found = combine([shares[h] for h in chosen], self._weights(tuple(positions)))
-            if found is not None and self._belongs(client, left, found):
-                if start:
-                    self.liars |= self._false(shares, chosen)
-                return found
-            if len(holders) == self.threshold:
-                break
-        raise Unopened(f"the shares of client {client}'s secret do not fit together", [client])
+    def _secret(self, client: int, left: bool, shares: Mapping[int, bytes]) -> bytes | None:
+        """Return b_u of a client that is left, or s_u of one that is gone; None where the shares do not give it.
+
+        Shares of t holders do, as the digest shows, if none of them is false. Else up to half of the shares beyond t
+        may be false, whoever holds them; and all beyond t, where others next to each other in the circle of all do.
+        """
+        often = Counter(holder for _, holder in self.disputes)
+        holders = sorted(shares, key=lambda h: (often[h], h))  # those that were right before come first
+        chosen = holders[: self.threshold]
+        secret = self._of(client, left, shares, chosen)
+        if secret is not None:
+            suspects = {h: shares[h] for h in holders if h in often or h in chosen}
+            self.disputes |= {(client, holder) for holder in self._false(suspects, chosen)}
+            return secret
+        if len(holders) == self.threshold:
+            return None
+        values = {h: int.from_bytes(shares[h], "big") for h in holders}
+        places = [self.ids.index(h) + 1 for h in holders]
+        found = corrected([values[h] for h in holders], places, self.threshold)
+        if found is not None and found[0] < 2 ** (8 * SECRET):
+            secret = found[0].to_bytes(SECRET, "big")
+            if self._belongs(client, left, secret):
+                false = (h for h, x in zip(holders, places, strict=True) if value_at(found, x) != values[h])
+                self.disputes |= {(client, holder) for holder in false}
+                return secret
+        circle = sorted(shares) * 2
+        for start in range(1, len(holders)):
+            chosen = circle[start : start + self.threshold]
+            secret = self._of(client, left, shares, chosen)
+            if secret is not None:
+                self.disputes |= {(client, holder) for holder in self._false(shares, chosen)}
+                return secret
+        return None
+
+    def _of(self, client: int, left: bool, shares: Mapping[int, bytes], chosen: Sequence[int]) -> bytes | None:
+        """Return the secret that t holders' shares give, if it is the client's."""
+        weights = self._weights(tuple(self.ids.index(h) + 1 for h in chosen))
+        found = combine([shares[h] for h in chosen], weights)
+        return found if found is not None and self._belongs(client, left, found) else None
 
     def _belongs(self, client: int, left: bool, secret: bytes) -> bool:
         offer = self.offers[client]

@@ -70,6 +70,7 @@ KEYS: dict[str, type] = {
     "state-dir": str,
     "node-key": str,
     "peers": str,
+    "min-sum-clients": int,
 }
 EXAMPLE = '"client-id=0 data-path=\'/data/site\'", or "partition-id=0 num-partitions=3" for a demonstration'
 KINDS = {int: "a whole number from 0", str: "text in quotation marks"}
@@ -83,6 +84,7 @@ class Node:
     ----------
     client : stable client id.
     node_key, peers : files for secure sums, "" where not given.
+    min_sum_clients : smallest number of clients of a secure sum; with it or `peers` runs without are refused.
     partitions : number of shares of the demonstration that this node takes part in; 0 = own data.
     data_path, data_dir, model, state_dir, allow, weights_dir : as in the node-config, "" where not given.
     allow_methods : ids of methods; empty = all.
@@ -101,6 +103,7 @@ class Node:
     weights_dir: str = ""
     node_key: str = ""
     peers: str = ""
+    min_sum_clients: int = 0
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> Node:
@@ -161,7 +164,8 @@ class Node:
                     f"node-config: allow-methods names no method '{method}'{suggest(method, known)}: choose from "
                     f"{', '.join(known)}"
                 )
-        return cls(number, parts, **texts, allow_methods=methods, min_class_count=int(config.get("min-class-count", 0)))
+        images, summed = int(config.get("min-class-count", 0)), int(config.get("min-sum-clients", 0))
+        return cls(number, parts, **texts, allow_methods=methods, min_class_count=images, min_sum_clients=summed)
 
     @property
     def own(self) -> bool:
@@ -177,6 +181,12 @@ class Node:
             method that is not allowed, a path of data, or lets a reply say something of classes with too few images.
         """
         config.check_node()
+        if (self.peers or self.min_sum_clients) and not config.secure_sum:
+            asked = "peers" if self.peers else "min-sum-clients"
+            raise BadRequest(
+                f"this node's owner asks for secure sums ({asked} in the node-config), and this run has none: set "
+                "secure-sum = true"
+            )
         self._check_replies(config)
         if config.data_dir and not self.own and not self.data_dir:
             raise BadRequest(

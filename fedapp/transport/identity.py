@@ -8,6 +8,7 @@ other sites, takes part only with keys that are signed by the nodes in that list
 from __future__ import annotations
 
 import hashlib
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -61,6 +62,11 @@ class Identity:
             if not _proves(proofs[client], self._peers[client], _signed(run, client, key)):
                 return f"the key that is said to be client {client}'s is not signed by its node (node-key there)"
         return None
+
+
+def unproved(reason: str) -> set[int]:
+    """Return the client whose key a client says, in a text of `Identity.problem_of`, not to be proved."""
+    return {int(n) for n in re.findall(r"to be client ([0-9]{1,18})'s is not signed by its node", reason)[:1]}
 
 
 def _signed(run: str, client: int, key: bytes) -> bytes:

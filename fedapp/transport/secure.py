@@ -23,6 +23,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -38,13 +39,15 @@ from fedapp.core.secure_sum import (
     Offer,
     Unopened,
     Unsafe,
+    blamed,
     flaw,
     noise_share,
     threshold,
+    usable,
 )
 from fedapp.method import Array, Arrays, Payload, Reply, Scalar, Sums
 from fedapp.transport.client_manager import WITHOUT_DATA, ClientManager, RoundFailed, Traffic
-from fedapp.transport.identity import PROOF, Identity
+from fedapp.transport.identity import PROOF, Identity, unproved
 
 PREFIX = "secure/"
 KEYS, PROOFS, IDS, DIGEST, SHARES, HIDDEN = (
@@ -128,13 +131,20 @@ class SecureClient:
     client : its id.   kept : its secrets, which last from one message to the next.
     dropout, colluders : of the run; the client counts for itself how many must be left.
     identity : signs this client's key and checks those of the others.
+    fewest : clients that must be left in a sum, as the node's owner asks.
     """
 
     def __init__(
-        self, client: int, kept: MutableMapping[str, Any], dropout: float, colluders: int, identity: Identity
+        self,
+        client: int,
+        kept: MutableMapping[str, Any],
+        dropout: float,
+        colluders: int,
+        identity: Identity,
+        fewest: int = 0,
     ) -> None:
         self.member = Member(client, kept)
-        self.dropout, self.colluders, self.identity = dropout, colluders, identity
+        self.dropout, self.colluders, self.identity, self.fewest = dropout, colluders, identity, fewest
 
     def noise_share(self) -> float:
         """Return the variance of this client's noise in the exchange under way, as a share of what the sum needs."""
@@ -157,6 +167,11 @@ class SecureClient:
         least = threshold(len(ids), self.dropout)
         if problem := flaw(len(ids), least, self.colluders):
             raise Unsafe(problem)
+        if least < self.fewest:
+            raise Unsafe(
+                f"a sum may be one of {least} clients, and this node's owner asks for {self.fewest} (min-sum-clients "
+                "in the node-config): ask more clients, or lower secure-dropout"
+            )
         offer = self.member.offer(tag, keys, least)
         return {KEYS: _bytes(offer.key), DIGEST: _bytes(offer.digest), SHARES: offer.sealed}
 
@@ -237,6 +252,7 @@ class SecureSums:
         self.manager, self.dropout, self.colluders = manager, dropout, colluders
         self.opened = opened or Opened()
         self.keys: dict[int, tuple[bytes, bytes]] = {}  # with its proof, which only clients can judge
+        self._owners: dict[bytes, int] = {}  # whoever sent a key first, since others can copy it
 
     def exchange(
         self,
@@ -287,7 +303,14 @@ class SecureSums:
         new = {c: Payload() for c in given if c not in self.keys}
         wanted = {KEYS: ("uint8", (KEY,)), PROOFS: ("uint8", (PROOF,))}
         for reply in ask("query.keys", new, wanted) if new else ():
-            self.keys[reply.client] = reply.arrays[KEYS].tobytes(), reply.arrays[PROOFS].tobytes()
+            key = reply.arrays[KEYS].tobytes()
+            if not usable(key):
+                self.manager.refuse(traffic, server_round, reply.client, "query.keys", "its public key is none")
+            elif self._owners.setdefault(key, reply.client) != reply.client:
+                text = f"its public key is client {self._owners[key]}'s"
+                self.manager.refuse(traffic, server_round, reply.client, "query.keys", text)
+            else:
+                self.keys[reply.client] = key, reply.arrays[PROOFS].tobytes()
         ids = sorted(c for c in given if c in self.keys)
         least = self._enough(server_round, len(ids), len(ids), traffic)
         collector = Collector(f"{self.manager.control.get('run', '')}/{kind}/{os.urandom(16).hex()}", ids, least)
@@ -300,7 +323,11 @@ class SecureSums:
         }  # fmt: skip
         for reply in ask("query.shares", {c: Payload(common=everybody, scalars=named) for c in ids}, raw):
             key, digest = reply.arrays[KEYS].tobytes(), reply.arrays[DIGEST].tobytes()
-            collector.offers[reply.client] = Offer(key, digest, reply.arrays[SHARES])
+            if usable(key):
+                collector.offers[reply.client] = Offer(key, digest, reply.arrays[SHARES])
+            else:
+                self.manager.refuse(traffic, server_round, reply.client, "query.shares", "its public key is none")
+        self._blame(ids, len(ids) - least, server_round, traffic)
         for client in set(ids) - set(collector.offers):
             self.keys.pop(client)  # a node that was restarted has another key
         self._enough(server_round, len(collector.offers), len(ids), traffic)
@@ -312,6 +339,7 @@ class SecureSums:
         for reply in ask(kind, messages, {HIDDEN: ("uint64", (size,))}):
             collector.add(reply.client, reply.arrays[HIDDEN])
             members.append(dataclasses.replace(reply, arrays={}))
+        self._blame(collector.offers, len(ids) - least, server_round, traffic)
         self._enough(server_round, len(members), len(ids), traffic)
         # All that could end the round is asked before the sum is opened: a round that is repeated has another one.
         self.manager.require(traffic, server_round)
@@ -327,9 +355,12 @@ class SecureSums:
         try:
             total = masks.decode(collector.open(shares), shapes)
         except Unopened as e:
+            # One false holder can do this where the shares of two more than t are not there: then nobody is blocked.
+            for client in e.clients if len(shares) >= least + 2 else ():
+                text = "the others' shares do not give the secret that it said they were of"
+                self.manager.refuse(traffic, server_round, client, "query.unmask", text)
             raise RoundFailed(f"round {server_round}: the sum cannot be opened: {e}", server_round) from e
-        for client in sorted(collector.liars):
-            self.manager.refuse(traffic, server_round, client, "query.unmask", "its shares are not those it was given")
+        self._judge(collector, server_round, traffic)
         count = sum(m.num_samples for m in members)
         weight = count if sums.weights == "samples" else len(members)
         arrays = restored(total, sums, weight, template)
@@ -338,6 +369,34 @@ class SecureSums:
             raise RoundFailed(f"round {server_round}: no replies have this sum: {problem}", server_round)
         traffic.seconds = time.perf_counter() - started
         yield summed
+
+    def _blame(self, asked: Collection[int], spare: int, server_round: int, traffic: Traffic) -> None:
+        """Block whom more clients say to have sent false shares, or a key without a proof, than may drop out.
+
+        At least two must say so. Who says so is gone, whoever of the two lies; so many could end the round anyway.
+        """
+        told: Counter[int] = Counter()
+        for text in {d.client: d.reason for d in traffic.dropped if d.client in asked}.values():
+            told.update((blamed(text) | unproved(text)) & set(asked) - self.manager.offences.blocked.keys())
+        for client, times in sorted(told.items()):
+            if times > max(1, spare):
+                text = f"{times} clients could not open the shares that it sent them, or check its key"
+                self.manager.refuse(traffic, server_round, client, "query.shares", text)
+
+    def _judge(self, collector: Collector, server_round: int, traffic: Traffic) -> None:
+        """Warn of shares that do not fit, naming both sides; block a holder that is false for most clients' secrets."""
+        against: dict[int, list[int]] = {}
+        for client, holder in sorted(collector.disputes):
+            against.setdefault(holder, []).append(client)
+        for holder, clients in against.items():
+            if 2 * len(clients) > len(collector.offers):
+                text = f"its shares of {len(clients)} clients' secrets are not those it was given"
+                self.manager.refuse(traffic, server_round, holder, "query.unmask", text)
+                continue
+            named = ", ".join(map(str, clients[:20]))
+            text = f"round {server_round}: either client {named} gave client {holder} a false share of a secret, or "
+            text += f"client {holder} opened one; the sum was opened without it, and nobody is blocked"
+            self.manager.event({"kind": "warning", "text": text})
 
     def _before(self, name: str) -> set[int] | None:
         """Return the clients whose sum was opened, or None; who was blocked since is not asked again."""
