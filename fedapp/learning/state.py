@@ -83,7 +83,7 @@ class Expected:
     restart: bool = False
 
 
-def _sync(path: Path) -> None:
+def synced(path: Path) -> None:
     """Wait until a file or the entries of a folder are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -103,7 +103,7 @@ def private_folder(folder: Path, durable: bool = False) -> None:
     for new in reversed(missing):
         new.mkdir(mode=0o700, exist_ok=True)
         if durable:
-            _sync(new.parent)
+            synced(new.parent)
     if folder.stat().st_mode & 0o077:
         folder.chmod(0o700)
 
@@ -149,10 +149,10 @@ def write_safetensors(path: Path, arrays: Arrays, header: Mapping[str, object], 
     try:
         save_file(arrays, name, metadata={"fedapp": json.dumps({**header, "contents": contents})})
         if durable:
-            _sync(Path(name))
+            synced(Path(name))
         Path(name).replace(path)
         if durable:
-            _sync(path.parent)
+            synced(path.parent)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise

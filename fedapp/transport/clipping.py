@@ -1,4 +1,4 @@
-"""A bound on how much a client changes the model. Without noise this is not differential privacy."""
+"""A bound on how much a client changes the model, and with noise (`dp = client`) what can be learned of the client."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from fedapp.core.privacy import clip_rows
+from fedapp.learning.releases import Releaser
 from fedapp.method import Array, Arrays
 
 
@@ -31,3 +33,31 @@ def clip_update(arrays: Mapping[str, Array], received: Mapping[str, Array], boun
         return dict(arrays), norm
     short = {n: (received[n] + d * (bound / norm)).astype(arrays[n].dtype) for n, d in deltas.items()}
     return {**arrays, **short}, norm
+
+
+def private_update(arrays: Mapping[str, Array], received: Mapping[str, Array], releaser: Releaser) -> Arrays:
+    """Return arrays whose change from the received ones is clipped to `releaser.privacy.bound`, with noise.
+
+    Parameters
+    ----------
+    arrays : what the client would send, by name, all of which it has received.
+    received : what the server sent, by name.
+    releaser : books the release and draws the noise.
+
+    Raises
+    ------
+    BadRequest : the release would pass the budget.
+    RuntimeError : an array was not received, so that nobody knows how much it can change.
+    """
+    strange = [n for n, a in arrays.items() if n not in received or not np.issubdtype(a.dtype, np.floating)]
+    if strange:
+        raise RuntimeError(f"'{strange[0]}' is no change of an array that was received: it has no bound")
+    bound = releaser.privacy.bound
+    change = np.concatenate([(arrays[n].astype(np.float64) - received[n]).ravel() for n in arrays])
+    new = releaser.release(clip_rows(change[None], bound)[0], bound, "update")
+    found, start = {}, 0
+    for name, array in arrays.items():
+        part = new[start : start + array.size].reshape(array.shape)
+        found[name] = (received[name] + part).astype(array.dtype)
+        start += array.size
+    return found

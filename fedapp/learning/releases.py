@@ -1,0 +1,182 @@
+"""A client's own ledger of what it has released with noise, and the one way in which it does so.
+
+There is one ledger for each client and data set, for all runs and federations: the budget belongs to the images. Every
+release is booked and on the disk before a noised number leaves the function that draws the noise. A release that would
+pass the budget is refused. The ledger is a text file, one JSON object a line, in the folder of the node's state:
+``STATE-DIR/privacy/<client>-<data set>.jsonl``.
+
+Releases for images add up as Gaussians do (`core.privacy`). A release for whole clients moves by up to twice its bound
+if one image changes, so for images it counts with half its noise. The other way round nothing can be said, and a
+release for clients is refused after one for images.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from fedapp.core.noise import Source, seeded, system
+from fedapp.core.privacy import Float64, Privacy, composed, epsilon_of, noised
+from fedapp.errors import BadRequest
+from fedapp.learning.state import private_folder, synced
+
+SCHEMA = 1
+PATIENCE = 60.0
+"""Seconds to wait for another process that books in the same ledger."""
+ROUNDING = 1e-6
+"""Share by which a sum of releases may pass the budget that their noise was computed from."""
+
+
+def path_of(root: Path, client: int, dataset: str) -> Path:
+    """Return the ledger of a client and a data set, which its name or the path of own data says."""
+    word = re.sub(r"[^a-zA-Z0-9]+", "-", Path(dataset).name)[:40] or "data"
+    return root / "privacy" / f"{client}-{word}-{hashlib.sha256(dataset.encode()).hexdigest()[:12]}.jsonl"
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What a ledger adds up to: releases, and epsilon at the delta that was asked for."""
+
+    releases: int
+    epsilon: float
+
+
+class Ledger:
+    """The releases of one client from one data set.
+
+    Parameters
+    ----------
+    path : of the file; it and its folder are made with the first release.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def entries(self) -> list[dict[str, Any]]:
+        """Return all releases, the oldest first.
+
+        A last line without its end was not booked: nothing was released after it.
+
+        Raises
+        ------
+        BadRequest : a line is damaged.
+        """
+        if not self.path.is_file():
+            return []
+        text = self.path.read_bytes().decode("utf-8", errors="replace")
+        found = []
+        for number, line in enumerate(text.split("\n")[:-1], start=1):
+            try:
+                entry = json.loads(line)
+                if entry["schema"] != SCHEMA or entry["unit"] not in ("example", "client") or not entry["noise"] > 0:
+                    raise ValueError("it is no release")
+            except (ValueError, TypeError, KeyError) as e:
+                raise BadRequest(
+                    f"{self.path}, line {number} of this client's ledger of releases cannot be read ({e}): put a good "
+                    "copy back; without the ledger nobody knows what has been released"
+                ) from e
+            found.append(entry)
+        return found
+
+    def spent(self, unit: str, delta: float) -> Spent:
+        """Return how many releases there are, and their epsilon for a unit; infinite for clients after images."""
+        entries = self.entries()
+        if unit == "client" and any(e["unit"] == "example" for e in entries):
+            return Spent(len(entries), float("inf"))
+        return Spent(len(entries), epsilon_of(composed(_noises(entries, unit)), delta))
+
+    def book(self, privacy: Privacy, about: dict[str, Any]) -> Spent:
+        """Write one release down; it is on the disk when this returns.
+
+        Raises
+        ------
+        BadRequest : the release would pass the budget, or the ledger cannot be read or written.
+        """
+        private_folder(self.path.parent, durable=True)
+        lock = FileLock(f"{self.path}.lock", timeout=PATIENCE)
+        try:
+            with lock:
+                return self._book(privacy, about)
+        except Timeout as e:
+            raise BadRequest(f"{self.path} is held by another process: end it, then start again") from e
+        except OSError as e:
+            raise BadRequest(f"{self.path} cannot be written ({e.strerror}), so nothing is released") from e
+
+    def _book(self, privacy: Privacy, about: dict[str, Any]) -> Spent:
+        entries, unit = self.entries(), privacy.unit
+        if unit == "client" and any(e["unit"] == "example" for e in entries):
+            raise BadRequest(
+                "the ledger of this client holds releases for single images, after which nothing can be stated for the "
+                "whole client: use dp = 'example', or other data"
+            )
+        before = epsilon_of(composed(_noises(entries, unit)), privacy.delta)
+        after = epsilon_of(composed([*_noises(entries, unit), privacy.noise]), privacy.delta)
+        if after > privacy.epsilon * (1 + ROUNDING):
+            raise BadRequest(
+                f"a further release would spend epsilon = {after:.4g} of {privacy.epsilon:g} (delta = "
+                f"{privacy.delta:g}), and {len(entries)} earlier ones spent {before:.4g}: fewer rounds, more noise "
+                "(dp-noise), or a larger budget"
+            )
+        entry = {"schema": SCHEMA, "unit": unit, "noise": privacy.noise, "time": time.time(), "test": privacy.test}
+        new = not self.path.exists()
+        handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            # What a writer that was killed has left of a line is not a release: the next one takes its place.
+            whole = os.pread(handle, os.fstat(handle).st_size, 0)
+            end = whole.rfind(b"\n") + 1
+            os.ftruncate(handle, end)
+            line = json.dumps({**entry, **about}).encode() + b"\n"
+            if os.pwrite(handle, line, end) != len(line):
+                raise OSError(0, "the disk is full")
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+        if new:
+            synced(self.path.parent)
+        return Spent(len(entries) + 1, after)
+
+
+def _noises(entries: list[dict[str, Any]], unit: str) -> list[float]:
+    return [float(e["noise"]) / (2 if unit == "example" and e["unit"] == "client" else 1) for e in entries]
+
+
+class Releaser:
+    """Books releases and adds their noise: the only way in which numbers leave a client of a run with `dp`.
+
+    Parameters
+    ----------
+    privacy : what is stated.   ledger : of this client and its data.
+    about : what is noted with each release, such as run and round.
+    seed : of the noise in tests (`privacy.test`).
+    """
+
+    def __init__(self, privacy: Privacy, ledger: Ledger, about: dict[str, Any], seed: int = 0) -> None:
+        self.privacy = privacy
+        self.ledger = ledger
+        self.about = about
+        self.done = 0
+        self._source: Source = seeded(seed) if privacy.test else system
+
+    def release(self, values: Float64, sensitivity: float, what: str) -> Float64:
+        """Return values (m,) with noise, after the release is booked.
+
+        Raises
+        ------
+        BadRequest : it would pass the budget; nothing is released.
+        """
+        self.ledger.book(self.privacy, {**self.about, "what": what, "numbers": len(values)})
+        found = noised(values, sensitivity, self.privacy.noise, self._source)
+        self.done += 1
+        return found
+
+    def spent(self) -> Spent:
+        """Return what the client has released from these data, this run and all others."""
+        return self.ledger.spent(self.privacy.unit, self.privacy.delta)
