@@ -54,6 +54,7 @@ from fedapp import sampling
 from fedapp.errors import BadRequest
 from fedapp.lazy import F, Tensor, nn, torch
 from fedapp.learning.evaluation import Scores, batched, evaluate, measured
+from fedapp.learning.releases import Releaser
 from fedapp.learning.state import ClientStore, Stored
 from fedapp.learning.task import ModelSpec, Task
 from fedapp.learning.training import (
@@ -110,6 +111,8 @@ class FedClient(PositionalClient):
         self.stored: Stored | None = None  # what `restore` has read, of which `self.own` is
         self._loaded: Stored | None = None
         self._starts_from_state = True
+        self.releaser: Releaser | None = None  # with `dp`: the only way in which numbers leave
+        self.released = False  # whether what is sent is a copy of what was released before
 
     # ---- hooks ---------------------------------------------------------------------------------------------------
 

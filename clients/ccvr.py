@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
+from clients import noised
 from clients.base import FedClient
 from clients.posthoc import PostHocClient, PostHocHParams
 from fedapp.core import gaussian, heads
@@ -150,6 +151,8 @@ class CCVRClient(PostHocClient):
     def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Answer `statistics` (N_ck and Eq. 2), `totals` (sent before it with cov=sums) or `features` (the oracle)."""
         s = self.settings
+        if kind == "statistics" and self.task.privacy is not None:
+            return _named(STATISTICS, noised.release(self, self.blocks(), "classes", kind)), self.measure("received")
         if kind == "statistics":
             centres = payload.all()[CENTRES] if s.cov == "sums" else None
             found = gaussian.to_arrays(self.moments(), s.cov, s.rank, s.dtype, centres)

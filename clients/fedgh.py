@@ -14,19 +14,28 @@ Eq. 5:  the received header replaces the own one (`receive` of the base class)
 Eq. 6:  local training, plain cross-entropy on extractor and header
 Eq. 3:  R_k^s = 1 / |D_k^s| * sum_{i in D_k^s} F_k(phi_k; x_i), with the trained extractor, without augmentation.
 The LARs and their labels are sent. Class counts and the locally trained header are not.
+
+With `dp = example` noised sums and counts of all classes take the place of LARs. What one image can change is known
+only if the extractor does not depend on the client's images: all clients have the same one, as the run gives it, and
+train the header alone (Eq. 6 without phi). The statistics are then the same in all rounds, so they are released once,
+and the same numbers are sent again, which reveals nothing more.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
 
+from clients import noised
 from clients.base import FedClient
+from fedapp import sampling
 from fedapp.lazy import Tensor, torch
-from fedapp.method import Arrays, BaseHParams, Payload
+from fedapp.learning.training import Phase
+from fedapp.method import HEAD, Arrays, BaseHParams, Payload
 
 ROWS = 4096
 """Images whose representations are held at a time."""
@@ -64,6 +73,8 @@ class FedGHClient(FedClient):
     def after_training(self, payload: Payload) -> Arrays:
         """Return the LARs: `lar` (S_k, d) float32 and `labels` (S_k,) int32, ascending."""
         started = time.perf_counter()
+        if self.task.privacy is not None:
+            return self.noised()
         y = self.task.y_train
         labels, counts = torch.unique(y, return_counts=True)
         labels = labels[counts >= self.hparams.min_class_count]
@@ -79,6 +90,33 @@ class FedGHClient(FedClient):
         lar = (sums / counts[:, None]).cpu().numpy().astype(np.float32)
         self.lar_seconds = time.perf_counter() - started
         return {"lar": lar, "labels": labels.cpu().numpy().astype(np.int32)}
+
+    def noised(self) -> Arrays:
+        """Return noised counts (C,) and sums (C, d), from the first round on the same."""
+        started = time.perf_counter()
+        names = ("count", "sum")
+        if all(f"released/{n}" in self.own for n in names):
+            self.released = True
+        else:
+            found = noised.release(self, self._parts(), "none", "class means")
+            self.own |= {f"released/{n}": found[n] for n in names}
+        self.lar_seconds = time.perf_counter() - started
+        return {f"noised/{n}": self.own[f"released/{n}"] for n in names}
+
+    def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for start in range(0, self.task.num_samples, ROWS):
+            part = slice(start, start + ROWS)
+            yield self.representations(self.task.x_train[part]), self.task.y_train[part]
+
+    def phases(self) -> Sequence[Phase]:
+        """Train as always; with `dp` the header alone."""
+        if self.task.privacy is None:
+            return super().phases()
+        return [Phase(self.step_loss, self.train_spec(), prefixes=HEAD)]
+
+    def initial_seed(self) -> int:
+        """Return a seed of the client's own; with `dp` that of the server's model, since means must be comparable."""
+        return super().initial_seed() if self.task.privacy is None else sampling.server_model_seed(self.task.seed)
 
     def saw(self, representations: Tensor, labels: Tensor) -> None:
         """Take note of a part of the pass for the LARs: representations (n, d) with labels (n,)."""

@@ -10,6 +10,8 @@
 After the last round the client answers one query with these sums, in one pass and in float64, always for all C classes
 (zeros where it has none): the same shapes whatever it holds. With `scale=fit` the head is then sent back, and a second
 answer holds the sums of its cross-entropies for a fixed list of factors.
+
+With `dp = example` the answer is `sums/count`, `sums/sum` and `sums/square` with noise (`clients/noised.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from clients import noised
 from clients.posthoc import PostHocClient, PostHocHParams
 from fedapp.core import sums
 from fedapp.core.sums import FeatureSums
@@ -50,6 +53,9 @@ class SumsClient(PostHocClient):
 
     def answer(self, kind: str, payload: Payload) -> tuple[Arrays, dict[str, Any]]:
         """Answer `sums`, or `losses` with those of the head that was sent."""
+        if kind == "sums" and self.task.privacy is not None:
+            found_noised = noised.release(self, self.blocks(), "all" if self.squares else "none", "sums")
+            return {SUMS + name: array for name, array in found_noised.items()}, self.measure("received")
         if kind == "sums":
             found = FeatureSums(self.task.num_classes, self.model.width, self.squares)
             for z, label in self.described():

@@ -15,11 +15,13 @@ from flwr.clientapp import ClientApp
 
 from clients.base import FedClient
 from fedapp import config as configuration
-from fedapp import plugins, process
+from fedapp import plugins, process, sampling
 from fedapp.config import RunConfig
 from fedapp.core.secure_sum import Unsafe
 from fedapp.data import partitions
 from fedapp.errors import BadRequest, plain
+from fedapp.learning import dp_rules
+from fedapp.learning.releases import Ledger, Releaser, path_of
 from fedapp.learning.state import ClientStore, Expected, StateError
 from fedapp.learning.task import Task
 from fedapp.method import Arrays, Payload, Scalar
@@ -29,7 +31,7 @@ from fedapp.tasks import node as nodes
 from fedapp.tasks.node import Node
 from fedapp.transport import secure
 from fedapp.transport.client_manager import WITHOUT_DATA
-from fedapp.transport.clipping import clip_update
+from fedapp.transport.clipping import clip_update, private_update
 from fedapp.transport.identity import Identity
 from fedapp.transport.records import CONTROL, Part, parts, payload_of, reply_content, together
 from fedapp.transport.secure import SecureClient
@@ -68,7 +70,7 @@ def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedCl
     node = _node(context, config, control)
     method, hparams = config.method_and_hparams()
     task = _task(node, config, control)
-    store = None
+    store, releaser = None, None
     if control.get("run"):
         # On a real node only the node itself decides where files are written.
         real = process.real_node()
@@ -79,7 +81,25 @@ def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedCl
             str(control.get("state", "")), bool(control.get("state-binds", True)), config.lost_state == "restart"
         )
         store = ClientStore(folder, config.method, str(control["run"]), config.warm_start, kept, real, known)
-    return method.client(task, method, hparams, store)  # type: ignore[no-any-return]
+        releaser = _releaser(root, node, config, control)
+    client: FedClient = method.client(task, method, hparams, store)
+    client.releaser = releaser
+    return client
+
+
+def _releaser(root: Path, node: Node, config: RunConfig, control: dict[str, Any]) -> Releaser | None:
+    """Return what books and noises the releases of a client, or None in a run without `dp`."""
+    privacy = node.privacy(config)
+    if privacy is None:
+        return None
+    # Not by the run's names: they are the server's, and the budget belongs to the data.
+    data = str(Path(node.data_path).expanduser().absolute()) if node.own and node.data_path else config.dataset
+    server_round = int(control.get("round", 0))
+    about = {
+        "run": str(control["run"]), "federation": config.federation, "round": server_round, "method": config.method
+    }  # fmt: skip
+    seed = sampling.derived_seed(config.seed, "dp-test", server_round, node.client)
+    return Releaser(privacy, Ledger(path_of(root, node.client, data)), about, seed)
 
 
 def _node(context: Context, config: RunConfig, control: dict[str, Any]) -> Node:
@@ -171,6 +191,8 @@ def _answer(
     if stage == "register":
         if process.real_node():
             nodes.try_own(client.task)
+        if client.task.privacy is not None and client.task.privacy.unit == "client":
+            dp_rules.check_names(client.up_names())
         metrics, facts = client.register()
         partitions = _node(context, config, control).partitions
         facts["partitions"] = partitions
@@ -178,14 +200,17 @@ def _answer(
         return {}, metrics, facts
     if stage == "train":
         arrays, count, metrics = client.train_round(payload, server_round, balanced=balanced)
-        facts = client.state_facts()
+        # A digest of what was trained on the data without noise says more of them than noised numbers may.
+        facts = client.state_facts() if client.releaser is None else {}
         if client.store is not None and client.store.ignored:
             print(f"fedapp: nothing of a damaged file is needed here: {plain(client.store.ignored)}", flush=True)
         _remember(context, client, server_round)
         if config.lost_state == "restart":
             metrics["restarted"] = int("state-lost" in facts)
         keep("trained", server_round)
-        if config.clip_update:
+        if client.releaser is not None and client.releaser.privacy.unit == "client":
+            arrays = private_update(arrays, client.reference(payload), client.releaser)
+        elif config.clip_update:
             arrays, norm = clip_update(arrays, client.reference(payload), config.clip_update)
             metrics["update-clipped"] = int(norm > config.clip_update)
     elif stage == "evaluate" and control.get("unseen"):
@@ -209,7 +234,28 @@ def _answer(
                 keep("trained", server_round)
     else:
         arrays, count, metrics = client.answer_query(stage.removeprefix("query."), payload, server_round)
-    return arrays, {**metrics, "num-examples": count}, facts
+    return arrays, {**_shown(client, arrays, metrics), "num-examples": count}, facts
+
+
+def _shown(client: FedClient, arrays: Arrays, metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return the numbers that may leave: with `dp` those of the ledger, and in a simulation also exact scores.
+
+    Raises
+    ------
+    RuntimeError : arrays would leave that nothing has noised.
+    """
+    releaser = client.releaser
+    if releaser is None:
+        if client.task.privacy is not None and arrays:
+            raise RuntimeError("dp is on, and nothing that noises is there: nothing is sent")
+        return metrics
+    if arrays and not releaser.done and not client.released:
+        raise RuntimeError(f"{client.method.id} would send {next(iter(arrays))!r} without noise: nothing is sent")
+    if not arrays:
+        return {} if process.real_node() else metrics
+    spent = releaser.spent()
+    told = {"dp-epsilon": spent.epsilon, "dp-releases": spent.releases}
+    return told if process.real_node() else {**metrics, **told}
 
 
 def _remember(context: Context, client: FedClient, server_round: int) -> None:
@@ -269,7 +315,7 @@ def _reply(stage: str, message: Message | Part, context: Context) -> RecordDict:
             arrays, metrics, facts = _answer(stage, context, config, client, payload, control)
         if config.secure_sum and arrays:
             arrays = _hidden(context, config, client, given, arrays)
-        if stage != "register":
+        if stage != "register" and not (client.releaser is not None and process.real_node()):
             metrics["seconds"] = time.perf_counter() - started
         return reply_content(arrays, metrics, {**info, **facts}, config.wire_dtype)
     except Exception as e:
@@ -278,6 +324,9 @@ def _reply(stage: str, message: Message | Part, context: Context) -> RecordDict:
             print(f"fedapp: this node cannot take part in {stage}: {plain(e)}", flush=True)
         text = f"{type(e).__name__}: {e}" if known else traceback.format_exc()
         text += process.out_of_memory(e) or ""
+        if not known and process.real_node() and context.run_config.get("dp", "none") != "none":
+            print(f"fedapp: {plain(text)}", flush=True)
+            text = f"{type(e).__name__} in {stage}: the node's own log says more, since dp keeps texts of errors there"
         failed: dict[str, Scalar] = {**info, "error": text, "stage": stage}
         failed.setdefault("client", _number(message, context))
         return reply_content({}, {"num-examples": 0}, failed, "fp32")

@@ -19,6 +19,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedapp import plugins, registry, sampling
+from fedapp.core.privacy import Privacy, noise_for
 from fedapp.core.robust import OWN_RULE, RULES, Robust, needed, parsed
 from fedapp.core.secure_sum import flaw, threshold
 from fedapp.data import flower
@@ -27,7 +28,7 @@ from fedapp.data.datasets import OWN, check_name, published
 from fedapp.data.partitions import NATURAL, PARTITION_KINDS
 from fedapp.errors import BadRequest, suggest
 from fedapp.lazy import torch
-from fedapp.learning import evaluation
+from fedapp.learning import dp_rules, evaluation
 from fedapp.learning.optimizers import check_optimizer, parse_schedule, round_rates, takes
 from fedapp.learning.training import TrainSpec, class_numbers, make_optimizer
 from fedapp.method import BaseHParams, Method
@@ -271,6 +272,23 @@ class RunConfig(BaseModel):
     secure_colluders: int = Field(
         0, ge=0, description="with secure-sum: clients that may tell the server all that they know"
     )
+    dp: Literal["none", "example", "client"] = Field(
+        "none",
+        description="differential privacy of what leaves a client, by noise at the client: example = one image more or "
+        "less (class statistics), client = a whole client more or less (model updates)",
+    )
+    dp_epsilon: float = Field(
+        8.0, gt=0, le=100, description="most that a client's releases from its data may add up to, in all runs"
+    )
+    dp_delta: float = Field(1e-5, gt=0, le=1e-2, description="delta for which epsilon holds; below 1 / images")
+    dp_noise: Annotated[float, Field(ge=0.05, le=10_000)] | Auto = Field(
+        "auto",
+        description="standard deviation of the noise in multiples of what one unit changes; auto = so that the "
+        "releases of this run spend dp-epsilon",
+    )
+    dp_test: bool = Field(
+        False, description="noise from the seed, so that a run repeats: no privacy, and refused by real nodes"
+    )
     seed: int = Field(0, ge=0, lt=2**31, description="seed of every random draw")
     partition_seed: Annotated[int, Field(ge=0, lt=2**31)] | Auto = Field(
         "auto",
@@ -316,7 +334,20 @@ class RunConfig(BaseModel):
         """What an own model is built with."""
         known = weights.preprocessing(self.model_names[0]) if self.weights else None
         side = (known[0] if known else 0) if self.input_size == "auto" else int(self.input_size)
-        return ModelOptions(self.model_args, self.head, self.width, self.weights, self.freeze, side)
+        unit = self.dp == "example"
+        return ModelOptions(self.model_args, self.head, self.width, self.weights, self.freeze, side, unit)
+
+    @property
+    def privacy(self) -> Privacy | None:
+        """What the run states of what leaves a client, or None without `dp`."""
+        return _privacy(
+            self.dp, self.dp_epsilon, self.dp_delta, self.dp_noise, self.releases, self.clip_update, self.dp_test
+        )
+
+    @property
+    def releases(self) -> int:
+        """How often a client of this run sends noised numbers: statistics once, updates in every round."""
+        return self.num_server_rounds if self.dp == "client" else 1
 
     @property
     def second_model(self) -> str:
@@ -399,6 +430,7 @@ class RunConfig(BaseModel):
                 f"federation = '{self.federation[:80]}': on real nodes it names a folder: give 1 to 64 small letters, "
                 "digits or hyphens"
             )
+        dp_rules.check_node(self)
         if self.partition_file:
             raise BadRequest("partition-file is for simulations, because a node reads no file that a server names")
         own = [m for m in self.further_metrics if evaluation.is_own(m)]
@@ -468,7 +500,8 @@ class RunConfig(BaseModel):
         parts = ["correct", "total", "loss-sum", "validation-correct", "validation-total", "balanced"]
         parts += [evaluation.column(m) for m in self.further_metrics]
         ours = ("num-examples", "train-loss", "steps", "train-seconds", "seconds", "restarted", "update-clipped")
-        return frozenset((*ours, *(f"{p}-{part}" for p in scored for part in parts)))
+        spent = ("dp-epsilon", "dp-releases") if self.dp != "none" else ()
+        return frozenset((*ours, *spent, *(f"{p}-{part}" for p in scored for part in parts)))
 
     def balanced_in(self, server_round: int) -> bool:
         """Return whether round `server_round` measures the balanced score."""
@@ -537,6 +570,18 @@ class RunConfig(BaseModel):
             poll=0.01 if simulation else 1.0,
             queued=simulation,
         )
+
+
+@functools.lru_cache(maxsize=64)
+def _privacy(
+    unit: str, epsilon: float, delta: float, noise: float | str, releases: int, bound: float, test: bool
+) -> Privacy | None:
+    if unit == "none":
+        return None
+    z = noise_for(epsilon, delta, releases) if noise == "auto" else float(noise)
+    if unit == "client":
+        return Privacy("client", epsilon, delta, z, bound, test)
+    return Privacy("example", epsilon, delta, z, test=test)
 
 
 @functools.lru_cache(maxsize=64)
@@ -627,7 +672,7 @@ def _check(config: RunConfig) -> None:
                 or f"unknown model '{name}'{suggest(name, known)}: choose from {', '.join(known)}, or name your own as "
                 "package.module:function"
             )
-    stored = ModelOptions(weights=config.weights, freeze=config.freeze)
+    stored = ModelOptions(weights=config.weights, freeze=config.freeze, unit=config.model_options.unit)
     if config.model_options != stored and not any(map(is_own, config.model_names)):
         raise BadRequest(
             "model-args, head, width and input-size are for own models (package.module:function): leave them out"
@@ -652,6 +697,7 @@ def _check(config: RunConfig) -> None:
         raise BadRequest(f"clip-update limits changes of model arrays, but {config.method} sends none: leave it at 0")
     _check_robust(config, method, hparams)
     _check_sums(config, method, hparams)
+    dp_rules.check(config, method, hparams, DEFAULTS)
     names = [n.strip() for n in config.class_names.split(",")]
     if config.class_names and (not all(names) or len(set(names)) != len(names)):
         raise BadRequest(f"class-names = '{config.class_names}': give different names with commas between them")

@@ -30,6 +30,7 @@ from fedapp.data import partitions
 from fedapp.data.card import data_card
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest, plain
+from fedapp.learning import dp_rules
 from fedapp.learning.evaluation import LOW_IS_GOOD, Scores, column, evaluate, measured
 from fedapp.learning.metrics import client_row, mean, summarise
 from fedapp.learning.state import StateError, write_safetensors
@@ -198,7 +199,9 @@ class Run(Callbacks):
             config.check_node()
         self.method, self.hparams = config.method_and_hparams()
         robust = config.robustness(self.simulation)
-        self.strategy: FedStrategy = self.method.strategy(self.method, self.hparams, robust=robust)
+        self.strategy: FedStrategy = self.method.strategy(
+            self.method, self.hparams, robust=robust, privacy=config.privacy
+        )
         self.device = process.device()
         self.started = time.perf_counter()
         found, lost = self._found() if config.resume else (None, [])
@@ -324,6 +327,7 @@ class Run(Callbacks):
             self.method.client.tunes(),
         )  # fmt: skip
         self._warn_of_memory()
+        self._state_privacy()
         if self.simulation and config.keeps_models(len(self.infos)):
             self.manager.control["models-dir"] = str(self.directory.client_models)
         find = self.method.warn
@@ -440,6 +444,39 @@ class Run(Callbacks):
             text = f"robust = '{self.config.robust}' holds all replies of a round: about {need / 2**30:.1f} GB here"
             self.warnings.append(text)
             self.tell({"kind": "warning", "text": text})
+
+    def _state_privacy(self) -> None:
+        """Say how much noise there will be, before anything is trained."""
+        config = self.config
+        if config.privacy is None:
+            return
+        sent = self.strategy.expected(self.infos[0].shapes).values()
+        asked = max(1, math.floor(len(self.infos) * config.fraction_train + 0.5))
+        text = dp_rules.stated(config.privacy, sum(math.prod(shape) for shape in sent), asked, config.releases)
+        if self.simulation:
+            text += "; scores are exact, because this is a simulation: they are not covered"
+        self.warnings.append(text)
+        self.tell({"kind": "warning", "text": text})
+
+    def _spent(self, result: RoundResult) -> None:
+        """Note the most that a client says it has released, in all runs."""
+        for numbers in result.metrics.values() if self.config.privacy is not None else ():
+            known = self.extra.setdefault("privacy", {"epsilon": 0.0, "releases": 0})
+            for key in known:
+                value = numbers.get(f"dp-{key}", 0)
+                if isinstance(value, (int, float)) and value > known[key]:
+                    known[key] = value
+
+    def _privacy(self) -> dict[str, Any]:
+        """Return what the run states of its clients' data; nothing without `dp`."""
+        stated = self.config.privacy
+        if stated is None:
+            return {}
+        spent = self.extra.get("privacy", {"epsilon": None, "releases": 0})
+        found = {"unit": stated.unit, **spent, "delta": stated.delta, "noise": stated.noise}
+        if stated.test:
+            found |= {"epsilon": None, "test": "test noise, no privacy"}
+        return {"privacy": {**found, "scores": "exact, not covered" if self.simulation else "none are sent"}}
 
     def _data(self) -> None:
         """Load the data if the server has them: for the data card, and for the test set of the `global` score."""
@@ -583,6 +620,7 @@ class Run(Callbacks):
         self.extra["voids"] = self.extra.get("voids", 0) + 1 if result.void else 0
         self.extra["dropped"] += len(traffic.dropped)
         self.extra["seconds"] = self.earlier + time.perf_counter() - self.started
+        self._spent(result)
         self._models(state, row)
         loss = row["train_loss"]
         if self.extra["best_loss"] is None or loss < self.extra["best_loss"]:
@@ -718,6 +756,7 @@ class Run(Callbacks):
         traffic = result.traffic
         self.extra[f"bytes_up_{result.kind}"] = traffic.up / max(1, len(traffic.answered))
         self.extra["dropped"] += len(traffic.dropped)
+        self._spent(result)
         for dropped in traffic.dropped:
             self.directory.dropped(dropped)
         self.tell({"kind": "asked", "what": result.kind, "clients": len(traffic.answered), "seconds": result.seconds})
@@ -782,6 +821,7 @@ class Run(Callbacks):
             **{k: _whole(v) for k, v in self.extra.items() if k.startswith("bytes_up_query")},
             **self.strategy.report(state, self.last_scores),
             **self._robustness(state),
+            **self._privacy(),
             "seconds": self.earlier + time.perf_counter() - self.started,
         }
         write_json(self.out / "summary.json", summary)

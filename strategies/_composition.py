@@ -97,6 +97,7 @@ def built_on(outer: Method, settings: Any, lookup: Callable[[str], Method]) -> M
         columns=(*base.columns, *outer.columns),
         sum_only=_together(base.sums(inner), outer.sums(settings)),
         guards=lambda hparams: outer_guards(outer.guarded_by(hparams), base.guarded_by(inner)),
+        private=outer.private if base is NONE else (),
         resolve=None,
         warn=warn,
     )

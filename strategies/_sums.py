@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from clients.sums import SUMS, SumsClient, SumsHParams
-from fedapp.core import sums
+from fedapp.core import privacy, sums
+from fedapp.core.gaussian import unpack
 from fedapp.core.masks import rounding
 from fedapp.core.sums import Float64
 from fedapp.errors import Impossible
@@ -82,6 +83,8 @@ class HeadFromSums(PostHoc):
     def asked(self, w: Arrays, query: Query) -> Found:
         """Query A_k and b_k and add them up as they arrive; the replies come without arrays."""
         c, d = self.context.num_classes, self.context.width
+        if self.privacy is not None:
+            return self.asked_noised(w, query)
         found = Found(np.zeros((d + 1, d + 1)), np.zeros((c, d + 1)))
         for reply, arrays in self.answers_to(query, "sums", Payload(common=w)):
             found.b += arrays["b"]
@@ -91,6 +94,39 @@ class HeadFromSums(PostHoc):
                 found.parts.append(arrays["b"])
             found.replies.append(reply)
         return found
+
+    def asked_noised(self, w: Arrays, query: Query) -> Found:
+        """Query sums with noise, add them up, and take the nearest that are possible.
+
+        A scatter has no direction with less than the size of the noise on it: where there is only noise, less would be
+        taken for knowledge.
+        """
+        joint = self._joint()
+        totals: dict[str, Any] = {}
+        replies = []
+        for reply, arrays in self.answers_to(query, "sums", Payload(common=w)):
+            totals = {n: totals.get(n, 0.0) + a for n, a in arrays.items()}
+            replies.append(reply)
+        d = joint.width
+        found = Found(np.zeros((d + 1, d + 1)), np.zeros((joint.classes, d + 1)), replies=replies)
+        if not replies:
+            return found
+        square, floor = None, 0.0
+        if "square" in totals:
+            assert self.privacy is not None
+            square = unpack(totals["square"], d)
+            floor = joint.deviations(self.privacy.noise)["square"] * float(np.sqrt(len(replies) * d))
+        count, total, square = privacy.projected(totals["count"], totals["sum"], square, floor=floor)
+        found.b[:, :-1], found.b[:, -1] = total, count
+        if square is not None:
+            found.a[:-1, :-1] = square
+            found.a[-1] = found.a[:, -1] = found.b.sum(axis=0)
+        return found
+
+    def _joint(self) -> privacy.Joint:
+        assert issubclass(self.method.client, SumsClient)
+        squares: privacy.Squares = "all" if self.method.client.squares else "none"
+        return privacy.Joint(self.context.num_classes, self.context.width, squares)
 
     def scale(self, w: Arrays, rows: Float64, seen: npt.NDArray[np.bool_], query: Query) -> float:
         """Return the factor for all logits: 1, as large as the trained head's, or what fits the clients' rows best."""
@@ -112,6 +148,8 @@ class HeadFromSums(PostHoc):
             if set(arrays) != {"loss"} or loss is None or loss.shape != sums.SCALES.shape or loss.dtype != np.float64:
                 return Impossible(f"losses must be {len(sums.SCALES)} numbers of float64")
             return None if bool((loss >= 0).all()) else "losses must be numbers that are not negative"
+        if self.privacy is not None:
+            return self._joint().problem_of(arrays)
         assert issubclass(self.method.client, SumsClient)
         lost = rounding(len(reply.members))
         squares = self.method.client.squares
@@ -150,6 +188,7 @@ def head_method(
         queries=("sums", "losses"),
         sum_only=None if strategy.apart else Sums(totals=(SUMS,)),
         guards=(),
+        private=() if strategy.apart else ("example",),
         resolve=resolve,
     )
     return outer

@@ -37,6 +37,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from fedapp import sampling
 from fedapp.core.averages import RunningMean
+from fedapp.core.privacy import Privacy
 from fedapp.core.robust import Robust, RobustMean, needed
 from fedapp.learning.task import ModelSpec, Task
 from fedapp.method import (
@@ -116,17 +117,27 @@ class FedStrategy(FlowerLoop):
     ----------
     method, hparams : the method and its hyperparameters.
     robust : what is done against clients that lie.
+    privacy : what the run states of what leaves its clients, or None.
     flower : settings of Flower's own loop (`strategies/_flower.py`), for apps other than fedapp.
     """
 
     records: ClassVar[tuple[str, ...]] = ()
     """Entries of the state that only note numbers round by round, which may be NaN; all other arrays must be finite."""
 
-    def __init__(self, method: Method, hparams: Any, *, robust: Robust | None = None, **flower: Any) -> None:
+    def __init__(
+        self,
+        method: Method,
+        hparams: Any,
+        *,
+        robust: Robust | None = None,
+        privacy: Privacy | None = None,
+        **flower: Any,
+    ) -> None:
         super().__init__(**flower)
         self.method = method
         self.hparams = hparams
         self.robust = robust or Robust()
+        self.privacy = privacy
         self.context: ServerContext
         self.unseen: frozenset[int] = frozenset()
         self.secure: SecureSums | None = None
@@ -171,6 +182,9 @@ class FedStrategy(FlowerLoop):
     ) -> ServerState:
         """Aggregate replies, none with more samples than `robust.cap` times the median of the clients' `counts`."""
         limit = self.robust.limit(counts)
+        if self.privacy is not None:
+            # Every update has the same noise, so equal weights leave the least of it in the mean.
+            limit = 1
         if limit is not None:
             replies = (dataclasses.replace(r, num_samples=min(r.num_samples, limit)) for r in replies)
         return self.aggregate(state, server_round, replies)

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from clients.ccvr import CENTRES, FEATURES, STATISTICS, CCVRClient, CCVRHParams
-from fedapp.core import gaussian, heads, virtual
+from fedapp.core import gaussian, heads, privacy, virtual
 from fedapp.core.gaussian import ClassMoments, MomentsPool
 from fedapp.core.robust import screened_statistics
 from fedapp.learning.training import batch_slices
@@ -82,6 +82,8 @@ class CCVR(PostHoc):
         the clients that answer the second query; with secure sums they are those of the first.
         """
         c, d = self.context.num_classes, self.context.width
+        if self.privacy is not None:
+            return self.noised_statistics(w, query)
         replies, question, centres = [], w, None
         if self.settings.cov == "sums":
             count, total = np.zeros(c, dtype=np.int64), np.zeros((c, d))
@@ -105,6 +107,27 @@ class CCVR(PostHoc):
         for arrays in kept:
             pool.add(arrays)
         return replies, pool.moments(), screened
+
+    def noised_statistics(self, w: Arrays, query: Query) -> tuple[list[Reply], ClassMoments, dict[str, int]]:
+        """Query sums with noise, add them up, and pool the nearest that are possible; as `statistics`."""
+        joint = self._joint()
+        totals: dict[str, Any] = {}
+        replies = []
+        for reply, arrays in self.answers_to(query, "statistics", Payload(common=w)):
+            totals = {n: totals.get(n, 0.0) + a for n, a in arrays.items()}
+            replies.append(reply)
+        moments = gaussian.unpack(totals["square"], joint.width)
+        count, total, square = privacy.projected(totals["count"], totals["sum"], moments)
+        assert square is not None
+        # Whole numbers of samples, with the means that belong to the others.
+        whole = np.rint(count)
+        ratio = (whole / count)[:, None]
+        pool = MomentsPool(joint.classes, joint.width, "sums")
+        pool.add({"count": whole.astype(np.int64), "sum": total * ratio, "square": gaussian.pack(square) * ratio})
+        return replies, pool.moments(), {}
+
+    def _joint(self) -> privacy.Joint:
+        return privacy.Joint(self.context.num_classes, self.context.width, "classes")
 
     def real(self, w: Arrays, query: Query) -> tuple[Array, Array]:
         """Query the clients' real features; return all, or `oracle_samples` per class, drawn uniformly."""
@@ -132,6 +155,8 @@ class CCVR(PostHoc):
             return heads.problem_of(arrays.get("z"), arrays.get("label"), d, c)
         if kind == "totals":
             arrays = {**arrays, "square": np.broadcast_to(0.0, (c, d * (d + 1) // 2))}
+        if self.privacy is not None:
+            return self._joint().problem_of(arrays)
         problem = gaussian.problem_of(arrays, self.settings.cov, c, d)
         if problem is None and arrays["count"].sum() > reply.num_samples:
             return f"statistics of {arrays['count'].sum()} samples from a client of {reply.num_samples}"
@@ -221,6 +246,7 @@ METHOD = Method(
     sum_only=lambda hparams: Sums(totals=(STATISTICS,)) if hparams.cov == "sums" and not hparams.oracle else None,
     # Sums over all samples do not say which class means are out of line.
     guards=lambda hparams: () if hparams.cov == "sums" else ("own",),
+    private=("example",),
     resolve=resolve,
     warn=_warn,
 )

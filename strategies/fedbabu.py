@@ -41,4 +41,5 @@ METHOD = Method(
     sum_only=lambda hparams: Sums(hparams.weights),
     global_model=True,
     travels="the whole model down, the body up",
+    private=("client",),
 )

@@ -67,5 +67,6 @@ METHOD = Method(
     travels="the head, both ways",
     defaults=TrainDefaults(augment="weak"),
     guards=lambda hparams: () if hparams.share == "none" else ("rules", "count-cap"),
+    private=lambda hparams: () if hparams.share == "none" else ("client",),
     warn=_warn,
 )

@@ -12,11 +12,15 @@ Eq. 4:  theta <- theta - eta_theta * grad CE(W R_k^s + b, s),  with p = softmax(
         W <- W - eta_theta (p - e_s) R^T,   b <- b - eta_theta (p - e_s).
 All LARs have the same weight: the server does not know from how many samples each was computed.
 
+With `dp = example` clients send noised sums and counts (`clients/fedgh.py`). They are added up over clients, and the
+header sees one mean per class, as if there were one client.
+
 In the released code the header has no optimizer and never changes; `mode=frozen` does the same.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -25,12 +29,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.fedgh import FedGHClient, FedGHHParams
+from fedapp.core import privacy
 from fedapp.core.classmeans import problem_of
 from fedapp.core.robust import screened_lars
+from fedapp.errors import Impossible
 from fedapp.learning.metrics import tidy
 from fedapp.method import HEAD, NONE, Method, Reply, Scored, ServerContext, ServerState
+from fedapp.transport import selection
 from strategies.base import FedStrategy
 
+NOISED = "noised/"
+"""Prefix of sums and counts with noise."""
 Float64 = NDArray[np.float64]
 Labels = NDArray[np.int64]
 
@@ -117,13 +126,19 @@ class FedGH(FedStrategy):
         return {**state, "covered": covered, "loss": np.zeros(0), "moved": np.zeros(0)}
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
-        """Refuse anything but a set of LARs."""
+        """Refuse anything but a set of LARs, or with `dp` anything but noised sums and counts."""
+        if self.privacy is not None:
+            return self._joint().problem_of(selection.under(NOISED, reply.arrays))
+        if any(name.startswith(NOISED) for name in reply.arrays):
+            return Impossible("sums with noise were not asked for")
         lar, labels = reply.arrays.get("lar"), reply.arrays.get("labels")
         return problem_of(lar, labels, self.context.width, self.context.num_classes)
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Train theta on the LARs of the clients that replied (Algorithm 1, server); without LARs it stays."""
         hparams, theta = self.hparams, state["model"]
+        if self.privacy is not None:
+            replies = self.pooled(replies)
         answers = [reply for reply in replies if len(reply.arrays["labels"])]
         if hparams.order == "arrival":
             answers.sort(key=lambda reply: reply.arrival)
@@ -155,6 +170,25 @@ class FedGH(FedStrategy):
             **noted,
         }
 
+    def pooled(self, replies: Iterable[Reply]) -> list[Reply]:
+        """Return the class means of all clients' noised sums, as the LARs of one reply: one client's are mostly noise.
+
+        Means are of at least one image and no longer than an image's representation.
+        """
+        total: dict[str, Any] = {}
+        last = None
+        for last in replies:
+            found = selection.under(NOISED, last.arrays)
+            total = {n: total.get(n, 0.0) + a for n, a in found.items()}
+        if last is None:
+            return []
+        count, sums, _ = privacy.projected(total["count"], total["sum"])
+        lar = (sums / count[:, None]).astype(np.float32)
+        return [dataclasses.replace(last, arrays={"lar": lar, "labels": np.arange(len(lar), dtype=np.int32)})]
+
+    def _joint(self) -> privacy.Joint:
+        return privacy.Joint(self.context.num_classes, self.context.width)
+
     def noticed(self, state: ServerState, answers: Sequence[Reply], lars: Sequence[LARs]) -> ServerState:
         """Return further entries of the next state, from what `passes` gets."""
         return {}
@@ -182,10 +216,11 @@ METHOD = Method(
     hparams=FedGHHParams,
     shared=HEAD,
     up=NONE,
-    extra_up=("lar", "labels"),
+    extra_up=("lar", "labels", NOISED),
     per_class="min_class_count",
     heterogeneous=True,
     travels="class means up, the header down",
     guards=("own",),
     columns=("lar-seconds",),
+    private=("example",),
 )

@@ -19,4 +19,5 @@ METHOD = Method(
     shared=ALL,
     sum_only=Sums(),
     global_model=True,
+    private=("client",),
 )

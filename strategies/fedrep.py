@@ -27,4 +27,5 @@ METHOD = Method(
     shared=BODY,
     sum_only=lambda hparams: Sums("samples" if hparams.average == "samples" else "uniform"),
     travels="the body, both ways",
+    private=("client",),
 )

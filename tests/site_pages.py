@@ -31,6 +31,7 @@ GUIDES: dict[str, dict[str, str]] = {
         "Real devices": "deployment.md",
         "Lying clients": "robustness.md",
         "Secure sums": "secure-sums.md",
+        "Differential privacy": "privacy.md",
     },
     "Results": {
         "Reproduction": "reproduction.md",

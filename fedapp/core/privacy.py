@@ -28,10 +28,10 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from fedapp.core.noise import STEPS, Source, discrete_gaussian, system
 from fedapp.errors import Impossible
+from fedapp.lazy import torch
 
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]

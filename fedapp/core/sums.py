@@ -77,6 +77,11 @@ class FeatureSums:
         if self._a is not None and len(y):
             blas.dsyrk(1.0, h.T, beta=1.0, c=self._a, overwrite_c=1)
 
+    def squares(self) -> Float64:
+        """Return ``sum z z^T``, (d, d): only the upper triangle is valid."""
+        assert self._a is not None
+        return self._a[:-1, :-1]
+
     def arrays(self) -> dict[str, Array]:
         """Return what a client sends: ``b`` (C, d + 1) and, where it is wanted, ``a``, the packed upper triangle."""
         return {"b": self.b} if self._a is None else {"a": pack(self._a), "b": self.b}

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedapp.core.privacy import Privacy
 from fedapp.data.transforms import InputSpec
 from fedapp.lazy import Tensor, torch
 from fedapp.learning.training import TrainSpec
@@ -51,6 +52,7 @@ class Task:
         the client, `drop` = reset before every round.
     protocols : which of `received` and `trained` are measured.
     metrics : names of the metrics that evaluations of all clients measure beside accuracy and loss.
+    privacy : what the run states of what leaves the client, or None.
     extras : what else a node or a method needs, by name: `public` images (P, H, W, channels) uint8, `classes` (names).
     """
 
@@ -72,6 +74,7 @@ class Task:
     protocols: tuple[str, ...] = ("received", "trained")
     metrics: tuple[str, ...] = ()
     options: ModelOptions = NO_OPTIONS
+    privacy: Privacy | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     @property

@@ -45,6 +45,7 @@ class ModelOptions:
     Attributes
     ----------
     args : `model-args`.   side : `input-size`, 0 = images as they are.   The others have the names of their keys.
+    unit : representations of norm 1 (`SplitModel.unit`), for `dp = example`.
     """
 
     args: str = ""
@@ -53,6 +54,7 @@ class ModelOptions:
     weights: str = ""
     freeze: str = ""
     side: int = 0
+    unit: bool = False
 
 
 NO_OPTIONS = ModelOptions()
@@ -265,6 +267,7 @@ def build(name: str, *, num_classes: int, shape: tuple[int, ...], seed: int, opt
         model.head.bias.copy_(torch.zeros_like(drawn.bias) if bare else drawn.bias)
     if options.freeze:
         weights.freeze(name, model, options.freeze)
+    model.unit = options.unit
     model.features.register_forward_pre_hook(functools.partial(_prepared, options.side))
     return model
 

@@ -34,6 +34,8 @@ class SplitModel(nn.Module):
         Number of features that the head sees.
     num_classes : int
         Number of outputs of the head.
+    unit : bool
+        Whether representations are brought to norm 1, as `dp = example` needs: what one image can change is then known.
 
     Raises
     ------
@@ -55,6 +57,7 @@ class SplitModel(nn.Module):
         self.name = name
         self.width = head.in_features
         self.num_classes = head.out_features
+        self.unit = False
         self.features = features
         self.activation = activation
         self.head = head
@@ -70,10 +73,10 @@ class SplitModel(nn.Module):
         Returns
         -------
         Tensor, (B, width) float32
-            `activation(features(x))`: non-negative where the activation is ReLU.
+            `activation(features(x))`: non-negative where the activation is ReLU; with `unit` of norm 1.
         """
         z: Tensor = self.activation(self.features(x))
-        return z
+        return nn.functional.normalize(z, dim=1) if self.unit else z
 
     def head_input(self, z: Tensor) -> Tensor:
         """Return the numbers that the head multiplies, (B, width) float32; here the representations themselves.

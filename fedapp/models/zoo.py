@@ -612,4 +612,5 @@ def build_model(
         weights.fill(name, model, options.weights, "head")
     if options.freeze:
         weights.freeze(name, model, options.freeze)
+    model.unit = options.unit
     return model.to(memory_format=torch.channels_last)

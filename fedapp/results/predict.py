@@ -255,6 +255,7 @@ def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) ->
         head=str(given.get("head", "")),
         width=int(given.get("width", 0)),
         side=int(given.get("side", 0)),
+        unit=bool(given.get("unit", False)),
     )
     spec = ModelSpec(name, int(head["num_classes"]), shape, 0, options)
     client: type[FedClient] = method.client

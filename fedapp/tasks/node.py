@@ -17,6 +17,9 @@ key                meaning
                    between them (default: none; nodes import no code that a server names)
 `allow-methods`    methods that a run may use, with commas between them (default: all)
 `min-class-count`  a run whose replies say something of classes with fewer images than this is refused (default: 0)
+`dp`               `example` or `client`: only runs with this differential privacy (default: all)
+`dp-epsilon`       most that releases from this node's data may add up to, whatever a run says (default: the run's)
+`dp-delta`         delta for which that holds (default: the run's)
 `weights-dir`      folder with stored weights, of which a run names a file (default: none; then it gets none)
 `state-dir`        folder that survives a restart (default: `$FEDAPP_STATE`, else `~/.fedapp/state`)
 `node-key`         file of the node's private key, with which it signs its keys in secure sums (default: none)
@@ -33,6 +36,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -45,6 +49,7 @@ from numpy.typing import NDArray
 
 from fedapp import plugins, registry
 from fedapp.config import RunConfig
+from fedapp.core.privacy import Privacy
 from fedapp.data import datasets, natural, partitions
 from fedapp.data.columns import PLAIN, Reading
 from fedapp.data.datasets import Samples
@@ -66,6 +71,9 @@ KEYS: dict[str, type] = {
     "allow": str,
     "allow-methods": str,
     "min-class-count": int,
+    "dp": str,
+    "dp-epsilon": float,
+    "dp-delta": float,
     "weights-dir": str,
     "state-dir": str,
     "node-key": str,
@@ -73,7 +81,7 @@ KEYS: dict[str, type] = {
     "min-sum-clients": int,
 }
 EXAMPLE = '"client-id=0 data-path=\'/data/site\'", or "partition-id=0 num-partitions=3" for a demonstration'
-KINDS = {int: "a whole number from 0", str: "text in quotation marks"}
+KINDS = {int: "a whole number from 0", float: "a number above 0", str: "text in quotation marks"}
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,7 @@ class Node:
     data_path, data_dir, model, state_dir, allow, weights_dir : as in the node-config, "" where not given.
     allow_methods : ids of methods; empty = all.
     min_class_count : smallest number of images of a class of which a reply may say something; 0 and 1 = all.
+    dp, dp_epsilon, dp_delta : as in the node-config, "" and 0 where not given.
     """
 
     client: int
@@ -104,6 +113,9 @@ class Node:
     node_key: str = ""
     peers: str = ""
     min_sum_clients: int = 0
+    dp: str = ""
+    dp_epsilon: float = 0.0
+    dp_delta: float = 0.0
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> Node:
@@ -119,6 +131,9 @@ class Node:
                     f"node-config: unknown key '{key}'{suggest(key, list(KEYS))}; known: {', '.join(KEYS)}"
                 )
             kind = KEYS[key]
+            value = float(value) if kind is float and type(value) is int else value
+            if kind is float and isinstance(value, float) and not 0 < value < math.inf:
+                raise BadRequest(f"node-config: {key} = {value!r} must be {KINDS[kind]}")
             negative = isinstance(value, int) and value < 0
             if not isinstance(value, kind) or isinstance(value, bool) or negative or value == "":
                 raise BadRequest(f"node-config: {key} = {value!r} must be {KINDS[kind]}")
@@ -165,7 +180,19 @@ class Node:
                     f"{', '.join(known)}"
                 )
         images, summed = int(config.get("min-class-count", 0)), int(config.get("min-sum-clients", 0))
-        return cls(number, parts, **texts, allow_methods=methods, min_class_count=images, min_sum_clients=summed)
+        if config.get("dp", "example") not in ("example", "client"):
+            raise BadRequest(f"node-config: dp = {config['dp']!r} must be 'example' or 'client'")
+        return cls(
+            number,
+            parts,
+            **texts,
+            allow_methods=methods,
+            min_class_count=images,
+            min_sum_clients=summed,
+            dp=str(config.get("dp", "")),
+            dp_epsilon=float(config.get("dp-epsilon", 0.0)),
+            dp_delta=float(config.get("dp-delta", 0.0)),
+        )
 
     @property
     def own(self) -> bool:
@@ -218,6 +245,11 @@ class Node:
                 f"({', '.join(self.allow_methods)}): choose one of them, or its owner adds it to allow-methods in the "
                 "node-config"
             )
+        if self.dp and config.dp != self.dp:
+            raise BadRequest(
+                f"this node's owner asks for runs with dp = '{self.dp}' (in the node-config), and this one has dp = "
+                f"'{config.dp}': set it"
+            )
         method, hparams = config.method_and_hparams()
         if self.min_class_count <= 1 or method.per_class is None:
             return
@@ -233,6 +265,13 @@ class Node:
                 f"says something (min-class-count in the node-config), this run {getattr(hparams, method.per_class)}: "
                 f'set method-args="{method.per_class}={self.min_class_count}"'
             )
+
+    def privacy(self, config: RunConfig) -> Privacy | None:
+        """Return what a run states, with this node's own budget where its owner gives one."""
+        stated = config.privacy
+        if stated is None:
+            return None
+        return replace(stated, epsilon=self.dp_epsilon or stated.epsilon, delta=self.dp_delta or stated.delta)
 
     def state_root(self) -> Path:
         """Return the folder of this node's private state; it is created if needed. No run decides where it is.

@@ -342,5 +342,6 @@ def assemble(
         protocols=tuple(p for p in config.measured if p != "global"),
         metrics=config.further_metrics,
         options=config.model_options,
+        privacy=config.privacy,
         extras=extras,
     )

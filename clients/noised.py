@@ -1,0 +1,56 @@
+"""Class statistics with noise (`dp = example`): what FedGH, FedNCM, Fed3R, LDA and CCVR send in place of exact ones.
+
+Features have norm 1 (`SplitModel.unit`), so one image moves counts, sums and second moments by a known distance
+(`core.privacy.Joint`). This holds only where the extractor does not depend on the client's images: it is the one that
+the run gives, and no client trains it. Always all classes are sent; those that a client lacks are noise alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from fedapp.core.gaussian import pack
+from fedapp.core.privacy import BOUND, Joint, Squares, clip_rows
+from fedapp.core.sums import FeatureSums
+from fedapp.lazy import Tensor, torch
+from fedapp.method import Array, Arrays
+
+if TYPE_CHECKING:
+    from clients.base import FedClient
+
+NAMES = ("count", "sum", "square")
+"""Parts of a release, see `Joint.shapes`."""
+
+
+def release(client: FedClient, rows: Iterable[tuple[Tensor, Tensor]], squares: Squares, what: str) -> Arrays:
+    """Return noised counts, sums and second moments of features; the release is booked before.
+
+    Parameters
+    ----------
+    rows : features (n, d) with labels (n,), in parts.
+    squares : which second moments, see `Joint`.
+    what : for the ledger.
+
+    Raises
+    ------
+    BadRequest : the release would pass the client's budget.
+    RuntimeError : there is nothing that books and noises.
+    """
+    if client.releaser is None:
+        raise RuntimeError("nothing that noises is there: nothing is sent")
+    joint = Joint(client.task.num_classes, client.model.width, squares)
+    apart = joint.classes if squares == "classes" else 1
+    found = [FeatureSums(joint.classes, joint.width, squares != "none") for _ in range(apart)]
+    for z, label in rows:
+        # In float64 once more: rounding must not make a row longer than what the noise is for.
+        short = torch.from_numpy(clip_rows(z, BOUND))
+        for c, part in enumerate(found):
+            chosen = label.cpu() == c if apart > 1 else slice(None)
+            part.update(short[chosen], label.cpu()[chosen])
+    b = sum((part.b for part in found[1:]), found[0].b)
+    exact: dict[str, Array] = {"count": b[:, -1], "sum": b[:, :-1]}
+    if squares != "none":
+        moments: list[Any] = [pack(part.squares()) for part in found]
+        exact["square"] = moments[0] if apart == 1 else torch.stack([torch.from_numpy(m) for m in moments]).numpy()
+    return joint.parts(client.releaser.release(joint.vector(exact), joint.sensitivity, what))

@@ -1,0 +1,160 @@
+"""What a run with `dp` may not do: everything that would let numbers leave a client that its epsilon does not cover.
+
+Each rule is one line that says what would break the statement and what to do instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fedapp.core.noise import STEPS
+from fedapp.core.privacy import Privacy, step_of
+from fedapp.data.datasets import published
+from fedapp.errors import BadRequest
+from fedapp.method import BaseHParams, Method
+
+CLIENTS = 1000
+"""Number of clients in a round from which noise on the updates of whole clients is recommended."""
+
+
+def check(config: Any, method: Method, hparams: BaseHParams, defaults: Mapping[str, Any]) -> None:
+    """Refuse settings that contradict `dp`.
+
+    Parameters
+    ----------
+    config : a `RunConfig`, not resolved yet.   defaults : every key with its default.
+
+    Raises
+    ------
+    BadRequest : says what would break the statement, and what to do.
+    """
+    unit, name = config.dp, config.method
+    if unit == "none":
+        given = [k for k in ("dp-epsilon", "dp-delta", "dp-noise", "dp-test") if config.to_flat()[k] != defaults[k]]
+        if given:
+            raise BadRequest(f"{given[0]} is for runs with noise: choose dp = 'example' or dp = 'client' too")
+        return
+    if unit == "example" and getattr(hparams, "base", "none") != "none":
+        raise BadRequest(
+            f"dp = 'example': the base method '{getattr(hparams, 'base', '')}' sends whole models without noise: give "
+            "method-args base=none, and weights that were trained on other data"
+        )
+    if unit not in method.units(hparams):
+        units = method.units(hparams)
+        other = f"dp = '{units[0]}'" if units else "a method that has one (docs/privacy.md)"
+        raise BadRequest(
+            f"dp = '{unit}': {name} with these method-args has no form in which all that it sends has noise: take "
+            f"{other}"
+        )
+    _check_common(config)
+    if unit == "client":
+        if not config.clip_update:
+            raise BadRequest("dp = 'client' needs the norm that updates are clipped to: give clip-update, such as 1.0")
+        return
+    _check_example(config, method, hparams)
+
+
+def _check_common(config: Any) -> None:
+    rules = (
+        (
+            config.secure_sum,
+            "every client adds all of the noise itself, and secure-sum is not combined with it: use one of the two",
+        ),
+        (config.warm_start, "warm-start begins from states that were made without noise: leave it out"),
+        (config.select == "validation", "select = 'validation' chooses a round by exact scores: leave it at last"),
+        (config.patience, "patience ends a run by exact training losses: leave it at 0"),
+        (
+            config.normalise in ("data", "client"),
+            f"normalise = '{config.normalise}' moves every sample if one is added: take none, or auto with weights or "
+            "a published data set",
+        ),
+        (
+            config.normalise == "auto" and not config.weights and published(config.dataset) is None,
+            "normalise = 'auto' takes mean and deviation of your own data: take normalise = 'none', or weights",
+        ),
+    )
+    for broken, text in rules:
+        if broken:
+            raise BadRequest(f"dp = '{config.dp}': {text}")
+
+
+def _check_example(config: Any, method: Method, hparams: BaseHParams) -> None:
+    least = getattr(hparams, method.per_class, 1) if method.per_class else 1
+    rules = (
+        (least > 1, f"{method.per_class} is a threshold on true counts: leave it at 1, all classes are sent"),
+        (
+            getattr(hparams, "order", "") == "arrival",
+            "order=arrival says how long clients take: take shuffled or sorted",
+        ),
+        (getattr(hparams, "scale", "") == "fit", "scale=fit asks for exact losses: take scale=trained or none"),
+        (getattr(hparams, "oracle", False), "oracle=true sends the features themselves: leave it out"),
+        (
+            getattr(hparams, "cov", "full") not in ("full", "sums"),
+            "cov: noise is added to the sums of each class, so that only full and sums are possible",
+        ),
+        (
+            getattr(hparams, "transform", "none") != "none",
+            "transform changes the norm that bounds what one image can change: take transform=none",
+        ),
+        (config.robust != "none", "robust compares single clients, whose statistics are mostly noise: leave it out"),
+        (
+            len(set(config.model_names)) > 1,
+            "extractors stay as they are given, and means of different ones say nothing together: give one model",
+        ),
+    )
+    for broken, text in rules:
+        if broken:
+            raise BadRequest(f"dp = 'example': {text}")
+
+
+def check_node(config: Any) -> None:
+    """Refuse settings with which real nodes would send more than their noised numbers.
+
+    Raises
+    ------
+    BadRequest : noise of a seed, or scores.
+    """
+    if config.dp_test:
+        raise BadRequest("dp-test takes noise from the seed, which protects nobody: leave it out on real nodes")
+    if config.dp != "none" and set(config.measured) != {"global"}:
+        raise BadRequest(f"dp = '{config.dp}': real nodes send no exact scores: set protocols = 'global'")
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse statistics of BatchNorm in updates with noise: a variance below 0 is none.
+
+    Raises
+    ------
+    BadRequest : says what to set.
+    """
+    found = next((n for n in names if n.endswith(("running_mean", "running_var"))), None)
+    if found is not None:
+        raise BadRequest(
+            f"dp = 'client': '{found}' is a running statistic of BatchNorm, which is no number after noise: set "
+            "buffers = 'local', or choose a model without BatchNorm"
+        )
+
+
+def stated(privacy: Privacy, size: int, clients: int, rounds: int) -> str:
+    """Return the line that a run prints first: how much noise there is, and beside what.
+
+    Parameters
+    ----------
+    size : numbers that a client sends.   clients : in a round.   rounds : releases of each client.
+    """
+    if privacy.test:
+        head = "TEST NOISE, no privacy: "
+    else:
+        head = f"epsilon = {privacy.epsilon:g}, delta = {privacy.delta:g} for each {privacy.unit}: "
+    if privacy.unit == "example":
+        return f"{head}noise of {privacy.noise:g} times what one image changes, once, at each of {clients} clients"
+    sigma = STEPS * step_of(size, privacy.bound, privacy.noise)
+    ratio = sigma * size**0.5 / privacy.bound
+    enough = int(ratio**2) + 1
+    advice = f"; it is recommended from {CLIENTS} clients in a round" if clients < CLIENTS else ""
+    return (
+        f"{head}in each of {rounds} rounds the noise of a client is {ratio:.3g} times as long as the longest update of "
+        f"{size} numbers, and in the mean of {clients} clients {ratio / clients**0.5:.3g} times; from {enough} clients "
+        f"in a round on it would be shorter than the update{advice}"
+    )

@@ -1,0 +1,347 @@
+"""Runs with `dp`: what leaves a client, what its ledger says, what the summary states, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedapp import client_app
+from fedapp.config import from_flat
+from fedapp.core.privacy import Joint
+from fedapp.core.sums import FeatureSums
+from fedapp.engines.local import RunResult
+from fedapp.errors import BadRequest
+from fedapp.learning import dp_rules
+from fedapp.learning.releases import Ledger
+from fedapp.method import Reply
+from fedapp.models import build_model
+from fedapp.models.own import ModelOptions
+from fedapp.tasks.node import Node
+from fedapp.transport.client_manager import RoundFailed
+from tests.test_nodes import THREE, share, start
+
+Tiny = Callable[..., RunResult]
+EXAMPLE: dict[str, Any] = {"dp": "example", "rounds": 1, "method_args": "base=none", "dp_test": True}
+
+
+def ledgers(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    return {int(p.name.split("-")[0]): Ledger(p).entries() for p in sorted((folder / "privacy").glob("*.jsonl"))}
+
+
+# ---- statistics ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["fedncm", "fed3r", "lda", "ccvr"])
+def test_statistics_with_little_noise_give_the_head_without(method: str, tiny: Tiny, no_page: Any) -> None:
+    args = "base=none" + (" epochs=20 lr=0.5 samples=50" if method == "ccvr" else "")
+    exact = tiny(method=method, rounds=1, method_args=args)
+    noisy = tiny(**{**EXAMPLE, "method": method, "method_args": args, "dp_epsilon": 100.0, "dp_noise": 0.16})
+    chance = tiny(**{**EXAMPLE, "method": method, "method_args": args, "dp_epsilon": 0.05})
+    found = [r.summary["calibration"]["after"] for r in (exact, noisy, chance)]
+    assert found[0] > 0.6 and abs(found[1] - found[0]) < 0.15 and found[2] < 0.4
+
+
+def test_every_class_is_sent_and_one_release_is_booked(
+    tiny: Tiny, no_page: Any, replies: list[tuple[str, Reply]]
+) -> None:
+    found = tiny(method="fed3r", partition="pathological", classes_per_client=2, **{**EXAMPLE, "dp_epsilon": 2.0})
+    sent = [r for kind, r in replies if kind == "query.sums"]
+    assert len(sent) == 3
+    for reply in sent:
+        assert set(reply.arrays) == {"sums/count", "sums/sum", "sums/square"}
+        assert (reply.arrays["sums/count"] != 0).all() and (reply.arrays["sums/sum"] != 0).all()
+    assert {k: [e["what"] for e in v] for k, v in ledgers(found.out / "state").items()} == {
+        k: ["sums"] for k in range(3)
+    }
+    privacy = found.summary["privacy"]
+    assert privacy["unit"] == "example" and privacy["releases"] == 1 and privacy["delta"] == 1e-5
+    assert privacy["epsilon"] is None and privacy["test"] == "test noise, no privacy"
+    assert "TEST NOISE, no privacy" in found.summary["warnings"][0]
+
+
+def test_what_is_released_is_the_sums_of_unit_features_with_the_stated_noise(
+    tiny: Tiny, no_page: Any, replies: list[tuple[str, Reply]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact: dict[int, Any] = {}
+    release = client_app.Releaser.release
+
+    def spy(self: Any, values: Any, sensitivity: float, what: str) -> Any:
+        exact[len(exact)] = (values, sensitivity)
+        return release(self, values, sensitivity, what)
+
+    monkeypatch.setattr(client_app.Releaser, "release", spy)
+    tiny(method="fed3r", **{**EXAMPLE, "dp_noise": 2.0, "dp_epsilon": 100.0})
+    sent = [r for kind, r in replies if kind == "query.sums"]
+    joint = Joint(10, 64, "all")
+    for reply, (values, sensitivity) in zip(sent, exact.values()):
+        assert sensitivity == joint.sensitivity
+        parts = joint.parts(values)
+        assert parts["count"].sum() == reply.num_samples
+        diagonal = np.cumsum([0, *range(64, 1, -1)])
+        assert parts["square"][diagonal].sum() == pytest.approx(reply.num_samples, rel=1e-5)  # trace = sum of norms
+        noise = joint.vector({n.removeprefix("sums/"): a for n, a in reply.arrays.items()}) - values
+        assert noise.std() == pytest.approx(2.0 * sensitivity, rel=0.05)
+
+
+def test_a_seed_repeats_test_noise_and_never_real_noise(
+    tiny: Tiny, no_page: Any, replies: list[tuple[str, Reply]]
+) -> None:
+    for test in (True, True, False, False):
+        tiny(method="fedncm", clients=2, **{**EXAMPLE, "dp_test": test})
+    first, second, third, fourth = np.concatenate(
+        [r.arrays["sums/sum"].ravel() for kind, r in replies if kind == "query.sums"]
+    ).reshape(4, -1)
+    assert np.array_equal(first, second)
+    assert not np.isclose(first, third).any() and not np.isclose(third, fourth).any()
+
+
+def test_fedgh_releases_once_and_trains_no_extractor(
+    tiny: Tiny, no_page: Any, replies: list[tuple[str, Reply]]
+) -> None:
+    args = "header_lr=1 header_epochs=20"
+    found = tiny(method="fedgh", method_args=args, rounds=3, dp="example", dp_epsilon=50.0, dp_test=True)
+    for client in range(3):
+        sent = [r.arrays for kind, r in replies if kind == "train" and r.client == client]
+        assert len(sent) == 3 and set(sent[0]) == {"noised/count", "noised/sum"}
+        assert all(np.array_equal(a["noised/sum"], sent[0]["noised/sum"]) for a in sent)
+        assert (sent[0]["noised/count"] != 0).all()
+    assert [len(v) for v in ledgers(found.out / "state").values()] == [1, 1, 1]
+    assert found.summary["privacy"]["releases"] == 1
+    assert found.summary["accuracy"]["received"]["last"] > 0.5
+
+
+def test_fedghs_clients_have_one_extractor_that_no_round_changes(tiny: Tiny, no_page: Any) -> None:
+    from fedapp.learning.state import read_safetensors
+
+    found = tiny(method="fedgh", rounds=2, dp="example", dp_test=True)
+    states = [read_safetensors(p, "model/")[0] for p in sorted((found.out / "state").rglob("*.safetensors"))
+              if "head" not in p.name]  # fmt: skip
+    assert len(states) == 6
+    trunk = {n for n in states[0] if n.startswith("model/features.")}
+    assert trunk and all(np.array_equal(s[n], states[0][n]) for s in states for n in trunk)
+    heads = {s["model/head.weight"].tobytes() for s in states}
+    assert len(heads) == 6  # which each client trains for itself
+
+
+def test_representations_have_norm_1_in_training_and_in_use() -> None:
+    for unit in (False, True):
+        model = build_model("digits-a", num_classes=10, shape=(1, 8, 8), seed=0, options=ModelOptions(unit=unit))
+        norms = model.represent(torch.rand(5, 1, 8, 8)).norm(dim=1)
+        assert torch.allclose(norms, torch.ones(5), atol=1e-6) is unit
+
+
+def test_a_stored_model_predicts_as_it_was_scored(tiny: Tiny, no_page: Any) -> None:
+    import fedapp
+
+    found = tiny(method="fedncm", **{**EXAMPLE, "dp_epsilon": 50.0})
+    model = fedapp.load(found.out)
+    z = model.model.represent(torch.rand(3, 1, 8, 8)) if hasattr(model, "model") else None
+    stored = json.loads((found.out / "summary.json").read_text())
+    assert stored["privacy"]["unit"] == "example"
+    assert z is None or torch.allclose(z.norm(dim=1), torch.ones(3), atol=1e-6)
+
+
+# ---- the budget ------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_run_on_the_same_data_is_refused_at_the_client(tiny: Tiny, tmp_path: Path, no_page: Any) -> None:
+    values = {**EXAMPLE, "method": "fedncm", "state_dir": str(tmp_path / "nodes"), "dp_epsilon": 1.0}
+    tiny(**values, federation="one")
+    with pytest.raises((RoundFailed, BadRequest), match=r"would spend epsilon = 1\.\d+ of 1 .*1 earlier ones"):
+        tiny(**values, federation="two")
+    third = tiny(**{**values, "dp_epsilon": 3.0, "dp_noise": 4.0452}, federation="three")
+    assert third.summary["privacy"]["releases"] == 2
+    assert [len(v) for v in ledgers(tmp_path / "nodes").values()] == [2, 2, 2]
+
+
+def test_updates_are_booked_round_by_round(tiny: Tiny, no_page: Any, replies: list[tuple[str, Reply]]) -> None:
+    found = tiny(method="fedclassavg", rounds=3, dp="client", clip_update=0.5, fraction_train=0.67, dp_epsilon=4.0)
+    privacy = found.summary["privacy"]
+    assert privacy["unit"] == "client" and 0 < privacy["epsilon"] <= 4.0
+    booked = ledgers(found.out / "state")
+    asked = {c: sum(kind == "train" and r.client == c for kind, r in replies) for c in booked}
+    assert {c: len(v) for c, v in booked.items()} == asked and sum(asked.values()) == 6
+    assert privacy["releases"] == max(asked.values())
+    first = found.summary["warnings"][0]
+    assert "epsilon = 4, delta = 1e-05 for each client" in first and "recommended from 1000 clients" in first
+
+
+def test_updates_count_equally_and_their_noise_is_the_stated_one(tiny: Tiny, no_page: Any) -> None:
+    """With a bound so small that only noise is left, the mean of 3 clients has the deviation z C / sqrt(3)."""
+    values: dict[str, Any] = {"method": "fedavg", "rounds": 1, "dp": "client", "dp_epsilon": 100.0, "dp_noise": 0.5}
+    from fedapp.learning.state import read_safetensors
+
+    found = tiny(**values, clip_update=1e-3)
+    start_from = tiny(**values, clip_update=1e-9)
+    one, two = (read_safetensors(r.out / "models" / "last.safetensors")[0] for r in (found, start_from))
+    moved = np.concatenate([(one[n] - two[n]).ravel() for n in one])
+    assert moved.std() == pytest.approx(0.5e-3 / np.sqrt(3), rel=0.05)
+
+
+# ---- real nodes ------------------------------------------------------------------------------------------------------
+
+NODES: dict[str, Any] = {"method": "fedncm", "method-args": "base=none", "num-server-rounds": 1, "dp": "example",
+                         "protocols": "global"}  # fmt: skip
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FEDAPP_STATE", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+def test_a_real_node_sends_noised_numbers_and_nothing_else(
+    tmp_path: Path, home: Path, replies: list[tuple[str, Reply]]
+) -> None:
+    summary, _, _ = start(tmp_path, THREE, **NODES)
+    privacy = summary["privacy"]
+    assert privacy["scores"] == "none are sent" and privacy["releases"] == 1
+    assert privacy["epsilon"] == pytest.approx(8.0, rel=1e-3)
+    for _, reply in replies:
+        assert set(reply.metrics) <= {"num-examples", "dp-epsilon", "dp-releases"}
+    assert [len(v) for v in ledgers(home).values()] == [1, 1, 1]
+    with pytest.raises(RoundFailed, match="would spend"):
+        start(tmp_path / "again", THREE, **{**NODES, "federation": "other"})
+
+
+def test_a_nodes_own_budget_wins(tmp_path: Path, home: Path) -> None:
+    small = {n: {**c, "dp-epsilon": 2.0} for n, c in THREE.items()}
+    with pytest.raises(RoundFailed, match=r"would spend epsilon = \S+ of 2 "):
+        start(tmp_path, small, **NODES)
+    assert not any(ledgers(home).values())
+    large = {n: {**c, "dp-epsilon": 20} for n, c in THREE.items()}
+    for name in ("a", "b"):
+        start(tmp_path / name, large, **{**NODES, "federation": name})
+    assert [len(v) for v in ledgers(home).values()] == [2, 2, 2]
+
+
+def test_a_node_may_ask_for_runs_with_noise_alone(tmp_path: Path, home: Path) -> None:
+    strict = {n: {**c, "dp": "example"} for n, c in THREE.items()}
+    with pytest.raises(BadRequest, match=r"owner asks for runs with dp = 'example' .* has dp = 'none'"):
+        start(tmp_path, strict, **{"num-server-rounds": 1})
+    assert start(tmp_path / "b", strict, **NODES)[0]["ok"]
+
+
+def test_errors_of_real_nodes_say_nothing_of_the_data(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(self: Any, features: Any, labels: Any) -> None:
+        raise ArithmeticError("patient 4711")
+
+    monkeypatch.setattr(FeatureSums, "update", fails)
+    with pytest.raises(RoundFailed):
+        start(tmp_path, THREE, **NODES)
+    told = (tmp_path / "run" / "error.json").read_text()
+    assert "4711" not in told and "ArithmeticError in query.sums: the node's own log says more" in told
+    assert "4711" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"dp": "none"}, r"dp = 'none' must be 'example' or 'client'"),
+        ({"dp-epsilon": 0}, "must be a number above 0"),
+        ({"dp-epsilon": float("inf")}, "must be a number above 0"),
+        ({"dp-delta": "1e-5"}, "must be a number above 0"),
+        ({"dp-epsilon": True}, "must be a number above 0"),
+    ],
+)
+def test_a_nodes_budget_must_be_one(more: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRequest, match=words):
+        Node.parse({**share(0), **more})
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"method": "fedncm"}, "base method 'fedavg' sends whole models without noise"),
+        ({"method": "fedavg"}, "fedavg with these method-args has no form.*take dp = 'client'"),
+        ({"method": "fedcof", "method-args": "base=none"}, "no form in which all that it sends has noise"),
+        ({"method": "fedghg"}, "no form"),
+        ({"method": "cwfedavg"}, "no form"),
+        ({"method-args": "base=none min_count=3"}, "min_count is a threshold on true counts"),
+        ({"method-args": "base=none scale=fit"}, "scale=fit asks for exact losses"),
+        ({"method": "fedgh", "method-args": "min_class_count=2"}, "min_class_count is a threshold on true counts"),
+        ({"method": "fedgh", "method-args": "order=arrival"}, "order=arrival says how long clients take"),
+        ({"method": "fedgh", "robust": "own"}, "robust compares single clients"),
+        ({"method": "fedgh", "model": "digits-a,digits-b"}, "give one model"),
+        ({"method": "ccvr", "method-args": "base=none oracle=true"}, "oracle=true sends the features"),
+        ({"method": "ccvr", "method-args": "base=none cov=lowrank"}, "only full and sums"),
+        ({"method": "ccvr", "method-args": "base=none transform=feature"}, "transform changes the norm"),
+        ({"warm-start": True, "state-dir": "/x"}, "warm-start begins from states that were made without noise"),
+        ({"select": "validation", "validation": 0.1}, "chooses a round by exact scores"),
+        ({"secure-sum": True}, "secure-sum is not combined with it"),
+        ({"patience": 3}, "exact training losses"),
+        ({"normalise": "data"}, "normalise = 'data' moves every sample"),
+        ({"normalise": "client"}, "normalise = 'client' moves every sample"),
+        ({"dataset": "npz", "data-dir": "/x"}, "takes mean and deviation of your own data"),
+        ({"dp": "client", "method": "fedavg"}, "give clip-update"),
+        ({"dp": "client", "method": "fedgh"}, "take dp = 'example'"),
+        ({"dp": "client", "method": "scaffold", "clip-update": 1.0}, "no form"),
+        ({"dp": "client", "method": "fedclassavg", "method-args": "share=none", "clip-update": 1.0}, "no form"),
+        ({"dp": "none", "dp-epsilon": 1.0}, "dp-epsilon is for runs with noise"),
+        ({"dp": "none", "dp-test": True}, "dp-test is for runs with noise"),
+        ({"dp-epsilon": 0.0}, "must be greater than 0"),
+        ({"dp-delta": 0.5}, "must be at most 0.01"),
+    ],
+)  # fmt: skip
+def test_what_would_break_the_statement_is_refused(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRequest, match=words):
+        from_flat({"dp": "example", "method": "fedncm", "method-args": "base=none" if "method" not in values else "",
+                   **values})  # fmt: skip
+
+
+def test_what_a_node_would_send_beside_is_refused() -> None:
+    config = from_flat({**NODES, "dp-test": True})
+    with pytest.raises(BadRequest, match="takes noise from the seed, which protects nobody"):
+        config.check_node()
+    with pytest.raises(BadRequest, match="set protocols = 'global'"):
+        from_flat({**NODES, "protocols": "received,global"}).check_node()
+    from_flat(NODES).check_node()
+
+
+def test_statistics_of_batchnorm_are_no_updates(tiny: Tiny, no_page: Any) -> None:
+    dp_rules.check_names(["features.0.weight", "head.bias"])
+    with pytest.raises(BadRequest, match=r"'features\.1\.running_mean' .*set buffers = 'local'"):
+        dp_rules.check_names(["features.1.weight", "features.1.running_mean"])
+
+
+def test_a_client_without_a_ledger_sends_nothing(tiny: Tiny, no_page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_app, "_releaser", lambda *args: None)
+    for values in (
+        {**EXAMPLE, "method": "fedncm"},
+        {"method": "fedavg", "rounds": 1, "dp": "client", "clip_update": 1.0},
+    ):
+        with pytest.raises(RoundFailed, match="nothing is sent"):
+            tiny(**values)
+
+
+def test_a_method_that_forgets_the_noise_sends_nothing(
+    tiny: Tiny, no_page: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exact = lambda *args: {n: np.zeros(s) for n, s in Joint(10, 64).shapes.items()}  # noqa: E731
+    monkeypatch.setattr("clients.noised.release", exact)
+    with pytest.raises(RoundFailed, match="without noise: nothing is sent"):
+        tiny(**{**EXAMPLE, "method": "fedncm"})
+
+
+def test_with_dp_no_digest_of_a_state_leaves(tiny: Tiny, no_page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[dict[str, Any]] = []
+    content = client_app.reply_content
+
+    def reply_content(arrays: Any, metrics: Any, info: Any, wire: str) -> Any:
+        seen.append(dict(info))
+        return content(arrays, metrics, info, wire)
+
+    monkeypatch.setattr(client_app, "reply_content", reply_content)
+    tiny(method="fedgh", rounds=2, dp="example", dp_test=True)
+    assert seen and not any(key.startswith("state") for info in seen for key in info)
