@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
@@ -40,7 +40,10 @@ from fedapp.transport.secure import SecureClient
 class App(ClientApp):
     """Answers every kind of query, so that no method must be imported to know which kinds there are."""
 
-    kinds: ClassVar[set[str]] = set()
+    def __init__(self) -> None:
+        super().__init__()
+        # Of this object, not of the class: Ray makes a new one of it for each message, in a process that goes on.
+        self.kinds: set[str] = set()
 
     def __call__(self, message: Message, context: Context) -> Message:
         """Execute a message."""

@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
-from flwr.app import Error, Message
+from flwr.app import Error, Message, RecordDict
 
 from fedapp import registry, server_app
 from fedapp.client_app import app as client_app
@@ -26,7 +27,7 @@ from fedapp.tasks.node import Node
 from fedapp.transport import checkpoint, client_manager, roster, secure
 from fedapp.transport.client_manager import RoundFailed
 from fedapp.transport.identity import PROOF, Identity
-from fedapp.transport.local_grid import LocalGrid
+from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
 from fedapp.transport.secure import HIDDEN, additive, restored, shapes_of
 from strategies.base import FedStrategy
 
@@ -548,3 +549,12 @@ def test_rounds_that_would_hide_nobody_are_refused_before_training(
     with pytest.raises(BadRequest, match=words):
         go(tmp_path / "run", **values)
     assert not (tmp_path / "run" / "rounds.csv").exists()
+
+
+def test_each_copy_of_the_app_answers_queries() -> None:
+    """Ray unpickles the app for every message, in a process where an earlier copy has answered."""
+    flat = from_flat({"method": "fedavg", "clients": 2, "secure-sum": True}).to_flat()
+    for copy in (cloudpickle.loads(cloudpickle.dumps(client_app)) for _ in range(2)):
+        grid = LocalGrid(copy, flat, 2)
+        (reply,) = grid.send_and_receive([Message(RecordDict(), FIRST_NODE, "query.keys")])
+        assert not reply.has_error(), reply.error
