@@ -373,4 +373,4 @@ def test_widths_must_agree(tiny: Callable[..., RunResult], monkeypatch: pytest.M
 
     monkeypatch.setattr(FedClient, "register", register)
     with pytest.raises(BadRequest, match="widths"):
-        tiny(method="fedproto")
+        tiny(method="fedproto", model="digits-a,digits-b")
