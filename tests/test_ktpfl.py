@@ -578,7 +578,7 @@ def test_different_public_sets_are_found_before_round_1(tmp_path: Path, monkeypa
 
     monkeypatch.setattr(KTpFLClient, "common_facts", facts)
     with pytest.raises(BadRequest, match=r"public-checksum of client 2 .* differs"):
-        run(method="ktpfl", clients=3, rounds=1, local_epochs=1, out=tmp_path / "run")
+        run(method="ktpfl", clients=3, rounds=1, model="digits-a,digits-b,digits-c", out=tmp_path / "run")
     assert not (tmp_path / "run" / "rounds.csv").exists()
 
 
