@@ -103,10 +103,10 @@ def test_a_resumed_run_chooses_the_same(method: str, last: int, tiny: Tiny, monk
     part = tiny(rounds=3, **common)
     append = RunDirectory.append
 
-    def killed(self: RunDirectory, name: str, row: Mapping[str, Any]) -> None:
-        if name == "evaluations.csv" and row["round"] == last:
+    def killed(self: RunDirectory, name: str, *rows: Mapping[str, Any]) -> None:
+        if name == "evaluations.csv" and rows[0]["round"] == last:
             raise KeyboardInterrupt
-        append(self, name, row)
+        append(self, name, *rows)
 
     monkeypatch.setattr(RunDirectory, "append", killed)
     with pytest.raises(KeyboardInterrupt):

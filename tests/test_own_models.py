@@ -317,7 +317,11 @@ def test_a_report_imports_no_code_that_a_run_names(tmp_path: Path) -> None:
     for allow in ("", "tests.*"):
         with plugins.only(allow):
             found = gallery.Gallery()
-            found.add("models", "models", lambda: analysis.client_models(read_run(tmp_path / "run")).values())
+            done = [read_run(tmp_path / "run")]
+            job = gallery.Job(
+                "heads", "models", done, lambda done=done: analysis.client_models(done[0]).values(), "models"
+            )
+            found.add(job)
             reasons[allow] = [m.why for m in found.missing]
     assert not reasons["tests.*"] and "not imported here" in reasons[""][0]
     shown = CliRunner().invoke(cli.app, ["report", str(tmp_path / "run")])
