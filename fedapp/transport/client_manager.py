@@ -168,7 +168,8 @@ class ClientManager:
     ----------
     states : what each client stored in its last round that counted: digest, and whether its next training starts from
         it. It goes with the next message, so that a client notices a state that is lost or another's.
-    several : whether clients of a simulation may share a message. One of its own always reaches the same node.
+    several : whether clients of a simulation may share a message. A message to one client alone always goes to the
+        same node.
     offences : which clients are blocked, and why.   reference : a client that all others agree with.
     """
 
