@@ -1,9 +1,10 @@
 """What lying clients do to the honest ones, by attack, rule and method: `python -m benchmarks.attacks`.
 
-Ten clients share the embedded digits (Dirichlet 0.5, 8 rounds), and clients 0 and 1 lie. Measured are the accuracy of
-what the honest clients receive after the last round, on their own test images, and for the backdoor how often these
-models take an image of another class for class 0 once it carries the patch. `min-replies` is 0.7, so that a run goes on
-where the server refuses what the liars send. A run that ends with an error counts as accuracy 0 and is marked.
+Ten clients share the embedded digits (Dirichlet 0.5 or 0.1, 8 rounds), and clients 0 and 1 lie. Measured are the
+accuracy of what the honest clients receive after the last round, on their own test images, and for the backdoor how
+often these models take an image of another class for class 0 once it carries the patch. `min-replies` is 0.7, so that a
+run goes on where the server refuses what the liars send. A run that ends with an error counts as accuracy 0 and is
+marked.
 
 | attack     | what the liars send                                                                                   |
 |------------|-------------------------------------------------------------------------------------------------------|
@@ -20,10 +21,12 @@ where the server refuses what the liars send. A run that ends with an error coun
 | `backdoor` | ten times the update of training in which half of the images carry a white patch of 2 x 2 and the     |
 |            | label 0 (Bagdasaryan et al., AISTATS 2020)                                                            |
 | `permute`  | CCVR: class means of other classes, with counts of 1e6                                                |
+| `swap`     | CCVR: class means of other classes, with the true counts                                              |
+| `shift`    | CCVR: class means moved by 70 % of the way to that of another class                                   |
 | `wide`     | CCVR: covariances times 1e4                                                                           |
 
 Results are added to `docs/attacks.json` as runs finish; runs that are in it are not repeated. `--table` prints the
-table of what is there and puts it between the markers of `docs/robustness.md`.
+tables of what is there, with what each rule costs and holds, and puts them between the markers of `docs/robustness.md`.
 """
 
 from __future__ import annotations
@@ -33,12 +36,14 @@ import dataclasses
 import itertools
 import json
 import math
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -51,22 +56,27 @@ import fedapp
 from benchmarks import machine
 from fedapp import client_app, server_app
 from fedapp import config as configuration
-from fedapp.engines.local import prepare
+from fedapp.engines.local import prepare, resumed
 from fedapp.errors import between
 from fedapp.learning.task import Task
 from fedapp.results.runs import read_run
 from fedapp.tasks.simulated import federated
 from fedapp.transport import records
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
+from fedapp.transport.virtual import Member
 
 CLIENTS, LIARS, F = 10, (0, 1), 2
 SETTINGS: dict[str, Any] = {
-    "dataset": "digits", "clients": CLIENTS, "num-server-rounds": 8, "alpha": 0.5, "protocols": "received",
+    "dataset": "digits", "clients": CLIENTS, "num-server-rounds": 8, "protocols": "received",
     "final-training": False, "min-replies": 0.7,
 }  # fmt: skip
 ON_DATA = ("flip", "count", "backdoor")
-ON_STATISTICS = ("permute", "wide")
+ON_STATISTICS = ("permute", "swap", "shift", "wide")
+CLAIMED = 10**9
+"""Images that a liar says it has, where it lies about that."""
+ALPHAS = ("0.5", "0.1")
 ATTACKS = ("none", *ON_DATA, "sign", "times-10", "times1000", "huge", "min-max", "little", *ON_STATISTICS)
+METHODS = ("fedavg", "lgfedavg", "cwfedavg", "fedgh", "ccvr")
 RULES = ("none", "cap", "norm", "median", "trimmed", "multikrum", "geomedian", "own")
 FILE, PAGE = Path("docs/attacks.json"), Path("docs/robustness.md")
 START, END = "<!-- attacks -->\n", "<!-- end of attacks -->"
@@ -149,7 +159,7 @@ class AttackedGrid(LocalGrid):
         liars = [r for r in replies if r.metadata.src_node_id - FIRST_NODE in LIARS and not r.has_error()]
         if self.attack in ("count", "permute"):  # also when it registers, so that its counts agree
             for reply in liars:
-                reply.content.metric_records[records.METRICS]["num-examples"] = 10**9
+                reply.content.metric_records[records.METRICS]["num-examples"] = CLAIMED
         if kind == "train" and self.attack not in ("flip", "count", *ON_STATISTICS):
             others = [r for r in replies if not any(r is x for x in liars) and not r.has_error()]
             for reply in liars:
@@ -186,8 +196,10 @@ class AttackedGrid(LocalGrid):
     def _change_statistics(self, reply: Message) -> None:
         arrays = self._arrays(reply)
         for name, array in arrays.items():
-            if self.attack == "permute" and name.endswith("/mean"):
+            if self.attack in ("permute", "swap") and name.endswith("/mean"):
                 arrays[name] = np.roll(array, 1, axis=0)
+            elif self.attack == "shift" and name.endswith("/mean"):
+                arrays[name] = (0.3 * array + 0.7 * np.roll(array, 1, axis=0)).astype(array.dtype)
             elif self.attack == "permute" and name.endswith("/count"):
                 arrays[name] = np.full_like(array, 10**6)
             elif self.attack == "wide" and name.endswith("/cov"):
@@ -211,12 +223,24 @@ def fits(method: str, attack: str, rule: str) -> bool:
     guards = configuration.from_flat({"method": method}).method_and_hparams()
     known = guards[0].guarded_by(guards[1])
     takes = {"none": True, "cap": "count-cap" in known, "own": "own" in known}.get(rule, "rules" in known)
+    if method == "fedgh" and attack in ("min-max", "little"):
+        return False  # class means of unlike classes
     return takes and (method == "ccvr" or attack not in ON_STATISTICS) and (attack != "count" or "count-cap" in known)
 
 
-def backdoor_success(run: Path, seed: int) -> float:
+def members(run: server_app.Run, attack: str) -> list[Member]:
+    """Return the clients of a run; liars may be registered with a count that they made up, as on real nodes."""
+    found = _members(run)
+    lies = attack in ("count", "permute")
+    return [dataclasses.replace(m, examples=CLAIMED) if lies and m.client in LIARS else m for m in found]
+
+
+_members = server_app.Run._members
+
+
+def backdoor_success(run: Path, seed: int, alpha: str) -> float:
     """Return how often the models that honest clients receive take a patched image of another class for class 0."""
-    data = federated(configuration.from_flat({**SETTINGS, "seed": seed}), CLIENTS)
+    data = federated(configuration.from_flat({**SETTINGS, "seed": seed, "alpha": float(alpha)}), CLIENTS)
     shares = []
     for client in range(CLIENTS):
         if client in LIARS:
@@ -229,50 +253,91 @@ def backdoor_success(run: Path, seed: int) -> float:
     return float(np.mean(shares))
 
 
-def measure(method: str, attack: str, rule: str, seed: int, folder: Path) -> dict[str, Any]:
-    """Run one federation; return the honest clients' accuracy and what the attack reached."""
+def measure(
+    method: str, attack: str, rule: str, seed: int, alpha: str, folder: Path, trained: Path | None = None
+) -> dict[str, Any]:
+    """Run one federation; return the honest clients' accuracy and what the attack reached.
+
+    Parameters
+    ----------
+    folder : of the run.   trained : of the same run without an attack, for attacks on what is asked after the training.
+    """
     started = time.perf_counter()
-    values = {**SETTINGS, **rule_settings(rule), "method": method, "seed": seed}
-    config = prepare(values, folder)
+    if trained is not None and trained.is_dir():
+        shutil.copytree(trained, folder)
+        config = prepare(resumed(folder, {}), folder)
+    else:
+        values = {**SETTINGS, **rule_settings(rule), "method": method, "seed": seed, "alpha": float(alpha)}
+        config = prepare(values, folder)
     flat = configuration.for_context(config)
     try:
-        server_app.serve(AttackedGrid(flat, attack), flat)
+        with mock.patch.object(server_app.Run, "_members", lambda run: members(run, attack)):
+            server_app.serve(AttackedGrid(flat, attack), flat)
     except Exception as e:
         return {"accuracy": 0.0, "ended": f"{type(e).__name__}: {e}"[:200]}
     final = read_run(folder).final
     honest = final[~final["client"].isin(LIARS)]
     found: dict[str, Any] = {"accuracy": float(honest["received_accuracy"].mean())}
     if attack == "backdoor":
-        found["backdoor"] = backdoor_success(folder, seed)
+        found["backdoor"] = backdoor_success(folder, seed, alpha)
     return {**found, "seconds": round(time.perf_counter() - started, 1)}
 
 
-def name_of(method: str, attack: str, rule: str, seed: int) -> str:
-    return f"{method} {attack} {rule} {seed}"
+def name_of(method: str, attack: str, rule: str, seed: int, alpha: str) -> str:
+    return f"{method} {attack} {rule} {seed} {alpha}"
 
 
 def table(known: Mapping[str, Any]) -> str:
-    """Return the measured cells as one table for each method: mean over seeds and, in brackets, the lowest."""
-    keys = [name.split() for name in known["runs"]]
-    seeds = sorted({int(k[3]) for k in keys})
-    about = known["machine"]
+    """Return what the rules hold, and one table of the measured cells for each method and distribution."""
+    runs: Mapping[str, Mapping[str, Any]] = known["runs"]
+    keys = [tuple(name.split()) for name in runs]
+    seeds = sorted({k[3] for k in keys})
+
+    def cell(method: str, attack: str, rule: str, alpha: str) -> list[Mapping[str, Any]]:
+        names = (name_of(method, attack, rule, int(s), alpha) for s in seeds)
+        return [runs[n] for n in names if n in runs]
+
     lines = [
-        f"`python -m benchmarks.attacks`, seeds {', '.join(map(str, seeds))}, {about}. {CLIENTS} clients, of which 0 "
-        f"and 1 lie, digits, Dirichlet 0.5, 8 rounds, `robust-f = {F}`, `min-replies = 0.7`. "
-        "A cell is the mean over seeds of the honest "
-        "clients' received accuracy with its lowest value in brackets; for the backdoor, its success follows. `†`: a "
-        "run ended with an error and counts as 0. Cells with fewer than three seeds say how many.",
+        f"`python -m benchmarks.attacks`, seeds {', '.join(seeds)}, {known['machine']}. {CLIENTS} clients, of which 0 "
+        f"and 1 lie, digits, 8 rounds, `robust-f = {F}`, `min-replies = 0.7`.",
+        "", "What a rule costs without liars, and what the worst of the measured attacks costs with it: points of the "
+        "honest clients' accuracy, against the method without rule and without attack, mean over seeds.", "",
+        "| method | Dirichlet | rule | without attack | worst attack | backdoor's success |", "|---" * 6 + "|",
     ]  # fmt: skip
-    for method in dict.fromkeys(k[0] for k in keys):
-        rules = [r for r in RULES if any(k[0] == method and k[2] == r for k in keys)]
-        lines += ["", f"**{method}**", "", "| attack | " + " | ".join(rules) + " |", "|---" * (len(rules) + 1) + "|"]
-        for attack in [a for a in ATTACKS if any(k[0] == method and k[1] == a for k in keys)]:
-            cells = []
-            for rule in rules:
-                found = [known["runs"].get(name_of(method, attack, rule, s)) for s in seeds]
-                cells.append(_cell([f for f in found if f]))
+    sets = [(a, m) for a in ALPHAS for m in METHODS if any((k[0], k[4]) == (m, a) for k in keys)]
+    for alpha, method in sets:
+        for rule in (r for r in RULES if cell(method, "none", r, alpha)):
+            lines.append(f"| {method} | {alpha} | {rule} | {_held(cell, method, rule, alpha)} |")
+    lines += [
+        "", "All cells: the mean over seeds of the honest clients' received accuracy, with its lowest value in "
+        "brackets; for the backdoor, its success follows. `†`: a run ended with an error and counts as 0. Cells with "
+        "fewer than three seeds say how many.",
+    ]  # fmt: skip
+    for alpha, method in sets:
+        mine = [k for k in keys if (k[0], k[4]) == (method, alpha)]
+        rules = [r for r in RULES if any(k[2] == r for k in mine)]
+        head = "| attack | " + " | ".join(rules) + " |"
+        lines += ["", f"**{method}**, Dirichlet {alpha}", "", head, "|---" * (len(rules) + 1) + "|"]
+        for attack in (a for a in ATTACKS if any(k[1] == a for k in mine)):
+            cells = (_cell(cell(method, attack, rule, alpha)) for rule in rules)
             lines.append(f"| {attack} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _held(cell: Callable[..., list[Mapping[str, Any]]], method: str, rule: str, alpha: str) -> str:
+    """Return three cells: what a rule costs, what the worst attack costs under it, and the backdoor's success."""
+
+    def mean(attack: str, rule: str) -> float:
+        return float(np.mean([f["accuracy"] for f in cell(method, attack, rule, alpha)]))
+
+    clean = mean("none", "none")
+    found = {a: clean - mean(a, rule) for a in ATTACKS if a != "none" and cell(method, a, rule, alpha)}
+    worst = max(found, key=lambda a: found[a], default="")
+    success = [f["backdoor"] for f in cell(method, "backdoor", rule, alpha) if "backdoor" in f]
+    cost = "–" if rule == "none" else f"{100 * (clean - mean('none', rule)):.1f}"
+    return " | ".join([
+        cost, f"{100 * found[worst]:.1f} ({worst})" if found else "–", f"{np.mean(success):.2f}" if success else "–",
+    ])  # fmt: skip
 
 
 def _cell(found: Sequence[Mapping[str, Any]]) -> str:
@@ -288,10 +353,11 @@ def _cell(found: Sequence[Mapping[str, Any]]) -> str:
 def main() -> int:
     """Measure what is not in the file yet."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default="fedavg,lgfedavg,cwfedavg,fedgh,ccvr")
+    parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--attacks", default=",".join(ATTACKS))
     parser.add_argument("--rules", default=",".join(RULES))
     parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--alphas", default=",".join(ALPHAS))
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further run after that time")
     parser.add_argument("--file", type=Path, default=FILE)
     parser.add_argument("--table", action="store_true", help="print the table and write it into docs/robustness.md")
@@ -308,22 +374,37 @@ def main() -> int:
         return 0
     torch.set_num_threads(1)
     known["machine"] = machine.describe()["processor"]
+    with tempfile.TemporaryDirectory() as folder:
+        fill(known, args, Path(folder))
+    return 0
+
+
+def fill(known: dict[str, Any], args: argparse.Namespace, folder: Path) -> None:
+    """Run what is not known yet, and write the file after each run."""
     started = time.monotonic()
-    chosen = itertools.product(*(getattr(args, n).split(",") for n in ("seeds", "attacks", "rules", "methods")))
-    for seed, attack, rule, method in chosen:
-        name = name_of(method, attack, rule, int(seed))
+    order = ("alphas", "methods", "rules", "seeds", "attacks")
+    for alpha, method, rule, seed, attack in itertools.product(*(getattr(args, n).split(",") for n in order)):
+        name = name_of(method, attack, rule, int(seed), alpha)
         if name in known["runs"] or not fits(method, attack, rule):
             continue
         if time.monotonic() - started > 60 * args.minutes:
-            return 0
-        with tempfile.TemporaryDirectory() as folder:
-            known["runs"][name] = measure(method, attack, rule, int(seed), Path(folder) / "run")
+            return
+        # Attacks on statistics all begin where the training ends, so that is done once for them.
+        trained = folder / name_of(method, "trained", rule, int(seed), alpha).replace(" ", "-")
+        if attack in ON_STATISTICS and not trained.is_dir():
+            measure(method, "none", rule, int(seed), alpha, trained)
+        run = folder / "run"
+        known["runs"][name] = measure(
+            method, attack, rule, int(seed), alpha, run, trained if attack in ON_STATISTICS else None
+        )
+        if method == "ccvr" and attack == "none":
+            run.rename(trained)
+        shutil.rmtree(run, ignore_errors=True)
         sys.stdout.write(f"{name}: {known['runs'][name]}\n")
         sys.stdout.flush()
         part = args.file.with_suffix(".part")
         part.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
         part.replace(args.file)
-    return 0
 
 
 if __name__ == "__main__":

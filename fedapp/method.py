@@ -148,6 +148,7 @@ class ServerContext:
     shape : of one sample of the clients' data as a model takes it, for strategies that build their own model; empty =
         unknown.
     weights : file of stored weights that the initial values come from; empty = they were drawn.
+    warn : shows a line to the user and notes it in the summary.
     """
 
     seed: int
@@ -160,6 +161,7 @@ class ServerContext:
     score: Callable[[Mapping[str, Array], Mapping[str, Scalar]], float | None] = lambda arrays, scalars: None
     shape: tuple[int, ...] = ()
     weights: str = ""
+    warn: Callable[[str], None] = lambda text: None
 
     def ids(self) -> tuple[int, ...]:
         """Return the sorted client ids."""

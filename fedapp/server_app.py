@@ -279,6 +279,11 @@ class Run(Callbacks):
         if self.listener is not None:
             self.listener(event)
 
+    def warn(self, text: str) -> None:
+        """Show a line, and note it in the summary."""
+        self.warnings.append(text)
+        self.tell({"kind": "warning", "text": text})
+
     @staticmethod
     def known_model(config: RunConfig, clients: Sequence[ClientInfo]) -> str:
         """Return the run's `model` with `auto` replaced by what the clients say that it is.
@@ -333,8 +338,7 @@ class Run(Callbacks):
         find = self.method.warn
         warn = find(self.hparams, self.config.optimizer, self.config.augment) if find else None
         if warn:
-            self.warnings.append(warn)
-            self.tell({"kind": "warning", "text": warn})
+            self.warn(warn)
         self.tell(
             {
                 "kind": "start",
@@ -442,8 +446,7 @@ class Run(Callbacks):
         need = 12 * sum(math.prod(shape) for shape in sent) * math.ceil(len(self.infos) * self.config.fraction_train)
         if need > MUCH:
             text = f"robust = '{self.config.robust}' holds all replies of a round: about {need / 2**30:.1f} GB here"
-            self.warnings.append(text)
-            self.tell({"kind": "warning", "text": text})
+            self.warn(text)
 
     def _state_privacy(self) -> None:
         """Say how much noise there will be, before anything is trained."""
@@ -455,8 +458,7 @@ class Run(Callbacks):
         text = dp_rules.stated(config.privacy, sum(math.prod(shape) for shape in sent), asked, config.releases)
         if self.simulation:
             text += "; scores are exact, because this is a simulation: they are not covered"
-        self.warnings.append(text)
-        self.tell({"kind": "warning", "text": text})
+        self.warn(text)
 
     def _spent(self, result: RoundResult) -> None:
         """Note the most that a client says it has released, in all runs."""
@@ -514,7 +516,7 @@ class Run(Callbacks):
             self.central = data.central(self.device)
 
     def _context(self) -> ServerContext:
-        return server_context(
+        context = server_context(
             self.method,
             self.hparams,
             self.spec,
@@ -524,6 +526,7 @@ class Run(Callbacks):
             buffers=self.config.buffers,
             score=self.score,
         )
+        return dataclasses.replace(context, warn=self.warn)
 
     def score(self, arrays: Mapping[str, Array], scalars: Mapping[str, Scalar]) -> float | None:
         """Accuracy of the model with these arrays on the central test set, or None where there is none."""
@@ -609,14 +612,12 @@ class Run(Callbacks):
             self.directory.dropped(dropped)
         for client in (c for c, r in rows.items() if r.get("restarted") == 1):
             text = f"client {client} began anew in round {server_round}, because its stored state was lost"
-            self.warnings.append(text)
-            self.tell({"kind": "warning", "text": text})
+            self.warn(text)
         self.extra["states"] = {str(c): list(known) for c, known in sorted(self.manager.states.items())}
         self.extra |= self.manager.offences.state()
         if result.void:
             text = f"round {server_round} is void, the model stays as it was: {result.void}"
-            self.warnings.append(text)
-            self.tell({"kind": "warning", "text": text})
+            self.warn(text)
         self.extra["voids"] = self.extra.get("voids", 0) + 1 if result.void else 0
         self.extra["dropped"] += len(traffic.dropped)
         self.extra["seconds"] = self.earlier + time.perf_counter() - self.started
@@ -742,8 +743,7 @@ class Run(Callbacks):
         best = self._best_round()
         if best is None:
             text = "select = validation found no validation scores, so the last round is scored: give clients more data"
-            self.warnings.append(text)
-            self.tell({"kind": "warning", "text": text})
+            self.warn(text)
             return state, server_round
         self.chosen = best
         self.tell({"kind": "selected", "round": best})
@@ -767,8 +767,7 @@ class Run(Callbacks):
             f"the update before round {spoiled.round} spoiled the model and is taken back; from now on the median of "
             f"the clients is taken ({spoiled})"
         )
-        self.warnings.append(text)
-        self.tell({"kind": "warning", "text": text})
+        self.warn(text)
         self.extra["median"] = True
 
     # ---- the end -------------------------------------------------------------------------------------------------

@@ -16,13 +16,16 @@ Non-IID Data, NeurIPS 2021.
        (N_c - 1) Sigma_c = sum_k (N_ck - 1) Sigma_ck + sum_k N_ck (mu_ck - mu_c)(mu_ck - mu_c)^T.
 4. Line 14: G_c = M_c draws from N(mu_c, Sigma_c).
 5. phi~ = argmin over phi of the mean cross-entropy on the union of the G_c, by SGD from the trained phi; theta stays.
+
+With `robust`, statistics that are out of line are bounded or left out before line 13. Then phi~ is fitted once more
+without each client, from the same draws, and a client without whom it moves much farther than without others is named.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -30,12 +33,25 @@ import numpy as np
 from clients.ccvr import CENTRES, FEATURES, STATISTICS, CCVRClient, CCVRHParams
 from fedapp.core import gaussian, heads, privacy, virtual
 from fedapp.core.gaussian import ClassMoments, MomentsPool
-from fedapp.core.robust import screened_statistics
+from fedapp.core.robust import FAR, FEW, pulls, screened_statistics
 from fedapp.learning.training import batch_slices
 from fedapp.method import ALL, Array, Arrays, Method, Payload, Query, Reply, ServerState, Sums
 from strategies._composition import PostHoc, built_on
 
 W, B = "head.weight", "head.bias"
+
+
+@dataclasses.dataclass(frozen=True)
+class Screening:
+    """What `robust` made of the clients' statistics.
+
+    Attributes
+    ----------
+    found : how much was bounded or left out.   answers : what is left, by client.
+    """
+
+    found: dict[str, int] = dataclasses.field(default_factory=dict)
+    answers: dict[int, Arrays] = dataclasses.field(default_factory=dict)
 
 
 class CCVR(PostHoc):
@@ -50,15 +66,14 @@ class CCVR(PostHoc):
         """Query statistics, draw virtual representations, re-train the head, and score before and after."""
         state = super().finalize(state, query)
         s, w = self.settings, self.trained(state)
-        replies, pooled, screened = self.statistics(w, query)
+        replies, pooled, screening = self.statistics(w, query)
         counts = pooled.counts
-        rng = functools.partial(self.context.rng, "ccvr-order")
-        head, y, jitter = on_virtual(w, pooled, s, self.context.seed, rng)
+        head, y, jitter = self.fitted(w, pooled)
         found: dict[str, Any] = {
             "virtual_samples": len(y),
             "classes_single": np.flatnonzero(counts == 1).tolist(),
             "jitter": {int(c): float(j) for c, j in jitter.items()},
-            **({"screened": screened} if self.robust.rules else {}),
+            **({"screened": screening.found | self.far_pulled(w, head, screening)} if self.robust.rules else {}),
         }
         calibrated = self.calibrated(state, {"head": head, "tukey": s.before_head(len(y))}, replies, counts, **found)
         if s.oracle:
@@ -71,11 +86,37 @@ class CCVR(PostHoc):
             }
         return calibrated
 
-    def statistics(self, w: Arrays, query: Query) -> tuple[list[Reply], ClassMoments, dict[str, int]]:
+    def fitted(self, w: Arrays, pooled: ClassMoments) -> tuple[Arrays, Array, dict[int, float]]:
+        """Return phi~ for statistics, as `on_virtual` does; equal statistics give equal heads."""
+        rng = functools.partial(self.context.rng, "ccvr-order")
+        return on_virtual(w, pooled, self.settings, self.context.seed, rng)
+
+    def far_pulled(self, w: Arrays, head: Arrays, screening: Screening) -> dict[str, Any]:
+        """Fit phi~ without each client, and warn of those without whom it moves more than `FAR` times the median."""
+        clients = list(screening.answers) if len(screening.answers) >= FEW else []
+        without = []
+        for left_out in clients:
+            others = (arrays for client, arrays in screening.answers.items() if client != left_out)
+            without.append(self.fitted(w, self.pooled(others))[0])
+        far = {c: round(float(p), 2) for c, p in zip(clients, pulls(without, head)) if p > FAR}
+        for client, pull in far.items():
+            self.context.warn(
+                f"without the statistics of client {client} the calibrated head moves {pull:g} times as far as without "
+                "those of the median client: it lies, or it holds classes that hardly anybody else has"
+            )
+        return {"pulls": far}
+
+    def pooled(self, answers: Iterable[Arrays], centres: Array | None = None) -> ClassMoments:
+        """Pool statistics of clients (Eq. 3 and 4)."""
+        pool = MomentsPool(self.context.num_classes, self.context.width, self.settings.cov, centres)
+        for arrays in answers:
+            pool.add(arrays)
+        return pool.moments()
+
+    def statistics(self, w: Arrays, query: Query) -> tuple[list[Reply], ClassMoments, Screening]:
         """Query N_ck, mu_ck, Sigma_ck and pool them as they arrive (Eq. 3 and 4); the replies come without arrays.
 
-        With `robust` all are kept, and what is out of line is bounded or left out before they are pooled; the last
-        value says how much that was.
+        With `robust` all are kept, and what is out of line is bounded or left out before they are pooled.
 
         With cov=sums there are two queries. The first gives N and S1, and with them mu_c. The second gives sums around
         mu_c, so that no large numbers cancel. The server needs only totals over clients. The result depends only on
@@ -95,20 +136,19 @@ class CCVR(PostHoc):
             self.counted = counted
             centres = total / np.maximum(count, 1)[:, None]  # Eq. 3
             question = {**w, CENTRES: centres}
-        pool = MomentsPool(c, d, self.settings.cov, centres)
-        kept: list[Arrays] = []
-        for reply, arrays in self.answers_to(query, "statistics", Payload(common=question)):
-            if self.robust.rules:
-                kept.append(arrays)
-            else:
-                pool.add(arrays)  # Eq. 3 and 4
-            replies.append(reply)
-        kept, screened = screened_statistics(kept)
-        for arrays in kept:
-            pool.add(arrays)
-        return replies, pool.moments(), screened
 
-    def noised_statistics(self, w: Arrays, query: Query) -> tuple[list[Reply], ClassMoments, dict[str, int]]:
+        def arriving() -> Iterator[Arrays]:
+            for reply, arrays in self.answers_to(query, "statistics", Payload(common=question)):
+                replies.append(reply)
+                yield arrays
+
+        if not self.robust.rules:
+            return replies, self.pooled(arriving(), centres), Screening()
+        kept, found = screened_statistics(list(arriving()))
+        screening = Screening(found, {r.client: arrays for r, arrays in zip(replies, kept, strict=True)})
+        return replies, self.pooled(kept), screening
+
+    def noised_statistics(self, w: Arrays, query: Query) -> tuple[list[Reply], ClassMoments, Screening]:
         """Query sums with noise, add them up, and pool the nearest that are possible; as `statistics`."""
         joint = self._joint()
         totals: dict[str, Any] = {}
@@ -124,7 +164,7 @@ class CCVR(PostHoc):
         ratio = (whole / count)[:, None]
         pool = MomentsPool(joint.classes, joint.width, "sums")
         pool.add({"count": whole.astype(np.int64), "sum": total * ratio, "square": gaussian.pack(square) * ratio})
-        return replies, pool.moments(), {}
+        return replies, pool.moments(), Screening()
 
     def _joint(self) -> privacy.Joint:
         return privacy.Joint(self.context.num_classes, self.context.width, "classes")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 import weakref
@@ -22,6 +23,7 @@ from clients.ccvr import CCVRClient, CCVRHParams
 from fedapp import config, registry, sampling
 from fedapp.core import gaussian, heads
 from fedapp.core.gaussian import MomentsPool
+from fedapp.core.robust import Robust
 from fedapp.core.virtual import virtual_features
 from fedapp.engines.local import RunResult, run
 from fedapp.errors import BadRequest
@@ -135,6 +137,42 @@ def pooled(args: str, data: Data, ctx: ServerContext | None = None) -> gaussian.
 def calibrate(args: str, data: Data, ctx: ServerContext | None = None) -> tuple[CCVR, ServerState, ServerState]:
     strategy, state = server(args, ctx)
     return strategy, state, strategy.finalize(state, asker(strategy, data))
+
+
+def six(liar: float = 0.0) -> Data:
+    """Six clients of two of four classes each: no class has enough senders for a vote. Client 0 may lie of its own."""
+    rng = np.random.default_rng(1)
+    data: Data = []
+    for k, classes in enumerate(itertools.combinations(range(4), 2)):
+        y = np.repeat(classes, 20)
+        z = rng.normal(size=(40, 2)) + 4 * np.array([[1, 0], [0, 1], [-1, 0], [0, -1]])[y]
+        data.append((z + liar if k == 0 else z, y))
+    return data
+
+
+def test_who_moves_the_head_far_is_named() -> None:
+    """Drop-one: distances of heads that are fitted without each client, against runs without that client."""
+    told: list[str] = []
+    strategy, state = server(ctx=dataclasses.replace(context(4), warn=told.append))
+    strategy.robust = Robust(("own",), 1)
+    assert strategy.finalize(state, asker(strategy, six()))["ccvr"]["calibration"]["screened"] == {
+        "capped": 0, "left_out": 0, "scaled": 0, "pulls": {},
+    }  # fmt: skip
+    assert not told
+    data = six(liar=5.0)
+    got = strategy.finalize(state, asker(strategy, data))["ccvr"]
+    whole = calibrate("", data, context(4))[2]["ccvr"]["head"]
+    assert all(np.array_equal(whole[n], a) for n, a in got["head"].items()), "a warning changes nothing"
+    moves = []
+    for k in range(6):
+        head = calibrate("", data[:k] + data[k + 1 :], context(4))[2]["ccvr"]["head"]
+        moves.append(np.sqrt(sum(np.square(head[n] - a, dtype=np.float64).sum() for n, a in whole.items())))
+    assert moves[0] > 3 * np.median(moves) > max(moves[1:])
+    assert got["calibration"]["screened"]["pulls"] == {0: pytest.approx(moves[0] / np.median(moves), abs=0.01)}
+    assert len(told) == 1 and "without the statistics of client 0" in told[0]
+    few, _ = server(ctx=dataclasses.replace(context(4), warn=told.append))
+    few.robust = Robust(("own",), 1)
+    assert few.finalize(state, asker(few, data[:3]))["ccvr"]["calibration"]["screened"]["pulls"] == {}
 
 
 def together(data: Data) -> tuple[np.ndarray, np.ndarray]:

@@ -303,6 +303,19 @@ def test_the_mass_of_a_class_is_capped_among_those_that_hold_it() -> None:
     np.testing.assert_allclose(shares.sum(axis=1), 1)
 
 
+def test_pulls_by_hand() -> None:
+    model = {"w": np.zeros((2, 2)), "b": np.zeros(1)}
+
+    def moved(far: float) -> dict[str, np.ndarray]:
+        return {"w": np.array([[3.0, 0.0], [0.0, 0.0]]) * far, "b": np.array([4.0]) * far}
+
+    without = [moved(f) for f in (1.0, 2.0, 3.0, 20.0, 0.0)]
+    np.testing.assert_allclose(robust.pulls(without, model), [0.5, 1.0, 1.5, 10.0, 0.0])
+    assert robust.pulls(without[:3], model).tolist() == [0, 0, 0], "three are too few for a vote"
+    assert robust.pulls([model] * 5, model).tolist() == [0] * 5
+    assert robust.pulls([], model).tolist() == []
+
+
 def answer(mode: str, client: int, samples: int = 40) -> dict:
     rng = np.random.default_rng(client)
     y = rng.integers(0, 3, size=samples)

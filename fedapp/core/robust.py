@@ -54,15 +54,16 @@ FEW = 4
 STEPS, NEAREST = 100, 1e-8
 """Weiszfeld's steps, and the distance below which a point counts as that far away (Pillutla et al.)."""
 COUNT, FAR, TRACE = 4.0, 3.0, 4.0
-"""CCVR: largest count and trace as multiples of the class's median. CCVR and FedGH: largest distance to the median."""
+"""CCVR: largest count and trace as multiples of the class's median. CCVR and FedGH: largest distance to the median.
+CCVR: largest move of the head without one client, as a multiple of the median move, that is not worth a warning."""
 MASS, LENGTH = 2.0, 2.0
 """Largest class mass in cwFedAvg, largest norm of a class mean in FedGH, as multiples of the class's median."""
 
 __all__ = [
     "OWN_RULE", "RULES", "Robust", "RobustMean", "bounded", "capped", "capped_masses", "changes_bounded", "class_means",
     "combined", "coordinate_median", "fitting", "geometric_median", "krum", "krum_scores", "multikrum", "needed",
-    "parsed", "row_bounded", "scale_covariances", "screened", "screened_lars", "screened_statistics", "trimmed_mean",
-    "weaker",
+    "parsed", "pulls", "row_bounded", "scale_covariances", "screened", "screened_lars", "screened_statistics",
+    "trimmed_mean", "weaker",
 ]  # fmt: skip
 
 
@@ -445,6 +446,22 @@ def screened_lars(lars: Sequence[tuple[Array, Array]]) -> tuple[list[npt.NDArray
         for (k, i), row, near in zip(of, rows, screened(rows)):
             short[k][i], kept[k][i] = row, near
     return kept, short
+
+
+def pulls(without: Sequence[Mapping[str, Array]], model: Mapping[str, Array]) -> Float64:
+    """Return how far a model moves without each of K clients, as multiples of the median move, (K,).
+
+    All zero for fewer than `FEW` clients, and where most of them move nothing.
+
+    Parameters
+    ----------
+    without : the model as it is without client k, by name of its arrays.   model : with all of them.
+    """
+    flat = np.stack([np.concatenate([np.subtract(m[n], a, dtype=np.float64).ravel() for n, a in model.items()])
+                     for m in without]) if without else np.zeros((0, 1))  # fmt: skip
+    moves = _norms(flat)
+    middle = float(np.median(moves)) if len(moves) >= FEW else 0.0
+    return moves / middle if middle > 0 else np.zeros(len(moves))
 
 
 def _traces(arrays: Mapping[str, Array]) -> Float64:
