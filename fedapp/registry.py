@@ -221,3 +221,11 @@ def fields_text(method: Method) -> str:
 def resolve(method: Method, hparams: BaseHParams) -> Method:
     """Return the method to run: the method itself, or what a wrapping method makes of its base."""
     return method if method.resolve is None else method.resolve(hparams, get)
+
+
+@functools.lru_cache(maxsize=64)
+def configured(method_id: str, args: str) -> tuple[Method, BaseHParams]:
+    """Return the method to run and its hyperparameters, of an id and its `method-args`."""
+    method = get(method_id)
+    hparams = parse_args(method, args)
+    return resolve(method, hparams), hparams

@@ -409,7 +409,7 @@ def test_an_interrupt_is_one_line_and_exit_code_130(
 def test_a_run_validates_and_resolves_its_configuration_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The object is handed on, to the server and to every client, instead of being made again from flat values."""
     calls: list[str] = []
-    originals = {name: getattr(config, name) for name in ("_check", "_resolved")}
+    originals = {name: getattr(config, name) for name in ("check", "_resolved")}
     for name in originals:
 
         def counted(given: Any, name: str = name) -> Any:
@@ -418,13 +418,13 @@ def test_a_run_validates_and_resolves_its_configuration_once(tmp_path: Path, mon
 
         monkeypatch.setattr(config, name, counted)
     run(method="fedavg", clients=3, rounds=2, local_epochs=1, data_fraction=0.2, out=tmp_path / "run")
-    assert calls == ["_check", "_resolved"]
+    assert calls == ["check", "_resolved"]
 
 
 def test_a_context_is_validated_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     values = {"method": "fedavg", "lr": 0.0123, "seed": 77}
     first = config.from_context(values)
-    monkeypatch.setattr(config, "_check", lambda given: pytest.fail("validated again"))
+    monkeypatch.setattr(config, "check", lambda given: pytest.fail("validated again"))
     assert config.from_context(dict(reversed(values.items()))) is first
     assert first.momentum == 0.9 and first.model == "digits-a", "what a message gives is resolved"
 

@@ -160,13 +160,13 @@ def test_rho_one_run_equals_fedavg_on_the_prototype_model(tmp_path: Path, monkey
     plain = dataclasses.replace(METHOD, strategy=FedAvg, up=None, extra_up=())
     monkeypatch.setattr(FedNHClient, "after_training", lambda self, payload: {})
     monkeypatch.setattr("fedapp.registry.get", lambda name: plain)
-    from fedapp import config
+    from fedapp import registry
 
-    config._method_and_hparams.cache_clear()
+    registry.configured.cache_clear()
     try:
         fedavg = run(method="fednh", out=tmp_path / "b", **settings).rounds
     finally:
-        config._method_and_hparams.cache_clear()
+        registry.configured.cache_clear()
     assert (fedavg["bytes_up"] == fedavg["bytes_down"]).all()
     kept = [c for c in fednh.columns if not c.endswith("seconds") and c != "bytes_up"]
     pd.testing.assert_frame_equal(fednh[kept], fedavg[kept])

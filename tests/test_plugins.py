@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedapp import cli, config, plugins, registry
+from fedapp import cli, plugins, registry
 from fedapp.config import from_flat
 from fedapp.data import datasets
 from fedapp.engines.local import run
@@ -57,7 +57,7 @@ Install = Callable[..., None]
 
 def _forget() -> None:
     importlib.invalidate_caches()
-    for cached in (plugins._read, registry._installed, registry._of_package, config._method_and_hparams):
+    for cached in (plugins._read, registry._installed, registry._of_package, registry.configured):
         cached.cache_clear()
     for name in [n for n in sys.modules if n.partition(".")[0] in ("addon", "other")]:
         del sys.modules[name]

@@ -31,7 +31,7 @@ def _method_with_public_set(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     known = {**registry.discover(), "with_public": WITH_PUBLIC}
     monkeypatch.setattr(registry, "_discovered", lambda: (known, {}))
     yield
-    configuration._method_and_hparams.cache_clear()
+    registry.configured.cache_clear()
 
 
 def _config(**settings: object) -> RunConfig:

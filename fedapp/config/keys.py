@@ -1,45 +1,35 @@
-"""The run configuration: one frozen, validated object made from Flower's flat run-config.
+"""Every run-config key with its type, default and meaning, and what the program derives from them.
 
-pyproject.toml declares every key with the same default as here (a test compares them). Unknown keys, wrong types,
-values out of range and contradictions raise a `BadRequest` that says what to do.
+pyproject.toml declares every key with the same default (a test compares them).
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import re
-import tomllib
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, Literal
 
-import tomli_w
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
-from fedapp import plugins, registry, sampling
+from fedapp import registry, sampling
 from fedapp.core.privacy import Privacy, noise_for
-from fedapp.core.robust import OWN_RULE, RULES, Robust, needed, parsed
+from fedapp.core.robust import Robust, needed, parsed
 from fedapp.core.secure_sum import flaw, threshold
-from fedapp.data import flower
-from fedapp.data.columns import Reading, roles
-from fedapp.data.datasets import OWN, check_name, published
-from fedapp.data.partitions import NATURAL, PARTITION_KINDS
-from fedapp.errors import BadRequest, suggest
-from fedapp.lazy import torch
+from fedapp.data.columns import Reading
+from fedapp.data.datasets import OWN
+from fedapp.errors import BadRequest
 from fedapp.learning import dp_rules, evaluation
-from fedapp.learning.optimizers import check_optimizer, parse_schedule, round_rates, takes
-from fedapp.learning.training import TrainSpec, class_numbers, make_optimizer
+from fedapp.learning.optimizers import round_rates
+from fedapp.learning.training import TrainSpec
 from fedapp.method import BaseHParams, Method
-from fedapp.models import MODEL_NAMES, ModelOptions, check_form, default_model, is_own, own, weights
+from fedapp.models import ModelOptions, weights
 from fedapp.transport.client_manager import Settings, needed_replies
 
 Auto = Literal["auto"]
 _FEDERATION = re.compile(r"\A[a-z0-9-]{1,64}\Z")
 PROTOCOLS = ("received", "trained", "global")
 
-_T = TypeVar("_T")
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 
@@ -385,7 +375,7 @@ class RunConfig(BaseModel):
     @property
     def adaptations(self) -> tuple[int, ...]:
         """The numbers of local epochs after which unseen clients are scored, beside what they receive."""
-        return tuple(sorted({n for n in _whole_numbers("adapt-epochs", self.adapt_epochs) if n > 0}))
+        return tuple(sorted({n for n in whole_numbers("adapt-epochs", self.adapt_epochs) if n > 0}))
 
     def unseen_of(self, clients: Iterable[int]) -> tuple[int, ...]:
         """Return which of these clients take no part in the training, by id.
@@ -401,7 +391,7 @@ class RunConfig(BaseModel):
             share = float(self.unseen)
             chosen = tuple(sampling.sample_clients(self.data_seed, 0, ids, share, purpose="unseen"))
         else:
-            chosen = tuple(sorted(set(_whole_numbers("unseen", self.unseen))))
+            chosen = tuple(sorted(set(whole_numbers("unseen", self.unseen))))
         known = set(ids)
         absent = [c for c in chosen if c not in known]
         if absent:
@@ -510,7 +500,7 @@ class RunConfig(BaseModel):
 
     def method_and_hparams(self) -> tuple[Method, BaseHParams]:
         """Return the method to run and its hyperparameters."""
-        return _method_and_hparams(self.method, self.method_args)
+        return registry.configured(self.method, self.method_args)
 
     def train_spec(self) -> TrainSpec:
         """Return the local training settings."""
@@ -584,219 +574,13 @@ def _privacy(
     return Privacy("example", epsilon, delta, z, test=test)
 
 
-@functools.lru_cache(maxsize=64)
-def _method_and_hparams(method_id: str, args: str) -> tuple[Method, BaseHParams]:
-    method = registry.get(method_id)
-    hparams = registry.parse_args(method, args)
-    return registry.resolve(method, hparams), hparams
-
-
-KEYS = tuple(name.replace("_", "-") for name in RunConfig.model_fields)
-
-
-DEFAULTS: dict[str, Any] = RunConfig().to_flat()
-"""Every key with its default, as pyproject.toml declares them; `auto` where the method or the data set decides."""
-
-
-def from_flat(values: Mapping[str, Any]) -> RunConfig:
-    """Validate a flat run-config and replace every `auto` that depends on method and data set alone.
-
-    This is the only way in: every `RunConfig` that travels through the program is valid, resolved and frozen.
+def whole_numbers(key: str, text: str) -> list[int]:
+    """Return the whole numbers of a text with commas between them.
 
     Raises
     ------
-    BadRequest : unknown key, wrong type, value out of range, or contradicting keys; one line each.
+    BadRequest : it holds something else.
     """
-    unknown = [k for k in values if k not in KEYS]
-    if unknown:
-        raise BadRequest("; ".join(f"unknown key '{k}'{suggest(k, KEYS)}" for k in unknown))
-    fields = RunConfig.model_fields
-    given = {
-        k: float(v) if isinstance(v, int) and not isinstance(v, bool) and _is_float(fields[k.replace("-", "_")]) else v
-        for k, v in values.items()
-    }
-    try:
-        config = RunConfig.model_validate(given)
-    except ValidationError as e:
-        lines: dict[str, list[str]] = {}
-        for item in e.errors():
-            key = str(item["loc"][0])
-            lines.setdefault(key, []).append(_plain(item))
-        text = "; ".join(f"{k} = {given.get(k)!r}: {' or '.join(dict.fromkeys(v))}" for k, v in lines.items())
-        raise BadRequest(text) from e
-    _check(config)
-    config = _resolved(config)
-    _check_training(config)
-    return config
-
-
-def _is_float(field: Any) -> bool:
-    return "float" in str(field.annotation) and "int" not in str(field.annotation).replace("Point", "")
-
-
-def _plain(error: Any) -> str:
-    """Return a validation error of pydantic in plain words."""
-    kind, context = error["type"], error.get("ctx", {})
-    words = {
-        "greater_than": f"must be greater than {context.get('gt')}",
-        "greater_than_equal": f"must be at least {context.get('ge')}",
-        "less_than": f"must be less than {context.get('lt')}",
-        "less_than_equal": f"must be at most {context.get('le')}",
-        "int_type": "must be a whole number",
-        "float_type": "must be a number",
-        "string_type": "must be text",
-        "bool_type": "must be true or false",
-        "literal_error": f"must be {context.get('expected')}",
-    }
-    return words.get(kind, str(error["msg"]))
-
-
-def _check(config: RunConfig) -> None:
-    """Refuse settings that contradict each other, without reading any data."""
-    method, hparams = config.method_and_hparams()
-    bad = [p for p in config.measured if p not in PROTOCOLS]
-    if bad or not config.measured:
-        raise BadRequest(f"protocols = '{config.protocols}': choose from {', '.join(PROTOCOLS)}")
-    _check_metrics(config)
-    _check_unseen(config)
-    roles(config.columns)
-    if not config.model_names:
-        raise BadRequest("model is empty: give one architecture, several with commas between them, or auto")
-    for name in config.model_names:
-        if is_own(name):
-            check_form(name, config.model_options)
-        elif name != "auto" and name not in MODEL_NAMES:
-            known = (*MODEL_NAMES, *own.installed())
-            raise BadRequest(
-                plugins.problems("models", MODEL_NAMES).get(name)
-                or f"unknown model '{name}'{suggest(name, known)}: choose from {', '.join(known)}, or name your own as "
-                "package.module:function"
-            )
-    stored = ModelOptions(weights=config.weights, freeze=config.freeze, unit=config.model_options.unit)
-    if config.model_options != stored and not any(map(is_own, config.model_names)):
-        raise BadRequest(
-            "model-args, head, width and input-size are for own models (package.module:function): leave them out"
-        )
-    if config.weights and len(set(config.model_names)) > 1:
-        raise BadRequest(f"weights are of one architecture, but model = '{config.model}' names several: give one")
-    if config.freeze and not config.weights:
-        raise BadRequest("freeze keeps layers with stored weights as they are: give weights too, or leave it out")
-    if len(set(config.model_names)) > 1 and not method.heterogeneous:
-        raise BadRequest(
-            f"{config.method} needs one architecture, but model = '{config.model}' names "
-            f"{len(set(config.model_names))}: give one, or choose a method that allows several (fedapp methods)"
-        )
-    if "features." in method.shared_prefixes(hparams) and len(set(config.model_names)) > 1:
-        raise BadRequest(
-            f"{config.method} with these method-args shares extractors, so all clients need one architecture: "
-            "give one model, or change method-args"
-        )
-    if config.federation and not config.federation.replace("-", "").replace("_", "").replace(".", "").isalnum():
-        raise BadRequest(f"federation = '{config.federation}': use letters, digits, '-', '_' and '.' only")
-    if config.clip_update and not method.up_prefixes(hparams):
-        raise BadRequest(f"clip-update limits changes of model arrays, but {config.method} sends none: leave it at 0")
-    _check_robust(config, method, hparams)
-    _check_sums(config, method, hparams)
-    dp_rules.check(config, method, hparams, DEFAULTS)
-    names = [n.strip() for n in config.class_names.split(",")]
-    if config.class_names and (not all(names) or len(set(names)) != len(names)):
-        raise BadRequest(f"class-names = '{config.class_names}': give different names with commas between them")
-    named = flower.is_named(config.partition)
-    if config.partition in NATURAL or named:
-        changed = [k for k in ("alpha", "classes-per-client") if config.to_flat()[k] != DEFAULTS[k]]
-        if changed:
-            raise BadRequest(
-                f"{changed[0]} is for drawn partitions, and partition = '{config.partition}' is not one: "
-                + (f"give {changed[0].replace('-', '_')} in partition-args" if named else "leave it out")
-            )
-        if not named and config.split == "official":
-            raise BadRequest(f"split = 'official' does not go with partition = '{config.partition}': use given or auto")
-    if named:
-        flower.arguments(config.partition, config.partition_args)
-    elif config.partition_args:
-        raise BadRequest(
-            "partition-args is for partitioners of flwr-datasets: give one, such as partition = "
-            "flwr:DirichletPartitioner"
-        )
-    if config.split == "given" and config.partition not in ("auto", *NATURAL):
-        raise BadRequest("split = 'given' goes with partition = 'by-client': choose official, merged or holdout")
-    if (config.partition == "file") != bool(config.partition_file):
-        raise BadRequest("partition = 'file' and partition-file go together: give both, or neither")
-    if config.select == "validation":
-        if not config.validation:
-            raise BadRequest("select = 'validation' needs validation images: hold some out with --set validation=0.1")
-        if "received" not in config.measured:
-            raise BadRequest(
-                f"select = 'validation' chooses by received, but protocols = '{config.protocols}': measure it too"
-            )
-        if config.evaluate_every > config.num_server_rounds:
-            raise BadRequest(
-                f"select = 'validation' with evaluate-every = {config.evaluate_every} evaluates none of "
-                f"{config.num_server_rounds} rounds: lower evaluate-every"
-            )
-    if config.min_clients != "auto" and 0 < config.clients < config.min_clients:
-        raise BadRequest(f"min-clients = {config.min_clients}, but clients = {config.clients}: lower min-clients")
-    if config.resume and not config.out:
-        raise BadRequest("resume needs out: give the run directory to continue")
-    check_name(config.dataset)
-    kinds = ("auto", *PARTITION_KINDS)
-    if config.partition not in kinds and not named:
-        raise BadRequest(
-            f"unknown partition '{config.partition}'{suggest(config.partition, kinds)}: choose from {', '.join(kinds)}"
-        )
-
-
-def _check_robust(config: RunConfig, method: Method, hparams: BaseHParams) -> None:
-    guards = method.guarded_by(hparams)
-    given = f" with method-args = '{config.method_args}'" if config.method_args else ""
-    try:
-        rules = parsed(config.robust)
-    except ValueError as e:
-        raise BadRequest(f"robust = '{config.robust}': {e}") from e
-    if rules and not {"rules", OWN_RULE} & set(guards):
-        raise BadRequest(
-            f"robust is for averages of what clients send, and {config.method}{given} has none that it could guard: "
-            "leave it out, or choose another method"
-        )
-    if rules and "rules" not in guards and rules != (OWN_RULE,):
-        raise BadRequest(
-            f"robust = '{config.robust}': {config.method}{given} has a rule of its own: use robust = 'own'"
-        )
-    if rules == (OWN_RULE,) and OWN_RULE not in guards:
-        raise BadRequest(
-            f"robust = 'own': {config.method}{given} has no rule of its own: choose from {', '.join(RULES)}"
-        )
-    if not rules and config.robust_f != DEFAULTS["robust-f"]:
-        raise BadRequest(f"robust-f = {config.robust_f} says how many clients robust expects to lie: choose a rule too")
-    if config.count_cap != "auto" and config.count_cap and "count-cap" not in guards:
-        raise BadRequest(f"count-cap limits the weights of clients, and {config.method}{given} has none: leave it out")
-    if config.count_cap != "auto" and 0 != config.count_cap < 1:
-        raise BadRequest(f"count-cap = {config.count_cap:g}: must be 0, or at least 1 times the median")
-
-
-def _check_sums(config: RunConfig, method: Method, hparams: BaseHParams) -> None:
-    """Refuse what needs the replies of single clients where the server sees only their sum."""
-    if not config.secure_sum:
-        changed = [k for k in ("secure-dropout", "secure-colluders") if config.to_flat()[k] != DEFAULTS[k]]
-        if changed:
-            raise BadRequest(f"{changed[0]} is for secure sums: set secure-sum = true too, or leave it out")
-        return
-    given = f" with method-args = '{config.method_args}'" if config.method_args else ""
-    if method.sums(hparams) is None:
-        raise BadRequest(
-            f"secure-sum: {config.method}{given} needs the reply of each client, and not only their sum: leave it out, "
-            "or choose a method that averages (docs/secure-sums.md lists them)"
-        )
-    for key, why in (
-        ("robust", "compares single replies"),
-        ("max-abs", "looks at single values"),
-        ("count-cap", "changes the weights of single replies"),
-    ):
-        if config.to_flat()[key] != DEFAULTS[key]:
-            raise BadRequest(f"{key} {why}, which secure-sum hides from the server: use one of the two")
-
-
-def _whole_numbers(key: str, text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() for part in parts):
         raise BadRequest(f"{key} = '{text}': give whole numbers from 0 with commas between them")
@@ -807,178 +591,8 @@ def _range(ids: Sequence[int]) -> str:
     return f"{ids[0]} .. {ids[-1]}" if len(ids) > 8 else ", ".join(map(str, ids))
 
 
-def _check_unseen(config: RunConfig) -> None:
-    longest = max(_whole_numbers("adapt-epochs", config.adapt_epochs))
-    if longest > 10_000:
-        raise BadRequest(f"adapt-epochs = '{config.adapt_epochs}': {longest} epochs are more than 10000")
-    if not config.unseen:
-        return
-    if "." not in config.unseen:
-        _whole_numbers("unseen", config.unseen)
-        return
-    try:
-        share = float(config.unseen)
-    except ValueError:
-        share = 0.0
-    if not 0 < share < 1:
-        raise BadRequest(f"unseen = '{config.unseen}': give a share between 0 and 1, or ids with commas between them")
+KEYS = tuple(name.replace("_", "-") for name in RunConfig.model_fields)
 
 
-def _check_metrics(config: RunConfig) -> None:
-    known = (*evaluation.ALWAYS, *evaluation.METRICS)
-    taken = {*known, "correct", "total", "validation", *(evaluation.column(m) for m in evaluation.METRICS)}
-    for name in config.further_metrics:
-        module, _, function = name.partition(":")
-        if not evaluation.is_own(name):
-            if name not in known:
-                raise BadRequest(
-                    f"metrics: unknown '{name}'{suggest(name, known)}: choose from {', '.join(known)}, or name your "
-                    "own as package.module:function"
-                )
-        elif not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-            raise BadRequest(f"metrics: '{name}' is not of the form package.module:function")
-        elif function in taken:
-            raise BadRequest(f"metrics: '{function}' is the name of another score: rename your function")
-        else:
-            taken.add(function)
-
-
-def _check_training(config: RunConfig) -> None:
-    """Refuse an optimizer, a schedule or weights that are not valid, or that leave a setting without effect."""
-    name = config.optimizer
-    if not takes(name, "momentum") and config.momentum:
-        raise BadRequest(f"momentum is for SGD and RMSprop: leave it at auto with optimizer = '{name}'")
-    if not takes(name, "weight_decay") and config.weight_decay:
-        raise BadRequest(f"{name} has no weight decay: leave weight-decay at auto, or choose another optimizer")
-    if name == "rprop" and config.lr_schedule_steps:
-        raise BadRequest("rprop uses lr for the first step of a round only: leave out lr-schedule-steps")
-    spec = config.train_spec()  # makes the rates of the rounds
-    if config.optimizer_args:
-        make_optimizer([torch.nn.Parameter(torch.zeros(()))], spec)
-    if config.lr_schedule_steps:
-        parse_schedule("lr-schedule-steps", config.lr_schedule_steps)
-    class_numbers(config.class_weights)
-
-
-def known_partition(partition: str, dataset: str) -> str:
-    """Return what `auto` stands for where the name of the data set decides it; the user's own data must be read."""
-    return "dirichlet" if partition == "auto" and published(dataset) is not None else partition
-
-
-def _resolved(config: RunConfig) -> RunConfig:
-    """Replace every `auto` that depends only on method and data set by its value."""
-    method, _ = config.method_and_hparams()
-    d = method.defaults
-
-    def pick(value: Any, auto: _T) -> Any:
-        return auto if value == "auto" else value
-
-    optimizer = pick(config.optimizer, d.optimizer)
-    check_optimizer(optimizer)
-    # The user's own data decide the model when they are read.
-    known = published(config.dataset)
-    model = "auto" if known is None else default_model(known.shape)
-    return config.replaced(
-        model=",".join(model if n == "auto" else n for n in config.model_names),
-        lr=pick(config.lr, d.lr_digits if config.dataset == "digits" else d.lr),
-        optimizer=optimizer,
-        momentum=pick(config.momentum, d.momentum if optimizer == "sgd" else 0.0),
-        weight_decay=pick(config.weight_decay, d.weight_decay if takes(optimizer, "weight_decay") else 0.0),
-        clip=pick(config.clip, d.clip),
-        partition=known_partition(config.partition, config.dataset),
-        augment=pick(config.augment, d.augment),
-        evaluate_every=max(1, config.evaluate_every) if config.select == "validation" else config.evaluate_every,
-    )
-
-
-_KNOWN: OrderedDict[str, RunConfig] = OrderedDict()
-"""Configurations that this process has validated, by the text of their flat form; the newest last."""
-
-
-def for_context(config: RunConfig) -> dict[str, Any]:
-    """Return the flat run-config for Flower's contexts in this process; :func:`from_context` then knows it as valid."""
-    flat = config.to_flat()
-    _remember(_text(flat), config)
-    return flat
-
-
-def from_context(run_config: Mapping[str, Any]) -> RunConfig:
-    """Return the configuration of a Flower context; every message brings it, and a process validates it once."""
-    text = _text(run_config)
-    if text not in _KNOWN:
-        _remember(text, from_flat(json.loads(text)))
-    return _KNOWN[text]
-
-
-def _text(flat: Mapping[str, Any]) -> str:
-    return json.dumps(dict(flat), sort_keys=True)
-
-
-def _remember(text: str, config: RunConfig) -> None:
-    _KNOWN[text] = config
-    while len(_KNOWN) > 16:
-        _KNOWN.popitem(last=False)
-
-
-FORMER = ("cuda-graphs",)
-"""Keys that earlier versions wrote into every `config.toml` and that changed no number."""
-
-
-def without_former(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a run directory's `config.toml` says, without keys that no longer exist and changed no number."""
-    return {key: value for key, value in values.items() if key not in FORMER}
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file of run-config keys.
-
-    Raises
-    ------
-    BadRequest : the file does not exist, cannot be read, or is not TOML.
-    """
-    try:
-        with path.open("rb") as f:
-            data = tomllib.load(f)
-    except FileNotFoundError as e:
-        raise BadRequest(f"{path} does not exist: check the path") from e
-    except OSError as e:
-        raise BadRequest(f"{path} cannot be read ({e.strerror})") from e
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise BadRequest(f"{path} is not TOML: {e}") from e
-    return data
-
-
-def write_toml(path: Path, config: RunConfig) -> None:
-    """Write a configuration as the TOML file that `fedapp run FILE.toml` reads."""
-    path.write_text(tomli_w.dumps(config.to_flat()), encoding="utf-8")
-
-
-def parse_value(key: str, text: str) -> Any:
-    """Turn the text of `--set key=value` into the type of the key.
-
-    Raises
-    ------
-    BadRequest : the key is unknown, or the text is not of its type.
-    """
-    if key not in KEYS:
-        raise BadRequest(f"unknown key '{key}'{suggest(key, KEYS)}")
-    field = RunConfig.model_fields[key.replace("-", "_")]
-    kind = str(field.annotation)
-    if text == "auto" and "auto" in kind:
-        return text
-    or_auto = " or auto" if "auto" in kind else ""
-    if "bool" in kind:
-        if text.lower() in ("true", "false"):
-            return text.lower() == "true"
-        raise BadRequest(f"{key} = '{text}': must be true or false{or_auto}")
-    if "int" in kind:
-        try:
-            return int(text)
-        except ValueError as e:
-            raise BadRequest(f"{key} = '{text}': must be a whole number{or_auto}") from e
-    if "float" in kind:
-        try:
-            return float(text)
-        except ValueError as e:
-            raise BadRequest(f"{key} = '{text}': must be a number{or_auto}") from e
-    return text
+DEFAULTS: dict[str, Any] = RunConfig().to_flat()
+"""Every key with its default, as pyproject.toml declares them; `auto` where the method or the data set decides."""

@@ -1,0 +1,207 @@
+"""The run configuration: one frozen, validated object made from Flower's flat run-config.
+
+`keys` says what there is, `checks` what contradicts each other; here is the way in, from a file, a command line or a
+context of Flower. Unknown keys, wrong types, values out of range and contradictions raise a `BadRequest` that says what
+to do.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
+from pydantic import ValidationError
+
+from fedapp.config.checks import check, check_training
+from fedapp.config.keys import DEFAULTS, KEYS, PROTOCOLS, RunConfig
+from fedapp.data.datasets import published
+from fedapp.errors import BadRequest, suggest
+from fedapp.learning.optimizers import check_optimizer, takes
+from fedapp.models import default_model
+
+__all__ = ["DEFAULTS", "KEYS", "PROTOCOLS", "RunConfig"]
+
+
+def from_flat(values: Mapping[str, Any]) -> RunConfig:
+    """Validate a flat run-config and replace every `auto` that depends on method and data set alone.
+
+    This is the only way in: every `RunConfig` that travels through the program is valid, resolved and frozen.
+
+    Raises
+    ------
+    BadRequest : unknown key, wrong type, value out of range, or contradicting keys; one line each.
+    """
+    unknown = [k for k in values if k not in KEYS]
+    if unknown:
+        raise BadRequest("; ".join(f"unknown key '{k}'{suggest(k, KEYS)}" for k in unknown))
+    fields = RunConfig.model_fields
+    given = {
+        k: float(v) if isinstance(v, int) and not isinstance(v, bool) and _is_float(fields[k.replace("-", "_")]) else v
+        for k, v in values.items()
+    }
+    try:
+        config = RunConfig.model_validate(given)
+    except ValidationError as e:
+        lines: dict[str, list[str]] = {}
+        for item in e.errors():
+            key = str(item["loc"][0])
+            lines.setdefault(key, []).append(_plain(item))
+        text = "; ".join(f"{k} = {given.get(k)!r}: {' or '.join(dict.fromkeys(v))}" for k, v in lines.items())
+        raise BadRequest(text) from e
+    check(config)
+    config = _resolved(config)
+    check_training(config)
+    return config
+
+
+def _is_float(field: Any) -> bool:
+    return "float" in str(field.annotation) and "int" not in str(field.annotation).replace("Point", "")
+
+
+def _plain(error: Any) -> str:
+    """Return a validation error of pydantic in plain words."""
+    kind, context = error["type"], error.get("ctx", {})
+    words = {
+        "greater_than": f"must be greater than {context.get('gt')}",
+        "greater_than_equal": f"must be at least {context.get('ge')}",
+        "less_than": f"must be less than {context.get('lt')}",
+        "less_than_equal": f"must be at most {context.get('le')}",
+        "int_type": "must be a whole number",
+        "float_type": "must be a number",
+        "string_type": "must be text",
+        "bool_type": "must be true or false",
+        "literal_error": f"must be {context.get('expected')}",
+    }
+    return words.get(kind, str(error["msg"]))
+
+
+def known_partition(partition: str, dataset: str) -> str:
+    """Return what `auto` stands for where the name of the data set decides it; the user's own data must be read."""
+    return "dirichlet" if partition == "auto" and published(dataset) is not None else partition
+
+
+_T = TypeVar("_T")
+
+
+def _resolved(config: RunConfig) -> RunConfig:
+    """Replace every `auto` that depends only on method and data set by its value."""
+    method, _ = config.method_and_hparams()
+    d = method.defaults
+
+    def pick(value: Any, auto: _T) -> Any:
+        return auto if value == "auto" else value
+
+    optimizer = pick(config.optimizer, d.optimizer)
+    check_optimizer(optimizer)
+    # The user's own data decide the model when they are read.
+    known = published(config.dataset)
+    model = "auto" if known is None else default_model(known.shape)
+    return config.replaced(
+        model=",".join(model if n == "auto" else n for n in config.model_names),
+        lr=pick(config.lr, d.lr_digits if config.dataset == "digits" else d.lr),
+        optimizer=optimizer,
+        momentum=pick(config.momentum, d.momentum if optimizer == "sgd" else 0.0),
+        weight_decay=pick(config.weight_decay, d.weight_decay if takes(optimizer, "weight_decay") else 0.0),
+        clip=pick(config.clip, d.clip),
+        partition=known_partition(config.partition, config.dataset),
+        augment=pick(config.augment, d.augment),
+        evaluate_every=max(1, config.evaluate_every) if config.select == "validation" else config.evaluate_every,
+    )
+
+
+_KNOWN: OrderedDict[str, RunConfig] = OrderedDict()
+"""Configurations that this process has validated, by the text of their flat form; the newest last."""
+
+
+def for_context(config: RunConfig) -> dict[str, Any]:
+    """Return the flat run-config for Flower's contexts in this process; :func:`from_context` then knows it as valid."""
+    flat = config.to_flat()
+    _remember(_text(flat), config)
+    return flat
+
+
+def from_context(run_config: Mapping[str, Any]) -> RunConfig:
+    """Return the configuration of a Flower context; every message brings it, and a process validates it once."""
+    text = _text(run_config)
+    if text not in _KNOWN:
+        _remember(text, from_flat(json.loads(text)))
+    return _KNOWN[text]
+
+
+def _text(flat: Mapping[str, Any]) -> str:
+    return json.dumps(dict(flat), sort_keys=True)
+
+
+def _remember(text: str, config: RunConfig) -> None:
+    _KNOWN[text] = config
+    while len(_KNOWN) > 16:
+        _KNOWN.popitem(last=False)
+
+
+FORMER = ("cuda-graphs",)
+"""Keys that earlier versions wrote into every `config.toml` and that changed no number."""
+
+
+def without_former(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a run directory's `config.toml` says, without keys that no longer exist and changed no number."""
+    return {key: value for key, value in values.items() if key not in FORMER}
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file of run-config keys.
+
+    Raises
+    ------
+    BadRequest : the file does not exist, cannot be read, or is not TOML.
+    """
+    try:
+        with path.open("rb") as f:
+            data = tomllib.load(f)
+    except FileNotFoundError as e:
+        raise BadRequest(f"{path} does not exist: check the path") from e
+    except OSError as e:
+        raise BadRequest(f"{path} cannot be read ({e.strerror})") from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise BadRequest(f"{path} is not TOML: {e}") from e
+    return data
+
+
+def write_toml(path: Path, config: RunConfig) -> None:
+    """Write a configuration as the TOML file that `fedapp run FILE.toml` reads."""
+    path.write_text(tomli_w.dumps(config.to_flat()), encoding="utf-8")
+
+
+def parse_value(key: str, text: str) -> Any:
+    """Turn the text of `--set key=value` into the type of the key.
+
+    Raises
+    ------
+    BadRequest : the key is unknown, or the text is not of its type.
+    """
+    if key not in KEYS:
+        raise BadRequest(f"unknown key '{key}'{suggest(key, KEYS)}")
+    field = RunConfig.model_fields[key.replace("-", "_")]
+    kind = str(field.annotation)
+    if text == "auto" and "auto" in kind:
+        return text
+    or_auto = " or auto" if "auto" in kind else ""
+    if "bool" in kind:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        raise BadRequest(f"{key} = '{text}': must be true or false{or_auto}")
+    if "int" in kind:
+        try:
+            return int(text)
+        except ValueError as e:
+            raise BadRequest(f"{key} = '{text}': must be a whole number{or_auto}") from e
+    if "float" in kind:
+        try:
+            return float(text)
+        except ValueError as e:
+            raise BadRequest(f"{key} = '{text}': must be a number{or_auto}") from e
+    return text
