@@ -70,7 +70,7 @@ RATIOS = {
 def round_figures(times: Times) -> dict[str, float]:
     """Return the ratios and seconds of benchmark (a)."""
     return {
-        **{key: times.ratio(slow, fast) for key, (slow, fast) in RATIOS.items()},
+        **{key: times.ratio(slow, fast) for key, (slow, fast) in RATIOS.items() if fast in times.seconds},
         **{f"{name}_round_seconds": times.median(name) for name in times.seconds},
     }
 
@@ -117,10 +117,12 @@ def rounds_table(times: Times, peaks: Mapping[str, int]) -> list[str]:
     seconds = [
         (name, f"{times.median(key):.2f}", _spread(times.seconds[key]), len(times.seconds[key]), _mb(peaks.get(key)))
         for key, name in NAMES.items()
+        if key in times.seconds
     ]
     ratios = [
         (f"{NAMES[slow]} / {NAMES[fast]}", f"{times.ratio(slow, fast):.2f}", _spread(times.ratios(slow, fast)))
         for slow, fast in RATIOS.values()
+        if fast in times.seconds
     ]
     return [
         *markdown("|seconds a round:|min to max:|turns:|peak memory, MB:", seconds), "",

@@ -14,7 +14,7 @@ from flwr.app import Context, RecordDict
 from torch import nn
 from typer.testing import CliRunner
 
-from fedapp import cli, client_app, plugins, process, registry
+from fedapp import cli, client_app, plugins, process
 from fedapp.config import from_flat
 from fedapp.engines.local import effective, run
 from fedapp.errors import BadRequest
@@ -30,6 +30,7 @@ from fedapp.tasks import simulated as tasks
 from fedapp.tasks.node import Node, try_own
 from tests import own_nets
 from tests.handmade import digit_tasks
+from tests.matrix import methods
 from tests.readme import READS
 
 NETS = "tests.own_nets"
@@ -68,7 +69,8 @@ def test_an_own_model_has_the_initial_values_of_the_same_one_in_the_zoo() -> Non
     ours, zoo = built("digits_a", seed=5), build_model("digits-a", num_classes=10, shape=SHAPE, seed=5)
     theirs = zoo.state_dict()
     assert all(torch.equal(value, theirs[name]) for name, value in ours.state_dict().items())
-    assert torch.equal(ours(rows(*SHAPE)), zoo(rows(*SHAPE)))
+    # Some processors' convolutions depend on where the weights lie in memory, in their last bits.
+    torch.testing.assert_close(ours(rows(*SHAPE)), zoo(rows(*SHAPE)), rtol=1e-6, atol=1e-7)
     assert not torch.equal(built("digits_a", seed=6).head.weight, ours.head.weight)
 
 
@@ -119,7 +121,10 @@ def test_the_kind_follows_the_shape() -> None:
     assert model(rows(3, 40)).shape == (2, 10)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "mobilenet_v3_small", "densenet121", "alexnet"])
+@pytest.mark.parametrize(
+    "name",
+    ["resnet18", *(pytest.param(n, marks=pytest.mark.full) for n in ("mobilenet_v3_small", "densenet121", "alexnet"))],
+)
 def test_torchvision_works_as_it_stands(name: str) -> None:
     x = rows(3, 64, 64)
     own.check(f"torchvision.models:{name}", x, num_classes=6, options=NONE)
@@ -343,7 +348,7 @@ def test_a_node_may_choose_an_own_model_and_tries_it(tmp_path: Path) -> None:
 SETTINGS = {"clients": 3, "rounds": 1, "local_epochs": 1, "seed": 0}
 
 
-@pytest.mark.parametrize("method", list(registry.discover()))
+@pytest.mark.parametrize("method", methods())
 def test_every_method_runs_with_an_own_model(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     apart, inside = [], False
     forward = SplitModel.forward
