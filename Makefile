@@ -1,26 +1,31 @@
-# `make run` runs a demonstration, `make test` all tests but the slow ones. Both set up .venv at their first call.
-# Use `make quick` while you work on a method.
+# `make run` runs a demonstration, `make test` the tests that a change should pass. Both set up .venv at their first call.
+# Use `make quick` while you work on a method. CI runs `make full`: the same tests and the engine with every method.
 PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v python3.13 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 export FLWR_TELEMETRY_ENABLED := 0
 export FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION := 1
+# Without it, each of the processes that tests start would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 # Tests run in one worker per core and two that mostly wait (tests/conftest.py), with one thread each.
-test quick slow mutants: export OMP_NUM_THREADS := 1
+test full quick slow mutants: export OMP_NUM_THREADS := 1
 WORKERS := -n auto
 # The mathematics: the core, every method, the local learning.
 QUICK := $(sort $(wildcard tests/test_defaults.py tests/test_core_*.py $(patsubst %,tests/test_%.py,$(notdir \
 	$(basename $(wildcard strategies/*.py clients/*.py fedapp/learning/*.py))))))
 
-.PHONY: run test quick slow mutants bench lint docs setup clean
+.PHONY: run test full quick slow mutants bench lint docs setup clean
 
 run: $(READY)
 	$(BIN)/fedapp compare fedapp/conf/digits.toml --methods local,lgfedavg,fedclassavg --engine ray
 
 test: $(READY) lint
 	$(BIN)/python -m pytest $(WORKERS)
+
+full: $(READY) lint
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
 
 quick: $(READY) lint
 	$(BIN)/python -m pytest $(WORKERS) $(QUICK)

@@ -77,6 +77,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_kept_runs_decide_as_their_folders_do(everything: Path, tmp_path: Path) -> None:
     folders, lines = Evidence(everything / "runs"), Evidence(None, archive.read(everything / "kept").runs)
     assert set(lines.finished()) == set(folders.finished())
@@ -314,6 +315,7 @@ def reproduced(*words: str) -> str:
     return result.output
 
 
+@pytest.mark.full
 def test_the_page_is_renewed_without_any_run(everything: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "run_all", lambda *args: pytest.fail("runs were begun"))
     doc = tmp_path / "reproduction.md"

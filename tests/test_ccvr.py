@@ -44,6 +44,7 @@ from fedapp.transport.selection import extract
 from strategies.ccvr import CCVR, retrain
 from tests import handmade
 from tests.handmade import deterministic
+from tests.matrix import methods
 
 W, B = "head.weight", "head.bias"
 BASES = sorted(m.id for m in registry.discover().values() if m.global_model and m.linear and m.resolve is None)
@@ -400,7 +401,7 @@ def test_one_client_is_its_own_gaussian(cov: str) -> None:
         np.testing.assert_allclose(found.cov(c), own.cov(c), atol=1e-13)
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", methods(BASES))
 def test_only_the_head_of_the_bases_model_changes(base: str, tmp_path: Path) -> None:
     """Two rounds of any base, then the calibration: features, buffers and further parameters stay bit for bit."""
     common = {**SMALL, "rounds": 2, "alpha": 0.1}
@@ -433,7 +434,7 @@ def test_what_a_client_describes_is_what_the_bases_head_multiplies(base: str) ->
 
 
 @pytest.mark.parametrize("transform", ["none", "feature", "sample", "sample-only"])
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", methods(BASES))
 def test_no_transform_stands_before_a_head_that_was_not_calibrated(base: str, transform: str, tmp_path: Path) -> None:
     """Without a step of re-training the deployed model is the base's: by epochs, or because no class is large enough.
 
@@ -504,7 +505,7 @@ def test_the_page_names_every_recipe_and_no_settings_of_its_own() -> None:
     assert "5 on CIFAR-10 and CINIC-10" in re.sub(r"\s+", " ", page)
 
 
-@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("base", methods(BASES))
 def test_without_epochs_it_is_the_base_method_bit_for_bit(base: str, tmp_path: Path) -> None:
     common = {**SMALL, "rounds": 2, "fraction_train": 0.67}
     plain = run(method=base, out=tmp_path / "plain", **common)

@@ -226,6 +226,7 @@ def test_a_mean_of_more_images_than_there_are_is_refused(runs: list[RunResult]) 
 # ---- drawn -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", NUMBERS)
 def test_every_figure_of_the_paper_is_drawn(
     number: int, runs: list[RunResult], monkeypatch: pytest.MonkeyPatch

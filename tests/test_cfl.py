@@ -409,7 +409,7 @@ def test_hyperparameters_are_checked() -> None:
             CFLHParams.model_validate(bad)
 
 
-@pytest.mark.parametrize("populations", [2, 3])
+@pytest.mark.parametrize("populations", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_contradicting_populations_are_told_apart(populations: int) -> None:
     """Each population shifts its labels: the defaults find them, without being told how many there are."""
     tasks = digit_tasks(3 * populations, relabel=lambda c, y: (y + 3 * (c % populations)) % 10, train=80)

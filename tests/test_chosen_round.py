@@ -18,6 +18,7 @@ from fedapp.learning.state import read_safetensors
 from fedapp.results.directory import RunDirectory
 from fedapp.results.runs import RunResult
 from fedapp.transport import checkpoint
+from tests.matrix import methods
 
 Tiny = Callable[..., RunResult]
 CHOOSING: dict[str, Any] = {"validation": 0.2, "select": "validation"}
@@ -37,7 +38,7 @@ METHODS = ["fedavg", "local", "lgfedavg", "fedclassavg", "fedproto", "fedgh", "k
            "cwfedavg", "ccvr"]  # fmt: skip
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", methods(METHODS))
 def test_the_end_is_that_of_a_run_which_stopped_at_the_chosen_round(
     method: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:

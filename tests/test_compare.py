@@ -229,6 +229,7 @@ def command(*words: str) -> Any:
 SMALL = tuple(w for s in ("local-epochs=1", "batch-size=64", "alpha=1.0", "data-fraction=0.3") for w in ("--set", s))
 
 
+@pytest.mark.full
 def test_a_comparison_in_processes_equals_runs_alone_and_is_not_repeated(
     tmp_path: Path, tiny: Callable[..., RunResult], no_page: list[Path]
 ) -> None:

@@ -17,6 +17,7 @@ from fedapp.registry import ORDER
 from fedapp.transport import checkpoint, selection
 from tests.costs import SETTINGS, cells, counted, mixed
 from tests.handmade import deterministic
+from tests.matrix import methods
 from tests.readme import CHOOSING, costs_in
 
 METHODS = list(registry.discover())
@@ -47,7 +48,7 @@ def test_two_rounds_and_only_the_declared_set_leaves(
             assert not reply.arrays
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", methods())
 def test_resume_is_exact(method: str, tmp_path: Path) -> None:
     """Four rounds equal two rounds, an end, and two resumed rounds, bit for bit."""
     common = {**SETTINGS, "method": method, "fraction_train": 0.67, "clients": 4, "model": mixed(method), "seed": 3}

@@ -163,6 +163,7 @@ def test_memory_is_what_the_checkpoint_holds(fedavg: RunResult, cw: RunResult) -
     assert heads.server_bytes(cw) == uploads + trunk + small
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [n for n in papers.PAPERS if n.startswith("cwfedavg-")])
 def test_every_figure_is_drawn_from_a_folder_of_runs(name: str, folder: Path, tmp_path: Path) -> None:
     drawing = papers.draw(name, [] if name == "cwfedavg-1" else [folder])
@@ -197,6 +198,7 @@ def test_figure_5_needs_two_values_of_lambda(folder: Path, cw: RunResult) -> Non
 # ---- the toy task ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_toy_task_is_the_papers() -> None:
     clients = pathways.data()
     assert [torch.bincount(y).tolist() for _, y in clients] == [[2700, 300], [200, 1800], [500, 500]]
@@ -204,6 +206,7 @@ def test_the_toy_task_is_the_papers() -> None:
     assert sum(v.size for n, v in pathways.models()["FedAvg, global"].items() if n.endswith("weight")) == 20
 
 
+@pytest.mark.full
 def test_models_of_the_toy_task_follow_eqs_4_to_7() -> None:
     found = pathways.models()
     n = np.array([3000, 2000, 1000])
@@ -226,6 +229,7 @@ def test_models_of_the_toy_task_follow_eqs_4_to_7() -> None:
             np.testing.assert_allclose(personal[i][name], expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.full
 def test_critical_pathways_are_the_largest_weights_and_wdr_turns_them_to_the_majority() -> None:
     found = pathways.models()
     model = found["WDR, client 1"]
@@ -238,6 +242,7 @@ def test_critical_pathways_are_the_largest_weights_and_wdr_turns_them_to_the_maj
     assert ends == {1: {0}, 2: {1}, 3: {0, 1}}
 
 
+@pytest.mark.full
 def test_the_caption_of_the_toy_task_names_what_the_paper_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pathways, "CENTRES", ((0.5, 2.0, -1.0), (-3.0, 1.0, 1.0)))
     caption, _, _ = pathways.pathways()

@@ -72,7 +72,6 @@ def test_switches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows(deploycheck.check())["switches"].state == OK
 
 
-@pytest.mark.deploy
 @pytest.mark.parametrize(
     ("address", "says"),
     [
@@ -107,7 +106,6 @@ def plain() -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.deploy
 def test_plain_http_must_be_asked_for(plain: str) -> None:
     found = rows(deploycheck.check(address=plain))
     assert found["TLS"].state == FAIL and "does not speak TLS" in found["TLS"].found

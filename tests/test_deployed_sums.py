@@ -10,7 +10,7 @@ import pytest
 
 from tests.deployment import ROOT, deployed, until
 
-pytestmark = [pytest.mark.deploy, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 NODES = ("supernode-0", "supernode-1", "supernode-2")
 

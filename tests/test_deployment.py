@@ -33,8 +33,6 @@ from tests.deployment import ROOT, Deployment, deployed, free_port, until
 sys.path.insert(0, str(ROOT / "docker"))
 import sites
 
-pytestmark = pytest.mark.deploy
-
 NODES = ("supernode-0", "supernode-1", "supernode-2")
 MODELS = "digits-a,digits-b,digits-c"
 DEPLOY = ("run", "--engine", "deploy", "--superlink", "superlink")
@@ -82,6 +80,7 @@ def test_fedclassavg_with_three_architectures_equals_the_simulation(three: Deplo
         assert (three.folder / f"vol-{name}" / "state" / "run" / str(k) / "personal.safetensors").is_file()
 
 
+@pytest.mark.full
 def test_ccvr_on_one_architecture_equals_the_simulation(three: Deployment, tmp_path: Path) -> None:
     settings = ("--method", "ccvr", "--clients", "3", "--rounds", "1", "--seed", "0", "--set", "model=digits-a")
     settings = (*settings, "--track", "tensorboard")
@@ -164,6 +163,7 @@ def test_a_foreign_authority_is_refused(three: Deployment) -> None:
     assert "TLS" in row and "take the ca.crt that signed" in row
 
 
+@pytest.mark.full
 def test_an_expired_certificate_is_refused(three: Deployment, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = three.folder / "expired"
     folder.mkdir()

@@ -358,6 +358,7 @@ def test_the_sweep_repeats_the_runs_own_calibration(ccvr: RunResult) -> None:
     assert found.separability > 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "args",
     [

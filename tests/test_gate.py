@@ -404,6 +404,7 @@ def test_the_private_listener_asks_for_the_token(link: Deployment) -> None:
     assert post(link, link.private, "/v1/runtime/acquire-task") in ("401", "403")
 
 
+@pytest.mark.full
 def test_flower_without_the_token_is_refused(link: Deployment) -> None:
     home = link.folder / "stranger"
     home.mkdir()
@@ -430,6 +431,7 @@ def test_flower_without_the_token_is_refused(link: Deployment) -> None:
     assert listed["success"] and listed["nodes"] == []
 
 
+@pytest.mark.full
 def test_a_key_is_admitted_once(link: Deployment) -> None:
     link.register("supernode-0")
     entries = roster.read(link.folder / "vol-superlink" / "roster.toml")
@@ -442,6 +444,7 @@ def test_a_key_is_admitted_once(link: Deployment) -> None:
     assert done.returncode == 2 and "is not a public key" in done.stderr
 
 
+@pytest.mark.full
 def test_it_stops_when_told_and_with_its_helper(link: Deployment) -> None:
     port, private = free_port(), free_port()
     words = link.command("superlink", public=f"127.0.0.1:{port}", private=f"127.0.0.1:{private}",

@@ -174,6 +174,7 @@ def test_each_value_of_a_sweep_is_a_setting(tmp_path: Path) -> None:
         plan("local", tmp_path, sweep="lr=0.5")
 
 
+@pytest.mark.full
 def test_a_search_from_end_to_end(tmp_path: Path) -> None:
     """A rate that learns nothing loses; tables hold the winner under the method's name, once a seed."""
     values = {**BASE, "validation": 0.2, "num-server-rounds": 1, "local-epochs": 3}

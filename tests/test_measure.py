@@ -149,6 +149,7 @@ def test_gpu_memory_is_the_peak_the_context_and_everybodys_images(monkeypatch: p
     assert need.gpu_free == 70 << 30 and need.memory == 5
 
 
+@pytest.mark.full
 def test_another_process_can_measure() -> None:
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         assert pool.submit(measure._measure, [config()]).result().seconds > 0

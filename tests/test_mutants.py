@@ -108,6 +108,7 @@ def judged(folder: Path, *options: str) -> str:
     return done.stdout
 
 
+@pytest.mark.full
 def test_a_toy_with_gaps(toy: Path) -> None:
     shown = judged(toy, "--page", str(toy / "page.md"))
     records = [json.loads(line) for line in (toy / "out.jsonl").read_text(encoding="utf-8").splitlines()]

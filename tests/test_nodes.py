@@ -35,6 +35,7 @@ from fedapp.tasks.node import Node
 from fedapp.transport.client_manager import ClientManager, Settings
 from fedapp.transport.local_grid import LocalGrid
 from fedapp.transport.records import INFO
+from tests.matrix import methods
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "docker"))
 import sites
@@ -823,7 +824,7 @@ def test_a_bad_end_is_told_too(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert followed.failed is not None and followed.failed["exit"] == 2 and "client 5" in followed.failed["message"]
 
 
-@pytest.mark.parametrize("method", sorted(registry.discover()))
+@pytest.mark.parametrize("method", methods())
 def test_every_method_takes_a_late_client_and_loses_one(method: str, tmp_path: Path) -> None:
     def script(grid: Nodes, server_round: int) -> None:
         grid.offline = {71} if server_round == 3 else set()

@@ -13,7 +13,6 @@ import torch
 
 import fedapp
 from fedapp import config as configuration
-from fedapp import registry
 from fedapp.data import datasets, natural, partitions
 from fedapp.data.card import leaks
 from fedapp.data.columns import own, samples
@@ -22,6 +21,7 @@ from fedapp.engines import local
 from fedapp.errors import BadRequest
 from fedapp.tasks import node as nodes
 from fedapp.tasks import simulated
+from tests.matrix import methods
 
 PERSONS = ("ada", "bob", "cleo", "dan")
 
@@ -458,7 +458,7 @@ def table(rows: int = 120) -> dict[str, Any]:
     return {"x": x, "y": y, "client": np.repeat(["north", "south", "west"], rows // 3)}
 
 
-@pytest.mark.parametrize("method", sorted(registry.discover()))
+@pytest.mark.parametrize("method", methods())
 @pytest.mark.parametrize("kind", ["series", "table"])
 def test_every_method_runs_on_series_and_tables(kind: str, method: str, tmp_path: Path) -> None:
     path = saved(tmp_path / "own.npz", sensors(120) if kind == "series" else table())

@@ -191,7 +191,6 @@ def test_it_runs_in_an_empty_folder(installed: Installed, tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.ray
 def test_it_runs_in_a_folder_with_packages_of_the_same_names(installed: Installed, foreign: Path) -> None:
     """The command, `python -m`, a script of one's own, processes of a comparison, workers of Ray."""
     assert "fedclassavg" in installed(foreign, "python", "-m", "fedapp.cli", "methods").stdout
@@ -212,7 +211,6 @@ def test_it_runs_in_a_folder_with_packages_of_the_same_names(installed: Installe
 
 
 @pytest.mark.slow
-@pytest.mark.deploy
 def test_real_nodes_start_in_a_folder_with_packages_of_the_same_names(
     installed: Installed, foreign: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from fedapp.engines.local import run
 from tests.test_simulation import SETTINGS, prepared, same
 from tests.toyapp import make_toy, running
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 # Ends when its standard input closes, whatever becomes of the tests.
 HOLDER = """

@@ -31,8 +31,6 @@ SETTINGS: dict[str, Any] = {
     "fraction-train": 0.75,
 }  # fmt: skip
 
-pytestmark = pytest.mark.ray
-
 
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[launch.Session]:
@@ -67,7 +65,9 @@ def compare(session: launch.Session, tmp_path: Path, method: str) -> None:
         same(tmp_path / "ray", tmp_path / "local", name)
 
 
-@pytest.mark.parametrize("method", ["fedclassavg", "fedavg", "local"])
+@pytest.mark.parametrize(
+    "method", ["fedclassavg", *(pytest.param(m, marks=pytest.mark.full) for m in ("fedavg", "local"))]
+)
 def test_ray_gives_the_numbers_of_this_process(method: str, session: launch.Session, tmp_path: Path) -> None:
     compare(session, tmp_path, method)
 
@@ -80,6 +80,7 @@ def test_ray_gives_the_numbers_of_this_process_for_the_rest(
     compare(session, tmp_path, method)
 
 
+@pytest.mark.full
 def test_own_data_and_every_option_of_scoring_give_the_numbers_of_this_process(
     session: launch.Session, tmp_path: Path, recorded: list[tuple[Any, ...]]
 ) -> None:
@@ -132,6 +133,7 @@ class ActorKiller(runner.Follower):
             self.killed = actors[0].pid
 
 
+@pytest.mark.full
 def test_a_killed_actor_is_named_and_ends_the_run_truthfully(session: launch.Session, tmp_path: Path) -> None:
     config = prepared(tmp_path / "run", method="fedavg", num_server_rounds=200, fraction_train=1.0)
     with ActorKiller(session) as follower:
@@ -146,6 +148,7 @@ def test_a_killed_actor_is_named_and_ends_the_run_truthfully(session: launch.Ses
     assert dropped is None or set(dropped["client"]) <= set(range(4))
 
 
+@pytest.mark.full
 def test_an_interrupted_run_leaves_no_process_and_resumes(tmp_path: Path) -> None:
     """SIGINT to `fedapp run` in round 2 or later: exit code 130, nothing left behind; then --resume ends well."""
     out = tmp_path / "run"

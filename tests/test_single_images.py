@@ -19,6 +19,7 @@ from fedapp.learning.task import Task
 from fedapp.learning.training import TrainSpec, needs_two
 from fedapp.method import Payload
 from fedapp.models import build_model
+from tests.matrix import methods
 
 ALL = tuple(registry.discover())
 SOME = ("local", "fedavg", "moon", "fedclassavg", "fml", "fedkd", "fedproto", "ktpfl", "fedfomo", "ccvr")
@@ -88,7 +89,7 @@ def test_single_images_are_welcome_without_batch_norm(method: str) -> None:
     client(method, task(5)).register()
 
 
-@pytest.mark.parametrize("method", ALL)
+@pytest.mark.parametrize("method", methods(ALL))
 def test_batches_of_one_end_a_run_before_round_1(method: str, tiny: Callable[..., RunResult], tmp_path: Path) -> None:
     with pytest.raises(
         BadRequest, match=r"client 0 cannot take part: .*batch-size is 1.*'mobilenetv2'.*batch-size = 2"

@@ -26,6 +26,8 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 ROOT = Path(__file__).parents[1]
 
+pytestmark = pytest.mark.full
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

@@ -123,7 +123,6 @@ def go(session: Session, out: Path, **config: Any) -> tuple[Outcome, list[dict[s
 CONFIG = {"method.mu": 1e-3, "text-value": "a 'b' \"c\" = ü\n# \\ {x}", "some-flag": True, "whole": -7}
 
 
-@pytest.mark.ray
 def test_a_good_run(session: Session, tmp_path: Path) -> None:
     outcome, events = go(session, tmp_path / "out", **CONFIG)
     assert outcome == Outcome(status="finished:completed", details="", ok=True)
@@ -143,7 +142,6 @@ def test_a_good_run(session: Session, tmp_path: Path) -> None:
     assert not running(workers | {start["pid"]})
 
 
-@pytest.mark.ray
 def test_an_app_that_raises_is_not_a_success(session: Session, tmp_path: Path) -> None:
     outcome, events = go(session, tmp_path / "out", mode="raise")
     assert len(events) == 1
@@ -154,7 +152,7 @@ def test_an_app_that_raises_is_not_a_success(session: Session, tmp_path: Path) -
     assert "Traceback" in outcome.log_tail
 
 
-@pytest.mark.ray
+@pytest.mark.full
 def test_an_error_file_is_handed_over(session: Session, tmp_path: Path) -> None:
     outcome, _ = go(session, tmp_path / "out", mode="error")
     assert not outcome.ok
@@ -166,7 +164,7 @@ def test_an_error_file_is_handed_over(session: Session, tmp_path: Path) -> None:
     assert outcome.log_tail == ""
 
 
-@pytest.mark.ray
+@pytest.mark.full
 def test_a_killed_simulation_and_a_summary_of_yesterday_are_no_success(session: Session, tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text('{"ok": true}')
     (tmp_path / "progress.jsonl").write_text('{"event": "yesterday"}\n')
@@ -178,7 +176,6 @@ def test_a_killed_simulation_and_a_summary_of_yesterday_are_no_success(session: 
     assert outcome.status == "finished:failed" or (outcome.status == "lost" and "killed or crashed" in outcome.details)
 
 
-@pytest.mark.ray
 def test_refused_configurations_are_bad_requests(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(BadRequest, match=r"'method\.nu', did you mean 'method\.mu'\?"):
         session.submit({"method.nu": 1}, num_supernodes=2)
@@ -190,7 +187,6 @@ def test_refused_configurations_are_bad_requests(session: Session, monkeypatch: 
         session.submit({}, num_supernodes=2, total_cpus=4)
 
 
-@pytest.mark.ray
 def test_one_run_at_a_time_and_a_stopped_one_makes_room(session: Session, tmp_path: Path) -> None:
     run = session.submit({"out": str(tmp_path), "mode": "hang"}, num_supernodes=2)
     with pytest.raises(LaunchError, match="has not ended yet"):
@@ -211,7 +207,7 @@ def ray_process(session: Session, *commands: str) -> psutil.Process | None:
     return min(found, key=lambda process: (process.create_time(), process.pid), default=None)
 
 
-@pytest.mark.ray
+@pytest.mark.full
 def test_a_run_that_ends_early_leaves_rays_own_processes(tmp_path: Path) -> None:
     with Session(app=make_toy(tmp_path / "toy"), ray_cpus=2) as live:
 
@@ -229,7 +225,6 @@ def test_a_run_that_ends_early_leaves_rays_own_processes(tmp_path: Path) -> None
         assert running(pids) == pids
 
 
-@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["fedapp-ray", "raylet", "ray::DashboardAgent"])
 def test_a_ray_that_died_is_started_again(session: Session, tmp_path: Path, command: str) -> None:
@@ -244,7 +239,6 @@ def test_a_ray_that_died_is_started_again(session: Session, tmp_path: Path, comm
     assert outcome.ok, outcome
 
 
-@pytest.mark.ray
 @pytest.mark.slow
 def test_ray_address_takes_the_run_to_that_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     port = launch._free_port()

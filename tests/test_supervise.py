@@ -89,7 +89,7 @@ def _words(process: psutil.Process) -> list[str]:
     return []
 
 
-@pytest.mark.ray
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupt_leaves_no_process_and_no_folder(tmp_path: Path, number: signal.Signals) -> None:
     process, pids, printed = interrupted(tmp_path, number)
@@ -101,7 +101,6 @@ def test_an_interrupt_leaves_no_process_and_no_folder(tmp_path: Path, number: si
     assert not Path(folder).exists()
 
 
-@pytest.mark.ray
 @pytest.mark.slow
 def test_a_killed_launcher_takes_its_processes_along(tmp_path: Path) -> None:
     _, pids, _ = interrupted(tmp_path, signal.SIGKILL)

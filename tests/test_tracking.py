@@ -73,6 +73,7 @@ def expected(result: RunResult) -> dict[str, dict[int, float]]:
     return found
 
 
+@pytest.mark.full
 def test_tensorboard_reads_the_run_back(real: RunResult) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

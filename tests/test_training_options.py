@@ -52,6 +52,7 @@ from tests.handmade import (
     pixels,
     whole,
 )
+from tests.matrix import methods
 from tests.test_training import INPUTS, Update, data, flat, go, network, plain
 
 Tiny = Callable[..., RunResult]
@@ -407,7 +408,7 @@ def test_equal_weights_are_no_weights() -> None:
         np.testing.assert_allclose(found[1][name], array, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", list(registry.discover()))
+@pytest.mark.parametrize("method", methods())
 def test_every_method_weighs_its_supervised_loss(method: str, monkeypatch: pytest.MonkeyPatch, tiny: Tiny) -> None:
     """In every step, once for each model that learns from labels; no other cross-entropy of labels is taken."""
     seen: list[float] = []
@@ -471,7 +472,7 @@ def test_a_node_trains_as_the_run_says(tmp_path: Path) -> None:
 # ---- the loss that is printed ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", list(registry.discover()))
+@pytest.mark.parametrize("method", methods())
 def test_the_training_loss_is_what_the_optimizer_minimised(
     method: str, monkeypatch: pytest.MonkeyPatch, tiny: Tiny
 ) -> None:

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from clients.base import FedClient
-from fedapp import config, registry
+from fedapp import config
 from fedapp.cli import app
 from fedapp.data import partitions
 from fedapp.engines.local import run
@@ -27,6 +27,7 @@ from fedapp.results import report
 from fedapp.results.runs import RunResult
 from fedapp.tasks import simulated
 from fedapp.transport import selection
+from tests.matrix import methods
 
 Tiny = Callable[..., RunResult]
 POINTS = ("unseen_received", "unseen_trained@2", "unseen_local@2")
@@ -36,7 +37,7 @@ def reproducible(table: pd.DataFrame) -> pd.DataFrame:
     return table[[c for c in table if not c.endswith("seconds")]]
 
 
-@pytest.mark.parametrize("method", sorted(registry.discover()))
+@pytest.mark.parametrize("method", methods())
 def test_every_method_answers_a_newcomer_and_learns_nothing_of_it(
     method: str, tiny: Tiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,7 +72,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-SHORT = [(title, 1) for title in WALKS[1:]]
+SHORT = [(WALKS[1], 1), *(pytest.param(title, 1, marks=pytest.mark.full) for title in WALKS[2:])]
 FULL = [pytest.param(title, 0, marks=pytest.mark.slow) for title in WALKS]
 
 
