@@ -332,7 +332,13 @@ def test_connections_that_send_no_whole_request_are_closed(link: Deployment) -> 
     assert patience.REQUEST - 1 < time.monotonic() - started < patience.REQUEST + 8
 
 
-def served(tests: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, crowd: int, seconds: float) -> None:
+LARGE = 16 << 20
+"""Bytes of an answer that no kernel buffer holds."""
+
+
+def served(
+    tests: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, crowd: int, seconds: float, **tls: str
+) -> None:
     """Run tests against a listener in this process that answers requests with their body's length, after a pause."""
     import threading
 
@@ -345,12 +351,13 @@ def served(tests: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, crowd:
             size, more = size + len(part.get("body", b"")), part.get("more_body", False)
         await asyncio.sleep(2 * seconds if scope["path"] == "/slow" else 0)
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": str(size).encode()})
+        body = bytes(LARGE) if scope["path"] == "/large" else str(size).encode()
+        await send({"type": "http.response.body", "body": body})
 
     monkeypatch.setattr(patience, "REQUEST", seconds)
     monkeypatch.setattr(patience, "CROWD", crowd)
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        config = uvicorn.Config(app, http=patience.Impatient, lifespan="off", log_level="error")
+        config = uvicorn.Config(app, http=patience.Impatient, lifespan="off", log_level="error", loop="asyncio", **tls)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
         thread.start()
@@ -385,6 +392,42 @@ def test_a_slow_request_and_a_slow_answer_pass_and_a_crowd_makes_room(monkeypatc
             connection.close()
 
     served(tests, monkeypatch, crowd=6, seconds=0.6)
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_slow_line_gets_a_large_answer_and_one_that_takes_nothing_is_closed(
+    encrypted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tls: dict[str, str] = {}
+    if encrypted:
+        subprocess.run([ROOT / "docker" / "certs.sh", tmp_path, "localhost"], check=True, capture_output=True)
+        tls = {"ssl_certfile": str(tmp_path / "server.crt"), "ssl_keyfile": str(tmp_path / "server.key")}
+
+    def tests(port: int) -> None:
+        def ask(wait: float, pause: float) -> int:
+            with socket.socket() as plain:
+                plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+                plain.settimeout(10)
+                plain.connect(("127.0.0.1", port))
+                it = plain
+                if encrypted:
+                    context = ssl.create_default_context(cafile=str(tmp_path / "ca.crt"))
+                    it = context.wrap_socket(plain, server_hostname="localhost")
+                it.sendall(b"POST /large HTTP/1.1\r\nContent-Length: 0\r\nConnection: keep-alive\r\n\r\n")
+                time.sleep(wait)
+                size, began = 0, time.monotonic()
+                with contextlib.suppress(ssl.SSLError, ConnectionError):
+                    while size < LARGE and (part := it.recv(64 << 10)):
+                        size += len(part)
+                        # Never faster than 64 KiB in this time, whatever a read returns.
+                        time.sleep(max(0.0, began + pause * size / (64 << 10) - time.monotonic()))
+                it.close()
+                return size
+
+        assert ask(wait=0, pause=0.01) >= LARGE, "2.5 seconds at least, with a limit of 0.6"
+        assert ask(wait=3, pause=0) < LARGE, "nothing was taken for longer than the limit"
+
+    served(tests, monkeypatch, crowd=6, seconds=0.6, **tls)
 
 
 def test_plain_http_gets_no_answer(link: Deployment) -> None:

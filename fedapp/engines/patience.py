@@ -14,7 +14,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 REQUEST = 15.0
 """Seconds in which a connection must have sent its first or its next request, head and body."""
 RATE = 16 << 10
-"""Bytes a second that a large request must arrive with if it takes longer than that."""
+"""Bytes a second that a large request must arrive with, and a large answer be taken with, if it takes longer."""
 CROWD = 900
 """Open connections from which on the oldest that sent no complete request are closed for new ones; uvicorn refuses
 further ones at `gate.CONNECTIONS`."""
@@ -29,6 +29,8 @@ class Impatient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     def connection_made(self, transport: Any) -> None:
         """Begin to wait for a request, and make room if there are many connections."""
         super().connection_made(transport)
+        # With TLS an answer waits in the transport below until the other side has taken it.
+        self._wire = getattr(getattr(transport, "_ssl_protocol", None), "_transport", transport)
         self._timer: asyncio.TimerHandle | None = None
         self._await_request()
         while len(self.connections) > CROWD and self.waiting:
@@ -55,6 +57,7 @@ class Impatient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     def _await_request(self) -> None:
         self._stop_waiting()
         self._since, self._received = time.monotonic(), 0
+        self._unsent = self._wire.get_write_buffer_size()
         self.waiting[self] = None
         self._timer = self.loop.call_later(REQUEST, self._late)
 
@@ -65,6 +68,11 @@ class Impatient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
             self._timer = None
 
     def _late(self) -> None:
+        taken = self._unsent - self._wire.get_write_buffer_size()
+        if taken >= min(self._unsent, REQUEST * RATE) > 0:
+            # The answer before is still on its way, or has just arrived.
+            self._await_request()
+            return
         left = REQUEST + self._received / RATE - (time.monotonic() - self._since)
         if left <= 0:
             self._close()
@@ -73,4 +81,6 @@ class Impatient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def _close(self) -> None:
         self._stop_waiting()
+        # asyncio says only later that the connection is lost, and until then more would be closed than need be.
+        self.connections.discard(self)
         self.transport.abort()
