@@ -1,4 +1,7 @@
-"""The only ServerApp: configuration, clients, strategy, rounds, results; the same in all engines."""
+"""The only ServerApp: configuration, clients, strategy, rounds, results; the same in all engines.
+
+The file is long because the life of a run is told in one place, in the order in which it happens.
+"""
 
 from __future__ import annotations
 
