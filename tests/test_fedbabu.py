@@ -177,4 +177,4 @@ def test_a_comparison_has_a_column_for_it(tmp_path: Any) -> None:
     gain = finals["fedbabu"]["tuned_accuracy"] - finals["fedavg"]["trained_accuracy"]
     assert tests.loc[("fedbabu", "tuned_accuracy"), "mean_difference"] == pytest.approx(gain.mean())
     assert TUNED_PAIRS in result.stdout
-    assert "fine-tuned one that it does not make" in (tmp_path / "c" / "report.html").read_text()
+    assert "a reference that does not fine-tune" in (tmp_path / "c" / "report.html").read_text()

@@ -164,10 +164,8 @@ def significance(jobs: Sequence[Job], reference: str) -> pd.DataFrame:
                 continue
             scores = finals.pivot(index=["seed", "client"], columns="variant", values=measure)
             if measure.startswith(TUNED) and scores[reference].isna().all():
-                trained = finals.pivot(
-                    index=["seed", "client"], columns="variant", values=measure.replace(TUNED, "trained")
-                )
-                scores[reference] = trained[reference]
+                trained = finals[finals["variant"] == reference].set_index(["seed", "client"])
+                scores[reference] = trained[measure.replace(TUNED, "trained")]
             tested = []
             for label in labels:
                 differences = (scores[label] - scores[reference]).dropna()
