@@ -1,7 +1,4 @@
-"""The only ServerApp: configuration, clients, strategy, rounds, results; the same in all engines.
-
-The file is long because the life of a run is told in one place, in the order in which it happens.
-"""
+"""The only ServerApp: configuration, clients, strategy, rounds, results; the same in all engines."""
 
 from __future__ import annotations
 

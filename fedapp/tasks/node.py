@@ -52,7 +52,7 @@ from fedapp.config import RunConfig
 from fedapp.core.privacy import Privacy
 from fedapp.data import datasets, natural, partitions
 from fedapp.data.columns import PLAIN, Reading
-from fedapp.data.moments import Samples
+from fedapp.data.datasets import Samples
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest, suggest
 from fedapp.lazy import torch

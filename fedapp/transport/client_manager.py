@@ -74,7 +74,7 @@ WORKER_DIED = (
     "OutOfMemoryError",
 )
 """Ray's errors for a process that no longer exists."""
-WITHOUT_DATA = ("query.keys", "query.shares", "query.unmask")
+WITHOUT_DATA = ("query.keys", "query.shares", "query.agree", "query.unmask")
 """Messages of secure sums that a client answers without its data; it states no samples."""
 _DIGEST = re.compile(r"\A([0-9a-f]{32})?\Z")
 
