@@ -35,6 +35,8 @@ the server sends all of it (see `needs_state`).
 | `answer(kind, payload)`           | for each query of the server             | an error                        |
 
 Only the arrays that the method declares as `shared` (or `up`) and `extra_up` leave the client.
+
+The file is long because the whole contract of a client stands in it, in the order of the table.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -23,6 +24,7 @@ from fedapp.learning.training import train
 from fedapp.method import BaseHParams, Payload
 from fedapp.models import SplitModel
 from fedapp.results import report
+from fedapp.results.runs import TUNED_PAIRS
 from fedapp.transport import selection
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.fedbabu import METHOD, FedBABU
@@ -125,33 +127,6 @@ def test_without_epochs_of_tuning_the_score_is_that_of_received() -> None:
     assert not FedClient.tunes() and FedBABUClient.tunes()
 
 
-@pytest.mark.parametrize("wild", [[1], [0, 1, 2]])
-def test_a_fine_tuning_that_diverges_costs_its_own_score_alone(
-    wild: list[int], tiny: Callable[..., RunResult], monkeypatch: pytest.MonkeyPatch, no_page: Any
-) -> None:
-    """Also where every reply is needed: nothing else depends on that score."""
-
-    def tuning(self: FedBABUClient, original: Any = FedBABUClient.tuning) -> Any:
-        def loss(batch: Any) -> torch.Tensor:
-            return self.step_loss(batch) * (float("nan") if self.task.client in wild else 1.0)
-
-        return [dataclasses.replace(phase, loss=loss) for phase in original(self)]
-
-    monkeypatch.setattr(FedBABUClient, "tuning", tuning)
-    result = tiny(method="fedbabu", rounds=1, min_replies=1.0)
-    assert result.summary["dropped"] == 0 and list(result.final["client"]) == [0, 1, 2]
-    assert list(result.final["tuned_accuracy"].isna()) == [c in wild for c in range(3)]
-    assert not result.final[["received_accuracy", "trained_accuracy"]].isna().any(axis=None)
-    (warning,) = result.summary["warnings"]
-    assert f"no score 'tuned' of {len(wild)} clients ({', '.join(map(str, wild))})" in warning
-    headline = result.summary["headline"]
-    assert (headline["score"], headline["clients"], headline["of"]) == ("tuned", 3 - len(wild), 3)
-    assert (headline["value"] is None) == (len(wild) == 3)
-    assert load(result.out, client=1, point="received") is not None
-    with pytest.raises(BadRequest, match="has not kept"):
-        load(result.out, client=1, point="tuned")
-
-
 def test_a_body_that_is_frozen_as_a_whole_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FedBABUClient.build_model(TASK.spec(0), FedBABUHParams())
     model.features.requires_grad_(False)
@@ -197,3 +172,9 @@ def test_a_comparison_has_a_column_for_it(tmp_path: Any) -> None:
     assert result.exit_code == 0, result.output
     assert "tuned: received, then fine-tuned" in result.stdout
     assert "tuned_last" in (tmp_path / "c" / "results.csv").read_text().splitlines()[0]
+    tests = pd.read_csv(tmp_path / "c" / "significance.csv").set_index(["variant", "measure"])
+    finals = {m: pd.read_csv(tmp_path / "c" / "runs" / f"{m}-s0" / "final.csv") for m in ("fedavg", "fedbabu")}
+    gain = finals["fedbabu"]["tuned_accuracy"] - finals["fedavg"]["trained_accuracy"]
+    assert tests.loc[("fedbabu", "tuned_accuracy"), "mean_difference"] == pytest.approx(gain.mean())
+    assert TUNED_PAIRS in result.stdout
+    assert "a reference that does not fine-tune" in (tmp_path / "c" / "report.html").read_text()

@@ -44,12 +44,16 @@ class Inner:
         self.calls = 0
         self.status = 200
         self.body = b""
+        self.meanwhile: Callable[[], object] = lambda: None
+        """What happens after the app has looked what to answer."""
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         self.calls += 1
+        body = self.body
+        self.meanwhile()
         await send({"type": "http.response.start", "status": self.status, "headers": []})
-        await send({"type": "http.response.body", "body": self.body[:3], "more_body": True})
-        await send({"type": "http.response.body", "body": self.body[3:]})
+        await send({"type": "http.response.body", "body": body[:3], "more_body": True})
+        await send({"type": "http.response.body", "body": body[3:]})
 
 
 def ask(door: gate.Gate, path: str, *headers: tuple[bytes, bytes], method: str = "POST", kind: str = "http") -> int:
@@ -61,7 +65,9 @@ def ask(door: gate.Gate, path: str, *headers: tuple[bytes, bytes], method: str =
     given = [int(value) for name, value in headers if name == b"content-length" and value.isdigit()]
 
     async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": bytes(*given)}
+        if not given:
+            await asyncio.Event().wait()
+        return {"type": "http.request", "body": bytes(given.pop())}
 
     scope = {"type": kind, "path": path, "method": method, "headers": list(headers)}
     asyncio.run(door(scope, receive, send))
@@ -74,7 +80,7 @@ def size(number: int) -> tuple[bytes, bytes]:
 
 def test_only_the_paths_of_a_node_pass() -> None:
     inner = Inner()
-    door = gate.Gate(inner, 100)
+    door = gate.Gate(inner, 100, hold=0)
     assert len(gate.NODE_PATHS) == 10
     for path in gate.NODE_PATHS:
         assert ask(door, path, size(3)) == 200
@@ -92,7 +98,7 @@ def test_only_the_paths_of_a_node_pass() -> None:
 
 def test_the_size_of_a_body_is_known_and_bounded() -> None:
     inner = Inner()
-    door = gate.Gate(inner, 1 << 40)
+    door = gate.Gate(inner, 1 << 40, hold=0)
     assert ask(door, PULL, size(gate.BODY)) == 200
     assert ask(door, PULL, size(gate.BODY + 1)) == 413
     assert ask(door, PULL) == 411 and ask(door, PULL, (b"content-length", b"-1")) == 411
@@ -103,7 +109,7 @@ def test_the_size_of_a_body_is_known_and_bounded() -> None:
 
 def test_a_key_sends_so_many_bytes_for_each_message_that_it_got() -> None:
     inner, said = Inner(), list[str]()
-    door = gate.Gate(inner, 1000, said.append)
+    door = gate.Gate(inner, 1000, said.append, hold=0)
     a, b = (b"flwr-public-key", b"QQ=="), (b"flwr-public-key", b"Qg==")
     assert ask(door, OBJECT, size(600), a) == 200 and ask(door, OBJECT, size(400), a) == 200
     assert ask(door, OBJECT, size(1), a) == 413 and gate.fingerprint(b"QQ==") in said[0]
@@ -155,6 +161,77 @@ def test_requests_of_one_key_at_a_time_share_what_it_may_send() -> None:
     asyncio.run(everybody())
     assert accepted == [600, 600], "one of each key"
     assert not door._turns, "who names many keys leaves nothing"
+
+
+class Waiting:
+    """A node's question for messages, put to a gate."""
+
+    def __init__(self, door: gate.Gate) -> None:
+        self.sent: list[Any] = []
+        self.parts: asyncio.Queue[Any] = asyncio.Queue()
+        self.parts.put_nowait({"type": "http.request", "body": b"1"})
+        scope = {"type": "http", "path": PULL, "method": "POST", "headers": [size(1)]}
+        self.task = asyncio.ensure_future(door(scope, self.parts.get, self.send))
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def body(self) -> bytes:
+        return b"".join(message.get("body", b"") for message in self.sent)
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def test_a_question_waits_for_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    inner, found = Inner(), PullMessagesResponse(messages_list=[ProtoMessage()]).SerializeToString()
+    door = gate.Gate(inner, 1000, hold=60)
+    monkeypatch.setattr(gate, "HELD", 2)
+
+    async def nowhere(message: Any) -> None:
+        pass
+
+    async def run_asks(path: str) -> None:
+        await door.inside({"type": "http", "path": path}, asyncio.Event().wait, nowhere)
+
+    async def everything() -> None:
+        first, second = Waiting(door), Waiting(door)
+        await turns()
+        assert inner.calls == 2 and not first.task.done() and not second.sent
+        third = Waiting(door)
+        await third.task
+        assert inner.calls == 3 and third.sent[0]["status"] == 200, "two wait already"
+        # Who has gone is not asked for: the SuperLink would think that the message has arrived.
+        second.parts.put_nowait({"type": "http.disconnect"})
+        await second.task
+        assert inner.calls == 3 and not second.sent
+        await run_asks("/v1/runtime/pull-messages")
+        await turns()
+        assert not first.task.done()
+        inner.body = found
+        await run_asks(gate.NEWS)
+        await first.task
+        assert first.body() == found and [m["type"].rpartition(".")[2] for m in first.sent] == ["start", "body", "body"]
+        assert door._held == 0
+        # A message that is sent while the SuperLink looks for one is not missed.
+        inner.body = b""
+
+        def run_sends() -> None:
+            inner.body = found
+            door.wake()
+
+        inner.meanwhile = run_sends
+        late = Waiting(door)
+        await late.task
+        assert late.body() == found
+        inner.body, inner.status = b"", 401
+        refused = Waiting(door)
+        await refused.task
+        assert refused.sent[0]["status"] == 401
+
+    asyncio.run(asyncio.wait_for(everything(), 20))
 
 
 def test_the_operators_token(tmp_path: Path) -> None:

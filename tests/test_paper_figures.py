@@ -36,6 +36,15 @@ def test_a_figure_is_drawn_from_a_run_into_a_file(tmp_path: Path) -> None:
         papers.save(drawing, tmp_path / "f.pdf")
 
 
+def test_a_figure_names_methods_by_their_titles(tmp_path: Path) -> None:
+    for method in ("fedprox", "lgfedavg"):
+        run(dataset="digits", method=method, data_fraction=0.1, clients=2, rounds=1, out=tmp_path / method)
+    drawing = papers.draw("fedgh-2", [tmp_path])
+    page = drawing.svg(text=True)
+    assert "FedProx" in page and "LG-FedAvg" in page
+    assert not re.search("fedprox|lgfedavg", page + drawing.caption + drawing.alt)
+
+
 def test_a_bad_request_says_what_the_figure_needs(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match=r"no figure 'fedclassavg-22', did you mean 'fedclassavg-2'"):
         papers.draw("fedclassavg-22", [])

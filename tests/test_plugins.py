@@ -118,9 +118,10 @@ def test_a_data_set_is_read_once_for_each_version_of_its_code(install: Install, 
     first = datasets.load("site")
     assert (first.kind, first.num_classes, first.owner_names) == ("table", 2, ("0", "1", "2"))
     file = tmp_path / "site" / "addon" / "data.py"
-    file.write_text(file.read_text().replace("size=(120, 5)", "size=(120, 6)"))
+    # Of another length: Python takes a compiled file of the same second and length for the same code.
+    file.write_text(file.read_text().replace("size=(120, 5)", "size=(120, 16)"))
     _forget()
-    assert datasets.load("site").shape == (6,)
+    assert datasets.load("site").shape == (16,)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ Runs must be equal bit for bit, whatever the number of threads. The last bits of
 every process sets it (``torch.set_num_threads``). BLAS has a number of its own, so only those of its functions are
 called that give the same bits with any number: the symmetric update ``dsyrk``, which is half the work of a full
 product, and the product of a vector with a matrix.
+
+The file is long because each rule has three forms, which are read side by side.
 """
 
 from __future__ import annotations

@@ -70,6 +70,13 @@ TREE = 10
 """What one byte of a reply's list of objects counts: the SuperLink keeps about ten times as much for each entry."""
 CONNECTIONS = 1024
 """Requests that the public listener handles at once; further ones get 503."""
+NEWS = "/v1/runtime/push-messages"
+"""Where a run hands over messages for nodes."""
+HOLD = 10.0
+"""Seconds that a node's question for messages waits for one. Without waiting, Flower's node would sleep for 3 seconds
+after each answer that has none. Shorter than what a node waits for an answer (30 seconds)."""
+HELD = CONNECTIONS // 2
+"""Questions that wait at once; further ones are answered immediately."""
 STARTS = 60.0
 """Seconds until a listener must have started."""
 OURS = ("--host", "--port", "--isolation", "--superexec-auth-secret-file", "--insecure", "--simulation")
@@ -96,14 +103,20 @@ class Gate:
         stranger cannot use up what a node may send. Until then no other request of this key that would count is passed
         on, and a request is passed on only when it has arrived as a whole, so that a slow stranger holds up nobody.
     report : receives one line for each refusal because of `max_reply`.
+    hold : seconds that a question for messages waits for one.
     """
 
-    def __init__(self, app: App, max_reply: int, report: Callable[[str], object] = lambda text: None) -> None:
+    def __init__(
+        self, app: App, max_reply: int, report: Callable[[str], object] = lambda text: None, hold: float = HOLD
+    ) -> None:
         self.app = app
         self.max_reply = max_reply
         self.report = report
+        self.hold = hold
         self._left: dict[bytes, int] = {}
         self._turns: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._news = asyncio.Event()
+        self._held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -126,11 +139,14 @@ class Gate:
             return
         key = next((value for name, value in headers if name == b"flwr-public-key"), b"")
         cost = size * {PUSH_OBJECT: 1, PUSH_MESSAGES: TREE}.get(path, 0)
-        if not cost:
-            await self._pass(scope, receive, send, key, cost)
+        if not cost and path != PULL:
+            await self.app(scope, receive, send)
             return
         body = await _whole(receive, size)
         if body is None:
+            return
+        if path == PULL:
+            await self._pull(scope, body, receive, send, key)
             return
         turn = self._turns.setdefault(key, asyncio.Lock())
         async with turn:
@@ -142,23 +158,60 @@ class Gate:
             await self._pass(scope, _again(body, receive), send, key, cost)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send, key: bytes, cost: int) -> None:
-        """Let the app handle a request, and count what it accepts and what it hands out."""
-        good, pulled = False, bytearray()
+        """Let the app handle a request, and count what it accepts."""
 
         async def counted(message: MutableMapping[str, Any]) -> None:
-            nonlocal good
-            if message["type"] == "http.response.start":
-                good = message["status"] == 200
-                if good and cost:
-                    self._left[key] = self._left.get(key, self.max_reply) - cost
-            elif good and scope["path"] == PULL:
-                pulled.extend(message.get("body", b""))
-                if not message.get("more_body", False) and _messages(bytes(pulled)):
-                    left = self._left.get(key, self.max_reply)
-                    self._left[key] = min(left, self.max_reply) + self.max_reply
+            if message["type"] == "http.response.start" and message["status"] == 200:
+                self._left[key] = self._left.get(key, self.max_reply) - cost
             await send(message)
 
         await self.app(scope, receive, counted)
+
+    async def _pull(self, scope: Scope, body: bytes, receive: Receive, send: Send, key: bytes) -> None:
+        """Let the app answer a node that asks for messages; where there is none, once more when a run has sent some."""
+        news = self._news  # what is sent while the app answers also counts
+        answer = await self._asked(scope, body, receive)
+        if _messages(answer) == 0 and self._held < HELD:
+            gone, rung = asyncio.ensure_future(receive()), asyncio.ensure_future(news.wait())
+            self._held += 1
+            try:
+                await asyncio.wait((gone, rung), timeout=self.hold, return_when=asyncio.FIRST_COMPLETED)
+                if gone.done():
+                    return  # a message that nobody takes would count as delivered
+                if rung.done():
+                    answer = await self._asked(scope, body, receive)
+            finally:
+                self._held -= 1
+                gone.cancel()
+                rung.cancel()
+        if _messages(answer):
+            left = self._left.get(key, self.max_reply)
+            self._left[key] = min(left, self.max_reply) + self.max_reply
+        for message in answer:
+            await send(message)
+
+    async def _asked(self, scope: Scope, body: bytes, receive: Receive) -> list[MutableMapping[str, Any]]:
+        """Return the app's answer to a request; the signature in its head is good for both questions."""
+        answer: list[MutableMapping[str, Any]] = []
+
+        async def kept(message: MutableMapping[str, Any]) -> None:
+            answer.append(message)
+
+        await self.app(dict(scope), _again(body, receive), kept)
+        return answer
+
+    async def inside(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request of the private listener; when a run has sent messages, wake the nodes that wait for one."""
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            if scope.get("path") == NEWS:
+                self.wake()
+
+    def wake(self) -> None:
+        """Answer all questions that wait."""
+        self._news.set()
+        self._news = asyncio.Event()
 
 
 async def _whole(receive: Receive, size: int) -> bytes | None:
@@ -183,10 +236,13 @@ def _again(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def _messages(body: bytes) -> int:
-    """Count the messages in the SuperLink's answer to a node that asks for some."""
+def _messages(answer: Sequence[MutableMapping[str, Any]]) -> int | None:
+    """Count the messages in the SuperLink's answer to a node that asks for some; None if it is a refusal."""
     from flwr.proto.fleet_pb2 import PullMessagesResponse
 
+    if not answer or answer[0].get("status") != 200:
+        return None
+    body = b"".join(part.get("body", b"") for part in answer)
     return len(PullMessagesResponse.FromString(body).messages_list)
 
 
@@ -432,7 +488,7 @@ async def _serve(
         "timeout_graceful_shutdown": 3,
     }
     gate = Gate(app, max_reply, lambda text: typer.echo(f"fedapp superlink: {text}", err=True))
-    private = Server(uvicorn.Config(app, **common))
+    private = Server(uvicorn.Config(gate.inside, interface="asgi3", **common))
     # The app's resources belong to the private listener, which starts them once.
     limits: dict[str, Any] = {"limit_concurrency": CONNECTIONS, "http": Impatient}
     # A connection counts for uvicorn after the TLS handshake, for which asyncio would wait 60 seconds.
@@ -461,6 +517,7 @@ async def _serve(
         if helper is not None and helper.returncode is None:
             helper.terminate()
         public.should_exit = private.should_exit = True
+        gate.wake()
         await asyncio.wait(tasks, timeout=10)
 
 

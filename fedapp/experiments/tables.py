@@ -19,7 +19,7 @@ from rich.table import Table
 from fedapp import config as configuration
 from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.experiments.jobs import Job
-from fedapp.results.runs import ONE_SCORE, PAIRED, RunResult
+from fedapp.results.runs import ONE_SCORE, PAIRED, TUNED_PAIRS, RunResult
 from fedapp.results.statistics import (
     DASH,
     better_off,
@@ -36,7 +36,7 @@ from fedapp.results.statistics import (
 PROTOCOLS = configuration.PROTOCOLS
 TUNED = "tuned"
 """The score of methods that fine-tune; a table without such a method has no columns of it."""
-MEASURES = ("received_accuracy", "trained_accuracy", "received_balanced", "trained_balanced")
+MEASURES = tuple(f"{p}_{name}" for name in ("accuracy", "balanced") for p in ("received", "trained", TUNED))
 """Columns of final.csv that methods are tested on."""
 SPREAD = ("std", "worst_decile", "worst")
 """What the tables say of a metric beside its mean over clients."""
@@ -149,8 +149,9 @@ def significance(jobs: Sequence[Job], reference: str) -> pd.DataFrame:
     -------
     One row per setting, measure and method: `pairs`, `seeds`, `mean_difference`, `std_over_seeds` (of the seeds' mean
     differences, ddof 1), `p` (:func:`signed_rank` over all pairs), `p_holm` (corrected over the methods of a
-    setting and measure). Clients of one seed share a federation, so p speaks of these partitions; the spread over seeds
-    stands beside it.
+    setting and measure). Methods that fine-tune are also tested on `tuned`, against the reference's `trained` score
+    where it does not fine-tune itself. Clients of one seed share a federation, so p speaks of these partitions; the
+    spread over seeds stands beside it.
     """
     rows: list[dict[str, Any]] = []
     for setting in dict.fromkeys(j.setting for j in jobs):
@@ -162,6 +163,9 @@ def significance(jobs: Sequence[Job], reference: str) -> pd.DataFrame:
             if measure not in finals:
                 continue
             scores = finals.pivot(index=["seed", "client"], columns="variant", values=measure)
+            if measure.startswith(TUNED) and scores[reference].isna().all():
+                trained = finals[finals["variant"] == reference].set_index(["seed", "client"])
+                scores[reference] = trained[measure.replace(TUNED, "trained")]
             tested = []
             for label in labels:
                 differences = (scores[label] - scores[reference]).dropna()
@@ -296,6 +300,8 @@ def print_tables(
     ]
     if (table["method"] == "local").any():
         lines.append(ONE_SCORE if tests.empty else f"{ONE_SCORE} {PAIRED}")
+    if len(tests) and tests["measure"].str.startswith(TUNED).any():
+        lines.append(TUNED_PAIRS)
     if table["better_off"].notna().any():
         lines.append(
             "better off than alone: share of the clients whose headline score is above their own in Standalone."

@@ -73,6 +73,8 @@ PyTorch's global generator, which local training seeds. Networks with batch norm
 `googlenet`, MobileNetV2) need two images or more per batch in training mode wherever their last maps are one pixel
 wide: PyTorch refuses a batch of one there ("Expected more than 1 value per channel"). Local training therefore never
 makes a batch of one. All other models take any batch.
+
+The file is long because it is a catalogue: an entry and a builder for each network.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader
 from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.results.figures import Gallery
 from fedapp.results.figures.words import method_title
-from fedapp.results.runs import ONE_SCORE, PAIRED, PROTOCOL_TEXT, Comparison, RunResult
+from fedapp.results.runs import ONE_SCORE, PAIRED, PROTOCOL_TEXT, TUNED_PAIRS, Comparison, RunResult
 from fedapp.results.statistics import DASH, duration, percent, size
 
 MOST_ROWS = 400
@@ -106,7 +106,7 @@ def render(template: str, gallery: Gallery, **values: Any) -> str:
         "percent": percent, "size": size, "duration": duration, "whole": lambda n: f"{n or 0:,}", "meaning": meaning,
         "method": method_title, "partition": partition_text, "place": place,
     }  # fmt: skip
-    templates.globals |= {"ONE_SCORE": ONE_SCORE, "PAIRED": PAIRED, "MOST_ROWS": MOST_ROWS}
+    templates.globals |= {"ONE_SCORE": ONE_SCORE, "PAIRED": PAIRED, "TUNED_PAIRS": TUNED_PAIRS, "MOST_ROWS": MOST_ROWS}
     parts: Any = templates.get_template("parts.html.jinja").module
     words = templates.get_template(template).make_module({**values, "gallery": gallery})
     sections = [

@@ -25,7 +25,7 @@ from fedapp import plugins, registry
 from fedapp.config import RunConfig
 from fedapp.data import datasets
 from fedapp.data.columns import COLUMNS, read_npz, samples
-from fedapp.data.datasets import Samples
+from fedapp.data.moments import Samples
 from fedapp.data.transforms import InputSpec, channels_first, normalise
 from fedapp.errors import BadRequest
 from fedapp.learning.evaluation import BATCH

@@ -428,6 +428,7 @@ def _setting_tables(comparison: Comparison, runs: Sequence[RunResult]) -> dict[s
         ),
         "cost": Table(["cost", *head, "bytes up", "bytes down", "time"], rows),
         "significance": significance,
+        "tested": [p for p in ("received", "trained", "tuned") if p in significance.head],
         "reference": reference,
     }
 

@@ -43,7 +43,8 @@ PROTOCOL_TEXT = {
 """What each protocol means, as every table and figure says it."""
 ONE_SCORE = "Standalone receives nothing, so it has one score: after local training."
 PAIRED = "In tests of received, Standalone's own model before the last training stands in its place."
-"""What the paired tests compare with Standalone, which has no such score."""
+TUNED_PAIRS = "In tests of tuned, a reference that does not fine-tune has its trained model in that place."
+"""What the paired tests compare where one side has no such score."""
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ import numpy as np
 from fedapp import sampling
 from fedapp.config import RunConfig
 from fedapp.data import datasets
-from fedapp.data.datasets import DATASET_NAMES, OWN, Samples
+from fedapp.data.datasets import DATASET_NAMES, OWN
+from fedapp.data.moments import Samples
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest, described
 

@@ -16,7 +16,8 @@ from fedapp import process, sampling
 from fedapp.config import RunConfig
 from fedapp.data import datasets, flower, natural, partitions
 from fedapp.data.columns import Reading
-from fedapp.data.datasets import Dataset, Samples
+from fedapp.data.datasets import Dataset
+from fedapp.data.moments import Samples, moments
 from fedapp.data.partitions import Partition
 from fedapp.data.transforms import InputSpec, channels_first, normalise
 from fedapp.errors import BadRequest
@@ -213,7 +214,7 @@ def _federated(
 def fitted(inputs: InputSpec, rows: Samples | None = None) -> InputSpec:
     """Return the specification with mean and standard deviation of these samples; None = as they are, over scale."""
     width = len(inputs.mean)
-    mean, std = ((0.0,) * width, (1.0,) * width) if rows is None else datasets.moments(rows, inputs.scale)
+    mean, std = ((0.0,) * width, (1.0,) * width) if rows is None else moments(rows, inputs.scale)
     return replace(inputs, mean=mean, std=std)
 
 

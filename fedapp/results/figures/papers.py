@@ -15,7 +15,7 @@ from fedapp.errors import BadRequest, suggest
 from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import calibration, costs, gallery, heads, pathways, representations, scores
 from fedapp.results.figures.style import Drawing, one_look_each
-from fedapp.results.figures.words import Runs, Words
+from fedapp.results.figures.words import Runs, Words, titled
 from fedapp.results.runs import RunResult, labelled, read
 
 
@@ -183,6 +183,7 @@ def draw(name: str, paths: Sequence[Path]) -> Drawing:
         raise BadRequest(f"no run below {', '.join(map(str, paths))} has finished; {name} needs {figure.needs}")
     if len({(r.label, r.seed, *r.setting.items()) for r in runs}) < len(runs):
         runs = labelled(runs)  # run directories from several places, which no comparison has named
+    runs = [titled(r) for r in runs]
     try:
         with one_look_each([r.label for r in runs]):
             caption, alt, drawn = figure.draw(runs)
