@@ -50,8 +50,10 @@ def measured(clients: int, numbers: int, gone: int) -> dict[str, float]:
         vector = masks.encode(values[c], clients)
         hidden = timed("masks", members[c].hide, collector.tag, sealed, vector)
         timed("add", collector.add, c, hidden)
-    left = collector.summed
-    shares = {c: timed("reveal", members[c].reveal, collector.tag, left) for c in left}
+    left = sorted(collector.summed)
+    agreed = {c: timed("agree", members[c].agree, collector.tag, left) for c in left}
+    codes = {c: dict(zip(left, map(bytes, collector.codes(c, agreed)), strict=True)) for c in left}
+    shares = {c: timed("reveal", members[c].reveal, collector.tag, codes[c]) for c in left}
     total = masks.decode(timed("open", collector.open, shares), {"head": (numbers,)})["head"]
     error = np.abs(total - sum(values[c]["head"] for c in left)).max()
     assert error <= masks.rounding(clients), error
@@ -63,8 +65,8 @@ def sizes(clients: int, numbers: int) -> dict[str, int]:
     return {
         "plain": 4 * numbers,
         "hidden": 8 * numbers,
-        "up": KEY + KEY + KEY + clients * SEALED + clients * SHARE,
-        "down": clients * (8 + KEY) + (clients - 1) * (8 + SEALED) + 8 * clients,
+        "up": KEY + KEY + KEY + clients * SEALED + clients * KEY + clients * SHARE,
+        "down": clients * (8 + KEY) + (clients - 1) * (8 + SEALED) + 8 * clients + clients * (8 + KEY),
     }
 
 
@@ -122,14 +124,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"| {epsilon:g} | " + " | ".join(accuracies) + " |")
         return
     print(
-        "| clients | t | plain reply | hidden vector | shares and keys up | down | shares | masks | reveal | server |"
+        "| clients | t | plain reply | hidden vector | further up | down | shares | masks | agree | reveal | server |"
     )
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     for clients in given.clients:
         runs = [measured(clients, given.numbers, given.gone) for _ in range(given.repeats)]
         best = {name: min(run[name] for run in runs) for name in runs[0]}
         size = {name: f"{value / 1000:.1f} KB" for name, value in sizes(clients, given.numbers).items()}
-        steps = [f"{1000 * best[name]:.1f} ms" for name in ("shares", "masks", "reveal")]
+        steps = [f"{1000 * best[name]:.1f} ms" for name in ("shares", "masks", "agree", "reveal")]
         server = f"{1000 * (best['add'] + best['open']):.0f} ms"
         cells = [clients, threshold(clients, DROPOUT), *(size[n] for n in ("plain", "hidden", "up", "down")), *steps]
         print("| " + " | ".join(map(str, [*cells, server])) + " |")

@@ -229,8 +229,10 @@ def _answer(
         if payload.all():
             keep("received", server_round - 1)
         if control.get("final") and client.tunes() and control.get("tune", True):
-            metrics |= client.tune_to_score(balanced=balanced)
-            keep("tuned", server_round - 1)
+            tuned = _tuned(client, balanced)
+            if tuned:
+                keep("tuned", server_round - 1)
+            metrics |= tuned
         if train:
             metrics |= client.train_to_score(payload, balanced=balanced)
             if control.get("final"):
@@ -238,6 +240,16 @@ def _answer(
     else:
         arrays, count, metrics = client.answer_query(stage.removeprefix("query."), payload, server_round)
     return arrays, {**_shown(client, arrays, metrics), "num-examples": count}, facts
+
+
+def _tuned(client: FedClient, balanced: bool) -> dict[str, Any]:
+    """Return the score after fine-tuning. Where that diverges it alone is missing: nothing else depends on it."""
+    try:
+        return client.tune_to_score(balanced=balanced)
+    except FloatingPointError as e:
+        if process.real_node():
+            print(f"fedapp: there is no score after fine-tuning: {plain(e)}", flush=True)
+        return {}
 
 
 def _shown(client: FedClient, arrays: Arrays, metrics: dict[str, Any]) -> dict[str, Any]:

@@ -730,6 +730,7 @@ class Run(Callbacks):
             )
             if result.kind == "final":
                 self.final, self.last_scores = summary, result.metrics
+                self._warn_of_tuning(result)
                 self._tell_clients(result.round, rows, final=True)
         else:
             row = {"round": result.round, "clients": len(rows), **summary, "evaluate_seconds": result.seconds}
@@ -740,6 +741,18 @@ class Run(Callbacks):
         for dropped in result.traffic.dropped:
             self.directory.dropped(dropped)
             self.extra["dropped"] += 1
+
+    def _warn_of_tuning(self, result: RoundResult) -> None:
+        """Name the clients whose fine-tuning gave no score; with `dp` real nodes send none in any case."""
+        if self._tuned and (self.simulation or self.config.privacy is None):
+            asked = sorted(result.metrics.keys() & self.scoring.finalists)
+            without = [str(c) for c in asked if "tuned-total" not in result.metrics[c]]
+            if without:
+                more = f" and {len(without) - 20} more" if len(without) > 20 else ""
+                self.warn(
+                    f"no score 'tuned' of {len(without)} clients ({', '.join(without[:20])}{more}): the loss of their "
+                    "fine-tuning is no number; lower lr, or set clip"
+                )
 
     def selected(self, state: ServerState, server_round: int) -> tuple[ServerState, int]:
         """Return the state and number of the round with the best validation accuracy over all clients."""

@@ -143,24 +143,34 @@ class Round:
                 client, self.members[client].hide(self.tag, self.sealed(client), self.vector(client))
             )  # fmt: skip
 
-    def shares(self, gone: int = 0) -> dict[int, Any]:
+    def agreed(self, gone: int = 0) -> dict[int, Any]:
         left = self.collector.summed
-        return {c: self.members[c].reveal(self.tag, left) for c in left[: len(left) - gone]}
+        return {c: self.members[c].agree(self.tag, left) for c in left[: len(left) - gone]}
+
+    def codes(self, client: int, agreed: dict[int, Any]) -> dict[int, bytes]:
+        rows = self.collector.codes(client, agreed)
+        return {other: row.tobytes() for other, row in zip(sorted(self.collector.summed), rows, strict=True)}
+
+    def shares(self, gone: int = 0, silent: int = 0) -> dict[int, Any]:
+        agreed = self.agreed(silent)
+        there = list(agreed)[: len(agreed) - gone]
+        return {c: self.members[c].reveal(self.tag, self.codes(c, agreed)) for c in there}
 
     def total(self, shares: dict[int, Any]) -> np.ndarray:
         return decode(self.collector.open(shares), {"x": (7,)})["x"]
 
 
 @pytest.mark.parametrize(
-    "before, during, after", [(0, 0, 0), (2, 0, 0), (0, 2, 0), (0, 0, 2), (1, 1, 0), (0, 1, 1), (1, 0, 1)]
+    "before, during, then, after",
+    [(0, 0, 0, 0), (2, 0, 0, 0), (0, 2, 0, 0), (0, 0, 2, 0), (0, 0, 0, 2), (1, 1, 0, 0), (0, 1, 1, 0), (1, 0, 0, 1)],
 )
-def test_the_sum_is_that_of_the_clients_that_are_left(before: int, during: int, after: int) -> None:
+def test_the_sum_is_that_of_the_clients_that_are_left(before: int, during: int, then: int, after: int) -> None:
     it = Round(7, 5)
     it.offers(before)
     it.vectors(during)
     left = it.collector.summed
     assert len(left) == 7 - before - during
-    assert (it.total(it.shares(after)) == sum(it.x[c] for c in left)).all()
+    assert (it.total(it.shares(after, then)) == sum(it.x[c] for c in left)).all()
 
 
 def test_too_few_clients_open_nothing() -> None:
@@ -189,13 +199,17 @@ def test_what_the_server_gets_says_nothing_of_a_vector() -> None:
 def test_two_exchanges_hide_equal_vectors_differently_and_forget_their_secrets() -> None:
     it = Round(3, 2)
     seen = []
-    for _ in range(2):
-        it.collector = Collector(it.tag, it.keys, it.t)
+    for tag in ("one", "two"):
+        it.tag = tag
+        it.collector = Collector(tag, it.keys, it.t)
         it.offers()
-        seen.append(it.members[10].hide(it.tag, it.sealed(10), it.vector(10)))
-        it.members[10].reveal(it.tag, [10, 20])
-        assert set(it.members[10].kept) == {"box"}
-    assert (seen[0] != seen[1]).all()
+        it.vectors()
+        seen.append(it.members[10].kept["opened"])
+        it.shares()
+        assert set(it.members[10].kept) == {"box", "tags"}
+    assert seen[0] != seen[1]
+    with pytest.raises(Unsafe, match="an exchange of this name before"):  # its messages would pass for new ones
+        it.offers()
 
 
 def test_a_client_refuses_what_could_give_its_vector_away() -> None:
@@ -205,15 +219,61 @@ def test_a_client_refuses_what_could_give_its_vector_away() -> None:
     member, kept = it.members[10], dict(it.members[10].kept)
     with pytest.raises(Unsafe, match="not this client's turn"):  # the same masks on another vector
         member.hide(it.tag, it.sealed(10), it.vector(20))
+    with pytest.raises(Unsafe, match="turn"):  # before the others said what they were told
+        member.reveal(it.tag, {})
     for survivors in ([10, 20, 30], [20, 30, 40, 50], [10, 20, 30, 99]):
         with pytest.raises(Unsafe, match="is not one of 4 or more with this one"):
-            member.reveal(it.tag, survivors)
+            member.agree(it.tag, survivors)
     assert member.kept == kept
     with pytest.raises(Unsafe, match="turn"):
-        member.reveal("another exchange", [10, 20, 30, 40])
-    member.reveal(it.tag, [10, 20, 30, 40])
-    with pytest.raises(Unsafe, match="turn"):  # both secrets of client 50
-        member.reveal(it.tag, [10, 20, 30, 50])
+        member.agree("another exchange", [10, 20, 30, 40])
+    agreed = it.agreed()
+    with pytest.raises(Unsafe, match="turn"):  # to another sum
+        member.agree(it.tag, [10, 20, 30, 50])
+    member.reveal(it.tag, it.codes(10, agreed))
+    with pytest.raises(Unsafe, match="turn"):
+        member.reveal(it.tag, it.codes(10, agreed))
+
+
+def test_shares_are_opened_where_t_clients_were_told_of_one_sum() -> None:
+    """Codes of clients that were told of another sum, copies, codes for others and none at all do not count."""
+    it = Round(5, 4)
+    it.offers()
+    it.vectors()
+    agreed = {c: m.agree(it.tag, [10, 20, 30, 40, 50] if c != 50 else [20, 30, 40, 50]) for c, m in it.members.items()}
+    agreed[50] = np.concatenate([np.zeros((1, secure_sum.KEY), np.uint8), agreed[50]])
+    codes = it.codes(10, agreed)
+    few = {c: codes[c] for c in (20, 30)}
+    for more in ({}, {10: codes[20]}, {40: codes[20]}, {50: codes[20]}, {99: codes[20]}):
+        with pytest.raises(Unsafe, match=r"3 clients say that they were told of the same clients .* 4 are needed"):
+            it.members[10].reveal(it.tag, {**few, **more})
+    others = it.codes(30, agreed)
+    with pytest.raises(Unsafe, match="1 clients say"):
+        it.members[10].reveal(it.tag, others)  # made for client 30
+    with pytest.raises(Unsafe, match="1 clients say"):
+        it.members[50].reveal(it.tag, dict(zip([20, 30, 40], (agreed[c][4].tobytes() for c in (20, 30, 40)))))
+    it.members[10].reveal(it.tag, it.codes(10, agreed))  # four of one opinion are enough
+
+
+def test_a_server_that_names_different_clients_opens_no_sum_of_few() -> None:
+    """Every client is told of five clients and of others that differ from one to the next."""
+    it = Round(10, 7)
+    it.offers()
+    it.vectors()
+    few, everyone = [10, 20, 30, 40, 50], list(it.members)
+    told = {c: sorted({*few, c, *[o for o in everyone if o not in few and (o + c) % 3]}) for c in everyone}
+    able = {c: s for c, s in told.items() if len(s) >= it.t}
+    agreed = {c: it.members[c].agree(it.tag, s) for c, s in able.items()}
+    opened = 0
+    for c, survivors in able.items():
+        codes = {o: agreed[o][able[o].index(c)].tobytes() for o in survivors if o in able and c in able[o]}
+        same = [o for o in able if able[o] == survivors]
+        try:
+            it.members[c].reveal(it.tag, codes)
+            opened += 1
+        except Unsafe:
+            assert len(same) < it.t
+    assert len(able) >= it.t and opened == 0
 
 
 def test_a_client_refuses_keys_and_shares_of_others() -> None:
@@ -271,6 +331,7 @@ def test_a_false_share_that_was_given_is_the_givers_or_the_holders() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(secure_sum, "split", bad)
+        it.members[60] = Member(60, {"box": it.members[60].kept["box"]})
         it.collector.offers[60] = it.members[60].offer(it.tag, it.keys, it.t)
     it.vectors()
     shares = it.shares()

@@ -127,6 +127,33 @@ def test_without_epochs_of_tuning_the_score_is_that_of_received() -> None:
     assert not FedClient.tunes() and FedBABUClient.tunes()
 
 
+@pytest.mark.parametrize("wild", [[1], [0, 1, 2]])
+def test_a_fine_tuning_that_diverges_costs_its_own_score_alone(
+    wild: list[int], tiny: Callable[..., RunResult], monkeypatch: pytest.MonkeyPatch, no_page: Any
+) -> None:
+    """Also where every reply is needed: nothing else depends on that score."""
+
+    def tuning(self: FedBABUClient, original: Any = FedBABUClient.tuning) -> Any:
+        def loss(batch: Any) -> torch.Tensor:
+            return self.step_loss(batch) * (float("nan") if self.task.client in wild else 1.0)
+
+        return [dataclasses.replace(phase, loss=loss) for phase in original(self)]
+
+    monkeypatch.setattr(FedBABUClient, "tuning", tuning)
+    result = tiny(method="fedbabu", rounds=1, min_replies=1.0)
+    assert result.summary["dropped"] == 0 and list(result.final["client"]) == [0, 1, 2]
+    assert list(result.final["tuned_accuracy"].isna()) == [c in wild for c in range(3)]
+    assert not result.final[["received_accuracy", "trained_accuracy"]].isna().any(axis=None)
+    (warning,) = result.summary["warnings"]
+    assert f"no score 'tuned' of {len(wild)} clients ({', '.join(map(str, wild))})" in warning
+    headline = result.summary["headline"]
+    assert (headline["score"], headline["clients"], headline["of"]) == ("tuned", 3 - len(wild), 3)
+    assert (headline["value"] is None) == (len(wild) == 3)
+    assert load(result.out, client=1, point="received") is not None
+    with pytest.raises(BadRequest, match="has not kept"):
+        load(result.out, client=1, point="tuned")
+
+
 def test_a_body_that_is_frozen_as_a_whole_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = FedBABUClient.build_model(TASK.spec(0), FedBABUHParams())
     model.features.requires_grad_(False)

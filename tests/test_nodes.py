@@ -82,6 +82,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"client-id": -1, "data-path": "/x"}, "whole number"),
     ({"client-id": 3, "data-path": ""}, "text in quotation marks"),
     ({"client-id": 3, "data-path": "/x", "model": "resnet19"}, "did you mean 'resnet18'"),
+    ({"client-id": 3, "data-path": "/x", "dp": "example", "min-class-count": 2}, "give one of the two"),
 ]
 
 
@@ -207,6 +208,8 @@ def test_the_node_decides_where_its_state_lies(tmp_path: Path, monkeypatch: pyte
 
 # ---- what is the node's own ----------------------------------------------------------------------------------------
 
+NOISY = {"dp": "example", "method-args": "base=none", "normalise": "none", "protocols": "global"}
+
 
 @pytest.mark.parametrize(
     ("more", "values", "words"),
@@ -218,6 +221,8 @@ def test_the_node_decides_where_its_state_lies(tmp_path: Path, monkeypatch: pyte
         ({"min-class-count": 5}, {"method": "fedgh", "method-args": "min_class_count=4"}, "this run 4"),
         ({"min-class-count": 5}, {"method": "fedgh", "method-args": "min_class_count=5"}, ""),
         ({"min-class-count": 1}, {"method": "fedgh"}, ""),
+        ({"min-class-count": 5}, {"method": "fedncm", **NOISY}, r"the run takes dp = 'none'"),
+        ({"min-class-count": 1}, {"method": "fedncm", **NOISY}, ""),
         ({"min-class-count": 3}, {"method": "ccvr"}, r'set method-args="min_count=3"'),
         ({"min-class-count": 3}, {"method": "ccvr", "method-args": "min_count=3"}, ""),
         ({"min-class-count": 3}, {"method": "ccvr", "method-args": "min_count=9 oracle=true"}, "every class"),

@@ -46,14 +46,28 @@ def test_the_third_time_and_never_where_most_are_bad() -> None:
     assert Offences.of(again.state()) == again and again.nodes == {77}
 
 
-def test_a_spoiled_group_strikes_nobody_and_good_replies_wipe_strikes_out() -> None:
+def test_a_spoiled_group_strikes_nobody_and_a_good_reply_takes_a_quarter_back() -> None:
     found = Offences()
     groups = {**dict.fromkeys(range(7), "a"), 7: "b", 8: "b", 9: "c"}
     for _ in range(STRIKES):
         assert found.judge(bad(7, 8, 9), groups) == []
     assert found.strikes == {}
     assert found.judge(bad(2, 7), groups, [0, 1, 8]) == [] and found.strikes == {2: 1, 7: 1}
-    assert found.judge(bad(7), groups, [2]) == [] and found.strikes == {7: 2}
+    assert found.judge(bad(7), groups, [2]) == [] and found.strikes == {2: 0.75, 7: 2}
+    for _ in range(3):
+        found.judge([], groups, [2, 3])
+    assert found.strikes == {7: 2} and Offences.of(found.state()) == found
+
+
+@pytest.mark.parametrize(("every", "blocked"), [(1, 3), (2, 7), (3, 13), (4, 33), (5, None), (20, None)])
+def test_taking_turns_with_good_replies_does_not_help_a_liar(every: int, blocked: int | None) -> None:
+    """Who sends bad values in one of `every` trainings is blocked in which; the honest one in five never is."""
+    found, when = Offences(), None
+    for n in range(1000):
+        wrong = n % every == 0
+        if found.judge(bad(2) if wrong else [], ALIKE, () if wrong else (2,)) and when is None:
+            when = n + 1
+    assert when == blocked
 
 
 def impossible(kind: str, reply: Message) -> Message:
@@ -108,15 +122,15 @@ def test_values_out_of_range_block_the_third_time(tmp_path: Path) -> None:
     def huge(kind: str, reply: Message) -> Message:
         return change_arrays(reply, lambda n, a: a * np.float32(1e9)) if kind == "train" else reply
 
-    def at_times(kind: str, reply: Message) -> Message:
-        return reply if reply.metadata.group_id == "3" else huge(kind, reply)
+    def in_turn(kind: str, reply: Message) -> Message:
+        return huge(kind, reply) if reply.metadata.group_id in {"1", "3", "5", "7"} else reply
 
-    rare = federate(tmp_path / "rare", [1], at_times, 3, rounds=5, evaluate_every=1, **FEW)
-    assert [r for r, _ in asked(rare.out)] == [1, 2, 4, 5] and "blocked" not in rare.summary
+    turns = federate(tmp_path / "turns", [1], in_turn, 3, rounds=8, evaluate_every=1, **FEW)
+    assert [r for r, _ in asked(turns.out)] == [1, 3, 5, 7] and turns.summary["blocked"] == [1]
     run = federate(tmp_path / "run", [1], huge, 3, rounds=4, evaluate_every=1, **FEW)
     assert asked(run.out) == [(1, 1), (2, 1), (3, 1)] and run.summary["blocked"] == [1]
     row = pd.read_csv(run.out / "blocked.csv").iloc[0]
-    assert row["round"] == 3 and row["reason"].startswith("values out of range for the third time: 'head.")
+    assert row["round"] == 3 and row["reason"].startswith("values out of range too often: 'head.")
 
 
 @pytest.mark.parametrize("few", [2, 3])

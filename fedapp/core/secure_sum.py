@@ -13,16 +13,20 @@ Bonawitz et al., Practical Secure Aggregation for Privacy-Preserving Machine Lea
 1. `Member.key`: c_u's public key, once. All others get it.
 2. `Member.offer`: u draws s_u and b_u, and sends each v of U_1 one share of both, encrypted for v.
 3. `Member.hide`: y_u = x_u + PRG(b_u) + sum_{v in U_2, v > u} PRG(s_uv) - sum_{v in U_2, v < u} PRG(s_uv)  (mod 2^64).
-4. `Member.reveal`: each v sends its share of b_u for u in U_3, and of s_u for u in U_2 without U_3, never both.
-5. `Collector.open`: sum y_u without PRG(b_u), and without the masks that U_3 shares with those that are gone.
+4. `Member.agree`: each v tells each other client of U_3 which U_3 it was told of.
+5. `Member.reveal`: where t clients were told of one U_3, each v sends its share of b_u for u in U_3, and of s_u for u
+   in U_2 without U_3, never both.
+6. `Collector.open`: sum y_u without PRG(b_u), and without the masks that U_3 shares with those that are gone.
 
 s_u and b_u live for one exchange. With keys for the whole run, dropping out once would give away all earlier vectors:
 once s_u of a client that is gone is open, so are its masks of all earlier exchanges, and the server has opened its b_u
 in these. So only c_u lasts, of which no share is ever given away.
 
-A server that tells different clients of different U_3 gets b_u and s_u of one client only where t clients of each
-opinion answer, so 2 t must exceed the number of clients and those that help the server (`flaw`). A server that tells
-different clients of different U_2 can open a sum of fewer clients than t: see docs/secure-sums.md.
+A server that tells clients of different U_3 is found out in 4, round 3 of the paper's protocol against active servers,
+with codes that each pair of clients can check in place of signatures. A client agrees once in an exchange, so t clients
+for each of two U_3 would need 2 t <= n + m, where m help the server (`flaw`). One U_3 of t clients or more is opened,
+or none. Whom the server names in U_2 then no longer matters. All honest clients that agreed have masks with each other,
+and every other client of U_3 has one with at least one of them. So nothing but the sum over U_3 is free of masks.
 """
 
 from __future__ import annotations
@@ -178,6 +182,11 @@ def _own_key(seed: bytes, tag: str, client: int) -> bytes:
     return _derived(seed, "own", tag, _number(client))
 
 
+def _code(private: bytes, public: bytes, tag: str, sender: int, receiver: int, told: bytes) -> bytes:
+    """Return what only the two clients can make: the one tells the other what it was told."""
+    return _derived(_agreed(private, public), "agree", tag, _number(sender), _number(receiver), told)
+
+
 def _sign(client: int, other: int) -> int:
     return 1 if client < other else -1
 
@@ -224,17 +233,21 @@ class Member:
 
         Parameters
         ----------
-        tag : name of the exchange.   keys : public keys of U_1 by client id.
+        tag : name of the exchange. A name holds once, so that no message of another exchange passes for one of this.
+        keys : public keys of U_1 by client id.
         threshold : t, as this client counts itself.
 
         Raises
         ------
-        Unsafe : a key is missing or comes twice, or this client's is another than it gave.
+        Unsafe : a key is missing or comes twice, or this client's is another than it gave; or the name was used.
         """
         if keys.get(self.client) != self.key():
             raise Unsafe("the key that others were given for this client is not its own")
         if len(set(keys.values())) != len(keys):
             raise Unsafe("two clients have one key")
+        tags = self.kept.get("tags", [])
+        if tag in tags:
+            raise Unsafe("there was an exchange of this name before")
         ids, box = sorted(keys), self.kept["box"]
         secret, seed = os.urandom(32), os.urandom(32)
         public = _public(secret)
@@ -251,7 +264,7 @@ class Member:
         self._forget()
         self.kept.update(
             {"tag": tag, "ids": ids, "keys": b"".join(keys[i] for i in ids), "threshold": threshold}
-            | {"mask-key": secret, "seed": seed, "own": own, "phase": "offered"}
+            | {"mask-key": secret, "seed": seed, "own": own, "phase": "offered", "tags": [*tags, tag]}
         )
         return Offer(public, _digest(seed), sealed)
 
@@ -268,7 +281,7 @@ class Member:
             shares are none, or not from the client that they are said to be from; `blamed` says whose.
         """
         kept = self._of(tag, "offered")
-        keys = dict(zip(kept["ids"], _pieces(kept["keys"], KEY), strict=True))
+        keys = self._boxes()
         there = sorted({*sealed, self.client})
         if self.client in sealed or not set(there) <= set(keys):
             raise Unsafe("shares came from clients that were not asked for any")
@@ -293,26 +306,63 @@ class Member:
             add_mask(hidden, pair, _sign(self.client, other))
         add_mask(hidden, _own_key(kept["seed"], tag, self.client), 1)
         kept.update({"there": there, "opened": b"".join(opened[i][: 2 * SHARE] for i in there)})
-        for name in ("mask-key", "seed", "own", "keys"):
+        for name in ("mask-key", "seed", "own"):
             del kept[name]
         return hidden
 
-    def reveal(self, tag: str, survivors: Collection[int]) -> Bytes:
-        """Return a share of b_u for each survivor and of s_u for all others of U_2, in the order of the ids of U_2.
+    def agree(self, tag: str, survivors: Collection[int]) -> Bytes:
+        """Return a code for each client of U_3, (n_3, KEY) by the order of their ids: this client was told of U_3.
 
-        This client answers once and then has nothing left to give away.
+        It holds for the clients, keys and threshold that this client was given. A client agrees once.
 
         Raises
         ------
         Unsafe : fewer than t survived, or clients that were not there, or this one is said to be gone.
         """
-        kept, left = self._of(tag, "hidden"), set(survivors)
-        if self.client not in left or not left <= set(kept["there"]) or len(left) < kept["threshold"]:
+        kept, left = self._of(tag, "hidden"), sorted(set(survivors))
+        if self.client not in left or not set(left) <= set(kept["there"]) or len(left) < kept["threshold"]:
             raise Unsafe(f"a sum of {len(left)} clients is not one of {kept['threshold']} or more with this one")
-        opened = zip(kept["there"], _pieces(kept["opened"], 2 * SHARE), strict=True)
+        numbers = (kept["threshold"], len(kept["ids"]), *kept["ids"], *left)
+        told = hashlib.sha256(kept["keys"] + b"".join(map(_number, numbers))).digest()
+        kept.update({"left": left, "told": told, "phase": "agreed"})
+        boxes = self._boxes()
+        rows = [bytes(KEY) if i == self.client else _code(kept["box"], boxes[i], tag, self.client, i, told)
+                for i in left]  # fmt: skip
+        return np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), KEY)
+
+    def reveal(self, tag: str, codes: Mapping[int, bytes]) -> Bytes:
+        """Return a share of b_u for each survivor and of s_u for all others of U_2, in the order of the ids of U_2.
+
+        This client answers once and then has nothing left to give away.
+
+        Parameters
+        ----------
+        codes : what others of U_3 made for this client in `agree`, by their ids.
+
+        Raises
+        ------
+        Unsafe : fewer than t clients, this one among them, agree on who survived.
+        """
+        kept, boxes = self._of(tag, "agreed"), self._boxes()
+        agreed = {self.client} | {
+            other
+            for other in set(kept["left"]) & codes.keys() - {self.client}
+            if hmac.compare_digest(
+                codes[other], _code(kept["box"], boxes[other], tag, other, self.client, kept["told"])
+            )
+        }
+        if len(agreed) < kept["threshold"]:
+            raise Unsafe(
+                f"{len(agreed)} clients say that they were told of the same clients in the sum, and "
+                f"{kept['threshold']} are needed"
+            )
+        left, opened = set(kept["left"]), zip(kept["there"], _pieces(kept["opened"], 2 * SHARE), strict=True)
         rows = [pair[SHARE:] if other in left else pair[:SHARE] for other, pair in opened]
         self._forget()
         return np.frombuffer(b"".join(rows), np.uint8).reshape(len(rows), SHARE)
+
+    def _boxes(self) -> dict[int, bytes]:
+        return dict(zip(self.kept["ids"], _pieces(self.kept["keys"], KEY), strict=True))
 
     def _of(self, tag: str, phase: str) -> MutableMapping[str, Any]:
         if self.kept.get("tag") != tag or self.kept.get("phase") != phase:
@@ -320,7 +370,7 @@ class Member:
         return self.kept
 
     def _forget(self) -> None:
-        for name in [n for n in self.kept if n != "box"]:
+        for name in [n for n in self.kept if n not in ("box", "tags")]:
             del self.kept[name]
 
 
@@ -379,6 +429,12 @@ class Collector:
             self._total = np.zeros(len(hidden), np.uint64)
         self._total += hidden
         self.summed.append(client)
+
+    def codes(self, client: int, agreed: Mapping[int, Bytes]) -> Bytes:
+        """Return what is for one client of what each returned in `Member.agree`, (n_3, KEY); zeros of who did not."""
+        left = sorted(self.summed)
+        none = np.zeros((len(left), KEY), np.uint8)
+        return np.stack([agreed.get(other, none)[left.index(client)] for other in left])
 
     def open(self, shares: Mapping[int, Bytes]) -> Words:
         """Return the sum of x_u over U_3.

@@ -182,6 +182,11 @@ class Node:
         images, summed = int(config.get("min-class-count", 0)), int(config.get("min-sum-clients", 0))
         if config.get("dp", "example") not in ("example", "client"):
             raise BadRequest(f"node-config: dp = {config['dp']!r} must be 'example' or 'client'")
+        if images > 1 and config.get("dp") == "example":
+            raise BadRequest(
+                "node-config: no run can meet both dp = 'example' and min-class-count, because with this noise replies "
+                "say something of every class: give one of the two"
+            )
         return cls(
             number,
             parts,
@@ -253,6 +258,12 @@ class Node:
         method, hparams = config.method_and_hparams()
         if self.min_class_count <= 1 or method.per_class is None:
             return
+        if config.dp == "example":
+            raise BadRequest(
+                f"this node's owner asks for at least {self.min_class_count} images of every class of which a reply "
+                "says something (min-class-count in the node-config), and with dp = 'example' replies say something, "
+                "with noise, of every class: its owner removes min-class-count, or the run takes dp = 'none'"
+            )
         if not method.per_class:
             raise BadRequest(
                 f"replies of {config.method} with these method-args say something of every class, and this node's "

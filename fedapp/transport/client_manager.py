@@ -74,7 +74,7 @@ WORKER_DIED = (
     "OutOfMemoryError",
 )
 """Ray's errors for a process that no longer exists."""
-WITHOUT_DATA = ("query.keys", "query.shares", "query.unmask")
+WITHOUT_DATA = ("query.keys", "query.shares", "query.agree", "query.unmask")
 """Messages of secure sums that a client answers without its data; it states no samples."""
 _DIGEST = re.compile(r"\A([0-9a-f]{32})?\Z")
 
@@ -415,7 +415,7 @@ class ClientManager:
         hello = read_hello(reply)
         if isinstance(hello, Refused):
             if hello.offence != FAILED:
-                raise BadRequest(f"node {node} was left out: {hello.reason}")
+                raise BadRequest(f"node {node} cannot take part: {hello.reason}")
             who = hello.stage
             self._stated[node] = int(who.split()[-1]) if who[-1].isdigit() else -1
             self._note_error(0, self._stated[node], "register", hello.reason)
@@ -639,7 +639,7 @@ class ClientManager:
             elif (reply := held.pop(client)) is not None:
                 yield reply
         for offence in self.offences.judge(traffic.bad, groups, traffic.answered if kind == "train" else ()):
-            self._block(offence, "values out of range for the third time: ")
+            self._block(offence, "values out of range too often: ")
         self._lasted[kind] = time.perf_counter() - started
         traffic.seconds += self._lasted[kind]
 

@@ -1,10 +1,12 @@
 """What clients did that does not count, and which of them are blocked for the rest of a run.
 
 `boundary` grades each refusal. A client that failed is only left out of the round. One that sent what no client code of
-ours can send is blocked at once, and one that sent values out of range is blocked the `STRIKES`-th time. An honest
-client sends such values too when its model diverged, and a single liar may have spoiled the models of all others.
-Values therefore count against a client only where at most half of those that were sent the same sent such: a model of
-a group, or of one client, may be spoiled while all others are good. A good reply to `train` wipes them out.
+ours can send is blocked at once, and one that sent values out of range is blocked when it has `STRIKES` strikes. An
+honest client sends such values too when its model diverged, and a single liar may have spoiled the models of all
+others. Values therefore count against a client only where at most half of those that were sent the same sent such: a
+model of a group, or of one client, may be spoiled while all others are good. Each good reply to `train` takes back the
+part `PARDON` of a strike: a liar that takes turns with good replies is blocked all the same, and a client of whose
+trainings at most one in five diverges never is.
 """
 
 from __future__ import annotations
@@ -15,7 +17,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 STRIKES = 3
-"""Exchanges with values out of range after which a client is blocked."""
+"""Strikes with which a client is blocked; an exchange with values out of range is one."""
+PARDON = 0.25
+"""Part of a strike that a good training takes back."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +53,11 @@ class Offences:
 
     Attributes
     ----------
-    blocked : by client id.   strikes : exchanges with values out of range since its last good training, by client id.
+    blocked : by client id.   strikes : by client id, of those that have any.
     """
 
     blocked: dict[int, Blocked] = field(default_factory=dict)
-    strikes: dict[int, int] = field(default_factory=dict)
+    strikes: dict[int, float] = field(default_factory=dict)
 
     @property
     def nodes(self) -> set[int]:
@@ -66,10 +70,11 @@ class Offences:
         Parameters
         ----------
         sent : by client what it was sent: equal for those that were sent the same.
-        good : clients whose earlier strikes are wiped out.
+        good : clients that lose a part of a strike.
         """
-        for client in good:
-            self.strikes.pop(client, None)
+        for client in self.strikes.keys() & set(good):
+            self.strikes[client] -= PARDON
+        self.strikes = {c: n for c, n in self.strikes.items() if n > 0}
         asked, wrong = Counter(sent.values()), Counter(sent[o.client] for o in bad)
         bad = [o for o in bad if 2 * wrong[sent[o.client]] <= asked[sent[o.client]]]
         for offence in bad:
@@ -87,4 +92,4 @@ class Offences:
     def of(cls, state: Mapping[str, Any]) -> Offences:
         """Return what `state` was made of."""
         found = [Blocked(**row) for row in state.get("blocked", [])]
-        return cls({b.client: b for b in found}, {int(c): int(n) for c, n in state.get("strikes", {}).items()})
+        return cls({b.client: b for b in found}, {int(c): float(n) for c, n in state.get("strikes", {}).items()})

@@ -1,6 +1,6 @@
 """Secure sums over messages: the exchanges around one whose replies the server sees only in sum.
 
-The cryptography is in `fedapp.core.secure_sum`. Three messages go around each `train` message or query:
+The cryptography is in `fedapp.core.secure_sum`. Four messages go around each `train` message or query:
 
 =============  ==================================================  =====================================================
 message        what the server sends                               what a client answers
@@ -8,7 +8,8 @@ message        what the server sends                               what a client
 query.keys     nothing; once per client and run                    c_u's public key, and a proof (`identity`)
 query.shares   ids, keys, proofs of U_1                            s_u's public key, digest of b_u, encrypted shares
 train, ...     as ever, and the shares that others encrypted       its numbers as ever, its arrays as one hidden vector
-query.unmask   which vectors arrived                               one share for each client of U_2
+query.agree    whose vectors arrived                               a code for each of these: so I was told
+query.unmask   the codes that the others made for the client       one share for each client of U_2
 =============  ==================================================  =====================================================
 
 A client that drops out in any of them is named like any other that does not answer. Where at least t are left, the sum
@@ -50,8 +51,8 @@ from fedapp.transport.client_manager import WITHOUT_DATA, ClientManager, RoundFa
 from fedapp.transport.identity import PROOF, Identity, unproved
 
 PREFIX = "secure/"
-KEYS, PROOFS, IDS, DIGEST, SHARES, HIDDEN = (
-    PREFIX + n for n in ("keys", "proofs", "ids", "digest", "shares", "hidden")
+KEYS, PROOFS, IDS, DIGEST, SHARES, HIDDEN, CODES = (
+    PREFIX + n for n in ("keys", "proofs", "ids", "digest", "shares", "hidden", "codes")
 )
 EXCHANGE = "secure-exchange"
 """Name of the scalar that names an exchange."""
@@ -159,7 +160,10 @@ class SecureClient:
         arrays, tag = payload.all(), str(payload.scalars.get(EXCHANGE, ""))
         ids = _ids(arrays.get(IDS))
         if stage == "query.unmask":
-            return {SHARES: self.member.reveal(tag, ids)}
+            codes = dict(zip(ids, _rows(arrays.get(CODES), len(ids), KEY), strict=True))
+            return {SHARES: self.member.reveal(tag, codes)}
+        if stage == "query.agree":
+            return {CODES: self.member.agree(tag, ids)}
         keys = dict(zip(ids, _rows(arrays.get(KEYS), len(ids), KEY), strict=True))
         proofs = dict(zip(ids, _rows(arrays.get(PROOFS), len(ids), PROOF), strict=True))
         if problem := self.identity.problem_of(run, keys, proofs):
@@ -347,11 +351,14 @@ class SecureSums:
             self._all_of(before, collector.summed, server_round, traffic)
         self.opened.add(name, collector.summed)
 
-        left = {c: Payload(common={IDS: _numbers(collector.summed)}, scalars=named) for c in sorted(collector.summed)}
-        shares = {
-            r.client: r.arrays[SHARES]
-            for r in ask("query.unmask", left, {SHARES: ("uint8", (len(collector.offers), SHARE))})
-        }
+        left = {IDS: _numbers(sorted(collector.summed))}
+        told = {c: Payload(common=left, scalars=named) for c in sorted(collector.summed)}
+        form: Raw = {CODES: ("uint8", (len(told), KEY))}
+        agreed = {r.client: r.arrays[CODES] for r in ask("query.agree", told, form)}
+        self._enough(server_round, len(agreed), len(ids), traffic)
+        codes = {c: Payload({CODES: collector.codes(c, agreed)}, left, named) for c in sorted(agreed)}
+        form = {SHARES: ("uint8", (len(collector.offers), SHARE))}
+        shares = {r.client: r.arrays[SHARES] for r in ask("query.unmask", codes, form)}
         try:
             total = masks.decode(collector.open(shares), shapes)
         except Unopened as e:
