@@ -96,6 +96,7 @@ def test_kept_runs_decide_as_their_folders_do(everything: Path, tmp_path: Path) 
     assert (tmp_path / "a.md").read_text() == (tmp_path / "b.md").read_text()
 
 
+@pytest.mark.full
 def test_the_archive_is_small_text_without_places_of_the_machine(everything: Path) -> None:
     files = list((everything / "kept").iterdir())
     texts = [path.read_text() for path in files]

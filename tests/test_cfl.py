@@ -433,6 +433,7 @@ def test_never_splitting_is_fedavg(tmp_path) -> None:
     assert len(ours.summary["norms"]) == 3 and ours.summary["clusters"] == [[0, 1, 2, 3]]
 
 
+@pytest.mark.full
 def test_a_run_with_part_of_the_clients_resumes_exactly(tmp_path) -> None:
     settings = {
         "method": "cfl", "clients": 5, "dataset": "digits", "data_fraction": 0.3, "fraction_train": 0.6, "alpha": 0.1,

@@ -65,6 +65,7 @@ def same(real: Path, simulated: Path, *names: str, without: str = "\0") -> None:
         pd.testing.assert_frame_equal(a[columns], b[columns], check_exact=True, obj=name)
 
 
+@pytest.mark.full
 def test_fedclassavg_with_three_architectures_equals_the_simulation(three: Deployment, tmp_path: Path) -> None:
     settings = ("--method", "fedclassavg", "--clients", "3", "--rounds", "2", "--seed", "0", "--set", f"model={MODELS}")
     out = three.folder / "vol-superlink" / "runs" / "heads"
@@ -103,6 +104,7 @@ def test_ccvr_on_one_architecture_equals_the_simulation(three: Deployment, tmp_p
     assert calibration["after"] == pytest.approx(scored, abs=0) and calibration["score"].startswith("received")
 
 
+@pytest.mark.full
 def test_the_node_uses_its_model(three: Deployment, tmp_path: Path) -> None:
     model = three.folder / "vol-supernode-1" / "state" / "run" / "1" / "personal.safetensors"
     with np.load(three.folder / "sites" / "site1" / "data.npz") as data:
@@ -117,6 +119,7 @@ def test_the_node_uses_its_model(three: Deployment, tmp_path: Path) -> None:
     assert np.mean([r[1] == str(label) for r, label in zip(rows, y, strict=True)]) > 0.8
 
 
+@pytest.mark.full
 def test_the_check_finds_nothing_wrong(three: Deployment) -> None:
     folder = three.folder
     config = f"client-id=0 data-path='{folder}/sites/site0' model='digits-a' state-dir='{folder}/vol-supernode-0/state'"
@@ -148,12 +151,14 @@ def check(*arguments: str) -> str:
     return next(line for line in done.output.splitlines() if line.startswith("fail"))
 
 
+@pytest.mark.full
 def test_a_node_without_a_registered_key_is_refused(three: Deployment) -> None:
     three.sh("docker/keys.sh", str(three.folder / "keys"), "stranger")
     log = ends(three, "stranger", auth_supernode_private_key=str(three.folder / "keys" / "stranger"))
     assert "305" in log and "Failed to activate SuperNode" in log
 
 
+@pytest.mark.full
 def test_a_foreign_authority_is_refused(three: Deployment) -> None:
     three.sh("docker/certs.sh", str(three.folder / "foreign"), "localhost", "127.0.0.1")
     ca = str(three.folder / "foreign" / "ca.crt")

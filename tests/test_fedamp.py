@@ -383,6 +383,7 @@ def test_own_start_without_a_pull_is_training_alone(tmp_path) -> None:
     assert not table(own, "clients", "received").equals(table(alone, "clients", "received"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("args", ["", "form=distance", "start=own"])
 def test_a_run_with_part_of_the_clients_resumes_exactly(tmp_path, args: str) -> None:
     common = {

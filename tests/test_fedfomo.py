@@ -576,6 +576,7 @@ def test_round_one_does_not_depend_on_the_number_of_models(tmp_path) -> None:
     pd.testing.assert_frame_equal(deterministic(a.clients), deterministic(b.clients), check_exact=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("buffers", ["global", "local"])
 def test_a_run_with_part_of_the_clients_resumes_exactly(tmp_path, buffers: str) -> None:
     common = {

@@ -358,6 +358,7 @@ def test_the_trained_model_is_a_prototype_model_and_survives(tmp_path: Path) -> 
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_resume_under_partial_participation_is_exact(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"method": "fednh", "clients": 4, "fraction_train": 0.5}
     whole = run(rounds=4, out=tmp_path / "whole", **settings).rounds

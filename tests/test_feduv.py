@@ -249,6 +249,7 @@ def test_at_zero_weights_a_run_gives_fedavgs_table(tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(plain[kept], zero[kept])
 
 
+@pytest.mark.full
 def test_resume_under_partial_participation_is_exact(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"method": "feduv", "clients": 4, "fraction_train": 0.5}
     whole = run(rounds=4, out=tmp_path / "whole", **settings).rounds

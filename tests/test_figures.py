@@ -463,6 +463,7 @@ ALWAYS = {
 }  # fmt: skip
 
 
+@pytest.mark.full
 def test_each_kind_of_run_has_its_figures(cw: RunResult, ccvr: RunResult) -> None:
     found = figures.of_run(cw)
     assert {d.id for d in found.drawings} == ALWAYS | {"who-learns-from-whom"}

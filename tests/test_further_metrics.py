@@ -247,6 +247,7 @@ def test_better_off_counts_clients_that_both_runs_have() -> None:
     assert math.isnan(better_off(scores, pd.Series(dtype=float)))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("in_turn", "no_figures")
 def test_a_comparison_shows_metrics_and_who_is_better_off(tmp_path: Path) -> None:
     words = ("--methods", "local,fedavg,fedprox", "--clients", "4", "--rounds", "1", "--seeds", "2", "--workers", "1",

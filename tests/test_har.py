@@ -27,6 +27,7 @@ def recordings(path: Path) -> Path:
     return path
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("in_turn", "no_page")
 def test_one_command_runs_both_comparisons_and_makes_the_tables(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

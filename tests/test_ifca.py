@@ -264,6 +264,7 @@ def test_bytes_and_both_protocols(tmp_path, args: str, down: int) -> None:
     assert result.rounds[["received_accuracy", "trained_accuracy"]].notna().all(axis=None)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("buffers", ["global", "local"])
 def test_a_run_with_part_of_the_clients_resumes_exactly(tmp_path, buffers: str) -> None:
     settings = {

@@ -283,6 +283,7 @@ def test_at_mu_zero_a_run_gives_fedavgs_table(tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(deterministic(plain), deterministic(zero), check_exact=True)
 
 
+@pytest.mark.full
 def test_resume_finds_the_previous_models(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"method": "moon", "method_args": "mu=5", "clients": 3, "fraction_train": 0.67}
     whole = run(rounds=3, out=tmp_path / "whole", **settings).rounds

@@ -316,6 +316,7 @@ def test_a_name_from_a_node_does_not_get_into_the_runs_configuration() -> None:
         assert Run.known_model(config, [ClientInfo(0, 9, theirs, 10, {})]) == known
 
 
+@pytest.mark.full
 def test_a_report_imports_no_code_that_a_run_names(tmp_path: Path) -> None:
     run(method="fedavg", model=f"{NETS}:Wide", out=tmp_path / "run", **SETTINGS)
     reasons = {}

@@ -133,6 +133,7 @@ def test_the_peak_counts_from_the_reset_and_keeps_what_was_given_back() -> None:
     assert process.peak_memory() < before + (32 << 20)
 
 
+@pytest.mark.full
 def test_with_several_threads_of_torch_blas_has_one() -> None:
     script = (
         "from threadpoolctl import threadpool_info\n"

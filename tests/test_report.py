@@ -146,6 +146,7 @@ def test_the_page_is_whole_and_loads_nothing(which: str, request: pytest.Fixture
     assert text.count("currentColor") > 20, "figures follow the reader's colours"
 
 
+@pytest.mark.full
 def test_the_same_directory_gives_the_same_page_drawn_by_one_thread(
     single: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

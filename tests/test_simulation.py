@@ -65,6 +65,7 @@ def compare(session: launch.Session, tmp_path: Path, method: str) -> None:
         same(tmp_path / "ray", tmp_path / "local", name)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "method", ["fedclassavg", *(pytest.param(m, marks=pytest.mark.full) for m in ("fedavg", "local"))]
 )
@@ -105,6 +106,7 @@ def test_own_data_and_every_option_of_scoring_give_the_numbers_of_this_process(
     assert [t[:3] for t in recorded] == [t[:3] for t in tracked] and len(tracked) > 8
 
 
+@pytest.mark.full
 def test_a_client_that_fails_is_told_with_its_traceback(session: launch.Session, tmp_path: Path) -> None:
     """The data vanish between the check and the run: the clients fail, and the run says so."""
     config = prepared(tmp_path / "run", lr=1e20, method="fedavg")
