@@ -389,8 +389,8 @@ class FedClient(PositionalClient):
         """Train once more after `evaluate_round` and score the result (`trained`); nothing is stored or sent."""
         return self._train(payload, balanced, further=True)[0]
 
-    def tune_to_score(self, *, balanced: bool = True) -> dict[str, Any]:
-        """Fine-tune a copy of the model after `evaluate_round` and score it (`tuned`); nothing is stored or sent.
+    def tune_to_score(self, protocol: str = "tuned", *, balanced: bool = True) -> dict[str, Any]:
+        """Fine-tune a copy of the model after `evaluate_round` or `meet`, and score it; nothing is stored or sent.
 
         The model is as received again afterwards; the copy is `self.tuned`.
         """
@@ -399,7 +399,7 @@ class FedClient(PositionalClient):
             for phase in self.tuning():
                 self.run_phase(phase)
             self.tuned = self.model
-            return self.measure("tuned", balanced, further=True)
+            return self.measure(protocol, balanced, further=True)
         finally:
             self.model = received
 

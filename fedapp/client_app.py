@@ -139,10 +139,13 @@ def score_newcomer(
 
     Returns
     -------
-    The scores `unseen_received` and, for each n of `epochs`, `unseen_trained@n`, and `unseen_local@n` of the client's
-    own initial model, trained alone as long.
+    The scores `unseen_received`, with methods that fine-tune `unseen_tuned`, and, for each n of `epochs`,
+    `unseen_trained@n`, and `unseen_local@n` of the client's own initial model, trained alone as long.
     """
-    metrics = build(False).meet(payload, server_round, "unseen_received", 0)
+    first = build(False)
+    metrics = first.meet(payload, server_round, "unseen_received", 0)
+    if first.tunes():
+        metrics |= _tuned(first, "unseen_tuned", balanced=True)
     for n in epochs:
         metrics |= build(False).meet(payload, server_round, f"unseen_trained@{n}", n)
         metrics |= build(True).meet(Payload(), server_round, f"unseen_local@{n}", n)
@@ -229,7 +232,7 @@ def _answer(
         if payload.all():
             keep("received", server_round - 1)
         if control.get("final") and client.tunes() and control.get("tune", True):
-            tuned = _tuned(client, balanced)
+            tuned = _tuned(client, "tuned", balanced)
             if tuned:
                 keep("tuned", server_round - 1)
             metrics |= tuned
@@ -242,10 +245,10 @@ def _answer(
     return arrays, {**_shown(client, arrays, metrics), "num-examples": count}, facts
 
 
-def _tuned(client: FedClient, balanced: bool) -> dict[str, Any]:
-    """Return the score after fine-tuning. Where that diverges it alone is missing: nothing else depends on it."""
+def _tuned(client: FedClient, protocol: str, balanced: bool) -> dict[str, Any]:
+    """Return the score after fine-tuning. Where that diverges it alone is missing, because nothing depends on it."""
     try:
-        return client.tune_to_score(balanced=balanced)
+        return client.tune_to_score(protocol, balanced=balanced)
     except FloatingPointError as e:
         if process.real_node():
             print(f"fedapp: there is no score after fine-tuning: {plain(e)}", flush=True)

@@ -580,7 +580,7 @@ class Run(Callbacks):
     def _unseen_protocols(self) -> list[str]:
         """Return the scores of unseen clients."""
         adapted = [f"unseen_{kind}@{n}" for n in self.config.adaptations for kind in ("trained", "local")]
-        return ["unseen_received", *adapted]
+        return ["unseen_received", *(f"unseen_{p}" for p in self._tuned), *adapted]
 
     def _best_round(self) -> int | None:
         """Return the first evaluated round with the highest validation accuracy, or None where there is none yet."""

@@ -46,7 +46,8 @@ def test_every_method_answers_a_newcomer_and_learns_nothing_of_it(
     result = tiny(**common)
     assert list(result.unseen["client"]) == [1, 4] and list(result.final["client"]) == [0, 2, 3]
     assert set(result.clients["client"]) <= {0, 2, 3}
-    for point in POINTS:
+    assert ("unseen_tuned_accuracy" in result.unseen) == ("tuned" in result.protocols)
+    for point in (*POINTS, *(["unseen_tuned"] if "tuned" in result.protocols else [])):
         assert result.unseen[[f"{point}_accuracy", f"{point}_loss", f"{point}_ece"]].notna().all(axis=None)
         assert result.summary["metrics"][point]["accuracy"]["mean"] == result.unseen[f"{point}_accuracy"].mean()
     assert result.summary["unseen"] == [1, 4] and result.summary["clients"] == 3
@@ -104,6 +105,17 @@ def test_scores_of_a_newcomer_by_hand(tiny: Tiny) -> None:
             assert scored(client) == (row[f"unseen_{name}@{epochs}_correct"], row[f"unseen_{name}@{epochs}_loss"])
         assert scored(alone) != initial
     assert not [c for c in result.unseen if "@0" in c]
+
+
+def test_a_newcomer_is_fine_tuned_as_the_method_says(tiny: Tiny) -> None:
+    common = {"method": "fedbabu", "clients": 4, "rounds": 1, "unseen": "2"}
+    without, tuned = (tiny(**common, method_args=f"tune_epochs={n}").unseen.iloc[0] for n in (0, 2))
+    assert without["unseen_tuned_loss"] == without["unseen_received_loss"] == tuned["unseen_received_loss"]
+    assert tuned["unseen_tuned_loss"] < tuned["unseen_received_loss"]
+    # The local training is of the body alone, the fine-tuning of the head, too.
+    assert tuned["unseen_tuned_loss"] != tuned["unseen_trained@2_loss"]
+    shown = report.write(tiny(**common, method_args="tune_epochs=2").out).read_text()
+    assert "unseen tuned" in shown.replace("_", " ")
 
 
 def test_ktpfls_own_epochs_do_not_count_for_newcomers(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -485,7 +485,7 @@ class RunConfig(BaseModel):
     def numbers(self) -> frozenset[str]:
         """Return the names of all numbers that a client may send, beside the method's own."""
         scored = ["received", "trained", "unseen_received"]
-        scored += ["tuned"] if self.method_and_hparams()[0].client.tunes() else []
+        scored += ["tuned", "unseen_tuned"] if self.method_and_hparams()[0].client.tunes() else []
         scored += [f"unseen_{kind}@{n}" for n in self.adaptations for kind in ("trained", "local")]
         parts = ["correct", "total", "loss-sum", "validation-correct", "validation-total", "balanced"]
         parts += [evaluation.column(m) for m in self.further_metrics]

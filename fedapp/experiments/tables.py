@@ -352,9 +352,10 @@ def _tables(
         )
     unseen = [c for c in part if c.startswith("unseen_") and c.endswith("_accuracy") and part[c].notna().any()]
     if unseen:
+        tuned = "tuned: fine-tuned by the method; " if f"unseen_{TUNED}_accuracy" in unseen else ""
         yield (
             f"Clients that took no part in the training, accuracy in %{spread_over}\n"
-            "(received: as a newcomer; trained@n: after n local epochs on it; local@n: alone, as long)",
+            f"(received: as a newcomer; {tuned}trained@n: after n local epochs on it; local@n: alone, as long)",
             part,
             {c.removeprefix("unseen_").removesuffix("_accuracy"): partial(_percent, column=c) for c in unseen},
         )
