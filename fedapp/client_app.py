@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from clients.base import FedClient
 from fedapp import config as configuration
 from fedapp import plugins, process, sampling
 from fedapp.config import RunConfig
+from fedapp.core import masks
 from fedapp.core.secure_sum import Unsafe
 from fedapp.data import partitions
 from fedapp.errors import BadRequest, plain
@@ -84,17 +85,20 @@ def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedCl
             str(control.get("state", "")), bool(control.get("state-binds", True)), config.lost_state == "restart"
         )
         store = ClientStore(folder, config.method, str(control["run"]), config.warm_start, kept, real, known)
-        releaser = _releaser(root, node, config, control)
+        releaser = _releaser(context, root, node, config, control)
     client: FedClient = method.client(task, method, hparams, store)
     client.releaser = releaser
     return client
 
 
-def _releaser(root: Path, node: Node, config: RunConfig, control: dict[str, Any]) -> Releaser | None:
+def _releaser(context: Context, root: Path, node: Node, config: RunConfig, control: dict[str, Any]) -> Releaser | None:
     """Return what books and noises the releases of a client, or None in a run without `dp`."""
     privacy = node.privacy(config)
     if privacy is None:
         return None
+    if config.secure_sum:
+        kept: Mapping[str, Any] = context.state.config_records.get(f"{SECURE}-{node.client}", {})
+        privacy = secure.in_sum(privacy, kept, config.secure_colluders)
     # Not by the run's names: they are the server's, and the budget belongs to the data.
     data = str(Path(node.data_path).expanduser().absolute()) if node.own and node.data_path else config.dataset
     server_round = int(control.get("round", 0))
@@ -301,9 +305,15 @@ def _hidden(context: Context, config: RunConfig, client: FedClient, given: Paylo
     sums = client.method.sums(client.hparams)
     if sums is None:
         raise BadRequest(f"secure-sum: {client.method.id} needs the reply of each client")
-    found = secure.additive(arrays, sums, client.task.num_samples, client.task.num_classes)
+    bits = masks.BITS
+    if client.releaser is None:
+        found = secure.additive(arrays, sums, client.task.num_samples, client.task.num_classes)
+    elif client.releaser.steps is None:
+        raise RuntimeError("dp is on, and no noise was drawn for this sum: nothing is sent")
+    else:
+        found, bits = {secure.NOISED: client.releaser.steps}, 0
     with _secrets(context, config, client.task.client) as secrets:
-        return secrets.hide(given, found)
+        return secrets.hide(given, found, bits)
 
 
 def _handle(stage: str, message: Message, context: Context) -> Message:

@@ -29,6 +29,7 @@ from clients.base import FedClient
 from fedapp import __version__, process
 from fedapp import config as configuration
 from fedapp.config import RunConfig
+from fedapp.core.secure_sum import threshold
 from fedapp.data import partitions
 from fedapp.data.card import data_card
 from fedapp.data.transforms import InputSpec
@@ -458,10 +459,17 @@ class Run(Callbacks):
             return
         sent = self.strategy.expected(self.infos[0].shapes).values()
         asked = max(1, math.floor(len(self.infos) * config.fraction_train + 0.5))
-        text = dp_rules.stated(config.privacy, sum(math.prod(shape) for shape in sent), asked, config.releases)
+        size = sum(math.prod(shape) for shape in sent)
+        asked = len(self.infos) if config.dp == "example" else asked
+        text = dp_rules.stated(config.privacy, size, asked, config.releases, self._sum_of(asked))
         if self.simulation:
             text += "; scores are exact, because this is a simulation: they are not covered"
         self.warn(text)
+
+    def _sum_of(self, asked: int) -> tuple[int, int] | None:
+        """Return the fewest clients of a sum, where so many are asked, and those that may help the server."""
+        config = self.config
+        return (threshold(asked, config.secure_dropout), config.secure_colluders) if config.secure_sum else None
 
     def _spent(self, result: RoundResult) -> None:
         """Note the most that a client says it has released, in all runs."""
@@ -479,6 +487,9 @@ class Run(Callbacks):
             return {}
         spent = self.extra.get("privacy", {"epsilon": None, "releases": 0})
         found = {"unit": stated.unit, **spent, "delta": stated.delta, "noise": stated.noise}
+        if self.config.secure_sum:
+            # The noise is on sums: epsilon holds as long as no more clients than these help the server.
+            found |= {"noise-on": "sum", "colluders": self.config.secure_colluders}
         if stated.test:
             found |= {"epsilon": None, "test": "test noise, no privacy"}
         return {"privacy": {**found, "scores": "exact, not covered" if self.simulation else "none are sent"}}

@@ -19,9 +19,11 @@ from pydantic import ValidationError
 
 from clients.posthoc import Untrained
 from fedapp.core import heads
+from fedapp.core.privacy import Float64, Joint, Privacy
 from fedapp.errors import BadRequest, suggest
 from fedapp.method import ALL, Array, Arrays, BaseHParams, Method, Payload, Query, Reply, Scored, ServerState, Sums
 from fedapp.transport import selection
+from fedapp.transport.secure import Released
 from strategies.base import FedStrategy
 
 T = TypeVar("T")
@@ -136,6 +138,15 @@ def base_hparams(base: Method, text: str) -> BaseHParams:
 def leaves_one_head(base: Method, hparams: BaseHParams) -> bool:
     """Whether a method ends with one global model, sent whole to the clients, whose logits are its linear head's."""
     return base.resolve is None and base.global_model and base.linear and set(ALL) <= set(base.shared_prefixes(hparams))
+
+
+def of_joint(stated: Privacy, joint: Joint, prefix: str) -> Released:
+    """Return what of noised statistics adds up over clients; a reply's arrays have names with the prefix."""
+
+    def parts(vector: Float64, clients: int) -> Arrays:
+        return {prefix + name: array for name, array in joint.parts(vector).items()}
+
+    return Released(stated, joint.sensitivity, joint.size, parts)
 
 
 class PostHoc(FedStrategy):

@@ -23,7 +23,8 @@ from fedapp.core.masks import rounding
 from fedapp.core.sums import Float64
 from fedapp.errors import Impossible
 from fedapp.method import ALL, Arrays, Method, Payload, Query, Reply, ServerState, Sums
-from strategies._composition import PostHoc, built_on
+from fedapp.transport.secure import Released
+from strategies._composition import PostHoc, built_on, of_joint
 
 W, B = "head.weight", "head.bias"
 
@@ -115,13 +116,20 @@ class HeadFromSums(PostHoc):
         if "square" in totals:
             assert self.privacy is not None
             square = unpack(totals["square"], d)
-            floor = joint.deviations(self.privacy.noise)["square"] * float(np.sqrt(len(replies) * d))
+            noise = self.privacy.noise * (np.sqrt(self.secure.share) if self.secure else 1.0)
+            floor = joint.deviations(noise)["square"] * float(np.sqrt(sum(len(r.singles) for r in replies) * d))
         count, total, square = privacy.projected(totals["count"], totals["sum"], square, floor=floor)
         found.b[:, :-1], found.b[:, -1] = total, count
         if square is not None:
             found.a[:-1, :-1] = square
             found.a[-1] = found.a[:, -1] = found.b.sum(axis=0)
         return found
+
+    def released(self, kind: str, template: Arrays) -> Released | None:
+        """Return the joint vector of counts, sums and second moments."""
+        if self.privacy is None or kind != "query.sums":
+            return super().released(kind, template)
+        return of_joint(self.privacy, self._joint(), SUMS)
 
     def _joint(self) -> privacy.Joint:
         assert issubclass(self.method.client, SumsClient)

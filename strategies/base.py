@@ -55,7 +55,8 @@ from fedapp.method import (
     ServerState,
 )
 from fedapp.transport.client_manager import ClientManager, RoundFailed, Spoiled, Traffic
-from fedapp.transport.secure import SecureSums
+from fedapp.transport.clipping import arrays_of
+from fedapp.transport.secure import Released, SecureSums
 from strategies import _soundness
 from strategies._flower import FlowerLoop
 
@@ -376,7 +377,22 @@ class FedStrategy(FlowerLoop):
         template = {n: self.context.initial[n] for n in expected} | self.further(state, kind) if sums else {}
         if self.secure is None or sums is None or not template:
             return manager.send_and_receive(kind, server_round, payloads, expected, check, result.traffic, control)
-        return self.secure.exchange(kind, server_round, payloads, sums, template, check, result.traffic, control)
+        released = self.released(kind, template)
+        return self.secure.exchange(
+            kind, server_round, payloads, sums, template, check, result.traffic, control, released
+        )
+
+    def released(self, kind: str, template: Arrays) -> Released | None:
+        """Return what of the replies adds up where the sum has noise, or None in a run without `dp`.
+
+        Parameters
+        ----------
+        template : arrays of the names, shapes and dtypes of a reply.
+        """
+        if self.privacy is None:
+            return None
+        size = sum(array.size for array in template.values())
+        return Released(self.privacy, self.privacy.bound, size, lambda v, clients: arrays_of(v / clients, template))
 
     def _votes(self, manager: ClientManager) -> bool:
         """Take the median from now on, because a client spoiled the model; False where that is not possible.

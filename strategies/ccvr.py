@@ -36,7 +36,8 @@ from fedapp.core.gaussian import ClassMoments, MomentsPool
 from fedapp.core.robust import FAR, FEW, pulls, screened_statistics
 from fedapp.learning.training import batch_slices
 from fedapp.method import ALL, Array, Arrays, Method, Payload, Query, Reply, ServerState, Sums
-from strategies._composition import PostHoc, built_on
+from fedapp.transport.secure import Released
+from strategies._composition import PostHoc, built_on, of_joint
 
 W, B = "head.weight", "head.bias"
 
@@ -165,6 +166,12 @@ class CCVR(PostHoc):
         pool = MomentsPool(joint.classes, joint.width, "sums")
         pool.add({"count": whole.astype(np.int64), "sum": total * ratio, "square": gaussian.pack(square) * ratio})
         return replies, pool.moments(), Screening()
+
+    def released(self, kind: str, template: Arrays) -> Released | None:
+        """Return the joint vector of counts, sums and second moments of each class."""
+        if self.privacy is None or kind != "query.statistics":
+            return super().released(kind, template)
+        return of_joint(self.privacy, self._joint(), STATISTICS)
 
     def _joint(self) -> privacy.Joint:
         return privacy.Joint(self.context.num_classes, self.context.width, "classes")

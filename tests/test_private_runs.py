@@ -279,7 +279,6 @@ def test_a_nodes_budget_must_be_one(more: dict[str, Any], words: str) -> None:
         ({"method": "ccvr", "method-args": "base=none transform=feature"}, "transform changes the norm"),
         ({"warm-start": True, "state-dir": "/x"}, "warm-start begins from states that were made without noise"),
         ({"select": "validation", "validation": 0.1}, "chooses a round by exact scores"),
-        ({"secure-sum": True}, "secure-sum is not combined with it"),
         ({"patience": 3}, "exact training losses"),
         ({"normalise": "data"}, "normalise = 'data' moves every sample"),
         ({"normalise": "client"}, "normalise = 'client' moves every sample"),

@@ -47,7 +47,7 @@ def test_another_delta_is_another_epsilon(tmp_path: Path) -> None:
 
 def test_the_line_is_on_the_disk_before_anything_is_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
-    fsync, draw = os.fsync, releases.noised
+    fsync, draw = os.fsync, releases.noised_steps
 
     def synced(handle: int) -> None:
         events.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{handle}')).name}")
@@ -59,7 +59,7 @@ def test_the_line_is_on_the_disk_before_anything_is_drawn(tmp_path: Path, monkey
         events.append(f"draw after {len(ledger.entries())}")
         return draw(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(releases, "noised", noised)
+    monkeypatch.setattr(releases, "noised_steps", noised)
     ledger = Ledger(tmp_path / "p" / "a.jsonl")
     releaser = Releaser(ONE, ledger, {"run": "a"})
     sent = releaser.release(np.zeros(5), 1.0, "sums")

@@ -27,9 +27,9 @@ BLOCK = 1 << 17
 __all__ = ["BITS", "Words", "add_mask", "decode", "encode", "largest", "rounding"]
 
 
-def largest(parts: int) -> float:
+def largest(parts: int, bits: int = BITS) -> float:
     """Return the value that each of so many parts of a sum may have at most, so that the sum does not wrap."""
-    return float((2 ** (63 - BITS) - 1) / parts)
+    return float((2 ** (63 - bits) - 1) / parts)
 
 
 def rounding(parts: int) -> float:
@@ -37,19 +37,20 @@ def rounding(parts: int) -> float:
     return float(parts * 2.0 ** -(BITS + 1))
 
 
-def encode(arrays: Mapping[str, Array], parts: int) -> Words:
+def encode(arrays: Mapping[str, Array], parts: int, bits: int = BITS) -> Words:
     """Return named arrays as one vector, in the order of their names.
 
     Parameters
     ----------
     arrays : of floating-point or whole numbers, any shapes.   parts : number of vectors that are added up.
+    bits : behind the point; 0 for whole numbers alone.
 
     Raises
     ------
     FloatingPointError : a value is not finite.
     OverflowError : a value is so large that a sum of `parts` could wrap.
     """
-    limit = largest(parts)
+    limit = largest(parts, bits)
     found = [np.zeros(0, np.uint64)]
     for name in sorted(arrays):
         array = np.asarray(arrays[name])
@@ -61,21 +62,21 @@ def encode(arrays: Mapping[str, Array], parts: int) -> Words:
                 f"'{name}' holds {most:g}, and a secure sum of {parts} clients takes values up to {limit:g}"
             )
         if np.issubdtype(array.dtype, np.integer):
-            whole = array.astype(np.int64) << BITS
+            whole = array.astype(np.int64) << bits
         else:
-            whole = np.rint(np.ldexp(array.astype(np.float64), BITS)).astype(np.int64)
+            whole = np.rint(np.ldexp(array.astype(np.float64), bits)).astype(np.int64)
         found.append(whole.reshape(-1).view(np.uint64))
     return np.concatenate(found)
 
 
-def decode(total: Words, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, npt.NDArray[np.float64]]:
+def decode(total: Words, shapes: Mapping[str, tuple[int, ...]], bits: int = BITS) -> dict[str, npt.NDArray[np.float64]]:
     """Return the named arrays of a sum of vectors from `encode`, as float64.
 
     Parameters
     ----------
-    shapes : by name.
+    shapes : by name.   bits : as in `encode`.
     """
-    values = np.ldexp(total.view(np.int64).astype(np.float64), -BITS)
+    values = np.ldexp(total.view(np.int64).astype(np.float64), -bits)
     found, start = {}, 0
     for name in sorted(shapes):
         size = int(np.prod(shapes[name], dtype=np.int64))

@@ -17,6 +17,12 @@ off-diagonals of M are packed once and times ``sqrt(2)``, so that the packed nor
 The noise is discrete (`core.noise`). Its Renyi divergences are at most those of the Gaussian (Canonne, Kamath, Steinke
 2020, Section 2), so ``epsilon`` here follows from these: releases with multipliers z_i of the sensitivity add up to one
 with ``1 / z^2 = sum 1 / z_i^2``. `exact_epsilon` is the smaller value that holds for real numbers (Balle, Wang 2018).
+
+In a sum of which nobody sees a part, each client adds a share of the noise. Discrete Gaussians with deviations s and t
+add up to the one with ``s^2 + t^2``, but for a factor in each probability: the sum of ``exp(-(x - c)^2 / (2 r^2))``
+over whole x, beside its mean over c, where ``1 / r^2 = 1 / s^2 + 1 / t^2``. By Poisson's formula it is within
+``1 +- 5 exp(-2 pi^2 r^2)`` (Kairouz, Liu, Steinke, The Distributed Discrete Gaussian Mechanism, ICML 2021). Each share
+has a deviation of 2^24 steps, so what the factors of all numbers and clients add to epsilon is below ``exp(-2^50)``.
 """
 
 from __future__ import annotations
@@ -52,7 +58,10 @@ __all__ = [
     "exact_epsilon",
     "noise_for",
     "noised",
+    "noised_steps",
+    "on_grid",
     "projected",
+    "step_of",
 ]  # fmt: skip
 
 
@@ -66,6 +75,8 @@ class Privacy:
     noise : z, standard deviation of the noise in multiples of the sensitivity.
     bound : C, the norm that a client's update is clipped to; for examples features have the norm `BOUND`.
     test : noise of a seeded generator, which protects nobody.
+    summed : number of clients that are asked for a sum of which nobody sees a part; 0 = releases are seen one by one.
+    share : variance of this client's noise as a share of the sum's, whose standard deviation `noise` then is.
     """
 
     unit: Literal["example", "client"]
@@ -74,6 +85,18 @@ class Privacy:
     noise: float
     bound: float = BOUND
     test: bool = False
+    summed: int = 0
+    share: float = 1.0
+
+    @property
+    def own(self) -> float:
+        """Standard deviation of the noise that one client adds, in multiples of the sensitivity."""
+        return self.noise * math.sqrt(self.share)
+
+    @property
+    def largest(self) -> float:
+        """Largest value, in steps of the grid, with which a sum modulo 2^64 does not wrap, noise included."""
+        return min(LARGEST, 2.0**62 / max(1, self.summed))
 
 
 # What many releases add up to ---------------------------------------------------------------------
@@ -167,11 +190,34 @@ def noised(values: Float64, sensitivity: float, noise: float, source: Source = s
     ------
     ValueError : values that are not finite, or too large for the grid.
     """
+    steps, step = noised_steps(values, sensitivity, noise, source)
+    return steps * step
+
+
+def noised_steps(
+    values: Float64, sensitivity: float, noise: float, source: Source = system, largest: float = LARGEST
+) -> tuple[Float64, float]:
+    """Return what `noised` does as whole numbers of steps of the grid, and the step.
+
+    Parameters
+    ----------
+    largest : value in steps; the noise itself is below 2^32 steps.
+    """
     step = step_of(len(values), sensitivity, noise)
-    steps = np.rint(values / step)
-    if not (np.abs(steps) < LARGEST).all():
+    return on_grid(values, step, largest) + discrete_gaussian(len(values), source), step
+
+
+def on_grid(values: Float64, step: float, largest: float = LARGEST) -> Float64:
+    """Return the nearest whole numbers of steps.
+
+    Raises
+    ------
+    ValueError : values that are not finite, or that are not below `largest` steps.
+    """
+    steps: Float64 = np.rint(values / step)
+    if not (np.abs(steps) < largest).all():
         raise ValueError("what is to be released has values that are not finite, or too large beside its noise")
-    return np.asarray((steps + discrete_gaussian(len(values), source)) * step, dtype=np.float64)
+    return steps
 
 
 @dataclass(frozen=True)
@@ -216,6 +262,11 @@ class Joint:
         return {"count": (self.classes,), "sum": (self.classes, self.width), **squares[self.squares]}
 
     @property
+    def size(self) -> int:
+        """Numbers in the vector."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    @property
     def weights(self) -> dict[str, Float64]:
         """By what each part is multiplied."""
         square = np.full((self.width, self.width), math.sqrt(2) * self.beta)
@@ -239,7 +290,7 @@ class Joint:
 
     def deviations(self, noise: float) -> dict[str, float]:
         """Return the standard deviation of the noise on each part; of squares that on the diagonal."""
-        sigma = STEPS * step_of(sum(map(math.prod, self.shapes.values())), self.sensitivity, noise)
+        sigma = STEPS * step_of(self.size, self.sensitivity, noise)
         return {n: sigma / {"count": self.weight, "sum": 1.0, "square": self.beta}[n] for n in self.shapes}
 
     def problem_of(self, arrays: Mapping[str, Array]) -> str | None:

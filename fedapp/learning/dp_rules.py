@@ -6,10 +6,12 @@ Each rule is one line that says what would break the statement and what to do in
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from fedapp.core.noise import STEPS
 from fedapp.core.privacy import Privacy, step_of
+from fedapp.core.secure_sum import noise_share
 from fedapp.data.datasets import published
 from fedapp.errors import BadRequest
 from fedapp.method import BaseHParams, Method
@@ -57,10 +59,6 @@ def check(config: Any, method: Method, hparams: BaseHParams, defaults: Mapping[s
 
 def _check_common(config: Any) -> None:
     rules = (
-        (
-            config.secure_sum,
-            "every client adds all of the noise itself, and secure-sum is not combined with it: use one of the two",
-        ),
         (config.warm_start, "warm-start begins from states that were made without noise: leave it out"),
         (config.select == "validation", "select = 'validation' chooses a round by exact scores: leave it at last"),
         (config.patience, "patience ends a run by exact training losses: leave it at 0"),
@@ -136,23 +134,33 @@ def check_names(names: Iterable[str]) -> None:
         )
 
 
-def stated(privacy: Privacy, size: int, clients: int, rounds: int) -> str:
+def stated(privacy: Privacy, size: int, clients: int, rounds: int, sum_of: tuple[int, int] | None = None) -> str:
     """Return the line that a run prints first: how much noise there is, and beside what.
 
     Parameters
     ----------
     size : numbers that a client sends.   clients : in a round.   rounds : releases of each client.
+    sum_of : with secure sums: t and m, the fewest clients of a sum and those that may help the server.
     """
     if privacy.test:
         head = "TEST NOISE, no privacy: "
     else:
         head = f"epsilon = {privacy.epsilon:g}, delta = {privacy.delta:g} for each {privacy.unit}: "
+    shares = ""
+    if sum_of is not None:
+        privacy = replace(privacy, summed=clients, share=noise_share(clients, *sum_of))
+        shares = (
+            f"; a sum of {sum_of[0]} clients, {sum_of[1]} of whom may help the server, has {privacy.noise:g} times "
+            f"what one {privacy.unit} changes"
+        )
     if privacy.unit == "example":
-        return f"{head}noise of {privacy.noise:g} times what one image changes, once, at each of {clients} clients"
-    sigma = STEPS * step_of(size, privacy.bound, privacy.noise)
+        each = f"{head}noise of {privacy.own:.4g} times what one image changes, once, at each of {clients} clients"
+        return each + shares
+    sigma = STEPS * step_of(size, privacy.bound, privacy.own)
     ratio = sigma * size**0.5 / privacy.bound
-    enough = int(ratio**2) + 1
-    advice = f"; it is recommended from {CLIENTS} clients in a round" if clients < CLIENTS else ""
+    # In a sum each client's noise is the less, the more clients there are.
+    enough = int(ratio**2 if sum_of is None else ratio * clients**0.5) + 1
+    advice = f"; it is recommended from {CLIENTS} clients in a round" if clients < CLIENTS and not shares else shares
     return (
         f"{head}in each of {rounds} rounds the noise of a client is {ratio:.3g} times as long as the longest update of "
         f"{size} numbers, and in the mean of {clients} clients {ratio / clients**0.5:.3g} times; from {enough} clients "

@@ -5,6 +5,9 @@ release is booked and on the disk before a noised number leaves the function tha
 pass the budget is refused. The ledger is a text file, one JSON object a line, in the folder of the node's state:
 ``STATE-DIR/privacy/<client>-<data set>.jsonl``.
 
+In a secure sum each client adds its share of the noise (`Privacy.share`), and the release is booked with the noise that
+the sum has at least, so epsilon is that of the sum.
+
 Releases for images add up as Gaussians do (`core.privacy`). A release for whole clients moves by up to twice its bound
 if one image changes, so for images it counts with half its noise. The other way round nothing can be said, and a
 release for clients is refused after one for images.
@@ -21,10 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from filelock import FileLock, Timeout
 
 from fedapp.core.noise import Source, seeded, system
-from fedapp.core.privacy import Float64, Privacy, composed, epsilon_of, noised
+from fedapp.core.privacy import Float64, Privacy, composed, epsilon_of, noised_steps, on_grid
 from fedapp.errors import BadRequest
 from fedapp.learning.state import private_folder, synced
 
@@ -126,6 +131,8 @@ class Ledger:
                 "(dp-noise), or a larger budget"
             )
         entry = {"schema": SCHEMA, "unit": unit, "noise": privacy.noise, "time": time.time(), "test": privacy.test}
+        if privacy.summed:
+            entry |= {"summed": privacy.summed, "share": privacy.share}
         new = not self.path.exists()
         handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -156,6 +163,12 @@ class Releaser:
     privacy : what is stated.   ledger : of this client and its data.
     about : what is noted with each release, such as run and round.
     seed : of the noise in tests (`privacy.test`).
+
+    Attributes
+    ----------
+    done : releases of this object.
+    steps : where the server sees only a sum: the last release in steps of the grid, (m,) int64. It has only a share of
+        the noise, so that it may leave the client hidden, and in no other form.
     """
 
     def __init__(self, privacy: Privacy, ledger: Ledger, about: dict[str, Any], seed: int = 0) -> None:
@@ -163,19 +176,33 @@ class Releaser:
         self.ledger = ledger
         self.about = about
         self.done = 0
+        self.steps: npt.NDArray[np.int64] | None = None
         self._source: Source = seeded(seed) if privacy.test else system
 
-    def release(self, values: Float64, sensitivity: float, what: str) -> Float64:
+    def release(self, values: Float64, sensitivity: float, what: str, around: Float64 | float = 0.0) -> Float64:
         """Return values (m,) with noise, after the release is booked.
+
+        Parameters
+        ----------
+        around : what the receiver knows already; it is added after the noise.
 
         Raises
         ------
         BadRequest : it would pass the budget; nothing is released.
         """
-        self.ledger.book(self.privacy, {**self.about, "what": what, "numbers": len(values)})
-        found = noised(values, sensitivity, self.privacy.noise, self._source)
+        stated = self.privacy
+        self.ledger.book(stated, {**self.about, "what": what, "numbers": len(values)})
+        found, step = noised_steps(values, sensitivity, stated.own, self._source, stated.largest)
         self.done += 1
-        return found
+        if stated.summed:
+            try:
+                known = on_grid(np.broadcast_to(around, values.shape), step, stated.largest)
+            except ValueError as e:
+                raise BadRequest(
+                    "the model's values are too large beside the noise on a sum: raise clip-update, or lower lr"
+                ) from e
+            self.steps = (found + known).astype(np.int64)
+        return found * step + around
 
     def spent(self) -> Spent:
         """Return what the client has released from these data, this run and all others."""

@@ -20,6 +20,7 @@ key                meaning
 `dp`               `example` or `client`: only runs with this differential privacy (default: all)
 `dp-epsilon`       most that releases from this node's data may add up to, whatever a run says (default: the run's)
 `dp-delta`         delta for which that holds (default: the run's)
+`secure-colluders` fewest clients that a secure sum counts on helping the server (default 0)
 `weights-dir`      folder with stored weights, of which a run names a file (default: none; then it gets none)
 `state-dir`        folder that survives a restart (default: `$FEDAPP_STATE`, else `~/.fedapp/state`)
 `node-key`         file of the node's private key, with which it signs its keys in secure sums (default: none)
@@ -74,6 +75,7 @@ KEYS: dict[str, type] = {
     "dp": str,
     "dp-epsilon": float,
     "dp-delta": float,
+    "secure-colluders": int,
     "weights-dir": str,
     "state-dir": str,
     "node-key": str,
@@ -97,7 +99,7 @@ class Node:
     data_path, data_dir, model, state_dir, allow, weights_dir : as in the node-config, "" where not given.
     allow_methods : ids of methods; empty = all.
     min_class_count : smallest number of images of a class of which a reply may say something; 0 and 1 = all.
-    dp, dp_epsilon, dp_delta : as in the node-config, "" and 0 where not given.
+    dp, dp_epsilon, dp_delta, secure_colluders : as in the node-config, "" and 0 where not given.
     """
 
     client: int
@@ -116,6 +118,7 @@ class Node:
     dp: str = ""
     dp_epsilon: float = 0.0
     dp_delta: float = 0.0
+    secure_colluders: int = 0
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> Node:
@@ -197,6 +200,7 @@ class Node:
             dp=str(config.get("dp", "")),
             dp_epsilon=float(config.get("dp-epsilon", 0.0)),
             dp_delta=float(config.get("dp-delta", 0.0)),
+            secure_colluders=int(config.get("secure-colluders", 0)),
         )
 
     @property
@@ -218,6 +222,17 @@ class Node:
             raise BadRequest(
                 f"this node's owner asks for secure sums ({asked} in the node-config), and this run has none: set "
                 "secure-sum = true"
+            )
+        if config.secure_sum and config.secure_colluders < self.secure_colluders:
+            raise BadRequest(
+                f"this node's owner counts on {self.secure_colluders} clients that help the server (secure-colluders "
+                f"in the node-config), and this run on {config.secure_colluders}: raise secure-colluders"
+            )
+        if config.secure_sum and config.dp != "none" and not self.peers:
+            raise BadRequest(
+                f"dp = '{config.dp}' with secure-sum: this node would add only a share of the noise, and cannot know "
+                "that the others' keys are not the server's: give peers and node-key in the node-config, or leave "
+                "secure-sum out"
             )
         self._check_replies(config)
         if config.data_dir and not self.own and not self.data_dir:

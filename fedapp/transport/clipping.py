@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from fedapp.core.privacy import clip_rows
+from fedapp.core.privacy import Float64, clip_rows
 from fedapp.learning.releases import Releaser
 from fedapp.method import Array, Arrays
 
@@ -53,11 +53,20 @@ def private_update(arrays: Mapping[str, Array], received: Mapping[str, Array], r
     if strange:
         raise RuntimeError(f"'{strange[0]}' is no change of an array that was received: it has no bound")
     bound = releaser.privacy.bound
-    change = np.concatenate([(arrays[n].astype(np.float64) - received[n]).ravel() for n in arrays])
-    new = releaser.release(clip_rows(change[None], bound)[0], bound, "update")
-    found, start = {}, 0
-    for name, array in arrays.items():
-        part = new[start : start + array.size].reshape(array.shape)
-        found[name] = (received[name] + part).astype(array.dtype)
-        start += array.size
-    return found
+    known = vector_of({n: received[n] for n in arrays})
+    change = clip_rows((vector_of(arrays) - known)[None], bound)[0]
+    return arrays_of(releaser.release(change, bound, "update", around=known), arrays)
+
+
+def vector_of(arrays: Mapping[str, Array]) -> Float64:
+    """Return all arrays as one vector of float64, in the order of their names."""
+    return np.concatenate([arrays[n].astype(np.float64).ravel() for n in sorted(arrays)])
+
+
+def arrays_of(vector: Float64, like: Mapping[str, Array]) -> Arrays:
+    """Return the arrays that make up a vector, in the shapes and dtypes of others."""
+    found: Arrays = {}
+    for name in sorted(like):
+        part, vector = np.split(vector, [like[name].size])
+        found[name] = part.reshape(like[name].shape).astype(like[name].dtype)
+    return {name: found[name] for name in like}

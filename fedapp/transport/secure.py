@@ -22,6 +22,7 @@ go to the clients of the first one, and a round that is repeated goes to those w
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import time
 from collections import Counter
@@ -31,6 +32,7 @@ from typing import Any
 import numpy as np
 
 from fedapp.core import masks
+from fedapp.core.privacy import Float64, Privacy, step_of
 from fedapp.core.secret_shares import SHARE
 from fedapp.core.secure_sum import (
     KEY,
@@ -56,6 +58,8 @@ KEYS, PROOFS, IDS, DIGEST, SHARES, HIDDEN, CODES = (
 )
 EXCHANGE = "secure-exchange"
 """Name of the scalar that names an exchange."""
+NOISED = "noised"
+"""Name of the one vector that takes the place of all arrays where the sum has noise."""
 LABELS, COUNTS = "labels", "counts"
 PATIENCE = 120.0
 """Seconds that real nodes have for a message without training: they answer at once, or are gone."""
@@ -121,6 +125,35 @@ def restored(totals: Mapping[str, Array], sums: Sums, weight: float, template: M
     return found
 
 
+@dataclasses.dataclass(frozen=True)
+class Released:
+    """What adds up where the sum carries noise (`dp`): one vector in whole steps of a grid, as `Releaser.steps` is.
+
+    Attributes
+    ----------
+    privacy : what the run states.   sensitivity, size : of the vector.
+    parts : makes a reply's arrays of the vector's sum and of the number of clients in it.
+    """
+
+    privacy: Privacy
+    sensitivity: float
+    size: int
+    parts: Callable[[Float64, int], Arrays]
+
+
+def in_sum(privacy: Privacy, kept: Mapping[str, Any], colluders: int) -> Privacy:
+    """Return what a client states in the exchange under way, in which it adds only its share of the noise.
+
+    Parameters
+    ----------
+    kept : its secrets; where no exchange is under way, it adds all of the noise.
+    """
+    if kept.get("phase") != "offered":
+        return privacy
+    asked = len(kept["ids"])
+    return dataclasses.replace(privacy, summed=asked, share=noise_share(asked, int(kept["threshold"]), colluders))
+
+
 # ---- a client --------------------------------------------------------------------------------------------------------
 
 
@@ -146,11 +179,6 @@ class SecureClient:
     ) -> None:
         self.member = Member(client, kept)
         self.dropout, self.colluders, self.identity, self.fewest = dropout, colluders, identity, fewest
-
-    def noise_share(self) -> float:
-        """Return the variance of this client's noise in the exchange under way, as a share of what the sum needs."""
-        kept = self.member.kept
-        return noise_share(len(kept["ids"]), int(kept["threshold"]), self.colluders)
 
     def answer(self, stage: str, payload: Payload, run: str) -> Arrays:
         """Answer a message that needs no data; an `Unsafe` says what is wrong with it."""
@@ -179,16 +207,16 @@ class SecureClient:
         offer = self.member.offer(tag, keys, least)
         return {KEYS: _bytes(offer.key), DIGEST: _bytes(offer.digest), SHARES: offer.sealed}
 
-    def hide(self, given: Payload, arrays: Mapping[str, Array]) -> Arrays:
+    def hide(self, given: Payload, arrays: Mapping[str, Array], bits: int = masks.BITS) -> Arrays:
         """Return what is sent in place of arrays, which `additive` made.
 
         Parameters
         ----------
-        given : the part of the message that `taken_from` took out of it.
+        given : the part of the message that `taken_from` took out of it.   bits : see `masks.encode`.
         """
         ids = _ids(given.arrays.get(IDS))
         sealed = dict(zip(ids, _rows(given.arrays.get(SHARES), len(ids), SEALED), strict=True))
-        vector = masks.encode(arrays, len(self.member.kept.get("ids", ())) or 1)
+        vector = masks.encode(arrays, len(self.member.kept.get("ids", ())) or 1, bits)
         return {HIDDEN: self.member.hide(str(given.scalars.get(EXCHANGE, "")), sealed, vector)}
 
 
@@ -254,6 +282,7 @@ class SecureSums:
 
     def __init__(self, manager: ClientManager, dropout: float, colluders: int, opened: Opened | None = None) -> None:
         self.manager, self.dropout, self.colluders = manager, dropout, colluders
+        self.share = 1.0  # of the sum's noise, that each client added in the last exchange
         self.opened = opened or Opened()
         self.keys: dict[int, tuple[bytes, bytes]] = {}  # with its proof, which only clients can judge
         self._owners: dict[bytes, int] = {}  # whoever sent a key first, since others can copy it
@@ -268,6 +297,7 @@ class SecureSums:
         check: Callable[[Reply], str | None],
         traffic: Traffic,
         control: Mapping[str, Scalar],
+        released: Released | None = None,
     ) -> Iterator[Reply]:
         """Send one message to each client and yield one reply in place of all that arrived.
 
@@ -275,6 +305,7 @@ class SecureSums:
         ----------
         sums : what adds up how.   template : arrays with the names, shapes and dtypes of a reply.
         check : of the method; here it is asked about the one reply.
+        released : what adds up where the sum has noise.
 
         Raises
         ------
@@ -336,7 +367,8 @@ class SecureSums:
             self.keys.pop(client)  # a node that was restarted has another key
         self._enough(server_round, len(collector.offers), len(ids), traffic)
 
-        shapes = shapes_of(template, sums)
+        self.share = noise_share(len(ids), least, self.colluders)
+        shapes = {NOISED: (released.size,)} if released else shapes_of(template, sums)
         size = sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())
         messages = {c: self._with_shares(given.pop(c), collector, c, named) for c in sorted(collector.offers)}
         members = []
@@ -360,7 +392,7 @@ class SecureSums:
         form = {SHARES: ("uint8", (len(collector.offers), SHARE))}
         shares = {r.client: r.arrays[SHARES] for r in ask("query.unmask", codes, form)}
         try:
-            total = masks.decode(collector.open(shares), shapes)
+            total = masks.decode(collector.open(shares), shapes, 0 if released else masks.BITS)
         except Unopened as e:
             # One false holder can do this where the shares of two more than t are not there: then nobody is blocked.
             for client in e.clients if len(shares) >= least + 2 else ():
@@ -370,7 +402,11 @@ class SecureSums:
         self._judge(collector, server_round, traffic)
         count = sum(m.num_samples for m in members)
         weight = count if sums.weights == "samples" else len(members)
-        arrays = restored(total, sums, weight, template)
+        if released is None:
+            arrays = restored(total, sums, weight, template)
+        else:
+            step = step_of(released.size, released.sensitivity, released.privacy.noise * math.sqrt(self.share))
+            arrays = released.parts(total[NOISED] * step, len(members))
         summed = Reply(-1, count, arrays, {}, traffic.up, kind, 0, tuple(members))
         if problem := check(summed):
             raise RoundFailed(f"round {server_round}: no replies have this sum: {problem}", server_round)
