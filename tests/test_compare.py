@@ -26,7 +26,7 @@ from fedapp.experiments.jobs import Job, Variant, common_public
 from fedapp.results import report
 from fedapp.results.directory import only_writer
 from fedapp.results.runs import MAX_FOLDER, PAIRED, read_comparison
-from fedapp.results.statistics import signed_rank
+from fedapp.results.statistics import privacy, signed_rank
 
 BASE: dict[str, Any] = {
     "dataset": "digits", "data-fraction": 0.3, "clients": 4, "num-server-rounds": 3, "local-epochs": 1,
@@ -324,6 +324,34 @@ def test_several_settings_are_tabled_and_tested_apart(tmp_path: Path, no_page: l
     assert row["p"] == row["p_holm"] == signed_rank(np.concatenate(by_seed))
     assert result.stdout.count("after 3 rounds") == 2
     assert "settings differ, lr: local 0.05, fedavg(lr=0.02) 0.02" in result.stdout
+
+
+def test_what_runs_state_of_privacy_stands_in_the_tables(
+    tmp_path: Path, no_page: list[Path], in_turn: list[str]
+) -> None:
+    private = ("--set", "dp=client", "--set", "clip-update=1", "--set", "dp-epsilon=30", "--set", "secure-sum=true")
+    words = ("--methods", "fedavg,fedclassavg", *SMALL, *private, "--rounds", "1", "--out", str(tmp_path))
+    result = command(*words)
+    assert result.exit_code == 0, result.output
+    table = pd.read_csv(tmp_path / "results.csv")
+    assert table["privacy_unit"].tolist() == ["client", "client"] and table["privacy_delta"].tolist() == [1e-5] * 2
+    assert table["privacy_epsilon"].to_numpy() == pytest.approx(30, rel=1e-3)
+    assert "privacy" in result.stdout and result.stdout.count("ε 30") == 2  # the cell may be broken into lines
+    comparison = read_comparison(tmp_path)
+    cost = report._setting_tables(comparison, comparison.finished)["cost"]
+    assert cost.head[-1] == "privacy"
+    assert [row[-1].text for row in cost.cells] == ["client: ε 30, δ 1e-05, 0 colluders"] * 2
+
+
+def test_privacy_in_a_few_words() -> None:
+    one = {"unit": "example", "epsilon": 2.0, "delta": 1e-6}
+    assert privacy([{}]) == privacy([]) == privacy([one, {}]) == "none"
+    assert privacy([one, {**one, "epsilon": 7.996}]) == "example: ε 8, δ 1e-06"  # what holds for all of them
+    assert privacy([{**one, "epsilon": None, "test": "test noise, no privacy"}]) == "none: test noise"
+    assert privacy([{**one, "epsilon": None}]) == "example: ε –, δ 1e-06"
+    assert privacy([{**one, "colluders": 2}]) == "example: ε 2, δ 1e-06, 2 colluders"
+    table = pd.DataFrame({"privacy_epsilon": [2.0, None, 8.0], "privacy": ["two", "unknown", "eight"]})
+    assert tables._privacy(table) == "unknown" and tables._privacy(table.dropna()) == "eight"
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from fedapp.errors import BadRequest, plain
 from fedapp.learning.task import ModelSpec
 from fedapp.results import lines
 from fedapp.results.runs import RunResult
-from fedapp.results.statistics import percent
+from fedapp.results.statistics import percent, privacy
 from fedapp.tasks import simulated as tasks
 from fedapp.tracking import following
 from fedapp.transport import selection
@@ -260,6 +260,8 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     if summary.get("calibration"):
         c = summary["calibration"]
         text += f"\ncalibration (global): before {percent(c.get('before'))} %, after {percent(c.get('after'))} %"
+    if summary.get("privacy"):
+        text += f"\nprivacy: {privacy([summary['privacy']])}"
     if summary.get("stopped"):
         text += f"\nstopped early: {summary['stopped']}"
     Console(highlight=False).print(text)

@@ -26,6 +26,7 @@ from fedapp.results.statistics import (
     holm,
     mean_and_std,
     over,
+    privacy,
     probability,
     reached,
     signed_rank,
@@ -77,7 +78,8 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
     beside accuracy and loss its mean over clients, `_std`, `_worst_decile` and `_worst`; the same of the accuracy and
     the metrics of clients that took no part (`unseen_received`, `unseen_trained@n`, ...); then `better_off` (where the
     runs of a setting include Standalone: the share of clients whose headline score is above their own there), CCVR's
-    calibration, bytes per client and round, dropped replies, test images per client, why it stopped early, and seconds.
+    calibration, bytes per client and round, dropped replies, test images per client, why it stopped early, what it
+    states of `privacy` where any run does, and seconds.
     """
     references = {(j.setting, j.seed): j.result for j in jobs if j.variant.label == reference}
     alone = {(j.setting, j.seed): j.result for j in reversed(jobs) if j.variant.method == "local"}
@@ -119,6 +121,9 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
         row.update({f"calibration_{k}": calibration.get(k) for k in ("before", "after", "oracle")})
         row.update({k: summary[k] for k in ("bytes_up", "bytes_down", "dropped")})
         row.update(test_mean=summary["test_sizes"]["mean"], stopped=summary.get("stopped") or "")
+        if any(j.result.privacy for j in jobs):
+            row |= {f"privacy_{k}": run.privacy.get(k) for k in ("unit", "epsilon", "delta")}
+            row["privacy"] = privacy([run.privacy])
         rows.append({**row, "run_seconds": summary["seconds"]})
     return pd.DataFrame(rows)
 
@@ -322,6 +327,10 @@ def _percent(rows: pd.DataFrame, column: str) -> str:
     return spread(rows[column])
 
 
+def _privacy(rows: pd.DataFrame) -> str:
+    return str(rows.sort_values("privacy_epsilon")["privacy"].iloc[-1])  # the largest; unknown ones come last
+
+
 def _difference(rows: pd.DataFrame, measure: str) -> str:
     for _, row in rows[rows["measure"] == measure].iterrows():
         std = row["std_over_seeds"]
@@ -374,6 +383,7 @@ def _tables(
             "bytes up": lambda rows: f"{rows['bytes_up'].mean():,.0f}",
             "bytes down": lambda rows: f"{rows['bytes_down'].mean():,.0f}",
             "dropped": lambda rows: f"{int(rows['dropped'].sum())}",
+            **({"privacy": _privacy} if "privacy" in part else {}),
             "seconds": lambda rows: f"{rows['run_seconds'].mean():,.0f}",
         },
     )

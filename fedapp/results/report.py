@@ -43,6 +43,7 @@ from fedapp.results.statistics import (
     number,
     over,
     percent,
+    privacy,
     probability,
     size,
     spread,
@@ -410,8 +411,10 @@ def _setting_tables(comparison: Comparison, runs: Sequence[RunResult]) -> dict[s
         up, down, seconds = (
             mean_and_std(r.summary.get(key) for r in members)[0] for key in ("bytes_up", "bytes_down", "seconds")
         )
-        rows.append([name, *counted, Cell(size(up)), Cell(size(down)), Cell(duration(seconds))])
+        stated = [privacy([r.privacy for r in members])] if any(r.privacy for r in runs) else []
+        rows.append([name, *counted, Cell(size(up)), Cell(size(down)), Cell(duration(seconds)), *stated])
     head = [f"completed rounds to {level}", "traffic of these"] if level else []
+    private = ["privacy"] if any(r.privacy for r in runs) else []
     significance, reference = _significance(comparison, runs)
     return {
         "meaning": meaning(_protocols(runs, always=())),
@@ -426,7 +429,7 @@ def _setting_tables(comparison: Comparison, runs: Sequence[RunResult]) -> dict[s
             if chosen
             else [],
         ),
-        "cost": Table(["cost", *head, "bytes up", "bytes down", "time"], rows),
+        "cost": Table(["cost", *head, "bytes up", "bytes down", "time", *private], rows),
         "significance": significance,
         "tested": [p for p in ("received", "trained", "tuned") if p in significance.head],
         "reference": reference,

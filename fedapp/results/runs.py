@@ -307,6 +307,11 @@ class RunResult:
         """Whether validation images chose the round that is scored."""
         return bool(self.flat.get("select", "last") == "validation")
 
+    @property
+    def privacy(self) -> dict[str, Any]:
+        """What the run states of what left its clients; empty without `dp`."""
+        return dict(self.summary.get("privacy") or {})
+
     def weakest(self, protocol: str) -> tuple[float, float]:
         """Return the final accuracy of the worst client, and the mean of the worst tenth of the clients."""
         return worst(self.final.get(f"{protocol}_accuracy", ()))

@@ -8,7 +8,7 @@ are; spread over seeds has ddof 1, because seeds are a sample.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -204,6 +204,18 @@ def over(seeds: int, partitions: int) -> str:
     if partitions == 1:
         return f"{seeds} runs on one partition"
     return f"{seeds} seeds, each with a partition of its own"
+
+
+def privacy(stated: Sequence[Mapping[str, Any]]) -> str:
+    """Write what runs state of their clients' data (`privacy` of `summary.json`): unit, largest epsilon, delta."""
+    if not stated or not all(stated):
+        return "none"
+    if any("test" in s for s in stated):
+        return "none: test noise"
+    first, spent = stated[0], [float(s["epsilon"]) for s in stated if s["epsilon"] is not None]
+    epsilon = f"{max(spent):.3g}" if len(spent) == len(stated) else DASH
+    helpers = f", {first['colluders']} colluders" if "colluders" in first else ""
+    return f"{first['unit']}: ε {epsilon}, δ {first['delta']:g}{helpers}"
 
 
 def until(values: Sequence[Any], factor: float = 1.0, digits: int = 1) -> str:
