@@ -21,6 +21,7 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import yaml
@@ -69,7 +70,7 @@ class Deployment:
         self.mark = uuid.uuid4().hex
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         folder.mkdir(parents=True, exist_ok=True)
-        self.sh("docker/certs.sh", str(folder / "certs"), "localhost", "127.0.0.1")
+        self.sh("docker/certs.sh", str(folder / "certs"), "localhost", "127.0.0.1", "superlink")
         self.sh("docker/keys.sh", str(folder / "keys"), *nodes)
         self.env("superlink")
         connection = (ROOT / "docker" / "connection.toml").read_text(encoding="utf-8")
@@ -96,8 +97,16 @@ class Deployment:
             "/var/lib/fedapp", f"{self.folder}/vol-{name}"
         )
         text = text.replace("'/data'", f"'{self.folder}/sites/{name.replace('supernode-', 'site')}'")
+        return self.addresses(text)
+
+    def addresses(self, text: str) -> str:
+        """All on loopback, with ports that are free."""
         text = re.sub(r"(localhost|127\.0\.0\.1):8001", f"localhost:{self.private}", text)
         return re.sub(r"(superlink|0\.0\.0\.0):8000", f"127.0.0.1:{self.port}", text)
+
+    def where(self, name: str) -> list[str]:
+        """What stands before a command that runs where a service is."""
+        return []
 
     def command(self, service: str, **changes: str) -> list[str]:
         """The command of a service; `changes` replaces the value of an option (named without dashes)."""
@@ -111,7 +120,7 @@ class Deployment:
     def start(self, name: str, *command: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
-                command,
+                [*self.where(name), *command],
                 cwd=self.folder,
                 env={**self.env(name), **(env or {})},
                 stdin=subprocess.DEVNULL,
@@ -175,7 +184,7 @@ class Deployment:
     def run(self, *arguments: str, timeout: float = 1800) -> subprocess.CompletedProcess[str]:
         """Call `fedapp` where the SuperLink is."""
         return subprocess.run(
-            [sys.executable, "-m", "fedapp.cli", *arguments],
+            [*self.where("superlink"), sys.executable, "-m", "fedapp.cli", *arguments],
             cwd=ROOT, env=self.env("superlink"), capture_output=True, text=True, timeout=timeout,
         )  # fmt: skip
 
@@ -217,14 +226,17 @@ class Deployment:
         assert not self.family()
 
 
+D = TypeVar("D", bound=Deployment)
+
+
 @contextlib.contextmanager
-def deployed(folder: Path, **settings: object) -> Iterator[Deployment]:
+def deployed(folder: Path, kind: type[D] = Deployment, **settings: object) -> Iterator[D]:  # type: ignore[assignment]
     """A deployment that leaves no process behind."""
     if shutil.which("openssl") is None or shutil.which("ssh-keygen") is None:
         import pytest
 
         pytest.skip("openssl and ssh-keygen are needed")
-    it = Deployment(folder, **settings)  # type: ignore[arg-type]
+    it = kind(folder, **settings)  # type: ignore[arg-type]
     try:
         yield it
     finally:
