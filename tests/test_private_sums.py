@@ -20,11 +20,15 @@ from fedapp.core.secure_sum import noise_share, threshold
 from fedapp.errors import BadRequest
 from fedapp.learning import dp_rules
 from fedapp.learning.releases import Ledger
+from fedapp.method import Reply
 from fedapp.tasks.node import Node
 from fedapp.transport.client_manager import RoundFailed
 from fedapp.transport.secure import HIDDEN, in_sum
+from tests.test_nodes import THREE, start
 from tests.test_nodes import share as share_of_data
-from tests.test_secure_sums import go, gone, state_of
+from tests.test_secure_sums import go, gone, sites, state_of
+
+__all__ = ["sites"]  # a fixture
 
 UPDATES: dict[str, Any] = {"method": "fedavg", "dp": "client", "clip-update": 0.01, "dp-epsilon": 100.0}
 STATISTICS: dict[str, Any] = {"dp": "example", "dp-epsilon": 100.0, "dp-noise": 0.16}
@@ -205,6 +209,22 @@ def test_a_real_node_must_know_whose_keys_it_uses() -> None:
     with pytest.raises(BadRequest, match=r"owner counts on 2 clients that help the server .* this run on 0"):
         node.check(config)
     node.check(config.replaced(secure_colluders=2))
+
+
+def test_real_nodes_with_keys_of_their_own_release_sums_alone(
+    tmp_path: Path, sites: tuple[list[Path], Path], monkeypatch: pytest.MonkeyPatch, replies: list[tuple[str, Reply]]
+) -> None:
+    monkeypatch.setenv("FEDAPP_STATE", str(tmp_path / "home"))
+    files, peers = sites
+    nodes = {n: {**c, "node-key": str(files[k]), "peers": str(peers)} for k, (n, c) in enumerate(THREE.items())}
+    values = {"dp": "example", "dp-epsilon": 4.0, "protocols": "global", "num-server-rounds": 1, "secure-sum": True}
+    summary, _, _ = start(tmp_path, nodes, method="fedncm", **{"method-args": "base=none"}, **values)
+    stated = summary["privacy"]
+    assert stated["scores"] == "none are sent" and stated["noise-on"] == "sum" and stated["releases"] == 1
+    assert stated["epsilon"] == pytest.approx(4.0, rel=1e-3)
+    assert all(set(reply.metrics) <= {"num-examples", "dp-epsilon", "dp-releases"} for _, reply in replies)
+    with pytest.raises(RoundFailed, match="would spend"):
+        start(tmp_path / "again", nodes, method="fedncm", **{"method-args": "base=none"}, **values)
 
 
 def test_noise_that_is_small_beside_the_model_does_not_fit_the_sum(tmp_path: Path) -> None:
