@@ -163,13 +163,13 @@ def measure(run: RunResult, counts: Sequence[int] = (1, 3, 10), per_class: int =
 
 def _judged(n: int, rows: Sequence[Ints], recovered: Floats, pixels: Floats, y: Ints, judge: object) -> Attack:
     """Compare recovered images with the real ones behind them (`rows`), and with all of their class."""
-    unit = _standardised(pixels)
+    unit = standardised(pixels)
     label = np.array([int(y[r[0]]) for r in rows])
     similarity, by_class, identified, chance = [], [], [], []
-    for image, r, c in zip(_standardised(recovered), rows, label):
+    for image, r, c in zip(standardised(recovered), rows, label):
         own = np.flatnonzero(y == c)
         similarity.append((unit[r] @ image).max())
-        by_class.append((unit[r] @ _standardised(pixels[own].mean(axis=0)[None])[0]).max())
+        by_class.append((unit[r] @ standardised(pixels[own].mean(axis=0)[None])[0]).max())
         identified.append(own[(unit[own] @ image).argmax()] in r)
         chance.append(len(r) / len(own))
     seen = judge.predict(recovered.reshape(len(recovered), -1))  # type: ignore[attr-defined]
@@ -188,7 +188,7 @@ def _judged(n: int, rows: Sequence[Ints], recovered: Floats, pixels: Floats, y: 
     )
 
 
-def _standardised(images: Floats) -> Floats:
+def standardised(images: Floats) -> Floats:
     """Return rows (n, H W C) of mean 0 and length 1, whose products are correlations; 0 for an even image."""
     rows = images.reshape(len(images), -1)
     rows = rows - rows.mean(axis=1, keepdims=True)
