@@ -7,8 +7,11 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -377,51 +380,87 @@ def test_an_interrupted_run_is_stopped(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_node_that_sends_without_end_fills_nothing(tmp_path: Path) -> None:
-    allowed, piece = 8 << 20, 1 << 20
+    """Memory is what the SuperLink holds at most beyond the most that it holds for one reply of the allowed size."""
+    allowed, piece = 32 << 20, 2 << 20
     with deployed(tmp_path / "deployment") as it:
-        it.superlink("--max-reply", "8")
+        it.superlink("--max-reply", str(allowed >> 20))
         it.register(*NODES)
         for k, name in enumerate(NODES[:2]):
             it.node(name, node_config=f"partition-id={k} num-partitions=3")
         for name in NODES[:2]:
             it.online(name)
         database = it.folder / "vol-superlink" / "superlink.db"
+        superlink = psutil.Process(it.processes["superlink"].pid)
 
-        def size() -> np.ndarray[Any, Any]:
-            # What the SuperLink holds, and what it wrote.
-            held = psutil.Process(it.processes["superlink"].pid).memory_info().rss
-            return np.array([held, sum(f.stat().st_size for f in database.parent.glob(f"{database.name}*"))])
+        def held() -> int:
+            found = superlink.memory_info()
+            return int(found.rss - found.shared)  # SQLite maps its file, whose pages the system keeps as it likes
 
-        settings = ("--clients", "3", "--rounds", "2", "--set", f"model={MODELS}", "--set", "wait-timeout=60")
-        out = it.folder / "vol-superlink" / "runs" / "flooded"
-        asked: list[Any] = []
-        with connected(it, NODES[2]) as (receive, send, push):
-            following = it.begin(*DEPLOY, *settings, "--set", "min-clients=2", "--out", str(out))
-            until(lambda: asked.append(receive()) or asked[-1] is not None, 120, "a message\n" + it.log("fedapp"))
-            before, sent, replies = size(), 0, 0
-            with contextlib.suppress(Exception):
-                # Pieces of one reply that never becomes complete, and then further replies to the same message.
-                while sent < 20 * allowed:
-                    arrays = [np.frombuffer(os.urandom(piece), np.uint8) for _ in range(12)]
-                    reply = Message(RecordDict({"arrays": ArrayRecord(arrays)}), reply_to=asked[-1][0])
-                    reply.metadata.__dict__["_message_id"] = reply.object_id
-                    objects = get_all_nested_objects(reply)
+        def written() -> int:
+            return sum(f.stat().st_size for f in database.parent.glob(f"{database.name}*"))
+
+        settings = ("--clients", "3", "--rounds", "1", "--set", f"model={MODELS}", "--set", "min-clients=2")
+        settings = (*settings, "--set", "wait-timeout=120", "--method", "lgfedavg")
+
+        def exchange(out: Path, calls: Any, replies: int, pieces: int, at_once: int) -> tuple[int, int]:
+            """Begin a run and answer its first message that often; return the bytes taken, and the most held."""
+            receive, send, push = calls
+            asked: list[Any] = []
+            following = it.begin(*DEPLOY, *settings, "--out", str(out))
+            until(lambda: asked.append(receive()) or asked[-1] is not None, 180, "a message\n" + it.log("fedapp"))
+            most, over = held(), threading.Event()
+
+            def watch() -> None:
+                nonlocal most
+                while not over.wait(0.01):
+                    most = max(most, held())
+
+            watching = threading.Thread(target=watch)
+            watching.start()
+            taken = 0
+            for _ in range(replies):
+                arrays = [np.frombuffer(os.urandom(piece), np.uint8) for _ in range(pieces)]
+                reply = Message(RecordDict({"arrays": ArrayRecord(arrays)}), reply_to=asked[-1][0])
+                reply.metadata.__dict__["_message_id"] = reply.object_id
+                objects = get_all_nested_objects(reply)
+
+                def sent(body: bytes, do: Any) -> int:
+                    with contextlib.suppress(Exception):
+                        do()
+                        return len(body)
+                    return 0
+
+                with contextlib.suppress(Exception):
                     missing, session = send(reply, get_object_tree(reply), 1.0)
-                    for name in sorted(missing, key=lambda name: -len(objects[name].deflate()))[:-1]:
-                        body = objects[name].deflate()
-                        push(reply.metadata.run_id, session, name, body)
-                        sent += len(body)
-                    replies += 1
-            grown = size() - before
-            ended = following.wait(180)
-        # Flower's connection keeps errors to itself, so nothing is asserted above.
-        print(f"{replies} replies, {sent} bytes were taken; memory and disk grew by {grown}")
-        assert allowed < sent <= 2 * allowed
-        # It wanted to send 160 MiB. What the SuperLink needs for any run is in here too.
-        assert grown[0] < 5 * allowed and grown[1] < 3 * allowed
-        assert ended == 0, it.log("fedapp")
-        assert "sent more than 8388608 bytes" in it.log("superlink")
-        assert set(table(out, "clients.csv")["client"]) == {0, 1}
+                    bodies = {name: objects[name].deflate() for name in missing}
+                    if replies > 1:  # it never becomes complete, so that the SuperLink waits for the rest
+                        del bodies[min(bodies, key=lambda name: len(bodies[name]))]
+                    with ThreadPoolExecutor(at_once) as pool:
+                        run_id = reply.metadata.run_id
+                        done = [
+                            pool.submit(sent, body, partial(push, run_id, session, name, body))
+                            for name, body in bodies.items()
+                        ]
+                    taken += sum(d.result() for d in done)
+            over.set()
+            watching.join()
+            assert following.wait(240) == 0, it.log("fedapp") + it.log("superlink")[-3000:]
+            assert set(table(out, "clients.csv")["client"]) == {0, 1}
+            return taken, most
+
+        figures: dict[str, int] = {}
+        with connected(it, NODES[2]) as calls:  # it keeps errors to itself
+            runs = it.folder / "vol-superlink" / "runs"
+            start = held()
+            one, peak = exchange(runs / "honest", calls, 1, (allowed - 1) // piece, 2)
+            disk = written()
+            taken, most = exchange(runs / "flooded", calls, 12, 24, 24)
+            figures = {"start": start, "one reply": peak, "without end": most, "bytes taken": taken}
+        assert figures, it.log("fedapp")
+        print({name: f"{value / 2**20:.1f} MiB" for name, value in figures.items()}, written() - disk)
+        assert one > allowed - 2 * piece and taken <= 2 * allowed, "it wanted to send 18 times what it may"
+        assert most - peak < 2 * allowed and written() - disk < 3 * allowed
+        assert f"sent more than {allowed} bytes" in it.log("superlink")
 
 
 @contextlib.contextmanager

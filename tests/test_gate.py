@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
+import datetime
 import json
 import re
 import shutil
@@ -13,12 +15,18 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message
+from flwr.common.constant import TIMESTAMP_HEADER
 from flwr.proto.fleet_pb2 import PullMessagesResponse
 from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.supercore.constant import FLEET_HTTP_SIGNATURE_HEADER
+from flwr.supercore.date import now
+from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
 from typer.testing import CliRunner
 
 from fedapp import config
@@ -99,12 +107,12 @@ def test_only_the_paths_of_a_node_pass() -> None:
 def test_the_size_of_a_body_is_known_and_bounded() -> None:
     inner = Inner()
     door = gate.Gate(inner, 1 << 40, hold=0)
-    assert ask(door, PULL, size(gate.BODY)) == 200
-    assert ask(door, PULL, size(gate.BODY + 1)) == 413
+    assert ask(door, PULL, size(gate.FEW)) == 200 and ask(door, OBJECT, size(gate.BODY)) == 200
+    assert ask(door, PULL, size(gate.FEW + 1)) == 413 and ask(door, OBJECT, size(gate.BODY + 1)) == 413
     assert ask(door, PULL) == 411 and ask(door, PULL, (b"content-length", b"-1")) == 411
     assert ask(door, PULL, size(3), size(3)) == 411
     assert ask(door, PULL, size(3), (b"transfer-encoding", b"chunked")) == 411
-    assert inner.calls == 1
+    assert inner.calls == 2
 
 
 def test_a_key_sends_so_many_bytes_for_each_message_that_it_got() -> None:
@@ -133,6 +141,39 @@ def test_a_key_sends_so_many_bytes_for_each_message_that_it_got() -> None:
     assert ask(door, OBJECT, size(1000), a) == 200
 
 
+class Line:
+    """A connection that brings a body in pieces of 100 bytes, and notes how much of it was read."""
+
+    def __init__(self, key: bytes, length: int, sent: int | None = None) -> None:
+        self.headers = [size(length), (b"flwr-public-key", key)]
+        self.left, self.whole = length if sent is None else sent, sent is None
+        self.read, self.status = 0, 0
+
+    async def receive(self) -> dict[str, Any]:
+        await asyncio.sleep(0)
+        if not self.left and not self.whole:
+            return {"type": "http.disconnect"}
+        piece = min(100, self.left)
+        self.left, self.read = self.left - piece, self.read + piece
+        return {"type": "http.request", "body": bytes(piece), "more_body": bool(self.left) or not self.whole}
+
+    async def send(self, message: Any) -> None:
+        self.status = message.get("status", self.status)
+
+    async def push(self, door: gate.Gate) -> None:
+        await door({"type": "http", "path": OBJECT, "method": "POST", "headers": self.headers}, self.receive, self.send)
+
+
+def together(door: gate.Gate, *lines: Line) -> list[int]:
+    """Send all at once; return the answers."""
+
+    async def everybody() -> None:
+        await asyncio.gather(*(line.push(door) for line in lines))
+
+    asyncio.run(everybody())
+    return [line.status for line in lines]
+
+
 def test_requests_of_one_key_at_a_time_share_what_it_may_send() -> None:
     accepted: list[int] = []
 
@@ -142,25 +183,58 @@ def test_requests_of_one_key_at_a_time_share_what_it_may_send() -> None:
         await Inner()(scope, receive, send)
 
     door = gate.Gate(slow, 1000)
-    gone = [{"type": "http.request", "body": b"half", "more_body": True}, {"type": "http.disconnect"}]
-
-    async def push(key: bytes, pieces: list[Any]) -> None:
-        async def receive() -> Any:
-            return pieces.pop(0)
-
-        async def send(message: Any) -> None:
-            pass
-
-        headers = [size(600), (b"flwr-public-key", key)]
-        await door({"type": "http", "path": OBJECT, "method": "POST", "headers": headers}, receive, send)
-
-    async def everybody() -> None:
-        whole = {"type": "http.request", "body": bytes(600)}
-        await asyncio.gather(push(b"a", gone), *(push(key, [whole]) for key in (b"a", b"a", b"a", b"b")))
-
-    asyncio.run(everybody())
-    assert accepted == [600, 600], "one of each key"
+    lines = [Line(key, 600) for key in (b"a", b"a", b"a", b"b")]
+    assert together(door, *lines) == [200, 413, 413, 200] and accepted == [600, 600], "one of each key"
+    assert [line.read for line in lines] == [600] * 4, "who reads no answer before it has sent all gets one"
+    gone = Line(b"c", 600, sent=300)
+    assert together(door, gone) == [0] and together(door, Line(b"c", 1000)) == [200], "what did not come is given back"
     assert not door._turns, "who names many keys leaves nothing"
+
+
+def test_what_one_key_has_in_memory_is_bounded() -> None:
+    lines, most, working = [Line(b"a", 400) for _ in range(5)], 0, 0
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal most, working
+        working += 1
+        await asyncio.sleep(0.01)
+        most = max(most, sum(line.read for line in lines if not line.status))
+        await Inner()(scope, receive, send)
+        assert working == 1, "copies are made of one body at a time"
+        working -= 1
+
+    door = gate.Gate(app, 1000)
+    door._earn(b"a", 1000)  # two messages wait for an answer
+    assert together(door, *lines) == [200] * 5 and most == 800
+
+
+def test_no_body_of_a_stranger_is_read() -> None:
+    inner = Inner()
+    door = gate.Gate(inner, 1000, signed=lambda scope: dict(scope["headers"])[b"flwr-public-key"] == b"known")
+    lines = [Line(key, 600) for key in (b"stranger", b"known")]
+    assert together(door, *lines) == [401, 200] and [line.read for line in lines] == [0, 600] and inner.calls == 1
+    assert door._left == {b"known": 400}
+
+
+def test_the_signature_is_checked_before_the_body() -> None:
+    mine, other = (ec.generate_private_key(ec.SECP384R1()) for _ in range(2))
+    registered = {public_key_to_bytes(mine.public_key())}
+    state = SimpleNamespace(get_node_id_by_public_key=lambda key: 7 if key in registered else None)
+    inner = SimpleNamespace(state=SimpleNamespace(linkstate_factory=SimpleNamespace(state=lambda: state)))
+
+    def asks(shown: Any, signer: Any, late: float = 0.0, **changes: bytes) -> bool:
+        stamp = (now() - datetime.timedelta(seconds=late)).isoformat().encode()
+        headers = {
+            b"flwr-public-key": base64.b64encode(public_key_to_bytes(shown.public_key())),
+            TIMESTAMP_HEADER.encode(): stamp,
+            FLEET_HTTP_SIGNATURE_HEADER.encode(): base64.b64encode(sign_message(signer, stamp)),
+        }
+        headers |= {name.replace("_", "-").encode(): value for name, value in changes.items()}
+        return gate.signed(inner, {"type": "http", "headers": list(headers.items())})
+
+    assert asks(mine, mine)
+    assert not asks(mine, other) and not asks(other, other) and not asks(mine, mine, late=3600)
+    assert not any(asks(mine, mine, flwr_public_key=key) for key in (b"", b"QQ==", b"no base64", b"\xff"))
 
 
 class Waiting:

@@ -10,8 +10,8 @@ same SuperLink with two listeners in one process:
   (:class:`OperatorToken`), and tasks are given only to a helper process that knows a secret (Flower's
   ``--isolation process``).
 
-It uses three internals of Flower 1.41 (`_parse_superlink_lifespan_config`, `SuperLinkLifespan`, `create_app`) and
-therefore refuses to start under another minor version.
+It uses four internals of Flower 1.41 (`_parse_superlink_lifespan_config`, `SuperLinkLifespan`, `create_app`,
+`authenticate_node`) and therefore refuses to start under another minor version.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import ctypes
 import hashlib
 import hmac
 import importlib
@@ -32,6 +33,7 @@ import sys
 import tempfile
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -64,10 +66,12 @@ NODE_PATHS = frozenset(
 PULL, PUSH_OBJECT, PUSH_MESSAGES = (f"/v1/fleet/{name}" for name in ("pull-messages", "push-object", "push-messages"))
 NODES_ONLY = "this listener serves SuperNodes only"
 """The answer to everything else."""
-BODY = 8 << 20
-"""Largest request body in bytes; Flower sends arrays in pieces of 5 MiB."""
-TREE = 10
-"""What one byte of a reply's list of objects counts: the SuperLink keeps about ten times as much for each entry."""
+BODY, FEW = 8 << 20, 64 << 10
+"""Largest body in bytes of a request that brings a part of a reply, and of any other. Flower sends arrays in pieces of
+5 MiB."""
+PRICE = {PUSH_OBJECT: 1, PUSH_MESSAGES: 10}
+"""What one byte of a body counts. For each entry of a reply's list of objects the SuperLink keeps about ten times as
+much."""
 CONNECTIONS = 1024
 """Requests that the public listener handles at once; further ones get 503."""
 NEWS = "/v1/runtime/push-messages"
@@ -99,22 +103,29 @@ class Gate:
     app : the SuperLink.
     max_reply : bytes that one key may send for each message that the server had for it. Flower keeps every reply to a
         message, however many there are, so a reply alone earns nothing. What was not used is kept for one more message.
-        Bytes are counted when the app has accepted them, that is after it has checked the key's signature, so that a
-        stranger cannot use up what a node may send. Until then no other request of this key that would count is passed
-        on, and a request is passed on only when it has arrived as a whole, so that a slow stranger holds up nobody.
+        Bytes are taken off before they are read, and given back if the app refuses them.
     report : receives one line for each refusal because of `max_reply`.
+    signed : says of a request whether a registered key has signed it; see :func:`signed`.
     hold : seconds that a question for messages waits for one.
+
+    In memory a key has at most `max_reply` bytes of bodies, of which the app works on one: it makes several copies. Of
+    a stranger nothing is read but the head of a request and `FEW` bytes.
     """
 
     def __init__(
-        self, app: App, max_reply: int, report: Callable[[str], object] = lambda text: None, hold: float = HOLD
+        self,
+        app: App,
+        max_reply: int,
+        report: Callable[[str], object] = lambda text: None,
+        signed: Callable[[Scope], bool] = lambda scope: True,
+        hold: float = HOLD,
     ) -> None:
         self.app = app
         self.max_reply = max_reply
         self.report = report
-        self.hold = hold
+        self.signed, self.hold = signed, hold
         self._left: dict[bytes, int] = {}
-        self._turns: weakref.WeakValueDictionary[bytes, asyncio.Lock] = weakref.WeakValueDictionary()
+        self._turns: weakref.WeakValueDictionary[bytes, _Turn] = weakref.WeakValueDictionary()
         self._news = asyncio.Event()
         self._held = 0
 
@@ -133,39 +144,64 @@ class Gate:
         if len(sizes) != 1 or not sizes[0].isdigit() or any(name == b"transfer-encoding" for name, _ in headers):
             await _answer(send, 411, "one Content-Length is needed")
             return
-        size = int(sizes[0])
-        if size > BODY:
-            await _answer(send, 413, f"a request body has at most {BODY} bytes")
+        size, price = int(sizes[0]), PRICE.get(path, 0)
+        if size > (most := BODY if price else FEW):
+            await _answer(send, 413, f"a request body has at most {most} bytes here")
             return
         key = next((value for name, value in headers if name == b"flwr-public-key"), b"")
-        cost = size * {PUSH_OBJECT: 1, PUSH_MESSAGES: TREE}.get(path, 0)
-        if not cost and path != PULL:
-            await self.app(scope, receive, send)
-            return
-        body = await _whole(receive, size)
-        if body is None:
-            return
         if path == PULL:
-            await self._pull(scope, body, receive, send, key)
+            body = await _whole(receive, size)
+            if body is not None:
+                await self._pull(scope, body, receive, send, key)
+        elif not price:
+            await self.app(scope, receive, send)
+        elif not await asyncio.to_thread(self.signed, scope):
+            await _answer(send, 401, "a registered key must sign this")
+        else:
+            await self._priced(scope, receive, send, key, size, size * price)
+
+    async def _priced(self, scope: Scope, receive: Receive, send: Send, key: bytes, size: int, cost: int) -> None:
+        """Handle a request that brings a part of a reply."""
+        # A SuperLink that was started again does not know what it had sent before: each key begins with one reply.
+        if cost > self._left.get(key, self.max_reply):
+            self.report(f"the node with key {fingerprint(key)} sent more than {self.max_reply} bytes for one reply")
+            await _discard(receive)  # a node that cannot send the rest would try again and not see the answer
+            await _answer(send, 413, f"a reply has at most {self.max_reply} bytes")
             return
-        turn = self._turns.setdefault(key, asyncio.Lock())
-        async with turn:
-            # A SuperLink that was started again does not know what it had sent before: each key begins with one reply.
-            if cost > self._left.get(key, self.max_reply):
-                self.report(f"the node with key {fingerprint(key)} sent more than {self.max_reply} bytes for one reply")
-                await _answer(send, 413, f"a reply has at most {self.max_reply} bytes")
-                return
-            await self._pass(scope, _again(body, receive), send, key, cost)
+        self._earn(key, -cost)
+        good, turn = False, self._turns.setdefault(key, _Turn())
+        try:
+            async with turn.room:
+                await turn.room.wait_for(lambda: turn.held + size <= max(self.max_reply, size))
+                turn.held += size
+            try:
+                body = await _whole(receive, size)
+                if body is not None:
+                    async with turn.app:
+                        good = await self._pass(scope, _again(body, receive), send)
+            finally:
+                async with turn.room:
+                    turn.held -= size
+                    turn.room.notify_all()
+        finally:
+            if not good:
+                self._earn(key, cost)
 
-    async def _pass(self, scope: Scope, receive: Receive, send: Send, key: bytes, cost: int) -> None:
-        """Let the app handle a request, and count what it accepts."""
+    def _earn(self, key: bytes, more: int) -> None:
+        """Let a key send more bytes, or fewer."""
+        self._left[key] = min(self._left.get(key, self.max_reply) + more, 2 * self.max_reply)
 
-        async def counted(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start" and message["status"] == 200:
-                self._left[key] = self._left.get(key, self.max_reply) - cost
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> bool:
+        """Let the app handle a request; return whether it accepted it."""
+        good = False
+
+        async def seen(message: MutableMapping[str, Any]) -> None:
+            nonlocal good
+            good = good or (message["type"] == "http.response.start" and message["status"] == 200)
             await send(message)
 
-        await self.app(scope, receive, counted)
+        await self.app(scope, receive, seen)
+        return good
 
     async def _pull(self, scope: Scope, body: bytes, receive: Receive, send: Send, key: bytes) -> None:
         """Let the app answer a node that asks for messages; where there is none, once more when a run has sent some."""
@@ -185,8 +221,7 @@ class Gate:
                 gone.cancel()
                 rung.cancel()
         if _messages(answer):
-            left = self._left.get(key, self.max_reply)
-            self._left[key] = min(left, self.max_reply) + self.max_reply
+            self._earn(key, self.max_reply)
         for message in answer:
             await send(message)
 
@@ -214,6 +249,33 @@ class Gate:
         self._news = asyncio.Event()
 
 
+class _Turn:
+    """The requests of one key that bring parts of replies: how many bytes of them are held, and whose turn it is."""
+
+    def __init__(self) -> None:
+        self.held = 0
+        self.room, self.app = asyncio.Condition(), asyncio.Lock()
+
+
+def signed(app: Any, scope: Scope) -> bool:
+    """Return whether a registered key has signed a request in the last minutes.
+
+    The SuperLink asks the same, and whether the key belongs to the node, only after it has read and parsed the body.
+    """
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from fastapi import HTTPException, Request
+    from flwr.proto.fleet_pb2 import ActivateNodeRequest
+    from flwr.superlink.routers.fleet.node_auth import authenticate_node
+
+    given = next((value for name, value in scope["headers"] if name == b"flwr-public-key"), b"")
+    try:
+        key = base64.b64decode(given, validate=True)
+        authenticate_node(Request({**scope, "state": {"protobuf_request": ActivateNodeRequest(public_key=key)}}))
+    except (ValueError, UnsupportedAlgorithm, HTTPException):
+        return False
+    return app.state.linkstate_factory.state().get_node_id_by_public_key(key) is not None
+
+
 async def _whole(receive: Receive, size: int) -> bytes | None:
     """Return a request's body, or None if its sender is gone or it is not as long as it says."""
     body = bytearray()
@@ -224,6 +286,12 @@ async def _whole(receive: Receive, size: int) -> bytes | None:
             return None
         if not message.get("more_body", False):
             return bytes(body) if len(body) == size else None
+
+
+async def _discard(receive: Receive) -> None:
+    """Read the rest of a request, and keep nothing."""
+    while (await receive()).get("more_body", False):
+        pass
 
 
 def _again(body: bytes, receive: Receive) -> Receive:
@@ -470,6 +538,8 @@ async def _serve(
     from flwr.supercore.logger import console_handler
     from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
     from flwr.superlink.main import create_app
+    from sqlalchemy import event
+    from sqlalchemy.pool import Pool
 
     from fedapp.engines.patience import REQUEST, Impatient
 
@@ -480,6 +550,8 @@ async def _serve(
         def capture_signals(self) -> Iterator[None]:
             yield
 
+    _free_at_once()
+    event.listen(Pool, "checkin", _shrink)
     app = create_app(config, SuperLinkLifespan)
     common: dict[str, Any] = {
         "log_config": get_uvicorn_log_config(console_handler.level),
@@ -487,7 +559,8 @@ async def _serve(
         "ssl_certfile": config.ssl_certfile,
         "timeout_graceful_shutdown": 3,
     }
-    gate = Gate(app, max_reply, lambda text: typer.echo(f"fedapp superlink: {text}", err=True))
+    report = partial(typer.echo, err=True)
+    gate = Gate(app, max_reply, lambda text: report(f"fedapp superlink: {text}"), partial(signed, app))
     private = Server(uvicorn.Config(gate.inside, interface="asgi3", **common))
     # The app's resources belong to the private listener, which starts them once.
     limits: dict[str, Any] = {"limit_concurrency": CONNECTIONS, "http": Impatient}
@@ -519,6 +592,21 @@ async def _serve(
         public.should_exit = private.should_exit = True
         gate.wake()
         await asyncio.wait(tasks, timeout=10)
+
+
+def _free_at_once() -> None:
+    """Let glibc give blocks of 256 KiB and more back to the system, which each of the server's threads would keep."""
+    mmap_threshold, arena_max = -3, -8  # of mallopt(3)
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        library = ctypes.CDLL(None)
+        library.mallopt(mmap_threshold, 256 << 10)
+        library.mallopt(arena_max, 2)
+
+
+def _shrink(connection: Any, record: Any) -> None:
+    """Let SQLite give back its pages after each transaction: Flower has every connection keep 64 MB of them."""
+    if connection is not None:
+        connection.execute("PRAGMA shrink_memory").close()
 
 
 async def _started(server: Any, task: asyncio.Task[None]) -> bool:
