@@ -1,7 +1,7 @@
 """The files of docker/ without a Docker daemon: linted where linters are there, and consistent with each other.
 
-What needs a daemon (the build, the containers, docker/smoke.sh) is not run here; the commands of compose.yml are, on
-loopback, by test_deployment.py.
+The slow test builds the image and runs docker/smoke.sh in it, with buildah and runc in the daemon's place.
+test_deployment.py runs the commands of compose.yml without the image, on loopback.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 import shutil
 import stat
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,14 @@ def test_the_image_runs_as_nobody_in_particular_and_keeps_quiet() -> None:
         assert env[key].startswith("/var/lib/fedapp/")  # the one folder that is a volume
 
 
+def test_the_base_and_every_package_of_the_image_are_pinned() -> None:
+    bases = re.findall(r"^FROM (\S+)$", DOCKERFILE, re.M)
+    assert len(bases) == 1 and re.fullmatch(r"python:3\.11\.\d+-slim-\w+@sha256:[0-9a-f]{64}", bases[0])
+    for command in re.findall(r"pip install[^\n;&]*", DOCKERFILE.replace("\\\n", " ")):
+        own = {"--no-deps", "--no-build-isolation"} <= set(command.split())
+        assert " -c constraints.txt" in command or own, command
+
+
 def test_the_image_gets_all_that_it_copies_and_nothing_private() -> None:
     ignored = (DOCKER / "Dockerfile.dockerignore").read_text(encoding="utf-8").split()
     assert ignored[0] == "*"
@@ -127,6 +136,7 @@ def test_the_superlink_is_encrypted_authenticated_and_on_loopback_unless_asked()
 def test_every_service_is_confined_watched_and_restarted(name: str) -> None:
     service: dict[str, Any] = COMPOSE["services"][name]
     assert service["read_only"] and service["cap_drop"] == ["ALL"] and service["restart"] == "unless-stopped"
+    assert service["mem_limit"] == "${FEDAPP_MEMORY:-8g}" and service["pids_limit"] == 1024
     assert service["security_opt"] == ["no-new-privileges:true"] and service["healthcheck"]["retries"] >= 3
     for secret in service["secrets"]:
         assert secret in COMPOSE["secrets"]
@@ -204,3 +214,26 @@ def test_yaml_and_smoke_test_name_the_same_things() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert COMPOSE["x-common"]["image"] == f"{project['name']}:{project['version']}"
     assert yaml.safe_load((DOCKER / "compose.yml").read_text())["name"] == project["name"]
+
+
+@pytest.mark.slow
+def test_the_image_is_built_and_its_containers_do_what_smoke_says(tmp_path: Path) -> None:
+    missing = [t for t in ("buildah", "debootstrap", "runc", "ip", "openssl", "ssh-keygen") if shutil.which(t) is None]
+    if os.geteuid() != 0 or missing:
+        pytest.skip(f"root is needed, and {missing}")
+    tree = tmp_path / "tree"
+    skip = shutil.ignore_patterns("__pycache__", "certs", "keys", "sites")
+    tree.mkdir()
+    for line in (DOCKER / "Dockerfile.dockerignore").read_text(encoding="utf-8").split():
+        path = ROOT / line[1:]
+        if line.startswith("!") and path.parent == ROOT:
+            if path.is_dir():
+                shutil.copytree(path, tree / path.name, ignore=skip)
+            else:
+                shutil.copy(path, tree)
+    shutil.copytree(DOCKER, tree / "docker", ignore=skip)
+    done = subprocess.run([tree / "docker" / "check-image.sh"], env={**os.environ, "PYTHON": sys.executable},
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
+    print(done.stdout)
+    assert done.returncode == 0 and "== every step succeeded" in done.stdout
+    assert "fedapp-smoke" not in subprocess.run(["ip", "netns"], capture_output=True, text=True).stdout

@@ -57,7 +57,7 @@ def test_a_slow_line_and_a_server_that_moves_cost_time_and_nothing_else(hosts: H
 
 def test_a_site_that_is_cut_off_is_missed_in_its_round_and_comes_back(hosts: Hosts) -> None:
     out = hosts.folder / "vol-superlink" / "runs" / "cut"
-    following = hosts.begin(*DEPLOY, *SETTINGS, "--rounds", "4", "--out", str(out))
+    following = hosts.begin(*DEPLOY, *SETTINGS, "--rounds", "5", "--out", str(out))
     until(lambda: reached(out, 1) or following.poll() is not None, 600, "round 1")
     hosts.change("cut", "supernode-2")
     until(lambda: reached(out, 2) or following.poll() is not None, 600, "round 2")
