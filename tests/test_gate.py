@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sqlalchemy
 from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import Message
 from flwr.common.constant import TIMESTAMP_HEADER
@@ -306,6 +307,13 @@ def test_a_question_waits_for_a_message(monkeypatch: pytest.MonkeyPatch) -> None
         assert refused.sent[0]["status"] == 401
 
     asyncio.run(asyncio.wait_for(everything(), 20))
+
+
+def test_a_request_waits_for_who_writes_to_the_database(tmp_path: Path) -> None:
+    engine = sqlalchemy.create_engine(f"sqlite:///{tmp_path}/state.db", connect_args={"timeout": 0.1})
+    sqlalchemy.event.listen(engine, "checkout", gate._patient)
+    with engine.connect() as connection:
+        assert connection.exec_driver_sql("PRAGMA busy_timeout").scalar() == 20_000
 
 
 def test_the_operators_token(tmp_path: Path) -> None:

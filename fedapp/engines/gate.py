@@ -81,6 +81,8 @@ HOLD = 10.0
 after each answer that has none. Shorter than what a node waits for an answer (30 seconds)."""
 HELD = CONNECTIONS // 2
 """Questions that wait at once; further ones are answered immediately."""
+TURN = 20.0
+"""Seconds that a request waits for others which write to the database; a node waits 30 for its answer."""
 STARTS = 60.0
 """Seconds until a listener must have started."""
 OURS = ("--host", "--port", "--isolation", "--superexec-auth-secret-file", "--insecure", "--simulation")
@@ -551,6 +553,7 @@ async def _serve(
             yield
 
     _free_at_once()
+    event.listen(Pool, "checkout", _patient)
     event.listen(Pool, "checkin", _shrink)
     app = create_app(config, SuperLinkLifespan)
     common: dict[str, Any] = {
@@ -601,6 +604,11 @@ def _free_at_once() -> None:
         library = ctypes.CDLL(None)
         library.mallopt(mmap_threshold, 256 << 10)
         library.mallopt(arena_max, 2)
+
+
+def _patient(connection: Any, record: Any, proxy: Any) -> None:
+    """Let SQLite wait for its turn to write: on a busy disk Flower's 5 seconds pass, and what fails then ends a run."""
+    connection.execute(f"PRAGMA busy_timeout = {int(1000 * TURN)}").close()
 
 
 def _shrink(connection: Any, record: Any) -> None:
