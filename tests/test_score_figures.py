@@ -188,7 +188,7 @@ def test_every_mark_of_curves_is_in_the_legend() -> None:
 def test_runs_of_several_folders_are_told_apart(folder: Path, tmp_path: Path) -> None:
     run(**{**SMALL, "model": "digits-b", "method": "fedclassavg", "method_args": "rho=1", "out": tmp_path / "other"})
     drawing = papers.draw("fedclassavg-4", [folder / "classavg", tmp_path / "other"])
-    assert sorted(colours(drawing.figure)) == ["fedclassavg", "fedclassavg(rho=1)"]
+    assert sorted(colours(drawing.figure)) == ["FedClassAvg", "FedClassAvg (rho=1)"]
 
 
 def test_a_sweep_and_a_hyperparameter_are_drawn_or_say_what_they_need(folder: Path, tmp_path: Path) -> None:

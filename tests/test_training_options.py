@@ -424,9 +424,11 @@ def test_every_method_weighs_its_supervised_loss(method: str, monkeypatch: pytes
         seen.append(float(loss.detach()))
         return loss
 
-    def tunes(self: FedClient, original: Any = FedClient.tune_to_score, **further: Any) -> Any:
+    original_tuning = FedClient.tune_to_score
+
+    def tunes(self: FedClient, *given: Any, **further: Any) -> Any:
         before = len(seen)
-        found = original(self, **further)
+        found = original_tuning(self, *given, **further)
         del seen[before:]  # no steps of a round
         return found
 
