@@ -21,7 +21,7 @@ import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import yaml
@@ -29,6 +29,7 @@ import yaml
 ROOT = Path(__file__).parent.parent
 MARK = "FEDAPP_TEST_MARK"
 BIN = Path(sys.executable).parent
+NODES = ("supernode-0", "supernode-1", "supernode-2")
 
 
 def free_port() -> int:
@@ -64,7 +65,7 @@ class Deployment:
     nodes : names of the nodes that get keys.
     """
 
-    def __init__(self, folder: Path, nodes: tuple[str, ...] = ("supernode-0", "supernode-1", "supernode-2")) -> None:
+    def __init__(self, folder: Path, nodes: tuple[str, ...] = NODES) -> None:
         self.folder = folder
         self.port, self.private = free_port(), free_port()
         self.mark = uuid.uuid4().hex
@@ -180,6 +181,28 @@ class Deployment:
             seconds, f"{name} is online",
         )  # fmt: skip
         assert process.poll() is None, self.log(name)[-2000:]
+
+    def up(self, *names: str, options: tuple[str, ...] = (), parts: int = 0, **changes: Any) -> None:
+        """Start the SuperLink with options, admit the nodes and wait until all are online.
+
+        The nodes have data of their own, or with `parts` so many parts of digits, one each.
+        """
+        if not parts:
+            self.sites()
+        self.superlink(*options)
+        self.register(*names)
+        for k, name in enumerate(names):
+            config = {"node_config": f"partition-id={k} num-partitions={parts}"} if parts else {}
+            self.node(name, **config, **changes)
+        for name in names:
+            self.online(name, 120)
+
+    def sites(self) -> None:
+        """Write the data of three sites."""
+        sys.path.insert(0, str(ROOT / "docker"))
+        import sites
+
+        sites.write(self.folder / "sites")
 
     def run(self, *arguments: str, timeout: float = 1800) -> subprocess.CompletedProcess[str]:
         """Call `fedapp` where the SuperLink is."""

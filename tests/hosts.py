@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.deployment import COMPOSE, ROOT, Deployment
+from tests.deployment import COMPOSE, NODES, ROOT, Deployment
 
 SCRIPT = ROOT / "docker" / "hosts.sh"
 
@@ -22,7 +22,7 @@ class Hosts(Deployment):
     The test itself is on none of the hosts: whatever asks for an address runs there.
     """
 
-    def __init__(self, folder: Path, nodes: tuple[str, ...] = ("supernode-0", "supernode-1", "supernode-2")) -> None:
+    def __init__(self, folder: Path, nodes: tuple[str, ...] = NODES) -> None:
         if os.geteuid() != 0 or any(shutil.which(tool) is None for tool in ("ip", "tc")):
             pytest.skip("root and iproute2 are needed")
         self.net = f"fedapp-{uuid.uuid4().hex[:6]}"

@@ -9,32 +9,22 @@ import pandas as pd
 import pytest
 
 from fedapp.transport.client_manager import WITHOUT_DATA
-from tests.deployment import ROOT, deployed, until
+from tests.deployment import NODES, deployed, until
 
 pytestmark = pytest.mark.slow
 
-NODES = ("supernode-0", "supernode-1", "supernode-2")
 
-
-def test_a_node_that_is_killed_in_a_round(tmp_path: Path) -> None:
-    import sys
-
-    sys.path.insert(0, str(ROOT / "docker"))
-    import sites
-
+@pytest.mark.parametrize("phase", ["query.shares", "train", "query.agree", "query.unmask"])
+def test_a_node_that_is_killed_in_a_phase(phase: str, tmp_path: Path) -> None:
     with deployed(tmp_path / "deployment") as it:
-        sites.write(it.folder / "sites")
-        it.superlink()
-        it.register(*NODES)
-        for name in NODES:
-            it.node(name)
-        for name in NODES:
-            it.online(name, 120)
+        it.up(*NODES)
         out = it.folder / "vol-superlink" / "runs" / "sums"
         settings = ("--method", "fedclassavg", "--clients", "3", "--rounds", "3", "--set", "secure-sum=true")
         models = ("--set", "model=digits-a,digits-b,digits-c", "--out", str(out))
         follower = it.begin("run", "--engine", "deploy", "--superlink", "superlink", *settings, *models)
-        until(lambda: "round 1/3" in it.log("fedapp") or follower.poll() is not None, 300, "round 1")
+        # A node says so before it starts the process that answers.
+        word = f"Receiving: {phase} message"
+        until(lambda: word in it.log("supernode-2") or follower.poll() is not None, 300, f"{phase} arrives")
         assert follower.poll() is None, it.log("fedapp")[-3000:]
         it.supernode("supernode-2").kill()
         it.kill("supernode-2")
@@ -43,4 +33,5 @@ def test_a_node_that_is_killed_in_a_round(tmp_path: Path) -> None:
         summary = json.loads((out / "summary.json").read_text())
         dropped = pd.read_csv(out / "dropped.csv")
         assert summary["ok"] and set(dropped["client"]) == {2} and len(pd.read_csv(out / "rounds.csv")) == 3
+        assert dropped["stage"].iloc[0] == phase and dropped["round"].iloc[0] == 1
         assert dropped["stage"].isin((*WITHOUT_DATA, "train", "evaluate")).all()

@@ -32,12 +32,8 @@ from typer.testing import CliRunner
 from fedapp.cli import app, main
 from fedapp.engines.local import run
 from fedapp.errors import BadRequest
-from tests.deployment import ROOT, Deployment, deployed, free_port, until
+from tests.deployment import NODES, Deployment, deployed, free_port, until
 
-sys.path.insert(0, str(ROOT / "docker"))
-import sites
-
-NODES = ("supernode-0", "supernode-1", "supernode-2")
 MODELS = "digits-a,digits-b,digits-c"
 DEPLOY = ("run", "--engine", "deploy", "--superlink", "superlink")
 
@@ -46,13 +42,7 @@ DEPLOY = ("run", "--engine", "deploy", "--superlink", "superlink")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
     """A SuperLink and three registered nodes with data of their own."""
     with deployed(tmp_path_factory.mktemp("deployment")) as it:
-        sites.write(it.folder / "sites")
-        it.superlink()
-        it.register(*NODES)
-        for name in NODES:
-            it.node(name)
-        for name in NODES:
-            it.online(name)
+        it.up(*NODES)
         yield it
 
 
@@ -276,12 +266,7 @@ def reached(out: Path, server_round: int) -> bool:
 def test_a_killed_node_and_a_killed_superlink(tmp_path: Path) -> None:
     limit = 45  # seconds; the SuperLink misses two heartbeats 30 to 60 seconds after a node was killed
     with deployed(tmp_path / "deployment") as it:
-        it.superlink()
-        it.register(*NODES)
-        for k, name in enumerate(NODES):
-            it.node(name, restart_after=5, node_config=f"partition-id={k} num-partitions=3")
-        for name in NODES:
-            it.online(name)
+        it.up(*NODES, parts=3, restart_after=5)
         out = it.folder / "vol-superlink" / "runs" / "killed"
         settings = ("--method", "fedclassavg", "--clients", "3", "--rounds", "4", "--set", f"model={MODELS}")
         following = it.begin(*DEPLOY, *settings, "--set", f"round-timeout={limit}", "--out", str(out))
@@ -327,12 +312,7 @@ def test_a_killed_node_and_a_killed_superlink(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_resumed_after_its_superlink_was_killed_equals_the_simulation(tmp_path: Path) -> None:
     with deployed(tmp_path / "deployment") as it:
-        it.superlink()
-        it.register(*NODES)
-        for k, name in enumerate(NODES):
-            it.node(name, node_config=f"partition-id={k} num-partitions=3")
-        for name in NODES:
-            it.online(name)
+        it.up(*NODES, parts=3)
         out = it.folder / "vol-superlink" / "runs" / "killed"
         settings = ("--method", "fedclassavg", "--clients", "3", "--rounds", "2", "--set", f"model={MODELS}")
         following = it.begin(*DEPLOY, *settings, "--out", str(out))
@@ -384,12 +364,7 @@ def test_a_node_that_sends_without_end_fills_nothing(tmp_path: Path) -> None:
     """Memory is what the SuperLink holds at most beyond the most that it holds for one reply of the allowed size."""
     allowed, piece = 32 << 20, 2 << 20
     with deployed(tmp_path / "deployment") as it:
-        it.superlink("--max-reply", str(allowed >> 20))
-        it.register(*NODES)
-        for k, name in enumerate(NODES[:2]):
-            it.node(name, node_config=f"partition-id={k} num-partitions=3")
-        for name in NODES[:2]:
-            it.online(name)
+        it.up(*NODES[:2], options=("--max-reply", str(allowed >> 20)), parts=3)
         database = it.folder / "vol-superlink" / "superlink.db"
         superlink = psutil.Process(it.processes["superlink"].pid)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,12 +11,9 @@ import pandas as pd
 import pytest
 
 from fedapp.engines.local import run
-from tests.deployment import ROOT, deployed, until
+from tests.deployment import NODES, deployed, until
 from tests.hosts import Hosts
-from tests.test_deployment import DEPLOY, NODES, reached, same, table
-
-sys.path.insert(0, str(ROOT / "docker"))
-import sites
+from tests.test_deployment import DEPLOY, reached, same, table
 
 pytestmark = pytest.mark.slow
 MODEL = "cnn-b"
@@ -29,13 +25,7 @@ SETTINGS = ("--method", "fedavg", "--clients", "3", "--set", f"model={MODEL}")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     """A SuperLink and three sites with data of their own, each on a host."""
     with deployed(tmp_path_factory.mktemp("hosts"), Hosts) as it:
-        sites.write(it.folder / "sites")
-        it.superlink()
-        it.register(*NODES)
-        for name in NODES:
-            it.node(name)
-        for name in NODES:
-            it.online(name)
+        it.up(*NODES)
         yield it
 
 

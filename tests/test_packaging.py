@@ -218,17 +218,9 @@ def test_real_nodes_start_in_a_folder_with_packages_of_the_same_names(
     monkeypatch.setattr(deployment, "BIN", installed.bin)
     monkeypatch.setenv("PYTHONPATH", "")
     nodes = ("supernode-0", "supernode-1")
-    installed(
-        ROOT / "docker", "python", "-c", f"import sites, pathlib; sites.write(pathlib.Path({str(foreign / 'sites')!r}))"
-    )
     with deployment.deployed(foreign, nodes=nodes) as it:
         monkeypatch.setenv("PYTHONPATH", str(foreign))
-        it.superlink()
-        it.register(*nodes)
-        for name in nodes:
-            it.node(name)
-        for name in nodes:
-            it.online(name)
+        it.up(*nodes)
         command = [
             installed.bin / "fedapp",
             "run",

@@ -208,8 +208,8 @@ class Gate:
     async def _pull(self, scope: Scope, body: bytes, receive: Receive, send: Send, key: bytes) -> None:
         """Let the app answer a node that asks for messages; where there is none, once more when a run has sent some."""
         news = self._news  # what is sent while the app answers also counts
-        answer = await self._asked(scope, body, receive)
-        if _messages(answer) == 0 and self._held < HELD:
+        answer, count = await self._asked(scope, body, receive)
+        if count == 0 and self._held < HELD:
             gone, rung = asyncio.ensure_future(receive()), asyncio.ensure_future(news.wait())
             self._held += 1
             try:
@@ -217,25 +217,27 @@ class Gate:
                 if gone.done():
                     return  # a message that nobody takes would count as delivered
                 if rung.done():
-                    answer = await self._asked(scope, body, receive)
+                    answer, count = await self._asked(scope, body, receive)
             finally:
                 self._held -= 1
                 gone.cancel()
                 rung.cancel()
-        if _messages(answer):
+        if count:
             self._earn(key, self.max_reply)
         for message in answer:
             await send(message)
 
-    async def _asked(self, scope: Scope, body: bytes, receive: Receive) -> list[MutableMapping[str, Any]]:
-        """Return the app's answer to a request; the signature in its head is good for both questions."""
+    async def _asked(
+        self, scope: Scope, body: bytes, receive: Receive
+    ) -> tuple[list[MutableMapping[str, Any]], int | None]:
+        """Return the app's answer and its number of messages; the signature in the head is good for both questions."""
         answer: list[MutableMapping[str, Any]] = []
 
         async def kept(message: MutableMapping[str, Any]) -> None:
             answer.append(message)
 
         await self.app(dict(scope), _again(body, receive), kept)
-        return answer
+        return answer, _messages(answer)
 
     async def inside(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request of the private listener; when a run has sent messages, wake the nodes that wait for one."""
@@ -562,8 +564,7 @@ async def _serve(
         "ssl_certfile": config.ssl_certfile,
         "timeout_graceful_shutdown": 3,
     }
-    report = partial(typer.echo, err=True)
-    gate = Gate(app, max_reply, lambda text: report(f"fedapp superlink: {text}"), partial(signed, app))
+    gate = Gate(app, max_reply, lambda text: typer.echo(f"fedapp superlink: {text}", err=True), partial(signed, app))
     private = Server(uvicorn.Config(gate.inside, interface="asgi3", **common))
     # The app's resources belong to the private listener, which starts them once.
     limits: dict[str, Any] = {"limit_concurrency": CONNECTIONS, "http": Impatient}

@@ -406,15 +406,15 @@ def _setting_tables(comparison: Comparison, runs: Sequence[RunResult]) -> dict[s
     targets = [_target(comparison, members) for members in by]
     level = next((t[0] for t in targets if t), "")
     rows = []
+    private = ["privacy"] if any(r.privacy for r in runs) else []
     for name, members, target in zip(names, by, targets):
         counted = [Cell(text) for text in (target or ("", DASH, DASH))[1:]] if level else []
         up, down, seconds = (
             mean_and_std(r.summary.get(key) for r in members)[0] for key in ("bytes_up", "bytes_down", "seconds")
         )
-        stated = [privacy([r.privacy for r in members])] if any(r.privacy for r in runs) else []
+        stated = [privacy([r.privacy for r in members])] if private else []
         rows.append([name, *counted, Cell(size(up)), Cell(size(down)), Cell(duration(seconds)), *stated])
     head = [f"completed rounds to {level}", "traffic of these"] if level else []
-    private = ["privacy"] if any(r.privacy for r in runs) else []
     significance, reference = _significance(comparison, runs)
     return {
         "meaning": meaning(_protocols(runs, always=())),
