@@ -80,11 +80,11 @@ def main() -> None:
         if name in os.environ:
             sys.stderr.write(f"{name} is set, so NumPy may use kernels for another processor: unset it\n")
     started = time.perf_counter()
-    with tempfile.TemporaryDirectory(prefix="fedapp-bench-") as folder:
-        figures, sections = measure(parts, options.data_dir, options.small, Path(folder))
-    report.write(options.out, figures, sections)
-    sys.stdout.write(f"written to {options.out}\n")
-    sys.stdout.write(json.dumps(figures, indent=1) + "\n")
+    for part in parts:  # what was measured stays if a later part is interrupted
+        with tempfile.TemporaryDirectory(prefix="fedapp-bench-") as folder:
+            figures, sections = measure([part], options.data_dir, options.small, Path(folder))
+        report.write(options.out, figures, sections)
+        sys.stdout.write(json.dumps(figures, indent=1) + f"\n{part} written to {options.out}\n")
     sys.stdout.write(f"{(time.perf_counter() - started) / 60:.1f} minutes\n")
 
 

@@ -9,6 +9,8 @@ evaluation calls, averaging, checkpoint and result files.
 from __future__ import annotations
 
 import shutil
+import statistics
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -137,6 +139,7 @@ def measure(folder: Path, cases: list[Case], ray: bool) -> tuple[dict[str, list[
         data = tiny_images(folder / case.key, case.clients)
         flat = configuration(case, data, out)
         found[case.key], peaks[case.key] = ray_rounds(app, case, flat, out) if ray else local_rounds(app, flat, out)
+        sys.stderr.write(f"{case.key} {statistics.median(found[case.key]):.3g} s a round\n")
         shutil.rmtree(out)
         time.sleep(1.0 if ray else 0.0)
     return found, peaks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ def alternate(alternatives: Mapping[str, Callable[[], object]], repeats: int, wa
     """Call every alternative once per turn, in `warmup` turns that do not count and `repeats` turns that do.
 
     If an alternative returns a float, that is its time, because only a part of the call counts. Otherwise the whole
-    call is timed.
+    call is timed. A call of more than a second is reported on standard error.
     """
     seconds: dict[str, list[float]] = {name: [] for name in alternatives}
     for turn in range(warmup + repeats):
@@ -41,4 +42,6 @@ def alternate(alternatives: Mapping[str, Callable[[], object]], repeats: int, wa
             took = own if isinstance(own, float) else time.perf_counter() - started
             if turn >= warmup:
                 seconds[name].append(took)
+            if took > 1:
+                sys.stderr.write(f"turn {turn + 1 - warmup} of {repeats}: {name} {took:.3g} s\n")
     return Times(seconds)
