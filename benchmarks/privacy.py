@@ -6,6 +6,8 @@ code of a run (`clients.noised`, `core.privacy.noised`, the strategies), so a ce
 score of a run with these keys. Noise on the sum: each client adds its share of the variance
 (`core.secure_sum.noise_share`) and the server adds up what all of them send, as it would be opened to it.
 
+`sgd` : accuracy against epsilon of runs whose clients train by DP-SGD, on digits.
+
 `choice` : the weight of second moments and the least eigenvalue of a scatter, on persons of HAR's training split.
 
 `attacks` and `cost` : see `benchmarks/leakage.py` and `benchmarks/secure_sums.py`.
@@ -299,6 +301,31 @@ def name_of(method: str, place: str, epsilon: float) -> str:
     return f"{method} {'none' if math.isinf(epsilon) else f'{place} {epsilon:g}'}"
 
 
+# ---- training by DP-SGD ----------------------------------------------------------------------------------------------
+
+TRAINED = ("fedavg", "lgfedavg")
+STEPS_OF: dict[str, Any] = {
+    "dataset": "digits", "clients": CLIENTS, "partition": "dirichlet", "alpha": 0.5, "model": "digits-a", "rounds": 20,
+    "local_epochs": 1, "final_training": False, "keep_models": False, "protocols": "trained",
+}  # fmt: skip
+SGD_EPSILONS = (1.0, 2.0, 4.0, 8.0, math.inf)
+
+
+def by_steps(method: str, epsilon: float, seed: int, folder: Path) -> float:
+    """Return the clients' mean accuracy after local training in the last round of a run."""
+    noise: dict[str, Any] = {} if math.isinf(epsilon) else {"dp": "sgd", "dp_epsilon": epsilon, "dp_delta": DELTA}
+    out = folder / f"{method}-{epsilon:g}-{seed}"
+    found = engines.run(out=out, method=method, seed=seed, **STEPS_OF, **noise)
+    return float(found.summary["accuracy"]["trained"]["last"])
+
+
+def sgd_table(found: Mapping[str, Sequence[float]]) -> list[str]:
+    """Build the table of runs with DP-SGD."""
+    rows = [(registry.get(m).title, *(spread(found.get(f"{m} {e:g}", [])) for e in SGD_EPSILONS)) for m in TRAINED]
+    heads = "|".join(["method", *(f"ε = {e:g}:" for e in SGD_EPSILONS[:-1]), "no noise, no clipping:"])
+    return ["", *markdown(heads, rows), ""]
+
+
 # ---- what is chosen beforehand, on other data ------------------------------------------------------------------------
 
 BETAS = (0.125, 0.25, 0.5, 1.0, 2.0)
@@ -514,7 +541,8 @@ CHOICES = {"Fed3R, LDA": ("fed3r", "lda"), "CCVR": ("ccvr",)}
 def page(text: str, kept: Mapping[str, Any]) -> str:
     """Return the page with every table that something is kept for."""
     tables: dict[str, Callable[[Any], list[str]]] = {
-        "accuracy": accuracy_tables, "choice": choice_table, "attacks": attack_table, "cost": cost_table,
+        "accuracy": accuracy_tables, "sgd": sgd_table, "choice": choice_table, "attacks": attack_table,
+        "cost": cost_table,
     }  # fmt: skip
     for name, table in tables.items():
         if name in kept.get("made", {}):
@@ -541,6 +569,13 @@ def fill(
         kept["cost"] = costs()
     elif part == "attacks":
         kept["attacks"] = leakage.attacks(seeds, extractor(data, SOURCES["digits"], 0, folder))
+    elif part == "sgd":
+        kept["sgd"] = {}
+        for method in TRAINED:
+            for epsilon in SGD_EPSILONS:
+                scores = [round(by_steps(method, epsilon, seed, folder), 4) for seed in seeds]
+                kept["sgd"][f"{method} {epsilon:g}"] = scores
+                save()
     elif part == "choice":
         kept["choice"] = {}
         for seed in seeds:
@@ -558,7 +593,7 @@ def fill(
     save()
 
 
-PARTS = ("choice", "accuracy", "attacks", "cost")
+PARTS = ("choice", "accuracy", "sgd", "attacks", "cost")
 
 
 def main() -> int:

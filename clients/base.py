@@ -55,6 +55,8 @@ from clients._flower import PositionalClient
 from fedapp import sampling
 from fedapp.errors import BadRequest
 from fedapp.lazy import F, Tensor, nn, torch
+from fedapp.learning import dp_sgd
+from fedapp.learning.dp_sgd import NoisySteps
 from fedapp.learning.evaluation import Scores, batched, evaluate, measured
 from fedapp.learning.releases import Releaser
 from fedapp.learning.state import ClientStore, Stored
@@ -114,6 +116,7 @@ class FedClient(PositionalClient):
         self._loaded: Stored | None = None
         self._starts_from_state = True
         self.releaser: Releaser | None = None  # with `dp`: the only way in which numbers leave
+        self._scoring = False  # whether a training is for a score alone, so that nothing of it leaves
         self.released = False  # whether what is sent is a copy of what was released before
 
     # ---- hooks ---------------------------------------------------------------------------------------------------
@@ -295,7 +298,35 @@ class FedClient(PositionalClient):
                 on_epoch=self.after_epoch,
                 on_gradients=None if type(self).on_gradients is FedClient.on_gradients else self.on_gradients,
                 held=held,
+                private=self._private(phase.spec),
             )
+
+    def _private(self, spec: TrainSpec) -> NoisySteps | None:
+        """Return what makes the steps of a training private, after it is booked; None without DP-SGD."""
+        count = len(batch_slices(len(self.task.y_train), spec.batch_size))
+        if self.releaser is None or not self.releaser.privacy.sgd or not count or spec.epochs < 1:
+            return None
+        self.check_private()
+        numbers = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        return self.releaser.training(count, spec.epochs, numbers, booked=not self._scoring)
+
+    def check_private(self) -> None:
+        """Refuse what DP-SGD does not cover, before any image is used.
+
+        Raises
+        ------
+        BadRequest : a model or a setting with which one image changes more than its own gradient.
+        RuntimeError : the method has a loss of its own.
+        """
+        if type(self).step_loss is not FedClient.step_loss:
+            raise RuntimeError(f"{self.method.id} has a loss of its own, for which DP-SGD is not described")
+        if self.task.train.augment == "strong" and self.task.inputs.kind == "table":
+            raise BadRequest(
+                "dp = 'sgd': augment = 'strong' takes values of a row from other rows, so that no clipping bounds what "
+                "one of them changes: take augment = 'weak' or 'none'"
+            )
+        for model in self.trained_models():
+            dp_sgd.check(model, model.name, self.task.inputs.shape)
 
     def tuning(self) -> Sequence[Phase]:
         """Return the parts of the fine-tuning of what was received, before the score `tuned` after the last round.
@@ -387,6 +418,7 @@ class FedClient(PositionalClient):
 
     def train_to_score(self, payload: Payload, *, balanced: bool = True) -> dict[str, Any]:
         """Train once more after `evaluate_round` and score the result (`trained`); nothing is stored or sent."""
+        self._scoring = True
         return self._train(payload, balanced, further=True)[0]
 
     def tune_to_score(self, protocol: str = "tuned", *, balanced: bool = True) -> dict[str, Any]:
@@ -394,6 +426,7 @@ class FedClient(PositionalClient):
 
         The model is as received again afterwards; the copy is `self.tuned`.
         """
+        self._scoring = True
         received, self.model = self.model, copy.deepcopy(self.model)
         try:
             for phase in self.tuning():

@@ -85,6 +85,7 @@ def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedCl
             str(control.get("state", "")), bool(control.get("state-binds", True)), config.lost_state == "restart"
         )
         store = ClientStore(folder, config.method, str(control["run"]), config.warm_start, kept, real, known)
+        store.dp = config.dp
         releaser = _releaser(context, root, node, config, control)
     client: FedClient = method.client(task, method, hparams, store)
     client.releaser = releaser
@@ -201,8 +202,13 @@ def _answer(
     if stage == "register":
         if process.real_node():
             nodes.try_own(client.task)
-        if client.task.privacy is not None and client.task.privacy.unit == "client":
+        stated = client.task.privacy
+        if stated is not None and stated.unit == "client":
             dp_rules.check_names(client.up_names())
+        if stated is not None and stated.sgd:
+            client.check_private()
+            if not len(client.task.y_train):
+                raise BadRequest("dp = 'sgd': there is no training image: leave this client out, or raise min-samples")
         metrics, facts = client.register()
         partitions = _node(context, config, control).partitions
         facts["partitions"] = partitions
@@ -270,7 +276,9 @@ def _shown(client: FedClient, arrays: Arrays, metrics: dict[str, Any]) -> dict[s
     if releaser is None:
         if client.task.privacy is not None and arrays:
             raise RuntimeError("dp is on, and nothing that noises is there: nothing is sent")
-        return metrics
+        return {} if client.task.privacy is not None and process.real_node() else metrics
+    if releaser.privacy.sgd and not set(arrays) <= set(client.up_names()):
+        raise RuntimeError(f"{client.method.id} would send more than the trained model: nothing is sent")
     if arrays and not releaser.done and not client.released:
         raise RuntimeError(f"{client.method.id} would send {next(iter(arrays))!r} without noise: nothing is sent")
     if not arrays:
@@ -343,7 +351,7 @@ def _reply(stage: str, message: Message | Part, context: Context) -> RecordDict:
             arrays, metrics, facts = _answer(stage, context, config, client, payload, control)
         if config.secure_sum and arrays:
             arrays = _hidden(context, config, client, given, arrays)
-        if stage != "register" and not (client.releaser is not None and process.real_node()):
+        if stage != "register" and not (client.task.privacy is not None and process.real_node()):
             metrics["seconds"] = time.perf_counter() - started
         return reply_content(arrays, metrics, {**info, **facts}, config.wire_dtype)
     except Exception as e:

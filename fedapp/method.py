@@ -227,8 +227,8 @@ class Method:
         `robust` for averages, `own` rule of the method, `count-cap` where sample counts are weights.
     sum_only : how replies may be summed before the server sees them (`secure-sum`), or a function of the
         hyperparameters that says so; None = the server needs the reply of each client.
-    private : the units, `example` and `client`, for which the method has a form with noise (`dp`), or a function of the
-        hyperparameters that gives them.
+    private : the values of `dp` for which the method has a form with noise, or a function of the hyperparameters that
+        gives them.
     linear : whether logits are the linear head's, on what `head_input` makes of a representation; only such a head can
         be calibrated by another method.
     warn : `warn(hparams, optimizer, augment)` returns a warning if the settings are known not to work together, else
@@ -278,7 +278,7 @@ class Method:
         return self.sum_only(hparams) if callable(self.sum_only) else self.sum_only
 
     def units(self, hparams: BaseHParams) -> tuple[str, ...]:
-        """Return the units of privacy for which the method has a form with noise, with these hyperparameters."""
+        """Return the values of `dp` for which the method has a form with noise, with these hyperparameters."""
         return self.private(hparams) if callable(self.private) else self.private
 
     @property

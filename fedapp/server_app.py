@@ -204,7 +204,7 @@ class Run(Callbacks):
         self.method, self.hparams = config.method_and_hparams()
         robust = config.robustness(self.simulation)
         self.strategy: FedStrategy = self.method.strategy(
-            self.method, self.hparams, robust=robust, privacy=config.privacy
+            self.method, self.hparams, robust=robust, privacy=None if config.dp == "sgd" else config.privacy
         )
         self.device = process.device()
         self.started = time.perf_counter()
@@ -460,7 +460,7 @@ class Run(Callbacks):
         sent = self.strategy.expected(self.infos[0].shapes).values()
         asked = max(1, math.floor(len(self.infos) * config.fraction_train + 0.5))
         size = sum(math.prod(shape) for shape in sent)
-        asked = len(self.infos) if config.dp == "example" else asked
+        asked = asked if config.dp == "client" else len(self.infos)
         text = dp_rules.stated(config.privacy, size, asked, config.releases, self._sum_of(asked))
         if self.simulation:
             text += "; scores are exact, because this is a simulation: they are not covered"
@@ -486,7 +486,9 @@ class Run(Callbacks):
         if stated is None:
             return {}
         spent = self.extra.get("privacy", {"epsilon": None, "releases": 0})
-        found = {"unit": stated.unit, **spent, "delta": stated.delta, "noise": stated.noise}
+        found = {"unit": stated.unit, **spent, "delta": stated.delta, "noise": stated.noise or None}
+        if stated.sgd:  # without a noise each client has its own
+            found |= {"mechanism": "DP-SGD", "clip": stated.bound}
         if self.config.secure_sum:
             # The noise is on sums: epsilon holds as long as no more clients than these help the server.
             found |= {"noise-on": "sum", "colluders": self.config.secure_colluders}

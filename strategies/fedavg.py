@@ -24,5 +24,5 @@ METHOD = Method(
     shared=ALL,
     sum_only=Sums(),
     global_model=True,
-    private=("client",),
+    private=("sgd", "client"),
 )

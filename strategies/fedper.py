@@ -30,5 +30,5 @@ METHOD = Method(
     shared=_shared,
     sum_only=Sums(),
     travels="the body, both ways",
-    private=("client",),
+    private=("sgd", "client"),
 )

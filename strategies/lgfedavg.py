@@ -50,5 +50,5 @@ METHOD = Method(
     sum_only=lambda hparams: Sums("samples" if hparams.average == "samples" else "uniform"),
     heterogeneous=True,
     travels="the head, both ways",
-    private=("client",),
+    private=("sgd", "client"),
 )

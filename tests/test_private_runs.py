@@ -223,7 +223,7 @@ def test_a_nodes_own_budget_wins(tmp_path: Path, home: Path) -> None:
 
 def test_a_node_may_ask_for_runs_with_noise_alone(tmp_path: Path, home: Path) -> None:
     strict = {n: {**c, "dp": "example"} for n, c in THREE.items()}
-    with pytest.raises(BadRequest, match=r"owner asks for runs with dp = 'example' .* has dp = 'none'"):
+    with pytest.raises(BadRequest, match=r"for the unit 'example' .* has dp = 'none': set dp = 'example' or 'sgd'"):
         start(tmp_path, strict, **{"num-server-rounds": 1})
     assert start(tmp_path / "b", strict, **NODES)[0]["ok"]
 
@@ -264,7 +264,7 @@ def test_a_nodes_budget_must_be_one(more: dict[str, Any], words: str) -> None:
     ("values", "words"),
     [
         ({"method": "fedncm"}, "base method 'fedavg' sends whole models without noise"),
-        ({"method": "fedavg"}, "fedavg with these method-args has no form.*take dp = 'client'"),
+        ({"method": "fedavg"}, "fedavg with these method-args has no form.*take dp = 'sgd'"),
         ({"method": "fedcof", "method-args": "base=none"}, "no form in which all that it sends has noise"),
         ({"method": "fedghg"}, "no form"),
         ({"method": "cwfedavg"}, "no form"),

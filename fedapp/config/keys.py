@@ -262,10 +262,11 @@ class RunConfig(BaseModel):
     secure_colluders: int = Field(
         0, ge=0, description="with secure-sum: clients that may tell the server all that they know"
     )
-    dp: Literal["none", "example", "client"] = Field(
+    dp: Literal["none", "example", "sgd", "client"] = Field(
         "none",
         description="differential privacy of what leaves a client, by noise at the client: example = one image more or "
-        "less (class statistics), client = a whole client more or less (model updates)",
+        "less (class statistics), sgd = the same for models, by noise in each step of the local training (DP-SGD), "
+        "client = a whole client more or less (model updates)",
     )
     dp_epsilon: float = Field(
         8.0, gt=0, le=100, description="most that a client's releases from its data may add up to, in all runs"
@@ -273,9 +274,10 @@ class RunConfig(BaseModel):
     dp_delta: float = Field(1e-5, gt=0, le=1e-2, description="delta for which epsilon holds; below 1 / images")
     dp_noise: Annotated[float, Field(ge=0.05, le=10_000)] | Auto = Field(
         "auto",
-        description="standard deviation of the noise in multiples of what one unit changes; auto = so that the "
-        "releases of this run spend dp-epsilon",
+        description="standard deviation of the noise in multiples of what one unit changes, with dp = sgd of the noise "
+        "of a step in multiples of dp-clip; auto = so that the releases of this run spend dp-epsilon",
     )
+    dp_clip: float = Field(1.0, gt=0, description="with dp = sgd: norm that the gradient of each image is clipped to")
     dp_test: bool = Field(
         False, description="noise from the seed, so that a run repeats: no privacy, and refused by real nodes"
     )
@@ -330,14 +332,20 @@ class RunConfig(BaseModel):
     @property
     def privacy(self) -> Privacy | None:
         """What the run states of what leaves a client, or None without `dp`."""
+        if self.dp == "sgd":
+            own = 0.0 if self.dp_noise == "auto" else float(self.dp_noise)
+            return Privacy(
+                "example", self.dp_epsilon, self.dp_delta, own, self.dp_clip, self.dp_test,
+                sgd=True, rounds=self.num_server_rounds, asked=self.dp_epsilon,
+            )  # fmt: skip
         return _privacy(
             self.dp, self.dp_epsilon, self.dp_delta, self.dp_noise, self.releases, self.clip_update, self.dp_test
         )
 
     @property
     def releases(self) -> int:
-        """How often a client of this run sends noised numbers: statistics once, updates in every round."""
-        return self.num_server_rounds if self.dp == "client" else 1
+        """How often a client of this run sends noised numbers: statistics once, models in every round."""
+        return 1 if self.dp == "example" else self.num_server_rounds
 
     @property
     def second_model(self) -> str:

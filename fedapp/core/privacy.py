@@ -27,6 +27,7 @@ has a deviation of 2^24 steps, so what the factors of all numbers and clients ad
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -52,11 +53,14 @@ __all__ = [
     "BOUND",
     "Joint",
     "Privacy",
+    "Steps",
     "clip_rows",
     "composed",
     "epsilon_of",
+    "epsilon_with",
     "exact_epsilon",
     "noise_for",
+    "noise_for_steps",
     "noised",
     "noised_steps",
     "on_grid",
@@ -77,6 +81,9 @@ class Privacy:
     test : noise of a seeded generator, which protects nobody.
     summed : number of clients that are asked for a sum of which nobody sees a part; 0 = releases are seen one by one.
     share : variance of this client's noise as a share of the sum's, whose standard deviation `noise` then is.
+    sgd : what is released is a model that was trained by steps with noise (DP-SGD); `noise` is that of a step, 0 for as
+        much as the client's own training needs.
+    rounds, asked : with `sgd`: trainings of the run, and the epsilon that they are to spend together if `noise` is 0.
     """
 
     unit: Literal["example", "client"]
@@ -87,6 +94,9 @@ class Privacy:
     test: bool = False
     summed: int = 0
     share: float = 1.0
+    sgd: bool = False
+    rounds: int = 1
+    asked: float = math.inf
 
     @property
     def own(self) -> float:
@@ -147,6 +157,86 @@ def noise_for(epsilon: float, delta: float, releases: int) -> float:
 
     one = float(brentq(lambda z: epsilon_of(z, delta) - epsilon, 1e-3, 1e7, xtol=1e-9))
     return math.ceil(one * math.sqrt(releases) * 1e4) / 1e4
+
+
+# Steps on drawn images ----------------------------------------------------------------------------
+
+_WHOLE = np.unique(np.concatenate([np.arange(1, 65), np.geomspace(64, 2048, 70).round()])).astype(np.int64)
+_ORDERS = np.unique(np.concatenate([1 + np.geomspace(0.02, 63, 600), _WHOLE[1:].astype(np.float64)]))
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Steps of DP-SGD: each releases a sum, with noise, over images that it draws. Neighbours have the same rate.
+
+    Attributes
+    ----------
+    noise : z.   rate : q, probability with which a step draws each image, independently.   count : T.
+    """
+
+    noise: float
+    rate: float
+    count: int
+
+
+@functools.lru_cache(maxsize=256)
+def _moments(noise: float, rate: float) -> Float64:
+    """Return (a - 1) times the Renyi divergence of one step, for the orders a of `_WHOLE`; q < 1.
+
+    ``log sum_k C(a, k) (1 - q)^(a - k) q^k exp(k (k - 1) / (2 z^2))``, k = 0 .. a (Mironov, Talwar, Zhang, Renyi
+    Differential Privacy of the Sampled Gaussian Mechanism, 2019, Section 3.3). One image more and one image less are
+    the same (Theorem 5), because a reflection exchanges the two distributions; it also maps the grid onto itself. For
+    the discrete Gaussian each ``exp`` is an upper bound.
+    """
+    from scipy.special import gammaln, logsumexp
+
+    found = []
+    for a in _WHOLE:
+        k = np.arange(a + 1)
+        ways = gammaln(a + 1) - gammaln(k + 1) - gammaln(a - k + 1)
+        found.append(logsumexp(ways + (a - k) * math.log1p(-rate) + k * math.log(rate) + k * (k - 1) / (2 * noise**2)))
+    bounds: Float64 = np.maximum(np.array(found), 0.0)
+    return bounds
+
+
+def epsilon_with(noise: float, steps: Iterable[Steps], delta: float) -> float:
+    """Return epsilon of one release with that noise multiplier and of steps of DP-SGD, all together.
+
+    Between whole orders (a - 1) times the divergence lies below the straight line, since it is convex in a.
+    """
+    counted: dict[tuple[float, float], int] = {}
+    precision = 1 / noise**2
+    for s in steps:
+        if s.rate == 1:
+            precision += s.count / s.noise**2  # a release like others
+        else:
+            counted[s.noise, s.rate] = counted.get((s.noise, s.rate), 0) + s.count
+    if not counted:
+        return epsilon_of(1 / math.sqrt(precision) if precision else math.inf, delta)
+    total = _ORDERS * (_ORDERS - 1) / 2 * precision
+    for (z, rate), count in counted.items():
+        total = total + count * np.interp(_ORDERS, _WHOLE, _moments(z, rate))
+    found = (total - math.log(delta) - np.log(_ORDERS)) / (_ORDERS - 1) + np.log1p(-1 / _ORDERS)
+    return max(0.0, float(found.min()))
+
+
+@functools.lru_cache(maxsize=256)
+def noise_for_steps(epsilon: float, delta: float, rate: float, count: int) -> float:
+    """Return the noise multiplier with which that many steps have `epsilon` together, rounded up to 4 digits.
+
+    Raises
+    ------
+    ValueError : no noise is enough.
+    """
+    from scipy.optimize import brentq
+
+    def excess(log_of: float) -> float:
+        return epsilon_with(math.inf, [Steps(math.exp(log_of), rate, count)], delta) - epsilon
+
+    low, high = math.log(0.05), math.log(1e4)
+    if excess(high) > 0:
+        raise ValueError(f"no noise up to 10,000 gives {count} steps epsilon = {epsilon:g} at delta = {delta:g}")
+    return 0.05 if excess(low) <= 0 else math.ceil(math.exp(brentq(excess, low, high, xtol=1e-7)) * 1e4) / 1e4
 
 
 # The mechanism ------------------------------------------------------------------------------------

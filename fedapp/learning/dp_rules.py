@@ -33,9 +33,10 @@ def check(config: Any, method: Method, hparams: BaseHParams, defaults: Mapping[s
     """
     unit, name = config.dp, config.method
     if unit == "none":
-        given = [k for k in ("dp-epsilon", "dp-delta", "dp-noise", "dp-test") if config.to_flat()[k] != defaults[k]]
+        keys = ("dp-epsilon", "dp-delta", "dp-noise", "dp-clip", "dp-test")
+        given = [k for k in keys if config.to_flat()[k] != defaults[k]]
         if given:
-            raise BadRequest(f"{given[0]} is for runs with noise: choose dp = 'example' or dp = 'client' too")
+            raise BadRequest(f"{given[0]} is for runs with noise: choose dp = 'example', 'sgd' or 'client' too")
         return
     if unit == "example" and getattr(hparams, "base", "none") != "none":
         raise BadRequest(
@@ -50,6 +51,11 @@ def check(config: Any, method: Method, hparams: BaseHParams, defaults: Mapping[s
             f"{other}"
         )
     _check_common(config)
+    if unit != "sgd" and config.dp_clip != defaults["dp-clip"]:
+        raise BadRequest("dp-clip is for dp = 'sgd': leave it out")
+    if unit == "sgd":
+        _check_sgd(config)
+        return
     if unit == "client":
         if not config.clip_update:
             raise BadRequest("dp = 'client' needs the norm that updates are clipped to: give clip-update, such as 1.0")
@@ -75,6 +81,21 @@ def _check_common(config: Any) -> None:
     for broken, text in rules:
         if broken:
             raise BadRequest(f"dp = '{config.dp}': {text}")
+
+
+def _check_sgd(config: Any) -> None:
+    rules = (
+        (config.precision != "fp32", "the gradient of each image is computed in float32: take precision = 'fp32'"),
+        (config.class_weights == "balanced", "class-weights = 'balanced' counts the images: give numbers, or none"),
+        (
+            config.secure_sum,
+            "each client's noise is for itself, so that a hidden sum would not change epsilon: leave secure-sum out",
+        ),
+        (config.clip_update, "dp-clip bounds each image's gradient: leave clip-update out"),
+    )
+    for broken, text in rules:
+        if broken:
+            raise BadRequest(f"dp = 'sgd': {text}")
 
 
 def _check_example(config: Any, method: Method, hparams: BaseHParams) -> None:
@@ -152,6 +173,12 @@ def stated(privacy: Privacy, size: int, clients: int, rounds: int, sum_of: tuple
         shares = (
             f"; a sum of {sum_of[0]} clients, {sum_of[1]} of whom may help the server, has {privacy.noise:g} times "
             f"what one {privacy.unit} changes"
+        )
+    if privacy.sgd:
+        own = f"{privacy.noise:.4g}" if privacy.noise else "so much of it that its training spends epsilon,"
+        return (
+            f"{head}DP-SGD, in each step of {clients} clients the gradient of each image is clipped to "
+            f"{privacy.bound:g} and noise is added, {own} times that norm, in {rounds} rounds"
         )
     if privacy.unit == "example":
         each = f"{head}noise of {privacy.own:.4g} times what one image changes, once, at each of {clients} clients"

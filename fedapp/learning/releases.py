@@ -8,9 +8,9 @@ pass the budget is refused. The ledger is a text file, one JSON object a line, i
 In a secure sum each client adds its share of the noise (`Privacy.share`), and the release is booked with the noise that
 the sum has at least, so epsilon is that of the sum.
 
-Releases for images add up as Gaussians do (`core.privacy`). A release for whole clients moves by up to twice its bound
-if one image changes, so for images it counts with half its noise. The other way round nothing can be said, and a
-release for clients is refused after one for images.
+Releases for images add up as Gaussians do, and steps of DP-SGD by their moments (`core.privacy`). A release for whole
+clients moves by up to twice its bound if one image changes, so for images it counts with half its noise. The other way
+round nothing can be said, and a release for clients is refused after one for images.
 """
 
 from __future__ import annotations
@@ -29,11 +29,23 @@ import numpy.typing as npt
 from filelock import FileLock, Timeout
 
 from fedapp.core.noise import Source, seeded, system
-from fedapp.core.privacy import Float64, Privacy, composed, epsilon_of, noised_steps, on_grid
+from fedapp.core.privacy import (
+    Float64,
+    Privacy,
+    Steps,
+    composed,
+    epsilon_with,
+    noise_for_steps,
+    noised_steps,
+    on_grid,
+    step_of,
+)
 from fedapp.errors import BadRequest
+from fedapp.learning.dp_sgd import NoisySteps
 from fedapp.learning.state import private_folder, synced
 
-SCHEMA = 1
+SCHEMA = 2
+"""Of lines with steps of a training; those of single releases have 1. An older fedapp reads only the latter."""
 PATIENCE = 60.0
 """Seconds to wait for another process that books in the same ledger."""
 ROUNDING = 1e-6
@@ -81,8 +93,11 @@ class Ledger:
         for number, line in enumerate(text.split("\n")[:-1], start=1):
             try:
                 entry = json.loads(line)
-                if entry["schema"] != SCHEMA or entry["unit"] not in ("example", "client") or not entry["noise"] > 0:
+                known = entry["schema"] in (1, SCHEMA) and entry["unit"] in ("example", "client")
+                if not (known and entry["noise"] > 0):
                     raise ValueError("it is no release")
+                if entry["schema"] == SCHEMA and not (0 < entry["rate"] <= 1 and entry["steps"] >= 1):
+                    raise ValueError("these are no steps of a training")
             except (ValueError, TypeError, KeyError) as e:
                 raise BadRequest(
                     f"{self.path}, line {number} of this client's ledger of releases cannot be read ({e}): put a good "
@@ -96,10 +111,14 @@ class Ledger:
         entries = self.entries()
         if unit == "client" and any(e["unit"] == "example" for e in entries):
             return Spent(len(entries), float("inf"))
-        return Spent(len(entries), epsilon_of(composed(_noises(entries, unit)), delta))
+        return Spent(len(entries), _epsilon(entries, unit, delta))
 
-    def book(self, privacy: Privacy, about: dict[str, Any]) -> Spent:
+    def book(self, privacy: Privacy, about: dict[str, Any], steps: Steps | None = None) -> Spent:
         """Write one release down; it is on the disk when this returns.
+
+        Parameters
+        ----------
+        steps : of the training that is released, with `privacy.sgd`.
 
         Raises
         ------
@@ -109,30 +128,32 @@ class Ledger:
         lock = FileLock(f"{self.path}.lock", timeout=PATIENCE)
         try:
             with lock:
-                return self._book(privacy, about)
+                return self._book(privacy, about, steps)
         except Timeout as e:
             raise BadRequest(f"{self.path} is held by another process: end it, then start again") from e
         except OSError as e:
             raise BadRequest(f"{self.path} cannot be written ({e.strerror}), so nothing is released") from e
 
-    def _book(self, privacy: Privacy, about: dict[str, Any]) -> Spent:
+    def _book(self, privacy: Privacy, about: dict[str, Any], steps: Steps | None) -> Spent:
         entries, unit = self.entries(), privacy.unit
         if unit == "client" and any(e["unit"] == "example" for e in entries):
             raise BadRequest(
                 "the ledger of this client holds releases for single images, after which nothing can be stated for the "
-                "whole client: use dp = 'example', or other data"
+                "whole client: use dp = 'example' or 'sgd', or other data"
             )
-        before = epsilon_of(composed(_noises(entries, unit)), privacy.delta)
-        after = epsilon_of(composed([*_noises(entries, unit), privacy.noise]), privacy.delta)
+        entry = {"schema": 1, "unit": unit, "noise": privacy.noise, "time": time.time(), "test": privacy.test}
+        if steps is not None:
+            entry |= {"schema": SCHEMA, "noise": steps.noise, "rate": steps.rate, "steps": steps.count}
+        if privacy.summed:
+            entry |= {"summed": privacy.summed, "share": privacy.share}
+        before = _epsilon(entries, unit, privacy.delta)
+        after = _epsilon([*entries, entry], unit, privacy.delta)
         if after > privacy.epsilon * (1 + ROUNDING):
             raise BadRequest(
                 f"a further release would spend epsilon = {after:.4g} of {privacy.epsilon:g} (delta = "
                 f"{privacy.delta:g}), and {len(entries)} earlier ones spent {before:.4g}: fewer rounds, more noise "
                 "(dp-noise), or a larger budget"
             )
-        entry = {"schema": SCHEMA, "unit": unit, "noise": privacy.noise, "time": time.time(), "test": privacy.test}
-        if privacy.summed:
-            entry |= {"summed": privacy.summed, "share": privacy.share}
         new = not self.path.exists()
         handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -151,8 +172,15 @@ class Ledger:
         return Spent(len(entries) + 1, after)
 
 
-def _noises(entries: list[dict[str, Any]], unit: str) -> list[float]:
-    return [float(e["noise"]) / (2 if unit == "example" and e["unit"] == "client" else 1) for e in entries]
+def _epsilon(entries: list[dict[str, Any]], unit: str, delta: float) -> float:
+    """Return epsilon of all releases; steps of trainings count as such, all others add up to one release."""
+    noises = [
+        float(e["noise"]) / (2 if unit == "example" and e["unit"] == "client" else 1)
+        for e in entries
+        if e["schema"] == 1
+    ]
+    steps = [Steps(float(e["noise"]), float(e["rate"]), int(e["steps"])) for e in entries if e["schema"] == SCHEMA]
+    return epsilon_with(composed(noises), steps, delta)
 
 
 class Releaser:
@@ -203,6 +231,32 @@ class Releaser:
                 ) from e
             self.steps = (found + known).astype(np.int64)
         return found * step + around
+
+    def training(self, count: int, epochs: int, numbers: int, booked: bool) -> NoisySteps:
+        """Return what makes the steps of a local training private (`privacy.sgd`), after the training is booked.
+
+        Parameters
+        ----------
+        count : steps of an epoch, each of which draws every image with probability 1 / count.
+        numbers : that are trained.
+        booked : False where nothing leaves the client that depends on the training.
+
+        Raises
+        ------
+        BadRequest : it would pass the budget; nothing may be trained.
+        """
+        stated, rate = self.privacy, 1 / count
+        try:
+            budget = min(stated.asked, stated.epsilon)
+            every = count * epochs * stated.rounds
+            noise = stated.noise or noise_for_steps(budget, stated.delta, rate, every)
+            step_of(numbers, stated.bound, noise)
+        except ValueError as e:
+            raise BadRequest(f"dp = 'sgd': {e}: raise dp-epsilon, or take fewer rounds, epochs or parameters") from e
+        if booked:
+            self.ledger.book(stated, {**self.about, "what": "training"}, Steps(noise, rate, count * epochs))
+            self.done += 1
+        return NoisySteps(rate, count, stated.bound, noise, self._source)
 
     def spent(self) -> Spent:
         """Return what the client has released from these data, this run and all others."""

@@ -249,6 +249,7 @@ class ClientStore:
     lost : why the client begins anew although the server knows of a state; empty = it does not.
     ignored : which file could not be read where nothing of it is needed; empty = none.
     written : digest of the state that was saved last, the first 32 hexadecimal digits.
+    dp : the run's key. With `sgd` only states of such trainings are read: what others left was made of exact gradients.
     """
 
     def __init__(
@@ -274,6 +275,7 @@ class ClientStore:
         self.lost = ""
         self.ignored = ""
         self.written = ""
+        self.dp = "none"
 
     def _files(self) -> list[tuple[str, int, Path]]:
         """Return (run, round, file) of all states here, by round."""
@@ -347,6 +349,8 @@ class ClientStore:
         place = {"federation": self.folder.parent.name, "client": self.folder.name}
         remedy = "it belongs elsewhere: put this client's own file back, or delete this one"
         check_header(path, header, {**place, "run": run, "round": server_round}, remedy)
+        if self.dp == "sgd" and header.get("dp") != "sgd":
+            raise StateError(f"{path} was not made by training with dp = 'sgd', and this run's are: start a new run")
         counted = not self._told or digest[:32] == self.expected.digest
         return Stored(server_round, path, arrays, digest[:32], str(header.get("expected", "")), counted)
 
@@ -368,6 +372,7 @@ class ClientStore:
             "client": self.folder.name,
             "round": server_round,
             "expected": self.expected.digest,
+            **({} if self.dp == "none" else {"dp": self.dp}),
         }
         self.written = write_safetensors(path, arrays, header, self.durable)[:32]
         files = self._files()

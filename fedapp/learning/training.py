@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fedapp.data.transforms import InputSpec, augment, channels_first, normalise
 from fedapp.errors import BadRequest
 from fedapp.lazy import Tensor, nn, torch
+from fedapp.learning.dp_sgd import NoisySteps
 from fedapp.learning.optimizers import optimizer_arguments, optimizer_class, scheduled, takes
 from fedapp.process import hand_over
 
@@ -311,6 +312,7 @@ def train(
     on_epoch: Callable[[int], None] | None = None,
     on_gradients: Callable[[list[Tensor]], None] | None = None,
     held: Iterable[nn.Module] = (),
+    private: NoisySteps | None = None,
 ) -> TrainReport:
     """Train `model` in place.
 
@@ -329,6 +331,7 @@ def train(
     on_gradients : called in each step with all trained tensors, after the backward pass and before clipping and the
         optimizer's step, which adds weight decay.
     held : parts of the model that stay in evaluation mode.
+    private : draws the images of each step and noises their gradients (DP-SGD); nothing is drawn from `generator` then.
 
     Returns
     -------
@@ -354,15 +357,25 @@ def train(
     for module in held:
         module.eval()
     # Dropout draws from PyTorch's global generator: it is seeded for this training, and restored afterwards.
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(generator.initial_seed())
+    dropout = generator.initial_seed()
+    if private is not None:
+        generator, dropout = private.generator(), private.generator().initial_seed()
+    watched = contextlib.nullcontext() if private is None else private.watching(model)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), watched:
+        torch.manual_seed(dropout)
         for epoch in range(spec.epochs):
-            for raw, labels, index in epoch_batches(x, y, spec.batch_size, generator):
-                pictures = _views(raw, inputs, spec.augment, generator, views)
-                with torch.autocast(device.type, dtype=torch.bfloat16, enabled=spec.precision == "bf16"):
-                    loss = step_loss(Batch(pictures[0], labels, pictures, index))
+            batches = epoch_batches(x, y, spec.batch_size, generator) if private is None else private.batches(x, y)
+            for raw, labels, index in batches:
                 optimizer.zero_grad(set_to_none=True)
-                loss.backward()  # type: ignore[no-untyped-call]
+                if len(labels):  # a draw of DP-SGD may be empty
+                    pictures = _views(raw, inputs, spec.augment, generator, views)
+                    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=spec.precision == "bf16"):
+                        loss = step_loss(Batch(pictures[0], labels, pictures, index))
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    # The sum stays on the device: reading a number here would make every step wait for it.
+                    total += loss.detach() * len(labels)
+                if private is not None:
+                    private.replace(trained, len(labels), len(y))
                 if on_gradients is not None:
                     on_gradients(trained)
                 if spec.clip > 0:
@@ -372,14 +385,17 @@ def train(
                     for group in optimizer.param_groups:
                         group["lr"] = rates[report.steps]
                 optimizer.step()
-                # The sum stays on the device: reading a number here would make every step wait for it.
-                total += loss.detach() * len(labels)
                 report.steps += 1
                 report.samples += len(labels)
             if on_epoch is not None:
                 on_epoch(epoch)
-    report.loss = float(total) / report.samples
     report.seconds = time.perf_counter() - started
+    if report.samples:
+        report.loss = float(total) / report.samples
+    if private is not None:
+        # Whether a loss is finite may depend on one image, so a private training never fails for it.
+        report.loss = report.loss if math.isfinite(report.loss) else math.nan
+        return report
     if not math.isfinite(report.loss):
         raise FloatingPointError(
             f"the training loss is {report.loss} after {report.steps} steps: lower lr (now {spec.rate}), or set clip"

@@ -17,7 +17,8 @@ key                meaning
                    between them (default: none; nodes import no code that a server names)
 `allow-methods`    methods that a run may use, with commas between them (default: all)
 `min-class-count`  a run whose replies say something of classes with fewer images than this is refused (default: 0)
-`dp`               `example` or `client`: only runs with this differential privacy (default: all)
+`dp`               `example` or `client`: only runs with differential privacy for this unit; runs with `dp = sgd` have
+                   the unit `example` (default: all)
 `dp-epsilon`       most that releases from this node's data may add up to, whatever a run says (default: the run's)
 `dp-delta`         delta for which that holds (default: the run's)
 `secure-colluders` fewest clients that a secure sum counts on helping the server (default 0)
@@ -185,11 +186,6 @@ class Node:
         images, summed = int(config.get("min-class-count", 0)), int(config.get("min-sum-clients", 0))
         if config.get("dp", "example") not in ("example", "client"):
             raise BadRequest(f"node-config: dp = {config['dp']!r} must be 'example' or 'client'")
-        if images > 1 and config.get("dp") == "example":
-            raise BadRequest(
-                "node-config: no run can meet both dp = 'example' and min-class-count, because with this noise replies "
-                "say something of every class: give one of the two"
-            )
         return cls(
             number,
             parts,
@@ -265,10 +261,11 @@ class Node:
                 f"({', '.join(self.allow_methods)}): choose one of them, or its owner adds it to allow-methods in the "
                 "node-config"
             )
-        if self.dp and config.dp != self.dp:
+        if self.dp and (config.privacy is None or config.privacy.unit != self.dp):
             raise BadRequest(
-                f"this node's owner asks for runs with dp = '{self.dp}' (in the node-config), and this one has dp = "
-                f"'{config.dp}': set it"
+                f"this node's owner asks for runs with differential privacy for the unit '{self.dp}' (dp in the "
+                f"node-config), and this one has dp = '{config.dp}': set dp = '{self.dp}'"
+                + (" or 'sgd'" if self.dp == "example" else "")
             )
         method, hparams = config.method_and_hparams()
         if self.min_class_count <= 1 or method.per_class is None:
