@@ -305,10 +305,10 @@ def name_of(method: str, place: str, epsilon: float) -> str:
 
 TRAINED = ("fedavg", "lgfedavg")
 STEPS_OF: dict[str, Any] = {
-    "dataset": "digits", "clients": CLIENTS, "partition": "dirichlet", "alpha": 0.5, "model": "digits-a", "rounds": 20,
+    "dataset": "digits", "clients": CLIENTS, "partition": "dirichlet", "alpha": 0.5, "model": "digits-a", "rounds": 10,
     "local_epochs": 1, "final_training": False, "keep_models": False, "protocols": "trained",
 }  # fmt: skip
-SGD_EPSILONS = (1.0, 2.0, 4.0, 8.0, math.inf)
+SGD_EPSILONS = (1.0, 4.0, 8.0, math.inf)
 
 
 def by_steps(method: str, epsilon: float, seed: int, folder: Path) -> float:

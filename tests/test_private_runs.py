@@ -98,7 +98,8 @@ def test_a_seed_repeats_test_noise_and_never_real_noise(
         [r.arrays["sums/sum"].ravel() for kind, r in replies if kind == "query.sums"]
     ).reshape(4, -1)
     assert np.array_equal(first, second)
-    assert not np.isclose(first, third).any() and not np.isclose(third, fourth).any()
+    # Of 1,280 numbers two may be close by chance.
+    assert np.isclose(first, third).mean() < 0.01 and np.isclose(third, fourth).mean() < 0.01
 
 
 def test_fedgh_releases_once_and_trains_no_extractor(

@@ -254,7 +254,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     sizes = summary["test_sizes"]
     text = (
         f"test images per client: {sizes['min']} to {sizes['max']}, mean {sizes['mean']:.1f}; "
-        f"bytes per client and round: {summary['bytes_up']:,} up, {summary['bytes_down']:,} down; "
+        f"bytes per client and round: {summary['bytes_up']:,.0f} up, {summary['bytes_down']:,.0f} down; "
         f"dropped: {summary['dropped']}"
     )
     if summary.get("calibration"):
