@@ -43,5 +43,6 @@ def alternate(alternatives: Mapping[str, Callable[[], object]], repeats: int, wa
             if turn >= warmup:
                 seconds[name].append(took)
             if took > 1:
-                sys.stderr.write(f"turn {turn + 1 - warmup} of {repeats}: {name} {took:.3g} s\n")
+                where = f"turn {turn + 1 - warmup} of {repeats}" if turn >= warmup else "warm-up"
+                sys.stderr.write(f"{where}: {name} {took:.3g} s\n")
     return Times(seconds)

@@ -84,8 +84,8 @@ def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedCl
         known = Expected(
             str(control.get("state", "")), bool(control.get("state-binds", True)), config.lost_state == "restart"
         )
-        store = ClientStore(folder, config.method, str(control["run"]), config.warm_start, kept, real, known)
-        store.dp = config.dp
+        run = str(control["run"])
+        store = ClientStore(folder, config.method, run, config.warm_start, kept, real, known, config.dp)
         releaser = _releaser(context, root, node, config, control)
     client: FedClient = method.client(task, method, hparams, store)
     client.releaser = releaser

@@ -14,7 +14,7 @@ from tests.deployment import NODES, deployed, until
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("phase", ["query.shares", "train", "query.agree", "query.unmask"])
+@pytest.mark.parametrize("phase", ["query.keys", "query.shares", "train", "query.agree", "query.unmask"])
 def test_a_node_that_is_killed_in_a_phase(phase: str, tmp_path: Path) -> None:
     with deployed(tmp_path / "deployment") as it:
         it.up(*NODES)

@@ -32,15 +32,12 @@ from fedapp.method import Reply
 from fedapp.models import build_model
 from fedapp.transport.client_manager import RoundFailed
 from tests.test_nodes import THREE, start
+from tests.test_private_runs import ledgers
 
 Tiny = Callable[..., RunResult]
 SGD: dict[str, Any] = {"method": "fedavg", "dp": "sgd", "dp_epsilon": 50.0}
 DELTA = 1e-5
 OTHERS = ("fedavgm", "lgfedavg", "fedper")
-
-
-def ledgers(folder: Path) -> dict[int, list[dict[str, Any]]]:
-    return {int(p.name.split("-")[0]): Ledger(p).entries() for p in sorted((folder / "privacy").glob("*.jsonl"))}
 
 
 # ---- the accountant --------------------------------------------------------------------------------------------------
@@ -230,7 +227,7 @@ def test_a_run_books_every_training_and_spends_what_was_asked(
         assert len({e["noise"] for e in entries}) == 1
         spent = epsilon_with(math.inf, [Steps(e["noise"], e["rate"], e["steps"]) for e in entries], DELTA)
         assert spent == pytest.approx(3.0, rel=1e-3) and spent <= 3.0 * (1 + 1e-6)
-    assert "DP-SGD, in each step of 3 clients" in found.summary["warnings"][0]
+    assert "DP-SGD in 2 rounds; each step of a client clips" in found.summary["warnings"][0]
 
 
 @pytest.mark.full
@@ -431,11 +428,10 @@ def test_a_loss_that_is_not_finite_says_nothing() -> None:
 def test_what_was_trained_without_noise_is_no_start(tiny: Tiny, no_page: Any) -> None:
     found = tiny(method="lgfedavg", rounds=1)
     state = next((found.out / "state").rglob("*.000001.safetensors"))
-    store = ClientStore(state.parent, "lgfedavg", state.name.split(".")[0])
-    assert store.load(2) is not None
-    store.dp = "sgd"
+    run = state.name.split(".")[0]
+    assert ClientStore(state.parent, "lgfedavg", run).load(2) is not None
     with pytest.raises(StateError, match="was not made by training with dp = 'sgd'"):
-        store.load(2)
+        ClientStore(state.parent, "lgfedavg", run, dp="sgd").load(2)
 
 
 def test_steps_and_releases_of_clients_add_up_in_one_ledger(tmp_path: Path) -> None:

@@ -63,6 +63,12 @@ def check(config: Any, method: Method, hparams: BaseHParams, defaults: Mapping[s
     _check_example(config, method, hparams)
 
 
+def _refuse(config: Any, rules: Iterable[tuple[Any, str]]) -> None:
+    for broken, text in rules:
+        if broken:
+            raise BadRequest(f"dp = '{config.dp}': {text}")
+
+
 def _check_common(config: Any) -> None:
     rules = (
         (config.warm_start, "warm-start begins from states that were made without noise: leave it out"),
@@ -78,9 +84,7 @@ def _check_common(config: Any) -> None:
             "normalise = 'auto' takes mean and deviation of your own data: take normalise = 'none', or weights",
         ),
     )
-    for broken, text in rules:
-        if broken:
-            raise BadRequest(f"dp = '{config.dp}': {text}")
+    _refuse(config, rules)
 
 
 def _check_sgd(config: Any) -> None:
@@ -93,9 +97,7 @@ def _check_sgd(config: Any) -> None:
         ),
         (config.clip_update, "dp-clip bounds each image's gradient: leave clip-update out"),
     )
-    for broken, text in rules:
-        if broken:
-            raise BadRequest(f"dp = 'sgd': {text}")
+    _refuse(config, rules)
 
 
 def _check_example(config: Any, method: Method, hparams: BaseHParams) -> None:
@@ -122,9 +124,7 @@ def _check_example(config: Any, method: Method, hparams: BaseHParams) -> None:
             "extractors stay as they are given, and means of different ones say nothing together: give one model",
         ),
     )
-    for broken, text in rules:
-        if broken:
-            raise BadRequest(f"dp = 'example': {text}")
+    _refuse(config, rules)
 
 
 def check_node(config: Any) -> None:
@@ -175,10 +175,10 @@ def stated(privacy: Privacy, size: int, clients: int, rounds: int, sum_of: tuple
             f"what one {privacy.unit} changes"
         )
     if privacy.sgd:
-        own = f"{privacy.noise:.4g}" if privacy.noise else "so much of it that its training spends epsilon,"
+        own = f"of {privacy.noise:.4g} times that" if privacy.noise else "in which each training spends its share"
         return (
-            f"{head}DP-SGD, in each step of {clients} clients the gradient of each image is clipped to "
-            f"{privacy.bound:g} and noise is added, {own} times that norm, in {rounds} rounds"
+            f"{head}DP-SGD in {rounds} rounds; each step of a client clips the gradient of every image to the norm "
+            f"{privacy.bound:g} and adds noise {own}"
         )
     if privacy.unit == "example":
         each = f"{head}noise of {privacy.own:.4g} times what one image changes, once, at each of {clients} clients"

@@ -243,13 +243,13 @@ class ClientStore:
     durable : states survive a power cut (see `write_safetensors`). In a simulation this would cost more than the
         training of small models.
     expected : what the server knows of this client's state.
+    dp : the run's key. With `sgd` only states of such trainings are read: what others left was made of exact gradients.
 
     Attributes
     ----------
     lost : why the client begins anew although the server knows of a state; empty = it does not.
     ignored : which file could not be read where nothing of it is needed; empty = none.
     written : digest of the state that was saved last, the first 32 hexadecimal digits.
-    dp : the run's key. With `sgd` only states of such trainings are read: what others left was made of exact gradients.
     """
 
     def __init__(
@@ -261,6 +261,7 @@ class ClientStore:
         keep: int = 0,
         durable: bool = False,
         expected: Expected | None = None,
+        dp: str = "none",
     ) -> None:
         if not _TOKEN.match(run):
             raise StateError(f"the run's token '{run[:80]}' is not one: hexadecimal digits are needed")
@@ -275,7 +276,7 @@ class ClientStore:
         self.lost = ""
         self.ignored = ""
         self.written = ""
-        self.dp = "none"
+        self.dp = dp
 
     def _files(self) -> list[tuple[str, int, Path]]:
         """Return (run, round, file) of all states here, by round."""
