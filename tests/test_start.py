@@ -9,7 +9,7 @@ import pytest
 
 from tests.house import ROOT
 
-SLOW = ("torch", "torchvision", "ray", "pandas", "scipy", "sklearn", "matplotlib")
+SLOW = ("torch", "torchvision", "ray", "pandas", "scipy", "sklearn", "matplotlib", "requests")
 """Libraries that tables of configuration, methods and hyperparameters do without."""
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
@@ -21,7 +21,6 @@ from fedapp.engines import local as engines
 from fedapp.engines import resources
 from fedapp.engines.notebook import Bar, in_notebook
 from fedapp.engines.resources import ClientResources
-from fedapp.engines.superlink import Session
 from fedapp.errors import BadRequest, plain
 from fedapp.learning.task import ModelSpec
 from fedapp.results import lines
@@ -31,6 +30,9 @@ from fedapp.tasks import simulated as tasks
 from fedapp.tracking import following
 from fedapp.transport import selection
 from fedapp.transport.virtual import hosts
+
+if TYPE_CHECKING:
+    from fedapp.engines.superlink import Session
 
 
 class Follower:
@@ -151,6 +153,8 @@ def run_and_report(
         if engine == "local":
             code = local(config, follower)
         else:
+            from fedapp.engines.superlink import Session
+
             assert chosen is not None
             follower.line("starting Flower's SuperLink, then Ray with its workers; training begins in some seconds")
             with Session(log=folder / "superlink.log") as session:
