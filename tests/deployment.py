@@ -25,6 +25,9 @@ from typing import Any, TypeVar
 
 import psutil
 import yaml
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from flwr.supernode.fleet_http_connection import http_request_response
 
 ROOT = Path(__file__).parent.parent
 MARK = "FEDAPP_TEST_MARK"
@@ -264,3 +267,14 @@ def deployed(folder: Path, kind: type[D] = Deployment, **settings: object) -> It
         yield it
     finally:
         it.close()
+
+
+@contextlib.contextmanager
+def connected(it: Deployment, name: str) -> Iterator[Any]:
+    """Be a node without the SuperNode's program: what it calls to receive, to reply and to push objects."""
+    key = serialization.load_ssh_private_key((it.folder / "keys" / name).read_bytes(), None)
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    certificate = (it.folder / "certs" / "ca.crt").read_bytes()
+    keys = (key, key.public_key())
+    with http_request_response(f"127.0.0.1:{it.port}", False, certificate, keys, max_retries=0) as calls:
+        yield calls[1], calls[2], calls[6]

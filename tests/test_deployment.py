@@ -20,11 +20,8 @@ import numpy as np
 import pandas as pd
 import psutil
 import pytest
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from flwr.app import ArrayRecord, Message, RecordDict
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
-from flwr.supernode.fleet_http_connection import http_request_response
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from typer.testing import CliRunner
@@ -32,7 +29,7 @@ from typer.testing import CliRunner
 from fedapp.cli import app, main
 from fedapp.engines.local import run
 from fedapp.errors import BadRequest
-from tests.deployment import NODES, Deployment, deployed, free_port, until
+from tests.deployment import NODES, Deployment, connected, deployed, free_port, until
 
 MODELS = "digits-a,digits-b,digits-c"
 DEPLOY = ("run", "--engine", "deploy", "--superlink", "superlink")
@@ -365,6 +362,7 @@ def test_a_node_that_sends_without_end_fills_nothing(tmp_path: Path) -> None:
     allowed, piece = 32 << 20, 2 << 20
     with deployed(tmp_path / "deployment") as it:
         it.up(*NODES[:2], options=("--max-reply", str(allowed >> 20)), parts=3)
+        it.register(NODES[2])
         database = it.folder / "vol-superlink" / "superlink.db"
         superlink = psutil.Process(it.processes["superlink"].pid)
 
@@ -447,14 +445,3 @@ def told() -> Iterator[None]:
     except BaseException:
         traceback.print_exc()
         raise
-
-
-@contextlib.contextmanager
-def connected(it: Deployment, name: str) -> Iterator[Any]:
-    """Be a node without the SuperNode's program: what it calls to receive, to reply and to push objects."""
-    key = serialization.load_ssh_private_key((it.folder / "keys" / name).read_bytes(), None)
-    assert isinstance(key, ec.EllipticCurvePrivateKey)
-    certificate = (it.folder / "certs" / "ca.crt").read_bytes()
-    keys = (key, key.public_key())
-    with http_request_response(f"127.0.0.1:{it.port}", False, certificate, keys, max_retries=0) as calls:
-        yield calls[1], calls[2], calls[6]

@@ -103,8 +103,8 @@ class Gate:
     Parameters
     ----------
     app : the SuperLink.
-    max_reply : bytes that one key may send for each message that the server had for it. Flower keeps every reply to a
-        message, however many there are, so a reply alone earns nothing. What was not used is kept for one more message.
+    max_reply : bytes that one key may send for each message that the server had for it; a reply alone earns nothing,
+        so that sending more of them does not help. What was not used is kept for one more message.
         Bytes are taken off before they are read, and given back if the app refuses them.
     report : receives one line for each refusal because of `max_reply`.
     signed : says of a request whether a registered key has signed it; see :func:`signed`.
