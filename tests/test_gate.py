@@ -691,7 +691,9 @@ def test_nginx_passes_the_same(link: Deployment, monkeypatch: pytest.MonkeyPatch
     )  # fmt: skip
     assert {path: post(link, nodes, path) for path in refused} == dict.fromkeys(refused, "403")
     assert post(link, nodes, PULL) in ("400", "401", "422"), "the SuperLink itself answers"
-    assert post(link, nodes, PULL, b"", f"Content-Length: {9 << 20}") == "413"
+    assert post(link, nodes, PULL, b"", f"Content-Length: {gate.FEW + 1}") == "413"
+    assert post(link, nodes, gate.PUSH_OBJECT, b"", f"Content-Length: {gate.BODY + 1}") == "413"
+    assert post(link, nodes, gate.PUSH_OBJECT, bytes(gate.FEW + 1)) in ("400", "401", "422"), "the SuperLink answers"
     assert post(link, nodes, PULL, b"0\r\n\r\n", "Transfer-Encoding: chunked") == "411"
     # Operators: only with a certificate, and only the operator's paths.
     assert post(link, operators, "/v1/control/list-nodes") == "400"
