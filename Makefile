@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests run in one worker per core and two that mostly wait (tests/conftest.py), with one thread each.
 test full quick slow mutants: export OMP_NUM_THREADS := 1
 WORKERS := -n auto
-# The mathematics: the core, every method, the local learning.
+# The mathematics: the core, every method, the local learning; without whole federations.
 QUICK := $(sort $(wildcard tests/test_defaults.py tests/test_core_*.py $(patsubst %,tests/test_%.py,$(notdir \
 	$(basename $(wildcard strategies/*.py clients/*.py fedapp/learning/*.py))))))
 
@@ -28,7 +28,7 @@ full: $(READY) lint
 	$(BIN)/python -m pytest $(WORKERS) -m "not slow"
 
 quick: $(READY) lint
-	$(BIN)/python -m pytest $(WORKERS) $(QUICK)
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not full and not files" $(QUICK)
 
 slow: $(READY)
 	$(BIN)/python -m pytest -m slow
