@@ -101,6 +101,17 @@ def test_measured_memory_bounds_what_runs_side_by_side(
     assert chosen.text.startswith(f"{parallel} of 20 clients at a time on {cores} cores: 1 CPU each; one client needs")
 
 
+def test_work_shorter_than_the_start_of_a_worker_is_left_to_one(machine: Callable[[int, int, int], None]) -> None:
+    machine(4, 0, 100)
+    need = ClientNeeds(7, 1 << 30, 0.1)
+    assert choose_resources(20, needs=need).parallel == 4
+    assert choose_resources(20, needs=need, trainings=29).parallel == 1
+    assert choose_resources(20, needs=need, trainings=31).parallel == 4
+    machine(4, 1, 100)
+    chosen = choose_resources(20, needs=need, trainings=29)
+    assert (chosen.parallel, chosen.client_gpus, chosen.total_cpus) == (1, 1.0, 1)
+
+
 def test_the_line_says_what_was_measured(machine: Callable[[int, int, int], None]) -> None:
     machine(2, 0, 20)
     assert choose_resources(20, needs=NEED).text == (

@@ -68,3 +68,16 @@ def test_the_stand_ins_give_way_to_pytorch_at_the_first_use() -> None:
         "assert issubclass(Net, torch.nn.Module)"
     )
     assert code == 0, shown
+
+
+def test_no_training_loads_the_compiler_of_pytorch() -> None:
+    code, shown, _ = loaded(
+        "import tempfile\n"
+        "from fedapp.engines.local import run\n"
+        "small = dict(dataset='digits', clients=3, num_server_rounds=1, data_fraction=0.3)\n"
+        "small['lr_schedule_steps'] = 'ConstantLR'\n"
+        "for method in ('ccvr', 'fedclassavg'):\n"
+        "    with tempfile.TemporaryDirectory() as out: run(method=method, out=out + '/run', **small)\n"
+        "assert 'torch' in sys.modules and 'torch._dynamo' not in sys.modules"
+    )
+    assert code == 0, shown

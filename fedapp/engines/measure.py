@@ -19,6 +19,7 @@ from clients.base import FedClient
 from fedapp import process
 from fedapp.config import RunConfig
 from fedapp.engines.resources import ClientNeeds, cuda_devices
+from fedapp.lazy import eager_optimizer
 from fedapp.learning.evaluation import BATCH
 from fedapp.learning.training import batch_slices
 from fedapp.tasks import simulated as tasks
@@ -73,7 +74,7 @@ def _measure(configs: Sequence[RunConfig]) -> ClientNeeds:
     # PyTorch imports much of itself at its first optimizer step: seconds and memory that belong to no client.
     weight = torch.zeros(1, requires_grad=True)
     weight.sum().backward()  # type: ignore[no-untyped-call]
-    torch.optim.SGD([weight], lr=0.1).step()
+    eager_optimizer(torch.optim.SGD, [weight], lr=0.1).step()
     process.reset_peak()
     seconds: dict[int, float] = {}
     cached = 0

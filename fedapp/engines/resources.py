@@ -11,6 +11,8 @@ from fedapp.errors import BadRequest
 
 MEMORY_PER_CLIENT = 1 << 30
 """Bytes assumed for a client that was not measured; a worker that has imported PyTorch takes about half of it."""
+WORKER_START = 3.0
+"""Seconds of work below which one worker is enough: another would take longer to import PyTorch, Flower and Ray."""
 CLIENTS_PER_GPU = 8
 SERVER_GPU_MEMORY = 1 << 30
 """Bytes of a GPU left to the server, which scores its global model there."""
@@ -62,14 +64,19 @@ class ClientResources:
 
 
 def choose_resources(
-    clients: int, cpus: int | None = None, gpus: float | None = None, needs: ClientNeeds | None = None
+    clients: int,
+    cpus: int | None = None,
+    gpus: float | None = None,
+    needs: ClientNeeds | None = None,
+    trainings: int | None = None,
 ) -> ClientResources:
     """Choose the CPUs and the GPU fraction of each virtual client.
 
     Clients train side by side on one core each: with small models, processes beat threads within one process. As many
     work at a time as there are clients, cores and memory; the memory of one more client is kept for the server. With
     CUDA each client requests a fraction of a GPU, because Ray hides the GPUs from a client that requests none. A GPU is
-    shared by as many clients as its memory holds beside the server's share, and by at most 8.
+    shared by as many clients as its memory holds beside the server's share, and by at most 8. If all trainings together
+    take less than the start of a worker, one works alone.
 
     Parameters
     ----------
@@ -77,6 +84,7 @@ def choose_resources(
     cpus : CPUs per client; None = 1.
     gpus : GPUs per client, a fraction below 1 or a whole number; None = chosen, 0 = train on the CPU.
     needs : measured needs of one client; None = not measured, 1 GiB of memory is assumed.
+    trainings : local trainings of all runs that share the workers; None = not known.
 
     Raises
     ------
@@ -104,6 +112,8 @@ def choose_resources(
     available = psutil.virtual_memory().available
     fit_in_memory = available // MEMORY_PER_CLIENT if needs is None else available // needs.memory - 1
     parallel = min(clients, cores // client_cpus, max(1, fit_in_memory), max_concurrent_clients())
+    if needs is not None and trainings is not None and trainings * needs.seconds < WORKER_START:
+        parallel = 1
     devices = cuda_devices() if gpus is None or gpus > 0 else 0
     if gpus is not None and gpus > devices:
         raise BadRequest(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -196,7 +197,9 @@ def proposed(configs: Sequence[RunConfig], cpus: int | None = None, gpus: float 
         reason = (str(e).strip().splitlines() or [""])[0]
         why = f"{type(e).__name__}: {reason}" if reason else type(e).__name__
         return replace(chosen, text=f"{chosen.text}; 1 GiB each assumed, measuring a client failed ({why})")
-    return resources.choose_resources(clients, cores, needs=needs)
+    # In each round those that are drawn, and all of them once more for the last scores.
+    trainings = sum(math.ceil(c.clients * c.fraction_train) * c.num_server_rounds + c.clients for c in configs)
+    return resources.choose_resources(clients, cores, needs=needs, trainings=trainings)
 
 
 def auto_text(given: Mapping[str, Any], used: RunConfig) -> str:
