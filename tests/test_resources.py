@@ -105,7 +105,9 @@ def test_work_shorter_than_the_start_of_a_worker_is_left_to_one(machine: Callabl
     machine(4, 0, 100)
     need = ClientNeeds(7, 1 << 30, 0.1)
     assert choose_resources(20, needs=need).parallel == 4
-    assert choose_resources(20, needs=need, trainings=29).parallel == 1
+    one = choose_resources(20, needs=need, trainings=29)
+    assert one.parallel == 1 and "1 of 20 clients at a time on 4 cores: 1 CPU each (there is less to do" in one.text
+    assert "less to do" not in choose_resources(1, needs=need, trainings=2).text, "there was no choice"
     assert choose_resources(20, needs=need, trainings=31).parallel == 4
     machine(4, 1, 100)
     chosen = choose_resources(20, needs=need, trainings=29)

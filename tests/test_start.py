@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -81,3 +82,43 @@ def test_no_training_loads_the_compiler_of_pytorch() -> None:
         "assert 'torch' in sys.modules and 'torch._dynamo' not in sys.modules"
     )
     assert code == 0, shown
+
+
+def test_the_command_that_waits_for_a_simulation_has_given_pytorch_back(tmp_path: Path) -> None:
+    arguments = ["run", "--dataset", "digits", "--clients", "3", "--rounds", "1", "--out", str(tmp_path / "run")]
+    code, shown, slow = loaded(
+        "import fedapp.engines.superlink as superlink\n"
+        "def begin(**settings): raise SystemExit(7)\n"
+        "superlink.Session = begin\n"
+        f"sys.argv = {['fedapp', *arguments]!r}; from fedapp.cli import main; main()"
+    )
+    assert (code, slow) == (7, "requests"), shown  # Flower's own client of the web
+    assert "(measured on client" in shown and "training begins" in shown, shown
+
+
+def test_what_a_process_of_its_own_does_stays_there() -> None:
+    code, shown, _ = loaded(
+        "import os\n"
+        "from fedapp.engines.pool import apart\n"
+        "def used(value, to=3): import torch; return os.getpid(), int(torch.tensor(value)) + to\n"
+        "pid, found = apart(used, 4, to=5)\n"
+        "assert pid != os.getpid() and found == 9 and 'torch' not in sys.modules\n"
+        "import torch\n"
+        "assert apart(used, 4) == (os.getpid(), 7), 'nothing to save'\n"
+    )
+    assert code == 0, shown
+
+
+@pytest.mark.parametrize(
+    ("does", "raised"), [("raise BadRequest('no such data')", "no such data"), ("os._exit(9)", "was killed")]
+)
+def test_the_error_of_a_process_of_its_own_is_raised(does: str, raised: str) -> None:
+    code, shown, _ = loaded(
+        "import os\n"
+        "from fedapp.engines.pool import apart\n"
+        "from fedapp.errors import BadRequest\n"
+        f"def fails(): {does}\n"
+        "try: apart(fails)\n"
+        "except BadRequest as e: print(e)"
+    )
+    assert code == 0 and raised in shown, shown

@@ -112,8 +112,9 @@ def choose_resources(
     available = psutil.virtual_memory().available
     fit_in_memory = available // MEMORY_PER_CLIENT if needs is None else available // needs.memory - 1
     parallel = min(clients, cores // client_cpus, max(1, fit_in_memory), max_concurrent_clients())
-    if needs is not None and trainings is not None and trainings * needs.seconds < WORKER_START:
-        parallel = 1
+    little = needs is not None and trainings is not None and trainings * needs.seconds < WORKER_START
+    why = " (there is less to do than a second worker needs to start)" if little and parallel > 1 else ""
+    parallel = 1 if little else parallel
     devices = cuda_devices() if gpus is None or gpus > 0 else 0
     if gpus is not None and gpus > devices:
         raise BadRequest(
@@ -129,7 +130,7 @@ def choose_resources(
         client_gpus = gpus if gpus is not None else 10_000 // share / 10_000
         parallel = min(parallel, int(devices / client_gpus))
     of_gpu = f" and {client_gpus:g} of {devices} GPU" if client_gpus else ""
-    text = f"{parallel} of {clients} clients at a time on {cores} cores: {client_cpus} CPU{of_gpu} each"
+    text = f"{parallel} of {clients} clients at a time on {cores} cores: {client_cpus} CPU{of_gpu} each{why}"
     if needs is not None:
         text += f"; {needs}"
     return ClientResources(client_cpus, client_gpus, parallel * client_cpus, parallel, text)

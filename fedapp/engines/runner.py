@@ -19,7 +19,7 @@ from fedapp import config as configuration
 from fedapp.config import RunConfig
 from fedapp.data.card import data_card
 from fedapp.engines import local as engines
-from fedapp.engines import resources
+from fedapp.engines import pool, resources
 from fedapp.engines.notebook import Bar, in_notebook
 from fedapp.engines.resources import ClientResources
 from fedapp.errors import BadRequest, plain
@@ -131,8 +131,8 @@ def run_and_report(
     """Run one configuration as a simulation and print its results; return the exit code."""
     chosen: ClientResources | None = None
     config = engines.effective(values)
-    if engine == "ray":  # wrong numbers are refused before any data is loaded
-        chosen = resources.choose_resources(config.clients, client_cpus, client_gpus)
+    if engine == "ray":  # wrong numbers are refused before any data is loaded, and PyTorch to count GPUs
+        chosen = resources.choose_resources(config.clients, client_cpus, client_gpus or 0.0)
     elif client_cpus is not None or client_gpus is not None:
         raise BadRequest("--client-cpus and --client-gpus go with --engine ray; the local engine runs clients in turn")
     if dry_run:
@@ -142,14 +142,10 @@ def run_and_report(
         if chosen is not None:
             typer.echo(proposed([config], client_cpus, client_gpus).text)
         return 0
-    config = engines.placed(config, out, resume=bool(values.get("resume", False)))
+    seen = (config, values, out, engine, client_cpus, client_gpus)
+    # The processes that train look at data and model again; this one then only waits for them.
+    config, chosen = pool.apart(_examined, *seen) if engine == "ray" else _examined(*seen)
     folder = Path(config.out)
-    data = tasks.federated(config, config.clients)
-    typer.echo(data_card(data.dataset, data.partition).text(), err=True)
-    typer.echo(auto_text(values, config), err=True)
-    if chosen is not None:
-        chosen = proposed([config], client_cpus, client_gpus)
-        typer.echo(chosen.text, err=True)
     with Follower() as follower:
         if engine == "local":
             code = local(config, follower)
@@ -164,6 +160,26 @@ def run_and_report(
         print_summary(RunResult(folder).summary)
     typer.echo(f"results: {folder}", err=code != 0)
     return code
+
+
+def _examined(
+    config: RunConfig,
+    values: Mapping[str, Any],
+    out: Path | None,
+    engine: str,
+    client_cpus: int | None,
+    client_gpus: float | None,
+) -> tuple[RunConfig, ClientResources | None]:
+    """Check a configuration against data, models and run directory, and say what it is and needs."""
+    config = engines.placed(config, out, resume=bool(values.get("resume", False)))
+    data = tasks.federated(config, config.clients)
+    typer.echo(data_card(data.dataset, data.partition).text(), err=True)
+    typer.echo(auto_text(values, config), err=True)
+    if engine != "ray":
+        return config, None
+    chosen = proposed([config], client_cpus, client_gpus)
+    typer.echo(chosen.text, err=True)
+    return config, chosen
 
 
 def print_config(config: RunConfig) -> None:
