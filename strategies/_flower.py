@@ -23,7 +23,7 @@ from flwr.serverapp.strategy.strategy_utils import sample_nodes
 from fedapp.errors import plain
 from fedapp.method import Arrays, ClientInfo, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.sampling import rng, sample_clients
-from fedapp.transport.records import Encoder, arrays_of, reject
+from fedapp.transport.records import Encoder, arrays_of, encoded, reject
 
 
 class FlowerLoop(FedAvg):
@@ -170,7 +170,7 @@ class FlowerLoop(FedAvg):
         # An evaluation scores what was just aggregated, which is what the next round would send.
         for client, payload in self._maths.send_each(self._state, server_round + evaluate, chosen):
             arrays = {name: encoder.common(a) for name, a in {**fixed, **payload.common}.items()}
-            arrays |= {name: encoder.one(a) for name, a in payload.arrays.items()}
+            arrays |= {name: encoded(a, "fp32") for name, a in payload.arrays.items()}
             arrays = {n: arrays.pop(n) for n in self._sent() if n in arrays} | arrays  # in the order of the app's model
             settings = ConfigRecord({**config, **payload.scalars, "server-round": server_round})
             content = RecordDict({self.arrayrecord_key: ArrayRecord(arrays), self.configrecord_key: settings})
@@ -243,8 +243,7 @@ class FlowerLoop(FedAvg):
         arrays = self._maths.global_arrays(self._state)
         if arrays is None:
             arrays = self.personal_arrays(min(self._clients.values()))
-        encoder = Encoder()
-        return ArrayRecord({name: encoder.one(arrays.get(name, a)) for name, a in self._whole.items()})
+        return ArrayRecord({name: encoded(arrays.get(name, a), "fp32") for name, a in self._whole.items()})
 
     def _query(self, grid: Grid, kind: str, payload: Payload) -> Iterator[Reply]:
         """Send one `query.<kind>` message to every node and yield the good replies."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
+from flwr.app import Array as FlowerArray
 from flwr.app import Message, RecordDict
 
 from fedapp.method import Payload
 from fedapp.transport.local_grid import LocalGrid
-from fedapp.transport.records import Encoder, payload_of, reject, reply_content, reply_of
+from fedapp.transport.records import Encoder, arrays_of, encoded, payload_of, recorded, reject, reply_content, reply_of
 
 
 @pytest.fixture
@@ -37,6 +41,59 @@ def test_arrays_travel_with_names_shapes_and_dtypes(wire: str, message: Message)
         assert b.dtype == a.dtype and b.shape == a.shape
         assert np.allclose(a, b, atol=1e-3 if wire == "fp16" and a.dtype == np.float32 else 0)
     assert size == (12 if wire == "fp16" else 24) + 32 + 8 + 2
+
+
+ARRAYS = [
+    np.linspace(-1, 1, 6, dtype=np.float32).reshape(2, 3).T, np.arange(4), np.array(3.5), np.zeros((0, 5), np.float32),
+    np.array([True, False]), np.ones((3, 2), np.float16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda a: f"{a.dtype}{a.shape}")
+def test_an_array_is_sent_as_flower_sends_it(array: np.ndarray) -> None:
+    ours, flowers = encoded(array, "fp32"), FlowerArray(np.ascontiguousarray(array).reshape(array.shape))
+    assert type(ours) is FlowerArray, "the name of the class is part of a message to a real node"
+    assert (ours.dtype, ours.shape, ours.stype, ours.data) == (
+        flowers.dtype, flowers.shape, flowers.stype, flowers.data
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda a: f"{a.dtype}{a.shape}")
+def test_within_a_simulation_the_numbers_are_copied_once_into_shared_memory(array: np.ndarray) -> None:
+    """As Ray does it: the pickle has no numbers, and what is read back lies in the buffers that were given."""
+    sent = RecordDict({"arrays": recorded({"x": encoded(array, "fp32", shared=True)})})
+    apart: list[pickle.PickleBuffer] = []
+    text = pickle.dumps(sent, protocol=5, buffer_callback=apart.append)
+    assert b"records" not in text.replace(b"array_records", b""), "a worker reads it before it knows where fedapp is"
+    [there] = [bytearray(b.raw()) for b in apart]
+    assert len(there) > array.nbytes and (array.nbytes < 4 or array.tobytes("C") not in text)
+    record = pickle.loads(text, buffers=[there]).array_records["arrays"]
+    view, copied = arrays_of(record, checked=True)["x"], arrays_of(record)["x"]
+    for found in (view, copied):
+        assert (found.dtype, found.shape) == (array.dtype, array.shape) and np.array_equal(found, array)
+    if array.size:
+        there[-array.nbytes :] = bytes(array.nbytes)
+        assert not view.any() and np.array_equal(copied, array)
+    copied += copied.dtype.type(1)
+    assert np.array_equal(copy.deepcopy(sent)["arrays"]["x"].numpy(), array), "also where nothing is shared"
+    assert np.array_equal(pickle.loads(pickle.dumps(sent, protocol=5))["arrays"]["x"].numpy(), array)
+
+
+def test_objects_of_python_are_not_sent() -> None:
+    with pytest.raises(TypeError, match="objects"):
+        encoded(np.array([{}]), "fp32")
+
+
+def test_the_arrays_of_a_reply_cannot_be_written(message: Message) -> None:
+    """The server's functions change no argument, and what they get lies where the message has it."""
+    content = reply_content({"x": np.ones(3, np.float32)}, {"num-examples": 1}, {}, "fp32")
+    reply = Message(content, reply_to=message)
+    arrays, *_ = reply_of(reply)
+    with pytest.raises(ValueError, match="read-only"):
+        arrays["x"] += 1
+    # The record keeps its bytes: they are where the array is.
+    held = np.frombuffer(content.array_records["arrays"]["x"].data, np.uint8)
+    assert np.shares_memory(arrays["x"], held)
 
 
 def test_common_arrays_are_encoded_once() -> None:

@@ -291,7 +291,7 @@ def _array_problem(name: str, array: FlowerArray, contract: Contract) -> str | N
     size = math.prod(shape) * np.dtype(array.dtype).itemsize
     if not size < len(array.data) <= size + NPY_HEADER:
         return f"'{name}' has {len(array.data)} bytes, {array.dtype} of shape {shape} has {size}"
-    stream = io.BytesIO(array.data[:NPY_HEADER])
+    stream = io.BytesIO(memoryview(array.data)[:NPY_HEADER])
     try:
         np.lib.format.read_magic(stream)
         written, fortran, dtype = np.lib.format.read_array_header_1_0(stream)

@@ -208,7 +208,7 @@ class ClientManager:
         self._turn = itertools.count()
         self.several = True
         self._method: Method | None = None
-        self._encoder = Encoder(settings.wire_dtype)
+        self._encoder = Encoder(settings.wire_dtype, settings.queued)
         self._lasted: dict[str, float] = {}
         if hasattr(grid, "pull_interval"):
             grid.pull_interval = min(settings.poll, float(grid.pull_interval))
@@ -599,7 +599,8 @@ class ClientManager:
         # A message expires when nobody waits for its reply any more, so that it does not keep a slow node busy. The
         # extra minute allows for clocks that differ. Virtual clients take turns, so their messages do not expire.
         lifetime = limit + 60 if limit and not self.settings.queued else None
-        encoder = Encoder(self.settings.wire_dtype)  # for this exchange only: it keeps everything that it has encoded
+        # For this exchange only: it keeps everything that it has encoded.
+        encoder = Encoder(self.settings.wire_dtype, self.settings.queued)
         given = dict(payloads)
         ids = sorted(given)
         traffic.messaged.extend(ids)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copyreg
+import io
 import json
 import math
+import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import numpy as np
 from flwr.app import Array as FlowerArray
@@ -27,11 +30,65 @@ def _narrow(array: Array, wire_dtype: str) -> Array:
     return array
 
 
-class Encoder:
-    """Turns named arrays into Flower arrays; an array object that is sent to many clients is encoded once."""
+class _Shared(FlowerArray):
+    """An array in a message within a simulation, which Ray copies once, into memory that all processes map.
 
-    def __init__(self, wire_dtype: str = "fp32") -> None:
+    Ray does so with a `PickleBuffer` alone; bytes it copies three times. The receiver gets Flower's own class, with the
+    mapped memory in place of the bytes. On real nodes the name of the class would be part of the message.
+    """
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        if int(protocol) < 5:  # such as that of copy.deepcopy
+            return super().__reduce_ex__(protocol)
+        found = {"dtype": self.dtype, "shape": self.shape, "stype": self.stype, "data": pickle.PickleBuffer(self.data)}
+        # Without a function of fedapp: a worker of Ray reads a message before it knows where the app lies.
+        return copyreg._reconstructor, (FlowerArray, object, None), found  # type: ignore[attr-defined]
+
+
+def encoded(array: Array, wire_dtype: str, shared: bool = False) -> FlowerArray:
+    """Return an array for a message: the bytes of `numpy.save`, put together in one copy.
+
+    Parameters
+    ----------
+    shared : the message stays within a simulation.
+    """
+    array = np.asarray(_narrow(array, wire_dtype), order="C")
+    if array.dtype.hasobject:
+        raise TypeError("an array of Python objects cannot be sent")
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
+    kind = _Shared if shared else FlowerArray
+    return kind(str(array.dtype), array.shape, "numpy.ndarray", b"".join((header.getvalue(), array.data)))
+
+
+def recorded(arrays: Mapping[str, FlowerArray]) -> ArrayRecord:
+    """Return a record of these very arrays; the constructor of Flower's would make others with the same bytes."""
+    record = ArrayRecord()
+    for name, array in arrays.items():
+        record[name] = array
+    return record
+
+
+def _view(array: FlowerArray) -> Array:
+    """Return an array that cannot be written, where the message has its numbers; its header counts as checked."""
+    dtype, size = np.dtype(array.dtype), math.prod(array.shape)
+    if not size:
+        return np.empty(array.shape, dtype)
+    data = memoryview(array.data)
+    return np.frombuffer(data, dtype, offset=len(data) - size * dtype.itemsize).reshape(array.shape)
+
+
+class Encoder:
+    """Turns named arrays into Flower arrays; an array object that is sent to many clients is encoded once.
+
+    Parameters
+    ----------
+    shared : the messages stay within a simulation.
+    """
+
+    def __init__(self, wire_dtype: str = "fp32", shared: bool = False) -> None:
         self.wire_dtype = wire_dtype
+        self.shared = shared
         self._known: dict[int, tuple[Array, FlowerArray]] = {}
 
     def common(self, array: Array) -> FlowerArray:
@@ -39,23 +96,17 @@ class Encoder:
         # The array itself is kept beside its id: an id is given out again once its object is gone.
         found = self._known.get(id(array))
         if found is None or found[0] is not array:
-            found = (array, self.one(array))
+            found = (array, encoded(array, self.wire_dtype, self.shared))
             self._known[id(array)] = found
         return found[1]
-
-    def one(self, array: Array) -> FlowerArray:
-        """Encode one array."""
-        return FlowerArray(np.asarray(_narrow(array, self.wire_dtype), order="C"))
 
     def content(self, payload: Payload, control: Mapping[str, Scalar]) -> tuple[RecordDict, int]:
         """Return the content of a message, and the bytes of its arrays as they are sent."""
         arrays = {name: self.common(a) for name, a in payload.common.items()}
-        arrays.update({name: self.one(a) for name, a in payload.arrays.items()})
+        arrays.update({name: encoded(a, self.wire_dtype, self.shared) for name, a in payload.arrays.items()})
         casts = {n: str(a.dtype) for n, a in payload.all().items() if str(a.dtype) != arrays[n].dtype}
         header = ConfigRecord({**control, CAST: json.dumps(casts)})
-        content = RecordDict(
-            {ARRAYS: ArrayRecord(arrays), SCALARS: ConfigRecord(dict(payload.scalars)), CONTROL: header}
-        )
+        content = RecordDict({ARRAYS: recorded(arrays), SCALARS: ConfigRecord(dict(payload.scalars)), CONTROL: header})
         return content, sum(wire_bytes(a) for a in arrays.values())
 
 
@@ -64,10 +115,19 @@ def wire_bytes(array: FlowerArray) -> int:
     return int(np.prod(array.shape, dtype=np.int64)) * np.dtype(array.dtype).itemsize
 
 
-def arrays_of(record: ArrayRecord, casts: str = "{}") -> Arrays:
-    """Decode named arrays; `casts` (JSON, name -> dtype) restores the dtype of those that were sent as fp16."""
+def arrays_of(record: ArrayRecord, casts: str = "{}", checked: bool = False) -> Arrays:
+    """Decode named arrays; `casts` (JSON, name -> dtype) restores the dtype of those that were sent as fp16.
+
+    Parameters
+    ----------
+    checked : headers and sizes are known to be right: the arrays stay where they are and cannot be written.
+    """
     back: dict[str, str] = json.loads(casts)
-    arrays = {name: value.numpy() for name, value in record.items()}
+    if checked:
+        arrays = {name: _view(value) for name, value in record.items()}
+    else:
+        # What are no bytes has come through Ray from a process of the same simulation.
+        arrays = {n: v.numpy() if isinstance(v.data, bytes) else _view(v).copy() for n, v in record.items()}
     return {name: a.astype(back[name]) if name in back else a for name, a in arrays.items()}
 
 
@@ -108,14 +168,19 @@ def payload_of(message: Message | Part) -> tuple[Payload, dict[str, Any]]:
 
 
 def reply_content(
-    arrays: Arrays, metrics: Mapping[str, Any], info: Mapping[str, Scalar], wire_dtype: str
+    arrays: Arrays, metrics: Mapping[str, Any], info: Mapping[str, Scalar], wire_dtype: str, shared: bool = False
 ) -> RecordDict:
-    """Build a client's reply: arrays, numbers (or lists of numbers), and plain facts about the client."""
-    encoded = {name: FlowerArray(np.asarray(_narrow(a, wire_dtype), order="C")) for name, a in arrays.items()}
-    casts = {n: str(a.dtype) for n, a in arrays.items() if str(a.dtype) != encoded[n].dtype}
+    """Build a client's reply: arrays, numbers (or lists of numbers), and plain facts about the client.
+
+    Parameters
+    ----------
+    shared : the reply stays within a simulation.
+    """
+    sent = {name: encoded(a, wire_dtype, shared) for name, a in arrays.items()}
+    casts = {n: str(a.dtype) for n, a in arrays.items() if str(a.dtype) != sent[n].dtype}
     return RecordDict(
         {
-            ARRAYS: ArrayRecord(encoded),
+            ARRAYS: recorded(sent),
             METRICS: MetricRecord({k: _number(v) for k, v in metrics.items()}),
             INFO: ConfigRecord({**info, CAST: json.dumps(casts)}),
         }
@@ -133,12 +198,15 @@ def _number(value: Any) -> Any:
 
 
 def reply_of(message: Message | Part) -> tuple[Arrays, dict[str, Any], dict[str, Any], int]:
-    """Decode a reply: arrays, metrics, info, and the bytes of its arrays as they were sent."""
+    """Decode a reply: arrays, metrics, info, and the bytes of its arrays as they were sent.
+
+    The headers of its arrays must have been checked (:mod:`fedapp.transport.boundary`); the arrays cannot be written.
+    """
     content = message.content
     info = dict(content.config_records.get(INFO, ConfigRecord()))
     record = content.array_records.get(ARRAYS, ArrayRecord())
     sent = sum(wire_bytes(a) for a in record.values())
-    arrays = arrays_of(record, str(info.pop(CAST, "{}")))
+    arrays = arrays_of(record, str(info.pop(CAST, "{}")), checked=True)
     return arrays, dict(content.metric_records.get(METRICS, MetricRecord())), info, sent
 
 
