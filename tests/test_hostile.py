@@ -272,7 +272,8 @@ def test_reading_a_reply_takes_less_than_twice_the_size_of_the_contract(wire: st
         return reply_content({**arrays, **more}, {"num-examples": 7, **SCORES}, {"client": 1}, wire)
 
     good, most = peak_of(content(), contract)
-    assert isinstance(good, Good) and size <= most < 2 * size
+    # Arrays stay where the message has them; float16 becomes float32, which takes the contract's size once.
+    assert isinstance(good, Good) and (size <= most < 2 * size if wire == "fp16" else most < size // 10)
     for hostile in (content(20), content(lar=np.ones((20 * size >> 12, 1 << 10), np.float32))):
         got, most = peak_of(hostile, contract)
         assert isinstance(got, Refused) and got.offence == IMPOSSIBLE and most < size // 10, got

@@ -338,9 +338,9 @@ def test_with_dp_no_digest_of_a_state_leaves(tiny: Tiny, no_page: Any, monkeypat
     seen: list[dict[str, Any]] = []
     content = client_app.reply_content
 
-    def reply_content(arrays: Any, metrics: Any, info: Any, wire: str) -> Any:
+    def reply_content(arrays: Any, metrics: Any, info: Any, *more: Any, **named: Any) -> Any:
         seen.append(dict(info))
-        return content(arrays, metrics, info, wire)
+        return content(arrays, metrics, info, *more, **named)
 
     monkeypatch.setattr(client_app, "reply_content", reply_content)
     tiny(method="fedgh", rounds=2, dp="example", dp_test=True)
