@@ -240,5 +240,6 @@ def test_the_card_shows_the_first_clients_and_says_what_the_others_have() -> Non
     lines = card.text().splitlines()
     sizes = card.train[20:].sum(axis=1)
     [others] = [line for line in lines if line.startswith("and ")]
-    assert f"and 10 more clients: training images {sizes.min()} to {sizes.max()}" in others
+    assert f"and 10 more clients: training images {sizes.min()} to {sizes.max()}, median {np.median(sizes):g}" in others
+    assert others.endswith(f"median {100 * np.median(card.majority[20:]):.1f}"), "as many digits as the range"
     assert len(card.text(max_clients=30).splitlines()) == len(lines) + 10 - 1

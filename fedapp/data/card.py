@@ -155,14 +155,14 @@ class DataCard:
         held = self.train[shown:]
         known = 100 * self.majority[shown:][~np.isnan(self.majority[shown:])]
         numbers = [
-            (f"training {self.rows}", held.sum(axis=1), "d"),
-            (f"test {self.rows}", self.test[shown:].sum(axis=1), "d"),
-            ("classes", np.count_nonzero(held, axis=1), "d"),
-            ("majority", known, ".1f"),
+            (f"training {self.rows}", held.sum(axis=1), "d", "g"),
+            (f"test {self.rows}", self.test[shown:].sum(axis=1), "d", "g"),
+            ("classes", np.count_nonzero(held, axis=1), "d", "g"),
+            ("majority", known, ".1f", ".1f"),
         ]
         parts = [
-            f"{name} {found.min():{form}} to {found.max():{form}}, median {np.median(found):g}"
-            for name, found, form in numbers
+            f"{name} {found.min():{form}} to {found.max():{form}}, median {np.median(found):{middle}}"
+            for name, found, form, middle in numbers
             if found.size
         ]
         return f"and {len(held)} more clients: {'; '.join(parts)}"
