@@ -13,6 +13,7 @@ score of a run with these keys. Noise on the sum: each client adds its share of 
 `attacks` and `cost` : see `benchmarks/leakage.py` and `benchmarks/secure_sums.py`.
 
 What the tables need is kept in docs/privacy.json. Without `--data` nothing is measured, and the tables are made of it.
+The file is long because each of these questions has a part of its own that measures it and one that writes its table.
 """
 
 from __future__ import annotations

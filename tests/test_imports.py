@@ -43,6 +43,13 @@ def test_every_room_has_a_floor_and_the_top_of_the_package_is_small() -> None:
     assert len(list((ROOT / "fedapp").glob("*.py"))) <= 12
 
 
+@pytest.mark.parametrize("path", [*FILES, *(ROOT / "benchmarks").glob("*.py")], ids=lambda p: str(p.relative_to(ROOT)))
+def test_a_long_file_says_why_it_is_long(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    why = ast.get_docstring(ast.parse(text)) or ""
+    assert len(text.splitlines()) <= 600 or "The file is long because" in " ".join(why.split())
+
+
 def test_the_picture_is_current() -> None:
     assert PICTURE.read_text(encoding="utf-8") == picture(), "draw it anew: python -m tests.house"
 

@@ -1,6 +1,7 @@
 """Every run-config key with its type, default and meaning, and what the program derives from them.
 
-pyproject.toml declares every key with the same default (a test compares them).
+pyproject.toml declares every key with the same default (a test compares them). The file is long because there are many
+keys, and whoever looks for one looks here.
 """
 
 from __future__ import annotations

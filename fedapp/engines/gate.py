@@ -11,7 +11,8 @@ same SuperLink with two listeners in one process:
   ``--isolation process``).
 
 It uses four internals of Flower 1.41 (`_parse_superlink_lifespan_config`, `SuperLinkLifespan`, `create_app`,
-`authenticate_node`) and therefore refuses to start under another minor version.
+`authenticate_node`) and therefore refuses to start under another minor version. The file is long because everything
+that decides who gets through stands in it and is reviewed as one.
 """
 
 from __future__ import annotations
