@@ -131,7 +131,7 @@ class FedPACClient(FedClient):
         if not self.pulled:
             return self.step_loss(batch)
         z = self.model.represent(batch.x)
-        pull = F.mse_loss(z.float(), self.target[batch.y])
+        pull = F.mse_loss(z, self.target[batch.y])
         lam: float = self.hparams.lam
         return self.cross_entropy(self.model.classify(z), batch.y) + lam * pull
 

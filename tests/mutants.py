@@ -45,7 +45,7 @@ NAMED = {
     "strategies/_soundness.py": ["tests/test_offences.py"],
     "strategies/_flower.py": ["tests/test_flower_loop.py"],
     "clients/base.py": ["tests/test_engine.py", "tests/test_training.py", "tests/test_phases.py"],
-    "clients/_models.py": ["tests/test_fedrod.py", "tests/test_fednh.py", "tests/test_ccvr.py"],
+    "clients/_models.py": ["tests/test_fedrod.py", "tests/test_fednh.py", "tests/test_ccvr.py", "tests/test_fedetf.py"],
     "clients/noised.py": ["tests/test_private_runs.py"],
     "fedapp/core/masks.py": ["tests/test_core_secure_sum.py"],
     "fedapp/core/secret_shares.py": ["tests/test_core_secure_sum.py"],

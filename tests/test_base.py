@@ -15,7 +15,7 @@ from fedapp.method import BaseHParams
 from strategies.base import FedStrategy
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.lgfedavg import METHOD as LGFEDAVG
-from tests.handmade import context, model_like, one_batch_task, point, whole
+from tests.handmade import context, images, model_like, one_batch_task, point, whole
 
 
 def test_a_client_that_never_trained_has_one_score_under_both_names(tmp_path: Path) -> None:
@@ -60,6 +60,26 @@ def test_an_evaluation_scores_only_what_is_measured(
         names = {k.partition("-")[0] for k in metrics}
         assert len(scored) == count and names == set(protocols) - {"global"} - ({"trained"} if train else set())
         FedClient(task, FEDAVG, BaseHParams(), store).train_round(sent, server_round)
+
+
+def test_validation_images_are_scored_beside_the_test_images(tmp_path: Path) -> None:
+    task = one_batch_task()
+    held_out = dataclasses.replace(task, x_validation=task.x_train, y_validation=task.y_train)
+    client = FedClient(held_out, FEDAVG, BaseHParams(), ClientStore(tmp_path / "0", "fedavg", "aa"))
+    metrics = client.evaluate_round(whole(model_like(task)), 1)
+    with torch.inference_mode():
+        right = int((client.model(images(task)).argmax(dim=1) == task.y_train).sum())
+    assert metrics["received-validation-correct"] == metrics["trained-validation-correct"] == right
+    assert metrics["received-validation-total"] == len(task.y_train)
+
+
+def test_a_metric_keeps_its_own_name_under_both_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A metric of the user's own may be called `received`."""
+    task = one_batch_task()
+    monkeypatch.setattr(FedClient, "measure", lambda *args, **more: {"received-own.received": 0.5})
+    client = FedClient(task, FEDAVG, BaseHParams(), ClientStore(tmp_path / "0", "fedavg", "aa"))
+    metrics = client.evaluate_round(whole(model_like(task)), 1)
+    assert metrics == {"received-own.received": 0.5, "trained-own.received": 0.5}
 
 
 def test_positional_training_is_a_round() -> None:

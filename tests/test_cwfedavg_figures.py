@@ -13,7 +13,6 @@ from safetensors.numpy import load_file
 from torch.nn import functional as F
 
 from clients.cwfedavg import CwFedAvgClient, CwFedAvgHParams
-from fedapp import registry
 from fedapp.core.classwise import norm_distribution
 from fedapp.engines.local import run
 from fedapp.errors import BadRequest
@@ -136,20 +135,6 @@ def test_loss_figures_name_the_runs_whose_loss_has_further_terms(folder: Path, t
     for draw in (drawn.training_loss, drawn.client_loss):
         caption = draw([*plain, *more])[0]
         assert "; of fedprox, fedamp, fedclassavg the whole loss, with the terms that the method adds." in caption
-
-
-@pytest.mark.parametrize(
-    ("method", "adds"),
-    [
-        ("fedavg", False), ("local", False), ("fednh", False), ("ktpfl", False), ("fedgh", False),
-        ("moon", True), ("feduv", True), ("fd", True), ("fml", True), ("fedkd", True), ("fedproto", True),
-        ("ccvr(base=fedavg)", False), ("ccvr(base=fedavg clsprox=0.1)", True), ("ccvr(base=moon)", True),
-    ],
-)  # fmt: skip
-def test_a_method_adds_to_the_loss_where_its_client_has_one_of_its_own(method: str, adds: bool) -> None:
-    name, _, args = method.rstrip(")").partition("(")
-    found = registry.get(name)
-    assert registry.resolve(found, registry.parse_args(found, args)).client.adds_to_loss() is adds
 
 
 def test_memory_is_what_the_checkpoint_holds(fedavg: RunResult, cw: RunResult) -> None:

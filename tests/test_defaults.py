@@ -179,3 +179,18 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("method", registry.discover())
 def test_defaults(method: str) -> None:
     assert registry.get(method).hparams().model_dump() == DEFAULTS.get(method, {})
+
+
+ADDING = {
+    "fedclassavg", "cwfedavg", "fedprox", "moon", "fedproto", "fml", "fedkd", "fd", "fedamp", "feduv", "feddbe",
+    "fedetf", "fedtgp", "ditto", "fedrod", "fedpac", "ccvr(base=fedavg clsprox=0.1)", "ccvr(base=moon)",
+}  # fmt: skip
+"""Methods whose `train-loss` holds more than the cross-entropy, which is what their figures say of it."""
+
+
+@pytest.mark.parametrize("method", [*registry.discover(), "ccvr(base=fedavg)", *sorted(m for m in ADDING if "(" in m)])
+def test_a_method_adds_to_the_loss_where_its_client_has_one_of_its_own(method: str) -> None:
+    name, _, args = method.rstrip(")").partition("(")
+    found = registry.get(name)
+    adds = registry.resolve(found, registry.parse_args(found, args)).client.adds_to_loss()
+    assert adds is (method in ADDING)
