@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedapp.core.averages import BLOCK, RunningMean, weighted_mean
+from fedapp.core.averages import BLOCK, RunningMean, weighted_mean, within
 
 
 def f32(*values: float) -> np.ndarray:
@@ -204,3 +204,9 @@ def test_nothing_can_be_added_once_the_mean_was_read() -> None:
 def test_a_weight_for_every_model() -> None:
     with pytest.raises(ValueError, match="zip"):
         weighted_mean([{"w": f32(1)}], [1, 2])
+
+
+def test_weights_within_clusters_add_up_to_one() -> None:
+    ids, shares = within({4: 0, 1: 0, 2: 1}, {1: 3.0, 2: 5.0, 4: 1.0})
+    assert ids == [1, 2, 4]
+    assert shares.tolist() == [[0.75, 0.0, 0.25], [0.0, 1.0, 0.0], [0.75, 0.0, 0.25]]

@@ -16,12 +16,16 @@ from fedapp.core.privacy import (
     Float64,
     Joint,
     Squares,
+    Steps,
     clip_rows,
     composed,
     epsilon_of,
+    epsilon_with,
     exact_epsilon,
     noise_for,
+    noise_for_steps,
     noised,
+    on_grid,
     projected,
     step_of,
 )
@@ -260,3 +264,18 @@ def test_noised_sums_become_possible_ones(apart: bool) -> None:
     assert np.linalg.eigvalsh(scatter).min() >= 0.25 - 1e-9
     values = np.linalg.eigvalsh(square - (outer if apart else outer.sum(axis=0)))
     assert np.allclose(np.linalg.eigvalsh(scatter), np.maximum(values, 0.25))  # the nearest such matrix
+
+
+def test_the_noise_of_many_steps_is_the_least_that_holds_epsilon() -> None:
+    sigma = noise_for_steps(2.0, 1e-5, 0.1, 100)
+    assert epsilon_with(math.inf, [Steps(sigma, 0.1, 100)], 1e-5) <= 2.0
+    assert epsilon_with(math.inf, [Steps(sigma - 2e-4, 0.1, 100)], 1e-5) > 2.0
+    with pytest.raises(ValueError, match="no noise up to 10,000"):
+        noise_for_steps(1e-6, 1e-5, 1.0, 10**6)
+
+
+def test_one_value_that_is_too_large_or_not_finite_is_refused() -> None:
+    assert on_grid(np.array([0.26, -1.0]), 0.25).tolist() == [1.0, -4.0]
+    for bad in (math.nan, math.inf, 25.0):
+        with pytest.raises(ValueError, match="too large"):
+            on_grid(np.array([0.25, bad]), 0.25, largest=100.0)

@@ -9,7 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -380,3 +382,9 @@ def test_the_noise_of_a_sum_is_enough_after_the_worst_drop_out(n: int, t: int, m
     assert honest == pytest.approx(1, abs=1e-12)
     with pytest.raises(ValueError, match="hides nobody"):
         noise_share(n, m + 1, m)
+
+
+def test_a_point_of_small_order_is_no_public_key() -> None:
+    point = X25519PrivateKey.generate().public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)
+    assert secure_sum.usable(point)
+    assert not secure_sum.usable(bytes(32)) and not secure_sum.usable(point[:31])

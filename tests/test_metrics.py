@@ -74,3 +74,15 @@ def test_a_round_without_replies_has_no_scores() -> None:
 def test_numbers_for_json(value: float, expected: float | int | None) -> None:
     found = tidy(value)
     assert found == expected and type(found) is type(expected)
+
+
+def test_validation_further_metrics_and_the_methods_own_numbers_have_columns() -> None:
+    told = {"received-validation-correct": 3, "received-validation-total": 4, "received-auc": 0.5, "beta-mean": 0.2}
+    rows = [
+        client_row({**told, "received-auc": auc}, ["received"], validation=True, columns=["beta-mean"], scores=["auc"])
+        for auc in (0.5, 0.75)
+    ]
+    assert [r["received_auc"] for r in rows] == [0.5, 0.75]
+    assert rows[0]["received_validation"] == 0.75 and rows[0]["beta_mean"] == 0.2 and "beta-mean" not in rows[0]
+    found = summarise(rows, ["received"], columns=["beta-mean"], scores=["auc"])
+    assert found["received_auc"] == 0.625 and found["received_validation"] == 0.75 and found["beta_mean"] == 0.2

@@ -106,6 +106,13 @@ def test_only_a_calibrated_head_is_adjusted() -> None:
     assert not any(name.startswith("unadjusted") for name in metrics)
 
 
+def test_a_newcomer_is_scored_on_the_model_adjusted_to_its_own_shares() -> None:
+    client, payload = client_of()
+    client.meet(payload, 2, "unseen_received", 0)
+    found = client.model.head.bias.detach().numpy().astype(float) - payload.common[B]
+    np.testing.assert_allclose(found - found.mean(), moved(), atol=1e-6)
+
+
 # ---- what leaves a client ------------------------------------------------------------------------------------------
 
 
