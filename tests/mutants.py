@@ -40,7 +40,7 @@ from tests.mutate import Mutant, mutants
 FOLDERS = ("strategies", "clients", "fedapp/core", "fedapp/learning")
 NAMED = {
     "strategies/base.py": ["tests/test_engine.py", "tests/test_client_manager.py", "tests/test_flower_loop.py"],
-    "strategies/_composition.py": ["tests/test_ccvr.py", "tests/test_fed3r.py"],
+    "strategies/_composition.py": ["tests/test_ccvr.py", "tests/test_fed3r.py", "tests/test_robust.py"],
     "strategies/_sums.py": ["tests/test_fed3r.py"],
     "strategies/_soundness.py": ["tests/test_offences.py"],
     "strategies/_flower.py": ["tests/test_flower_loop.py"],
@@ -53,6 +53,7 @@ NAMED = {
     "clients/_flower.py": ["tests/test_base.py", "tests/test_engine.py"],
     "clients/mutual.py": ["tests/test_fml.py", "tests/test_fedkd.py"],
     "fedapp/learning/optimizers.py": ["tests/test_training_options.py"],
+    "fedapp/learning/training.py": ["tests/test_training_options.py", "tests/test_phases.py"],
     "clients/posthoc.py": ["tests/test_fed3r.py", "tests/test_ccvr.py"],
     "clients/sums.py": ["tests/test_fed3r.py", "tests/test_fedncm.py"],
     "clients/classmeans.py": ["tests/test_fedgh.py", "tests/test_fedproto.py", "tests/test_fd.py"],

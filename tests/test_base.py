@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import torch
 from clients.base import FedClient
 from fedapp.learning.state import ClientStore
 from fedapp.method import BaseHParams
-from strategies.base import FedStrategy
+from strategies.base import Callbacks, FedStrategy
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.lgfedavg import METHOD as LGFEDAVG
 from tests.handmade import context, images, model_like, one_batch_task, point, whole
@@ -112,3 +114,27 @@ def test_a_reply_must_hold_what_the_method_sends_up() -> None:
     heads = {name: shapes[name] for name in ("head.weight", "head.bias")}
     assert FedStrategy(LGFEDAVG, BaseHParams()).expected(shapes) == heads
     assert FedStrategy(FEDAVG, BaseHParams()).expected(shapes) == shapes
+
+
+@pytest.mark.parametrize(("select", "more"), [(False, {}), (True, {}), (False, {"final_training": False})])
+def test_evaluations_of_all_clients_are_told_what_they_are_for(
+    select: bool, more: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a round they may leave the training out, and the last one is told that it is the last."""
+    asked: list[tuple[str, dict[str, Any]]] = []
+    strategy = FedStrategy(FEDAVG, BaseHParams())
+    traffic = SimpleNamespace(dropped=[])
+    monkeypatch.setattr(
+        strategy, "_train", lambda *given: (given[1], SimpleNamespace(void=False, traffic=traffic, seconds=0.0))
+    )
+    monkeypatch.setattr(strategy, "_evaluate", lambda *given: asked.append((given[3], dict(given[4]))))
+    monkeypatch.setattr(strategy, "_queries", lambda *given: None)
+    callbacks = Callbacks()
+    monkeypatch.setattr(callbacks, "selected", lambda state, rounds: (state, rounds))
+    manager = SimpleNamespace(register=lambda: None, nodes={0: None}, states={}, settings=SimpleNamespace(fraction=1.0))
+    strategy.run(
+        manager, context(point(1.0, 2.0)), rounds=2, callbacks=callbacks, evaluate_every=1, select=select, **more
+    )  # type: ignore[arg-type]
+    train = {"train": more.get("final_training", True)}
+    between = [("evaluate", {"received-only": True})] * 2 if select else [("evaluate", train)]
+    assert asked == [*between, ("final", {"balanced": True, "final": True, **train})]

@@ -314,3 +314,22 @@ def test_a_base_whose_clients_add_logits_of_their_own_is_warned_of() -> None:
         method = registry.resolve(outer, hparams)
         assert method.warn is not None
         assert ("personal logits" in (method.warn(hparams, "sgd", "none") or "")) is warned
+
+
+@pytest.mark.parametrize("method", ["fed3r", "fedncm"])
+def test_sums_that_hide_single_replies_have_the_shapes_of_what_a_client_sends(method: str) -> None:
+    strategy, state = server(method, "scale=fit" if method == "fed3r" else "", context(4, 5))
+    sent: dict[str, dict[str, tuple[int, ...]]] = {}
+    ask = asker(strategy, [random_data(1)[0]])
+
+    def listening(kind: str, payload: Payload) -> list[Reply]:
+        replies = ask(kind, payload)
+        sent[kind] = {name: a.shape for name, a in replies[0].arrays.items()}
+        return replies
+
+    found = strategy.asked(state["model"], listening)
+    if method == "fed3r":
+        strategy.scale(state["model"], strategy.rows(found)[0], np.ones(4, dtype=bool), listening)
+    assert list(sent) == (["sums", "losses"] if method == "fed3r" else ["sums"])
+    for kind, shapes in sent.items():
+        assert {n: a.shape for n, a in strategy.further(state, f"query.{kind}").items()} == shapes

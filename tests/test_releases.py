@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedapp.core.privacy import Privacy, composed, epsilon_of, noise_for
+from fedapp.core.privacy import Privacy, composed, epsilon_of, noise_for, step_of
 from fedapp.errors import BadRequest
 from fedapp.learning import releases
 from fedapp.learning.releases import Ledger, Releaser, path_of
@@ -173,3 +173,17 @@ def test_an_array_that_was_not_received_has_no_bound(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="it has no bound"):
         private_update({"n": np.zeros(2, np.int64)}, {"n": np.zeros(2, np.int64)}, releaser)
     assert not releaser.ledger.path.exists()
+
+
+def test_what_the_receiver_knows_is_added_in_steps_of_the_noise(tmp_path: Path) -> None:
+    """A release into a sum: around 3 it is the one around 0, moved by as many steps as 3 has."""
+    privacy = Privacy("client", 1000.0, 1e-5, 1.0, test=True, summed=3)
+    found = []
+    for i, around in enumerate((0.0, np.array([3.0, -1.0]))):
+        releaser = Releaser(privacy, Ledger(tmp_path / f"{i}.jsonl"), {}, seed=1)
+        released = releaser.release(np.array([0.5, 0.25]), 1.0, "update", around)
+        assert releaser.steps is not None
+        found.append((released, releaser.steps))
+    step = step_of(2, 1.0, 1.0)
+    assert (found[1][1] - found[0][1]).tolist() == np.rint(np.array([3.0, -1.0]) / step).tolist()
+    np.testing.assert_allclose(found[1][0] - found[0][0], [3.0, -1.0], atol=1e-12)

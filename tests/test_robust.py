@@ -22,6 +22,7 @@ from fedapp.transport import checkpoint
 from fedapp.transport.client_manager import ClientInfo, ClientManager
 from fedapp.transport.records import METRICS
 from fedapp.transport.virtual import Member
+from strategies._composition import outer_guards
 from tests.liars import change_arrays, federate
 from tests.matrix import methods
 
@@ -195,3 +196,9 @@ def test_a_deployed_run_is_checked_with_the_clients_that_came() -> None:
     config.check_liars(10, simulation=False)  # half of ten are five
     with pytest.raises(BadRequest, match="may end with 4 replies"):
         config.check_liars(8, simulation=False)
+
+
+def test_a_head_without_a_rule_of_its_own_takes_none_for_averages() -> None:
+    """Its statistics would stay unguarded."""
+    assert outer_guards((), ("count-cap", "rules")) == ("count-cap",)
+    assert outer_guards(("own",), ("count-cap", "rules")) == ("count-cap", "rules", "own")
