@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from clients.base import FedClient
+from fedapp.core.averages import RunningMean
 from fedapp.learning.state import ClientStore
-from fedapp.method import BaseHParams
-from strategies.base import Callbacks, FedStrategy
+from fedapp.method import BaseHParams, Reply
+from strategies.base import Callbacks, FedStrategy, weighted_mean
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.lgfedavg import METHOD as LGFEDAVG
 from tests.handmade import context, images, model_like, one_batch_task, point, whole
@@ -138,3 +139,36 @@ def test_evaluations_of_all_clients_are_told_what_they_are_for(
     train = {"train": more.get("final_training", True)}
     between = [("evaluate", {"received-only": True})] * 2 if select else [("evaluate", train)]
     assert asked == [*between, ("final", {"balanced": True, "final": True, **train})]
+
+
+def test_clients_that_take_no_part_are_asked_last_and_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+    strategy = FedStrategy(FEDAVG, BaseHParams())
+    monkeypatch.setattr(strategy, "_evaluate", lambda *given: asked.append((given[3], dict(given[4]), *given[5:])))
+    monkeypatch.setattr(strategy, "_queries", lambda *given: None)
+    manager = SimpleNamespace(nodes={0: None, 3: None, 4: None})
+    strategy.run(manager, context(point(1.0, 2.0)), rounds=0, unseen=(4, 3, 9))  # type: ignore[arg-type]
+    assert [kind for kind, *_ in asked] == ["final", "unseen"]
+    assert asked[1] == ("unseen", {"unseen": True}, [3, 4])
+
+
+def test_only_secure_sums_hide_single_replies() -> None:
+    strategy = FedStrategy(FEDAVG, BaseHParams())
+    state = strategy.init(context(point(1.0, 2.0)))
+    given: dict[str, Any] = {
+        "kind": "train", "server_round": 1, "payloads": [], "expected": {"head.weight": (2,)}, "state": state,
+        "check": lambda reply: None, "result": SimpleNamespace(traffic=None), "control": {},
+    }  # fmt: skip
+    manager: Any = SimpleNamespace(send_and_receive=lambda *more: "single replies")
+    assert strategy._asked(manager, **given) == "single replies"
+    strategy.secure = SimpleNamespace(exchange=lambda *more: "a sum")  # type: ignore[assignment]
+    assert strategy._asked(manager, **given) == "a sum"
+
+
+def test_a_mean_is_a_running_one_unless_another_is_given() -> None:
+    replies = [Reply(i, n, {"w": np.full(2, v, np.float32)}, {}) for i, n, v in ((0, 1, 0.0), (1, 3, 4.0))]
+    assert weighted_mean(replies, {"w": 0})["w"].tolist() == [3.0, 3.0]
+    given = RunningMean()
+    given.add_many([({"w": np.full(2, 7, np.float32)}, 4.0)])
+    assert weighted_mean(replies, {"w": 0}, given)["w"].tolist() == [5.0, 5.0], "it goes on from what it has"
+    assert weighted_mean([], {"w": 0}) == {"w": 0}

@@ -149,6 +149,12 @@ def test_bipartition_gives_two_halves_also_when_all_are_alike() -> None:
         assert 0 < bipartition(cosine).sum() < len(cosine)
 
 
+def test_clusters_blend_by_sample_counts_only_where_means_do() -> None:
+    for weighting, expected in (("uniform", [0.5, 0.5, 0.0]), ("samples", [0.25, 0.75, 0.0])):
+        found = strategy_of(weighting=weighting).blend({"members": {0: [0, 1], 3: [2]}}, {0: 1.0, 1: 3.0, 2: 5.0})
+        assert found is not None and found[0] == [0, 1, 2] and found[1][0].tolist() == expected
+
+
 @pytest.mark.parametrize("weighting", ["uniform", "samples"])
 @pytest.mark.parametrize("seed", range(4))
 def test_a_round_equals_a_slow_computation(seed: int, weighting: str) -> None:

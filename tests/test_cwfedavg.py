@@ -87,6 +87,26 @@ def rows(state: ServerState) -> list[Arrays]:
     return [state["rows"][i] for i in range(len(state["rows"]))]
 
 
+def test_a_lie_in_the_head_moves_no_row_farther_than_the_median_client_moves_it() -> None:
+    initial, replies = instance(5, 5, 3)
+    server = strategy(layers="all")
+    state = server.init(context(initial, 3))
+    replies[2].arrays["head.weight"] = initial["head.weight"] + np.float32(1e3)
+    found = server._bounded(state, 1, replies)
+    changes = np.array([
+        [np.linalg.norm(np.append(r.arrays["head.weight"][j] - initial["head.weight"][j],
+                                  r.arrays["head.bias"][j] - initial["head.bias"][j])) for j in range(3)]
+        for r in replies
+    ])  # fmt: skip
+    medians = np.median(changes, axis=0)
+    for before, after, lengths in zip(replies, found, changes, strict=True):
+        for name in ("head.weight", "head.bias"):
+            change = (before.arrays[name] - initial[name]).astype(float)
+            factor = np.minimum(1, medians / lengths).reshape(-1, *[1] * (change.ndim - 1))
+            np.testing.assert_allclose(after.arrays[name] - initial[name], factor * change, atol=2e-4)
+            assert after.arrays[name].dtype == np.float32
+
+
 # ---- worked numbers --------------------------------------------------------------------------------------------------
 
 
@@ -388,6 +408,8 @@ def test_a_class_that_no_participant_holds_may_keep_its_model(classes: int) -> N
     for j in range(1, classes):
         np.testing.assert_allclose(after[j], before[j], rtol=1e-6)
     assert len(second["rows"]) == len(second["q"]) and (len(second["rows"]) == 2 if classes == 2 else True)
+    held = sum(second["share"].values())
+    np.testing.assert_allclose(held, [1.0] * min(classes, 2) + [0.0] * (classes - 2), err_msg="a class is shared once")
     assert len(second["rows"]) <= max(2, classes)
 
 

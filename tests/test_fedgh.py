@@ -561,3 +561,14 @@ def test_the_time_of_extracting_the_lars_is_reported_by_itself(monkeypatch: pyte
     table = read_run(tmp_path / "run").clients
     assert (table["lar_seconds"] >= 0.02).all()
     assert (table["client_seconds"] > table["lar_seconds"] + 0.5).all()
+
+
+def test_noised_sums_of_all_clients_make_one_mean_per_class() -> None:
+    def noised(client: int, count: object, total: object) -> Reply:
+        arrays = {"noised/count": np.array(count, float), "noised/sum": np.array(total, float)}
+        return Reply(client, 10, arrays, {})
+
+    sums = [noised(0, [4, 1, 5], [[1, 0], [0, 1], [2, 2]]), noised(1, [6, 3, 5], [[3, 2], [2, 1], [0, 2]])]
+    (found,) = strategy().pooled(sums)
+    np.testing.assert_allclose(found.arrays["lar"], [[0.4, 0.2], [0.5, 0.5], [0.2, 0.4]], atol=1e-6)
+    assert found.arrays["labels"].tolist() == [0, 1, 2] and strategy().pooled([]) == []

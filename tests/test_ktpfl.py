@@ -240,6 +240,13 @@ def test_a_negative_coefficient_becomes_zero_and_a_row_without_weight_starts_aga
     assert (server.aggregate(state, 1, iter(replies()))["c"][0] == 1 / 3).all()
 
 
+def test_a_row_with_little_weight_left_is_kept() -> None:
+    server, state = strategy(step="fixed", coefficients="rows", lr_c=1e-12)
+    state["c"][0] = [0.0006, 0.0005, 0.0001]
+    after = server.aggregate(state, 1, iter(replies()))["c"]
+    np.testing.assert_allclose(after[0], [0.5, 5 / 12, 1 / 12], atol=1e-6)
+
+
 def test_a_rate_without_effect_is_warned_of() -> None:
     assert METHOD.warn is not None
     assert "step=fixed" in str(METHOD.warn(KTpFLHParams(lr_c=0.5), "sgd", "none"))
