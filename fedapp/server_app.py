@@ -19,7 +19,7 @@ from logging import INFO
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
+import numpy as np
 import torch
 from flwr.app import Context
 from flwr.common import log
@@ -45,6 +45,7 @@ from fedapp.results.directory import (
     ANNOUNCED,
     MOST_CURVES,
     TRACKED,
+    Columns,
     RunDirectory,
     accuracy_summary,
     check_out,
@@ -56,6 +57,7 @@ from fedapp.results.directory import (
 )
 from fedapp.results.lines import Spoken
 from fedapp.results.predict import described
+from fedapp.results.statistics import measured as measured_values
 from fedapp.results.statistics import over_clients
 from fedapp.tasks import scoring
 from fedapp.tasks import simulated as tasks
@@ -227,7 +229,7 @@ class Run(Callbacks):
         if config.resume and config.lost_state == "restart":
             for name in ("rounds.csv", "clients.csv"):
                 self.directory.add_column(name, "restarted")
-        self.extra["dropped"] = len(self.directory.table("dropped.csv"))
+        self.extra["dropped"] = self.directory.count("dropped.csv")
         self.listener = event
         self.warnings: list[str] = lost
         if config.state_dir and not self.simulation:
@@ -598,8 +600,8 @@ class Run(Callbacks):
     def _best_round(self) -> int | None:
         """Return the first evaluated round with the highest validation accuracy, or None where there is none yet."""
         rows = self.directory.table("evaluations.csv")
-        known = rows.dropna(subset=["received_validation"]) if len(rows) else rows
-        return int(known["round"][known["received_validation"].idxmax()]) if len(known) else None
+        scores = rows.get("received_validation", np.empty(0))
+        return None if np.isnan(scores).all() else int(rows["round"][np.nanargmax(scores)])
 
     # ---- callbacks ---------------------------------------------------------------------------------------------------
 
@@ -690,8 +692,7 @@ class Run(Callbacks):
 
     def has_evaluation(self, server_round: int) -> bool:
         """Whether `evaluations.csv` holds the evaluation after `server_round`."""
-        rows = self.directory.table("evaluations.csv")
-        return bool(len(rows)) and server_round in set(rows["round"])
+        return server_round in self.directory.table("evaluations.csv").get("round", ())
 
     def _models(self, state: ServerState, row: Mapping[str, Any]) -> None:
         """Keep the server's arrays of the last round, and the best ones that were scored.
@@ -817,12 +818,14 @@ class Run(Callbacks):
             write_safetensors(self.out / "models" / "last.safetensors", arrays, header)
         final = self.directory.table("final.csv")
         tests = [int(v) for v in final.get("received_total", final.get("trained_total", [])) if not math.isnan(v)]
-        answered, messaged = rounds["clients"], rounds["clients"] + rounds["dropped"]
+        none = np.empty(0)
+        answered = rounds.get("clients", none)
+        messaged = answered + rounds.get("dropped", none)
         evaluations = self.directory.table("evaluations.csv")
         accuracy = accuracy_summary(
             rounds, evaluations, self.final, (*self.config.measured, *self._tuned), self._taking_part()
         )
-        last = int(rounds["round"].max()) if len(rounds) else 0
+        last = int(rounds["round"].max()) if len(answered) else 0
         scored = last if self.chosen is None else self.chosen
         summary = {
             "ok": True,
@@ -840,8 +843,8 @@ class Run(Callbacks):
             "metrics": self._metrics(final),
             "pooled": {p: self.final.get(f"{p}_accuracy_pooled") for p in self._protocols(last=True)},
             "test_sizes": {"min": min(tests, default=0), "mean": mean(map(float, tests)), "max": max(tests, default=0)},
-            "bytes_up": _whole(float((rounds["bytes_up"] * answered).sum() / (answered.sum() or 1))),
-            "bytes_down": _whole(float((rounds["bytes_down"] * messaged).sum() / (messaged.sum() or 1))),
+            "bytes_up": _whole(float((rounds.get("bytes_up", none) * answered).sum() / (answered.sum() or 1))),
+            "bytes_down": _whole(float((rounds.get("bytes_down", none) * messaged).sum() / (messaged.sum() or 1))),
             "dropped": int(self.extra["dropped"]),
             **({"blocked": sorted(self.manager.offences.blocked)} if self.manager.offences.blocked else {}),
             "stopped": self.stopped,
@@ -865,7 +868,7 @@ class Run(Callbacks):
         found = {"rules": "+".join(robust.rules) or "none", "f": robust.f, "count_cap": robust.cap}
         return {"robust": {**found, **state.get("robust", {})}}
 
-    def _metrics(self, final: pd.DataFrame) -> dict[str, dict[str, dict[str, float]]]:
+    def _metrics(self, final: Columns) -> dict[str, dict[str, dict[str, float]]]:
         """Return every metric of every score, with how it is spread over clients; `global` has one model and no spread.
 
         Parameters
@@ -894,7 +897,7 @@ class Run(Callbacks):
         return found
 
     def _headline(
-        self, accuracy: Mapping[str, Mapping[str, Any]], server_round: int, final: pd.DataFrame
+        self, accuracy: Mapping[str, Mapping[str, Any]], server_round: int, final: Columns
     ) -> dict[str, Any] | None:
         """Return the one number that methods are ranked by, over how many of all clients, and when it was measured."""
         protocol = next((p for p in ("tuned", "trained", "received", "global") if p in accuracy), None)
@@ -909,7 +912,7 @@ class Run(Callbacks):
             "global": f"the global model after {moment}",
         }[protocol]  # fmt: skip
         return {"score": protocol, "value": accuracy[protocol]["last"], "point": point, "round": server_round} | {
-            "clients": int(final.get(f"{protocol}_accuracy", final.get("client", pd.Series())).notna().sum()),
+            "clients": len(measured_values(final.get(f"{protocol}_accuracy", final.get("client", ())))),
             "of": self._taking_part(),
         }  # fmt: skip
 

@@ -30,7 +30,7 @@ def reproducible(table: pd.DataFrame) -> pd.DataFrame:
 
 def leads(self: server_app.Run) -> int | None:
     """Round 2 leads from the moment that it is evaluated."""
-    seen = list(self.directory.table("evaluations.csv").get("round", []))
+    seen = [int(r) for r in self.directory.table("evaluations.csv").get("round", [])]
     return min(2, seen[-1]) if seen else None
 
 

@@ -1,16 +1,21 @@
-"""Flower from outside: the staged app, the command that submits, the API that follows; without a SuperLink."""
+"""Flower from outside: the staged app, the API that starts and follows a run; without a SuperLink."""
 
 from __future__ import annotations
 
-import json
-import os
+import hashlib
+import io
 import threading
 import tomllib
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
+from flwr.common.serde import user_config_from_proto
+from flwr.proto.control_pb2 import StartRunResponse
 
 from fedapp.config import from_flat
 from fedapp.engines import control, deploy
@@ -77,49 +82,69 @@ def test_a_missing_command_is_one_clear_line() -> None:
         control.executable("flower-nothing", "")
 
 
-def submit(folder: Path, stdout: str, stderr: str = "") -> int:
-    """Submit to a stand-in for `flwr` that notes its arguments and prints what it is given."""
-    for name, text in (("out", stdout), ("err", stderr)):
-        (folder / name).write_text(text)
-    program = folder / "flwr"
-    program.write_text(f'#!/bin/sh\necho "$@" > {folder}/arguments\ncat {folder}/out\ncat {folder}/err >&2\n')
-    program.chmod(0o755)
-    env = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
-    return control.submit(folder / "app", "prod", {"a.b": "x 'y'"}, "--more", "z=1", folder=folder, env=env)
+def small_app(folder: Path) -> Path:
+    """Write an app that Flower bundles."""
+    folder.mkdir(parents=True)
+    (folder / "pyproject.toml").write_text(
+        '[project]\nname = "toy"\nversion = "1"\n[tool.flwr.app]\npublisher = "x"\n'
+        '[tool.flwr.app.components]\nserverapp = "toy:app"\nclientapp = "toy:app"\n'
+    )
+    (folder / "toy.py").write_text("app = 1\n")
+    return folder
 
 
-def test_a_run_is_submitted_with_its_configuration_in_a_file(tmp_path: Path) -> None:
-    assert submit(tmp_path, 'some words {"success": true, "run-id": "12345"}') == 12345
-    settings = tmp_path / "run.toml"
-    said = (tmp_path / "arguments").read_text().split()
-    assert said == [
-        "run",
-        str(tmp_path / "app"),
-        "prod",
-        "--run-config",
-        str(settings),
-        "--more",
-        "z=1",
-        "--format",
-        "json",
-    ]
-    assert tomllib.loads(settings.read_text()) == {"a.b": "x 'y'"}
+def test_a_run_is_started_with_its_bundle_and_configuration(tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    def start(request: Any) -> Any:
+        asked.append(request)
+        return StartRunResponse(run_id=12345)
+
+    connection = Control(lambda: SimpleNamespace(StartRun=start), federation="@me/here")
+    values = {"a.b": "x 'y'", "lr": 0.5, "n": 3, "on": True}
+    app = small_app(tmp_path / "app")
+    assert connection.start(app, values, {"num-supernodes": 2, "client-resources-num-gpus": 0.5}) == 12345
+    [request] = asked
+    assert user_config_from_proto(request.override_config) == values and request.federation == "@me/here"
+    assert request.override_federation_config.num_supernodes == 2
+    assert request.override_federation_config.client_resources_num_gpus == 0.5
+    assert hashlib.sha256(request.fab.content).hexdigest() == request.fab.hash_str
+    with zipfile.ZipFile(io.BytesIO(request.fab.content)) as bundle:
+        assert {"pyproject.toml", "toy.py"} <= set(bundle.namelist())
+    connection.start(app, values)
+    assert not asked[1].HasField("override_federation_config"), "real nodes have no such settings"
+
+
+def refusal(status: int, text: str) -> Callable[[Any], Any]:
+    """Return a call that Flower answers with an HTTP error."""
+
+    def fails(request: Any) -> Any:
+        raise httpx.HTTPStatusError(
+            "bad", request=httpx.Request("POST", "http://x"), response=httpx.Response(status, text=text)
+        )
+
+    return fails
+
+
+def unreachable(request: Any) -> Any:
+    raise httpx.ConnectError("no route")
 
 
 @pytest.mark.parametrize(
-    ("reply", "errors", "kind", "says"),
+    ("call", "kind", "says"),
     [
-        ({"success": False, "error-message": "[code: 15] Invalid run configuration"}, "", BadRequest, "code: 15"),
-        ({"success": False, "error-message": "no connection"}, "", LaunchError, "flwr run: no connection"),
-        ({"success": False, "error-message": ""}, "broken", LaunchError, "flwr run: broken"),
-        (None, "Traceback: something else", LaunchError, "something else"),
+        (refusal(400, '{"detail": "[code: 15] Invalid run configuration: x"}'), BadRequest, "Flower: .*code: 15"),
+        (refusal(500, '{"detail": "broken"}'), LaunchError, "Flower: broken"),
+        (refusal(401, ""), LaunchError, "Authentication failed"),
+        (unreachable, LaunchError, "Flower: .*"),
+        (lambda request: StartRunResponse(note="no room"), LaunchError, "did not start no room"),
     ],
 )
 def test_what_flower_does_not_take_is_an_error_with_its_message(
-    reply: Any, errors: str, kind: type[Exception], says: str, tmp_path: Path
+    call: Callable[[Any], Any], kind: type[Exception], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises((BadRequest, LaunchError), match=says) as caught:
-        submit(tmp_path, json.dumps(reply) if reply else "", errors)
+        Control(lambda: SimpleNamespace(StartRun=call)).start(small_app(tmp_path / "app"), {})
     assert caught.type is kind
 
 

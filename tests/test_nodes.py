@@ -852,7 +852,7 @@ def test_resuming_names_the_place_where_the_run_lies(
     submitted = []
     monkeypatch.setattr(deploy, "connection", lambda name: SuperLinkConnection("prod", "host:1"))
     monkeypatch.setattr(deploy.Control, "of_connection", lambda to: NoControl())
-    monkeypatch.setattr(deploy, "submit", lambda to, config: submitted.append(config) or 7)
+    monkeypatch.setattr(deploy, "submit", lambda api, to, config: submitted.append(config) or 7)
     monkeypatch.setattr(deploy, "_watch", lambda control, run_id, followed: ("lost", "no answer"))
     here = tmp_path / "here"
     here.mkdir()

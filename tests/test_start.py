@@ -71,8 +71,9 @@ def test_the_stand_ins_give_way_to_pytorch_at_the_first_use() -> None:
     assert code == 0, shown
 
 
-def test_no_training_loads_the_compiler_of_pytorch() -> None:
-    code, shown, _ = loaded(
+def test_no_run_loads_pandas_or_the_compiler_of_pytorch() -> None:
+    loaded("import fedapp; fedapp.data_card(dataset='digits', clients=3)")  # scikit-learn brings it, and is kept then
+    code, shown, slow = loaded(
         "import tempfile\n"
         "from fedapp.engines.local import run\n"
         "small = dict(dataset='digits', clients=3, num_server_rounds=1, data_fraction=0.3)\n"
@@ -82,6 +83,7 @@ def test_no_training_loads_the_compiler_of_pytorch() -> None:
         "assert 'torch' in sys.modules and 'torch._dynamo' not in sys.modules"
     )
     assert code == 0, shown
+    assert set(slow.split()) <= {"torch", "scipy"}, slow  # CCVR's statistics call SciPy's BLAS
 
 
 def test_the_command_that_waits_for_a_simulation_has_given_pytorch_back(tmp_path: Path) -> None:

@@ -1,14 +1,13 @@
-"""Flower from outside: the folder that it bundles, the command that submits a run, the API that follows a run."""
+"""Flower from outside: the folder that it bundles, the API that starts and follows a run."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import io
-import json
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 import threading
@@ -121,48 +120,6 @@ def executable(name: str, path: str) -> str:
     return found
 
 
-def submit(
-    app: Path, connection: str, run_config: Mapping[str, Any], *options: str, folder: Path, env: Mapping[str, str]
-) -> int:
-    """Bundle an app and start a run with ``flwr run``; return Flower's run id.
-
-    Parameters
-    ----------
-    app : folder of the app.   connection : name of the SuperLink in Flower's configuration.
-    run_config : overrides of the app's run-config.   options : further options of ``flwr run``.
-    folder : working folder; the run-config file is written there.   env : environment of the command.
-
-    Raises
-    ------
-    BadRequest : Flower refuses the run-config.
-    LaunchError : there is no answer, or another error; with Flower's message.
-    """
-    settings = folder / "run.toml"
-    settings.write_text(tomli_w.dumps(dict(run_config)), encoding="utf-8")
-    command = [executable("flwr", env["PATH"]), "run", str(app), connection, "--run-config", str(settings), *options]
-    try:
-        done = subprocess.run(
-            [*command, "--format", "json"],
-            cwd=folder,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=180,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise LaunchError("flwr run: no answer within 180 s") from error
-    try:
-        reply = json.loads(done.stdout[done.stdout.index("{") :])
-    except ValueError:
-        reply = {"error-message": done.stderr or done.stdout}
-    if reply.get("success"):
-        return int(reply["run-id"])
-    message = str(reply.get("error-message") or done.stderr).strip()
-    refused = "Invalid run configuration" in message or "[code: 15]" in message
-    raise (BadRequest if refused else LaunchError)(f"flwr run: {message}")
-
-
 class Control:
     """Flower's control API of one SuperLink.
 
@@ -172,11 +129,13 @@ class Control:
     Parameters
     ----------
     connect : makes a client of the API. The log is read through a second one, in another thread.
+    federation : id of the federation that runs are started in; empty = the account's own.
     """
 
-    def __init__(self, connect: Callable[[], Any]) -> None:
+    def __init__(self, connect: Callable[[], Any], federation: str = "") -> None:
         self._connect = connect
         self._client = connect()
+        self._federation = federation
 
     @classmethod
     def of_connection(cls, connection: Any) -> Control:
@@ -187,7 +146,7 @@ class Control:
             with contextlib.redirect_stdout(io.StringIO()):  # Flower prints the connection's name
                 return init_http_client_from_connection(connection)
 
-        return cls(connect)
+        return cls(connect, connection.federation or "")
 
     @classmethod
     def of_port(cls, port: int) -> Control:
@@ -212,6 +171,48 @@ class Control:
 
     def __exit__(self, *_: object) -> None:
         self._client.close()
+
+    def start(
+        self, app: Path, run_config: Mapping[str, Any], federation_config: Mapping[str, Any] | None = None
+    ) -> int:
+        """Bundle an app and start a run, as ``flwr run`` does in a process of its own; return Flower's run id.
+
+        Parameters
+        ----------
+        app : folder of the app.   run_config : overrides of the app's run-config.
+        federation_config : nodes and resources of a simulation, by Flower's names; None = none are sent.
+
+        Raises
+        ------
+        BadRequest : Flower refuses the run-config.
+        LaunchError : there is no answer, or another error; with Flower's message.
+        """
+        import click
+        from flwr.cli.build import build_fab_from_disk
+        from flwr.cli.utils import flwr_cli_exc_handler
+        from flwr.common.serde import user_config_to_proto
+        from flwr.proto.control_pb2 import StartRunRequest
+        from flwr.proto.fab_pb2 import Fab
+        from flwr.supercore.utils import simulation_config_from_json
+
+        try:
+            bundle = build_fab_from_disk(app)
+            federation = {key.replace("-", "_"): value for key, value in (federation_config or {}).items()}
+            request = StartRunRequest(
+                fab=Fab(hash_str=hashlib.sha256(bundle).hexdigest(), content=bundle),
+                override_config=user_config_to_proto(dict(run_config)),
+                federation=self._federation,
+                override_federation_config=simulation_config_from_json(federation) if federation else None,
+            )
+            with flwr_cli_exc_handler():
+                reply = self._client.StartRun(request)
+        except (click.ClickException, ValueError, OSError) as error:
+            message = str(getattr(error, "message", error)).strip()
+            refused = "Invalid run configuration" in message or "[code: 15]" in message
+            raise (BadRequest if refused else LaunchError)(f"Flower: {message}") from error
+        if not reply.HasField("run_id"):
+            raise LaunchError(f"Flower: the run did not start {reply.note}".strip())
+        return int(reply.run_id)
 
     def status(self, run_id: int) -> tuple[str, str]:
         """Return a run's status and details in Flower's words, ``unknown`` when the SuperLink gives no answer."""

@@ -118,7 +118,7 @@ def run(values: Mapping[str, Any], out: Path | None, superlink: str | None, dry_
     with runner.Follower() as follower, supervise.handle_signals(supervise.interrupt, "SIGTERM"):
         follower.line(f"SuperLink {to.name} at {to.address}{' without encryption' if to.insecure else ''}")
         with Control.of_connection(to) as api:
-            run_id = submit(to, config)
+            run_id = submit(api, to, config)
             follower.line(f"run {run_id} submitted")
             followed = RemoteRun(here, config, follower)
             try:
@@ -139,7 +139,7 @@ def run(values: Mapping[str, Any], out: Path | None, superlink: str | None, dry_
     return 1
 
 
-def submit(to: Any, config: RunConfig) -> int:
+def submit(api: Control, to: Any, config: RunConfig) -> int:
     """Bundle the app and start a run; return Flower's run id.
 
     Raises
@@ -147,10 +147,9 @@ def submit(to: Any, config: RunConfig) -> int:
     BadRequest : the SuperLink cannot be reached, its certificate is not trusted, or it refuses the configuration.
     """
     with tempfile.TemporaryDirectory(prefix="fedapp-") as name:
-        folder = Path(name)
-        app = control.stage(folder / "app")
+        app = control.stage(Path(name) / "app")
         try:
-            return control.submit(app, to.name, config.to_flat(), folder=folder, env=control.environment())
+            return api.start(app, config.to_flat())
         except (LaunchError, BadRequest) as e:
             if "Authentication failed" in str(e):
                 raise BadRequest(f"the SuperLink at {to.address} {NO_TOKEN.format(to.name)}") from e

@@ -275,7 +275,8 @@ class Session:
             "RAY_USAGE_STATS_ENABLED": "0",
             "PYTHONUNBUFFERED": "1",
         }
-        env.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "0.25")
+        # A look for new runs costs two processes 10 ms together, also while the clients need the cores.
+        env.setdefault("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", "1")
         if not cluster_address():
             env["RAY_ADDRESS"] = f"127.0.0.1:{self._ray_port}" if self._ray_port else "local"
             # Workers that start before a job states its needs are never used by it.
@@ -332,9 +333,8 @@ class Session:
         out = Path(str(run_config["out"]))
         progress = EventReader(out / PROGRESS_FILE)
         submitted = time.time_ns()
-        options = ("--federation-config", " ".join(f"{key}={value}" for key, value in federation.items()))
-        env = self._environment()
-        run_id = control.submit(self.app, CONNECTION, run_config, *options, folder=self.home, env=env)
+        with Control.of_port(self.port) as api:
+            run_id = api.start(self.app, run_config, federation)
         self._active = RunHandle(self, run_id, out, progress, submitted, log_start)
         return self._active
 

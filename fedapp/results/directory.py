@@ -38,20 +38,22 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 from filelock import FileLock, Timeout
 
 from fedapp import __version__
 from fedapp.config import RunConfig, write_toml
 from fedapp.errors import BadRequest, is_number
-from fedapp.lazy import pd
 from fedapp.learning.metrics import tidy
 from fedapp.process import processor
-from fedapp.results.statistics import measured
+from fedapp.results.statistics import Floats, measured
 from fedapp.transport.client_manager import Dropped
 from fedapp.transport.offences import Blocked
 
+Columns: TypeAlias = Mapping[str, Floats]
+"""A table of numbers by column, NaN for empty cells."""
 PACKAGES = ("fedapp", "flwr", "ray", "torch", "torchvision", "numpy", "pandas", "scikit-learn", "scipy")
 
 
@@ -286,7 +288,7 @@ class RunDirectory:
         """
         for name in ("rounds.csv", "clients.csv", "evaluations.csv", "dropped.csv"):
             keep_rows(self.path / name, lambda row: int(row[0]) <= last)
-        evaluated = {str(r) for r in self.table("evaluations.csv").get("round", ())}
+        evaluated = {row["round"] for row in self._rows("evaluations.csv")}
         keep_rows(
             self.path / "dropped.csv",
             lambda row: row[2] == "train" or (row[2] == "evaluate" and row[0] in evaluated),
@@ -330,6 +332,10 @@ class RunDirectory:
             csv.writer(text, lineterminator="\n").writerows([[*rows[0], column], *([*row, ""] for row in rows[1:])])
             write_text(path, text.getvalue())
 
+    def count(self, name: str) -> int:
+        """Return how many rows one of the CSV files has."""
+        return len(self._rows(name))
+
     def dropped(self, dropped: Dropped) -> None:
         """Record a reply that did not count."""
         self.append("dropped.csv", dropped.as_dict())
@@ -339,7 +345,7 @@ class RunDirectory:
         keep_rows(self.path / "blocked.csv", lambda row: True)
         return [
             Blocked(int(row["round"]), int(row["client"]), int(row["node"]), str(row["stage"]), str(row["reason"]))
-            for row in self.table("blocked.csv").to_dict("records")
+            for row in self._rows("blocked.csv")
         ]
 
     def event(self, event: Mapping[str, Any]) -> None:
@@ -348,10 +354,20 @@ class RunDirectory:
         with (self.path / "progress.jsonl").open("a", encoding="utf-8") as f:
             f.write(line + "\n")
 
-    def table(self, name: str) -> pd.DataFrame:
-        """Read one of the CSV files back (empty if it is not there)."""
+    def table(self, name: str) -> Columns:
+        """Read one of the CSV files of numbers back by column; no column if it is not there.
+
+        Without pandas, which a server needs for nothing else and which takes as long to import as Flower.
+        """
+        rows = self._rows(name)
+        return {c: np.array([float(row[c] or "nan") for row in rows]) for c in rows[0]} if rows else {}
+
+    def _rows(self, name: str) -> list[dict[str, str]]:
         path = self.path / name
-        return pd.read_csv(path) if path.is_file() and path.stat().st_size else pd.DataFrame()
+        if not path.is_file():
+            return []
+        with path.open(newline="", encoding="utf-8") as f:
+            return list(csv.DictReader(f))
 
 
 def cell(value: Any) -> Any:
@@ -365,8 +381,8 @@ def cell(value: Any) -> Any:
 
 
 def accuracy_summary(
-    rounds: pd.DataFrame,
-    evaluations: pd.DataFrame,
+    rounds: Columns,
+    evaluations: Columns,
     final: Mapping[str, float],
     protocols: tuple[str, ...],
     clients: int,
@@ -388,13 +404,14 @@ def accuracy_summary(
     validation : mean over the images that are held out from training; only where there are any.
     """
     out: dict[str, dict[str, Any]] = {}
-    full = [table[table["clients"] == clients] for table in (rounds, evaluations) if len(table)]
+    full = [(table, np.asarray(table["clients"]) == clients) for table in (rounds, evaluations) if "clients" in table]
+    known = len(rounds["clients"]) if "clients" in rounds else 0
     for p in protocols:
         column = f"{p}_accuracy"
-        newest = rounds[column].iloc[-1] if column in rounds and len(rounds) else math.nan
-        part = len(rounds) and rounds["clients"].iloc[-1] < clients
+        newest = np.asarray(rounds[column])[-1] if column in rounds and known else math.nan
+        part = known and np.asarray(rounds["clients"])[-1] < clients
         if p == "global":
-            if column not in rounds or rounds[column].isna().all():
+            if column not in rounds or not len(measured(rounds[column])):
                 continue
             best = max(measured([*rounds[column], final.get(column)]))
             out[p] = {"last": final.get(column, newest), "best": best, "last_std": math.nan}
@@ -402,7 +419,7 @@ def accuracy_summary(
         else:
             highest = {}
             for name, source in (("best", column), ("best_pooled", f"{column}_pooled")):
-                seen = [v for table in full for v in table.get(source, ())]
+                seen = [v for table, all_took_part in full if source in table for v in table[source][all_took_part]]
                 highest[name] = max(measured([*seen, final.get(source)]), default=math.nan)
             out[p] = {
                 "last": final.get(column, math.nan), "best": highest["best"],
