@@ -552,8 +552,9 @@ class FedClient(PositionalClient):
     def restore(self, server_round: int, payload: Payload, always: bool = False) -> None:
         """Build the model as this client left it before `server_round`; a new client gets its seeded initial model."""
         skeleton = _skeleton(type(self), self.task.spec(0), self.hparams)
+        covered = self._covered(skeleton, payload)
         self._loaded = None
-        self._starts_from_state = always or self.needs_state or not self._covered(skeleton, payload)
+        self._starts_from_state = always or self.needs_state or not covered
         if self.store is not None and self._starts_from_state:
             self.stored = self._loaded = self.store.load(server_round)
         elif self.store is not None:
@@ -562,7 +563,7 @@ class FedClient(PositionalClient):
             if self.stored is not None:
                 self.own = selection.under("own/", self.stored.arrays)
         if self._loaded is None:
-            if self._covered(skeleton, payload):
+            if covered:
                 self.model = copy.deepcopy(skeleton)
             else:
                 self.model = self.build_model(self.task.spec(self.initial_seed()), self.hparams)
@@ -570,7 +571,8 @@ class FedClient(PositionalClient):
             self.model = copy.deepcopy(skeleton)
             selection.merge(self.model, selection.under("model/", self._loaded.arrays))
             self.own = selection.under("own/", self._loaded.arrays)
-        self.model.to(self.device)
+        if self.device.type != "cpu":
+            self.model.to(self.device)
 
     def state_facts(self) -> dict[str, Scalar]:
         """Return what the server must know of the state that a round has stored, to recognise it in the next one.
@@ -591,8 +593,7 @@ class FedClient(PositionalClient):
 
     def _covered(self, model: nn.Module, payload: Payload) -> bool:
         """Return whether the payload holds every parameter and floating-point buffer of the model."""
-        names = payload.all().keys()
-        return all(n in names for n in selection.shared_names(model, ("",)))
+        return _names(type(self), self.task.spec(0), self.hparams) <= payload.all().keys()
 
     def state(self) -> Arrays:
         """Return everything that is stored after the round."""
@@ -644,3 +645,9 @@ class FedClient(PositionalClient):
 def _skeleton(client: type[FedClient], spec: ModelSpec, hparams: Any) -> SplitModel:
     """Build a model once per process; clients work on copies, so nothing is carried over from one to the next."""
     return client.build_model(spec, hparams)
+
+
+@functools.lru_cache(maxsize=16)
+def _names(client: type[FedClient], spec: ModelSpec, hparams: Any) -> frozenset[str]:
+    """Return the names of all that a model's state consists of and that may be sent."""
+    return frozenset(selection.shared_names(_skeleton(client, spec, hparams), ("",)))

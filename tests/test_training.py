@@ -294,6 +294,13 @@ def test_order_then_augmentation_batch_by_batch_and_view_by_view(kind: str) -> N
 # ---- seeds, precision and reports ------------------------------------------------------------------------------------
 
 
+def test_a_training_on_the_processor_leaves_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch formats the whole call stack for a GPU that is not there, which takes longer than a short training."""
+    model = network()
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("for GPUs"))
+    go(model, TrainSpec(lr=0.1, batch_size=10, epochs=1))
+
+
 def test_dropout_draws_from_the_trainings_own_seed_and_the_global_generator_is_restored() -> None:
     class Recorded(nn.Dropout):
         masks: list[Tensor]

@@ -362,7 +362,12 @@ def train(
         generator, dropout = private.generator(), private.generator().initial_seed()
     watched = contextlib.nullcontext() if private is None else private.watching(model)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), watched:
-        torch.manual_seed(dropout)
+        if device.type == "cpu":
+            # The same numbers; torch.manual_seed also notes for GPUs from where it was called, which takes longer than
+            # the steps of a client with a few samples.
+            torch.default_generator.manual_seed(dropout)
+        else:
+            torch.manual_seed(dropout)
         for epoch in range(spec.epochs):
             batches = epoch_batches(x, y, spec.batch_size, generator) if private is None else private.batches(x, y)
             for raw, labels, index in batches:
