@@ -21,6 +21,7 @@ import pandas as pd
 import psutil
 import pytest
 from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -30,6 +31,7 @@ from fedapp.cli import app, main
 from fedapp.engines.local import run
 from fedapp.errors import BadRequest
 from tests.deployment import NODES, Deployment, connected, deployed, free_port, until
+from tests.liars import Forge, forged, often
 
 MODELS = "digits-a,digits-b,digits-c"
 DEPLOY = ("run", "--engine", "deploy", "--superlink", "superlink")
@@ -354,6 +356,41 @@ def test_an_interrupted_run_is_stopped(tmp_path: Path) -> None:
             env=it.env("superlink"), capture_output=True, text=True, check=True,
         )  # fmt: skip
         assert json.loads(done.stdout[done.stdout.index("{") :])["runs"][0]["status"] == "finished:stopped"
+
+
+@pytest.mark.slow
+def test_a_reply_that_is_no_message_ends_nothing(tmp_path: Path) -> None:
+    """Nor one of 4 MiB which says that it has 400 GiB: the run goes on with the third node."""
+    with deployed(tmp_path / "deployment") as it:
+        it.up(NODES[0], parts=3)
+        it.register(*NODES[1:])
+        out = it.folder / "vol-superlink" / "runs" / "forged"
+        settings = ("--method", "lgfedavg", "--clients", "3", "--rounds", "1", "--set", f"model={MODELS}")
+        changes: dict[str, Forge] = {
+            NODES[1]: lambda kind, body: b"garbage" if kind == "RecordDict" else body,
+            NODES[2]: often(100_000),
+        }
+        with contextlib.ExitStack() as stack, told():
+            calls = {name: stack.enter_context(connected(it, name)) for name in changes}
+            following = it.begin(*DEPLOY, *settings, "--set", "min-clients=1", "--out", str(out))
+            for name, (receive, send, push) in calls.items():
+                asked: list[Any] = []
+                until(lambda: asked.append(receive()) or asked[-1] is not None, 180, "a message\n" + it.log("fedapp"))  # noqa: B023
+                arrays = [np.frombuffer(os.urandom(4 << 20), np.uint8)]
+                reply = Message(RecordDict({"arrays": ArrayRecord(arrays)}), reply_to=asked[-1][0])
+                pieces = forged(reply, changes[name])
+                *parts, root = pieces
+                reply.metadata.__dict__["_message_id"] = root
+                tree = ObjectTree(object_id=root, children=[ObjectTree(object_id=part) for part in parts])
+                missing, session = send(reply, tree, 1.0)
+                assert set(missing) == set(pieces)
+                for part, body in pieces.items():
+                    push(reply.metadata.run_id, session, part, body)
+            assert following.wait(600) == 0, it.log("fedapp") + it.log("superlink")[-3000:]
+        warned = [e["text"] for e in events(out) if e["kind"] == "warning" and "left out" in e["text"]]
+        assert len(warned) == 2 and set(table(out, "clients.csv")["client"]) == {0}
+        assert any("its reply is no message" in text for text in warned)
+        assert any("the arrays of its reply have more than" in text for text in warned)
 
 
 @pytest.mark.slow

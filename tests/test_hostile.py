@@ -8,12 +8,24 @@ import math
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import Array as FlowerArray
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app.message import make_message
+from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.proto.message_pb2 import Metadata, ObjectTree, PullObjectResponse
+from flwr.proto.runtime_pb2 import PullAppMessagesResponse
+from flwr.supercore.inflatable.inflatable_object import (
+    UnexpectedObjectContentError,
+    get_all_nested_objects,
+    get_object_id,
+)
+from flwr.supercore.inflatable.inflatable_utils import validate_object_content
+from flwr.superlink.grid.http_grid import HttpGrid
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,12 +33,12 @@ from fedapp.client_app import app
 from fedapp.config import from_flat
 from fedapp.errors import BadRequest
 from fedapp.learning.state import read_safetensors
-from fedapp.transport import boundary, client_manager
+from fedapp.transport import boundary, client_manager, records
 from fedapp.transport.boundary import BAD, FAILED, IMPOSSIBLE, Contract, Good, Hello, Refused
 from fedapp.transport.local_grid import LocalGrid, _identify
 from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, reply_content
 from fedapp.transport.virtual import Member
-from tests.liars import federate
+from tests.liars import Forge, federate, forged, often
 from tests.test_robust import QUICK
 
 SHAPES = {"head.weight": (10, 4), "head.bias": (10,), "bn.running_var": (3,)}
@@ -55,6 +67,8 @@ def raw(name: str = "head.bias", **fields: Any) -> Change:
     """Change what a record says of an array, or its bytes."""
 
     def change(content: RecordDict) -> None:
+        if name not in content[ARRAYS]:
+            put(name, np.zeros(0, np.float32))(content)
         for field, value in fields.items():
             setattr(content[ARRAYS][name], field, value)
 
@@ -93,6 +107,12 @@ def npy(array: np.ndarray) -> bytes:
     return FlowerArray(array).data
 
 
+def padded(more: int) -> bytes:
+    """The bytes of `BIAS` with a header that is longer."""
+    header, numbers = npy(BIAS)[10:128], npy(BIAS)[128:]
+    return npy(BIAS)[:8] + (118 + more).to_bytes(2, "little") + header[:-1] + b" " * more + b"\n" + numbers
+
+
 IMPOSSIBLE_REPLIES: dict[str, tuple[Change, str]] = {
     "float64": (put("head.bias", BIAS.astype(np.float64)), "dtype float64"),
     "longdouble": (put("head.bias", BIAS.astype(np.longdouble)), "dtype"),
@@ -110,6 +130,16 @@ IMPOSSIBLE_REPLIES: dict[str, tuple[Change, str]] = {
     "header of another shape": (raw(data=npy(np.zeros((2, 5), np.float32))), "not what its record says"),
     "header of another dtype": (raw(data=npy(np.zeros(10, np.int32))), "not what its record says"),
     "Fortran order": (raw(shape=(10,), data=npy(BIAS)[:8] + npy(BIAS)[8:].replace(b"False", b"True ", 1)), "not what"),
+    "header of NumPy 9": (raw(data=npy(BIAS)[:6] + b"\x09\x00" + npy(BIAS)[8:]), "NumPy does not write"),
+    "numbers between the bytes of numbers": (raw(data=padded(1)), "NumPy does not write"),
+    "bytes after the numbers": (raw(data=npy(BIAS) + b"\0"), "not what its record says"),
+    "numbers that are cut": (raw(data=npy(BIAS)[:-1]), "not what its record says"),
+    "header that is longer than all": (raw(data=npy(BIAS)[:8] + b"\xff\xff" + npy(BIAS)[10:]), "does not begin as"),
+    "other byte order": (raw(data=npy(BIAS.astype(">f4"))), "not what its record says"),
+    "fields": (raw(data=npy(np.zeros(10, [("a", "f4")]))), "not what its record says"),
+    "text for bytes": (raw(data="x" * 168), "does not begin as an array"),
+    "empty array of an endless shape": (raw("lar", dtype="float32", shape=(0, 2**31)), "which no array has"),
+    "half precision in a further array": (put("lar", np.zeros((2, 4), np.float16)), "dtype float16"),
     "missing array": (lambda c: c[ARRAYS].__delitem__("head.bias"), "arrays missing: head.bias"),
     "further array": (put("head.evil", BIAS), "not an array that lgfedavg shares"),
     "20,000 further arrays": (many_arrays, "20003 arrays"),
@@ -205,6 +235,33 @@ def test_honest_replies_pass_as_they_are() -> None:
     assert isinstance(boundary.read(message(tiny), CONTRACT), Good)
 
 
+def test_what_is_read_where_it_lies_is_what_was_sent() -> None:
+    for change, name, array in (
+        (raw(data=padded(64)), "head.bias", BIAS),
+        (put("lar", np.zeros((0, 4), np.float32)), "lar", np.zeros((0, 4), np.float32)),
+        (put("labels", np.arange(3)), "labels", np.arange(3)),
+        (put("lar", np.arange(6.0).reshape(2, 3)), "lar", np.arange(6.0).reshape(2, 3)),
+        (put("lar", np.array(3.5)), "lar", np.array(3.5)),
+    ):
+        content = honest()
+        change(content)
+        got = boundary.read(message(content), CONTRACT)
+        assert isinstance(got, Good), got
+        found = got.arrays[name]
+        assert found.dtype == array.dtype and found.shape == array.shape and np.array_equal(found, array)
+        assert found.flags.aligned and (not found.size or not found.flags.writeable)
+
+
+@pytest.mark.parametrize("data", [np.frombuffer(npy(BIAS), np.float32).data, None, 5, [1], memoryview(npy(BIAS))[::2]])
+def test_data_that_are_no_bytes_are_refused(data: Any) -> None:
+    """They cannot come from a real node; in a simulation they may be anything that Ray makes of bytes."""
+    content = honest()
+    raw(data=data)(content)
+    assert isinstance(boundary.read(message(content), CONTRACT), Refused)
+    raw(data=bytearray(npy(BIAS)))(content)
+    assert isinstance(boundary.read(message(content), CONTRACT), Good)
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 3e38])
 def test_an_honest_client_may_say_that_the_model_it_got_is_spoiled(loss: float) -> None:
     """Whatever the losses are, the reply counts: else one liar that spoils the model ends all others."""
@@ -280,6 +337,134 @@ def test_reading_a_reply_takes_less_than_twice_the_size_of_the_contract(wire: st
     claimed = content()
     raw(shape=(1 << 30,), name="features.0.weight")(claimed)
     assert peak_of(claimed, contract)[1] < size // 10
+
+
+# ---- the pieces in which a reply comes from a real node --------------------------------------------------------------
+
+
+class Link(HttpGrid):
+    """Flower's grid of real nodes, with a SuperLink that has one reply, made of these pieces."""
+
+    run: Any = SimpleNamespace(run_id=1)
+
+    def __init__(self, pieces: dict[str, bytes], root: str, tree: list[str] | None = None) -> None:
+        super().__init__(token="none")
+        self._run: Any = self.run
+        self.pieces, self.confirmed = pieces, list[str]()
+        parts = [ObjectTree(object_id=name) for name in pieces if name != root] if tree is None else []
+        self.reply = PullAppMessagesResponse(
+            messages_list=[
+                ProtoMessage(metadata=Metadata(message_id=root, message_type="train", reply_to_message_id="asked"))
+            ],
+            message_object_trees=[ObjectTree(object_id=root, children=parts)],
+        )
+
+    @property
+    def _runtime_client(self) -> Any:
+        def piece(request: Any) -> Any:
+            found = self.pieces.get(request.object_id)
+            return PullObjectResponse(
+                object_found=found is not None, object_available=found is not None, object_content=found or b""
+            )
+
+        def confirm(request: Any) -> None:
+            self.confirmed.append(request.message_object_id)
+
+        return SimpleNamespace(PullMessages=lambda r: self.reply, PullObject=piece, ConfirmMessageReceived=confirm)
+
+
+def pieces_of(content: RecordDict, change: Forge = lambda kind, body: body) -> Link:
+    """Take a reply apart as a node does, with other bodies."""
+    pieces = forged(message(content), change)
+    return Link(pieces, list(pieces)[-1])
+
+
+def test_a_reply_comes_as_it_was_sent_and_answers_what_the_superlink_says() -> None:
+    link = pieces_of(honest())
+    [got] = boundary.arrived(link, ["asked"], 1 << 20)
+    assert got.metadata.reply_to_message_id == "asked", "not what the node wrote into it"
+    assert isinstance(boundary.read(got, CONTRACT), Good) and link.confirmed == [got.metadata.message_id]
+    _identify(1)
+    failed = Message(Error(8, "boom"), reply_to=message(honest()))
+    [piece] = [o.deflate() for o in get_all_nested_objects(failed).values()]
+    [got] = boundary.arrived(Link({get_object_id(piece): piece}, get_object_id(piece)), ["asked"], 1 << 20)
+    assert got.error.reason == "boom" and got.metadata.reply_to_message_id == "asked"
+
+
+@pytest.mark.parametrize("kind", ["Message", "RecordDict", "ArrayRecord", "MetricRecord", "ConfigRecord", "Array"])
+@pytest.mark.parametrize("body", [b"", b"garbage", b"[" * 100_000, b"{}", b"null"])
+def test_pieces_that_are_no_message_are_no_message(kind: str, body: bytes) -> None:
+    if (kind, body) in ((k, b"") for k in ("Message", "MetricRecord", "ConfigRecord")):
+        return  # an empty one, which is read as such
+    link = pieces_of(honest(), lambda k, b: body if k == kind else b)
+    [got] = boundary.arrived(link, ["asked"], 1 << 20)
+    assert got.error.code == boundary.UNREADABLE and "no message" in got.error.reason
+    assert got.metadata.reply_to_message_id == "asked" and link.confirmed
+
+
+def test_a_reply_that_is_another_object_or_lacks_a_part_is_no_message() -> None:
+    whole = pieces_of(honest())
+    record = next(name for name, piece in whole.pieces.items() if piece.startswith(b"MetricRecord"))
+    [got] = boundary.arrived(Link(whole.pieces, record, []), ["asked"], 1 << 20)
+    assert got.error.code == boundary.UNREADABLE
+    root = list(whole.pieces)[-1]
+    [got] = boundary.arrived(Link(whole.pieces, root, []), ["asked"], 1 << 20)
+    assert got.error.code == boundary.UNREADABLE, "the SuperLink was not told of what it consists of"
+    del whole.pieces[record]
+    [got] = boundary.arrived(whole, ["asked"], 1 << 20)
+    assert got.error.code in client_manager.GONE and "missing" in got.error.reason
+
+
+def test_a_class_of_a_simulation_is_no_part_of_a_message() -> None:
+    """Flower puts together the classes that it knows by name, and none of ours; nothing of a real node is unpickled."""
+    whole = pieces_of(honest())
+    name, piece = next((n, p) for n, p in whole.pieces.items() if p.startswith(b"Array "))
+    ours = piece.replace(b"Array", records._Shared.__qualname__.encode(), 1)
+    with pytest.raises(UnexpectedObjectContentError):
+        validate_object_content(ours)
+    whole.pieces[name] = ours
+    [got] = boundary.arrived(whole, ["asked"], 1 << 20)
+    assert got.error.code == boundary.UNREADABLE
+
+
+def test_a_piece_that_is_said_to_occur_often_takes_no_memory() -> None:
+    content = honest()
+    put("head.weight", np.zeros((1 << 20) // 4, np.float32))(content)
+    once, many = pieces_of(content, often(1)), pieces_of(content, often(1000))
+    tracemalloc.start()
+    try:
+        [got] = boundary.arrived(many, ["asked"], 8 << 20)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert got.error.code == boundary.UNREADABLE and "more than 8388608 bytes" in got.error.reason and most < 8 << 20
+    assert not boundary.arrived(once, ["asked"], 8 << 20)[0].has_error()
+    [got] = boundary.arrived(once, ["asked"], 1 << 19)
+    assert got.error.code == boundary.UNREADABLE and "its reply has more than" in got.error.reason
+
+
+def test_a_reply_that_is_no_message_blocks_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that comes at a registration leaves the node out."""
+    flat = from_flat({"method": "lgfedavg", "clients": 4, **{k.replace("_", "-"): v for k, v in QUICK.items()}})
+    grid: Any = LocalGrid(app, flat.to_flat(), 4)
+    manager = client_manager.ClientManager(grid, client_manager.Settings(min_replies=0.5), {}, lambda e: None)
+    manager.gather(4)
+    reply = make_message(message(honest()).metadata, error=Error(boundary.UNREADABLE, "its reply is no message"))
+    traffic = client_manager.Traffic()
+    assert manager._checked(reply, CONTRACT, 1, lambda r: None, traffic, 0) is None
+    assert 1 in manager.offences.blocked and traffic.dropped[0].reason == "its reply is no message"
+    with pytest.raises(BadRequest, match="its reply is no message"):
+        manager._hello(1001, reply)
+
+
+def test_no_client_says_how_much_it_may_send(monkeypatch: pytest.MonkeyPatch) -> None:
+    flat = from_flat({"method": "fedavg", "clients": 3, **{k.replace("_", "-"): v for k, v in QUICK.items()}})
+    grid: Any = LocalGrid(app, flat.to_flat(), 3)
+    manager = client_manager.ClientManager(grid, client_manager.Settings(), {}, lambda e: None)
+    manager.gather(3)
+    before = [manager._further(c, "train", {}) for c in range(3)]
+    manager.facts[0]["width"] = 1 << 24
+    assert [manager._further(c, "train", {}) for c in range(3)] == before
 
 
 # ---- registration ----------------------------------------------------------------------------------------------------

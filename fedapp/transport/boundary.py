@@ -3,6 +3,7 @@
 `read` never raises. A reply comes back as `Good`, or as `Refused` with the reason, whatever was sent. What is expected
 follows from the server's own model, never from what a client says of itself: names, shapes, dtypes, sizes, and ranges
 of all numbers. Sizes are checked before anything is decoded, so that no header can make the server ask for memory.
+`arrived` does the same for the pieces in which a reply arrives from a real node.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import io
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from flwr.app import Array as FlowerArray
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord, Error, Message
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
 
 from fedapp.errors import Impossible
 from fedapp.method import Arrays
@@ -28,8 +31,14 @@ FAILED, BAD, IMPOSSIBLE, ANOTHER = "failed", "bad value", "impossible", "another
 as an honest client may send too when its model diverges; what no client code of ours can send; a reply in the name of
 another client, as from a node that was restarted with another id."""
 
+UNREADABLE = 4217
+"""Code of the error that stands for a reply whose pieces are no message. Flower's codes are small."""
+FACTS_SIZE = 16 << 20
+"""Largest size of a reply without its arrays, in bytes."""
 NPY_HEADER = 256
-"""Bytes of an array's own header; NumPy's has 128."""
+"""Most bytes of an array's own header; NumPy's has 128."""
+NPY_ALIGNED = 64
+"""NumPy fills up its headers to a multiple of so many bytes."""
 FURTHER, METRICS_MOST, LIST_MOST = 4096, 256, 65_536
 """Largest numbers of arrays beside the model's, of metrics, and of entries of one metric."""
 NAME_MOST, TEXT_MOST, INFO_MOST = 200, 4096, 16
@@ -52,8 +61,8 @@ HELLO = {
 """Whole numbers that a client states about itself, with the smallest and the largest that are possible."""
 MODEL = re.compile(r"\A[\w.:,+-]{1,200}\Z")
 """The name of an architecture."""
-DTYPES = ("float16", "float32", "float64", "int32", "int64")
-"""What further arrays, such as class means with their labels, may consist of."""
+DTYPES = ("float32", "float64", "int32", "int64")
+"""What further arrays, such as class means with their labels, may consist of; and half precision where it is on."""
 NARROW = ("head.", "lar", "protos", "statistics/mean", "nh/", "dbe/")
 """Beginnings of the names of arrays whose values are at most `Contract.max_abs`."""
 SUMS = {"sums/a": 2, "sums/b": 1}
@@ -127,6 +136,94 @@ class Refused:
     reason: str
     offence: str = IMPOSSIBLE
     stage: str = ""
+
+
+def arrived(grid: Grid, ids: Iterable[str], most: int) -> list[Message]:
+    """Return the replies that have come. What a node sent that is no message comes as an error, and is not raised.
+
+    From a real node a reply comes as many objects that name each other, and an array says which pieces it consists of.
+    Flower believes them: what it cannot read it raises, so that one node would end the run, and it repeats a piece as
+    often as it is told, so that a few bytes would fill the memory. It also takes from the message itself which question
+    it answers; here the SuperLink's word counts, which asked that node.
+
+    Parameters
+    ----------
+    ids : of the messages that were sent.   most : largest size of one reply in bytes.
+    """
+    flower: Any = grid
+    if not hasattr(type(grid), "_runtime_client"):
+        return list(grid.pull_messages(ids))  # from processes of the same simulation
+    from flwr.app.message import make_message
+    from flwr.common.serde_utils import metadata_from_proto
+    from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest
+    from flwr.proto.runtime_pb2 import PullAppMessagesRequest
+    from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
+    from flwr.supercore.inflatable.inflatable_protobuf_utils import make_pull_object_fn_protobuf
+    from flwr.supercore.inflatable.inflatable_utils import ObjectPullError, inflate_object_from_contents, pull_objects
+
+    client, node, run = flower._runtime_client, flower.node, flower.run.run_id
+    pull, found = make_pull_object_fn_protobuf(client.PullObject, node, run), []
+    answer = client.PullMessages(PullAppMessagesRequest(message_ids=ids))
+    for given, tree in zip(answer.messages_list, answer.message_object_trees, strict=True):
+        metadata, code, wrong = metadata_from_proto(given.metadata), UNREADABLE, ""
+        pieces: dict[str, bytes] = {}
+        content: dict[str, Any] = {}
+        try:
+            pieces = pull_objects([part.object_id for part in iterate_object_tree(tree)], _up_to(most, pull))
+        except _TooMuch as e:
+            wrong = str(e)
+        except ObjectPullError as e:
+            code, wrong = ErrorCode.MESSAGE_UNAVAILABLE, f"a part of its reply is missing: {e}"
+        if code == UNREADABLE:
+            client.ConfirmMessageReceived(
+                ConfirmMessageReceivedRequest(node=node, run_id=run, message_object_id=metadata.message_id)
+            )
+        try:
+            wrong = wrong or _pieces_problem(pieces, most)
+            if not wrong:
+                whole: Any = inflate_object_from_contents(metadata.message_id, pieces)
+                content = {"error": whole.error} if whole.has_error() else {"content": whole.content}
+        except Exception as e:
+            wrong = f"its reply is no message: {type(e).__name__}: {str(e)[:TEXT_MOST]}"
+        found.append(make_message(metadata, **({"error": Error(code, wrong)} if wrong else content)))
+    return found
+
+
+class _TooMuch(Exception):
+    """More was sent than one reply may have."""
+
+
+def _up_to(most: int, pull: Callable[[str], bytes]) -> Callable[[str], bytes]:
+    """Return a function that pulls pieces until they have more than `most` bytes together."""
+    left = most
+
+    def one(name: str) -> bytes:
+        nonlocal left
+        piece = pull(name)
+        left -= len(piece)
+        if left < 0:
+            raise _TooMuch(f"its reply has more than {most} bytes")
+        return piece
+
+    return one
+
+
+def _pieces_problem(pieces: Mapping[str, bytes], most: int) -> str:
+    """Say what is wrong with the sizes of arrays once their pieces are put together; here nothing is."""
+    from flwr.supercore.inflatable.inflatable_object import (
+        get_object_body,
+        get_object_head_values_from_object_content,
+    )
+
+    left = most
+    for piece in pieces.values():
+        kind, names, _ = get_object_head_values_from_object_content(piece)
+        if kind == FlowerArray.__qualname__:
+            of = [len(pieces[name]) for name in names]
+            left -= sum(of[place] for place in json.loads(get_object_body(piece, FlowerArray))["arraychunk_ids"])
+        if left < 0:
+            return f"the arrays of its reply have more than {most} bytes"
+    return ""
 
 
 def read(message: Message | Part, contract: Contract) -> Good | Refused:
@@ -279,8 +376,8 @@ def _array_problem(name: str, array: FlowerArray, contract: Contract) -> str | N
         return f"'{name}' has shape {str(shape)[:NAME_MOST]}, which no array has"
     if array.stype != "numpy.ndarray":
         return f"'{name}' is stored as {str(array.stype)[:NAME_MOST]}, expected numpy.ndarray"
-    model = ("float32", *(("float16",) if contract.wire_dtype == "fp16" else ()))
-    allowed: tuple[str, ...] = model if name in contract.arrays else DTYPES
+    half = ("float16",) if contract.wire_dtype == "fp16" else ()
+    allowed: tuple[str, ...] = (*(("float32",) if name in contract.arrays else DTYPES), *half)
     expected = contract.arrays.get(name)
     if name in contract.raw:
         allowed, expected = (contract.raw[name][0],), contract.raw[name][1]
@@ -291,14 +388,17 @@ def _array_problem(name: str, array: FlowerArray, contract: Contract) -> str | N
     size = math.prod(shape) * np.dtype(array.dtype).itemsize
     if not size < len(array.data) <= size + NPY_HEADER:
         return f"'{name}' has {len(array.data)} bytes, {array.dtype} of shape {shape} has {size}"
-    stream = io.BytesIO(memoryview(array.data)[:NPY_HEADER])
     try:
-        np.lib.format.read_magic(stream)
+        stream = io.BytesIO(memoryview(array.data)[:NPY_HEADER])
+        version = np.lib.format.read_magic(stream)
         written, fortran, dtype = np.lib.format.read_array_header_1_0(stream)
     except Exception:
         return f"'{name}' does not begin as an array does"
     if (written, fortran, str(dtype)) != (shape, False, array.dtype) or stream.tell() + size != len(array.data):
         return f"'{name}' is not what its record says: {dtype} of shape {str(written)[:NAME_MOST]}"
+    # The numbers are read where they lie, and must lie as numbers do.
+    if version != (1, 0) or stream.tell() % NPY_ALIGNED:
+        return f"'{name}' has a header that NumPy does not write"
     return None
 
 

@@ -34,12 +34,15 @@ from fedapp.transport.agreement import clash, compared, majority, within_models
 from fedapp.transport.boundary import (
     ANOTHER,
     BAD,
+    FACTS_SIZE,
     FAILED,
     IMPOSSIBLE,
     LARGE,
+    UNREADABLE,
     Contract,
     Hello,
     Refused,
+    arrived,
     grade,
     read,
     read_hello,
@@ -339,7 +342,7 @@ class ClientManager:
         limit = 0.0 if strict else min(limits, default=60.0)
         joined = []
         while self._unregistered:
-            replies = list(self.grid.pull_messages(set(self._unregistered)))
+            replies = arrived(self.grid, set(self._unregistered), FACTS_SIZE)
             for reply in replies:
                 said = self._unregistered.pop(reply.metadata.reply_to_message_id, None)
                 if said is None:
@@ -625,7 +628,8 @@ class ClientManager:
         held: dict[int, Reply | None] = {}
         awaited, arrivals = deque(ids), itertools.count()
         longest = limit * max(map(len, order), default=1)
-        for batch, answer in self._raw(order, message, longest, at_once):
+        most = 0 if self._hosts else max((self._further(c, kind, expected) for c in ids), default=0)
+        for batch, answer in self._raw(order, message, longest, at_once, FACTS_SIZE + bytes_each + most):
             several = {} if len(batch) == 1 or answer.has_error() else parts(answer.content)
             for client in batch:
                 contract = self._contract(client, kind, expected, raw or {})
@@ -681,8 +685,11 @@ class ClientManager:
         message: Callable[[Sequence[int]], Message],
         limit: float,
         at_once: int,
+        most: int = FACTS_SIZE,
     ) -> Iterator[tuple[list[int], Message]]:
         """Send messages to clients, at most `at_once` at a time; yield (clients, reply) in the order of arrival.
+
+        On real nodes a reply may have `most` bytes.
 
         Ends when all have answered or `limit` seconds have passed; a limit of 0 waits without limit. The yielded
         clients are those that got the message: if their node no longer exists, the reply is an error from the SuperLink
@@ -698,7 +705,7 @@ class ClientManager:
                 ids = self.grid.push_messages([message(batch) for batch in now])
                 waiting |= {i: batch for batch, i in zip(now, ids, strict=True) if i}
             asked = time.monotonic()
-            replies = list(self.grid.pull_messages(set(waiting)))
+            replies = arrived(self.grid, set(waiting), most)
             answered = time.monotonic()
             if replies:
                 heard = answered
@@ -734,7 +741,8 @@ class ClientManager:
         client, stage = contract.client, contract.kind
         got = read(message, contract)
         if isinstance(message, Message) and message.has_error():
-            got = Refused(_reason(message), FAILED, stage)
+            unreadable = message.error.code == UNREADABLE
+            got = Refused(_reason(message), IMPOSSIBLE if unreadable else FAILED, stage)
         if isinstance(got, Refused):
             if got.offence == FAILED:
                 stage = got.stage
@@ -773,6 +781,16 @@ class ClientManager:
         self._seen.discard(who)
         return FAILED
 
+    def _further(self, client: int, kind: str, expected: Mapping[str, tuple[int, ...]]) -> int:
+        """Return how many bytes a client's arrays beside the model's may have."""
+        info = self.infos[client]
+        # Where methods ask for representations, those of all clients have one width. One client alone cannot change it.
+        widths = [int(self.facts[c]["width"]) for c in ([client] if self._hosts else self.facts)]
+        classes, width = info.num_classes, sorted(widths)[len(widths) // 2]
+        # One matrix per class is the most that any method asks for; a query for features asks for all of them.
+        most = EXTRA_BYTES + 4 * classes * width * (width + 1) + 16 * sum(math.prod(s) for s in expected.values())
+        return most + (8 * info.num_samples * (width + 1) if kind == "query.features" else 0)
+
     def _contract(
         self,
         client: int,
@@ -782,10 +800,7 @@ class ClientManager:
     ) -> Contract:
         """Return what a reply may hold: the server's own model, and what the method declares beside it."""
         method, info = self._method, self.infos[client]
-        classes, width = info.num_classes, int(self.facts[client]["width"])
-        # One matrix per class is the most that any method asks for; a query for features asks for all of them.
-        most = EXTRA_BYTES + 4 * classes * width * (width + 1) + 16 * sum(math.prod(s) for s in expected.values())
-        most += 8 * info.num_samples * (width + 1) if kind == "query.features" else 0
+        most = self._further(client, kind, expected)
         allowed = (lambda name: kind != "evaluate" and method.allows(name)) if method else lambda name: True
         allowed = (lambda name: False) if raw else allowed
         count = 0 if kind in WITHOUT_DATA else info.num_samples
