@@ -36,6 +36,7 @@ from fedapp.results.statistics import DASH, interval, percent, spread, worst
 
 DOCS = Path(__file__).parent.parent / "docs"
 OVERVIEW = "overview"
+UNMEASURED = "*Not measured yet.*"
 
 
 class Block(Entry):
@@ -251,10 +252,10 @@ def replaced(text: str, name: str, lines: Sequence[str]) -> str:
 
 
 def page(text: str, runs: Sequence[Kept]) -> str:
-    """Return the page with every table of `runs`; blocks without runs keep what they say."""
+    """Return the page with every table of `runs`; a block without runs says that it was not measured."""
     for block in definition().block:
-        if found := of_block(runs, block.id):
-            text = replaced(text, block.id, block_table(found))
+        found = of_block(runs, block.id)
+        text = replaced(text, block.id, block_table(found) if found else [UNMEASURED])
     return replaced(text, OVERVIEW, overview_table(runs)) if runs else text
 
 

@@ -116,6 +116,7 @@ def test_one_command_runs_what_is_missing_and_makes_the_page(
     assert choosing.main() == 0 and "2 to run" in capsys.readouterr().err
     text = page.read_text()
     assert "| FedGH | 1 |" in text and "| Standalone | 1 | – |" in text and text.count("between") == 7
+    assert text.count(choosing.UNMEASURED) == len(definition().block) - 1, "the other blocks say so"
     assert begun == ["digits/fedgh-s0", "digits/local-s0"]
     lines.unlink()
     assert choosing.main() == 0 and "2 finished below" in capsys.readouterr().err, "runs that are there count"
