@@ -14,7 +14,7 @@ import torch
 from clients.base import FedClient
 from fedapp.core.averages import RunningMean
 from fedapp.learning.state import ClientStore
-from fedapp.method import BaseHParams, Reply
+from fedapp.method import BaseHParams, Payload, Reply
 from strategies.base import Callbacks, FedStrategy, weighted_mean
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.lgfedavg import METHOD as LGFEDAVG
@@ -74,6 +74,15 @@ def test_validation_images_are_scored_beside_the_test_images(tmp_path: Path) -> 
         right = int((client.model(images(task)).argmax(dim=1) == task.y_train).sum())
     assert metrics["received-validation-correct"] == metrics["trained-validation-correct"] == right
     assert metrics["received-validation-total"] == len(task.y_train)
+
+
+def test_the_balanced_score_is_only_measured_where_it_is_asked_for(tmp_path: Path) -> None:
+    task = one_batch_task()
+    union = dataclasses.replace(task, x_union=task.x_train, y_union=task.y_train)
+    client = FedClient(union, FEDAVG, BaseHParams(), ClientStore(tmp_path / "0", "fedavg", "aa"))
+    for balanced in (True, False):
+        metrics = client.evaluate_round(whole(model_like(task)), 1, balanced=balanced)
+        assert ("received-balanced" in metrics) is balanced
 
 
 def test_a_metric_keeps_its_own_name_under_both_scores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,3 +181,21 @@ def test_a_mean_is_a_running_one_unless_another_is_given() -> None:
     given.add_many([({"w": np.full(2, 7, np.float32)}, 4.0)])
     assert weighted_mean(replies, {"w": 0}, given)["w"].tolist() == [5.0, 5.0], "it goes on from what it has"
     assert weighted_mean([], {"w": 0}) == {"w": 0}
+
+
+def test_a_query_that_the_method_does_not_know_says_what_to_do() -> None:
+    client = FedClient(one_batch_task(), FEDAVG, BaseHParams(), None)
+    with pytest.raises(ValueError, match=r"'fedavg' cannot answer 'query\.zork': define answer\(\)"):
+        client.answer("zork", Payload())
+
+
+def test_a_newcomer_knows_that_it_is_one_and_in_which_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    task = one_batch_task()
+    client = FedClient(task, FEDAVG, BaseHParams(), None)
+    seen: list[tuple[bool, int]] = []
+    restore = client.restore
+    monkeypatch.setattr(
+        client, "restore", lambda *given: (seen.append((client.newcomer, client.round)), restore(*given))
+    )
+    metrics = client.meet(whole(model_like(task)), 7, "unseen_received", 0)
+    assert seen == [(True, 7)] and metrics["unseen_received-total"] == len(task.y_test)
