@@ -181,6 +181,65 @@ def test_defaults(method: str) -> None:
     assert registry.get(method).hparams().model_dump() == DEFAULTS.get(method, {})
 
 
+CCVR_LIMITS = (
+    "samples >= 1, rank >= 1, shrink >= 0, shrink <= 1, min_count >= 1, lr > 0, momentum >= 0, momentum < "
+    "1, weight_decay >= 0, epochs >= 0, batch >= 1, oracle_samples >= 0, clsprox >= 0"
+)
+LIMITS: dict[str, str] = {
+    "fedclassavg": "rho >= 0, contrastive >= 0, temperature > 0, base_temperature > 0, warmup_epochs >= 0, beta1 >= 0, "
+    "beta1 < 1",
+    "cwfedavg": "tau >= 0",
+    "fedgh": "header_lr >= 0, header_epochs >= 1, header_clip >= 0, min_class_count >= 1",
+    "ccvr": CCVR_LIMITS,
+    "fedprox": "mu >= 0",
+    "fedavgm": "momentum >= 0, momentum < 1, server_lr > 0, dampening >= 0, dampening < 1",
+    "moon": "mu >= 0, tau > 0",
+    "fedncm": "min_count >= 1",
+    "fed3r": "min_count >= 1, lam > 0",
+    "lda": "min_count >= 1, shrink > 0, shrink <= 1",
+    "fedcof": "min_count >= 1, gamma > 0",
+    "pccvr": f"{CCVR_LIMITS}, tau >= 0, smooth > 0",
+    "fedproto": "lam >= 0",
+    "ktpfl": "lr_c >= 0, rho >= 0, temperature > 0, distil_epochs >= 0, public_batch >= 0",
+    "fml": "alpha >= 0, alpha <= 1, beta >= 0, beta <= 1",
+    "fedkd": "energy_start > 0, energy_start <= 1, energy_end > 0, energy_end <= 1, energy_rounds >= 1, distil >= "
+    "0, floor >= 0",
+    "fd": "gamma >= 0",
+    "fedamp": "scale >= 0, xi >= 0, xi <= 1, sigma > 0, alpha > 0, lam >= 0",
+    "fedfomo": "models >= 0, validation > 0, validation < 1, epsilon >= 0, epsilon <= 1, decay > 0, decay <= 1",
+    "cfl": "r1 >= 0, r2 >= 0, eps1 >= 0, eps2 >= 0, gamma >= 0, gamma <= 1, smooth >= 1, start_round >= 0, "
+    "min_size >= 1, max_stale >= 0",
+    "ifca": "clusters >= 1",
+    "fednh": "rho >= 0, rho <= 1, scale > 0",
+    "feduv": "lam >= 0, mu >= 0",
+    "scaffold": "server_lr > 0",
+    "feddbe": "kappa >= 0, mu > 0, mu <= 1",
+    "fedbabu": "tune_epochs >= 0",
+    "fedetf": "gamma >= 0, scale > 0, tune_epochs >= 0, tune_cycles >= 0, tune_etf >= 0, tune_projection >= 0",
+    "fedtgp": "lam >= 0, server_epochs >= 0, server_lr >= 0, server_batch >= 1, tau >= 0",
+    "fedghg": "header_lr >= 0, header_epochs >= 1, header_clip >= 0, min_class_count >= 1",
+    "pfedfda": "eps > 0, eps <= 1, min_count >= 1",
+    "fedrep": "head_epochs >= 0, body_epochs >= 0",
+    "ditto": "lam >= 0, personal_epochs >= 0",
+    "fedrod": "gamma >= 0",
+    "fedpac": "lam >= 0, head_epochs >= 0, head_rate > 0",
+}
+"""What a hyperparameter may be, where a number of its field says so."""
+SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+
+
+@pytest.mark.parametrize("method", registry.discover())
+def test_limits(method: str) -> None:
+    found = [
+        f"{name} {sign} {getattr(bound, kind):g}"
+        for name, field in registry.get(method).hparams.model_fields.items()
+        for bound in field.metadata
+        for kind, sign in SIGNS.items()
+        if getattr(bound, kind, None) is not None
+    ]
+    assert ", ".join(found) == LIMITS.get(method, "")
+
+
 ADDING = {
     "fedclassavg", "cwfedavg", "fedprox", "moon", "fedproto", "fml", "fedkd", "fd", "fedamp", "feduv", "feddbe",
     "fedetf", "fedtgp", "ditto", "fedrod", "fedpac", "ccvr(base=fedavg clsprox=0.1)", "ccvr(base=moon)",
