@@ -333,7 +333,8 @@ def test_a_node_that_cannot_take_part_ends_the_run_before_training(tmp_path: Pat
         it.register("supernode-0")
         it.node("supernode-0", node_config="client-id=3 data-path='/does/not/exist'")
         it.online("supernode-0")
-        done = it.run(*DEPLOY, "--method", "fedavg", "--clients", "1", "--out", str(tmp_path / "out"))
+        settings = ("--method", "fedavg", "--clients", "1", "--set", "wait-timeout=20")  # client 0 might still come
+        done = it.run(*DEPLOY, *settings, "--out", str(tmp_path / "out"))
         assert done.returncode == 2 and "client 3 cannot take part" in done.stderr, done.stderr
         assert "Traceback" not in done.stderr
         lines = [line for line in it.log("supernode-0").splitlines() if "cannot take part" in line]

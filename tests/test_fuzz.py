@@ -1,7 +1,7 @@
-"""Anything at all as a reply, a registration, a checkpoint, a run's files or a configuration: a verdict or a plain
-error comes back, never another exception.
+"""Anything at all as a reply, the pieces of one, a registration, a checkpoint, a run's files or a configuration: a
+verdict or a plain error comes back, never another exception.
 
-`make test` runs a few hundred cases, the slow test 20,000.
+`make test` runs a few hundred cases, the slow test 24,000.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fedapp.results.runs import read_run
 from fedapp.transport import boundary, checkpoint
 from fedapp.transport.boundary import Good, Hello, Refused
 from fedapp.transport.records import ARRAYS, INFO, METRICS
-from tests.test_hostile import CONTRACT, FP16, hello, honest, message
+from tests.test_hostile import CONTRACT, FP16, hello, honest, message, pieces_of
 
 NUMBERS = st.one_of(
     st.integers(-(2**63), 2**63 - 1), st.floats(), st.sampled_from([0, -1, 1, 2**31, 1e30, float("nan"), float("inf")])
@@ -100,6 +100,16 @@ def registrations(changes: Any, wire: bool) -> None:
     assert isinstance(boundary.read_hello(message(content)), (Hello, Refused))
 
 
+def pieces(kind: str, edits: Any, cut: int, raw: bytes) -> None:
+    def change(of: str, body: bytes) -> bytes:
+        return body if of != kind else raw if cut % 4 == 0 else edited(body, edits, cut)
+
+    for reply in boundary.arrived(pieces_of(honest(), change), ["asked"], 1 << 20):
+        assert isinstance(boundary.read(reply, CONTRACT), (Good, Refused))
+        assert isinstance(boundary.read_hello(reply), (Hello, Refused))
+
+
+KINDS = ("Message", "RecordDict", "ArrayRecord", "Array", "ArrayChunk", "MetricRecord", "ConfigRecord")
 STATE = {"model": {"w": np.ones((2, 3), np.float32)}, "ids": [1, 2], "c": {0: np.zeros(2)}, "none": {}}
 JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=9)),
@@ -163,6 +173,7 @@ def configurations(pairs: Any, word: str) -> None:
 TRIED: dict[str, tuple[Callable[..., None], tuple[st.SearchStrategy[Any], ...]]] = {
     "replies": (replies, (CHANGES, st.booleans())),
     "registrations": (registrations, (CHANGES, st.booleans())),
+    "pieces": (pieces, (st.sampled_from(KINDS), EDITS, st.integers(0, 1 << 16), st.binary(max_size=60))),
     "checkpoints": (checkpoints, (EDITS, st.integers(0, 1 << 16), JSON,
                                   st.sampled_from(["schema", "run", "round", "scalars", "extra", "order"]))),
     "run files": (run_files, (st.sampled_from(FILES), EDITS, st.integers(0, 1 << 16), st.binary(max_size=60))),
