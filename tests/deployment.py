@@ -239,6 +239,9 @@ class Deployment:
         return next(c for c in children if any("flower-supernode" in word for word in c.cmdline()))
 
     def close(self) -> None:
+        for started in self.processes.values():
+            if started.poll() is None:
+                started.terminate()  # nginx writes its title over its environment, and so over the mark
         for sign in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
             for process in self.family():
                 with contextlib.suppress(psutil.Error):
