@@ -77,7 +77,18 @@ CLAIMED = 10**9
 ALPHAS = ("0.5", "0.1")
 ATTACKS = ("none", *ON_DATA, "sign", "times-10", "times1000", "huge", "min-max", "little", *ON_STATISTICS)
 METHODS = ("fedavg", "lgfedavg", "cwfedavg", "fedgh", "ccvr")
-RULES = ("none", "cap", "norm", "median", "trimmed", "multikrum", "geomedian", "own")
+RULES = (
+    "none",
+    "cap",
+    "norm",
+    "median",
+    "trimmed",
+    "norm+trimmed",
+    "multikrum",
+    "multikrum+trimmed",
+    "geomedian",
+    "own",
+)
 FILE, PAGE = Path("docs/attacks.json"), Path("docs/robustness.md")
 START, END = "<!-- attacks -->\n", "<!-- end of attacks -->"
 
@@ -169,7 +180,8 @@ class AttackedGrid(LocalGrid):
                 self._change_statistics(reply)
 
     def _arrays(self, reply: Message) -> dict[str, NDArray[Any]]:
-        return {n: a.numpy() for n, a in reply.content.array_records[records.ARRAYS].items()}
+        # Every liar reads every reply, and all were written in this process: they are read where they lie.
+        return records.arrays_of(reply.content.array_records[records.ARRAYS], checked=True)
 
     def _update(self, reply: Message, names: Sequence[str]) -> Vector:
         """Return the change of what was sent; class means and the like have none and count from 0."""
@@ -373,7 +385,9 @@ def main() -> int:
             PAGE.write_text(f"{parts[0]}{START}{text}{END}{parts[2]}", encoding="utf-8")
         return 0
     torch.set_num_threads(1)
-    known["machine"] = machine.describe()["processor"]
+    here = machine.describe()["processor"]
+    if here not in known["machine"]:
+        known["machine"] = " and ".join(filter(None, [known["machine"], here]))
     with tempfile.TemporaryDirectory() as folder:
         fill(known, args, Path(folder))
     return 0
