@@ -12,6 +12,7 @@ import io
 import json
 import math
 import re
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -195,12 +196,13 @@ class _TooMuch(Exception):
 
 def _up_to(most: int, pull: Callable[[str], bytes]) -> Callable[[str], bytes]:
     """Return a function that pulls pieces until they have more than `most` bytes together."""
-    left = most
+    left, counting = most, threading.Lock()  # Flower pulls several at once
 
     def one(name: str) -> bytes:
         nonlocal left
         piece = pull(name)
-        left -= len(piece)
+        with counting:
+            left -= len(piece)
         if left < 0:
             raise _TooMuch(f"its reply has more than {most} bytes")
         return piece
@@ -209,7 +211,7 @@ def _up_to(most: int, pull: Callable[[str], bytes]) -> Callable[[str], bytes]:
 
 
 def _pieces_problem(pieces: Mapping[str, bytes], most: int) -> str:
-    """Say what is wrong with the sizes of arrays once their pieces are put together; here nothing is."""
+    """Say what is wrong with the sizes that arrays would have; nothing is put together here."""
     from flwr.supercore.inflatable.inflatable_object import (
         get_object_body,
         get_object_head_values_from_object_content,
