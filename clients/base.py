@@ -552,7 +552,7 @@ class FedClient(PositionalClient):
     def restore(self, server_round: int, payload: Payload, always: bool = False) -> None:
         """Build the model as this client left it before `server_round`; a new client gets its seeded initial model."""
         skeleton = _skeleton(type(self), self.task.spec(0), self.hparams)
-        covered = self._covered(skeleton, payload)
+        covered = self._covered(payload)
         self._loaded = None
         self._starts_from_state = always or self.needs_state or not covered
         if self.store is not None and self._starts_from_state:
@@ -591,7 +591,7 @@ class FedClient(PositionalClient):
         }
         return facts | ({"state-lost": self.store.lost} if self.store.lost else {})
 
-    def _covered(self, model: nn.Module, payload: Payload) -> bool:
+    def _covered(self, payload: Payload) -> bool:
         """Return whether the payload holds every parameter and floating-point buffer of the model."""
         return _names(type(self), self.task.spec(0), self.hparams) <= payload.all().keys()
 

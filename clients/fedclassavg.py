@@ -102,7 +102,7 @@ class FedClassAvgClient(FedClient):
         overwrite it.
         """
         epochs = self.hparams.chosen.warmup_epochs
-        fresh = self._loaded is None and not self._covered(self.model, payload)
+        fresh = self._loaded is None and not self._covered(payload)
         if epochs and fresh and self.store is not None:  # without a store every round would be the first one
             # The proximal term of the warm-up refers to the client's own initial head: none has been received yet.
             self.received_head = [p.detach().clone() for p in self.model.head.parameters()]

@@ -27,7 +27,7 @@ from pydantic import Field
 
 from clients.base import FedClient
 from clients.fedrod import log_prior
-from fedapp.lazy import Tensor, nn, torch
+from fedapp.lazy import Tensor, torch
 from fedapp.learning.task import ModelSpec
 from fedapp.learning.training import Batch, Phase
 from fedapp.method import ALL, HEAD, BaseHParams, Payload
@@ -78,9 +78,9 @@ class FedETFClient(FedClient):
 
         return ETFModel(base, scale=scale, train_scale=hparams.train_scale)
 
-    def _covered(self, model: nn.Module, payload: Payload) -> bool:
+    def _covered(self, payload: Payload) -> bool:
         """Whether the server sends everything but M, which is computed."""
-        return super()._covered(model, Payload({**payload.all(), ETF: simplex(self.task.num_classes).numpy()}))
+        return super()._covered(Payload({**payload.all(), ETF: simplex(self.task.num_classes).numpy()}))
 
     @functools.cached_property
     def prior(self) -> Tensor:

@@ -20,7 +20,6 @@ import numpy as np
 from pydantic import Field
 
 from clients.base import FedClient
-from fedapp.lazy import nn
 from fedapp.method import Arrays, BaseHParams, Payload
 from fedapp.transport import selection
 
@@ -78,7 +77,7 @@ class IFCAClient(FedClient):
         """Return hat j."""
         return {"ifca-cluster": self.choice}
 
-    def _covered(self, model: nn.Module, payload: Payload) -> bool:
+    def _covered(self, payload: Payload) -> bool:
         """Whether any one cluster's model, with what is shared by all, is a whole model."""
         rest, models = split_payload(payload)
-        return super()._covered(model, Payload(arrays={**rest.all(), **(models[0] if models else {})}))
+        return super()._covered(Payload(arrays={**rest.all(), **(models[0] if models else {})}))
