@@ -16,7 +16,7 @@ import numpy as np
 
 from clients.pfedfda import GAUSSIANS, PFedFDAClient, PFedFDAHParams
 from fedapp.core.gaussian import pack, unpack
-from fedapp.method import Arrays, Method, Reply, ServerContext, ServerState, Sums
+from fedapp.method import Arrays, Method, Reply, ServerContext, ServerState, Sums, TrainDefaults
 from strategies.base import FedStrategy
 
 
@@ -53,6 +53,8 @@ METHOD = Method(
     strategy=PFedFDA,
     client=PFedFDAClient,
     hparams=PFedFDAHParams,
+    # The rule's weights are as large as the inverse of the covariance, and so are the gradients of the extractor.
+    defaults=TrainDefaults(clip=10.0),
     shared=("features.",),
     extra_up=(GAUSSIANS,),
     sum_only=Sums(),

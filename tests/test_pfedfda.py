@@ -203,6 +203,20 @@ def test_a_round_trains_the_extractor_under_the_global_rule_and_predicts_with_th
         np.testing.assert_allclose(again.model.head.bias.detach(), head[:, -1], rtol=2e-2, atol=2e-2)
 
 
+def test_features_that_vary_little_do_not_throw_the_extractor_away() -> None:
+    """The head is then huge, so the gradient is. The default limit holds the step at its learning rate times 10."""
+    moved = {}
+    for clip in (0.0, METHOD.defaults.clip):
+        task = handmade.one_batch_task(lr=0.01, epochs=1, clip=clip)
+        width = build_model(task.model, num_classes=task.num_classes, shape=(1, 8, 8), seed=9).width
+        means = np.random.default_rng(0).random((task.num_classes, width))
+        sent = payload(task, Gaussians(means, 1e-6 * np.eye(width)))
+        arrays, _, _ = PFedFDAClient(task, METHOD, PFedFDAHParams(beta=0.0)).train_round(sent, 1)
+        steps = [arrays[n] - sent.common[n] for n in arrays if n.startswith("features.")]
+        moved[clip] = np.sqrt(sum(float((s.astype(np.float64) ** 2).sum()) for s in steps))
+    assert moved[10.0] == pytest.approx(0.01 * 10, rel=1e-3) and moved[0.0] > 100 * moved[10.0]
+
+
 def test_received_is_the_adapted_rule_on_the_received_extractor_and_folds_depend_on_the_round(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
