@@ -1,8 +1,10 @@
 """What the checks of clients cost in rounds of honest clients: `python -m benchmarks.trust`.
 
-Processor seconds of rounds in this process, with the checks of every reply and of every new state, and with these taken
-out, in random order; and the part of the seconds that is spent within the checks. Two equal runs differ by a tenth and
-more on a small machine, so only many turns tell a few percent: look at the fastest runs too.
+One run in this process, in which every second round has the checks of each reply and of each new state, and the others
+do without; a coin says which of two comes first. Both kinds of rounds so share the process, its memory and the state of
+the machine: two equal runs differ by a tenth and more, which hides a few percent. Compared are processor seconds of
+neighbouring rounds, and their medians over the run, with the interval that 2,000 draws of pairs give. The last column
+is the part of the seconds that is spent within the checks.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -67,84 +69,98 @@ class Watch:
         return timed
 
 
-@contextlib.contextmanager
-def checks(on: bool, watch: Watch) -> Iterator[None]:
-    """Run with or without the checks."""
-    with contextlib.ExitStack() as stack:
+class Checks:
+    """A switch: with it on, replies and states are checked; off, all is believed."""
 
-        def put(place: Any, name: str, function: Any) -> None:
-            stack.enter_context(patch.object(place, name, function))
+    def __init__(self) -> None:
+        self.on, self.watch = True, Watch()
 
-        if on:
-            put(boundary, "reply_of", watch(reply_of, -1))
-            put(client_manager, "read", watch(boundary.read))
-            for name in ("flaw", "longest"):
-                put(_soundness, name, watch(getattr(_soundness, name)))
-            bounded = _soundness.bounded
-            put(_soundness, "bounded", lambda *given: watch(bounded(*given)))
-        else:
-            put(client_manager, "read", trusting)
-            put(_soundness, "flaw", lambda *given: None)
-        yield
+    def __enter__(self) -> Checks:
+        self._stack = contextlib.ExitStack()
+        read, bounded = boundary.read, _soundness.bounded
+        self._put(client_manager, "read", self.watch(read), trusting)
+        self._put(_soundness, "flaw", self.watch(_soundness.flaw), lambda *given: None)
+        self._put(_soundness, "longest", self.watch(_soundness.longest), lambda *given: 0.0)
+        self._put(_soundness, "bounded", lambda *given: self.watch(bounded(*given)), lambda check, *given: check)
+        self._stack.enter_context(patch.object(boundary, "reply_of", self.watch(reply_of, -1)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def _put(self, place: Any, name: str, checked: Callable[..., Any], trusted: Callable[..., Any]) -> None:
+        self._stack.enter_context(patch.object(place, name, lambda *given: (checked if self.on else trusted)(*given)))
 
 
-def rounds_of(values: Mapping[str, Any], data: Path, rounds: int, on: bool) -> tuple[float, float]:
-    """Run a federation; return the processor seconds of its rounds but the first, and those within the checks."""
-    watch, marks = Watch(), list[tuple[float, float]]()
+class Round(NamedTuple):
+    """One round: processor seconds, and those within the checks."""
 
-    def note(event: Mapping[str, Any]) -> None:
-        if event["kind"] == "round":
-            marks.append((time.process_time(), watch.seconds))
+    seconds: float
+    inside: float
+
+
+def rounds_of(values: Mapping[str, Any], data: Path, pairs: int) -> list[tuple[Round, Round]]:
+    """Run a federation; return its pairs of neighbouring rounds, the one with checks first.
+
+    The first two rounds warm up and do not count.
+    """
+    coin, found = random.Random(0), list[dict[bool, Round]]()
+    plan = [on for _ in range(pairs + 1) for on in coin.sample([True, False], 2)]
 
     further = {"data-dir": str(data)} if values["dataset"] == "npz" else {}
-    growth = 10.0 if on else 0.0  # as on real nodes
-    settings = {"num-server-rounds": rounds, "max-growth": growth, "final-training": False}
-    with tempfile.TemporaryDirectory() as folder, checks(on, watch):
+    settings = {"num-server-rounds": len(plan), "max-growth": 10.0, "final-training": False}  # growth as on real nodes
+    with tempfile.TemporaryDirectory() as folder, Checks() as checks:
+        last = [time.process_time(), 0.0]
+        checks.on = plan[0]
+
+        def note(event: Mapping[str, Any]) -> None:
+            if event["kind"] != "round":
+                return
+            now, done = [time.process_time(), checks.watch.seconds], int(event["round"])
+            if done % 2:
+                found.append({})
+            found[-1][checks.on] = Round(now[0] - last[0], now[1] - last[1])
+            last[:] = now
+            if done < len(plan):
+                checks.on = plan[done]
+
         flat = local.prepare({**values, **further, **settings}, Path(folder) / "out").to_flat()
         server_app.serve(LocalGrid(client_app, flat, int(flat["clients"])), flat, note)
-    return marks[-1][0] - marks[0][0], marks[-1][1] - marks[0][1]
+    return [(pair[True], pair[False]) for pair in found[1:]]
 
 
-def measure(turns: int, rounds: int, folder: Path, only: str = "") -> Iterator[str]:
+def ratio(pairs: Sequence[tuple[Round, Round]]) -> float:
+    """Return the median seconds with checks over the median without."""
+    with_checks, without = ([one.seconds for one in side] for side in zip(*pairs, strict=True))
+    return float(statistics.median(with_checks) / statistics.median(without))
+
+
+def measure(pairs: int, folder: Path, only: str = "") -> Iterator[str]:
     """Yield the lines of a table."""
     rng = np.random.default_rng(0)
     x, y = rng.integers(0, 256, (160, 32, 32, 3), dtype=np.uint8), np.arange(160) % 10
     np.savez(folder / "images.npz", x_train=x[:128], y_train=y[:128], x_test=x[128:], y_test=y[128:])
-    order = random.Random(0)
-    yield "| a run | with checks, s | without, s | with / without, medians | of the fastest | within the checks |"
+    yield "| a round | with checks, s | without, s | with / without | 95 % interval | within the checks |"
     yield "|---|---:|---:|---:|---:|---:|"
     for name, values in CASES.items():
         if not name.startswith(only):
             continue
-        shares: list[float] = []
-
-        def run(on: bool, values: Mapping[str, Any] = values, shares: list[float] = shares) -> float:
-            total, inside = rounds_of(values, folder, rounds, on)
-            if on:
-                shares.append(inside / total)
-            return total
-
-        seconds: dict[bool, list[float]] = {True: [], False: []}
-        for turn in range(turns + 1):
-            for on in order.sample([True, False], 2):
-                took = run(on)
-                if turn:  # the first turn warms up
-                    seconds[on].append(took)
-        slow, fast = (statistics.median(seconds[on]) for on in (True, False))
-        least = min(seconds[True]) / min(seconds[False])
-        part = f"{100 * statistics.median(shares):.2f} %"
-        yield f"| {name} | {slow:.2f} | {fast:.2f} | {slow / fast:.3f} | {least:.3f} | {part} |"
+        found = rounds_of(values, folder, pairs)
+        draws = sorted(ratio([found[i] for i in rng.integers(0, pairs, pairs)]) for _ in range(2000))
+        slow, fast = (statistics.median(one.seconds for one in side) for side in zip(*found, strict=True))
+        part = statistics.median(one.inside / one.seconds for one, _ in found)
+        interval = f"{draws[49]:.3f} to {draws[1949]:.3f}"
+        yield f"| {name} | {slow:.3f} | {fast:.3f} | {ratio(found):.3f} | {interval} | {100 * part:.2f} % |"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--turns", type=int, default=24)
+    parser.add_argument("--pairs", type=int, default=100, help="of rounds, with and without checks")
     parser.add_argument("--only", default="", help="runs whose name begins so")
-    parser.add_argument("--rounds", type=int, default=3, help="of a run, of which the first does not count")
     given = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="fedapp-bench-") as name:
-        for line in measure(given.turns, given.rounds, Path(name), given.only):
+        for line in measure(given.pairs, Path(name), given.only):
             print(line, flush=True)
 
 
