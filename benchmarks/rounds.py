@@ -52,7 +52,7 @@ class Scale:
     images: int = 60_000
     clients: int = 20
     rounds: int = 3
-    repeats: int = 5
+    repeats: int = 3
     workers: int = 2
     ray: bool = True
 
@@ -106,7 +106,7 @@ class Visits:
 
     Attributes
     ----------
-    peak : memory of all processes in bytes, of the first turn, which is not timed: watching takes time.
+    peak : memory of all processes in bytes, of `warm_up`, which is not timed: watching takes time.
     """
 
     def __init__(self, data: Path, folder: Path, scale: Scale, **values: Any) -> None:
@@ -115,12 +115,19 @@ class Visits:
 
     def __call__(self) -> float:
         """Run one turn and return the mean seconds of its counted rounds."""
+        self._run(self.configuration())
+        return statistics.fmean(between_rounds(self.folder))
+
+    def warm_up(self) -> None:
+        """Make a run of two rounds, of which only the memory counts."""
+        self._run(self.configuration().replaced(num_server_rounds=2))
+
+    def _run(self, config: RunConfig) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
         if self.ray:
-            self._run_under_ray(self.configuration())
+            self._run_under_ray(config)
         else:
-            engine.run_local(self.configuration())
-        return statistics.fmean(between_rounds(self.folder))
+            engine.run_local(config)
 
     def _run_under_ray(self, config: RunConfig) -> None:
         with launch.Session() as session:
@@ -205,6 +212,9 @@ def measure(folder: Path, data: Path | None, scale: Scale) -> tuple[Times, dict[
             **({"fedavg_bf16": app["fedavg_bf16"]} if "fedavg_bf16" in app else {}),
             "reference_cwfedavg": cwfedavg.round, "cwfedavg": app["cwfedavg"],
         }  # fmt: skip
-        times = alternate(alternatives, scale.repeats, warmup=1 if scale.ray else 0)
+        if scale.ray:
+            for visit in app.values():
+                visit.warm_up()
+        times = alternate(alternatives, scale.repeats, warmup=0)
     peak |= {name: visit.peak for name, visit in app.items() if visit.peak}
     return times, peak
