@@ -30,11 +30,16 @@ class LyingGrid(LocalGrid):
     """A grid whose clients may say nothing: the server then gets no reply."""
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        return [reply for reply in super().pull_messages(message_ids) if reply is not None]
+        asked, replies = set(message_ids), list[Message]()
+        while not replies and not asked.isdisjoint(self._waiting):  # the next one answers though this one does not
+            replies = [reply for reply in super().pull_messages(asked) if reply is not None]
+        return replies
 
 
-def federate(out: Path, liars: Iterable[int], lie: Lie, clients: int = 5, **settings: Any) -> RunResult:
-    """Run a federation on digits in which the replies of `liars` are changed by `lie`."""
+def federate(
+    out: Path, liars: Iterable[int], lie: Lie, clients: int = 5, nodes: bool = False, **settings: Any
+) -> RunResult:
+    """Run a federation on digits in which the replies of `liars` are changed by `lie`; with `nodes` on real nodes."""
     chosen = set(liars)
     plain: dict[str, Any] = {"dataset": "digits", "clients": clients, "rounds": 1, "local-epochs": 1, "batch-size": 64}
     values = {**plain, **{name.replace("_", "-"): value for name, value in settings.items()}}
@@ -47,8 +52,13 @@ def federate(out: Path, liars: Iterable[int], lie: Lie, clients: int = 5, **sett
         return lie(message.metadata.message_type, reply)
 
     config = prepare(values, out)
-    flat = configuration.for_context(config)
+    # Real nodes say themselves into how many parts the data are split.
+    flat = configuration.for_context(config.replaced(clients=0) if nodes else config)
     grid: Any = LyingGrid(client_app, flat, config.clients)  # type: ignore[arg-type]
+    if nodes:
+        del grid.pull_interval  # what tells a simulation's grid
+        for context in grid.contexts.values():
+            context.node_config["state-dir"] = str(out.with_name(f"{out.name}-state"))
     serve(grid, flat, None)
     return read_run(out)
 

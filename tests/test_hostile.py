@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
@@ -33,12 +34,13 @@ from fedapp.client_app import app
 from fedapp.config import from_flat
 from fedapp.errors import BadRequest
 from fedapp.learning.state import read_safetensors
-from fedapp.transport import boundary, client_manager, records
+from fedapp.results.runs import RunResult
+from fedapp.transport import boundary, checkpoint, client_manager, records, roster
 from fedapp.transport.boundary import BAD, FAILED, IMPOSSIBLE, Contract, Good, Hello, Refused
-from fedapp.transport.local_grid import LocalGrid, _identify
+from fedapp.transport.local_grid import FIRST_NODE, LocalGrid, _identify
 from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, reply_content
 from fedapp.transport.virtual import Member
-from tests.liars import Forge, federate, forged, often
+from tests.liars import Forge, Lie, federate, forged, often
 from tests.test_robust import QUICK
 
 SHAPES = {"head.weight": (10, 4), "head.bias": (10,), "bn.running_var": (3,)}
@@ -474,13 +476,24 @@ def hello(**changes: Any) -> RecordDict:
     facts: dict[str, Any] = {
         "client": 1, "model": "digits-a", "num-classes": 10, "shape": "[1, 8, 8]", "width": 64, "common": "{}",
         "shapes": json.dumps({n: list(s) for n, s in SHAPES.items()}), "partitions": 4, "classes": "", CAST: "{}",
-        **{name.replace("_", "-"): value for name, value in changes.items() if name != "count"},
     }  # fmt: skip
     content = RecordDict({ARRAYS: ArrayRecord(), METRICS: MetricRecord({"num-examples": 7, "test-examples": 5})})
-    if "count" in changes:
-        content[METRICS]["num-examples"] = changes["count"]
-    content[INFO] = ConfigRecord({n: v for n, v in facts.items() if v is not None})
+    content[INFO] = ConfigRecord(facts)
+    stating(**changes)(content)
     return content
+
+
+def stating(**changes: Any) -> Change:
+    """Change what a client states when it registers; `count` are its samples, and None takes a fact away."""
+
+    def change(content: RecordDict) -> None:
+        for name, value in changes.items():
+            record, key = (METRICS, "num-examples") if name == "count" else (INFO, name.replace("_", "-"))
+            content[record].pop(key, None)
+            if value is not None:
+                content[record][key] = value
+
+    return change
 
 
 def test_an_honest_registration_passes() -> None:
@@ -517,32 +530,34 @@ def test_values_are_bounded_by_what_they_are(name: str, largest: float) -> None:
         assert (problem is None) == good, problem
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"client": None}, "its client is None"),
-        ({"client": -5}, "its client is -5"),
-        ({"client": 2**62}, "its client is"),
-        ({"shapes": None}, "its shapes is no text"),
-        ({"shapes": "{"}, "cannot be read"),
-        ({"shapes": "[" * 60_000}, "cannot be read"),
-        ({"shapes": json.dumps({"head.bias": [2**40]})}, "not those of arrays"),
-        ({"shapes": json.dumps({"head.bias": [2**30, 2**30]})}, "not those of arrays"),
-        ({"shapes": json.dumps({"x" * 600_000: [1]})}, "no text of at most"),
-        ({"width": None}, "its width is None"),
-        ({"width": 2**40}, "its width is"),
-        ({"num_classes": 1}, "its num-classes is 1"),
-        ({"model": "a b\x1b[2J"}, "is no name"),
-        ({"shape": "x"}, "cannot be read"),
-        ({"shape": "[0, 8, 8]"}, "not possible"),
-        ({"count": [1]}, "its num-examples is [1]"),
-        ({"count": math.inf}, "its num-examples is inf"),
-        ({"count": 10**18}, "its num-examples is"),
-        ({"partitions": -1}, "its partitions is -1"),
-        ({"common": json.dumps({"a": [1]})}, "common facts"),
-    ],
-)
-def test_a_hostile_registration_is_refused(changes: dict[str, Any], reason: str) -> None:
+HELLOS: dict[str, tuple[dict[str, Any], str]] = {
+    "no client": ({"client": None}, "its client is None"),
+    "client -5": ({"client": -5}, "its client is -5"),
+    "client 2**62": ({"client": 2**62}, "its client is"),
+    "no shapes": ({"shapes": None}, "its shapes is no text"),
+    "shapes that are no JSON": ({"shapes": "{"}, "cannot be read"),
+    "deep shapes": ({"shapes": "[" * 60_000}, "cannot be read"),
+    "side of 2**40": ({"shapes": json.dumps({"head.bias": [2**40]})}, "not those of arrays"),
+    "array of 2**60": ({"shapes": json.dumps({"head.bias": [2**30, 2**30]})}, "not those of arrays"),
+    "long shapes": ({"shapes": json.dumps({"x" * 600_000: [1]})}, "no text of at most"),
+    "no width": ({"width": None}, "its width is None"),
+    "width 2**40": ({"width": 2**40}, "its width is"),
+    "one class": ({"num_classes": 1}, "its num-classes is 1"),
+    "model that is no name": ({"model": "a b\x1b[2J"}, "is no name"),
+    "size x": ({"shape": "x"}, "cannot be read"),
+    "no size": ({"shape": "[0, 8, 8]"}, "not possible"),
+    "count list": ({"count": [1]}, "its num-examples is [1]"),
+    "count inf": ({"count": math.inf}, "its num-examples is inf"),
+    "count 1e18": ({"count": 10**18}, "its num-examples is"),
+    "partitions -1": ({"partitions": -1}, "its partitions is -1"),
+    "common list": ({"common": json.dumps({"a": [1]})}, "common facts"),
+}
+"""What no client of ours states about itself, with a part of the reason."""
+
+
+@pytest.mark.parametrize("what", HELLOS)
+def test_a_hostile_registration_is_refused(what: str) -> None:
+    changes, reason = HELLOS[what]
     got = boundary.read_hello(message(hello(**changes)))
     assert isinstance(got, Refused) and got.offence == IMPOSSIBLE and reason in got.reason, got
 
@@ -550,22 +565,33 @@ def test_a_hostile_registration_is_refused(changes: dict[str, Any], reason: str)
 # ---- whole runs ------------------------------------------------------------------------------------------------------
 
 
-def answer(change: Change) -> Callable[[str, Message], Message]:
+Bits = tuple[str, dict[str, bytes]]
+
+
+def answer(change: Change, to: str = "train") -> Lie:
     def lie(kind: str, reply: Message) -> Message:
-        if kind == "train":
+        if kind == to:
             change(reply.content)
         return reply
 
     return lie
 
 
-def final_bits(out: Path) -> tuple[str, dict[str, bytes]]:
-    table = (out / "rounds.csv").read_text(encoding="utf-8").splitlines()[1].split(",")[2]
-    return table, {n: a.tobytes() for n, a in read_safetensors(out / "models" / "last.safetensors")[0].items()}
+def final_bits(out: Path) -> Bits:
+    """Return all scores but those of client 1, and the arrays of the last state and of the model that is kept."""
+    names = [n for n in ("rounds.csv", "evaluations.csv", "clients.csv", "final.csv") if (out / n).is_file()]
+    rows = pd.concat([pd.read_csv(out / name, dtype=str) for name in names])
+    rows = rows[rows["client"] != "1"][[c for c in rows if not c.endswith(("seconds", "_down", "dropped"))]]
+    found = checkpoint.latest(out / "checkpoint")
+    assert found is not None
+    arrays, model = dict(checkpoint.flatten(found[1])[0]), out / "models" / "last.safetensors"
+    if model.is_file():
+        arrays |= {f"kept/{name}": array for name, array in read_safetensors(model)[0].items()}
+    return rows.to_csv(index=False), {name: array.tobytes() for name, array in arrays.items()}
 
 
 @pytest.fixture(scope="module")
-def silent(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, bytes]]:
+def silent(tmp_path_factory: pytest.TempPathFactory) -> Bits:
     """What a run leaves in which client 1 fails."""
     out = tmp_path_factory.mktemp("silent") / "run"
     run = federate(out, [1], answer(info("error", "ValueError: boom")), 4, method="lgfedavg", min_replies=0.5, **QUICK)
@@ -579,14 +605,93 @@ WHOLE = [what for table in GRADES.values() for what in table if what != "correct
 
 
 @pytest.mark.parametrize("what", [w if w in SOME else pytest.param(w, marks=pytest.mark.full) for w in WHOLE])
-def test_a_liar_changes_nothing_for_the_honest_ones(
-    what: str, silent: tuple[str, dict[str, bytes]], tmp_path: Path
-) -> None:
+def test_a_liar_changes_nothing_for_the_honest_ones(what: str, silent: Bits, tmp_path: Path) -> None:
     """Whatever is refused, the result equals bit for bit that of a run in which the client fails."""
     change = next(table[what][0] for table in GRADES.values() if what in table)
     run = federate(tmp_path / "run", [1], answer(change), 4, method="lgfedavg", min_replies=0.5, **QUICK)
     assert run.summary["ok"] and run.summary["dropped"] == 1
     assert final_bits(run.out) == silent
+
+
+def registered(out: Path, change: Change | None, **settings: Any) -> tuple[RunResult, list[str]]:
+    """Run on real nodes, of which node 1001 changes what it states (None: it states nothing); with the warnings."""
+
+    def lie(kind: str, reply: Message) -> Message | None:
+        return reply if change or kind != "query.register" else None
+
+    of = {"method": "lgfedavg", "rounds": 2, "wait_timeout": 1.0, **QUICK, **settings}
+    run = federate(out, [1], answer(change, "query.register") if change else lie, 4, nodes=True, **of)
+    events = map(json.loads, (out / "progress.jsonl").read_text(encoding="utf-8").splitlines())
+    return run, [e["text"] for e in events if e["kind"] == "warning"]
+
+
+@pytest.fixture(scope="module")
+def unregistered(tmp_path_factory: pytest.TempPathFactory) -> Bits:
+    """What a run leaves in which node 1001 never answers its request to register."""
+    run, warned = registered(tmp_path_factory.mktemp("unregistered") / "run", None)
+    assert run.summary["ok"] and run.summary["clients"] == 3 and "have not answered" in " ".join(warned)
+    return final_bits(run.out)
+
+
+LEFT_OUT: dict[str, tuple[dict[str, Any], str]] = {
+    **HELLOS,
+    "id of another": ({"client": 0}, "two nodes are client 0"),
+    "7 classes": ({"num_classes": 7}, "client 1 has 7 classes, but client 0 has 10"),
+    "other shapes": ({"shapes": json.dumps({"head.bias": [10]})}, "'head.weight' is shared but client 0"),
+    "other width": ({"width": 65}, "client 0 and client 1 have widths [64, 65]"),
+    "error": ({"error": "ValueError: boom"}, "client 1 cannot take part: ValueError: boom"),
+}
+"""And what the others do not agree with. Without a roster, an id belongs to the node that comes first."""
+
+
+@pytest.mark.parametrize(
+    "what", [w if w in ("no shapes", "7 classes") else pytest.param(w, marks=pytest.mark.full) for w in LEFT_OUT]
+)
+def test_a_hostile_node_is_left_out_as_if_it_had_never_registered(
+    what: str, unregistered: Bits, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(client_manager, "LATECOMERS", 0.1)
+    changes, reason = LEFT_OUT[what]
+    run, warned = registered(tmp_path / "run", stating(**changes))
+    assert run.summary["ok"] and run.summary["clients"] == 3 and run.summary["dropped"] == 0
+    [named] = {text for text in warned if "left out" in text}
+    assert reason in named and final_bits(run.out) == unregistered
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "changes", [{"model": "zork"}, {"shape": "[3, 8, 8]"}, {"partitions": 1}, {"partitions": 1000}], ids=str
+)
+def test_a_false_fact_that_nothing_depends_on_changes_nothing(changes: dict[str, Any], tmp_path: Path) -> None:
+    """LG-FedAvg takes any model that has the common head, and how many shares there are is the median's word."""
+    true, _ = registered(tmp_path / "true", stating())
+    false, warned = registered(tmp_path / "false", stating(**changes))
+    assert false.summary["clients"] == 4 and not any("left out" in text for text in warned)
+    assert final_bits(false.out) == final_bits(true.out)
+
+
+@pytest.mark.full
+def test_a_model_of_another_name_is_left_out_where_all_need_one(tmp_path: Path) -> None:
+    silent, _ = registered(tmp_path / "silent", None, method="fedavg")
+    run, warned = registered(tmp_path / "run", stating(model="zork"), method="fedavg")
+    [named] = {text for text in warned if "left out" in text}
+    assert "fedavg needs one architecture, but client 1 has zork" in named
+    assert final_bits(run.out) == final_bits(silent.out)
+
+
+@pytest.mark.full
+def test_with_a_roster_nobody_takes_the_id_of_a_client_that_comes_later(
+    unregistered: Bits, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without one it would, and that client would be left out in its place."""
+    monkeypatch.setattr(client_manager, "LATECOMERS", 0.1)
+    monkeypatch.setenv(roster.ROSTER, str(tmp_path / "roster.toml"))
+    for client in range(4):
+        roster.add(tmp_path / "roster.toml", roster.Admitted(client, FIRST_NODE + client, ""))
+    run, warned = registered(tmp_path / "run", stating(client=2))
+    [named] = {text for text in warned if "left out" in text}
+    assert "says that it is client 2, but the roster has it as client 1" in named
+    assert final_bits(run.out) == unregistered
 
 
 def test_a_hostile_registration_is_left_out_and_the_run_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
