@@ -95,9 +95,9 @@ def test_kept_runs_come_back_and_those_of_other_settings_do_not(
 def test_one_command_runs_what_is_missing_and_makes_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    short = definition().model_copy(
-        update={"seeds": 1, "settings": {**definition().settings, "num-server-rounds": 1, "local-epochs": 1}}
-    )
+    quick = {"num-server-rounds": 1, "local-epochs": 1}
+    blocks = tuple(b.model_copy(update={"settings": {**b.settings, **quick}}) for b in definition().block)
+    short = definition().model_copy(update={"seeds": 1, "block": blocks})
     monkeypatch.setattr(choosing, "definition", lambda: short)
     begun: list[str] = []
 

@@ -635,7 +635,7 @@ def unregistered(tmp_path_factory: pytest.TempPathFactory) -> Bits:
 
 LEFT_OUT: dict[str, tuple[dict[str, Any], str]] = {
     **HELLOS,
-    "id of another": ({"client": 0}, "two nodes are client 0"),
+    "id of another": ({"client": 0}, "two nodes are client 0, of which 1001 came second"),
     "7 classes": ({"num_classes": 7}, "client 1 has 7 classes, but client 0 has 10"),
     "other shapes": ({"shapes": json.dumps({"head.bias": [10]})}, "'head.weight' is shared but client 0"),
     "other width": ({"width": 65}, "client 0 and client 1 have widths [64, 65]"),

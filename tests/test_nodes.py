@@ -546,7 +546,7 @@ def test_a_late_node_joins_and_one_that_cannot_is_left_out(tmp_path: Path) -> No
     warnings = [e["text"] for e in events if e["kind"] == "warning"]
     assert any("waiting for 1 of 3" in w for w in warnings)
     assert any("left out" in w and "data-path missing" in w for w in warnings)
-    assert any("two nodes are client 0" in w for w in warnings)
+    assert any("two nodes are client 0, of which" in w for w in warnings)
     assert "train" not in grid.told[14] + grid.told[15]
 
 
@@ -568,7 +568,7 @@ def test_before_round_one_the_majority_decides_what_is_shared(tmp_path: Path) ->
     settings = {"clients": 4, "num-server-rounds": 1, "method": "fedavg"}
     summary, grid, events = start(tmp_path, dict(sorted(other.items())), **settings)
     texts = [e["text"] for e in events if e["kind"] == "warning"]
-    assert summary["ok"] and any("two nodes are client 0" in t for t in texts)
+    assert summary["ok"] and any("two nodes are client 0, of which" in t for t in texts)
     assert any(t.startswith("client 3 was left out: fedavg needs one architecture") for t in texts), texts
     assert "train" not in grid.told[2] and summary["model"] == "digits-a"
     two = {71: share(0, of=2), 12: share(1, of=2, model="mlp")}

@@ -394,8 +394,9 @@ class ClientManager:
         if self.nodes.get(client, node) != node and self.nodes[client] in online:
             self._twice.add(node)
             raise BadRequest(
-                f"two nodes are client {client}: give every node its own client-id or partition-id in node-config "
-                "(a node without a key that was killed and restarted counts twice for a minute)"
+                f"two nodes are client {client}, of which {node} came second: give every node its own client-id or "
+                "partition-id in node-config (a node without a key that was killed and restarted counts twice for a "
+                "minute)"
             )
         newcomer = ClientInfo(client, hello.count, hello.model, hello.classes, hello.shapes, hello.common)
         others = [c for c in (self.reference, *sorted(self.infos)) if c != client and c in self.infos]
