@@ -20,7 +20,9 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import os
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -100,6 +102,46 @@ def problems(group: str, taken: Collection[str]) -> dict[str, str]:
         elif not well_formed(found[0].target):
             refused[name] = f"{found[0]}: '{found[0].target}' is not package.module:attribute"
     return refused
+
+
+# ---- code beside a configuration -------------------------------------------------------------------------------------
+
+BESIDE = "FEDAPP_BESIDE"
+"""Environment variable with the folder of the configuration file, for the processes of a simulation."""
+
+
+def look_beside(file: Path) -> None:
+    """Let modules beside a configuration file be found, here and in the processes that this one starts.
+
+    They come after all others, so that no file beside a configuration takes the place of an installed package.
+    """
+    os.environ[BESIDE] = str(file.absolute().parent)
+    _extend()
+
+
+def _extend() -> None:
+    folder = os.environ.get(BESIDE)
+    if folder and folder not in sys.path:
+        sys.path.append(folder)
+
+
+_extend()
+
+
+def code_file(target: str) -> Path | None:
+    """Return the file of the module that `package.module:attribute` names, or None; nothing is imported."""
+    first, *rest = target.partition(":")[0].split(".")
+    try:
+        spec = importlib.util.find_spec(first)
+    except ValueError:  # `__main__` may have none
+        return None
+    if spec is None or not spec.origin:
+        return None
+    file = Path(spec.origin)
+    for name in rest:
+        folder = file.parent / name
+        file = folder / "__init__.py" if folder.is_dir() else file.parent / f"{name}.py"
+    return file if file.is_file() else None
 
 
 # ---- what may be imported --------------------------------------------------------------------------------------------

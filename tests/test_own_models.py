@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +38,7 @@ from tests.matrix import methods
 from tests.readme import READS
 
 NETS = "tests.own_nets"
+ROOT = Path(__file__).parents[1]
 SHAPE = (1, 8, 8)
 NONE = ModelOptions()
 
@@ -415,3 +420,33 @@ def test_predict_imports_no_code_that_a_file_names(tmp_path: Path) -> None:
         with pytest.raises(BadRequest, match="allow it with"):
             load(tmp_path / "run", client)
         assert load(tmp_path / "run", client, allow=f"{NETS}:Wide").model.width == 7
+
+
+NEAR = """
+from torch import nn
+
+class Small(nn.Sequential):
+    def __init__(self, num_classes, input_shape):
+        super().__init__(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, num_classes))
+"""
+
+
+def test_a_file_beside_the_configuration_is_found_after_all_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nearnets.py").write_text(NEAR)
+    (tmp_path / "torch.py").write_text("raise ImportError")
+    (tmp_path / "my.toml").write_text(
+        'method = "fedavg"\nmodel = "nearnets:Small"\nclients = 2\nnum-server-rounds = 1\nlocal-epochs = 1\n'
+    )
+    env = {**os.environ, "PYTHONPATH": ""}
+    words = ["-m", "fedapp.cli", "run", str(tmp_path / "my.toml"), "--engine", "local", "--out", str(tmp_path / "run")]
+    done = subprocess.run([sys.executable, *words], env=env, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    versions = json.loads((tmp_path / "run" / "versions.json").read_text())
+    assert versions["code of nearnets"] == hashlib.sha256(NEAR.encode()).hexdigest()
+
+
+def test_the_file_of_a_module_is_found_without_an_import() -> None:
+    assert plugins.code_file(f"{NETS}:Net") == Path(own_nets.__file__) and plugins.code_file("torch.nn:Linear")
+    assert plugins.code_file("nowhere.at.all:x") is None and plugins.code_file("fedapp.nothing:x") is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,6 +13,9 @@ from fedapp.cli import deployment, listing
 from fedapp.cli.options import Commands, Set, collect, names
 from fedapp.cli.printing import show, tell_broken
 from fedapp.errors import BadRequest, plain
+
+if TYPE_CHECKING:
+    from fedapp.experiments import recipes
 
 app = typer.Typer(
     name="fedapp",
@@ -66,6 +69,16 @@ def main() -> None:
         raise SystemExit(1) from None
 
 
+def found(file: Path | None) -> recipes.Recipe | None:
+    """Read the file or the shipped recipe of a command; own code may lie beside a file."""
+    from fedapp import plugins
+    from fedapp.experiments import recipes
+
+    if file is not None and file.is_file():
+        plugins.look_beside(file)
+    return recipes.find(file) if file is not None else None
+
+
 @app.command()
 def run(
     file: File = None,
@@ -96,7 +109,6 @@ def run(
     """
     from fedapp.engines import local as engines
     from fedapp.engines import runner
-    from fedapp.experiments import recipes
 
     tell_broken()
     if engine != "deploy" and superlink is not None:
@@ -105,7 +117,7 @@ def run(
         "method": method, "dataset": dataset, "clients": clients, "num-server-rounds": rounds, "seed": seed,
         "track": ",".join(track) if track else None,
     }  # fmt: skip
-    recipe = recipes.find(file) if file is not None else None
+    recipe = found(file)
     if resume is not None and scale is not None:
         raise BadRequest("--resume takes all settings but --rounds from the run: leave out --scale")
     values = collect(options, sets, recipe.settings if recipe else None, scale)
@@ -218,10 +230,8 @@ def compare(
 
     Without --methods: the rows that a recipe lists, else the file's method and Standalone. Exit codes as fedapp run.
     """
-    from fedapp.experiments import recipes
-
     tell_broken()
-    recipe = recipes.find(file) if file is not None else None
+    recipe = found(file)
     options = {
         "dataset": dataset, "clients": clients, "num-server-rounds": rounds, "seed": seed,
         "track": ",".join(track) if track else None,

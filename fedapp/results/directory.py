@@ -3,7 +3,7 @@
 | file                | content                                                                               |
 |---------------------|---------------------------------------------------------------------------------------|
 | `config.toml`       | the effective configuration; `fedapp run config.toml` repeats the run                  |
-| `versions.json`     | versions of packages, processor, the run's token                                       |
+| `versions.json`     | versions of packages, hashes of own code, processor, the run's token                   |
 | `rounds.csv`        | one row per round; every column that is not reproducible ends in `seconds`              |
 | `clients.csv`       | one row per client and round: sums, counts and the accuracies they give                 |
 | `evaluations.csv`   | with `evaluate-every`: averages over all clients, one row per evaluation                |
@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import hashlib
 import io
 import itertools
 import json
@@ -43,7 +44,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from filelock import FileLock, Timeout
 
-from fedapp import __version__
+from fedapp import __version__, plugins
 from fedapp.config import RunConfig, write_toml
 from fedapp.errors import BadRequest, is_number
 from fedapp.learning.metrics import tidy
@@ -230,6 +231,13 @@ def versions() -> dict[str, str]:
     return {"fedapp": __version__, **found, "python": platform.python_version(), **machine}
 
 
+def code(config: RunConfig) -> dict[str, str]:
+    """Return the SHA-256 of the files that a run's own models and metrics come from, by `code of MODULE`."""
+    names = [name.strip() for text in (config.model, config.metrics) for name in text.split(",")]
+    files = {name.partition(":")[0]: plugins.code_file(name) for name in names if plugins.well_formed(name)}
+    return {f"code of {m}": hashlib.sha256(f.read_bytes()).hexdigest() for m, f in files.items() if f is not None}
+
+
 def keep_rows(path: Path, wanted: Callable[[list[str]], bool]) -> None:
     """Rewrite a CSV file, if it is there, with the rows that are wanted; a line that a kill cut off is removed."""
     if not path.is_file():
@@ -261,7 +269,8 @@ class RunDirectory:
         info_path = path / "versions.json"
         if keep_rounds is None:
             self.token, self.begun_with = secrets.token_hex(6), __version__
-            write_json(info_path, {**versions(), "run": self.token, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")})
+            about = {"run": self.token, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+            write_json(info_path, {**versions(), **code(config), **about})
         else:
             info = json.loads(info_path.read_text())
             self.token, self.begun_with = str(info["run"]), str(info.get("fedapp"))
