@@ -117,14 +117,14 @@ def ray_rounds(app: Path, case: Case, flat: Mapping[str, Any], out: Path) -> tup
 def local_rounds(app: Path, flat: Mapping[str, Any], out: Path) -> tuple[list[float], int]:
     """Run in this process; the peak memory is 0, because that of this process includes more than the run."""
     strategies.__path__.append(str(app / "strategies"))
-    registry._discovered.cache_clear()
+    registry.forget()
     try:
         server_app.serve(
             LocalGrid(client_app, dict(flat), hosts(int(flat["clients"]), bool(flat.get("secure-sum")))), dict(flat)
         )
     finally:
         strategies.__path__.pop()
-        registry._discovered.cache_clear()
+        registry.forget()
     return between_rounds(out), 0
 
 

@@ -110,8 +110,9 @@ def test_private_arrays_count_the_rounds_of_a_run(
 
 def patched(monkeypatch: pytest.MonkeyPatch, method: Method) -> None:
     """Add a method to the registry for one test."""
-    known = {**registry.discover(), method.id: method}
-    monkeypatch.setattr(registry, "_discovered", lambda: (known, {}))
+    own, names = registry._own, (*registry._files(), method.id)
+    monkeypatch.setattr(registry, "_files", lambda: names)
+    monkeypatch.setattr(registry, "_own", lambda name: method if name == method.id else own(name))
 
 
 def private(result: RunResult, client: int) -> dict[str, Any]:

@@ -57,8 +57,8 @@ Install = Callable[..., None]
 
 def _forget() -> None:
     importlib.invalidate_caches()
-    for cached in (plugins._read, registry._installed, registry._of_package, registry.configured):
-        cached.cache_clear()
+    plugins._read.cache_clear()
+    registry.forget()
     for name in [n for n in sys.modules if n.partition(".")[0] in ("addon", "other")]:
         del sys.modules[name]
 

@@ -21,6 +21,7 @@ from fedapp.method import NONE, Method
 from fedapp.tasks import simulated as tasks
 from fedapp.tasks.public import PublicSource, public_source
 from strategies.base import FedStrategy
+from tests.test_gradient_hook import patched
 
 WITH_PUBLIC = Method("with_public", "", "", FedStrategy, FedClient, shared=NONE, public_share=0.1)
 
@@ -28,8 +29,7 @@ WITH_PUBLIC = Method("with_public", "", "", FedStrategy, FedClient, shared=NONE,
 @pytest.fixture(autouse=True)
 def _method_with_public_set(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Add a method that needs a public set, and forget it afterwards."""
-    known = {**registry.discover(), "with_public": WITH_PUBLIC}
-    monkeypatch.setattr(registry, "_discovered", lambda: (known, {}))
+    patched(monkeypatch, WITH_PUBLIC)
     yield
     registry.configured.cache_clear()
 

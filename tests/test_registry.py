@@ -38,9 +38,9 @@ def crowded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, text in FILES.items():
         (folder / name).write_text(text)
     monkeypatch.setattr(strategies, "__path__", [*strategies.__path__, str(folder)])
-    registry._discovered.cache_clear()
+    registry.forget()
     yield
-    registry._discovered.cache_clear()
+    registry.forget()
     for name in SAYS:
         sys.modules.pop(f"strategies.{name}", None)
 
