@@ -11,7 +11,7 @@ import typer
 from fedapp import __version__
 from fedapp.cli import deployment, listing
 from fedapp.cli.options import Commands, Set, collect, names
-from fedapp.cli.printing import show, tell_broken
+from fedapp.cli.printing import show
 from fedapp.errors import BadRequest, plain
 
 if TYPE_CHECKING:
@@ -110,7 +110,6 @@ def run(
     from fedapp.engines import local as engines
     from fedapp.engines import runner
 
-    tell_broken()
     if engine != "deploy" and superlink is not None:
         raise BadRequest("--superlink needs --engine deploy: add it, or leave out --superlink")
     options = {
@@ -230,7 +229,6 @@ def compare(
 
     Without --methods: the rows that a recipe lists, else the file's method and Standalone. Exit codes as fedapp run.
     """
-    tell_broken()
     recipe = found(file)
     options = {
         "dataset": dataset, "clients": clients, "num-server-rounds": rounds, "seed": seed,
