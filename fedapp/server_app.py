@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from flwr.app import Context
 from flwr.common import log
 from flwr.serverapp import Grid, ServerApp
@@ -34,6 +33,7 @@ from fedapp.data import partitions
 from fedapp.data.card import data_card
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest, plain
+from fedapp.lazy import torch
 from fedapp.learning import dp_rules
 from fedapp.learning.evaluation import LOW_IS_GOOD, Scores, column, evaluate, measured
 from fedapp.learning.metrics import client_row, mean, summarise

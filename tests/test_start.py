@@ -124,3 +124,10 @@ def test_the_error_of_a_process_of_its_own_is_raised(does: str, raised: str) -> 
         "except BadRequest as e: print(e)"
     )
     assert code == 0 and raised in shown, shown
+
+
+def test_the_collector_does_not_look_through_pytorch() -> None:
+    for program in ("from fedapp.lazy import torch; torch.zeros(1)", "import fedapp.client_app, fedapp.models.split"):
+        code, shown, _ = loaded(f"import gc; {program}; print('frozen', gc.get_freeze_count(), gc.isenabled())")
+        frozen, enabled = shown.partition("frozen")[2].split()[:2]
+        assert code == 0 and int(frozen) > 100_000 and enabled == "True", shown

@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
-import torch
-
 from clients.base import FedClient
 from fedapp import process
 from fedapp.config import RunConfig
 from fedapp.engines.resources import ClientNeeds, cuda_devices
-from fedapp.lazy import eager_optimizer
+from fedapp.lazy import eager_optimizer, torch
 from fedapp.learning.evaluation import BATCH
 from fedapp.learning.training import batch_slices
 from fedapp.tasks import simulated as tasks

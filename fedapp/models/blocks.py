@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from fedapp.lazy import Tensor, nn, torch
 
 
 class ResidualBlock(nn.Module):

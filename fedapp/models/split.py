@@ -7,7 +7,7 @@ tensors.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from fedapp.lazy import Tensor, nn
 
 
 class SplitModel(nn.Module):

@@ -16,9 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
 
 from clients.base import FedClient
 from fedapp import plugins, registry
@@ -28,6 +26,7 @@ from fedapp.data.columns import COLUMNS, read_npz, samples
 from fedapp.data.moments import Samples
 from fedapp.data.transforms import InputSpec, channels_first, normalise
 from fedapp.errors import BadRequest
+from fedapp.lazy import Tensor, nn, torch
 from fedapp.learning.evaluation import BATCH
 from fedapp.learning.state import StateError, read_safetensors, write_safetensors
 from fedapp.learning.task import ModelSpec
