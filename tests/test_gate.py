@@ -553,6 +553,41 @@ def test_a_slow_request_and_a_slow_answer_pass_and_a_crowd_makes_room(monkeypatc
     served(tests, monkeypatch, crowd=6, seconds=0.6)
 
 
+def test_a_head_that_does_not_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = b"POST /slow HTTP/1.1\r\nContent-Length: 0\r\n"
+
+    def tests(port: int) -> None:
+        def sent(*parts: bytes) -> int:
+            """Send until the connection is closed; return how much was taken."""
+            size = 0
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as it, contextlib.suppress(ConnectionError):
+                for part in parts:
+                    it.sendall(part)
+                    size += len(part)
+                    time.sleep(0.005)
+            return size
+
+        line = b"a: " + bytes(b"b" * (16 << 10)) + b"\r\n"
+        assert sent(start, *[line] * 40) < 20 * len(line)
+        # While an answer is on its way no time runs, and the next head may follow.
+        assert sent(start + b"\r\n", start, *[line] * 40) < 20 * len(line)
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as it:
+            it.sendall(start + b"a: b\r\n" * (patience.FIELDS + 1) + b"\r\n")
+            assert it.recv(4096).startswith(b"HTTP/1.1 400")
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as it:
+            it.sendall(start + b"a: b\r\n" * (patience.FIELDS - 1) + b"\r\n")
+            assert it.recv(4096).startswith(b"HTTP/1.1 200")
+        # What was sent of a head does not buy it more time, as a body does.
+        began = time.monotonic()
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as it:
+            it.sendall(start + line * 3)
+            with contextlib.suppress(ConnectionError):
+                assert it.recv(1) == b""
+        assert time.monotonic() - began < 2
+
+    served(tests, monkeypatch, crowd=6, seconds=0.6)
+
+
 @pytest.mark.parametrize("encrypted", [False, True])
 def test_a_slow_line_gets_a_large_answer_and_one_that_takes_nothing_is_closed(
     encrypted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
