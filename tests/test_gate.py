@@ -20,11 +20,14 @@ from typing import Any
 
 import pytest
 import sqlalchemy
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, x25519
 from flwr.app import Message
 from flwr.common.constant import TIMESTAMP_HEADER
-from flwr.proto.fleet_pb2 import PullMessagesResponse
+from flwr.proto.fleet_pb2 import PullMessagesRequest, PullMessagesResponse, PushMessagesRequest
+from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, Metadata, ObjectTree, PullObjectRequest
 from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.proto.node_pb2 import Node
 from flwr.supercore.constant import FLEET_HTTP_SIGNATURE_HEADER
 from flwr.supercore.date import now
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, sign_message
@@ -41,6 +44,7 @@ from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
 from tests.deployment import BIN, ROOT, Deployment, deployed, free_port, until
 
 PULL, PUSH, OBJECT = "/v1/fleet/pull-messages", "/v1/fleet/push-messages", "/v1/fleet/push-object"
+PULL_OBJECT, CONFIRM = "/v1/fleet/pull-object", "/v1/fleet/confirm-message-received"
 
 
 # ---- the gate alone --------------------------------------------------------------------------------------------------
@@ -65,8 +69,17 @@ class Inner:
         await send({"type": "http.response.body", "body": body[3:]})
 
 
-def ask(door: gate.Gate, path: str, *headers: tuple[bytes, bytes], method: str = "POST", kind: str = "http") -> int:
+def ask(
+    door: gate.Gate,
+    path: str,
+    *headers: tuple[bytes, bytes],
+    method: str = "POST",
+    kind: str = "http",
+    body: bytes = b"",
+) -> int:
     sent: list[Any] = []
+    if body:
+        headers = (*headers, size(len(body)))
 
     async def send(message: Any) -> None:
         sent.append(message)
@@ -76,7 +89,8 @@ def ask(door: gate.Gate, path: str, *headers: tuple[bytes, bytes], method: str =
     async def receive() -> dict[str, Any]:
         if not given:
             await asyncio.Event().wait()
-        return {"type": "http.request", "body": bytes(given.pop())}
+        length = given.pop()
+        return {"type": "http.request", "body": body or bytes(length)}
 
     scope = {"type": kind, "path": path, "method": method, "headers": list(headers)}
     asyncio.run(door(scope, receive, send))
@@ -87,13 +101,43 @@ def size(number: int) -> tuple[bytes, bytes]:
     return (b"content-length", str(number).encode())
 
 
+def node_of(scope: Any) -> int | None:
+    """The node whose key a test shows: its number."""
+    return int(dict(scope["headers"]).get(b"flwr-public-key", b"0"))
+
+
+def question(node: int) -> bytes:
+    return PullMessagesRequest(node=Node(node_id=node)).SerializeToString()
+
+
+def orders(*trees: ObjectTree) -> bytes:
+    """The server's answer to a node for which it has messages."""
+    return PullMessagesResponse(
+        messages_list=[ProtoMessage() for _ in trees], message_object_trees=trees
+    ).SerializeToString()
+
+
+def reply(
+    node: int, tree: ObjectTree | None = None, messages: int = 1, named: int | None = None, **changes: Any
+) -> bytes:
+    """What a SuperNode sends for a reply."""
+    tree = tree or ObjectTree(object_id="reply")
+    about = {"message_id": "reply", "src_node_id": node, "dst_node_id": 1, "reply_to_message_id": "order", **changes}
+    return PushMessagesRequest(
+        node=Node(node_id=node if named is None else named),
+        messages_list=[ProtoMessage(metadata=Metadata(**about))] * messages,
+        message_object_trees=[tree] * messages,
+    ).SerializeToString()
+
+
 def test_only_the_paths_of_a_node_pass() -> None:
     inner = Inner()
     door = gate.Gate(inner, 100, hold=0)
     assert len(gate.NODE_PATHS) == 10
-    for path in gate.NODE_PATHS:
-        assert ask(door, path, size(3)) == 200
-    assert inner.calls == 10
+    # What is no message of the node itself does not come so far.
+    seen = {path: ask(door, path, size(3)) for path in gate.NODE_PATHS}
+    assert seen == {**dict.fromkeys(gate.NODE_PATHS, 200), PUSH: 400, PULL_OBJECT: 403, CONFIRM: 403}
+    assert inner.calls == 7
     others = (
         "/v1/fleet/register-node", "/v1/fleet/unregister-node", "/v1/control/start-run", "/v1/runtime/acquire-task",
         "/health", "/docs", "/openapi.json", "/", "", PULL + "/", PULL + "?", "/v1/fleet//pull-messages", PULL.upper(),
@@ -102,7 +146,7 @@ def test_only_the_paths_of_a_node_pass() -> None:
     assert [ask(door, path, size(3)) for path in others] == [403] * len(others)
     assert [ask(door, PULL, size(3), method=m) for m in ("GET", "PUT", "HEAD", "post")] == [403] * 4
     assert ask(door, PULL, size(3), kind="websocket") == 0 and ask(door, PULL, kind="lifespan") == 0
-    assert inner.calls == 10
+    assert inner.calls == 7
 
 
 def test_the_size_of_a_body_is_known_and_bounded() -> None:
@@ -116,30 +160,145 @@ def test_the_size_of_a_body_is_known_and_bounded() -> None:
     assert inner.calls == 2
 
 
-def test_a_key_sends_so_many_bytes_for_each_message_that_it_got() -> None:
+def test_a_node_sends_so_many_bytes_for_each_message_that_it_got() -> None:
     inner, said = Inner(), list[str]()
-    door = gate.Gate(inner, 1000, said.append, hold=0)
-    a, b = (b"flwr-public-key", b"QQ=="), (b"flwr-public-key", b"Qg==")
+    door = gate.Gate(inner, 1000, said.append, node_of, hold=0)
+    a, b = (b"flwr-public-key", b"1"), (b"flwr-public-key", b"2")
+
+    def pulls() -> int:
+        return ask(door, PULL, a, body=question(1))
+
+    list_of_one = reply(1)
+    cost = gate.PRICE * len(list_of_one)
     assert ask(door, OBJECT, size(600), a) == 200 and ask(door, OBJECT, size(400), a) == 200
-    assert ask(door, OBJECT, size(1), a) == 413 and gate.fingerprint(b"QQ==") in said[0]
-    assert ask(door, OBJECT, size(1000), b) == 200, "another key has its own count"
+    assert ask(door, OBJECT, size(1), a) == 413 and gate.fingerprint(b"1") in said[0]
+    assert ask(door, OBJECT, size(1000), b) == 200, "another node has its own count"
     # Neither a reply nor a question that brings no message earns anything.
-    assert ask(door, PULL, size(1), a) == 200 and ask(door, PUSH, size(1), a) == 413
-    inner.body = PullMessagesResponse(messages_list=[ProtoMessage()]).SerializeToString()
-    assert ask(door, PULL, size(1), a) == 200 and ask(door, PUSH, size(10), a) == 200
-    assert ask(door, OBJECT, size(901), a) == 413 and ask(door, OBJECT, size(900), a) == 200
+    assert pulls() == 200 and ask(door, PUSH, a, body=list_of_one) == 413
+    inner.body = orders(ObjectTree(object_id="order"))
+    assert pulls() == 200 and ask(door, PUSH, a, body=list_of_one) == 200
+    assert ask(door, OBJECT, size(1001 - cost), a) == 413 and ask(door, OBJECT, size(1000 - cost), a) == 200
     # A node that serves two runs may have two messages before it answers the first; more is not kept.
-    assert [ask(door, PULL, size(1), a) for _ in range(3)] == [200] * 3
+    assert [pulls() for _ in range(3)] == [200] * 3
     assert ask(door, OBJECT, size(2001), a) == 413 and ask(door, OBJECT, size(2000), a) == 200
-    # A stranger names somebody else's key: what the app refuses uses nothing up and earns nothing.
+    # What the app refuses uses nothing up and earns nothing.
     inner.status = 401
-    assert ask(door, PULL, size(1), a) == 401 and ask(door, OBJECT, size(1), a) == 413
+    assert pulls() == 401 and ask(door, OBJECT, size(1), a) == 413
     inner.status = 200
-    ask(door, PULL, size(1), a)
+    pulls()
     inner.status = 401
     assert ask(door, OBJECT, size(900), a) == 401
     inner.status = 200
     assert ask(door, OBJECT, size(1000), a) == 200
+
+
+def test_a_node_sends_nothing_but_replies_of_its_own() -> None:
+    inner, said = Inner(), list[str]()
+    door = gate.Gate(inner, 1 << 20, said.append, node_of, hold=0)
+    assert ask(door, PUSH, (b"flwr-public-key", b"7"), body=reply(7)) == 200 and inner.calls == 1
+    forged = {
+        "an order to another node": reply(7, reply_to_message_id="", src_node_id=1, dst_node_id=8),
+        "an order to the ServerApp": reply(7, reply_to_message_id="", src_node_id=1),
+        "an order to itself": reply(7, reply_to_message_id="", src_node_id=1, dst_node_id=7),
+        "a reply to nothing": reply(7, reply_to_message_id=""),
+        "a reply of another node": reply(7, src_node_id=8),
+        "a request of another node": reply(8, named=8),
+        "a reply to another node": reply(7, dst_node_id=8),
+        "two messages": reply(7, messages=2),
+        "none": reply(7, messages=0),
+        "another message's objects": reply(7, tree=ObjectTree(object_id="other")),
+    }
+    seen = {name: ask(door, PUSH, (b"flwr-public-key", b"7"), body=body) for name, body in forged.items()}
+    assert seen == dict.fromkeys(forged, 403) and inner.calls == 1
+    assert len(said) == len(forged) and gate.fingerprint(b"7") in said[0]
+    assert ask(door, PUSH, (b"flwr-public-key", b"7"), body=b"no message") == 400 and inner.calls == 1
+    assert door._left == {7: (1 << 20) - gate.PRICE * len(reply(7))}, "what is refused counts nothing"
+
+
+def test_a_reply_has_so_many_pieces() -> None:
+    inner = Inner()
+    door = gate.Gate(inner, 100 << 20, signed=node_of, hold=0)
+    assert door.pieces == gate.PIECES + 20, "and one for each 5 MiB"
+
+    def long(pieces: int) -> bytes:
+        """Flower's names of objects are SHA-256 in hexadecimal digits."""
+        parts = [ObjectTree(object_id="f" * 64) for _ in range(pieces - 2)]
+        return reply(0, tree=ObjectTree(object_id="reply", children=[ObjectTree(object_id="content", children=parts)]))
+
+    assert len(long(door.pieces)) < door.longest
+    assert [ask(door, PUSH, body=long(door.pieces + more)) for more in (0, 1)] == [200, 413] and inner.calls == 1
+    assert ask(door, PUSH, size(door.longest + 1)) == 413
+    # The same list may be sent again, but not for ever.
+    answers = [ask(door, PUSH, body=long(door.pieces)) for _ in range(2 * gate.LISTS)]
+    assert answers[0] == 200 and answers[-1] == 413
+
+
+def test_lists_that_take_long_leave_room_for_others() -> None:
+    running, pauses = 0, list[float]()
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        nonlocal running
+        running += 1
+        assert running == 1, "one list at a time"
+        pauses.append(time.monotonic())
+        await asyncio.sleep(0.1)
+        pauses.append(time.monotonic())
+        await Inner()(scope, receive, send)
+        running -= 1
+
+    async def lists(door: gate.Gate) -> None:
+        async def push(node: int) -> None:
+            body = reply(node)
+
+            async def receive() -> dict[str, Any]:
+                return {"type": "http.request", "body": body}
+
+            async def send(message: Any) -> None:
+                assert message.get("status", 200) == 200
+
+            headers = [size(len(body)), (b"flwr-public-key", str(node).encode())]
+            await door({"type": "http", "path": PUSH, "method": "POST", "headers": headers}, receive, send)
+
+        await asyncio.gather(*(push(node) for node in range(3)))
+
+    for long, least in ((0.05, 0.09), (1.0, 0.0)):
+        pauses.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gate, "LONG", long)
+            asyncio.run(lists(gate.Gate(slow, 1 << 20, signed=node_of)))
+        between = [after - before for before, after in zip(pauses[1::2], pauses[2::2], strict=False)]
+        assert len(between) == 2 and all(least <= pause < least + 0.08 for pause in between)
+
+
+def test_a_node_asks_only_for_parts_of_messages_that_it_was_given() -> None:
+    inner = Inner()
+    door = gate.Gate(inner, 1000, hold=0)
+
+    def pulls(node: int, part: str) -> int:
+        return ask(
+            door, PULL_OBJECT, body=PullObjectRequest(node=Node(node_id=node), object_id=part).SerializeToString()
+        )
+
+    def confirms(node: int, message: str) -> int:
+        request = ConfirmMessageReceivedRequest(node=Node(node_id=node), message_object_id=message)
+        return ask(door, CONFIRM, body=request.SerializeToString())
+
+    inner.body = orders(ObjectTree(object_id="one", children=[ObjectTree(object_id="shared")]))
+    ask(door, PULL, body=question(1))
+    inner.body = orders(ObjectTree(object_id="two", children=[ObjectTree(object_id="shared")]))
+    ask(door, PULL, body=question(2))
+    assert [pulls(1, part) for part in ("one", "shared", "two")] == [200, 200, 403]
+    assert [pulls(2, part) for part in ("one", "shared", "two")] == [403, 200, 200]
+    assert [confirms(1, "two"), confirms(1, "one"), confirms(3, "one"), confirms(3, "")] == [403, 200, 403, 403]
+    # A question that the SuperLink refuses gives nothing.
+    inner.status = 401
+    ask(door, PULL, body=question(3))
+    inner.status = 200
+    assert pulls(3, "two") == 403
+    for number in range(gate.GIVEN):
+        inner.body = orders(ObjectTree(object_id=f"further {number}"))
+        ask(door, PULL, body=question(1))
+    assert pulls(1, "one") == 403 and pulls(1, "further 0") == 200, "what was long ago is forgotten"
 
 
 class Line:
@@ -183,17 +342,17 @@ def test_requests_of_one_key_at_a_time_share_what_it_may_send() -> None:
         await asyncio.sleep(0.01)
         await Inner()(scope, receive, send)
 
-    door = gate.Gate(slow, 1000)
-    lines = [Line(key, 600) for key in (b"a", b"a", b"a", b"b")]
+    door = gate.Gate(slow, 1000, signed=node_of)
+    lines = [Line(key, 600) for key in (b"1", b"1", b"1", b"2")]
     assert together(door, *lines) == [200, 413, 413, 200] and accepted == [600, 600], "one of each key"
     assert [line.read for line in lines] == [600] * 4, "who reads no answer before it has sent all gets one"
-    gone = Line(b"c", 600, sent=300)
-    assert together(door, gone) == [0] and together(door, Line(b"c", 1000)) == [200], "what did not come is given back"
+    gone = Line(b"3", 600, sent=300)
+    assert together(door, gone) == [0] and together(door, Line(b"3", 1000)) == [200], "what did not come is given back"
     assert not door._turns, "who names many keys leaves nothing"
 
 
 def test_what_one_key_has_in_memory_is_bounded() -> None:
-    lines, most, working = [Line(b"a", 400) for _ in range(5)], 0, 0
+    lines, most, working = [Line(b"1", 400) for _ in range(5)], 0, 0
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         nonlocal most, working
@@ -204,17 +363,17 @@ def test_what_one_key_has_in_memory_is_bounded() -> None:
         assert working == 1, "copies are made of one body at a time"
         working -= 1
 
-    door = gate.Gate(app, 1000)
-    door._earn(b"a", 1000)  # two messages wait for an answer
+    door = gate.Gate(app, 1000, signed=node_of)
+    door._earn(1, 1000)  # two messages wait for an answer
     assert together(door, *lines) == [200] * 5 and most == 800
 
 
 def test_no_body_of_a_stranger_is_read() -> None:
     inner = Inner()
-    door = gate.Gate(inner, 1000, signed=lambda scope: dict(scope["headers"])[b"flwr-public-key"] == b"known")
+    door = gate.Gate(inner, 1000, signed=lambda scope: {b"known": 7}.get(dict(scope["headers"])[b"flwr-public-key"]))
     lines = [Line(key, 600) for key in (b"stranger", b"known")]
     assert together(door, *lines) == [401, 200] and [line.read for line in lines] == [0, 600] and inner.calls == 1
-    assert door._left == {b"known": 400}
+    assert door._left == {7: 400}
 
 
 def test_the_signature_is_checked_before_the_body() -> None:
@@ -231,11 +390,25 @@ def test_the_signature_is_checked_before_the_body() -> None:
             FLEET_HTTP_SIGNATURE_HEADER.encode(): base64.b64encode(sign_message(signer, stamp)),
         }
         headers |= {name.replace("_", "-").encode(): value for name, value in changes.items()}
-        return gate.signed(inner, {"type": "http", "headers": list(headers.items())})
+        return gate.signed(inner, {"type": "http", "headers": list(headers.items())}) == 7
 
     assert asks(mine, mine)
     assert not asks(mine, other) and not asks(other, other) and not asks(mine, mine, late=3600)
     assert not any(asks(mine, mine, flwr_public_key=key) for key in (b"", b"QQ==", b"no base64", b"\xff"))
+
+
+def test_a_key_that_cannot_be_checked_is_refused_on_all_paths() -> None:
+    def shown(key: Any) -> bytes:
+        kind = serialization.PublicFormat.SubjectPublicKeyInfo
+        return base64.b64encode(key.public_key().public_bytes(serialization.Encoding.PEM, kind))
+
+    inner = Inner()
+    door = gate.Gate(inner, 1000, hold=0)
+    for key in (x25519.X25519PrivateKey.generate(), ed25519.Ed25519PrivateKey.generate()):
+        header = (b"flwr-public-key", shown(key))
+        assert [ask(door, path, size(3), header) for path in gate.NODE_PATHS] == [401] * 10 and inner.calls == 0
+    good = (b"flwr-public-key", shown(ec.generate_private_key(ec.SECP384R1())))
+    assert ask(door, "/v1/fleet/activate-node", size(3), good) == 200
 
 
 class Waiting:
@@ -244,8 +417,9 @@ class Waiting:
     def __init__(self, door: gate.Gate) -> None:
         self.sent: list[Any] = []
         self.parts: asyncio.Queue[Any] = asyncio.Queue()
-        self.parts.put_nowait({"type": "http.request", "body": b"1"})
-        scope = {"type": "http", "path": PULL, "method": "POST", "headers": [size(1)]}
+        body = question(1)
+        self.parts.put_nowait({"type": "http.request", "body": body})
+        scope = {"type": "http", "path": PULL, "method": "POST", "headers": [size(len(body))]}
         self.task = asyncio.ensure_future(door(scope, self.parts.get, self.send))
 
     async def send(self, message: Any) -> None:
@@ -261,7 +435,7 @@ async def turns(count: int = 20) -> None:
 
 
 def test_a_question_waits_for_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    inner, found = Inner(), PullMessagesResponse(messages_list=[ProtoMessage()]).SerializeToString()
+    inner, found = Inner(), orders(ObjectTree(object_id="order"))
     door = gate.Gate(inner, 1000, hold=60)
     monkeypatch.setattr(gate, "HELD", 2)
 

@@ -4,8 +4,8 @@ Flower's SuperLink serves nodes, the command line and its own helper processes o
 with the CA's certificate can register nodes, submit code, and take over the task of a run. :func:`serve` starts the
 same SuperLink with two listeners in one process:
 
-- the **public** listener passes exactly the paths that a registered SuperNode uses, with limits for sizes
-  (:class:`Gate`);
+- the **public** listener passes exactly the paths that a registered SuperNode uses, with limits for sizes, and only
+  what a node says about its own messages (:class:`Gate`);
 - the **private** listener on loopback passes everything, but Flower's command line must show the operator's token
   (:class:`OperatorToken`), and tasks are given only to a helper process that knows a secret (Flower's
   ``--isolation process``).
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import collections
 import contextlib
 import ctypes
 import hashlib
@@ -32,6 +33,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
 from functools import partial
@@ -64,15 +66,25 @@ NODE_PATHS = frozenset(
     )
 )
 """All that a SuperNode with a registered key asks for; registering is the operator's affair."""
-PULL, PUSH_OBJECT, PUSH_MESSAGES = (f"/v1/fleet/{name}" for name in ("pull-messages", "push-object", "push-messages"))
+PULL, PUSH_OBJECT, PUSH_MESSAGES, PULL_OBJECT, CONFIRM = (
+    f"/v1/fleet/{name}"
+    for name in ("pull-messages", "push-object", "push-messages", "pull-object", "confirm-message-received")
+)
 NODES_ONLY = "this listener serves SuperNodes only"
 """The answer to everything else."""
 BODY, FEW = 8 << 20, 64 << 10
-"""Largest body in bytes of a request that brings a part of a reply, and of any other. Flower sends arrays in pieces of
-5 MiB."""
-PRICE = {PUSH_OBJECT: 1, PUSH_MESSAGES: 10}
-"""What one byte of a body counts. For each entry of a reply's list of objects the SuperLink keeps about ten times as
-much."""
+"""Largest body in bytes of a request that brings a part of a reply, and of any other."""
+PIECES, PIECE, ENTRY = 8192, 5 << 20, 80
+"""Objects that a reply may consist of, besides one for each `PIECE` bytes of it, in which Flower sends arrays, and the
+bytes that list one of them. Each array is two objects, so that a reply has up to 4,000 arrays: the largest networks of
+torchvision have 1,300. The SuperLink writes all of a list at once and lets nobody else write meanwhile."""
+PRICE, LISTS = 10, 4
+"""What one byte of a reply's list of objects counts at least: the SuperLink keeps about ten times as much. And how many
+of the longest lists count as a whole reply: a node may send the same one again."""
+LONG = 1.0
+"""Seconds from which on others must get a turn to write before the next list of objects."""
+GIVEN = 4
+"""Messages of a node whose parts it may ask for. A SuperNode asks for the next one when it has all of the last."""
 CONNECTIONS = 1024
 """Requests that the public listener handles at once; further ones get 503."""
 NEWS = "/v1/runtime/push-messages"
@@ -108,11 +120,16 @@ class Gate:
         so that sending more of them does not help. What was not used is kept for one more message.
         Bytes are taken off before they are read, and given back if the app refuses them.
     report : receives one line for each refusal because of `max_reply`.
-    signed : says of a request whether a registered key has signed it; see :func:`signed`.
+    signed : says which node's key has signed a request; see :func:`signed`.
     hold : seconds that a question for messages waits for one.
 
-    In memory a key has at most `max_reply` bytes of bodies, of which the app works on one: it makes several copies. Of
+    In memory a node has at most `max_reply` bytes of bodies, of which the app works on one: it makes several copies. Of
     a stranger nothing is read but the head of a request and `FEW` bytes.
+
+    Flower checks that the node which a request names is the one whose key has signed it. It does not check that
+    anything else in there is this node's: it takes a message that answers none for an order of the server, and hands
+    out, or deletes, whatever message is named. So the gate passes only replies of the node itself, and questions for
+    parts of messages that it was given.
     """
 
     def __init__(
@@ -120,15 +137,20 @@ class Gate:
         app: App,
         max_reply: int,
         report: Callable[[str], object] = lambda text: None,
-        signed: Callable[[Scope], bool] = lambda scope: True,
+        signed: Callable[[Scope], int | None] = lambda scope: 0,
         hold: float = HOLD,
     ) -> None:
         self.app = app
         self.max_reply = max_reply
         self.report = report
         self.signed, self.hold = signed, hold
-        self._left: dict[bytes, int] = {}
-        self._turns: weakref.WeakValueDictionary[bytes, _Turn] = weakref.WeakValueDictionary()
+        self.pieces = PIECES + max_reply // PIECE
+        self.longest = FEW + self.pieces * ENTRY
+        self.price = max(PRICE, max_reply // (LISTS * self.longest))
+        self._left: dict[int, int] = {}
+        self._turns: weakref.WeakValueDictionary[int, _Turn] = weakref.WeakValueDictionary()
+        self._given: dict[int, collections.deque[frozenset[str]]] = {}
+        self._listing, self._rest = asyncio.Lock(), 0.0
         self._news = asyncio.Event()
         self._held = 0
 
@@ -147,32 +169,44 @@ class Gate:
         if len(sizes) != 1 or not sizes[0].isdigit() or any(name == b"transfer-encoding" for name, _ in headers):
             await _answer(send, 411, "one Content-Length is needed")
             return
-        size, price = int(sizes[0]), PRICE.get(path, 0)
-        if size > (most := BODY if price else FEW):
+        size = int(sizes[0])
+        if size > (most := {PUSH_OBJECT: BODY, PUSH_MESSAGES: self.longest}.get(path, FEW)):
             await _answer(send, 413, f"a request body has at most {most} bytes here")
             return
         key = next((value for name, value in headers if name == b"flwr-public-key"), b"")
-        if path == PULL:
+        if not usable(key):
+            await _answer(send, 401, "the key of a node is an elliptic-curve key")
+        elif path in (PUSH_OBJECT, PUSH_MESSAGES):
+            node = await asyncio.to_thread(self.signed, scope)
+            if node is None:
+                await _answer(send, 401, "a registered key must sign this")
+            else:
+                await self._priced(scope, receive, send, key, node, size)
+        elif path in (PULL, PULL_OBJECT, CONFIRM):
             body = await _whole(receive, size)
-            if body is not None:
-                await self._pull(scope, body, receive, send, key)
-        elif not price:
-            await self.app(scope, receive, send)
-        elif not await asyncio.to_thread(self.signed, scope):
-            await _answer(send, 401, "a registered key must sign this")
+            if body is None:
+                return
+            if path == PULL:
+                await self._pull(scope, body, receive, send)
+            elif self._was_given(path, body):
+                await self.app(scope, _again(body, receive), send)
+            else:
+                await _answer(send, 403, "this is not a part of a message that the node was given")
         else:
-            await self._priced(scope, receive, send, key, size, size * price)
+            await self.app(scope, receive, send)
 
-    async def _priced(self, scope: Scope, receive: Receive, send: Send, key: bytes, size: int, cost: int) -> None:
+    async def _priced(self, scope: Scope, receive: Receive, send: Send, key: bytes, node: int, size: int) -> None:
         """Handle a request that brings a part of a reply."""
-        # A SuperLink that was started again does not know what it had sent before: each key begins with one reply.
-        if cost > self._left.get(key, self.max_reply):
+        listing = scope["path"] == PUSH_MESSAGES
+        cost = size * (self.price if listing else 1)
+        # A SuperLink that was started again does not know what it had sent before: each node begins with one reply.
+        if cost > self._left.get(node, self.max_reply):
             self.report(f"the node with key {fingerprint(key)} sent more than {self.max_reply} bytes for one reply")
             await _discard(receive)  # a node that cannot send the rest would try again and not see the answer
             await _answer(send, 413, f"a reply has at most {self.max_reply} bytes")
             return
-        self._earn(key, -cost)
-        good, turn = False, self._turns.setdefault(key, _Turn())
+        self._earn(node, -cost)
+        good, turn = False, self._turns.setdefault(node, _Turn())
         try:
             async with turn.room:
                 await turn.room.wait_for(lambda: turn.held + size <= max(self.max_reply, size))
@@ -181,18 +215,52 @@ class Gate:
                 body = await _whole(receive, size)
                 if body is not None:
                     async with turn.app:
-                        good = await self._pass(scope, _again(body, receive), send)
+                        if listing:
+                            good = await self._list(scope, body, receive, send, key, node)
+                        else:
+                            good = await self._pass(scope, _again(body, receive), send)
             finally:
                 async with turn.room:
                     turn.held -= size
                     turn.room.notify_all()
         finally:
             if not good:
-                self._earn(key, cost)
+                self._earn(node, cost)
 
-    def _earn(self, key: bytes, more: int) -> None:
-        """Let a key send more bytes, or fewer."""
-        self._left[key] = min(self._left.get(key, self.max_reply) + more, 2 * self.max_reply)
+    async def _list(self, scope: Scope, body: bytes, receive: Receive, send: Send, key: bytes, node: int) -> bool:
+        """Pass a reply's list of objects, one at a time; return whether the app accepted it."""
+        status, wrong = await asyncio.to_thread(reply_problem, body, node, self.pieces)
+        if wrong:
+            self.report(f"refused a message of the node with key {fingerprint(key)}: {wrong}")
+            await _answer(send, status, wrong)
+            return False
+        async with self._listing:
+            # SQLite has no queue: without a pause who asks again at once would always be first.
+            await asyncio.sleep(self._rest - time.monotonic())
+            began = time.monotonic()
+            try:
+                return await self._pass(scope, _again(body, receive), send)
+            finally:
+                took = time.monotonic() - began
+                self._rest = time.monotonic() + (took if took > LONG else 0.0)
+
+    def _was_given(self, path: str, body: bytes) -> bool:
+        """Return whether a request is for a part of a message that the node which it names was given."""
+        from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
+
+        kind, name = (
+            (ConfirmMessageReceivedRequest, "message_object_id")
+            if path == CONFIRM
+            else (PullObjectRequest, "object_id")
+        )
+        request = _read(kind, body)
+        if request is None:
+            return False
+        return any(getattr(request, name) in parts for parts in self._given.get(request.node.node_id, ()))
+
+    def _earn(self, node: int, more: int) -> None:
+        """Let a node send more bytes, or fewer."""
+        self._left[node] = min(self._left.get(node, self.max_reply) + more, 2 * self.max_reply)
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Let the app handle a request; return whether it accepted it."""
@@ -206,11 +274,11 @@ class Gate:
         await self.app(scope, receive, seen)
         return good
 
-    async def _pull(self, scope: Scope, body: bytes, receive: Receive, send: Send, key: bytes) -> None:
+    async def _pull(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Let the app answer a node that asks for messages; where there is none, once more when a run has sent some."""
         news = self._news  # what is sent while the app answers also counts
-        answer, count = await self._asked(scope, body, receive)
-        if count == 0 and self._held < HELD:
+        answer, found = await self._asked(scope, body, receive)
+        if found == [] and self._held < HELD:
             gone, rung = asyncio.ensure_future(receive()), asyncio.ensure_future(news.wait())
             self._held += 1
             try:
@@ -218,20 +286,24 @@ class Gate:
                 if gone.done():
                     return  # a message that nobody takes would count as delivered
                 if rung.done():
-                    answer, count = await self._asked(scope, body, receive)
+                    answer, found = await self._asked(scope, body, receive)
             finally:
                 self._held -= 1
                 gone.cancel()
                 rung.cancel()
-        if count:
-            self._earn(key, self.max_reply)
+        if found:
+            from flwr.proto.fleet_pb2 import PullMessagesRequest
+
+            node = PullMessagesRequest.FromString(body).node.node_id  # as the key says: the app has answered it
+            self._earn(node, self.max_reply)
+            self._given.setdefault(node, collections.deque(maxlen=GIVEN)).extend(found)
         for message in answer:
             await send(message)
 
     async def _asked(
         self, scope: Scope, body: bytes, receive: Receive
-    ) -> tuple[list[MutableMapping[str, Any]], int | None]:
-        """Return the app's answer and its number of messages; the signature in the head is good for both questions."""
+    ) -> tuple[list[MutableMapping[str, Any]], list[frozenset[str]] | None]:
+        """Return the app's answer and its messages' parts; the signature in the head is good for both questions."""
         answer: list[MutableMapping[str, Any]] = []
 
         async def kept(message: MutableMapping[str, Any]) -> None:
@@ -255,15 +327,15 @@ class Gate:
 
 
 class _Turn:
-    """The requests of one key that bring parts of replies: how many bytes of them are held, and whose turn it is."""
+    """The requests of one node that bring parts of replies: how many bytes of them are held, and whose turn it is."""
 
     def __init__(self) -> None:
         self.held = 0
         self.room, self.app = asyncio.Condition(), asyncio.Lock()
 
 
-def signed(app: Any, scope: Scope) -> bool:
-    """Return whether a registered key has signed a request in the last minutes.
+def signed(app: Any, scope: Scope) -> int | None:
+    """Return the id of the node whose registered key has signed a request in the last minutes; None = nobody's.
 
     The SuperLink asks the same, and whether the key belongs to the node, only after it has read and parsed the body.
     """
@@ -277,8 +349,67 @@ def signed(app: Any, scope: Scope) -> bool:
         key = base64.b64decode(given, validate=True)
         authenticate_node(Request({**scope, "state": {"protobuf_request": ActivateNodeRequest(public_key=key)}}))
     except (ValueError, UnsupportedAlgorithm, HTTPException):
+        return None
+    node: int | None = app.state.linkstate_factory.state().get_node_id_by_public_key(key)
+    return node
+
+
+def usable(key: bytes) -> bool:
+    """Return whether Flower can check signatures of a key, or sees itself that it is none.
+
+    With one of another kind it fails, with a traceback in the log for each request. `key` is the header's value.
+    """
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    try:
+        return isinstance(load_pem_public_key(base64.b64decode(key, validate=True)), ec.EllipticCurvePublicKey)
+    except ValueError:
+        return True
+    except UnsupportedAlgorithm:
         return False
-    return app.state.linkstate_factory.state().get_node_id_by_public_key(key) is not None
+
+
+def reply_problem(body: bytes, node: int, pieces: int) -> tuple[int, str]:
+    """Return status and reason if a request is not what a SuperNode sends for a reply, else 200 and an empty text.
+
+    That the answered message was one for this node, in this run, is checked by Flower when it stores a reply.
+
+    Parameters
+    ----------
+    body : the request.   node : the node that has signed it.   pieces : objects that a reply may consist of.
+    """
+    from flwr.common.constant import SUPERLINK_NODE_ID
+    from flwr.proto.fleet_pb2 import PushMessagesRequest
+
+    request = _read(PushMessagesRequest, body)
+    if request is None:
+        return 400, "this is no message"
+    if len(request.messages_list) != 1 or len(request.message_object_trees) != 1:
+        return 403, "a request brings one message and one list of its objects"
+    about, tree = request.messages_list[0].metadata, request.message_object_trees[0]
+    if request.node.node_id != node or about.src_node_id != node:
+        return 403, "a node sends messages of its own only"
+    if not about.reply_to_message_id or about.dst_node_id != SUPERLINK_NODE_ID:
+        return 403, "a node sends replies to the server only"
+    if tree.object_id != about.message_id:
+        return 403, "the list of objects belongs to another message"
+    waiting, count = [tree], 0
+    while waiting:
+        count += 1
+        waiting.extend(waiting.pop().children)
+    return (413, f"a reply has at most {pieces} objects, and this one has {count}") if count > pieces else (200, "")
+
+
+def _read(kind: Any, body: bytes) -> Any:
+    """Return the request that a body holds, or None if it holds none."""
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+
+    try:
+        return kind.FromString(body)
+    except DecodeError:
+        return None
 
 
 async def _whole(receive: Receive, size: int) -> bytes | None:
@@ -309,14 +440,16 @@ def _again(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def _messages(answer: Sequence[MutableMapping[str, Any]]) -> int | None:
-    """Count the messages in the SuperLink's answer to a node that asks for some; None if it is a refusal."""
+def _messages(answer: Sequence[MutableMapping[str, Any]]) -> list[frozenset[str]] | None:
+    """Return the parts of each message in the SuperLink's answer to a node that asks for some; None if it refuses."""
     from flwr.proto.fleet_pb2 import PullMessagesResponse
+    from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 
     if not answer or answer[0].get("status") != 200:
         return None
     body = b"".join(part.get("body", b"") for part in answer)
-    return len(PullMessagesResponse.FromString(body).messages_list)
+    trees = PullMessagesResponse.FromString(body).message_object_trees
+    return [frozenset(part.object_id for part in iterate_object_tree(tree)) for tree in trees]
 
 
 async def _answer(send: Send, status: int, text: str) -> None:
