@@ -7,11 +7,13 @@ import base64
 import contextlib
 import datetime
 import json
+import os
 import re
 import shutil
 import socket
 import ssl
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -526,6 +528,51 @@ def test_what_would_open_it_is_refused(words: list[str], says: str) -> None:
     assert isinstance(done.exception, BadRequest) and says in str(done.exception), done.output
 
 
+def test_the_files_of_a_database_are_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate.own_files(str(tmp_path / "new.db"))
+    gate.own_files(":flwr-in-memory:")
+    files = [tmp_path / f"old.db{end}" for end in ("", "-wal", "-shm")]
+    for path in files:
+        path.touch(0o644)
+    gate.own_files(str(files[0]))
+    assert [path.stat().st_mode & 0o777 for path in files] == [0o600] * 3
+    monkeypatch.setattr(gate.os, "geteuid", lambda: files[0].stat().st_uid + 1)
+    with pytest.raises(BadRequest, match="belongs to another user"):
+        gate.own_files(str(files[0]))
+
+
+def test_the_token_of_a_task_is_not_on_the_command_line(tmp_path: Path) -> None:
+    """Flower's own executor, as the helper process starts it, with a program that shows what it was given."""
+    program = tmp_path / "flwr-serverapp"
+    program.write_text('#!/bin/sh\necho "$@" > "$OUT.new"; cat "$4" >> "$OUT.new"; mv "$OUT.new" "$OUT"\n')
+    program.chmod(0o755)
+    code = """
+import importlib
+import sys
+def started():
+    from flwr.supercore.superexec.executor.subprocess_executor import SubprocessExecutor
+    from flwr.supercore.superexec.executor.types import ExecutionSpec
+    from flwr.supercore.constant import TaskType
+    assert sys.argv[0] == "flower-superexec"
+    SubprocessExecutor().launch(ExecutionSpec(
+        task_type=TaskType.SERVER_APP, runtime_api_address="here", token="s3cret", insecure=True,
+        root_certificates_path=None, runtime_dependency_install=False, parent_pid=None, suppress_output=True,
+        task_id=1, fab_hash=None))
+importlib.import_module("flwr.supercore.cli.flower_superexec").flower_superexec = started
+from fedapp.engines.gate import superexec
+superexec()
+"""
+    out, secret = tmp_path / "out", tmp_path / "superexec.secret"
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "OUT": str(out)}
+    words = ["flower-superexec", "--superexec-auth-secret-file", str(secret)]
+    subprocess.run([sys.executable, "-c", code, *words], env=env, check=True)
+    until(out.exists, 10, "the program has started")
+    given, token = out.read_text().splitlines()
+    assert token == "s3cret" and "s3cret" not in given and "--token-file" in given
+    (file,) = tmp_path.glob("*.token")
+    assert file.stat().st_mode & 0o777 == 0o600
+
+
 # ---- the roster ------------------------------------------------------------------------------------------------------
 
 
@@ -796,6 +843,12 @@ def test_a_slow_line_gets_a_large_answer_and_one_that_takes_nothing_is_closed(
         assert ask(wait=3, pause=0) < LARGE, "nothing was taken for longer than the limit"
 
     served(tests, monkeypatch, crowd=6, seconds=0.6, **tls)
+
+
+def test_what_it_writes_is_for_this_user_only(link: Deployment) -> None:
+    written = [path for path in (link.folder / "vol-superlink").iterdir() if path.name.startswith(("superlink", "op"))]
+    assert {"superlink.db", "operator.token"} <= {path.name for path in written}
+    assert {path.name: oct(path.stat().st_mode & 0o077) for path in written} == {path.name: "0o0" for path in written}
 
 
 def test_plain_http_gets_no_answer(link: Deployment) -> None:

@@ -10,9 +10,11 @@ same SuperLink with two listeners in one process:
   (:class:`OperatorToken`), and tasks are given only to a helper process that knows a secret (Flower's
   ``--isolation process``).
 
-It uses four internals of Flower 1.41 (`_parse_superlink_lifespan_config`, `SuperLinkLifespan`, `create_app`,
-`authenticate_node`) and therefore refuses to start under another minor version. The file is long because everything
-that decides who gets through stands in it and is reviewed as one.
+Other users of the machine read neither its files (:func:`own_files`) nor the token of a task (:func:`superexec`).
+
+It uses five internals of Flower 1.41 (`_parse_superlink_lifespan_config`, `SuperLinkLifespan`, `create_app`,
+`authenticate_node`, `subprocess_executor`) and therefore refuses to start under another minor version. The file is long
+because everything that decides who gets through stands in it and is reviewed as one.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Seque
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import typer
@@ -631,6 +634,21 @@ def minor(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
 
 
+def own_files(database: str) -> None:
+    """Let nobody else read the files of a database, which hold messages and the tokens of tasks.
+
+    Raises
+    ------
+    BadRequest : a file belongs to another user.
+    """
+    for path in (Path(database + end) for end in ("", "-wal", "-shm", "-journal")):
+        if not path.is_file():
+            continue
+        if path.stat().st_uid != os.geteuid():
+            raise BadRequest(f"{path} belongs to another user, who could read all messages: chown it, or name another")
+        path.chmod(0o600)
+
+
 def serve(public: str, private: str, token_file: Path | None, max_reply: int, flower: Sequence[str]) -> int:
     """Run a SuperLink until it is told to stop (SIGTERM or Ctrl-C).
 
@@ -647,9 +665,11 @@ def serve(public: str, private: str, token_file: Path | None, max_reply: int, fl
 
     Raises
     ------
-    BadRequest : an option cannot be used, an address is taken, a file cannot be read.
+    BadRequest : an option cannot be used, an address is taken, a file cannot be read or belongs to another user.
     """
     with contextlib.ExitStack() as stack:
+        # Also for the run directories, which the helper process and what it starts make.
+        stack.callback(os.umask, os.umask(0o077))
         inner = stack.enter_context(contextlib.closing(_listener(private, private=True)))
         outer = stack.enter_context(contextlib.closing(_listener(public, private=False)))
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedapp-superlink-")))
@@ -657,6 +677,7 @@ def serve(public: str, private: str, token_file: Path | None, max_reply: int, fl
         _write_secret(secret, secrets.token_bytes(32))
         os.environ.update(control.QUIET)
         config = _configuration(flower, inner, secret)
+        own_files(config.database)
         home = (
             Path(config.database).absolute().parent if not config.database.startswith(":") else Path.home() / ".fedapp"
         )
@@ -766,9 +787,36 @@ def _helper(config: Any, inner: socket.socket, secret: Path) -> list[str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     os.environ["PATH"] = path  # flower-superexec starts its own helpers by bare name
     return [
-        control.executable("flower-superexec", path),
+        sys.executable, "-P", "-c", "from fedapp.engines.gate import superexec; superexec()", "flower-superexec",
         "--runtime-api-address", f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         "--root-certificates", str(config.ssl_ca_certfile),
         "--superexec-auth-secret-file", str(secret),
         "--parent-pid", str(os.getpid()),
     ]  # fmt: skip
+
+
+def superexec() -> None:
+    """Run flower-superexec in this process, with the tokens of tasks in files of this user.
+
+    Flower writes them on command lines, which all users of the machine see, and who has one acts as the run.
+    """
+    from flwr.supercore.cli.flower_superexec import flower_superexec
+    from flwr.supercore.superexec.executor import subprocess_executor
+
+    del sys.argv[0]  # "-c"
+    folder = Path(sys.argv[sys.argv.index("--superexec-auth-secret-file") + 1]).parent
+
+    def start(words: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(without_token(words, folder), **options)
+
+    executor: Any = subprocess_executor
+    executor.subprocess = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
+    flower_superexec()
+
+
+def without_token(words: Sequence[str], folder: Path) -> list[str]:
+    """Return the command with the token in a file of `folder` that only this user can read."""
+    at = words.index("--token")
+    path = folder / f"{secrets.token_hex(8)}.token"
+    _write_secret(path, words[at + 1].encode())
+    return [*words[:at], "--token-file", str(path), *words[at + 2 :]]
