@@ -79,8 +79,8 @@ BODY, FEW = 8 << 20, 64 << 10
 """Largest body in bytes of a request that brings a part of a reply, and of any other."""
 PIECES, PIECE, ENTRY = 8192, 5 << 20, 80
 """Objects that a reply may consist of, besides one for each `PIECE` bytes of it, in which Flower sends arrays, and the
-bytes that list one of them. Each array is two objects, so that a reply has up to 4,000 arrays: the largest networks of
-torchvision have 1,300. The SuperLink writes all of a list at once and lets nobody else write meanwhile."""
+bytes that list one of them. Each array is two objects, so that a reply has up to 4,000 arrays: the largest network of
+torchvision has 1,550. The SuperLink writes all of a list at once and lets nobody else write meanwhile."""
 PRICE, LISTS = 10, 4
 """What one byte of a reply's list of objects counts at least: the SuperLink keeps about ten times as much. And how many
 of the longest lists count as a whole reply: a node may send the same one again."""
@@ -602,7 +602,8 @@ def _configuration(flower: Sequence[str], private: socket.socket, secret: Path) 
     if found != FLOWER:
         raise BadRequest(
             f"fedapp superlink knows Flower {FLOWER[0]}.{FLOWER[1]} only, and {metadata.version('flwr')} is installed: "
-            "install that version, or put a reverse proxy in front of flower-superlink (docker/nginx.conf)"
+            "install that version, or put a reverse proxy in front of flower-superlink (docker/nginx.conf says what is "
+            "lacking then)"
         )
     names = [word.partition("=")[0] for word in flower]
     for name in OURS:
