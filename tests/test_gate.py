@@ -205,6 +205,7 @@ def test_a_node_sends_nothing_but_replies_of_its_own() -> None:
         "a reply to nothing": reply(7, reply_to_message_id=""),
         "a reply of another node": reply(7, src_node_id=8),
         "a request of another node": reply(8, named=8),
+        "a request in another node's name": reply(7, named=8),
         "a reply to another node": reply(7, dst_node_id=8),
         "two messages": reply(7, messages=2),
         "none": reply(7, messages=0),
@@ -263,13 +264,13 @@ def test_lists_that_take_long_leave_room_for_others() -> None:
 
         await asyncio.gather(*(push(node) for node in range(3)))
 
-    for long, least in ((0.05, 0.09), (1.0, 0.0)):
+    for long in (0.05, 10.0):
         pauses.clear()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gate, "LONG", long)
             asyncio.run(lists(gate.Gate(slow, 1 << 20, signed=node_of)))
         between = [after - before for before, after in zip(pauses[1::2], pauses[2::2], strict=False)]
-        assert len(between) == 2 and all(least <= pause < least + 0.08 for pause in between)
+        assert len(between) == 2 and (min(between) >= 0.09) == (long < 0.1)
 
 
 def test_a_node_asks_only_for_parts_of_messages_that_it_was_given() -> None:
