@@ -63,7 +63,7 @@ def test_a_listing_fits_eighty_columns(command: str, monkeypatch: pytest.MonkeyP
     """Nothing is wider, and no name is broken."""
     names = [row[0] for row in lines(command)]
     console = Console(width=WIDE, record=True, file=io.StringIO())
-    monkeypatch.setattr(printing, "Console", lambda **_: console)
+    monkeypatch.setattr(printing, "Screen", lambda **_: console)
     monkeypatch.setattr(printing, "on_terminal", lambda: True)
     result = CliRunner().invoke(app, [command])
     assert result.exit_code == 0, result.output

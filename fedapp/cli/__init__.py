@@ -12,7 +12,8 @@ from fedapp import __version__
 from fedapp.cli import deployment, listing
 from fedapp.cli.options import Commands, Set, collect, names
 from fedapp.cli.printing import show
-from fedapp.errors import BadRequest, plain
+from fedapp.errors import BadRequest
+from fedapp.results.terminal import echo
 
 if TYPE_CHECKING:
     from fedapp.experiments import recipes
@@ -44,7 +45,7 @@ Track = Annotated[
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"fedapp {__version__}")
+        echo(f"fedapp {__version__}")
         raise typer.Exit
 
 
@@ -62,10 +63,10 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except BadRequest as e:
-        typer.echo(f"fedapp: {plain(e, whole=True)}", err=True)
+        echo(f"fedapp: {e}", err=True)
         raise SystemExit(2) from None
     except Exception:
-        traceback.print_exc()
+        echo(traceback.format_exc(), err=True, nl=False)
         raise SystemExit(1) from None
 
 
@@ -163,10 +164,10 @@ def partition(
     settings = tasks.settled(config.from_flat(values), 10)
     data = tasks.federated(settings, settings.clients)
     card = data_card(data.dataset, data.partition)
-    typer.echo(card.text())
+    echo(card.text())
     for warning in leaks(data.dataset, data.partition):
-        typer.echo(f"warning: {warning}")
-    typer.echo(f"hash {data.partition.hash}")
+        echo(f"warning: {warning}")
+    echo(f"hash {data.partition.hash}")
     if out is not None:
         try:
             out.mkdir(parents=True, exist_ok=True)
@@ -174,7 +175,7 @@ def partition(
             maps.label_heat(card.train, card.classes).savefig(out / "partition.png", facecolor="white")
         except OSError as e:
             raise BadRequest(f"{out} cannot be written ({e.strerror}): choose another --out") from e
-        typer.echo(f"written to {out}")
+        echo(f"written to {out}")
 
 
 @app.command()
@@ -329,8 +330,11 @@ def predict(
     heads = ["sample", *(f"{place}." for place in range(1, order.shape[1] + 1))]
     best = [[(net.classes[i], float(p[i])) for i in row] for row, p in zip(order, probabilities, strict=True)]
     cells = [[name, *(f"{c} {100 * p:.1f} %" for c, p in row)] for name, row in zip(found["sample"], best, strict=True)]
-    plain = [[name, *(f"{c}\t{p:.4f}" for c, p in row)] for name, row in zip(found["sample"], best, strict=True)]
-    show(net.about, heads, cells, plain)
+    piped = [
+        [name, *(text for c, p in row for text in (c, f"{p:.4f}"))]
+        for name, row in zip(found["sample"], best, strict=True)
+    ]
+    show(net.about, heads, cells, piped)
 
 
 @app.command()
@@ -346,8 +350,8 @@ def export(
 
     net = _loaded(run, client, received)
     difference = exporting.write(net, to, out)
-    typer.echo(f"{net.about}\ntakes {net.wanted()}, returns logits (N, {len(net.classes)})")
-    typer.echo(f"largest difference from the module on {exporting.CHECKED} samples: {difference:.2g}\nwritten to {out}")
+    echo(f"{net.about}\ntakes {net.wanted()}, returns logits (N, {len(net.classes)})")
+    echo(f"largest difference from the module on {exporting.CHECKED} samples: {difference:.2g}\nwritten to {out}")
 
 
 @app.command()
@@ -368,9 +372,9 @@ def report(
 
     with plugins.only(allow, installed=True), reporting.on_terminal() as progress:
         page = reporting.write(directory, figures, everything, fresh, progress)
-    typer.echo(f"report: {page}")
+    echo(f"report: {page}")
     if figures is not None:
-        typer.echo(f"figures: {figures.expanduser().absolute()}")
+        echo(f"figures: {figures.expanduser().absolute()}")
 
 
 @app.command(name="track")
@@ -384,7 +388,7 @@ def track_runs(
 
     found = read(directory)
     for run in [found] if isinstance(found, RunResult) else found.runs:
-        following.track(run, ",".join(to), lambda event: typer.echo(event["text"]) if "text" in event else None)
+        following.track(run, ",".join(to), lambda event: echo(event["text"]) if "text" in event else None)
 
 
 @app.command()
@@ -402,13 +406,13 @@ def figure(
 
     if name is None:
         for known, drawn in papers.PAPERS.items():
-            typer.echo(f"{known:<22}{drawn.title} (needs {drawn.needs or 'no run'})")
+            echo(f"{known:<22}{drawn.title} (needs {drawn.needs or 'no run'})")
         return
     with plugins.only(allow, installed=True):
         drawing = papers.draw(name, runs or [])
     file = (out or Path(f"{name}.svg")).expanduser().absolute()
     papers.save(drawing, file)
-    typer.echo(f"{drawing.caption}\nfigure: {file}")
+    echo(f"{drawing.caption}\nfigure: {file}")
 
 
 app.add_typer(deployment.deployment, name="deploy")

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.markup import escape
+from rich.text import Text
 
 from fedapp.cli.options import Commands, Set, collect
 from fedapp.cli.printing import show
 from fedapp.errors import BadRequest
+from fedapp.results.terminal import echo
 
 deployment = typer.Typer(
     cls=Commands, no_args_is_help=True, help="Real devices: find problems and show how to solve them."
@@ -53,9 +54,8 @@ def deploy_check(
         node_config=node_config, key=key, certificate=certificate, values=collect({}, sets),
     )  # fmt: skip
     colours = {"ok": "green", "warn": "yellow", "fail": "red"}
-    plain = [(f.state, f.name, f.found, f.remedy) for f in found]
-    rows = [(f"[{colours[state]}]{state}[/]", *map(escape, texts)) for state, *texts in plain]
-    show("fedapp deploy check", ("", "what", "found", "what to do"), rows, plain)
+    rows = [(Text(f.state, style=colours[f.state]), f.name, f.found, f.remedy) for f in found]
+    show("fedapp deploy check", ("", "what", "found", "what to do"), rows)
     raise typer.Exit(int(any(f.state == deploycheck.FAIL for f in found)))
 
 
@@ -99,7 +99,7 @@ def operator_login(
     if not token_file.is_file():
         raise BadRequest(f"{token_file} does not exist: fedapp superlink makes it beside its database")
     gate.login(to.address, gate.operator_token(token_file))
-    typer.echo(f"flwr and fedapp now use this token for {connection} ({to.address})")
+    echo(f"flwr and fedapp now use this token for {connection} ({to.address})")
 
 
 def admit(
@@ -120,4 +120,4 @@ def admit(
         raise BadRequest("give --roster FILE, the roster.toml beside the SuperLink's database")
     with control.Control.of_connection(deploy.connection(connection)) as api:
         node = gate.admit(api, key, client, roster, max_examples)
-    typer.echo(f"node {node} is client {client} ({roster})")
+    echo(f"node {node} is client {client} ({roster})")

@@ -9,6 +9,7 @@ import typer
 
 from fedapp.cli.printing import entries, kind, tell_broken
 from fedapp.errors import BadRequest, suggest
+from fedapp.results.terminal import echo
 
 
 def methods() -> None:
@@ -91,6 +92,6 @@ def recipes(
     from fedapp.experiments import recipes
 
     if name is not None:
-        typer.echo(recipes.find(Path(name)).text, nl=False)
+        echo(recipes.find(Path(name)).text, nl=False)
         return
     entries([(r.name, r.title) for r in recipes.shipped().values()], lambda row: (row[1], ""))

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from typer.utils import get_params_from_function
 
 from fedapp.errors import BadRequest
+from fedapp.results.terminal import echo
 
 
 class Commands(TyperGroup):
@@ -32,7 +33,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            typer.echo("fedapp: interrupted", err=True)
+            echo("fedapp: interrupted", err=True)
             raise typer.Exit(130) from None
 
 
@@ -80,7 +81,7 @@ def collect(
         shrunk, told = recipes.scaled(
             {**values, **({"dataset": chosen["dataset"]} if "dataset" in chosen else {})}, scale
         )
-        typer.echo(told, err=True)
+        echo(told, err=True)
         values = shrunk
     return {**values, **chosen}
 

@@ -6,11 +6,12 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import typer
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
+
+from fedapp.errors import plain
+from fedapp.results.terminal import Screen, echo
 
 
 def on_terminal() -> bool:
@@ -23,20 +24,28 @@ def tell_broken() -> None:
     from fedapp import registry
 
     for text in registry.broken().values():
-        typer.echo(f"fedapp: left out: {text}", err=True)
+        echo(f"fedapp: left out: {text}", err=True)
 
 
-def show(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], plain: Iterable[Sequence[str]] = ()) -> None:
-    """Print rows as a table on a terminal; elsewhere print them (or `plain`) with tabs between the cells."""
+def _piped(row: Sequence[str | Text]) -> str:
+    """Join the cells of a row with tabs; a tab or an end of line within a cell becomes an escape."""
+    return "\t".join(str(cell).replace("\t", "\\t").replace("\n", "\\n") for cell in row).rstrip()
+
+
+def show(
+    title: str, heads: Sequence[str], rows: Sequence[Sequence[str | Text]], piped: Iterable[Sequence[str]] = ()
+) -> None:
+    """Print rows as a table on a terminal; elsewhere print them (or `piped`) with tabs between the cells."""
     if not on_terminal():
-        sys.stdout.writelines("\t".join(row).rstrip() + "\n" for row in plain or rows)
+        for row in piped or rows:
+            echo(_piped(row))
         return
     first, *others = heads
     columns = [Column(first, overflow="fold", no_wrap=True), *(Column(head, overflow="fold") for head in others)]
     table = Table(*columns, title=title)
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    Screen().print(table)
 
 
 def entries(rows: Sequence[Sequence[str]], below: Callable[[Sequence[str]], tuple[str, str]]) -> None:
@@ -48,13 +57,14 @@ def entries(rows: Sequence[Sequence[str]], below: Callable[[Sequence[str]], tupl
     below : what a row says under its name: a sentence, and facts that are set off from it.
     """
     if not on_terminal():
-        sys.stdout.writelines("\t".join(row).rstrip() + "\n" for row in rows)
+        for row in rows:
+            echo(_piped(row))
         return
-    console = Console(highlight=False)
+    console = Screen(highlight=False)
     for row in rows:
         sentence, facts = below(row)
-        console.print(Text(row[0], style="bold"), Text(facts, style="dim"))
-        console.print(Padding(Text(sentence), (0, 0, 0, 4)))
+        console.print(Text(plain(row[0]), style="bold"), Text(plain(facts), style="dim"))
+        console.print(Padding(sentence, (0, 0, 0, 4)))
 
 
 def kind(schema: Mapping[str, Any], code: Callable[[object], str] = str) -> str:

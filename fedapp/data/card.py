@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from fedapp.data.datasets import Dataset
 from fedapp.data.partitions import Partition
+from fedapp.errors import plain
 
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
@@ -90,24 +91,27 @@ class DataCard:
     def text(self, max_classes: int = 26, max_clients: int = SHOWN) -> str:
         """Return the card as plain text: a line per client, a column per class with its training rows (``.``: none).
 
+        Names of classes and clients come from files: what is not printed as itself is an escape.
+
         Parameters
         ----------
         max_classes : with more classes than this, a line gives the number of classes and the three largest instead.
         max_clients : clients with a line of their own; a summary follows for the others.
         """
         train_sizes, test_sizes = self.train.sum(axis=1), self.test.sum(axis=1)
+        classes, names, ignored, left_out = map(_shown, (self.classes, self.names, self.ignored, self.left_out))
         lines = [
             f"{self.dataset}: {len(self.train)} clients, partition {self.kind}, split {self.split}, {self.hash[:12]}",
             f"training {self.rows} {train_sizes.sum()} ({train_sizes.min()} to {train_sizes.max()} a client), "
             f"test {self.rows} {test_sizes.sum()} ({test_sizes.min()} to {test_sizes.max()} a client)",
         ]
-        if self.ignored:
-            lines.append(f"ignored: {', '.join(self.ignored)}")
+        if ignored:
+            lines.append(f"ignored: {', '.join(ignored)}")
         if self.skipped:
             lines.append(f"files left out because they cannot be read: {self.skipped}")
-        if self.left_out:
-            shown = ", ".join(self.left_out[:8]) + (", ..." if len(self.left_out) > 8 else "")
-            lines.append(f"left out, fewer than min-samples {self.rows}: {len(self.left_out)} ({shown})")
+        if left_out:
+            shown = ", ".join(left_out[:8]) + (", ..." if len(left_out) > 8 else "")
+            lines.append(f"left out, fewer than min-samples {self.rows}: {len(left_out)} ({shown})")
         if self.unused:
             lines.append(f"{self.unused} {self.rows} are held by no client")
         if self.public:
@@ -119,23 +123,23 @@ class DataCard:
         unseen = np.count_nonzero((self.test > 0) & (self.train == 0), axis=1)
         if unseen.any():
             lines.append(f"{np.count_nonzero(unseen)} clients are tested on classes that they do not train on")
-        wide = len(self.classes) > max_classes
+        wide = len(classes) > max_classes
         # Names head the columns where they are short, else the classes' numbers.
-        short = max(len(name) for name in self.classes) <= 6
-        heads = list(self.classes) if short else [str(label) for label in range(len(self.classes))]
+        short = max(len(name) for name in classes) <= 6
+        heads = classes if short else [str(label) for label in range(len(classes))]
         if wide:
             heads = ["classes", "largest classes"]
         rows = [["client", *heads, "train", "test", "majority"]]
         for client, counts in enumerate(self.train[:max_clients]):
             if wide:
                 top = [label for label in np.argsort(-counts, kind="stable")[:3] if counts[label]]
-                cells = [str(np.count_nonzero(counts)), ", ".join(f"{self.classes[i]} {counts[i]}" for i in top)]
+                cells = [str(np.count_nonzero(counts)), ", ".join(f"{classes[i]} {counts[i]}" for i in top)]
             else:
                 cells = [str(count) if count else "." for count in counts]
             score = "-" if np.isnan(self.majority[client]) else f"{100 * self.majority[client]:.1f}"
             rows.append(
                 [
-                    self.names[client] if self.names else str(client),
+                    names[client] if names else str(client),
                     *cells,
                     str(train_sizes[client]),
                     str(test_sizes[client]),
@@ -166,6 +170,11 @@ class DataCard:
             if found.size
         ]
         return f"and {len(held)} more clients: {'; '.join(parts)}"
+
+
+def _shown(names: tuple[str, ...]) -> list[str]:
+    """Return names of a file as they may stand in a line."""
+    return [plain(name, whole=True).replace("\n", "\\n") for name in names]
 
 
 def data_card(dataset: Dataset, partition: Partition) -> DataCard:

@@ -26,8 +26,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
-import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from fedapp import __version__, registry
@@ -46,6 +44,7 @@ from fedapp.experiments.jobs import Job, Variant, common_public
 from fedapp.models import head_width, is_own
 from fedapp.results.directory import absolute, check_out, check_writable, new_folder, only_writer
 from fedapp.results.runs import RunResult
+from fedapp.results.terminal import Screen, echo
 from fedapp.tasks import simulated as tasks
 
 OWN_SETTINGS = (
@@ -365,7 +364,7 @@ class RunsProgress:
         self.total = sum(self.rounds.values())
         self.started = self.told = time.monotonic()
         self.stop = threading.Event()
-        self.console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self.console = Screen(stderr=True, highlight=False, soft_wrap=True)
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"))
         self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self.bar = self.progress.add_task("runs", total=max(1, self.total), text="")
@@ -412,7 +411,7 @@ class RunsProgress:
     def line(self, text: str) -> None:
         """Print a line above the bar."""
         self.told = time.monotonic()
-        self.console.print(text, markup=False)
+        self.console.print(text)
 
     def on_end(self, run: pool.FinishedRun) -> None:
         """Report a run that ended."""
@@ -443,7 +442,7 @@ def run_on_ray(todo: Mapping[str, RunConfig], log: Path) -> dict[str, str]:
     """Run one after the other through `flwr run` on one Ray; returns the errors of the runs that failed, by name."""
     failed = {}
     resources = runner.proposed(list(todo.values()))
-    typer.echo(resources.text, err=True)
+    echo(resources.text, err=True)
     with launch.Session(log=log, ray_cpus=resources.total_cpus) as session:
         for number, (name, config) in enumerate(todo.items(), 1):
             with runner.Follower(f"{name} ({number}/{len(todo)})") as follower:
@@ -513,10 +512,10 @@ def run(
     check_writable(out / "runs")
     with only_writer(out, who="fedapp compare"):  # two of them would remove each other's unfinished runs
         for line in (*choice, *_beforehand(values, jobs)):
-            typer.echo(line, err=True)
+            echo(line, err=True)
         todo = {job.name: config for job in jobs if (config := pending_config(job.config)) is not None}
         if len(todo) < len(jobs):
-            typer.echo(f"{len(jobs) - len(todo)} of {len(jobs)} runs are there already", err=True)
+            echo(f"{len(jobs) - len(todo)} of {len(jobs)} runs are there already", err=True)
         for config in todo.values():
             check_out(Path(config.out), config.resume)
         failed: dict[str, str] = {}
@@ -535,11 +534,11 @@ def run(
         if p.parent not in {j.out for j in jobs}
     )
     if others:
-        typer.echo(f"not in these tables, but in {out / 'runs'}: {', '.join(others)}", err=True)
-    typer.echo(f"results: {out}")
+        echo(f"not in these tables, but in {out / 'runs'}: {', '.join(others)}", err=True)
+    echo(f"results: {out}")
     _report(out, finished)
     if failed:
-        typer.echo(f"failed: {', '.join(failed)} (the same command again continues)", err=True)
+        echo(f"failed: {', '.join(failed)} (the same command again continues)", err=True)
         refused = all(e.startswith("BadRequest") for e in failed.values()) and not finished
         return 2 if refused else 1
     return 0 if shared.ok else 1
@@ -566,9 +565,9 @@ def _report(out: Path, finished: Sequence[Job]) -> None:
         with report.on_terminal() as progress:
             report.write(out, progress=progress)
     except Exception as e:
-        typer.echo(f"no report.html: {type(e).__name__}: {e} (fedapp report {out} tries again)", err=True)
+        echo(f"no report.html: {type(e).__name__}: {e} (fedapp report {out} tries again)", err=True)
     else:
-        typer.echo(f"report: {out / 'report.html'}")
+        echo(f"report: {out / 'report.html'}")
 
 
 def differences(jobs: Sequence[Job]) -> list[str]:

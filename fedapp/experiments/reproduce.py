@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import get_args
 
 import numpy as np
-import typer
-from rich.console import Console
 from rich.table import Table
 
 from fedapp.config import RunConfig
@@ -28,6 +26,7 @@ from fedapp.experiments.studies import RunKey, Study, keys_of, settings_of, stud
 from fedapp.results.directory import check_writable
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import spread
+from fedapp.results.terminal import Screen, echo
 from fedapp.tasks import simulated as tasks
 
 START, END = "<!-- ledger -->", "<!-- /ledger -->"
@@ -125,7 +124,7 @@ def reproduce(
         raise BadRequest(f"{kept} is no folder: --from names a folder that --keep has written")
     archive = read(kept) if kept is not None else Archive()
     for key, why in archive.stale.items():
-        typer.echo(f"not taken from {kept}: {key.folder}, {why}", err=True)
+        echo(f"not taken from {kept}: {key.folder}, {why}", err=True)
     lacking = [key for key in keys if key not in archive.runs]
     todo: dict[str, RunConfig] = {}
     if out is not None:
@@ -156,14 +155,14 @@ def reproduce(
     if keep is not None:
         written = write_archive(keep, evidence.finished())
         for key, why in written.stale.items():
-            typer.echo(f"not kept: {key.folder}, {why}", err=True)
-        typer.echo(f"{len(written.runs)} runs are kept in {keep}", err=True)
+            echo(f"not kept: {key.folder}, {why}", err=True)
+        echo(f"{len(written.runs)} runs are kept in {keep}", err=True)
     verdicts = [(claim, claim.decide(evidence)) for claim in selected or claims().values()]
     print_ledger(verdicts)
     if doc is not None:
         write(doc, verdicts, evidence)
         write_pages(doc.parent / "methods", evidence)
-        typer.echo(f"written to {doc}")
+        echo(f"written to {doc}")
     return int(bool(failed))
 
 
@@ -171,15 +170,15 @@ def _tell(
     keys: Sequence[RunKey], lacking: Sequence[RunKey], archive: Archive, evidence: Evidence, workers: int | None
 ) -> None:
     """Say on standard error how many runs are missing, and how long they will take; `workers` is 0 if none is run."""
-    typer.echo(f"{len(keys) - len(lacking)} of {len(keys)} runs are there already", err=True)
+    echo(f"{len(keys) - len(lacking)} of {len(keys)} runs are there already", err=True)
     if lacking and workers == 0:
-        typer.echo(f"missing: {', '.join(key.folder for key in lacking)} (add --out to run them)", err=True)
+        echo(f"missing: {', '.join(key.folder for key in lacking)} (add --out to run them)", err=True)
     elif lacking:
         known = {key: float(run.summary["seconds"]) for key, run in evidence.finished().items()}
         at_once = min(workers or usable_cores(), len(lacking))
         left = minutes_left(lacking, {**archive.seconds, **known}, at_once)
         about = "no earlier run says how long" if left is None else f"about {left:.0f} minutes, {at_once} at a time"
-        typer.echo(f"to run: {len(lacking)}, {about}", err=True)
+        echo(f"to run: {len(lacking)}, {about}", err=True)
 
 
 # ---- what is published -----------------------------------------------------------------------------------------------
@@ -190,7 +189,7 @@ def print_ledger(verdicts: Sequence[tuple[Claim, Verdict]]) -> None:
     table = Table("claim", "paper", "ours", "outcome", title="Ledger of claims", show_lines=True)
     for claim, verdict in verdicts:
         table.add_row(f"{claim.id}: {claim.text}", claim.paper, verdict.ours, verdict.outcome)
-    Console(width=max(140, Console().width)).print(table)
+    Screen(width=max(140, Screen().width)).print(table)
 
 
 def _around(doc: Path) -> tuple[str, str]:

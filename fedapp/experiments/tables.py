@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pandas as pd
-from rich.console import Console
 from rich.table import Table
 
 from fedapp import config as configuration
@@ -33,6 +32,7 @@ from fedapp.results.statistics import (
     spread,
     until,
 )  # fmt: skip
+from fedapp.results.terminal import Screen
 
 PROTOCOLS = configuration.PROTOCOLS
 TUNED = "tuned"
@@ -283,9 +283,9 @@ def print_tables(
     """
     if table.empty:
         return
-    console = Console(highlight=False)
+    console = Screen(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=max(NARROWEST, console.width))
+        console = Screen(highlight=False, width=max(NARROWEST, console.width))
     for _, part in table.groupby(SETTING, dropna=False, sort=False):
         here = tests if tests.empty else tests.merge(part[SETTING].drop_duplicates())
         for title, rows, columns in _tables(part, here, titles, meaning, metrics):

@@ -25,7 +25,7 @@ from fedapp.data import datasets
 from fedapp.data.columns import COLUMNS, read_npz, samples
 from fedapp.data.moments import Samples
 from fedapp.data.transforms import InputSpec, channels_first, normalise
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, plain
 from fedapp.lazy import Tensor, nn, torch
 from fedapp.learning.evaluation import BATCH
 from fedapp.learning.state import StateError, read_safetensors, write_safetensors
@@ -278,7 +278,7 @@ def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) ->
     if not client.alone(hparams):
         warnings.warn(
             f"{path}: the scores of the run are not those of the stored model alone ({head['method']} with "
-            f"{head.get('method-args') or 'its defaults'}); it predicts with its head",
+            f"{plain(head.get('method-args') or 'its defaults')}); it predicts with its head",
             stacklevel=2,
         )
     inputs = InputSpec(
@@ -291,7 +291,8 @@ def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) ->
         raise BadRequest(f"{path} is damaged: its classes or its normalisation do not fit the model")
     who = f"client {head['client']}" + (f" ({head['name']})" if head.get("name") else "") if "client" in head else ""
     told = [who, str(head["method"]), spec.name, str(head.get("when") or f"round {head.get('round', 'last')}")]
-    return LoadedModel(model, classes, inputs, ", ".join([*filter(None, told), f"{spec.num_classes} classes"]))
+    about = plain(", ".join([*filter(None, told), f"{spec.num_classes} classes"]))
+    return LoadedModel(model, classes, inputs, about)
 
 
 def read_images(paths: Sequence[Path], inputs: InputSpec) -> NDArray[np.uint8]:

@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
-from rich.console import Console
+from rich.text import Text
 from threadpoolctl import threadpool_limits
 
 from fedapp import config as configuration
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, plain
 from fedapp.results import figures
 from fedapp.results.directory import write_text
 from fedapp.results.figures import Gallery, Progress, Store
@@ -50,6 +50,7 @@ from fedapp.results.statistics import (
     traffic,
     until,
 )  # fmt: skip
+from fedapp.results.terminal import Screen
 
 PAGE = "report.html"
 
@@ -106,8 +107,10 @@ def on_terminal() -> Iterator[Progress]:
 
     The parameter `progress` of :func:`write` takes what it yields.
     """
-    with Console(stderr=True, highlight=False).status("drawing the report") as status:
-        yield lambda number, count, title: status.update(f"drawing the report: figure {number} of {count}, {title}")
+    with Screen(stderr=True, highlight=False).status("drawing the report") as status:
+        yield lambda number, count, title: status.update(
+            Text(plain(f"drawing the report: figure {number} of {count}, {title}"))
+        )
 
 
 # ---- one run ---------------------------------------------------------------------------------------------------------

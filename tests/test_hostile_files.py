@@ -1,0 +1,98 @@
+"""Files of others: names in tables, models and run directories rule no terminal, start no formula and break nothing."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fedapp.cli import app, printing
+from fedapp.learning.state import read_safetensors, write_safetensors
+from tests.house import FILES, ROOT
+from tests.test_hostile_text import HOSTILE, harmless
+
+NAME = HOSTILE.replace("\ud800", "").replace("\x00", "")
+"""A name that a file can hold."""
+
+
+def command(*words: object) -> Any:
+    return CliRunner().invoke(app, [str(word) for word in words])
+
+
+def stored(run: Any, folder: Path, **header: Any) -> Path:
+    """A copy of client 0's model whose header says something else."""
+    arrays, head = read_safetensors(run.out / "models" / "clients" / "0" / "personal.safetensors")
+    write_safetensors(folder / "model.safetensors", arrays, {**head, **header})
+    return folder / "model.safetensors"
+
+
+def pictures(folder: Path) -> Path:
+    np.savez(folder / "x.npz", x=np.zeros((2, 8, 8), np.uint8))
+    return folder / "x.npz"
+
+
+def rows(folder: Path, *labels: str) -> Path:
+    """A table of two clients with hostile names."""
+    path = folder / "rows.csv"
+    rng = np.random.default_rng(0)
+    lines = [f'{rng.normal():.3f},{rng.normal():.3f},"{labels[i % 2]}","{NAME}{i % 2}"' for i in range(100)]
+    path.write_text("\n".join(["a,b,y,client", *lines]) + "\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_names_in_a_model_file_rule_no_terminal(
+    terminal: bool, tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(printing, "on_terminal", lambda: terminal)
+    monkeypatch.setenv("COLUMNS", "4000")
+    classes = [f"{NAME}\t\n{i}" for i in range(10)]
+    file = stored(tiny(method="fedavg"), tmp_path, classes=classes, name=NAME, when=f"{NAME}[/b]")
+    done = command("predict", "--model", file, pictures(tmp_path))
+    assert done.exit_code == 0 and harmless(done.stdout)
+    if terminal:
+        assert "[bold red]" in done.stdout and "[/b]" in done.stdout, "square brackets are text"
+    else:
+        lines = done.stdout.splitlines()
+        assert len(lines) == 2 and all(len(line.split("\t")) == 7 for line in lines), "a name adds no line or cell"
+
+
+def test_names_in_a_table_rule_no_terminal(tmp_path: Path) -> None:
+    file = rows(tmp_path, NAME, f"{NAME}b")
+    settings = ["--set", "dataset=csv", "--set", f"data-dir={file}", "--set", "split=holdout"]
+    done = command("partition", *settings, "--set", "partition=by-client")
+    assert done.exit_code == 0 and "x1b]0;owned" in done.stdout and harmless(done.stdout)
+    words = ("--engine", "local", "--method", "fedavg", "--rounds", "1", "--set", "partition=by-client")
+    done = command("run", *words, *settings, "--out", tmp_path / "run")
+    assert done.exit_code == 0 and harmless(done.output)
+    assert harmless((tmp_path / "run" / "data_card.txt").read_text(encoding="utf-8"))
+
+
+def test_the_message_of_any_error_is_plain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    from fedapp import cli
+
+    def fails(**_: object) -> None:
+        raise OSError(NAME)
+
+    monkeypatch.setattr(cli, "app", fails)
+    with pytest.raises(SystemExit):
+        cli.main()
+    said = capsys.readouterr().err
+    assert "Traceback" in said and harmless(said)
+
+
+PRINTS = ("typer.echo", "click.echo", "print", "Console", "sys.stdout.write", "sys.stdout.writelines")
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in FILES if p.parts[len(ROOT.parts) + 1] in ("cli", "results", "experiments")], ids=str
+)
+def test_commands_print_through_one_module(path: Path) -> None:
+    if path.name == "terminal.py":
+        return
+    calls = [ast.unparse(n.func) for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.Call)]
+    assert not set(calls) & set(PRINTS), "print with fedapp.results.terminal"
