@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import ast
+import csv
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
 from fedapp.cli import app, printing
+from fedapp.errors import is_number
 from fedapp.learning.state import read_safetensors, write_safetensors
+from fedapp.results.cells import FORMULA, write_table
+from fedapp.results.runs import read_table
 from tests.house import FILES, ROOT
-from tests.test_hostile_text import HOSTILE, harmless
+from tests.test_hostile_text import FORMULAS, HOSTILE, harmless
 
 NAME = HOSTILE.replace("\ud800", "").replace("\x00", "")
 """A name that a file can hold."""
@@ -88,11 +93,36 @@ def test_the_message_of_any_error_is_plain(monkeypatch: pytest.MonkeyPatch, caps
 PRINTS = ("typer.echo", "click.echo", "print", "Console", "sys.stdout.write", "sys.stdout.writelines")
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in FILES if p.parts[len(ROOT.parts) + 1] in ("cli", "results", "experiments")], ids=str
-)
+PRINTING = [p for p in FILES if p.relative_to(ROOT).parts[1] in ("cli", "results", "experiments")]
+
+
+@pytest.mark.parametrize("path", PRINTING, ids=lambda p: str(p.relative_to(ROOT)))
 def test_commands_print_through_one_module(path: Path) -> None:
     if path.name == "terminal.py":
         return
     calls = [ast.unparse(n.func) for n in ast.walk(ast.parse(path.read_text("utf-8"))) if isinstance(n, ast.Call)]
     assert not set(calls) & set(PRINTS), "print with fedapp.results.terminal"
+
+
+def test_no_table_of_a_command_holds_a_formula(tiny: Any, tmp_path: Path) -> None:
+    """Classes of a file, and the names of samples."""
+    file = stored(tiny(method="fedavg"), tmp_path, classes=[f"{FORMULAS[i % 6]}{i}\r=1" for i in range(10)])
+    done = command("predict", "--model", file, pictures(tmp_path), "--out", tmp_path / "=out.csv")
+    assert done.exit_code == 0, done.output
+    with (tmp_path / "=out.csv").open(newline="", encoding="utf-8") as f:
+        cells = [cell for row in csv.reader(f) for cell in row]
+    assert not [cell for cell in cells if cell.startswith(FORMULA) and not is_number(cell)]
+
+
+def test_a_table_reads_back_as_it_was(tmp_path: Path) -> None:
+    texts = [*FORMULAS, *(f"'{text}" for text in FORMULAS), "'quoted'", "", "a\nb", "a\r=b", "Zürich", "1,2"]
+    table = pd.DataFrame({"text": texts, "=x": range(len(texts)), "number": np.linspace(-1, 1, len(texts))})
+    write_table(tmp_path / "t.csv", table)
+    assert read_table(tmp_path / "t.csv").fillna({"text": ""}).equals(table)
+    written = pd.read_csv(tmp_path / "t.csv", keep_default_na=False)
+    assert not [text for text in [*written, *written["text"]] if text.startswith(FORMULA)]
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if p.name != "cells.py"], ids=lambda p: str(p.relative_to(ROOT)))
+def test_tables_are_written_by_one_module(path: Path) -> None:
+    assert ".to_csv(" not in path.read_text("utf-8"), "write it with fedapp.results.cells"

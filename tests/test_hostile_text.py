@@ -17,7 +17,7 @@ from fedapp import cli
 from fedapp.engines.runner import Follower
 from fedapp.errors import CHARACTERS, LINES, BadRequest, plain
 from fedapp.results import report
-from fedapp.results.directory import cell
+from fedapp.results.cells import cell, uncelled
 from fedapp.transport.records import INFO
 from tests.liars import federate
 from tests.test_robust import QUICK
@@ -54,8 +54,10 @@ def test_the_end_of_a_long_text_is_kept() -> None:
 
 @pytest.mark.parametrize("text", FORMULAS)
 def test_text_is_no_formula_in_a_table(text: str) -> None:
-    assert cell(text) == "'" + text
+    assert cell(text) == "'" + text and cell("'" + text) == "''" + text
+    assert uncelled(cell(text)) == text and uncelled(cell("'" + text)) == "'" + text
     assert cell(-2) == -2 and cell(-2.5) == "-2.5" and cell("-2.5") == "-2.5" and cell("train") == "train"
+    assert uncelled("'quoted'") == "'quoted'" and uncelled(-2) == -2
 
 
 def lying_text(text: str):  # type: ignore[no-untyped-def]

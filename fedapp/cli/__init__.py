@@ -307,6 +307,7 @@ def predict(
 ) -> None:
     """Classify pictures, arrays or rows with a model that a run or a node saved after training."""
     from fedapp.results import predict as predicting
+    from fedapp.results.cells import write_table
 
     if (run is None) == (model is None):
         raise BadRequest("give --run DIR, perhaps with --client, or --model FILE")
@@ -322,7 +323,7 @@ def predict(
     found = predicting.run(net, files)
     if out is not None:
         try:
-            found.to_csv(out, index=False)
+            write_table(out, found)
         except OSError as e:
             raise BadRequest(f"{out} cannot be written ({e.strerror or e}): choose another --out") from e
     probabilities = found.filter(regex="^p_").to_numpy()

@@ -18,6 +18,7 @@ import pandas as pd
 from fedapp import registry
 from fedapp.errors import BadRequest
 from fedapp.experiments.jobs import Job
+from fedapp.results.cells import write_table
 from fedapp.results.runs import GRID, RunResult
 from fedapp.results.statistics import mean_and_std
 
@@ -120,5 +121,5 @@ def choose(jobs: Sequence[Job], out: Path) -> tuple[list[Job], list[str]]:
             finished = any(all(j.result.ok for j in runs) for runs in members.values())
             why = "has a score on validation images" if finished else "has finished with all of its seeds"
             lines.append(f"{where}: nothing chosen, no point of the grid {why}")
-    pd.DataFrame(rows).to_csv(out / GRID, index=False)
+    write_table(out / GRID, pd.DataFrame(rows))
     return chosen, ["chosen by --grid:", *lines]

@@ -18,6 +18,7 @@ from rich.table import Table
 from fedapp import config as configuration
 from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.experiments.jobs import Job
+from fedapp.results.cells import write_table
 from fedapp.results.runs import ONE_SCORE, PAIRED, TUNED_PAIRS, RunResult
 from fedapp.results.statistics import (
     DASH,
@@ -402,9 +403,9 @@ def write(out: Path, jobs: Sequence[Job], reference: str, target: float | None, 
     table = results(jobs, reference, target)
     tests = significance(jobs, reference)
     if not table.empty:
-        table.to_csv(out / "results.csv", index=False)
-        curves(jobs).to_csv(out / "curves.csv", index=False)
-        tests.to_csv(out / "significance.csv", index=False)
+        write_table(out / "results.csv", table)
+        write_table(out / "curves.csv", curves(jobs))
+        write_table(out / "significance.csv", tests)
     if any(j.result.sampled and not len(j.result.evaluations) for j in jobs):
         notes = [*notes, "completed rounds and MB to a target count points over all clients only; with sampled clients "
                  "that is the end of the run, unless --set evaluate-every=1 adds others"]  # fmt: skip

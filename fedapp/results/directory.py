@@ -46,9 +46,11 @@ from filelock import FileLock, Timeout
 
 from fedapp import __version__, plugins
 from fedapp.config import RunConfig, write_toml
-from fedapp.errors import BadRequest, is_number
+from fedapp.errors import BadRequest
 from fedapp.learning.metrics import tidy
 from fedapp.process import processor
+from fedapp.results.cells import cell as cell
+from fedapp.results.cells import uncelled
 from fedapp.results.statistics import Floats, measured
 from fedapp.transport.client_manager import Dropped
 from fedapp.transport.offences import Blocked
@@ -207,8 +209,6 @@ def run_name(config: RunConfig) -> str:
     return f"{config.method}-{config.dataset}-s{config.seed}"
 
 
-FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""How a cell begins that a spreadsheet takes for a formula."""
 LOCK = ".lock"
 ALLOWED_BEFORE = ("superlink.log", "progress.jsonl", "launch.log", LOCK)
 MOST_CURVES = 100
@@ -376,17 +376,7 @@ class RunDirectory:
         if not path.is_file():
             return []
         with path.open(newline="", encoding="utf-8") as f:
-            return list(csv.DictReader(f))
-
-
-def cell(value: Any) -> Any:
-    """Write floats so that they read back to the same bits; NaN is an empty cell; text never becomes a formula.
-
-    A spreadsheet runs what begins with one of `FORMULA`, so an apostrophe is put before it.
-    """
-    if isinstance(value, float):
-        return "" if math.isnan(value) else (int(value) if value.is_integer() and abs(value) < 2**53 else repr(value))
-    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) and not is_number(value) else value
+            return [{name: uncelled(value) for name, value in row.items()} for row in csv.DictReader(f)]
 
 
 def accuracy_summary(

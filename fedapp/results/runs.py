@@ -28,6 +28,7 @@ from fedapp.errors import BadRequest
 from fedapp.lazy import pd
 from fedapp.learning.evaluation import ALWAYS
 from fedapp.learning.metrics import mean, summarise
+from fedapp.results.cells import mapped, uncelled
 from fedapp.results.statistics import Ints, traffic, worst
 
 GRID = "grid.csv"
@@ -79,7 +80,7 @@ def read_table(path: Path) -> pd.DataFrame:
         content = path.read_bytes()
         # A number that was cut off in the middle is a number too: only its line's end says that it is whole.
         whole = content[: content.rfind(b"\n") + 1]
-        return pd.read_csv(io.BytesIO(whole)) if whole.strip() else pd.DataFrame()
+        return mapped(pd.read_csv(io.BytesIO(whole)), uncelled) if whole.strip() else pd.DataFrame()
     except FileNotFoundError:
         return pd.DataFrame()
     except (OSError, ValueError) as e:
