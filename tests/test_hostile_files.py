@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from fedapp.cli import app, printing
-from fedapp.errors import is_number
+from fedapp.errors import BadRequest, is_number
 from fedapp.learning.state import read_safetensors, write_safetensors
+from fedapp.results import predict
 from fedapp.results.cells import FORMULA, write_table
 from fedapp.results.runs import read_table
 from tests.house import FILES, ROOT
@@ -126,3 +128,55 @@ def test_a_table_reads_back_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", [p for p in FILES if p.name != "cells.py"], ids=lambda p: str(p.relative_to(ROOT)))
 def test_tables_are_written_by_one_module(path: Path) -> None:
     assert ".to_csv(" not in path.read_text("utf-8"), "write it with fedapp.results.cells"
+
+
+def shape_of(shape: list[int]) -> dict[str, Any]:
+    return {"shape": shape, "mean": [0.5] * shape[0], "std": [0.5] * shape[0]}
+
+
+SIZES: list[dict[str, Any]] = [
+    {"num_classes": 1 << 40},
+    {"num_classes": 1 << 40, "classes": []},
+    {"num_classes": float("inf")},
+    {"num_classes": "ten"},
+    shape_of([1, 1 << 20, 1 << 20]),
+    shape_of([1, 1 << 13, 1 << 13]),
+]
+
+
+@pytest.mark.parametrize("header", SIZES, ids=str)
+def test_a_header_that_asks_for_more_than_its_file_holds_takes_no_memory(
+    header: dict[str, Any], tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+    draw = torch.nn.init.kaiming_uniform_
+
+    def drawn(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        made.append(tensor.numel())
+        assert tensor.numel() < 1 << 24, "so much was made"
+        return draw(tensor, *args, **options)
+
+    file = stored(tiny(method="fedavg", model="mlp"), tmp_path, **header)
+    monkeypatch.setattr(torch.nn.init, "kaiming_uniform_", drawn)
+    done = command("predict", "--model", file, pictures(tmp_path))
+    assert isinstance(done.exception, BadRequest) and "damaged" in str(done.exception), done.exception
+    assert sum(made) < 1 << 24
+
+
+def test_a_model_of_a_file_may_be_as_large_as_the_file(tiny: Any, tmp_path: Path) -> None:
+    with predict.Bounded(100):
+        torch.nn.Linear(9, 10)
+    with predict.Bounded(99), pytest.raises(ValueError, match="larger than the file"):
+        torch.nn.Linear(9, 10)
+    assert command("predict", "--model", stored(tiny(method="fedavg"), tmp_path), pictures(tmp_path)).exit_code == 0
+
+
+def test_sizes_are_compared_before_a_model_is_built(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tiny(method="fedavg")
+    for header in ({"num_classes": 11}, {"num_classes": 11, "classes": []}, {"num_classes": 9}):
+        with pytest.raises(BadRequest, match="damaged: its classes do not fit the model"):
+            predict.read_model(stored(run, tmp_path, **header))
+    assert predict.read_model(stored(run, tmp_path, classes=[])).classes == tuple("0123456789")
+    monkeypatch.setattr(predict, "LARGEST", 63)
+    with pytest.raises(BadRequest, match="damaged: a sample would have the shape"):
+        predict.read_model(stored(run, tmp_path))

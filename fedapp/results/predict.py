@@ -10,6 +10,7 @@ names the method, the architecture, the classes and the normalisation.
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,12 @@ from fedapp.models import ModelOptions, SplitModel, weights
 from fedapp.transport import selection
 
 SCHEMA = 1
+LARGEST = 1 << 26
+"""Numbers of one sample: images of 4,700 x 4,700 pixels in colour."""
+SPARE, FROZEN = 1 << 24, 1 << 29
+"""Numbers that a model may have beyond those in its file: in general, and where layers were frozen and never sent."""
+MAKERS = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
+"""Functions that make tensors of any size; layers call them."""
 FILES = {"trained": "personal.safetensors", "received": "received.safetensors", "tuned": "tuned.safetensors"}
 """The file of each point, which is the score of the model in it, in the folder of a client."""
 
@@ -233,7 +240,7 @@ def rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str = ""
             return _rebuilt(path, head, arrays, allow)
     except BadRequest:
         raise
-    except (KeyError, TypeError, ValueError, AttributeError) as e:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError, MemoryError) as e:
         raise BadRequest(f"{path} is damaged ({type(e).__name__}: {e}): take another copy of it") from e
 
 
@@ -257,8 +264,12 @@ def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) ->
         unit=bool(given.get("unit", False)),
     )
     spec = ModelSpec(name, int(head["num_classes"]), shape, 0, options)
+    classes = tuple(map(str, head["classes"]))
+    _check_sizes(path, spec, classes, arrays)
     client: type[FedClient] = method.client
-    model = client.build_model(spec, hparams)
+    # Before a model is built from a header, nothing says how large it is.
+    with Bounded(sum(array.size for array in arrays.values()) + (FROZEN if given.get("freeze") else SPARE)):
+        model = client.build_model(spec, hparams)
     lacking = [n for n, _ in model.named_parameters() if n not in arrays]
     if lacking and given.get("freeze"):
         # A server's file has no layers that were never sent: they are those of the stored weights.
@@ -286,13 +297,51 @@ def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) ->
         str(head.get("kind", "image")), tuple(map(bool, head.get("binary", ()))),
         tuple(map(str, head.get("features", ()))),
     )  # fmt: skip
-    classes = tuple(map(str, head["classes"])) or tuple(str(i) for i in range(spec.num_classes))
-    if len(classes) != spec.num_classes or not len(inputs.mean) == len(inputs.std) == shape[0]:
-        raise BadRequest(f"{path} is damaged: its classes or its normalisation do not fit the model")
+    classes = classes or tuple(str(i) for i in range(spec.num_classes))
+    if not len(inputs.mean) == len(inputs.std) == shape[0]:
+        raise BadRequest(f"{path} is damaged: its normalisation does not fit the model")
     who = f"client {head['client']}" + (f" ({head['name']})" if head.get("name") else "") if "client" in head else ""
     told = [who, str(head["method"]), spec.name, str(head.get("when") or f"round {head.get('round', 'last')}")]
     about = plain(", ".join([*filter(None, told), f"{spec.num_classes} classes"]))
     return LoadedModel(model, classes, inputs, about)
+
+
+def _check_sizes(path: Path, spec: ModelSpec, classes: Sequence[str], arrays: Arrays) -> None:
+    """Compare the sizes that a header names with what the file holds, before anything so large is made.
+
+    Raises
+    ------
+    BadRequest : they differ, or a sample would be larger than `LARGEST`.
+    """
+    rows = [len(arrays[name]) for name in ("head.weight", "head.bias") if name in arrays]
+    if {*rows, *([len(classes)] if classes else [])} != {spec.num_classes}:
+        raise BadRequest(f"{path} is damaged: its classes do not fit the model")
+    if math.prod(spec.shape) > LARGEST or math.prod((spec.options.side,) * 2) > LARGEST:
+        raise BadRequest(f"{path} is damaged: a sample would have the shape {spec.shape}")
+
+
+class Bounded(torch.overrides.TorchFunctionMode):
+    """Lets what is built have only so many numbers.
+
+    Raises
+    ------
+    ValueError : there would be more; raised before they take memory.
+    """
+
+    def __init__(self, left: int) -> None:
+        super().__init__()
+        self.left = left
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Count what a function of PyTorch will make."""
+        if func in MAKERS:
+            size = (kwargs or {}).get("size", args[0] if args and isinstance(args[0], (tuple, list)) else args)
+            self.left -= math.prod(n for n in size if isinstance(n, int))
+            if self.left < 0:
+                raise ValueError("its header asks for a model that is much larger than the file")
+        return func(*args, **(kwargs or {}))
 
 
 def read_images(paths: Sequence[Path], inputs: InputSpec) -> NDArray[np.uint8]:
