@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import numpy as np
 import pandas as pd
 import pytest
@@ -415,6 +417,149 @@ def test_a_reply_that_is_another_object_or_lacks_a_part_is_no_message() -> None:
     del whole.pieces[record]
     [got] = boundary.arrived(whole, ["asked"], 1 << 20)
     assert got.error.code in client_manager.GONE and "missing" in got.error.reason
+
+
+class Several(HttpGrid):
+    """Flower's grid of real nodes; a node `announces` a reply, and its pieces come when they are in `there`."""
+
+    run: Any = SimpleNamespace(run_id=1)
+
+    def __init__(self) -> None:
+        super().__init__(token="none")
+        self.announced: list[tuple[str, str, list[str]]] = []
+        self.known, self.there = set[str](), dict[str, bytes]()
+        self.fails, self.calls = 0, list[str]()
+
+    def announce(self, question: str, whole: Link, but: int = 0) -> None:
+        """Announce a reply of which all pieces are there, except for the first ones of those that it names."""
+        root, *rest = reversed(whole.pieces)
+        self.announced.append((question, root, rest))
+        self.known |= whole.pieces.keys()
+        self.there |= {name: whole.pieces[name] for name in (rest + [root])[but:]}
+
+    def push_messages(self, messages: Any) -> list[str]:
+        return [f"to {m.metadata.dst_node_id}" for m in messages]
+
+    def _answer(self, request: Any) -> PullAppMessagesResponse:
+        found = [a for a in self.announced if a[0] in request.message_ids]
+        self.announced = [a for a in self.announced if a not in found]  # the SuperLink hands out a reply once
+        heads = [Metadata(message_id=root, message_type="train", reply_to_message_id=q) for q, root, _ in found]
+        trees = [
+            ObjectTree(object_id=root, children=[ObjectTree(object_id=n) for n in names]) for _, root, names in found
+        ]
+        return PullAppMessagesResponse(
+            messages_list=[ProtoMessage(metadata=head) for head in heads], message_object_trees=trees
+        )
+
+    def _piece(self, request: Any) -> PullObjectResponse:
+        found = self.there.get(request.object_id)
+        return PullObjectResponse(
+            object_found=request.object_id in self.known, object_available=found is not None,
+            object_content=found or b"",
+        )  # fmt: skip
+
+    @property
+    def _runtime_client(self) -> Any:
+        def failing(name: str, call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+            def one(request: Any) -> Any:
+                self.calls.append(name)
+                if self.fails:
+                    self.fails -= 1
+                    asked = httpx.Request("POST", "http://127.0.0.1")
+                    raise httpx.HTTPStatusError("locked", request=asked, response=httpx.Response(500))
+                return call(request)
+
+            return one
+
+        calls = {"PullMessages": self._answer, "PullObject": self._piece, "ConfirmMessageReceived": lambda r: None}
+        return SimpleNamespace(**{name: failing(name, call) for name, call in calls.items()})
+
+
+def asked_of(grid: HttpGrid, limit: float) -> list[tuple[int, Message]]:
+    """Ask clients 0 and 1 with a round limit; returns what each answered."""
+    manager = client_manager.ClientManager(grid, client_manager.Settings(poll=0.01), {})
+    manager.nodes = {0: 1000, 1: 1001}
+
+    def question(batch: Any) -> Message:
+        _identify(1)
+        return Message(RecordDict(), manager.nodes[batch[0]], "train")
+
+    return [(batch[0], reply) for batch, reply in manager._raw([[0], [1]], question, limit, 2, 1 << 20)]
+
+
+def test_a_reply_that_is_not_complete_holds_up_nobody_and_ends_with_the_round() -> None:
+    grid, started = Several(), time.monotonic()
+    grid.announce("to 1000", pieces_of(honest()), but=2)
+    grid.announce("to 1001", pieces_of(honest(**{"train-loss": 0.75})), but=0)
+    (first, good), (second, bad) = asked_of(grid, 1.0)
+    assert first == 1 and isinstance(boundary.read(good, CONTRACT), Good)
+    assert second == 0 and bad.error.code == boundary.INCOMPLETE and time.monotonic() - started < 3
+
+
+def test_a_reply_whose_pieces_come_later_is_read_then_and_each_piece_is_pulled_once() -> None:
+    grid, whole, coming = Several(), pieces_of(honest()), dict[str, boundary.Coming]()
+    grid.announce("asked", whole)
+    last = list(whole.pieces)[-1]
+    late = grid.there.pop(last)
+    for _ in range(3):
+        assert boundary.arrived(grid, ["asked"], 1 << 20, coming) == [] and list(coming) == ["asked"]
+    assert grid.calls.count("PullMessages") == 1, "the SuperLink does not know the question any more"
+    grid.there[last] = late
+    [got] = boundary.arrived(grid, ["asked"], 1 << 20, coming)
+    assert isinstance(boundary.read(got, CONTRACT), Good) and not coming
+    boundary.arrived(grid, ["other"], 1 << 20, coming := {"asked": boundary.Coming(got.metadata, [])})
+    assert not coming, "nobody waits for it any more"
+
+
+def test_what_has_come_when_the_time_is_over_still_counts() -> None:
+    """The look that the limit ends with is a last one, however long the look before took."""
+
+    class Slow(Several):
+        def _answer(self, request: Any) -> PullAppMessagesResponse:
+            found = super()._answer(request)
+            if self.calls.count("PullMessages") == 1:
+                time.sleep(0.3)
+                self.announce("to 1000", pieces_of(honest()))
+            return found
+
+    assert [client for client, _ in asked_of(Slow(), 0.2)] == [0]
+
+
+def test_a_superlink_that_fails_for_a_while_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower tries again where it gets no connection, and not where the answer is that the server failed."""
+    monkeypatch.setattr(boundary.time, "sleep", lambda seconds: None)
+    grid = Several()
+    grid.announce("asked", pieces_of(honest()))
+    grid.fails = 3
+    [got] = boundary.arrived(grid, ["asked"], 1 << 20)
+    assert isinstance(boundary.read(got, CONTRACT), Good)
+    grid.announce("asked", pieces_of(honest()))
+    coming: dict[str, boundary.Coming] = {}
+    grid.fails, piece = 0, grid._piece
+
+    def failing(request: Any) -> Any:
+        grid.fails += 1  # for the piece after this one
+        return piece(request)
+
+    grid._piece = failing  # type: ignore[method-assign]
+    assert boundary.arrived(grid, ["asked"], 1 << 20, coming) == [] and list(coming) == ["asked"]
+    monkeypatch.setattr(boundary, "AGAIN", 0.0)
+    grid.fails = 10
+    with pytest.raises(httpx.HTTPStatusError):
+        boundary.arrived(grid, ["other"], 1 << 20)
+
+
+def test_replies_with_missing_parts_block_their_sender_in_the_end(tmp_path: Path) -> None:
+    """Also where each client is sent something of its own, so that nobody else was sent the same."""
+
+    def lie(stage: str, sent: Message) -> Message:
+        return make_message(sent.metadata, error=Error(boundary.INCOMPLETE, "a part is missing"))
+
+    late = lambda stage, sent: lie(stage, sent) if stage == "train" else sent  # noqa: E731
+    run = federate(tmp_path / "run", [1], late, 4, method="fedamp", min_replies=0.5, rounds=5, **QUICK)
+    rows = pd.read_csv(run.out / "dropped.csv")
+    assert run.summary["blocked"] == [1] and list(rows["round"]) == [1, 2, 3]
+    assert "missing parts too often" in (run.out / "blocked.csv").read_text(encoding="utf-8")
 
 
 def test_a_class_of_a_simulation_is_no_part_of_a_message() -> None:

@@ -13,14 +13,15 @@ import json
 import math
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 from flwr.app import Array as FlowerArray
-from flwr.app import ArrayRecord, Error, Message
-from flwr.common.constant import ErrorCode
+from flwr.app import ArrayRecord, Error, Message, Metadata
 from flwr.serverapp import Grid
 
 from fedapp.errors import Impossible
@@ -34,6 +35,12 @@ another client, as from a node that was restarted with another id."""
 
 UNREADABLE = 4217
 """Code of the error that stands for a reply whose pieces are no message. Flower's codes are small."""
+INCOMPLETE = 4218
+"""Code of the error that stands for a reply of which pieces never came."""
+LOOK = 5.0
+"""Seconds for which the pieces of one reply are pulled at a time, so that it does not hold up the others."""
+AGAIN = 60.0
+"""Seconds for which a call that the SuperLink fails to answer is tried again."""
 FACTS_SIZE = 16 << 20
 """Largest size of a reply without its arrays, in bytes."""
 NPY_HEADER = 256
@@ -139,17 +146,32 @@ class Refused:
     stage: str = ""
 
 
-def arrived(grid: Grid, ids: Iterable[str], most: int) -> list[Message]:
+@dataclass(frozen=True)
+class Coming:
+    """A reply that a node has announced: its head, the names of its pieces, and those that have come so far."""
+
+    metadata: Metadata
+    names: list[str]
+    pieces: dict[str, bytes] = field(default_factory=dict)
+
+
+def arrived(
+    grid: Grid, ids: Iterable[str], most: int, coming: dict[str, Coming] | None = None, last: bool = False
+) -> list[Message]:
     """Return the replies that have come. What a node sent that is no message comes as an error, and is not raised.
 
     From a real node a reply comes as many objects that name each other, and an array says which pieces it consists of.
     Flower believes them: what it cannot read it raises, so that one node would end the run, and it repeats a piece as
     often as it is told, so that a few bytes would fill the memory. It also takes from the message itself which question
-    it answers; here the SuperLink's word counts, which asked that node.
+    it answers; here the SuperLink's word counts, which asked that node. And it waits for a piece that is missing, for
+    minutes, in which no other reply is read; here a reply waits in `coming` until it is complete.
 
     Parameters
     ----------
     ids : of the messages that were sent.   most : largest size of one reply in bytes.
+    coming : replies of earlier calls that are not complete, by the id of the message that they answer. The SuperLink
+        hands out a reply once, complete or not.
+    last : nobody looks again: a reply that is not complete comes as an error too.
     """
     flower: Any = grid
     if not hasattr(type(grid), "_runtime_client"):
@@ -164,21 +186,33 @@ def arrived(grid: Grid, ids: Iterable[str], most: int) -> list[Message]:
 
     client, node, run = flower._runtime_client, flower.node, flower.run.run_id
     pull, found = make_pull_object_fn_protobuf(client.PullObject, node, run), []
-    answer = client.PullMessages(PullAppMessagesRequest(message_ids=ids))
-    for given, tree in zip(answer.messages_list, answer.message_object_trees, strict=True):
-        metadata, code, wrong = metadata_from_proto(given.metadata), UNREADABLE, ""
-        pieces: dict[str, bytes] = {}
+    asked, coming = set(ids), {} if coming is None else coming
+    for past in coming.keys() - asked:
+        del coming[past]
+    if new := asked - coming.keys():
+        answer = patiently(lambda: client.PullMessages(PullAppMessagesRequest(message_ids=new)))
+        for given, tree in zip(answer.messages_list, answer.message_object_trees, strict=True):
+            names = dict.fromkeys(part.object_id for part in iterate_object_tree(tree))
+            metadata = metadata_from_proto(given.metadata)
+            coming[metadata.reply_to_message_id] = Coming(metadata, list(names))
+    for question in list(coming):
+        reply = coming.pop(question)  # if it is not complete, its next turn is after all others
+        metadata, pieces, code, wrong = reply.metadata, reply.pieces, UNREADABLE, ""
         content: dict[str, Any] = {}
         try:
-            pieces = pull_objects([part.object_id for part in iterate_object_tree(tree)], _up_to(most, pull))
+            pull_objects([name for name in reply.names if name not in pieces], _keeping(pieces, most, pull))
         except _TooMuch as e:
             wrong = str(e)
+        except _NotYet:
+            if not last:
+                coming[question] = reply
+                continue
+            code, wrong = INCOMPLETE, "a part of its reply is missing, and the time is over"
         except ObjectPullError as e:
-            code, wrong = ErrorCode.MESSAGE_UNAVAILABLE, f"a part of its reply is missing: {e}"
+            code, wrong = INCOMPLETE, f"a part of its reply is missing: {e}"
         if code == UNREADABLE:
-            client.ConfirmMessageReceived(
-                ConfirmMessageReceivedRequest(node=node, run_id=run, message_object_id=metadata.message_id)
-            )
+            received = ConfirmMessageReceivedRequest(node=node, run_id=run, message_object_id=metadata.message_id)
+            patiently(partial(client.ConfirmMessageReceived, received))
         try:
             wrong = wrong or _pieces_problem(pieces, most)
             if not wrong:
@@ -194,20 +228,63 @@ class _TooMuch(Exception):
     """More was sent than one reply may have."""
 
 
-def _up_to(most: int, pull: Callable[[str], bytes]) -> Callable[[str], bytes]:
-    """Return a function that pulls pieces until they have more than `most` bytes together."""
-    left, counting = most, threading.Lock()  # Flower pulls several at once
+class _NotYet(Exception):
+    """A piece is not there yet, or the time for this look is over."""
+
+
+def _keeping(pieces: dict[str, bytes], most: int, pull: Callable[[str], bytes]) -> Callable[[str], bytes]:
+    """Return a function that pulls into `pieces`, until one is missing or they have more than `most` bytes together."""
+    from flwr.supercore.inflatable.inflatable_utils import ObjectUnavailableError
+
+    until, counting = time.monotonic() + LOOK, threading.Lock()  # Flower pulls several at once
+    left = most - sum(map(len, list(pieces.values())))
 
     def one(name: str) -> bytes:
         nonlocal left
-        piece = pull(name)
+        if time.monotonic() > until:
+            raise _NotYet
+        try:
+            piece = pull(name)
+        except ObjectUnavailableError:
+            raise _NotYet from None
+        except Exception as e:
+            if _passing(e):
+                raise _NotYet from None
+            raise
         with counting:
-            left -= len(piece)
-        if left < 0:
-            raise _TooMuch(f"its reply has more than {most} bytes")
+            if name not in pieces:  # a thread of the look before may have been late
+                left -= len(piece)
+                if left < 0:
+                    raise _TooMuch(f"its reply has more than {most} bytes")
+                pieces[name] = piece
         return piece
 
     return one
+
+
+T = TypeVar("T")
+
+
+def patiently(call: Callable[[], T]) -> T:
+    """Return what a call of the SuperLink returns; while the SuperLink fails, try for `AGAIN` seconds.
+
+    Flower itself tries again where it cannot connect or a proxy says that nobody is there, but not where the SuperLink
+    answers that it failed (500), as it does when its database is locked.
+    """
+    until, pause = time.monotonic() + AGAIN, 0.1
+    while True:
+        try:
+            return call()
+        except Exception as e:
+            if not _passing(e) or time.monotonic() > until:
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, 5.0)
+
+
+def _passing(e: Exception) -> bool:
+    """Whether the SuperLink failed in a way that may pass."""
+    return getattr(getattr(e, "response", None), "status_code", 0) >= 500
 
 
 def _pieces_problem(pieces: Mapping[str, bytes], most: int) -> str:

@@ -19,6 +19,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -37,13 +38,16 @@ from fedapp.transport.boundary import (
     FACTS_SIZE,
     FAILED,
     IMPOSSIBLE,
+    INCOMPLETE,
     LARGE,
     UNREADABLE,
+    Coming,
     Contract,
     Hello,
     Refused,
     arrived,
     grade,
+    patiently,
     read,
     read_hello,
 )
@@ -53,7 +57,7 @@ from fedapp.transport.virtual import MANY, Member
 
 Event = Callable[[dict[str, Any]], None]
 
-GONE = (3, 4, 5)
+GONE = (3, 4, 5, INCOMPLETE)
 """Flower's error codes for a message, a reply or a node that no longer exists: the client did not answer."""
 LATECOMERS = 10.0
 """Seconds that further nodes have to register after the expected number of clients has registered."""
@@ -144,7 +148,8 @@ class Dropped(Offence):
 class Traffic:
     """Traffic of one exchange: bytes of arrays on the wire, summed over clients, and who answered or was dropped.
 
-    `bad` are those of the dropped whose values were out of range; `diverged` those whose training gave NaN.
+    `bad` are those of the dropped whose values were out of range; `broken` those of whose replies pieces were missing;
+    `diverged` those whose training gave NaN.
     """
 
     messaged: list[int] = field(default_factory=list)
@@ -153,6 +158,7 @@ class Traffic:
     up: int = 0
     dropped: list[Dropped] = field(default_factory=list)
     bad: list[Offence] = field(default_factory=list)
+    broken: list[Offence] = field(default_factory=list)
     diverged: int = 0
     seconds: float = 0.0
 
@@ -201,6 +207,7 @@ class ClientManager:
         self._strangers: set[int] = set()
         # Unanswered requests by message id: the node, and when it was sent.
         self._unregistered: dict[str, tuple[int, float]] = {}
+        self._coming: dict[str, Coming] = {}  # answers to them that are not complete
         self._left_out: dict[int, str] = {}  # why, by node
         self._stated: dict[int, int] = {}  # which client a node says that it is
         self._moved: set[int] = set()  # nodes, in a simulation clients, that answered as another client
@@ -320,7 +327,7 @@ class ClientManager:
         if self._hosts:
             return []  # all clients of a simulation are there from the start
         now = time.monotonic()
-        online = set(self.grid.get_node_ids()) - self.offences.nodes
+        online = set(patiently(self.grid.get_node_ids)) - self.offences.nodes
         self._renew_roster()
         if self.roster is not None:
             self._strangers -= set(self.roster)
@@ -342,7 +349,7 @@ class ClientManager:
         limit = 0.0 if strict else min(limits, default=60.0)
         joined = []
         while self._unregistered:
-            replies = arrived(self.grid, set(self._unregistered), FACTS_SIZE)
+            replies = arrived(self.grid, set(self._unregistered), FACTS_SIZE, self._coming)
             for reply in replies:
                 said = self._unregistered.pop(reply.metadata.reply_to_message_id, None)
                 if said is None:
@@ -376,7 +383,8 @@ class ClientManager:
         if not nodes:
             return
         content, _ = self._encoder.content(Payload(), {**self.control, "round": 0})
-        ids = self.grid.push_messages([Message(content, n, "query.register") for n in nodes])
+        requests = [Message(content, n, "query.register") for n in nodes]
+        ids = patiently(partial(self.grid.push_messages, requests))
         for node, message_id in zip(nodes, ids, strict=True):
             if message_id:
                 self._unregistered[message_id] = (node, now)
@@ -646,6 +654,9 @@ class ClientManager:
                 yield reply
         for offence in self.offences.judge(traffic.bad, groups, traffic.answered if kind == "train" else ()):
             self._block(offence, "values out of range too often: ")
+        # What a client was sent has no part in whether its reply is complete.
+        for offence in self.offences.judge(traffic.broken, dict.fromkeys(ids)):
+            self._block(offence, "replies with missing parts too often: ")
         self._lasted[kind] = time.perf_counter() - started
         traffic.seconds += self._lasted[kind]
 
@@ -699,14 +710,17 @@ class ClientManager:
         """
         unsent = deque(batches)
         waiting: dict[str, list[int]] = {}
+        coming: dict[str, Coming] = {}
         last = told = heard = time.monotonic()
         while unsent or waiting:
             now = [unsent.popleft() for _ in range(min(len(unsent), at_once - len(waiting)))]
             if now:
-                ids = self.grid.push_messages([message(batch) for batch in now])
+                messages = [message(batch) for batch in now]
+                ids = patiently(partial(self.grid.push_messages, messages))
                 waiting |= {i: batch for batch, i in zip(now, ids, strict=True) if i}
             asked = time.monotonic()
-            replies = arrived(self.grid, set(waiting), most)
+            late = bool(limit) and asked - last > limit  # what has come by now still counts
+            replies = arrived(self.grid, set(waiting), most, coming, late)
             answered = time.monotonic()
             if replies:
                 heard = answered
@@ -715,7 +729,7 @@ class ClientManager:
                 batch = waiting.pop(reply.metadata.reply_to_message_id, None)
                 if batch is not None:
                     yield batch, reply
-            if limit and answered - last > limit:
+            if late and not (replies and self.settings.queued):
                 return
             if waiting and answered - told > 30:
                 told = answered
@@ -726,8 +740,10 @@ class ClientManager:
                 self.event({"kind": "waiting", "text": text})
             if not replies and waiting:
                 # Checks for replies must not slow down the clients: in a simulation they share the cores and a lock.
-                pause = min(0.1, 0.1 * (answered - heard))
-                time.sleep(max(self.settings.poll, 4 * (answered - asked), pause))
+                pause = max(self.settings.poll, 4 * (answered - asked), min(0.1, 0.1 * (answered - heard)))
+                if limit:
+                    pause = min(pause, max(self.settings.poll, last + limit - answered))
+                time.sleep(pause)
 
     def _checked(
         self,
@@ -744,6 +760,8 @@ class ClientManager:
         if isinstance(message, Message) and message.has_error():
             unreadable = message.error.code == UNREADABLE
             got = Refused(_reason(message), IMPOSSIBLE if unreadable else FAILED, stage)
+            if message.error.code == INCOMPLETE:
+                traffic.broken.append(Offence(server_round, client, stage, got.reason))
         if isinstance(got, Refused):
             if got.offence == FAILED:
                 stage = got.stage
