@@ -9,6 +9,7 @@ import dataclasses
 import json
 import math
 import os
+import statistics
 import sys
 import time
 import traceback
@@ -641,7 +642,7 @@ class Run(Callbacks):
         self.extra["seconds"] = self.earlier + time.perf_counter() - self.started
         self._spent(result)
         self._models(state, row)
-        loss = row["train_loss"]
+        loss = _median([r["train_loss"] for r in rows.values()])  # no single client ends the run with its own
         if self.extra["best_loss"] is None or loss < self.extra["best_loss"]:
             self.extra["best_loss"], self.extra["since"] = (None if math.isnan(loss) else loss), 0
         else:
@@ -915,6 +916,12 @@ class Run(Callbacks):
             "clients": len(measured_values(final.get(f"{protocol}_accuracy", final.get("client", ())))),
             "of": self._taking_part(),
         }  # fmt: skip
+
+
+def _median(values: Sequence[float]) -> float:
+    """Return the median of those that are not NaN, or NaN."""
+    known = [v for v in values if not math.isnan(v)]
+    return statistics.median(known) if known else math.nan
 
 
 def _whole(value: float) -> float | int:

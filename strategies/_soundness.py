@@ -71,17 +71,24 @@ def flaw(after: ServerState, initial: Arrays, records: Collection[str], limit: f
     )
 
 
-def bounded(check: Callable[[Any], str | None], initial: Arrays, limit: float) -> Callable[[Any], str | None]:
-    """Return a method's check of a reply with one of the length of its model before it, if there is a limit."""
+def bounded(
+    check: Callable[[Any], str | None],
+    initial: Arrays,
+    limit: float,
+    moves: Callable[[Any], Arrays] = lambda reply: {},
+) -> Callable[[Any], str | None]:
+    """Return a method's check of a reply with one of its length, if there is a limit: of its model, and of `moves`."""
     if limit == math.inf:
         return check
 
+    def too_long(what: str, arrays: Arrays) -> str | None:
+        found = length(arrays, initial)
+        if found <= limit:
+            return None
+        return f"its {what} has norm {found:.4g}, at most {limit:.4g} is possible after the last round's (max-growth)"
+
     def checked(reply: Any) -> str | None:
-        found = length(reply.arrays, initial)
-        if found > limit:
-            return (
-                f"its model has norm {found:.4g}, at most {limit:.4g} is possible after the last round's (max-growth)"
-            )
-        return check(reply)
+        # The method knows how to read its moves in a reply that it does not refuse.
+        return too_long("model", reply.arrays) or check(reply) or too_long("move", moves(reply))
 
     return checked

@@ -10,6 +10,7 @@ state, so a checkpoint contains all of it. `self.context`, `self.method` and `se
 | `send(state, server_round, client)`       | for each client that gets a message    | its payload             |
 | `send_each(state, server_round, clients)` | instead of `send`, if it is cheaper    | pairs (client, payload) |
 | `check(state, reply)`                     | for each reply as it arrives           | what is wrong, or None  |
+| `moves(state, reply)`                     | where `max-growth` bounds lengths      | what moves the state    |
 | `further(state, kind)`                    | before sums that hide single replies   | how replies look        |
 | `aggregate(state, server_round, replies)` | once per round                         | the next state          |
 | `global_arrays(state)`                    | after each round                       | the one model, or None  |
@@ -162,6 +163,10 @@ class FedStrategy(FlowerLoop):
     def check(self, state: ServerState, reply: Reply) -> str | None:
         """Return what is wrong with a reply besides names, shapes and NaN, or None."""
         return None
+
+    def moves(self, state: ServerState, reply: Reply) -> Arrays:
+        """Return what of a reply moves the state as far as it is long, by the names of a model's arrays."""
+        return {}
 
     def further(self, state: ServerState, kind: str) -> Arrays:
         """Return arrays of the names, shapes and dtypes that replies to `kind` hold beside the model's, for sums.
@@ -336,7 +341,7 @@ class FedStrategy(FlowerLoop):
         limit = growth * (1 + _soundness.longest(state, initial)) if growth else math.inf
         check = self._checker(state)
         if growth and self.secure is None:  # the length of every reply takes a pass over it
-            check = _soundness.bounded(check, initial, limit)
+            check = _soundness.bounded(check, initial, limit, lambda reply: self.moves(state, reply))
         replies = self._asked(manager, "train", server_round, payloads, expected, state, check, result, control)
         good = _recorded(replies, result)
         if self.robust.rules:

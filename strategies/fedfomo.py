@@ -21,6 +21,7 @@ import numpy as np
 
 from clients.fedfomo import OWN_SLOT, FedFomoClient, FedFomoHParams, wire_name
 from fedapp.method import ALL, Arrays, Blend, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.transport.boundary import LARGEST
 from strategies.base import FedStrategy
 
 
@@ -61,12 +62,14 @@ class FedFomo(FedStrategy):
         return Payload(common=common, scalars={OWN_SLOT: chosen.index(client)} if client in chosen else {})
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
-        """Refuse weights that are not M finite numbers."""
+        """Refuse weights that are not M finite numbers, or so large that sums of them need not be."""
         values = reply.metrics.get("fomo-weights", [])
         if not isinstance(values, list) or len(values) != self.hparams.models:
             return f"fomo-weights must be a list of {self.hparams.models} numbers, got {values!r}"
         if not all(math.isfinite(v) for v in values):
             return "fomo-weights contains NaN or infinity"
+        if any(abs(v) > LARGEST for v in values):
+            return f"fomo-weights holds values of more than {LARGEST:g}"
         return None
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:

@@ -22,7 +22,8 @@ import numpy as np
 from clients.fedkd import FedKDClient, FedKDHParams
 from clients.mutual import prefixed, stripped
 from fedapp.core.lowrank import compress, problem_of, ranks, rebuild
-from fedapp.method import NONE, Method, Payload, Reply, Scored, ServerContext, ServerState
+from fedapp.method import NONE, Arrays, Method, Payload, Reply, Scored, ServerContext, ServerState
+from fedapp.transport.boundary import LARGEST
 from strategies.fml import FML, shapes_of
 
 
@@ -49,7 +50,19 @@ class FedKD(FML):
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
         """Refuse a reply from which no update of the mentee can be rebuilt."""
-        return problem_of(stripped(reply.arrays), shapes_of(state))
+        problem = problem_of(stripped(reply.arrays), shapes_of(state))
+        if problem:
+            return problem
+        for name, array in self.moves(state, reply).items():
+            # Each factor was bounded by itself, and their product is as large as all of them together.
+            if not np.abs(array).max(initial=0) <= LARGEST:
+                return f"'{name}' would hold values of more than {LARGEST:g} when it is rebuilt"
+        return None
+
+    def moves(self, state: ServerState, reply: Reply) -> Arrays:
+        """Return the rebuilt update."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            return prefixed(rebuild(stripped(reply.arrays), shapes_of(state)))
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Rebuild and average the updates, compress the mean, and move the mentee by what the clients will get."""

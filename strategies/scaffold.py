@@ -22,7 +22,7 @@ import numpy as np
 
 from clients.scaffold import CONTROL, ScaffoldClient, ScaffoldHParams
 from fedapp.errors import Impossible
-from fedapp.method import ALL, Array, Method, Payload, Reply, ServerContext, ServerState, TrainDefaults
+from fedapp.method import ALL, Array, Arrays, Method, Payload, Reply, ServerContext, ServerState, TrainDefaults
 from fedapp.transport import selection
 from strategies.base import FedStrategy
 from strategies.fedavgm import RUNNING_STATISTICS
@@ -51,6 +51,10 @@ class Scaffold(FedStrategy):
                 got = f"{found[name].dtype} {found[name].shape}"
                 return Impossible(f"'{CONTROL}{name}' is {got}, expected float32 {c.shape}")
         return None
+
+    def moves(self, state: ServerState, reply: Reply) -> Arrays:
+        """Return Delta c_i, which moves c."""
+        return selection.under(CONTROL, reply.arrays)
 
     def weight(self, num_samples: int) -> int:
         """Return the weight of a client in both means."""

@@ -21,6 +21,7 @@ from fedapp.results.runs import RunResult
 from fedapp.transport.agreement import majority
 from fedapp.transport.boundary import BAD, IMPOSSIBLE, grade
 from fedapp.transport.records import ARRAYS, INFO, METRICS
+from strategies.fedpac import shortened
 from tests.liars import Lie, federate
 from tests.test_hostile import Bits, Change, answer, both, final_bits, metric, put, without
 from tests.test_robust import QUICK
@@ -244,6 +245,64 @@ def test_permuted_means_with_true_counts_are_for_the_rule_to_find(tmp_path: Path
     heads = {name: final_bits(made["none", name].out)[1]["kept/head.weight"] for name in ("true", "permuted")}
     left_out = {n: made["own", n].summary["calibration"]["screened"]["left_out"] for n in ("true", "permuted")}
     assert heads["true"] != heads["permuted"] and left_out["permuted"] > left_out["true"]
+
+
+def far(prefix: str, by: float) -> Change:
+    """Make floating point arrays as large as that, with both signs."""
+
+    def change(content: RecordDict) -> None:
+        for name in [n for n in content[ARRAYS] if n.startswith(prefix)]:
+            array = content[ARRAYS][name].numpy()
+            if array.dtype.kind == "f":
+                signs = np.where(np.arange(array.size).reshape(array.shape) % 2, -1, 1)
+                content[ARRAYS][name] = FlowerArray((by * signs).astype(array.dtype))
+
+    return change
+
+
+ALONE: dict[str, tuple[str, Change, str]] = {
+    "control variates": ("scaffold", far("control/", 9e7), "its move has norm"),
+    "factors": ("fedkd", far("small/", 4e3), "when it is rebuilt"),
+    "factors within the range": ("fedkd", far("small/", 1.0), "its move has norm"),
+    "weights": ("fedfomo", metric("fomo-weights", [1e308] * 5), "more than 1e+08"),
+    "means beyond all": ("fedpac", far("pac/", 9e7), "possible are -10000 to 10000"),
+    "means": ("fedpac", far("pac/proto", 9e3), ""),
+}
+"""What one of five clients sends in every round; the method; why it is dropped, if it is."""
+
+
+@pytest.mark.parametrize(
+    "what", [w if w in ("weights", "factors") else pytest.param(w, marks=pytest.mark.full) for w in ALONE]
+)
+def test_one_client_does_not_end_a_run_through_its_method(what: str, tmp_path: Path) -> None:
+    method, lie, reason = ALONE[what]
+    growth = 1e6 if what == "factors" else 10
+    settings = {"min_replies": 0.5, "max_growth": growth, "rounds": 4, **QUICK}
+    run = federate(tmp_path / "run", [1], answer(lie), method=method, **settings)
+    assert run.summary["ok"] and not run.rounds["void"].any()
+    if reason:
+        rows = pd.read_csv(run.out / "dropped.csv")
+        assert set(rows["client"]) == {1} and rows["reason"].str.contains(reason, regex=False).all(), rows["reason"][0]
+    else:
+        assert run.summary["dropped"] == 0
+
+
+def test_class_means_of_honest_clients_stay_as_they_are() -> None:
+    near = [np.full((2, 3), x, np.float32) for x in (0.5, 1, 9)]
+    assert all(a is b for a, b in zip(near, shortened(near), strict=True))
+    [*same, short] = shortened([*near[:2], np.full((2, 3), 1e6, np.float32)])
+    assert [a is b for a, b in zip(same, near, strict=False)] == [True, True]
+    assert np.linalg.norm(short, axis=1).max() == pytest.approx(10 * (1 + 3**0.5))
+
+
+@pytest.mark.parametrize(("loss", "dropped"), [(-1e300, True), (-9e3, False)])
+def test_one_client_does_not_end_a_run_by_its_training_loss(loss: float, dropped: bool, tmp_path: Path) -> None:
+    """It says once what no later round can fall below."""
+    left = [metric("train-loss", loss)]
+    lie = answer(lambda content: left.pop()(content) if left else None)
+    run = federate(tmp_path / "run", [1], lie, method="fedavg", min_replies=0.5, patience=2, rounds=5, **QUICK)
+    assert run.summary["rounds"] == 5 and run.summary["stopped"] is None
+    assert (run.summary["dropped"] > 0) == dropped
 
 
 def test_a_reply_of_the_round_before_does_not_count_again(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ MODEL = re.compile(r"\A[\w.:,+-]{1,200}\Z")
 """The name of an architecture."""
 DTYPES = ("float32", "float64", "int32", "int64")
 """What further arrays, such as class means with their labels, may consist of; and half precision where it is on."""
-NARROW = ("head.", "lar", "protos", "statistics/mean", "nh/", "dbe/")
+NARROW = ("head.", "lar", "protos", "statistics/mean", "nh/", "dbe/", "pac/h", "pac/proto")
 """Beginnings of the names of arrays whose values are at most `Contract.max_abs`."""
 SUMS = {"sums/a": 2, "sums/b": 1}
 """Sums over a client's samples, with the power of `Contract.max_abs` that one sample adds at most."""
@@ -554,7 +554,9 @@ def _numbers_problem(metrics: Mapping[str, Any], contract: Contract) -> str | No
                 return f"'{name}' is {value!r} with {correct!r} of them correct"
             if contract.tests >= 0 and value != contract.tests and not name.endswith("-validation-total"):
                 return f"'{name}' is {value}, but the client registered with {contract.tests} test samples"
-        elif name.endswith("-loss-sum") and value < 0:
+        elif (name == "train-loss" and value < -contract.max_abs) or (
+            name.endswith("-loss-sum") and value < 0
+        ):  # terms of some methods are below 0, by little
             return f"'{name}' is {value!r}"
         elif name.endswith("-balanced") and (value < 0 or value > 1):
             return f"'{name}' is {value!r}, a share is needed"
