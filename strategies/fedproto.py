@@ -66,6 +66,8 @@ class FedProto(FedStrategy):
             return f"counts are {'missing' if counts is None else 'not asked for'} with average={self.hparams.average}"
         if counts is not None and (counts.shape != labels.shape or counts.dtype.kind not in "iu" or (counts < 1).any()):
             return "counts must hold one positive whole number per class"
+        if counts is not None and counts.sum() > reply.num_samples:
+            return f"counts of {counts.sum()} samples from a client of {reply.num_samples}"
         return None
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:

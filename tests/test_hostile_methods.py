@@ -287,6 +287,13 @@ def test_one_client_does_not_end_a_run_through_its_method(what: str, tmp_path: P
         assert run.summary["dropped"] == 0
 
 
+def test_prototypes_are_of_no_more_samples_than_the_client_has() -> None:
+    made, rows = strategy("fedproto", "average=count"), np.ones((2, D), np.float32)
+    for last, refused in ((16, False), (17, True)):
+        sent = reply(protos=rows, labels=np.array([1, 2]), counts=np.array([4, last]))
+        assert (made.check({}, sent) == f"counts of {4 + last} samples from a client of 20") == refused
+
+
 def test_class_means_of_honest_clients_stay_as_they_are() -> None:
     near = [np.full((2, 3), x, np.float32) for x in (0.5, 1, 9)]
     assert all(a is b for a, b in zip(near, shortened(near), strict=True))
