@@ -77,9 +77,9 @@ NODES_ONLY = "this listener serves SuperNodes only"
 """The answer to everything else."""
 BODY, FEW = 8 << 20, 64 << 10
 """Largest body in bytes of a request that brings a part of a reply, and of any other."""
-PIECES, PIECE, ENTRY = 8192, 5 << 20, 80
+PIECES, PIECE, ENTRY = 5000, 5 << 20, 80
 """Objects that a reply may consist of, besides one for each `PIECE` bytes of it, in which Flower sends arrays, and the
-bytes that list one of them. Each array is two objects, so that a reply has up to 4,000 arrays: the largest network of
+bytes that list one of them. Each array is two objects, so that a reply has up to 2,500 arrays: the largest network of
 torchvision has 1,550. The SuperLink writes all of a list at once and lets nobody else write meanwhile."""
 PRICE, LISTS = 10, 4
 """What one byte of a reply's list of objects counts at least: the SuperLink keeps about ten times as much. And how many
