@@ -148,8 +148,7 @@ class Dropped(Offence):
 class Traffic:
     """Traffic of one exchange: bytes of arrays on the wire, summed over clients, and who answered or was dropped.
 
-    `bad` are those of the dropped whose values were out of range; `broken` those of whose replies pieces were missing;
-    `diverged` those whose training gave NaN.
+    `bad` are those of the dropped whose values were out of range; `diverged` those whose training gave NaN.
     """
 
     messaged: list[int] = field(default_factory=list)
@@ -158,7 +157,6 @@ class Traffic:
     up: int = 0
     dropped: list[Dropped] = field(default_factory=list)
     bad: list[Offence] = field(default_factory=list)
-    broken: list[Offence] = field(default_factory=list)
     diverged: int = 0
     seconds: float = 0.0
 
@@ -654,9 +652,6 @@ class ClientManager:
                 yield reply
         for offence in self.offences.judge(traffic.bad, groups, traffic.answered if kind == "train" else ()):
             self._block(offence, "values out of range too often: ")
-        # What a client was sent has no part in whether its reply is complete.
-        for offence in self.offences.judge(traffic.broken, dict.fromkeys(ids)):
-            self._block(offence, "replies with missing parts too often: ")
         self._lasted[kind] = time.perf_counter() - started
         traffic.seconds += self._lasted[kind]
 
@@ -760,8 +755,6 @@ class ClientManager:
         if isinstance(message, Message) and message.has_error():
             unreadable = message.error.code == UNREADABLE
             got = Refused(_reason(message), IMPOSSIBLE if unreadable else FAILED, stage)
-            if message.error.code == INCOMPLETE:
-                traffic.broken.append(Offence(server_round, client, stage, got.reason))
         if isinstance(got, Refused):
             if got.offence == FAILED:
                 stage = got.stage
