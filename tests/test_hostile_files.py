@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import ast
 import csv
+import io
+import json
+import re
+import shutil
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +20,13 @@ import torch
 from typer.testing import CliRunner
 
 from fedapp.cli import app, printing
+from fedapp.data.columns import read_npz
+from fedapp.engines.local import run as run_local
 from fedapp.errors import BadRequest, is_number
 from fedapp.learning.state import read_safetensors, write_safetensors
-from fedapp.results import predict
+from fedapp.results import forms, predict, report
 from fedapp.results.cells import FORMULA, write_table
+from fedapp.results.loading import load
 from fedapp.results.runs import read_table
 from tests.house import FILES, ROOT
 from tests.test_hostile_text import FORMULAS, HOSTILE, harmless
@@ -180,3 +189,104 @@ def test_sizes_are_compared_before_a_model_is_built(tiny: Any, tmp_path: Path, m
     monkeypatch.setattr(predict, "LARGEST", 63)
     with pytest.raises(BadRequest, match="damaged: a sample would have the shape"):
         predict.read_model(stored(run, tmp_path))
+
+
+def edited(name: str, **values: Any) -> Callable[[Path], None]:
+    """Change values of a JSON file."""
+
+    def change(out: Path) -> None:
+        (out / name).write_text(json.dumps({**json.loads((out / name).read_text("utf-8")), **values}))
+
+    return change
+
+
+def column(name: str, column: str, value: str) -> Callable[[Path], None]:
+    """Write a value into all rows of a table."""
+    return lambda out: pd.read_csv(out / name).assign(**{column: value}).to_csv(out / name, index=False)
+
+
+def text(name: str, old: str, new: str) -> Callable[[Path], object]:
+    """Write another text into a file."""
+    return lambda out: (out / name).write_text((out / name).read_text("utf-8").replace(old, new))
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "deep json": lambda out: (out / "summary.json").write_text("[" * 200_000),
+    "deep toml": lambda out: (out / "config.toml").write_text("a = " + "[" * 100_000),
+    "accuracy a list": edited("summary.json", accuracy=[1]),
+    "accuracy nothing": edited("summary.json", accuracy=None),
+    "score a text": edited("summary.json", accuracy={"trained": {"last": "x"}}),
+    "metrics of a list": edited("summary.json", metrics={"trained": ["f1"]}),
+    "round endless": edited("summary.json", round=float("inf")),
+    "bytes a text": edited("summary.json", bytes_up="x"),
+    "bytes of an answer a text": edited("summary.json", bytes_up_query="x"),
+    "seconds large": edited("summary.json", seconds=10**400),
+    "versions a list": edited("versions.json", run=[1]),
+    "classes a number": edited("data_card.json", classes=3),
+    "counts a text": edited("data_card.json", train=[["a"]]),
+    "counts ragged": edited("data_card.json", train=[[1], [1, 2], []]),
+    "counts of too many": edited("data_card.json", majority=[0.5]),
+    "seed a text": text("config.toml", "seed = 0", "seed = 'x'"),
+    "round a text": column("rounds.csv", "round", "x"),
+    "round missing": text("rounds.csv", "round,", "rond,"),
+    "round endless in a table": column("rounds.csv", "round", "inf"),
+    "seconds a text": column("rounds.csv", "round_seconds", "x"),
+    "score a text in a table": column("final.csv", "trained_accuracy", "x"),
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("run") / "run"
+    return run_local(method="fedavg", clients=3, rounds=1, local_epochs=1, data_fraction=0.3, out=out).out
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_run_directory_is_named(damage: str, finished: Path, tmp_path: Path) -> None:
+    out = tmp_path / "copy"
+    shutil.copytree(finished, out)
+    DAMAGE[damage](out)
+    with pytest.raises(BadRequest, match=re.escape(str(out))):
+        report.write(out)
+
+
+def test_a_damaged_run_directory_gives_no_model(finished: Path, tmp_path: Path) -> None:
+    for name in ("deep toml", "round endless", "round a text"):
+        out = tmp_path / name
+        shutil.copytree(finished, out)
+        DAMAGE[name](out)
+        with pytest.raises(BadRequest, match=re.escape(str(out))):
+            load(out, 0)
+
+
+def test_what_may_be_missing_is_no_damage(finished: Path) -> None:
+    for form, name in ((forms.SUMMARY, "summary.json"), (forms.VERSIONS, "versions.json")):
+        value = json.loads((finished / name).read_text("utf-8"))
+        assert forms.wrong(value, form) == "" == forms.wrong({}, form)
+        assert forms.wrong({**value, **dict.fromkeys(forms.OPTIONAL)}, form) == ""
+    assert forms.wrong_card(json.loads((finished / "data_card.json").read_text("utf-8"))) == "" == forms.wrong_card({})
+    assert forms.wrong_table(pd.DataFrame(), ("round",)) == ""
+
+
+def encrypted(path: Path) -> None:
+    """Set the mark of encryption of the file in an archive."""
+    np.savez(path, x=np.zeros(3))
+    raw = bytearray(path.read_bytes())
+    for start, flags in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        raw[raw.find(start) + flags] |= 1
+    path.write_bytes(raw)
+
+
+def endless(path: Path) -> None:
+    """An array of a petabyte, as its header says."""
+    head = io.BytesIO()
+    np.lib.format.write_array_header_1_0(head, {"descr": "|u1", "fortran_order": False, "shape": (10**15,)})
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x.npy", head.getvalue())
+
+
+@pytest.mark.parametrize("make", [encrypted, endless])
+def test_an_archive_that_cannot_be_read_is_named(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "x.npz")
+    with pytest.raises(BadRequest, match=r"cannot read .*x\.npz"):
+        read_npz(tmp_path / "x.npz")

@@ -186,7 +186,10 @@ def read_npz(path: Path) -> dict[str, Array]:
             return {key: archive[key] if key in known else np.empty(0) for key in archive.files}
     except BadRequest:
         raise
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+    except MemoryError as error:  # the header of an array names its size, whatever the file holds
+        raise BadRequest(f"cannot read {path} ({error}): it says that it holds more than fits in memory") from error
+    # zipfile raises RuntimeError for an encrypted file.
+    except (OSError, ValueError, EOFError, KeyError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise BadRequest(
             f"cannot read {path} ({error}): write it again with numpy.savez, text as array.astype(str)"
         ) from error

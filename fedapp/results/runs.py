@@ -13,9 +13,9 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from fedapp.errors import BadRequest
 from fedapp.lazy import pd
 from fedapp.learning.evaluation import ALWAYS
 from fedapp.learning.metrics import mean, summarise
+from fedapp.results import forms
 from fedapp.results.cells import mapped, uncelled
 from fedapp.results.statistics import Ints, traffic, worst
 
@@ -62,7 +63,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise BadRequest(f"{path} cannot be read ({e})") from e
     if not isinstance(value, dict):
         raise BadRequest(f"{path} cannot be read (no JSON object)")
@@ -83,16 +84,41 @@ def read_table(path: Path) -> pd.DataFrame:
         return mapped(pd.read_csv(io.BytesIO(whole)), uncelled) if whole.strip() else pd.DataFrame()
     except FileNotFoundError:
         return pd.DataFrame()
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, OverflowError) as e:
         raise BadRequest(f"{path} cannot be read ({e})") from e
 
 
-def _table(name: str) -> cached_property[pd.DataFrame]:
-    return cached_property(lambda run: read_table(run.out / name))
+def _refuse(path: Path, said: str) -> None:
+    """Refuse a damaged file.
+
+    Raises
+    ------
+    BadRequest : `said` says what is wrong with it.
+    """
+    if said:
+        raise BadRequest(f"{path} is damaged ({said}): take another copy of {path.parent}, or remove it and run again")
 
 
-def _json(name: str) -> cached_property[dict[str, Any]]:
-    return cached_property(lambda run: read_json(run.out / name))
+def _table(name: str, *whole: str) -> cached_property[pd.DataFrame]:
+    """Read a table whose columns `whole` have a whole number in each row."""
+
+    def read_whole(run: RunResult) -> pd.DataFrame:
+        table = read_table(run.out / name)
+        _refuse(run.out / name, forms.wrong_table(table, whole))
+        return table
+
+    return cached_property(read_whole)
+
+
+def _json(name: str, wrong: Callable[[Mapping[str, Any]], str] = lambda _: "") -> cached_property[dict[str, Any]]:
+    """Read a JSON file of which `wrong` says what is damaged."""
+
+    def read_whole(run: RunResult) -> dict[str, Any]:
+        value = read_json(run.out / name)
+        _refuse(run.out / name, wrong(value))
+        return value
+
+    return cached_property(read_whole)
 
 
 # ---- one run ---------------------------------------------------------------------------------------------------------
@@ -122,12 +148,13 @@ class RunResult:
     label: str = ""
     setting: Mapping[str, Any] = field(default_factory=dict)
 
-    rounds, clients = _table("rounds.csv"), _table("clients.csv")
-    evaluations = _table("evaluations.csv")
-    final, dropped = _table("final.csv"), _table("dropped.csv")
+    rounds, clients = _table("rounds.csv", "round"), _table("clients.csv", "round", "client")
+    evaluations = _table("evaluations.csv", "round")
+    final, dropped = _table("final.csv", "client"), _table("dropped.csv")
     unseen = _table("unseen.csv")
-    summary, versions = _json("summary.json"), _json("versions.json")
-    card, error = _json("data_card.json"), _json("error.json")
+    summary = _json("summary.json", partial(forms.wrong, form=forms.SUMMARY))
+    versions = _json("versions.json", partial(forms.wrong, form=forms.VERSIONS))
+    card, error = _json("data_card.json", forms.wrong_card), _json("error.json")
 
     @cached_property
     def flat(self) -> dict[str, Any]:
@@ -139,11 +166,15 @@ class RunResult:
         """
         file = self.out / RUN_MARK
         try:
-            return tomllib.loads(file.read_text(encoding="utf-8"))
+            value = tomllib.loads(file.read_text(encoding="utf-8"))
         except OSError as e:
             raise BadRequest(f"{self.out} holds no run ({RUN_MARK}: {e.strerror})") from e
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as e:
             raise BadRequest(f"{file} cannot be read ({e})") from e
+        seed = value.get("partition-seed", "auto")
+        wanted = forms.CONFIG if seed == "auto" else {"partition-seed": forms.WHOLE, **forms.CONFIG}
+        _refuse(file, forms.wrong(value, wanted))
+        return value
 
     @cached_property
     def _accepted(self) -> tuple[RunConfig | None, str]:
@@ -359,12 +390,17 @@ class Comparison:
     @cached_property
     def table(self) -> pd.DataFrame:
         """`results.csv` of `fedapp compare`, one row per run; empty where there is none."""
-        return read_table(self.out / "results.csv")
+        return self._numbers("results.csv", "trained_target", "trained_target_rounds", "trained_target_bytes")
 
     @cached_property
     def significance(self) -> pd.DataFrame:
         """`significance.csv` of `fedapp compare`, one row per setting, measure and method; perhaps empty."""
-        return read_table(self.out / "significance.csv")
+        return self._numbers("significance.csv", "mean_difference", "std_over_seeds", "p_holm")
+
+    def _numbers(self, name: str, *columns: str) -> pd.DataFrame:
+        table = read_table(self.out / name)
+        _refuse(self.out / name, forms.wrong_table(table, (), set(table) - set(columns)))
+        return table
 
     @property
     def finished(self) -> tuple[RunResult, ...]:
@@ -403,6 +439,8 @@ def read_comparison(path: Path) -> Comparison:
 def _searched(path: Path) -> dict[Path, str]:
     """Return the method that each point of a search stands for, empty for those not chosen, by folder without seed."""
     table = read_table(path / GRID).fillna({"setting": ""})
+    lacking = {"setting", "variant", "method", "chosen"} - set(table) if len(table) else ()
+    _refuse(path / GRID, f"no column {', '.join(sorted(lacking))}" if lacking else "")
     return {
         path / "runs" / str(row["setting"]) / folder_of(str(row["variant"])): str(row["method"]) * bool(row["chosen"])
         for _, row in table.iterrows()
