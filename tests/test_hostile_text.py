@@ -11,13 +11,13 @@ import pytest
 from flwr.app import ConfigRecord, Message
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from fedapp import cli
 from fedapp.engines.runner import Follower
 from fedapp.errors import CHARACTERS, LINES, BadRequest, plain
 from fedapp.results import report
 from fedapp.results.cells import cell, uncelled
+from fedapp.results.terminal import Screen
 from fedapp.transport.records import INFO
 from tests.liars import federate
 from tests.test_robust import QUICK
@@ -82,7 +82,7 @@ def test_a_run_with_a_client_of_hostile_text(text: str, tmp_path: Path) -> None:
     assert {e["kind"] for e in events} >= {"dropped", "client-error"}
     screen = io.StringIO()
     follower = Follower()
-    follower.console = Console(file=screen, force_terminal=True, highlight=False, width=4000)
+    follower.console = Screen(file=screen, force_terminal=True, highlight=False, width=4000)
     for event in events:
         follower(event)
     assert "client 0" in screen.getvalue() and harmless(screen.getvalue())

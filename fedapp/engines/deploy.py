@@ -29,6 +29,7 @@ from fedapp.engines.control import Control, LaunchError
 from fedapp.engines.superlink import Outcome
 from fedapp.errors import BadRequest, plain
 from fedapp.results.directory import ANNOUNCED, absolute, cell, check_out, keep_rows, new_folder, run_name, write_json
+from fedapp.results.terminal import echo
 from fedapp.tracking import following
 
 LOST_AFTER = 30.0
@@ -102,8 +103,8 @@ def run(values: Mapping[str, Any], out: Path | None, superlink: str | None, dry_
     if dry_run:
         runner.print_config(config)
         with contextlib.suppress(BadRequest):  # the nodes' data need not be here
-            typer.echo("\n".join(runner.what_leaves(config.replaced(clients=config.clients or 3))))
-        typer.echo(f"SuperLink: {to.name}, {to.address}, {'plain HTTP' if to.insecure else 'TLS'}")
+            echo("\n".join(runner.what_leaves(config.replaced(clients=config.clients or 3))))
+        echo(f"SuperLink: {to.name}, {to.address}, {'plain HTTP' if to.insecure else 'TLS'}")
         return 0
     here = absolute(out) if out is not None else new_folder(Path("runs"), run_name(config))
     check_out(here, resume)
@@ -130,12 +131,12 @@ def run(values: Mapping[str, Any], out: Path | None, superlink: str | None, dry_
                 follower.line(f"run {run_id} stopped; {how_to_resume}")
                 raise
     outcome = followed.outcome(status, details)
-    if outcome.report(lambda text: typer.echo(text, err=True)) == 0:
+    if outcome.report(lambda text: echo(text, err=True)) == 0:
         runner.print_summary(followed.summary or {})
-        typer.echo(f"results: {here}" + (f" (a mirror of {followed.there})" if followed.copy is not None else ""))
+        echo(f"results: {here}" + (f" (a mirror of {followed.there})" if followed.copy is not None else ""))
         return 0
     followed.record_failure(status, details)
-    typer.echo(f"results: {here}\n{how_to_resume}", err=True)
+    echo(f"results: {here}\n{how_to_resume}", err=True)
     return 1
 
 

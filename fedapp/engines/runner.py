@@ -9,8 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
@@ -22,11 +20,12 @@ from fedapp.engines import local as engines
 from fedapp.engines import pool, resources
 from fedapp.engines.notebook import Bar, in_notebook
 from fedapp.engines.resources import ClientResources
-from fedapp.errors import BadRequest, plain
+from fedapp.errors import BadRequest
 from fedapp.learning.task import ModelSpec
 from fedapp.results import lines
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import percent, privacy
+from fedapp.results.terminal import Screen, echo
 from fedapp.tasks import simulated as tasks
 from fedapp.tracking import following
 from fedapp.transport import selection
@@ -40,7 +39,7 @@ class Follower:
     """Shows events of a run on standard error: a live line on a terminal or in a notebook, else one line per round."""
 
     def __init__(self, label: str = "") -> None:
-        self.console = Console(stderr=True, highlight=False)
+        self.console = Screen(stderr=True, highlight=False)
         self.label = label
         self.progress: Progress | Bar | None = None
         self.task: TaskID | None = None
@@ -65,9 +64,7 @@ class Follower:
 
     def line(self, text: str) -> None:
         """Print a line above the progress bar."""
-        (self.progress.console if self.progress is not None else self.console).print(
-            plain(text, whole=True), markup=False, soft_wrap=True
-        )
+        (self.progress.console if self.progress is not None else self.console).print(text, soft_wrap=True)
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Show one event."""
@@ -138,9 +135,9 @@ def run_and_report(
     if dry_run:
         tasks.check(config, config.clients)
         print_config(config)
-        typer.echo("\n".join(what_leaves(config)))
+        echo("\n".join(what_leaves(config)))
         if chosen is not None:
-            typer.echo(proposed([config], client_cpus, client_gpus).text)
+            echo(proposed([config], client_cpus, client_gpus).text)
         return 0
     seen = (config, values, out, engine, client_cpus, client_gpus)
     # The processes that train look at data and model again; this one then only waits for them.
@@ -158,7 +155,7 @@ def run_and_report(
                 code = run_in(session, config, chosen, follower)
     if code == 0:
         print_summary(RunResult(folder).summary)
-    typer.echo(f"results: {folder}", err=code != 0)
+    echo(f"results: {folder}", err=code != 0)
     return code
 
 
@@ -173,19 +170,19 @@ def _examined(
     """Check a configuration against data, models and run directory, and say what it is and needs."""
     config = engines.placed(config, out, resume=bool(values.get("resume", False)))
     data = tasks.federated(config, config.clients)
-    typer.echo(data_card(data.dataset, data.partition).text(), err=True)
-    typer.echo(auto_text(values, config), err=True)
+    echo(data_card(data.dataset, data.partition).text(), err=True)
+    echo(auto_text(values, config), err=True)
     if engine != "ray":
         return config, None
     chosen = proposed([config], client_cpus, client_gpus)
-    typer.echo(chosen.text, err=True)
+    echo(chosen.text, err=True)
     return config, chosen
 
 
 def print_config(config: RunConfig) -> None:
     """Print a configuration as TOML."""
     for key, value in config.to_flat().items():
-        typer.echo(f"{key} = {value!r}" if not isinstance(value, bool) else f"{key} = {str(value).lower()}")
+        echo(f"{key} = {value!r}" if not isinstance(value, bool) else f"{key} = {str(value).lower()}")
 
 
 def proposed(configs: Sequence[RunConfig], cpus: int | None = None, gpus: float | None = None) -> ClientResources:
@@ -269,11 +266,11 @@ def print_summary(summary: Mapping[str, Any]) -> None:
         table.add_column(name, justify="left" if name == "protocol" else "right")
     for protocol, scores in summary["accuracy"].items():
         table.add_row(protocol, *(percent(scores.get(key)) for key in columns.values()))
-    Console().print(table)
+    Screen().print(table)
     headline = summary.get("headline")
     if headline:
         text = f"headline: {headline['score']} {percent(headline['value'])} %, mean over {_many(headline)} clients"
-        Console(highlight=False).print(f"{text}, {headline['point']}", soft_wrap=True)
+        Screen(highlight=False).print(f"{text}, {headline['point']}", soft_wrap=True)
     sizes = summary["test_sizes"]
     text = (
         f"test images per client: {sizes['min']} to {sizes['max']}, mean {sizes['mean']:.1f}; "
@@ -287,4 +284,4 @@ def print_summary(summary: Mapping[str, Any]) -> None:
         text += f"\nprivacy: {privacy([summary['privacy']])}"
     if summary.get("stopped"):
         text += f"\nstopped early: {summary['stopped']}"
-    Console(highlight=False).print(text)
+    Screen(highlight=False).print(text)
