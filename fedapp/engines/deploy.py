@@ -28,7 +28,8 @@ from fedapp.engines import control, runner, supervise
 from fedapp.engines.control import Control, LaunchError
 from fedapp.engines.superlink import Outcome
 from fedapp.errors import BadRequest, plain
-from fedapp.results.directory import ANNOUNCED, absolute, cell, check_out, keep_rows, new_folder, run_name, write_json
+from fedapp.results.cells import cell
+from fedapp.results.directory import ANNOUNCED, absolute, check_out, keep_rows, new_folder, run_name, write_json
 from fedapp.results.terminal import echo
 from fedapp.tracking import following
 

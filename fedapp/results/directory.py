@@ -49,8 +49,7 @@ from fedapp.config import RunConfig, write_toml
 from fedapp.errors import BadRequest
 from fedapp.learning.metrics import tidy
 from fedapp.process import processor
-from fedapp.results.cells import cell as cell
-from fedapp.results.cells import uncelled
+from fedapp.results.cells import cell, uncelled
 from fedapp.results.statistics import Floats, measured
 from fedapp.transport.client_manager import Dropped
 from fedapp.transport.offences import Blocked
