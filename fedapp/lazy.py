@@ -48,8 +48,8 @@ OURS = ("fedapp", "clients", "strategies")
 def loaded(module: str) -> Any:
     """Import a large module without the collector of cyclic garbage, and keep what is there now out of its sight.
 
-    PyTorch makes half a million objects that stay. To look through them takes 0.14 s, several times during the import and
-    again and again after it, in every process of a run.
+    PyTorch makes half a million objects that stay. To look through them takes 0.14 s, several times during the import
+    and again and again after it, in every process of a run.
     """
     if module in sys.modules:
         return sys.modules[module]
