@@ -10,10 +10,12 @@ same SuperLink with two listeners in one process:
   (:class:`OperatorToken`), and tasks are given only to a helper process that knows a secret (Flower's
   ``--isolation process``).
 
-Other users of the machine read neither its files (:func:`own_files`) nor the token of a task (:func:`superexec`).
+Other users of the machine read neither its files (:func:`own_files`) nor the token of a task (:func:`superexec`). What
+one node lists as objects of its message changes no other message (:mod:`fedapp.engines.objects`).
 
-It uses five internals of Flower 1.41 (`_parse_superlink_lifespan_config`, `SuperLinkLifespan`, `create_app`,
-`authenticate_node`, `subprocess_executor`) and therefore refuses to start under another minor version. The file is long
+It uses six internals of Flower 1.41 (`_parse_superlink_lifespan_config`, `SuperLinkLifespan`, `create_app`,
+`authenticate_node`, `subprocess_executor`, `object_store_factory`) and therefore refuses to start under another minor
+version. The file is long
 because everything that decides who gets through stands in it and is reviewed as one.
 """
 
@@ -701,6 +703,7 @@ async def _serve(
     from sqlalchemy import event
     from sqlalchemy.pool import Pool
 
+    from fedapp.engines.objects import own_lists
     from fedapp.engines.patience import REQUEST, Impatient
 
     class Server(uvicorn.Server):
@@ -710,6 +713,7 @@ async def _serve(
         def capture_signals(self) -> Iterator[None]:
             yield
 
+    own_lists()
     _free_at_once()
     event.listen(Pool, "checkout", _patient)
     event.listen(Pool, "checkin", _shrink)

@@ -1,0 +1,84 @@
+"""What a SuperLink keeps of messages: each list of a message's objects as its sender wrote it.
+
+Flower cuts a message into objects, which are named by the hash of their content, and shares equal ones between
+messages. A sender lists them as a tree before it sends them. Flower stores the parts of each object once, as the first
+list says, and refuses a message that says otherwise. So a node that foresees an object of another's next message, such
+as unchanged weights, could list it first with other parts: the honest message would be refused, or without the check
+(database ``:flwr-in-memory:``) reach its receiver with parts missing.
+
+:func:`own_lists` replaces the stores of Flower 1.41 in this process. Shared objects have no parts there: all belong to
+the message itself, which nobody foresees (its name depends on its time and on what it answers), and the tree is kept as
+one more of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from flwr.proto.message_pb2 import ObjectTree
+from flwr.supercore.inflatable.inflatable_object import get_object_id, iterate_object_tree
+from flwr.supercore.inflatable.inflatable_utils import validate_object_content
+from flwr.supercore.object_store import object_store_factory
+from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
+from flwr.supercore.object_store.sql_object_store import SqlObjectStore
+
+
+class _OwnLists:
+    """The changes, for both of Flower's stores: put before them among the bases of a class."""
+
+    def __init__(self, *where: str) -> None:
+        super().__init__(*where, verify=False)  # type: ignore[call-arg]  # `put` verifies: a tree has no such name
+
+    def preregister(self, run_id: int, object_tree: ObjectTree) -> list[str]:
+        """Register the objects of a message; return the names of those whose content is not there yet."""
+        message = object_tree.object_id
+        tree = tree_name(message)
+        parts = {part.object_id: None for part in iterate_object_tree(object_tree)} | {tree: None}
+        del parts[message]
+        flat = ObjectTree(object_id=message, children=[ObjectTree(object_id=part) for part in parts])
+        stores: Any = super()
+        missing: list[str] = stores.preregister(run_id, flat)
+        if tree in missing:
+            stores.put(tree, object_tree.SerializeToString())
+            missing.remove(tree)
+        return missing
+
+    def get_object_tree(self, object_id: str) -> ObjectTree:
+        """Return the tree of a message as it was listed."""
+        stores: Any = super()
+        tree = stores.get(tree_name(object_id))
+        found: ObjectTree = ObjectTree.FromString(tree) if tree else stores.get_object_tree(object_id)
+        return found
+
+    def put(self, object_id: str, object_content: bytes) -> None:
+        """Keep the content of an object.
+
+        Raises
+        ------
+        ValueError : the content has another name.   UnexpectedObjectContentError : it is no object.
+        """
+        if get_object_id(object_content) != object_id:
+            raise ValueError(f"Object ID {object_id} does not match content hash")
+        validate_object_content(object_content)
+        stores: Any = super()
+        stores.put(object_id, object_content)
+
+
+class SqlStore(_OwnLists, SqlObjectStore):
+    """Flower's store in a database file."""
+
+
+class MemoryStore(_OwnLists, InMemoryObjectStore):
+    """Flower's store in the memory of the process."""
+
+
+def tree_name(message: str) -> str:
+    """Return the name under which the tree of a message is kept; no content has it."""
+    return hashlib.sha256(f"tree of {message}".encode()).hexdigest()
+
+
+def own_lists() -> None:
+    """Let every SuperLink that is started in this process keep each message's list of objects for itself."""
+    factory: Any = object_store_factory
+    factory.SqlObjectStore, factory.InMemoryObjectStore = SqlStore, MemoryStore
