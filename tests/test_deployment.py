@@ -374,17 +374,26 @@ def test_a_reply_that_is_no_message_ends_nothing(tmp_path: Path) -> None:
         with contextlib.ExitStack() as stack, told():
             calls = {name: stack.enter_context(connected(it, name)) for name in changes}
             following = it.begin(*DEPLOY, *settings, "--set", "min-clients=1", "--out", str(out))
+            noise = {name: ArrayRecord([np.frombuffer(os.urandom(4 << 20), np.uint8)]) for name in changes}
+            contents = {name: RecordDict({"arrays": arrays}) for name, arrays in noise.items()}
+            foreseen: list[str] = []
             for name, (receive, send, push) in calls.items():
                 asked: list[Any] = []
                 until(lambda: asked.append(receive()) or asked[-1] is not None, 180, "a message\n" + it.log("fedapp"))  # noqa: B023
-                arrays = [np.frombuffer(os.urandom(4 << 20), np.uint8)]
-                reply = Message(RecordDict({"arrays": ArrayRecord(arrays)}), reply_to=asked[-1][0])
+                reply = Message(contents[name], reply_to=asked[-1][0])
                 pieces = forged(reply, changes[name])
                 *parts, root = pieces
                 reply.metadata.__dict__["_message_id"] = root
                 tree = ObjectTree(object_id=root, children=[ObjectTree(object_id=part) for part in parts])
-                missing, session = send(reply, tree, 1.0)
-                assert set(missing) == set(pieces)
+                if name == NODES[1]:  # it names the other one's objects too, with a part that they do not have
+                    other = forged(Message(contents[NODES[2]], reply_to=asked[-1][0]), changes[NODES[2]])
+                    foreseen = [part for part in list(other)[:-1] if part not in parts]
+                    tree.children.extend(ObjectTree(object_id=part, children=tree.children[:1]) for part in foreseen)
+                    missing, session = send(reply, tree, 1.0)
+                    assert foreseen and set(missing) == {*pieces, *foreseen}
+                else:
+                    missing, session = send(reply, tree, 1.0)
+                    assert set(foreseen) < set(missing) == set(pieces)
                 for part, body in pieces.items():
                     push(reply.metadata.run_id, session, part, body)
             assert following.wait(600) == 0, it.log("fedapp") + it.log("superlink")[-3000:]
