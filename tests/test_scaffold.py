@@ -291,3 +291,10 @@ def test_replies_that_do_not_fit_are_refused(change: dict[str, Any], reason: str
     arrays = {"x": np.ones(1), CONTROL + "x": np.ones(1), **change}
     problem = strategy.check(state, reply(0, 5, {n: a for n, a in arrays.items() if a is not None}))
     assert isinstance(problem, Impossible) and reason in problem
+
+
+def test_what_moves_c_is_known_to_the_bound_on_updates() -> None:
+    strategy = Scaffold(METHOD, ScaffoldHParams())
+    state = strategy.init(context({"x": np.zeros(1)}, 1))
+    found = strategy.moves(state, reply(0, 5, {"x": np.ones(1), CONTROL + "x": np.full(1, 3.0)}))
+    assert found == {"x": np.full(1, 3.0)}
