@@ -267,6 +267,10 @@ def test_a_comparison_in_processes_equals_runs_alone_and_is_not_repeated(
     assert "2 of 2 runs are there already" in again.stderr
     assert stamps == {p: p.stat().st_mtime_ns for p in out.glob("runs/*/summary.json")}
     pd.testing.assert_frame_equal(table, pd.read_csv(out / "results.csv"))
+    (out / "runs/fedavg-s0/summary.json").write_text(json.dumps({k: v for k, v in summary.items() if k != "dropped"}))
+    refused = command(*words).exception
+    assert isinstance(refused, BadRequest)
+    assert re.search(r"fedavg-s0/summary\.json is damaged \(no dropped\)", str(refused)), refused
 
 
 def test_a_broken_run_goes_on_and_others_are_left_out_by_name(

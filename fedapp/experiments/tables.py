@@ -19,7 +19,7 @@ from fedapp import config as configuration
 from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.experiments.jobs import Job
 from fedapp.results.cells import write_table
-from fedapp.results.runs import ONE_SCORE, PAIRED, TUNED_PAIRS, RunResult
+from fedapp.results.runs import ONE_SCORE, PAIRED, TUNED_PAIRS, RunResult, refuse
 from fedapp.results.statistics import (
     DASH,
     better_off,
@@ -62,6 +62,8 @@ def describe(job: Job) -> dict[str, Any]:
 
 
 SETTING = ["dataset", "partition", "alpha", "classes_per_client", "sweep"]
+NEEDED = ("clients", "rounds", "accuracy", "bytes_up", "bytes_down", "dropped", "test_sizes", "seconds")
+"""What a summary must hold to be compared."""
 
 
 def results(jobs: Sequence[Job], reference: str, target: float | None = None) -> pd.DataFrame:
@@ -81,6 +83,10 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
     runs of a setting include Standalone: the share of clients whose headline score is above their own there), CCVR's
     calibration, bytes per client and round, dropped replies, test images per client, why it stopped early, what it
     states of `privacy` where any run does, and seconds.
+
+    Raises
+    ------
+    BadRequest : the summary of a run lacks one of these.
     """
     references = {(j.setting, j.seed): j.result for j in jobs if j.variant.label == reference}
     alone = {(j.setting, j.seed): j.result for j in reversed(jobs) if j.variant.method == "local"}
@@ -90,6 +96,7 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
     rows = []
     for job in jobs:
         run, summary = job.result, job.result.summary
+        refuse(run.out / "summary.json", next((f"no {name}" for name in NEEDED if name not in summary), ""))
         row: dict[str, Any] = {
             **describe(job), "clients": summary["clients"], "rounds": summary["rounds"],
             "round": summary.get("round", summary["rounds"]),
@@ -121,7 +128,7 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
         calibration = summary.get("calibration") or {}
         row.update({f"calibration_{k}": calibration.get(k) for k in ("before", "after", "oracle")})
         row.update({k: summary[k] for k in ("bytes_up", "bytes_down", "dropped")})
-        row.update(test_mean=summary["test_sizes"]["mean"], stopped=summary.get("stopped") or "")
+        row.update(test_mean=(summary["test_sizes"] or {}).get("mean"), stopped=summary.get("stopped") or "")
         if any(j.result.privacy for j in jobs):
             row |= {f"privacy_{k}": run.privacy.get(k) for k in ("unit", "epsilon", "delta")}
             row["privacy"] = privacy([run.privacy])

@@ -88,7 +88,7 @@ def read_table(path: Path) -> pd.DataFrame:
         raise BadRequest(f"{path} cannot be read ({e})") from e
 
 
-def _refuse(path: Path, said: str) -> None:
+def refuse(path: Path, said: str) -> None:
     """Refuse a damaged file.
 
     Raises
@@ -104,7 +104,7 @@ def _table(name: str, *whole: str) -> cached_property[pd.DataFrame]:
 
     def read_whole(run: RunResult) -> pd.DataFrame:
         table = read_table(run.out / name)
-        _refuse(run.out / name, forms.wrong_table(table, whole))
+        refuse(run.out / name, forms.wrong_table(table, whole))
         return table
 
     return cached_property(read_whole)
@@ -115,7 +115,7 @@ def _json(name: str, wrong: Callable[[Mapping[str, Any]], str] = lambda _: "") -
 
     def read_whole(run: RunResult) -> dict[str, Any]:
         value = read_json(run.out / name)
-        _refuse(run.out / name, wrong(value))
+        refuse(run.out / name, wrong(value))
         return value
 
     return cached_property(read_whole)
@@ -173,7 +173,7 @@ class RunResult:
             raise BadRequest(f"{file} cannot be read ({e})") from e
         seed = value.get("partition-seed", "auto")
         wanted = forms.CONFIG if seed == "auto" else {"partition-seed": forms.WHOLE, **forms.CONFIG}
-        _refuse(file, forms.wrong(value, wanted))
+        refuse(file, forms.wrong(value, wanted))
         return value
 
     @cached_property
@@ -399,7 +399,7 @@ class Comparison:
 
     def _numbers(self, name: str, *columns: str) -> pd.DataFrame:
         table = read_table(self.out / name)
-        _refuse(self.out / name, forms.wrong_table(table, (), set(table) - set(columns)))
+        refuse(self.out / name, forms.wrong_table(table, (), set(table) - set(columns)))
         return table
 
     @property
@@ -440,7 +440,7 @@ def _searched(path: Path) -> dict[Path, str]:
     """Return the method that each point of a search stands for, empty for those not chosen, by folder without seed."""
     table = read_table(path / GRID).fillna({"setting": ""})
     lacking = {"setting", "variant", "method", "chosen"} - set(table) if len(table) else ()
-    _refuse(path / GRID, f"no column {', '.join(sorted(lacking))}" if lacking else "")
+    refuse(path / GRID, f"no column {', '.join(sorted(lacking))}" if lacking else "")
     return {
         path / "runs" / str(row["setting"]) / folder_of(str(row["variant"])): str(row["method"]) * bool(row["chosen"])
         for _, row in table.iterrows()
