@@ -7,6 +7,7 @@ import base64
 import contextlib
 import datetime
 import json
+import math
 import os
 import re
 import shutil
@@ -119,8 +120,16 @@ def orders(*trees: ObjectTree) -> bytes:
     ).SerializeToString()
 
 
+NO_TIMES = (math.nan, math.inf, -math.inf, -1.0, 1e300)
+
+
 def reply(
-    node: int, tree: ObjectTree | None = None, messages: int = 1, named: int | None = None, **changes: Any
+    node: int,
+    tree: ObjectTree | None = None,
+    messages: int = 1,
+    named: int | None = None,
+    runtime: float = 0.5,
+    **changes: Any,
 ) -> bytes:
     """What a SuperNode sends for a reply."""
     tree = tree or ObjectTree(object_id="reply")
@@ -129,6 +138,7 @@ def reply(
         node=Node(node_id=node if named is None else named),
         messages_list=[ProtoMessage(metadata=Metadata(**about))] * messages,
         message_object_trees=[tree] * messages,
+        clientapp_runtime_list=[runtime],
     ).SerializeToString()
 
 
@@ -210,6 +220,8 @@ def test_a_node_sends_nothing_but_replies_of_its_own() -> None:
         "two messages": reply(7, messages=2),
         "none": reply(7, messages=0),
         "another message's objects": reply(7, tree=ObjectTree(object_id="other")),
+        **{f"{name} {t}": reply(7, **{name: t}) for name in ("created_at", "ttl") for t in NO_TIMES},
+        **{f"a runtime of {t}": reply(7, runtime=t) for t in NO_TIMES},
     }
     seen = {name: ask(door, PUSH, (b"flwr-public-key", b"7"), body=body) for name, body in forged.items()}
     assert seen == dict.fromkeys(forged, 403) and inner.calls == 1

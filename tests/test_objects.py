@@ -162,3 +162,11 @@ def test_a_superlink_that_starts_again_still_has_the_lists(tmp_path: Path) -> No
     upload(stores[0], sent, listed(stores[0], sent))
     assert stores[1].get_object_tree(sent.object_id) == get_object_tree(sent)
     assert len(list(iterate_object_tree(stores[1].get_object_tree(sent.object_id)))) > 5
+
+
+def test_what_refers_to_a_removed_object_is_found_without_reading_whole_tables(tmp_path: Path) -> None:
+    store = objects.SqlStore(str(tmp_path / "state.db"))
+    assert "objects" in store.initialize()
+    for table, column in (("object_children", "child_id"), ("run_objects", "object_id")):
+        plan = store.query(f"EXPLAIN QUERY PLAN DELETE FROM {table} WHERE {column} = :id", {"id": ROW})
+        assert f"USING INDEX fedapp_{table}" in str(plan) or f"USING COVERING INDEX fedapp_{table}" in str(plan), plan

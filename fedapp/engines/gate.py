@@ -83,13 +83,15 @@ PIECES, PIECE, ENTRY = 5000, 5 << 20, 80
 """Objects that a reply may consist of, besides one for each `PIECE` bytes of it, in which Flower sends arrays, and the
 bytes that list one of them. Each array is two objects, so that a reply has up to 2,500 arrays: the largest network of
 torchvision has 1,550. The SuperLink writes all of a list at once and lets nobody else write meanwhile."""
-PRICE, LISTS = 10, 4
-"""What one byte of a reply's list of objects counts at least: the SuperLink keeps about ten times as much. And how many
-of the longest lists count as a whole reply: a node may send the same one again."""
+PRICE, LISTS = 18, 4
+"""What one byte of a reply's list of objects counts at least: the SuperLink keeps 18 times as much. And how many of the
+longest lists count as a whole reply: a node may send the same one again."""
 LONG = 1.0
 """Seconds from which on others must get a turn to write before the next list of objects."""
 GIVEN = 4
 """Messages of a node whose parts it may ask for. A SuperNode asks for the next one when it has all of the last."""
+LATEST = 1e11
+"""Seconds, since 1970 or in length, below which a time in a reply lies: the year 5138."""
 CONNECTIONS = 1024
 """Requests that the public listener handles at once; further ones get 503."""
 NEWS = "/v1/runtime/push-messages"
@@ -398,6 +400,9 @@ def reply_problem(body: bytes, node: int, pieces: int) -> tuple[int, str]:
         return 403, "a node sends messages of its own only"
     if not about.reply_to_message_id or about.dst_node_id != SUPERLINK_NODE_ID:
         return 403, "a node sends replies to the server only"
+    # The database keeps NaN as nothing, and every call of the run that meets such a time fails from then on.
+    if not all(0 <= t < LATEST for t in (about.created_at, about.ttl, *request.clientapp_runtime_list)):
+        return 403, "a time is no time"
     if tree.object_id != about.message_id:
         return 403, "the list of objects belongs to another message"
     waiting, count = [tree], 0

@@ -22,6 +22,7 @@ from flwr.supercore.inflatable.inflatable_utils import validate_object_content
 from flwr.supercore.object_store import object_store_factory
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supercore.object_store.sql_object_store import SqlObjectStore
+from sqlalchemy import text
 
 
 class _OwnLists:
@@ -67,6 +68,18 @@ class _OwnLists:
 
 class SqlStore(_OwnLists, SqlObjectStore):
     """Flower's store in a database file."""
+
+    def initialize(self, log_queries: bool = False, **engine_kwargs: Any) -> list[str]:
+        """Open the file, and make tables and indexes that are not there; return the tables' names.
+
+        With each object that is removed, SQLite removes what refers to it. Without an index it reads whole tables for
+        that: the 5,000 objects of a reply took 26 seconds, in which nobody else could write.
+        """
+        tables: list[str] = super().initialize(log_queries, **engine_kwargs)
+        with self.session() as session:
+            for table, column in (("object_children", "child_id"), ("run_objects", "object_id")):
+                session.execute(text(f"CREATE INDEX IF NOT EXISTS fedapp_{table} ON {table} ({column})"))
+        return tables
 
 
 class MemoryStore(_OwnLists, InMemoryObjectStore):
