@@ -57,7 +57,7 @@ class Scale:
     ray: bool = True
 
 
-SMALL = Scale(images=360, clients=4, rounds=2, repeats=1, workers=1, ray=False)
+SMALL = Scale(images=360, clients=4, rounds=2, repeats=2, workers=1, ray=False)
 
 
 def random_images(folder: Path, count: int) -> Path:
@@ -115,15 +115,16 @@ class Visits:
 
     def __call__(self) -> float:
         """Run one turn and return the mean seconds of its counted rounds."""
-        self._run(self.configuration())
+        self._run()
         return statistics.fmean(between_rounds(self.folder))
 
     def warm_up(self) -> None:
         """Make a run of two rounds, of which only the memory counts."""
-        self._run(self.configuration().replaced(num_server_rounds=2))
+        self._run(num_server_rounds=2)
 
-    def _run(self, config: RunConfig) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def _run(self, **changes: Any) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)  # first: a configuration refuses a folder that is in use
+        config = self.configuration().replaced(**changes)
         if self.ray:
             self._run_under_ray(config)
         else:
@@ -212,9 +213,8 @@ def measure(folder: Path, data: Path | None, scale: Scale) -> tuple[Times, dict[
             **({"fedavg_bf16": app["fedavg_bf16"]} if "fedavg_bf16" in app else {}),
             "reference_cwfedavg": cwfedavg.round, "cwfedavg": app["cwfedavg"],
         }  # fmt: skip
-        if scale.ray:
-            for visit in app.values():
-                visit.warm_up()
+        for visit in app.values():
+            visit.warm_up()
         times = alternate(alternatives, scale.repeats, warmup=0)
     peak |= {name: visit.peak for name, visit in app.items() if visit.peak}
     return times, peak
