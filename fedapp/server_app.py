@@ -41,7 +41,7 @@ from fedapp.learning.metrics import client_row, mean, summarise
 from fedapp.learning.state import StateError, write_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.method import Array, Arrays, ClientInfo, Scalar, Scored, ServerContext, ServerState
-from fedapp.models import MODEL_NAMES, weights
+from fedapp.models import MODEL_NAMES, check_model, weights
 from fedapp.results.directory import (
     ANNOUNCED,
     MOST_CURVES,
@@ -173,8 +173,8 @@ def _entry(e: BaseException, run: Run | None) -> dict[str, Any]:
     return entry
 
 
-def buildable(infos: Sequence[ClientInfo], config: RunConfig) -> ClientInfo:
-    """Return the first client whose architecture the server may build: of the zoo, or an own model of its own run.
+def buildable(infos: Sequence[ClientInfo], config: RunConfig) -> list[ClientInfo]:
+    """Return the clients whose architecture the server may build: of the zoo, or an own model of its own run.
 
     A node may name any text as its model, and the server imports no code for that.
 
@@ -182,8 +182,8 @@ def buildable(infos: Sequence[ClientInfo], config: RunConfig) -> ClientInfo:
     ------
     BadRequest : there is none; says what to do.
     """
-    found = next((i for i in infos if i.model in (*MODEL_NAMES, *config.model_names)), None)
-    if found is None:
+    found = [i for i in infos if i.model in (*MODEL_NAMES, *config.model_names)]
+    if not found:
         names = ", ".join(sorted({i.model for i in infos}))
         raise BadRequest(
             f"the nodes have models ({names}) that this run does not name, and the server "
@@ -312,6 +312,8 @@ class Run(Callbacks):
         else:
             self.manager.gather(config.clients)
         self.manager.agree(self.method)
+        if not self.simulation:
+            self.manager.leave_out(self._impossible())
         present = [i for _, i in sorted(self.manager.infos.items())]
         # Where the clients' own data decide the model, the clients say which one it is.
         known = config.replaced(model=self.known_model(config, present))
@@ -325,17 +327,10 @@ class Run(Callbacks):
         self.infos = [i for i in present if i.client not in self.extra["unseen"]]
         config.check_liars(len(self.infos), self.simulation)
         config.check_sums(len(self.infos))
-        # A method for several architectures may have inputs of several shapes: a model goes with its own client's.
-        built = buildable(self.infos if self.simulation else self._most_alike(), self.config)
-        shape = self._shape(built)
-        self.spec = ModelSpec(built.model, built.num_classes, shape, 0, config.model_options)
-        wrong = self._misfits()
-        if wrong:
-            self.manager.leave_out(wrong)
-            self.infos = [i for i in self.infos if i.client in self.manager.infos]
+        self._choose_model()
         self._data()
         self.scoring = scoring.scoring(
-            config, {i.client: i.num_samples for i in self.infos}, built.num_classes, self.simulation,
+            config, {i.client: i.num_samples for i in self.infos}, self.spec.num_classes, self.simulation,
             self.method.client.tunes(),
         )  # fmt: skip
         self._warn_of_memory()
@@ -416,6 +411,64 @@ class Run(Callbacks):
     def _shape(self, client: ClientInfo) -> tuple[int, ...]:
         return tuple(json.loads(str(self.manager.facts[client.client]["shape"])))
 
+    def _impossible(self) -> dict[int, str]:
+        """Return why clients cannot have the model that they name, by client: it does not take their samples."""
+        found = {}
+        for i in self.manager.infos.values():
+            try:
+                if i.model in MODEL_NAMES:
+                    check_model(i.model, self._shape(i))
+            except BadRequest as e:
+                found[i.client] = f"client {i.client} cannot have the model that it names: {e}"
+        return found
+
+    def _choose_model(self) -> None:
+        """Choose the model of which the server has initial values, and leave out the clients that do not fit it.
+
+        A client may name any model. So the server takes the first one that it can build and whose shared arrays have
+        the shapes that more than half of the clients state, or the one that fits most of them.
+
+        Raises
+        ------
+        BadRequest : there is no model that the server may build, or too few clients are left.
+        Exception : none can be built: that of the first.
+        """
+        failed: list[Exception] = []
+        found: tuple[ModelSpec, dict[int, str]] | None = None
+        for built in self._candidates():
+            shape = self._shape(built)  # a method for several architectures may have inputs of several shapes
+            self.spec = ModelSpec(built.model, built.num_classes, shape, 0, self.config.model_options)
+            try:
+                wrong = self._misfits()
+            except Exception as e:  # another client's model may be one that the server can build
+                failed.append(e)
+                continue
+            if found is None or len(wrong) < len(found[1]):
+                found = self.spec, wrong
+            if 2 * len(wrong) < len(self.manager.infos):
+                break
+        if found is None:
+            raise failed[0]
+        self.spec, wrong = found
+        wrong |= self._other_weights()
+        if wrong:
+            self.manager.leave_out(wrong)
+            self.infos = [i for i in self.infos if i.client in self.manager.infos]
+
+    def _candidates(self) -> list[ClientInfo]:
+        """Return the first client of each model that the server may build, the most common models first.
+
+        One client alone must not choose the model: neither by its name nor by the shape of its inputs.
+        """
+        able = buildable(self.infos, self.config)
+        if self.simulation:
+            return able[:1]
+        shapes, models = Counter(map(self._shape, self.infos)), Counter(i.model for i in self.infos)
+        first: dict[tuple[str, tuple[int, ...]], ClientInfo] = {}
+        for i in sorted(able, key=lambda i: (-shapes[self._shape(i)], -models[i.model])):
+            first.setdefault((i.model, self._shape(i)), i)
+        return list(first.values())
+
     def _misfits(self) -> dict[int, str]:
         """Return what clients say of the shared arrays that is not so in the server's own model, by client."""
         own = {name: tuple(array.shape) for name, array in self._context().initial.items()}
@@ -424,26 +477,24 @@ class Run(Callbacks):
             id(s): [name for name, shape in own.items() if s.get(name) != shape]
             for s in {id(i.shapes): i.shapes for i in self.manager.infos.values()}.values()
         }
-        found = {
+        return {
             i.client: f"'{name}' has shape {i.shapes.get(name)} at client {i.client}, {own[name]} in the server's "
             "model: use the same version of fedapp everywhere"
             for i in self.manager.infos.values()
             for name in wrong[id(i.shapes)]
         }
+
+    def _other_weights(self) -> dict[int, str]:
+        """Return which clients have other stored weights than the server, with the reason."""
         with_weights = [i for i in self.manager.infos.values() if "weights" in i.common]
         # Without a file of its own the server has nothing that such a client could share.
         checksum = weights.checksum(self.config.weights) if with_weights and self.config.weights else ""
-        return found | {
+        return {
             i.client: f"weights = '{self.config.weights}' is another file on the server than on the nodes (client "
             f"{i.client}), by its SHA-256, and layers in freeze must be the same everywhere: use the same file"
             for i in with_weights
             if i.common["weights"] != checksum
         }
-
-    def _most_alike(self) -> list[ClientInfo]:
-        """Return the clients, those with inputs of the most common shape first: one alone must not choose the model."""
-        shapes = Counter(self._shape(i) for i in self.infos)
-        return sorted(self.infos, key=lambda i: -shapes[self._shape(i)])
 
     def _warn_of_memory(self) -> None:
         """Warn if rules against lying clients need much memory: they hold all replies, and their changes in float64."""

@@ -815,6 +815,35 @@ def test_a_false_fact_that_nothing_depends_on_changes_nothing(changes: dict[str,
     assert final_bits(false.out) == final_bits(true.out)
 
 
+SEVERAL = "digits-a,digits-b,digits-c"
+
+
+@pytest.mark.parametrize(
+    ("method", "model", "clients", "name", "left"),
+    [
+        ("lgfedavg", "auto", 5, "alexnet", 5),
+        ("fedgh", "auto", 5, "alexnet", 5),
+        ("fd", "auto", 5, "resnet18", 4),
+        ("fedclassavg", SEVERAL, 3, "alexnet", 3),
+        ("lgfedavg", SEVERAL, 3, "resnet18", 2),
+    ],
+)
+def test_a_client_that_names_another_model_ends_no_run(
+    method: str, model: str, clients: int, name: str, left: int, tmp_path: Path
+) -> None:
+    """AlexNet has another head than the others' models, and images of digits are too small for ResNet-18."""
+    of = {"method": method, "model": model, "min_replies": 0.5, "wait_timeout": 1.0, **QUICK}
+    lie = answer(stating(model=name), "query.register")
+    run = federate(tmp_path / "run", [0], lie, clients, nodes=True, **of)
+    assert run.summary["clients"] == left
+    if left == clients:
+        true = federate(tmp_path / "true", [], lie, clients, nodes=True, **of)
+        assert final_bits(run.out) == final_bits(true.out)
+    else:
+        told = (run.out / "progress.jsonl").read_text(encoding="utf-8")
+        assert "client 0 cannot have the model that it names: model 'resnet18' is made for" in told
+
+
 @pytest.mark.full
 def test_a_model_of_another_name_is_left_out_where_all_need_one(tmp_path: Path) -> None:
     silent, _ = registered(tmp_path / "silent", None, method="fedavg")
