@@ -693,11 +693,8 @@ class Run(Callbacks):
         self.extra["seconds"] = self.earlier + time.perf_counter() - self.started
         self._spent(result)
         self._models(state, row)
-        loss = _median([r["train_loss"] for r in rows.values()])  # no single client ends the run with its own
-        if self.extra["best_loss"] is None or loss < self.extra["best_loss"]:
-            self.extra["best_loss"], self.extra["since"] = (None if math.isnan(loss) else loss), 0
-        else:
-            self.extra["since"] += 1
+        fell = self._loss_fell({c: r["train_loss"] for c, r in rows.items()})
+        self.extra["since"] = 0 if fell else self.extra["since"] + 1
         identity = self._identity(self.directory.token)
         checkpoint.save(self.out / "checkpoint", server_round, state, self.extra, identity, self.strategy.records)
         self._tell_clients(server_round, rows)
@@ -721,6 +718,24 @@ class Run(Callbacks):
         if self.config.track and len(self.infos) <= MOST_CURVES:
             scores = {c: {k: v for k, v in row.items() if k.endswith(TRACKED)} for c, row in rows.items()}
             self.tell({"kind": "clients", "round": server_round, "final": final, "rows": scores})
+
+    def _loss_fell(self, losses: Mapping[int, float]) -> bool:
+        """Whether the training loss of a round is lower than before; no client alone says that it is not.
+
+        The median of three clients or more lies within the honest ones' losses. One or two have no majority: each is
+        compared with its own lowest loss before, and the first loss of a client counts as lower.
+        """
+        lowest: dict[str, float] = self.extra.setdefault("lowest", {})
+        known = {str(c): loss for c, loss in losses.items() if not math.isnan(loss)}
+        fell = any(loss < lowest.get(c, math.inf) for c, loss in known.items())
+        lowest.update({c: min(loss, lowest.get(c, loss)) for c, loss in known.items()})
+        if known and len(known) < 3:
+            return fell
+        best, loss = self.extra["best_loss"], _median(list(losses.values()))
+        if best is not None and not loss < best:
+            return False
+        self.extra["best_loss"] = None if math.isnan(loss) else loss
+        return True
 
     def _patience_is_over(self) -> bool:
         """Whether the training loss has not fallen for `patience` rounds; if so, note why the run stops."""

@@ -312,6 +312,27 @@ def test_one_client_does_not_end_a_run_by_its_training_loss(loss: float, dropped
     assert (run.summary["dropped"] > 0) == dropped
 
 
+@pytest.mark.parametrize("then", [None, 1e9, -8e3, math.nan])
+@pytest.mark.parametrize("clients", [2, 3])
+def test_no_client_of_two_ends_a_run_by_its_training_loss(clients: int, then: float | None, tmp_path: Path) -> None:
+    """Low once and then high, or true: two clients have no majority, nor have those of a round of two."""
+    stated: list[float] = []
+
+    def lie(content: RecordDict) -> None:
+        stated.append(-9e3 if not stated else content[METRICS]["train-loss"] if then is None else then)
+        content[METRICS]["train-loss"] = stated[-1]
+
+    of = {"method": "fedavg", "min_replies": 0.5, "patience": 2, "rounds": 6, "fraction_train": 2 / clients, **QUICK}
+    run = federate(tmp_path / "run", [1], answer(lie), clients, nodes=True, **of)
+    assert len(stated) > 2 and run.summary["rounds"] == 6 and run.summary["stopped"] is None
+
+
+def test_two_clients_end_a_run_by_patience_if_both_say_so(tmp_path: Path) -> None:
+    of = {"method": "fedavg", "patience": 2, "rounds": 6, **QUICK}
+    run = federate(tmp_path / "run", [0, 1], answer(metric("train-loss", 2.0)), 2, **of)
+    assert run.summary["rounds"] == 3 and "no lower training loss for 2 rounds" in run.summary["stopped"]
+
+
 def test_a_reply_of_the_round_before_does_not_count_again(tmp_path: Path) -> None:
     kept: list[dict[str, Any]] = []
 
