@@ -815,6 +815,12 @@ def test_a_false_fact_that_nothing_depends_on_changes_nothing(changes: dict[str,
     assert final_bits(false.out) == final_bits(true.out)
 
 
+def test_one_of_two_clients_does_not_let_the_others_be_waited_for_in_vain(tmp_path: Path) -> None:
+    of = {"nodes": True, "method": "lgfedavg", "wait_timeout": 1.0, **QUICK}
+    run = federate(tmp_path / "run", [1], answer(stating(partitions=1_000_000), "query.register"), 2, **of)
+    assert run.summary["ok"] and run.summary["clients"] == 2 and not run.summary["warnings"]
+
+
 SEVERAL = "digits-a,digits-b,digits-c"
 
 
