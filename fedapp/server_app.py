@@ -639,6 +639,11 @@ class Run(Callbacks):
         measured = [p for p in self.config.measured if p != "global"]
         return [*measured, *(self._tuned if last else ())]
 
+    def _believed_tests(self) -> float:
+        """Return up to how many test samples a client's word counts in pooled scores."""
+        tests = [int(facts["test-examples"]) for facts in self.manager.facts.values()]
+        return self.config.believed_tests(tests, self.simulation)
+
     @property
     def _tuned(self) -> tuple[str, ...]:
         """The score of fine-tuned models, if the method's clients fine-tune."""
@@ -664,7 +669,7 @@ class Run(Callbacks):
         further = (*self.method.columns, *(("restarted",) if config.lost_state == "restart" else ()))
         rows = {c: client_row(m, protocols, config.validation > 0, further) for c, m in sorted(result.metrics.items())}
         row: dict[str, Any] = {"round": server_round, "clients": len(rows)}
-        row |= summarise(rows.values(), protocols, further)
+        row |= summarise(rows.values(), protocols, further, most=self._believed_tests())
         if self.method.global_model and "global" in config.measured:
             self._score_global(state)
             row["global_accuracy"] = self.global_scores.accuracy if self.global_scores else math.nan
@@ -797,7 +802,7 @@ class Run(Callbacks):
             c: client_row(m, protocols, config.validation > 0, scores=further)
             for c, m in sorted(result.metrics.items())
         }
-        summary = summarise(rows.values(), protocols, scores=further)
+        summary = summarise(rows.values(), protocols, scores=further, most=self._believed_tests())
         if result.kind in ("final", "unseen"):
             name = f"{result.kind}.csv"
             (self.out / name).unlink(missing_ok=True)

@@ -610,10 +610,14 @@ def test_the_roster_is_written_and_read(tmp_path: Path) -> None:
 
 def test_the_roster_decides_who_is_who() -> None:
     entry = roster.Admitted(3, 7, "ab", 500)
-    roster.check(entry, 3, 500)
-    for client, examples, says in ((4, 1, "has it as client 3"), (3, 501, "allows 500")):
+    roster.check(entry, 3, 500, 500)
+    for client, examples, tests, says in (
+        (4, 1, 1, "has it as client 3"),
+        (3, 501, 1, "501 training rows, and the roster allows 500"),
+        (3, 500, 501, "501 test rows, and the roster allows 500"),
+    ):
         with pytest.raises(roster.NotAdmitted, match=says):
-            roster.check(entry, client, examples)
+            roster.check(entry, client, examples, tests)
 
 
 def test_who_is_not_in_the_roster_is_never_asked_and_never_ends_a_run() -> None:

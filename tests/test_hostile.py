@@ -821,6 +821,32 @@ def test_one_of_two_clients_does_not_let_the_others_be_waited_for_in_vain(tmp_pa
     assert run.summary["ok"] and run.summary["clients"] == 2 and not run.summary["warnings"]
 
 
+@pytest.mark.parametrize("method", ["lgfedavg", "local"])
+@pytest.mark.parametrize("clients", [2, 5])
+def test_no_client_decides_pooled_scores_by_a_test_set_that_it_made_up(
+    clients: int, method: str, tmp_path: Path
+) -> None:
+    """It counts for 10 times the median on real nodes; local training has no weights that a cap could be for."""
+
+    def lie(kind: str, reply: Message) -> Message:
+        metrics = reply.content[METRICS]
+        if kind == "query.register":
+            metrics["test-examples"] = 1_000_000_000
+        elif "received-total" in metrics:
+            metrics["received-total"], metrics["received-correct"] = 1_000_000_000, 0
+        return reply
+
+    of = {"method": method, "rounds": 2, "evaluate_every": 1, **QUICK}
+    run = federate(tmp_path / "run", [1], lie, clients, nodes=True, **of)
+    honest = run.final[run.final["client"] != 1]
+    total = honest["received_total"].sum()
+    cap = 10 * sorted([*honest["received_total"], 1e9])[(clients - 1) // 2]
+    expected = pytest.approx(honest["received_correct"].sum() / (total + cap))
+    assert run.summary["pooled"]["received"] == expected
+    assert run.curve("received")["pooled"].iloc[-1] == expected
+    assert run.evaluations["received_accuracy_pooled"][0] > 0.01 < run.rounds["received_accuracy_pooled"][1]
+
+
 SEVERAL = "digits-a,digits-b,digits-c"
 
 

@@ -44,6 +44,15 @@ def test_what_a_client_did_not_report_is_nan_and_its_bytes_are_zero() -> None:
     assert len(row) == 10 and all(math.isnan(value) for value in row.values())
 
 
+def test_pooled_scores_believe_a_test_count_up_to_a_limit() -> None:
+    """Of 8 test images with 1 right only 2 count, with a quarter of one: (3 + 0.25) / (4 + 2), for a limit of 2."""
+    rows = [client_row({"received-total": t, "received-correct": c}, ["received"]) for t, c in ((2, 2), (8, 1))]
+    rows += [{}, client_row({"received-total": 2, "received-correct": 1}, ["received"])]
+    assert summarise(rows, ["received"], most=2)["received_accuracy_pooled"] == pytest.approx(3.25 / 6)
+    for most in (8, math.inf):
+        assert summarise(rows, ["received"], most=most)["received_accuracy_pooled"] == 4 / 12
+
+
 def test_a_rounds_averages_by_hand() -> None:
     """Accuracies 3/4 and 1/8: unweighted 0.4375, pooled 4/12. A client without test images does not count."""
     rows = [

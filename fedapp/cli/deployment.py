@@ -111,7 +111,7 @@ def admit(
     roster: Annotated[
         Path | None, typer.Option(envvar="FEDAPP_ROSTER", help="the server's roster, roster.toml beside its database")
     ] = None,
-    max_examples: Annotated[int, typer.Option(help="largest number of training rows that it may report")] = 0,
+    max_examples: Annotated[int, typer.Option(help="most training rows, and most test rows, that it may report")] = 0,
 ) -> None:
     """Register a node's key and bind it to a client id. Run it on the server."""
     from fedapp.engines import control, deploy, gate

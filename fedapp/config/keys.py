@@ -7,7 +7,9 @@ keys, and whoever looks for one looks here.
 from __future__ import annotations
 
 import functools
+import math
 import re
+import statistics
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
@@ -247,7 +249,8 @@ class RunConfig(BaseModel):
     count_cap: float | Auto = Field(
         "auto",
         description="largest sample count that is believed, as a multiple of the clients' median; 0 = no limit; "
-        "auto = 2 with robust, 10 on real nodes, else 0",
+        "auto = 2 with robust, 10 on real nodes, else 0. Pooled scores believe test counts so far too (auto = 10 on "
+        "real nodes, else 0)",
     )
     secure_sum: bool = Field(
         False,
@@ -447,6 +450,18 @@ class RunConfig(BaseModel):
             cap = 2.0 if self.robust != "none" else 0.0 if simulation else 10.0
             cap = cap if "count-cap" in method.guarded_by(hparams) else 0.0
         return Robust(parsed(self.robust), self.robust_f, float(cap))
+
+    def believed_tests(self, tests: Sequence[int], simulation: bool) -> float:
+        """Return up to how many test samples a client's word counts in pooled scores.
+
+        Parameters
+        ----------
+        tests : how many each client states.   simulation : all clients are the user's own, so `auto` has no limit.
+        """
+        cap = (0.0 if simulation else 10.0) if self.count_cap == "auto" else self.count_cap
+        known = [n for n in tests if n]
+        # The lower median, which one client alone cannot raise, not even one of two.
+        return cap * statistics.median_low(known) if cap and known else math.inf
 
     def check_liars(self, clients: int, simulation: bool) -> None:
         """Refuse rules that do not hold for the least number of replies that a round may have.

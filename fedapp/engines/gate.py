@@ -554,7 +554,7 @@ def admit(api: control.Control, file: Path, client: int, known: Path, max_exampl
     Parameters
     ----------
     api : the SuperLink.   file : public key (NAME.pub).   client : client id.   known : the roster.
-    max_examples : largest number of training rows that the client may report; 0 = no limit.
+    max_examples : largest number of training rows, and of test rows, that the client may report; 0 = no limit.
 
     Returns
     -------

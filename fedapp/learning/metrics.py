@@ -70,12 +70,13 @@ def summarise(
     protocols: Iterable[str],
     columns: Iterable[str] = (),
     scores: Iterable[str] = (),
+    most: float = math.inf,
 ) -> dict[str, float]:
     """Return the averages of a round over its clients.
 
     `<protocol>_accuracy` is the unweighted mean, `_std` its spread over clients (ddof 0), `_pooled` is weighted by test
-    size. `_validation`, where images are held out for it, is the mean accuracy on them. `scores` are columns of further
-    metrics; each is the unweighted mean too.
+    size, where no client counts for more than `most` test images. `_validation`, where images are held out for it, is
+    the mean accuracy on them. `scores` are columns of further metrics; each is the unweighted mean too.
     """
     rows = list(rows)
     out: dict[str, float] = {}
@@ -84,7 +85,10 @@ def summarise(
             name: [r.get(f"{p}_{name}", math.nan) for r in rows]
             for name in ("accuracy", "correct", "total", "loss", "balanced")
         }
-        correct, total = float(np.nansum(column["correct"])), float(np.nansum(column["total"]))
+        shares = [most / t if t > most else 1.0 for t in column["total"]]
+        correct, total = (
+            float(np.nansum([n * s for n, s in zip(column[name], shares, strict=True)])) for name in ("correct", "total")
+        )
         out[f"{p}_accuracy"] = mean(column["accuracy"])
         out[f"{p}_accuracy_std"] = std(column["accuracy"])
         out[f"{p}_accuracy_pooled"] = correct / total if total else math.nan

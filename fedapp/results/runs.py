@@ -284,6 +284,9 @@ class RunResult:
         else:
             ended = pd.DataFrame([summarise(self.final.to_dict("records"), [protocol])] if len(self.final) else [])
             ended["clients"] = len(self.final)
+            pooled = (self.summary.get("pooled") or {}).get(protocol)
+            if len(ended) and pooled is not None:
+                ended[names["pooled"]] = pooled  # the server knows up to how many test images a client is believed
         # Each client as it was last trained: where all take part, the last row of rounds.csv says it already.
         repeated = protocol == "trained" and not self.final_training and not self.sampled
         if len(ended) and not repeated:

@@ -395,7 +395,7 @@ class ClientManager:
         client, info = hello.client, {**hello.info, "test-examples": hello.tests}
         self._stated[node] = client
         if self.roster is not None:
-            rosters.check(self.roster[node], client, hello.count)
+            rosters.check(self.roster[node], client, hello.count, hello.tests)
         if client in self.offences.blocked:
             raise BadRequest(f"client {client} is blocked in this run: {self.offences.blocked[client].reason}")
         if self.nodes.get(client, node) != node and self.nodes[client] in online:

@@ -33,7 +33,7 @@ class Admitted:
     Attributes
     ----------
     client : client id.   node : Flower's node id.   key : SHA-256 of the public key, hexadecimal.
-    max_examples : largest number of training rows that it may report; 0 = no limit.
+    max_examples : largest number of training rows, and of test rows, that it may report; 0 = no limit.
     """
 
     client: int
@@ -116,8 +116,8 @@ def add(path: Path, entry: Admitted) -> None:
     new.replace(path)
 
 
-def check(entry: Admitted, client: int, examples: int) -> None:
-    """Check what a node says of itself.
+def check(entry: Admitted, client: int, examples: int, tests: int = 0) -> None:
+    """Check what a node says of itself: which client it is, and how many training and test rows it has.
 
     Raises
     ------
@@ -127,7 +127,8 @@ def check(entry: Admitted, client: int, examples: int) -> None:
         raise NotAdmitted(
             f"node {entry.node} says that it is client {client}, but the roster has it as client {entry.client}"
         )
-    if entry.max_examples and examples > entry.max_examples:
-        raise NotAdmitted(
-            f"client {client} says that it has {examples} training rows, and the roster allows {entry.max_examples}"
-        )
+    for rows, kind in ((examples, "training"), (tests, "test")):
+        if entry.max_examples and rows > entry.max_examples:
+            raise NotAdmitted(
+                f"client {client} says that it has {rows} {kind} rows, and the roster allows {entry.max_examples}"
+            )
