@@ -87,7 +87,8 @@ def summarise(
         }
         shares = [most / t if t > most else 1.0 for t in column["total"]]
         correct, total = (
-            float(np.nansum([n * s for n, s in zip(column[name], shares, strict=True)])) for name in ("correct", "total")
+            float(np.nansum([n * s for n, s in zip(column[name], shares, strict=True)]))
+            for name in ("correct", "total")
         )
         out[f"{p}_accuracy"] = mean(column["accuracy"])
         out[f"{p}_accuracy_std"] = std(column["accuracy"])
