@@ -730,11 +730,11 @@ class Run(Callbacks):
         The median of three clients or more lies within the honest ones' losses. One or two have no majority: each is
         compared with its own lowest loss before, and the first loss of a client counts as lower.
         """
-        lowest: dict[str, float] = self.extra.setdefault("lowest", {})
         known = {str(c): loss for c, loss in losses.items() if not math.isnan(loss)}
-        fell = any(loss < lowest.get(c, math.inf) for c, loss in known.items())
-        lowest.update({c: min(loss, lowest.get(c, loss)) for c, loss in known.items()})
-        if known and len(known) < 3:
+        if 0 < len(known) < 3:
+            lowest: dict[str, float] = self.extra.setdefault("lowest", {})
+            fell = any(loss < lowest.get(c, math.inf) for c, loss in known.items())
+            lowest.update({c: min(loss, lowest.get(c, loss)) for c, loss in known.items()})
             return fell
         best, loss = self.extra["best_loss"], _median(list(losses.values()))
         if best is not None and not loss < best:
