@@ -24,6 +24,7 @@ import numpy as np
 
 from clients.fd import FDClient, FDHParams
 from fedapp.core.classmeans import problem_of
+from fedapp.core.robust import shortened
 from fedapp.method import NONE, Method, Payload, Reply, ServerContext, ServerState
 from strategies.base import FedStrategy
 
@@ -69,8 +70,11 @@ class FD(FedStrategy):
         classes = self.context.num_classes
         sums, owners = np.zeros((classes, classes)), np.zeros(classes, np.int64)
         owned, new = dict(state["owned"]), {}
-        for reply in replies:
-            labels, outputs = reply.arrays["labels"].astype(np.int64), reply.arrays["outputs"].astype(np.float64)
+        replies = list(replies)
+        # A squared error to the logits of one client alone, far away, would give NaN to all others.
+        bounded = shortened([reply.arrays["outputs"].astype(np.float64) for reply in replies])
+        for reply, outputs in zip(replies, bounded, strict=True):
+            labels = reply.arrays["labels"].astype(np.int64)
             sums[labels] += outputs
             owners[labels] += 1
             owned[reply.client] = np.sort(labels)

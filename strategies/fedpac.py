@@ -19,8 +19,7 @@ The second part of P is a Gram matrix, so P has no negative eigenvalue that woul
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 
 from clients.fedpac import PAC, FedPACClient, FedPACHParams
 from fedapp.core.pairwise import combine
+from fedapp.core.robust import shortened
 from fedapp.core.simplex import minimise
 from fedapp.method import ALL, Array, Arrays, Blend, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.transport.selection import under
@@ -35,8 +35,6 @@ from strategies.base import FedStrategy
 from strategies.fedamp import given_weights
 
 Float64 = NDArray[np.float64]
-LONGEST = 10.0
-"""A client's longest class mean has at most that many times 1 + the median length of the clients' longest ones."""
 
 
 def combination(h: Float64, v: Float64) -> Float64:
@@ -55,16 +53,6 @@ def combination(h: Float64, v: Float64) -> Float64:
         apart = mine - h  # not from products of h with itself: close clients would cancel
         rows.append(minimise(np.diag(v) + apart @ apart.T))
     return np.stack(rows)
-
-
-def shortened(means: Sequence[Array]) -> list[Array]:
-    """Return the class means of all clients, (C, d) each; of a client with much longer ones than most, shorter ones.
-
-    Bodies are pulled to the means, so that those of one client alone, far away, would give NaN to all others.
-    """
-    longest = [float(np.linalg.norm(m.astype(np.float64), axis=1).max()) for m in means]
-    limit = LONGEST * (1 + statistics.median_low(longest))
-    return [m if found <= limit else m * (limit / found) for m, found in zip(means, longest, strict=True)]
 
 
 class FedPAC(FedStrategy):
@@ -128,6 +116,7 @@ class FedPAC(FedStrategy):
         else:
             weights, mixed = np.eye(len(clients)), heads
         sums, counts = np.zeros(state["protos"].shape), np.zeros(len(state["protos"]))
+        # Bodies are pulled to the means, so that those of one client alone, far away, would give NaN to all others.
         for (count, _), proto in zip(found_means, shortened([p for _, p in found_means]), strict=True):
             sums, counts = sums + count[:, None] * proto.astype(np.float64), counts + count
         seen = counts > 0

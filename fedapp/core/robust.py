@@ -26,6 +26,7 @@ cwFedAvg, FedGH and CCVR do not average whole replies; what bounds their clients
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,12 +59,15 @@ COUNT, FAR, TRACE = 4.0, 3.0, 4.0
 CCVR: largest move of the head without one client, as a multiple of the median move, that is not worth a warning."""
 MASS, LENGTH = 2.0, 2.0
 """Largest class mass in cwFedAvg, largest norm of a class mean in FedGH, as multiples of the class's median."""
+LONGEST = 10.0
+"""FedPAC and FD, without any rule: a client's longest mean of a class has at most that many times 1 + the median length
+of the clients' longest ones."""
 
 __all__ = [
     "OWN_RULE", "RULES", "Robust", "RobustMean", "bounded", "capped", "capped_masses", "changes_bounded", "class_means",
     "combined", "coordinate_median", "fitting", "geometric_median", "krum", "krum_scores", "multikrum", "needed",
     "parsed", "pulls", "row_bounded", "scale_covariances", "screened", "screened_lars", "screened_statistics",
-    "trimmed_mean", "weaker",
+    "shortened", "trimmed_mean", "weaker",
 ]  # fmt: skip
 
 
@@ -384,6 +388,13 @@ def screened(rows: Float64, factor: float = FAR) -> npt.NDArray[np.bool_]:
     distances = _norms(rows - coordinate_median(rows))
     near: npt.NDArray[np.bool_] = distances <= factor * np.median(distances)
     return near
+
+
+def shortened(means: Sequence[Array]) -> list[Array]:
+    """Return the class means of all clients, (S, d) each; of a client with much longer ones than most, shorter ones."""
+    longest = [float(_norms(m.astype(np.float64)).max(initial=0.0)) for m in means]
+    limit = LONGEST * (1 + statistics.median_low(longest)) if longest else 0.0
+    return [m if found <= limit else m * (limit / found) for m, found in zip(means, longest, strict=True)]
 
 
 def changes_bounded(new: Sequence[Mapping[str, Array]], sent: Sequence[Mapping[str, Array]]) -> list[Arrays]:
