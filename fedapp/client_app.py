@@ -86,6 +86,7 @@ def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedCl
         )
         run = str(control["run"])
         store = ClientStore(folder, config.method, run, config.warm_start, kept, real, known, config.dp)
+        store.back = int(control.get("back", 0))
         releaser = _releaser(context, root, node, config, control)
     client: FedClient = method.client(task, method, hparams, store)
     client.releaser = releaser

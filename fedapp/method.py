@@ -225,6 +225,8 @@ class Method:
     metrics : its other numbers. The server refuses a reply with a number that neither names.
     guards : what can be done against clients that lie, or a function of the hyperparameters that gives it: `rules` of
         `robust` for averages, `own` rule of the method, `count-cap` where sample counts are weights.
+    votes : whether rules fit the averages of the training; None = where `guards` names them. A method that makes a head
+        after the training may have no rule for that, and the training is its base's all the same.
     sum_only : how replies may be summed before the server sees them (`secure-sum`), or a function of the
         hyperparameters that says so; None = the server needs the reply of each client.
     private : the values of `dp` for which the method has a form with noise, or a function of the hyperparameters that
@@ -256,6 +258,7 @@ class Method:
     columns: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
     guards: tuple[str, ...] | Callable[[Any], tuple[str, ...]] = ("rules", "count-cap")
+    votes: bool | None = None
     sum_only: Sums | Callable[[Any], Sums | None] | None = None
     private: tuple[str, ...] | Callable[[Any], tuple[str, ...]] = ()
     linear: bool = True
@@ -272,6 +275,10 @@ class Method:
     def guarded_by(self, hparams: BaseHParams) -> tuple[str, ...]:
         """Return what can be done against clients that lie, with these hyperparameters."""
         return self.guards(hparams) if callable(self.guards) else self.guards
+
+    def votes_on(self, hparams: BaseHParams) -> bool:
+        """Return whether rules fit the averages of the training, with these hyperparameters."""
+        return "rules" in self.guarded_by(hparams) if self.votes is None else self.votes
 
     def sums(self, hparams: BaseHParams) -> Sums | None:
         """Return how replies may be summed before the server sees them, with these hyperparameters."""

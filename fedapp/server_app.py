@@ -67,6 +67,7 @@ from fedapp.transport.client_manager import ClientManager, RoundFailed, Spoiled
 from fedapp.transport.offences import Offences
 from fedapp.transport.secure import Opened, SecureSums
 from fedapp.transport.virtual import Member
+from strategies._back import Earlier
 from strategies.base import Callbacks, FedStrategy, RoundResult, server_context
 
 app = ServerApp()
@@ -217,8 +218,8 @@ class Run(Callbacks):
         self.extra: dict[str, Any] = (
             found[2] if found else {"best": None, "best_loss": None, "since": 0, "dropped": 0, "seconds": 0.0}
         )
-        if self.extra.get("median"):  # a liar of an earlier round decided so
-            self.strategy.take_median()
+        if times := int(self.extra.get("median", 0)):  # a liar of an earlier round decided so
+            self.strategy.go_back(times)
         self.earlier = float(self.extra["seconds"])
         self.sent: Arrays | None = self.published(self.state) if self.state is not None else None
         if config.resume and self.done > config.num_server_rounds:
@@ -273,7 +274,7 @@ class Run(Callbacks):
 
     def _know(self, extra: Mapping[str, Any]) -> None:
         """Take the clients' states that a checkpoint knows of as those that they must have."""
-        self.manager.states = {int(c): (str(digest), bool(b)) for c, (digest, b) in extra.get("states", {}).items()}
+        self.manager.states = _states(extra)
 
     def _identity(self, token: str) -> dict[str, str]:
         return {"method": self.config.method, "run": token, "federation": self.config.federation}
@@ -401,12 +402,15 @@ class Run(Callbacks):
             for c, own in enumerate(data.partition.clients)
         ]  # fmt: skip
 
-    def _before(self) -> ServerState | None:
-        """Return the state before the round that a resumed run goes on from, to go back to if that one is spoiled."""
+    def _before(self) -> Earlier | None:
+        """Return what was before the round that a resumed run goes on from, to go back to if that one is spoiled."""
+        if self.done == 1:
+            return Earlier(0, self.strategy.init(self._context()))
         try:
-            return checkpoint.load(self.out / "checkpoint", self.done - 1)[1] if self.done > 1 else None
+            _, state, extra = checkpoint.load(self.out / "checkpoint", self.done - 1)
         except StateError:
             return None
+        return Earlier(self.done - 1, state, _states(extra))
 
     def _shape(self, client: ClientInfo) -> tuple[int, ...]:
         return tuple(json.loads(str(self.manager.facts[client.client]["shape"])))
@@ -863,14 +867,19 @@ class Run(Callbacks):
             self.directory.dropped(dropped)
         self.tell({"kind": "asked", "what": result.kind, "clients": len(traffic.answered), "seconds": result.seconds})
 
-    def went_back(self, spoiled: Spoiled) -> None:
-        """Say that the update before this round is taken back."""
-        text = (
-            f"the update before round {spoiled.round} spoiled the model and is taken back; from now on the median of "
-            f"the clients is taken ({spoiled})"
-        )
+    def went_back(self, spoiled: Spoiled, earlier: Earlier, how: str) -> None:
+        """Say that the last update, or all of them, are taken back."""
+        what = "the update before" if earlier.round else "what came before"
+        text = f"{what} round {spoiled.round} spoiled the model and is taken back; {how} ({spoiled})"
         self.warn(text)
-        self.extra["median"] = True
+        self.extra["median"] = self.strategy.gone_back
+
+    def without_evaluation(self, spoiled: Spoiled) -> None:
+        """Say that there are no scores, and of whom."""
+        self.warn(f"the evaluation after round {spoiled.round} is left out: the model is spoiled ({spoiled})")
+        for dropped in spoiled.dropped:
+            self.directory.dropped(dropped)
+            self.extra["dropped"] += 1
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
@@ -987,6 +996,11 @@ class Run(Callbacks):
             "clients": len(measured_values(final.get(f"{protocol}_accuracy", final.get("client", ())))),
             "of": self._taking_part(),
         }  # fmt: skip
+
+
+def _states(extra: Mapping[str, Any]) -> dict[int, tuple[str, bool]]:
+    """Return what a checkpoint knows of the clients' states, as `ClientManager.states`."""
+    return {int(c): (str(digest), bool(binds)) for c, (digest, binds) in extra.get("states", {}).items()}
 
 
 def _median(values: Sequence[float]) -> float:

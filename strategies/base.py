@@ -55,10 +55,11 @@ from fedapp.method import (
     ServerContext,
     ServerState,
 )
-from fedapp.transport.client_manager import ClientManager, RoundFailed, Spoiled, Traffic
+from fedapp.transport.client_manager import ClientManager, Dropped, RoundFailed, Spoiled, Traffic
 from fedapp.transport.clipping import arrays_of
 from fedapp.transport.secure import Released, SecureSums
 from strategies import _soundness
+from strategies._back import Earlier, WayBack, reset
 from strategies._flower import FlowerLoop
 
 Each: TypeAlias = Callable[[int], Mapping[str, Any] | None]
@@ -104,15 +105,18 @@ class Callbacks:
     def after_query(self, result: RoundResult) -> None:
         """Record the answers to a query."""
 
-    def went_back(self, spoiled: Spoiled) -> None:
-        """Record that a round is repeated without the update before it, and that the median is taken from now on."""
+    def went_back(self, spoiled: Spoiled, earlier: Earlier, how: str) -> None:
+        """Record that the run goes on from an earlier state; `how` says what bounds a single client from now on."""
+
+    def without_evaluation(self, spoiled: Spoiled) -> None:
+        """Record that an evaluation between rounds is left out; the next round finds the same, and goes back."""
 
     def selected(self, state: ServerState, server_round: int) -> tuple[ServerState, int]:
         """Return the state and the round that are scored at the end; given are those of the last round."""
         return state, server_round
 
 
-class FedStrategy(FlowerLoop):
+class FedStrategy(WayBack, FlowerLoop):
     """Base of all strategies; without changes it is FedAvg on the method's shared arrays.
 
     Parameters
@@ -245,7 +249,7 @@ class FedStrategy(FlowerLoop):
         rounds: int,
         done: int = 0,
         state: ServerState | None = None,
-        previous: ServerState | None = None,
+        previous: Earlier | None = None,
         callbacks: Callbacks | None = None,
         control: Callable[[int], Mapping[str, Any]] = lambda server_round: {},
         evaluate_every: int = 0,
@@ -259,7 +263,7 @@ class FedStrategy(FlowerLoop):
 
         Parameters
         ----------
-        state : state after round `done` (None: start with `init`).   previous : the one before it, if it is known.
+        state : state after round `done` (None: start with `init`).   previous : what was before it, if it is known.
         control : values sent with the messages of a round, such as whether to measure the balanced score.
         evaluate_every : n > 0: evaluate all clients every n rounds.
         final_training : in evaluations of all clients each trains once more on what it would receive next, so that all
@@ -286,47 +290,90 @@ class FedStrategy(FlowerLoop):
         # If a run was interrupted between a checkpoint and the evaluation after it, the resumed run evaluates first.
         due = evaluate_every and done and done % evaluate_every == 0 and (done < rounds or select)
         if due and not callbacks.has_evaluation(done):
-            callbacks.after_evaluation(self._evaluate(manager, state, done, "evaluate", {**control(done), **between}))
+            self._between(manager, state, done, {**control(done), **between}, callbacks)
         for server_round in range(done + 1, rounds + 1):
             started = time.perf_counter()
             manager.register()
             ids = sampling.sample_clients(
                 context.seed, server_round, self._taking_part(manager), manager.settings.fraction
             )
-            known = dict(manager.states)
-            try:
-                new, result = self._train(manager, state, server_round, ids, control(server_round))
-            except Spoiled as e:
-                if previous is None or not self._votes(manager):
-                    raise
-                callbacks.went_back(e)
-                # Clients go on from the states that they had before this round, and so must the server.
-                manager.states, state = known, previous
-                new, result = self._train(manager, state, server_round, ids, control(server_round))
-                result.traffic.dropped[:0] = e.dropped
+            now = Earlier(server_round - 1, state, dict(manager.states))
+            values, dropped = dict(control(server_round)), list[Dropped]()
+            while True:
+                try:
+                    new, result = self._train(manager, now.state, server_round, ids, values)
+                    break
+                except Spoiled as e:
+                    if previous is None or not self.goes_back(manager):
+                        raise
+                    manager.states = dict(now.states)
+                    now, how = self.way_back(previous)
+                    values |= reset(manager, now, server_round)
+                    now = dataclasses.replace(now, states=dict(manager.states))
+                    callbacks.went_back(e, now, how)
+                    dropped += e.dropped
+            result.traffic.dropped[:0] = dropped
             if result.void:
-                manager.states = known  # nothing of what the clients said in this round counts
-                state = {**state, **{name: new[name] for name in self.records if name in new}}
+                manager.states = dict(now.states)  # nothing of what the clients said in this round counts
+                state = {**now.state, **{name: new[name] for name in self.records if name in new}}
             else:
-                previous, state = state, new
+                previous, state = now, new
             result.seconds = time.perf_counter() - started
             proceed = callbacks.after_round(result, state)
             if evaluate_every and server_round % evaluate_every == 0 and (server_round < rounds or select):
-                found = self._evaluate(manager, state, server_round, "evaluate", {**control(server_round), **between})
-                callbacks.after_evaluation(found)
+                self._between(manager, state, server_round, {**control(server_round), **between}, callbacks)
             if not proceed:
                 rounds = server_round
                 break
         if select:
             state, rounds = callbacks.selected(state, rounds)
-        state = self.finalize(state, self._queries(manager, state, rounds, callbacks))
-        callbacks.after_evaluation(
-            self._evaluate(manager, state, rounds, "final", {"balanced": True, "final": True, **train})
-        )
+        last = {"balanced": True, "final": True, **train}
+        try:
+            state = self._end(manager, state, rounds, last, callbacks)
+        except Spoiled as e:
+            if previous is None or not self.goes_back(manager):
+                raise
+            # Nobody has trained on the last update, so that it is found only now. It cannot be repeated any more.
+            again = reset(manager, previous, rounds + 1)
+            callbacks.went_back(e, previous, "the one before it is scored")
+            state = self._end(manager, previous.state, rounds, {**last, **again}, callbacks, e.dropped)
         there = sorted(self.unseen & manager.nodes.keys())
         if there:
             callbacks.after_evaluation(self._evaluate(manager, state, rounds, "unseen", {"unseen": True}, there))
         return state
+
+    def _end(
+        self,
+        manager: ClientManager,
+        state: ServerState,
+        rounds: int,
+        control: Mapping[str, Any],
+        callbacks: Callbacks,
+        dropped: Sequence[Dropped] = (),
+    ) -> ServerState:
+        """Return the final state, after the last scores of all clients; `dropped` are those of an attempt before."""
+        state = self.finalize(state, self._queries(manager, state, rounds, callbacks, control))
+        found = self._evaluate(manager, state, rounds, "final", control)
+        if dropped:
+            found.traffic.dropped[:0] = dropped
+        callbacks.after_evaluation(found)
+        return state
+
+    def _between(
+        self,
+        manager: ClientManager,
+        state: ServerState,
+        server_round: int,
+        control: Mapping[str, Any],
+        callbacks: Callbacks,
+    ) -> None:
+        """Evaluate all clients between two rounds."""
+        try:
+            callbacks.after_evaluation(self._evaluate(manager, state, server_round, "evaluate", control))
+        except Spoiled as e:
+            if not self.goes_back(manager):
+                raise
+            callbacks.without_evaluation(e)
 
     def _taking_part(self, manager: ClientManager) -> list[int]:
         return sorted(manager.nodes.keys() - self.unseen)
@@ -344,10 +391,13 @@ class FedStrategy(FlowerLoop):
             check = _soundness.bounded(check, initial, limit, lambda reply: self.moves(state, reply))
         replies = self._asked(manager, "train", server_round, payloads, expected, state, check, result, control)
         good = _recorded(replies, result)
-        if self.robust.rules:
+        if self.robust.rules or self.gone_back:
             # A rule holds for a number of clients. So all must have arrived before it begins.
-            good = iter(list(good))
+            arrived = list(good)
             manager.require(result.traffic, server_round)
+            single = self.robust.rules or self.secure is not None  # of a sum there is one reply
+            good = iter(arrived if single else self.shortened(state, server_round, arrived))
+        if self.robust.rules and not self.gone_back:  # no client that fails may end a run which another one spoiled
             # A client that was blocked lies no more, so that the rule has fewer liars to bear.
             liars = max(0, self.robust.f - len(manager.offences.blocked))
             least = needed(self.robust.averages, liars)
@@ -399,24 +449,6 @@ class FedStrategy(FlowerLoop):
         size = sum(array.size for array in template.values())
         return Released(self.privacy, self.privacy.bound, size, lambda v, clients: arrays_of(v / clients, template))
 
-    def _votes(self, manager: ClientManager) -> bool:
-        """Take the median from now on, because a client spoiled the model; False where that is not possible.
-
-        Where every reply is needed (`min-replies = 1`) a model that diverged is a mistake in the settings.
-        """
-        if (
-            self.robust.rules
-            or "rules" not in self.method.guarded_by(self.hparams)
-            or manager.settings.min_replies == 1
-        ):
-            return False
-        self.take_median()
-        return True
-
-    def take_median(self) -> None:
-        """Take the median of the clients in place of their mean, from now on."""
-        self.robust = dataclasses.replace(self.robust, rules=("median",), f=max(1, self.robust.f))
-
     def _evaluate(
         self,
         manager: ClientManager,
@@ -446,12 +478,21 @@ class FedStrategy(FlowerLoop):
         manager.require(result.traffic, server_round)
         return result
 
-    def _queries(self, manager: ClientManager, state: ServerState, server_round: int, callbacks: Callbacks) -> Query:
+    def _queries(
+        self,
+        manager: ClientManager,
+        state: ServerState,
+        server_round: int,
+        callbacks: Callbacks,
+        last: Mapping[str, Any],
+    ) -> Query:
+        back = {name: value for name, value in last.items() if name == "back"}
+
         def query(kind: str, payload: Payload) -> Iterator[Reply]:
             stage = f"query.{kind}"
             result = RoundResult(stage, server_round)
             payloads = ((c, payload) for c in self._taking_part(manager))
-            control = {"round": server_round + 1}
+            control = {"round": server_round + 1, **back}
             check = self._checker(state)
             replies = self._asked(manager, stage, server_round, payloads, {}, state, check, result, control)
             yield from _recorded(replies, result)

@@ -74,7 +74,7 @@ class CCVR(PostHoc):
             "virtual_samples": len(y),
             "classes_single": np.flatnonzero(counts == 1).tolist(),
             "jitter": {int(c): float(j) for c, j in jitter.items()},
-            **({"screened": screening.found | self.far_pulled(w, head, screening)} if self.robust.rules else {}),
+            **({"screened": screening.found | self.far_pulled(w, head, screening)} if screening.found else {}),
         }
         calibrated = self.calibrated(state, {"head": head, "tukey": s.before_head(len(y))}, replies, counts, **found)
         if s.oracle:
@@ -143,7 +143,7 @@ class CCVR(PostHoc):
                 replies.append(reply)
                 yield arrays
 
-        if not self.robust.rules:
+        if not self.robust.rules or self.settings.cov == "sums":  # no single class mean is known in sums
             return replies, self.pooled(arriving(), centres), Screening()
         kept, found = screened_statistics(list(arriving()))
         screening = Screening(found, {r.client: arrays for r, arrays in zip(replies, kept, strict=True)})

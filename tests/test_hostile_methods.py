@@ -16,13 +16,15 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, Message, RecordDict
 
 from fedapp.config import from_flat
+from fedapp.core.robust import shortened
 from fedapp.method import ClientInfo, Reply, ServerContext
 from fedapp.results.runs import RunResult
 from fedapp.transport.agreement import majority
-from fedapp.transport.boundary import BAD, IMPOSSIBLE, grade
+from fedapp.transport.boundary import BAD, IMPOSSIBLE, LARGE, LARGEST, NARROW, grade
 from fedapp.transport.records import ARRAYS, INFO, METRICS
-from strategies.fedpac import shortened
+from strategies import _soundness
 from tests.liars import Lie, federate
+from tests.matrix import methods
 from tests.test_hostile import Bits, Change, answer, both, final_bits, metric, put, without
 from tests.test_robust import QUICK
 
@@ -344,3 +346,110 @@ def test_a_reply_of_the_round_before_does_not_count_again(tmp_path: Path) -> Non
     dropped = pd.read_csv(run.out / "dropped.csv")
     assert list(zip(dropped["round"], dropped["client"], strict=True)) == [(2, 1)]
     assert "it went on from the state" in dropped["reason"][0]
+
+
+# ---- every method --------------------------------------------------------------------------------------------------
+
+MODEL = ("features.", "head.", "small/")
+"""Beginnings of the names of a model's arrays."""
+
+
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return a list of which the last entry says how long a model may be in the present round."""
+    found, plain = [math.inf], _soundness.bounded
+
+    def noting(check: Any, initial: Any, limit: float, *moves: Any) -> Any:
+        found.append(limit)
+        return plain(check, initial, limit, *moves)
+
+    monkeypatch.setattr(_soundness, "bounded", noting)
+    return found
+
+
+def long(limit: list[float]) -> Change:
+    """Send a model of one number everywhere that is 0.9 of what is accepted long."""
+
+    def change(content: RecordDict) -> None:
+        names = [n for n in content[ARRAYS] if n.startswith(MODEL) and not n.endswith(_soundness.BUFFERS)]
+        size = sum(math.prod(content[ARRAYS][n].shape) for n in names)
+        for name in names:
+            array = content[ARRAYS][name].numpy()
+            content[ARRAYS][name] = FlowerArray(np.full_like(array, 0.9 * limit[-1] / math.sqrt(size)))
+
+    return change
+
+
+def wide(content: RecordDict) -> None:
+    """Send numbers that are 0.9 of the largest ones beside the model."""
+    for name in [n for n in content[ARRAYS] if not n.startswith(MODEL)]:
+        array = content[ARRAYS][name].numpy()
+        if array.dtype.kind == "f":
+            value = 0.9 * (LARGE if name.startswith(NARROW) else LARGEST)
+            content[ARRAYS][name] = FlowerArray(np.full_like(array, value))
+
+
+def longest_lie(limit: list[float], when: Callable[[Message], bool] = lambda message: True) -> Lie:
+    """Send both, to `train` and to the queries of a method."""
+
+    def lie(kind: str, sent: Message) -> Message:
+        honest = kind in ("evaluate", "query.register") or "error" in sent.content[INFO] or not when(sent)
+        if not honest:
+            wide(sent.content)
+        if not honest and kind == "train":
+            long(limit)(sent.content)
+        return sent
+
+    return lie
+
+
+EVERY = [*methods(), *(pytest.param(m, marks=pytest.mark.full) for m in (
+    "fd output=logits", "ktpfl share=weights", "ccvr cov=sums", "fedproto down=all", "fedncm base=scaffold",
+))]  # fmt: skip
+NODES: dict[str, Any] = {"nodes": True, "min_replies": 0.5, **QUICK}
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_one_client_does_not_end_a_run_with_the_longest_lie_that_counts(
+    method: str, limit: list[float], tmp_path: Path
+) -> None:
+    """It sends it in every round. Where nobody could train on it, the run went back and bounds its clients."""
+    name, _, args = method.partition(" ")
+    run = federate(tmp_path / "run", [1], longest_lie(limit), method=name, method_args=args, rounds=5, **NODES)
+    assert run.summary["ok"] and list(run.rounds["round"]) == [1, 2, 3, 4, 5] and not run.rounds["void"].any()
+    assert set(run.summary.get("blocked", [])) <= {1}
+
+
+@pytest.mark.parametrize("method", EVERY)
+def test_a_run_of_one_round_with_a_lie_can_be_resumed(method: str, limit: list[float], tmp_path: Path) -> None:
+    """The state before it is the one that all start from."""
+    name, _, args = method.partition(" ")
+    settings = {"method": name, "method_args": args, **NODES}
+    lie = longest_lie(limit, lambda sent: sent.metadata.group_id == "1" and sent.metadata.message_type == "train")
+    federate(tmp_path / "run", [1], lie, rounds=1, **settings)
+    again = federate(tmp_path / "run", [], lie, rounds=3, resume=True, **settings)
+    assert again.summary["ok"] and list(again.rounds["round"]) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("method", "how"),
+    [
+        ("fed3r", "the median of the clients is taken"),  # rules are no use for its head, and are for its training
+        ("ccvr", "the median of the clients is taken"),
+        pytest.param("pccvr", "the median of the clients is taken", marks=pytest.mark.full),
+        ("cwfedavg", "no client's update is longer than the median one"),
+        pytest.param("fedpac", "no client's update is longer than the median one", marks=pytest.mark.full),
+    ],
+)
+def test_what_bounds_clients_after_a_lie(method: str, how: str, limit: list[float], tmp_path: Path) -> None:
+    run = federate(tmp_path / "run", [1], longest_lie(limit), method=method, rounds=3, **NODES)
+    back = [text for text in run.summary["warnings"] if "taken back" in text]
+    assert len(back) == 1 and f"is taken back; from now on {how} (" in back[0]
+
+
+def test_sums_around_centres_are_at_most_those_of_a_clients_samples(tmp_path: Path) -> None:
+    """Means that one client moves far away would put the honest sums of squares out of range."""
+    lie = answer(lambda content: wide(content), "query.totals")
+    run = federate(tmp_path / "run", [1], lie, method="ccvr", method_args="cov=sums", rounds=1, **NODES)
+    rows = pd.read_csv(run.out / "dropped.csv")
+    assert set(rows["client"]) == {1} and "'statistics/sum' holds values" in rows["reason"][0]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,16 +12,18 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 import pytest
-from flwr.app import Message
+from flwr.app import ArrayRecord, Message
 
 from fedapp import server_app
 from fedapp.config import from_flat
 from fedapp.engines.local import run as resume
 from fedapp.errors import BadRequest
+from fedapp.learning.state import ClientStore, read_safetensors
+from fedapp.method import Reply, ServerContext
 from fedapp.transport import checkpoint
 from fedapp.transport.client_manager import RoundFailed
 from fedapp.transport.offences import STRIKES, Blocked, Offence, Offences
-from fedapp.transport.records import INFO
+from fedapp.transport.records import ARRAYS, INFO, METRICS
 from strategies import _soundness
 from strategies.base import FedStrategy
 from tests.liars import Lie, change_arrays, federate
@@ -256,6 +260,114 @@ def test_a_resumed_run_takes_back_the_round_before_it(tmp_path: Path) -> None:
     assert largest(state_after(run)) > 1e3
     again = resume(resume=run.out, rounds=3)
     assert "spoiled the model and is taken back" in again.summary["warnings"][0] and largest(state_after(again)) < 10
+
+
+def times(kind: str, server_round: str, left: int, change: Callable[[Message], Message]) -> Lie:
+    """Lie in the first `left` replies of each client to messages of a kind in a round."""
+    counted: Counter[int] = Counter()
+
+    def lie(stage: str, reply: Message) -> Message:
+        client = reply.metadata.src_node_id
+        if stage != kind or reply.metadata.group_id != server_round or counted[client] == left:
+            return reply
+        counted[client] += 1
+        return change(reply)
+
+    return lie
+
+
+def nan_arrays(reply: Message) -> Message:
+    return change_arrays(reply, lambda n, a: a * np.float32(np.nan))
+
+
+def nan_score(reply: Message) -> Message:
+    reply.content[METRICS]["received-total"] = math.inf
+    return reply
+
+
+def test_the_second_time_the_run_begins_anew_and_so_do_the_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States of clients that were made of what is taken back are not read again."""
+    read: list[tuple[str, int]] = []
+    plain = ClientStore._read
+
+    def noting(self: ClientStore, file: Any, prefix: str) -> Any:
+        read.append((self.folder.name, file[1]))
+        return plain(self, file, prefix)
+
+    monkeypatch.setattr(ClientStore, "_read", noting)
+    lie = times("train", "4", 2, nan_arrays)
+    settings = {**FEW, "method": "fedper"}
+    run = federate(tmp_path / "run", [0, 1, 2], lie, rounds=5, **settings)
+    first, second = (text for text in run.summary["warnings"] if "taken back" in text)
+    assert first.startswith("the update before round 4") and second.startswith("what came before round 4")
+    of_four = [after for client, after in read if client == "4"]
+    assert of_four[:5] == [1, 2, 3, 2, 4], "rounds 2, 3, 4 and 4 again; the third time from nothing; round 5"
+    assert "blocked" not in run.summary and run.summary["ok"]
+    found = checkpoint.latest(run.out / "checkpoint")
+    assert found is not None and found[2]["median"] == 2
+    again = federate(tmp_path / "three", [0, 1, 2], times("train", "4", 2, nan_arrays), rounds=4, **settings)
+    assert again.summary["ok"]
+    with pytest.raises(RoundFailed, match="round 5: 2 good replies of 5"):
+        federate(again.out, [0, 1, 2], times("train", "5", 1, nan_arrays), rounds=5, resume=True, **settings)
+
+
+def test_a_model_that_is_spoiled_for_a_few_is_taken_back_where_each_of_them_is_needed(tmp_path: Path) -> None:
+    settings = {**FEW, "method": "fedavg", "rounds": 2, "min_replies": 0.8}
+    run = federate(tmp_path / "run", [0, 1], times("train", "2", 1, nan_arrays), **settings)
+    assert "taken back" in run.summary["warnings"][0] and list(run.rounds["clients"]) == [5, 5]
+
+
+def test_an_evaluation_of_a_spoiled_model_ends_no_run(tmp_path: Path) -> None:
+    settings = {**FEW, "method": "fedavg", "rounds": 2, "evaluate_every": 1}
+    run = federate(tmp_path / "run", [0, 1, 2], times("evaluate", "1", 1, nan_score), **settings)
+    assert "the evaluation after round 1 is left out" in run.summary["warnings"][0]
+    assert len(run.final) == 5 and set(pd.read_csv(run.out / "dropped.csv")["round"]) == {1}
+    with pytest.raises(RoundFailed, match="round 1: 2 good replies of 5"):
+        strict = {**settings, "min_replies": 1.0}
+        federate(tmp_path / "strict", [0, 1, 2], times("evaluate", "1", 1, nan_score), **strict)
+
+
+def test_a_last_update_that_nobody_can_be_scored_with_is_taken_back(tmp_path: Path) -> None:
+    """After the last round no training finds what a client did; what comes then does."""
+    settings = {**FEW, "method": "fedavg", "rounds": 2}
+    run = federate(tmp_path / "run", [0, 1, 2], times("evaluate", "2", 1, nan_score), **settings)
+    assert "is taken back; the one before it is scored" in run.summary["warnings"][0] and len(run.final) == 5
+    shown, _ = read_safetensors(run.out / "models" / "last.safetensors")
+    kept = checkpoint.load(run.out / "checkpoint", 1)[1]["model"]
+    assert all(np.array_equal(shown[name], array) for name, array in kept.items())
+    with pytest.raises(RoundFailed, match="round 2: 2 good replies of 5"):
+        federate(tmp_path / "twice", [0, 1, 2], times("evaluate", "2", 2, nan_score), **settings)
+
+
+def test_a_liar_that_falls_silent_does_not_end_the_run_that_it_spoiled(tmp_path: Path) -> None:
+    """The median that took the place of the mean needs no number of replies."""
+
+    def lie(stage: str, reply: Message) -> Message:
+        if stage == "train" and reply.metadata.group_id == "1":
+            return change_arrays(reply, lambda n, a: np.full_like(a, 9e3))
+        if stage == "train" and reply.metadata.group_id == "3":
+            reply.content[INFO]["error"], reply.content[ARRAYS] = "ValueError: boom", ArrayRecord()
+        return reply
+
+    run = federate(tmp_path / "run", [0], lie, 3, rounds=4, **{**FEW, "method": "fedavg", "lr": 0.05})
+    assert "taken back" in run.summary["warnings"][0] and list(run.rounds["clients"]) == [3, 3, 2, 3]
+
+
+def test_updates_are_no_longer_than_the_median_one_where_no_vote_is_possible() -> None:
+    method, hparams = from_flat({"method": "fedavg"}).method_and_hparams()
+    strategy = FedStrategy(method, hparams)
+    initial = {"head.weight": np.zeros(2, np.float32)}
+    strategy.context = ServerContext(0, (), 2, 1, initial, lambda k: initial, lambda *a: np.random.default_rng(0))
+    changes = ([3.0, 4.0], [0.0, 1.0], [600.0, 800.0])
+    replies = [
+        Reply(c, 9, {"head.weight": np.array([1, 1], np.float32) + np.float32(x), "lar": np.ones(1)}, {}, 0, "train")
+        for c, x in enumerate(changes)
+    ]
+    found = strategy.shortened({"model": {"head.weight": np.ones(2, np.float32)}}, 1, replies)
+    assert [r.arrays["head.weight"].tolist() for r in found] == [[4, 5], [1, 2], [4, 5]]
+    assert all(r.arrays["lar"] is s.arrays["lar"] for r, s in zip(found, replies, strict=True))
 
 
 def test_statistics_of_batchnorm_and_second_models() -> None:

@@ -249,6 +249,7 @@ class ClientStore:
     ----------
     lost : why the client begins anew although the server knows of a state; empty = it does not.
     ignored : which file could not be read where nothing of it is needed; empty = none.
+    back : states from this round on were made of a model that one client had spoiled, and count no more; 0 = all count.
     written : digest of the state that was saved last, the first 32 hexadecimal digits.
     """
 
@@ -275,6 +276,7 @@ class ClientStore:
         self._told = expected is not None
         self.lost = ""
         self.ignored = ""
+        self.back = 0
         self.written = ""
         self.dp = dp
 
@@ -333,7 +335,7 @@ class ClientStore:
     def _newest(self, before: int, prefix: str) -> Stored | None:
         files = self._files()
         own = [f for f in files if f[0] == self.run]
-        usable = [f for f in own if f[1] < before]
+        usable = [f for f in own if f[1] < (min(before, self.back) if self.back else before)]
         if usable:
             return self._read(usable[-1], prefix)
         others = [f for f in files if f[0] != self.run]

@@ -95,7 +95,7 @@ class RoundFailed(RuntimeError):
 
 
 class Spoiled(RoundFailed):
-    """More than half of the clients sent values out of range or got NaN: the model they were sent may be spoiled."""
+    """The replies that are missing had values out of range, or NaN in the training: what was sent may be spoiled."""
 
     def __init__(self, message: str, server_round: int, dropped: Sequence[Dropped] = ()) -> None:
         super().__init__(message, server_round)
@@ -879,7 +879,7 @@ class ClientManager:
                 f"round {server_round}: {len(traffic.answered)} good replies of {len(traffic.messaged)}, "
                 f"min-replies asks for {needed} ({reasons}{more})"
             )
-            if 2 * (len(traffic.bad) + traffic.diverged) > len(traffic.messaged):
+            if len(traffic.answered) + len(traffic.bad) + traffic.diverged >= needed:
                 raise Spoiled(text, server_round, traffic.dropped)
             raise RoundFailed(text, server_round)
         if len(self.nodes) < self.fewest():
