@@ -1,6 +1,6 @@
 """Measure the speed of the app: `make bench`, or `python -m benchmarks`.
 
-The alternatives run in turns and need an otherwise idle machine. All parts together take 40 to 55 minutes on two cores.
+The alternatives run in turns and need an otherwise idle machine. All parts together take 40 to 90 minutes on two cores.
 Results are written to `docs/performance.json` and between the markers of `docs/performance.md`.
 """
 
