@@ -56,6 +56,8 @@ class App(ClientApp):
 
 
 app = App()
+MOST_ROUNDS = 1_000_000
+"""A file of a state has six digits for its round."""
 SECURE = "secure"
 """Name of the record of a node's context that holds the secrets of secure sums."""
 
@@ -71,6 +73,8 @@ def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedCl
     ------
     BadRequest : the node's configuration or its data do not fit the run.
     """
+    if not 0 <= int(control.get("round", 0)) < MOST_ROUNDS:
+        raise BadRequest(f"round {control['round']} is not within 0 .. {MOST_ROUNDS - 1}")
     node = _node(context, config, control)
     method, hparams = config.method_and_hparams()
     task = _task(node, config, control)
@@ -360,6 +364,8 @@ def _reply(stage: str, message: Message | Part, context: Context) -> RecordDict:
         if known:
             print(f"fedapp: this node cannot take part in {stage}: {plain(e)}", flush=True)
         text = f"{type(e).__name__}: {e}" if known else traceback.format_exc()
+        if isinstance(e, nodes.OwnDataError) and process.real_node():
+            text = "BadRequest: this node's data do not fit what the run asks for; the node's own log says why"
         text += process.out_of_memory(e) or ""
         if not known and process.real_node() and context.run_config.get("dp", "none") != "none":
             print(f"fedapp: {plain(text)}", flush=True)

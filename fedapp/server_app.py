@@ -5,6 +5,7 @@ The file is long because the life of a run is told in one place, in the order in
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -57,7 +58,7 @@ from fedapp.results.directory import (
     write_json,
 )
 from fedapp.results.lines import Spoken
-from fedapp.results.predict import described
+from fedapp.results.predict import Bounded, described
 from fedapp.results.statistics import measured as measured_values
 from fedapp.results.statistics import over_clients
 from fedapp.tasks import scoring
@@ -71,6 +72,8 @@ from strategies._back import Earlier
 from strategies.base import Callbacks, FedStrategy, RoundResult, server_context
 
 app = ServerApp()
+MOST_NUMBERS = 1 << 28
+"""Largest model that the server of real nodes builds because a client names it: 1 GiB in float32."""
 
 Event = Callable[[Mapping[str, Any]], None]
 MUCH = 1 << 30
@@ -442,8 +445,12 @@ class Run(Callbacks):
         for built in self._candidates():
             shape = self._shape(built)  # a method for several architectures may have inputs of several shapes
             self.spec = ModelSpec(built.model, built.num_classes, shape, 0, self.config.model_options)
+            # The size of a model of the zoo follows from the shape that a client states.
+            bounded = built.model in MODEL_NAMES and not self.simulation
+            limit = Bounded(MOST_NUMBERS, f"a model for samples of the shape {shape} is too large")
             try:
-                wrong = self._misfits()
+                with limit if bounded else contextlib.nullcontext():
+                    wrong = self._misfits()
             except Exception as e:  # another client's model may be one that the server can build
                 failed.append(e)
                 continue
@@ -469,7 +476,7 @@ class Run(Callbacks):
             return able[:1]
         shapes, models = Counter(map(self._shape, self.infos)), Counter(i.model for i in self.infos)
         first: dict[tuple[str, tuple[int, ...]], ClientInfo] = {}
-        for i in sorted(able, key=lambda i: (-shapes[self._shape(i)], -models[i.model])):
+        for i in sorted(able, key=lambda i: (-shapes[self._shape(i)], -models[i.model], math.prod(self._shape(i)))):
             first.setdefault((i.model, self._shape(i)), i)
         return list(first.values())
 

@@ -6,6 +6,7 @@ import ast
 import csv
 import io
 import json
+import os
 import re
 import shutil
 import zipfile
@@ -17,10 +18,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from PIL import Image
 from typer.testing import CliRunner
 
 from fedapp.cli import app, printing
-from fedapp.data.columns import read_npz
+from fedapp.data import datasets
+from fedapp.data.columns import Reading, read_npz
 from fedapp.engines.local import run as run_local
 from fedapp.errors import BadRequest, is_number
 from fedapp.learning.state import read_safetensors, write_safetensors
@@ -292,3 +295,40 @@ def test_an_archive_that_cannot_be_read_is_named(make: Callable[[Path], None], t
     make(tmp_path / "x.npz")
     with pytest.raises(BadRequest, match=r"cannot read .*x\.npz"):
         read_npz(tmp_path / "x.npz")
+
+
+def test_a_picture_of_another_format_starts_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow reads what a file holds, not its name, and hands PostScript to Ghostscript."""
+    called, script = tmp_path / "called", tmp_path / "bin" / "gs"
+    script.parent.mkdir()
+    script.write_text(f"#!/bin/sh\ntouch {called}\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+    for name in ("a", "b"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        for i in range(4):
+            Image.fromarray(np.full((28, 28), 9 * i, np.uint8)).save(tmp_path / "data" / name / f"{i}.png")
+    (tmp_path / "data" / "a" / "z.png").write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 28 28\n%%EndComments\nshowpage\n"
+    )
+    with pytest.raises(BadRequest, match=r"z\.png"):
+        datasets.load("folder", tmp_path / "data", Reading())
+    assert not called.exists()
+
+
+@pytest.mark.parametrize("label", [3 * 10**8, 2**40, 2**62])
+def test_a_large_label_takes_no_memory(label: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    np.savez(tmp_path / "x.npz", x=np.zeros((4, 3), np.float32), y=np.array([0, 1, 3, label]))
+    monkeypatch.setattr(np, "bincount", lambda *a, **k: pytest.fail("counts every number up to the largest"))
+    with pytest.raises(BadRequest, match="no row has label 2 although"):
+        datasets.load("npz", tmp_path / "x.npz", Reading())
+
+
+def test_members_that_are_no_arrays_and_headers_without_end_are_named(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+        archive.writestr("x_train", b"text")
+    np.savez(tmp_path / "flat.npz", x_train=np.float32(3), y_train=np.zeros(1, np.int64))
+    (tmp_path / "x.csv").write_text(f"{'a' * (1 << 18)},y\n1,2\n")
+    for kind, name in (("npz", "x.npz"), ("npz", "flat.npz"), ("csv", "x.csv")):
+        with pytest.raises(BadRequest, match=re.escape(name)):
+            datasets.load(kind, tmp_path / name, Reading())

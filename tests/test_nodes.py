@@ -21,18 +21,19 @@ from PIL import Image
 
 from fedapp import registry, server_app
 from fedapp.client_app import app as client_app
-from fedapp.config import from_flat, write_toml
+from fedapp.config import for_context, from_flat, write_toml
 from fedapp.data import partitions
 from fedapp.engines import deploy
 from fedapp.engines.local import resumed, run
 from fedapp.errors import BadRequest
 from fedapp.learning.state import ClientStore, StateError
+from fedapp.method import Payload
 from fedapp.results import directory as results
 from fedapp.tasks import claim
 from fedapp.tasks import node as nodes
 from fedapp.tasks import simulated as tasks
 from fedapp.tasks.node import Node
-from fedapp.transport.client_manager import ClientManager, Settings
+from fedapp.transport.client_manager import ClientManager, Encoder, Settings
 from fedapp.transport.local_grid import LocalGrid
 from fedapp.transport.records import INFO
 from tests.matrix import methods
@@ -864,3 +865,31 @@ def test_resuming_names_the_place_where_the_run_lies(
     assert submitted[0].out == ("/srv/runs/x" if mirror else str(here))
     assert f"--superlink prod --resume {here}" in capsys.readouterr().err
     assert json.loads((here / "summary.json").read_text()) == {"ok": False, "error": "lost: no answer"}
+
+
+def test_no_value_of_a_nodes_data_leaves_it_in_the_words_of_an_error(tmp_path: Path) -> None:
+    """The server chooses `columns` and `class-names`, so that an error could tell it one value after the other."""
+    table = tmp_path / "site.csv"
+    rows = [
+        f"{40 + i},{'AB-7' if i == 0 else i},{('Alice', 'Bob')[i % 2]},{('ill', 'well')[i // 20]}" for i in range(40)
+    ]
+    table.write_text("\n".join(["age,number,patient,diagnosis", *rows]))
+    asked: list[dict[str, str]] = [
+        {"columns": "y=nothing"},
+        {"columns": "x=number y=diagnosis"},
+        {"columns": "x=age y=patient", "class-names": "zzz,yyy"},
+        {"columns": "x=age y=patient", "class-names": "Alice,zzz"},
+    ]
+    for values in asked:
+        config = from_flat({"dataset": "csv", "method": "fedavg", "num-server-rounds": 1, **values})
+        grid = LocalGrid(client_app, for_context(config), 1)
+        del grid.pull_interval  # a real node's process is no simulation's
+        for context in grid.contexts.values():
+            context.node_config.clear()
+            context.node_config.update({"client-id": 0, "data-path": str(table), "state-dir": str(tmp_path)})
+        content, _ = Encoder("fp32", False).content(Payload(), {"run": "abcd", "round": 0})
+        (answer,) = grid.send_and_receive([Message(content, next(iter(grid.contexts)), "query.register")])
+        assert not answer.has_error(), answer.error
+        text = str(answer.content.config_records)
+        assert "its own log" in text or "own log says why" in text, text
+        assert not [word for word in ("Alice", "Bob", "AB-7", "patient", "number", "site") if word in text], text

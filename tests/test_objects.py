@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -170,3 +172,20 @@ def test_what_refers_to_a_removed_object_is_found_without_reading_whole_tables(t
     for table, column in (("object_children", "child_id"), ("run_objects", "object_id")):
         plan = store.query(f"EXPLAIN QUERY PLAN DELETE FROM {table} WHERE {column} = :id", {"id": ROW})
         assert f"USING INDEX fedapp_{table}" in str(plan) or f"USING COVERING INDEX fedapp_{table}" in str(plan), plan
+
+
+def test_a_shared_object_stays_while_another_message_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store in memory reads and writes in several steps: another thread waits until a list is whole."""
+    store, one, two = objects.MemoryStore(), message(1), message(2)
+    upload(store, one, listed(store, one))
+    held: list[bool] = []
+    whole = objects._OwnLists.preregister
+
+    def during(self: Any, run_id: int, tree: ObjectTree) -> list[str]:
+        with ThreadPoolExecutor(1) as pool:
+            held.append(not pool.submit(self.lock_store.acquire, False).result())
+        return whole(self, run_id, tree)
+
+    monkeypatch.setattr(objects._OwnLists, "preregister", during)
+    listed(store, two)
+    assert held == [True]

@@ -183,7 +183,10 @@ def read_npz(path: Path) -> dict[str, Array]:
         with archive:
             # Arrays that mean nothing here are not read, but named.
             known = (*COLUMNS, *OLD, "class_names")
-            return {key: archive[key] if key in known else np.empty(0) for key in archive.files}
+            found = {key: archive[key] if key in known else np.empty(0) for key in archive.files}
+            if strange := [key for key, value in found.items() if not isinstance(value, np.ndarray)]:
+                raise BadRequest(f"{path}: {strange[0]} is no array: write it again with numpy.savez")
+            return found
     except BadRequest:
         raise
     except MemoryError as error:  # the header of an array names its size, whatever the file holds
@@ -291,7 +294,7 @@ def _complete(where: object, arrays: Mapping[str, Array]) -> None:
             )
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise BadRequest(f"{where}: x_test and y_test must both be there, or neither")
-    if not len(arrays["x_train"]):
+    if not np.ndim(arrays["x_train"]) or not len(arrays["x_train"]):
         raise BadRequest(f"{where}: x_train has no rows")
 
 
@@ -423,10 +426,11 @@ def _classes(
         wrong = lowest if lowest < 0 else highest
         raise BadRequest(f"{where}: label {wrong} is out of range: labels must be 0 .. {count - 1}")
     if expected is None and names is None:
-        missing = np.flatnonzero(np.bincount(every, minlength=count) == 0)
-        if missing.size:
+        there = np.unique(every)
+        if len(there) < count:
+            missing = next((i for i, label in enumerate(there.tolist()) if i != label), len(there))
             raise BadRequest(
-                f"{where}: no row has label {missing[0]} although the largest label is {count - 1}: number the "
+                f"{where}: no row has label {missing} although the largest label is {count - 1}: number the "
                 "classes 0 .. C-1 without gaps, or add class_names with one name per class"
             )
     return (tuple(names) if names is not None else None), numbered

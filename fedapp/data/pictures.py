@@ -32,6 +32,8 @@ Item = TypeVar("Item")
 Arrays = dict[str, np.ndarray]
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "PPM", "TIFF")
+"""What a file may be, whatever its name says: of others Pillow starts programs, such as Ghostscript."""
 PICTURE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".ppm", ".pgm", ".tif", ".tiff"})
 STANDARD_SIZES = (28, 32, 64)
 ALL_SIZES = (*STANDARD_SIZES, 96, 128, 160, 224)
@@ -146,7 +148,7 @@ def _decode(stream: Any, size: int, what: str) -> UInt8:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with Image.open(stream) as picture:
+        with Image.open(stream, formats=FORMATS) as picture:
             pixels = np.asarray(picture.convert("RGB"))
     except (UnidentifiedImageError, SyntaxError) as error:
         raise OSError(f"{what} is not a picture") from error
@@ -328,7 +330,7 @@ def _sizes(listing: Listing, bad: dict[Path, str], turn: bool) -> tuple[list[tup
 
     shapes, grey = [], True
     for path in (p.path for p in listing.pictures if p.path not in bad):
-        with _noted(path, bad), Image.open(path) as picture:
+        with _noted(path, bad), Image.open(path, formats=FORMATS) as picture:
             if picture.mode.startswith(("I", "F")):
                 bad[path] = f"{path} has more than 8 bits per channel ({picture.mode}): convert it to 8 bits"
                 continue
@@ -342,7 +344,7 @@ def _decoded(x: UInt8, paths: Sequence[Path], text: str, bad: dict[Path, str]) -
     from PIL import Image
 
     for row, path in enumerate(_progress(paths, text)):
-        with _noted(path, bad), Image.open(path) as picture:
+        with _noted(path, bad), Image.open(path, formats=FORMATS) as picture:
             x[row] = _pixels(picture, x.shape[1:])
 
 

@@ -96,7 +96,7 @@ def _frame(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> tuple[Any, dict
         raise
     except ImportError as error:
         raise BadRequest(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from error
-    except (OSError, ValueError, pd.errors.ParserWarning) as error:
+    except (OSError, ValueError, MemoryError, csv.Error, pd.errors.ParserWarning) as error:
         why = " ".join(str(error).split())
         raise BadRequest(f"cannot read the table {path} ({why}): write it again, CSV as UTF-8 with a header") from error
 

@@ -85,6 +85,11 @@ class SqlStore(_OwnLists, SqlObjectStore):
 class MemoryStore(_OwnLists, InMemoryObjectStore):
     """Flower's store in the memory of the process."""
 
+    def preregister(self, run_id: int, object_tree: ObjectTree) -> list[str]:
+        """Register the objects of a message; meanwhile nobody removes one that it shares with another message."""
+        with self.lock_store:
+            return super().preregister(run_id, object_tree)
+
 
 def tree_name(message: str) -> str:
     """Return the name under which the tree of a message is kept; no content has it."""

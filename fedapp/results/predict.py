@@ -325,12 +325,12 @@ class Bounded(torch.overrides.TorchFunctionMode):
 
     Raises
     ------
-    ValueError : there would be more; raised before they take memory.
+    ValueError : there would be more, and `why` that is; raised before they take memory.
     """
 
-    def __init__(self, left: int) -> None:
+    def __init__(self, left: int, why: str = "its header asks for a model that is much larger than the file") -> None:
         super().__init__()
-        self.left = left
+        self.left, self.why = left, why
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -340,7 +340,7 @@ class Bounded(torch.overrides.TorchFunctionMode):
             size = (kwargs or {}).get("size", args[0] if args and isinstance(args[0], (tuple, list)) else args)
             self.left -= math.prod(n for n in size if isinstance(n, int))
             if self.left < 0:
-                raise ValueError("its header asks for a model that is much larger than the file")
+                raise ValueError(self.why)
         return func(*args, **(kwargs or {}))
 
 
@@ -357,13 +357,15 @@ def read_images(paths: Sequence[Path], inputs: InputSpec) -> NDArray[np.uint8]:
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
 
+    from fedapp.data.pictures import FORMATS
+
     channels, height, width = inputs.shape
     if channels not in (1, 3):
         raise BadRequest(f"{paths[0]}: this model takes images with {channels} channels: give them as .npz (column x)")
     out = np.empty((len(paths), height, width, channels), np.uint8)
     for row, path in enumerate(paths):
         try:
-            with Image.open(path) as picture:
+            with Image.open(path, formats=FORMATS) as picture:
                 if picture.mode.startswith(("I", "F")):
                     raise BadRequest(f"{path} has more than 8 bits per channel ({picture.mode}): convert it to 8 bits")
                 upright = ImageOps.exif_transpose(picture).convert("L" if channels == 1 else "RGB")

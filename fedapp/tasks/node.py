@@ -346,6 +346,10 @@ def federation_classes(config: RunConfig) -> tuple[str, ...] | None:
     return known.classes if known else None
 
 
+class OwnDataError(BadRequest):
+    """A node's own data do not fit what a run asks for; the text may hold values of the data, so it stays there."""
+
+
 @functools.lru_cache(maxsize=2)
 def own_data(
     path: str,
@@ -369,7 +373,8 @@ def own_data(
 
     Raises
     ------
-    BadRequest : nothing there, unreadable, `normalise = data`, or a class that the federation does not know.
+    BadRequest : nothing there, or `normalise = data`.
+    OwnDataError : unreadable, or a class that the federation does not know.
     """
     if how == "data":
         raise BadRequest(
@@ -378,6 +383,17 @@ def own_data(
     place = Path(path).expanduser()
     if not place.exists():
         raise BadRequest(f"data-path {place} does not exist on this node: mount or copy the data there")
+    try:
+        return _read(place, classes, dataset, validation, reading, how)
+    except Exception as e:
+        raise OwnDataError(
+            str(e) if isinstance(e, BadRequest) else f"data-path {place}: {type(e).__name__}: {e}"
+        ) from e
+
+
+def _read(
+    place: Path, classes: tuple[str, ...] | None, dataset: str, validation: float, reading: Reading, how: str
+) -> OwnData:
     data = datasets.load(datasets.source(place), place, reading)
     table = np.arange(data.num_classes)
     if classes is not None:
