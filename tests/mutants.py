@@ -42,7 +42,7 @@ NAMED = {
     "strategies/base.py": ["tests/test_engine.py", "tests/test_client_manager.py", "tests/test_flower_loop.py"],
     "strategies/_composition.py": ["tests/test_ccvr.py", "tests/test_fed3r.py", "tests/test_robust.py"],
     "strategies/_sums.py": ["tests/test_fed3r.py"],
-    "strategies/_back.py": ["tests/test_offences.py", "tests/test_hostile_methods.py"],
+    "strategies/_back.py": ["tests/test_offences.py"],
     "strategies/_soundness.py": ["tests/test_offences.py"],
     "strategies/_flower.py": ["tests/test_flower_loop.py"],
     "clients/base.py": ["tests/test_engine.py", "tests/test_training.py", "tests/test_phases.py"],

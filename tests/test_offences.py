@@ -366,6 +366,7 @@ def test_updates_are_no_longer_than_the_median_one_where_no_vote_is_possible() -
         for c, x in enumerate(changes)
     ]
     found = strategy.shortened({"model": {"head.weight": np.ones(2, np.float32)}}, 1, replies)
+    assert strategy.shortened({"model": {"head.weight": np.ones(2, np.float32)}}, 1, []) == []
     assert [r.arrays["head.weight"].tolist() for r in found] == [[4, 5], [1, 2], [4, 5]]
     assert all(r.arrays["lar"] is s.arrays["lar"] for r, s in zip(found, replies, strict=True))
 
