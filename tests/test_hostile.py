@@ -16,6 +16,7 @@ import httpx
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
 from flwr.app.message import make_message
@@ -32,6 +33,7 @@ from flwr.superlink.grid.http_grid import HttpGrid
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fedapp import server_app
 from fedapp.client_app import app
 from fedapp.config import from_flat
 from fedapp.errors import BadRequest
@@ -874,6 +876,22 @@ def test_a_client_that_names_another_model_ends_no_run(
     else:
         told = (run.out / "progress.jsonl").read_text(encoding="utf-8")
         assert "client 0 cannot have the model that it names: model 'resnet18' is made for" in told
+
+
+def test_a_shape_that_one_client_states_makes_no_large_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two clients of unlike shapes are no majority: the smaller model is tried first, and a larger one has a limit."""
+    of = {"method": "fd", "min_replies": 0.5, "wait_timeout": 1.0, **QUICK}
+    lie = answer(stating(shape="[300000000]", model="mlp"), "query.register")
+    made: list[int] = []
+    draw = torch.nn.init.kaiming_uniform_
+    monkeypatch.setattr(
+        torch.nn.init, "kaiming_uniform_", lambda tensor, **k: (made.append(tensor.numel()), draw(tensor, **k))
+    )
+    assert federate(tmp_path / "run", [0], lie, 2, nodes=True, **of).summary["ok"]
+    monkeypatch.setattr(server_app, "MOST_NUMBERS", 100)
+    with pytest.raises(ValueError, match="is too large"):
+        federate(tmp_path / "small", [], lie, 2, nodes=True, **of)
+    assert max(made) < 1 << 24
 
 
 @pytest.mark.full
