@@ -23,7 +23,7 @@ from fedapp.data import partitions
 from fedapp.errors import BadRequest, plain
 from fedapp.learning import dp_rules
 from fedapp.learning.releases import Ledger, Releaser, path_of
-from fedapp.learning.state import ClientStore, Expected, StateError
+from fedapp.learning.state import MOST_ROUNDS, ClientStore, Expected, StateError
 from fedapp.learning.task import Task
 from fedapp.method import Arrays, Payload, Scalar
 from fedapp.results import predict as models
@@ -56,8 +56,6 @@ class App(ClientApp):
 
 
 app = App()
-MOST_ROUNDS = 1_000_000
-"""A file of a state has six digits for its round."""
 SECURE = "secure"
 """Name of the record of a node's context that holds the secrets of secure sums."""
 

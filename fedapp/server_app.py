@@ -43,6 +43,7 @@ from fedapp.learning.state import StateError, write_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.method import Array, Arrays, ClientInfo, Scalar, Scored, ServerContext, ServerState
 from fedapp.models import MODEL_NAMES, check_model, weights
+from fedapp.models.bounded import Bounded
 from fedapp.results.directory import (
     ANNOUNCED,
     MOST_CURVES,
@@ -58,7 +59,7 @@ from fedapp.results.directory import (
     write_json,
 )
 from fedapp.results.lines import Spoken
-from fedapp.results.predict import Bounded, described
+from fedapp.results.predict import described
 from fedapp.results.statistics import measured as measured_values
 from fedapp.results.statistics import over_clients
 from fedapp.tasks import scoring
@@ -73,7 +74,7 @@ from strategies.base import Callbacks, FedStrategy, RoundResult, server_context
 
 app = ServerApp()
 MOST_NUMBERS = 1 << 28
-"""Largest model that the server of real nodes builds because a client names it: 1 GiB in float32."""
+"""Largest model, in numbers, that the server builds because a real node names it: 1 GiB in float32."""
 
 Event = Callable[[Mapping[str, Any]], None]
 MUCH = 1 << 30
@@ -652,7 +653,7 @@ class Run(Callbacks):
 
     def _believed_tests(self) -> float:
         """Return up to how many test samples a client's word counts in pooled scores."""
-        tests = [int(facts["test-examples"]) for facts in self.manager.facts.values()]
+        tests = (int(facts["test-examples"]) for facts in self.manager.facts.values())
         return self.config.believed_tests(tests, self.simulation)
 
     @property

@@ -27,6 +27,7 @@ from fedapp.data.columns import Reading, read_npz
 from fedapp.engines.local import run as run_local
 from fedapp.errors import BadRequest, is_number
 from fedapp.learning.state import read_safetensors, write_safetensors
+from fedapp.models.bounded import Bounded
 from fedapp.results import forms, predict, report
 from fedapp.results.cells import FORMULA, write_table
 from fedapp.results.loading import load
@@ -178,9 +179,9 @@ def test_a_header_that_asks_for_more_than_its_file_holds_takes_no_memory(
 
 
 def test_a_model_of_a_file_may_be_as_large_as_the_file(tiny: Any, tmp_path: Path) -> None:
-    with predict.Bounded(100):
+    with Bounded(100, "larger than the file"):
         torch.nn.Linear(9, 10)
-    with predict.Bounded(99), pytest.raises(ValueError, match="larger than the file"):
+    with Bounded(99, "larger than the file"), pytest.raises(ValueError, match="larger than the file"):
         torch.nn.Linear(9, 10)
     assert command("predict", "--model", stored(tiny(method="fedavg"), tmp_path), pictures(tmp_path)).exit_code == 0
 

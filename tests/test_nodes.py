@@ -21,12 +21,13 @@ from PIL import Image
 
 from fedapp import registry, server_app
 from fedapp.client_app import app as client_app
+from fedapp.client_app import build
 from fedapp.config import for_context, from_flat, write_toml
 from fedapp.data import partitions
 from fedapp.engines import deploy
 from fedapp.engines.local import resumed, run
 from fedapp.errors import BadRequest
-from fedapp.learning.state import ClientStore, StateError
+from fedapp.learning.state import MOST_ROUNDS, ClientStore, StateError
 from fedapp.method import Payload
 from fedapp.results import directory as results
 from fedapp.tasks import claim
@@ -34,7 +35,7 @@ from fedapp.tasks import node as nodes
 from fedapp.tasks import simulated as tasks
 from fedapp.tasks.node import Node
 from fedapp.transport.client_manager import ClientManager, Encoder, Settings
-from fedapp.transport.local_grid import LocalGrid
+from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
 from fedapp.transport.records import INFO
 from tests.matrix import methods
 
@@ -891,5 +892,12 @@ def test_no_value_of_a_nodes_data_leaves_it_in_the_words_of_an_error(tmp_path: P
         (answer,) = grid.send_and_receive([Message(content, next(iter(grid.contexts)), "query.register")])
         assert not answer.has_error(), answer.error
         text = str(answer.content.config_records)
-        assert "its own log" in text or "own log says why" in text, text
+        assert "the node's own log says why" in text, text
         assert not [word for word in ("Alice", "Bob", "AB-7", "patient", "number", "site") if word in text], text
+
+
+@pytest.mark.parametrize("server_round", [-1, MOST_ROUNDS])
+def test_a_round_that_no_state_could_be_named_after_is_refused(server_round: int) -> None:
+    context = LocalGrid(client_app, for_context(from_flat({"method": "fedavg"})), 1).contexts[FIRST_NODE]
+    with pytest.raises(BadRequest, match=f"round {server_round} is not within 0 .. 999999"):
+        build(context, from_flat({"method": "fedavg"}), {"run": "abcd", "round": server_round})

@@ -451,7 +451,7 @@ class RunConfig(BaseModel):
             cap = cap if "count-cap" in method.guarded_by(hparams) else 0.0
         return Robust(parsed(self.robust), self.robust_f, float(cap))
 
-    def believed_tests(self, tests: Sequence[int], simulation: bool) -> float:
+    def believed_tests(self, tests: Iterable[int], simulation: bool) -> float:
         """Return up to how many test samples a client's word counts in pooled scores.
 
         Parameters
@@ -459,9 +459,10 @@ class RunConfig(BaseModel):
         tests : how many each client states.   simulation : all clients are the user's own, so `auto` has no limit.
         """
         cap = (0.0 if simulation else 10.0) if self.count_cap == "auto" else self.count_cap
-        known = [n for n in tests if n]
+        # Without a cap nobody is counted: a simulation may have very many clients, and asks in every round.
+        known = [n for n in tests if n] if cap else []
         # The lower median, which one client alone cannot raise, not even one of two.
-        return cap * statistics.median_low(known) if cap and known else math.inf
+        return cap * statistics.median_low(known) if known else math.inf
 
     def check_liars(self, clients: int, simulation: bool) -> None:
         """Refuse rules that do not hold for the least number of replies that a round may have.

@@ -15,8 +15,7 @@ one node lists as objects of its message changes no other message (:mod:`fedapp.
 
 It uses six internals of Flower 1.41 (`_parse_superlink_lifespan_config`, `SuperLinkLifespan`, `create_app`,
 `authenticate_node`, `subprocess_executor`, `object_store_factory`) and therefore refuses to start under another minor
-version. The file is long
-because everything that decides who gets through stands in it and is reviewed as one.
+version. The file is long because everything that decides who gets through stands in it and is reviewed as one.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ LONG = 1.0
 GIVEN = 4
 """Messages of a node whose parts it may ask for. A SuperNode asks for the next one when it has all of the last."""
 LATEST = 1e11
-"""Seconds, since 1970 or in length, below which a time in a reply lies: the year 5138."""
+"""Times in a reply, which are moments since 1970 or lengths, have fewer seconds than that: the year 5138."""
 CONNECTIONS = 1024
 """Requests that the public listener handles at once; further ones get 503."""
 NEWS = "/v1/runtime/push-messages"
@@ -402,7 +401,7 @@ def reply_problem(body: bytes, node: int, pieces: int) -> tuple[int, str]:
         return 403, "a node sends replies to the server only"
     # The database keeps NaN as nothing, and every call of the run that meets such a time fails from then on.
     if not all(0 <= t < LATEST for t in (about.created_at, about.ttl, *request.clientapp_runtime_list)):
-        return 403, "a time is no time"
+        return 403, "the times of a reply are numbers from 0 to 1e11"
     if tree.object_id != about.message_id:
         return 403, "the list of objects belongs to another message"
     waiting, count = [tree], 0

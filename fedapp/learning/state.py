@@ -30,6 +30,8 @@ READABLE = (1, SCHEMA)
 KEPT = 3
 """Rounds that are kept, of a client's state and of the server's: a resumed run can go back over two damaged ones."""
 _FILE = re.compile(r"^(?P<run>[0-9a-f]+)\.(?P<round>\d{6})\.safetensors$")
+MOST_ROUNDS = 1_000_000
+"""A file's name has six digits for the round: one of a later round would never be removed."""
 _TOKEN = re.compile(r"\A[0-9a-f]{1,64}\Z")
 _NOTES = "head-norms"
 _PART = re.compile(r"^\.(tmp\w{6}|.*\.safetensors\..*\.part)$")

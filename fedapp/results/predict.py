@@ -25,6 +25,7 @@ from fedapp.config import RunConfig
 from fedapp.data import datasets
 from fedapp.data.columns import COLUMNS, read_npz, samples
 from fedapp.data.moments import Samples
+from fedapp.data.pictures import FORMATS
 from fedapp.data.transforms import InputSpec, channels_first, normalise
 from fedapp.errors import BadRequest, plain
 from fedapp.lazy import Tensor, nn, torch
@@ -33,6 +34,7 @@ from fedapp.learning.state import StateError, read_safetensors, write_safetensor
 from fedapp.learning.task import ModelSpec
 from fedapp.method import Arrays, Scalar
 from fedapp.models import ModelOptions, SplitModel, weights
+from fedapp.models.bounded import Bounded
 from fedapp.transport import selection
 
 SCHEMA = 1
@@ -40,8 +42,6 @@ LARGEST = 1 << 26
 """Numbers of one sample: images of 4,700 x 4,700 pixels in colour."""
 SPARE, FROZEN = 1 << 24, 1 << 29
 """Numbers that a model may have beyond those in its file: in general, and where layers were frozen and never sent."""
-MAKERS = (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn)
-"""Functions that make tensors of any size; layers call them."""
 FILES = {"trained": "personal.safetensors", "received": "received.safetensors", "tuned": "tuned.safetensors"}
 """The file of each point, which is the score of the model in it, in the folder of a client."""
 
@@ -268,7 +268,8 @@ def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) ->
     _check_sizes(path, spec, classes, arrays)
     client: type[FedClient] = method.client
     # Before a model is built from a header, nothing says how large it is.
-    with Bounded(sum(array.size for array in arrays.values()) + (FROZEN if given.get("freeze") else SPARE)):
+    most = sum(array.size for array in arrays.values()) + (FROZEN if given.get("freeze") else SPARE)
+    with Bounded(most, "its header asks for a model that is much larger than the file"):
         model = client.build_model(spec, hparams)
     lacking = [n for n, _ in model.named_parameters() if n not in arrays]
     if lacking and given.get("freeze"):
@@ -320,30 +321,6 @@ def _check_sizes(path: Path, spec: ModelSpec, classes: Sequence[str], arrays: Ar
         raise BadRequest(f"{path} is damaged: a sample would have the shape {spec.shape}")
 
 
-class Bounded(torch.overrides.TorchFunctionMode):
-    """Lets what is built have only so many numbers.
-
-    Raises
-    ------
-    ValueError : there would be more, and `why` that is; raised before they take memory.
-    """
-
-    def __init__(self, left: int, why: str = "its header asks for a model that is much larger than the file") -> None:
-        super().__init__()
-        self.left, self.why = left, why
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Count what a function of PyTorch will make."""
-        if func in MAKERS:
-            size = (kwargs or {}).get("size", args[0] if args and isinstance(args[0], (tuple, list)) else args)
-            self.left -= math.prod(n for n in size if isinstance(n, int))
-            if self.left < 0:
-                raise ValueError(self.why)
-        return func(*args, **(kwargs or {}))
-
-
 def read_images(paths: Sequence[Path], inputs: InputSpec) -> NDArray[np.uint8]:
     """Read pictures the way a folder of pictures is read: upright, central square, resized, grey or colour.
 
@@ -356,8 +333,6 @@ def read_images(paths: Sequence[Path], inputs: InputSpec) -> NDArray[np.uint8]:
     BadRequest : a file is not a picture.
     """
     from PIL import Image, ImageOps, UnidentifiedImageError
-
-    from fedapp.data.pictures import FORMATS
 
     channels, height, width = inputs.shape
     if channels not in (1, 3):
