@@ -23,7 +23,9 @@ from typer.testing import CliRunner
 
 from fedapp.cli import app, printing
 from fedapp.data import datasets
+from fedapp.data import pictures as decoding
 from fedapp.data.columns import Reading, read_npz
+from fedapp.data.transforms import InputSpec
 from fedapp.engines.local import run as run_local
 from fedapp.errors import BadRequest, is_number
 from fedapp.learning.state import read_safetensors, write_safetensors
@@ -309,11 +311,15 @@ def test_a_picture_of_another_format_starts_no_program(tmp_path: Path, monkeypat
         (tmp_path / "data" / name).mkdir(parents=True)
         for i in range(4):
             Image.fromarray(np.full((28, 28), 9 * i, np.uint8)).save(tmp_path / "data" / name / f"{i}.png")
-    (tmp_path / "data" / "a" / "z.png").write_bytes(
-        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 28 28\n%%EndComments\nshowpage\n"
-    )
+    program = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 28 28\n%%EndComments\nshowpage\n"
+    path = tmp_path / "data" / "a" / "z.png"
+    path.write_bytes(program)
     with pytest.raises(BadRequest, match=r"z\.png"):
         datasets.load("folder", tmp_path / "data", Reading())
+    with pytest.raises(BadRequest, match=r"z\.png"):
+        predict.read_images([path], InputSpec((1, 28, 28), 255.0, (0.5,), (0.5,)))
+    with pytest.raises(OSError, match="row 3 is not a picture"):
+        decoding._decode(io.BytesIO(program), 28, "row 3")
     assert not called.exists()
 
 

@@ -182,8 +182,14 @@ def test_a_shared_object_stays_while_another_message_is_listed(monkeypatch: pyte
     whole = objects._OwnLists.preregister
 
     def during(self: Any, run_id: int, tree: ObjectTree) -> list[str]:
+        def taken() -> bool:
+            free: bool = self.lock_store.acquire(blocking=False)
+            if free:
+                self.lock_store.release()
+            return not free
+
         with ThreadPoolExecutor(1) as pool:
-            held.append(not pool.submit(self.lock_store.acquire, False).result())
+            held.append(pool.submit(taken).result())
         return whole(self, run_id, tree)
 
     monkeypatch.setattr(objects._OwnLists, "preregister", during)
