@@ -22,13 +22,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
 
 from clients.base import FedClient
 from clients.fedrep import BODY
+from fedapp.core.collaboration import ClassStatistics, class_statistics, collaboration_statistics
 from fedapp.lazy import F, Tensor, torch
 from fedapp.learning.training import Batch, Phase
 from fedapp.method import HEAD, Arrays, BaseHParams, Payload
@@ -52,37 +53,6 @@ class FedPACHParams(BaseHParams):
     combine: Literal["weighted", "own"] = Field(
         "weighted", description="head for the next round: the best combination of the participants', or the own one"
     )
-
-
-class ClassStatistics(NamedTuple):
-    """Moments of representations by class, float64, 0 for classes without samples.
-
-    Attributes
-    ----------
-    counts : (C,).   means : (C, d).   squares : (C,), mean squared length.
-    """
-
-    counts: Tensor
-    means: Tensor
-    squares: Tensor
-
-
-def class_statistics(z: Tensor, y: Tensor, num_classes: int) -> ClassStatistics:
-    """Return the moments of representations z (n, d) with labels y (n,)."""
-    z = z.double()
-    # A product in place of a scattered sum: on a GPU the order of the latter changes from run to run.
-    member = F.one_hot(y, num_classes).double().T
-    counts = member.sum(dim=1)
-    share = member / counts.clamp_min(1)[:, None]
-    return ClassStatistics(counts, share @ z, share @ z.square().sum(dim=1))
-
-
-def collaboration_statistics(found: ClassStatistics) -> tuple[Tensor, float]:
-    """Return (h_ic) for all classes, (C, d) float64, and V_i >= 0."""
-    n = found.counts.sum()
-    p = found.counts / n
-    v = (p * found.squares).sum() - (p.square() * found.means.square().sum(dim=1)).sum()
-    return p[:, None] * found.means, max(0.0, float(v / n))
 
 
 class FedPACClient(FedClient):

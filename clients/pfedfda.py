@@ -21,7 +21,7 @@ move, and searches beta with L-BFGS; here beta is the best of a grid of 11 x 11.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,19 +29,16 @@ from pydantic import Field
 
 from clients.base import FedClient
 from fedapp import sampling
+from fedapp.core.adaptation import Gaussians, choose, estimate, log_prior, rule
 from fedapp.core.gaussian import pack, unpack
-from fedapp.core.sums import gaussian_rule
 from fedapp.lazy import torch
 from fedapp.learning.training import Phase
 from fedapp.method import Arrays, BaseHParams, Payload
 from fedapp.transport import selection
 
 Float64 = NDArray[np.float64]
-Int64 = NDArray[np.int64]
 GAUSSIANS = "gaussians/"
 """Prefix of the arrays `mean` (C, d) and `cov` (d (d + 1) / 2,), packed, both float32."""
-GRID: Float64 = np.linspace(0, 1, 11)
-"""Values of beta that are tried, 0 first: where the data do not say, the global Gaussians stay."""
 
 
 class PFedFDAHParams(BaseHParams):
@@ -60,74 +57,6 @@ class PFedFDAHParams(BaseHParams):
     min_count: int = Field(
         2, ge=1, description="classes with fewer samples at a client take the global mean (paper: not known)"
     )
-
-
-class Gaussians(NamedTuple):
-    """One Gaussian a class: `mean` (C, d) and the covariance that all share, `cov` (d, d)."""
-
-    mean: Float64
-    cov: Float64
-
-    def mixed(self, other: Gaussians, beta: Sequence[float]) -> Gaussians:
-        """Return beta times these and 1 - beta times the other's; beta of means and of covariances."""
-        return Gaussians(*(b * own + (1 - b) * theirs for b, own, theirs in zip(beta, self, other)))
-
-
-def estimate(z: Float64, y: Int64, shared: Gaussians, least: int) -> Gaussians:
-    """Return means and within-class covariance of representations z (n, d) with labels y (n,).
-
-    A class with fewer than `least` samples has the shared mean and no part in the covariance, whose divisor is n - 1.
-    """
-    counts = np.bincount(y, minlength=len(shared.mean))
-    means, known = shared.mean.copy(), counts >= least
-    for c in np.flatnonzero(known):
-        means[c] = z[y == c].mean(axis=0)
-    apart = torch.from_numpy(z[known[y]] - means[y[known[y]]])
-    return Gaussians(means, (apart.T @ apart).numpy() / max(len(apart) - 1, 1) if len(apart) else shared.cov)
-
-
-def rule(of: Gaussians, log_prior: Float64, eps: float) -> Float64:
-    """Return the head, (C, d + 1): weights and then the bias."""
-    d = of.cov.shape[0]
-    level = float(np.trace(of.cov)) / d
-    sigma = (1 - eps) * of.cov + eps * level * np.eye(d) if level > 0 else np.eye(d)
-    return gaussian_rule(of.mean, sigma, log_prior)
-
-
-def log_prior(y: Int64, num_classes: int, eps: float) -> Float64:
-    """Return log p_c, (C,), of p_c proportional to n_c / n + eps."""
-    share = np.bincount(y, minlength=num_classes) / len(y) + eps
-    found: Float64 = np.log(share / share.sum())
-    return found
-
-
-def folds(y: Int64, rng: np.random.Generator) -> NDArray[np.bool_]:
-    """Return which samples are in the second of two folds: each class is halved, and so is their number."""
-    order = rng.permutation(len(y))
-    order = order[np.argsort(y[order], kind="stable")]
-    second = np.zeros(len(y), dtype=np.bool_)
-    second[order[1::2]] = True
-    return second
-
-
-def choose(
-    z: Float64, y: Int64, shared: Gaussians, prior: Float64, s: PFedFDAHParams, rng: np.random.Generator
-) -> Float64:
-    """Return beta of means and of covariances with the smallest mean cross-entropy over both held-out folds."""
-    loss, second = np.zeros((len(GRID), len(GRID))), folds(y, rng)
-    for held_out in (second, ~second):
-        own = estimate(z[~held_out], y[~held_out], shared, s.min_count)
-        rows, labels = torch.from_numpy(z[held_out]), torch.from_numpy(y[held_out])
-        for j, b in enumerate(GRID):
-            # W is linear in the means: one solve for both ends, and every beta of the means between them.
-            ends = [rule(own.mixed(shared, (a, b)), np.zeros_like(prior), s.eps)[:, :-1] for a in (1, 0)]
-            first, last = (rows @ torch.from_numpy(w).T for w in ends)
-            for i, a in enumerate(GRID):
-                mean = a * own.mean + (1 - a) * shared.mean
-                bias = prior - 0.5 * ((a * ends[0] + (1 - a) * ends[1]) * mean).sum(axis=1)
-                logits = a * first + (1 - a) * last + torch.from_numpy(bias)
-                loss[i, j] -= float(torch.log_softmax(logits, dim=1).gather(1, labels[:, None]).sum())
-    return GRID[list(np.unravel_index(int(np.argmin(loss)), loss.shape))]
 
 
 class PFedFDAClient(FedClient):
@@ -169,7 +98,8 @@ class PFedFDAClient(FedClient):
         z = self.representations().double().cpu().numpy()
         if s.beta == "cv":
             rng = sampling.rng(self.task.seed, "folds", self.round, self.task.client)
-            self.beta = choose(z, y, self.shared, log_prior(y, self.task.num_classes, s.eps), s, rng)
+            prior = log_prior(y, self.task.num_classes, s.eps)
+            self.beta = choose(z, y, self.shared, prior, s.eps, s.min_count, rng)
         else:
             self.beta = np.full(2, s.beta)
         own = estimate(z, y, self.shared, s.min_count).mixed(self.shared, self.beta.tolist())

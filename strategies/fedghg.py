@@ -21,54 +21,23 @@ round 1 `source=pooled` is refused; later rounds above it are named in the summa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar
 
 import numpy as np
 
 from clients.fedghg import FedGHGClient, FedGHGHParams
-from fedapp.core.gaussian import unpack
+from fedapp.core import mixture
+from fedapp.core.mixture import Gaussian, between_share, pool
 from fedapp.core.robust import scale_covariances
 from fedapp.core.virtual import draw, factorise
 from fedapp.errors import BadRequest, Impossible
 from fedapp.learning.metrics import tidy
-from fedapp.method import HEAD, NONE, Array, Method, Reply, Scored, ServerContext, ServerState
+from fedapp.method import HEAD, NONE, Method, Reply, Scored, ServerContext, ServerState
 from strategies.fedgh import FedGH, Float64, LARs
 
 MOST_BETWEEN = 0.5
 """Largest share of the variance within classes between clients at which their Gaussians are pooled."""
-
-
-class Gaussian(NamedTuple):
-    """Of one class: mean (d,), covariance (d, d) or, where it is diagonal, (d,), and samples, 1 where not sent."""
-
-    mean: Float64
-    cov: Float64
-    n: int = 1
-
-
-def pool(of: Sequence[Gaussian], equal: bool) -> tuple[Gaussian, float, float]:
-    """Return one Gaussian for several, the scatter between their means, and that within them.
-
-    With counts it is Eq. 3 and 4 of CCVR: (a_k, b_k) = (n_k - 1, n_k), divided by N - 1. `equal` has a_k = b_k = 1,
-    divided by their number: the moments of the mixture.
-    """
-    b = np.array([1 if equal else g.n for g in of], dtype=np.float64)
-    a, divisor = (b, len(of)) if equal else (b - 1, max(b.sum() - 1, 1))
-    mean = sum(w * g.mean for w, g in zip(b, of)) / b.sum()
-    apart = [g.mean - mean for g in of]
-    spread = [np.outer(x, x) if of[0].cov.ndim == 2 else x**2 for x in apart]
-    cov = sum(v * g.cov + w * x for v, w, g, x in zip(a, b, of, spread)) / divisor
-    within = [g.cov.sum() if g.cov.ndim == 1 else np.trace(g.cov) for g in of]
-    between = float(sum(w * (x @ x) for w, x in zip(b, apart)))
-    return Gaussian(mean, cov, int(sum(g.n for g in of))), between, float(a @ within)
-
-
-def between_share(classes: Mapping[int, Sequence[Gaussian]], equal: bool) -> float:
-    """Return rho of the Gaussians of each class; NaN where no class with a spread has two clients."""
-    parts = [pool(of, equal)[1:] for of in classes.values() if len(of) > 1]
-    between, within = (sum(part[i] for part in parts) for i in (0, 1))
-    return between / (between + within) if within > 0 else float("nan")
 
 
 class FedGHG(FedGH):
@@ -84,37 +53,11 @@ class FedGHG(FedGH):
         """Refuse what is no set of LARs with variances and, if asked for, counts."""
         if problem := super().check(state, reply):
             return problem
-        s, d, rows = self.hparams, self.context.width, len(reply.arrays["labels"])
-        cov, counts = reply.arrays.get("cov"), reply.arrays.get("counts")
-        shape = (rows, d * (d + 1) // 2 if s.cov == "full" else d)
+        s, cov, counts = self.hparams, reply.arrays.get("cov"), reply.arrays.get("counts")
         if (cov is None) != (s.cov == "none") or (counts is None) != (s.weights == "equal"):
             kind = f"a reply with cov={s.cov} and weights={s.weights}"
             return Impossible(f"{kind} has other arrays than {sorted(reply.arrays)}")
-        if cov is not None and (cov.shape != shape or cov.dtype.kind != "f"):
-            got = f"cov has dtype {cov.dtype} and shape {cov.shape}"
-            return Impossible(f"{got}, expected floating point of shape {shape}")
-        if cov is not None and (cov[:, self.diagonal()] < 0).any():
-            return "variances must not be negative"
-        if counts is not None and (counts.shape != (rows,) or counts.dtype.kind not in "iu" or (counts < 1).any()):
-            return Impossible("counts must hold one positive whole number per class")
-        if counts is not None and counts.sum() > reply.num_samples:
-            return Impossible(f"counts of {counts.sum()} samples from a client of {reply.num_samples}")
-        return None
-
-    def diagonal(self) -> Array:
-        """Return which entries of a row of `cov` are variances."""
-        d = self.context.width
-        return np.diag(unpack(np.arange(d * (d + 1) // 2), d)) if self.hparams.cov == "full" else np.arange(d)
-
-    def gaussians(self, reply: Reply) -> dict[int, Gaussian]:
-        """Return a client's Gaussians by class, ascending."""
-        arrays, d = reply.arrays, self.context.width
-        labels = arrays["labels"].astype(np.int64)
-        cov = arrays.get("cov", np.zeros((len(labels), d))).astype(np.float64)
-        counts = arrays.get("counts", np.ones(len(labels), np.int64))
-        rows = unpack(cov, d) if self.hparams.cov == "full" else cov
-        mean = arrays["lar"].astype(np.float64)
-        return {int(labels[i]): Gaussian(mean[i], rows[i], int(counts[i])) for i in np.argsort(labels)}
+        return mixture.problem_of(reply.arrays, self.context.width, s.cov == "full", reply.num_samples)
 
     def noticed(self, state: ServerState, answers: Sequence[Reply], lars: Sequence[LARs]) -> ServerState:
         """Note rho.
@@ -143,7 +86,8 @@ class FedGHG(FedGH):
         if self.robust.rules and self.hparams.cov != "none":
             arrays = [{**a, "count": a.get("counts", np.full(len(a["ids"]), 2))} for a in arrays]
             scale_covariances(arrays)
-        every = [self.gaussians(Reply(r.client, r.num_samples, a, {})) for r, a in zip(answers, arrays)]
+        d, full = self.context.width, self.hparams.cov == "full"
+        every = [mixture.gaussians(a, d, full) for a in arrays]
         # `robust` may have shortened or left out means: they are those of `lars`.
         return [{int(c): g[int(c)]._replace(mean=r) for r, c in zip(x.r, x.s)} for g, x in zip(every, lars)]
 

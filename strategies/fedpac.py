@@ -26,33 +26,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.fedpac import PAC, FedPACClient, FedPACHParams
+from fedapp.core.collaboration import combination, pooled_means
 from fedapp.core.pairwise import combine
-from fedapp.core.robust import shortened
-from fedapp.core.simplex import minimise
 from fedapp.method import ALL, Array, Arrays, Blend, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.transport.selection import under
 from strategies.base import FedStrategy
 from strategies.fedamp import given_weights
 
 Float64 = NDArray[np.float64]
-
-
-def combination(h: Float64, v: Float64) -> Float64:
-    """Return how much of each head a client takes.
-
-    Parameters
-    ----------
-    h : (m, C d) statistics of m clients.   v : (m,), at least 0.
-
-    Returns
-    -------
-    (m, m), row i for client i; not negative, rows sum to 1.
-    """
-    rows = []
-    for mine in h:
-        apart = mine - h  # not from products of h with itself: close clients would cancel
-        rows.append(minimise(np.diag(v) + apart @ apart.T))
-    return np.stack(rows)
 
 
 class FedPAC(FedStrategy):
@@ -115,13 +96,7 @@ class FedPAC(FedStrategy):
             mixed: Iterable[Any] = combine(weights, heads)
         else:
             weights, mixed = np.eye(len(clients)), heads
-        sums, counts = np.zeros(state["protos"].shape), np.zeros(len(state["protos"]))
-        # Bodies are pulled to the means, so that those of one client alone, far away, would give NaN to all others.
-        for (count, _), proto in zip(found_means, shortened([p for _, p in found_means]), strict=True):
-            sums, counts = sums + count[:, None] * proto.astype(np.float64), counts + count
-        seen = counts > 0
-        protos = state["protos"].copy()
-        protos[seen] = sums[seen] / counts[seen, None]
+        protos, seen = pooled_means(found_means, state["protos"])
         given = {c: {"of": np.array(clients), "weights": row} for c, row in zip(clients, weights, strict=True)}
         return {
             **state,

@@ -21,15 +21,16 @@ nobody has too, untrained; here such a class is neither a candidate nor sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from clients.fedtgp import FedTGPClient, FedTGPHParams
+from fedapp.core.prototypes import contrastive, margin, outputs
 from fedapp.core.robust import screened_lars
-from fedapp.lazy import F, Tensor, torch
+from fedapp.lazy import Tensor, torch
 from fedapp.learning.metrics import tidy
 from fedapp.learning.training import batch_slices
 from fedapp.method import NONE, Method, Reply, Scored, ServerContext, ServerState
@@ -37,31 +38,6 @@ from strategies.fedproto import FedProto, nearest_of
 
 Float64 = NDArray[np.float64]
 Labels = NDArray[np.int64]
-
-
-def margin(centres: Float64, tau: float) -> float:
-    """Return delta(t) of the class centres (S, d) of a round: 0 with fewer than two of them, never above `tau`."""
-    apart = np.linalg.norm(centres[:, None] - centres[None], axis=2)
-    np.fill_diagonal(apart, np.inf)
-    return min(float(apart.min(axis=1).max()), tau) if len(centres) > 1 else 0.0
-
-
-def contrastive(means: Tensor, labels: Tensor, protos: Tensor, delta: float) -> Tensor:
-    """Return L of one batch of class means.
-
-    Parameters
-    ----------
-    means : (B, d).   labels : (B,) rows of `protos` that they belong to.   protos : (S, d), the candidates.
-    """
-    # The root has no gradient at zero, and a prototype may sit on the mean of a class's only owner.
-    apart = (means[:, None] - protos[None]).square().sum(dim=2).clamp_min(1e-24).sqrt()
-    return F.cross_entropy(-(apart + delta * F.one_hot(labels, len(protos))), labels)
-
-
-def outputs(net: Sequence[Tensor]) -> Tensor:
-    """Return hat P^c of all classes, (C, d); a net of vectors alone is its own output."""
-    vectors, *layers = net
-    return vectors if not layers else F.linear(F.relu(F.linear(vectors, *layers[:2])), *layers[2:])
 
 
 class FedTGP(FedProto):

@@ -11,12 +11,13 @@ import pandas as pd
 import pytest
 import torch
 
-from clients.fedpac import FedPACClient, FedPACHParams, class_statistics, collaboration_statistics
+from clients.fedpac import FedPACClient, FedPACHParams
+from fedapp.core.collaboration import class_statistics, collaboration_statistics, combination
 from fedapp.engines.local import RunResult
 from fedapp.learning.training import Batch
 from fedapp.method import Arrays, Payload, Reply, ServerState
 from fedapp.transport.selection import everything, extract
-from strategies.fedpac import METHOD, FedPAC, combination
+from strategies.fedpac import METHOD, FedPAC
 from tests.handmade import context, deterministic, digit_tasks, digits_context, equal, model_like, one_batch_task
 
 Tiny = Callable[..., RunResult]

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from clients.fedtgp import FedTGPHParams
+from fedapp.core.prototypes import contrastive, margin, outputs
 from fedapp.core.robust import Robust
 from fedapp.engines.local import RunResult
 from fedapp.method import Reply, ServerState
 from fedapp.transport import checkpoint
-from strategies.fedtgp import METHOD, FedTGP, contrastive, margin, outputs
+from strategies.fedtgp import METHOD, FedTGP
 from tests import handmade
 from tests.test_fedproto import COLUMNS, WORKED
 from tests.test_fedproto import strategy as fedproto

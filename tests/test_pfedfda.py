@@ -11,19 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from clients.pfedfda import (
-    GAUSSIANS,
-    GRID,
-    Gaussians,
-    PFedFDAClient,
-    PFedFDAHParams,
-    choose,
-    estimate,
-    folds,
-    log_prior,
-    rule,
-)
+from clients.pfedfda import GAUSSIANS, PFedFDAClient, PFedFDAHParams
 from fedapp import sampling
+from fedapp.core.adaptation import GRID, Gaussians, choose, estimate, folds, log_prior, rule
 from fedapp.core.gaussian import pack, unpack
 from fedapp.core.sums import FeatureSums, discriminant, nearest_mean, second_moments
 from fedapp.engines.local import RunResult
@@ -93,8 +83,8 @@ def test_beta_is_the_smallest_cross_entropy_on_held_out_halves_of_a_slow_search(
     y = np.repeat([0, 1, 2], [11, 8, 1])
     z = rng.normal(size=(20, 3)) @ rng.normal(size=(3, 3)) + 1.5 * np.eye(3)[y]
     shared = Gaussians(np.eye(3) + rng.normal(size=(3, 3)), 2 * np.eye(3))
-    s, prior = PFedFDAHParams(eps=0.05), log_prior(y, 3, 0.05)
-    got = choose(z, y, shared, prior, s, np.random.default_rng(7))
+    prior = log_prior(y, 3, 0.05)
+    got = choose(z, y, shared, prior, 0.05, 2, np.random.default_rng(7))
     second = folds(y, np.random.default_rng(7))
     best = (np.inf, (0.0, 0.0))
     for a in GRID:
@@ -158,7 +148,7 @@ def test_a_class_with_too_few_samples_is_the_global_one_and_has_no_part_in_the_s
     none = estimate(Z[2], Y[2], SHARED, 2)
     assert np.array_equal(none.mean, SHARED.mean) and np.array_equal(none.cov, SHARED.cov)
     assert np.array_equal(estimate(Z[2], Y[2], SHARED, 1).cov, np.zeros((2, 2)))
-    beta = choose(Z[2], Y[2], SHARED, log_prior(Y[2], 3, 1e-4), PFedFDAHParams(), np.random.default_rng(0))
+    beta = choose(Z[2], Y[2], SHARED, log_prior(Y[2], 3, 1e-4), 1e-4, 2, np.random.default_rng(0))
     assert beta.tolist() == [0, 0], "where the data say nothing the global Gaussians stay"
 
 
@@ -228,7 +218,7 @@ def test_received_is_the_adapted_rule_on_the_received_extractor_and_folds_depend
     one.receive(sent)
     z, y = one.representations().double().numpy(), task.y_train.numpy()
     prior = log_prior(y, 10, 1e-4)
-    beta = choose(z, y, one.shared, prior, PFedFDAHParams(), sampling.rng(0, "folds", 3, 0))
+    beta = choose(z, y, one.shared, prior, 1e-4, 2, sampling.rng(0, "folds", 3, 0))
     own = estimate(z, y, one.shared, 2).mixed(one.shared, beta.tolist())
     expected = rule(own, prior, 1e-4)
     np.testing.assert_allclose(one.model.head.weight.detach(), expected[:, :-1], rtol=1e-5)
