@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pandas as pd
+import pyarrow.lib
 import pytest
 
 import fedapp
@@ -179,6 +181,14 @@ def test_files_that_are_no_table(content: bytes, message: str, tmp_path: Path) -
         (tmp_path / "t.parquet").write_bytes(b"PAR1 no")
         with pytest.raises(BadRequest, match="cannot read the table"):
             datasets.load("parquet", tmp_path / "t.parquet")
+
+
+def test_an_error_of_arrow_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arrow's own errors are no errors of Python: a file that holds more than it has memory for raises one."""
+    (tmp_path / "t.parquet").touch()
+    monkeypatch.setattr(pd, "read_parquet", Mock(side_effect=pyarrow.lib.ArrowCapacityError("too large")))
+    with pytest.raises(BadRequest, match=r"t\.parquet \(too large\)"):
+        datasets.load("parquet", tmp_path / "t.parquet")
 
 
 @pytest.mark.parametrize(

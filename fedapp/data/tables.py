@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -87,18 +88,20 @@ def _of_client(path: Path, frame: Any, found: Mapping[str, str]) -> tuple[Any, d
 def _frame(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> tuple[Any, dict[str, str]]:
     """Read one file and say which of its columns are y, client, split and group."""
     try:
-        if path.suffix.lower() == ".parquet":
-            frame = pd.read_parquet(path).reset_index(drop=True)
-            frame.columns = [str(name) for name in frame.columns]
-            return frame, assigned(path, list(frame.columns), wanted)
-        return _csv(path, wanted)
+        return (_parquet if path.suffix.lower() == ".parquet" else _csv)(path, wanted)
     except BadRequest:
         raise
     except ImportError as error:
         raise BadRequest(f"{path}: reading Parquet needs pyarrow: pip install pyarrow") from error
-    except (OSError, ValueError, MemoryError, csv.Error, pd.errors.ParserWarning) as error:
+    except Exception as error:  # Arrow has errors of its own beside Python's, of which a damaged file may raise any
         why = " ".join(str(error).split())
         raise BadRequest(f"cannot read the table {path} ({why}): write it again, CSV as UTF-8 with a header") from error
+
+
+def _parquet(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> tuple[Any, dict[str, str]]:
+    frame = pd.read_parquet(path).reset_index(drop=True)
+    frame.columns = [str(name) for name in frame.columns]
+    return frame, assigned(path, list(frame.columns), wanted)
 
 
 def _csv(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> tuple[Any, dict[str, str]]:
@@ -109,7 +112,7 @@ def _csv(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> tuple[Any, dict[s
         header = [name.strip() for name in next(csv.reader(stream, delimiter=mark), [])]
     if not any(header):
         raise BadRequest(f"{path} is empty: its first line must name the columns")
-    twice = sorted({name for name in header if name and header.count(name) > 1})
+    twice = sorted(name for name, times in Counter(header).items() if name and times > 1)
     if twice:
         raise BadRequest(f"{path}: several columns are called '{twice[0]}' ({len(twice)} such names): rename them")
     if all(is_number(name) for name in header):
@@ -174,7 +177,7 @@ def from_frame(
             features.faults.append(f"'{found['split']}' has no row 'train'{near}: choose from {', '.join(PARTS)}")
     listed = wanted.get("x", ())
     every = [name for name in map(str, frame.columns) if name not in found.values()]
-    chosen = every if not listed or "*" in listed else list(listed)
+    chosen = dict.fromkeys(every if not listed or "*" in listed else listed)  # a table may have very many columns
     features.ignored += [name for name in every if name not in chosen]
     for name in chosen:
         _feature(features, frame[name], name, bool(listed), training, reading.node, place)
