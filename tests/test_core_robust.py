@@ -256,6 +256,14 @@ def test_screening_against_a_loop_and_for_few() -> None:
     assert robust.screened(rows[-3:]).all()
 
 
+@pytest.mark.parametrize(
+    ("counts", "most"),
+    [([30], 60), ([30, 10**9], 60), ([10**9, 30], 60), ([10, 30, 10**9], 60), ([10, 30, 50, 70], 80)],
+)
+def test_no_client_raises_the_limit_of_its_own_count(counts: list[int], most: int) -> None:
+    assert Robust(cap=2).limit(counts) == most and Robust().limit(counts) is None
+
+
 def test_class_means_of_fedgh_are_bounded_and_screened() -> None:
     rng = np.random.default_rng(1)
     centre = np.ones(20)

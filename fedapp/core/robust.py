@@ -262,7 +262,11 @@ class Robust:
 
     def limit(self, counts: Sequence[float]) -> int | None:
         """Return the largest sample count that is believed where clients state these; None without a cap."""
-        return max(1, int(self.cap * np.median(counts))) if self.cap and len(counts) else None
+        if not self.cap or not len(counts):
+            return None
+        # Of two counts the median lies between them, so that either client could raise it alone.
+        middle = np.median(counts) if len(counts) > 2 else min(counts)
+        return max(1, int(self.cap * middle))
 
     def mean(self, previous: Mapping[str, Array]) -> RunningMean | RobustMean:
         """Return an empty mean of replies to `previous`; without rules it takes them one by one and keeps none."""
