@@ -39,7 +39,12 @@ from tests.mutate import Mutant, mutants
 
 FOLDERS = ("strategies", "clients", "fedapp/core", "fedapp/learning")
 NAMED = {
-    "strategies/base.py": ["tests/test_engine.py", "tests/test_client_manager.py", "tests/test_flower_loop.py"],
+    "strategies/base.py": [
+        "tests/test_engine.py",
+        "tests/test_client_manager.py",
+        "tests/test_flower_loop.py",
+        "tests/test_robust.py",
+    ],
     "strategies/_composition.py": ["tests/test_ccvr.py", "tests/test_fed3r.py", "tests/test_robust.py"],
     "strategies/_sums.py": ["tests/test_fed3r.py"],
     "strategies/_back.py": ["tests/test_offences.py"],

@@ -145,6 +145,13 @@ def test_the_mean_gradient_of_one_class_in_one_dimension_against_quadrature() ->
     np.testing.assert_allclose(b - after_b, weight @ error, atol=2e-3)
 
 
+def test_two_samples_pool_into_their_own_covariance() -> None:
+    apart = [Gaussian(np.array([0.0, 1.0]), np.zeros((2, 2))), Gaussian(np.array([2.0, 0.0]), np.zeros((2, 2)))]
+    one, between, within = pool(apart, equal=False)
+    np.testing.assert_array_equal(one.cov, np.cov([[0.0, 2.0], [1.0, 0.0]]))
+    assert (one.n, between, within) == (2, 2.5, 0.0)
+
+
 def test_pooled_with_counts_is_ccvrs_pooling_and_equal_weights_are_the_mixtures() -> None:
     answers = MomentsPool(3, 2)
     for of in CLIENTS:

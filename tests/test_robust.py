@@ -13,14 +13,14 @@ import pytest
 from flwr.app import Message
 
 from fedapp import registry
-from fedapp.config import from_flat
+from fedapp.config import RunConfig, from_flat
 from fedapp.core.robust import Robust
 from fedapp.engines.local import prepare
 from fedapp.errors import BadRequest
 from fedapp.results.runs import RunResult
 from fedapp.transport import checkpoint
-from fedapp.transport.client_manager import ClientInfo, ClientManager
-from fedapp.transport.records import METRICS
+from fedapp.transport.client_manager import ClientInfo, ClientManager, RoundFailed
+from fedapp.transport.records import INFO, METRICS
 from fedapp.transport.virtual import Member
 from strategies._composition import outer_guards
 from tests.liars import change_arrays, federate
@@ -51,6 +51,13 @@ def far_away(kind: str, reply: Message) -> Message:
 def false_means(kind: str, reply: Message) -> Message:
     """Send the largest class means that pass for some, and an honest model."""
     return change_arrays(reply, lambda name, a: np.full_like(a, 9e3) if name.endswith("/mean") else a)
+
+
+def fails(kind: str, reply: Message) -> Message:
+    """Fail whenever it is asked to train."""
+    if kind == "train":
+        reply.content[INFO]["error"] = "ValueError: boom"
+    return reply
 
 
 QUICK = {"protocols": "received", "final_training": False, "keep_models": False}
@@ -190,6 +197,20 @@ def test_what_auto_stands_for() -> None:
     assert from_flat({"method": "fedavg", "count-cap": 3}).robustness(simulation=True).cap == 3
     both = from_flat({"method": "ccvr", "robust": "norm+trimmed", "robust-f": 2})
     assert both.robustness(simulation=True) == Robust(("norm", "trimmed"), 2, 2.0)
+
+
+@pytest.mark.parametrize(("failing", "good"), [([0, 1], 3), ([0, 1, 2], 2)])
+def test_a_round_of_too_few_replies_for_the_rule_ends_the_run(
+    failing: list[int], good: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check before the run cannot foresee which clients are left out later."""
+    monkeypatch.setattr(RunConfig, "check_liars", lambda *_, **__: None)
+    settings: dict[str, Any] = {"method": "fedavg", "robust": "median", "min_replies": 0.4, **QUICK}
+    if good == 3:
+        assert federate(tmp_path / "run", failing, fails, **settings).summary["ok"]
+        return
+    with pytest.raises(RoundFailed, match="round 1: 2 good replies, and robust needs 3 against 1 liars"):
+        federate(tmp_path / "run", failing, fails, **settings)
 
 
 def test_a_deployed_run_is_checked_with_the_clients_that_came() -> None:
