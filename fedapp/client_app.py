@@ -26,7 +26,7 @@ from fedapp.learning.releases import Ledger, Releaser, path_of
 from fedapp.learning.state import MOST_ROUNDS, ClientStore, Expected, StateError
 from fedapp.learning.task import Task
 from fedapp.method import Arrays, Payload, Scalar
-from fedapp.results import predict as models
+from fedapp.results import predict
 from fedapp.tasks import claim
 from fedapp.tasks import node as nodes
 from fedapp.tasks.node import Node
@@ -199,7 +199,7 @@ def _answer(
         elif control.get("final") and control.get("models-dir"):
             folder = Path(str(control["models-dir"])) / str(client.task.client)
         if folder is not None:
-            models.keep(folder / models.FILES[protocol], client, protocol, config, rounds, payload.scalars)
+            predict.keep(folder / predict.FILES[protocol], client, protocol, config, rounds, payload.scalars)
 
     facts: dict[str, Scalar] = {}
     if stage == "register":

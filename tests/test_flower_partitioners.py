@@ -82,7 +82,7 @@ def test_sizes_and_classes_are_those_of_the_library() -> None:
 
 @pytest.mark.parametrize(("rows", "clients"), [(23, 5), (20, 5), (3, 3), (7, 1)])
 def test_equal_parts_are_those_of_the_library(rows: int, clients: int) -> None:
-    dealt = flower.deal("flwr:IidPartitioner", {}, clients, {"label": np.zeros(rows)}, np.random.default_rng(4))
+    dealt = flower.partition("flwr:IidPartitioner", {}, clients, {"label": np.zeros(rows)}, np.random.default_rng(4))
     theirs = partitioner.IidPartitioner(clients)
     theirs.dataset = library.Dataset.from_dict({"row": np.random.default_rng(4).permutation(rows)})
     assert [part.tolist() for part in dealt] == [theirs.load_partition(c)["row"][:] for c in range(clients)]

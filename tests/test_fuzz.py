@@ -27,9 +27,9 @@ from fedapp.errors import BadRequest
 from fedapp.learning.state import StateError, write_safetensors
 from fedapp.results.runs import read_run
 from fedapp.transport import boundary, checkpoint
-from fedapp.transport.boundary import Good, Hello, Refused
+from fedapp.transport.boundary import Good, Refused, Registration
 from fedapp.transport.records import ARRAYS, INFO, METRICS
-from tests.test_hostile import CONTRACT, FP16, hello, honest, message, pieces_of
+from tests.test_hostile import CONTRACT, FP16, honest, message, pieces_of, registration
 
 NUMBERS = st.one_of(
     st.integers(-(2**63), 2**63 - 1), st.floats(), st.sampled_from([0, -1, 1, 2**31, 1e30, float("nan"), float("inf")])
@@ -92,12 +92,12 @@ def replies(changes: Any, wire: bool) -> None:
 
 
 def registrations(changes: Any, wire: bool) -> None:
-    content = hello()
+    content = registration()
     for record, name, value, array in changes:
         content = of_record(content, record, name, value, array)
     if wire:
         del content[INFO if len(changes) == 1 else METRICS]
-    assert isinstance(boundary.read_hello(message(content)), (Hello, Refused))
+    assert isinstance(boundary.read_registration(message(content)), (Registration, Refused))
 
 
 def pieces(kind: str, edits: Any, cut: int, raw: bytes) -> None:
@@ -106,7 +106,7 @@ def pieces(kind: str, edits: Any, cut: int, raw: bytes) -> None:
 
     for reply in boundary.arrived(pieces_of(honest(), change), ["asked"], 1 << 20):
         assert isinstance(boundary.read(reply, CONTRACT), (Good, Refused))
-        assert isinstance(boundary.read_hello(reply), (Hello, Refused))
+        assert isinstance(boundary.read_registration(reply), (Registration, Refused))
 
 
 KINDS = ("Message", "RecordDict", "ArrayRecord", "Array", "ArrayChunk", "MetricRecord", "ConfigRecord")

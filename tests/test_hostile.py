@@ -40,7 +40,7 @@ from fedapp.errors import BadRequest
 from fedapp.learning.state import read_safetensors
 from fedapp.results.runs import RunResult
 from fedapp.transport import boundary, checkpoint, client_manager, records, roster
-from fedapp.transport.boundary import BAD, FAILED, IMPOSSIBLE, Contract, Good, Hello, Refused
+from fedapp.transport.boundary import BAD, FAILED, IMPOSSIBLE, Contract, Good, Refused, Registration
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid, _identify
 from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, reply_content
 from fedapp.transport.virtual import Member
@@ -603,7 +603,7 @@ def test_a_reply_that_is_no_message_blocks_its_sender(monkeypatch: pytest.Monkey
     assert manager._checked(reply, CONTRACT, 1, lambda r: None, traffic, 0) is None
     assert 1 in manager.offences.blocked and traffic.dropped[0].reason == "its reply is no message"
     with pytest.raises(BadRequest, match="its reply is no message"):
-        manager._hello(1001, reply)
+        manager._registration(1001, reply)
 
 
 def test_no_client_says_how_much_it_may_send(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -619,7 +619,7 @@ def test_no_client_says_how_much_it_may_send(monkeypatch: pytest.MonkeyPatch) ->
 # ---- registration ----------------------------------------------------------------------------------------------------
 
 
-def hello(**changes: Any) -> RecordDict:
+def registration(**changes: Any) -> RecordDict:
     facts: dict[str, Any] = {
         "client": 1, "model": "digits-a", "num-classes": 10, "shape": "[1, 8, 8]", "width": 64, "common": "{}",
         "shapes": json.dumps({n: list(s) for n, s in SHAPES.items()}), "partitions": 4, "classes": "", CAST: "{}",
@@ -644,14 +644,14 @@ def stating(**changes: Any) -> Change:
 
 
 def test_an_honest_registration_passes() -> None:
-    got = boundary.read_hello(message(hello()))
-    assert isinstance(got, Hello) and got.shapes == SHAPES and (got.client, got.count, got.classes) == (1, 7, 10)
+    got = boundary.read_registration(message(registration()))
+    assert isinstance(got, Registration) and got.shapes == SHAPES and (got.client, got.count, got.classes) == (1, 7, 10)
 
 
 def test_long_series_and_wide_networks_may_register() -> None:
     many = {f"features.{k}.weight": [64, 64, 3, 3] for k in range(3000)}
-    large = hello(shape="[1, 80000]", width=131_072, shapes=json.dumps(many))
-    assert isinstance(boundary.read_hello(message(large)), Hello)
+    large = registration(shape="[1, 80000]", width=131_072, shapes=json.dumps(many))
+    assert isinstance(boundary.read_registration(message(large)), Registration)
 
 
 def test_sums_of_losses_are_only_bounded_below() -> None:
@@ -705,7 +705,7 @@ HELLOS: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("what", HELLOS)
 def test_a_hostile_registration_is_refused(what: str) -> None:
     changes, reason = HELLOS[what]
-    got = boundary.read_hello(message(hello(**changes)))
+    got = boundary.read_registration(message(registration(**changes)))
     assert isinstance(got, Refused) and got.offence == IMPOSSIBLE and reason in got.reason, got
 
 

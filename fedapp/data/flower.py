@@ -89,7 +89,7 @@ def counts_clients(partition: str) -> bool:
     return "num_partitions" not in inspect.signature(_class(partition)).parameters
 
 
-def deal(
+def partition(
     partition: str, given: Mapping[str, Any], clients: int, columns: Mapping[str, Any], rng: np.random.Generator
 ) -> list[Int64]:
     """Run a partitioner.

@@ -251,12 +251,12 @@ def make(
     if kind == "two-class":
         held, tests = _two_class(labels, split, test_share, request, counts_rng, split_rng)
     elif kind == "iid":
-        held = flower.deal("flwr:IidPartitioner", {}, clients, {"label": labels}, order_rng)
+        held = flower.partition("flwr:IidPartitioner", {}, clients, {"label": labels}, order_rng)
     elif kind == "shards":
         shards = {"partition_by": "label", "num_shards_per_partition": classes_per_client}
-        held = flower.deal("flwr:ShardPartitioner", shards, clients, {"label": labels}, order_rng)
+        held = flower.partition("flwr:ShardPartitioner", shards, clients, {"label": labels}, order_rng)
     elif flower.is_named(kind):
-        held = flower.deal(kind, flower.arguments(kind, arguments), clients, _columns(dataset, labels), order_rng)
+        held = flower.partition(kind, flower.arguments(kind, arguments), clients, _columns(dataset, labels), order_rng)
     else:
         sizes = np.bincount(labels, minlength=dataset.num_classes)
         if kind == "classes":

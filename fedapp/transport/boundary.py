@@ -114,7 +114,7 @@ class Contract:
 
 
 @dataclass(frozen=True)
-class Hello:
+class Registration:
     """What a client states about itself when it registers; `info` is the rest of it."""
 
     client: int
@@ -348,15 +348,15 @@ def grade(problem: str) -> str:
     return IMPOSSIBLE if isinstance(problem, Impossible) else BAD
 
 
-def read_hello(message: Message) -> Hello | Refused:
+def read_registration(message: Message) -> Registration | Refused:
     """Return what a client states about itself, or why that is none. Whatever was sent, nothing is raised."""
     try:
-        return _read_hello(message)
+        return _read_registration(message)
     except Exception as e:
         return Refused(f"what it states about itself cannot be read: {type(e).__name__}: {str(e)[:TEXT_MOST]}")
 
 
-def _read_hello(message: Message) -> Hello | Refused:
+def _read_registration(message: Message) -> Registration | Refused:
     content = message.content
     info: dict[str, Any] = dict(content.config_records.get(INFO, {}))
     metrics: dict[str, Any] = dict(content.metric_records.get(METRICS, {}))
@@ -388,7 +388,7 @@ def _read_hello(message: Message) -> Hello | Refused:
     if not isinstance(common, dict) or not all(isinstance(v, (str, int, float)) for v in common.values()):
         return Refused("its common facts are not plain values")
     sized = {name: tuple(sides) for name, sides in shapes.items()}
-    return Hello(
+    return Registration(
         int(info["client"]), int(metrics["num-examples"]), int(metrics["test-examples"]), str(info["model"]),
         int(info["num-classes"]), sized, common, info,
     )  # fmt: skip

@@ -43,13 +43,13 @@ from fedapp.transport.boundary import (
     UNREADABLE,
     Coming,
     Contract,
-    Hello,
     Refused,
+    Registration,
     arrived,
     grade,
     patiently,
     read,
-    read_hello,
+    read_registration,
 )
 from fedapp.transport.offences import Blocked, Offence, Offences
 from fedapp.transport.records import Encoder, Part, parts, together
@@ -391,11 +391,11 @@ class ClientManager:
 
     def _registered(self, node: int, reply: Message, online: set[int]) -> int:
         """Add a client that answered; a `BadRequest` says why it cannot take part."""
-        hello = self._hello(node, reply)
-        client, info = hello.client, {**hello.info, "test-examples": hello.tests}
+        registration = self._registration(node, reply)
+        client, info = registration.client, {**registration.info, "test-examples": registration.tests}
         self._stated[node] = client
         if self.roster is not None:
-            rosters.check(self.roster[node], client, hello.count, hello.tests)
+            rosters.check(self.roster[node], client, registration.count, registration.tests)
         if client in self.offences.blocked:
             raise BadRequest(f"client {client} is blocked in this run: {self.offences.blocked[client].reason}")
         if self.nodes.get(client, node) != node and self.nodes[client] in online:
@@ -405,7 +405,14 @@ class ClientManager:
                 "partition-id in node-config (a node without a key that was killed and restarted counts twice for a "
                 "minute)"
             )
-        newcomer = ClientInfo(client, hello.count, hello.model, hello.classes, hello.shapes, hello.common)
+        newcomer = ClientInfo(
+            client,
+            registration.count,
+            registration.model,
+            registration.classes,
+            registration.shapes,
+            registration.common,
+        )
         others = [c for c in (self.reference, *sorted(self.infos)) if c != client and c in self.infos]
         if self._method is not None:
             for other in compared(newcomer, others, self.infos):
@@ -417,21 +424,21 @@ class ClientManager:
         self.nodes[client], self.facts[client], self.infos[client] = node, info, newcomer
         return client
 
-    def _hello(self, node: int, reply: Message) -> Hello:
+    def _registration(self, node: int, reply: Message) -> Registration:
         """Return what a client states about itself; a `BadRequest` says why it cannot take part."""
         if reply.has_error():
             reason = _reason(reply)
             self._note_error(0, -1, "register", reason)
             raise BadRequest(f"a client cannot take part: {_last_line(reason)}")
-        hello = read_hello(reply)
-        if isinstance(hello, Refused):
-            if hello.offence != FAILED:
-                raise BadRequest(f"node {node} cannot take part: {hello.reason}")
-            who = hello.stage
+        registration = read_registration(reply)
+        if isinstance(registration, Refused):
+            if registration.offence != FAILED:
+                raise BadRequest(f"node {node} cannot take part: {registration.reason}")
+            who = registration.stage
             self._stated[node] = int(who.split()[-1]) if who[-1].isdigit() else -1
-            self._note_error(0, self._stated[node], "register", hello.reason)
-            raise BadRequest(f"{who} cannot take part: {_last_line(hello.reason)}")
-        return hello
+            self._note_error(0, self._stated[node], "register", registration.reason)
+            raise BadRequest(f"{who} cannot take part: {_last_line(registration.reason)}")
+        return registration
 
     # ---- a simulation: all clients are known ------------------------------------------------------------------------
 
@@ -459,22 +466,22 @@ class ClientManager:
             raise BadRequest("every client of this run is blocked (blocked.csv says why): start a new run")
         answers = virtual.asked(there, by_size)
         chosen = sorted({*answers.values(), *virtual.smallest(there)})
-        hellos = dict(zip(chosen, self._introduced([(c, {"client": c}) for c in chosen]), strict=True))
+        registrations = dict(zip(chosen, self._introduced([(c, {"client": c}) for c in chosen]), strict=True))
         for m in there:
-            hello = hellos[answers[m.client]]
-            if m.client in hellos:
-                self._check_member(m, hellos[m.client])
+            registration = registrations[answers[m.client]]
+            if m.client in registrations:
+                self._check_member(m, registrations[m.client])
             self.nodes[m.client] = self._hosts[m.client % len(self._hosts)]
-            self.facts[m.client] = {**hello.info, "test-examples": m.tests, "partitions": len(members)}
+            self.facts[m.client] = {**registration.info, "test-examples": m.tests, "partitions": len(members)}
             self.infos[m.client] = ClientInfo(
-                m.client, m.examples, hello.model, hello.classes, hello.shapes, hello.common
+                m.client, m.examples, registration.model, registration.classes, registration.shapes, registration.common
             )
         self._asked = chosen
         return [self.infos[c] for c in sorted(self.infos)]
 
     @staticmethod
-    def _check_member(member: Member, hello: Hello) -> None:
-        stated = Member(hello.client, hello.count, hello.tests, hello.model)
+    def _check_member(member: Member, registration: Registration) -> None:
+        stated = Member(registration.client, registration.count, registration.tests, registration.model)
         if stated != member:
             raise BadRequest(
                 f"a worker has {stated}, the server {member}: use the same version of fedapp and the same data "
@@ -485,7 +492,7 @@ class ClientManager:
         """Whether each client of a simulation needs a node of its own, and there are too few."""
         return not self.several and len(self._hosts) < self._expected
 
-    def _introduced(self, asked: Sequence[tuple[int, Mapping[str, Scalar]]]) -> list[Hello]:
+    def _introduced(self, asked: Sequence[tuple[int, Mapping[str, Scalar]]]) -> list[Registration]:
         """Ask clients of a simulation who they are, by id with the further values of the request."""
         started = told = time.monotonic()
         limit = self.settings.wait_timeout
@@ -509,10 +516,10 @@ class ClientManager:
             content, _ = self._encoder.content(Payload(), {**self.control, "round": 0, **values[batch[0]]})
             return Message(content, self._host(batch), "query.register")
 
-        found: dict[int, Hello] = {}
+        found: dict[int, Registration] = {}
         for batch, reply in self._raw([[c] for c in values], request, limit, self._underway(len(self._hosts))):
             try:
-                found[batch[0]] = self._hello(self._host(batch), reply)
+                found[batch[0]] = self._registration(self._host(batch), reply)
             except BadRequest as e:
                 raise BadRequest(plain(e)) from e
         if missing := sorted(values.keys() - found.keys()):
