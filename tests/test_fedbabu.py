@@ -21,11 +21,12 @@ from fedapp.errors import BadRequest
 from fedapp.learning.state import read_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.learning.training import train
-from fedapp.method import BaseHParams, Payload
+from fedapp.method import ALL, BaseHParams, Payload
 from fedapp.models import SplitModel
 from fedapp.results import report
 from fedapp.results.runs import TUNED_PAIRS
 from fedapp.transport import selection
+from strategies.base import FedStrategy
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.fedbabu import METHOD, FedBABU
 from tests.handmade import (
@@ -97,6 +98,23 @@ def test_it_is_fedavg_on_a_model_with_a_frozen_head_bit_for_bit() -> None:
     assert equal(found["model"], frozen["model"])
     start = FedBABU(METHOD, FedBABUHParams()).init(context(sent().common))["model"]
     assert start.keys() == found["model"].keys()
+
+
+class Whole(FedBABUClient):
+    """Trains all, as FedAvg does."""
+
+    phases = FedClient.phases
+
+
+def test_with_all_trained_and_sent_it_is_fedavg_bit_for_bit() -> None:
+    class Server(FedBABU):
+        aggregate = FedStrategy.aggregate
+
+    tasks = digit_tasks(3, epochs=1)
+    whole = dataclasses.replace(METHOD, client=Whole, strategy=Server, up=ALL)
+    plain = federate(FEDAVG, BaseHParams(), tasks, 2)[1]
+    assert equal(federate(whole, FedBABUHParams(), tasks, 2)[1]["model"], plain["model"])
+    assert not equal(federate(METHOD, FedBABUHParams(), tasks, 2)[1]["model"], plain["model"])
 
 
 @pytest.mark.parametrize("tune", ["full", "head", "body"])

@@ -9,7 +9,19 @@ import pandas as pd
 import pytest
 
 from fedapp.engines.local import RunResult
-from tests.closedform import CLIENTS, B, W, answer, context, one_class_each, random_data, repaired, server, together
+from tests.closedform import (
+    CLIENTS,
+    B,
+    W,
+    answer,
+    asker,
+    context,
+    one_class_each,
+    random_data,
+    repaired,
+    server,
+    together,
+)
 from tests.handmade import deterministic
 
 
@@ -26,6 +38,20 @@ def test_the_head_of_the_worked_example() -> None:
 def test_means_weigh_clients_by_their_samples() -> None:
     """The mean over clients of class 0's means is (3, 1), over its samples (2.5, 1.5)."""
     np.testing.assert_allclose(repaired("fedncm", "metric=euclidean")[0][W][0], [2.5, 1.5], atol=1e-6)
+
+
+@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
+def test_any_dealing_of_the_samples_gives_the_same_head(metric: str) -> None:
+    ctx = context(4, 5)
+    z, y = together(random_data(1))
+    means = np.stack([z[y == c].mean(axis=0) for c in range(4)])
+    expected = np.column_stack([means, -0.5 * (means**2).sum(axis=1)])
+    if metric == "cosine":
+        expected = np.column_stack([means / np.linalg.norm(means, axis=1, keepdims=True), np.zeros(4)])
+    for data in (random_data(1), random_data(7), random_data(300), one_class_each(random_data(1))):
+        strategy, state = server("fedncm", f"metric={metric}", ctx=ctx)
+        rows = strategy.rows(strategy.asked(state["model"], asker(strategy, data)))[0]
+        np.testing.assert_allclose(rows, expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("metric", ["cosine", "euclidean"])

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
+from clients.fedbabu import FedBABUClient, FedBABUHParams
 from clients.fedrep import FedRepClient, FedRepHParams
 from fedapp.engines.local import RunResult
 from fedapp.method import Payload, Reply
 from fedapp.transport.selection import everything, extract
+from strategies.fedbabu import METHOD as FEDBABU
 from strategies.fedrep import METHOD, FedRep
 from tests.handmade import TOY, context, deterministic, digit_tasks, equal, head_of, model_like, on_toy, toy_task
 from tests.test_fedper import BODY, STEPPED
@@ -62,6 +65,20 @@ def test_both_phases_together_are_fedper(start: str, tiny: Tiny) -> None:
     for name in ("clients", "final", "unseen"):
         one, two = (deterministic(getattr(run, name)) for run in (ours, theirs))
         pd.testing.assert_frame_equal(one, two, check_exact=True)
+
+
+@pytest.mark.parametrize("batch_size", [40, 8])
+def test_without_a_phase_for_the_head_it_is_fedbabu_up_to_the_order_of_batches(batch_size: int) -> None:
+    """The passes over the body have batches of their own; with one batch an epoch these are the same."""
+    (task,) = digit_tasks(1)
+    task = replace(task, train=replace(task.train, batch_size=batch_size))
+    sent = Payload(common=everything(model_like(task)))
+    ours = FedRepClient(task, METHOD, FedRepHParams(head_epochs=0, start="common"))
+    theirs = FedBABUClient(task, FEDBABU, FedBABUHParams(tune_epochs=0))
+    bodies = [client.train_round(sent, 1)[0] for client in (ours, theirs)]
+    assert bodies[0].keys() == bodies[1].keys()
+    gap = max(float(np.abs(bodies[0][n] - bodies[1][n]).max()) for n in bodies[1])
+    assert gap < 1e-6 if batch_size == 40 else gap > 1e-4
 
 
 def test_a_consensus_of_bodies_stays_and_both_means_are_worked() -> None:

@@ -170,6 +170,15 @@ def test_training_separates_the_prototypes_and_arrival_plays_no_part() -> None:
     assert not np.array_equal(after(other, ROUND)["protos"], state["protos"])
 
 
+def test_the_order_of_the_clients_plays_no_part_and_each_round_shuffles_anew() -> None:
+    options: dict[str, Any] = {"classes": 4, "network": False, "server_epochs": 20, "server_lr": 0.02}
+    whole = strategy(server_batch=64, **options)  # one batch, so that a shuffle only changes the order of its sum
+    np.testing.assert_allclose(after(whole, ROUND[::-1])["protos"], after(whole, ROUND)["protos"], atol=1e-6)
+    made = strategy(server_batch=2, **options)
+    second, third = (made.aggregate(after(made, ROUND), number, iter(ROUND))["protos"] for number in (2, 3))
+    assert not np.array_equal(second, third)
+
+
 def test_a_class_that_nobody_sent_is_no_candidate_and_an_absent_one_stays_known() -> None:
     made = strategy(classes=5, network=False, server_epochs=3)
     start = made.init(made.context)
