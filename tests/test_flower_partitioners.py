@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import datasets as library
@@ -98,6 +99,30 @@ def test_natural_owners_and_features_can_be_partitioned_by() -> None:
     strict = dealt("ContinuousPartitioner", "strictness=1 partition_by=height").clients
     tops = [TOY.x_train[c.train, 1].max() for c in strict]
     assert tops == sorted(tops) and tops[0] <= TOY.x_train[strict[1].train, 1].min()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "owned"), [("NaturalIdPartitioner", "", True), ("IidPartitioner", "", False),
+                                ("DirichletPartitioner", "alpha=5 partition_by=client min_partition_size=1", True),
+                                ("DirichletPartitioner", "alpha=5 min_partition_size=1", False)],
+)  # fmt: skip
+def test_a_client_that_is_an_owner_is_tested_on_its_own_rows(name: str, text: str, owned: bool, tmp_path: Path) -> None:
+    assert TOY.owners is not None
+    x, split = np.concatenate([TOY.x_train, TOY.x_test]), np.repeat(["train", "test"], [ROWS, TESTS])
+    np.savez(tmp_path / "toy.npz", x=x, y=np.concatenate([TOY.y_train, TOY.y_test]), client=TOY.owners, split=split)
+    flat: dict[str, Any] = {
+        "method": "local",
+        "dataset": "npz",
+        "data-dir": str(tmp_path / "toy.npz"),
+        "min-samples": 1,
+    }
+    flat |= {"partition": f"flwr:{name}", "partition-args": text, "clients": 0 if "Natural" in name else 3}
+    data = simulated.federated(config.from_flat(flat), flat["clients"])
+    assert data.partition.split == ("merged" if owned else "official") and data.dataset.owners is not None
+    if "Natural" in name:
+        for client in data.partition.clients:
+            assert len({*data.dataset.owners[client.train], *data.dataset.owners[client.test]}) == 1
+            assert len(client.test)
 
 
 @pytest.mark.parametrize("split", ["official", "merged", "holdout"])

@@ -90,8 +90,8 @@ class RunConfig(BaseModel):
     min_samples: int = Field(10, ge=1, description="smallest number of samples a client may get")
     split: Literal["auto", "official", "merged", "holdout", "given"] = Field(
         "auto",
-        description="where test data come from; auto = official (by-client: given) if the data set has a test set, "
-        "else holdout",
+        description="where test data come from; auto = official (by-client: given, flwr: by another column than "
+        "label: merged) if the data set has a test set, else holdout",
     )
     test_share: float = Field(
         0.25,

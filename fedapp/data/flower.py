@@ -79,6 +79,11 @@ def arguments(partition: str, text: str) -> Mapping[str, Any]:
     return found
 
 
+def column(partition: str, text: str) -> str:
+    """Return the column that a partitioner with the arguments `text` goes by; of one without a column `label`."""
+    return str(arguments(partition, text).get("partition_by", "label"))
+
+
 def counts_clients(partition: str) -> bool:
     """Return whether a partitioner itself says how many clients there are, such as one with `partition_sizes`.
 
