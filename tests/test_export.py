@@ -44,6 +44,19 @@ def test_the_graph_is_the_module(kind: str, tiny: Any, tmp_path: Path) -> None:
     assert facts["classes"] == list(net.classes) and facts["kind"] == kind
 
 
+def test_own_models_need_a_word_as_for_predict(tiny: Any, tmp_path: Path) -> None:
+    run = tiny(method="fedavg", rounds=1, model="tests.own_nets:digits_a")
+    file = tmp_path / "net.pt2"
+    command = ["export", str(run.out), "--client", "0", "--out", str(file)]
+    refused = CliRunner().invoke(app, command)
+    assert isinstance(refused.exception, BadRequest) and '--allow "tests.own_nets:digits_a"' in str(refused.exception)
+    done = CliRunner().invoke(app, [*command, "--allow", "tests.own_nets:digits_a"])
+    assert done.exit_code == 0, done.output
+    net = fedapp.load(run.out, 0, allow="tests.own_nets:digits_a")
+    x = exporting.examples(net, 3)
+    assert torch.allclose(torch.export.load(file).module()(x), net(x), atol=1e-5)
+
+
 def test_what_cannot_be_exported_is_refused(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = fedapp.load(tiny(method="fedavg", rounds=1).out, 0)
     with pytest.raises(BadRequest, match="--to tflite: choose from"):

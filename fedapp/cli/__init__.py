@@ -345,11 +345,12 @@ def export(
     to: Annotated[Literal["pt2", "onnx"], typer.Option(help="pt2: torch.export; onnx needs fedapp[onnx]")] = "pt2",
     client: Client = None,
     received: Annotated[bool, typer.Option("--received", help="the client's model before local training")] = False,
+    allow: Allow = "",
 ) -> None:
     """Write a trained model with its transform as one graph on raw samples, and check it against the module."""
     from fedapp.results import exporting
 
-    net = _loaded(run, client, received)
+    net = _loaded(run, client, received, allow)
     difference = exporting.write(net, to, out)
     echo(f"{net.about}\ntakes {net.wanted()}, returns logits (N, {len(net.classes)})")
     echo(f"largest difference from the module on {exporting.CHECKED} samples: {difference:.2g}\nwritten to {out}")
