@@ -265,15 +265,17 @@ def test_predict_takes_the_rows_of_a_table(tiny: Any, tmp_path: Path) -> None:
             assert code == 0 and [line.split("\t")[2] for line in text.splitlines()] == [f"{v:.4f}" for v in wanted]
     for content, says in (
         ("1,2\n", "has 2 columns of features, but the model takes 3"),
-        ("a,b,c\n1,x,3\n", "line 2, column 2: 'x' is not a number"),
-        ("1,2,3\n1,2,3,4\n", "cannot be read as .csv"),
-        ("", "cannot be read as .csv"),
+        ("a,b,c\n1,x,3\n", "'b' has 'x' (row 0), which is not a number"),
+        ("1,2,3\n1,2,3,4\n", "cannot read the table"),
+        ("", "is empty: its first line must name the columns"),
     ):
         (tmp_path / "bad.csv").write_text(content)
         code, text = command(str(tmp_path / "bad.csv"), "--run", str(run.out), "--client", "1")
         assert code and says in text, text
     Image.new("L", (8, 8)).save(tmp_path / "a.png")
-    assert "give them as .npz (column x) or .csv" in command(str(tmp_path / "a.png"), "--run", str(run.out))[1]
+    assert (
+        "give them as .npz (column x), .csv or .parquet" in command(str(tmp_path / "a.png"), "--run", str(run.out))[1]
+    )
 
 
 def test_predict_finds_the_columns_of_a_table_by_their_names(tiny: Any, tmp_path: Path) -> None:
@@ -301,10 +303,15 @@ def test_predict_finds_the_columns_of_a_table_by_their_names(tiny: Any, tmp_path
     other.to_csv(tmp_path / "new.csv")
     code, text = command(str(tmp_path / "new.csv"), "--run", str(run.out), "--client", "name:1")
     assert code == 0 and [line.split("\t")[2] for line in text.splitlines()] == wanted
+    other.to_csv(tmp_path / "semicolons.csv", sep=";", na_rep="NA", index=False)
+    other.to_parquet(tmp_path / "new.parquet")
+    for name in ("semicolons.csv", "new.parquet"):
+        code, text = command(str(tmp_path / name), "--run", str(run.out), "--client", "name:1")
+        assert code == 0 and [line.split("\t")[2] for line in text.splitlines()] == wanted, text
     for content, says in (
         ("age,smoker\n1,true\n", "lacks blood=0, blood=A, blood=AB: the model was trained on age, smoker, blood=0"),
-        ("age,blood,smoker\n1,A,yes\n", "line 2, column smoker: 'yes' is not a number"),
-        ("age,age,blood,smoker\n1,1,A,true\n", "2 columns called age"),
+        ("age,blood,smoker\n1,A,yes\n", "'smoker' has 'yes' (row 0), which is not a number"),
+        ("age,age,blood,smoker\n1,1,A,true\n", "several columns are called 'age'"),
     ):
         (tmp_path / "bad.csv").write_text(content)
         code, text = command(str(tmp_path / "bad.csv"), "--run", str(run.out), "--client", "1")

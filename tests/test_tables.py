@@ -14,7 +14,7 @@ import pytest
 
 import fedapp
 from fedapp import config as configuration
-from fedapp.data import datasets
+from fedapp.data import datasets, tables
 from fedapp.data.columns import Reading, roles
 from fedapp.data.datasets import Dataset
 from fedapp.errors import BadRequest
@@ -232,3 +232,41 @@ def test_a_run_learns_a_table_of_natural_clients(tmp_path: Path) -> None:
         num_server_rounds=4, lr=0.05, out=tmp_path / "out",
     )  # fmt: skip
     assert len(run.final) == 4 and run.final["received_accuracy"].mean() > 0.85
+
+
+@pytest.mark.parametrize("form", [",", ";", "\t", "parquet"])
+def test_rows_to_classify_are_read_as_training_read_them(form: str, tmp_path: Path) -> None:
+    frame = patients().drop(columns=["part", "visit"])
+    frame.loc[[3, 5], "blood"] = None
+    frame.loc[0, "age"] = np.nan
+    path = tmp_path / "new.parquet"
+    if form == "parquet":
+        frame.to_parquet(path)
+    else:
+        path = tmp_path / "new.csv"
+        frame.to_csv(path, sep=form, na_rep="N/A", index=False)
+    own = tables.read([path], path, Reading("x=age,pulse,smoker,blood y=diagnosis client=hospital"))
+    assert own.features[-2:] == ("blood=AB", "blood=B-") and np.isnan(own.arrays["x_train"]).sum() > 5
+    found = tables.rows(path, own.features, len(own.features))
+    assert found.dtype == np.float32 and np.array_equal(found, own.arrays["x_train"], equal_nan=True)
+    single = tables.rows(path, ("blood=NA", "age"), 2)
+    assert not single[:, 0].any() and np.array_equal(single[:, 1], found[:, 0], equal_nan=True)
+
+
+def test_faults_of_rows_to_classify_are_named_together(tmp_path: Path) -> None:
+    path = tmp_path / "new.csv"
+    path.write_text("age;pulse\nold;1e60\n;2\n")
+    with pytest.raises(BadRequest, match=r"'age' has 'old' \(row 0\), which is not a number.*'pulse' is infinite"):
+        tables.rows(path, ("age", "pulse"), 2)
+    with pytest.raises(BadRequest, match="lacks weight, sex=f: the model was trained on"):
+        tables.rows(path, ("weight", "pulse", "sex=f"), 3)
+    path.write_text("1;NA;3\n;2;x\n")
+    with pytest.raises(BadRequest, match="'column 3' has 'x'"):
+        tables.rows(path, (), 3)
+    path.write_text("1;NA;3\n;2;5\n")
+    assert np.array_equal(tables.rows(path, (), 3), [[1, np.nan, 3], [np.nan, 2, 5]], equal_nan=True)
+    pd.DataFrame({"age": [None], "y": ["ill"]}).to_parquet(tmp_path / "one.parquet")
+    assert np.isnan(tables.rows(tmp_path / "one.parquet", (), 1)).all(), "unknown in the only row"
+    pd.DataFrame({"age": [b"1"]}).to_parquet(tmp_path / "odd.parquet")
+    with pytest.raises(BadRequest, match="'age' is object, wanted numbers"):
+        tables.rows(tmp_path / "odd.parquet", ("age",), 1)

@@ -292,7 +292,7 @@ def _loaded(run: Path, client: str | None, received: bool = False, allow: str = 
 def predict(
     files: Annotated[
         list[Path],
-        typer.Argument(help="pictures, .npz files (column x), or .csv files (rows of a table)", metavar="FILE..."),
+        typer.Argument(help="pictures, .npz files (column x), or tables, .csv or .parquet", metavar="FILE..."),
     ],
     run: RunFolder = None,
     client: Client = None,

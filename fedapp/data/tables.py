@@ -10,20 +10,23 @@ from __future__ import annotations
 import csv
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedapp.data.columns import EXACT, PARTS, Array, Own, Reading, assigned, entries, own, roles
+from fedapp.data.columns import COLUMNS, EXACT, LABELS, PARTS, Array, Own, Reading, assigned, entries, own, roles
 from fedapp.errors import BadRequest, is_number, suggest
 from fedapp.lazy import pd
 
 MOST_CATEGORIES = 64
 UNKNOWN = ["", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-nan", "null", "NULL", "None", "<NA>"]
 """Cells of a feature in a CSV file that stand for an unknown value."""
+NAMELESS = "(column {})"
+"""What a column of a CSV file without a name is called."""
 SHOWN = 10
 """Faults that one message lists."""
 
@@ -85,10 +88,110 @@ def _of_client(path: Path, frame: Any, found: Mapping[str, str]) -> tuple[Any, d
     return frame, {**found, **{role: role for role in said}}
 
 
-def _frame(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> tuple[Any, dict[str, str]]:
-    """Read one file and say which of its columns are y, client, split and group."""
+def rows(path: Path, features: Sequence[str], count: int) -> Array:
+    """Read the features of rows that a model is to classify, as they are read for training.
+
+    Parameters
+    ----------
+    path : a `.csv` or `.parquet` file. A CSV file may lack the line of names; each column is then a feature.
+    features : names of the model's features, found in any order; none = every column but `y`, `client`, ...
+    count : number of features.
+
+    Returns
+    -------
+    float32 (n, count), NaN where a number is unknown.
+
+    Raises
+    ------
+    BadRequest : the file cannot be read, or columns are missing or wrong; the message names all of them.
+    """
+    with _named(path):
+        frame, sources = (_parquet_rows if path.suffix.lower() == ".parquet" else _csv_rows)(path, features, count)
+    if not features:
+        frame = frame[[name for name in frame.columns if name not in (*COLUMNS[1:], *LABELS)]]
+    if not features and frame.shape[1] != count:
+        raise BadRequest(f"{path} has {frame.shape[1]} columns of features, but the model takes {count}")
+    values: list[Array] = []
+    faults: list[str] = []
+    for feature in features or frame.columns:
+        source = sources.get(feature, feature)
+        column = frame[source]
+        if source != feature:
+            category = feature.removeprefix(f"{source}=")
+            values.append(np.array([str(v).strip() == category for v in column], np.float32))
+            continue
+        found = None
+        if column.isna().all():
+            values.append(np.full(len(column), np.nan, np.float32))
+        elif not _legible(column):
+            faults.append(f"'{source}' is {column.dtype}, wanted numbers")
+        else:
+            found = _cells(column, source, "row {}".format, faults)
+        if found is not None and found.dtype.kind == "U":
+            row = next(n for n, text in enumerate(found.tolist()) if text and not is_number(text))
+            faults.append(
+                f"'{source}' has '{found[row]}' (row {row}), which is not a number: leave unknown cells empty"
+            )
+        elif found is not None and (narrow := _narrow(found, source, "row {}".format, faults)) is not None:
+            values.append(narrow)
+    _refuse(path, faults)
+    return np.stack(values, axis=1)
+
+
+def _sources(path: Path, names: Sequence[str], features: Sequence[str]) -> dict[str, str]:
+    """Return the column of each feature that stands for a category, `sex=f` -> `sex`.
+
+    Raises
+    ------
+    BadRequest : columns are missing; names all of them.
+    """
+    found, lacking = {}, []
+    for feature in features:
+        if feature not in names:
+            source = next((name for name in names if feature.startswith(f"{name}=")), None)
+            if source is None:
+                lacking.append(feature)
+            else:
+                found[feature] = source
+    if lacking:
+        more = f" ({len(lacking)} in all)" if len(lacking) > SHOWN else ""
+        raise BadRequest(
+            f"{path} lacks {', '.join(lacking[:SHOWN])}{more}: the model was trained on {', '.join(features[:40])}"
+        )
+    return found
+
+
+def _parquet_rows(path: Path, features: Sequence[str], count: int) -> tuple[Any, dict[str, str]]:
+    frame = _parquet(path)
+    return frame, _sources(path, list(frame.columns), features)
+
+
+def _csv_rows(path: Path, features: Sequence[str], count: int) -> tuple[Any, dict[str, str]]:
+    mark, header = _header(path)
+    if not set(header) & set(features) and any(_is_value(cell) for cell in header):
+        if len(header) != count:
+            raise BadRequest(f"{path} has {len(header)} columns of features, but the model takes {count}")
+        return _body(path, mark, list(features) or [f"column {n + 1}" for n in range(count)], 0, {}), {}
+    names = _names(path, header)
+    sources = _sources(path, names, features)
+    texts: dict[str, list[str]] = {name: [] for name in sources.values()}
+    for feature, source in sources.items():
+        texts[source].append(feature.removeprefix(f"{source}="))
+    # Text stays as written: 0 and 00 are two categories, and NA is one if training rows of a Parquet file had it.
+    unknown = {name: [u for u in UNKNOWN if u not in found] for name, found in texts.items()}
+    return _body(path, mark, names, 1, unknown), sources
+
+
+def _is_value(cell: str) -> bool:
+    """Whether the cell of a first line is no name of a column."""
+    return is_number(cell) or cell.lower() in ("true", "false")
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Name the file in whatever error its reader raises."""
     try:
-        return (_parquet if path.suffix.lower() == ".parquet" else _csv)(path, wanted)
+        yield
     except BadRequest:
         raise
     except ImportError as error:
@@ -98,13 +201,29 @@ def _frame(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> tuple[Any, dict
         raise BadRequest(f"cannot read the table {path} ({why}): write it again, CSV as UTF-8 with a header") from error
 
 
-def _parquet(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> tuple[Any, dict[str, str]]:
+def _frame(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> tuple[Any, dict[str, str]]:
+    """Read one file and say which of its columns are y, client, split and group."""
+    with _named(path):
+        if path.suffix.lower() == ".parquet":
+            frame = _parquet(path)
+            return frame, assigned(path, list(frame.columns), wanted)
+        mark, header = _header(path)
+        if all(is_number(name) for name in header):
+            raise BadRequest(f"{path}: the first line has numbers only: it must name the columns")
+        names = _names(path, header)
+        found = assigned(path, names, wanted)
+        # Text of these columns stays as written: 007 and 7 are two clients, NA may be a class.
+        return _body(path, mark, names, 1, {name: [""] for name in found.values()}), found
+
+
+def _parquet(path: Path) -> Any:
     frame = pd.read_parquet(path).reset_index(drop=True)
     frame.columns = [str(name) for name in frame.columns]
-    return frame, assigned(path, list(frame.columns), wanted)
+    return frame
 
 
-def _csv(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> tuple[Any, dict[str, str]]:
+def _header(path: Path) -> tuple[str, list[str]]:
+    """Return the separator of a CSV file and the cells of its first line."""
     with path.open(encoding="utf-8-sig", newline="") as stream:
         line = stream.readline()
         mark = max(",;\t", key=line.count)
@@ -112,26 +231,30 @@ def _csv(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> tuple[Any, dict[s
         header = [name.strip() for name in next(csv.reader(stream, delimiter=mark), [])]
     if not any(header):
         raise BadRequest(f"{path} is empty: its first line must name the columns")
+    return mark, header
+
+
+def _names(path: Path, header: Sequence[str]) -> list[str]:
+    """Return one name for each column, which is in brackets where the file has none."""
     twice = sorted(name for name, times in Counter(header).items() if name and times > 1)
     if twice:
         raise BadRequest(f"{path}: several columns are called '{twice[0]}' ({len(twice)} such names): rename them")
-    if all(is_number(name) for name in header):
-        raise BadRequest(f"{path}: the first line has numbers only: it must name the columns")
-    # A column without a name is the row number that pandas writes; it is no feature.
-    names = [name or f"(column {number})" for number, name in enumerate(header)]
-    found = assigned(path, names, wanted)
-    keys = set(found.values())
+    return [name or NAMELESS.format(number) for number, name in enumerate(header)]
+
+
+def _body(path: Path, mark: str, names: list[str], start: int, texts: Mapping[str, Sequence[str]]) -> Any:
+    """Read the rows of a CSV file from the line `start` on; `texts` are columns of text -> cells that are unknown."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # pandas 4 will always read floats to the last bit
         warnings.simplefilter("error", pd.errors.ParserWarning)  # lines longer than the header
         frame = pd.read_csv(
-            path, sep=mark, names=names, skiprows=1, header=None, index_col=False, encoding="utf-8-sig",
-            # Text of these columns stays as written: 007 and 7 are two clients, NA may be a class.
-            dtype=dict.fromkeys(keys, "str"), keep_default_na=False,
-            na_values={name: [""] if name in keys else UNKNOWN for name in names},
+            path, sep=mark, names=names, skiprows=start, header=None, index_col=False, encoding="utf-8-sig",
+            dtype=dict.fromkeys(texts, "str"), keep_default_na=False,
+            na_values={name: list(texts.get(name, UNKNOWN)) for name in names},
             float_precision="round_trip", skipinitialspace=True, low_memory=False,
         )  # fmt: skip
-    return frame.drop(columns=[name for name, given in zip(names, header) if not given]), found
+    # A column without a name is the row number that pandas writes; it is no feature.
+    return frame.drop(columns=[name for n, name in enumerate(names) if name == NAMELESS.format(n)])
 
 
 @dataclass
@@ -181,9 +304,7 @@ def from_frame(
     features.ignored += [name for name in every if name not in chosen]
     for name in chosen:
         _feature(features, frame[name], name, bool(listed), training, reading.node, place)
-    if features.faults:
-        more = f" ({len(features.faults)} faults in all)" if len(features.faults) > SHOWN else ""
-        raise BadRequest(f"{where}: " + "; ".join(features.faults[:SHOWN]) + more)
+    _refuse(where, features.faults)
     if not features.values:
         raise BadRequest(
             f'{where}: no numeric column is left for the features: name some with columns = "x=a,b" or, with text '
@@ -199,6 +320,12 @@ def from_frame(
         own(where, arrays), features=tuple(features.names), categories=features.categories,
         ignored=tuple(features.ignored),
     )  # fmt: skip
+
+
+def _refuse(where: object, faults: Sequence[str]) -> None:
+    if faults:
+        more = f" ({len(faults)} faults in all)" if len(faults) > SHOWN else ""
+        raise BadRequest(f"{where}: " + "; ".join(faults[:SHOWN]) + more)
 
 
 def keys(role: str, column: Any, name: str, place: Callable[[int], str], faults: list[str]) -> Array:
@@ -233,56 +360,74 @@ def _feature(
     place: Callable[[int], str],
 ) -> None:
     """Add one column to the features, or to what is ignored, or to the faults."""
-    types = pd.api.types
-    known = np.array(column.notna())
-    if types.is_numeric_dtype(column) and not types.is_complex_dtype(column):
-        values = column.to_numpy(np.float64, na_value=np.nan)
-    else:
-        first = column[known].iloc[0] if known.any() else None
-        if not isinstance(first, (str, bool, int, float)):
-            if named:
-                features.faults.append(f"'{name}' is {column.dtype}: write numbers or text")
-            else:
-                features.ignored.append(name)
-            return
-        text = np.array([str(v).strip() if k else "" for v, k in zip(column, known)])
-        known &= text != ""
-        numeric = np.array([is_number(t) for t in np.unique(text[known]).tolist()])
-        if not known.any() or np.isin(np.char.lower(text[known]), ["true", "false"]).all():
-            values = np.where(known, np.char.lower(text) == "true", np.nan).astype(np.float64)
-        elif numeric.mean() > 0.5:
-            odd = np.flatnonzero(known & ~np.array([not t or is_number(t) for t in text.tolist()], bool))
-            if len(odd):
-                features.faults.append(
-                    f"'{name}' has '{text[odd[0]]}' among numbers ({place(int(odd[0]))}, {len(odd)} in all): leave "
-                    "unknown cells empty, or leave the column out"
-                )
-                return
-            values = np.array([float(t) if t else np.nan for t in text.tolist()])
+    if not _legible(column):
+        if named:
+            features.faults.append(f"'{name}' is {column.dtype}: write numbers or text")
         else:
-            _one_hot(features, text, known, name, named, training, node)
-            return
-    with np.errstate(over="ignore"):
-        narrow = values.astype(np.float32)
-    infinite = np.flatnonzero(np.isinf(narrow))
-    whole = values[np.isfinite(values)]
-    if len(infinite):
-        features.faults.append(
-            f"'{name}' is infinite for float32 ({place(int(infinite[0]))}, {len(infinite)} in all): leave them empty"
-        )
-    elif len(whole) and np.abs(whole).max() > EXACT and (whole == np.round(whole)).all():
-        features.faults.append(
-            f"'{name}' has whole numbers above 2^24, which float32 cannot hold: subtract an offset, or leave it out"
-        )
-    else:
+            features.ignored.append(name)
+        return
+    values = _cells(column, name, place, features.faults)
+    if values is not None and values.dtype.kind == "U":
+        _one_hot(features, values, name, named, training, node)
+    elif values is not None and (narrow := _narrow(values, name, place, features.faults)) is not None:
         features.values.append(narrow)
         features.names.append(name)
 
 
-def _one_hot(
-    features: _Features, text: Array, known: Array, name: str, named: bool, training: Array, node: bool
-) -> None:
+def _legible(column: Any) -> bool:
+    """Whether a column holds numbers or text."""
+    types = pd.api.types
+    if types.is_numeric_dtype(column):
+        return not types.is_complex_dtype(column)
+    known = column[column.notna()]
+    return len(known) > 0 and isinstance(known.iloc[0], (str, bool, int, float))
+
+
+def _cells(column: Any, name: str, place: Callable[[int], str], faults: list[str]) -> Array | None:
+    """Return a column as float64, NaN = unknown, or as text, "" = unknown; None if it has words among numbers."""
+    if pd.api.types.is_numeric_dtype(column):
+        numbers: Array = column.to_numpy(np.float64, na_value=np.nan)
+        return numbers
+    known = np.array(column.notna())
+    text = np.array([str(v).strip() if k else "" for v, k in zip(column, known)])
+    known &= text != ""
+    numeric = np.array([is_number(t) for t in np.unique(text[known]).tolist()])
+    if not known.any() or np.isin(np.char.lower(text[known]), ["true", "false"]).all():
+        return np.where(known, np.char.lower(text) == "true", np.nan).astype(np.float64)
+    if numeric.mean() <= 0.5:
+        return text
+    odd = np.flatnonzero(known & ~np.array([not t or is_number(t) for t in text.tolist()], bool))
+    if len(odd):
+        faults.append(
+            f"'{name}' has '{text[odd[0]]}' among numbers ({place(int(odd[0]))}, {len(odd)} in all): leave "
+            "unknown cells empty, or leave the column out"
+        )
+        return None
+    return np.array([float(t) if t else np.nan for t in text.tolist()])
+
+
+def _narrow(values: Array, name: str, place: Callable[[int], str], faults: list[str]) -> Array | None:
+    """Return numbers as float32; None if it cannot hold them."""
+    with np.errstate(over="ignore"):
+        narrow: Array = values.astype(np.float32)
+    infinite = np.flatnonzero(np.isinf(narrow))
+    whole = values[np.isfinite(values)]
+    if len(infinite):
+        faults.append(
+            f"'{name}' is infinite for float32 ({place(int(infinite[0]))}, {len(infinite)} in all): leave them empty"
+        )
+    elif len(whole) and np.abs(whole).max() > EXACT and (whole == np.round(whole)).all():
+        faults.append(
+            f"'{name}' has whole numbers above 2^24, which float32 cannot hold: subtract an offset, or leave it out"
+        )
+    else:
+        return narrow
+    return None
+
+
+def _one_hot(features: _Features, text: Array, name: str, named: bool, training: Array, node: bool) -> None:
     """Add a feature per category of a text column."""
+    known = text != ""
     if np.mean([t.count(",") == 1 and is_number(t.replace(",", ".")) for t in np.unique(text[known]).tolist()]) > 0.5:
         features.faults.append(f"'{name}' has decimal commas: write points")
     elif not named:

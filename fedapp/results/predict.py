@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from clients.base import FedClient
 from fedapp import plugins, registry
 from fedapp.config import RunConfig
-from fedapp.data import datasets
-from fedapp.data.columns import COLUMNS, read_npz, samples
+from fedapp.data import datasets, tables
+from fedapp.data.columns import read_npz, samples
 from fedapp.data.moments import Samples
 from fedapp.data.pictures import FORMATS
 from fedapp.data.transforms import InputSpec, channels_first, normalise
@@ -355,11 +355,11 @@ def read_images(paths: Sequence[Path], inputs: InputSpec) -> NDArray[np.uint8]:
 
 
 def read_samples(path: Path, net: LoadedModel) -> tuple[Samples, list[str]]:
-    """Read the raw samples of one file: a picture, the column `x` of a `.npz` file, or the rows of a `.csv` file.
+    """Read the raw samples of one file: a picture, the column `x` of a `.npz` file, or the rows of a table.
 
-    A `.csv` file has one row for each sample. If its first line has names, the columns are found by them, in any order,
-    and others are left out; where the model does not know the names of its features, and in a file without names, each
-    column is a feature (but `y`, `client`, ...). An empty cell is an unknown value.
+    A table, `.csv` or `.parquet`, has one row for each sample and is read as for training (`tables.rows`). Its columns
+    are found by their names, in any order, and others are left out; where the model does not know the names of its
+    features, and in a CSV file without names, each column is a feature (but `y`, `client`, ...).
 
     Returns
     -------
@@ -370,93 +370,22 @@ def read_samples(path: Path, net: LoadedModel) -> tuple[Samples, list[str]]:
     BadRequest : the file cannot be read, or it does not fit the model.
     """
     suffix = path.suffix.lower()
-    if suffix not in (".npz", ".csv"):
+    if suffix not in (".npz", ".csv", ".parquet"):
         if net.kind != "image":
-            raise BadRequest(f"{path}: this model takes {net.wanted()}: give them as .npz (column x) or .csv")
+            raise BadRequest(f"{path}: this model takes {net.wanted()}: give them as .npz (column x), .csv or .parquet")
         return read_images([path], net.inputs), [str(path)]
     if not path.is_file():
         raise BadRequest(f"{path} does not exist")
-    if suffix == ".csv":
+    if suffix != ".npz":
         if net.kind != "table":
-            raise BadRequest(f"{path}: .csv rows are for tables, and this model takes {net.wanted()}: give .npz")
-        x = _rows(path, net.inputs)
+            raise BadRequest(f"{path}: {suffix} rows are for tables, and this model takes {net.wanted()}: give .npz")
+        x = tables.rows(path, net.inputs.features, len(net.inputs.mean))
     else:
         arrays = read_npz(path)
         if "x" not in arrays:
             raise BadRequest(f"{path}: no column 'x' (found: {', '.join(sorted(arrays)) or 'none'})")
         x = arrays["x"]
     return x, [f"{path}:{row}" for row in range(len(x))]
-
-
-def _rows(path: Path, inputs: InputSpec) -> NDArray[np.float32]:
-    """Read the features of a .csv file, float32 (n, features)."""
-    import pandas as pd
-
-    try:
-        table = pd.read_csv(path, header=None, dtype=str, skip_blank_lines=True, keep_default_na=False)
-    except (OSError, ValueError, pd.errors.ParserError) as e:
-        raise BadRequest(f"{path} cannot be read as .csv ({e})") from e
-    table = table.apply(lambda column: column.str.strip())
-    first = table.iloc[0].tolist() if len(table) else []
-    lines = 1
-    if first and (set(first) & set(inputs.features) or not any(map(_known, first))):
-        lines = 2
-        table = table.iloc[1:].set_axis(first, axis=1)
-        if inputs.features:
-            table = _by_name(path, table, inputs.features)
-        else:
-            table = table.loc[:, [name not in (*COLUMNS[1:], "label", "target") for name in first]]
-    features = len(inputs.mean)
-    if table.shape[1] != features:
-        raise BadRequest(f"{path} has {table.shape[1]} columns of features, but the model takes {features}")
-    bad = ~table.map(_known).to_numpy()
-    if bad.any():
-        row, column = map(int, np.argwhere(bad)[0])
-        where = table.columns[column] if lines == 2 and inputs.features else column + 1
-        raise BadRequest(
-            f"{path}, line {row + lines}, column {where}: '{table.iloc[row, column]}' is not a number: leave the cell "
-            "empty if the value is unknown"
-        )
-    rows: NDArray[np.float32] = table.map(_number).to_numpy(np.float32)
-    return rows
-
-
-def _number(cell: str) -> float:
-    """Return a number, 1 for true, 0 for false, and NaN for an unknown value."""
-    if "_" in cell:  # Python reads 1_0 as 10
-        raise ValueError(cell)
-    return float({"": "nan", "true": "1", "false": "0"}.get(cell.lower(), cell))
-
-
-def _known(cell: str) -> bool:
-    """Whether a cell is what `_number` reads."""
-    try:
-        _number(cell)
-    except ValueError:
-        return False
-    return True
-
-
-def _by_name(path: Path, table: pd.DataFrame, features: Sequence[str]) -> pd.DataFrame:
-    """Take the columns of features from a table of text; `column=category` is 1 where the column has that text."""
-    import pandas as pd
-
-    names = list(table.columns)
-    columns, lacking = {}, []
-    for feature in features:
-        texts = (name for name in names if feature.startswith(f"{name}="))
-        source = feature if feature in names else next(texts, None)
-        if source is None:
-            lacking.append(feature)
-        elif names.count(source) > 1:
-            raise BadRequest(f"{path} has {names.count(source)} columns called {source}: leave one")
-        elif source == feature:
-            columns[feature] = table[feature]
-        else:
-            columns[feature] = (table[source] == feature.removeprefix(f"{source}=")).map({True: "1", False: "0"})
-    if lacking:
-        raise BadRequest(f"{path} lacks {', '.join(lacking)}: the model was trained on {', '.join(features)}")
-    return pd.DataFrame(columns)
 
 
 def run(net: LoadedModel, files: Sequence[Path]) -> pd.DataFrame:
