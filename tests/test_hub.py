@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,35 @@ def test_pictures_are_equal_and_brought_to_a_size(tmp_path: Path) -> None:
     values["photo"][7] = None
     with pytest.raises(BadRequest, match="column photo: row 7 has no picture"):
         loaded(tmp_path / "odd", made(values, "photo"))
+
+
+def test_broken_pictures_are_named_together_or_left_out(tmp_path: Path) -> None:
+    values = content()
+    whole = [np.asarray(p) for p in values["photo"]]
+    stream = io.BytesIO()
+    values["photo"][6].save(stream, "png")
+    values["photo"][2] = {"bytes": b"no picture", "path": None}
+    values["photo"][6] = {"bytes": stream.getvalue()[:-40], "path": None}
+    values["photo"][9] = None
+    columns = "y=activity client=person"
+    with pytest.raises(
+        BadRequest, match=r"row 2 has a picture that .*no known format.*row 6 .*row 9 has no p"
+    ) as found:
+        loaded(tmp_path / "ds", made(values, "photo"))
+    assert "skip-bad = true" in str(found.value) and "0x" not in str(found.value)
+    data = load("hf", tmp_path / "ds", Reading(columns, skip_bad=True))
+    left = [i for i in range(12) if i not in (2, 6, 9)]
+    assert data.skipped == 3 and np.array_equal(data.x_train, np.stack([whole[i] for i in left]))
+    assert data.y_train.tolist() == [values["activity"][i] for i in left] and data.owners is not None
+    assert [data.owner_names[o] for o in data.owners] == [values["person"][i] for i in left]
+    parts = {part: made(values, "photo").select(rows) for part, rows in (("train", range(8)), ("test", range(8, 12)))}
+    DatasetDict(parts).save_to_disk(str(tmp_path / "parts"))
+    data = load("hf", tmp_path / "parts", Reading(columns, skip_bad=True))
+    assert (len(data.x_train), len(data.x_test), data.skipped) == (6, 3, 3)
+    values["photo"] = [None if values["activity"][i] == 1 else values["photo"][i] for i in range(12)]
+    made(values, "photo").save_to_disk(str(tmp_path / "class"))
+    with pytest.raises(BadRequest, match="class 'run' has no picture left for training"):
+        load("hf", tmp_path / "class", Reading(columns, skip_bad=True))
 
 
 def test_lists_of_equal_length_are_features(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class DataCard:
     validation : images that the clients hold out from training to choose settings by.
     names : of the clients, where the data or a file name them; else empty.
     left_out : owners with too few rows, who are no clients.   ignored : arrays of the file that mean nothing here.
-    skipped : number of files that could not be read and were left out.
+    skipped : number of files, or pictures of a table, that could not be read and were left out.
     rows : what one sample is called: `images`, else `rows`.
     """
 
@@ -108,7 +108,7 @@ class DataCard:
         if ignored:
             lines.append(f"ignored: {', '.join(ignored)}")
         if self.skipped:
-            lines.append(f"files left out because they cannot be read: {self.skipped}")
+            lines.append(f"files or rows left out because they cannot be read: {self.skipped}")
         if left_out:
             shown = ", ".join(left_out[:8]) + (", ..." if len(left_out) > 8 else "")
             lines.append(f"left out, fewer than min-samples {self.rows}: {len(left_out)} ({shown})")

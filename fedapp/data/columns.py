@@ -59,7 +59,7 @@ class Own:
     ignored : arrays or columns of the source that mean nothing here.
     features : of a table, one name per feature where the source has them; `sex=f` for a category of a text column.
     categories : text column of a table -> its categories, in the order of their features.
-    skipped : number of files that could not be read and were left out.
+    skipped : number of files, or pictures of a table, that could not be read and were left out.
     """
 
     arrays: dict[str, Array]
@@ -81,7 +81,7 @@ class Reading:
     columns : what the columns of a table mean, see `roles`; "" = by their names.
     image_size : side in pixels to which pictures are brought; 0 = as they are, None = by itself, at most 64.
     layout : of a folder of pictures: `auto`, `classes` or `clients`.
-    skip_bad : leave out files that cannot be read, instead of an error.
+    skip_bad : leave out files and pictures that cannot be read, instead of an error.
     node : the data are a real node's own, which other nodes cannot see.
     """
 

@@ -161,7 +161,7 @@ class Dataset:
     ignored : arrays or columns of the source that mean nothing here.
     features : name of each feature of a table, where the source has names; else empty.
     categories : text column of a table -> its categories, which the features `column=category` stand for.
-    skipped : number of files that could not be read and were left out.
+    skipped : number of files, or pictures of a table, that could not be read and were left out.
     """
 
     name: str
@@ -382,6 +382,7 @@ def _find(name: str, root: Path | None, reading: Reading) -> _Source:
             "columns": reading.columns,
             "image_size": reading.image_size,
             "node": reading.node,
+            **({"skip_bad": True} if reading.skip_bad else {}),
         }
         return key, lambda _: hub.read(place, reading)
     if name == "folder":

@@ -122,13 +122,20 @@ def _columns(place: str, data: Any, split: Array | None, reading: Reading) -> Ow
             arrays[role] = entries(arrays[role])
     arrays["class_names"] = np.array(known if known is not None else np.unique(entries(arrays["y"])).astype(str))
     (name,) = whole
+    bad: list[int] = []
     if isinstance(kinds[name], datasets.Image):
-        arrays["x"] = pictures.stacked(f"{place}, column {name}", data[name], reading.image_size)
+        where, cells = f"{place}, column {name}", data.cast_column(name, datasets.Image(decode=False))[name]
+        arrays["x"], bad = pictures.stacked(where, cells, kinds[name].decode_example, reading)
+        training = arrays["split"] == "train" if "split" in arrays else np.ones(len(arrays["y"]), bool)
+        gone = set(arrays["y"][training]) - set(np.delete(arrays["y"], bad)[np.delete(training, bad)])
+        if gone:
+            raise BadRequest(f"{where}: class '{min(gone)}' has no picture left for training: repair some of its rows")
+        arrays = {role: v if role in ("x", "class_names") else np.delete(v, bad) for role, v in arrays.items()}
     else:
         arrays["x"] = data.with_format("numpy")[name][:]
         if arrays["x"].dtype == object:
             raise BadRequest(f"{place}: the rows of '{name}' have different lengths or are empty: give all the same")
-    return replace(own(place, arrays), ignored=tuple(n for n in others if n != name))
+    return replace(own(place, arrays), ignored=tuple(n for n in others if n != name), skipped=len(bad))
 
 
 def _values(data: Any, name: str) -> Sequence[Any]:

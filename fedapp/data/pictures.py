@@ -15,7 +15,7 @@ import struct
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from fedapp.errors import BadRequest
 
 UInt8 = npt.NDArray[np.uint8]
 Item = TypeVar("Item")
+Key = TypeVar("Key", Path, int)
 Arrays = dict[str, np.ndarray]
 
 CIFAR10_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
@@ -359,32 +360,49 @@ def _pixels(picture: Any, shape: tuple[int, ...]) -> UInt8:
     return np.asarray(upright).reshape(shape)
 
 
-def stacked(where: str, found: Iterable[Any], image_size: int | None) -> UInt8:
-    """Return opened pictures as uint8 (N, H, W, channels), brought to one size as those of a folder are.
+def stacked(
+    where: str, cells: Sequence[Any], opened: Callable[[Any], Any], reading: Reading
+) -> tuple[UInt8, list[int]]:
+    """Return pictures as uint8 (N, H, W, channels), brought to one size as those of a folder are.
 
     Parameters
     ----------
-    where : name of the source, for messages.   found : can be gone through twice.
+    where : name of the source, for messages.   cells : None = no picture.   opened : decodes a cell.
+
+    Returns
+    -------
+    x : of the rows with a picture.   bad : the other rows, with `reading.skip_bad`; else there are none.
 
     Raises
     ------
-    BadRequest : pictures are missing or have more than 8 bits (all are named), or are too large together.
+    BadRequest : pictures are missing, cannot be read or have more than 8 bits (all are named), or are too large
+        together.
     """
-    shapes, grey, bad = [], True, []
-    for row, picture in enumerate(found):
-        if picture is None or picture.mode.startswith(("I", "F")):
-            bad.append(f"row {row} has {'no picture' if picture is None else 'more than 8 bits per channel'}")
+    shapes, grey = [], True
+    bad: dict[int, str] = {}
+    for row, cell in enumerate(cells):
+        if cell is None:
+            bad[row] = f"row {row} has no picture"
             continue
-        shapes.append(_upright(picture))
-        grey = grey and picture.mode in GREY
-    if bad:
+        with _noted(row, bad):
+            picture = opened(cell)
+            if picture.mode.startswith(("I", "F")):
+                bad[row] = f"row {row} has more than 8 bits per channel"
+                continue
+            shapes.append(_upright(picture))
+            grey = grey and picture.mode in GREY
+    if bad and not (reading.skip_bad and shapes):
         more = f" ({len(bad)} in all)" if len(bad) > SHOWN else ""
-        raise BadRequest(f"{where}: {'; '.join(bad[:SHOWN])}{more}: repair these rows or leave them out")
-    shape = (*_size(where, shapes, 1 if grey else 3, image_size), 1 if grey else 3)
+        raise BadRequest(
+            f"{where}: {'; '.join(list(bad.values())[:SHOWN])}{more}: repair these rows, or leave them out with "
+            "skip-bad = true"
+        )
+    shape = (*_size(where, shapes, 1 if grey else 3, reading.image_size), 1 if grey else 3)
     x = np.empty((len(shapes), *shape), np.uint8)
-    for row, picture in enumerate(found):
-        x[row] = _pixels(picture, shape)
-    return x
+    good = (cell for row, cell in enumerate(cells) if row not in bad)
+    for row, cell in enumerate(good):
+        x[row] = _pixels(opened(cell), shape)
+    return x, list(bad)
 
 
 def _upright(picture: Any) -> tuple[int, int]:
@@ -438,8 +456,8 @@ def rounded_down(shapes: Sequence[tuple[int, int]], sizes: Sequence[int]) -> int
 
 
 @contextlib.contextmanager
-def _noted(path: Path, bad: dict[Path, str]) -> Iterator[None]:
-    """Note the file if the block, which opens it, fails."""
+def _noted(where: Key, bad: dict[Key, str]) -> Iterator[None]:
+    """Note the file, or the row of a table, if the block, which opens its picture, fails."""
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -452,4 +470,8 @@ def _noted(path: Path, bad: dict[Path, str]) -> Iterator[None]:
         UnidentifiedImageError,
         Image.DecompressionBombError,
     ) as error:
-        bad[path] = f"cannot read the picture {path} ({error})"
+        if isinstance(where, Path):
+            bad[where] = f"cannot read the picture {where} ({error})"
+        else:  # the error would name where in memory the bytes lie
+            why = "it is of no known format" if isinstance(error, UnidentifiedImageError) else error
+            bad[where] = f"row {where} has a picture that cannot be read ({why})"
