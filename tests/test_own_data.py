@@ -15,7 +15,7 @@ import fedapp
 from fedapp import config as configuration
 from fedapp.data import datasets, natural, partitions
 from fedapp.data.card import leaks
-from fedapp.data.columns import own, samples
+from fedapp.data.columns import Reading, own, samples
 from fedapp.data.datasets import Dataset
 from fedapp.engines import local
 from fedapp.errors import BadRequest
@@ -193,6 +193,25 @@ def test_a_file_per_client_makes_its_name_the_client(tmp_path: Path) -> None:
     assert data.owner_names == ("1", "2", "10"), "numbers sort as numbers"
     assert data.owners is not None and data.x_train[:, 0].tolist() == [[1, 2, 10][o] for o in data.owners]
     assert data.groups is not None and len(np.unique(data.groups)) == 9, "group 0 of two clients are two groups"
+
+
+def test_all_broken_files_are_named_or_left_out(tmp_path: Path) -> None:
+    for name in "abcd":
+        saved(tmp_path / f"{name}.npz", {"x": X, "y": Y})
+    for name in "bd":
+        (tmp_path / f"{name}.npz").write_bytes((tmp_path / f"{name}.npz").read_bytes()[:-30])
+    saved(tmp_path / "c.npz", {"y": Y})
+    with pytest.raises(BadRequest, match=r"3 of 4 files .*b\.npz.*c\.npz: no column 'x'.*d\.npz"):
+        datasets.load("npz", tmp_path)
+    saved(tmp_path / "c.npz", {"x": X, "y": Y})
+    with pytest.raises(BadRequest, match=r"2 of 4 files .*b\.npz.*d\.npz.*skip-bad = true"):
+        datasets.load("npz", tmp_path)
+    data = datasets.load("npz", tmp_path, Reading(skip_bad=True))
+    assert data.owner_names == ("a", "c") and data.skipped == 2 and data.num_train == 2 * len(X)
+    for name in "ac":
+        (tmp_path / f"{name}.npz").write_bytes(b"")
+    with pytest.raises(BadRequest, match="4 of 4 files"):
+        datasets.load("npz", tmp_path, Reading(skip_bad=True))
 
 
 def test_two_spellings_of_a_number_are_two_clients(tmp_path: Path) -> None:

@@ -270,3 +270,21 @@ def test_faults_of_rows_to_classify_are_named_together(tmp_path: Path) -> None:
     pd.DataFrame({"age": [b"1"]}).to_parquet(tmp_path / "odd.parquet")
     with pytest.raises(BadRequest, match="'age' is object, wanted numbers"):
         tables.rows(tmp_path / "odd.parquet", ("age",), 1)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_all_broken_files_are_named_or_left_out(kind: str, tmp_path: Path) -> None:
+    frame = patients(40).drop(columns=["hospital", "part"])
+    for n in range(16):
+        path = tmp_path / f"{n:02}.{kind}"
+        if n % 4:
+            path.write_bytes(b"\xff\xfe broken")
+        elif kind == "csv":
+            frame[n : n + 8].to_csv(path, index=False)
+        else:
+            frame[n : n + 8].to_parquet(path)
+    with pytest.raises(BadRequest, match=rf"12 of 16 files .*01\.{kind}.*13\.{kind}.*; and 2 more: .*skip-bad = true"):
+        datasets.load(kind, tmp_path, Reading("y=diagnosis"))
+    data = datasets.load(kind, tmp_path, Reading("y=diagnosis", skip_bad=True))
+    assert data.owner_names == ("00", "04", "08", "12")
+    assert (data.skipped, data.num_train) == (12, 32)

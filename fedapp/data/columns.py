@@ -25,10 +25,10 @@ from __future__ import annotations
 import shlex
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,9 @@ OLD = ("x_train", "y_train", "x_test", "y_test")
 PARTS = ("train", "validation", "test")
 EXACT = 2**24
 """Largest integer up to which float32 holds every integer."""
+SHOWN = 10
+"""Faults, or files, that one message lists."""
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
@@ -198,21 +201,64 @@ def read_npz(path: Path) -> dict[str, Array]:
         ) from error
 
 
+def readable(
+    root: Path, files: Sequence[Path], reader: Callable[[Path], Read], skip_bad: bool
+) -> tuple[dict[Path, Read], int]:
+    """Read the files of a folder, one per client, and return them with the number of those that were left out.
+
+    Raises
+    ------
+    BadRequest : files cannot be used (all are named), and none is left or `skip_bad` is off.
+    """
+    found: dict[Path, Read] = {}
+    bad: list[str] = []
+    for path in files:
+        try:
+            found[path] = reader(path)
+        except BadRequest as error:
+            if path == root:
+                raise
+            bad.append(str(error))
+    if bad and not (skip_bad and found):
+        raise unusable(root, bad, len(files))
+    return found, len(bad)
+
+
+def unusable(root: Path, bad: Sequence[str], count: int) -> BadRequest:
+    """Return the error that names files of a folder: one line for each bad one, of `count` files in all."""
+    more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+    return BadRequest(
+        f"{len(bad)} of {count} files in {root} cannot be used: {'; '.join(bad[:SHOWN])}{more}: "
+        "repair them, move them away, or leave them out with skip-bad = true"
+    )
+
+
+def read_client(path: Path) -> dict[str, Array]:
+    """Read the ``.npz`` file of one client.
+
+    Raises
+    ------
+    BadRequest : it cannot be read, or lacks x or y.
+    """
+    arrays = read_npz(path)
+    for key in ("x", "y"):
+        if key not in arrays:
+            raise BadRequest(f"{path}: no column {key!r} (found: {', '.join(sorted(arrays)) or 'none'})")
+    return arrays
+
+
 def joined(files: Mapping[Path, Mapping[str, Array]]) -> dict[str, Array]:
     """Join one file per client into columns; the name of a file is its client, a folder `train`, ... its split.
 
     Raises
     ------
-    BadRequest : a file lacks x or y, has rows of another shape than the others, or has a column that some others lack.
+    BadRequest : a file has rows of another shape than the others, or has a column that some others lack.
     """
     wanted = {"x", "y", "split", "group"}
     first = next(iter(files))
     rows: dict[str, list[Array]] = {}
     for path, arrays in files.items():
         found = {k: np.asarray(v) for k, v in arrays.items() if k in wanted}
-        for key in ("x", "y"):
-            if key not in found:
-                raise BadRequest(f"{path}: no column {key!r} (found: {', '.join(sorted(arrays)) or 'none'})")
         count = len(found["x"])
         if path.parent.name in PARTS:
             if "split" in found:

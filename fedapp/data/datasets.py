@@ -44,7 +44,7 @@ import numpy.typing as npt
 from fedapp import plugins
 from fedapp.data import pictures
 from fedapp.data.cache import Store, build_once, cache_root, file_identity, open_array
-from fedapp.data.columns import PARTS, PLAIN, Own, Reading, joined, read_npz
+from fedapp.data.columns import PARTS, PLAIN, Own, Reading, joined, read_client, read_npz, readable
 from fedapp.data.columns import own as check_columns
 from fedapp.data.moments import Samples, moments
 from fedapp.data.pictures import CIFAR10_CLASSES
@@ -366,9 +366,9 @@ def _find(name: str, root: Path | None, reading: Reading) -> _Source:
     if name in ("npz", "csv", "parquet"):
         files = _own_files(root, name)
         assert root is not None
-        key = {name: [file_identity(path) for path in files]}
+        key = {name: [file_identity(path) for path in files], **({"skip_bad": True} if reading.skip_bad else {})}
         if name == "npz":
-            return key, lambda _: _build_npz(name, files, root)
+            return key, lambda _: _build_npz(name, files, root, reading.skip_bad)
         key |= {"columns": reading.columns, "node": reading.node}
         from fedapp.data import tables  # imports pandas, which takes a while, and images need none
 
@@ -480,13 +480,14 @@ def _own_files(root: Path | None, kind: str) -> list[Path]:
     return files or parted
 
 
-def _build_npz(name: str, paths: list[Path], root: Path) -> Own:
+def _build_npz(name: str, paths: list[Path], root: Path, skip_bad: bool = False) -> Own:
     """Read and check the user's arrays; published names also have their own classes and grey levels."""
     facts = _FACTS.get(name)
     if len(paths) == 1 and paths[0].parent.name not in PARTS:
         own = check_columns(paths[0], read_npz(paths[0]), facts.classes if facts else None)
     else:
-        own = check_columns(root, joined({path: read_npz(path) for path in paths}))
+        found, skipped = readable(root, paths, read_client, skip_bad)
+        own = replace(check_columns(root, joined(found)), skipped=skipped)
     x = own.arrays["x_train"]
     if facts is not None and own.kind != "image":
         raise BadRequest(f"{paths[0]}: {name} has uint8 images, found {x.dtype} of shape {x.shape}")

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedapp.data.cache import Store
-from fedapp.data.columns import PARTS, Own, Reading, entries
+from fedapp.data.columns import PARTS, SHOWN, Own, Reading, entries, unusable
 from fedapp.errors import BadRequest
 
 UInt8 = npt.NDArray[np.uint8]
@@ -40,8 +40,6 @@ STANDARD_SIZES = (28, 32, 64)
 ALL_SIZES = (*STANDARD_SIZES, 96, 128, 160, 224)
 MOST_BYTES = 4 * 2**30
 """What pictures of a size that the user chose may take, decoded."""
-SHOWN = 10
-"""Files that one message lists."""
 ORIENTATION = 0x0112
 """EXIF tag."""
 GREY = ("1", "L", "LA")
@@ -316,13 +314,7 @@ def read_folder(listing: Listing, store: Store, reading: Reading) -> Own:
 
 
 def _refused(listing: Listing, bad: Mapping[Path, str]) -> BadRequest:
-    lines = [bad[path] for path in sorted(bad)]
-    more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-    count = f"{len(lines)} of {len(listing.pictures)} files in {listing.root}"
-    return BadRequest(
-        f"{count} cannot be used: {'; '.join(lines[:SHOWN])}{more}: "
-        "repair them, move them away, or leave them out with skip-bad = true"
-    )
+    return unusable(listing.root, [bad[path] for path in sorted(bad)], len(listing.pictures))
 
 
 def _sizes(listing: Listing, bad: dict[Path, str], turn: bool) -> tuple[list[tuple[int, int]], bool]:

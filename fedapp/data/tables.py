@@ -18,7 +18,21 @@ from typing import Any
 
 import numpy as np
 
-from fedapp.data.columns import COLUMNS, EXACT, LABELS, PARTS, Array, Own, Reading, assigned, entries, own, roles
+from fedapp.data.columns import (
+    COLUMNS,
+    EXACT,
+    LABELS,
+    PARTS,
+    SHOWN,
+    Array,
+    Own,
+    Reading,
+    assigned,
+    entries,
+    own,
+    readable,
+    roles,
+)
 from fedapp.errors import BadRequest, is_number, suggest
 from fedapp.lazy import pd
 
@@ -27,8 +41,6 @@ UNKNOWN = ["", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-nan", "null", "NULL",
 """Cells of a feature in a CSV file that stand for an unknown value."""
 NAMELESS = "(column {})"
 """What a column of a CSV file without a name is called."""
-SHOWN = 10
-"""Faults that one message lists."""
 
 
 def read(files: Sequence[Path], root: Path, reading: Reading) -> Own:
@@ -47,10 +59,14 @@ def read(files: Sequence[Path], root: Path, reading: Reading) -> Own:
     frames: list[Any] = []
     per_client = root.is_dir()
     first: dict[str, str] = {}
-    for path in files:
+
+    def table(path: Path) -> tuple[Any, dict[str, str]]:
         frame, found = _frame(path, wanted)
-        if per_client:
-            frame, found = _of_client(path, frame, found)
+        return _of_client(path, frame, found) if per_client else (frame, found)
+
+    tables, skipped = readable(root, files, table, reading.skip_bad)
+    files = list(tables)
+    for path, (frame, found) in tables.items():
         if not frames:
             first = found
         odd = sorted(set(map(str, frame.columns)) ^ set(map(str, frames[0].columns))) if frames else []
@@ -70,7 +86,7 @@ def read(files: Sequence[Path], root: Path, reading: Reading) -> Own:
 
     if not len(whole):
         raise BadRequest(f"{root}: the table has no rows")
-    return from_frame(root, whole, first, wanted, reading, place=place)
+    return replace(from_frame(root, whole, first, wanted, reading, place=place), skipped=skipped)
 
 
 def _of_client(path: Path, frame: Any, found: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
