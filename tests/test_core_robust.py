@@ -96,6 +96,20 @@ def test_counts_are_capped_at_a_multiple_of_the_median() -> None:
     assert robust.capped([], 2).tolist() == []
 
 
+@pytest.mark.parametrize("lie", [1e9, 1e3])
+def test_of_two_senders_neither_raises_the_bound_of_its_own_lie(lie: float) -> None:
+    assert robust.capped([20, lie], 10).tolist() == [20, 200]
+    assert np.linalg.norm(robust.bounded(np.array([[3.0, 4.0], [0.0, lie]])), axis=1).tolist() == [5, 5]
+    shares = np.array([[0.5, 0.5], [1.0, 0.0]])
+    n, p = robust.capped_masses([20, lie], shares)
+    np.testing.assert_allclose(n[:, None] * p, [[10, 10], [20, 0]])
+    rows = [(np.array([0]), np.array([[float(x)]]), np.array([n])) for x, n in ((1, 10), (9, lie))]
+    assert robust.class_means(rows, np.zeros((1, 1)), Robust(cap=2.0)).values[0, 0] == pytest.approx(190 / 30)
+    moments = {"ids": np.array([0]), "mean": np.zeros((1, 2)), "cov": np.zeros((1, 2))}
+    found, _ = robust.screened_statistics([moments | {"count": np.array([n])} for n in (20, lie)])
+    assert [arrays["count"].tolist() for arrays in found] == [[20], [80]]
+
+
 # ---- invariants ------------------------------------------------------------------------------------------------------
 
 

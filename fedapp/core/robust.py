@@ -4,7 +4,7 @@ All rules work on updates, reply minus what was sent, as the rows of one matrix 
 which at most f lie:
 
 ===============  ====================================================================================  ==========
-``norm``         ``u_k <- u_k min(1, median_i ||u_i|| / ||u_k||)``; bounds a lie, does not remove it    K >= 2f + 1
+``norm``         ``u_k <- u_k min(1, middle_i ||u_i|| / ||u_k||)``; bounds a lie, does not remove it    K >= 2f + 1
 ``median``       median of each coordinate (Yin et al., ICML 2018)                                      K >= 2f + 1
 ``trimmed``      mean of each coordinate without its f smallest and f largest values (Yin et al.)       K >= 2f + 1
 ``krum``         the update with the least sum of its K - f - 2 smallest squared distances to others    K >= 2f + 3
@@ -13,6 +13,9 @@ which at most f lie:
 ``geomedian``    point with the least weighted sum of distances, by Weiszfeld's steps (Pillutla et      K >= 2f + 1
                  al., 2022)
 ===============  ====================================================================================  ==========
+
+The middle of three values or more is their median. Of two it is the lower one: the median lies between them, so that
+either client could raise it alone.
 
 Rules are composed from left to right: ``norm+trimmed`` bounds all updates and trims what is left. `norm` and
 `geomedian` weigh clients by their sample counts. A count is what a client says of itself, so `capped` goes with them.
@@ -65,8 +68,8 @@ of the clients' longest ones."""
 
 __all__ = [
     "OWN_RULE", "RULES", "Robust", "RobustMean", "bounded", "capped", "capped_masses", "changes_bounded", "class_means",
-    "combined", "coordinate_median", "fitting", "geometric_median", "krum", "krum_scores", "multikrum", "needed",
-    "parsed", "pulls", "row_bounded", "scale_covariances", "screened", "screened_lars", "screened_statistics",
+    "combined", "coordinate_median", "fitting", "geometric_median", "krum", "krum_scores", "middle", "multikrum",
+    "needed", "parsed", "pulls", "row_bounded", "scale_covariances", "screened", "screened_lars", "screened_statistics",
     "shortened", "trimmed_mean", "weaker",
 ]  # fmt: skip
 
@@ -74,10 +77,15 @@ __all__ = [
 # Counts and single updates ------------------------------------------------------------------------
 
 
+def middle(values: Array | Sequence[float]) -> float:
+    """Return the median of what clients state, or the lower of two: either could raise the median between them."""
+    return float(np.median(values) if len(values) > 2 else min(values))
+
+
 def capped(counts: Array | Sequence[float], factor: float) -> Float64:
-    """Return sample counts (K,), none larger than `factor` times their median; a factor of 0 changes none."""
+    """Return sample counts (K,), none larger than `factor` times their `middle`; a factor of 0 changes none."""
     n = np.asarray(counts, dtype=np.float64)
-    return np.minimum(n, factor * np.median(n)) if factor and n.size else n
+    return np.minimum(n, factor * middle(n)) if factor and n.size else n
 
 
 def _norms(updates: Float64) -> Float64:
@@ -87,9 +95,9 @@ def _norms(updates: Float64) -> Float64:
 
 
 def bounded(updates: Float64, limit: float | None = None) -> Float64:
-    """Return updates (K, D), none longer than `limit`: by default the median of their norms."""
+    """Return updates (K, D), none longer than `limit`: by default the `middle` of their norms."""
     norms = _norms(updates)
-    limit = float(np.median(norms)) if limit is None else limit
+    limit = middle(norms) if limit is None else limit
     return updates * np.minimum(1.0, limit / np.where(norms > 0, norms, 1.0))[:, None]
 
 
@@ -98,8 +106,8 @@ def bounded(updates: Float64, limit: float | None = None) -> Float64:
 
 def coordinate_median(updates: Float64) -> Float64:
     """Return the median of each coordinate of (K, D)."""
-    middle: Float64 = np.median(updates, axis=0)
-    return middle
+    found: Float64 = np.median(updates, axis=0)
+    return found
 
 
 def trimmed_mean(updates: Float64, f: int) -> Float64:
@@ -264,9 +272,7 @@ class Robust:
         """Return the largest sample count that is believed where clients state these; None without a cap."""
         if not self.cap or not len(counts):
             return None
-        # Of two counts the median lies between them, so that either client could raise it alone.
-        middle = np.median(counts) if len(counts) > 2 else min(counts)
-        return max(1, int(self.cap * middle))
+        return max(1, int(self.cap * middle(counts)))
 
     def mean(self, previous: Mapping[str, Array]) -> RunningMean | RobustMean:
         """Return an empty mean of replies to `previous`; without rules it takes them one by one and keeps none."""
@@ -414,9 +420,9 @@ def changes_bounded(new: Sequence[Mapping[str, Array]], sent: Sequence[Mapping[s
 
 
 def capped_masses(n: Array, p: Array) -> tuple[Float64, Float64]:
-    """Return sample counts (K,) and class shares (K, C) whose products n_k p_kj are at most `MASS` times their median.
+    """Return sample counts (K,) and class shares (K, C) whose products n_k p_kj are at most `MASS` times the `middle`.
 
-    The median of a class is over the clients that have a share of it, so a class of one client stays as it is.
+    The middle of a class is over the clients that have a share of it, so a class of one client stays as it is.
     """
     mass = np.asarray(n, dtype=np.float64)[:, None] * np.asarray(p, dtype=np.float64)
     for column in mass.T:
@@ -475,8 +481,8 @@ def pulls(without: Sequence[Mapping[str, Array]], model: Mapping[str, Array]) ->
     flat = np.stack([np.concatenate([np.subtract(m[n], a, dtype=np.float64).ravel() for n, a in model.items()])
                      for m in without]) if without else np.zeros((0, 1))  # fmt: skip
     moves = _norms(flat)
-    middle = float(np.median(moves)) if len(moves) >= FEW else 0.0
-    return moves / middle if middle > 0 else np.zeros(len(moves))
+    typical = float(np.median(moves)) if len(moves) >= FEW else 0.0
+    return moves / typical if typical > 0 else np.zeros(len(moves))
 
 
 def _traces(arrays: Mapping[str, Array]) -> Float64:
