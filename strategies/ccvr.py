@@ -33,7 +33,7 @@ import numpy as np
 from clients.ccvr import CENTRES, FEATURES, STATISTICS, CCVRClient, CCVRHParams
 from fedapp.core import gaussian, heads, privacy, virtual
 from fedapp.core.gaussian import ClassMoments, MomentsPool
-from fedapp.core.robust import FAR, FEW, pulls, screened_statistics
+from fedapp.core.robust import FAR, FEW, capped_statistics, pulls, screened_statistics
 from fedapp.learning.training import batch_slices
 from fedapp.method import ALL, Array, Arrays, Method, Payload, Query, Reply, ServerState, Sums
 from fedapp.transport.secure import Released
@@ -117,7 +117,8 @@ class CCVR(PostHoc):
     def statistics(self, w: Arrays, query: Query) -> tuple[list[Reply], ClassMoments, Screening]:
         """Query N_ck, mu_ck, Sigma_ck and pool them as they arrive (Eq. 3 and 4); the replies come without arrays.
 
-        With `robust` all are kept, and what is out of line is bounded or left out before they are pooled.
+        With `robust` all are kept, and what is out of line is bounded or left out before they are pooled. With
+        `count-cap` alone all are kept too, and a client's counts are scaled to what is believed of it.
 
         With cov=sums there are two queries. The first gives N and S1, and with them mu_c. The second gives sums around
         mu_c, so that no large numbers cancel. The server needs only totals over clients. The result depends only on
@@ -143,8 +144,10 @@ class CCVR(PostHoc):
                 replies.append(reply)
                 yield arrays
 
-        if not self.robust.rules or self.settings.cov == "sums":  # no single class mean is known in sums
+        if self.settings.cov == "sums" or not self.robust.active:  # no single class mean is known in sums
             return replies, self.pooled(arriving(), centres), Screening()
+        if not self.robust.rules:
+            return replies, self.pooled(capped_statistics(list(arriving()), self.robust.cap)), Screening()
         kept, found = screened_statistics(list(arriving()))
         screening = Screening(found, {r.client: arrays for r, arrays in zip(replies, kept, strict=True)})
         return replies, self.pooled(kept), screening

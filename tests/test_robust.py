@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from flwr.app import Message
 
+from clients.ccvr import STATISTICS
 from fedapp import registry
 from fedapp.config import RunConfig, from_flat
 from fedapp.core.robust import Robust
@@ -23,6 +24,7 @@ from fedapp.transport.client_manager import ClientInfo, ClientManager, RoundFail
 from fedapp.transport.records import INFO, METRICS
 from fedapp.transport.virtual import Member
 from strategies._composition import outer_guards
+from strategies.ccvr import CCVR
 from tests.liars import change_arrays, federate
 from tests.matrix import methods
 
@@ -224,3 +226,29 @@ def test_a_head_without_a_rule_of_its_own_takes_none_for_averages() -> None:
     """Its statistics would stay unguarded."""
     assert outer_guards((), ("count-cap", "rules")) == ("count-cap",)
     assert outer_guards(("own",), ("count-cap", "rules")) == ("count-cap", "rules", "own")
+
+
+@pytest.mark.parametrize("method", ["ccvr", "pccvr"])
+@pytest.mark.parametrize("cov", ["full", "pooled"])
+def test_class_counts_of_ccvr_are_believed_as_far_as_sample_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, cov: str
+) -> None:
+    """On real nodes one client of five says that it has 1e9 samples, in its counts too."""
+    seen: list[int] = []
+    pooled = CCVR.pooled
+
+    def kept(self: CCVR, answers: Any, centres: Any = None) -> Any:
+        listed = list(answers)
+        seen.extend(int(arrays["count"].sum()) for arrays in listed)
+        return pooled(self, listed, centres)
+
+    def lie(kind: str, reply: Message) -> Message:
+        reply.content[METRICS]["num-examples"] = 10**9
+        if kind == "query.statistics":
+            return change_arrays(reply, lambda n, a: np.full_like(a, 10**7) if n == f"{STATISTICS}count" else a)
+        return reply
+
+    monkeypatch.setattr(CCVR, "pooled", kept)
+    settings: dict[str, Any] = {"method": method, "method_args": f"epochs=1 cov={cov}", "min_replies": 0.5, **QUICK}
+    federate(tmp_path / "run", [1], lie, 5, nodes=True, **settings)
+    assert len(seen) == 5 and max(seen) <= 10 * np.median(seen)

@@ -67,10 +67,10 @@ LONGEST = 10.0
 of the clients' longest ones."""
 
 __all__ = [
-    "OWN_RULE", "RULES", "Robust", "RobustMean", "bounded", "capped", "capped_masses", "changes_bounded", "class_means",
-    "combined", "coordinate_median", "fitting", "geometric_median", "krum", "krum_scores", "middle", "multikrum",
-    "needed", "parsed", "pulls", "row_bounded", "scale_covariances", "screened", "screened_lars", "screened_statistics",
-    "shortened", "trimmed_mean", "weaker",
+    "OWN_RULE", "RULES", "Robust", "RobustMean", "bounded", "capped", "capped_masses", "capped_statistics",
+    "changes_bounded", "class_means", "combined", "coordinate_median", "fitting", "geometric_median", "krum",
+    "krum_scores", "middle", "multikrum", "needed", "parsed", "pulls", "row_bounded", "scale_covariances",
+    "screened", "screened_lars", "screened_statistics", "shortened", "trimmed_mean", "weaker",
 ]  # fmt: skip
 
 
@@ -496,6 +496,25 @@ def _traces(arrays: Mapping[str, Array]) -> Float64:
         return np.asarray(cov.sum(axis=1))
     steps = np.arange(width)
     return np.asarray(cov[:, steps * width - steps * (steps - 1) // 2].sum(axis=1))  # the diagonal of packed triangles
+
+
+def capped_statistics(answers: Sequence[Mapping[str, Array]], factor: float) -> list[Arrays]:
+    """Return CCVR's statistics of all clients, none of more samples than `factor` times the `middle` of their totals.
+
+    Counts of a client with more are scaled down; each class keeps one sample. A factor of 0 changes none.
+
+    Parameters
+    ----------
+    answers : of each client, as from `fedapp.core.gaussian.to_arrays` in any mode but ``sums``.
+    """
+    found = [dict(arrays) for arrays in answers]
+    totals = [float(arrays["count"].astype(np.float64).sum()) for arrays in found]
+    for arrays, total, most in zip(found, totals, capped(totals, factor).tolist(), strict=True):
+        if most < total:
+            counts = arrays["count"].astype(np.float64)
+            share = max(0.0, most - len(counts)) / max(total - len(counts), 1.0)
+            arrays["count"] = 1 + np.floor((counts - 1) * share).astype(np.int64)
+    return found
 
 
 def screened_statistics(answers: Sequence[Mapping[str, Array]]) -> tuple[list[Arrays], dict[str, int]]:
