@@ -26,13 +26,14 @@ from fedapp.results.statistics import DASH, better_off, interval, mean_and_std, 
 
 SEEDS = 3
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "levels": ("local,fedavg,lgfedavg", {"validation": 0.0, "select": "last"}),
+    "levels": ("local,fedavg,fedper,lgfedavg", {"validation": 0.0, "select": "last"}),
     "methods": ("", {"num-server-rounds": 8}),
 }
 """Comparisons by their folder: methods (none = those of the recipe), and keys in which they differ from the recipe."""
 LEVELS = {
     "local": (DASH, "95.1 ± 0.6 / 74.3 ± 2.1"),
     "fedavg": ("91.9 ± 0.8 / 59.8 ± 1.0", "96.4 ± 1.0 / 73.1 ± 4.8"),
+    "fedper": ("92.8 ± 1.0 / 63.5 ± 3.5", "95.6 ± 0.8 / 67.0 ± 0.4"),
     "lgfedavg": ("95.5 ± 0.8 / 74.6 ± 3.1", "95.5 ± 0.8 / 75.0 ± 3.3"),
 }
 """The reference implementation's `received` and `trained`: mean over persons / worst tenth, in percent, 3 seeds."""
