@@ -79,7 +79,7 @@ __all__ = [
 
 def middle(values: Array | Sequence[float]) -> float:
     """Return the median of what clients state, or the lower of two: either could raise the median between them."""
-    return float(np.median(values) if len(values) > 2 else min(values))
+    return float(np.median(values) if len(values) > 2 else min(values, default=0.0))
 
 
 def capped(counts: Array | Sequence[float], factor: float) -> Float64:
