@@ -292,6 +292,16 @@ def test_no_client_raises_the_limit_of_its_own_count(counts: list[int], most: in
     assert Robust(cap=2).limit(counts) == most and Robust().limit(counts) is None
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_of_two_covariances_the_smaller_bounds_both(order: tuple[int, int]) -> None:
+    two = [
+        {"ids": np.array([3]), "count": np.array([9]), "mean": np.zeros((1, 2)), "cov": np.full((1, 2), v)}
+        for v in (1.0, 1e6)
+    ]
+    assert robust.scale_covariances([two[k] for k in order]) == 1
+    assert two[0]["cov"].tolist() == [[1, 1]] and two[1]["cov"].tolist() == [[robust.TRACE, robust.TRACE]]
+
+
 def test_class_means_of_fedgh_are_bounded_and_screened() -> None:
     rng = np.random.default_rng(1)
     centre = np.ones(20)

@@ -576,7 +576,7 @@ def scale_covariances(found: Sequence[Arrays]) -> int:
                 traces.setdefault(-1 if common else int(arrays["ids"][i]), []).append((k, i, float(trace)))
     scaled = 0
     for of in traces.values():
-        limit = TRACE * float(np.median([trace for _, _, trace in of]))
+        limit = TRACE * middle([trace for _, _, trace in of])
         for k, i, trace in of:
             if trace <= limit:
                 continue
