@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,21 @@ def test_single_values_are_a_table(form: str, tmp_path: Path) -> None:
     assert data.features == ("age", "eyes=blue", "eyes=brown") and data.classes == ("walk", "run", "sit")
     assert np.array_equal(data.x_train[:, 0], np.array(values["age"], np.float32))
     assert data.x_train[:, 1].tolist() == [1, 0] * 6 and data.y_train.tolist() == values["activity"]
+
+
+def test_a_picture_of_another_format_starts_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow hands PostScript to Ghostscript."""
+    called, script = tmp_path / "called", tmp_path / "bin" / "gs"
+    script.parent.mkdir()
+    script.write_text(f"#!/bin/sh\ntouch {called}\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+    values = content()
+    program = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 28 28\n%%EndComments\nshowpage\n"
+    values["photo"][4] = {"bytes": program, "path": None}
+    with pytest.raises(BadRequest, match=r"row 4 has a picture that .*no known format"):
+        loaded(tmp_path / "ds", made(values, "photo"))
+    assert not called.exists()
 
 
 def test_a_folder_of_pictures_with_a_table_of_clients(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ Nothing is fetched unless the place is written ``hub:owner/name``. No code of a 
 
 from __future__ import annotations
 
+import io
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -125,7 +126,14 @@ def _columns(place: str, data: Any, split: Array | None, reading: Reading) -> Ow
     bad: list[int] = []
     if isinstance(kinds[name], datasets.Image):
         where, cells = f"{place}, column {name}", data.cast_column(name, datasets.Image(decode=False))[name]
-        arrays["x"], bad = pictures.stacked(where, cells, kinds[name].decode_example, reading)
+
+        def opened(cell: Mapping[str, Any]) -> Any:
+            """Decode a cell of a format that starts no program."""
+            if cell["bytes"] is not None or "://" not in str(cell["path"]):
+                pictures.check_format(io.BytesIO(cell["bytes"]) if cell["bytes"] is not None else cell["path"])
+            return kinds[name].decode_example(cell)
+
+        arrays["x"], bad = pictures.stacked(where, cells, opened, reading)
         training = arrays["split"] == "train" if "split" in arrays else np.ones(len(arrays["y"]), bool)
         gone = set(arrays["y"][training]) - set(np.delete(arrays["y"], bad)[np.delete(training, bad)])
         if gone:

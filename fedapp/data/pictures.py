@@ -352,6 +352,13 @@ def _pixels(picture: Any, shape: tuple[int, ...]) -> UInt8:
     return np.asarray(upright).reshape(shape)
 
 
+def check_format(source: Any) -> None:
+    """Refuse a picture, a path or a stream, that is none of `FORMATS`; another library decodes it."""
+    from PIL import Image
+
+    Image.open(source, formats=FORMATS).close()
+
+
 def stacked(
     where: str, cells: Sequence[Any], opened: Callable[[Any], Any], reading: Reading
 ) -> tuple[UInt8, list[int]]:
