@@ -171,3 +171,14 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(following, "OWN", {**following.OWN, **own})
     monkeypatch.setattr(following, "SECTIONS", ())
     return recorder.TOLD
+
+
+@pytest.fixture
+def ghostscript(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the file that is there once somebody has started `gs`, to which Pillow hands PostScript."""
+    called, script = tmp_path / "called", tmp_path / "bin" / "gs"
+    script.parent.mkdir()
+    script.write_text(f"#!/bin/sh\ntouch {called}\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+    return called

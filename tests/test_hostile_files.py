@@ -6,7 +6,6 @@ import ast
 import csv
 import io
 import json
-import os
 import re
 import shutil
 import zipfile
@@ -35,7 +34,7 @@ from fedapp.results.cells import FORMULA, write_table
 from fedapp.results.loading import load
 from fedapp.results.runs import read_table
 from tests.house import FILES, ROOT
-from tests.test_hostile_text import FORMULAS, HOSTILE, harmless
+from tests.test_hostile_text import FORMULAS, HOSTILE, POSTSCRIPT, harmless
 
 NAME = HOSTILE.replace("\ud800", "").replace("\x00", "")
 """A name that a file can hold."""
@@ -300,27 +299,21 @@ def test_an_archive_that_cannot_be_read_is_named(make: Callable[[Path], None], t
         read_npz(tmp_path / "x.npz")
 
 
-def test_a_picture_of_another_format_starts_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_of_another_format_starts_no_program(tmp_path: Path, ghostscript: Path) -> None:
     """Pillow reads what a file holds, not its name, and hands PostScript to Ghostscript."""
-    called, script = tmp_path / "called", tmp_path / "bin" / "gs"
-    script.parent.mkdir()
-    script.write_text(f"#!/bin/sh\ntouch {called}\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
     for name in ("a", "b"):
         (tmp_path / "data" / name).mkdir(parents=True)
         for i in range(4):
             Image.fromarray(np.full((28, 28), 9 * i, np.uint8)).save(tmp_path / "data" / name / f"{i}.png")
-    program = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 28 28\n%%EndComments\nshowpage\n"
     path = tmp_path / "data" / "a" / "z.png"
-    path.write_bytes(program)
+    path.write_bytes(POSTSCRIPT)
     with pytest.raises(BadRequest, match=r"z\.png"):
         datasets.load("folder", tmp_path / "data", Reading())
     with pytest.raises(BadRequest, match=r"z\.png"):
         predict.read_images([path], InputSpec((1, 28, 28), 255.0, (0.5,), (0.5,)))
     with pytest.raises(OSError, match="row 3 is not a picture"):
-        decoding._decode(io.BytesIO(program), 28, "row 3")
-    assert not called.exists()
+        decoding._decode(io.BytesIO(POSTSCRIPT), 28, "row 3")
+    assert not ghostscript.exists()
 
 
 @pytest.mark.parametrize("label", [3 * 10**8, 2**40, 2**62])

@@ -23,6 +23,7 @@ from tests.liars import federate
 from tests.test_robust import QUICK
 
 HOSTILE = "\x1b]0;owned\x07\x1b[2J\x1b[31mred\r\x9b31m\u202egnp.exe\x00\x7f\ud800[bold red]<script>alert(1)</script>"
+POSTSCRIPT = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 28 28\n%%EndComments\nshowpage\n"
 FORMULAS = ['=HYPERLINK("http://x","y")', "+1+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\tx", "\rx"]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from fedapp.data import hub
 from fedapp.data.columns import Reading
 from fedapp.data.datasets import Dataset, load, source
 from fedapp.errors import BadRequest
+from tests.test_hostile_text import POSTSCRIPT
 
 PERSONS = ["ada", "bob", "cleo"]
 
@@ -140,19 +140,13 @@ def test_single_values_are_a_table(form: str, tmp_path: Path) -> None:
     assert data.x_train[:, 1].tolist() == [1, 0] * 6 and data.y_train.tolist() == values["activity"]
 
 
-def test_a_picture_of_another_format_starts_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_of_another_format_starts_no_program(tmp_path: Path, ghostscript: Path) -> None:
     """Pillow hands PostScript to Ghostscript."""
-    called, script = tmp_path / "called", tmp_path / "bin" / "gs"
-    script.parent.mkdir()
-    script.write_text(f"#!/bin/sh\ntouch {called}\n")
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
     values = content()
-    program = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 28 28\n%%EndComments\nshowpage\n"
-    values["photo"][4] = {"bytes": program, "path": None}
+    values["photo"][4] = {"bytes": POSTSCRIPT, "path": None}
     with pytest.raises(BadRequest, match=r"row 4 has a picture that .*no known format"):
         loaded(tmp_path / "ds", made(values, "photo"))
-    assert not called.exists()
+    assert not ghostscript.exists()
 
 
 def test_a_folder_of_pictures_with_a_table_of_clients(tmp_path: Path) -> None:
