@@ -28,8 +28,7 @@ import numpy as np
 
 from clients.fedghg import FedGHGClient, FedGHGHParams
 from fedapp.core import mixture
-from fedapp.core.mixture import Gaussian, between_share, pool
-from fedapp.core.robust import scale_covariances
+from fedapp.core.mixture import Gaussian, between_share, by_class, pool
 from fedapp.core.virtual import draw, factorise
 from fedapp.errors import BadRequest, Impossible
 from fedapp.learning.metrics import tidy
@@ -67,11 +66,7 @@ class FedGHG(FedGH):
         BadRequest : `source=pooled` of features that mean something else at each client. Only in round 1: what has
             been trained since is not lost for it.
         """
-        found: dict[int, list[Gaussian]] = {}
-        for of in self.screened(answers, lars):
-            for c, one in of.items():
-                found.setdefault(c, []).append(one)
-        rho = between_share(found, self.hparams.weights == "equal")
+        rho = between_share(by_class(self.screened(answers, lars)), self.hparams.weights == "equal")
         first = not len(state["between"])
         if first and self.hparams.source == "pooled" and rho > MOST_BETWEEN and not self.hparams.force:
             raise BadRequest(
@@ -82,23 +77,17 @@ class FedGHG(FedGH):
 
     def screened(self, answers: Sequence[Reply], lars: Sequence[LARs]) -> list[dict[int, Gaussian]]:
         """Return each client's Gaussians by class, as far as `robust` leaves them."""
-        arrays = [{**r.arrays, "ids": r.arrays["labels"], "mean": r.arrays["lar"]} for r in answers]
-        if self.robust.rules and self.hparams.cov != "none":
-            arrays = [{**a, "count": a.get("counts", np.full(len(a["ids"]), 2))} for a in arrays]
-            scale_covariances(arrays)
-        d, full = self.context.width, self.hparams.cov == "full"
-        every = [mixture.gaussians(a, d, full) for a in arrays]
-        # `robust` may have shortened or left out means: they are those of `lars`.
-        return [{int(c): g[int(c)]._replace(mean=r) for r, c in zip(x.r, x.s)} for g, x in zip(every, lars)]
+        s = self.hparams
+        sent = [reply.arrays for reply in answers]
+        return mixture.screened(sent, lars, self.context.width, s.cov, scaled=bool(self.robust.rules))
 
     def passes(self, server_round: int, answers: Sequence[Reply], lars: Sequence[LARs]) -> Iterator[Sequence[LARs]]:
         """Yield draws in the place of the LARs, each pass new ones."""
         own = self.screened(answers, lars)
         sources: dict[tuple[int, ...], dict[int, Gaussian]] = {(reply.client,): g for reply, g in zip(answers, own)}
         if self.hparams.source == "pooled":
-            classes = sorted({c for g in own for c in g})
             equal = self.hparams.weights == "equal"
-            sources = {(): {c: pool([g[c] for g in own if c in g], equal)[0] for c in classes}}
+            sources = {(): {c: pool(of, equal)[0] for c, of in by_class(own).items()}}
         m, d = self.hparams.header_epochs, self.context.width
         drawn = [
             (np.stack([self.draws((server_round, *who, c), g, (m, d)) for c, g in of.items()]), np.array([*of]))

@@ -8,12 +8,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
+from scipy.special import log_softmax
 
 from clients.fedgh import FedGHClient, FedGHHParams
 from clients.fedghg import FedGHGClient, FedGHGHParams
 from fedapp.core.gaussian import ClassMoments, MomentsPool, moments, pack, to_arrays
+from fedapp.core.heads import retrain
 from fedapp.core.mixture import Gaussian, between_share, pool
 from fedapp.core.robust import Robust
+from fedapp.core.virtual import draw, factorise, gaussian_of, virtual_features
 from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest, Impossible
 from fedapp.method import Payload, Reply, ServerState
@@ -21,6 +25,7 @@ from strategies.fedgh import METHOD as FEDGH
 from strategies.fedgh import FedGH, header_step
 from strategies.fedghg import METHOD, FedGHG
 from tests import handmade
+from tests.test_ccvr import asker, calibrate, server
 from tests.test_core_gaussian import worked
 from tests.test_fedgh import context, head, head_payload, task
 
@@ -168,6 +173,65 @@ def test_pooled_with_counts_is_ccvrs_pooling_and_equal_weights_are_the_mixtures(
         raw = np.mean([g.cov + np.outer(g.mean, g.mean) for g in of], axis=0) - np.outer(mixed.mean, mixed.mean)
         np.testing.assert_allclose(mixed.cov, raw, atol=1e-12)
         assert between + within == pytest.approx(len(of) * np.trace(raw), abs=1e-12)
+
+
+def overlapping(seed: int) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+    """Features of four clients through one common extractor: three classes that overlap, in other shares at each."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for shares in ([0.6, 0.3, 0.1], [0.1, 0.8, 0.1], [0.2, 0.2, 0.6], [0.4, 0.3, 0.3]):
+        y = rng.choice(3, 80, p=shares)
+        spread = np.array([[[1.0, 0.4], [0, 0.8]], [[0.6, 0], [0, 1.2]], [[0.9, -0.5], [0, 0.7]]])[y]
+        z = np.array([[0.0, 1], [1.2, 0], [-1, -0.5]])[y] + (spread @ rng.standard_normal((80, 2, 1)))[..., 0]
+        found.append((z, y))
+    return found
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_pooled_over_one_common_extractor_the_last_round_is_ccvrs_retraining(seed: int) -> None:
+    """CCVR's own pooling, sampling and re-training on FedGHG's random numbers give its header: only streams differ."""
+    m, lr = 40, 0.05
+    made = strategy(source="pooled", weights="count", cov="full", header_epochs=m, header_batch="all", header_lr=lr)
+    features = overlapping(seed)
+    clients = [moments(z, y, 3) for z, y in features]
+    w, b = head(after(made, "full", counts=True, clients=clients))
+
+    ccvr, state = server("", context(w=np.zeros((3, 2))))
+    statistics = ccvr.statistics(state["model"], asker(ccvr, features))[1]
+    rows = []
+    for c in range(3):
+        mean, cov = gaussian_of(statistics, c)
+        rows.append(draw(mean, factorise(cov), made.context.rng("gaussians", 1, c).standard_normal((m, 2))))
+    z, y = np.stack(rows, axis=1).reshape(-1, 2), np.tile(np.arange(3), m)
+    steps = np.arange(3 * m).reshape(m, 3)
+    expected_w, expected_b = retrain(np.zeros((3, 2)), np.zeros(3), z, y, steps, lr, momentum=0.0, weight_decay=0.0)
+    np.testing.assert_allclose(w, expected_w, atol=2e-6)
+    np.testing.assert_allclose(b, expected_b, atol=2e-6)
+    assert np.abs(w).max() > 0.1
+
+
+def test_pooled_over_one_common_extractor_it_ends_where_ccvr_ends() -> None:
+    """Each with its own draws and optimizer, from its whole server step: the same loss on what it is trained for.
+
+    The header of class means, which knows no spread, does not end there.
+    """
+    features = overlapping(0)
+    clients = [moments(z, y, 3) for z, y in features]
+    common: dict[str, Any] = {"source": "pooled", "weights": "count", "header_batch": "all", "header_lr": 0.02}
+    ours = head(after(strategy(**common, cov="full", header_epochs=20_000), "full", counts=True, clients=clients))
+    means = head(after(strategy(**common, cov="none", header_epochs=20_000), "none", counts=True, clients=clients))
+    start = context(w=np.zeros((3, 2)))
+    strategy_of_ccvr, _, state = calibrate("samples=6000 weight_decay=0", features, start)
+    theirs = strategy_of_ccvr.repair(state).common
+    pooled = strategy_of_ccvr.statistics(start.initial, asker(strategy_of_ccvr, features))[1]
+    z, y, _ = virtual_features(pooled, np.full(3, 50_000), seed=9)
+
+    def loss(w: NDArray[Any], b: NDArray[Any]) -> float:
+        return float(-log_softmax(z @ w.T + b, axis=1)[np.arange(len(y)), y].mean())
+
+    wanted = loss(theirs["head.weight"], theirs["head.bias"])
+    gained = np.log(3) - wanted
+    assert abs(loss(*ours) - wanted) < 0.02 * gained < 0.2 * gained < loss(*means) - wanted
 
 
 def test_rho_is_the_share_of_the_variance_between_the_clients_means() -> None:

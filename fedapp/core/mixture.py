@@ -14,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from fedapp.core.gaussian import unpack
+from fedapp.core.robust import scale_covariances
 from fedapp.errors import Impossible
 
 Array = npt.NDArray[Any]
 Float64 = npt.NDArray[np.float64]
 
-__all__ = ["Gaussian", "between_share", "gaussians", "pool", "problem_of"]
+__all__ = ["Gaussian", "between_share", "by_class", "gaussians", "pool", "problem_of", "screened"]
 
 
 class Gaussian(NamedTuple):
@@ -87,3 +88,30 @@ def gaussians(arrays: Mapping[str, Array], width: int, full: bool) -> dict[int, 
     rows = unpack(cov, width) if full else cov
     mean = arrays["lar"].astype(np.float64)
     return {int(labels[i]): Gaussian(mean[i], rows[i], int(counts[i])) for i in np.argsort(labels)}
+
+
+def screened(
+    answers: Sequence[Mapping[str, Array]], kept: Sequence[tuple[Array, Array]], width: int, cov: str, scaled: bool
+) -> list[dict[int, Gaussian]]:
+    """Return the Gaussians of each client of the classes that screening left, with the means that it left.
+
+    Parameters
+    ----------
+    answers : as in `gaussians`.   kept : for each of them (S', d) means and their (S',) labels.
+    width : d.   cov : form of the covariances, `none`, `diag` or `full`.
+    scaled : whether covariances far above the others' of their class are made smaller.
+    """
+    if scaled and cov != "none":
+        rows = [
+            {**a, "ids": a["labels"], "mean": a["lar"], "count": a.get("counts", np.full(len(a["labels"]), 2))}
+            for a in answers
+        ]
+        scale_covariances(rows)
+        answers = rows
+    every = [gaussians(a, width, cov == "full") for a in answers]
+    return [{int(c): of[int(c)]._replace(mean=mean) for mean, c in zip(r, s)} for of, (r, s) in zip(every, kept)]
+
+
+def by_class(clients: Sequence[Mapping[int, Gaussian]]) -> dict[int, list[Gaussian]]:
+    """Return the Gaussians of every class, ascending, in the order of the clients."""
+    return {c: [g[c] for g in clients if c in g] for c in sorted({c for g in clients for c in g})}
