@@ -73,7 +73,8 @@ from fedapp.learning.training import (
     trained_alone,
 )
 from fedapp.method import Arrays, BaseHParams, Method, Payload, Scalar
-from fedapp.models import build_model, weights
+from fedapp.models import build_model, is_own, weights
+from fedapp.models.copies import copied, redrawn
 from fedapp.transport import selection
 
 if TYPE_CHECKING:
@@ -563,16 +564,20 @@ class FedClient(PositionalClient):
             if self.stored is not None:
                 self.own = selection.under("own/", self.stored.arrays)
         if self._loaded is None:
-            if covered:
-                self.model = copy.deepcopy(skeleton)
-            else:
-                self.model = self.build_model(self.task.spec(self.initial_seed()), self.hparams)
+            self.model = copied(skeleton) if covered else self._new()
         else:
-            self.model = copy.deepcopy(skeleton)
+            self.model = copied(skeleton)
             selection.merge(self.model, selection.under("model/", self._loaded.arrays))
             self.own = selection.under("own/", self._loaded.arrays)
         if self.device.type != "cpu":
             self.model.to(self.device)
+
+    def _new(self) -> SplitModel:
+        """Return this client's own initial model."""
+        spec = self.task.spec(self.initial_seed())
+        if _redraws(type(self), self.task.spec(0), self.hparams):
+            return redrawn(_skeleton(type(self), self.task.spec(0), self.hparams), spec.seed)
+        return self.build_model(spec, self.hparams)
 
     def state_facts(self) -> dict[str, Scalar]:
         """Return what the server must know of the state that a round has stored, to recognise it in the next one.
@@ -645,6 +650,24 @@ class FedClient(PositionalClient):
 def _skeleton(client: type[FedClient], spec: ModelSpec, hparams: Any) -> SplitModel:
     """Build a model once per process; clients work on copies, so nothing is carried over from one to the next."""
     return client.build_model(spec, hparams)
+
+
+@functools.lru_cache(maxsize=16)
+def _redraws(client: type[FedClient], spec: ModelSpec, hparams: Any) -> bool:
+    """Return whether new random values make another client's initial model of a skeleton, tried with two seeds.
+
+    A user's own function may do anything with its random numbers, so its models are always made by it.
+    """
+    if is_own(spec.name):
+        return False
+    skeleton = _skeleton(client, spec, hparams)
+    pairs = ((client.build_model(replace(spec, seed=k), hparams), redrawn(skeleton, k)) for k in (1, 2))
+    return all(_same(a, b) for a, b in pairs)
+
+
+def _same(a: nn.Module, b: nn.Module) -> bool:
+    values = (x.state_dict().values() for x in (a, b))
+    return all(torch.equal(u, v) and u.stride() == v.stride() for u, v in zip(*values, strict=True))
 
 
 @functools.lru_cache(maxsize=16)

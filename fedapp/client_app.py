@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message
 from flwr.clientapp import ClientApp
 
 from clients.base import FedClient
@@ -34,7 +34,7 @@ from fedapp.transport import secure
 from fedapp.transport.client_manager import WITHOUT_DATA
 from fedapp.transport.clipping import clip_update, private_update
 from fedapp.transport.identity import Identity
-from fedapp.transport.records import CONTROL, Part, parts, payload_of, reply_content, together
+from fedapp.transport.records import CONTROL, Part, Records, parts, payload_of, reply_records, sealed, together
 from fedapp.transport.secure import SecureClient
 
 
@@ -328,24 +328,26 @@ def _hidden(context: Context, config: RunConfig, client: FedClient, given: Paylo
 
 
 def _handle(stage: str, message: Message, context: Context) -> Message:
+    read = functools.cache(lambda: configuration.from_context(context.run_config))  # once for all clients of a message
     several = {} if process.real_node() else parts(message.content)
     if not several:
-        return Message(_reply(stage, message, context), reply_to=message)
-    return Message(together({c: _reply(stage, part, context) for c, part in several.items()}), reply_to=message)
+        return Message(sealed(_reply(stage, message, context, read)), reply_to=message)
+    replies = {client: _reply(stage, part, context, read) for client, part in several.items()}
+    return Message(together(replies), reply_to=message)
 
 
-def _reply(stage: str, message: Message | Part, context: Context) -> RecordDict:
+def _reply(stage: str, message: Message | Part, context: Context, read: Callable[[], RunConfig]) -> Records:
     started = time.perf_counter()
     info: dict[str, Scalar] = {}
     try:
-        payload, control = payload_of(message)
-        config = configuration.from_context(context.run_config)
+        payload, control = payload_of(message, checked=not process.real_node())
+        config = read()
         given = Payload()
         if config.secure_sum and stage in WITHOUT_DATA:
             with _secrets(context, config, _node(context, config, control).client) as secrets:
                 info = {"client": secrets.member.client}
                 arrays = secrets.answer(stage, payload, str(control.get("run", "")))
-            return reply_content(arrays, {"num-examples": 0}, info, "fp32")
+            return reply_records(arrays, {"num-examples": 0}, info, "fp32")
         if config.secure_sum:
             payload, given = secure.taken_from(payload)
         client = build(context, config, control)
@@ -356,7 +358,7 @@ def _reply(stage: str, message: Message | Part, context: Context) -> RecordDict:
             arrays = _hidden(context, config, client, given, arrays)
         if stage != "register" and not (client.task.privacy is not None and process.real_node()):
             metrics["seconds"] = time.perf_counter() - started
-        return reply_content(arrays, metrics, {**info, **facts}, config.wire_dtype, shared=not process.real_node())
+        return reply_records(arrays, metrics, {**info, **facts}, config.wire_dtype, shared=not process.real_node())
     except Exception as e:
         known = isinstance(e, (BadRequest, StateError, Unsafe))
         if known:
@@ -370,7 +372,7 @@ def _reply(stage: str, message: Message | Part, context: Context) -> RecordDict:
             text = f"{type(e).__name__} in {stage}: the node's own log says more, since dp keeps texts of errors there"
         failed: dict[str, Scalar] = {**info, "error": text, "stage": stage}
         failed.setdefault("client", _number(message, context))
-        return reply_content({}, {"num-examples": 0}, failed, "fp32")
+        return reply_records({}, {"num-examples": 0}, failed, "fp32")
 
 
 def _number(message: Message | Part, context: Context) -> int:
@@ -378,7 +380,7 @@ def _number(message: Message | Part, context: Context) -> int:
     node = context.node_config
     number: Any = node.get("client-id", node.get("partition-id"))
     if not process.real_node():
-        number = message.content.config_records.get(CONTROL, ConfigRecord()).get("client", number)
+        number = message.content.config_records.get(CONTROL, {}).get("client", number)
     return number if isinstance(number, int) else -1
 
 

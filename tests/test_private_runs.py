@@ -336,12 +336,12 @@ def test_a_method_that_forgets_the_noise_sends_nothing(
 
 def test_with_dp_no_digest_of_a_state_leaves(tiny: Tiny, no_page: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[dict[str, Any]] = []
-    content = client_app.reply_content
+    content = client_app.reply_records
 
-    def reply_content(arrays: Any, metrics: Any, info: Any, *more: Any, **named: Any) -> Any:
+    def reply_records(arrays: Any, metrics: Any, info: Any, *more: Any, **named: Any) -> Any:
         seen.append(dict(info))
         return content(arrays, metrics, info, *more, **named)
 
-    monkeypatch.setattr(client_app, "reply_content", reply_content)
+    monkeypatch.setattr(client_app, "reply_records", reply_content)
     tiny(method="fedgh", rounds=2, dp="example", dp_test=True)
     assert seen and not any(key.startswith("state") for info in seen for key in info)

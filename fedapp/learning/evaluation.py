@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -112,7 +113,7 @@ def evaluate(
         kept = [torch.zeros((0, num_classes), device=device)]
         for i in range(0, len(y), batch):
             labels = y[i : i + batch]
-            with torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16"):
+            with torch.autocast(device.type, dtype=torch.bfloat16) if precision == "bf16" else nullcontext():
                 logits = model(normalise(channels_first(x[i : i + batch]), inputs))
             logits = logits.float()
             # Added by label, not by a mask: picking rows would make the host wait for the device.

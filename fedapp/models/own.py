@@ -21,7 +21,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -111,7 +111,9 @@ def factory(name: str) -> Callable[..., Any]:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Build on the CPU with random values of `seed`; the global random state is left as it was."""
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    # Where it changes nothing it would only look at every call of PyTorch.
+    here = nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+    with torch.random.fork_rng(devices=[]), here:
         # Seeds the CPU generator alone: torch.manual_seed would also reset the generators of all GPUs.
         torch.default_generator.manual_seed(seed)
         yield

@@ -321,7 +321,7 @@ def _read(message: Message | Part, contract: Contract) -> Good | Refused:
         if not isinstance(error, str) or not isinstance(stage, str):
             return Refused("it says that it failed, but not in words")
         return Refused(error, FAILED, stage[:NAME_MOST])
-    record: Mapping[str, FlowerArray] = content.array_records.get(ARRAYS, ArrayRecord())
+    record: Mapping[str, FlowerArray] = content.array_records.get(ARRAYS, {})
     stated: Mapping[str, Any] = dict(content.metric_records.get(METRICS, {}))
     impossible = (
         _records_problem(content)

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from flwr.app import Message, RecordDict
+from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedapp import process
@@ -52,7 +52,7 @@ from fedapp.transport.boundary import (
     read_registration,
 )
 from fedapp.transport.offences import Blocked, Offence, Offences
-from fedapp.transport.records import Encoder, Part, parts, together
+from fedapp.transport.records import Encoder, Part, Records, parts, sealed, together
 from fedapp.transport.virtual import MANY, Member
 
 Event = Callable[[dict[str, Any]], None]
@@ -625,16 +625,16 @@ class ClientManager:
         kinds: dict[Any, Any] = {}  # equal ones are kept once
         groups = {c: kinds.setdefault(sent, sent) for c, sent in ((c, _content(p)) for c, p in given.items())}
 
-        def content(client: int) -> RecordDict:
+        def content(client: int) -> Records:
             digest, binds = self.states.get(client, ("", False))
             known: dict[str, Scalar] = {"state": digest, "state-binds": binds} if digest else {}
             whose: dict[str, Scalar] = {"client": client} if self._hosts else {}
-            found, size = encoder.content(given.pop(client), {**extra, **each(client), **known, **whose})
+            found, size = encoder.records(given.pop(client), {**extra, **each(client), **known, **whose})
             traffic.down += size
             return found
 
         def message(batch: Sequence[int]) -> Message:
-            whole = content(batch[0]) if len(batch) == 1 else together({c: content(c) for c in batch})
+            whole = sealed(content(batch[0])) if len(batch) == 1 else together({c: content(c) for c in batch})
             return Message(whole, self._host(batch), kind, ttl=lifetime, group_id=str(server_round))
 
         bytes_each = 4 * sum(math.prod(shape) for shape in expected.values())
@@ -674,10 +674,12 @@ class ClientManager:
         """
         if not self.settings.queued:
             return [[c] for c in ids], len(ids)
-        if getattr(self.grid, "one_at_a_time", False):
-            return [[c] for c in ids], 16
-        most, enough = self._underway(len(set(self.nodes.values()))), 2 * (os.cpu_count() or 1)
         several = self.several and bool(self._hosts) and len(ids) >= MANY
+        if getattr(self.grid, "one_at_a_time", False):
+            # Replies with models are used one by one; where only numbers come, sharing a message saves its overhead.
+            size = virtual.MOST if several and kind == "evaluate" else 1
+            return [list(ids[i : i + size]) for i in range(0, len(ids), size)], 16
+        most, enough = self._underway(len(set(self.nodes.values()))), 2 * (os.cpu_count() or 1)
         sizes = {c: self.infos[c].num_samples for c in ids}
 
         def messages(order: Sequence[int]) -> list[list[int]]:

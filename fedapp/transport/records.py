@@ -9,7 +9,7 @@ import math
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 from flwr.app import Array as FlowerArray
@@ -20,7 +20,9 @@ from fedapp.method import Array, Arrays, Payload, Scalar
 ARRAYS, SCALARS, CONTROL, METRICS, INFO = "arrays", "scalars", "control", "metrics", "info"
 CAST = "cast"
 OF = "@"
-"""Stands between the name of a record and the id of the client that it belongs to, in messages to several clients."""
+"""Stands between the name of a record of arrays and the id of the client that it belongs to, in messages to several."""
+PARTS = "parts"
+"""Name of the record, and of its one value, that holds all else of the clients that share a message, as JSON."""
 
 
 def _narrow(array: Array, wire_dtype: str) -> Array:
@@ -102,12 +104,17 @@ class Encoder:
 
     def content(self, payload: Payload, control: Mapping[str, Scalar]) -> tuple[RecordDict, int]:
         """Return the content of a message, and the bytes of its arrays as they are sent."""
+        records, size = self.records(payload, control)
+        return sealed(records), size
+
+    def records(self, payload: Payload, control: Mapping[str, Scalar]) -> tuple[Records, int]:
+        """Return what the message to a client holds, and the bytes of its arrays as they are sent."""
         arrays = {name: self.common(a) for name, a in payload.common.items()}
         arrays.update({name: encoded(a, self.wire_dtype, self.shared) for name, a in payload.arrays.items()})
         casts = {n: str(a.dtype) for n, a in payload.all().items() if str(a.dtype) != arrays[n].dtype}
-        header = ConfigRecord({**control, CAST: json.dumps(casts)})
-        content = RecordDict({ARRAYS: recorded(arrays), SCALARS: ConfigRecord(dict(payload.scalars)), CONTROL: header})
-        return content, sum(wire_bytes(a) for a in arrays.values())
+        header = {**control, CAST: json.dumps(casts)}
+        records = Records({ARRAYS: arrays}, {}, {SCALARS: dict(payload.scalars), CONTROL: header})
+        return records, sum(wire_bytes(a) for a in arrays.values())
 
 
 def wire_bytes(array: FlowerArray) -> int:
@@ -115,7 +122,7 @@ def wire_bytes(array: FlowerArray) -> int:
     return int(np.prod(array.shape, dtype=np.int64)) * np.dtype(array.dtype).itemsize
 
 
-def arrays_of(record: ArrayRecord, casts: str = "{}", checked: bool = False) -> Arrays:
+def arrays_of(record: Mapping[str, FlowerArray], casts: str = "{}", checked: bool = False) -> Arrays:
     """Decode named arrays; `casts` (JSON, name -> dtype) restores the dtype of those that were sent as fp16.
 
     Parameters
@@ -131,46 +138,92 @@ def arrays_of(record: ArrayRecord, casts: str = "{}", checked: bool = False) -> 
     return {name: a.astype(back[name]) if name in back else a for name, a in arrays.items()}
 
 
+class Records(NamedTuple):
+    """What one client gets or sends, by kind and name of the record, as in a RecordDict.
+
+    Flower's records check every value. In a message of many clients that takes longer than a small client's work.
+    """
+
+    array_records: dict[str, Mapping[str, FlowerArray]]
+    metric_records: dict[str, Mapping[str, Any]]
+    config_records: dict[str, Mapping[str, Any]]
+
+
 @dataclass(frozen=True)
 class Part:
-    """One client's part of a message to several clients, or of their reply."""
+    """One client's part of a message to several clients of a simulation, or of their reply."""
 
-    content: RecordDict
+    content: Records
 
     def has_error(self) -> bool:
         """Return False: if a worker fails, Flower replies with an error for the whole message."""
         return False
 
 
-def together(contents: Mapping[int, RecordDict]) -> RecordDict:
-    """Join the contents of messages by client; `parts` is the inverse. Arrays that they share stay one object."""
-    return RecordDict({f"{name}{OF}{client}": r for client, found in contents.items() for name, r in found.items()})
+def sealed(records: Records) -> RecordDict:
+    """Return the content of a message to, or from, one client."""
+    arrays = {name: recorded(of) for name, of in records.array_records.items()}
+    metrics = {name: MetricRecord(dict(of)) for name, of in records.metric_records.items()}
+    return RecordDict({**arrays, **metrics, **{n: ConfigRecord(dict(of)) for n, of in records.config_records.items()}})
+
+
+def together(clients: Mapping[int, Records]) -> RecordDict:
+    """Return the content of a message to, or from, several clients of a simulation; `parts` is the inverse.
+
+    Clients that get the very same array objects share one record of them.
+    """
+    content, texts = RecordDict(), {}
+    shared: Mapping[str, FlowerArray] = {}
+    for client, records in clients.items():
+        arrays = records.array_records[ARRAYS]
+        name = ARRAYS if arrays else ""
+        if arrays and not shared:
+            content[ARRAYS] = recorded(arrays)
+            shared = arrays
+        elif arrays and not (arrays.keys() == shared.keys() and all(a is shared[n] for n, a in arrays.items())):
+            name = f"{ARRAYS}{OF}{client}"
+            content[name] = recorded(arrays)
+        texts[client] = name, records.metric_records, records.config_records
+    content[PARTS] = ConfigRecord({PARTS: json.dumps(texts)})
+    return content
 
 
 def parts(content: RecordDict) -> dict[int, Part]:
     """Return the parts of a message by client; empty if it is for, or from, one client."""
-    found: dict[int, Part] = {}
-    for name, record in content.items():
-        own, _, client = name.partition(OF)
-        if client.isdecimal():
-            found.setdefault(int(client), Part(RecordDict())).content[own] = record
-    return found
+    if PARTS not in content.config_records:
+        return {}
+    texts = json.loads(str(content.config_records[PARTS][PARTS]))
+    found = {int(client): (content.array_records[name] if name else {}, *of) for client, (name, *of) in texts.items()}
+    return {client: Part(Records({ARRAYS: arrays}, *of)) for client, (arrays, *of) in found.items()}
 
 
-def payload_of(message: Message | Part) -> tuple[Payload, dict[str, Any]]:
-    """Decode a message of the server: the payload and the control values."""
+def payload_of(message: Message | Part, checked: bool = False) -> tuple[Payload, dict[str, Any]]:
+    """Decode a message of the server: the payload, whose arrays nobody else has, and the control values.
+
+    Parameters
+    ----------
+    checked : headers and sizes of its arrays are known to be right, as in a message of a simulation.
+    """
     content = message.content
-    control = dict(content.config_records.get(CONTROL, ConfigRecord()))
+    control = dict(content.config_records.get(CONTROL, {}))
     casts = str(control.pop(CAST, "{}"))
-    arrays = arrays_of(content.array_records.get(ARRAYS, ArrayRecord()), casts)
-    scalars = dict(content.config_records.get(SCALARS, ConfigRecord()))
-    return Payload(arrays=arrays, scalars=scalars), control  # type: ignore[arg-type]
+    arrays = arrays_of(content.array_records.get(ARRAYS, {}), casts, checked)
+    if checked:
+        arrays = {name: a if a.flags.writeable else a.copy() for name, a in arrays.items()}
+    return Payload(arrays=arrays, scalars=dict(content.config_records.get(SCALARS, {}))), control  # type: ignore[arg-type]
 
 
 def reply_content(
     arrays: Arrays, metrics: Mapping[str, Any], info: Mapping[str, Scalar], wire_dtype: str, shared: bool = False
 ) -> RecordDict:
-    """Build a client's reply: arrays, numbers (or lists of numbers), and plain facts about the client.
+    """Return the content of a client's reply; arguments as in `reply_records`."""
+    return sealed(reply_records(arrays, metrics, info, wire_dtype, shared))
+
+
+def reply_records(
+    arrays: Arrays, metrics: Mapping[str, Any], info: Mapping[str, Scalar], wire_dtype: str, shared: bool = False
+) -> Records:
+    """Return what a client's reply holds: arrays, numbers (or lists of numbers), and plain facts about the client.
 
     Parameters
     ----------
@@ -178,13 +231,8 @@ def reply_content(
     """
     sent = {name: encoded(a, wire_dtype, shared) for name, a in arrays.items()}
     casts = {n: str(a.dtype) for n, a in arrays.items() if str(a.dtype) != sent[n].dtype}
-    return RecordDict(
-        {
-            ARRAYS: recorded(sent),
-            METRICS: MetricRecord({k: _number(v) for k, v in metrics.items()}),
-            INFO: ConfigRecord({**info, CAST: json.dumps(casts)}),
-        }
-    )
+    numbers = {k: _number(v) for k, v in metrics.items()}
+    return Records({ARRAYS: sent}, {METRICS: numbers}, {INFO: {**info, CAST: json.dumps(casts)}})
 
 
 def _number(value: Any) -> Any:
@@ -203,11 +251,11 @@ def reply_of(message: Message | Part) -> tuple[Arrays, dict[str, Any], dict[str,
     The headers of its arrays must have been checked (:mod:`fedapp.transport.boundary`); the arrays cannot be written.
     """
     content = message.content
-    info = dict(content.config_records.get(INFO, ConfigRecord()))
-    record = content.array_records.get(ARRAYS, ArrayRecord())
+    info = dict(content.config_records.get(INFO, {}))
+    record: Mapping[str, FlowerArray] = content.array_records.get(ARRAYS, {})
     sent = sum(wire_bytes(a) for a in record.values())
     arrays = arrays_of(record, str(info.pop(CAST, "{}")), checked=True)
-    return arrays, dict(content.metric_records.get(METRICS, MetricRecord())), info, sent
+    return arrays, dict(content.metric_records.get(METRICS, {})), info, sent
 
 
 def reject(arrays: Arrays, expected: Mapping[str, tuple[int, ...]], metrics: Mapping[str, Any]) -> str | None:

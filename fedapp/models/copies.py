@@ -1,0 +1,60 @@
+"""Copies of models, as many as a process has clients."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from fedapp.lazy import nn
+from fedapp.models import own
+
+if TYPE_CHECKING:
+    from fedapp.models.split import SplitModel
+
+M = TypeVar("M", bound="nn.Module")
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def copied(model: M) -> M:
+    """Return what `copy.deepcopy(model)` returns, in a quarter of the time for small models.
+
+    Nearly all of deepcopy's time goes to a module's sixteen empty tables of hooks. Whatever is not known here is left
+    to it.
+    """
+    return _copied(model, {})
+
+
+def _copied(module: M, memo: dict[int, Any]) -> M:
+    if id(module) in memo:
+        found: M = memo[id(module)]
+        return found
+    if hasattr(type(module), "__deepcopy__") or type(module).__getstate__ is not nn.Module.__getstate__:
+        return copy.deepcopy(module, memo)
+    new = type(module).__new__(type(module))
+    memo[id(module)] = new
+    for name, value in module.__getstate__().items():  # type: ignore[no-untyped-call]
+        if name == "_modules":
+            value = {n: m if m is None else _copied(m, memo) for n, m in value.items()}
+        elif isinstance(value, (dict, set)) and not value:
+            value = type(value)()
+        elif not isinstance(value, _PLAIN):
+            value = copy.deepcopy(value, memo)
+        new.__dict__[name] = value
+    return new
+
+
+def redrawn(model: SplitModel, seed: int) -> SplitModel:
+    """Return a copy with new random values, drawn head first and then module by module.
+
+    For most models that is what `build_model` draws with this seed, without making the modules anew. It is not for
+    those that make their modules in another order, or start from stored or special values: compare before you rely on
+    it.
+    """
+    model = copied(model)
+    with own.seeded(seed):
+        for module in (model.head, *model.features.modules()):
+            draw = getattr(module, "reset_parameters", None)
+            if callable(draw):
+                draw()
+    return model

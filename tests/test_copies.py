@@ -1,0 +1,123 @@
+"""Copies of models: what deepcopy makes, and the initial model of each client as its own function makes it."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from itertools import chain
+from types import MethodType
+
+import pytest
+import torch
+from torch import nn
+
+from clients import base
+from clients.base import FedClient
+from clients.feddbe import FedDBEClient, FedDBEHParams
+from clients.fedrod import FedRoDClient, FedRoDHParams
+from fedapp.learning.task import ModelSpec
+from fedapp.method import BaseHParams
+from fedapp.models import MODEL_NAMES, ModelOptions, SplitModel, build_model
+from fedapp.models.copies import copied, redrawn
+from tests.test_models import OTHER, native_size
+
+
+def spec(name: str, seed: int = 0, options: ModelOptions | None = None) -> ModelSpec:
+    shape = {"cnn1d": (2, 64), "mlp": (7,)}.get(name, (3, native_size(name), native_size(name)))
+    return ModelSpec(name, 5, shape, seed, options or ModelOptions())
+
+
+def built(name: str, seed: int = 0, options: ModelOptions | None = None) -> SplitModel:
+    return FedClient.build_model(spec(name, seed, options), BaseHParams())
+
+
+def attributes(model: nn.Module) -> list[object]:
+    """What modules hold beside tensors and other modules, in their order."""
+    hidden = ("_parameters", "_buffers", "_modules")
+
+    def plain(module: nn.Module, value: object) -> object:
+        if isinstance(value, MethodType):  # of frozen layers
+            assert value.__self__ is module, "a copy's own"
+            return value.__func__
+        return value
+
+    return [(type(m), {k: plain(m, v) for k, v in vars(m).items() if k not in hidden}) for m in model.modules()]
+
+
+def tensors(model: nn.Module) -> list[torch.Tensor]:
+    return [*chain(model.parameters(), model.buffers())]
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_a_copy_is_what_deepcopy_makes_and_shares_nothing(name: str) -> None:
+    model = built(name, options=ModelOptions(freeze="features") if name not in OTHER else None).eval()
+    ours, theirs = copied(model), copy.deepcopy(model)
+    assert attributes(ours) == attributes(theirs)
+    assert list(ours.state_dict()) == list(model.state_dict())
+    for a, b, c in zip(tensors(ours), tensors(theirs), tensors(model), strict=True):
+        assert torch.equal(a, c) and a.stride() == b.stride() and a.requires_grad == c.requires_grad
+        assert type(a) is type(c) and a.data_ptr() != c.data_ptr()
+    ids = [{id(m) for m in x.modules()} | {id(h) for m in x.modules() for h in (m._forward_hooks, m._buffers)}
+           for x in (ours, model)]  # fmt: skip
+    assert not ids[0] & ids[1]
+    x = torch.rand(2, *spec(name).shape)
+    with torch.inference_mode():
+        assert torch.equal(ours(x), model(x))
+
+
+def test_what_is_tied_stays_tied_and_what_copies_itself_does() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.calls = torch.ones(3), [1]
+
+        def __deepcopy__(self, memo: object) -> Own:
+            return Own()
+
+    a = nn.Linear(3, 3)
+    b = nn.Linear(3, 3)
+    b.weight = a.weight
+    model = nn.Sequential(a, b, a, Own())
+    model[3].calls.append(2)
+    model.extra = torch.ones(2)  # type: ignore[assignment]
+    a.register_forward_hook(lambda *args: None)
+    found = copied(model)
+    assert found[0] is found[2] and found[0] is not a
+    assert found[1].weight is found[0].weight and found[0].weight is not a.weight
+    assert found[3].calls == [1] and len(found[0]._forward_hooks) == 1
+    assert torch.equal(found.extra, model.extra) and found.extra is not model.extra
+
+
+@pytest.mark.parametrize("name", MODEL_NAMES)
+def test_new_values_are_those_of_a_model_that_is_built_or_it_is_built(name: str) -> None:
+    state = torch.get_rng_state()
+    trusted = base._redraws(FedClient, spec(name), BaseHParams())
+    new = redrawn(built(name, 9), 3)
+    assert torch.equal(torch.get_rng_state(), state)
+    same = [torch.equal(a, b) for a, b in zip(tensors(new), tensors(built(name, 3)), strict=True)]
+    assert all(same) == trusted, "seeds that were not tried"
+    if name in ("cnn", "digits-a", "digits-b", "digits-c", "mlp", "cnn1d"):
+        assert trusted, f"{name} would be built for each client"
+
+
+@pytest.mark.parametrize(("client", "hparams"), [(FedDBEClient, FedDBEHParams()), (FedRoDClient, FedRoDHParams())])
+def test_a_method_with_a_model_of_its_own_has_the_same_start(client: type[FedClient], hparams: object) -> None:
+    def made(seed: int) -> SplitModel:
+        return client.build_model(spec("digits-a", seed), hparams)
+
+    new = redrawn(made(0), 4)
+    same = all(torch.equal(a, b) for a, b in zip(tensors(new), tensors(made(4)), strict=True))
+    assert base._redraws(client, spec("digits-a"), hparams) == same
+
+
+def test_models_that_start_from_special_values_are_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    def special(spec: ModelSpec, hparams: object) -> SplitModel:
+        model = build_model(spec.name, num_classes=5, shape=spec.shape, seed=spec.seed)
+        with torch.no_grad():
+            model.head.bias.zero_()
+        return model
+
+    client = type("Special", (FedClient,), {"build_model": staticmethod(special)})
+    assert not base._redraws(client, spec("digits-a"), BaseHParams())
+    other = dataclasses.replace(spec("digits-a"), name="package.module:function")
+    assert not base._redraws(FedClient, other, BaseHParams()), "a user's own function"
