@@ -42,7 +42,7 @@ from fedapp.results.runs import RunResult
 from fedapp.transport import boundary, checkpoint, client_manager, records, roster
 from fedapp.transport.boundary import BAD, FAILED, IMPOSSIBLE, Contract, Good, Refused, Registration
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid, _identify
-from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, reply_content
+from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, reply_records, sealed
 from fedapp.transport.virtual import Member
 from tests.liars import Forge, Lie, federate, forged, often
 from tests.test_robust import QUICK
@@ -59,7 +59,9 @@ def message(content: RecordDict) -> Message:
 def honest(wire: str = "fp32", **metrics: Any) -> RecordDict:
     rng = np.random.default_rng(0)
     arrays = {n: np.abs(rng.normal(size=s)).astype(np.float32) for n, s in SHAPES.items()}
-    return reply_content(arrays, {"num-examples": 7, **SCORES, **metrics}, {"client": 1, "model": "digits-a"}, wire)
+    return sealed(
+        reply_records(arrays, {"num-examples": 7, **SCORES, **metrics}, {"client": 1, "model": "digits-a"}, wire)
+    )
 
 
 Change = Callable[[RecordDict], None]
@@ -332,7 +334,7 @@ def test_reading_a_reply_takes_less_than_twice_the_size_of_the_contract(wire: st
 
     def content(times: int = 1, **more: np.ndarray) -> RecordDict:
         arrays = {n: np.ones((times * a, b), np.float32) for n, (a, b) in MANY.items()}
-        return reply_content({**arrays, **more}, {"num-examples": 7, **SCORES}, {"client": 1}, wire)
+        return sealed(reply_records({**arrays, **more}, {"num-examples": 7, **SCORES}, {"client": 1}, wire))
 
     good, most = peak_of(content(), contract)
     # Arrays stay where the message has them; float16 becomes float32, which takes the contract's size once.

@@ -342,6 +342,6 @@ def test_with_dp_no_digest_of_a_state_leaves(tiny: Tiny, no_page: Any, monkeypat
         seen.append(dict(info))
         return content(arrays, metrics, info, *more, **named)
 
-    monkeypatch.setattr(client_app, "reply_records", reply_content)
+    monkeypatch.setattr(client_app, "reply_records", reply_records)
     tiny(method="fedgh", rounds=2, dp="example", dp_test=True)
     assert seen and not any(key.startswith("state") for info in seen for key in info)

@@ -12,7 +12,17 @@ from flwr.app import Message, RecordDict
 
 from fedapp.method import Payload
 from fedapp.transport.local_grid import LocalGrid
-from fedapp.transport.records import Encoder, arrays_of, encoded, payload_of, recorded, reject, reply_content, reply_of
+from fedapp.transport.records import (
+    Encoder,
+    arrays_of,
+    encoded,
+    payload_of,
+    recorded,
+    reject,
+    reply_of,
+    reply_records,
+    sealed,
+)
 
 
 @pytest.fixture
@@ -86,7 +96,7 @@ def test_objects_of_python_are_not_sent() -> None:
 
 def test_the_arrays_of_a_reply_cannot_be_written(message: Message) -> None:
     """The server's functions change no argument, and what they get lies where the message has it."""
-    content = reply_content({"x": np.ones(3, np.float32)}, {"num-examples": 1}, {}, "fp32")
+    content = sealed(reply_records({"x": np.ones(3, np.float32)}, {"num-examples": 1}, {}, "fp32"))
     reply = Message(content, reply_to=message)
     arrays, *_ = reply_of(reply)
     with pytest.raises(ValueError, match="read-only"):
@@ -106,7 +116,9 @@ def test_common_arrays_are_encoded_once() -> None:
 
 def test_replies_carry_lists_and_numpy_numbers(message: Message) -> None:
     metrics = {"a": np.float32(1.5), "b": [1, 2], "c": np.array([0.5, 1.0]), "num-examples": np.int64(7), "e": []}
-    reply = Message(reply_content({"x": np.ones(2, np.float32)}, metrics, {"client": 4}, "fp16"), reply_to=message)
+    reply = Message(
+        sealed(reply_records({"x": np.ones(2, np.float32)}, metrics, {"client": 4}, "fp16")), reply_to=message
+    )
     arrays, got, info, size = reply_of(reply)
     assert arrays["x"].dtype == np.float32 and size == 4
     assert got == {"a": 1.5, "b": [1, 2], "c": [0.5, 1.0], "num-examples": 7, "e": []} and info == {"client": 4}

@@ -213,13 +213,6 @@ def payload_of(message: Message | Part, checked: bool = False) -> tuple[Payload,
     return Payload(arrays=arrays, scalars=dict(content.config_records.get(SCALARS, {}))), control  # type: ignore[arg-type]
 
 
-def reply_content(
-    arrays: Arrays, metrics: Mapping[str, Any], info: Mapping[str, Scalar], wire_dtype: str, shared: bool = False
-) -> RecordDict:
-    """Return the content of a client's reply; arguments as in `reply_records`."""
-    return sealed(reply_records(arrays, metrics, info, wire_dtype, shared))
-
-
 def reply_records(
     arrays: Arrays, metrics: Mapping[str, Any], info: Mapping[str, Scalar], wire_dtype: str, shared: bool = False
 ) -> Records:
