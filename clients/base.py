@@ -41,7 +41,6 @@ The file is long because the whole contract of a client stands in it, in the ord
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
 import math
@@ -428,7 +427,7 @@ class FedClient(PositionalClient):
         The model is as received again afterwards; the copy is `self.tuned`.
         """
         self._scoring = True
-        received, self.model = self.model, copy.deepcopy(self.model)
+        received, self.model = self.model, copied(self.model)
         try:
             for phase in self.tuning():
                 self.run_phase(phase)

@@ -15,7 +15,6 @@ w^t stays as it was received. v_k moves only when k takes part. What is stored a
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from fedapp.core.contrastive import squared_distance
 from fedapp.lazy import Tensor
 from fedapp.learning.training import Batch, Phase
 from fedapp.method import Arrays, Payload
+from fedapp.models.copies import copied
 from fedapp.transport import selection
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class DittoClient(PrivateClient):
 
     def receive(self, payload: Payload) -> None:
         """Put w^t beside v_k."""
-        self.model = copy.deepcopy(self.personal)
+        self.model = copied(self.personal)
         selection.merge(self.model, selection.under(BUFFERS, self.own))
         super().receive(payload)
 

@@ -18,7 +18,6 @@ model in its place would add the constant mu log 2, whose gradient is exactly ze
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -30,6 +29,7 @@ from fedapp.lazy import Tensor, torch
 from fedapp.learning.evaluation import batched
 from fedapp.learning.training import Batch
 from fedapp.method import BaseHParams, Payload
+from fedapp.models.copies import copied
 
 if TYPE_CHECKING:
     from fedapp.models import SplitModel
@@ -84,6 +84,6 @@ class MoonClient(FedClient):
 
 def _frozen(model: SplitModel) -> SplitModel:
     """Copy a model for use in evaluation mode without gradients."""
-    frozen = copy.deepcopy(model).eval()
+    frozen = copied(model).eval()
     frozen.requires_grad_(False)
     return frozen
