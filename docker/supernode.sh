@@ -1,5 +1,5 @@
 #!/bin/sh
-# Run flower-supernode with the given arguments, and start it again when it fails.
+# Run `fedapp supernode` with the given arguments, and start it again when it fails.
 #
 # A SuperLink considers a lost node (power cut, kill -9) online until two heartbeats of 30 s are missing, and refuses it
 # until then (exit code 305). An immediate restart would fail, so the script waits RESTART_AFTER seconds (default 65).
@@ -15,14 +15,14 @@ stop() {
 trap stop TERM INT
 
 while :; do
-  flower-supernode "$@" &
+  fedapp supernode "$@" &
   child=$!
   wait "$child"
   code=$?
   # A signal ends the first wait at once, so wait again until the SuperNode has stopped.
   [ -z "$stopping" ] || { wait "$child"; exit 0; }
   [ "$code" -ne 0 ] || exit 0
-  echo "supernode.sh: flower-supernode ended with code $code; next try in ${RESTART_AFTER:-65} s" >&2
+  echo "supernode.sh: the SuperNode ended with code $code; next try in ${RESTART_AFTER:-65} s" >&2
   sleep "${RESTART_AFTER:-65}" &
   child=$!
   wait "$child"

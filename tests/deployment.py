@@ -172,9 +172,10 @@ class Deployment:
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
-    def node(self, name: str, restart_after: int = 65, **changes: str) -> subprocess.Popen[bytes]:
-        """Start a SuperNode below the script that starts it again."""
-        return self.start(name, *self.command(name, **changes), env={"RESTART_AFTER": str(restart_after)})
+    def node(self, name: str, restart_after: int = 65, cold: bool = False, **changes: str) -> subprocess.Popen[bytes]:
+        """Start a SuperNode below the script that starts it again; `cold`: without a warm process."""
+        words = [*self.command(name, **changes), *(["--cold"] if cold else [])]
+        return self.start(name, *words, env={"RESTART_AFTER": str(restart_after)})
 
     def online(self, name: str, seconds: float = 60) -> None:
         """Wait until a node that was just started has its id."""

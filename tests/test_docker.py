@@ -186,7 +186,7 @@ def test_certificates_and_keys(tmp_path: Path) -> None:
 
 def test_a_supernode_is_started_again_and_stopped_in_order(tmp_path: Path) -> None:
     """supernode.sh around a stand-in that notes its starts: fails twice, then runs until it is told to stop."""
-    fake = tmp_path / "flower-supernode"
+    fake = tmp_path / "fedapp"
     fake.write_text(
         f'#!/bin/sh\necho "start $*" >> {tmp_path}/log\n'
         f'[ "$(grep -c start {tmp_path}/log)" -ge 3 ] || exit 49\n'
@@ -203,7 +203,7 @@ def test_a_supernode_is_started_again_and_stopped_in_order(tmp_path: Path) -> No
     process.terminate()
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 0 and errors.count("ended with code 49; next try in 0 s") == 2
-    assert (tmp_path / "log").read_text().splitlines() == ["start --superlink x y"] * 3 + ["stopped"]
+    assert (tmp_path / "log").read_text().splitlines() == ["start supernode --superlink x y"] * 3 + ["stopped"]
 
 
 def test_yaml_and_smoke_test_name_the_same_things() -> None:

@@ -418,7 +418,8 @@ def figure(
 
 
 app.add_typer(deployment.deployment, name="deploy")
-app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(deployment.superlink)
+for _passed_on in (deployment.superlink, deployment.supernode):
+    app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(_passed_on)
 app.add_typer(deployment.operator, name="operator")
 app.command()(deployment.admit)
 

@@ -77,6 +77,21 @@ def superlink(
     raise typer.Exit(gate.serve(public, private, operator_token_file, max_reply << 20, context.args))
 
 
+def supernode(
+    context: typer.Context,
+    cold: Annotated[
+        bool, typer.Option("--cold", help="let every message import PyTorch and Flower anew, as flower-supernode does")
+    ] = False,
+) -> None:
+    """Start a SuperNode that imports PyTorch and Flower once. Further options go to flower-supernode.
+
+    Each message still has a process of its own, which is forked from one that has imported the libraries.
+    """
+    from fedapp.engines import supernode as nodes
+
+    raise typer.Exit(nodes.serve(context.args, cold))
+
+
 operator = typer.Typer(
     cls=Commands, no_args_is_help=True, help="The operator of a SuperLink that fedapp superlink started."
 )

@@ -1,0 +1,252 @@
+"""The warm process of a node: it has imported what every message needs, and forks for each of them.
+
+Flower's SuperNode starts `flwr-clientapp` anew for every message, and most of the time of a small message is the import
+of PyTorch and of Flower. Here they are imported once. Every message keeps a process of its own, which does what
+`flwr-clientapp` does and ends; only the imports are shared. :mod:`fedapp.engines.supernode` starts the warm process,
+and :mod:`fedapp.engines.caller` stands in the place of `flwr-clientapp`.
+
+The warm process imports libraries alone. A run brings its own copy of fedapp, and may bring further code, and both are
+imported in the fork, so that no run finds anything of an earlier one. It has no threads and no connections of its own.
+Of a fork it reads nothing but how it ended. Whoever is this user can ask it for a fork, and could start the program
+itself as well; others are refused.
+
+It ends with its SuperNode, which holds the other end of its standard input. Run as a script, this file imports nothing
+of fedapp.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+PLACE = "warm"
+"""Name of the socket in the folder."""
+REQUEST = 8 << 20
+"""Largest request in bytes; the kernel gives a program at most 6 MiB of arguments and environment."""
+ARRIVES = 10.0
+"""Seconds in which a request must have arrived. The small program sends it at once."""
+GRACE = 10.0
+"""Seconds that messages have to end when the SuperNode has ended, which they notice themselves."""
+OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+"""Signals that the warm process handles itself: the first two end it as the end of its SuperNode does."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a process would have been started with.
+
+    Attributes
+    ----------
+    files : standard input, output and errors, open in this process.
+    """
+
+    folder: str
+    words: Sequence[str]
+    environment: dict[str, str]
+    files: Sequence[int]
+
+
+def same_user(connection: socket.socket) -> bool:
+    """Return whether the process at the other end of a Unix socket runs as this user."""
+    _, user, _ = struct.unpack(
+        "3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    )
+    return bool(user == os.geteuid())
+
+
+def received(connection: socket.socket) -> Request | None:
+    """Read a request, as :func:`fedapp.engines.caller.main` sends it; None if it is none, or not from this user."""
+    files: list[int] = []
+    try:
+        if same_user(connection):
+            connection.settimeout(ARRIVES)
+            head, files, *_ = socket.recv_fds(connection, 4, 3)
+            size = int.from_bytes(head, "big")
+            if len(head) == 4 and len(files) == 3 and size <= REQUEST:
+                body = bytearray()
+                while len(body) < size and (more := connection.recv(size - len(body))):
+                    body += more
+                folder, count, *fields = map(os.fsdecode, bytes(body).split(b"\0"))
+                pairs = (field.partition("=") for field in fields[int(count) :])
+                if len(body) == size:
+                    return Request(folder, fields[: int(count)], {k: v for k, _, v in pairs}, files)
+    except (OSError, ValueError):
+        pass
+    for file in files:
+        os.close(file)
+    return None
+
+
+class Warm:
+    """Forks that are asked for at a socket, until standard input or a signal says that it is over."""
+
+    def __init__(self, folder: str) -> None:
+        self.before = {number: signal.getsignal(number) for number in OURS}
+        self.folder = folder
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(f"{folder}/{PLACE}")
+        self.listener.listen(128)
+        self.woken, self.wakes = os.pipe()
+        os.set_blocking(self.wakes, False)
+        signal.set_wakeup_fd(self.wakes, warn_on_full_buffer=False)
+        for number in OURS:
+            signal.signal(number, lambda number, frame: None)
+        self.selector = selectors.DefaultSelector()
+        for source in (self.listener, self.woken, 0):
+            self.selector.register(source, selectors.EVENT_READ)
+        self.forks: dict[int, socket.socket] = {}
+
+    def serve(self) -> Request | None:
+        """Return the request in each fork, and None in the warm process when it is over."""
+        until: float | None = None
+        while until is None or (self.forks and time.monotonic() < until):
+            for key, _ in self.selector.select(None if until is None else max(0.0, until - time.monotonic())):
+                source, over = key.fileobj, False
+                if source is self.listener:
+                    if request := self.fork(self.listener.accept()[0]):
+                        return request
+                elif isinstance(source, socket.socket):
+                    self.heard(source)
+                elif source == self.woken:
+                    over = bool({signal.SIGTERM, signal.SIGINT} & set(os.read(self.woken, 512)))
+                    self.reap()
+                else:
+                    over = not os.read(0, 512)
+                if over and until is None:
+                    until = time.monotonic() + GRACE
+                    self.selector.unregister(self.listener)
+                    self.selector.unregister(0)
+                    self.listener.close()  # who asks from now on starts the program itself
+        for pid in self.forks:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        return None
+
+    def fork(self, connection: socket.socket) -> Request | None:
+        """Fork for a request; return it in the fork, and None in the warm process."""
+        request = received(connection)
+        if request is None:
+            connection.close()
+            return None
+        # A signal to a fork that still has the warm process's handlers would wake the warm process.
+        signal.pthread_sigmask(signal.SIG_BLOCK, OURS)
+        try:
+            pid = os.fork()
+        except OSError:  # the machine has no room for it: the caller starts the program itself
+            pid = -1
+        if pid == 0:
+            connection.close()
+            self.leave()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, OURS)
+        if pid == 0:
+            return request
+        for file in request.files:
+            os.close(file)
+        try:
+            if pid > 0:
+                connection.send(b"\0")
+                connection.setblocking(False)
+                self.forks[pid] = connection
+                self.selector.register(connection, selectors.EVENT_READ, pid)
+                return None
+        except OSError:  # the caller is gone
+            self.forks[pid] = connection
+            os.kill(pid, signal.SIGKILL)
+            return None
+        connection.close()
+        return None
+
+    def leave(self) -> None:
+        """Close, in a fork, what belongs to the warm process."""
+        signal.set_wakeup_fd(-1)
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+        self.selector.close()
+        self.listener.close()
+        for connection in self.forks.values():
+            connection.close()
+        os.close(self.woken)
+        os.close(self.wakes)
+
+    def heard(self, connection: socket.socket) -> None:
+        """Pass signals on to a fork; kill it if its caller was killed."""
+        pid = self.selector.get_key(connection).data
+        try:
+            numbers = connection.recv(64)
+        except OSError:
+            numbers = b""
+        if not numbers:
+            self.selector.unregister(connection)
+        for number in numbers or [signal.SIGKILL]:
+            with contextlib.suppress(OSError):  # no such signal
+                os.kill(pid, number)
+
+    def reap(self) -> None:
+        """Tell callers how their forks have ended."""
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
+                code = os.waitstatus_to_exitcode(status)
+                connection = self.forks.pop(pid)
+                with contextlib.suppress(KeyError):
+                    self.selector.unregister(connection)
+                with contextlib.suppress(OSError):
+                    connection.send(bytes([code if code >= 0 else 128 - code]))
+                connection.close()
+
+
+def become(program: str, request: Request) -> None:
+    """Make this fork look as if `program` had been started with what a request says."""
+    for at, file in enumerate(request.files):
+        os.dup2(file, at)
+        os.close(file)
+    os.chdir(request.folder)
+    os.environ.clear()
+    os.environ.update(request.environment)
+    sys.argv = [program, *request.words]
+    sys.path.insert(0, str(Path(program).parent))
+    if numbers := sys.modules.get("numpy.random"):
+        numbers.seed()  # Python's own generator does so itself, and PyTorch's begins with a constant
+
+
+def main(folder: str, program: str, entry: str, *libraries: str) -> None:
+    """Import an entry point's module and the libraries; run the entry point in each fork.
+
+    Parameters
+    ----------
+    folder : of the socket; it is removed at the end.   program : path of the console script that the forks stand for.
+    entry : `package.module:function` that the script calls.
+    """
+    warm, here = Warm(folder), os.getpid()  # who asks early waits
+    try:
+        gc.disable()
+        module, _, name = entry.partition(":")
+        function = getattr(importlib.import_module(module), name)
+        for library in libraries:
+            with contextlib.suppress(ImportError):  # a run that needs it says so
+                importlib.import_module(library)
+        gc.freeze()  # or the collector would write to all pages that forks share
+        gc.enable()
+        request = warm.serve()
+    finally:
+        if os.getpid() == here:
+            shutil.rmtree(folder, ignore_errors=True)
+    if request is not None:
+        become(program, request)
+        sys.exit(function())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,294 @@
+"""The warm process of a node, and `fedapp supernode`, which starts it; real processes without Flower."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fedapp.engines import caller, supernode, warm
+from tests.deployment import until
+from tests.house import ROOT
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a warm process needs Linux")
+
+ENTRY = """
+import os, signal, sys, time
+loaded = os.getpid()
+
+def entry():
+    globals()[sys.argv[1]](*sys.argv[2:])
+
+def tell():
+    import json
+    left = [name for name in sys.modules if name.startswith("left_")] + [n for n in os.environ if n.startswith("LEFT")]
+    print(json.dumps([os.getpid(), loaded, os.getppid(), os.getcwd(), sys.argv, os.environ.get("MINE"), left,
+                      sys.path[0], sys.stdin.read()]))
+    print("to errors", file=sys.stderr)
+
+def leave():
+    sys.modules["left_behind"] = os
+    os.environ["LEFT_BEHIND"] = "yes"
+    sys.path.insert(0, "left")
+    globals()["entry"] = None
+    os.chdir("/")
+    sys.exit(3)
+
+def crash(how):
+    if how == "exit":
+        os._exit(7)
+    if how == "raise":
+        raise RuntimeError("wrong")
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+def hang(file):
+    def told(number, frame):
+        open(file, "a").write(f"{number} ")
+        if number == signal.SIGTERM:
+            sys.exit(5)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, told)
+    open(file, "a").write(f"{os.getpid()} ")
+    while True:
+        time.sleep(0.05)
+
+def draws():
+    import random
+    random.random(), time.sleep(0)
+    import numpy.random
+    print(random.random(), numpy.random.rand())
+"""
+REAL = "#!/bin/sh\necho cold $* > {}/cold\nexit 9\n"
+
+
+class Node:
+    """A warm process, and callers of it."""
+
+    def __init__(self, folder: Path, *libraries: str) -> None:
+        self.folder, self.real = folder, folder / "real"
+        self.at = folder / "warm-folder"
+        self.at.mkdir(0o700)
+        (folder / "entry_of_test.py").write_text(ENTRY)
+        self.real.write_text(REAL.format(folder))
+        self.real.chmod(0o700)
+        command = [sys.executable, "-P", warm.__file__, self.at, self.real, "entry_of_test:entry", *libraries]
+        env = {**os.environ, "PYTHONPATH": str(folder)}
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=env, start_new_session=True)
+        until(lambda: (self.at / warm.PLACE).exists(), 20, "the warm process listens")
+
+    def call(self, *words: str, **settings: object) -> subprocess.Popen[str]:
+        """Start the small program."""
+        command = [sys.executable, "-I", "-S", caller.__file__, str(self.at / warm.PLACE), str(self.real), *words]
+        files = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return subprocess.Popen(command, text=True, **{**files, **settings})  # type: ignore[call-overload,no-any-return]
+
+    def ask(self, *words: str, **settings: object) -> tuple[int, str, str]:
+        """Return exit code and output of a call."""
+        process = self.call(*words, **settings)
+        out, errors = process.communicate("typed in", timeout=20)
+        return process.returncode, out, errors
+
+    def tells(self, **settings: object) -> list[object]:
+        """Return what a fork says of itself."""
+        import json
+
+        code, out, errors = self.ask("tell", **settings)
+        assert (code, errors) == (0, "to errors\n"), errors
+        told: list[object] = json.loads(out)
+        return told
+
+    def close(self) -> None:
+        """End it."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait(20)
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    it = Node(tmp_path)
+    try:
+        yield it
+    finally:
+        it.close()
+
+
+def test_a_message_has_a_process_of_its_own_that_looks_like_the_program(node: Node, tmp_path: Path) -> None:
+    (elsewhere := tmp_path / "else where").mkdir()
+    first = node.tells(cwd=elsewhere, env={"MINE": "é=\n", "PATH": "/bin"})
+    pid, loaded, parent, cwd, argv, mine, left, path, typed = first
+    assert loaded == parent == node.process.pid != pid
+    assert (cwd, argv, mine) == (str(elsewhere), [str(node.real), "tell"], "é=\n")
+    assert (left, path, typed) == ([], str(node.folder), "typed in")
+    assert node.tells()[0] != pid
+    assert not (tmp_path / "cold").exists()
+
+
+def test_what_one_message_leaves_behind_the_next_does_not_find(node: Node) -> None:
+    assert node.ask("leave")[0] == 3
+    assert node.tells()[6:8] == [[], str(node.folder)]
+
+
+@pytest.mark.parametrize(("how", "code"), [("exit", 7), ("raise", 1), ("signal", 128 + signal.SIGSEGV)])
+def test_a_message_that_crashes_ends_nothing_else(node: Node, how: str, code: int) -> None:
+    ended, _, errors = node.ask("crash", how)
+    assert ended == code and ("RuntimeError: wrong" in errors) == (how == "raise")
+    assert node.tells()[1] == node.process.pid
+
+
+def hanging(node: Node, file: Path) -> tuple[subprocess.Popen[str], psutil.Process]:
+    """Start a message that waits for signals."""
+    process = node.call("hang", str(file))
+    until(lambda: file.exists() and file.read_text().endswith(" "), 20, "it hangs")
+    return process, psutil.Process(int(file.read_text().split()[0]))
+
+
+def test_signals_reach_the_fork_once(node: Node, tmp_path: Path) -> None:
+    process, fork = hanging(node, file := tmp_path / "told")
+    for count, number in enumerate((signal.SIGINT, signal.SIGHUP, signal.SIGTERM), start=2):
+        process.send_signal(number)
+        until(lambda count=count: len(file.read_text().split()) == count, 20, f"{count} words")  # type: ignore[misc]
+    assert process.wait(20) == 5 and file.read_text().split()[1:] == ["2", "1", "15"]
+    assert not fork.is_running() and node.tells()
+
+
+def test_a_fork_whose_caller_was_killed_is_killed(node: Node, tmp_path: Path) -> None:
+    process, fork = hanging(node, tmp_path / "told")
+    process.kill()
+    fork.wait(20)
+    assert node.tells()
+
+
+@pytest.mark.full
+def test_it_ends_with_its_supernode_and_what_does_not_end_by_itself_is_killed(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    process, fork = hanging(node, file := tmp_path / "told")
+    began = time.monotonic()
+    node.close()
+    assert node.process.returncode == 0 and not node.at.exists()
+    assert warm.GRACE <= time.monotonic() - began + 0.5
+    assert process.wait(20) == 1 and not fork.is_running() and file.read_text().split()[1:] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_ends_when_it_is_told_to(tmp_path: Path, number: signal.Signals) -> None:
+    node = Node(tmp_path)
+    node.process.send_signal(number)
+    assert node.process.wait(20) == 0 and not node.at.exists()
+
+
+def test_where_nobody_answers_the_program_itself_is_started(tmp_path: Path) -> None:
+    node = Node(tmp_path)
+    node.process.kill()
+    node.process.wait()
+    assert (node.at / warm.PLACE).exists() and node.ask("tell", "me")[0] == 9
+    assert (tmp_path / "cold").read_text() == "cold tell me\n"
+    shutil.rmtree(node.at)
+    assert node.ask("again")[0] == 9 and (tmp_path / "cold").read_text() == "cold again\n"
+
+
+def test_a_library_that_is_missing_is_the_affair_of_who_needs_it(tmp_path: Path) -> None:
+    node = Node(tmp_path, "no_such_library")
+    assert node.tells()
+    node.close()
+
+
+def test_another_user_is_refused(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        assert warm.same_user(ours)
+        theirs.sendall(b"\0\0\0\0")
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+        assert not warm.same_user(ours) and warm.received(ours) is None
+        assert ours.recv(4) == b"\0\0\0\0", "nothing was read"
+
+
+def test_requests_that_are_none_change_nothing(node: Node) -> None:
+    assert node.tells()
+    before = psutil.Process(node.process.pid).num_fds()
+    place, null = str(node.at / warm.PLACE), os.open(os.devnull, os.O_RDWR)
+    try:
+        for files, sent in [
+            ([], b""), ([], b"\0\0\0\1x"), ([null], b"\0\0\0\1x"), ([null] * 3, b"\xff\xff\xff\xff"),
+            ([null] * 3, b"\0\0\0\3a\0x"), ([null] * 3, b"\0\0\0\1a"), ([null] * 3, b"\0\0"),
+        ]:  # fmt: skip
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(place)
+                if files or sent:
+                    socket.send_fds(client, [sent], files)
+                client.shutdown(socket.SHUT_WR)
+                client.settimeout(5)
+                with contextlib.suppress(ConnectionResetError):  # not all was read
+                    assert client.recv(1) == b"", (files, sent)
+    finally:
+        os.close(null)
+    assert node.tells()
+    until(lambda: psutil.Process(node.process.pid).num_fds() == before, 20, "all is closed")
+
+
+def test_forks_draw_random_numbers_of_their_own(tmp_path: Path) -> None:
+    node = Node(tmp_path, "numpy.random")
+    drawn = " ".join(node.ask("draws")[1] for _ in range(2)).split()
+    assert len(set(drawn)) == 4
+    node.close()
+
+
+# ---- fedapp supernode ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (("--isolation", "process"), "another program"),
+        (("--isolation=process",), "another program"),
+        (("--allow-runtime-dependency-installation",), "installs libraries"),
+        (("--isolation", "subprocess"), ""),
+    ],
+)
+def test_what_keeps_a_node_cold(words: tuple[str, ...], why: str) -> None:
+    assert why in supernode.obstacle(words) and bool(why) == bool(supernode.obstacle(words))
+
+
+FLOWER = """#!/bin/sh
+echo "$PATH" > {0}/path
+echo "$FLWR_SUPEREXEC_TASK_POLL_INTERVAL $*" > {0}/words
+{1}
+"""
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_it_becomes_flower_supernode_with_a_private_folder_first(tmp_path: Path, cold: bool) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "tmp").mkdir()
+    fake = tmp_path / "bin" / "flower-supernode"
+    last = "flwr-clientapp --help > $1\nstat -c %a $(dirname $(command -v flwr-clientapp)) >> $1"
+    fake.write_text(FLOWER.format(tmp_path, last))
+    fake.chmod(0o700)
+    program = (
+        "import sys; from fedapp.engines import control, supernode\n"
+        f"find = control.executable\n"
+        f"control.executable = lambda name, path: find(name, {str(tmp_path / 'bin')!r} + ':' + path)\n"
+        f"supernode.LIBRARIES = ()\n"
+        f"supernode.serve(sys.argv[1:], {cold})"
+    )
+    env = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    env.pop("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", None)
+    command = [sys.executable, "-c", program, str(tmp_path / "out"), "--port", "1"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "words").read_text() == f"0.25 {tmp_path / 'out'} --port 1\n"
+    first = Path((tmp_path / "path").read_text().split(os.pathsep)[0])
+    *usage, mode = (tmp_path / "out").read_text().splitlines()
+    assert usage[0].startswith("usage: flwr-clientapp") and (first.parent == tmp_path / "tmp") == (not cold)
+    assert cold or mode == "700"
+    until(lambda: not any((tmp_path / "tmp").glob("fedapp-node-*")), 20, "the warm process has ended")
