@@ -84,7 +84,7 @@ class Deployment:
 
     def env(self, name: str) -> dict[str, str]:
         """The image's environment, with the volume of a service in a folder of this machine."""
-        env = {k: v for k, v in os.environ.items() if not k.startswith(("FLWR_", "FEDAPP_"))}
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("FLWR_", "FEDAPP_", "PYTHONDONTWRITE"))}
         env["PATH"] = os.pathsep.join([str(ROOT / "docker"), str(BIN), env.get("PATH", os.defpath)])
         env |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1,localhost")
         env |= {k: self.here(v, name) for k, v in image_env().items() if k != "XDG_CACHE_HOME"}

@@ -19,7 +19,20 @@ from fedapp.engines import control
 from fedapp.results.terminal import echo
 
 PROGRAM = "flwr-clientapp"
-LIBRARIES = ("torch", "filelock", "safetensors.numpy", "statistics", "threadpoolctl")
+LIBRARIES = (
+    "torch",
+    "torch.nested._internal.nested_tensor",
+    "numpy.ma",
+    "numpy.random",
+    "cryptography.hazmat.primitives.asymmetric.x25519",
+    "cryptography.hazmat.primitives.ciphers.aead",
+    "encodings.cp437",
+    "filelock",
+    "httpcore",
+    "safetensors.numpy",
+    "statistics",
+    "threadpoolctl",
+)
 """What every message imports beside Flower. Nothing of fedapp, of which a run brings a copy of its own."""
 POLL = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25"}
 """Seconds between two questions of Flower's executor whether a message has come; 1 by default."""

@@ -16,6 +16,7 @@ of fedapp.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -26,10 +27,13 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 PLACE = "warm"
 """Name of the socket in the folder."""
@@ -221,6 +225,27 @@ def become(program: str, request: Request) -> None:
         numbers.seed()  # Python's own generator does so itself, and PyTorch's begins with a constant
 
 
+def end(function: Callable[[], object]) -> NoReturn:
+    """Call a fork's entry point and end as a program does, but leave the interpreter's memory to the kernel.
+
+    To take PyTorch and Flower apart costs 0.4 seconds of a core, and copies the pages that forks share.
+    """
+    code: object = 1
+    try:
+        code = function()
+    except SystemExit as e:
+        code = e.code
+    except BaseException:
+        traceback.print_exc()
+    for last in (threading._shutdown, atexit._run_exitfuncs, sys.stdout.flush, sys.stderr.flush):  # type: ignore[attr-defined]
+        with contextlib.suppress(Exception):
+            last()
+    if not isinstance(code, int | None):
+        os.write(2, f"{code}\n".encode())
+        code = 1
+    os._exit((code or 0) & 0xFF)
+
+
 def main(folder: str, program: str, entry: str, *libraries: str) -> None:
     """Import an entry point's module and the libraries; run the entry point in each fork.
 
@@ -245,7 +270,7 @@ def main(folder: str, program: str, entry: str, *libraries: str) -> None:
             shutil.rmtree(folder, ignore_errors=True)
     if request is not None:
         become(program, request)
-        sys.exit(function())
+        end(function)
 
 
 if __name__ == "__main__":
