@@ -1,19 +1,26 @@
-"""What `fedapp superlink` costs a round on real nodes, beside Flower's own SuperLink: `python -m benchmarks.exchange`.
+"""What a round costs on real nodes: `python -m benchmarks.exchange`.
 
-Two nodes train FedAvg on handwritten digits under either SuperLink in turns, with TLS and node keys, each in processes
-of its own on this machine. A round is mostly the start of two processes that import PyTorch.
+Two nodes train FedAvg on handwritten digits with TLS and node keys, each in processes of its own on this machine: with
+`fedapp supernode`, with nodes that import everything for each message (`--cold`), and with Flower's own SuperLink, in
+turns. It also counts the processor seconds of all processes by their kinds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import statistics
 import tempfile
+import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pandas as pd
+import psutil
 
+from fedapp import process
 from tests.deployment import NODES, Deployment, deployed, until
 
 
@@ -34,47 +41,110 @@ class Plain(Deployment):
             raise RuntimeError(self.log("superlink")[-2000:])
 
 
-KINDS = {"fedapp superlink": Deployment, "flower-superlink": Plain}
+KINDS: dict[str, tuple[type[Deployment], bool]] = {
+    "fedapp supernode": (Deployment, False),
+    "fedapp supernode --cold": (Deployment, True),
+    "--cold, flower-superlink": (Plain, True),
+}
+"""The deployments, and whether their nodes import everything for each message."""
+PROGRAMS = {
+    "fedapp/engines/warm.py": "warm processes",
+    "flower-supernode": "SuperNodes",
+    "flwr-serverapp": "the server's process",
+    "fedapp superlink": "SuperLink",
+    "flower-superlink": "SuperLink",
+    "fedapp.engines.gate": "the server's executor",
+    "flower-superexec": "executors",
+}
+"""Kinds of processes by a part of their command lines; the first that fits counts."""
+MESSAGES = "messages"
 
 
-def run(kind: type[Deployment], folder: Path, rounds: int, settings: Sequence[str]) -> list[float]:
-    """Return the seconds of all rounds but the first."""
-    out = folder / "run"
+@dataclass
+class Turn:
+    """What was measured in one run: seconds of its rounds but the first, processor seconds by kind, messages."""
+
+    seconds: list[float] = field(default_factory=list)
+    used: dict[str, float] = field(default_factory=dict)
+    messages: int = 0
+
+
+def used(it: Deployment) -> dict[str, float]:
+    """Return the processor seconds of a deployment until now, by the kinds of its processes."""
+    found: dict[str, float] = defaultdict(float)
+    for each in it.family():
+        with contextlib.suppress(psutil.Error):
+            times, line, above = each.cpu_times(), " ".join(each.cmdline()), each.parent()
+            kind = next((kind for words, kind in PROGRAMS.items() if words in line), "")
+            if kind == "executors" and not (above and "flower-supernode" in " ".join(above.cmdline())):
+                kind = "the server's executor"
+            if kind:
+                found[kind] += times.user + times.system
+            if kind in ("executors", "warm processes"):  # their children are messages, or who asks for them
+                found[MESSAGES] += times.children_user + times.children_system
+    return found
+
+
+def run(kind: type[Deployment], cold: bool, folder: Path, rounds: int, settings: Sequence[str]) -> Turn:
+    """Return what a run of so many rounds took."""
+    out, turn = folder / "run", Turn()
     with deployed(folder / "deployment", kind, nodes=NODES[:2]) as it:
-        it.up(*NODES[:2], parts=2)
+        it.up(*NODES[:2], parts=2, cold=cold)
+        time.sleep(5)  # warm processes have imported what they need
+        before = used(it)
         sets = [word for pair in settings for word in ("--set", pair)]
-        done = it.run(
+        done = it.begin(
             "run", "--engine", "deploy", "--superlink", "superlink", "--method", "fedavg", "--clients", "2",
             "--rounds", str(rounds), "--out", str(out), *sets,
         )  # fmt: skip
+        most: dict[str, float] = {}
+        while done.poll() is None:
+            time.sleep(0.5)
+            most |= {kind: max(seconds, most.get(kind, 0.0)) for kind, seconds in used(it).items()}
         if done.returncode:
-            raise RuntimeError(done.stdout[-2000:] + done.stderr[-2000:])
-    return [float(took) for took in pd.read_csv(out / "rounds.csv")["round_seconds"][1:]]
+            raise RuntimeError(it.log("fedapp")[-2000:])
+        most |= used(it)
+        turn.used = {kind: seconds - before.get(kind, 0.0) for kind, seconds in most.items()}
+        turn.messages = sum(it.log(name).count("Receiving: ") for name in NODES[:2])
+    turn.seconds = [float(took) for took in pd.read_csv(out / "rounds.csv")["round_seconds"][1:]]
+    return turn
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table, and what every turn took."""
+    """Print the tables, and what every turn took."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=7, help="of a run, of which the first does not count")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a run-config key")
+    parser.add_argument("--only", choices=KINDS, action="append", help="measure these deployments alone")
     given = parser.parse_args(arguments)
-    seconds: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    turns: dict[str, list[Turn]] = {kind: [] for kind in given.only or KINDS}
     for turn in range(given.turns):
-        for name in list(KINDS)[:: -1 if turn % 2 else 1]:
+        for name in list(turns)[:: -1 if turn % 2 else 1]:
             with tempfile.TemporaryDirectory(prefix="fedapp-bench-") as folder:
-                found = run(KINDS[name], Path(folder), given.rounds, given.set)
-            print(f"turn {turn + 1}, {name}: " + ", ".join(f"{took:.1f}" for took in found), flush=True)
-            seconds[name] += found
-    print("\n".join(table(seconds)))
+                found = run(*KINDS[name], Path(folder), given.rounds, given.set)
+            print(f"turn {turn + 1}, {name}: " + ", ".join(f"{took:.1f}" for took in found.seconds), flush=True)
+            turns[name].append(found)
+    print("\n".join(table(turns)))
+    print(f"\n{psutil.cpu_count()} cores of {process.processor()}; load {psutil.getloadavg()[1]:.1f} at the end")
 
 
-def table(seconds: dict[str, list[float]]) -> Iterator[str]:
-    """Yield the lines of a table."""
-    yield "| SuperLink | seconds a round, median | min to max | rounds |"
-    yield "|---|---:|---:|---:|"
-    for name, found in seconds.items():
-        yield f"| `{name}` | {statistics.median(found):.2f} | {min(found):.2f} to {max(found):.2f} | {len(found)} |"
+def table(turns: dict[str, list[Turn]]) -> Iterator[str]:
+    """Yield the lines of two tables."""
+    yield "| nodes | seconds a round, median | min to max | rounds | processor seconds a message |"
+    yield "|---|---:|---:|---:|---:|"
+    for name, done in turns.items():
+        found = [took for turn in done for took in turn.seconds]
+        each = sum(turn.used.get(MESSAGES, 0.0) for turn in done) / max(1, sum(turn.messages for turn in done))
+        spread = f"{min(found):.2f} to {max(found):.2f}"
+        yield f"| `{name}` | {statistics.median(found):.2f} | {spread} | {len(found)} | {each:.2f} |"
+    kinds = sorted({kind for done in turns.values() for turn in done for kind in turn.used})
+    yield ""
+    yield "| processor seconds of a run | " + " | ".join(f"`{name}`" for name in turns) + " |"
+    yield "|---|" + "---:|" * len(turns)
+    for kind in kinds:
+        means = [statistics.mean(turn.used.get(kind, 0.0) for turn in done) for done in turns.values()]
+        yield f"| {kind} | " + " | ".join(f"{mean:.1f}" for mean in means) + " |"
 
 
 if __name__ == "__main__":

@@ -9,9 +9,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -74,15 +76,15 @@ REAL = "#!/bin/sh\necho cold $* > {}/cold\nexit 9\n"
 class Node:
     """A warm process, and callers of it."""
 
-    def __init__(self, folder: Path, *libraries: str) -> None:
+    def __init__(self, folder: Path, *libraries: str, entry: str = "entry_of_test:entry", **variables: str) -> None:
         self.folder, self.real = folder, folder / "real"
         self.at = folder / "warm-folder"
         self.at.mkdir(0o700)
         (folder / "entry_of_test.py").write_text(ENTRY)
         self.real.write_text(REAL.format(folder))
         self.real.chmod(0o700)
-        command = [sys.executable, "-P", warm.__file__, self.at, self.real, "entry_of_test:entry", *libraries]
-        env = {**os.environ, "PYTHONPATH": str(folder)}
+        command = [sys.executable, "-P", warm.__file__, self.at, self.real, entry, *libraries]
+        env = {**os.environ, "PYTHONPATH": str(folder), **variables}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=env, start_new_session=True)
         until(lambda: (self.at / warm.PLACE).exists(), 20, "the warm process listens")
 
@@ -257,6 +259,59 @@ def test_forks_draw_random_numbers_of_their_own(tmp_path: Path) -> None:
 )
 def test_what_keeps_a_node_cold(words: tuple[str, ...], why: str) -> None:
     assert why in supernode.obstacle(words) and bool(why) == bool(supernode.obstacle(words))
+
+
+def test_its_folder_is_where_programs_may_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = {tmp_path / "tmp"}
+    for name in ("tmp", "home"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(
+        os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC if path in closed else 0), raising=True
+    )
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
+    monkeypatch.setattr(supernode, "LIBRARIES", ())
+    pipes = []
+    start = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pipes.append(start(*a, **k)) or pipes[-1])
+    environment = {**os.environ, "FLWR_HOME": str(tmp_path / "home"), "PATH": str(Path(sys.executable).parent)}
+    assert supernode.warmed(environment) == ""
+    [folder] = (tmp_path / "home").iterdir()
+    assert environment["PATH"].split(os.pathsep)[0] == str(folder) and not any((tmp_path / "tmp").iterdir())
+    pipes[0].stdin.close()
+    assert pipes[0].wait(30) == 0 and not folder.exists()
+    closed.add(tmp_path / "home")
+    assert "set TMPDIR to another folder" in supernode.warmed(dict(environment))
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(long))
+    (long := tmp_path / ("x" * 100)).mkdir()
+    assert "too long for a socket" in supernode.warmed(dict(environment)) and not any(long.iterdir())
+    assert len(pipes) == 1
+
+
+def test_the_libraries_are_all_that_a_client_imports_of_others() -> None:
+    """What is missing there is imported anew by every message; fedapp's own modules come with the run."""
+    program = (
+        "import sys; from importlib import import_module as load\n"
+        "load('flwr.supernode.cli'); [load(name) for name in sys.argv[1:]]\n"
+        "before = set(sys.modules); assert not {'fedapp', 'clients', 'strategies', 'ray'} & before\n"
+        "import fedapp.client_app\n"
+        "ours = ('fedapp', 'clients', 'strategies')\n"
+        "print(*(name for name in set(sys.modules) - before if name.partition('.')[0] not in ours))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *supernode.LIBRARIES], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []
+
+
+def test_the_warm_process_has_no_thread_and_no_gpu(tmp_path: Path) -> None:
+    told = "import os, torch\n    print(len(os.listdir('/proc/self/task')), torch.cuda.is_initialized())"
+    entry = f"import flwr.supernode.cli\ndef entry():\n    {told}\n"
+    (tmp_path / "imports_flower.py").write_text(entry)
+    node = Node(tmp_path, *supernode.LIBRARIES, entry="imports_flower:entry", OPENBLAS_NUM_THREADS="1")
+    assert node.ask("x")[1].split() == ["1", "False"]
+    assert psutil.Process(node.process.pid).num_threads() == 1
+    assert not psutil.Process(node.process.pid).net_connections("inet")
+    node.close()
 
 
 FLOWER = """#!/bin/sh

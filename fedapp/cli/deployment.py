@@ -30,7 +30,7 @@ def deploy_check(
     root_certificates: Annotated[Path | None, typer.Option(help="with --address: the CA's certificate")] = None,
     insecure: Annotated[bool, typer.Option("--insecure", help="with --address: plain HTTP")] = False,
     node_config: Annotated[
-        str | None, typer.Option(help="on a node: the value of flower-supernode --node-config")
+        str | None, typer.Option(help="on a node: the value of fedapp supernode --node-config")
     ] = None,
     key: Annotated[Path | None, typer.Option(help="on a node: its private key")] = None,
     certificate: Annotated[Path | None, typer.Option(help="on the server: its certificate")] = None,

@@ -69,7 +69,7 @@ def check(
     ----------
     superlink : connection in Flower's configuration; or `address` (host:port), with `root_certificates` (CA file) or
         `insecure`. Without either, reachability is not checked.
-    node_config : the value of `flower-supernode --node-config`.   key : a SuperNode's private key.
+    node_config : the value of `fedapp supernode --node-config`.   key : a SuperNode's private key.
     certificate : on the server, the SuperLink's own certificate file.
     values : run-config keys that data and model are checked against (`dataset`, `class-names`, `model`).
     """
@@ -259,7 +259,7 @@ def _registered(to: Any) -> Finding:
             return Finding("nodes", FAIL, "cannot be listed", f"the SuperLink {deploy.NO_TOKEN.format(to.name)}")
         return Finding("nodes", WARN, f"cannot be listed: {type(e).__name__}", "see the SuperLink's log")
     online = sum(status == "online" for _, status in found)
-    remedy = "" if online else "start flower-supernode; with keys: flwr supernode register NAME.pub CONNECTION"
+    remedy = "" if online else "start fedapp supernode; with keys: flwr supernode register NAME.pub CONNECTION"
     return Finding("nodes", OK if online else WARN, f"{online} online of {len(found)} registered", remedy)
 
 

@@ -773,7 +773,9 @@ def _free_at_once() -> None:
 
 def _patient(connection: Any, record: Any, proxy: Any) -> None:
     """Let SQLite wait for its turn to write: on a busy disk Flower's 5 seconds pass, and what fails then ends a run."""
-    connection.execute(f"PRAGMA busy_timeout = {int(1000 * TURN)}").close()
+    if not record.info.get(_patient):  # it lasts as long as the connection
+        connection.execute(f"PRAGMA busy_timeout = {int(1000 * TURN)}").close()
+        record.info[_patient] = True
 
 
 def _shrink(connection: Any, record: Any) -> None:

@@ -58,7 +58,7 @@ def serve(words: Sequence[str], cold: bool) -> int:
     if not cold:
         reason = obstacle(words) or warmed(environment)
         if reason:
-            echo(f"fedapp supernode: every message imports PyTorch and Flower anew, for {reason}", err=True)
+            echo(f"fedapp supernode: there is no warm process, because {reason}", err=True)
     if os.name != "nt":
         os.execve(program, [program, *words], environment)
     return subprocess.call([program, *words], env=environment)
@@ -83,7 +83,8 @@ def warmed(environment: dict[str, str]) -> str:
     from fedapp.engines import caller, warm  # they need Linux
 
     program = control.executable(PROGRAM, environment["PATH"])
-    [entry] = metadata.entry_points(group="console_scripts", name=PROGRAM)
+    entry = next(iter(metadata.entry_points(group="console_scripts", name=PROGRAM)))
+    # In a container the first is often one from which no program may be started.
     roots = [Path(tempfile.gettempdir()), Path(environment.get("FLWR_HOME", Path.home() / ".flwr"))]
     root = next((r for r in roots if r.is_dir() and not os.statvfs(r).f_flag & os.ST_NOEXEC), None)
     if root is None:

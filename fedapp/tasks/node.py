@@ -1,6 +1,6 @@
 """A real node's own settings: its id, its own data or a share of a common data set, its model, its state folder.
 
-`flower-supernode --node-config "client-id=3 data-path='/data/site1' model='resnet18' state-dir='/state'"`
+`fedapp supernode --node-config "client-id=3 data-path='/data/site1' model='resnet18' state-dir='/state'"`
 
 =================  ===================================================================================================
 key                meaning
@@ -163,7 +163,7 @@ class Node:
                 )
         else:
             missing = "data-path" if "client-id" in given else "client-id and data-path"
-            raise BadRequest(f"node-config: {missing} missing: start flower-supernode with --node-config {EXAMPLE}")
+            raise BadRequest(f"node-config: {missing} missing: start the node with --node-config {EXAMPLE}")
         name = str(config.get("model", "auto"))
         if is_own(name):
             check_form(name, ModelOptions())
