@@ -64,6 +64,10 @@ def hang(file):
     while True:
         time.sleep(0.05)
 
+def sleep(file):
+    open(file, "w").write(f"{os.getpid()} ")
+    time.sleep(60)
+
 def draws():
     import random
     random.random(), time.sleep(0)
@@ -148,9 +152,9 @@ def test_a_message_that_crashes_ends_nothing_else(node: Node, how: str, code: in
     assert node.tells()[1] == node.process.pid
 
 
-def hanging(node: Node, file: Path) -> tuple[subprocess.Popen[str], psutil.Process]:
+def hanging(node: Node, file: Path, what: str = "hang") -> tuple[subprocess.Popen[str], psutil.Process]:
     """Start a message that waits for signals."""
-    process = node.call("hang", str(file))
+    process = node.call(what, str(file))
     until(lambda: file.exists() and file.read_text().endswith(" "), 20, "it hangs")
     return process, psutil.Process(int(file.read_text().split()[0]))
 
@@ -162,6 +166,13 @@ def test_signals_reach_the_fork_once(node: Node, tmp_path: Path) -> None:
         until(lambda count=count: len(file.read_text().split()) == count, 20, f"{count} words")  # type: ignore[misc]
     assert process.wait(20) == 5 and file.read_text().split()[1:] == ["2", "1", "15"]
     assert not fork.is_running() and node.tells()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 128 + 15), (signal.SIGINT, 1)])
+def test_a_fork_has_pythons_own_handlers_of_signals(node: Node, tmp_path: Path, number: int, code: int) -> None:
+    process, fork = hanging(node, tmp_path / "told", "sleep")
+    process.send_signal(number)
+    assert process.wait(20) == code and not fork.is_running() and node.process.poll() is None and node.tells()
 
 
 def test_a_fork_whose_caller_was_killed_is_killed(node: Node, tmp_path: Path) -> None:

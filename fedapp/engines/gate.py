@@ -707,6 +707,7 @@ async def _serve(
     from sqlalchemy import event
     from sqlalchemy.pool import Pool
 
+    from fedapp.engines.layers import narrow
     from fedapp.engines.objects import own_lists
     from fedapp.engines.patience import REQUEST, Impatient
 
@@ -722,6 +723,7 @@ async def _serve(
     event.listen(Pool, "checkout", _patient)
     event.listen(Pool, "checkin", _shrink)
     app = create_app(config, SuperLinkLifespan)
+    narrow(app)
     common: dict[str, Any] = {
         "log_config": get_uvicorn_log_config(console_handler.level),
         "ssl_keyfile": config.ssl_keyfile,
