@@ -34,8 +34,9 @@ def entry():
 def tell():
     import json
     left = [name for name in sys.modules if name.startswith("left_")] + [n for n in os.environ if n.startswith("LEFT")]
-    print(json.dumps([os.getpid(), loaded, os.getppid(), os.getcwd(), sys.argv, os.environ.get("MINE"), left,
-                      sys.path[0], sys.stdin.read()]))
+    found = [os.environ.get(name) for name in ("MINE", "PYTHONPATH")]
+    print(json.dumps([os.getpid(), loaded, os.getppid(), os.getcwd(), sys.argv, found, left, sys.path[0],
+                      sys.stdin.read()]))
     print("to errors", file=sys.stderr)
 
 def leave():
@@ -84,11 +85,13 @@ class Node:
         self.folder, self.real = folder, folder / "real"
         self.at = folder / "warm-folder"
         self.at.mkdir(0o700)
-        (folder / "entry_of_test.py").write_text(ENTRY)
+        self.library = folder / "library"
+        self.library.mkdir(exist_ok=True)
+        (self.library / "entry_of_test.py").write_text(ENTRY)
         self.real.write_text(REAL.format(folder))
         self.real.chmod(0o700)
         command = [sys.executable, "-P", warm.__file__, self.at, self.real, entry, *libraries]
-        env = {**os.environ, "PYTHONPATH": str(folder), **variables}
+        env = {**os.environ, "PYTHONPATH": str(self.library), **variables}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=env, start_new_session=True)
         until(lambda: (self.at / warm.PLACE).exists(), 20, "the warm process listens")
 
@@ -134,7 +137,7 @@ def test_a_message_has_a_process_of_its_own_that_looks_like_the_program(node: No
     first = node.tells(cwd=elsewhere, env={"MINE": "é=\n", "PATH": "/bin"})
     pid, loaded, parent, cwd, argv, mine, left, path, typed = first
     assert loaded == parent == node.process.pid != pid
-    assert (cwd, argv, mine) == (str(elsewhere), [str(node.real), "tell"], "é=\n")
+    assert (cwd, argv, mine) == (str(elsewhere), [str(node.real), "tell"], ["é=\n", None])
     assert (left, path, typed) == ([], str(node.folder), "typed in")
     assert node.tells()[0] != pid
     assert not (tmp_path / "cold").exists()
@@ -232,7 +235,7 @@ def test_requests_that_are_none_change_nothing(node: Node) -> None:
     place, null = str(node.at / warm.PLACE), os.open(os.devnull, os.O_RDWR)
     try:
         for files, sent in [
-            ([], b""), ([], b"\0\0\0\1x"), ([null], b"\0\0\0\1x"), ([null] * 3, b"\xff\xff\xff\xff"),
+            ([], b""), ([], b"\0\0\0\1x"), ([null], b"\0\0\0\3/\x000"), ([null] * 3, b"\xff\xff\xff\xff"),
             ([null] * 3, b"\0\0\0\3a\0x"), ([null] * 3, b"\0\0\0\1a"), ([null] * 3, b"\0\0"),
         ]:  # fmt: skip
             with socket.socket(socket.AF_UNIX) as client:
@@ -317,7 +320,8 @@ def test_the_libraries_are_all_that_a_client_imports_of_others() -> None:
 def test_the_warm_process_has_no_thread_and_no_gpu(tmp_path: Path) -> None:
     told = "import os, torch\n    print(len(os.listdir('/proc/self/task')), torch.cuda.is_initialized())"
     entry = f"import flwr.supernode.cli\ndef entry():\n    {told}\n"
-    (tmp_path / "imports_flower.py").write_text(entry)
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library" / "imports_flower.py").write_text(entry)
     node = Node(tmp_path, *supernode.LIBRARIES, entry="imports_flower:entry", OPENBLAS_NUM_THREADS="1")
     assert node.ask("x")[1].split() == ["1", "False"]
     assert psutil.Process(node.process.pid).num_threads() == 1
