@@ -11,7 +11,8 @@ same SuperLink with two listeners in one process:
   ``--isolation process``).
 
 Other users of the machine read neither its files (:func:`own_files`) nor the token of a task (:func:`superexec`). What
-one node lists as objects of its message changes no other message (:mod:`fedapp.engines.objects`).
+one node lists as objects of its message changes no other message (:mod:`fedapp.engines.objects`). Requests pass only
+through those of Flower's layers that do something for them (:mod:`fedapp.engines.layers`).
 
 It uses six internals of Flower 1.41 (`_parse_superlink_lifespan_config`, `SuperLinkLifespan`, `create_app`,
 `authenticate_node`, `subprocess_executor`, `object_store_factory`) and therefore refuses to start under another minor
