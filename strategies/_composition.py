@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from clients.posthoc import Untrained
 from fedapp.core import heads
 from fedapp.core.privacy import Float64, Joint, Privacy
+from fedapp.core.robust import capped_sums
 from fedapp.errors import BadRequest, suggest
 from fedapp.method import ALL, Array, Arrays, BaseHParams, Method, Payload, Query, Reply, Scored, ServerState, Sums
 from fedapp.transport import selection
@@ -112,8 +113,9 @@ def _together(base: Sums | None, outer: Sums | None) -> Sums | None:
 
 
 def outer_guards(outer: tuple[str, ...], base: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the base's guards and the outer method's own rule; without the latter, rules for averages are no use."""
-    return tuple(g for g in base if g != "rules" or "own" in outer) + tuple(g for g in outer if g == "own")
+    """Return the guards of both. Without a rule of the outer method's own, rules for the base's averages are no use."""
+    kept = tuple(g for g in base if g != "rules" or "own" in outer)
+    return kept + tuple(g for g in outer if g != "rules" and g not in kept)
 
 
 def base_hparams(base: Method, text: str) -> BaseHParams:
@@ -256,6 +258,19 @@ class PostHoc(FedStrategy):
         """Query all clients; yield each reply without its arrays, and the arrays by their names without the prefix."""
         for reply in query(kind, payload):
             yield dataclasses.replace(reply, arrays={}), selection.under(self.answers[kind], reply.arrays)
+
+    def believed(
+        self, answers: Iterable[tuple[Reply, Arrays]], samples: Callable[[Arrays], float]
+    ) -> Iterator[tuple[Reply, Arrays]]:
+        """Yield answers that are sums over `samples`, as they arrive; with `count-cap` all at last, and none of more
+        samples than it believes.
+        """
+        if not self.robust.cap:
+            yield from answers
+            return
+        kept = list(answers)
+        sums = capped_sums([a for _, a in kept], [samples(a) for _, a in kept], self.robust.cap)
+        yield from zip((reply for reply, _ in kept), sums, strict=True)
 
     def check(self, state: ServerState, reply: Reply) -> str | None:
         """Say what is wrong with a reply; the base method checks those that do not answer a query of this method."""

@@ -20,6 +20,7 @@ from clients.sums import SUMS, SumsClient, SumsHParams
 from fedapp.core import privacy, sums
 from fedapp.core.gaussian import unpack
 from fedapp.core.masks import rounding
+from fedapp.core.robust import capped
 from fedapp.core.sums import Float64
 from fedapp.errors import Impossible
 from fedapp.method import ALL, Arrays, Method, Payload, Query, Reply, ServerState, Sums
@@ -82,12 +83,13 @@ class HeadFromSums(PostHoc):
         return {SUMS + "b": np.zeros((self.context.num_classes, d)), **squares}
 
     def asked(self, w: Arrays, query: Query) -> Found:
-        """Query A_k and b_k and add them up as they arrive; the replies come without arrays."""
+        """Query A_k and b_k and add them up, as they arrive if `count-cap` is off; the replies come without arrays."""
         c, d = self.context.num_classes, self.context.width
         if self.privacy is not None:
             return self.asked_noised(w, query)
         found = Found(np.zeros((d + 1, d + 1)), np.zeros((c, d + 1)))
-        for reply, arrays in self.answers_to(query, "sums", Payload(common=w)):
+        answers = self.answers_to(query, "sums", Payload(common=w))
+        for reply, arrays in self.believed(answers, lambda of: float(of["b"][:, -1].sum())):
             found.b += arrays["b"]
             if "a" in arrays:
                 found.a += sums.second_moments(arrays["a"], d)
@@ -105,7 +107,8 @@ class HeadFromSums(PostHoc):
         joint = self._joint()
         totals: dict[str, Any] = {}
         replies = []
-        for reply, arrays in self.answers_to(query, "sums", Payload(common=w)):
+        answers = self.answers_to(query, "sums", Payload(common=w))
+        for reply, arrays in self.believed(answers, joint.length):
             totals = {n: totals.get(n, 0.0) + a for n, a in arrays.items()}
             replies.append(reply)
         d = joint.width
@@ -144,10 +147,10 @@ class HeadFromSums(PostHoc):
             own, before = np.linalg.norm(rows[seen, :-1]), np.linalg.norm(w[W][seen])
             return float(before / own) if own > 0 and before > 0 else 1.0
         head = dict(zip((W, B), sums.as_head(rows, seen)))
-        losses = np.zeros(len(sums.SCALES))
-        for _, arrays in self.answers_to(query, "losses", Payload(common={**w, **head})):
-            losses += arrays["loss"]
-        return sums.best_scale(losses)
+        losses = [arrays["loss"] for _, arrays in self.answers_to(query, "losses", Payload(common={**w, **head}))]
+        if self.robust.cap and losses:  # a loss has no bound of its own: one client's could exclude any factor
+            losses = [*np.stack([capped(of, self.robust.cap) for of in np.transpose(losses)], axis=1)]
+        return sums.best_scale(sum(losses, np.zeros(len(sums.SCALES))))
 
     def check_answer(self, kind: str, arrays: Arrays, reply: Reply) -> str | None:
         """Refuse arrays that are no sums of features, sums of more samples than the client has, and other losses."""
@@ -195,7 +198,7 @@ def head_method(
         travels=travels,
         queries=("sums", "losses"),
         sum_only=None if strategy.apart else Sums(totals=(SUMS,)),
-        guards=(),
+        guards=("count-cap",),
         private=() if strategy.apart else ("example",),
         resolve=resolve,
     )

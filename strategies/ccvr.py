@@ -118,7 +118,7 @@ class CCVR(PostHoc):
         """Query N_ck, mu_ck, Sigma_ck and pool them as they arrive (Eq. 3 and 4); the replies come without arrays.
 
         With `robust` all are kept, and what is out of line is bounded or left out before they are pooled. With
-        `count-cap` alone all are kept too, and a client's counts are scaled to what is believed of it.
+        `count-cap` alone all are kept too, and a client's counts are scaled to what is believed of it, with its sums.
 
         With cov=sums there are two queries. The first gives N and S1, and with them mu_c. The second gives sums around
         mu_c, so that no large numbers cancel. The server needs only totals over clients. The result depends only on
@@ -144,10 +144,10 @@ class CCVR(PostHoc):
                 replies.append(reply)
                 yield arrays
 
-        if self.settings.cov == "sums" or not self.robust.active:  # no single class mean is known in sums
-            return replies, self.pooled(arriving(), centres), Screening()
-        if not self.robust.rules:
-            return replies, self.pooled(capped_statistics(list(arriving()), self.robust.cap)), Screening()
+        if self.settings.cov == "sums" or not self.robust.rules:  # no single class mean is known in sums
+            cap = self.robust.cap
+            believed = capped_statistics(list(arriving()), cap) if cap else arriving()
+            return replies, self.pooled(believed, centres), Screening()
         kept, found = screened_statistics(list(arriving()))
         screening = Screening(found, {r.client: arrays for r, arrays in zip(replies, kept, strict=True)})
         return replies, self.pooled(kept), screening
@@ -157,7 +157,7 @@ class CCVR(PostHoc):
         joint = self._joint()
         totals: dict[str, Any] = {}
         replies = []
-        for reply, arrays in self.answers_to(query, "statistics", Payload(common=w)):
+        for reply, arrays in self.believed(self.answers_to(query, "statistics", Payload(common=w)), joint.length):
             totals = {n: totals.get(n, 0.0) + a for n, a in arrays.items()}
             replies.append(reply)
         moments = gaussian.unpack(totals["square"], joint.width)
@@ -295,7 +295,7 @@ METHOD = Method(
     queries=("statistics", "totals", "features"),
     sum_only=lambda hparams: Sums(totals=(STATISTICS,)) if hparams.cov == "sums" and not hparams.oracle else None,
     # Sums over all samples do not say which class means are out of line.
-    guards=lambda hparams: () if hparams.cov == "sums" else ("own",),
+    guards=lambda hparams: ("count-cap",) if hparams.cov == "sums" else ("own", "count-cap"),
     private=("example",),
     resolve=resolve,
     warn=_warn,

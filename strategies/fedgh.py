@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from clients.fedgh import FedGHClient, FedGHHParams
 from fedapp.core import privacy
 from fedapp.core.classmeans import problem_of
-from fedapp.core.robust import screened_lars
+from fedapp.core.robust import capped_sums, screened_lars
 from fedapp.errors import Impossible
 from fedapp.learning.metrics import tidy
 from fedapp.method import HEAD, NONE, Method, Reply, Scored, ServerContext, ServerState
@@ -175,16 +175,16 @@ class FedGH(FedStrategy):
 
         Means are of at least one image and no longer than an image's representation.
         """
+        answers = list(replies)
+        found = [selection.under(NOISED, reply.arrays) for reply in answers]
         total: dict[str, Any] = {}
-        last = None
-        for last in replies:
-            found = selection.under(NOISED, last.arrays)
-            total = {n: total.get(n, 0.0) + a for n, a in found.items()}
-        if last is None:
+        for arrays in capped_sums(found, [self._joint().length(a) for a in found], self.robust.cap):
+            total = {n: total.get(n, 0.0) + a for n, a in arrays.items()}
+        if not answers:
             return []
         count, sums, _ = privacy.projected(total["count"], total["sum"])
         lar = (sums / count[:, None]).astype(np.float32)
-        return [dataclasses.replace(last, arrays={"lar": lar, "labels": np.arange(len(lar), dtype=np.int32)})]
+        return [dataclasses.replace(answers[-1], arrays={"lar": lar, "labels": np.arange(len(lar), dtype=np.int32)})]
 
     def _joint(self) -> privacy.Joint:
         return privacy.Joint(self.context.num_classes, self.context.width)

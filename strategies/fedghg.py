@@ -76,10 +76,10 @@ class FedGHG(FedGH):
         return {"between": np.append(state["between"], rho)}
 
     def screened(self, answers: Sequence[Reply], lars: Sequence[LARs]) -> list[dict[int, Gaussian]]:
-        """Return each client's Gaussians by class, as far as `robust` leaves them."""
-        s = self.hparams
-        sent = [reply.arrays for reply in answers]
-        return mixture.screened(sent, lars, self.context.width, s.cov, scaled=bool(self.robust.rules))
+        """Return each client's Gaussians by class, as far as `robust` and `count-cap` leave them."""
+        s, robust = self.hparams, self.robust
+        cap = robust.cap if s.weights == "count" else 0.0
+        return mixture.screened([r.arrays for r in answers], lars, self.context.width, s.cov, bool(robust.rules), cap)
 
     def passes(self, server_round: int, answers: Sequence[Reply], lars: Sequence[LARs]) -> Iterator[Sequence[LARs]]:
         """Yield draws in the place of the LARs, each pass new ones."""
@@ -121,6 +121,6 @@ METHOD = Method(
     per_class="min_class_count",
     heterogeneous=True,
     travels="class means and variances up, the header down",
-    guards=("own",),
+    guards=lambda hparams: ("own", "count-cap") if hparams.weights == "count" else ("own",),
     columns=("lar-seconds",),
 )

@@ -135,7 +135,7 @@ def _check_robust(config: RunConfig, method: Method, hparams: BaseHParams) -> No
         )
     if not rules and config.robust_f != DEFAULTS["robust-f"]:
         raise BadRequest(f"robust-f = {config.robust_f} says how many clients robust expects to lie: choose a rule too")
-    if config.count_cap != "auto" and config.count_cap and "count-cap" not in guards:
+    if config.count_cap != "auto" and config.count_cap and "count-cap" not in guards and config.dp != "example":
         raise BadRequest(f"count-cap limits the weights of clients, and {config.method}{given} has none: leave it out")
     if config.count_cap != "auto" and 0 != config.count_cap < 1:
         raise BadRequest(f"count-cap = {config.count_cap:g}: must be 0, or at least 1 times the median")

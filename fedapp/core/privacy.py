@@ -369,6 +369,10 @@ class Joint:
         weights = self.weights
         return np.concatenate([(arrays[n].astype(np.float64) * weights[n]).ravel() for n in self.shapes])
 
+    def length(self, arrays: Mapping[str, Array]) -> float:
+        """Return the norm of the vector: how much the parts weigh in a sum."""
+        return float(np.linalg.norm(self.vector(arrays)))
+
     def parts(self, vector: Float64) -> dict[str, Array]:
         """Return the parts of a vector, by name."""
         found, start, weights = {}, 0, self.weights

@@ -68,8 +68,8 @@ of the clients' longest ones."""
 
 __all__ = [
     "OWN_RULE", "RULES", "Robust", "RobustMean", "bounded", "capped", "capped_masses", "capped_statistics",
-    "changes_bounded", "class_means", "combined", "coordinate_median", "fitting", "geometric_median", "krum",
-    "krum_scores", "middle", "multikrum", "needed", "parsed", "pulls", "row_bounded", "scale_covariances",
+    "capped_sums", "changes_bounded", "class_means", "combined", "coordinate_median", "fitting", "geometric_median",
+    "krum", "krum_scores", "middle", "multikrum", "needed", "parsed", "pulls", "row_bounded", "scale_covariances",
     "screened", "screened_lars", "screened_statistics", "shortened", "trimmed_mean", "weaker",
 ]  # fmt: skip
 
@@ -86,6 +86,29 @@ def capped(counts: Array | Sequence[float], factor: float) -> Float64:
     """Return sample counts (K,), none larger than `factor` times their `middle`; a factor of 0 changes none."""
     n = np.asarray(counts, dtype=np.float64)
     return np.minimum(n, factor * middle(n)) if factor and n.size else n
+
+
+def _believed(totals: Sequence[float], factor: float) -> Float64:
+    """Return totals of samples (K,), `capped` among the clients that have any."""
+    n = np.asarray(totals, dtype=np.float64)
+    n[n > 0] = capped(n[n > 0], factor)
+    return n
+
+
+def capped_sums(answers: Sequence[Mapping[str, Array]], totals: Sequence[float], factor: float) -> list[Arrays]:
+    """Return sums over samples of all clients, none of more samples than `factor` times the `middle` of the totals.
+
+    All sums of a client with more are multiplied by one number, so they are those of fewer samples that are distributed
+    as its own. A factor of 0 changes none.
+
+    Parameters
+    ----------
+    answers : of each client.   totals : (K,), of how many samples they are; 0 for a client without any.
+    """
+    return [
+        {name: array * (most / total) for name, array in arrays.items()} if most < total else dict(arrays)
+        for arrays, total, most in zip(answers, totals, _believed(totals, factor).tolist(), strict=True)
+    ]
 
 
 def _norms(updates: Float64) -> Float64:
@@ -501,19 +524,23 @@ def _traces(arrays: Mapping[str, Array]) -> Float64:
 def capped_statistics(answers: Sequence[Mapping[str, Array]], factor: float) -> list[Arrays]:
     """Return CCVR's statistics of all clients, none of more samples than `factor` times the `middle` of their totals.
 
-    Counts of a client with more are scaled down; each class keeps one sample. A factor of 0 changes none.
+    Counts of a client with more are scaled down, and sums with them; each class keeps one sample. A factor of 0 changes
+    none.
 
     Parameters
     ----------
-    answers : of each client, as from `fedapp.core.gaussian.to_arrays` in any mode but ``sums``.
+    answers : of each client, as from `fedapp.core.gaussian.to_arrays`; of the mode ``sums`` some arrays are enough.
     """
     found = [dict(arrays) for arrays in answers]
     totals = [float(arrays["count"].astype(np.float64).sum()) for arrays in found]
-    for arrays, total, most in zip(found, totals, capped(totals, factor).tolist(), strict=True):
+    for arrays, total, most in zip(found, totals, _believed(totals, factor).tolist(), strict=True):
         if most < total:
             counts = arrays["count"].astype(np.float64)
-            share = max(0.0, most - len(counts)) / max(total - len(counts), 1.0)
-            arrays["count"] = 1 + np.floor((counts - 1) * share).astype(np.int64)
+            classes = np.count_nonzero(counts)
+            share = max(0.0, most - classes) / max(total - classes, 1.0)
+            arrays["count"] = np.where(counts > 0, 1 + np.floor((counts - 1) * share), 0).astype(np.int64)
+            for name in {"sum", "square"} & set(arrays):
+                arrays[name] = arrays[name] * (arrays["count"] / np.maximum(counts, 1))[:, None]
     return found
 
 

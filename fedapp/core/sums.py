@@ -189,7 +189,7 @@ def nearest_mean(b: Float64, metric: Literal["cosine", "euclidean"]) -> Float64:
 
     ``cosine``: ``W_c = mu_c / ||mu_c||``, no bias. ``euclidean``: ``W_c = mu_c``, bias ``-||mu_c||^2 / 2``.
     """
-    means = b[:, :-1] / np.maximum(b[:, -1:], 1)
+    means = b[:, :-1] / np.where(b[:, -1:] > 0, b[:, -1:], 1)  # fewer than one sample where `count-cap` left so few
     if metric == "cosine":
         return np.column_stack([unit_rows(means), np.zeros(len(means))])
     return np.column_stack([means, -0.5 * (means**2).sum(axis=1)])
@@ -245,7 +245,7 @@ def scatter_of_means(parts: Sequence[Float64], gamma: float) -> Float64:
 
     Parameters
     ----------
-    parts : each client's ``b`` (C, d + 1).   gamma : shrinkage, >= 0.
+    parts : each client's ``b`` (C, d + 1); counts that were scaled down may be fractions.   gamma : shrinkage, >= 0.
     """
     total = np.sum(parts, axis=0)
     width = total.shape[1] - 1
@@ -254,7 +254,7 @@ def scatter_of_means(parts: Sequence[Float64], gamma: float) -> Float64:
         own = np.stack([part[c] for part in parts if part[c, -1]])
         rows = np.sqrt(own[:, -1:]) * (own[:, :-1] / own[:, -1:] - total[c, :-1] / total[c, -1])
         estimate = _product(rows) / max(len(own) - 1, 1)
-        g += (total[c, -1] - 1) * (estimate + gamma * np.eye(width))
+        g += max(total[c, -1] - 1, 0.0) * (estimate + gamma * np.eye(width))
     n = max(total[:, -1].sum(), 1.0)
     mean = total[:, :-1].sum(axis=0) / n
     g += n * np.outer(mean, mean)
