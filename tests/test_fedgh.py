@@ -569,6 +569,8 @@ def test_noised_sums_of_all_clients_make_one_mean_per_class() -> None:
         return Reply(client, 10, arrays, {})
 
     sums = [noised(0, [4, 1, 5], [[1, 0], [0, 1], [2, 2]]), noised(1, [6, 3, 5], [[3, 2], [2, 1], [0, 2]])]
-    (found,) = strategy().pooled(sums)
+    made = strategy()
+    made.context = context()
+    (found,) = made.pooled(sums)
     np.testing.assert_allclose(found.arrays["lar"], [[0.4, 0.2], [0.5, 0.5], [0.2, 0.4]], atol=1e-6)
-    assert found.arrays["labels"].tolist() == [0, 1, 2] and strategy().pooled([]) == []
+    assert found.arrays["labels"].tolist() == [0, 1, 2] and made.pooled([]) == []

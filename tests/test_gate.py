@@ -44,6 +44,7 @@ from fedapp.errors import BadRequest
 from fedapp.transport import roster
 from fedapp.transport.client_manager import ClientManager, Settings
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
+from fedapp.transport.records import group_of, most_of
 from tests.deployment import BIN, ROOT, Deployment, deployed, free_port, until
 
 PULL, PUSH, OBJECT = "/v1/fleet/pull-messages", "/v1/fleet/push-messages", "/v1/fleet/push-object"
@@ -113,11 +114,10 @@ def question(node: int) -> bytes:
     return PullMessagesRequest(node=Node(node_id=node)).SerializeToString()
 
 
-def orders(*trees: ObjectTree) -> bytes:
+def orders(*trees: ObjectTree, group: str = "") -> bytes:
     """The server's answer to a node for which it has messages."""
-    return PullMessagesResponse(
-        messages_list=[ProtoMessage() for _ in trees], message_object_trees=trees
-    ).SerializeToString()
+    messages = [ProtoMessage(metadata=Metadata(group_id=group)) for _ in trees]
+    return PullMessagesResponse(messages_list=messages, message_object_trees=trees).SerializeToString()
 
 
 NO_TIMES = (math.nan, math.inf, -math.inf, -1.0, 1e300)
@@ -204,6 +204,37 @@ def test_a_node_sends_so_many_bytes_for_each_message_that_it_got() -> None:
     assert ask(door, OBJECT, size(1000), a) == 200
 
 
+def test_a_message_says_how_much_its_reply_can_have() -> None:
+    inner, said = Inner(), list[str]()
+    door = gate.Gate(inner, 1000, said.append, node_of, hold=0)
+    a = (b"flwr-public-key", b"1")
+
+    def given(group: str) -> None:
+        """Let the node have a message of that group."""
+        inner.body = orders(ObjectTree(object_id="order"), group=group)
+        assert ask(door, PULL, a, body=question(1)) == 200
+
+    def most() -> int:
+        """How much the node can send in one request; the app refuses, so that nothing is used up."""
+        inner.status = 401
+        good = [n for n in range(0, 2500, 50) if ask(door, OBJECT, size(n), a) == 401]
+        inner.status = 200
+        return max(good)
+
+    given(group_of(1, 300))
+    assert most() == 300, "not what a node has that nothing was sent to yet"
+    given(group_of(2, 200))
+    assert most() == 500, "of two messages"
+    given(group_of(3, 200))
+    assert most() == 400 and "more than 200 bytes" in said[-1], "no more is kept"
+    assert ask(door, OBJECT, size(400), a) == 200 and most() == 0
+    given(group_of(4, 10**6))
+    assert most() == 1000, "the operator's limit holds too"
+    for group in ("4", "", "x y", "4 -1", "4 1e9", "4 " + "9" * 30, "4 \u0663"):
+        given(group)
+        assert most_of(group) == 0 and most() == 2000
+
+
 def test_a_node_sends_nothing_but_replies_of_its_own() -> None:
     inner, said = Inner(), list[str]()
     door = gate.Gate(inner, 1 << 20, said.append, node_of, hold=0)
@@ -227,7 +258,7 @@ def test_a_node_sends_nothing_but_replies_of_its_own() -> None:
     assert seen == dict.fromkeys(forged, 403) and inner.calls == 1
     assert len(said) == len(forged) and gate.fingerprint(b"7") in said[0]
     assert ask(door, PUSH, (b"flwr-public-key", b"7"), body=b"no message") == 400 and inner.calls == 1
-    assert door._left == {7: (1 << 20) - gate.PRICE * len(reply(7))}, "what is refused counts nothing"
+    assert door._purses[7].left == (1 << 20) - gate.PRICE * len(reply(7)), "what is refused counts nothing"
 
 
 def test_a_reply_has_so_many_pieces() -> None:
@@ -379,7 +410,7 @@ def test_what_one_key_has_in_memory_is_bounded() -> None:
         working -= 1
 
     door = gate.Gate(app, 1000, signed=node_of)
-    door._earn(1, 1000)  # two messages wait for an answer
+    door._purse(1).earn(1000)  # two messages wait for an answer
     assert together(door, *lines) == [200] * 5 and most == 800
 
 
@@ -388,7 +419,7 @@ def test_no_body_of_a_stranger_is_read() -> None:
     door = gate.Gate(inner, 1000, signed=lambda scope: {b"known": 7}.get(dict(scope["headers"])[b"flwr-public-key"]))
     lines = [Line(key, 600) for key in (b"stranger", b"known")]
     assert together(door, *lines) == [401, 200] and [line.read for line in lines] == [0, 600] and inner.calls == 1
-    assert door._left == {7: 400}
+    assert door._purses[7].left == 400
 
 
 def test_the_signature_is_checked_before_the_body() -> None:
@@ -955,7 +986,9 @@ def test_nginx_passes_the_same(link: Deployment, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("USE", "clientAuth")
     link.sh("docker/certs.sh", str(folder / "operators"), "alice")
     text = (ROOT / "docker" / "nginx.conf").read_text(encoding="utf-8")
+    link.sh("docker/certs.sh", str(folder / "sites"), "site-a")
     text = text.replace("/run/secrets/operators.crt", f"{folder}/operators/ca.crt")
+    text = text.replace("/run/secrets/sites.crt", f"{folder}/sites/ca.crt")
     text = text.replace("/run/secrets", f"{folder}/certs").replace("/tmp/nginx", f"{folder}/nginx")
     # The private listener of the started SuperLink stands in for a plain one, which would also answer on loopback.
     text = text.replace("127.0.0.1:8002", f"127.0.0.1:{link.private}").replace("0.0.0.0", "127.0.0.1")
@@ -980,10 +1013,22 @@ def test_nginx_passes_the_same(link: Deployment, monkeypatch: pytest.MonkeyPatch
     assert post(link, operators, "/v1/control/list-nodes", shown=shown) == "401", "then the token"
     assert post(link, operators, "/v1/runtime/acquire-task", shown=shown) == "403"
     assert post(link, operators, "/v1/control/%2e%2e/runtime/acquire-task", shown=shown) == "403"
+    assert link.processes["nginx"].terminate() is None and link.processes["nginx"].wait(20) == 0
+    # Nodes only with a certificate of the sites' authority, as the file proposes.
+    with_sites, lines = re.subn(r"# (ssl_(?:client_certificate|verify_client) .*;)", r"\1", text)
+    assert lines == 2
+    (folder / "nginx.conf").write_text("daemon off;\n" + with_sites)
+    link.start("nginx", "nginx", "-c", str(folder / "nginx.conf"))
+    until(lambda: _answers(link, nodes, "400"), 20, "nginx answers\n" + link.log("nginx"))
+    site = (folder / "sites" / "server.crt", folder / "sites" / "server.key")
+    closed = "/v1/control/list-runs"  # nginx refuses the path to those whom it lets in
+    assert [post(link, nodes, closed, shown=who) for who in (None, shown, site)] == ["400", "400", "403"]
+    assert post(link, nodes, PULL, shown=site) in ("400", "401", "422"), "the SuperLink itself answers"
+    assert post(link, operators, "/v1/control/list-nodes", shown=site) == "400", "a site is no operator"
 
 
-def _answers(link: Deployment, port: int) -> bool:
+def _answers(link: Deployment, port: int, status: str = "403") -> bool:
     try:
-        return post(link, port, "/") == "403"
+        return post(link, port, "/") == status
     except OSError:
         return False

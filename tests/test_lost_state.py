@@ -71,7 +71,7 @@ class Broken(LocalGrid):
     def push_messages(self, messages: Any) -> Any:
         messages = list(messages)
         if {m.metadata.message_type for m in messages} == {"train"}:
-            self.server_round = int(messages[0].metadata.group_id)
+            self.server_round = int(messages[0].metadata.group_id.split()[0])
             self.before.pop(self.server_round, lambda out: None)(self.out)
         return super().push_messages(messages)
 

@@ -470,7 +470,7 @@ class Nodes(LocalGrid):
         messages = list(messages)
         kinds = {m.metadata.message_type for m in messages}
         if kinds == {"train"}:
-            self.script(self, int(messages[0].metadata.group_id))
+            self.script(self, int(messages[0].metadata.group_id.split()[0]))
         for m in messages:
             self.told.setdefault(m.metadata.dst_node_id, []).append(m.metadata.message_type)
         return super().push_messages(messages)

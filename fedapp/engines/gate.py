@@ -51,7 +51,7 @@ from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
 
 from fedapp.engines import control
 from fedapp.errors import BadRequest
-from fedapp.transport import roster
+from fedapp.transport import records, roster
 
 FLOWER = (1, 41)
 """The minor version of Flower whose internals are used."""
@@ -84,8 +84,8 @@ PIECES, PIECE, ENTRY = 5000, 5 << 20, 80
 bytes that list one of them. Each array is two objects, so that a reply has up to 2,500 arrays: the largest network of
 torchvision has 1,550. The SuperLink writes all of a list at once and lets nobody else write meanwhile."""
 PRICE, LISTS = 18, 4
-"""What one byte of a reply's list of objects counts at least: the SuperLink keeps 18 times as much. And how many of the
-longest lists count as a whole reply: a node may send the same one again."""
+"""What one byte of a reply's list of objects counts: the SuperLink keeps 18 times as much. And how many lists a node
+may send for each message: it may have to send the same one again."""
 LONG = 1.0
 """Seconds from which on others must get a turn to write before the next list of objects."""
 GIVEN = 4
@@ -123,9 +123,10 @@ class Gate:
     Parameters
     ----------
     app : the SuperLink.
-    max_reply : bytes that one key may send for each message that the server had for it; a reply alone earns nothing,
-        so that sending more of them does not help. What was not used is kept for one more message.
-        Bytes are taken off before they are read, and given back if the app refuses them.
+    max_reply : bytes that one key may send for each message that the server had for it, or fewer where the message says
+        how many its reply can have (`records.group_of`); a reply alone earns nothing, so that sending more of them does
+        not help. What was not used is kept for one more message. Bytes are taken off before they are read, and given
+        back if the app refuses them.
     report : receives one line for each refusal because of `max_reply`.
     signed : says which node's key has signed a request; see :func:`signed`.
     hold : seconds that a question for messages waits for one.
@@ -153,8 +154,7 @@ class Gate:
         self.signed, self.hold = signed, hold
         self.pieces = PIECES + max_reply // PIECE
         self.longest = FEW + self.pieces * ENTRY
-        self.price = max(PRICE, max_reply // (LISTS * self.longest))
-        self._left: dict[int, int] = {}
+        self._purses: dict[int, _Purse] = {}
         self._turns: weakref.WeakValueDictionary[int, _Turn] = weakref.WeakValueDictionary()
         self._given: dict[int, collections.deque[frozenset[str]]] = {}
         self._listing, self._rest = asyncio.Lock(), 0.0
@@ -205,14 +205,14 @@ class Gate:
     async def _priced(self, scope: Scope, receive: Receive, send: Send, key: bytes, node: int, size: int) -> None:
         """Handle a request that brings a part of a reply."""
         listing = scope["path"] == PUSH_MESSAGES
-        cost = size * (self.price if listing else 1)
-        # A SuperLink that was started again does not know what it had sent before: each node begins with one reply.
-        if cost > self._left.get(node, self.max_reply):
-            self.report(f"the node with key {fingerprint(key)} sent more than {self.max_reply} bytes for one reply")
+        purse, cost = self._purse(node), size * (PRICE if listing else 1)
+        if cost > purse.left or purse.lists < listing:
+            most = max(purse.given)
+            self.report(f"the node with key {fingerprint(key)} sent more than {most} bytes for one reply")
             await _discard(receive)  # a node that cannot send the rest would try again and not see the answer
-            await _answer(send, 413, f"a reply has at most {self.max_reply} bytes")
+            await _answer(send, 413, f"a reply has at most {most} bytes here, and {LISTS} lists of its objects")
             return
-        self._earn(node, -cost)
+        purse.take(cost, listing)
         good, turn = False, self._turns.setdefault(node, _Turn())
         try:
             async with turn.room:
@@ -232,7 +232,7 @@ class Gate:
                     turn.room.notify_all()
         finally:
             if not good:
-                self._earn(node, cost)
+                purse.take(-cost, -listing)
 
     async def _list(self, scope: Scope, body: bytes, receive: Receive, send: Send, key: bytes, node: int) -> bool:
         """Pass a reply's list of objects, one at a time; return whether the app accepted it."""
@@ -265,9 +265,9 @@ class Gate:
             return False
         return any(getattr(request, name) in parts for parts in self._given.get(request.node.node_id, ()))
 
-    def _earn(self, node: int, more: int) -> None:
-        """Let a node send more bytes, or fewer."""
-        self._left[node] = min(self._left.get(node, self.max_reply) + more, 2 * self.max_reply)
+    def _purse(self, node: int) -> _Purse:
+        # A SuperLink that was started again does not know what it had sent before: each node begins with one reply.
+        return self._purses.setdefault(node, _Purse(self.max_reply))
 
     async def _pass(self, scope: Scope, receive: Receive, send: Send) -> bool:
         """Let the app handle a request; return whether it accepted it."""
@@ -302,15 +302,17 @@ class Gate:
             from flwr.proto.fleet_pb2 import PullMessagesRequest
 
             node = PullMessagesRequest.FromString(body).node.node_id  # as the key says: the app has answered it
-            self._earn(node, self.max_reply)
-            self._given.setdefault(node, collections.deque(maxlen=GIVEN)).extend(found)
+            purse, given = self._purse(node), self._given.setdefault(node, collections.deque(maxlen=GIVEN))
+            for parts, most in found:
+                purse.earn(min(most or self.max_reply, self.max_reply))
+                given.append(parts)
         for message in answer:
             await send(message)
 
     async def _asked(
         self, scope: Scope, body: bytes, receive: Receive
-    ) -> tuple[list[MutableMapping[str, Any]], list[frozenset[str]] | None]:
-        """Return the app's answer and its messages' parts; the signature in the head is good for both questions."""
+    ) -> tuple[list[MutableMapping[str, Any]], list[tuple[frozenset[str], int]] | None]:
+        """Return the app's answer and its `_messages`; the signature in the head is good for both questions."""
         answer: list[MutableMapping[str, Any]] = []
 
         async def kept(message: MutableMapping[str, Any]) -> None:
@@ -331,6 +333,31 @@ class Gate:
         """Answer all questions that wait."""
         self._news.set()
         self._news = asyncio.Event()
+
+
+class _Purse:
+    """What a node may still send: bytes, and lists of objects.
+
+    It holds what two messages give at most, and the first one replaces what a node begins with.
+    """
+
+    def __init__(self, first: int) -> None:
+        self.left, self.lists, self.new = first, LISTS, True
+        self.given = collections.deque([first], maxlen=2)
+
+    def earn(self, most: int) -> None:
+        """Add what one message gives."""
+        if self.new and most < self.left:
+            self.left = 0
+            self.given.clear()
+        self.new = False
+        self.given.append(most)
+        self.take(-most, -LISTS)
+
+    def take(self, cost: int, lists: int) -> None:
+        """Take off, or give back."""
+        self.left = min(self.left - cost, sum(self.given))
+        self.lists = min(self.lists - lists, 2 * LISTS)
 
 
 class _Turn:
@@ -450,16 +477,22 @@ def _again(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-def _messages(answer: Sequence[MutableMapping[str, Any]]) -> list[frozenset[str]] | None:
-    """Return the parts of each message in the SuperLink's answer to a node that asks for some; None if it refuses."""
+def _messages(answer: Sequence[MutableMapping[str, Any]]) -> list[tuple[frozenset[str], int]] | None:
+    """Return of each message in the SuperLink's answer to a node its parts, and the bytes that its reply can have.
+
+    Those are 0 where the message does not say it. None if the SuperLink refuses the node.
+    """
     from flwr.proto.fleet_pb2 import PullMessagesResponse
     from flwr.supercore.inflatable.inflatable_object import iterate_object_tree
 
     if not answer or answer[0].get("status") != 200:
         return None
     body = b"".join(part.get("body", b"") for part in answer)
-    trees = PullMessagesResponse.FromString(body).message_object_trees
-    return [frozenset(part.object_id for part in iterate_object_tree(tree)) for tree in trees]
+    found = PullMessagesResponse.FromString(body)
+    return [
+        (frozenset(part.object_id for part in iterate_object_tree(tree)), records.most_of(message.metadata.group_id))
+        for message, tree in zip(found.messages_list, found.message_object_trees, strict=True)
+    ]
 
 
 async def _answer(send: Send, status: int, text: str) -> None:

@@ -52,7 +52,7 @@ from fedapp.transport.boundary import (
     read_registration,
 )
 from fedapp.transport.offences import Blocked, Offence, Offences
-from fedapp.transport.records import Encoder, Part, Records, parts, sealed, together
+from fedapp.transport.records import Encoder, Part, Records, group_of, parts, sealed, together
 from fedapp.transport.virtual import MANY, Member
 
 Event = Callable[[dict[str, Any]], None]
@@ -382,7 +382,7 @@ class ClientManager:
         if not nodes:
             return
         content, _ = self._encoder.content(Payload(), {**self.control, "round": 0})
-        requests = [Message(content, n, "query.register") for n in nodes]
+        requests = [Message(content, n, "query.register", group_id=group_of(0, FACTS_SIZE)) for n in nodes]
         ids = patiently(partial(self.grid.push_messages, requests))
         for node, message_id in zip(nodes, ids, strict=True):
             if message_id:
@@ -635,7 +635,8 @@ class ClientManager:
 
         def message(batch: Sequence[int]) -> Message:
             whole = sealed(content(batch[0])) if len(batch) == 1 else together({c: content(c) for c in batch})
-            return Message(whole, self._host(batch), kind, ttl=lifetime, group_id=str(server_round))
+            group = group_of(server_round, 0 if self._hosts else largest)
+            return Message(whole, self._host(batch), kind, ttl=lifetime, group_id=group)
 
         bytes_each = 4 * sum(math.prod(shape) for shape in expected.values())
         bytes_each += sum(np.dtype(dtype).itemsize * math.prod(shape) for dtype, shape in (raw or {}).values())
@@ -644,7 +645,8 @@ class ClientManager:
         awaited, arrivals = deque(ids), itertools.count()
         longest = limit * max(map(len, order), default=1)
         most = 0 if self._hosts else max((self._further(c, kind, expected) for c in ids), default=0)
-        for batch, answer in self._raw(order, message, longest, at_once, FACTS_SIZE + bytes_each + most):
+        largest = FACTS_SIZE + bytes_each + most
+        for batch, answer in self._raw(order, message, longest, at_once, largest):
             several = {} if len(batch) == 1 or answer.has_error() else parts(answer.content)
             for client in batch:
                 contract = self._contract(client, kind, expected, raw or {})
@@ -805,6 +807,8 @@ class ClientManager:
 
     def _further(self, client: int, kind: str, expected: Mapping[str, tuple[int, ...]]) -> int:
         """Return how many bytes a client's arrays beside the model's may have."""
+        if kind == "evaluate" or (self._method is not None and not self._method.extra_up):
+            return 0
         info = self.infos[client]
         # Where methods ask for representations, those of all clients have one width. One client alone cannot change it.
         widths = [int(self.facts[c]["width"]) for c in ([client] if self._hosts else self.facts)]

@@ -25,6 +25,20 @@ PARTS = "parts"
 """Name of the record, and of its one value, that holds all else of the clients that share a message, as JSON."""
 
 
+def group_of(server_round: int, most: int = 0) -> str:
+    """Return the group of a message: its round and, for real nodes, how many bytes its reply can have.
+
+    The listener of :mod:`fedapp.engines.gate` reads it, so that a node cannot send more.
+    """
+    return f"{server_round} {most}" if most else str(server_round)
+
+
+def most_of(group: str) -> int:
+    """Return how many bytes the reply to a message can have, or 0 where its group does not say it."""
+    most = group.partition(" ")[2]
+    return int(most) if most.isascii() and most.isdigit() and len(most) < 19 else 0
+
+
 def _narrow(array: Array, wire_dtype: str) -> Array:
     """Return a float32 array in half precision if `wire_dtype` is `fp16`; every other array as it is."""
     if wire_dtype == "fp16" and array.dtype == np.float32:
