@@ -762,6 +762,61 @@ def test_a_liar_changes_nothing_for_the_honest_ones(what: str, silent: Bits, tmp
     assert final_bits(run.out) == silent
 
 
+def one_too_many(content: RecordDict) -> None:
+    """State one hit more than there are test images."""
+    content[METRICS]["received-correct"] = int(content[METRICS]["received-total"]) + 1
+
+
+@pytest.mark.parametrize("value", [1e5, 6.5e4, None])
+def test_half_precision_and_hits_of_a_liar_change_nothing_for_the_honest_ones(
+    value: float | None, tmp_path: Path
+) -> None:
+    """Infinity and 65,000 in half precision, and more hits than test images, beside a run in which the client fails."""
+    with np.errstate(over="ignore"):
+        narrow = put("head.bias", np.full(10, value or 0).astype(np.float16))
+    changes = {"lie": narrow if value else one_too_many, "silent": info("error", "ValueError: boom")}
+    wire = {"wire_dtype": "fp16" if value else "fp32"}
+    left = {}
+    for name, change in changes.items():
+        run = federate(
+            tmp_path / name, [1], answer(change), 4, method="lgfedavg", min_replies=0.5, rounds=2, **wire, **QUICK
+        )
+        assert run.summary["ok"] and run.summary["dropped"] == 2
+        left[name] = final_bits(run.out)
+    assert left["lie"] == left["silent"]
+
+
+def test_the_smallest_numbers_that_there_are_count_as_zero(tmp_path: Path) -> None:
+    """They are accepted, and move no bit of what the others get."""
+    left = []
+    for value in (1e-45, 0.0):
+        change = put("head.bias", np.full(10, value, np.float32))
+        run = federate(tmp_path / str(value), [1], answer(change), 4, method="lgfedavg", rounds=2, **QUICK)
+        assert run.summary["ok"] and not run.summary["dropped"]
+        left.append(final_bits(run.out))
+    assert left[0] == left[1]
+
+
+def test_a_message_to_a_node_says_how_much_its_reply_can_have(tmp_path: Path) -> None:
+    """With heads of 650 numbers: nothing beside them and what every reply holds; in a simulation nobody asks."""
+    seen: dict[str, set[str]] = {}
+
+    def note(kind: str, reply: Message) -> Message:
+        seen.setdefault(kind, set()).add(reply.metadata.group_id)
+        return reply
+
+    federate(tmp_path / "nodes", [0], note, 2, nodes=True, method="lgfedavg", **QUICK)
+    facts = boundary.FACTS_SIZE
+    assert seen["query.register"] == {f"0 {facts}"} and seen["train"] == {f"1 {facts + 4 * 650}"}
+    assert all(facts <= records.most_of(group) <= facts + 4 * 650 for of in seen.values() for group in of)
+    seen.clear()
+    federate(tmp_path / "gh", [0], note, 2, nodes=True, method="fedgh", **QUICK)
+    assert records.most_of(*seen["train"]) > client_manager.EXTRA_BYTES, "of which the server knows less"
+    seen.clear()
+    federate(tmp_path / "simulation", [0], note, 2, method="lgfedavg", **QUICK)
+    assert seen["train"] == {"1"}
+
+
 def registered(out: Path, change: Change | None, **settings: Any) -> tuple[RunResult, list[str]]:
     """Run on real nodes, of which node 1001 changes what it states (None: it states nothing); with the warnings."""
 
