@@ -398,7 +398,7 @@ def test_a_reply_that_is_no_message_ends_nothing(tmp_path: Path) -> None:
             noise = {name: ArrayRecord([np.frombuffer(os.urandom(4 << 20), np.uint8)]) for name in changes}
             contents = {name: RecordDict({"arrays": arrays}) for name, arrays in noise.items()}
             foreseen: list[str] = []
-            for name, (receive, send, push) in calls.items():
+            for name, (receive, send, push, *_) in calls.items():
                 asked: list[Any] = []
                 until(lambda: asked.append(receive()) or asked[-1] is not None, 180, "a message\n" + it.log("fedapp"))  # noqa: B023
                 reply = Message(contents[name], reply_to=asked[-1][0])
@@ -450,7 +450,7 @@ def test_a_node_that_sends_without_end_fills_nothing(tmp_path: Path) -> None:
 
         def exchange(out: Path, calls: Any, replies: int, pieces: int, at_once: int) -> tuple[int, int]:
             """Begin a run and answer its first message that often; return the bytes taken, and the most held."""
-            receive, send, push = calls
+            receive, send, push, *_ = calls
             asked: list[Any] = []
             following = it.begin(*DEPLOY, *settings, "--out", str(out))
             until(lambda: asked.append(receive()) or asked[-1] is not None, 180, "a message\n" + it.log("fedapp"))
