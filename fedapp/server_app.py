@@ -401,7 +401,7 @@ class Run(Callbacks):
         return [
             Member(
                 c, kind.trains_on(len(own.train), len(own.validation), self.hparams), len(own.test),
-                tasks.model_for(config, c, data.inputs),
+                tasks.model_for(config, c, data.size_of(c)), data.size_of(c).shape,
             )
             for c, own in enumerate(data.partition.clients)
         ]  # fmt: skip
@@ -581,7 +581,7 @@ class Run(Callbacks):
             return
         self.inputs = data.inputs
         # Where each client normalises by itself, the server's model goes with no transform.
-        self.about = {} if data.own_moments else described(data.inputs, data.dataset.classes)
+        self.about = {} if data.own_moments or data.dataset.parts else described(data.inputs, data.dataset.classes)
         card = data_card(data.dataset, data.partition)
         saved = self.out / "partition.npz"
         if self.done and saved.is_file() and partitions.Partition.load(saved).hash != data.partition.hash:

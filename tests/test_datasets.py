@@ -20,6 +20,7 @@ from PIL import Image
 
 from fedapp.data import cache, datasets, pictures
 from fedapp.data.columns import Reading
+from fedapp.data.dataset import sample
 from fedapp.data.datasets import DATASET_NAMES, load, upright_letters
 from fedapp.data.pictures import CIFAR10_CLASSES, picture_size
 from fedapp.errors import BadRequest
@@ -745,15 +746,15 @@ def test_unfinished_rows_are_mapped_while_written(tmp_path):
 
 def test_a_sample_keeps_the_share_of_every_class_and_the_order() -> None:
     whole = datasets.load("digits")
-    half = datasets.sample(whole, 0.5, np.random.default_rng(1))
+    half = sample(whole, 0.5, np.random.default_rng(1))
     for c in range(10):
         assert (half.y_train == c).sum() == round(0.5 * int((whole.y_train == c).sum()))
     flat = whole.x_train.reshape(len(whole.x_train), -1)
     place = {row.tobytes(): i for i, row in enumerate(flat)}
     kept = [place[row.tobytes()] for row in half.x_train.reshape(len(half.x_train), -1)]
     assert kept == sorted(kept) and np.array_equal(whole.y_train[kept], half.y_train)
-    assert datasets.sample(whole, 1.0, np.random.default_rng(1)) is whole
-    again = datasets.sample(whole, 0.5, np.random.default_rng(1))
+    assert sample(whole, 1.0, np.random.default_rng(1)) is whole
+    again = sample(whole, 0.5, np.random.default_rng(1))
     assert np.array_equal(half.x_train, again.x_train)
-    other = datasets.sample(whole, 0.5, np.random.default_rng(2))
+    other = sample(whole, 0.5, np.random.default_rng(2))
     assert not np.array_equal(half.x_train, other.x_train)

@@ -12,7 +12,7 @@ from flwr_datasets import partitioner
 
 from fedapp import config
 from fedapp.data import flower
-from fedapp.data.datasets import Dataset
+from fedapp.data.dataset import Dataset
 from fedapp.data.partitions import Partition, make
 from fedapp.errors import BadRequest
 from fedapp.tasks import simulated

@@ -14,7 +14,8 @@ from PIL import Image as Pictures
 
 from fedapp.data import hub
 from fedapp.data.columns import Reading
-from fedapp.data.datasets import Dataset, load, source
+from fedapp.data.dataset import Dataset
+from fedapp.data.datasets import load, source
 from fedapp.errors import BadRequest
 from tests.test_hostile_text import POSTSCRIPT
 

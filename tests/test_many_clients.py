@@ -148,7 +148,7 @@ def test_a_worker_that_is_killed_is_named_for_each_client_of_its_message(
 def test_data_that_differ_between_server_and_worker_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_app, "Member", lambda c, train, test, model: Member(c, train + 1, test, model))
+    monkeypatch.setattr(server_app, "Member", lambda c, train, *rest: Member(c, train + 1, *rest))
     with pytest.raises(BadRequest, match="a worker has Member"):
         served(tmp_path / "run", 2)
 

@@ -16,7 +16,7 @@ from fedapp import config as configuration
 from fedapp.data import datasets, natural, partitions
 from fedapp.data.card import leaks
 from fedapp.data.columns import Reading, own, samples
-from fedapp.data.datasets import Dataset
+from fedapp.data.dataset import Dataset
 from fedapp.engines import local
 from fedapp.errors import BadRequest
 from fedapp.tasks import node as nodes
@@ -232,9 +232,10 @@ def test_folders_of_files_are_the_split(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"x": X[:, :2], "y": Y}, r"one sample has the shape \(2,\)"),
         ({"x": X}, "b.npz: no column 'y'"),
-        ({"x": X, "y": Y, "group": Y}, "only one of them has the column 'group'"),
+        ({"x": X, "y": Y, "group": Y}, "b.npz has the columns x, y, group with rows of features, but 1 of 2 files has"),
+        ({"x": X[:, :, None], "y": Y}, "b.npz has the columns x, y with series, but 1 of 2 files has .* with rows"),
+        ({"x": X, "y": Y[:2]}, "b.npz: x has 6 rows but y has 2"),
         ({"x": X, "y": Y, "class_names": ["p", "q", "r"]}, "different class_names"),
     ],
 )

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fedapp.data import label_skew, partitions
 from fedapp.data.card import data_card
-from fedapp.data.datasets import Dataset
+from fedapp.data.dataset import Dataset
 from fedapp.data.label_skew import (
     block_owners,
     choose_classes,

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from fedapp import cli, registry
 from fedapp.data import datasets
-from fedapp.data.datasets import Dataset
+from fedapp.data.dataset import Dataset
 from fedapp.engines import local as engine
 from fedapp.engines.control import stage
 from fedapp.errors import BadRequest

@@ -16,7 +16,7 @@ import fedapp
 from fedapp import config as configuration
 from fedapp.data import datasets, tables
 from fedapp.data.columns import Reading, roles
-from fedapp.data.datasets import Dataset
+from fedapp.data.dataset import Dataset
 from fedapp.errors import BadRequest
 from fedapp.tasks import node
 
@@ -129,9 +129,16 @@ def test_a_file_per_client(tmp_path: Path) -> None:
     assert data.owner_names == ("north", "south") and (data.num_train, data.num_test) == (40, 8)
     assert data.owners is not None and data.owners.tolist() == [0] * 20 + [1] * 28
     np.testing.assert_array_equal(data.take(range(48))[0][:, 0], frame["age"].to_numpy(np.float32))
-    (tmp_path / "train" / "west.csv").write_text("age,diagnosis\n1,ill\n")
-    with pytest.raises(BadRequest, match=r"west\.csv and .*differ: only one of them has blood, pulse"):
-        datasets.load("csv", tmp_path, Reading("y=diagnosis"))
+    grouped = frame[:4].drop(columns=["hospital", "part"]).rename(columns={"visit": "group"})
+    for name in ("east", "west"):
+        grouped.to_csv(tmp_path / "train" / f"{name}.csv", index=False)
+    told = (
+        r"2 of 5 files .*east\.csv has the columns .*group=group.* but 3 of 5 files have .*split, y=diagnosis; .*west"
+    )
+    with pytest.raises(BadRequest, match=told):
+        datasets.load("csv", tmp_path, Reading("x=age,blood y=diagnosis"))
+    data = datasets.load("csv", tmp_path, Reading("x=age,blood y=diagnosis", skip_bad=True))
+    assert data.owner_names == ("north", "south") and data.skipped == 2
 
 
 @pytest.mark.parametrize(

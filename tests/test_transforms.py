@@ -10,7 +10,7 @@ import torch
 import torchvision.transforms.functional as TF
 
 from fedapp.data import transforms as T
-from fedapp.data.datasets import Dataset
+from fedapp.data.dataset import Dataset
 from fedapp.data.transforms import InputSpec, augment, normalise
 from fedapp.errors import BadRequest
 

@@ -71,7 +71,7 @@ class RunConfig(BaseModel):
         "clients that train, client = of each client's own, none; auto = those of torchvision's weights or published "
         "for the data set, else of your data's training rows, which on real nodes are each node's own",
     )
-    skip_bad: bool = Field(False, description="leave out files and pictures that cannot be read; they are counted")
+    skip_bad: bool = Field(False, description="leave out files and pictures that cannot be used; they are counted")
     data_fraction: float = Field(
         1.0, gt=0, le=1, description="share of the images of each class that is used, for small studies"
     )

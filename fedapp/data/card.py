@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedapp.data.datasets import Dataset
+from fedapp.data.dataset import Dataset
 from fedapp.data.partitions import Partition
-from fedapp.errors import plain
+from fedapp.errors import described, plain
 
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
@@ -37,7 +37,8 @@ class DataCard:
     validation : images that the clients hold out from training to choose settings by.
     names : of the clients, where the data or a file name them; else empty.
     left_out : owners with too few rows, who are no clients.   ignored : arrays of the file that mean nothing here.
-    skipped : number of files, or pictures of a table, that could not be read and were left out.
+    skipped : number of files, or pictures of a table, that could not be used and were left out.
+    sizes : where clients' samples differ in size, each size and whose it is.
     rows : what one sample is called: `images`, else `rows`.
     """
 
@@ -58,6 +59,7 @@ class DataCard:
     ignored: tuple[str, ...] = ()
     rows: str = "images"
     skipped: int = 0
+    sizes: tuple[str, ...] = ()
 
     @property
     def mean_majority(self) -> float:
@@ -86,6 +88,7 @@ class DataCard:
             "validation": self.validation,
             **({"names": list(self.names), "left_out": list(self.left_out)} if self.names else {}),
             **({"skipped": self.skipped} if self.skipped else {}),
+            **({"sizes": list(self.sizes)} if self.sizes else {}),
         }
 
     def text(self, max_classes: int = 26, max_clients: int = SHOWN) -> str:
@@ -108,7 +111,9 @@ class DataCard:
         if ignored:
             lines.append(f"ignored: {', '.join(ignored)}")
         if self.skipped:
-            lines.append(f"files or rows left out because they cannot be read: {self.skipped}")
+            lines.append(f"files or rows left out because they cannot be used: {self.skipped}")
+        if self.sizes:
+            lines.append(f"samples of {len(self.sizes)} sizes: {'; '.join(_shown(self.sizes))}")
         if left_out:
             shown = ", ".join(left_out[:8]) + (", ..." if len(left_out) > 8 else "")
             lines.append(f"left out, fewer than min-samples {self.rows}: {len(left_out)} ({shown})")
@@ -177,6 +182,15 @@ def _shown(names: tuple[str, ...]) -> list[str]:
     return [plain(name, whole=True).replace("\n", "\\n") for name in names]
 
 
+def _sizes(dataset: Dataset) -> tuple[str, ...]:
+    """Say of each size of samples what it is and whose, with at most 8 clients."""
+    texts = []
+    for number, part in enumerate(dataset.parts):
+        names = dataset.clients_of(number)
+        texts.append(f"{described(part.shape)} ({', '.join(names[:8])}{', ...' if len(names) > 8 else ''})")
+    return tuple(texts)
+
+
 def data_card(dataset: Dataset, partition: Partition) -> DataCard:
     """Count what the clients of a partition hold.
 
@@ -219,6 +233,7 @@ def data_card(dataset: Dataset, partition: Partition) -> DataCard:
         left_out=tuple(partition.settings.get("left_out", ())),
         ignored=dataset.ignored,
         skipped=dataset.skipped,
+        sizes=_sizes(dataset),
         rows="images" if dataset.kind == "image" else "rows",
     )
 
@@ -232,6 +247,17 @@ def leaks(dataset: Dataset, partition: Partition) -> list[str]:
     train, test = (
         np.unique(np.concatenate([getattr(c, part) for c in partition.clients])) for part in ("train", "test")
     )
+    held = [{id(part): own for part, own in dataset.by_size(rows)} for rows in (train, test)]
+    found = [
+        text
+        for part in dataset.parts or (dataset,)
+        for text in _leaks(part, *(own.get(id(part), train[:0]) for own in held))
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _leaks(dataset: Dataset, train: Int64, test: Int64) -> list[str]:
+    """Look for leaks between rows of one size."""
     found = []
     (x_train, _), (x_test, _) = dataset.take(train), dataset.take(test)
     known = {row.tobytes() for row in x_train}

@@ -25,8 +25,9 @@ from __future__ import annotations
 import shlex
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +40,8 @@ Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
 
 COLUMNS = ("x", "y", "client", "split", "group")
+CLIENT_COLUMNS = ("x", "y", "split", "group")
+"""Columns that the file of one client may have."""
 OLD = ("x_train", "y_train", "x_test", "y_test")
 PARTS = ("train", "validation", "test")
 EXACT = 2**24
@@ -62,7 +65,9 @@ class Own:
     ignored : arrays or columns of the source that mean nothing here.
     features : of a table, one name per feature where the source has them; `sex=f` for a category of a text column.
     categories : text column of a table -> its categories, in the order of their features.
-    skipped : number of files, or pictures of a table, that could not be read and were left out.
+    skipped : number of files, or pictures of a table, that could not be used and were left out.
+    parts : where clients' samples differ in size, the rows of each size by themselves; `arrays` then has no samples but
+        `part` int64 over the rows of both parts, a position in here. Each part has its rows in the order of all.
     """
 
     arrays: dict[str, Array]
@@ -73,6 +78,7 @@ class Own:
     features: tuple[str, ...] = ()
     categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     skipped: int = 0
+    parts: tuple[Own, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ class Reading:
     columns : what the columns of a table mean, see `roles`; "" = by their names.
     image_size : side in pixels to which pictures are brought; 0 = as they are, None = by itself, at most 64.
     layout : of a folder of pictures: `auto`, `classes` or `clients`.
-    skip_bad : leave out files and pictures that cannot be read, instead of an error.
+    skip_bad : leave out files and pictures that cannot be used, instead of an error.
     node : the data are a real node's own, which other nodes cannot see.
     """
 
@@ -202,25 +208,36 @@ def read_npz(path: Path) -> dict[str, Array]:
 
 
 def readable(
-    root: Path, files: Sequence[Path], reader: Callable[[Path], Read], skip_bad: bool
+    root: Path, files: Sequence[Path], reader: Callable[[Path], Read], form: Callable[[Read], str], skip_bad: bool
 ) -> tuple[dict[Path, Read], int]:
     """Read the files of a folder, one per client, and return them with the number of those that were left out.
+
+    Parameters
+    ----------
+    form : says what all files must have in common. What most of them have is right; of equally many the first.
 
     Raises
     ------
     BadRequest : files cannot be used (all are named), and none is left or `skip_bad` is off.
     """
     found: dict[Path, Read] = {}
-    bad: list[str] = []
+    bad: dict[Path, str] = {}
     for path in files:
         try:
             found[path] = reader(path)
         except BadRequest as error:
             if path == root:
                 raise
-            bad.append(str(error))
+            bad[path] = str(error)
+    forms = {path: form(value) for path, value in found.items()}
+    right, votes = next(iter(Counter(forms.values()).most_common(1)), ("", 0))
+    for path in [path for path, own in forms.items() if own != right]:
+        bad[path] = (
+            f"{path} has {forms[path]}, but {votes} of {len(forms)} files {'have' if votes > 1 else 'has'} {right}"
+        )
+        del found[path]
     if bad and not (skip_bad and found):
-        raise unusable(root, bad, len(files))
+        raise unusable(root, [bad[path] for path in files if path in bad], len(files))
     return found, len(bad)
 
 
@@ -234,17 +251,83 @@ def unusable(root: Path, bad: Sequence[str], count: int) -> BadRequest:
 
 
 def read_client(path: Path) -> dict[str, Array]:
-    """Read the ``.npz`` file of one client.
+    """Read the ``.npz`` file of one client, `x` as it is kept (`samples`).
 
     Raises
     ------
-    BadRequest : it cannot be read, or lacks x or y.
+    BadRequest : it cannot be read, lacks x or y, or its columns are wrong.
     """
     arrays = read_npz(path)
     for key in ("x", "y"):
         if key not in arrays:
             raise BadRequest(f"{path}: no column {key!r} (found: {', '.join(sorted(arrays)) or 'none'})")
+    arrays["x"], _ = samples(path, "x", arrays["x"])
+    for key in CLIENT_COLUMNS[1:]:
+        if key in arrays and len(_column(path, key, arrays[key])) != len(arrays["x"]):
+            raise BadRequest(f"{path}: x has {len(arrays['x'])} rows but {key} has {len(arrays[key])}")
+    if path.parent.name in PARTS and "split" in arrays:
+        raise BadRequest(f"{path}: its folder says {path.parent.name}, so leave out its column split")
     return arrays
+
+
+def form_of(arrays: Mapping[str, Array]) -> str:
+    """Say what the file of one client must have in common with the others."""
+    there = ", ".join(key for key in CLIENT_COLUMNS if key in arrays)
+    kinds = {"image": "images", "series": "series", "table": "rows of features", "array": "arrays"}
+    return f"the columns {there} with {kinds[_kind(arrays['x'])]}"
+
+
+def of_clients(root: Path, files: Mapping[Path, Mapping[str, Array]]) -> Own:
+    """Check and join the files of a folder, one per client, as `read_client` reads them.
+
+    Raises
+    ------
+    BadRequest : columns are wrong, or the files differ in their classes.
+    """
+    sizes: dict[tuple[int, ...], dict[Path, Mapping[str, Array]]] = {}
+    for path, arrays in files.items():
+        sizes.setdefault(arrays["x"].shape[1:], {})[path] = arrays
+    columns = [joined(own_files) for own_files in sizes.values()]
+    if len(columns) == 1:
+        return own(root, columns[0])
+    labels = [c["y"] for c in columns]
+    names = _class_names([n for c in columns if (n := c.get("class_names")) is not None], root)
+    classes, numbered = _classes(root, {"y": np.concatenate(labels)}, names, None)
+    known = np.array(classes or range(int(numbered["y"].max()) + 1), str)
+    cuts = np.split(numbered["y"], np.cumsum([len(y) for y in labels])[:-1])
+    firsts = [next(iter(own_files)) for own_files in sizes.values()]
+    parts = [own(f, {**c, "y": y, "class_names": known}) for f, c, y in zip(firsts, columns, cuts, strict=True)]
+    return replace(of_parts(parts), classes=classes)
+
+
+def of_parts(parts: Sequence[Own]) -> Own:
+    """Join the rows of clients whose samples differ in size: of each size one, with the same classes."""
+    first, arrays = parts[0], {}
+    trained = [len(p.arrays["y_train"]) for p in parts]
+
+    def pooled(columns: Sequence[Array]) -> Array:
+        """Return a column over the rows of all: training rows first, as in each."""
+        halves = [(c[:n], c[n:]) for c, n in zip(columns, trained, strict=True)]
+        return np.concatenate([h[0] for h in halves] + [h[1] for h in halves])
+
+    for key in ("x_train", "x_test"):
+        arrays[key] = first.arrays[key][:0]
+    for key in ("y_train", "y_test"):
+        arrays[key] = np.concatenate([p.arrays[key] for p in parts])
+    counts = [len(p.arrays["y_train"]) + len(p.arrays["y_test"]) for p in parts]
+    arrays["part"] = pooled([np.full(count, number) for number, count in enumerate(counts)])
+    if any("held_out" in p.arrays for p in parts):
+        none = [np.zeros(n, bool) for n in trained]
+        arrays["held_out"] = np.concatenate([p.arrays.get("held_out", n) for p, n in zip(parts, none, strict=True)])
+    names = np.concatenate([np.array(p.owner_names) for p in parts])
+    known, number = np.unique(entries(names), return_inverse=True)
+    ends = np.cumsum([0, *(len(p.owner_names) for p in parts)])
+    arrays["owners"] = pooled([number[start:][p.arrays["owners"]] for p, start in zip(parts, ends)])
+    if "groups" in first.arrays:  # of different clients, so no two are one
+        starts = np.cumsum([0, *(int(p.arrays["groups"].max()) + 1 for p in parts)])
+        arrays["groups"] = pooled([start + p.arrays["groups"] for p, start in zip(parts, starts)])
+    ignored = dict.fromkeys(name for p in parts for name in p.ignored)
+    return Own(arrays, first.classes, first.kind, tuple(map(str, known)), tuple(ignored), parts=tuple(parts))
 
 
 def joined(files: Mapping[Path, Mapping[str, Array]]) -> dict[str, Array]:
@@ -252,37 +335,30 @@ def joined(files: Mapping[Path, Mapping[str, Array]]) -> dict[str, Array]:
 
     Raises
     ------
-    BadRequest : a file has rows of another shape than the others, or has a column that some others lack.
+    BadRequest : the files name different classes.
     """
-    wanted = {"x", "y", "split", "group"}
-    first = next(iter(files))
     rows: dict[str, list[Array]] = {}
     for path, arrays in files.items():
-        found = {k: np.asarray(v) for k, v in arrays.items() if k in wanted}
+        found = {k: arrays[k] for k in CLIENT_COLUMNS if k in arrays}
         count = len(found["x"])
         if path.parent.name in PARTS:
-            if "split" in found:
-                raise BadRequest(f"{path}: its folder says {path.parent.name}, so leave out its column split")
             found["split"] = np.full(count, path.parent.name)
         if "group" in found:  # groups of two clients are two groups, whatever their names
             found["group"] = np.array([f"{path.stem}/{g}" for g in found["group"]])
         found["client"] = np.full(count, path.stem)
-        if rows and set(found) != set(rows):
-            odd = sorted(set(found) ^ set(rows))[0]
-            raise BadRequest(f"{path} and {first} differ: only one of them has the column {odd!r}")
         for key, column in found.items():
             rows.setdefault(key, []).append(column)
-            if key == "x" and (column.shape[1:], column.dtype) != (rows["x"][0].shape[1:], rows["x"][0].dtype):
-                raise BadRequest(
-                    f"{path}: one sample has the shape {column.shape[1:]} and type {column.dtype}, in {first} "
-                    f"{rows['x'][0].shape[1:]} and {rows['x'][0].dtype}: all clients need the same"
-                )
     columns = {key: np.concatenate(pieces) for key, pieces in rows.items()}
-    names = [v["class_names"] for v in files.values() if "class_names" in v]
-    if any(not np.array_equal(names[0], other) for other in names):
-        raise BadRequest(f"{first.parent}: the files have different class_names")
+    names = _class_names([v["class_names"] for v in files.values() if "class_names" in v], next(iter(files)).parent)
     columns["client"] = entries(columns["client"])
-    return {**columns, **({"class_names": names[0]} if names else {})}
+    return {**columns, **({"class_names": np.array(names)} if names is not None else {})}
+
+
+def _class_names(given: Sequence[Array], where: Path) -> list[str] | None:
+    """Return the names of the classes that several files give, None where none does."""
+    if any(not np.array_equal(given[0], other) for other in given):
+        raise BadRequest(f"{where}: the files have different class_names")
+    return [str(n) for n in given[0].reshape(-1)] if len(given) else None
 
 
 def own(where: object, arrays: Mapping[str, Array], expected: Sequence[str] | None = None) -> Own:
@@ -408,7 +484,8 @@ def samples(where: object, key: str, x: Array) -> tuple[Array, str]:
         raise BadRequest(
             f"{where}: {key} has shape {x.shape}, wanted (N, F) rows, (N, C, T) series, or uint8 images (N, H, W, C)"
         )
-    if x.dtype == np.uint8 and x.ndim in (3, 4):
+    kind = _kind(x)
+    if kind == "image":
         images = x[..., None] if x.ndim == 3 else x
         _, first, second, last = images.shape
         if x.ndim == 4 and first in (1, 3) and last not in (1, 3, 4) and second == last:
@@ -416,7 +493,6 @@ def samples(where: object, key: str, x: Array) -> tuple[Array, str]:
                 f"{where}: {key} has shape {x.shape}, which has the channels first: write x.transpose(0, 2, 3, 1)"
             )
         return images, "image"
-    kind = {2: "table", 3: "series"}.get(x.ndim, "array")
     if x.dtype.kind in "ui" and x.size and max(abs(int(x.min())), abs(int(x.max()))) > EXACT:
         raise BadRequest(
             f"{where}: {key} is {x.dtype} with numbers above 2^24, which float32 cannot hold: subtract an offset or "
@@ -431,6 +507,10 @@ def samples(where: object, key: str, x: Array) -> tuple[Array, str]:
         remedy = "replace it by nan, which stands for an unknown value" if kind == "table" else "fill or leave out"
         raise BadRequest(f"{where}: {key} is {what} at {place} ({int(wrong.sum())} in all): {remedy}")
     return values, kind
+
+
+def _kind(x: Array) -> str:
+    return "image" if x.dtype == np.uint8 and x.ndim in (3, 4) else {2: "table", 3: "series"}.get(x.ndim, "array")
 
 
 def _column(where: object, key: str, column: Array) -> Array:

@@ -33,8 +33,8 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +44,20 @@ import numpy.typing as npt
 from fedapp import plugins
 from fedapp.data import pictures
 from fedapp.data.cache import Store, build_once, cache_root, file_identity, open_array
-from fedapp.data.columns import PARTS, PLAIN, Own, Reading, joined, read_client, read_npz, readable
+from fedapp.data.columns import (
+    PARTS,
+    PLAIN,
+    Own,
+    Reading,
+    form_of,
+    of_clients,
+    read_client,
+    read_npz,
+    readable,
+)
 from fedapp.data.columns import own as check_columns
-from fedapp.data.moments import Samples, moments
+from fedapp.data.dataset import Dataset
+from fedapp.data.moments import moments
 from fedapp.data.pictures import CIFAR10_CLASSES
 from fedapp.errors import BadRequest, suggest
 
@@ -140,139 +151,6 @@ def origin(name: str) -> str:
     return f"{wins}, or {archive} from {address} in it"
 
 
-@dataclass(frozen=True, eq=False)
-class Dataset:
-    """One data set; all arrays are read-only and memory-mapped.
-
-    Attributes
-    ----------
-    name : str
-    x_train, x_test : images uint8 (N, H, W, C), all others float32 (N, *shape); the test array may have no rows.
-    y_train, y_test : int64 (N,), values 0 .. num_classes - 1.
-    classes : name of each class.
-    scale : largest grey level: 16 for digits, else 255; 1 for what is no image.
-    mean, std : of x / scale over the training rows, per channel, or per feature of a table.
-    kind : `image`, `series` (N, C, T), `table` (N, F) or `array` (N, ...).
-    binary : per feature of a table: whether it has at most two values.
-    owners, owner_names : natural client of each row of the virtual pool, int64 (num_train + num_test,), a position in
-        the names; None and empty where the data have no column `client`.
-    groups : rows of the pool with equal numbers must stay on one side of every cut, int64; None = all rows may part.
-    held_out : which training rows the data's own `split` column has for validation, bool (num_train,); None = none.
-    ignored : arrays or columns of the source that mean nothing here.
-    features : name of each feature of a table, where the source has names; else empty.
-    categories : text column of a table -> its categories, which the features `column=category` stand for.
-    skipped : number of files, or pictures of a table, that could not be read and were left out.
-    """
-
-    name: str
-    x_train: Samples
-    y_train: Int64
-    x_test: Samples
-    y_test: Int64
-    classes: tuple[str, ...]
-    scale: float
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    kind: str = "image"
-    binary: tuple[bool, ...] = ()
-    owners: Int64 | None = None
-    owner_names: tuple[str, ...] = ()
-    groups: Int64 | None = None
-    held_out: npt.NDArray[np.bool_] | None = None
-    ignored: tuple[str, ...] = ()
-    features: tuple[str, ...] = ()
-    categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    skipped: int = 0
-
-    @property
-    def num_classes(self) -> int:
-        """Number of classes."""
-        return len(self.classes)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of one sample as a model takes it: (C, H, W) images, (C, T) series, (F,) table rows."""
-        shape = tuple(map(int, self.x_train.shape[1:]))
-        return (shape[2], *shape[:2]) if self.kind == "image" else shape
-
-    @property
-    def num_train(self) -> int:
-        """Number of official training images."""
-        return len(self.x_train)
-
-    @property
-    def num_test(self) -> int:
-        """Number of official test images; 0 if there are none."""
-        return len(self.x_test)
-
-    @cached_property
-    def pool_labels(self) -> Int64:
-        """Labels of the virtual pool, int64 (num_train + num_test,): training rows, then test rows."""
-        labels = np.concatenate([self.y_train, self.y_test])
-        labels.flags.writeable = False
-        return labels
-
-    def take(self, indices: npt.ArrayLike) -> tuple[Samples, Int64]:
-        """Copy rows of the virtual pool (training rows, then test rows).
-
-        Parameters
-        ----------
-        indices : integers (n,) in [0, num_train + num_test); an index >= num_train is a test row.
-
-        Returns
-        -------
-        x : like `x_train`, (n, ...), in the order of the indices.
-        y : int64 (n,).
-
-        Raises
-        ------
-        IndexError : if an index lies outside the pool.
-        """
-        rows = np.asarray(indices, dtype=np.int64).reshape(-1)
-        if rows.size and (rows.min() < 0 or rows.max() >= self.num_train + self.num_test):
-            raise IndexError(f"pool indices must lie in 0 .. {self.num_train + self.num_test - 1}")
-        from_test = rows >= self.num_train
-        x = np.empty((len(rows), *self.x_train.shape[1:]), self.x_train.dtype)
-        x[~from_test] = self.x_train[rows[~from_test]]
-        x[from_test] = self.x_test[rows[from_test] - self.num_train]
-        return x, self.pool_labels[rows]
-
-
-def sample(dataset: Dataset, fraction: float, rng: np.random.Generator) -> Dataset:
-    """Return a smaller data set: the same share of every class, of training and of test images.
-
-    Parameters
-    ----------
-    fraction : in (0, 1]; each class keeps ``round(fraction * count)`` images, at least one. 1 returns the data set
-        itself.
-    rng : decides which images are kept; their order stays.
-
-    Returns
-    -------
-    With arrays in this process's memory.
-    """
-    if fraction == 1:
-        return dataset
-
-    def rows(labels: Int64) -> Int64:
-        kept = [
-            rng.choice(found, max(1, round(fraction * len(found))), replace=False)
-            for c in range(dataset.num_classes)
-            if len(found := np.flatnonzero(labels == c))
-        ]
-        return np.sort(np.concatenate(kept)) if kept else np.zeros(0, np.int64)
-
-    train, test = rows(dataset.y_train), rows(dataset.y_test)
-    pool = np.concatenate([train, dataset.num_train + test])
-    return replace(
-        dataset, x_train=dataset.x_train[train], y_train=dataset.y_train[train],
-        x_test=dataset.x_test[test], y_test=dataset.y_test[test],
-        owners=None if dataset.owners is None else dataset.owners[pool],
-        groups=None if dataset.groups is None else dataset.groups[pool],
-        held_out=None if dataset.held_out is None else dataset.held_out[train],
-    )  # fmt: skip
-
-
 def check_name(name: str) -> None:
     """Refuse the name of a data set that neither fedapp nor an installed package has.
 
@@ -340,21 +218,43 @@ def _open(name: str, folder: Path) -> Dataset:
     except (OSError, ValueError) as error:
         raise BadRequest(f"damaged cache folder {folder}: delete it and try again") from error
     arrays: dict[str, Any] = {key: open_array(folder / f"{key}.npy") for key in (*ARRAYS, *meta.get("columns", ()))}
-    return Dataset(
+    whole = Dataset(
         name=name,
         classes=tuple(meta["classes"]),
         scale=float(meta["scale"]),
-        mean=tuple(meta["mean"]),
-        std=tuple(meta["std"]),
         kind=meta.get("kind", "image"),
-        binary=tuple(meta.get("binary", ())),
         owner_names=tuple(meta.get("owner_names", ())),
-        ignored=tuple(meta.get("ignored", ())),
-        features=tuple(meta.get("features", ())),
-        categories={name: tuple(found) for name, found in meta.get("categories", {}).items()},
         skipped=meta.get("skipped", 0),
+        **_described(meta),
         **arrays,
     )
+    if whole.part is None:
+        return whole
+    train, test = np.split(whole.part, [whole.num_train])
+    parts = [
+        replace(
+            whole, part=None, skipped=0, **_described(facts),
+            x_train=open_array(folder / f"x_train_{number}.npy"), x_test=open_array(folder / f"x_test_{number}.npy"),
+            y_train=whole.y_train[train == number], y_test=whole.y_test[test == number],
+            owners=None if whole.owners is None else whole.owners[whole.part == number],
+            groups=None if whole.groups is None else whole.groups[whole.part == number],
+            held_out=None if whole.held_out is None else whole.held_out[train == number],
+        )
+        for number, facts in enumerate(meta["parts"])
+    ]  # fmt: skip
+    return replace(whole, parts=tuple(parts))
+
+
+def _described(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``meta.json`` says of samples of one size."""
+    return {
+        "mean": tuple(meta["mean"]),
+        "std": tuple(meta["std"]),
+        "binary": tuple(meta.get("binary", ())),
+        "ignored": tuple(meta.get("ignored", ())),
+        "features": tuple(meta.get("features", ())),
+        "categories": {name: tuple(found) for name, found in meta.get("categories", {}).items()},
+    }
 
 
 def _find(name: str, root: Path | None, reading: Reading) -> _Source:
@@ -416,31 +316,39 @@ def _finish(store: Store, name: str, built: Built) -> dict[str, Any]:
             array.flush()
         elif not (store.folder / f"{key}.npy").exists():
             store.put(key, array)
-    facts = _FACTS.get(name)
-    x = own.arrays["x_train"]
-    if "held_out" in own.arrays:
-        x = x[~own.arrays["held_out"]]
-    scale = (facts.scale if facts else 255.0) if own.kind == "image" else 1.0
-    if facts and len(facts.mean) == x.shape[3]:
-        mean, std = facts.mean, facts.std
-    else:
-        mean, std = moments(x, scale)
-    classes = own.classes
+    classes, facts = own.classes, _FACTS.get(name)
     if classes is None:
         classes = facts.classes if facts else _numbers(int(own.arrays["y_train"].max()) + 1)
+    scale = (facts.scale if facts else 255.0) if own.kind == "image" else 1.0
+    for number, one in enumerate(own.parts):
+        for key in ("x_train", "x_test"):
+            store.put(f"{key}_{number}", one.arrays[key])
+    samples = [_samples(one, facts, scale) for one in own.parts or (own,)]
     return {
         "classes": list(classes),
         "scale": scale,
-        "mean": list(mean),
-        "std": list(std),
         "kind": own.kind,
-        "binary": _binary(x) if own.kind == "table" else [],
         "columns": [key for key in own.arrays if key not in ARRAYS],
         "owner_names": list(own.owner_names),
+        "skipped": own.skipped,
+        **samples[0],
+        **({"parts": samples, "ignored": list(own.ignored)} if own.parts else {}),
+    }
+
+
+def _samples(own: Own, facts: Facts | None, scale: float) -> dict[str, Any]:
+    """Return what ``meta.json`` says of samples of one size."""
+    x = own.arrays["x_train"]
+    if "held_out" in own.arrays:
+        x = x[~own.arrays["held_out"]]
+    mean, std = (facts.mean, facts.std) if facts and len(facts.mean) == x.shape[3] else moments(x, scale)
+    return {
+        "mean": list(mean),
+        "std": list(std),
+        "binary": _binary(x) if own.kind == "table" else [],
         "ignored": list(own.ignored),
         "features": list(own.features),
         "categories": {name: list(found) for name, found in own.categories.items()},
-        "skipped": own.skipped,
     }
 
 
@@ -486,8 +394,8 @@ def _build_npz(name: str, paths: list[Path], root: Path, skip_bad: bool = False)
     if len(paths) == 1 and paths[0].parent.name not in PARTS:
         own = check_columns(paths[0], read_npz(paths[0]), facts.classes if facts else None)
     else:
-        found, skipped = readable(root, paths, read_client, skip_bad)
-        own = replace(check_columns(root, joined(found)), skipped=skipped)
+        found, skipped = readable(root, paths, read_client, form_of, skip_bad)
+        own = replace(of_clients(root, found), skipped=skipped)
     x = own.arrays["x_train"]
     if facts is not None and own.kind != "image":
         raise BadRequest(f"{paths[0]}: {name} has uint8 images, found {x.dtype} of shape {x.shape}")

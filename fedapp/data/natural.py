@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedapp.data.columns import PARTS
-from fedapp.data.datasets import Dataset
+from fedapp.data.dataset import Dataset
 from fedapp.data.partitions import TEST_FRACTION, ClientSplit, Int64, Partition, cut, of_clients
 from fedapp.errors import BadRequest, suggest
 

@@ -54,7 +54,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedapp.data import flower, label_skew
-from fedapp.data.datasets import Dataset
+from fedapp.data.dataset import Dataset
 from fedapp.data.label_skew import Request, round_to_total
 from fedapp.errors import BadRequest, suggest
 

@@ -29,6 +29,7 @@ from fedapp.data.columns import (
     Reading,
     assigned,
     entries,
+    of_parts,
     own,
     readable,
     roles,
@@ -56,37 +57,59 @@ def read(files: Sequence[Path], root: Path, reading: Reading) -> Own:
     BadRequest : a file cannot be read, or columns are missing or wrong; the message names all of them.
     """
     wanted = roles(reading.columns)
-    frames: list[Any] = []
-    per_client = root.is_dir()
-    first: dict[str, str] = {}
+    if not root.is_dir():
+        frame, found = _frame(root, wanted)
+        return _read([root], [frame.reset_index(drop=True)], root, found, wanted, reading)
 
     def table(path: Path) -> tuple[Any, dict[str, str]]:
         frame, found = _frame(path, wanted)
-        return _of_client(path, frame, found) if per_client else (frame, found)
+        return _of_client(path, frame, found)
 
-    tables, skipped = readable(root, files, table, reading.skip_bad)
-    files = list(tables)
-    for path, (frame, found) in tables.items():
-        if not frames:
-            first = found
-        odd = sorted(set(map(str, frame.columns)) ^ set(map(str, frames[0].columns))) if frames else []
-        if odd:
-            raise BadRequest(
-                f"{path} and {files[0]} differ: only one of them has {', '.join(odd[:SHOWN])} ({len(odd)} columns in "
-                "all): write the same columns into every file"
-            )
-        frames.append(frame)
-    whole = pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0].reset_index(drop=True)
+    def form(read: tuple[Any, dict[str, str]]) -> str:
+        return "the columns " + ", ".join(f"{role}={name}" for role, name in sorted(read[1].items()))
+
+    tables, skipped = readable(root, files, table, form, reading.skip_bad)
+    found = next(iter(tables.values()))[1]
+    listed = wanted.get("x", ())
+    sizes: dict[tuple[str, ...], list[Path]] = {}
+    for path, (frame, _) in tables.items():
+        names = set(map(str, frame.columns)) - set(found.values())
+        sizes.setdefault(tuple(sorted(names if not listed or "*" in listed else listed)), []).append(path)
+    classes = None
+    if len(sizes) > 1:
+        faults: list[str] = []
+        labels = [keys("y", frame[found["y"]], found["y"], f"{p.name} row {{}}".format, faults)
+                  for p, (frame, _) in tables.items()]  # fmt: skip
+        _refuse(root, faults)
+        classes = [str(name) for name in np.unique(entries(np.concatenate(labels)))]
+    parts = [
+        _read(own_files, [tables[path][0] for path in own_files], root, found, wanted, reading, classes)
+        for own_files in sizes.values()
+    ]
+    return replace(parts[0] if len(parts) == 1 else of_parts(parts), skipped=skipped)
+
+
+def _read(
+    files: Sequence[Path],
+    frames: Sequence[Any],
+    root: Path,
+    found: Mapping[str, str],
+    wanted: Mapping[str, tuple[str, ...]],
+    reading: Reading,
+    classes: Sequence[str] | None = None,
+) -> Own:
+    """Turn the tables of files with the same features into columns of own data."""
+    whole = pd.concat(frames, ignore_index=True) if len(frames) > 1 else frames[0]
     ends = np.cumsum([len(frame) for frame in frames])
 
     def place(row: int) -> str:
         number = int(np.searchsorted(ends, row, side="right"))
         start = int(ends[number - 1]) if number else 0
-        return f"row {row - start}" if len(files) == 1 else f"{files[number].name} row {row - start}"
+        return f"row {row - start}" if files == [root] else f"{files[number].name} row {row - start}"
 
     if not len(whole):
         raise BadRequest(f"{root}: the table has no rows")
-    return replace(from_frame(root, whole, first, wanted, reading, place=place), skipped=skipped)
+    return from_frame(root, whole, found, wanted, reading, classes, place=place)
 
 
 def _of_client(path: Path, frame: Any, found: Mapping[str, str]) -> tuple[Any, dict[str, str]]:

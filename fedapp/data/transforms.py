@@ -35,7 +35,7 @@ from fedapp.lazy import F, Tensor, torch
 from fedapp.process import hand_over
 
 if TYPE_CHECKING:
-    from fedapp.data.datasets import Dataset
+    from fedapp.data.dataset import Dataset
 
 AUGMENTATIONS: tuple[str, ...] = ("none", "weak", "strong")
 """Kinds that :func:`augment` knows."""

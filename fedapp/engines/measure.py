@@ -81,13 +81,13 @@ def _measure(configs: Sequence[RunConfig]) -> ClientNeeds:
             torch.set_num_threads(config.threads)
             data = tasks.federated(config, config.clients)
             sizes = [(len(s.train), len(s.test)) for s in data.partition.clients]
-            image = math.prod(data.inputs.shape)
-            for client in _largest(config, [train for train, _ in sizes]):
+            image = [math.prod(data.size_of(k).shape) for k in range(len(sizes))]
+            for client in _largest(config, [train * n for (train, _), n in zip(sizes, image, strict=True)]):
                 if seconds and time.perf_counter() - started > BUDGET_SECONDS:
                     break
                 seconds[client] = max(seconds.get(client, 0.0), _round_seconds(config, client, device))
                 # A worker keeps the images of every client that it has seen.
-                cached = max(cached, image * sum(sum(size) for k, size in enumerate(sizes) if k != client))
+                cached = max(cached, sum(image[k] * sum(size) for k, size in enumerate(sizes) if k != client))
     finally:
         torch.set_num_threads(threads)
     slowest = max(seconds, key=lambda c: seconds[c])

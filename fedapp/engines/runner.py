@@ -20,7 +20,7 @@ from fedapp.engines import local as engines
 from fedapp.engines import pool, resources
 from fedapp.engines.notebook import Bar, in_notebook
 from fedapp.engines.resources import ClientResources
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, described
 from fedapp.learning.task import ModelSpec
 from fedapp.results import lines
 from fedapp.results.runs import RunResult
@@ -99,9 +99,9 @@ def what_leaves(config: RunConfig) -> list[str]:
     method, hparams = config.method_and_hparams()
     lines = []
     half = config.wire_dtype == "fp16"
-    for name in dict.fromkeys(config.model_names):
+    for name, shape in tasks.architectures(config, data):
         client: type[FedClient] = method.client
-        spec = ModelSpec(name, data.dataset.num_classes, data.inputs.shape, 0, config.model_options)
+        spec = ModelSpec(name, data.dataset.num_classes, shape, 0, config.model_options)
         model = client.build_model(spec, hparams)
         state = model.state_dict()
         down = FedClient.names_of(model, method, hparams, config.buffers)
@@ -110,7 +110,8 @@ def what_leaves(config: RunConfig) -> list[str]:
         for way, names in ways.items():
             total = sum(state[n].numel() * (2 if half else 4) for n in names)
             named = f" ({', '.join(names)})" if 0 < len(names) < 5 else ""
-            lines.append(f"{name}: {len(names)} arrays, {total:,} bytes {way}{named}")
+            built = f"{name} for {described(shape)}" if data.dataset.parts else name
+            lines.append(f"{built}: {len(names)} arrays, {total:,} bytes {way}{named}")
     if method.extra_up:
         lines.append(f"further arrays in replies: {', '.join(method.extra_up)} (their size depends on the data)")
     return [f"what travels: {method.travels}", *lines]

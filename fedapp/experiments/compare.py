@@ -254,7 +254,23 @@ def jobs_of(
             jobs.append(Job(variant, several, seed, config, sweep))
     if refused:
         raise BadRequest("\n".join(refused))
+    _check_clients(jobs)
     return jobs
+
+
+def _check_clients(jobs: Sequence[Job]) -> None:
+    """Refuse methods of which some take clients of several sizes that others leave out."""
+    found: dict[tuple[str, int], dict[tuple[str, ...], str]] = {}
+    for job in jobs if any(j.config.skip_bad for j in jobs) else ():
+        names = tasks.federated(job.config, job.config.clients).partition.names
+        found.setdefault((job.setting, job.seed), {}).setdefault(names, job.variant.label)
+    for by_names in found.values():
+        if len(by_names) > 1:
+            (_, fewer), *_, (_, more) = sorted(by_names.items(), key=lambda pair: len(pair[0]))
+            raise BadRequest(
+                f"{fewer} would leave out clients (skip-bad) whose samples have another size, which {more} takes: "
+                "compare methods of one kind, or move these clients' files away"
+            )
 
 
 def _pairs(text: str) -> dict[str, str]:
@@ -269,8 +285,11 @@ def _check_widths(config: RunConfig) -> None:
     widths = {head_width(name) for name in config.model_names if not is_own(name)}
     if own_names := set(filter(is_own, config.model_names)):
         data = tasks.federated(config, config.clients)
-        facts = data.dataset.num_classes, data.inputs.shape, config.model_options
-        widths |= {head_width(name, *facts) for name in own_names}
+        widths |= {
+            head_width(name, data.dataset.num_classes, shape, config.model_options)
+            for name, shape in tasks.architectures(config, data)
+            if name in own_names
+        }
     if len(widths) > 1 and method.same_width and (method.shared_prefixes(hparams) or method.extra_up):
         raise BadRequest(
             f"the models of {config.model} have features of widths {sorted(widths)}, but heads or representations are "

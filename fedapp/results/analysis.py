@@ -96,6 +96,8 @@ def inputs_of(run: RunResult) -> InputSpec:
     data = data_of(run)
     if data.own_moments:
         raise Unavailable("each client normalises its own images (normalise = client)")
+    if data.dataset.parts:
+        raise Unavailable("clients' samples differ in size, so no two models see the same one")
     return data.inputs
 
 
@@ -147,11 +149,12 @@ def server_state(run: RunResult) -> Mapping[str, Any]:
     return latest[1]
 
 
-def _model(run: RunResult, name: str, arrays: Arrays) -> SplitModel:
-    """Build an architecture as clients of the run's method do, with these values, in evaluation mode."""
+def _model(run: RunResult, name: str, arrays: Arrays, client: int = 0) -> SplitModel:
+    """Build an architecture as a client of the run's method does, with these values, in evaluation mode."""
     method, hparams = method_of(run)
     data = data_of(run)
-    spec = ModelSpec(name, data.dataset.num_classes, data.inputs.shape, 0, config_of(run).model_options)
+    shape = data.size_of(client).shape
+    spec = ModelSpec(name, data.dataset.num_classes, shape, 0, config_of(run).model_options)
     model: SplitModel = method.client.build_model(spec, hparams)
     try:
         selection.merge(model, arrays)
@@ -169,7 +172,9 @@ def client_models(run: RunResult, limit: int | None = None) -> dict[int, SplitMo
     """
     config, stored = config_of(run), list(client_arrays(run).items())[:limit]
     return {
-        client: _model(run, config.model_of(client), {n[6:]: a for n, a in arrays.items() if n.startswith("model/")})
+        client: _model(
+            run, config.model_of(client), {n[6:]: a for n, a in arrays.items() if n.startswith("model/")}, client
+        )
         for client, (_, arrays) in stored
     }
 
@@ -229,8 +234,15 @@ def global_model(run: RunResult, calibrated: bool = True) -> SplitModel:
 
 
 def probe(run: RunResult, limit: int = PROBE_IMAGES) -> tuple[Tensor, Ints]:
-    """Draw test images of all clients by class with the run's seed: (n, H, W, C) uint8 and (n,) labels."""
+    """Draw test images of all clients by class with the run's seed: (n, H, W, C) uint8 and (n,) labels.
+
+    Raises
+    ------
+    Unavailable : see `data_of`; no client has any, or they differ in size.
+    """
     data = data_of(run)
+    if data.dataset.parts:
+        inputs_of(run)
     indices = partitions.union_test(data.dataset, data.partition, run.seed, limit)
     if not len(indices):
         raise Unavailable("no client has test images")

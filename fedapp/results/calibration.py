@@ -270,7 +270,7 @@ def _inputs_of_the_head(
     """
     from fedapp import sampling
 
-    data = data_of(run)
+    data, _ = data_of(run), inputs_of(run)
     tests = data.central(torch.device("cpu"))
     if tests is None:
         images, labels = data.dataset.take(np.sort(np.concatenate([c.test for c in data.partition.clients])))

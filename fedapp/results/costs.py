@@ -42,11 +42,11 @@ def cost(run: RunResult) -> Cost:
     the clients' images and epochs. What a method does only from round 2 on (KT-pFL's distillation) is not in them.
     """
     config, (method, hparams) = config_of(run), method_of(run)
-    data_of(run)  # checks that the data are those of the run
+    data = data_of(run)  # which checks that they are those of the run
     sizes = counts_of(run).sum(axis=1)
-    per_image: dict[str, float] = {}
-    for client in range(len(sizes)):
-        name = config.model_of(client)
+    built = [(config.model_of(client), data.size_of(client).shape) for client in range(len(sizes))]
+    per_image: dict[tuple[str, tuple[int, ...]], float] = {}
+    for client, name in enumerate(built):
         if name in per_image:
             continue
         task = tasks.simulated_task(config, client, len(sizes), torch.device("cpu"))
@@ -62,7 +62,7 @@ def cost(run: RunResult) -> Cost:
         with FlopCounterMode(display=False) as counter:
             report = one.optimise(payload)
         per_image[name] = counter.get_total_flops() / report.samples
-    each = [per_image[config.model_of(client)] * size * config.local_epochs for client, size in enumerate(sizes)]
+    each = [per_image[name] * size * config.local_epochs for name, size in zip(built, sizes, strict=True)]
     return Cost(float(run.summary["bytes_up"]), float(run.summary["bytes_down"]), float(np.mean(each)))
 
 

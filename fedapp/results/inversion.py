@@ -128,12 +128,12 @@ def measure(run: RunResult, counts: Sequence[int] = (1, 3, 10), per_class: int =
 
     from fedapp.core import gaussian, virtual
 
-    data, model = data_of(run), global_model(run, calibrated=False)
+    data, inputs, model = data_of(run), inputs_of(run), global_model(run, calibrated=False)
     rng = sampling.rng(run.seed, "inversion")
     train, test = (np.concatenate([getattr(c, part) for c in data.partition.clients]) for part in ("train", "test"))
     train, test = (np.sort(rng.permutation(part)[:SECRET]) for part in (train, test))
     (x, y), (other, other_y) = (data.dataset.take(part) for part in (train, test))
-    z = batched(lambda b: model.head_input(model.represent(b)), torch.from_numpy(x), inputs_of(run)).numpy()
+    z = batched(lambda b: model.head_input(model.represent(b)), torch.from_numpy(x), inputs).numpy()
     pixels, seen = (part.astype(np.float64) / data.inputs.scale for part in (x, other))
     # It was trained on other images than those attacked, and knows nothing of the attacked model.
     judge = SVC(C=10.0).fit(seen.reshape(len(seen), -1), other_y)

@@ -15,16 +15,25 @@ from numpy.typing import NDArray
 from fedapp import process, sampling
 from fedapp.config import RunConfig
 from fedapp.data import datasets, flower, natural, partitions
-from fedapp.data.columns import Reading
-from fedapp.data.datasets import Dataset
+from fedapp.data.columns import SHOWN, Reading
+from fedapp.data.dataset import Dataset, sample
 from fedapp.data.moments import Samples, moments
 from fedapp.data.partitions import Partition
 from fedapp.data.transforms import InputSpec, channels_first, normalise
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, described
 from fedapp.lazy import Tensor, torch
 from fedapp.learning.task import Task
 from fedapp.learning.training import class_weights
-from fedapp.models import ModelOptions, check_model, default_model, is_own, own, weights
+from fedapp.models import (
+    ModelOptions,
+    build_model,
+    check_model,
+    default_model,
+    default_small,
+    is_own,
+    own,
+    weights,
+)
 from fedapp.tasks.public import PublicSource, draw_images, public_source
 
 Indices = NDArray[np.int64]
@@ -41,7 +50,8 @@ class FederatedData:
     Attributes
     ----------
     dataset, partition : the data and who holds what.
-    inputs : how the images are normalised, unless each client does it by itself; always their shape and scale.
+    sizes : how the images are normalised, unless each client does it by itself; always their shape and scale. One,
+        or where clients' samples differ in size, one for each of the data set's parts.
     seed : of the data (`RunConfig.data_seed`).
     public : (P, H, W, C) uint8 images that all clients may see, without labels; None where the method needs none.
     own_moments : each client's samples are normalised by mean and standard deviation of its own training rows.
@@ -49,7 +59,7 @@ class FederatedData:
 
     dataset: Dataset
     partition: Partition
-    inputs: InputSpec
+    sizes: tuple[InputSpec, ...]
     seed: int
     public: Samples | None = None
     own_moments: bool = False
@@ -60,6 +70,16 @@ class FederatedData:
     )
     _size: list[int] = field(default_factory=lambda: [0], repr=False, compare=False)
 
+    @property
+    def inputs(self) -> InputSpec:
+        """Of the samples; where clients differ in their size, of those of the first client."""
+        return self.size_of(0)
+
+    def size_of(self, client: int) -> InputSpec:
+        """Return what samples of this client's size are: their shape, and their normalisation over all clients."""
+        part = self.dataset.part
+        return self.sizes[0 if part is None else part[self.partition.clients[client].train[0]]]
+
     def tensors(self, part: str, client: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return images (n, H, W, C) uint8 and labels (n,) int64 of a client's `train`, `test` or `validation` split.
 
@@ -67,8 +87,13 @@ class FederatedData:
         """
         return self._tensors((client, f"{part}/{device}"), getattr(self.partition.clients[client], part), device)
 
-    def union(self, limit: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the common test set for the balanced score, at most `limit` images; the same for all clients."""
+    def union(self, limit: int, device: torch.device) -> tuple[Tensor, Tensor] | tuple[None, None]:
+        """Return the common test set for the balanced score, at most `limit` images; the same for all clients.
+
+        Where clients' samples differ in size, they have none in common.
+        """
+        if self.dataset.parts:
+            return None, None
         key = (-1, f"union/{limit}/{device}")
         if key not in self._made:
             indices = partitions.union_test(self.dataset, self.partition, self.seed, limit)
@@ -93,9 +118,11 @@ class FederatedData:
     def inputs_of(self, client: int) -> InputSpec:
         """Return how the samples of a client are normalised."""
         if not self.own_moments:
-            return self.inputs
+            return self.size_of(client)
         if client not in self._fitted:
-            self._fitted[client] = fitted(self.inputs, self.dataset.take(self.partition.clients[client].train)[0])
+            self._fitted[client] = fitted(
+                self.size_of(client), self.dataset.take(self.partition.clients[client].train)[0]
+            )
         return self._fitted[client]
 
     def public_tensor(self, device: torch.device) -> Tensor | None:
@@ -112,9 +139,10 @@ class FederatedData:
 
         With the split `official` they are the official test images, with `holdout` all clients' test splits together.
         With `merged` there are none, since some client trains on the official test images, and where each client
-        normalises by itself there are none, since these images belong to no client.
+        normalises by itself there are none, since these images belong to no client; nor where clients' samples differ
+        in size, since no model takes all of them.
         """
-        if self.partition.split == "merged" or self.own_moments:
+        if self.partition.split == "merged" or self.own_moments or self.dataset.parts:
             return None
         if self.partition.split == "official":
             x, y = np.array(self.dataset.x_test), np.array(self.dataset.y_test)
@@ -137,9 +165,9 @@ def federated(config: RunConfig, clients: int) -> FederatedData:
         config.data_seed, config.alpha, config.classes_per_client, config.min_samples, config.test_share,
         public_source(config), config.validation, config.partition_file,
         config.unseen_of(range(clients)) if config.unseen and clients else (), config.reading, config.partition_args,
-        config.normalise,
+        config.normalise, config.skip_bad and not config.method_and_hparams()[0].heterogeneous,
     )  # fmt: skip
-    return replace(data, inputs=with_weights(config, data.inputs)) if config.weights else data
+    return replace(data, sizes=tuple(with_weights(config, i) for i in data.sizes)) if config.weights else data
 
 
 def with_weights(config: RunConfig, inputs: InputSpec) -> InputSpec:
@@ -170,9 +198,11 @@ def _federated(
     reading: Reading,
     arguments: str,
     how: str,
+    one_size: bool,
 ) -> FederatedData:
     whole = datasets.load(name, data_dir or None, reading)
-    dataset = datasets.sample(whole, fraction, sampling.rng(seed, "data-fraction"))
+    whole = whole.of_one_size() if one_size else whole
+    dataset = sample(whole, fraction, sampling.rng(seed, "data-fraction"))
     if kind == "auto":
         kind = default_partition(dataset)
     if split == "auto":
@@ -194,23 +224,45 @@ def _federated(
             min_samples=min_samples, test_share=test_share, arguments=arguments,
         )  # fmt: skip
     partition = natural.given_validation(partition, dataset)
-    inputs = InputSpec.of(dataset)
+    _check_sizes(dataset, partition, public)
+    specs = [InputSpec.of(part) for part in dataset.parts or (dataset,)]
     images = None
     if public is not None and public.share:
         partition, indices = partitions.hold_back(partition, public.share, seed, unseen)
         images = dataset.take(indices)[0]
     elif public is not None:
         # Where data-dir is the user's own data, it does not hold other data sets.
-        images = draw_images(public, dataset.name, inputs, data_dir if datasets.published(name) else "", seed)
+        images = draw_images(public, dataset.name, specs[0], data_dir if datasets.published(name) else "", seed)
     # A validation split that the data or the file bring along wins.
     if validation and not any(len(c.validation) for c in partition.clients):
         partition = partitions.hold_out(partition, validation, seed, dataset)
     if how == "none":
-        inputs = fitted(inputs)
+        specs = [fitted(spec) for spec in specs]
     elif how == "data":
-        seen = [c.train for k, c in enumerate(partition.clients) if k not in unseen]
-        inputs = fitted(inputs, dataset.take(np.unique(np.concatenate(seen)))[0])
-    return FederatedData(dataset, partition, inputs, seed, images, own_moments=how == "client")
+        seen = np.unique(np.concatenate([c.train for k, c in enumerate(partition.clients) if k not in unseen]))
+        rows = {id(part): part.take(own)[0] for part, own in dataset.by_size(seen)}
+        # Of a size that only unseen clients have, no training row may say anything: their own do.
+        sized = zip(specs, dataset.parts or (dataset,), strict=True)
+        specs = [fitted(spec, rows[id(part)]) if id(part) in rows else spec for spec, part in sized]
+    return FederatedData(dataset, partition, tuple(specs), seed, images, own_moments=how == "client")
+
+
+def _check_sizes(dataset: Dataset, partition: Partition, public: PublicSource | None) -> None:
+    """Refuse what samples of several sizes do not go with, whatever the models are."""
+    if not dataset.parts:
+        return
+    if public is not None:
+        raise BadRequest(
+            f"public rows go to all clients, and the samples of {dataset.name} differ in size "
+            f"({'; '.join(dataset.unlike()[:SHOWN])}): choose a method without, or bring the samples to one size"
+        )
+    for number, client in enumerate(partition.clients):
+        if len(dataset.by_size(np.concatenate([client.train, client.test, client.validation]))) > 1:
+            name = partition.names[number] if partition.names else number
+            raise BadRequest(
+                f"client {name} would hold samples of several sizes: bring them to one size, or choose partition = "
+                "by-client where each file is a client"
+            )
 
 
 def fitted(inputs: InputSpec, rows: Samples | None = None) -> InputSpec:
@@ -229,19 +281,63 @@ def check(config: RunConfig, clients: int) -> FederatedData:
     """
     data = federated(config, clients)
     config.check_liars(clients - len(config.unseen_of(range(clients))), simulation=True)
-    for name in dict.fromkeys(config.model_names):
-        check_model(default_model(data.inputs.shape) if name == "auto" else name, data.inputs.shape)
+    others = data.dataset.unlike()
+    if others and not config.method_and_hparams()[0].heterogeneous:
+        usual = described(data.dataset.parts[data.dataset.common].shape)
+        raise BadRequest(
+            f"{config.method} needs samples of one size. Most clients have {usual}, {len(others)} have others: "
+            f"{', '.join(others[:SHOWN])}{', ...' if len(others) > SHOWN else ''}. Bring them to one size, leave these "
+            "clients out with skip-bad = true, or choose a method that allows different architectures (fedapp methods)"
+        )
+    for (name, _), client in architectures(config, data).items():
+        inputs = data.size_of(client)
+        try:
+            check_model(default_model(inputs.shape) if name == "auto" else name, inputs.shape)
+        except BadRequest as error:
+            if not others:
+                raise
+            who = data.partition.names[client] if data.partition.names else client
+            raise BadRequest(
+                f"client {who}: {error} Architectures are given to clients in the order of {config.model}, again and "
+                "again; auto is the default for each size"
+            ) from error
         if is_own(name):
-            rows, _ = data.dataset.take(data.partition.clients[0].train[:2])
-            try_model(name, rows, data.inputs, data.dataset.num_classes, config.model_options)
+            rows, _ = data.dataset.take(data.partition.clients[client].train[:2])
+            try_model(name, rows, inputs, data.dataset.num_classes, config.model_options)
     if is_own(config.second_model):
         rows, _ = data.dataset.take(data.partition.clients[0].train[:2])
         try_model(config.second_model, rows, data.inputs, data.dataset.num_classes, ModelOptions())
+    if config.second_model and data.dataset.parts:
+        _check_second(config, data)
     class_weights(config.class_weights, torch.zeros(0, dtype=torch.int64), data.dataset.num_classes)
     if config.precision == "bf16" and not bf16_works():
         place = "GPU" if torch.cuda.is_available() else "processor"
         raise BadRequest(f"precision = 'bf16': this {place} has no fast bfloat16; use fp32")
     return data
+
+
+def _check_second(config: RunConfig, data: FederatedData) -> None:
+    """Refuse a second model, which all clients share, whose arrays depend on the size of samples."""
+    built = set()
+    for shape in dict.fromkeys(spec.shape for spec in data.sizes):
+        name = default_small(shape) if config.second_model == "auto" else config.second_model
+        check_model(name, shape)
+        model = build_model(name, num_classes=data.dataset.num_classes, shape=shape, seed=0)
+        built.add(tuple((key, array.shape) for key, array in model.state_dict().items()))
+    if len(built) > 1:
+        raise BadRequest(
+            f"{config.method} shares one small model, and {config.second_model} is another one for each "
+            f"size of samples ({', '.join(data.dataset.unlike()[:SHOWN])}): bring the samples to one size, or for "
+            'images choose a model that takes any, such as method-args = "small=cnn-d"'
+        )
+
+
+def architectures(config: RunConfig, data: FederatedData) -> dict[tuple[str, tuple[int, ...]], int]:
+    """Return a client for each architecture of a run and each shape of samples that it is built for."""
+    found = {} if data.dataset.parts else {(name, data.inputs.shape): 0 for name in config.model_names}
+    for client in range(len(data.partition.clients)) if data.dataset.parts else ():
+        found.setdefault((config.model_of(client), data.size_of(client).shape), client)
+    return found
 
 
 def try_model(name: str, rows: Samples, inputs: InputSpec, num_classes: int, options: ModelOptions) -> None:
@@ -310,8 +406,13 @@ def settled(config: RunConfig, clients: int) -> RunConfig:
     if config.partition == "auto" or "auto" in config.model_names:
         dataset = datasets.load(config.dataset, config.data_dir or None, config.reading)
         partition = default_partition(dataset) if config.partition == "auto" else config.partition
-        model = default_model(dataset.shape) if "auto" in config.model_names else ""
-        names = ",".join(model if n == "auto" else n for n in config.model_names)
+        shapes = {part.shape for part in dataset.parts or (dataset,)}
+        models = {default_model(shape) for shape in shapes} if "auto" in config.model_names else {""}
+        if len(models) > 1:
+            raise BadRequest(
+                f"model = auto would be {' and '.join(sorted(models))} for samples of these sizes: name the models"
+            )
+        names = ",".join(models.copy().pop() if n == "auto" else n for n in config.model_names)
         config = config.replaced(model=names, partition=partition)
     if config.clients == 0:
         kind = config.partition

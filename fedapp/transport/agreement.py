@@ -44,9 +44,12 @@ def clash(method: Method, a: ClientInfo, b: ClientInfo, facts_a: Facts, facts_b:
     for name in sorted(set(a.shapes) | set(b.shapes)):
         x, y = a.shapes.get(name), b.shapes.get(name)
         if x != y:
+            remedy = "choose models of one family (one feature width)"
+            if a.model == b.model and inputs[0] != inputs[1]:
+                remedy = f"{method.id} cannot share it between clients with samples of two sizes, so bring them to one"
             return (
-                f"'{name}' is shared but {one} ({a.model}) has {_shape(x)} and {other} ({b.model}) has "
-                f"{_shape(y)}: choose models of one family (one feature width)"
+                f"'{name}' is shared but {one} ({a.model}) has {_shape(x)} and {other} ({b.model}) has {_shape(y)}: "
+                f"{remedy}"
             )
     if method.same_width and (method.shared != () or method.extra_up) and facts_a["width"] != facts_b["width"]:
         widths = sorted((int(facts_a["width"]), int(facts_b["width"])))

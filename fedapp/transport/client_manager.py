@@ -11,6 +11,7 @@ answer what.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import re
@@ -481,7 +482,8 @@ class ClientManager:
 
     @staticmethod
     def _check_member(member: Member, registration: Registration) -> None:
-        stated = Member(registration.client, registration.count, registration.tests, registration.model)
+        shape = tuple(json.loads(str(registration.info["shape"])))
+        stated = Member(registration.client, registration.count, registration.tests, registration.model, shape)
         if stated != member:
             raise BadRequest(
                 f"a worker has {stated}, the server {member}: use the same version of fedapp and the same data "

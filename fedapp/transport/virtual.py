@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 HOSTS = 64
 """Largest number of nodes of a simulation: two for each worker that Flower can keep busy."""
@@ -31,13 +32,19 @@ class Member:
 
     Attributes
     ----------
-    examples, tests : numbers of training and test samples.   model : architecture.
+    examples, tests : numbers of training and test samples.   model : architecture.   shape : of one sample.
     """
 
     client: int
     examples: int
     tests: int
     model: str
+    shape: tuple[int, ...] = ()
+
+    @property
+    def built(self) -> tuple[str, tuple[int, ...]]:
+        """What decides the arrays of the client's model."""
+        return self.model, self.shape
 
 
 def hosts(clients: int, apart: bool = False) -> int:
@@ -52,22 +59,22 @@ def hosts(clients: int, apart: bool = False) -> int:
 
 
 def asked(members: Iterable[Member], by_size: bool = False) -> dict[int, int]:
-    """Return by client which one answers for it: the first of its architecture.
+    """Return by client which one answers for it: the first of its architecture and shape of samples.
 
     Parameters
     ----------
     by_size : clients answer only for those with as many training samples.
     """
-    first: dict[tuple[str, int], int] = {}
-    return {m.client: first.setdefault((m.model, m.examples if by_size else 0), m.client) for m in members}
+    first: dict[tuple[Any, ...], int] = {}
+    return {m.client: first.setdefault((*m.built, m.examples if by_size else 0), m.client) for m in members}
 
 
 def smallest(members: Iterable[Member]) -> list[int]:
-    """Return the client of each architecture with the fewest training samples, which settings fit least."""
-    found: dict[str, Member] = {}
+    """Return, of each architecture and shape of samples, the client with the fewest: settings fit it least."""
+    found: dict[tuple[Any, ...], Member] = {}
     for m in members:
-        if m.model not in found or m.examples < found[m.model].examples:
-            found[m.model] = m
+        if m.built not in found or m.examples < found[m.built].examples:
+            found[m.built] = m
     return sorted(m.client for m in found.values())
 
 
