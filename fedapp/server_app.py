@@ -328,7 +328,10 @@ class Run(Callbacks):
             self.config = config = known
             self.directory.configure(config)
         # Nodes that join later take part, and a resumed run does not draw again.
-        self.extra.setdefault("unseen", list(config.unseen_of(i.client for i in present)))
+        names = (
+            tasks.federated(config, config.clients).partition.names if self.simulation and config.names_unseen else ()
+        )
+        self.extra.setdefault("unseen", list(config.unseen_of((i.client for i in present), names)))
         self.infos = [i for i in present if i.client not in self.extra["unseen"]]
         config.check_liars(len(self.infos), self.simulation)
         config.check_sums(len(self.infos))

@@ -147,6 +147,42 @@ def test_tables_and_pages_show_them(tmp_path: Path) -> None:
     assert "unseen_trained@2 accuracy" in report.write(tmp_path / "c" / "runs" / "fedavg-s0").read_text()
 
 
+def named(place: Path, names: tuple[str, ...]) -> str:
+    """Write two groups of rows for each of these people."""
+    rng = np.random.default_rng(0)
+    who = np.repeat(np.array(names), 40)
+    np.savez(
+        place,
+        x=rng.standard_normal((len(who), 3)) + np.arange(len(who))[:, None],
+        y=np.arange(len(who)) % 2,
+        client=who,
+    )
+    return str(place)
+
+
+def test_unseen_clients_are_given_by_the_names_of_the_data(tiny: Tiny, tmp_path: Path) -> None:
+    data = {"dataset": "npz", "clients": 0, "data_dir": named(tmp_path / "a.npz", ("ada", "bob", "st. dan"))}
+    by_name, by_id = (tiny(method="fedavg", normalise="data", unseen=u, **data) for u in ("st. dan, bob", "2,1"))
+    assert by_name.summary["unseen"] == [1, 2] and list(by_name.final["client"]) == [0]
+    for name in ("rounds", "unseen"):
+        one, two = (reproducible(getattr(r, name)) for r in (by_name, by_id))
+        pd.testing.assert_frame_equal(one, two, check_exact=True)
+    told = r"no client is called 'bop', did you mean 'bob'\?: the data have ada, bob, st\. dan"
+    with pytest.raises(BadRequest, match=told):
+        tiny(method="fedavg", unseen="ada,bop", **data)
+    with pytest.raises(BadRequest, match="leaves none of 3"):
+        tiny(method="fedavg", unseen="ada,bob,2", **data)
+
+
+def test_a_name_that_is_a_number_is_marked(tmp_path: Path) -> None:
+    path = named(tmp_path / "a.npz", ("7", "8", "9"))
+    flat = {"dataset": "npz", "data-dir": path, "partition": "by-client", "clients": 3, "normalise": "data"}
+    alike = [simulated.federated(config.from_flat({**flat, "unseen": u}), 3) for u in ("name:8", "1")]
+    assert alike[0].inputs.mean == alike[1].inputs.mean
+    with pytest.raises(BadRequest, match="no client 8, the ids are 0, 1, 2"):
+        simulated.federated(config.from_flat({**flat, "unseen": "8"}), 3)
+
+
 def test_a_share_is_drawn_by_the_seed_of_the_partition() -> None:
     settings = config.from_flat({"unseen": "0.3"})
     chosen = settings.unseen_of(range(10))
@@ -158,7 +194,8 @@ def test_a_share_is_drawn_by_the_seed_of_the_partition() -> None:
 
 
 BAD = {
-    "1.5": "a share between 0 and 1", "0.0": "a share between 0 and 1", "3,x": "whole numbers", "-1": "whole numbers",
+    "1.5": "a share between 0 and 1", "0.0": "a share between 0 and 1", "3,": "ids or names with commas",
+    "1,x": "no client is called 'x': these clients have no names, so give ids: 0, 1, 2", "-1": "called '-1'",
     "9": "no client 9, the ids are 0, 1, 2", "0,1,2": "leaves none of 3 clients",
 }  # fmt: skip
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedapp import plugins
-from fedapp.config.keys import DEFAULTS, PROTOCOLS, RunConfig, whole_numbers
+from fedapp.config.keys import DEFAULTS, PROTOCOLS, RunConfig, share_of, whole_numbers
 from fedapp.core.robust import OWN_RULE, RULES, parsed
 from fedapp.data import flower
 from fedapp.data.columns import roles
@@ -169,15 +169,11 @@ def _check_unseen(config: RunConfig) -> None:
         raise BadRequest(f"adapt-epochs = '{config.adapt_epochs}': {longest} epochs are more than 10000")
     if not config.unseen:
         return
-    if "." not in config.unseen:
-        whole_numbers("unseen", config.unseen)
-        return
-    try:
-        share = float(config.unseen)
-    except ValueError:
-        share = 0.0
-    if not 0 < share < 1:
-        raise BadRequest(f"unseen = '{config.unseen}': give a share between 0 and 1, or ids with commas between them")
+    share = share_of(config.unseen)
+    if not (all(part.strip() for part in config.unseen.split(",")) if share is None else 0 < share < 1):
+        raise BadRequest(
+            f"unseen = '{config.unseen}': give a share between 0 and 1, or ids or names with commas between them"
+        )
 
 
 def _check_metrics(config: RunConfig) -> None:

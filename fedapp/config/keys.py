@@ -19,9 +19,9 @@ from fedapp import registry, sampling
 from fedapp.core.privacy import Privacy, noise_for
 from fedapp.core.robust import Robust, needed, parsed
 from fedapp.core.secure_sum import flaw, threshold
-from fedapp.data.columns import Reading
+from fedapp.data.columns import SHOWN, Reading
 from fedapp.data.datasets import OWN
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, is_number, suggest
 from fedapp.learning import dp_rules, evaluation
 from fedapp.learning.optimizers import round_rates
 from fedapp.learning.training import TrainSpec
@@ -182,7 +182,7 @@ class RunConfig(BaseModel):
     unseen: str = Field(
         "",
         description="clients that take no part in the training and are scored after it: a share such as 0.3, drawn by "
-        "partition-seed, or ids such as 3,7",
+        "partition-seed, or ids such as 3,7, or names as the data card prints them (a name that is a number: name:7)",
     )
     adapt_epochs: str = Field(
         "0,2",
@@ -389,8 +389,12 @@ class RunConfig(BaseModel):
         """The numbers of local epochs after which unseen clients are scored, beside what they receive."""
         return tuple(sorted({n for n in whole_numbers("adapt-epochs", self.adapt_epochs) if n > 0}))
 
-    def unseen_of(self, clients: Iterable[int]) -> tuple[int, ...]:
+    def unseen_of(self, clients: Iterable[int], names: Sequence[str] = ()) -> tuple[int, ...]:
         """Return which of these clients take no part in the training, by id.
+
+        Parameters
+        ----------
+        names : of all clients by id, where the data name them; else empty.
 
         Raises
         ------
@@ -399,11 +403,11 @@ class RunConfig(BaseModel):
         ids = sorted(clients)
         if not self.unseen:
             return ()
-        if "." in self.unseen:
-            share = float(self.unseen)
+        share = share_of(self.unseen)
+        if share is not None:
             chosen = tuple(sampling.sample_clients(self.data_seed, 0, ids, share, purpose="unseen"))
         else:
-            chosen = tuple(sorted(set(whole_numbers("unseen", self.unseen))))
+            chosen = tuple(sorted({self._client(part.strip(), names, ids) for part in self.unseen.split(",")}))
         known = set(ids)
         absent = [c for c in chosen if c not in known]
         if absent:
@@ -411,6 +415,24 @@ class RunConfig(BaseModel):
         if len(chosen) == len(ids):
             raise BadRequest(f"unseen = '{self.unseen}' leaves none of {len(ids)} clients to train: name fewer")
         return chosen
+
+    def _client(self, text: str, names: Sequence[str], ids: Sequence[int]) -> int:
+        """Return the id of an unseen client that is given by id or by name."""
+        if _is_id(text):
+            return int(text)
+        name = text.removeprefix("name:")
+        if name in names:
+            return names.index(name)
+        there = f"the data have {', '.join(names[:SHOWN])}{', ...' if len(names) > SHOWN else ''}"
+        raise BadRequest(
+            f"unseen = '{self.unseen}': no client is called '{name}'{suggest(name, names)}: "
+            + (there if names else f"these clients have no names, so give ids: {_range(ids)}")
+        )
+
+    @property
+    def names_unseen(self) -> bool:
+        """Whether unseen clients are given by name, which the data must have."""
+        return share_of(self.unseen) is None and not all(_is_id(part.strip()) for part in self.unseen.split(","))
 
     @property
     def further_metrics(self) -> tuple[str, ...]:
@@ -599,6 +621,15 @@ def _privacy(
     return Privacy("example", epsilon, delta, z, test=test)
 
 
+def share_of(text: str) -> float | None:
+    """Return a share such as 0.3; None if a text is none, as ids and names of clients."""
+    return float(text) if "." in text and is_number(text) else None
+
+
+def _is_id(text: str) -> bool:
+    return text.isascii() and text.isdigit()
+
+
 def whole_numbers(key: str, text: str) -> list[int]:
     """Return the whole numbers of a text with commas between them.
 
@@ -607,7 +638,7 @@ def whole_numbers(key: str, text: str) -> list[int]:
     BadRequest : it holds something else.
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() for part in parts):
+    if not all(map(_is_id, parts)):
         raise BadRequest(f"{key} = '{text}': give whole numbers from 0 with commas between them")
     return [int(part) for part in parts]
 

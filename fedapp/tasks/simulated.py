@@ -160,13 +160,20 @@ def federated(config: RunConfig, clients: int) -> FederatedData:
     ------
     BadRequest : the data are not there, or the partition or the public set cannot be made.
     """
-    data = _federated(
-        config.dataset, config.data_dir, config.data_fraction, config.partition, config.split, clients,
-        config.data_seed, config.alpha, config.classes_per_client, config.min_samples, config.test_share,
-        public_source(config), config.validation, config.partition_file,
-        config.unseen_of(range(clients)) if config.unseen and clients else (), config.reading, config.partition_args,
-        config.normalise, config.skip_bad and not config.method_and_hparams()[0].heterogeneous,
-    )  # fmt: skip
+
+    def made(unseen: tuple[int, ...]) -> FederatedData:
+        return _federated(
+            config.dataset, config.data_dir, config.data_fraction, config.partition, config.split, clients,
+            config.data_seed, config.alpha, config.classes_per_client, config.min_samples, config.test_share,
+            public_source(config), config.validation, config.partition_file, unseen, config.reading,
+            config.partition_args, config.normalise,
+            config.skip_bad and not config.method_and_hparams()[0].heterogeneous,
+        )  # fmt: skip
+
+    unseen: tuple[int, ...] = ()
+    if config.unseen and clients:
+        unseen = config.unseen_of(range(clients), made(()).partition.names if config.names_unseen else ())
+    data = made(unseen)
     return replace(data, sizes=tuple(with_weights(config, i) for i in data.sizes)) if config.weights else data
 
 
@@ -178,7 +185,7 @@ def with_weights(config: RunConfig, inputs: InputSpec) -> InputSpec:
     return replace(inputs, mean=known[1], std=known[2])
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=4)
 def _federated(
     name: str,
     data_dir: str,
@@ -280,7 +287,7 @@ def check(config: RunConfig, clients: int) -> FederatedData:
     BadRequest : they do not; says what to change.
     """
     data = federated(config, clients)
-    config.check_liars(clients - len(config.unseen_of(range(clients))), simulation=True)
+    config.check_liars(clients - len(config.unseen_of(range(clients), data.partition.names)), simulation=True)
     others = data.dataset.unlike()
     if others and not config.method_and_hparams()[0].heterogeneous:
         usual = described(data.dataset.parts[data.dataset.common].shape)
