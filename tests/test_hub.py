@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import socket
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import datasets as library
 import numpy as np
+import pyarrow.parquet as parquet
 import pytest
 from datasets import Array2D, ClassLabel, DatasetDict, Features, Image, List, Value
 from PIL import Image as Pictures
@@ -148,6 +151,49 @@ def test_a_picture_of_another_format_starts_no_program(tmp_path: Path, ghostscri
     with pytest.raises(BadRequest, match=r"row 4 has a picture that .*no known format"):
         loaded(tmp_path / "ds", made(values, "photo"))
     assert not ghostscript.exists()
+
+
+def at(tmp_path: Path, row: int, path: str) -> Path:
+    """Write a data set whose pictures are bytes, but for one that lies at a path."""
+    values = content()
+    values["photo"][row] = {"bytes": None, "path": path}
+    data = made(values, "photo").cast_column("photo", Image(decode=False))
+    place = tmp_path / "ds"
+    place.mkdir()
+    # The library's own writers would fetch the picture.
+    parquet.write_table(data.data.table.cast(data.features.arrow_schema), place / "train.parquet")
+    return place
+
+
+def test_a_picture_in_an_archive_is_read_if_its_format_starts_no_program(tmp_path: Path, ghostscript: Path) -> None:
+    picture = np.random.default_rng(5).integers(0, 256, (10, 10, 3), dtype=np.uint8)
+    stream = io.BytesIO()
+    Pictures.fromarray(picture).save(stream, "PNG")
+    with zipfile.ZipFile(tmp_path / "p.zip", "w") as archive:
+        archive.writestr("a.png", stream.getvalue())
+        archive.writestr("b.png", POSTSCRIPT)
+    columns = Reading("x=photo y=activity client=person", image_size=0)
+    (tmp_path / "good").mkdir()
+    data = load("hf", at(tmp_path / "good", 4, f"zip://a.png::{tmp_path / 'p.zip'}"), columns)
+    assert data.num_train == 12 and any(np.array_equal(row, picture) for row in data.x_train)
+    (tmp_path / "bad").mkdir()
+    with pytest.raises(BadRequest, match=r"row 4 has a picture that .*no known format"):
+        load("hf", at(tmp_path / "bad", 4, f"zip://b.png::{tmp_path / 'p.zip'}"), columns)
+    assert not ghostscript.exists()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["http://127.0.0.1:{}/a.png", "zip://a.png::http://127.0.0.1:{}/p.zip", "hf://datasets/o/n/a.png", "memory://a"],
+)
+def test_data_of_ones_own_fetch_no_picture(path: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        place = at(tmp_path, 4, path.format(server.getsockname()[1]))
+        with pytest.raises(BadRequest, match=r"row 4 has a picture .*from where nothing is fetched"):
+            load("hf", place, Reading("x=photo y=activity client=person"))
+        with pytest.raises(BlockingIOError):
+            server.accept()
 
 
 def test_a_folder_of_pictures_with_a_table_of_clients(tmp_path: Path) -> None:

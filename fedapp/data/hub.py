@@ -127,11 +127,13 @@ def _columns(place: str, data: Any, split: Array | None, reading: Reading) -> Ow
     if isinstance(kinds[name], datasets.Image):
         where, cells = f"{place}, column {name}", data.cast_column(name, datasets.Image(decode=False))[name]
 
+        decoder = datasets.Image(mode=kinds[name].mode)
+
         def opened(cell: Mapping[str, Any]) -> Any:
             """Decode a cell of a format that starts no program."""
-            if cell["bytes"] is not None or "://" not in str(cell["path"]):
-                pictures.check_format(io.BytesIO(cell["bytes"]) if cell["bytes"] is not None else cell["path"])
-            return kinds[name].decode_example(cell)
+            content = _content(place, cell)
+            pictures.check_format(io.BytesIO(content))
+            return decoder.decode_example({"path": None, "bytes": content})
 
         arrays["x"], bad = pictures.stacked(where, cells, opened, reading)
         training = arrays["split"] == "train" if "split" in arrays else np.ones(len(arrays["y"]), bool)
@@ -144,6 +146,27 @@ def _columns(place: str, data: Any, split: Array | None, reading: Reading) -> Ow
         if arrays["x"].dtype == object:
             raise BadRequest(f"{place}: the rows of '{name}' have different lengths or are empty: give all the same")
     return replace(own(place, arrays), ignored=tuple(n for n in others if n != name), skipped=len(bad))
+
+
+def _content(place: str, cell: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a picture: the cell's own, or those of a file, perhaps in an archive beside the data.
+
+    Raises
+    ------
+    ValueError : it lies at an address that opening it would ask, and only `hub:` may; there, only the hub itself.
+    """
+    from datasets.utils.file_utils import is_local_path, xopen
+
+    if cell["bytes"] is not None:
+        return bytes(cell["bytes"])
+    path = str(cell["path"])
+    *archives, last = path.split("::")
+    near = is_local_path(last) or (place.startswith(HUB) and last.startswith("hf://"))
+    if not near or not all(hop.startswith("zip://") for hop in archives):
+        raise ValueError(f"it lies at {path}, from where nothing is fetched")
+    with xopen(path, "rb") as stream:
+        content: bytes = stream.read()
+    return content
 
 
 def _values(data: Any, name: str) -> Sequence[Any]:
