@@ -57,6 +57,18 @@ def test_own_models_need_a_word_as_for_predict(tiny: Any, tmp_path: Path) -> Non
     assert torch.allclose(torch.export.load(file).module()(x), net(x), atol=1e-5)
 
 
+@pytest.mark.parametrize("to", exporting.FORMATS)
+@pytest.mark.parametrize("name", ["FixedBatch", "ByValue"])
+def test_a_model_that_is_no_graph_says_what_to_change(name: str, to: str, tiny: Any, tmp_path: Path) -> None:
+    if to == "onnx":
+        pytest.importorskip("onnxscript")
+    run = tiny(method="fedavg", rounds=1, model=f"tests.own_nets:{name}")
+    net = fedapp.load(run.out, 0, allow=f"tests.own_nets:{name}")
+    with pytest.raises(BadRequest, match=r"cannot be exported \(\w+: .*x\.flatten\(1\), not x\.view\(32, -1\)") as told:
+        exporting.write(net, to, tmp_path / f"net.{to}")
+    assert len(str(told.value)) < 600 and "\n" not in str(told.value) and not list(tmp_path.glob("net*"))
+
+
 def test_what_cannot_be_exported_is_refused(tiny: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     net = fedapp.load(tiny(method="fedavg", rounds=1).out, 0)
     with pytest.raises(BadRequest, match="--to tflite: choose from"):

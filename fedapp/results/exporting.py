@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,26 +53,49 @@ def write(net: LoadedModel, to: str, path: Path) -> float:
 
     Raises
     ------
-    BadRequest : unknown format, the packages for ONNX are missing, or the file cannot be written.
+    BadRequest : unknown format, the packages for ONNX are missing, the file cannot be written, or the model is none
+        that one graph computes for any number of samples.
     RuntimeError : the file computes something else than the module.
     """
     if to not in FORMATS:
         raise BadRequest(f"--to {to}: choose from {', '.join(FORMATS)}")
     net = net.cpu().eval()
     x = examples(net, CHECKED)
-    with torch.inference_mode():
+    with torch.inference_mode(), _traced():
         wanted = net(x)  # before tracing, so that the transform's cached constants are real tensors
     facts = json.dumps(described(net.inputs, net.classes))
+    part = path.with_name(f".part-{path.name}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        found = (_pt2 if to == "pt2" else _onnx)(_traceable(net), path, facts, x)
+        with _traced():
+            found = (_pt2 if to == "pt2" else _onnx)(_traceable(net), part, facts, x)
+        difference = float((found - wanted).detach().abs().max())
+        if not difference <= CLOSE * max(1.0, float(wanted.abs().max())):
+            raise RuntimeError(f"the exported graph differs from the model by {difference:g}; nothing was kept")
+        if part.exists():
+            part.replace(path)
     except OSError as e:
         raise BadRequest(f"{path} cannot be written ({e.strerror or e}): choose another --out") from e
-    difference = float((found - wanted).detach().abs().max())
-    if not difference <= CLOSE * max(1.0, float(wanted.abs().max())):
-        path.unlink(missing_ok=True)
-        raise RuntimeError(f"the exported graph differs from the model by {difference:g}; nothing was kept")
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
     return difference
+
+
+@contextmanager
+def _traced() -> Iterator[None]:
+    """Say what must change in a model that is no one graph: PyTorch says a lot of it, in words of its own."""
+    try:
+        yield
+    except (OSError, BadRequest):
+        raise
+    except Exception as e:
+        why = next((line.strip() for line in str(e).splitlines() if line.strip()), "")
+        raise BadRequest(
+            f"the model cannot be exported ({type(e).__name__}: {why[:200]}): forward must be one graph for any number "
+            "of samples, so write x.flatten(1), not x.view(32, -1), and choose nothing by the values or the number of "
+            "samples; in Python fedapp.load uses it as it is"
+        ) from e
 
 
 def _traceable(net: LoadedModel) -> LoadedModel:
