@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from clients.posthoc import Untrained
 from fedapp.core import heads
 from fedapp.core.privacy import Float64, Joint, Privacy
-from fedapp.core.robust import capped_sums
+from fedapp.core.sums import capped_sums
 from fedapp.errors import BadRequest, suggest
 from fedapp.method import ALL, Array, Arrays, BaseHParams, Method, Payload, Query, Reply, Scored, ServerState, Sums
 from fedapp.transport import selection

@@ -31,7 +31,8 @@ from numpy.typing import NDArray
 from clients.fedgh import FedGHClient, FedGHHParams
 from fedapp.core import privacy
 from fedapp.core.classmeans import problem_of
-from fedapp.core.robust import capped_sums, screened_lars
+from fedapp.core.robust import screened_lars
+from fedapp.core.sums import capped_sums
 from fedapp.errors import Impossible
 from fedapp.learning.metrics import tidy
 from fedapp.method import HEAD, NONE, Method, Reply, Scored, ServerContext, ServerState

@@ -67,8 +67,8 @@ LONGEST = 10.0
 of the clients' longest ones."""
 
 __all__ = [
-    "OWN_RULE", "RULES", "Robust", "RobustMean", "bounded", "capped", "capped_masses", "capped_statistics",
-    "capped_sums", "changes_bounded", "class_means", "combined", "coordinate_median", "fitting", "geometric_median",
+    "OWN_RULE", "RULES", "Robust", "RobustMean", "believed", "bounded", "capped", "capped_masses", "capped_statistics",
+    "changes_bounded", "class_means", "combined", "coordinate_median", "fitting", "geometric_median",
     "krum", "krum_scores", "middle", "multikrum", "needed", "parsed", "pulls", "row_bounded", "scale_covariances",
     "screened", "screened_lars", "screened_statistics", "shortened", "trimmed_mean", "weaker",
 ]  # fmt: skip
@@ -88,27 +88,11 @@ def capped(counts: Array | Sequence[float], factor: float) -> Float64:
     return np.minimum(n, factor * middle(n)) if factor and n.size else n
 
 
-def _believed(totals: Sequence[float], factor: float) -> Float64:
+def believed(totals: Sequence[float], factor: float) -> Float64:
     """Return totals of samples (K,), `capped` among the clients that have any."""
-    n = np.asarray(totals, dtype=np.float64)
+    n = np.array(totals, dtype=np.float64)
     n[n > 0] = capped(n[n > 0], factor)
     return n
-
-
-def capped_sums(answers: Sequence[Mapping[str, Array]], totals: Sequence[float], factor: float) -> list[Arrays]:
-    """Return sums over samples of all clients, none of more samples than `factor` times the `middle` of the totals.
-
-    All sums of a client with more are multiplied by one number, so they are those of fewer samples that are distributed
-    as its own. A factor of 0 changes none.
-
-    Parameters
-    ----------
-    answers : of each client.   totals : (K,), of how many samples they are; 0 for a client without any.
-    """
-    return [
-        {name: array * (most / total) for name, array in arrays.items()} if most < total else dict(arrays)
-        for arrays, total, most in zip(answers, totals, _believed(totals, factor).tolist(), strict=True)
-    ]
 
 
 def _norms(updates: Float64) -> Float64:
@@ -533,7 +517,7 @@ def capped_statistics(answers: Sequence[Mapping[str, Array]], factor: float) -> 
     """
     found = [dict(arrays) for arrays in answers]
     totals = [float(arrays["count"].astype(np.float64).sum()) for arrays in found]
-    for arrays, total, most in zip(found, totals, _believed(totals, factor).tolist(), strict=True):
+    for arrays, total, most in zip(found, totals, believed(totals, factor).tolist(), strict=True):
         if most < total:
             counts = arrays["count"].astype(np.float64)
             classes = np.count_nonzero(counts)
@@ -575,14 +559,8 @@ def screened_statistics(answers: Sequence[Mapping[str, Array]]) -> tuple[list[Ar
         for (k, i), count, good in zip(of, short, near):
             found[k]["count"][i], kept[k][i] = count, good
     for arrays, rows in zip(found, kept):
-        for name in (
-            "ids",
-            "count",
-            "mean",
-            "factor",
-            "rest",
-            *(("cov",) if np.ndim(arrays.get("cov", 0)) == 2 else ()),
-        ):
+        of_classes = ("cov",) if np.ndim(arrays.get("cov", 0)) == 2 else ()
+        for name in ("ids", "count", "mean", "factor", "rest", *of_classes):
             if name in arrays:
                 arrays[name] = arrays[name][rows]
     return found, {

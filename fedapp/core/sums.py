@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedapp.core.gaussian import pack, unpack
+from fedapp.core.robust import believed
 from fedapp.errors import Impossible
 from fedapp.lazy import blas, torch
 
@@ -41,6 +42,7 @@ __all__ = [
     "FeatureSums",
     "as_head",
     "best_scale",
+    "capped_sums",
     "discriminant",
     "gaussian_rule",
     "nearest_mean",
@@ -91,6 +93,24 @@ def second_moments(packed: Array, width: int) -> Float64:
     """Return A (d + 1, d + 1), exactly symmetric, from its packed upper triangle; ``width`` is d."""
     a: Float64 = unpack(packed, width + 1)
     return a
+
+
+def capped_sums(
+    answers: Sequence[Mapping[str, Array]], totals: Sequence[float], factor: float
+) -> list[dict[str, Array]]:
+    """Return sums over samples of all clients, none of more samples than `factor` times the `middle` of the totals.
+
+    All sums of a client with more are multiplied by one number, so they are those of fewer samples that are distributed
+    as its own. A factor of 0 changes none.
+
+    Parameters
+    ----------
+    answers : of each client.   totals : (K,), of how many samples they are; 0 for a client without any.
+    """
+    return [
+        {name: array * (most / total) for name, array in arrays.items()} if most < total else dict(arrays)
+        for arrays, total, most in zip(answers, totals, believed(totals, factor).tolist(), strict=True)
+    ]
 
 
 def problem_of(
