@@ -82,7 +82,10 @@ def added(requests: int, turns: int) -> dict[str, dict[str, list[float]]]:
         return make_message(about, content=RecordDict())
 
     found: dict[str, dict[str, list[float]]] = {}
-    with deployed(Path(tempfile.mkdtemp(prefix="fedapp-bench-")), Deployment, nodes=NODES[:1]) as it:
+    with (
+        tempfile.TemporaryDirectory(prefix="fedapp-bench-") as folder,
+        deployed(Path(folder) / "deployment", Deployment, nodes=NODES[:1]) as it,
+    ):
         it.superlink()
         it.register(NODES[0])
         server = psutil.Process(it.processes["superlink"].pid)
