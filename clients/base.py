@@ -56,7 +56,7 @@ from fedapp.errors import BadRequest
 from fedapp.lazy import F, Tensor, nn, torch
 from fedapp.learning import dp_sgd
 from fedapp.learning.dp_sgd import NoisySteps
-from fedapp.learning.evaluation import Scores, batched, evaluate, measured
+from fedapp.learning.evaluation import CONFUSION, Scores, batched, confusion, evaluate, measured
 from fedapp.learning.releases import Releaser
 from fedapp.learning.state import ClientStore, Stored
 from fedapp.learning.task import ModelSpec, Task
@@ -516,7 +516,8 @@ class FedClient(PositionalClient):
 
     def _measured(self, protocol: str, balanced: bool, further: bool) -> dict[str, Any]:
         names = self.task.metrics if further else ()
-        more = {"probabilities": True} if names else {}
+        matrix = further and self.task.confusion and not self.newcomer
+        more = {"probabilities": True} if names or matrix else {}
         scores = self.score(self.task.x_test, self.task.y_test, **more)
         metrics: dict[str, Any] = {
             f"{protocol}-correct": int(scores.correct.sum()),
@@ -526,6 +527,9 @@ class FedClient(PositionalClient):
         if names:
             found = measured(names, self.task.y_test.cpu().numpy(), scores.probabilities)
             metrics |= {f"{protocol}-{name}": value for name, value in found.items()}
+        if matrix:
+            counts = confusion(self.task.y_test.cpu().numpy(), scores.probabilities)
+            metrics[f"{protocol}-{CONFUSION}"] = counts.ravel()
         if self.task.x_validation is not None and self.task.y_validation is not None:
             held_out = self.score(self.task.x_validation, self.task.y_validation)
             metrics[f"{protocol}-validation-correct"] = int(held_out.correct.sum())

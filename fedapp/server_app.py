@@ -831,6 +831,7 @@ class Run(Callbacks):
             )
             if result.kind == "final":
                 self.final, self.last_scores = summary, result.metrics
+                self.directory.confusion(result.metrics, protocols)
                 self._warn_of_tuning(result)
                 self._tell_clients(result.round, rows, final=True)
         else:

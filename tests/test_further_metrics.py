@@ -20,11 +20,13 @@ from fedapp import client_app, config
 from fedapp.cli import app
 from fedapp.data.transforms import normalise
 from fedapp.engines import deploy
+from fedapp.engines.local import run
 from fedapp.errors import BadRequest
 from fedapp.learning import evaluation
 from fedapp.learning.state import read_safetensors
 from fedapp.method import Payload
 from fedapp.results import report
+from fedapp.results.directory import RunDirectory
 from fedapp.results.runs import RunResult
 from fedapp.results.statistics import better_off, over_clients
 from fedapp.tasks import simulated
@@ -185,6 +187,53 @@ def test_nearest_prototypes_have_probabilities_too(tiny: Tiny) -> None:
     assert result.final[["received_auc", "trained_ece"]].notna().all(axis=None)
 
 
+def test_confusion_matrices_of_the_last_scores(measured: RunResult, tiny: Tiny, tmp_path: Path) -> None:
+    """Counts of every client, from the model that the server published; they change nothing else."""
+    found = tiny(method="fedavg", metrics="confusion", evaluate_every=1)
+    settings = config.from_flat(found.flat)
+    method, hparams = settings.method_and_hparams()
+    arrays, _ = read_safetensors(found.out / "models" / "last.safetensors")
+    with np.load(found.out / "final_confusion.npz") as held:
+        matrices = dict(held)
+    assert sorted(matrices) == ["client", "received", "trained"] and matrices["client"].tolist() == [0, 1, 2]
+    for k, row in found.final.iterrows():
+        task = simulated.simulated_task(settings, int(row["client"]), 3, torch.device("cpu"))
+        model = method.client.build_model(task.spec(0), hparams).eval()
+        selection.merge(model, arrays)
+        with torch.no_grad():
+            guess = model(normalise(task.x_test.permute(0, 3, 1, 2), task.inputs)).argmax(dim=1)
+        expected = np.zeros((10, 10), int)
+        for true, taken in zip(task.y_test.tolist(), guess.tolist(), strict=True):
+            expected[true, taken] += 1
+        np.testing.assert_array_equal(matrices["received"][k], expected)
+        assert not (expected == expected.T).all() and np.trace(matrices["trained"][k]) == row["trained_correct"]
+        assert matrices["trained"][k].sum() == row["trained_total"]
+    assert found.metrics == () and set(found.final) < set(measured.final)
+    keep = [c for c in found.rounds if not c.endswith("seconds")]
+    pd.testing.assert_frame_equal(found.rounds[keep], measured.rounds[keep], check_exact=True)
+    assert "received" in report.write(found.out).read_text()
+    assert not (measured.out / "final_confusion.npz").exists()
+
+
+def test_clients_without_a_score_have_no_matrix(tmp_path: Path) -> None:
+    written = RunDirectory.__new__(RunDirectory)
+    written.path = tmp_path
+    written.confusion({4: {"received-confusion": [1, 2, 3, 4]}, 2: {}}, ["received", "trained"])
+    with np.load(tmp_path / "final_confusion.npz") as held:
+        assert set(held) == {"client", "received"} and held["client"].tolist() == [2, 4]
+        assert held["received"].tolist() == [[[-1, -1], [-1, -1]], [[1, 2], [3, 4]]]
+    written.confusion({4: {}}, ["received"])
+    assert not list(tmp_path.iterdir()), "those of an earlier end are gone"
+
+
+def test_too_many_classes_for_a_matrix(tmp_path: Path) -> None:
+    y = np.arange(257).repeat(4)
+    np.savez(tmp_path / "x.npz", x=np.random.default_rng(0).normal(size=(len(y), 3)).astype("f4"), y=y)
+    given = {"dataset": "npz", "data_dir": str(tmp_path / "x.npz"), "partition": "iid", "clients": 2, "rounds": 1}
+    with pytest.raises(BadRequest, match="at most 256 classes, and the data have 257"):
+        run(method="local", metrics="confusion", out=tmp_path / "out", **given)
+
+
 # ---- refused ---------------------------------------------------------------------------------------------------------
 
 BAD = {
@@ -224,8 +273,11 @@ def test_real_nodes_import_no_code_that_a_server_names(tmp_path: Path, monkeypat
         _, _, info, _ = reply_of(answer)
         assert "a node imports no code that a server names: choose from accuracy, loss, balanced" in info["error"]
     monkeypatch.setattr(deploy, "connection", lambda name: None)
-    with pytest.raises(BadRequest, match="is for simulations"):
-        deploy.run({"metrics": OWN}, tmp_path / "out", None)
+    for metrics in (OWN, "accuracy,confusion"):
+        with pytest.raises(BadRequest, match="is for simulations"):
+            deploy.run({"metrics": metrics}, tmp_path / "out", None)
+        with pytest.raises(BadRequest, match="is for simulations"):
+            config.from_flat({"dataset": "digits", "metrics": metrics}).check_node()
 
 
 # ---- over clients ----------------------------------------------------------------------------------------------------

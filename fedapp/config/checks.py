@@ -177,7 +177,7 @@ def _check_unseen(config: RunConfig) -> None:
 
 
 def _check_metrics(config: RunConfig) -> None:
-    known = (*evaluation.ALWAYS, *evaluation.METRICS)
+    known = (*evaluation.ALWAYS, *evaluation.METRICS, evaluation.CONFUSION)
     taken = {*known, "correct", "total", "validation", *(evaluation.column(m) for m in evaluation.METRICS)}
     for name in config.further_metrics:
         module, _, function = name.partition(":")

@@ -154,7 +154,8 @@ class RunConfig(BaseModel):
     metrics: str = Field(
         "accuracy,loss",
         description="what evaluations of all clients measure on each client's own test images: accuracy, loss, "
-        "balanced, macro_f1, auc, ece; in a simulation also your own, package.module:function(y_true, probabilities)",
+        "balanced, macro_f1, auc, ece; in a simulation also confusion, in the last of them, and your own, "
+        "package.module:function(y_true, probabilities)",
     )
     balanced_every: int = Field(
         0, ge=-1, description="rounds between balanced scores; 0 = never (digits: 1), -1 = never"
@@ -439,7 +440,12 @@ class RunConfig(BaseModel):
         """The metrics that are measured beside accuracy and loss, which are always there; with `auc` its classes."""
         given = [m.strip() for m in self.metrics.split(",") if m.strip()]
         names = dict.fromkeys(n for m in given for n in ((m, "auc_classes") if m == "auc" else (m,)))
-        return tuple(m for m in names if m not in evaluation.ALWAYS)
+        return tuple(m for m in names if m not in (*evaluation.ALWAYS, evaluation.CONFUSION))
+
+    @property
+    def confusion(self) -> bool:
+        """Whether the last evaluation measures confusion matrices."""
+        return evaluation.CONFUSION in [m.strip() for m in self.metrics.split(",")]
 
     def check_node(self) -> None:
         """Refuse settings that a real node does not accept from a server.
@@ -457,6 +463,8 @@ class RunConfig(BaseModel):
         dp_rules.check_node(self)
         if self.partition_file:
             raise BadRequest("partition-file is for simulations, because a node reads no file that a server names")
+        if self.confusion:
+            raise BadRequest("metrics: 'confusion' is for simulations, because it tells how many samples of each class")
         own = [m for m in self.further_metrics if evaluation.is_own(m)]
         if own:
             raise BadRequest(
@@ -536,6 +544,7 @@ class RunConfig(BaseModel):
         scored += [f"unseen_{kind}@{n}" for n in self.adaptations for kind in ("trained", "local")]
         parts = ["correct", "total", "loss-sum", "validation-correct", "validation-total", "balanced"]
         parts += [evaluation.column(m) for m in self.further_metrics]
+        parts += [evaluation.CONFUSION] if self.confusion else []
         ours = ("num-examples", "train-loss", "steps", "train-seconds", "seconds", "restarted", "update-clipped")
         spent = ("dp-epsilon", "dp-releases") if self.dp != "none" else ()
         return frozenset((*ours, *spent, *(f"{p}-{part}" for p in scored for part in parts)))

@@ -185,6 +185,10 @@ METRICS: Mapping[str, Metric] = {
 }
 """Metrics that `metrics` may name beside `accuracy` and `loss`, which are always there."""
 ALWAYS = ("accuracy", "loss")
+CONFUSION = "confusion"
+"""What `metrics` may name too: no number but a matrix of each client, of its last scores in a simulation."""
+MOST_CONFUSED = 256
+"""Largest number of classes with which a reply holds such a matrix."""
 LOW_IS_GOOD = ("loss", "ece")
 
 
@@ -223,6 +227,15 @@ def metric(name: str) -> Metric:
     if not callable(found):
         raise BadRequest(f"metrics: '{name}' is no function, but {type(found).__name__}")
     return found  # type: ignore[no-any-return]
+
+
+def confusion(y: NDArray[np.int64], probabilities: NDArray[np.float64] | None) -> NDArray[np.int64]:
+    """Return how many samples of each class (rows) were taken for each class (columns), (C, C)."""
+    if probabilities is None:
+        raise TypeError("a score without probabilities was asked for a confusion matrix")
+    classes = probabilities.shape[1]
+    found = np.bincount(classes * y + probabilities.argmax(axis=1), minlength=classes**2)
+    return found.reshape(classes, classes)
 
 
 def measured(names: Iterable[str], y: NDArray[np.int64], probabilities: NDArray[np.float64] | None) -> dict[str, float]:

@@ -52,6 +52,7 @@ class Task:
         the client, `drop` = reset before every round.
     protocols : which of `received` and `trained` are measured.
     metrics : names of the metrics that evaluations of all clients measure beside accuracy and loss.
+    confusion : whether they measure confusion matrices too.
     privacy : what the run states of what leaves the client, or None.
     extras : what else a node or a method needs, by name: `public` images (P, H, W, channels) uint8, `classes` (names).
     """
@@ -73,6 +74,7 @@ class Task:
     buffers: str = "global"
     protocols: tuple[str, ...] = ("received", "trained")
     metrics: tuple[str, ...] = ()
+    confusion: bool = False
     options: ModelOptions = NO_OPTIONS
     privacy: Privacy | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)

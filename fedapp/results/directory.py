@@ -9,6 +9,7 @@
 | `evaluations.csv`   | with `evaluate-every`: averages over all clients, one row per evaluation                |
 | `selected/`         | with `select = validation`: the server's state after the round that leads so far        |
 | `final.csv`         | all clients scored once after the last round, or the one that validation images chose   |
+| `final_confusion.npz` | with `metrics = confusion`: which classes each client's test samples were taken for   |
 | `unseen.csv`        | clients that took no part (`unseen`), scored once after the last round                  |
 | `partition.npz`, `data_card.json`, `data_card.txt` | how the data are divided                                  |
 | `inputs.json`       | shape, kind and normalisation of the data, names of classes and clients                |
@@ -36,7 +37,7 @@ import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -47,6 +48,7 @@ from filelock import FileLock, Timeout
 from fedapp import __version__, plugins
 from fedapp.config import RunConfig, write_toml
 from fedapp.errors import BadRequest
+from fedapp.learning.evaluation import CONFUSION
 from fedapp.learning.metrics import tidy
 from fedapp.process import processor
 from fedapp.results.cells import cell, uncelled
@@ -209,6 +211,7 @@ def run_name(config: RunConfig) -> str:
 
 
 LOCK = ".lock"
+CONFUSIONS = "final_confusion.npz"
 ALLOWED_BEFORE = ("superlink.log", "progress.jsonl", "launch.log", LOCK)
 MOST_CURVES = 100
 """Clients up to which trackers are told of each: they draw a chart for every number of a client."""
@@ -274,10 +277,27 @@ class RunDirectory:
             info = json.loads(info_path.read_text())
             self.token, self.begun_with = str(info["run"]), str(info.get("fedapp"))
             self._forget_rounds(keep_rounds)
-            for name in ("summary.json", "error.json", "final.csv", "unseen.csv"):
+            for name in ("summary.json", "error.json", "final.csv", CONFUSIONS, "unseen.csv"):
                 (path / name).unlink(missing_ok=True)
             shutil.rmtree(self.client_models, ignore_errors=True)
         self.configure(config)
+
+    def confusion(self, metrics: Mapping[int, Mapping[str, Any]], protocols: Iterable[str]) -> None:
+        """Write the confusion matrices of the last evaluation, if it measured any.
+
+        The file has `client` (M,), and for every score in `protocols` an array (M, C, C) of counts, true classes in
+        rows; a client without this score has -1 everywhere.
+        """
+        clients, found = sorted(metrics), dict[str, Any]()
+        for protocol in protocols:
+            given = {c: np.asarray(m[key]) for c, m in metrics.items() if (key := f"{protocol}-{CONFUSION}") in m}
+            if given:
+                cells = len(next(iter(given.values())))
+                rows = [given.get(c, np.full(cells, -1)) for c in clients]
+                found[protocol] = np.stack(rows).reshape(len(rows), math.isqrt(cells), -1)
+        (self.path / CONFUSIONS).unlink(missing_ok=True)
+        if found:
+            np.savez_compressed(self.path / CONFUSIONS, client=np.array(clients), **found)
 
     @property
     def client_models(self) -> Path:

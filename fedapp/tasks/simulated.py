@@ -22,6 +22,7 @@ from fedapp.data.partitions import Partition
 from fedapp.data.transforms import InputSpec, channels_first, normalise
 from fedapp.errors import BadRequest, described
 from fedapp.lazy import Tensor, torch
+from fedapp.learning import evaluation
 from fedapp.learning.task import Task
 from fedapp.learning.training import class_weights
 from fedapp.models import (
@@ -317,6 +318,11 @@ def check(config: RunConfig, clients: int) -> FederatedData:
     if config.second_model and data.dataset.parts:
         _check_second(config, data)
     class_weights(config.class_weights, torch.zeros(0, dtype=torch.int64), data.dataset.num_classes)
+    if config.confusion and data.dataset.num_classes > evaluation.MOST_CONFUSED:
+        raise BadRequest(
+            f"metrics: '{evaluation.CONFUSION}' is for at most {evaluation.MOST_CONFUSED} classes, and the data have "
+            f"{data.dataset.num_classes}: leave it out"
+        )
     if config.precision == "bf16" and not bf16_works():
         place = "GPU" if torch.cuda.is_available() else "processor"
         raise BadRequest(f"precision = 'bf16': this {place} has no fast bfloat16; use fp32")
@@ -452,6 +458,7 @@ def assemble(
         buffers=config.buffers,
         protocols=tuple(p for p in config.measured if p != "global"),
         metrics=config.further_metrics,
+        confusion=config.confusion,
         options=config.model_options,
         privacy=config.privacy,
         extras=extras,

@@ -38,6 +38,7 @@ SECTIONS = ("data", "scores", "heads", "cost")
 TABLES = (
     "config.toml", "versions.json", "rounds.csv", "clients.csv", "evaluations.csv", "final.csv", "unseen.csv",
     "dropped.csv", "blocked.csv", "summary.json", "error.json", "data_card.json", "partition.npz",
+    "final_confusion.npz",
 )  # fmt: skip
 HIDDEN = ("kind", "time", "round")
 """What events and tables hold beside numbers of a step."""
