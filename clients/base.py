@@ -51,7 +51,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from clients._flower import PositionalClient
-from fedapp import sampling
+from fedapp import process, sampling
 from fedapp.errors import BadRequest
 from fedapp.lazy import F, Tensor, nn, torch
 from fedapp.learning import dp_sgd
@@ -578,7 +578,8 @@ class FedClient(PositionalClient):
     def _new(self) -> SplitModel:
         """Return this client's own initial model."""
         spec = self.task.spec(self.initial_seed())
-        if _redraws(type(self), self.task.spec(0), self.hparams):
+        # To find that out takes longer than one model, and the process of a real node makes no other.
+        if not process.real_node() and _redraws(type(self), self.task.spec(0), self.hparams):
             return redrawn(_skeleton(type(self), self.task.spec(0), self.hparams), spec.seed)
         return self.build_model(spec, self.hparams)
 

@@ -20,7 +20,6 @@ from clients.sums import SUMS, SumsClient, SumsHParams
 from fedapp.core import privacy, sums
 from fedapp.core.gaussian import unpack
 from fedapp.core.masks import rounding
-from fedapp.core.robust import capped
 from fedapp.core.sums import Float64
 from fedapp.errors import Impossible
 from fedapp.method import ALL, Arrays, Method, Payload, Query, Reply, ServerState, Sums
@@ -148,8 +147,8 @@ class HeadFromSums(PostHoc):
             return float(before / own) if own > 0 and before > 0 else 1.0
         head = dict(zip((W, B), sums.as_head(rows, seen)))
         losses = [arrays["loss"] for _, arrays in self.answers_to(query, "losses", Payload(common={**w, **head}))]
-        if self.robust.cap and losses:  # a loss has no bound of its own: one client's could exclude any factor
-            losses = [*np.stack([capped(of, self.robust.cap) for of in np.transpose(losses)], axis=1)]
+        if self.robust.cap:  # a loss has no bound of its own: one client's could exclude any factor
+            losses = sums.capped_losses(losses, self.robust.cap)
         return sums.best_scale(sum(losses, np.zeros(len(sums.SCALES))))
 
     def check_answer(self, kind: str, arrays: Arrays, reply: Reply) -> str | None:

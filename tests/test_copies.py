@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import defaultdict
+from copy import deepcopy as copy_of
 from itertools import chain
 from types import MethodType
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +66,30 @@ def test_a_copy_is_what_deepcopy_makes_and_shares_nothing(name: str) -> None:
     x = torch.rand(2, *spec(name).shape)
     with torch.inference_mode():
         assert torch.equal(ours(x), model(x))
+
+
+def test_what_a_user_keeps_in_a_module_stays_as_it_is() -> None:
+    """Empty tables with a factory, one table of two names, and modules that restore themselves."""
+
+    class Restored(nn.Module):
+        def __setstate__(self, state: dict[str, Any]) -> None:
+            super().__setstate__({**state, "restored": True})
+
+    model = nn.Sequential(nn.Conv2d(1, 1, 1), Restored())
+    model.lists = defaultdict(list)  # type: ignore[assignment]
+    model.one = model.other = {}  # type: ignore[assignment]
+    found = copied(model)
+    found.lists["new"].append(1)  # type: ignore[operator, index]
+    assert found.one is found.other and found.one is not model.one and not model.lists
+    assert found[1].restored is True and not hasattr(model[1], "restored")
+
+
+def test_most_modules_are_not_left_to_deepcopy(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = built("digits-c")
+    seen: list[object] = []
+    monkeypatch.setattr("fedapp.models.copies.copy.deepcopy", lambda x, memo: seen.append(x) or copy_of(x, memo))
+    copied(model)
+    assert not any(isinstance(x, nn.Module) for x in seen)
 
 
 def test_what_is_tied_stays_tied_and_what_copies_itself_does() -> None:

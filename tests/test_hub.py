@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import socket
 import zipfile
 from pathlib import Path
@@ -194,6 +195,16 @@ def test_data_of_ones_own_fetch_no_picture(path: str, tmp_path: Path) -> None:
             load("hf", place, Reading("x=photo y=activity client=person"))
         with pytest.raises(BlockingIOError):
             server.accept()
+
+
+@pytest.mark.parametrize(("path", "words"), [("/dev/zero", "no file"), ("{}/pipe", "no file"), ("{}/big", "1 MiB")])
+def test_no_picture_is_read_without_end(path: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device and a pipe have no end, and a file in an archive may be much longer than it looks."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "big").write_bytes(bytes((1 << 20) + 1))
+    monkeypatch.setattr(hub, "MOST_ENCODED", 1 << 20)
+    with pytest.raises(BadRequest, match=f"row 4 has a picture .*{words}"):
+        load("hf", at(tmp_path, 4, path.format(tmp_path)), Reading("x=photo y=activity client=person"))
 
 
 def test_a_folder_of_pictures_with_a_table_of_clients(tmp_path: Path) -> None:

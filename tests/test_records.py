@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -112,6 +113,12 @@ def test_common_arrays_are_encoded_once() -> None:
     one, _ = encoder.content(Payload(common=shared), {})
     two, _ = encoder.content(Payload(common=shared, arrays={"own": np.zeros(2)}), {})
     assert one.array_records["arrays"]["w"].data is two.array_records["arrays"]["w"].data
+
+
+@pytest.mark.parametrize("fact", [np.float32(1), np.int64(1), None, (1, 2), [1]])
+def test_a_fact_that_no_message_can_hold_is_named(fact: Any) -> None:
+    with pytest.raises(TypeError, match="the fact 'mine' is a"):
+        reply_records({}, {"num-examples": 1}, {"mine": fact}, "fp32")
 
 
 def test_replies_carry_lists_and_numpy_numbers(message: Message) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import selectors
 import shutil
 import signal
 import socket
@@ -186,6 +187,34 @@ def test_a_fork_whose_caller_was_killed_is_killed(node: Node, tmp_path: Path) ->
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("gone", ["a fork that ended", "the listener"])
+def test_an_event_of_what_was_closed_by_an_event_of_the_same_time(gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller passes a signal on while its fork ends; somebody asks for a fork as the SuperNode ends."""
+    served = warm.Warm.__new__(warm.Warm)
+    served.listener, other = socket.socketpair()
+    connection, caller_end = socket.socketpair()
+    served.woken, wakes = os.pipe()
+    os.write(wakes, b"\0")
+    served.selector, served.forks = selectors.SelectSelector(), {}
+    for source in (served.listener, served.woken, 0):
+        served.selector.register(source, selectors.EVENT_READ)
+    served.selector.register(connection, selectors.EVENT_READ, 1)
+    keys = {name: served.selector.get_key(of) for name, of in
+            {"woken": served.woken, "input": 0, "listener": served.listener, "fork": connection}.items()}  # fmt: skip
+
+    def reap() -> None:
+        served.selector.unregister(connection)
+        connection.close()
+
+    first = ["woken", "fork", "input"] if gone == "a fork that ended" else ["input", "listener"]
+    monkeypatch.setattr(served, "reap", reap)
+    monkeypatch.setattr(served.selector, "select", lambda timeout: [(keys[name], 1) for name in first])
+    monkeypatch.setattr(os, "read", lambda file, size: b"" if file == 0 else b"\0")
+    assert served.serve() is None
+    for end in (other, caller_end):
+        end.close()
+
+
 def test_it_ends_with_its_supernode_and_what_does_not_end_by_itself_is_killed(tmp_path: Path) -> None:
     node = Node(tmp_path)
     process, fork = hanging(node, file := tmp_path / "told")

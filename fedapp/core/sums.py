@@ -307,6 +307,18 @@ def scaled_losses(logits: torch.Tensor, labels: torch.Tensor) -> Float64:
     return torch.stack(losses).cpu().numpy()
 
 
+def capped_losses(losses: Sequence[Float64], factor: float) -> list[Float64]:
+    """Return losses (65,) of all clients, of which none decides on the factor alone.
+
+    With the smallest factor all logits are nearly equal, so that a client's loss says how many rows it has. No loss
+    counts for more than that: it is worse than to know nothing. All losses of a client with more rows than `factor`
+    times the `middle` are scaled down by one number.
+    """
+    rows = [float(loss[0]) for loss in losses]
+    answers = [{"loss": np.minimum(loss, loss[0])} for loss in losses]
+    return [of["loss"] for of in capped_sums(answers, rows, factor)]
+
+
 def best_scale(losses: Float64) -> float:
-    """Return the factor in `SCALES` with the smallest sum of losses (65,)."""
-    return float(SCALES[int(np.argmin(losses))])
+    """Return the factor in `SCALES` with the smallest sum of losses (65,), and 1 where nobody has any row."""
+    return float(SCALES[int(np.argmin(losses))]) if losses.any() else 1.0

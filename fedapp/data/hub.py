@@ -21,6 +21,8 @@ from fedapp.errors import BadRequest, suggest
 from fedapp.lazy import pd
 
 HUB = "hub:"
+MOST_ENCODED = 256 << 20
+"""Largest file of a picture in bytes; one in an archive may be a few bytes there."""
 
 
 def identity(place: str) -> dict[str, Any]:
@@ -164,8 +166,12 @@ def _content(place: str, cell: Mapping[str, Any]) -> bytes:
     near = is_local_path(last) or (place.startswith(HUB) and last.startswith("hf://"))
     if not near or not all(hop.startswith("zip://") for hop in archives):
         raise ValueError(f"it lies at {path}, from where nothing is fetched")
+    if not archives and is_local_path(last) and not Path(last).is_file():
+        raise ValueError(f"there is no file {last}")  # a device or a pipe would be read without end
     with xopen(path, "rb") as stream:
-        content: bytes = stream.read()
+        content: bytes = stream.read(MOST_ENCODED + 1)
+    if len(content) > MOST_ENCODED:
+        raise ValueError(f"{path} has more than {MOST_ENCODED >> 20} MiB")
     return content
 
 

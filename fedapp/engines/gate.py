@@ -338,12 +338,13 @@ class Gate:
 class _Purse:
     """What a node may still send: bytes, and lists of objects.
 
-    It holds what two messages give at most, and the first one replaces what a node begins with.
+    It holds what the two largest of its last `GIVEN` messages give at most, since the reply to a large one may come
+    after smaller ones. The first message replaces what a node begins with.
     """
 
     def __init__(self, first: int) -> None:
         self.left, self.lists, self.new = first, LISTS, True
-        self.given = collections.deque([first], maxlen=2)
+        self.given = collections.deque([first], maxlen=GIVEN)
 
     def earn(self, most: int) -> None:
         """Add what one message gives."""
@@ -356,7 +357,7 @@ class _Purse:
 
     def take(self, cost: int, lists: int) -> None:
         """Take off, or give back."""
-        self.left = min(self.left - cost, sum(self.given))
+        self.left = min(self.left - cost, sum(sorted(self.given)[-2:]))
         self.lists = min(self.lists - lists, 2 * LISTS)
 
 

@@ -6,9 +6,9 @@ of PyTorch and of Flower. Here they are imported once. Every message keeps a pro
 and :mod:`fedapp.engines.caller` stands in the place of `flwr-clientapp`.
 
 The warm process imports libraries alone. A run brings its own copy of fedapp, and may bring further code, and both are
-imported in the fork, so that no run finds anything of an earlier one. It has no threads and no connections of its own.
-Of a fork it reads nothing but how it ended. Whoever is this user can ask it for a fork, and could start the program
-itself as well; others are refused.
+imported in the fork, so that no run finds anything of an earlier one. It has no connections, and no threads but those
+with which libraries of linear algebra begin, which know about forks. Of a fork it reads nothing but how it ended.
+Whoever is this user can ask it for a fork, and could start the program itself as well; others are refused.
 
 It ends with its SuperNode, which holds the other end of its standard input. Run as a script, this file imports nothing
 of fedapp.
@@ -118,8 +118,14 @@ class Warm:
         while until is None or (self.forks and time.monotonic() < until):
             for key, _ in self.selector.select(None if until is None else max(0.0, until - time.monotonic())):
                 source, over = key.fileobj, False
+                if self.selector.get_map().get(key.fd) != key:
+                    continue  # closed because of another event of the same time
                 if source is self.listener:
-                    if request := self.fork(self.listener.accept()[0]):
+                    try:
+                        connection = self.listener.accept()[0]
+                    except OSError:  # the caller is gone, or there are too many open files
+                        continue
+                    if request := self.fork(connection):
                         return request
                 elif isinstance(source, socket.socket):
                     self.heard(source)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fedapp.lazy import nn
@@ -29,15 +30,18 @@ def _copied(module: M, memo: dict[int, Any]) -> M:
     if id(module) in memo:
         found: M = memo[id(module)]
         return found
-    if hasattr(type(module), "__deepcopy__") or type(module).__getstate__ is not nn.Module.__getstate__:
+    kind = type(module)
+    # Those of PyTorch's own classes are for files of its old versions.
+    usual = kind.__getstate__ is nn.Module.__getstate__ and kind.__setstate__.__module__.startswith("torch.nn.")
+    if not usual or hasattr(kind, "__deepcopy__") or kind.__reduce_ex__ is not object.__reduce_ex__:
         return copy.deepcopy(module, memo)
     new = type(module).__new__(type(module))
     memo[id(module)] = new
     for name, value in module.__getstate__().items():  # type: ignore[no-untyped-call]
         if name == "_modules":
             value = {n: m if m is None else _copied(m, memo) for n, m in value.items()}
-        elif isinstance(value, (dict, set)) and not value:
-            value = type(value)()
+        elif type(value) in (dict, OrderedDict, set) and not value and id(value) not in memo:
+            memo[id(value)] = value = type(value)()
         elif not isinstance(value, _PLAIN):
             value = copy.deepcopy(value, memo)
         new.__dict__[name] = value

@@ -223,7 +223,7 @@ def payload_of(message: Message | Part, checked: bool = False) -> tuple[Payload,
     casts = str(control.pop(CAST, "{}"))
     arrays = arrays_of(content.array_records.get(ARRAYS, {}), casts, checked)
     if checked:
-        arrays = {name: a if a.flags.writeable else a.copy() for name, a in arrays.items()}
+        arrays = {name: a.copy() for name, a in arrays.items()}
     return Payload(arrays=arrays, scalars=dict(content.config_records.get(SCALARS, {}))), control  # type: ignore[arg-type]
 
 
@@ -239,6 +239,8 @@ def reply_records(
     sent = {name: encoded(a, wire_dtype, shared) for name, a in arrays.items()}
     casts = {n: str(a.dtype) for n, a in arrays.items() if str(a.dtype) != sent[n].dtype}
     numbers = {k: _number(v) for k, v in metrics.items()}
+    if odd := next((k for k, v in info.items() if not isinstance(v, (bool, int, float, str))), None):
+        raise TypeError(f"the fact '{odd}' is a {type(info[odd]).__name__}, but must be a bool, int, float or str")
     return Records({ARRAYS: sent}, {METRICS: numbers}, {INFO: {**info, CAST: json.dumps(casts)}})
 
 
