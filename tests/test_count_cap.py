@@ -118,6 +118,9 @@ def test_a_cap_does_not_change_the_factor_of_honest_clients() -> None:
     for cap in (1, 2, 10):
         assert best / 2 <= sums.best_scale(sum(sums.capped_losses([*clients, *nobody], cap))) <= best * 2
     assert sums.best_scale(np.zeros(len(sums.SCALES))) == 1
+    sly = np.where(np.arange(len(sums.SCALES)) % 64 == 0, clients[0][0], 1e300)
+    found = sums.best_scale(sum(sums.capped_losses([*clients, sly], 1)))
+    assert best / 2 <= found <= best * 2, "it has as many rows as others, and excludes all other factors"
     large = sums.capped_losses([*clients, 50 * clients[0]], 2)
     np.testing.assert_allclose(large[-1], 2 * clients[0], rtol=0.02)
 
