@@ -524,12 +524,12 @@ class FedClient(PositionalClient):
             f"{protocol}-total": scores.n,
             f"{protocol}-loss-sum": scores.loss_sum,
         }
-        if names:
-            found = measured(names, self.task.y_test.cpu().numpy(), scores.probabilities)
+        if more:
+            labels = self.task.y_test.cpu().numpy()
+            found = measured(names, labels, scores.probabilities)
             metrics |= {f"{protocol}-{name}": value for name, value in found.items()}
-        if matrix:
-            counts = confusion(self.task.y_test.cpu().numpy(), scores.probabilities)
-            metrics[f"{protocol}-{CONFUSION}"] = counts.ravel()
+            if matrix:
+                metrics[f"{protocol}-{CONFUSION}"] = confusion(labels, scores.probabilities).ravel()
         if self.task.x_validation is not None and self.task.y_validation is not None:
             held_out = self.score(self.task.x_validation, self.task.y_validation)
             metrics[f"{protocol}-validation-correct"] = int(held_out.correct.sum())
@@ -566,21 +566,20 @@ class FedClient(PositionalClient):
             self.stored = self.store.load(server_round, "own/", needed=False)
             if self.stored is not None:
                 self.own = selection.under("own/", self.stored.arrays)
-        if self._loaded is None:
-            self.model = copied(skeleton) if covered else self._new()
-        else:
-            self.model = copied(skeleton)
+        begins = self._loaded is None and not covered
+        self.model = self._new(skeleton) if begins else copied(skeleton)
+        if self._loaded is not None:
             selection.merge(self.model, selection.under("model/", self._loaded.arrays))
             self.own = selection.under("own/", self._loaded.arrays)
         if self.device.type != "cpu":
             self.model.to(self.device)
 
-    def _new(self) -> SplitModel:
-        """Return this client's own initial model."""
+    def _new(self, skeleton: SplitModel) -> SplitModel:
+        """Return this client's own initial model; `skeleton` is another one of its form."""
         spec = self.task.spec(self.initial_seed())
         # To find that out takes longer than one model, and the process of a real node makes no other.
         if not process.real_node() and _redraws(type(self), self.task.spec(0), self.hparams):
-            return redrawn(_skeleton(type(self), self.task.spec(0), self.hparams), spec.seed)
+            return redrawn(skeleton, spec.seed)
         return self.build_model(spec, self.hparams)
 
     def state_facts(self) -> dict[str, Scalar]:

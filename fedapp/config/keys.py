@@ -438,14 +438,17 @@ class RunConfig(BaseModel):
     @property
     def further_metrics(self) -> tuple[str, ...]:
         """The metrics that are measured beside accuracy and loss, which are always there; with `auc` its classes."""
-        given = [m.strip() for m in self.metrics.split(",") if m.strip()]
-        names = dict.fromkeys(n for m in given for n in ((m, "auc_classes") if m == "auc" else (m,)))
+        names = dict.fromkeys(n for m in self._named_metrics for n in ((m, "auc_classes") if m == "auc" else (m,)))
         return tuple(m for m in names if m not in (*evaluation.ALWAYS, evaluation.CONFUSION))
 
     @property
     def confusion(self) -> bool:
         """Whether the last evaluation measures confusion matrices."""
-        return evaluation.CONFUSION in [m.strip() for m in self.metrics.split(",")]
+        return evaluation.CONFUSION in self._named_metrics
+
+    @property
+    def _named_metrics(self) -> list[str]:
+        return [m.strip() for m in self.metrics.split(",") if m.strip()]
 
     def check_node(self) -> None:
         """Refuse settings that a real node does not accept from a server.
