@@ -425,7 +425,8 @@ def settled(config: RunConfig, clients: int) -> RunConfig:
             raise BadRequest(
                 f"model = auto would be {' and '.join(sorted(models))} for samples of these sizes: name the models"
             )
-        names = ",".join(models.copy().pop() if n == "auto" else n for n in config.model_names)
+        [model] = models
+        names = ",".join(model if n == "auto" else n for n in config.model_names)
         config = config.replaced(model=names, partition=partition)
     if config.clients == 0:
         kind = config.partition
