@@ -225,6 +225,7 @@ class Method:
     metrics : its other numbers. The server refuses a reply with a number that neither names.
     guards : what can be done against clients that lie, or a function of the hyperparameters that gives it: `rules` of
         `robust` for averages, `own` rule of the method, `count-cap` where sample counts are weights.
+    count_cap : what `count-cap = auto` is on real nodes, as a multiple of the median.
     votes : whether rules fit the averages of the training; None = where `guards` names them. A method that makes a head
         after the training may have no rule for that, and the training is its base's all the same.
     sum_only : how replies may be summed before the server sees them (`secure-sum`), or a function of the
@@ -258,6 +259,7 @@ class Method:
     columns: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
     guards: tuple[str, ...] | Callable[[Any], tuple[str, ...]] = ("rules", "count-cap")
+    count_cap: float = 10.0
     votes: bool | None = None
     sum_only: Sums | Callable[[Any], Sums | None] | None = None
     private: tuple[str, ...] | Callable[[Any], tuple[str, ...]] = ()

@@ -296,6 +296,8 @@ METHOD = Method(
     sum_only=lambda hparams: Sums(totals=(STATISTICS,)) if hparams.cov == "sums" and not hparams.oracle else None,
     # Sums over all samples do not say which class means are out of line.
     guards=lambda hparams: ("count-cap",) if hparams.cov == "sums" else ("own", "count-cap"),
+    # The counts of five classes out of ten that one client makes up outweigh four honest clients with 10.
+    count_cap=2.0,
     private=("example",),
     resolve=resolve,
     warn=_warn,

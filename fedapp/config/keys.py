@@ -250,8 +250,8 @@ class RunConfig(BaseModel):
     count_cap: float | Auto = Field(
         "auto",
         description="largest sample count that is believed, as a multiple of the clients' median; 0 = no limit; "
-        "auto = 2 with robust, 10 on real nodes without secure-sum (which hides counts), else 0. Pooled scores believe "
-        "test counts so far too (auto = 10 on real nodes, else 0)",
+        "auto = 2 with robust, 10 on real nodes without secure-sum (which hides counts; CCVR 2), else 0. Pooled scores "
+        "believe test counts so far too (auto = 10 on real nodes, else 0)",
     )
     secure_sum: bool = Field(
         False,
@@ -480,7 +480,7 @@ class RunConfig(BaseModel):
         method, hparams = self.method_and_hparams()
         cap = 0.0 if self.count_cap == "auto" and self.secure_sum else self.count_cap
         if cap == "auto":
-            cap = 2.0 if self.robust != "none" else 0.0 if simulation else 10.0
+            cap = 2.0 if self.robust != "none" else 0.0 if simulation else method.count_cap
             cap = cap if "count-cap" in method.guarded_by(hparams) or self.dp == "example" else 0.0
         return Robust(parsed(self.robust), self.robust_f, float(cap))
 
