@@ -34,6 +34,7 @@ from fedapp.transport import secure
 from fedapp.transport.client_manager import WITHOUT_DATA
 from fedapp.transport.clipping import clip_update, private_update
 from fedapp.transport.identity import Identity
+from fedapp.transport.packing import pack, unpack
 from fedapp.transport.records import CONTROL, Part, Records, parts, payload_of, reply_records, sealed, together
 from fedapp.transport.secure import SecureClient
 
@@ -52,7 +53,11 @@ class App(ClientApp):
         if category == "query" and kind.isidentifier() and kind != "register" and kind not in self.kinds:
             self.kinds.add(kind)
             self.query(kind)(functools.partial(handle, f"query.{kind}"))
-        return super().__call__(message, context)
+        packed = unpack(message.content)
+        reply = super().__call__(message, context)
+        if packed:
+            pack([reply])
+        return reply
 
 
 app = App()

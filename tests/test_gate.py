@@ -513,14 +513,29 @@ def test_a_question_waits_for_a_message(monkeypatch: pytest.MonkeyPatch) -> None
         second.parts.put_nowait({"type": "http.disconnect"})
         await second.task
         assert inner.calls == 3 and not second.sent
-        await run_asks("/v1/runtime/pull-messages")
+        await run_asks(gate.ALL_THERE)
         await turns()
         assert not first.task.done()
         inner.body = found
         await run_asks(gate.NEWS)
+        await turns()
+        assert not first.task.done(), "parts of the message are still on their way"
+        await run_asks(gate.ALL_THERE)
         await first.task
         assert first.body() == found and [m["type"].rpartition(".")[2] for m in first.sent] == ["start", "body", "body"]
         assert door._held == 0
+        # A run that dies before it asks for replies, or sends for long, delays the nodes for a short time only.
+        inner.body = b""
+        monkeypatch.setattr(gate, "PARTS", 0.05)
+        third = Waiting(door)
+        await turns()
+        inner.body = found
+        await run_asks(gate.NEWS)
+        await run_asks(gate.NEWS)
+        await turns()
+        assert not third.task.done()
+        await third.task
+        assert third.body() == found and door._coming is None
         # A message that is sent while the SuperLink looks for one is not missed.
         inner.body = b""
 

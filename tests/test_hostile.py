@@ -39,7 +39,7 @@ from fedapp.config import from_flat
 from fedapp.errors import BadRequest
 from fedapp.learning.state import read_safetensors
 from fedapp.results.runs import RunResult
-from fedapp.transport import boundary, checkpoint, client_manager, records, roster
+from fedapp.transport import boundary, checkpoint, client_manager, packing, records, roster
 from fedapp.transport.boundary import BAD, FAILED, IMPOSSIBLE, Contract, Good, Refused, Registration
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid, _identify
 from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, reply_records, sealed
@@ -387,6 +387,16 @@ def pieces_of(content: RecordDict, change: Forge = lambda kind, body: body) -> L
     return Link(pieces, list(pieces)[-1])
 
 
+def packed(content: RecordDict, change: Callable[[bytes], bytes] = bytes) -> RecordDict:
+    """Return a reply's content as a node sends it, with other bytes in its pack."""
+    sent = message(content)
+    packing.pack([sent])
+    record = sent.content.array_records[packing.PACKED]
+    for name, whole in record.items():
+        record[name] = FlowerArray(whole.dtype, whole.shape, whole.stype, change(whole.data))
+    return sent.content
+
+
 def test_a_reply_comes_as_it_was_sent_and_answers_what_the_superlink_says() -> None:
     link = pieces_of(honest())
     [got] = boundary.arrived(link, ["asked"], 1 << 20)
@@ -421,6 +431,91 @@ def test_a_reply_that_is_another_object_or_lacks_a_part_is_no_message() -> None:
     del whole.pieces[record]
     [got] = boundary.arrived(whole, ["asked"], 1 << 20)
     assert got.error.code in client_manager.GONE and "missing" in got.error.reason
+
+
+def test_a_packed_reply_comes_as_it_was_sent() -> None:
+    [plain] = boundary.arrived(pieces_of(honest()), ["asked"], 1 << 20)
+    [got] = boundary.arrived(pieces_of(packed(honest())), ["asked"], 1 << 20)
+    one, other = boundary.read(plain, CONTRACT), boundary.read(got, CONTRACT)
+    assert isinstance(one, Good) and isinstance(other, Good)
+    assert one.metrics == other.metrics and one.info == other.info and one.size == other.size
+    assert list(one.arrays) == list(other.arrays)
+    assert all(np.array_equal(a, other.arrays[n]) and other.arrays[n].flags.aligned for n, a in one.arrays.items())
+
+
+def listed(index: Callable[[dict[str, Any]], Any]) -> Callable[[bytes], bytes]:
+    """Return how to change the index of a pack, in place or to what is returned; the arrays move with it."""
+
+    def change(data: bytes) -> bytes:
+        size = packing.LENGTH + int.from_bytes(data[: packing.LENGTH], "big")
+        found = json.loads(data[packing.LENGTH : size])
+        found = index(found) or found
+        text = found if isinstance(found, bytes) else json.dumps(found).encode()
+        length = packing.LENGTH + len(text)
+        return (
+            len(text).to_bytes(packing.LENGTH, "big")
+            + text
+            + bytes(-length % packing.ALIGNED)
+            + data[size + -size % packing.ALIGNED :]
+        )
+
+    return change
+
+
+def replaced(at: int, value: Any) -> Callable[[dict[str, Any]], Any]:
+    def index(found: dict[str, Any]) -> None:
+        found[next(iter(found))][at] = value
+
+    return index
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda data: b"", "no message"),
+        (lambda data: data[:4], "no message"),
+        (lambda data: b"\xff" * 8 + data[8:], "no message"),
+        (lambda data: data[:-1], "no message"),
+        (lambda data: data + b"x", "no message"),
+        (listed(lambda found: b"[" * 100_000), "no message"),
+        (listed(lambda found: [1]), "no message"),
+        (listed(lambda found: dict.fromkeys(found, 1)), "no message"),
+        (listed(replaced(0, 5)), "no message"),
+        (listed(replaced(1, "x")), "no message"),
+        (listed(replaced(2, None)), "no message"),
+        (listed(replaced(3, -64)), "no message"),
+        (listed(replaced(3, 1 << 70)), "no message"),
+        (listed(replaced(3, True)), "no message"),
+        (listed(replaced(0, "object")), "dtype"),
+        (listed(replaced(1, [1 << 30])), "shape"),
+        (listed(replaced(1, ["a"])), "shape"),
+        (listed(replaced(2, "torch.Tensor")), "stored as"),
+        (listed(lambda found: {f"x{n}": v for n, v in found.items()}), "missing"),
+    ],
+)
+def test_a_pack_that_is_none_is_no_message_and_one_of_wrong_arrays_is_refused(
+    change: Callable[[bytes], bytes], said: str
+) -> None:
+    [got] = boundary.arrived(pieces_of(packed(honest(), change)), ["asked"], 1 << 20)
+    if got.has_error():
+        assert got.error.code == boundary.UNREADABLE and said in got.error.reason
+    else:
+        refused = boundary.read(got, CONTRACT)
+        assert isinstance(refused, Refused) and refused.offence == IMPOSSIBLE and said in refused.reason
+
+
+def test_arrays_that_are_packed_twice_or_also_sent_plainly_are_no_message() -> None:
+    twice = packed(honest())
+    record = twice.array_records[packing.PACKED]
+    record[packing.SHARED] = record[packing.OWN]
+    both = packed(honest())
+    both[ARRAYS] = honest().array_records[ARRAYS]
+    other = packed(honest())
+    other.array_records[packing.PACKED]["third"] = record[packing.OWN]
+    del other.array_records[packing.PACKED][packing.OWN]
+    for content in (twice, both, other):
+        [got] = boundary.arrived(pieces_of(content), ["asked"], 1 << 20)
+        assert got.error.code == boundary.UNREADABLE and "twice" in got.error.reason
 
 
 class Several(HttpGrid):

@@ -616,7 +616,8 @@ class RunConfig(BaseModel):
             wait_timeout=self.wait_timeout,
             wire_dtype=self.wire_dtype,
             restart=self.lost_state == "restart",
-            poll=0.01 if simulation else 1.0,
+            poll=0.01 if simulation else 0.1,
+            slowest=0.1 if simulation else 1.0,
             queued=simulation,
         )
 

@@ -94,8 +94,11 @@ LATEST = 1e11
 """Times in a reply, which are moments since 1970 or lengths, have fewer seconds than that: the year 5138."""
 CONNECTIONS = 1024
 """Requests that the public listener handles at once; further ones get 503."""
-NEWS = "/v1/runtime/push-messages"
-"""Where a run hands over messages for nodes."""
+NEWS, ALL_THERE = "/v1/runtime/push-messages", "/v1/runtime/pull-messages"
+"""Where a run hands over messages for nodes; where it asks for replies, when it has also sent all their parts."""
+PARTS = 1.0
+"""Seconds after which nodes get messages even if parts of them are still on their way. A node that asks for a part too
+early asks again a second later."""
 HOLD = 10.0
 """Seconds that a node's question for messages waits for one. Without waiting, Flower's node would sleep for 3 seconds
 after each answer that has none. Shorter than what a node waits for an answer (30 seconds)."""
@@ -159,6 +162,7 @@ class Gate:
         self._given: dict[int, collections.deque[frozenset[str]]] = {}
         self._listing, self._rest = asyncio.Lock(), 0.0
         self._news = asyncio.Event()
+        self._coming: asyncio.TimerHandle | None = None
         self._held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -323,14 +327,20 @@ class Gate:
 
     async def inside(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request of the private listener; when a run has sent messages, wake the nodes that wait for one."""
+        path = scope.get("path")
+        if path == ALL_THERE and self._coming:
+            self.wake()
         try:
             await self.app(scope, receive, send)
         finally:
-            if scope.get("path") == NEWS:
-                self.wake()
+            if path == NEWS and not self._coming:
+                self._coming = asyncio.get_running_loop().call_later(PARTS, self.wake)
 
     def wake(self) -> None:
         """Answer all questions that wait."""
+        if self._coming:
+            self._coming.cancel()
+        self._coming = None
         self._news.set()
         self._news = asyncio.Event()
 

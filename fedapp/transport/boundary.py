@@ -26,6 +26,7 @@ from flwr.serverapp import Grid
 
 from fedapp.errors import Impossible
 from fedapp.method import Arrays
+from fedapp.transport.packing import pack, unpack
 from fedapp.transport.records import ARRAYS, CAST, INFO, METRICS, Part, reply_of
 
 FAILED, BAD, IMPOSSIBLE, ANOTHER = "failed", "bad value", "impossible", "another client"
@@ -155,6 +156,18 @@ class Coming:
     pieces: dict[str, bytes] = field(default_factory=dict)
 
 
+def _real(grid: Grid) -> bool:
+    """Whether messages go to real nodes."""
+    return hasattr(type(grid), "_runtime_client")
+
+
+def push(grid: Grid, messages: list[Message]) -> list[str]:
+    """Send messages that belong together, to real nodes in few pieces; return their ids, empty where one failed."""
+    if _real(grid):
+        pack(messages)
+    return list(patiently(partial(grid.push_messages, messages)))
+
+
 def arrived(
     grid: Grid, ids: Iterable[str], most: int, coming: dict[str, Coming] | None = None, last: bool = False
 ) -> list[Message]:
@@ -174,7 +187,7 @@ def arrived(
     last : nobody looks again: a reply that is not complete comes as an error too.
     """
     flower: Any = grid
-    if not hasattr(type(grid), "_runtime_client"):
+    if not _real(grid):
         return list(grid.pull_messages(ids))  # from processes of the same simulation
     from flwr.app.message import make_message
     from flwr.common.serde_utils import metadata_from_proto
@@ -217,6 +230,8 @@ def arrived(
             wrong = wrong or _pieces_problem(pieces, most)
             if not wrong:
                 whole: Any = inflate_object_from_contents(metadata.message_id, pieces)
+                if not whole.has_error():
+                    unpack(whole.content)
                 content = {"error": whole.error} if whole.has_error() else {"content": whole.content}
         except Exception as e:
             wrong = f"its reply is no message: {type(e).__name__}: {str(e)[:TEXT_MOST]}"

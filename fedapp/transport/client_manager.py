@@ -20,7 +20,6 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -49,6 +48,7 @@ from fedapp.transport.boundary import (
     arrived,
     grade,
     patiently,
+    push,
     read,
     read_registration,
 )
@@ -117,7 +117,7 @@ class Settings:
     scored : replies to `train` and `evaluate` hold at least one score.
     round_timeout, wait_timeout : seconds; 0 = no limit.
     restart : clients whose stored state is lost may begin anew.
-    poll : seconds between two checks for replies.
+    poll, slowest : shortest and longest time in seconds between two checks for replies; it grows as nothing comes.
     queued : clients take turns on one machine, so time limits count from the last reply and not from the start.
     """
 
@@ -133,6 +133,7 @@ class Settings:
     wire_dtype: str = "fp32"
     restart: bool = False
     poll: float = 0.02
+    slowest: float = 0.1
     queued: bool = False
 
 
@@ -368,7 +369,7 @@ class ClientManager:
                 awaited = fresh & {node for node, _ in self._unregistered.values()}
                 if not awaited or time.monotonic() - now >= limit:
                     break
-                time.sleep(self.settings.poll)
+                time.sleep(min(self.settings.slowest, max(self.settings.poll, 0.1 * (time.monotonic() - now))))
         return sorted(joined)
 
     def _renew_roster(self) -> None:
@@ -384,7 +385,7 @@ class ClientManager:
             return
         content, _ = self._encoder.content(Payload(), {**self.control, "round": 0})
         requests = [Message(content, n, "query.register", group_id=group_of(0, FACTS_SIZE)) for n in nodes]
-        ids = patiently(partial(self.grid.push_messages, requests))
+        ids = push(self.grid, requests)
         for node, message_id in zip(nodes, ids, strict=True):
             if message_id:
                 self._unregistered[message_id] = (node, now)
@@ -724,8 +725,7 @@ class ClientManager:
         while unsent or waiting:
             now = [unsent.popleft() for _ in range(min(len(unsent), at_once - len(waiting)))]
             if now:
-                messages = [message(batch) for batch in now]
-                ids = patiently(partial(self.grid.push_messages, messages))
+                ids = push(self.grid, [message(batch) for batch in now])
                 waiting |= {i: batch for batch, i in zip(now, ids, strict=True) if i}
             asked = time.monotonic()
             late = bool(limit) and asked - last > limit  # what has come by now still counts
@@ -749,7 +749,8 @@ class ClientManager:
                 self.event({"kind": "waiting", "text": text})
             if not replies and waiting:
                 # Checks for replies must not slow down the clients: in a simulation they share the cores and a lock.
-                pause = max(self.settings.poll, 4 * (answered - asked), min(0.1, 0.1 * (answered - heard)))
+                slow = min(self.settings.slowest, 0.1 * (answered - heard))
+                pause = max(self.settings.poll, 4 * (answered - asked), slow)
                 if limit:
                     pause = min(pause, max(self.settings.poll, last + limit - answered))
                 time.sleep(pause)

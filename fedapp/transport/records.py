@@ -147,7 +147,7 @@ def arrays_of(record: Mapping[str, FlowerArray], casts: str = "{}", checked: boo
     if checked:
         arrays = {name: _view(value) for name, value in record.items()}
     else:
-        # What are no bytes has come through Ray from a process of the same simulation.
+        # What are no bytes has come through Ray from a process of the same simulation, or in a pack from the server.
         arrays = {n: v.numpy() if isinstance(v.data, bytes) else _view(v).copy() for n, v in record.items()}
     return {name: a.astype(back[name]) if name in back else a for name, a in arrays.items()}
 
