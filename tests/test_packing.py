@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
 import pytest
+from flwr.app import Array as FlowerArray
 from flwr.app import Error, Message
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects
 
@@ -17,12 +19,15 @@ from fedapp.transport.records import CONTROL, Encoder, payload_of
 
 rng = np.random.default_rng(0)
 MODEL = {f"layer{i}.weight": rng.standard_normal((i + 1, 3)).astype(np.float32) for i in range(20)}
+SHARE = {"share": 0.5}
 
 
-def messages(*own: dict[str, np.ndarray], common: Any = MODEL, wire_dtype: str = "fp32") -> list[Message]:
+def messages(
+    *own: dict[str, np.ndarray], common: Any = MODEL, scalars: Any = SHARE, wire_dtype: str = "fp32"
+) -> list[Message]:
     _identify(1)
     encoder = Encoder(wire_dtype)
-    payloads = [Payload(arrays=arrays, common=common, scalars={"share": 0.5}) for arrays in own]
+    payloads = [Payload(arrays=arrays, common=common, scalars=scalars) for arrays in own]
     return [Message(encoder.content(p, {"round": 3})[0], n, "train") for n, p in enumerate(payloads)]
 
 
@@ -56,7 +61,17 @@ def test_numbers_lie_where_numpy_would_have_them() -> None:
     [whole] = alone.content.array_records[PACKED].values()
     for array in apart(whole).values():
         offset = whole.data.find(bytes(array.data))
-        assert offset % ALIGNED == 0
+        assert offset % ALIGNED == 0 and array.data.obj is whole.data, "not a copy"  # type: ignore[attr-defined]
+
+
+def test_arrays_do_not_overlap() -> None:
+    """The lengths add up, but the second array would begin where the first one ends and end where it begins."""
+    lengths = {"a": 128, "b": -128, "c": 128}
+    index = json.dumps({n: ["float32", [16], "numpy.ndarray", length] for n, length in lengths.items()}).encode()
+    head = len(index).to_bytes(8, "big") + index
+    data = head + bytes(-len(head) % ALIGNED) + bytes(128)
+    with pytest.raises(ValueError, match="something else"):
+        apart(FlowerArray("uint8", (len(data),), "fedapp.pack", data))
 
 
 def test_a_message_of_a_hundred_arrays_is_as_many_pieces_as_one_of_one() -> None:
@@ -66,6 +81,9 @@ def test_a_message_of_a_hundred_arrays_is_as_many_pieces_as_one_of_one() -> None
     pack(many)
     pack(one)
     assert len(get_all_nested_objects(many[0])) == len(get_all_nested_objects(one[0])) == 7 < before // 20
+    [bare] = messages({}, common={}, scalars={})
+    pack([bare])
+    assert len(get_all_nested_objects(bare)) == 4, "no piece for a record without content, but for the mark"
 
 
 def test_a_message_without_arrays_is_marked_and_an_error_stays_one() -> None:

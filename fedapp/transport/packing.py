@@ -100,13 +100,15 @@ def apart(whole: FlowerArray) -> dict[str, FlowerArray]:
     """
     data = memoryview(whole.data)
     size = LENGTH + int.from_bytes(data[:LENGTH], "big")
-    listed: Any = json.loads(bytes(data[LENGTH:size])) if whole.stype == STYPE and size <= len(data) else None
+    listed: Any = json.loads(bytes(data[LENGTH:size]))
     if not isinstance(listed, dict):
         raise ValueError("its arrays are no pack")
     found = {}
     for name, (dtype, shape, stype, length) in listed.items():
         size += -size % ALIGNED
-        if not (type(dtype) is type(stype) is str and isinstance(shape, list) and type(length) is int and length >= 0):
+        if not (
+            type(dtype) is type(stype) is str and isinstance(shape, list) and isinstance(length, int) and length >= 0
+        ):
             raise ValueError("the index of a pack holds something else than arrays")
         found[name] = array = FlowerArray.__new__(FlowerArray)  # the constructor of Flower's takes bytes alone
         array.__dict__.update(dtype=dtype, shape=tuple(shape), stype=stype, data=data[size : size + length])
