@@ -101,27 +101,31 @@ def test_the_command_that_waits_for_a_simulation_has_given_pytorch_back(tmp_path
 def test_what_a_process_of_its_own_does_stays_there() -> None:
     code, shown, _ = loaded(
         "import os\n"
-        "from fedapp.engines.pool import apart\n"
-        "def used(value, to=3): import torch; return os.getpid(), int(torch.tensor(value)) + to\n"
-        "pid, found = apart(used, 4, to=5)\n"
-        "assert pid != os.getpid() and found == 9 and 'torch' not in sys.modules\n"
-        "import torch\n"
-        "assert apart(used, 4) == (os.getpid(), 7), 'nothing to save'\n"
+        "from fedapp.engines.superlink import Warm\n"
+        "with Warm() as warm:\n"
+        "    assert warm.call(os.getpid) not in (os.getpid(), warm.process.pid)\n"
+        "    warm.call(eval, \"__import__('fedapp.models.zoo') and 1\")\n"
+        "    assert 'torch' not in sys.modules and 'fedapp.models.zoo' not in sys.modules\n"
+        "    import torch\n"
+        "    assert warm.call(os.getpid) == os.getpid(), 'nothing to save'\n"
+        "warm.process.wait(20)\n"
+        "assert not warm.forks.folder.exists()"
     )
     assert code == 0, shown
 
 
 @pytest.mark.parametrize(
-    ("does", "raised"), [("raise BadRequest('no such data')", "no such data"), ("os._exit(9)", "was killed")]
+    ("does", "raised"), [("from_flat, {'method': 'fedavgg'}", "fedavgg"), ("os._exit, 9", "was killed")]
 )
 def test_the_error_of_a_process_of_its_own_is_raised(does: str, raised: str) -> None:
     code, shown, _ = loaded(
         "import os\n"
-        "from fedapp.engines.pool import apart\n"
+        "from fedapp.config import from_flat\n"
+        "from fedapp.engines.superlink import Warm\n"
         "from fedapp.errors import BadRequest\n"
-        f"def fails(): {does}\n"
-        "try: apart(fails)\n"
-        "except BadRequest as e: print(e)"
+        "with Warm() as warm:\n"
+        f"    try: warm.call({does})\n"
+        "    except BadRequest as e: print(e)"
     )
     assert code == 0 and raised in shown, shown
 

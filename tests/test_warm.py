@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from fedapp.engines import caller, supernode, warm
+from fedapp.engines import caller, forks, supernode, warm
 from tests.deployment import until
 from tests.house import ROOT
 
@@ -91,7 +91,15 @@ class Node:
         (self.library / "entry_of_test.py").write_text(ENTRY)
         self.real.write_text(REAL.format(folder))
         self.real.chmod(0o700)
-        command = [sys.executable, "-P", warm.__file__, self.at, self.real, entry, *libraries]
+        command = [
+            sys.executable,
+            "-P",
+            warm.__file__,
+            self.at,
+            entry.partition(":")[0],
+            *libraries,
+            f"{self.real}={entry}",
+        ]
         env = {**os.environ, "PYTHONPATH": str(self.library), **variables}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=env, start_new_session=True)
         until(lambda: (self.at / warm.PLACE).exists(), 20, "the warm process listens")
@@ -201,7 +209,7 @@ def test_an_event_of_what_was_closed_by_an_event_of_the_same_time(gone: str, mon
     connection, caller_end = socket.socketpair()
     served.woken, wakes = os.pipe()
     os.write(wakes, b"\0")
-    served.selector, served.forks = selectors.SelectSelector(), {}
+    served.selector, served.forks, served.early, served.until = selectors.SelectSelector(), {}, [], None
     for source in (served.listener, served.woken, 0):
         served.selector.register(source, selectors.EVENT_READ)
     served.selector.register(connection, selectors.EVENT_READ, 1)
@@ -284,7 +292,7 @@ def test_requests_that_are_none_change_nothing(node: Node) -> None:
     finally:
         os.close(null)
     assert node.tells()
-    until(lambda: psutil.Process(node.process.pid).num_fds() == before, 20, "all is closed")
+    until(lambda: psutil.Process(node.process.pid).num_fds() <= before, 20, "all is closed")
 
 
 def test_forks_draw_random_numbers_of_their_own(tmp_path: Path) -> None:
@@ -347,7 +355,7 @@ def test_the_libraries_are_all_that_a_client_imports_of_others() -> None:
         "print(*(name for name in set(sys.modules) - before if name.partition('.')[0] not in ours))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program, *supernode.LIBRARIES], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program, *forks.LIBRARIES], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == []
 
@@ -357,7 +365,7 @@ def test_the_warm_process_has_no_thread_and_no_gpu(tmp_path: Path) -> None:
     entry = f"import flwr.supernode.cli\ndef entry():\n    {told}\n"
     (tmp_path / "library").mkdir()
     (tmp_path / "library" / "imports_flower.py").write_text(entry)
-    node = Node(tmp_path, *supernode.LIBRARIES, entry="imports_flower:entry", OPENBLAS_NUM_THREADS="1")
+    node = Node(tmp_path, *forks.LIBRARIES, entry="imports_flower:entry", OPENBLAS_NUM_THREADS="1")
     assert node.ask("x")[1].split() == ["1", "False"]
     assert psutil.Process(node.process.pid).num_threads() == 1
     assert not psutil.Process(node.process.pid).net_connections("inet")
@@ -397,3 +405,76 @@ def test_it_becomes_flower_supernode_with_a_private_folder_first(tmp_path: Path,
     assert usage[0].startswith("usage: flwr-clientapp") and (first.parent == tmp_path / "tmp") == (not cold)
     assert cold or mode == "700"
     until(lambda: not any((tmp_path / "tmp").glob("fedapp-node-*")), 20, "the warm process has ended")
+
+
+def started(folder: Path, *steps: str, **variables: str) -> subprocess.Popen[bytes]:
+    """Start a warm process with these steps and what `folder` has to import."""
+    command = [sys.executable, "-P", warm.__file__, str(folder / "warm-folder"), *steps]
+    (folder / "warm-folder").mkdir(0o700)
+    env = {**os.environ, "PYTHONPATH": str(folder), **variables}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=env, start_new_session=True)
+    until(lambda: (folder / "warm-folder" / warm.PLACE).exists(), 20, "the warm process listens")
+    return process
+
+
+def called(folder: Path, program: str | Path, *words: str, **variables: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-IS", caller.__file__, str(folder / "warm-folder" / warm.PLACE), str(program), *words]
+    env = {**os.environ, **variables}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+
+
+def test_a_program_is_there_as_soon_as_what_it_needs(tmp_path: Path) -> None:
+    """Who asks for one that comes later waits, and one that never comes is started itself."""
+    waits = "import time; from pathlib import Path\nwhile not Path({!r}).exists(): time.sleep(0.01)"
+    for name in ("first", "second"):
+        (tmp_path / f"{name}.py").write_text(waits.format(str(tmp_path / f"go-{name}")))
+    (tmp_path / "tells.py").write_text("import sys\ndef tell(): print(sys.argv[1:], 'second' in sys.modules)")
+    for name in ("early", "late", "never"):
+        (tmp_path / name).write_text("#!/bin/sh\necho itself\n")
+        (tmp_path / name).chmod(0o700)
+    steps = ["tells", "first", f"{tmp_path / 'early'}=tells:tell", "second", f"{tmp_path / 'late'}=tells:tell"]
+    process = started(tmp_path, *steps)
+    calls = {name: called(tmp_path, tmp_path / name, name) for name in ("late", "never", "early")}
+    time.sleep(0.5)
+    (tmp_path / "go-first").touch()
+    said = calls["early"].stdout
+    assert said is not None and said.readline() == "['early'] False\n"
+    time.sleep(0.2)
+    assert calls["late"].poll() is None and calls["never"].poll() is None
+    (tmp_path / "go-second").touch()
+    assert calls["late"].communicate(timeout=20)[0] == "['late'] True\n"
+    assert calls["never"].communicate(timeout=20)[0] == "itself\n"
+    assert calls["early"].wait(20) == 0
+    assert process.stdin is not None
+    process.stdin.close()
+    assert process.wait(20) == 0
+
+
+def test_a_fork_in_the_place_of_python_runs_a_script_as_python_would(tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "more" / "only_there.py").write_text("found = 3")
+    (tmp_path / "scripts" / "beside.py").write_text("found = 4")
+    (tmp_path / "scripts" / "run.py").write_text(
+        "import sys, json, os, threadpoolctl, numpy, only_there, beside\n"
+        "pools = {p['num_threads'] for p in threadpoolctl.threadpool_info()}\n"
+        "if __name__ == '__main__':\n"
+        "    name = open('/proc/self/comm').read().strip()\n"
+        "    env = [os.environ.get(n) for n in ('MINE', 'GONE')]\n"
+        "    print(json.dumps([sys.argv, only_there.found, beside.found, sorted(pools), name, env]))\n"
+        "    sys.exit(6)\n"
+    )
+    process = started(tmp_path, "numpy", "threadpoolctl", f"{sys.executable}=", OMP_NUM_THREADS="2", GONE="x")
+    script = str(tmp_path / "scripts" / "run.py")
+    call = called(
+        tmp_path, sys.executable, script, "a b", PYTHONPATH=str(tmp_path / "more"), OMP_NUM_THREADS="1", MINE="yes"
+    )
+    import json
+
+    out, _ = call.communicate(timeout=20)
+    assert call.returncode == 6, out
+    assert json.loads(out) == [[script, "a b"], 3, 4, [1], Path(sys.executable).name, ["yes", None]]
+    assert psutil.Process(process.pid).name() == warm.NAME
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait(20)

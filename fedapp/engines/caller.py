@@ -1,8 +1,8 @@
-"""In place of `flwr-clientapp`: let the node's warm process (:mod:`fedapp.engines.warm`) handle a message.
+"""In place of one of Flower's programs, or of Python: let a warm process (:mod:`fedapp.engines.warm`) run it.
 
-Flower starts it as a script of `python -I -S`, which takes 20 ms, for each message. It hands over its arguments,
-environment and open files, and ends as the process that was forked for it ends. Signals are passed on. Where the warm
-process does not answer, it becomes the program that it stands for.
+Flower and Ray start it as a script of `python -IS`, which takes 20 ms. It hands over its arguments, environment and
+open files, and ends as the process that was forked for it ends. Signals are passed on. Where the warm process does not
+answer, it becomes the program that it stands for.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PATIENCE = 120.0
 def main(place: str, program: str, *words: str) -> int:
     """Return the exit code of `program`, with these arguments, in a fork of the process that listens at `place`."""
     here = os.getcwd()  # noqa: PTH109 (pathlib takes longer to import than all that is done here)
-    fields = [here, str(len(words)), *words, *(f"{k}={v}" for k, v in os.environ.items())]
+    fields = [here, program, str(len(words)), *words, *(f"{k}={v}" for k, v in os.environ.items())]
     request = b"\0".join(map(os.fsencode, fields))
     with socket.socket(socket.AF_UNIX) as warm:
         try:

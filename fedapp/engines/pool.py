@@ -1,5 +1,4 @@
-"""Work in processes of its own. Many runs on the local engine, as many at a time as there are cores: one process per
-run, one thread per process.
+"""Many runs on the local engine, as many at a time as there are cores: one process per run, one thread per process.
 
 Runs on different cores do not slow each other down as threads within one run would. Each gives the numbers that it
 would give alone: the number of threads decides the last bits, and it is fixed.
@@ -10,25 +9,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 from fedapp import config as configuration
 from fedapp import process
 from fedapp.config import RunConfig
 from fedapp.engines import local as engines
 from fedapp.engines.resources import usable_cores
-from fedapp.errors import BadRequest
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -61,35 +53,6 @@ def _follow_parent() -> None:
     if parent is not None:
         parent.join()
         os._exit(1)
-
-
-def apart(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call a function in a process that ends with the call, so that what it loads does not stay in this one.
-
-    PyTorch and the data of a run are half a gigabyte. This process calls the function itself if PyTorch is there
-    already, or if a copy of the process could hang: where it has threads, or is not on Linux.
-
-    Raises
-    ------
-    BadRequest : the other process was killed.
-    Exception : whatever the function raises.
-    """
-    if "torch" in sys.modules or threading.active_count() > 1 or not sys.platform.startswith("linux"):
-        return function(*args, **kwargs)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # or the copy would print again what waits there
-    pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork"), initializer=_begin_worker)
-    try:
-        found = pool.submit(function, *args, **kwargs).result()
-    except BrokenProcessPool as e:
-        raise BadRequest(
-            "the process that tries data and model before the run was killed; perhaps the memory ran out"
-        ) from e
-    except BaseException:
-        _end(pool)
-        raise
-    pool.shutdown()
-    return found
 
 
 def _end(pool: ProcessPoolExecutor) -> None:

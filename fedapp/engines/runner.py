@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from fedapp import config as configuration
 from fedapp.config import RunConfig
 from fedapp.data.card import data_card
 from fedapp.engines import local as engines
-from fedapp.engines import pool, resources
+from fedapp.engines import resources
 from fedapp.engines.notebook import Bar, in_notebook
 from fedapp.engines.resources import ClientResources
 from fedapp.errors import BadRequest, described
@@ -141,19 +142,22 @@ def run_and_report(
             echo(proposed([config], client_cpus, client_gpus).text)
         return 0
     seen = (config, values, out, engine, client_cpus, client_gpus)
-    # The processes that train look at data and model again; this one then only waits for them.
-    config, chosen = pool.apart(_examined, *seen) if engine == "ray" else _examined(*seen)
-    folder = Path(config.out)
-    with Follower() as follower:
+    with contextlib.ExitStack() as stack:
         if engine == "local":
-            code = local(config, follower)
+            config, _ = _examined(*seen)
+            code = local(config, stack.enter_context(Follower()))
         else:
-            from fedapp.engines.superlink import Session
+            from fedapp.engines.superlink import Session, Warm
 
+            warm = stack.enter_context(Warm())
+            # The processes that train look at data and model again; this one then only waits for them.
+            config, chosen = warm.call(_examined, *seen)
             assert chosen is not None
+            follower = stack.enter_context(Follower())
             follower.line("starting Flower's SuperLink, then Ray with its workers; training begins in some seconds")
-            with Session(log=folder / "superlink.log") as session:
-                code = run_in(session, config, chosen, follower)
+            session = stack.enter_context(Session(log=Path(config.out) / "superlink.log", warm=warm))
+            code = run_in(session, config, chosen, follower)
+        folder = Path(config.out)
     if code == 0:
         print_summary(RunResult(folder).summary)
     echo(f"results: {folder}", err=code != 0)

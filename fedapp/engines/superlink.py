@@ -40,7 +40,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import tomli_w
@@ -48,6 +48,7 @@ from flwr.common.config import flatten_dict
 
 from fedapp.engines import control, supervise
 from fedapp.engines.control import Control, LaunchError, stage
+from fedapp.engines.forks import PYTHON, SIMULATION, Cold, Forks
 from fedapp.engines.resources import cluster_address
 from fedapp.errors import BadRequest, plain, suggest
 
@@ -65,6 +66,7 @@ SIMULATION_STARTS = 120.0
 SIMULATION_ENDS = 60.0
 """Seconds that the simulation may take to end once its results are written; then it is stopped."""
 
+T = TypeVar("T")
 Scalar = bool | int | float | str
 
 
@@ -108,6 +110,63 @@ class Outcome:
         return 1
 
 
+class Warm:
+    """The process from which the SuperLink, its executor, the simulation and Ray's workers are forked.
+
+    It bears the mark of the session whose processes these are. Where there can be none, all of them are started anew.
+    """
+
+    def __init__(self) -> None:
+        self.mark = uuid.uuid4().hex
+        self.forks: Forks | None = None
+
+    @property
+    def process(self) -> subprocess.Popen[bytes] | None:
+        """The process, if there is one."""
+        return self.forks.process if self.forks else None
+
+    def __enter__(self) -> Warm:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function in a fork that ends with the call, so that what it loads does not stay in this process.
+
+        PyTorch and the data of a run are half a gigabyte. If PyTorch is there already, or no fork is possible, this
+        process calls the function itself.
+        """
+        if "torch" in sys.modules:
+            return function(*args)
+        self.start()
+        return self.forks.call(function, *args) if self.forks else function(*args)
+
+    def start(self) -> None:
+        """Start it, unless it has been started before."""
+        if self.forks is None:
+            environment = {**control.environment(), supervise.MARKER: self.mark}
+            with contextlib.suppress(Cold):
+                self.forks = Forks(SIMULATION, environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def entered(self, environment: dict[str, str]) -> dict[str, str]:
+        """Return an environment in which the programs are forks of it."""
+        if self.forks is None:
+            return environment
+        found = {**environment, "PATH": self.forks.path(environment["PATH"])}
+        if not cluster_address():
+            # The way in which Ray's own job manager says by what workers are started.
+            job = {"runtime_env": {"py_executable": str(self.forks.folder / PYTHON)}}
+            found.setdefault("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
+        return found
+
+    def clear(self) -> None:
+        """Remove what it leaves when it was killed."""
+        if self.forks is not None:
+            self.forks.end()
+            shutil.rmtree(self.forks.folder, ignore_errors=True)
+
+
 class Session:
     """One private simulation SuperLink, for as long as a ``with`` block lasts.
 
@@ -124,19 +183,28 @@ class Session:
     ray_cpus : CPUs of one Ray that is started beside the SuperLink for all runs of the session; each run then starts
         about five seconds sooner. None = each run starts its own Ray. Without effect where ``RAY_ADDRESS`` names a
         cluster.
+    warm : the process from which the session's processes are forked; None = it is started with the session.
 
     Raises
     ------
     LaunchError : the SuperLink does not come up (with the end of its log), or processes survive the clean-up.
     """
 
-    def __init__(self, *, app: Path | None = None, log: Path | None = None, ray_cpus: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        app: Path | None = None,
+        log: Path | None = None,
+        ray_cpus: int | None = None,
+        warm: Warm | None = None,
+    ) -> None:
         self._given_app = app
         self._given_log = log
         self._ray_cpus = None if cluster_address() else ray_cpus
         self._ray_port = 0
         self._ray: subprocess.Popen[bytes] | None = None
-        self._mark = uuid.uuid4().hex
+        self._warm = warm or Warm()
+        self._mark = self._warm.mark
         self._superlink: subprocess.Popen[bytes] | None = None
         self._processes = supervise.SessionProcesses(self._mark)
         self._guard: supervise.Guard | None = None
@@ -157,6 +225,7 @@ class Session:
             self.log_path = (self._given_log or self.home / "superlink.log").resolve()
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
             self._guard = supervise.Guard(self._mark, self.home)
+            self._warm.start()
             if self._ray_cpus is not None:
                 self._ray_port = _free_port()
                 self._start_ray()
@@ -178,8 +247,9 @@ class Session:
             self._active = None
             if self._guard is not None:
                 self._guard.dismiss()
-            for child in (self._superlink, self._ray):
+            for child in (self._superlink, self._ray, self._warm.process):
                 supervise.reap(child)
+            self._warm.clear()
             if self.home != Path():
                 shutil.rmtree(self.home, ignore_errors=True)
         self._signals.close()
@@ -203,7 +273,7 @@ class Session:
             if self._healthy():
                 return
             # Another process may have taken the free port in between; try again with a new one.
-            self._processes.stop(keep=_RAY)
+            self._processes.stop(keep=(*_RAY, _WARM))
         raise LaunchError(
             f"the SuperLink did not come up within {SUPERLINK_STARTS:g} s; its log:\n" + _tail(self.log_path, began)
         )
@@ -224,7 +294,7 @@ class Session:
                 with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._ray_port), timeout=1):
                     return
                 time.sleep(0.05)
-            self._processes.stop(keep=_FLOWER)
+            self._processes.stop(keep=(*_FLOWER, _WARM))
             # On the same port: the SuperLink's environment names it to the simulations.
             self._start_ray()
         raise LaunchError("Ray did not come up; the log:\n" + _tail(self.log_path, began))
@@ -286,7 +356,7 @@ class Session:
             # Unix socket paths end at about 100 characters; Ray appends about 70 to this folder.
             if len(str(self.home)) < 36:
                 env["RAY_TMPDIR"] = str(self.home)
-        return env
+        return self._warm.entered(env)
 
     # Runs
 
@@ -349,7 +419,7 @@ class Session:
 
     def _clear_run(self) -> None:
         """Stop what a run left: Ray's helpers may outlive it by minutes, and the next run must have the machine."""
-        self._processes.stop(keep=_FLOWER if self._ray_cpus is None else _FLOWER + _RAY, grace=0.3)
+        self._processes.stop(keep=(*_FLOWER, _WARM, *(() if self._ray_cpus is None else _RAY)), grace=0.3)
         self._active = None
 
 
@@ -481,6 +551,7 @@ class EventReader:
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _FLOWER = ("flower-superlink", "flower-superexec")
+_WARM = "warm.py"
 _RAY = (
     "fedapp-ray",
     "gcs_server",

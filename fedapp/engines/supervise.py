@@ -91,9 +91,15 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def runs(process: psutil.Process, *commands: str) -> bool:
-    """Tell whether one of the first words of a command line (interpreter, options, script) ends with such a path."""
+    """Tell whether one of the first words of a command line (interpreter, options, script) ends with such a path.
+
+    Forks of a warm process have its command line; the kernel knows the first 15 letters of what they stand for.
+    """
     with contextlib.suppress(psutil.Error):
-        return any(f"/{word}".endswith(f"/{command}") for word in process.cmdline()[:4] for command in commands)
+        words = process.cmdline()[:5]
+        if any(word.endswith("/warm.py") for word in words):
+            return process.name()[:15] in {command[:15] for command in commands}
+        return any(f"/{word}".endswith(f"/{command}") for word in words for command in commands)
     return False
 
 

@@ -1,17 +1,18 @@
-"""The warm process of a node: it has imported what every message needs, and forks for each of them.
+"""A warm process: it has imported what several programs need, and forks in place of starting them.
 
 Flower's SuperNode starts `flwr-clientapp` anew for every message, and most of the time of a small message is the import
-of PyTorch and of Flower. Here they are imported once. Every message keeps a process of its own, which does what
-`flwr-clientapp` does and ends; only the imports are shared. :mod:`fedapp.engines.supernode` starts the warm process,
-and :mod:`fedapp.engines.caller` stands in the place of `flwr-clientapp`.
+of PyTorch and of Flower. A simulation starts a SuperLink, its executor, the simulation and Ray's workers, and each of
+them imports the same once more. Here it is imported once. Every program keeps a process of its own, which does what it
+would do and ends; only the imports are shared, and the memory that they take. :mod:`fedapp.engines.forks` starts the
+warm process, and :mod:`fedapp.engines.caller` stands in the place of the programs.
 
 The warm process imports libraries alone. A run brings its own copy of fedapp, and may bring further code, and both are
 imported in the fork, so that no run finds anything of an earlier one. It has no connections, and no threads but those
 with which libraries of linear algebra begin, which know about forks. Of a fork it reads nothing but how it ended.
 Whoever is this user can ask it for a fork, and could start the program itself as well; others are refused.
 
-It ends with its SuperNode, which holds the other end of its standard input. Run as a script, this file imports nothing
-of fedapp.
+It ends with the process that started it, which holds the other end of its standard input. Run as a script, this file
+imports nothing of fedapp.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import contextlib
 import gc
 import importlib
 import os
+import runpy
 import selectors
 import shutil
 import signal
@@ -35,6 +37,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+NAME = "warm.py"
+"""What the kernel calls the warm process. Forks have the same command line, and the names of their programs."""
 PLACE = "warm"
 """Name of the socket in the folder."""
 REQUEST = 8 << 20
@@ -42,9 +46,9 @@ REQUEST = 8 << 20
 ARRIVES = 10.0
 """Seconds in which a request must have arrived. The small program sends it at once."""
 GRACE = 10.0
-"""Seconds that messages have to end when the SuperNode has ended, which they notice themselves."""
+"""Seconds that forks have to end when who started the warm process has ended, which they notice themselves."""
 OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
-"""Signals that the warm process handles itself: the first two end it as the end of its SuperNode does."""
+"""Signals that the warm process handles itself: the first two end it as the end of who started it does."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class Request:
     """
 
     folder: str
+    program: str
     words: Sequence[str]
     environment: dict[str, str]
     files: Sequence[int]
@@ -82,15 +87,22 @@ def received(connection: socket.socket) -> Request | None:
                 body = bytearray()
                 while len(body) < size and (more := connection.recv(size - len(body))):
                     body += more
-                folder, count, *fields = map(os.fsdecode, bytes(body).split(b"\0"))
+                folder, program, count, *fields = map(os.fsdecode, bytes(body).split(b"\0"))
                 pairs = (field.partition("=") for field in fields[int(count) :])
                 if len(body) == size:
-                    return Request(folder, fields[: int(count)], {k: v for k, _, v in pairs}, files)
+                    return Request(folder, program, fields[: int(count)], {k: v for k, _, v in pairs}, files)
     except (OSError, ValueError):
         pass
     for file in files:
         os.close(file)
     return None
+
+
+def refuse(connection: socket.socket, request: Request | None) -> None:
+    """Let who asked start the program itself."""
+    for file in request.files if request else ():
+        os.close(file)
+    connection.close()
 
 
 class Warm:
@@ -111,12 +123,36 @@ class Warm:
         for source in (self.listener, self.woken, 0):
             self.selector.register(source, selectors.EVENT_READ)
         self.forks: dict[int, socket.socket] = {}
+        self.programs: dict[str, str] = {}
+        self.early: list[tuple[socket.socket, Request]] = []
+        self.until: float | None = None
 
-    def serve(self) -> Request | None:
-        """Return the request in each fork, and None in the warm process when it is over."""
-        until: float | None = None
-        while until is None or (self.forks and time.monotonic() < until):
-            for key, _ in self.selector.select(None if until is None else max(0.0, until - time.monotonic())):
+    def offer(self, program: str, entry: str) -> Request | None:
+        """Stand for one more program from now on; return a request for it in each fork."""
+        self.programs[program] = entry
+        for asked in [(connection, request) for connection, request in self.early if request.program == program]:
+            self.early.remove(asked)
+            if request := self.fork(*asked):
+                return request
+        return None
+
+    def serve(self, complete: bool = True) -> Request | None:
+        """Return the request in each fork, and None in the warm process when it is over.
+
+        Parameters
+        ----------
+        complete : no program will be added, so wait for requests. Before, requests for other programs are kept.
+        """
+        if complete:
+            for asked in self.early:
+                refuse(*asked)
+            self.early.clear()
+        while self.until is None or (self.forks and time.monotonic() < self.until):
+            wait = None if self.until is None else max(0.0, self.until - time.monotonic())
+            events = self.selector.select(wait if complete else 0)
+            if not events and not complete:
+                return None
+            for key, _ in events:
                 source, over = key.fileobj, False
                 if self.selector.get_map().get(key.fd) != key:
                     continue  # closed because of another event of the same time
@@ -125,8 +161,14 @@ class Warm:
                         connection = self.listener.accept()[0]
                     except OSError:  # the caller is gone, or there are too many open files
                         continue
-                    if request := self.fork(connection):
-                        return request
+                    request = received(connection)
+                    if request is not None and request.program in self.programs:
+                        if self.fork(connection, request):
+                            return request
+                    elif request is not None and not complete:
+                        self.early.append((connection, request))
+                    else:
+                        refuse(connection, request)
                 elif isinstance(source, socket.socket):
                     self.heard(source)
                 elif source == self.woken:
@@ -134,8 +176,8 @@ class Warm:
                     self.reap()
                 else:
                     over = not os.read(0, 512)
-                if over and until is None:
-                    until = time.monotonic() + GRACE
+                if over and self.until is None:
+                    self.until = time.monotonic() + GRACE
                     self.selector.unregister(self.listener)
                     self.selector.unregister(0)
                     self.listener.close()  # who asks from now on starts the program itself
@@ -144,12 +186,8 @@ class Warm:
             os.waitpid(pid, 0)
         return None
 
-    def fork(self, connection: socket.socket) -> Request | None:
+    def fork(self, connection: socket.socket, request: Request) -> Request | None:
         """Fork for a request; return it in the fork, and None in the warm process."""
-        request = received(connection)
-        if request is None:
-            connection.close()
-            return None
         # A signal to a fork that still has the warm process's handlers would wake the warm process.
         signal.pthread_sigmask(signal.SIG_BLOCK, OURS)
         try:
@@ -185,7 +223,7 @@ class Warm:
             signal.signal(number, handler)
         self.selector.close()
         self.listener.close()
-        for connection in self.forks.values():
+        for connection in (*self.forks.values(), *(connection for connection, _ in self.early)):
             connection.close()
         os.close(self.woken)
         os.close(self.wakes)
@@ -217,18 +255,34 @@ class Warm:
                 connection.close()
 
 
-def become(program: str, request: Request) -> None:
-    """Make this fork look as if `program` had been started with what a request says."""
+def named(name: str) -> None:
+    """Let the kernel call this process so, as far as it keeps names (15 bytes)."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name)
+
+
+def become(request: Request) -> None:
+    """Make this fork look as if the program had been started with what a request says."""
     for at, file in enumerate(request.files):
         os.dup2(file, at)
         os.close(file)
+    named(Path(request.program).name)
     os.chdir(request.folder)
-    os.environ.clear()
-    os.environ.update(request.environment)
-    sys.argv = [program, *request.words]
-    sys.path.insert(0, str(Path(program).parent))
+    # Not all anew: what sets a title for a process, as Ray does, must find the variables that it began with.
+    for name in os.environ.keys() - request.environment.keys():
+        del os.environ[name]
+    os.environ.update({k: v for k, v in request.environment.items() if os.environ.get(k) != v})
+    sys.argv = [request.program, *request.words]
+    if request.program == sys.executable:
+        del sys.argv[0]
+    # Python reads both of these when it starts.
+    further = [entry for entry in request.environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[:0] = [str(Path(sys.argv[0]).parent), *(entry for entry in further if entry not in sys.path)]
     if numbers := sys.modules.get("numpy.random"):
         numbers.seed()  # Python's own generator does so itself, and PyTorch's begins with a constant
+    threads = request.environment.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and (pools := sys.modules.get("threadpoolctl")):
+        pools.threadpool_limits(int(threads))  # libraries of linear algebra read it when they are loaded
 
 
 def end(function: Callable[[], object]) -> NoReturn:
@@ -252,31 +306,50 @@ def end(function: Callable[[], object]) -> NoReturn:
     os._exit((code or 0) & 0xFF)
 
 
-def main(folder: str, program: str, entry: str, *libraries: str) -> None:
-    """Import an entry point's module and the libraries; run the entry point in each fork.
+def function_of(entry: str) -> Callable[[], object]:
+    """Return what `package.module:function` names, or without a name what runs a script in the place of Python."""
+    module, _, name = entry.partition(":")
+    if not module:
+        return lambda: runpy.run_path(sys.argv[0], run_name="__main__")
+    found: Callable[[], object] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def main(folder: str, *steps: str) -> None:
+    """Import libraries and stand for programs, in the order of `steps`; run a program in each fork.
 
     Parameters
     ----------
-    folder : of the socket; it is removed at the end.   program : path of the console script that the forks stand for.
-    entry : `package.module:function` that the script calls.
+    folder : of the socket; it is removed at the end.
+    steps : names of libraries, and PROGRAM=ENTRY: the path of a console script that forks stand for from then on, and
+        the `package.module:function` that it calls. PYTHON= stands for this interpreter with a script.
     """
     warm, here = Warm(folder), os.getpid()  # who asks early waits
+    named(NAME)
     try:
         gc.disable()
-        module, _, name = entry.partition(":")
-        function = getattr(importlib.import_module(module), name)
-        for library in libraries:
-            with contextlib.suppress(ImportError):  # a run that needs it says so
-                importlib.import_module(library)
-        gc.freeze()  # or the collector would write to all pages that forks share
-        gc.enable()
-        request = warm.serve()
+        request = None
+        for step in steps:
+            program, programs, entry = step.rpartition("=")
+            if programs:
+                request = warm.offer(program, entry)
+            else:
+                with contextlib.suppress(ImportError):  # a run that needs it says so
+                    importlib.import_module(step)
+            request = request or warm.serve(complete=False)
+            if request is not None or warm.until is not None:
+                break
+        if request is None:
+            gc.freeze()  # or the collector would write to all pages that forks share
+            gc.enable()
+            request = warm.serve()
     finally:
         if os.getpid() == here:
             shutil.rmtree(folder, ignore_errors=True)
     if request is not None:
-        become(program, request)
-        end(function)
+        gc.enable()
+        become(request)
+        end(function_of(warm.programs[request.program]))
 
 
 if __name__ == "__main__":

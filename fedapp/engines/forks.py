@@ -1,0 +1,151 @@
+"""Start a warm process (:mod:`fedapp.engines.warm`) whose forks stand for programs of Flower and of Ray.
+
+Flower starts its helper programs by bare name, from `PATH`. So a folder that stands first there gives those names
+another meaning, for the processes that have it in their environment, and nothing of Flower is changed. The folder is
+this user's alone.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+from fedapp.engines import control
+from fedapp.errors import BadRequest
+
+T = TypeVar("T")
+
+PYTHON = "fedapp-python"
+"""Name in the folder that stands for this interpreter with a script; what is started as `python` stays what it was."""
+PROGRAMS = ("flower-superlink", "flower-superexec", "flwr-simulation", "flwr-clientapp")
+"""Console scripts that forks can stand for."""
+LIBRARIES = (
+    "torch",
+    "torch.nested._internal.nested_tensor",
+    "numpy.ma",
+    "numpy.random",
+    "cryptography.hazmat.primitives.asymmetric.x25519",
+    "cryptography.hazmat.primitives.ciphers.aead",
+    "encodings.cp437",
+    "filelock",
+    "httpcore",
+    "safetensors.numpy",
+    "statistics",
+    "threadpoolctl",
+)
+"""What every client imports beside Flower. Nothing of fedapp, of which a run brings a copy of its own."""
+
+
+SIMULATION = (
+    "flwr.superlink.cli",
+    "flower-superlink",
+    "flwr.supercore.cli",
+    "flower-superexec",
+    "flwr.simulation.app",
+    "flwr.server.superlink.fleet.vce.backend",
+    *LIBRARIES,
+    "flwr-simulation",
+    PYTHON,
+)
+"""What the processes of a simulation import, and they. A SuperLink need not wait for PyTorch. Not Ray, which notes at
+its import what the environment says of a worker."""
+
+
+class Cold(Exception):
+    """There can be no warm process; the message says why."""
+
+
+class Forks:
+    """A warm process and its folder. It ends with :meth:`end`, or with this process.
+
+    Parameters
+    ----------
+    steps : in their order, libraries to import and names of programs to stand for from then on (:data:`PYTHON` too).
+    environment : of the warm process; its `PATH` says where the programs are.
+    settings : of `subprocess.Popen`.
+
+    Raises
+    ------
+    Cold : not here.
+    """
+
+    def __init__(self, steps: Sequence[str], environment: Mapping[str, str], **settings: Any) -> None:
+        if not sys.platform.startswith("linux"):
+            raise Cold(f"a warm process needs Linux, and this is {sys.platform}")
+        from fedapp.engines import caller, warm  # they need Linux
+
+        # In a container the first is often one from which no program may be started.
+        roots = [Path(tempfile.gettempdir()), Path(environment.get("FLWR_HOME", Path.home() / ".flwr"))]
+        root = next((r for r in roots if r.is_dir() and not os.statvfs(r).f_flag & os.ST_NOEXEC), None)
+        if root is None:
+            raise Cold(f"no program may be started in {' or '.join(map(str, roots))}: set TMPDIR to another folder")
+        self.folder = Path(tempfile.mkdtemp(prefix="fedapp-node-", dir=root))
+        place = self.folder / warm.PLACE
+        if len(os.fsencode(place)) > 107:
+            self.folder.rmdir()
+            raise Cold(f"{place} is too long for a socket: set TMPDIR to a shorter folder")
+        points = metadata.entry_points(group="console_scripts")
+        entries = {point.name: point.value for point in points if point.name in PROGRAMS} | {PYTHON: ""}
+        done = []
+        for step in steps:
+            if step not in entries:
+                done.append(step)
+                continue
+            program = sys.executable if step == PYTHON else control.executable(step, environment["PATH"])
+            call = [sys.executable, "-IS", caller.__file__, str(place), program]
+            script = self.folder / step
+            script.write_text(f'#!/bin/sh\nexec {shlex.join(call)} "$@"\n', encoding="utf-8")
+            script.chmod(0o700)
+            done.append(f"{program}={entries[step]}")
+        command = [sys.executable, "-P", warm.__file__, str(self.folder), *done]
+        # In a session of its own Ctrl-C reaches a fork once, through its caller.
+        self.process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, start_new_session=True, **settings
+        )
+        assert self.process.stdin is not None
+        self.stdin = self.process.stdin
+        while not place.exists() and self.process.poll() is None:  # who asks before that would start the program itself
+            time.sleep(0.005)
+
+    def path(self, after: str) -> str:
+        """Return a `PATH` in which its programs come first."""
+        return os.pathsep.join([str(self.folder), after])
+
+    def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function in a fork, so that what it loads does not stay in this process.
+
+        Raises
+        ------
+        BadRequest : the fork was killed.
+        Exception : whatever the function raises.
+        """
+        from fedapp.engines import called
+
+        handle, file = tempfile.mkstemp(dir=self.folder)
+        with os.fdopen(handle, "wb") as given:
+            pickle.dump(sys.path, given)
+            pickle.dump((function, args), given)
+        given_as = Path(file).stat().st_ino
+        subprocess.run([self.folder / PYTHON, called.__file__, file])
+        if Path(file).stat().st_ino == given_as:
+            raise BadRequest(
+                "the process that tries data and model before the run was killed; perhaps the memory ran out"
+            )
+        good, found = pickle.loads(Path(file).read_bytes())
+        if not good:
+            raise found
+        value: T = found
+        return value
+
+    def end(self) -> None:
+        """Let it end, which takes as long as its forks take."""
+        self.stdin.close()
