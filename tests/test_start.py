@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fedapp.engines.superlink import Warm
 from tests.house import ROOT
 
 SLOW = ("torch", "torchvision", "ray", "pandas", "scipy", "sklearn", "matplotlib", "requests")
@@ -112,6 +113,14 @@ def test_what_a_process_of_its_own_does_stays_there() -> None:
         "assert not warm.forks.folder.exists()"
     )
     assert code == 0, shown
+
+
+def test_who_wants_no_forks_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDAPP_COLD", "1")
+    with Warm() as warm:
+        warm.start()
+        environment = {"PATH": "bin"}
+        assert warm.process is None and warm.entered(environment) == environment
 
 
 @pytest.mark.parametrize(

@@ -59,6 +59,8 @@ PROGRESS_FILE = "progress.jsonl"
 SUMMARY_FILE = "summary.json"
 ERROR_FILE = "error.json"
 
+COLD = "FEDAPP_COLD"
+"""Environment variable that asks for processes which are not forked."""
 SUPERLINK_STARTS = 60.0
 """Seconds until the SuperLink, or Ray, must answer."""
 SIMULATION_STARTS = 120.0
@@ -143,8 +145,8 @@ class Warm:
         return self.forks.call(function, *args) if self.forks else function(*args)
 
     def start(self) -> None:
-        """Start it, unless it has been started before."""
-        if self.forks is None:
+        """Start it, unless it has been started before, or is not wanted."""
+        if self.forks is None and not os.environ.get(COLD):
             environment = {**control.environment(), supervise.MARKER: self.mark}
             with contextlib.suppress(Cold):
                 self.forks = Forks(SIMULATION, environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
