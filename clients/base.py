@@ -2,8 +2,8 @@
 
 The table lists the functions that a method's client may define, in the order in which a round calls them. They may
 change `self.model`, `self.own` (private arrays) and attributes that they set themselves. Only `self.model` and
-`self.own` are stored on disk after the round. Before the next one `self.own` is always restored, and the model unless
-the server sends all of it (see `needs_state`).
+`self.own` are stored on disk after the round. Before the next one `self.own` is always restored, and what of the model
+the server does not send (see `needs_state`).
 
 | function                          | when                                     | default                         |
 |-----------------------------------|------------------------------------------|---------------------------------|
@@ -44,7 +44,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -97,8 +97,7 @@ class FedClient(PositionalClient):
     private_logits: ClassVar[bool] = False
     """Whether a client adds logits of its own to those of the head."""
     needs_state: ClassVar[bool] = False
-    """Whether the method needs its stored model even if the server sends the whole model. `self.own` is always
-    restored."""
+    """Whether the method needs its stored model even where the server sends it. `self.own` is always restored."""
 
     def __init__(self, task: Task, method: Method, hparams: Any, store: ClientStore | None = None) -> None:
         self.task = task
@@ -115,6 +114,7 @@ class FedClient(PositionalClient):
         self.stored: Stored | None = None  # what `restore` has read, of which `self.own` is
         self._loaded: Stored | None = None
         self._starts_from_state = True
+        self._unread: Collection[str] = ()  # names in the stored state that a round does not read
         self.releaser: Releaser | None = None  # with `dp`: the only way in which numbers leave
         self._scoring = False  # whether a training is for a score alone, so that nothing of it leaves
         self.released = False  # whether what is sent is a copy of what was released before
@@ -377,14 +377,15 @@ class FedClient(PositionalClient):
             metrics.update(self.measure("received", balanced))
         scores, extras = self._train(payload, balanced)
         metrics.update(scores)
-        arrays = {**selection.extract(self.model, self.up_names()), **extras}
+        # Nobody changes the model after this: it is sent and stored from its own memory.
+        arrays = {**selection.views(self.model, self.up_names()), **extras}
         if not math.isnan(self.report.loss):
             metrics["train-loss"] = self.report.loss
         metrics["steps"] = self.report.steps
         metrics["train-seconds"] = self.report.seconds
         metrics.update(self.reply_metrics())
         if self.store is not None:
-            self.store.save(server_round, self.state())
+            self.store.save(server_round, self.state(), self._unread)
             head = self.scored("trained").head.weight
             self.store.note_head_norms(server_round, head.detach().double().norm(dim=1).cpu().numpy())
         return arrays, self.task.num_samples, metrics
@@ -559,8 +560,9 @@ class FedClient(PositionalClient):
         covered = self._covered(payload)
         self._loaded = None
         self._starts_from_state = always or self.needs_state or not covered
+        self._unread = () if always else self._replaced(payload)
         if self.store is not None and self._starts_from_state:
-            self.stored = self._loaded = self.store.load(server_round)
+            self.stored = self._loaded = self.store.load(server_round, without=self._unread)
         elif self.store is not None:
             # The server sends the whole model, so only the private arrays are read from the stored state.
             self.stored = self.store.load(server_round, "own/", needed=False)
@@ -573,6 +575,14 @@ class FedClient(PositionalClient):
             self.own = selection.under("own/", self._loaded.arrays)
         if self.device.type != "cpu":
             self.model.to(self.device)
+
+    def _replaced(self, payload: Payload) -> set[str]:
+        """Return the names, in a stored state, of what `receive` replaces before a method can have looked at it."""
+        kind = type(self)
+        looks = kind.restore is not FedClient.restore or kind.receive is not FedClient.receive
+        if self.needs_state or (looks and self._starts_from_state):
+            return set()
+        return {f"model/{name}" for name in payload.all()}
 
     def _new(self, skeleton: SplitModel) -> SplitModel:
         """Return this client's own initial model; `skeleton` is another one of its form."""
@@ -605,7 +615,8 @@ class FedClient(PositionalClient):
 
     def state(self) -> Arrays:
         """Return everything that is stored after the round."""
-        model = {f"model/{name}": a for name, a in selection.everything(self.scored("trained")).items()}
+        trained = self.scored("trained")
+        model = {f"model/{name}": a for name, a in selection.views(trained, trained.state_dict()).items()}
         return {**model, **{f"own/{name}": np.asarray(a) for name, a in self.own.items()}}
 
     def down_names(self) -> list[str]:

@@ -13,12 +13,12 @@ import torch
 
 from clients.base import FedClient
 from fedapp.core.averages import RunningMean
-from fedapp.learning.state import ClientStore
+from fedapp.learning.state import ClientStore, DamagedError
 from fedapp.method import BaseHParams, Payload, Reply
 from strategies.base import Callbacks, FedStrategy, weighted_mean
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.lgfedavg import METHOD as LGFEDAVG
-from tests.handmade import context, images, model_like, one_batch_task, point, whole
+from tests.handmade import context, head_of, images, model_like, one_batch_task, point, whole
 
 
 def test_a_client_that_never_trained_has_one_score_under_both_names(tmp_path: Path) -> None:
@@ -63,6 +63,59 @@ def test_an_evaluation_scores_only_what_is_measured(
         names = {k.partition("-")[0] for k in metrics}
         assert len(scored) == count and names == set(protocols) - {"global"} - ({"trained"} if train else set())
         FedClient(task, FEDAVG, BaseHParams(), store).train_round(sent, server_round)
+
+
+class Looks(FedClient):
+    """A client that looks at its own head before that of the server replaces it."""
+
+    def receive(self, payload: Payload) -> None:
+        self.left = self.model.head.bias.detach().clone()
+        super().receive(payload)
+
+
+def test_of_a_stored_model_nothing_is_read_that_the_server_sends(tmp_path: Path) -> None:
+    task = one_batch_task()
+    sent, hparams = head_of(model_like(task)), LGFEDAVG.hparams()
+
+    def client(kind: type[FedClient] = FedClient) -> FedClient:
+        return kind(task, LGFEDAVG, hparams, ClientStore(tmp_path / "0", "lgfedavg", "aa"))
+
+    first = client()
+    first.train_round(sent, 1)
+    looking = client(Looks)
+    looking.restore(2, sent)
+    looking.receive(sent)
+    assert torch.equal(looking.left, first.model.head.bias), "what an own function may look at is restored"
+    whole_again, _, _ = client().train_round(sent, 2)
+    path = tmp_path / "0" / "aa.000001.safetensors"
+    for array, read in ((first.model.head.weight, False), (next(first.model.features.parameters()), True)):
+        numbers = array.detach().numpy().tobytes()
+        good = path.read_bytes()
+        assert good.count(numbers) == 1
+        path.write_bytes(good.replace(numbers, bytes(len(numbers))))
+        if read:
+            with pytest.raises(DamagedError, match="SHA-256 of 'model/features"):
+                client().train_round(sent, 2)
+        else:
+            again, _, _ = client().train_round(sent, 2)
+            assert all(np.array_equal(again[n], whole_again[n]) for n in whole_again)
+            for reads in (lambda: client(Looks).train_round(sent, 2), lambda: client().evaluate_round(sent, 2)):
+                with pytest.raises(DamagedError, match=r"SHA-256 of 'model/head\.weight'"):
+                    reads()
+        path.write_bytes(good)
+
+
+def test_the_store_is_told_what_the_next_round_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task, told, save = one_batch_task(), [], ClientStore.save
+    monkeypatch.setattr(
+        ClientStore, "save", lambda self, r, arrays, unread: (told.append(unread), save(self, r, arrays))
+    )
+    for method, sent in ((LGFEDAVG, head_of(model_like(task))), (FEDAVG, whole(model_like(task)))):
+        for kind in (FedClient, Looks, type("Needs", (FedClient,), {"needs_state": True})):
+            store = ClientStore(tmp_path / method.id / kind.__name__, method.id, "aa")
+            kind(task, method, method.hparams(), store).train_round(sent, 1)
+    head, model = {f"model/{n}" for n in head_of(model_like(task)).all()}, {f"model/{n}" for n in sent.all()}
+    assert told == [head, set(), set(), model, model, set()]
 
 
 def test_validation_images_are_scored_beside_the_test_images(tmp_path: Path) -> None:

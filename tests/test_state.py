@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from fedapp.learning import state
 from fedapp.learning.state import ClientStore, StateError, read_head_norms, read_safetensors, write_safetensors
+from fedapp.method import Arrays
 
 
 def store(folder: Path, run: str = "aa", method: str = "m", warm: bool = False) -> ClientStore:
@@ -258,3 +264,33 @@ def test_arrays_are_read_by_prefix(tmp_path: Path) -> None:
     assert whole is not None and len(whole.arrays) == 3
     warm = store(tmp_path, run="bb", warm=True).load(1, "own/")
     assert warm is not None and sorted(warm.arrays) == ["own/a", "own/b"]
+
+
+def in_memory(path: Path) -> float:
+    """Return the share of a file that the kernel keeps in memory."""
+    with path.open("rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_COPY) as view:
+        pages = (ctypes.c_ubyte * -(-len(view) // mmap.PAGESIZE))()
+        first = ctypes.c_char.from_buffer(view)
+        where, size = ctypes.c_void_p(ctypes.addressof(first)), ctypes.c_size_t(len(view))
+        assert ctypes.CDLL(None).mincore(where, size, pages) == 0
+        del first
+        return sum(page & 1 for page in pages) / len(pages)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what it keeps")
+def test_the_kernel_keeps_no_large_file_that_nobody_reads_soon(tmp_path: Path) -> None:
+    """The memory of a file that has arrived on the disk is free with the next file."""
+    if subprocess.run(["stat", "-f", "-c", "%T", tmp_path], capture_output=True, text=True).stdout.strip() == "tmpfs":
+        pytest.skip("the folder for tests is in memory")
+    arrays = {"large": np.random.default_rng(0).random(1 << 20), "small": np.ones(9)}
+
+    def saved(client: int, unread: list[str], arrays: Arrays = arrays) -> Path:
+        path = ClientStore(tmp_path / str(client), "m", "aa").save(1, arrays, unread)
+        state.synced(path)
+        return path
+
+    read = [saved(0, []), saved(1, ["small"]), saved(2, ["x"], {"x": np.ones(1 << 18)})]
+    gone = saved(3, ["large"])
+    saved(4, ["large"])
+    assert [in_memory(path) for path in read] == [1.0, 1.0, 1.0] and in_memory(gone) < 0.2
+    assert np.array_equal(read_safetensors(gone)[0]["large"], arrays["large"])

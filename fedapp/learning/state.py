@@ -11,8 +11,11 @@ import hashlib
 import json
 import os
 import re
+import sys
 import tempfile
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +37,10 @@ MOST_ROUNDS = 1_000_000
 """A file's name has six digits for the round: one of a later round would never be removed."""
 _TOKEN = re.compile(r"\A[0-9a-f]{1,64}\Z")
 _NOTES = "head-norms"
+LARGE = 1 << 22
+"""Bytes of a file from which on it matters that the kernel keeps a copy in memory."""
+_recent: deque[Path] = deque(maxlen=4)
+"""The last files of this process that nobody reads soon."""
 _PART = re.compile(r"^\.(tmp\w{6}|.*\.safetensors\..*\.part)$")
 """Temporary files: of safetensors itself, which writes to another name too, and of `write_safetensors`."""
 AFRESH = "delete it to start this client afresh"
@@ -92,6 +99,25 @@ def synced(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def let_go(path: Path) -> None:
+    """Let the kernel reuse the memory in which it keeps a file that nobody reads soon.
+
+    It would keep the states of all clients, and take new memory for each. A call begins to write the file to the disk.
+    The calls for the next files then free what has arrived there, so that nobody waits for the disk. The first megabyte
+    stays: it has the header.
+    """
+    _recent.append(path)
+    if sys.platform != "linux":
+        return
+    for file in _recent:
+        with suppress(OSError):
+            handle = os.open(file, os.O_RDONLY)
+            try:
+                os.posix_fadvise(handle, 1 << 20, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(handle)
 
 
 def private_folder(folder: Path, durable: bool = False) -> None:
@@ -161,10 +187,16 @@ def write_safetensors(path: Path, arrays: Arrays, header: Mapping[str, object], 
     return _digest(contents)
 
 
-def read_checked(path: Path, prefix: str = "", remedy: str = AFRESH) -> tuple[Arrays, dict[str, Any], str]:
+def read_checked(
+    path: Path, prefix: str = "", remedy: str = AFRESH, without: Collection[str] = ()
+) -> tuple[Arrays, dict[str, Any], str]:
     """Read what `write_safetensors` wrote: arrays, as far as their names begin with `prefix`, header and digest.
 
     The bytes of all arrays that are read are compared with the header; a file of an earlier version has no digest ("").
+
+    Parameters
+    ----------
+    without : names of arrays that are not read.
 
     Raises
     ------
@@ -174,7 +206,7 @@ def read_checked(path: Path, prefix: str = "", remedy: str = AFRESH) -> tuple[Ar
         with safe_open(str(path), framework="numpy") as f:
             header = json.loads((f.metadata() or {})["fedapp"])
             names = list(f.keys())
-            arrays = {n: f.get_tensor(n) for n in names if n.startswith(prefix)}
+            arrays = {n: f.get_tensor(n) for n in names if n.startswith(prefix) and n not in without}
         if not isinstance(header, dict):
             raise ValueError("its header is no JSON object")
         contents = header.pop("contents", None)
@@ -292,7 +324,7 @@ class ClientStore:
                 found.append((m["run"], int(m["round"]), path))
         return sorted(found, key=lambda f: f[1])
 
-    def load(self, before: int, prefix: str = "", needed: bool = True) -> Stored | None:
+    def load(self, before: int, prefix: str = "", needed: bool = True, without: Collection[str] = ()) -> Stored | None:
         """Return the newest state written before round `before`, or None if the client is new.
 
         It must be the one that the server knows, or one that this client made of it while its replies did not arrive.
@@ -301,7 +333,7 @@ class ClientStore:
 
         Parameters
         ----------
-        prefix : read only the arrays whose names begin with it.
+        prefix : read only the arrays whose names begin with it.   without : names of those that are not read either.
         needed : whether the state must be the expected one even where `expected` is not binding. If not, a file that
             cannot be read counts as absent, and `ignored` says which.
 
@@ -311,7 +343,7 @@ class ClientStore:
             version wrote it.
         """
         try:
-            stored = self._newest(before, prefix)
+            stored = self._newest(before, prefix, without)
             known = self.expected.digest
             if known and (needed or self.expected.binding):
                 if stored is None:
@@ -334,22 +366,22 @@ class ClientStore:
             return None
         return stored
 
-    def _newest(self, before: int, prefix: str) -> Stored | None:
+    def _newest(self, before: int, prefix: str, without: Collection[str]) -> Stored | None:
         files = self._files()
         own = [f for f in files if f[0] == self.run]
         usable = [f for f in own if f[1] < (min(before, self.back) if self.back else before)]
         if usable:
-            return self._read(usable[-1], prefix)
+            return self._read(usable[-1], prefix, without)
         others = [f for f in files if f[0] != self.run]
         if self.warm_start and others:
             newest = max(others, key=lambda f: f[2].stat().st_mtime_ns)
-            stored = self._read(newest, prefix)
+            stored = self._read(newest, prefix, without)
             return Stored(0, stored.path, stored.arrays, counted=False)
         return None
 
-    def _read(self, file: tuple[str, int, Path], prefix: str) -> Stored:
+    def _read(self, file: tuple[str, int, Path], prefix: str, without: Collection[str]) -> Stored:
         run, server_round, path = file
-        arrays, header, digest = read_checked(path, prefix)
+        arrays, header, digest = read_checked(path, prefix, without=without)
         check_header(path, header, {"method": self.method}, "use another state-dir or federation")
         place = {"federation": self.folder.parent.name, "client": self.folder.name}
         remedy = "it belongs elsewhere: put this client's own file back, or delete this one"
@@ -359,13 +391,17 @@ class ClientStore:
         counted = not self._told or digest[:32] == self.expected.digest
         return Stored(server_round, path, arrays, digest[:32], str(header.get("expected", "")), counted)
 
-    def save(self, server_round: int, arrays: Arrays) -> Path:
+    def save(self, server_round: int, arrays: Arrays, unread: Collection[str] = ()) -> Path:
         """Write the state after `server_round`; keep this run's newest rounds and delete rounds that are repeated.
 
         The newest state that is not newer than round `keep` stays too.
 
         Other runs may be in progress in the same folder, so their states stay. A warm start has taken over the earlier
         run's state: it is deleted once this run has all the rounds that it keeps, when no resumed run can need it.
+
+        Parameters
+        ----------
+        unread : names of arrays that the next round does not read.
         """
         private_folder(self.folder, self.durable)
         path = self.folder / f"{self.run}.{server_round:06d}.safetensors"
@@ -380,6 +416,8 @@ class ClientStore:
             **({} if self.dp == "none" else {"dp": self.dp}),
         }
         self.written = write_safetensors(path, arrays, header, self.durable)[:32]
+        if sum(a.nbytes for name, a in arrays.items() if name in unread) > max(LARGE, path.stat().st_size / 2):
+            let_go(path)
         files = self._files()
         own = [f for f in files if f[0] == self.run and f[1] <= server_round]
         keep = [*own[-KEPT:], *[f for f in own if f[1] <= self.keep][-1:]]

@@ -46,10 +46,15 @@ def shared_names(model: nn.Module, prefixes: Iterable[str], buffers: str = "glob
     return [n for n in state if n in wanted and matches(n, prefixes) and not matches(n, held)]
 
 
+def views(model: nn.Module, names: Iterable[str]) -> Arrays:
+    """Return named arrays of a model, C-contiguous, in their own dtype, in the model's own memory where that can be."""
+    state = model.state_dict()
+    return {name: state[name].detach().cpu().contiguous().numpy() for name in names}
+
+
 def extract(model: nn.Module, names: Iterable[str]) -> Arrays:
     """Copy named arrays from a model, C-contiguous, in their own dtype."""
-    state = model.state_dict()
-    return {name: np.array(state[name].detach().cpu().contiguous().numpy(), copy=True, order="C") for name in names}
+    return {name: array.copy() for name, array in views(model, names).items()}
 
 
 def merge(model: nn.Module, arrays: Mapping[str, Array]) -> None:
