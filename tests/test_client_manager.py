@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -460,3 +461,17 @@ def test_few_of_many_messages_are_under_way(tmp_path: Path, monkeypatch: pytest.
 def test_a_reply_to_an_evaluation_holds_no_arrays() -> None:
     assert _no_arrays(Reply(0, 5, {}, {})) is None
     assert "'head.bias'" in str(_no_arrays(Reply(0, 5, {"head.bias": np.zeros(1)}, {})))
+
+
+@pytest.mark.parametrize("lasted", [0.1, 100.0])
+def test_few_large_messages_are_in_flight(lasted: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They run in any order, so all replies but one may wait for that of the first; each worker still has two."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    manager = ClientManager(SimpleNamespace(), Settings(queued=True), {})
+    manager.nodes = {c: c for c in range(100)}
+    manager.infos = {c: SimpleNamespace(num_samples=1) for c in range(100)}  # type: ignore[misc]
+    manager._lasted["train"] = lasted
+    for size, most in ((1 << 10, 100), (32 << 20, 16), (45 << 20, 11), (1 << 30, 4), (5 << 30, 4)):
+        order, at_once = manager._dispatch("train", range(100), size)
+        assert sorted(c for batch in order for c in batch) == list(range(100))
+        assert at_once == most if most < 100 else at_once >= 50

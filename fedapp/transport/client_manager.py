@@ -690,9 +690,12 @@ class ClientManager:
         def messages(order: Sequence[int]) -> list[list[int]]:
             return list(virtual.batches(order, sizes, bytes_each)) if several else [[c] for c in order]
 
+        # Messages in flight run in any order, so all but one of their replies may wait for the first.
+        waiting = max(1, HELD_BYTES // max(1, bytes_each))
+        most = min(most, max(enough, waiting // 2))
         if self._lasted.get(kind, math.inf) < WORTH_SORTING:
             return messages(ids), most
-        first = max(0, len(ids) - max(1, HELD_BYTES // max(1, bytes_each)))
+        first = max(0, len(ids) - waiting)
         order = messages([*ids[:first], *sorted(ids[first:], key=lambda c: (-sizes[c], c))])
         return order, min(most, max(len(order) // 2, enough))
 
