@@ -363,7 +363,7 @@ def _reply(stage: str, message: Message | Part, context: Context, read: Callable
             arrays = _hidden(context, config, client, given, arrays)
         if stage != "register" and not (client.task.privacy is not None and process.real_node()):
             metrics["seconds"] = time.perf_counter() - started
-        return reply_records(arrays, metrics, {**info, **facts}, config.wire_dtype, shared=not process.real_node())
+        return reply_records(arrays, metrics, {**info, **facts}, config.wire_dtype, lend=process.worker())
     except Exception as e:
         known = isinstance(e, (BadRequest, StateError, Unsafe))
         if known:

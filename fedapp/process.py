@@ -42,6 +42,11 @@ def real_node() -> bool:
     return not (_simulated or (ray is not None and ray.is_initialized()))
 
 
+def worker() -> bool:
+    """Return whether a client that runs now is in a worker of Ray, apart from the server of the same simulation."""
+    return not (_simulated or real_node())
+
+
 @functools.cache
 def keep_heap() -> bool:
     """Make glibc keep freed blocks; otherwise the kernel takes them back and each step pays for the page faults.

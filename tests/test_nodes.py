@@ -325,7 +325,9 @@ def test_a_process_knows_whether_it_is_a_real_node(monkeypatch: pytest.MonkeyPat
         assert not process.real_node()
     for inside in (True, False):
         monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda inside=inside: inside))
-        assert process.real_node() is not inside
+        assert process.real_node() is not inside and process.worker() is inside
+        with process.simulation():
+            assert not process.worker(), "the server is in this process"
 
 
 # ---- two runs at once ----------------------------------------------------------------------------------------------

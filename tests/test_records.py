@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
-from typing import Any
+import sys
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -12,18 +13,22 @@ from flwr.app import Array as FlowerArray
 from flwr.app import Message, RecordDict
 
 from fedapp.method import Payload
+from fedapp.transport.boundary import DTYPES, Contract, Good, read
 from fedapp.transport.local_grid import LocalGrid
 from fedapp.transport.records import (
     Encoder,
+    Part,
+    Records,
     arrays_of,
     encoded,
+    lent,
     payload_of,
-    recorded,
     reject,
     reply_of,
     reply_records,
     sealed,
 )
+from tests import handmade
 
 
 @pytest.fixture
@@ -72,7 +77,12 @@ def test_an_array_is_sent_as_flower_sends_it(array: np.ndarray) -> None:
 @pytest.mark.parametrize("array", ARRAYS, ids=lambda a: f"{a.dtype}{a.shape}")
 def test_within_a_simulation_the_numbers_are_copied_once_into_shared_memory(array: np.ndarray) -> None:
     """As Ray does it: the pickle has no numbers, and what is read back lies in the buffers that were given."""
-    sent = RecordDict({"arrays": recorded({"x": encoded(array, "fp32", shared=True)})})
+    [own, common] = (Encoder(shared=True).content(p, {})[0] for p in (Payload({"x": array}), Payload({}, {"x": array})))
+    for sent in (own, common):
+        travels(array, sent)
+
+
+def travels(array: np.ndarray, sent: RecordDict) -> None:
     apart: list[pickle.PickleBuffer] = []
     text = pickle.dumps(sent, protocol=5, buffer_callback=apart.append)
     assert b"records" not in text.replace(b"array_records", b""), "a worker reads it before it knows where fedapp is"
@@ -90,9 +100,67 @@ def test_within_a_simulation_the_numbers_are_copied_once_into_shared_memory(arra
     assert np.array_equal(pickle.loads(pickle.dumps(sent, protocol=5))["arrays"]["x"].numpy(), array)
 
 
+class Store:
+    """Stands for Ray, whose store pickles of a message refer to."""
+
+    kept: ClassVar[list[np.ndarray]] = []
+
+    @staticmethod
+    def is_initialized() -> bool:
+        return True
+
+    @classmethod
+    def put(cls, array: np.ndarray) -> int:
+        cls.kept.append(array.copy())
+        return len(cls.kept) - 1
+
+    @staticmethod
+    def get(reference: int) -> np.ndarray:
+        return Store.kept[reference]
+
+
+def test_ray_stores_once_what_several_messages_have_in_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", Store)
+    monkeypatch.setattr(Store, "kept", [])
+    encoder, common = Encoder(shared=True), {"w": np.arange(9, dtype=np.float32)}
+    for c in (1, 2):
+        content, _ = encoder.content(Payload({"own": np.full(3, c)}, common), {})
+        apart: list[pickle.PickleBuffer] = []
+        text = pickle.dumps(content, protocol=5, buffer_callback=apart.append)
+        assert b"fedapp" not in text.replace(b"tests.test_records", b"") and common["w"].tobytes() not in text
+        record = pickle.loads(text, buffers=apart)["arrays"]
+        assert len(apart) == 1, "the client's own array"
+        found = arrays_of(record, checked=True)
+        assert handmade.equal(found, {"own": np.full(3, c), **common}) and len(Store.kept) == 1
+        assert np.shares_memory(found["w"], Store.kept[0])
+    monkeypatch.setattr(Store, "is_initialized", lambda: False)
+    content, _ = Encoder(shared=True).content(Payload({}, {"x": common["w"]}), {})
+    travels(common["w"], content)
+
+
+@pytest.mark.parametrize("wire", ["fp32", "fp16"])
+@pytest.mark.parametrize("array", ARRAYS, ids=lambda a: f"{a.dtype}{a.shape}")
+def test_a_worker_sends_its_arrays_from_where_they_are(array: np.ndarray, wire: str) -> None:
+    """Ray copies them once; the server's checks take them without a header, and nobody can write them."""
+    records = reply_records({"x": array}, {"num-examples": 1}, {"client": 1}, wire, lend=True)
+    apart: list[pickle.PickleBuffer] = []
+    text = pickle.dumps(sealed(records), protocol=5, buffer_callback=apart.append)
+    if wire == "fp32" and array.flags.c_contiguous and array.size:
+        assert np.shares_memory(np.frombuffer(apart[0], np.uint8), array)
+    content = pickle.loads(text, buffers=[memoryview(bytes(b.raw())) for b in apart])
+    reply = Part(Records(content.array_records, content.metric_records, content.config_records))
+    found = reply_of(reply)[0]["x"]
+    assert found.dtype == array.dtype and np.allclose(found, array, atol=1e-3)
+    if str(array.dtype) in DTYPES:
+        good = read(reply, Contract(1, "train", "m", {}, lambda name: True, 1000, 1, wire))
+        assert isinstance(good, Good) and np.array_equal(good.arrays["x"], found)
+    assert memoryview(records.array_records["arrays"]["x"].data).readonly
+
+
 def test_objects_of_python_are_not_sent() -> None:
-    with pytest.raises(TypeError, match="objects"):
-        encoded(np.array([{}]), "fp32")
+    for send in (encoded, lent):
+        with pytest.raises(TypeError, match="objects"):
+            send(np.array([{}]), "fp32")
 
 
 def test_the_arrays_of_a_reply_cannot_be_written(message: Message) -> None:

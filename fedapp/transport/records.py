@@ -7,7 +7,8 @@ import io
 import json
 import math
 import pickle
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -56,25 +57,60 @@ class _Shared(FlowerArray):
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         if int(protocol) < 5:  # such as that of copy.deepcopy
             return super().__reduce_ex__(protocol)
-        found = {"dtype": self.dtype, "shape": self.shape, "stype": self.stype, "data": pickle.PickleBuffer(self.data)}
+        found = {"dtype": self.dtype, "shape": self.shape, "stype": self.stype, "data": self._mapped()}
         # Without a function of fedapp: a worker of Ray reads a message before it knows where the app lies.
         return copyreg._reconstructor, (FlowerArray, object, None), found  # type: ignore[attr-defined]
 
+    def _mapped(self) -> Any:
+        return pickle.PickleBuffer(self.data)
 
-def encoded(array: Array, wire_dtype: str, shared: bool = False) -> FlowerArray:
-    """Return an array for a message: the bytes of `numpy.save`, put together in one copy.
 
-    Parameters
-    ----------
-    shared : the message stays within a simulation.
-    """
+class _Common(_Shared):
+    """An array of several messages, which Ray copies once for all of them, as long as this object is there."""
+
+    _stored: Any = None
+
+    def _mapped(self) -> Any:
+        ray: Any = sys.modules.get("ray")
+        if ray is None or not ray.is_initialized():
+            return super()._mapped()
+        if self._stored is None:
+            self._stored = _Stored(ray.get, ray.put(np.frombuffer(self.data, np.uint8)))
+        return self._stored
+
+
+class _Stored(NamedTuple):
+    """Stands for what Ray has stored: whoever reads a message with it gets the memory."""
+
+    get: Callable[[Any], Any]
+    reference: Any
+
+    def __reduce__(self) -> Any:
+        return self.get, (self.reference,)
+
+
+def encoded(array: Array, wire_dtype: str, kind: type[FlowerArray] = FlowerArray) -> FlowerArray:
+    """Return an array for a message: the bytes of `numpy.save`, put together in one copy."""
+    array = _plain(array, wire_dtype)
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
+    return kind(str(array.dtype), array.shape, "numpy.ndarray", b"".join((header.getvalue(), array.data)))
+
+
+def lent(array: Array, wire_dtype: str) -> FlowerArray:
+    """Return an array for Ray to take to another process: the numbers where they are, without a header of their own."""
+    array = _plain(array, wire_dtype)
+    found = _Shared.__new__(_Shared)  # the constructor of Flower's takes bytes alone
+    data = array.reshape(-1).view(np.uint8).data.toreadonly()
+    found.__dict__.update(dtype=str(array.dtype), shape=array.shape, stype="numpy.ndarray", data=data)
+    return found
+
+
+def _plain(array: Array, wire_dtype: str) -> Array:
     array = np.asarray(_narrow(array, wire_dtype), order="C")
     if array.dtype.hasobject:
         raise TypeError("an array of Python objects cannot be sent")
-    header = io.BytesIO()
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
-    kind = _Shared if shared else FlowerArray
-    return kind(str(array.dtype), array.shape, "numpy.ndarray", b"".join((header.getvalue(), array.data)))
+    return array
 
 
 def recorded(arrays: Mapping[str, FlowerArray]) -> ArrayRecord:
@@ -112,7 +148,7 @@ class Encoder:
         # The array itself is kept beside its id: an id is given out again once its object is gone.
         found = self._known.get(id(array))
         if found is None or found[0] is not array:
-            found = (array, encoded(array, self.wire_dtype, self.shared))
+            found = (array, encoded(array, self.wire_dtype, _Common if self.shared else FlowerArray))
             self._known[id(array)] = found
         return found[1]
 
@@ -124,7 +160,8 @@ class Encoder:
     def records(self, payload: Payload, control: Mapping[str, Scalar]) -> tuple[Records, int]:
         """Return what the message to a client holds, and the bytes of its arrays as they are sent."""
         arrays = {name: self.common(a) for name, a in payload.common.items()}
-        arrays.update({name: encoded(a, self.wire_dtype, self.shared) for name, a in payload.arrays.items()})
+        kind = _Shared if self.shared else FlowerArray
+        arrays.update({name: encoded(a, self.wire_dtype, kind) for name, a in payload.arrays.items()})
         casts = {n: str(a.dtype) for n, a in payload.all().items() if str(a.dtype) != arrays[n].dtype}
         header = {**control, CAST: json.dumps(casts)}
         records = Records({ARRAYS: arrays}, {}, {SCALARS: dict(payload.scalars), CONTROL: header})
@@ -228,15 +265,15 @@ def payload_of(message: Message | Part, checked: bool = False) -> tuple[Payload,
 
 
 def reply_records(
-    arrays: Arrays, metrics: Mapping[str, Any], info: Mapping[str, Scalar], wire_dtype: str, shared: bool = False
+    arrays: Arrays, metrics: Mapping[str, Any], info: Mapping[str, Scalar], wire_dtype: str, lend: bool = False
 ) -> Records:
     """Return what a client's reply holds: arrays, numbers (or lists of numbers), and plain facts about the client.
 
     Parameters
     ----------
-    shared : the reply stays within a simulation.
+    lend : Ray takes the reply to another process, from where the arrays are. Until then nobody may change them.
     """
-    sent = {name: encoded(a, wire_dtype, shared) for name, a in arrays.items()}
+    sent = {name: (lent if lend else encoded)(a, wire_dtype) for name, a in arrays.items()}
     casts = {n: str(a.dtype) for n, a in arrays.items() if str(a.dtype) != sent[n].dtype}
     numbers = {k: _number(v) for k, v in metrics.items()}
     if odd := next((k for k, v in info.items() if not isinstance(v, (bool, int, float, str))), None):
