@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedapp.engines.superlink import Warm
+from fedapp.engines.forks import Warm
 from tests.house import ROOT
 
 SLOW = ("torch", "torchvision", "ray", "pandas", "scipy", "sklearn", "matplotlib", "requests")
@@ -102,7 +102,7 @@ def test_the_command_that_waits_for_a_simulation_has_given_pytorch_back(tmp_path
 def test_what_a_process_of_its_own_does_stays_there() -> None:
     code, shown, _ = loaded(
         "import os\n"
-        "from fedapp.engines.superlink import Warm\n"
+        "from fedapp.engines.forks import Warm\n"
         "with Warm() as warm:\n"
         "    assert warm.call(os.getpid) not in (os.getpid(), warm.process.pid)\n"
         "    warm.call(eval, \"__import__('fedapp.models.zoo') and 1\")\n"
@@ -130,7 +130,7 @@ def test_the_error_of_a_process_of_its_own_is_raised(does: str, raised: str) -> 
     code, shown, _ = loaded(
         "import os\n"
         "from fedapp.config import from_flat\n"
-        "from fedapp.engines.superlink import Warm\n"
+        "from fedapp.engines.forks import Warm\n"
         "from fedapp.errors import BadRequest\n"
         "with Warm() as warm:\n"
         f"    try: warm.call({does})\n"

@@ -7,19 +7,24 @@ this user's alone.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import pickle
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fedapp.engines import control
+from fedapp.engines import control, supervise
+from fedapp.engines.resources import cluster_address
 from fedapp.errors import BadRequest
 
 T = TypeVar("T")
@@ -58,6 +63,10 @@ SIMULATION = (
 )
 """What the processes of a simulation import, and they. A SuperLink need not wait for PyTorch. Not Ray, which notes at
 its import what the environment says of a worker."""
+
+
+COLD = "FEDAPP_COLD"
+"""Environment variable that asks for processes which are not forked."""
 
 
 class Cold(Exception):
@@ -149,3 +158,60 @@ class Forks:
     def end(self) -> None:
         """Let it end, which takes as long as its forks take."""
         self.stdin.close()
+
+
+class Warm:
+    """The process from which the SuperLink, its executor, the simulation and Ray's workers are forked.
+
+    It bears the mark of the session whose processes these are. Where there can be none, all of them are started anew.
+    """
+
+    def __init__(self) -> None:
+        self.mark = uuid.uuid4().hex
+        self.forks: Forks | None = None
+
+    @property
+    def process(self) -> subprocess.Popen[bytes] | None:
+        """The process, if there is one."""
+        return self.forks.process if self.forks else None
+
+    def __enter__(self) -> Warm:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.clear()
+
+    def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function in a fork that ends with the call, so that what it loads does not stay in this process.
+
+        PyTorch and the data of a run are half a gigabyte. If PyTorch is there already, or no fork is possible, this
+        process calls the function itself.
+        """
+        if "torch" in sys.modules:
+            return function(*args)
+        self.start()
+        return self.forks.call(function, *args) if self.forks else function(*args)
+
+    def start(self) -> None:
+        """Start it, unless it has been started before, or is not wanted."""
+        if self.forks is None and not os.environ.get(COLD):
+            environment = {**control.environment(), supervise.MARKER: self.mark}
+            with contextlib.suppress(Cold):
+                self.forks = Forks(SIMULATION, environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def entered(self, environment: dict[str, str]) -> dict[str, str]:
+        """Return an environment in which the programs are forks of it."""
+        if self.forks is None:
+            return environment
+        found = {**environment, "PATH": self.forks.path(environment["PATH"])}
+        if not cluster_address():
+            # The way in which Ray's own job manager says by what workers are started.
+            job = {"runtime_env": {"py_executable": str(self.forks.folder / PYTHON)}}
+            found.setdefault("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
+        return found
+
+    def clear(self) -> None:
+        """Remove what it leaves when it was killed."""
+        if self.forks is not None:
+            self.forks.end()
+            shutil.rmtree(self.forks.folder, ignore_errors=True)

@@ -147,7 +147,8 @@ def run_and_report(
             config, _ = _examined(*seen)
             code = local(config, stack.enter_context(Follower()))
         else:
-            from fedapp.engines.superlink import Session, Warm
+            from fedapp.engines.forks import Warm
+            from fedapp.engines.superlink import Session
 
             warm = stack.enter_context(Warm())
             # The processes that train look at data and model again; this one then only waits for them.

@@ -35,12 +35,11 @@ import time
 import tomllib
 import urllib.error
 import urllib.request
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import tomli_w
@@ -48,7 +47,7 @@ from flwr.common.config import flatten_dict
 
 from fedapp.engines import control, supervise
 from fedapp.engines.control import Control, LaunchError, stage
-from fedapp.engines.forks import PYTHON, SIMULATION, Cold, Forks
+from fedapp.engines.forks import Warm
 from fedapp.engines.resources import cluster_address
 from fedapp.errors import BadRequest, plain, suggest
 
@@ -59,8 +58,6 @@ PROGRESS_FILE = "progress.jsonl"
 SUMMARY_FILE = "summary.json"
 ERROR_FILE = "error.json"
 
-COLD = "FEDAPP_COLD"
-"""Environment variable that asks for processes which are not forked."""
 SUPERLINK_STARTS = 60.0
 """Seconds until the SuperLink, or Ray, must answer."""
 SIMULATION_STARTS = 120.0
@@ -68,7 +65,6 @@ SIMULATION_STARTS = 120.0
 SIMULATION_ENDS = 60.0
 """Seconds that the simulation may take to end once its results are written; then it is stopped."""
 
-T = TypeVar("T")
 Scalar = bool | int | float | str
 
 
@@ -110,63 +106,6 @@ class Outcome:
         else:
             say(plain(f"the run failed: {self.status} {self.details}\n{self.log_tail}", whole=True))
         return 1
-
-
-class Warm:
-    """The process from which the SuperLink, its executor, the simulation and Ray's workers are forked.
-
-    It bears the mark of the session whose processes these are. Where there can be none, all of them are started anew.
-    """
-
-    def __init__(self) -> None:
-        self.mark = uuid.uuid4().hex
-        self.forks: Forks | None = None
-
-    @property
-    def process(self) -> subprocess.Popen[bytes] | None:
-        """The process, if there is one."""
-        return self.forks.process if self.forks else None
-
-    def __enter__(self) -> Warm:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.clear()
-
-    def call(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function in a fork that ends with the call, so that what it loads does not stay in this process.
-
-        PyTorch and the data of a run are half a gigabyte. If PyTorch is there already, or no fork is possible, this
-        process calls the function itself.
-        """
-        if "torch" in sys.modules:
-            return function(*args)
-        self.start()
-        return self.forks.call(function, *args) if self.forks else function(*args)
-
-    def start(self) -> None:
-        """Start it, unless it has been started before, or is not wanted."""
-        if self.forks is None and not os.environ.get(COLD):
-            environment = {**control.environment(), supervise.MARKER: self.mark}
-            with contextlib.suppress(Cold):
-                self.forks = Forks(SIMULATION, environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-    def entered(self, environment: dict[str, str]) -> dict[str, str]:
-        """Return an environment in which the programs are forks of it."""
-        if self.forks is None:
-            return environment
-        found = {**environment, "PATH": self.forks.path(environment["PATH"])}
-        if not cluster_address():
-            # The way in which Ray's own job manager says by what workers are started.
-            job = {"runtime_env": {"py_executable": str(self.forks.folder / PYTHON)}}
-            found.setdefault("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
-        return found
-
-    def clear(self) -> None:
-        """Remove what it leaves when it was killed."""
-        if self.forks is not None:
-            self.forks.end()
-            shutil.rmtree(self.forks.folder, ignore_errors=True)
 
 
 class Session:

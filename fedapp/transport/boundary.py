@@ -481,7 +481,7 @@ def _array_problem(name: str, array: FlowerArray, contract: Contract) -> str | N
         return f"'{name}' has shape {shape}, expected {tuple(expected)}"
     size = math.prod(shape) * np.dtype(array.dtype).itemsize
     if not isinstance(array.data, bytes) and len(array.data) == size:
-        return None  # from a worker of the same simulation: without a header
+        return None  # from a worker of the same simulation, or in a pack: without a header
     if not size < len(array.data) <= size + NPY_HEADER:
         return f"'{name}' has {len(array.data)} bytes, {array.dtype} of shape {shape} has {size}"
     try:
