@@ -54,7 +54,7 @@ from clients._flower import PositionalClient
 from fedapp import process, sampling
 from fedapp.errors import BadRequest
 from fedapp.lazy import F, Tensor, nn, torch
-from fedapp.learning import dp_sgd
+from fedapp.learning import compiled, dp_sgd
 from fedapp.learning.dp_sgd import NoisySteps
 from fedapp.learning.evaluation import CONFUSION, Scores, batched, confusion, evaluate, measured
 from fedapp.learning.releases import Releaser
@@ -236,6 +236,8 @@ class FedClient(PositionalClient):
         self.check_batches()
         _ = self.class_weights
         spec = self.train_spec()
+        if spec.compiled:
+            compiled.prepare()
         for epochs in self.phase_epochs():
             spec.step_rates(epochs * len(batch_slices(self.task.num_samples, spec.batch_size)))
 
@@ -283,6 +285,7 @@ class FedClient(PositionalClient):
     def run_phase(self, phase: Phase) -> TrainReport:
         """Train what a phase names on the training split, and nothing else."""
         model = self.model if phase.model is None else phase.model
+        _ = self.class_weights  # takes a lock at its first use, where the compiler would cut a step in two
         with trained_alone(model, phase.prefixes) as held:
             return train(
                 model,

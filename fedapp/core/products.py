@@ -22,9 +22,17 @@ WORTH_A_COPY = 64
 """Rows of one factor from which it pays to copy the other without gaps (on Zen 5 the two are even at 40 rows)."""
 
 
-@functools.cache
 def onednn_is_faster() -> bool:
     """Return whether this processor has 512-bit instructions that MKL does not use, and PyTorch a oneDNN that does."""
+    return _onednn_is_faster()
+
+
+# PyTorch's compiler cannot look into it: it asks once.
+onednn_is_faster._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _onednn_is_faster() -> bool:
     return (
         torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
