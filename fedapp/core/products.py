@@ -22,17 +22,9 @@ WORTH_A_COPY = 64
 """Rows of one factor from which it pays to copy the other without gaps (on Zen 5 the two are even at 40 rows)."""
 
 
+@functools.cache
 def onednn_is_faster() -> bool:
     """Return whether this processor has 512-bit instructions that MKL does not use, and PyTorch a oneDNN that does."""
-    return _onednn_is_faster()
-
-
-# PyTorch's compiler cannot look into it: it asks once.
-onednn_is_faster._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _onednn_is_faster() -> bool:
     return (
         torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -114,10 +106,12 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class Linear(nn.Linear):
-    """PyTorch's linear layer with the faster product; under autocast and on a GPU it is PyTorch's own."""
+    """PyTorch's linear layer with the faster product; under autocast, on a GPU and compiled it is PyTorch's own."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Return ``x W^T + b``, (B, out), for ``x`` of shape (B, in)."""
-        if _suits(x, self.weight) and not torch.is_autocast_enabled("cpu"):
+        # PyTorch's compiler takes oneDNN's product for weights alone that do not change.
+        compiling = torch.compiler.is_compiling()
+        if not compiling and _suits(x, self.weight) and not torch.is_autocast_enabled("cpu"):
             return _product(x, self.weight, self.bias)
         return super().forward(x)
