@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedapp.data.cache import cache_root
 from fedapp.errors import BadRequest
 from fedapp.lazy import Tensor, torch
-
-if TYPE_CHECKING:
-    from fedapp.learning.training import Batch
-
-    Loss = Callable[[Batch], Tensor]
 
 LEAVE = "or leave compile out"
 
@@ -45,7 +40,7 @@ def prepare() -> None:
         ) from e
 
 
-def compiled(loss: Loss, batch_size: int) -> Loss:
+def compiled(loss: Callable[[Any], Tensor], batch_size: int) -> Callable[[Any], Tensor]:
     """Return a loss that is compiled for batches of `batch_size`; all others are computed as without the compiler.
 
     PyTorch keeps machine code with the code of the function, and takes it again wherever all that the function looks
@@ -54,14 +49,14 @@ def compiled(loss: Loss, batch_size: int) -> Loss:
 
     Parameters
     ----------
-    loss : of a batch, a scalar tensor.
+    loss : of a `Batch`, a scalar tensor.
     """
     prepare()
     # Dropout draws what it draws without the compiler.
     options: dict[str, Any] = {"fallback_random": True}
     fast = torch.compile(loss, options=options)
 
-    def of(batch: Batch) -> Tensor:
+    def of(batch: Any) -> Tensor:
         if len(batch.y) != batch_size:
             return loss(batch)
         # Two batch sizes in one process are compiled one by one. What differs between clients, such as a method's
