@@ -107,3 +107,15 @@ def test_a_node_answers_in_the_form_in_which_it_was_asked(monkeypatch: pytest.Mo
     for message, form in ((plain, "arrays"), (sent, PACKED)):
         assert set(App()(message, None).content.array_records) == {form}  # type: ignore[arg-type]
     assert seen == [{"arrays"}, {"arrays"}]
+
+
+def test_an_index_that_would_fill_the_memory_is_neither_read_nor_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSON of empty lists takes twenty times its size."""
+    index = b"[" + b"[]," * (1 << 19) + b"[]]"
+    data = len(index).to_bytes(8, "big") + index
+    with pytest.raises(ValueError, match=f"has {len(index)} bytes, at most {1 << 20}"):
+        apart(FlowerArray("uint8", (len(data),), "fedapp.pack", data))
+    monkeypatch.setattr("fedapp.transport.packing.INDEX", 100)
+    [many], [few] = messages({}), messages({}, common={"a": np.ones(2, np.float32)})
+    pack([many, few])
+    assert set(many.content.array_records) == {"arrays"} and set(few.content.array_records) == {PACKED}

@@ -417,8 +417,15 @@ def started(folder: Path, *steps: str, **variables: str) -> subprocess.Popen[byt
     return process
 
 
-def called(folder: Path, program: str | Path, *words: str, **variables: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-IS", caller.__file__, str(folder / "warm-folder" / warm.PLACE), str(program), *words]
+def called(folder: Path, program: str | Path, *words: str | Path, **variables: str) -> subprocess.Popen[str]:
+    command = [
+        sys.executable,
+        "-IS",
+        caller.__file__,
+        str(folder / "warm-folder" / warm.PLACE),
+        str(program),
+        *map(str, words),
+    ]
     env = {**os.environ, **variables}
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
 
@@ -465,6 +472,14 @@ def test_a_fork_in_the_place_of_python_runs_a_script_as_python_would(tmp_path: P
         "    sys.exit(6)\n"
     )
     process = started(tmp_path, "numpy", "threadpoolctl", f"{sys.executable}=", OMP_NUM_THREADS="2", GONE="x")
+    ends = tmp_path / "scripts" / "ends.py"
+    ends.write_text("import time, sys\nprint('at once')\ntime.sleep(float(sys.argv[1]))\n")
+    ended = called(tmp_path, sys.executable, ends, "0")
+    assert ended.communicate(timeout=20)[0] == "at once\n" and ended.returncode == 0, "and nothing more"
+    waits = called(tmp_path, sys.executable, ends, "30", PYTHONUNBUFFERED="1")
+    assert waits.stdout is not None and waits.stdout.readline() == "at once\n"
+    waits.kill()
+    waits.wait()
     script = str(tmp_path / "scripts" / "run.py")
     call = called(
         tmp_path, sys.executable, script, "a b", PYTHONPATH=str(tmp_path / "more"), OMP_NUM_THREADS="1", MINE="yes"

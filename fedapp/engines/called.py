@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
+import threading
+import time
+import traceback
 from pathlib import Path
 
 
-def main(file: str) -> None:
+def main(file: str, caller: int) -> None:
     """Replace a file that holds the search path, and a function with its arguments, by what the function returns.
 
     The file then holds (True, the value) or (False, the exception).
+
+    Parameters
+    ----------
+    caller : id of the process that waits; this one ends with it.
     """
+    threading.Thread(target=_follow, args=(caller,), daemon=True).start()
     with Path(file).open("rb") as given:
         sys.path[:] = pickle.load(given)
         function, args = pickle.load(given)
@@ -19,12 +28,33 @@ def main(file: str) -> None:
         found = pickle.dumps((True, function(*args)))
     except KeyboardInterrupt:  # who asked has it too
         return
-    except Exception as e:
-        found = pickle.dumps((False, e))
+    except BaseException as e:
+        found = _error(e)
     written = Path(f"{file}.new")
     written.write_bytes(found)
     written.replace(file)
 
 
+def _error(e: BaseException) -> bytes:
+    """Return an exception with where it was raised, or in words if it cannot be sent."""
+    where = traceback.format_exc()
+    e.add_note(where)
+    try:
+        found = pickle.dumps((False, e))
+        pickle.loads(found)
+    except Exception:
+        found = pickle.dumps((False, RuntimeError(where)))
+    return found
+
+
+def _follow(caller: int) -> None:
+    while True:
+        time.sleep(0.5)
+        try:
+            os.kill(caller, 0)
+        except OSError:
+            os._exit(1)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

@@ -90,17 +90,23 @@ class Forks:
     def __init__(self, steps: Sequence[str], environment: Mapping[str, str], **settings: Any) -> None:
         if not sys.platform.startswith("linux"):
             raise Cold(f"a warm process needs Linux, and this is {sys.platform}")
+        self.folder = Path(tempfile.mkdtemp(prefix="fedapp-node-", dir=_root(environment)))
+        try:
+            self.process = self._started(steps, environment, settings)
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+
+        assert self.process.stdin is not None
+        self.stdin = self.process.stdin
+
+    def _started(
+        self, steps: Sequence[str], environment: Mapping[str, str], settings: Mapping[str, Any]
+    ) -> subprocess.Popen[bytes]:
         from fedapp.engines import caller, warm  # they need Linux
 
-        # In a container the first is often one from which no program may be started.
-        roots = [Path(tempfile.gettempdir()), Path(environment.get("FLWR_HOME", Path.home() / ".flwr"))]
-        root = next((r for r in roots if r.is_dir() and not os.statvfs(r).f_flag & os.ST_NOEXEC), None)
-        if root is None:
-            raise Cold(f"no program may be started in {' or '.join(map(str, roots))}: set TMPDIR to another folder")
-        self.folder = Path(tempfile.mkdtemp(prefix="fedapp-node-", dir=root))
         place = self.folder / warm.PLACE
         if len(os.fsencode(place)) > 107:
-            self.folder.rmdir()
             raise Cold(f"{place} is too long for a socket: set TMPDIR to a shorter folder")
         points = metadata.entry_points(group="console_scripts")
         entries = {point.name: point.value for point in points if point.name in PROGRAMS} | {PYTHON: ""}
@@ -112,18 +118,18 @@ class Forks:
             program = sys.executable if step == PYTHON else control.executable(step, environment["PATH"])
             call = [sys.executable, "-IS", caller.__file__, str(place), program]
             script = self.folder / step
-            script.write_text(f'#!/bin/sh\nexec {shlex.join(call)} "$@"\n', encoding="utf-8")
+            text = f'#!/bin/sh\nexec {shlex.join(call)} "$@"\n'
+            if step == PYTHON:  # a fork runs scripts alone
+                text = text.replace("exec", f'case "$1" in -*) exec {shlex.quote(program)} "$@";; esac\nexec', 1)
+            script.write_text(text, encoding="utf-8")
             script.chmod(0o700)
             done.append(f"{program}={entries[step]}")
         command = [sys.executable, "-P", warm.__file__, str(self.folder), *done]
         # In a session of its own Ctrl-C reaches a fork once, through its caller.
-        self.process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, start_new_session=True, **settings
-        )
-        assert self.process.stdin is not None
-        self.stdin = self.process.stdin
-        while not place.exists() and self.process.poll() is None:  # who asks before that would start the program itself
+        process = subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, start_new_session=True, **settings)
+        while not place.exists() and process.poll() is None:  # who asks before that would start the program itself
             time.sleep(0.005)
+        return process
 
     def path(self, after: str) -> str:
         """Return a `PATH` in which its programs come first."""
@@ -144,7 +150,9 @@ class Forks:
             pickle.dump(sys.path, given)
             pickle.dump((function, args), given)
         given_as = Path(file).stat().st_ino
-        subprocess.run([self.folder / PYTHON, called.__file__, file])
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()  # or what waits there would come after what the fork prints
+        subprocess.run([self.folder / PYTHON, called.__file__, file, str(os.getpid())])
         if Path(file).stat().st_ino == given_as:
             raise BadRequest(
                 "the process that tries data and model before the run was killed; perhaps the memory ran out"
@@ -158,6 +166,18 @@ class Forks:
     def end(self) -> None:
         """Let it end, which takes as long as its forks take."""
         self.stdin.close()
+
+
+def _root(environment: Mapping[str, str]) -> Path:
+    """Return a folder from which programs may be started; in a container that for temporary files often is none."""
+    roots = [Path(tempfile.gettempdir())]
+    home = environment.get("FLWR_HOME")
+    with contextlib.suppress(RuntimeError):  # there is no home
+        roots.append(Path(home) if home else Path.home() / ".flwr")
+    for root in roots:
+        if root.is_dir() and not os.statvfs(root).f_flag & os.ST_NOEXEC:
+            return root
+    raise Cold(f"no program may be started in {' or '.join(map(str, roots))}: set TMPDIR to another folder")
 
 
 class Warm:
@@ -192,11 +212,16 @@ class Warm:
         self.start()
         return self.forks.call(function, *args) if self.forks else function(*args)
 
+    @property
+    def folders(self) -> list[Path]:
+        """What is left of it if it is killed."""
+        return [self.forks.folder] if self.forks else []
+
     def start(self) -> None:
         """Start it, unless it has been started before, or is not wanted."""
         if self.forks is None and not os.environ.get(COLD):
             environment = {**control.environment(), supervise.MARKER: self.mark}
-            with contextlib.suppress(Cold):
+            with contextlib.suppress(Cold, OSError):
                 self.forks = Forks(SIMULATION, environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def entered(self, environment: dict[str, str]) -> dict[str, str]:

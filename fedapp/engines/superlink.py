@@ -165,8 +165,8 @@ class Session:
             self.app = self._given_app.resolve() if self._given_app is not None else stage(self.home / "app")
             self.log_path = (self._given_log or self.home / "superlink.log").resolve()
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
-            self._guard = supervise.Guard(self._mark, self.home)
             self._warm.start()
+            self._guard = supervise.Guard(self._mark, self.home, *self._warm.folders)
             if self._ray_cpus is not None:
                 self._ray_port = _free_port()
                 self._start_ray()

@@ -113,15 +113,15 @@ def reap(child: subprocess.Popen[bytes] | None, timeout: float = 5.0) -> None:
 
 
 class Guard:
-    """A small process that stops a session's processes and removes its folder if this process is killed.
+    """A small process that stops a session's processes and removes its folders if this process is killed.
 
     It waits at the end of a pipe. The pipe closes when this process ends, for whatever reason; only :meth:`dismiss`
     writes into it first.
     """
 
-    def __init__(self, mark: str, folder: Path) -> None:
+    def __init__(self, mark: str, *folders: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, mark, str(folder)],
+            [sys.executable, "-P", __file__, mark, *map(str, folders)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -164,4 +164,5 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 if __name__ == "__main__":
     if not sys.stdin.buffer.read():
         SessionProcesses(sys.argv[1]).stop()
-        shutil.rmtree(sys.argv[2], ignore_errors=True)
+        for folder in sys.argv[2:]:
+            shutil.rmtree(folder, ignore_errors=True)

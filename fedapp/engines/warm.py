@@ -32,7 +32,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -223,8 +223,10 @@ class Warm:
             signal.signal(number, handler)
         self.selector.close()
         self.listener.close()
-        for connection in (*self.forks.values(), *(connection for connection, _ in self.early)):
+        for connection in self.forks.values():
             connection.close()
+        for asked in self.early:
+            refuse(*asked)
         os.close(self.woken)
         os.close(self.wakes)
 
@@ -268,7 +270,7 @@ def become(request: Request) -> None:
         os.close(file)
     named(Path(request.program).name)
     os.chdir(request.folder)
-    # Not all anew: what sets a title for a process, as Ray does, must find the variables that it began with.
+    # Not all anew: what sets a title for a process, as Ray does, looks for the variables that it began with.
     for name in os.environ.keys() - request.environment.keys():
         del os.environ[name]
     os.environ.update({k: v for k, v in request.environment.items() if os.environ.get(k) != v})
@@ -280,9 +282,27 @@ def become(request: Request) -> None:
     sys.path[:0] = [str(Path(sys.argv[0]).parent), *(entry for entry in further if entry not in sys.path)]
     if numbers := sys.modules.get("numpy.random"):
         numbers.seed()  # Python's own generator does so itself, and PyTorch's begins with a constant
-    threads = request.environment.get("OMP_NUM_THREADS", "")
-    if threads.isdigit() and (pools := sys.modules.get("threadpoolctl")):
-        pools.threadpool_limits(int(threads))  # libraries of linear algebra read it when they are loaded
+    _streams(request.environment)
+    _threads(request.environment)
+
+
+def _streams(environment: Mapping[str, str]) -> None:
+    """Buffer what is printed as Python does, which looks at this when it starts."""
+    with contextlib.suppress(AttributeError):  # another kind of stream
+        unbuffered = bool(environment.get("PYTHONUNBUFFERED"))
+        sys.stdout.reconfigure(line_buffering=os.isatty(1), write_through=unbuffered)  # type: ignore[union-attr]
+
+
+def _threads(environment: Mapping[str, str]) -> None:
+    """Limit threads as libraries of linear algebra do, which look at this when they are loaded."""
+    given = environment.get("OMP_NUM_THREADS", "")
+    if not given.isdigit() or not int(given):
+        return
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(int(given))
+    own = {"OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"} & environment.keys()
+    if not own and (pools := sys.modules.get("threadpoolctl")):
+        pools.threadpool_limits(min(int(given), os.cpu_count() or 1), "blas")
 
 
 def end(function: Callable[[], object]) -> NoReturn:
@@ -306,11 +326,16 @@ def end(function: Callable[[], object]) -> NoReturn:
     os._exit((code or 0) & 0xFF)
 
 
+def script() -> None:
+    """Run the script that Python was started with."""
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
 def function_of(entry: str) -> Callable[[], object]:
     """Return what `package.module:function` names, or without a name what runs a script in the place of Python."""
     module, _, name = entry.partition(":")
     if not module:
-        return lambda: runpy.run_path(sys.argv[0], run_name="__main__")
+        return script
     found: Callable[[], object] = getattr(importlib.import_module(module), name)
     return found
 
@@ -334,7 +359,7 @@ def main(folder: str, *steps: str) -> None:
             if programs:
                 request = warm.offer(program, entry)
             else:
-                with contextlib.suppress(ImportError):  # a run that needs it says so
+                with contextlib.suppress(Exception):  # a program that needs it says so
                     importlib.import_module(step)
             request = request or warm.serve(complete=False)
             if request is not None or warm.until is not None:

@@ -28,6 +28,8 @@ SHARED, OWN = "shared", "own"
 STYPE = "fedapp.pack"
 ALIGNED = 64
 """Arrays begin at multiples of so many bytes."""
+INDEX = 1 << 20
+"""Largest index in bytes, which as JSON may take forty times as much memory. 1,550 arrays take 0.2 MB."""
 LENGTH = 8
 """Bytes that say how long the index is."""
 
@@ -42,27 +44,32 @@ def pack(messages: Iterable[Message]) -> None:
         arrays: Mapping[str, FlowerArray] = content.array_records.get(ARRAYS, {})
         shared = {name: a for name, a in arrays.items() if uses[id(a)] > 1}
         own = {name: a for name, a in arrays.items() if name not in shared}
+        if len(_index(arrays)) > INDEX:
+            continue  # a receiver takes both forms
         packs = {}
         if shared:
             which = tuple(map(id, shared.values()))
-            packs[SHARED] = known[which] = known.get(which) or together(shared)
+            packs[SHARED] = known[which] = known.get(which) or joined(shared)
         if own:
-            packs[OWN] = together(own)
+            packs[OWN] = joined(own)
         # Flower keeps an empty record, so that a node sees in which form it was asked.
         rest = {name: record for name, record in content.items() if name != ARRAYS and record}
         message.content = RecordDict({**rest, PACKED: recorded(packs)})
 
 
-def together(arrays: Mapping[str, FlowerArray]) -> FlowerArray:
+def joined(arrays: Mapping[str, FlowerArray]) -> FlowerArray:
     """Return encoded arrays as one."""
-    listed = {name: (a.dtype, a.shape, a.stype, len(a.data)) for name, a in arrays.items()}
-    index = json.dumps(listed).encode()
+    index = _index(arrays)
     parts = [len(index).to_bytes(LENGTH, "big"), index]
     size = LENGTH + len(index)
     for array in arrays.values():
         parts += [bytes(-size % ALIGNED), array.data]
         size += -size % ALIGNED + len(array.data)
     return FlowerArray("uint8", (size,), STYPE, b"".join(parts))
+
+
+def _index(arrays: Mapping[str, FlowerArray]) -> bytes:
+    return json.dumps({name: (a.dtype, a.shape, a.stype, len(a.data)) for name, a in arrays.items()}).encode()
 
 
 def unpack(content: RecordDict) -> bool:
@@ -100,6 +107,8 @@ def apart(whole: FlowerArray) -> dict[str, FlowerArray]:
     """
     data = memoryview(whole.data)
     size = LENGTH + int.from_bytes(data[:LENGTH], "big")
+    if size > LENGTH + INDEX:
+        raise ValueError(f"the index of a pack has {size - LENGTH} bytes, at most {INDEX} are possible")
     listed: Any = json.loads(bytes(data[LENGTH:size]))
     if not isinstance(listed, dict):
         raise ValueError("its arrays are no pack")
