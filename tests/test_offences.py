@@ -292,9 +292,9 @@ def test_the_second_time_the_run_begins_anew_and_so_do_the_clients(
     read: list[tuple[str, int]] = []
     plain = ClientStore._read
 
-    def noting(self: ClientStore, file: Any, prefix: str) -> Any:
+    def noting(self: ClientStore, file: Any, *which: Any) -> Any:
         read.append((self.folder.name, file[1]))
-        return plain(self, file, prefix)
+        return plain(self, file, *which)
 
     monkeypatch.setattr(ClientStore, "_read", noting)
     lie = times("train", "4", 2, nan_arrays)
