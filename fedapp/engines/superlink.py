@@ -122,7 +122,7 @@ class Session:
     log : file that the SuperLink and everything below it append to. None = inside the session's temporary folder,
         which is removed at the end.
     ray_cpus : CPUs of one Ray that is started beside the SuperLink for all runs of the session; each run then starts
-        about five seconds sooner. None = each run starts its own Ray. Without effect where ``RAY_ADDRESS`` names a
+        sooner. None = each run starts its own Ray. Without effect where ``RAY_ADDRESS`` names a
         cluster.
     warm : the process from which the session's processes are forked; None = it is started with the session.
 
