@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fedapp.engines.forks import Warm
+from fedapp.engines.warm import GRACE
+from tests.deployment import until
 from tests.house import ROOT
 
 SLOW = ("torch", "torchvision", "ray", "pandas", "scipy", "sklearn", "matplotlib", "requests")
@@ -145,6 +148,26 @@ def test_the_error_of_a_process_of_its_own_is_raised(does: str, raised: str) -> 
         "    except BaseException as e: print(type(e).__name__, e, *getattr(e, '__notes__', []))"
     )
     assert code == 0 and all(word in shown for word in raised.split(" ", 1)), shown
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a warm process needs Linux")
+def test_a_process_of_its_own_ends_with_who_waits_for_it() -> None:
+    program = "import time; from fedapp.engines.forks import Warm\nwith Warm() as warm: warm.call(time.sleep, 60)"
+    waits = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+    try:
+        works: list[psutil.Process] = []
+
+        def found() -> bool:
+            warm = [child for child in psutil.Process(waits.pid).children() if child.name() == "warm.py"]
+            works[:] = [fork for process in warm for fork in process.children()]
+            return bool(works)
+
+        until(found, 60, "the function is called")
+    finally:
+        waits.kill()
+        waits.wait()
+    until(lambda: not works[0].is_running(), 0.6 * GRACE, "the function has ended, before the warm process ends it")
 
 
 def test_the_collector_does_not_look_through_pytorch() -> None:

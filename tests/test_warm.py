@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import selectors
 import shutil
@@ -118,8 +119,6 @@ class Node:
 
     def tells(self, **settings: object) -> list[object]:
         """Return what a fork says of itself."""
-        import json
-
         code, out, errors = self.ask("tell", **settings)
         assert (code, errors) == (0, "to errors\n"), errors
         told: list[object] = json.loads(out)
@@ -407,14 +406,22 @@ def test_it_becomes_flower_supernode_with_a_private_folder_first(tmp_path: Path,
     until(lambda: not any((tmp_path / "tmp").glob("fedapp-node-*")), 20, "the warm process has ended")
 
 
-def started(folder: Path, *steps: str, **variables: str) -> subprocess.Popen[bytes]:
-    """Start a warm process with these steps and what `folder` has to import."""
+@contextlib.contextmanager
+def started(folder: Path, *steps: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run a warm process with these steps and what `folder` has to import."""
     command = [sys.executable, "-P", warm.__file__, str(folder / "warm-folder"), *steps]
     (folder / "warm-folder").mkdir(0o700)
     env = {**os.environ, "PYTHONPATH": str(folder), **variables}
+    env.pop("PYTHONUNBUFFERED", None)  # or forks would have it too
     process = subprocess.Popen(command, stdin=subprocess.PIPE, env=env, start_new_session=True)
-    until(lambda: (folder / "warm-folder" / warm.PLACE).exists(), 20, "the warm process listens")
-    return process
+    assert process.stdin is not None
+    try:
+        until(lambda: (folder / "warm-folder" / warm.PLACE).exists(), 20, "the warm process listens")
+        yield process
+        process.stdin.close()
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
 
 
 def called(folder: Path, program: str | Path, *words: str | Path, **variables: str) -> subprocess.Popen[str]:
@@ -435,26 +442,29 @@ def test_a_program_is_there_as_soon_as_what_it_needs(tmp_path: Path) -> None:
     waits = "import time; from pathlib import Path\nwhile not Path({!r}).exists(): time.sleep(0.01)"
     for name in ("first", "second"):
         (tmp_path / f"{name}.py").write_text(waits.format(str(tmp_path / f"go-{name}")))
-    (tmp_path / "tells.py").write_text("import sys\ndef tell(): print(sys.argv[1:], 'second' in sys.modules)")
+    (tmp_path / "tells.py").write_text(
+        "import os, sys\ndef tell(): print(sys.argv[1:], 'second' in sys.modules, len(os.listdir('/proc/self/fd')))"
+    )
     for name in ("early", "late", "never"):
         (tmp_path / name).write_text("#!/bin/sh\necho itself\n")
         (tmp_path / name).chmod(0o700)
     steps = ["tells", "first", f"{tmp_path / 'early'}=tells:tell", "second", f"{tmp_path / 'late'}=tells:tell"]
-    process = started(tmp_path, *steps)
-    calls = {name: called(tmp_path, tmp_path / name, name) for name in ("late", "never", "early")}
-    time.sleep(0.5)
-    (tmp_path / "go-first").touch()
-    said = calls["early"].stdout
-    assert said is not None and said.readline() == "['early'] False\n"
-    time.sleep(0.2)
-    assert calls["late"].poll() is None and calls["never"].poll() is None
-    (tmp_path / "go-second").touch()
-    assert calls["late"].communicate(timeout=20)[0] == "['late'] True\n"
-    assert calls["never"].communicate(timeout=20)[0] == "itself\n"
-    assert calls["early"].wait(20) == 0
-    assert process.stdin is not None
-    process.stdin.close()
-    assert process.wait(20) == 0
+    with started(tmp_path, *steps):
+        calls = {name: called(tmp_path, tmp_path / name, name) for name in ("late", "never", "early")}
+        time.sleep(0.5)
+        (tmp_path / "go-first").touch()
+        said = calls["early"].stdout
+        assert said is not None
+        early = said.readline()
+        assert early.startswith("['early'] False")
+        time.sleep(0.2)
+        assert calls["late"].poll() is None and calls["never"].poll() is None
+        (tmp_path / "go-second").touch()
+        late = calls["late"].communicate(timeout=20)[0]
+        assert late.startswith("['late'] True")
+        assert early.split()[-1] == late.split()[-1], "open files: none of those who still waited"
+        assert calls["never"].communicate(timeout=20)[0] == "itself\n"
+        assert calls["early"].wait(20) == 0
 
 
 def test_a_fork_in_the_place_of_python_runs_a_script_as_python_would(tmp_path: Path) -> None:
@@ -471,25 +481,21 @@ def test_a_fork_in_the_place_of_python_runs_a_script_as_python_would(tmp_path: P
         "    print(json.dumps([sys.argv, only_there.found, beside.found, sorted(pools), name, env]))\n"
         "    sys.exit(6)\n"
     )
-    process = started(tmp_path, "numpy", "threadpoolctl", f"{sys.executable}=", OMP_NUM_THREADS="2", GONE="x")
-    ends = tmp_path / "scripts" / "ends.py"
-    ends.write_text("import time, sys\nprint('at once')\ntime.sleep(float(sys.argv[1]))\n")
-    ended = called(tmp_path, sys.executable, ends, "0")
-    assert ended.communicate(timeout=20)[0] == "at once\n" and ended.returncode == 0, "and nothing more"
-    waits = called(tmp_path, sys.executable, ends, "30", PYTHONUNBUFFERED="1")
-    assert waits.stdout is not None and waits.stdout.readline() == "at once\n"
-    waits.kill()
-    waits.wait()
-    script = str(tmp_path / "scripts" / "run.py")
-    call = called(
-        tmp_path, sys.executable, script, "a b", PYTHONPATH=str(tmp_path / "more"), OMP_NUM_THREADS="1", MINE="yes"
-    )
-    import json
-
-    out, _ = call.communicate(timeout=20)
-    assert call.returncode == 6, out
-    assert json.loads(out) == [[script, "a b"], 3, 4, [1], Path(sys.executable).name, ["yes", None]]
-    assert psutil.Process(process.pid).name() == warm.NAME
-    assert process.stdin is not None
-    process.stdin.close()
-    process.wait(20)
+    with started(tmp_path, "numpy", "threadpoolctl", f"{sys.executable}=", OMP_NUM_THREADS="2", GONE="x") as process:
+        ends = tmp_path / "scripts" / "ends.py"
+        ends.write_text("import time, sys\nprint('at once')\ntime.sleep(float(sys.argv[1]))\n")
+        ended = called(tmp_path, sys.executable, ends, "0")
+        assert ended.communicate(timeout=20)[0] == "at once\n" and ended.returncode == 0, "and nothing more"
+        waits, began = called(tmp_path, sys.executable, ends, "30", PYTHONUNBUFFERED="1"), time.monotonic()
+        assert waits.stdout is not None and waits.stdout.readline() == "at once\n"
+        assert time.monotonic() - began < 25, "not when it ends"
+        waits.kill()
+        waits.wait()
+        script = str(tmp_path / "scripts" / "run.py")
+        call = called(
+            tmp_path, sys.executable, script, "a b", PYTHONPATH=str(tmp_path / "more"), OMP_NUM_THREADS="1", MINE="yes"
+        )
+        out, _ = call.communicate(timeout=20)
+        assert call.returncode == 6, out
+        assert json.loads(out) == [[script, "a b"], 3, 4, [1], Path(sys.executable).name, ["yes", None]]
+        assert psutil.Process(process.pid).name() == warm.NAME

@@ -12,9 +12,9 @@ from pathlib import Path
 
 
 def main(file: str, caller: int) -> None:
-    """Replace a file that holds the search path, and a function with its arguments, by what the function returns.
+    """Read the search path, and a function with its arguments, from a file; write what it returns to FILE.answer.
 
-    The file then holds (True, the value) or (False, the exception).
+    The answer is (True, the value) or (False, the exception).
 
     Parameters
     ----------
@@ -30,9 +30,9 @@ def main(file: str, caller: int) -> None:
         return
     except BaseException as e:
         found = _error(e)
-    written = Path(f"{file}.new")
-    written.write_bytes(found)
-    written.replace(file)
+    part = Path(f"{file}.part")
+    part.write_bytes(found)
+    part.replace(f"{file}.answer")
 
 
 def _error(e: BaseException) -> bytes:

@@ -61,8 +61,8 @@ SIMULATION = (
     "flwr-simulation",
     PYTHON,
 )
-"""What the processes of a simulation import, and they. A SuperLink need not wait for PyTorch. Not Ray, which notes at
-its import what the environment says of a worker."""
+"""What the processes of a simulation import, and their programs, in this order, since a SuperLink need not wait for
+PyTorch. Ray is not imported: it notes at its import what the environment says of a worker."""
 
 
 COLD = "FEDAPP_COLD"
@@ -96,7 +96,6 @@ class Forks:
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
-
         assert self.process.stdin is not None
         self.stdin = self.process.stdin
 
@@ -149,15 +148,15 @@ class Forks:
         with os.fdopen(handle, "wb") as given:
             pickle.dump(sys.path, given)
             pickle.dump((function, args), given)
-        given_as = Path(file).stat().st_ino
         for stream in (sys.stdout, sys.stderr):
             stream.flush()  # or what waits there would come after what the fork prints
         subprocess.run([self.folder / PYTHON, called.__file__, file, str(os.getpid())])
-        if Path(file).stat().st_ino == given_as:
+        answer = Path(f"{file}.answer")
+        if not answer.exists():
             raise BadRequest(
                 "the process that tries data and model before the run was killed; perhaps the memory ran out"
             )
-        good, found = pickle.loads(Path(file).read_bytes())
+        good, found = pickle.loads(answer.read_bytes())
         if not good:
             raise found
         value: T = found
@@ -236,7 +235,7 @@ class Warm:
         return found
 
     def clear(self) -> None:
-        """Remove what it leaves when it was killed."""
+        """Let it end, and remove what it leaves if it was killed."""
         if self.forks is not None:
             self.forks.end()
             shutil.rmtree(self.forks.folder, ignore_errors=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Sequence
-from importlib import metadata
 
 from fedapp.engines import control
 from fedapp.engines.forks import LIBRARIES, Cold, Forks
@@ -56,9 +55,8 @@ def warmed(environment: dict[str, str]) -> str:
 
     The process ends when this one has ended, also where this one has become another program.
     """
-    entry = next(iter(metadata.entry_points(group="console_scripts", name=PROGRAM))).module
     try:
-        forks = Forks([entry, *LIBRARIES, PROGRAM], environment)
+        forks = Forks(["flwr.supernode.cli", *LIBRARIES, PROGRAM], environment)
     except Cold as e:
         return str(e)
     os.set_inheritable(forks.stdin.fileno(), True)

@@ -287,10 +287,10 @@ def become(request: Request) -> None:
 
 
 def _streams(environment: Mapping[str, str]) -> None:
-    """Buffer what is printed as Python does, which looks at this when it starts."""
+    """Print line by line on a terminal, and where Python is told not to buffer; it looks at both when it starts."""
     with contextlib.suppress(AttributeError):  # another kind of stream
-        unbuffered = bool(environment.get("PYTHONUNBUFFERED"))
-        sys.stdout.reconfigure(line_buffering=os.isatty(1), write_through=unbuffered)  # type: ignore[union-attr]
+        lines = os.isatty(1) or bool(environment.get("PYTHONUNBUFFERED"))
+        sys.stdout.reconfigure(line_buffering=lines)  # type: ignore[union-attr]
 
 
 def _threads(environment: Mapping[str, str]) -> None:

@@ -38,38 +38,39 @@ def pack(messages: Iterable[Message]) -> None:
     """Pack the arrays of messages that are sent together, in place; errors have none."""
     sent = [message for message in messages if not message.has_error()]
     uses = Counter(id(a) for m in sent for a in m.content.array_records.get(ARRAYS, {}).values())
-    known: dict[tuple[int, ...], FlowerArray] = {}
+    known: dict[tuple[int, ...], FlowerArray | None] = {}
     for message in sent:
         content = message.content
         arrays: Mapping[str, FlowerArray] = content.array_records.get(ARRAYS, {})
         shared = {name: a for name, a in arrays.items() if uses[id(a)] > 1}
         own = {name: a for name, a in arrays.items() if name not in shared}
-        if len(_index(arrays)) > INDEX:
-            continue  # a receiver takes both forms
-        packs = {}
+        packs: dict[str, FlowerArray | None] = {}
         if shared:
             which = tuple(map(id, shared.values()))
-            packs[SHARED] = known[which] = known.get(which) or joined(shared)
+            if which not in known:
+                known[which] = joined(shared)
+            packs[SHARED] = known[which]
         if own:
             packs[OWN] = joined(own)
+        good = {name: whole for name, whole in packs.items() if whole is not None}
+        if good.keys() != packs.keys():
+            continue  # a receiver takes both forms
         # Flower keeps an empty record, so that a node sees in which form it was asked.
         rest = {name: record for name, record in content.items() if name != ARRAYS and record}
-        message.content = RecordDict({**rest, PACKED: recorded(packs)})
+        message.content = RecordDict({**rest, PACKED: recorded(good)})
 
 
-def joined(arrays: Mapping[str, FlowerArray]) -> FlowerArray:
-    """Return encoded arrays as one."""
-    index = _index(arrays)
+def joined(arrays: Mapping[str, FlowerArray]) -> FlowerArray | None:
+    """Return encoded arrays as one, or None if they are so many that nobody would read it."""
+    index = json.dumps({name: (a.dtype, a.shape, a.stype, len(a.data)) for name, a in arrays.items()}).encode()
+    if len(index) > INDEX:
+        return None
     parts = [len(index).to_bytes(LENGTH, "big"), index]
     size = LENGTH + len(index)
     for array in arrays.values():
         parts += [bytes(-size % ALIGNED), array.data]
         size += -size % ALIGNED + len(array.data)
     return FlowerArray("uint8", (size,), STYPE, b"".join(parts))
-
-
-def _index(arrays: Mapping[str, FlowerArray]) -> bytes:
-    return json.dumps({name: (a.dtype, a.shape, a.stype, len(a.data)) for name, a in arrays.items()}).encode()
 
 
 def unpack(content: RecordDict) -> bool:
