@@ -572,7 +572,8 @@ class FedClient(PositionalClient):
             if self.stored is not None:
                 self.own = selection.under("own/", self.stored.arrays)
         begins = self._loaded is None and not covered
-        self.model = self._new(skeleton) if begins else copied(skeleton)
+        blank = () if self._looks() else payload.all().keys()
+        self.model = self._new(skeleton) if begins else copied(skeleton, blank)
         if self._loaded is not None:
             selection.merge(self.model, selection.under("model/", self._loaded.arrays))
             self.own = selection.under("own/", self._loaded.arrays)
@@ -581,11 +582,14 @@ class FedClient(PositionalClient):
 
     def _replaced(self, payload: Payload) -> set[str]:
         """Return the names, in a stored state, of what `receive` replaces before a method can have looked at it."""
-        kind = type(self)
-        looks = kind.restore is not FedClient.restore or kind.receive is not FedClient.receive
-        if self.needs_state or (looks and self._starts_from_state):
+        if self.needs_state or (self._looks() and self._starts_from_state):
             return set()
         return {f"model/{name}" for name in payload.all()}
+
+    def _looks(self) -> bool:
+        """Whether the method may look at the model before it has what the server sent."""
+        kind = type(self)
+        return kind.restore is not FedClient.restore or kind.receive is not FedClient.receive
 
     def _new(self, skeleton: SplitModel) -> SplitModel:
         """Return this client's own initial model; `skeleton` is another one of its form."""

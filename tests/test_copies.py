@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections import defaultdict
+from collections.abc import Callable
 from copy import deepcopy as copy_of
 from itertools import chain
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from torch import nn
@@ -18,10 +21,13 @@ from clients import base
 from clients.base import FedClient
 from clients.feddbe import FedDBEClient, FedDBEHParams
 from clients.fedrod import FedRoDClient, FedRoDHParams
+from fedapp import config, registry
 from fedapp.learning.task import ModelSpec
-from fedapp.method import BaseHParams
-from fedapp.models import MODEL_NAMES, ModelOptions, SplitModel, build_model
+from fedapp.method import BaseHParams, Payload
+from fedapp.models import MODEL_NAMES, ModelOptions, SplitModel, build_model, copies
 from fedapp.models.copies import copied, redrawn
+from fedapp.results.runs import RunResult
+from fedapp.tasks import simulated
 from tests.test_models import OTHER, native_size
 
 
@@ -82,6 +88,67 @@ def test_what_a_user_keeps_in_a_module_stays_as_it_is() -> None:
     found.lists["new"].append(1)  # type: ignore[operator, index]
     assert found.one is found.other and found.one is not model.one and not model.lists
     assert found[1].restored is True and not hasattr(model[1], "restored")
+
+
+def test_large_parameters_that_are_replaced_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copies, "torch", SimpleNamespace(empty_like=lambda x: torch.full_like(x, math.nan)))
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512), nn.Linear(512, 4), nn.Linear(512, 512))
+    model[3].weight = model[0].weight.requires_grad_(False)
+    found = copied(model, {"0.weight", "2.weight"})
+    assert [bool(p.isnan().all()) for p in found.parameters()] == [True, False, False, False, False, False, False]
+    assert found[3].weight is found[0].weight, "tied as before"
+    for a, b in zip(found.parameters(), model.parameters(), strict=True):
+        assert a.requires_grad == b.requires_grad and a.data_ptr() != b.data_ptr()
+        assert a.isnan().all() or torch.equal(a, b)
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Leave out small values too, and make them NaN; collects them."""
+    found = []
+
+    def nan(x: torch.Tensor) -> torch.Tensor:
+        found.append(torch.full_like(x, math.nan))
+        return found[-1]
+
+    monkeypatch.setattr(copies, "LARGE", 1)
+    monkeypatch.setattr(copies, "torch", SimpleNamespace(empty_like=nan))
+    return found
+
+
+def test_a_client_gets_no_values_that_it_receives_unless_it_looks(poison: list[torch.Tensor]) -> None:
+    class Looks(FedClient):
+        def receive(self, payload: Payload) -> None:
+            self.seen = self.model.head.weight.detach().clone()
+            super().receive(payload)
+
+    settings = config.from_flat({"method": "fedavg", "model": "digits-b", "clients": 3})
+    method, hparams = settings.method_and_hparams()
+    task = simulated.simulated_task(settings, 0, 3, torch.device("cpu"))
+    sent = {n: v.numpy() for n, v in FedClient.build_model(task.spec(7), hparams).state_dict().items()}
+    for kind in (FedClient, Looks):
+        client = kind(task, method, hparams)
+        client.restore(1, Payload(sent))
+        assert bool(client.model.head.weight.isnan().all()) == (kind is FedClient)
+        client.receive(Payload(sent))
+        assert all(torch.equal(v, torch.from_numpy(sent[n])) for n, v in client.model.state_dict().items())
+    assert client.seen.isfinite().all()  # type: ignore[attr-defined]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("method", list(registry.discover()))
+@pytest.mark.parametrize("again", [True, False])
+def test_no_method_reads_what_is_replaced(
+    method: str, again: bool, poison: list[torch.Tensor], tiny: Callable[..., RunResult]
+) -> None:
+    values = {"fraction_train": 0.67, "rounds": 3, "evaluate_every": 1, "final_training": again}
+    found = tiny(method=method, **values)
+    used, copies.LARGE = len(poison), 1 << 40
+    wanted = tiny(method=method, **values)
+    for a, b in ((found.final, wanted.final), (found.evaluations, wanted.evaluations)):
+        columns = [c for c in b.columns if not c.endswith("seconds")]
+        pd.testing.assert_frame_equal(a[columns], b[columns], check_exact=True)
+    assert used == len(poison) and (used or method not in ("fedavg", "fedprox", "lgfedavg", "cwfedavg", "fedgh"))
 
 
 def test_most_modules_are_not_left_to_deepcopy(monkeypatch: pytest.MonkeyPatch) -> None:
