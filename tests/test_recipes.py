@@ -21,6 +21,7 @@ from fedapp.engines import local as engine
 from fedapp.engines.control import stage
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare, recipes, shipped
+from fedapp.experiments.jobs import pairs
 from fedapp.tasks import simulated as tasks
 from fedapp.tasks.public import public_source
 
@@ -111,7 +112,7 @@ def test_a_recipe_is_valid_for_run_and_for_all_rows_of_its_table(name: str) -> N
     assert [v.label for v in variants] == [re.sub(r"\s+", " ", e) for e in recipe.rows], "rows are written as labels"
     assert all(recipe.rows.values()), "every row says what the paper calls it"
     for variant in variants:
-        args = {**compare._pairs(values.get("method-args", "")), **dict(variant.args)}
+        args = {**pairs(values.get("method-args", "")), **dict(variant.args)}
         own = {**values, **dict(variant.settings), "method": variant.method}
         own["method-args"] = " ".join(
             f"{k}={v}" for k, v in (args if variant.method == values["method"] else dict(variant.args)).items()

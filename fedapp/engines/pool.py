@@ -7,11 +7,13 @@ would give alone: the number of threads decides the last bits, and it is fixed.
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import signal
+import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +22,11 @@ from fedapp import config as configuration
 from fedapp import process
 from fedapp.config import RunConfig
 from fedapp.engines import local as engines
+from fedapp.engines.forks import COLD
 from fedapp.engines.resources import usable_cores
+
+WHAT = ("fedapp.client_app", "fedapp.server_app", "clients.base", "clients._flower", "strategies.base")
+"""What every run imports, PyTorch and Flower among it."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,32 @@ def _run(flat: dict[str, object]) -> FinishedRun:
     return FinishedRun(out, None)
 
 
-def _begin_worker() -> None:
-    """Leave Ctrl-C to the parent, which ends the pool, and end with the parent, however it ends."""
+def begin() -> None:
+    """Let a process import what every run does, on Linux, in the background; workers are forks of it.
+
+    It ends with this one, and finds modules where this one does.
+    """
+    if _forks():
+        multiprocessing.set_forkserver_preload(list(WHAT))
+        path = os.pathsep.join(folder or str(Path.cwd()) for folder in sys.path)
+        # PyTorch reads the number of threads at its import. A `fedapp` in the current folder may be another one.
+        with process.environment(OMP_NUM_THREADS="1", PYTHONPATH=path, PYTHONSAFEPATH="1"):
+            multiprocessing.forkserver.ensure_running()
+
+
+def _forks() -> bool:
+    return sys.platform == "linux" and not os.environ.get(COLD)
+
+
+def _begin_worker(environment: Mapping[str, str]) -> None:
+    """Leave Ctrl-C to the parent, which ends the pool, and end with the parent, however it ends.
+
+    Parameters
+    ----------
+    environment : of the parent. The process that was forked may have begun under another.
+    """
+    os.environ.clear()
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_follow_parent, daemon=True).start()
 
@@ -83,12 +113,13 @@ def run_all(
     workers = min(workers or usable_cores(), max(1, len(configs)))
     ended: list[FinishedRun] = []
     queue = list(configs)
+    begin()
     with process.environment(OMP_NUM_THREADS="1"):  # the workers inherit it
         pool = ProcessPoolExecutor(
             workers,
-            mp_context=multiprocessing.get_context("spawn"),
+            mp_context=multiprocessing.get_context("forkserver" if _forks() else "spawn"),
             initializer=_begin_worker,
-            max_tasks_per_child=None,
+            initargs=(dict(os.environ),),
         )
         try:
             running: set[Future[FinishedRun]] = set()

@@ -40,7 +40,7 @@ from fedapp.engines import superlink as launch
 from fedapp.engines.resources import usable_cores
 from fedapp.errors import BadRequest, suggest
 from fedapp.experiments import grid, tables
-from fedapp.experiments.jobs import Job, Variant, common_public
+from fedapp.experiments.jobs import Job, Variant, common_public, pairs
 from fedapp.models import head_width, is_own
 from fedapp.results.directory import absolute, check_out, check_writable, new_folder, only_writer
 from fedapp.results.runs import RunResult
@@ -216,6 +216,7 @@ def jobs_of(
     settings: Mapping[str, Mapping[str, Any]],
     seeds: int,
     out: Path,
+    accepted: Callable[[], None] = lambda: None,
 ) -> list[Job]:
     """Make the effective configuration of every run and check it before anything is trained.
 
@@ -223,13 +224,15 @@ def jobs_of(
     If a method needs public data and no `public-data` is given, its share is held back from the clients of every
     method, so that all train on the same images.
 
+    `accepted` is called each time before the data are looked at, when all else is in order.
+
     Raises
     ------
     BadRequest : a configuration that a method refuses (all that do are named), or data that cannot be divided so.
     """
     if seeds < 1:
         raise BadRequest(f"--seeds {seeds}: at least 1")
-    given = _pairs(str(values.get("method-args", "")))
+    given = pairs(str(values.get("method-args", "")))
     args = {v: {**(given if values.get("method", v.method) == v.method else {}), **dict(v.args)} for v in variants}
     texts = {v: " ".join(f"{k}={value}" for k, value in own.items()) for v, own in args.items()}
     values = common_public(values, [(v.method, text) for v, text in texts.items()])
@@ -246,6 +249,7 @@ def jobs_of(
             config = engines.effective(flat).replaced(out=str(out / "runs" / several / f"{variant.folder}-s{seed}"))
             _check_widths(config)
             if not refused:
+                accepted()
                 tasks.check(config, config.clients)
         except BadRequest as e:
             refused.setdefault(f"{variant.label}: {e}")
@@ -271,10 +275,6 @@ def _check_clients(jobs: Sequence[Job]) -> None:
                 f"{fewer} would leave out clients (skip-bad) whose samples have another size, which {more} takes: "
                 "compare methods of one kind, or move these clients' files away"
             )
-
-
-def _pairs(text: str) -> dict[str, str]:
-    return {p.partition("=")[0].replace("-", "_"): p.partition("=")[2] for p in text.split()}
 
 
 def _check_widths(config: RunConfig) -> None:
@@ -520,7 +520,7 @@ def run(
     made = out is None
     out = new_folder(Path("runs"), "compare") if out is None else absolute(out)
     try:
-        jobs = jobs_of(values, variants, settings, seeds, out)
+        jobs = jobs_of(values, variants, settings, seeds, out, pool.begin if engine == "local" else lambda: None)
         choice = grid.beforehand(jobs) if points else []
     except BadRequest:
         if made:
