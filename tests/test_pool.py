@@ -23,7 +23,8 @@ from fedapp import config
 from fedapp.engines import local, pool
 
 if __name__ == "__main__":
-    pool.begin()
+    if os.environ.get("BEGIN"):
+        pool.begin()
     os.environ["MARK"] = "set later"
     values = {"method": "local", "model": "mine:net", "num-server-rounds": 1, "clients": 2, "data-fraction": 0.2}
     runs = [config.from_flat(local.prepare({**values, "seed": k}, Path(f"out{k}")).to_flat()) for k in (0, 1, 2)]
@@ -32,16 +33,15 @@ if __name__ == "__main__":
 
 MINE = """
 import json, os, sys, time
-import psutil, torch
+import torch
 from torch import nn
 import clients, fedapp
+from fedapp import client_app
 
 def net(num_classes):
-    me = psutil.Process()
-    above = me.parent().cmdline() if me.parent() else []
     kept = {name: os.environ.get(name) for name in ("MARK", "PYTHONSAFEPATH", "OMP_NUM_THREADS")}
-    facts = kept | {"threads": torch.get_num_threads(), "apps": [fedapp.__file__, clients.__file__]}
-    facts["forked"] = any("forkserver" in word for word in above)
+    facts = kept | {"apps": [fedapp.__file__, clients.__file__], "threads": torch.get_num_threads()}
+    facts |= {"here": client_app.PROCESS == os.getpid(), "under": client_app.THREADS}
     with open(os.environ["FACTS"] + f"/{os.getpid()}", "w") as file:
         json.dump(facts, file)
     time.sleep(float(os.environ.get("WAIT", 0)) if kept["OMP_NUM_THREADS"] else 0)  # not in who asks
@@ -62,35 +62,37 @@ def started(folder: Path, **variables: str) -> subprocess.Popen[str]:
     (folder / "facts").mkdir()
     for name in ("fedapp", "clients", "strategies"):  # not the app that is installed
         shutil.copytree(ROOT / name, folder / "app" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    with (folder / "app" / "fedapp" / "client_app.py").open("a") as file:
+        file.write("\nimport os\nPROCESS, THREADS = os.getpid(), os.environ.get('OMP_NUM_THREADS')\n")
     env = {**os.environ, "APP": str(folder / "app"), "FACTS": str(folder / "facts"), **variables}
     env.pop("OMP_NUM_THREADS", None)
     command = [sys.executable, str(folder / "own" / "runs.py")]
     return subprocess.Popen(command, cwd=folder / "here", env=env, stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize("cold", ["", "1"])
+@pytest.mark.parametrize(("begin", "cold"), [("yes", ""), ("yes", "1"), ("", "")])
 def test_the_processes_of_runs_have_the_environment_of_who_asks_and_the_modules_of_the_app(
-    cold: str, tmp_path: Path
+    begin: str, cold: str, tmp_path: Path
 ) -> None:
-    runs = started(tmp_path, FEDAPP_COLD=cold)
+    runs = started(tmp_path, BEGIN=begin, FEDAPP_COLD=cold)
     assert runs.communicate(timeout=120)[0].endswith("[None, None, None]\n")
-    facts = [json.loads(file.read_text()) for file in (tmp_path / "facts").iterdir()]
-    facts = [found for found in facts if found["MARK"] and found["OMP_NUM_THREADS"] == "1"]  # not who asks
+    facts = [json.loads(f.read_text()) for f in (tmp_path / "facts").iterdir() if f.name != str(runs.pid)]
     assert facts and len(facts) <= 2, "one process for several runs"
     wanted = {
         "MARK": "set later",
         "PYTHONSAFEPATH": None,
         "OMP_NUM_THREADS": "1",
         "apps": [str(tmp_path / "app" / name / "__init__.py") for name in ("fedapp", "clients")],
-        "forked": sys.platform == "linux" and not cold,
         "threads": 1,
+        "here": not (sys.platform == "linux" and begin and not cold),
+        "under": "1",
     }
     assert all(found == wanted for found in facts), facts
 
 
 @pytest.mark.full
 def test_the_processes_of_runs_end_with_who_asks(tmp_path: Path) -> None:
-    runs = started(tmp_path, WAIT="60")
+    runs = started(tmp_path, BEGIN="yes", WAIT="60")
     try:
         until(lambda: len(list((tmp_path / "facts").iterdir())) >= 2, 60, "two runs are at work")
         below = psutil.Process(runs.pid).children(recursive=True)

@@ -243,6 +243,7 @@ def compare(
             raise BadRequest(
                 f"{key} is given twice: --{key}s {','.join(several)}, and {key} = {values[key]!r}; give it once"
             )
+    from fedapp.engines import pool
     from fedapp.experiments import compare as comparing  # slow to load: what is refused above is refused at once
 
     for key in ("out", "resume"):
@@ -262,6 +263,7 @@ def compare(
         reference=reference,
         target=target,
         workers=workers,
+        accepted=pool.begin if engine == "local" else lambda: None,
     )
     raise typer.Exit(code)
 

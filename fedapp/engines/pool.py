@@ -48,21 +48,27 @@ def _run(flat: dict[str, object]) -> FinishedRun:
     return FinishedRun(out, None)
 
 
-def begin() -> None:
-    """Let a process import what every run does, on Linux, in the background; workers are forks of it.
+_begun = threading.Event()
 
-    It ends with this one, and finds modules where this one does.
+
+def begin() -> None:
+    """Let a process import what every run does, in the background; later workers are forks of it. Only on Linux.
+
+    It ends with this one, and finds modules where this one does. Python has one such process for a program, so this is
+    for a command of fedapp and not for a user's own program.
     """
-    if _forks():
-        multiprocessing.set_forkserver_preload(list(WHAT))
-        path = os.pathsep.join(folder or str(Path.cwd()) for folder in sys.path)
+    if sys.platform != "linux" or os.environ.get(COLD):
+        return
+    multiprocessing.set_forkserver_preload(list(WHAT))
+    path = os.pathsep.join(folder or str(Path.cwd()) for folder in sys.path if isinstance(folder, str))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for this process
+    try:
         # PyTorch reads the number of threads at its import. A `fedapp` in the current folder may be another one.
         with process.environment(OMP_NUM_THREADS="1", PYTHONPATH=path, PYTHONSAFEPATH="1"):
             multiprocessing.forkserver.ensure_running()
-
-
-def _forks() -> bool:
-    return sys.platform == "linux" and not os.environ.get(COLD)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    _begun.set()
 
 
 def _begin_worker(environment: Mapping[str, str]) -> None:
@@ -70,7 +76,7 @@ def _begin_worker(environment: Mapping[str, str]) -> None:
 
     Parameters
     ----------
-    environment : of the parent. The process that was forked may have begun under another.
+    environment : of the parent when it asks for runs. The process that is forked has begun before.
     """
     os.environ.clear()
     os.environ.update(environment)
@@ -113,11 +119,10 @@ def run_all(
     workers = min(workers or usable_cores(), max(1, len(configs)))
     ended: list[FinishedRun] = []
     queue = list(configs)
-    begin()
     with process.environment(OMP_NUM_THREADS="1"):  # the workers inherit it
         pool = ProcessPoolExecutor(
             workers,
-            mp_context=multiprocessing.get_context("forkserver" if _forks() else "spawn"),
+            mp_context=multiprocessing.get_context("forkserver" if _begun.is_set() else "spawn"),
             initializer=_begin_worker,
             initargs=(dict(os.environ),),
         )

@@ -223,7 +223,6 @@ def jobs_of(
     `method-args` of the values are for the values' method (for all where they name none); brackets go before them.
     If a method needs public data and no `public-data` is given, its share is held back from the clients of every
     method, so that all train on the same images.
-
     `accepted` is called each time before the data are looked at, when all else is in order.
 
     Raises
@@ -488,6 +487,7 @@ def run(
     reference: str | None = None,
     target: float | None = None,
     workers: int | None = None,
+    accepted: Callable[[], None] = lambda: None,
 ) -> int:
     """Run a comparison, print its tables, write its files.
 
@@ -500,7 +500,7 @@ def run(
         the tables hold the point of each method that `grid.choose` chose.
     reference : label of the method to test against.
     target : accuracy in (0, 1) whose rounds and bytes are counted; None = what the reference ends at.
-    workers : processes at a time on the local engine.
+    workers : processes at a time on the local engine.   accepted : see :func:`jobs_of`.
 
     Returns
     -------
@@ -520,7 +520,7 @@ def run(
     made = out is None
     out = new_folder(Path("runs"), "compare") if out is None else absolute(out)
     try:
-        jobs = jobs_of(values, variants, settings, seeds, out, pool.begin if engine == "local" else lambda: None)
+        jobs = jobs_of(values, variants, settings, seeds, out, accepted)
         choice = grid.beforehand(jobs) if points else []
     except BadRequest:
         if made:
