@@ -70,7 +70,10 @@ def started(folder: Path, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=folder / "here", env=env, stdout=subprocess.PIPE, text=True)
 
 
-@pytest.mark.parametrize(("begin", "cold"), [("yes", ""), ("yes", "1"), ("", "")])
+@pytest.mark.parametrize(
+    ("begin", "cold"),
+    [("yes", ""), pytest.param("yes", "1", marks=pytest.mark.full), pytest.param("", "", marks=pytest.mark.full)],
+)
 def test_the_processes_of_runs_have_the_environment_of_who_asks_and_the_modules_of_the_app(
     begin: str, cold: str, tmp_path: Path
 ) -> None:
