@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from subprocess import PIPE
 
 import psutil
 import pytest
@@ -16,13 +18,14 @@ from tests.deployment import until
 from tests.house import ROOT
 
 RUNS = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, os.environ["APP"])
 from fedapp import config
 from fedapp.engines import local, pool
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have made it ignored
     if os.environ.get("BEGIN"):
         pool.begin()
     os.environ["MARK"] = "set later"
@@ -67,7 +70,7 @@ def started(folder: Path, **variables: str) -> subprocess.Popen[str]:
     env = {**os.environ, "APP": str(folder / "app"), "FACTS": str(folder / "facts"), **variables}
     env.pop("OMP_NUM_THREADS", None)
     command = [sys.executable, str(folder / "own" / "runs.py")]
-    return subprocess.Popen(command, cwd=folder / "here", env=env, stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, cwd=folder / "here", env=env, stdout=PIPE, stderr=PIPE, text=True)
 
 
 @pytest.mark.parametrize(
@@ -104,3 +107,12 @@ def test_the_processes_of_runs_end_with_who_asks(tmp_path: Path) -> None:
         runs.kill()
         runs.wait()
     until(lambda: not any(p.is_running() for p in below), 20, "all have ended")
+
+
+@pytest.mark.full
+def test_ctrl_c_while_the_processes_of_runs_start_shows_no_error_of_theirs(tmp_path: Path) -> None:
+    runs = started(tmp_path, BEGIN="yes", WAIT="60")
+    until((tmp_path / "facts" / str(runs.pid)).exists, 60, "the configurations are made")
+    runs.send_signal(signal.SIGINT)
+    errors = runs.communicate(timeout=60)[1]
+    assert errors.count("Traceback") == 1 and errors.endswith("KeyboardInterrupt\n"), errors

@@ -13,8 +13,9 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,6 +92,22 @@ def _follow_parent() -> None:
         os._exit(1)
 
 
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait until a worker is there; one that starts after the end of the pool shows an error."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[object] = []
+    before = signal.signal(signal.SIGINT, lambda *signalled: came.append(signalled))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
+
+
 def _end(pool: ProcessPoolExecutor) -> None:
     """End the workers of a pool at once."""
     for worker in list((pool._processes or {}).values()):
@@ -130,7 +147,8 @@ def run_all(
             running: set[Future[FinishedRun]] = set()
             while queue or running:
                 while queue and len(running) < workers and not deadline():
-                    running.add(pool.submit(_run, queue.pop(0).to_flat()))
+                    with _uninterrupted():
+                        running.add(pool.submit(_run, queue.pop(0).to_flat()))
                 if not running:
                     break
                 done, running = wait(running, return_when=FIRST_COMPLETED)
