@@ -26,7 +26,7 @@ from fedapp.engines import local as engines
 from fedapp.engines.forks import COLD
 from fedapp.engines.resources import usable_cores
 
-WHAT = ("fedapp.client_app", "fedapp.server_app", "clients.base", "clients._flower", "strategies.base")
+IMPORTS = ("fedapp.client_app", "fedapp.server_app", "clients.base", "clients._flower", "strategies.base")
 """What every run imports, PyTorch and Flower among it."""
 
 
@@ -58,9 +58,9 @@ def begin() -> None:
     It ends with this one, and finds modules where this one does. Python has one such process for a program, so this is
     for a command of fedapp and not for a user's own program.
     """
-    if sys.platform != "linux" or os.environ.get(COLD):
+    if sys.platform != "linux" or os.environ.get(COLD) or _begun.is_set():
         return
-    multiprocessing.set_forkserver_preload(list(WHAT))
+    multiprocessing.set_forkserver_preload(list(IMPORTS))
     path = os.pathsep.join(folder or str(Path.cwd()) for folder in sys.path if isinstance(folder, str))
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for this process
     try:
@@ -77,7 +77,7 @@ def _begin_worker(environment: Mapping[str, str]) -> None:
 
     Parameters
     ----------
-    environment : of the parent when it asks for runs. The process that is forked has begun before.
+    environment : of the parent when it asks for runs; that of the process that is forked is older.
     """
     os.environ.clear()
     os.environ.update(environment)

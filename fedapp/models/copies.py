@@ -30,7 +30,7 @@ def copied(model: M, replaced: Collection[str] = ()) -> M:
 
     Parameters
     ----------
-    replaced : names of parameters that get other values before anybody reads them: the large ones have any.
+    replaced : names of parameters that get other values before anybody reads them; large ones are left undefined.
     """
     memo: dict[int, Any] = {}
     if replaced:
