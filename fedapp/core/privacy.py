@@ -16,7 +16,7 @@ off-diagonals of M are packed once and times ``sqrt(2)``, so that the packed nor
 
 The noise is discrete (`core.noise`). Its Renyi divergences are at most those of the Gaussian (Canonne, Kamath, Steinke
 2020, Section 2), so ``epsilon`` here follows from these: releases with multipliers z_i of the sensitivity add up to one
-with ``1 / z^2 = sum 1 / z_i^2``. `exact_epsilon` is the smaller value that holds for real numbers (Balle, Wang 2018).
+with ``1 / z^2 = sum 1 / z_i^2``.
 
 In a sum of which nobody sees a part, each client adds a share of the noise. Discrete Gaussians with deviations s and t
 add up to the one with ``s^2 + t^2``, but for a factor in each probability: the sum of ``exp(-(x - c)^2 / (2 r^2))``
@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -57,10 +58,7 @@ __all__ = [
     "clip_rows",
     "composed",
     "epsilon_of",
-    "epsilon_with",
-    "exact_epsilon",
     "noise_for",
-    "noise_for_steps",
     "noised",
     "noised_steps",
     "on_grid",
@@ -118,51 +116,12 @@ def composed(noises: Iterable[float]) -> float:
     return 1 / math.sqrt(total) if total else math.inf
 
 
-def epsilon_of(noise: float, delta: float) -> float:
-    """Return epsilon of one release with that noise multiplier, from its Renyi divergences of all orders.
-
-    ``eps = a / (2 z^2) + log((a - 1) / a) - log(delta a) / (a - 1)``, the least over a > 1 (Canonne, Kamath, Steinke
-    2020, Proposition 12).
-    """
-    from scipy.optimize import minimize_scalar  # SciPy takes long to import, and few runs need it here
-
-    if math.isinf(noise):
-        return 0.0
-
-    def at(log_of: float) -> float:
-        a = 1 + math.exp(log_of)
-        return a / (2 * noise**2) + math.log1p(-1 / a) - (math.log(delta) + math.log(a)) / (a - 1)
-
-    # The best order for the two large terms, from which the minimum is never far.
-    start = 0.5 * math.log(2 * noise**2 * math.log(1 / delta))
-    return max(0.0, float(minimize_scalar(at, bounds=(start - 3, start + 3), method="bounded").fun))
-
-
-def exact_epsilon(noise: float, delta: float) -> float:
-    """Return epsilon of Gaussian noise on real numbers (Balle, Wang, ICML 2018, Theorem 8)."""
-    from scipy.optimize import brentq
-    from scipy.special import log_ndtr
-
-    def excess(epsilon: float) -> float:
-        a = 1 / (2 * noise)
-        b = epsilon * noise
-        return math.exp(log_ndtr(a - b)) - math.exp(epsilon + log_ndtr(-a - b)) - delta
-
-    return float(brentq(excess, 0, 10 + 10 / noise**2 + 10 / noise, xtol=1e-12)) if excess(0) > 0 else 0.0
-
-
-def noise_for(epsilon: float, delta: float, releases: int) -> float:
-    """Return the noise multiplier with which that many releases have `epsilon` together, rounded up to 4 digits."""
-    from scipy.optimize import brentq
-
-    one = float(brentq(lambda z: epsilon_of(z, delta) - epsilon, 1e-3, 1e7, xtol=1e-9))
-    return math.ceil(one * math.sqrt(releases) * 1e4) / 1e4
-
-
-# Steps on drawn images ----------------------------------------------------------------------------
-
-_WHOLE = np.unique(np.concatenate([np.arange(1, 65), np.geomspace(64, 2048, 70).round()])).astype(np.int64)
-_ORDERS = np.unique(np.concatenate([1 + np.geomspace(0.02, 63, 600), _WHOLE[1:].astype(np.float64)]))
+# Sums over drawn images are only bounded at whole orders: the binomial formula needs no density there, so it also holds
+# for the discrete Gaussian. Renyi divergences of the Gaussian itself bound those of the discrete one at every order.
+_WHOLE = (*range(2, 65), *sorted({round(64 * 1.15**k) for k in range(1, 25)}))
+_ORDERS = tuple(1 + np.geomspace(0.02, 1e5, 600))
+_LEAST = 0.05
+"""Smallest noise multiplier that a budget is turned into."""
 
 
 @dataclass(frozen=True)
@@ -179,64 +138,64 @@ class Steps:
     count: int
 
 
-@functools.lru_cache(maxsize=256)
-def _moments(noise: float, rate: float) -> Float64:
-    """Return (a - 1) times the Renyi divergence of one step, for the orders a of `_WHOLE`; q < 1.
+def epsilon_of(noise: float, delta: float, steps: Iterable[Steps] = ()) -> float:
+    """Return epsilon of one release with that noise multiplier (infinite: none) and of steps of DP-SGD, together.
 
-    ``log sum_k C(a, k) (1 - q)^(a - k) q^k exp(k (k - 1) / (2 z^2))``, k = 0 .. a (Mironov, Talwar, Zhang, Renyi
-    Differential Privacy of the Sampled Gaussian Mechanism, 2019, Section 3.3). One image more and one image less are
-    the same (Theorem 5), because a reflection exchanges the two distributions; it also maps the grid onto itself. For
-    the discrete Gaussian each ``exp`` is an upper bound.
+    Renyi divergences add up (of drawn images: Mironov, Talwar, Zhang 2019) and become epsilon (Canonne, Kamath, Steinke
+    2020, Proposition 12). `dp_accounting` computes both.
     """
-    from scipy.special import gammaln, logsumexp
+    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
+    from dp_accounting.rdp import RdpAccountant
 
-    found = []
-    for a in _WHOLE:
-        k = np.arange(a + 1)
-        ways = gammaln(a + 1) - gammaln(k + 1) - gammaln(a - k + 1)
-        found.append(logsumexp(ways + (a - k) * math.log1p(-rate) + k * math.log(rate) + k * (k - 1) / (2 * noise**2)))
-    bounds: Float64 = np.maximum(np.array(found), 0.0)
-    return bounds
-
-
-def epsilon_with(noise: float, steps: Iterable[Steps], delta: float) -> float:
-    """Return epsilon of one release with that noise multiplier and of steps of DP-SGD, all together.
-
-    Between whole orders (a - 1) times the divergence lies below the straight line, since it is convex in a.
-    """
-    counted: dict[tuple[float, float], int] = {}
-    precision = 1 / noise**2
+    counts: Counter[tuple[float, float]] = Counter()
     for s in steps:
-        if s.rate == 1:
-            precision += s.count / s.noise**2  # a release like others
-        else:
-            counted[s.noise, s.rate] = counted.get((s.noise, s.rate), 0) + s.count
-    if not counted:
-        return epsilon_of(1 / math.sqrt(precision) if precision else math.inf, delta)
-    total = _ORDERS * (_ORDERS - 1) / 2 * precision
-    for (z, rate), count in counted.items():
-        total = total + count * np.interp(_ORDERS, _WHOLE, _moments(z, rate))
-    found = (total - math.log(delta) - np.log(_ORDERS)) / (_ORDERS - 1) + np.log1p(-1 / _ORDERS)
-    return max(0.0, float(found.min()))
+        counts[s.noise, s.rate] += s.count
+    if math.isinf(noise) and not counts:
+        return 0.0
+    accountant = RdpAccountant(_WHOLE if any(rate < 1 for _, rate in counts) else _ORDERS)
+    if not math.isinf(noise):
+        accountant.compose(GaussianDpEvent(noise))
+    for (z, rate), count in counts.items():
+        accountant.compose(SelfComposedDpEvent(PoissonSampledDpEvent(rate, GaussianDpEvent(z)), count))
+    return float(accountant.get_epsilon(delta))
 
 
 @functools.lru_cache(maxsize=256)
-def noise_for_steps(epsilon: float, delta: float, rate: float, count: int) -> float:
-    """Return the noise multiplier with which that many steps have `epsilon` together, rounded up to 4 digits.
+def noise_for(epsilon: float, delta: float, count: int, rate: float = 1.0) -> float:
+    """Return the noise multiplier with which that many releases have `epsilon` together, rounded up to 4 digits.
+
+    Parameters
+    ----------
+    rate : probability with which each release draws an image; 1 = it is of all images.
 
     Raises
     ------
     ValueError : no noise is enough.
     """
-    from scipy.optimize import brentq
+    from dp_accounting import (
+        GaussianDpEvent,
+        LowerEndpointAndGuess,
+        PoissonSampledDpEvent,
+        SelfComposedDpEvent,
+        calibrate_dp_mechanism,
+    )
+    from dp_accounting.mechanism_calibration import NoBracketIntervalFoundError
+    from dp_accounting.rdp import RdpAccountant
 
-    def excess(log_of: float) -> float:
-        return epsilon_with(math.inf, [Steps(math.exp(log_of), rate, count)], delta) - epsilon
-
-    low, high = math.log(0.05), math.log(1e4)
-    if excess(high) > 0:
-        raise ValueError(f"no noise up to 10,000 gives {count} steps epsilon = {epsilon:g} at delta = {delta:g}")
-    return 0.05 if excess(low) <= 0 else math.ceil(math.exp(brentq(excess, low, high, xtol=1e-7)) * 1e4) / 1e4
+    if epsilon_of(math.inf, delta, [Steps(_LEAST, rate, count)]) <= epsilon:
+        return _LEAST
+    try:
+        noise = calibrate_dp_mechanism(
+            lambda: RdpAccountant(_WHOLE if rate < 1 else _ORDERS),
+            lambda z: SelfComposedDpEvent(PoissonSampledDpEvent(rate, GaussianDpEvent(z)), count),
+            epsilon,
+            delta,
+            LowerEndpointAndGuess(_LEAST, 1.0),
+            tol=1e-5,
+        )
+    except NoBracketIntervalFoundError as e:
+        raise ValueError(f"no noise gives {count} releases epsilon = {epsilon:g} at delta = {delta:g}") from e
+    return math.ceil(float(noise) * 1e4) / 1e4
 
 
 # The mechanism ------------------------------------------------------------------------------------

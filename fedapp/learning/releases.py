@@ -34,8 +34,8 @@ from fedapp.core.privacy import (
     Privacy,
     Steps,
     composed,
-    epsilon_with,
-    noise_for_steps,
+    epsilon_of,
+    noise_for,
     noised_steps,
     on_grid,
     step_of,
@@ -180,7 +180,7 @@ def _epsilon(entries: list[dict[str, Any]], unit: str, delta: float) -> float:
         if e["schema"] == 1
     ]
     steps = [Steps(float(e["noise"]), float(e["rate"]), int(e["steps"])) for e in entries if e["schema"] == SCHEMA]
-    return epsilon_with(composed(noises), steps, delta)
+    return epsilon_of(composed(noises), delta, steps)
 
 
 class Releaser:
@@ -249,7 +249,7 @@ class Releaser:
         try:
             budget = min(stated.asked, stated.epsilon)
             every = count * epochs * stated.rounds
-            noise = stated.noise or noise_for_steps(budget, stated.delta, rate, every)
+            noise = stated.noise or noise_for(budget, stated.delta, every, rate)
             step_of(numbers, stated.bound, noise)
         except ValueError as e:
             raise BadRequest(f"dp = 'sgd': {e}: raise dp-epsilon, or take fewer rounds, epochs or parameters") from e
