@@ -234,6 +234,8 @@ class Method:
         gives them.
     linear : whether logits are the linear head's, on what `head_input` makes of a representation; only such a head can
         be calibrated by another method.
+    head : what the server must know of the head, in an app whose layers have other names: `shape`, its classes C and
+        width d; `names`, which arrays are the head's; `none`, for a server that treats all layers alike.
     warn : `warn(hparams, optimizer, augment)` returns a warning if the settings are known not to work together, else
         None.
     """
@@ -264,6 +266,7 @@ class Method:
     sum_only: Sums | Callable[[Any], Sums | None] | None = None
     private: tuple[str, ...] | Callable[[Any], tuple[str, ...]] = ()
     linear: bool = True
+    head: str = "shape"
     warn: Callable[[Any, str, str], str | None] | None = None
 
     def shared_prefixes(self, hparams: BaseHParams) -> tuple[str, ...]:

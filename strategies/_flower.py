@@ -4,7 +4,8 @@ A `FedStrategy` is a Flower strategy: `strategy.start(grid, initial_arrays, ...)
 functions below. They translate between Flower's messages and the method's pure functions. A client of such an app is
 anything that takes the arrays it is sent and replies with arrays of the same names and with `num-examples`. It does not
 register, so a node's client id is its place in the order in which nodes were first seen. Methods that need more from
-their clients, such as class means, predictions or answers to a query, need clients that send it.
+their clients, such as class means, predictions or answers to a query, need clients that send it. The last layer of the
+app's model must be called `head`, unless the method treats all layers alike (`Method.head`).
 """
 
 from __future__ import annotations
@@ -20,10 +21,16 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result
 from flwr.serverapp.strategy.strategy_utils import sample_nodes
 
-from fedapp.errors import plain
-from fedapp.method import Arrays, ClientInfo, Method, Payload, Reply, ServerContext, ServerState
+from fedapp.errors import BadRequest, plain
+from fedapp.method import HEAD, Arrays, ClientInfo, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.sampling import rng, sample_clients
 from fedapp.transport.records import Encoder, arrays_of, encoded, reject
+
+CLIENT_FN = (
+    "a NumPyClient behind `client_fn` reads and writes Flower's earlier records: give the strategy "
+    "arrayrecord_key='fitins.parameters', configrecord_key='fitins.config', weighted_by_key='num_examples' and "
+    "fraction_evaluate=0.0"
+)
 
 
 class FlowerLoop(FedAvg):
@@ -50,6 +57,8 @@ class FlowerLoop(FedAvg):
         self._initial: Arrays = {}  # those of them that the method shares
         self._round = 0
         self._sample = (0, 1)  # nodes wanted, nodes connected
+        self._counted = False  # whether a reply to `train` has counted
+        self._problem = ""  # why the last reply to `train` that did not count did not
 
     def start(self, grid: Grid, initial_arrays: ArrayRecord, *args: Any, **kwargs: Any) -> Result:
         """Run Flower's loop from `initial_arrays`, then what the method does after its last round.
@@ -59,10 +68,21 @@ class FlowerLoop(FedAvg):
         Flower's result. Its arrays are the initial ones with the global model where the method has one, else with what
         the client with the lowest id would get next; `personal_arrays(client)` gives those of any client.
         `evaluate_fn` is called after each round, before what the method does at the end.
+
+        Raises
+        ------
+        BadRequest : the method cannot find its layers in `initial_arrays`, or no client could read its first message.
+        RuntimeError : no reply of any round counted.
         """
         self._state, self._clients, self._round = None, {}, 0
+        self._counted, self._problem = False, ""
         self._take(initial_arrays)
         result = super().start(grid, initial_arrays, *args, **kwargs)
+        if self._round and self.fraction_train and not self._counted:
+            raise RuntimeError(
+                f"no reply to train counted in {self._round} round{'s' * (self._round > 1)}, so the arrays are as they were given. The last "
+                f"reason: {plain(self._problem) or 'no client answered'}"
+            )
         if self._state is not None:
             self._state = self._maths.finalize(self._state, lambda kind, payload: self._query(grid, kind, payload))
             result.arrays = self._record()
@@ -97,7 +117,9 @@ class FlowerLoop(FedAvg):
         assert self._state is not None, "configure_train comes first"
         good = list(self._checked(replies, "train"))
         self._round = server_round
+        self._counted = self._counted or bool(good)
         if not good:
+            self._refuse_records([] if self._counted else [self._problem])
             return None, None
         counts = [reply.num_samples for reply, _ in good]
         self._state = self._maths.aggregate_believed(self._state, server_round, (reply for reply, _ in good), counts)
@@ -112,9 +134,21 @@ class FlowerLoop(FedAvg):
         clients = self._connected(grid, self.min_evaluate_nodes, self.fraction_evaluate)
         return self._messages(server_round, clients, config, MessageType.EVALUATE)
 
-    # aggregate_evaluate and summary are Flower's own.
+    def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> MetricRecord | None:
+        """Aggregate the metrics as Flower does."""
+        replies = list(replies)
+        if all(message.has_error() for message in replies):
+            self._refuse_records(message.error.reason for message in replies)
+        return super().aggregate_evaluate(server_round, replies)
+
+    # summary is Flower's own.
 
     # ---- pieces --------------------------------------------------------------------------------------------------
+
+    def _refuse_records(self, problems: Iterable[str]) -> None:
+        """Raise BadRequest if clients cannot read or write the records of this loop, which no further round mends."""
+        if any(sign in problem for problem in problems for sign in ("fitins.", "evaluateins.", CLIENT_FN)):
+            raise BadRequest(CLIENT_FN)
 
     @property
     def _maths(self) -> Any:
@@ -131,6 +165,37 @@ class FlowerLoop(FedAvg):
         prefixes = self.method.shared_prefixes(self.hparams)
         floats = {n: a for n, a in self._whole.items() if np.issubdtype(a.dtype, np.floating)}
         self._initial = {n: a for n, a in floats.items() if _under(n, prefixes)}
+        self._check_layers(list(floats), prefixes)
+
+    def _check_layers(self, names: list[str], prefixes: tuple[str, ...]) -> None:
+        """Refuse a model in which the method cannot find its layers; `names` are those of its floating-point arrays.
+
+        Raises
+        ------
+        BadRequest : says how to name the head, or what is missing.
+        """
+        method, known = self.method, ", ".join(dict.fromkeys(n.rpartition(".")[0] or n for n in self._whole)) or "none"
+        if method.head != "none" and not any(_under(n, HEAD) for n in names):
+            raise BadRequest(
+                f"{method.id} must know which layer is the head, and no layer of the app's model is called 'head' (its "
+                f"layers: {known}). Call the last linear layer `head` in the model of the server and of the clients, "
+                "so that its arrays are 'head.weight' and 'head.bias'"
+            )
+        weight, bias = (getattr(self._whole.get(n), "shape", None) for n in ("head.weight", "head.bias"))
+        if method.head == "shape" and (weight is None or len(weight) != 2 or bias != weight[:1]):
+            raise BadRequest(
+                f"{method.id} needs one linear head: 'head.weight' of shape (classes, features) and 'head.bias' of "
+                f"shape (classes,), but they are {weight or 'missing'} and {bias or 'missing'}. Make the last layer an "
+                "nn.Linear with bias, and call it `head`"
+            )
+        # A server that treats all layers alike takes a model without a trunk or without a head.
+        wanted = [prefixes] if method.head == "none" and prefixes else [(p,) for p in prefixes]
+        for prefix in wanted:
+            if not any(_under(n, prefix) for n in names):
+                raise BadRequest(
+                    f"{method.id} shares the layers {' and '.join(prefix)} of a model, and no floating-point array of "
+                    f"the app's model is one of them (its layers: {known}). Give `start` the arrays of the whole model"
+                )
 
     def _connected(self, grid: Grid, at_least: int, fraction: float) -> list[tuple[int, int]]:
         """Wait for enough nodes; return (client id, node id) of all that are connected now, in the order of ids."""
@@ -186,6 +251,7 @@ class FlowerLoop(FedAvg):
                 arrived.append((arrival, message))
             else:  # the SuperLink answers in the place of a node that has left, or of a message that expired
                 reason = message.error.reason if message.has_error() else "it comes from an unknown node"
+                self._problem = reason
                 log(WARNING, "A reply to %s does not count: %s", kind, plain(reason))
         for arrival, message in sorted(arrived, key=lambda item: self._clients[item[1].metadata.src_node_id]):
             client = self._clients[message.metadata.src_node_id]
@@ -198,6 +264,7 @@ class FlowerLoop(FedAvg):
             except (KeyError, TypeError, ValueError, OverflowError) as e:
                 problem = str(e)
             if problem:
+                self._problem = problem
                 log(WARNING, "The reply of client %s to %s does not count: %s", client, kind, plain(problem))
             else:
                 yield reply, content
@@ -218,7 +285,8 @@ class FlowerLoop(FedAvg):
             arrays = {n: a for n, a in arrays.items() if n in names or n not in self._whole}
         metrics: dict[str, Any] = {k: v for part in content.metric_records.values() for k, v in part.items()}
         if self.weighted_by_key not in metrics:
-            raise ValueError(f"the reply has no '{self.weighted_by_key}'")
+            hint = f": {CLIENT_FN}" if "num_examples" in metrics else ""
+            raise ValueError(f"the reply has no '{self.weighted_by_key}'{hint}")
         size = sum(a.nbytes for a in arrays.values())
         return Reply(client, int(metrics[self.weighted_by_key]), arrays, metrics, size, kind, arrival), content
 

@@ -210,5 +210,6 @@ METHOD = Method(
     client=FedClient,
     hparams=CFLHParams,
     shared=ALL,
+    head="none",
     travels="the whole model, both ways (one per cluster)",
 )

@@ -24,6 +24,7 @@ METHOD = Method(
     client=DittoClient,
     hparams=DittoHParams,
     shared=ALL,
+    head="none",
     sum_only=Sums(),
     global_model=True,
 )

@@ -113,6 +113,7 @@ METHOD = Method(
     client=FedAMPClient,
     hparams=FedAMPHParams,
     shared=ALL,
+    head="none",
     travels="a mix of models for each client down, the whole model up",
     guards=(),
 )

@@ -22,6 +22,7 @@ METHOD = Method(
     strategy=FedAvg,
     client=FedClient,
     shared=ALL,
+    head="none",
     sum_only=Sums(),
     global_model=True,
     private=("sgd", "client"),

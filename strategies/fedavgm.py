@@ -94,6 +94,7 @@ METHOD = Method(
     client=FedClient,
     hparams=FedAvgMHParams,
     shared=ALL,
+    head="none",
     sum_only=Sums(),
     global_model=True,
     private=("sgd", "client"),

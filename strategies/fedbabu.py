@@ -37,6 +37,7 @@ METHOD = Method(
     client=FedBABUClient,
     hparams=FedBABUHParams,
     shared=ALL,
+    head="names",
     up=BODY,
     sum_only=lambda hparams: Sums(hparams.weights),
     global_model=True,

@@ -62,6 +62,7 @@ METHOD = Method(
     client=FedClassAvgClient,
     hparams=FedClassAvgHParams,
     shared=_shared,
+    head="names",
     sum_only=lambda hparams: None if hparams.share == "none" else Sums(),
     heterogeneous=True,
     travels="the head, both ways",

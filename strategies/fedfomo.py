@@ -112,6 +112,7 @@ METHOD = Method(
     client=FedFomoClient,
     hparams=FedFomoHParams,
     shared=ALL,
+    head="none",
     travels="up to M other clients' whole models down, the whole model and M numbers up",
     metrics=("fomo-weights",),
     guards=(),

@@ -28,6 +28,7 @@ METHOD = Method(
     client=PrivateClient,
     hparams=FedPerHParams,
     shared=_shared,
+    head="names",
     sum_only=Sums(),
     travels="the body, both ways",
     private=("sgd", "client"),

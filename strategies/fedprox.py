@@ -17,6 +17,7 @@ METHOD = Method(
     client=FedProxClient,
     hparams=FedProxHParams,
     shared=ALL,
+    head="none",
     sum_only=Sums(),
     global_model=True,
     private=("client",),

@@ -25,6 +25,7 @@ METHOD = Method(
     client=FedRepClient,
     hparams=FedRepHParams,
     shared=BODY,
+    head="names",
     sum_only=lambda hparams: Sums("samples" if hparams.average == "samples" else "uniform"),
     travels="the body, both ways",
     private=("client",),

@@ -34,6 +34,7 @@ METHOD = Method(
     client=FedRoDClient,
     hparams=FedRoDHParams,
     shared=ALL,
+    head="names",
     sum_only=Sums(),
     global_model=True,
     columns=("generic-loss", "personal-loss"),

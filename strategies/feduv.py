@@ -20,6 +20,7 @@ METHOD = Method(
     client=FedUVClient,
     hparams=FedUVHParams,
     shared=ALL,
+    head="none",
     sum_only=Sums(),
     global_model=True,
 )

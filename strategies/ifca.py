@@ -107,6 +107,7 @@ METHOD = Method(
     client=IFCAClient,
     hparams=IFCAHParams,
     shared=ALL,
+    head="none",
     metrics=("ifca-cluster",),
     travels="k whole models down, one up with its number",
 )

@@ -47,6 +47,7 @@ METHOD = Method(
     client=FedClient,
     hparams=LGFedAvgHParams,
     shared=HEAD,
+    head="names",
     sum_only=lambda hparams: Sums("samples" if hparams.average == "samples" else "uniform"),
     heterogeneous=True,
     travels="the head, both ways",

@@ -36,6 +36,7 @@ METHOD = Method(
     client=FedClient,
     hparams=BaseHParams,
     shared=NONE,
+    head="none",
     heterogeneous=True,
     same_width=False,
     travels="nothing",

@@ -19,6 +19,7 @@ METHOD = Method(
     client=MoonClient,
     hparams=MoonHParams,
     shared=ALL,
+    head="none",
     sum_only=Sums(),
     global_model=True,
     private=("client",),

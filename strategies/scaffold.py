@@ -101,6 +101,7 @@ METHOD = Method(
     client=ScaffoldClient,
     hparams=ScaffoldHParams,
     shared=ALL,
+    head="none",
     extra_up=(CONTROL,),
     global_model=True,
     travels="the whole model and a control variate, both ways",

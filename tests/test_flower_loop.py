@@ -16,11 +16,13 @@ from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import Strategy
 
 from clients.cwfedavg import CwFedAvgHParams
+from fedapp import registry
 from fedapp.core.classwise import norm_distribution
+from fedapp.errors import BadRequest
 from fedapp.method import BaseHParams, Payload
 from fedapp.sampling import sample_clients
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
-from strategies import cfl, cwfedavg, fedamp, fedavg, fedavgm, fedclassavg, fedper, lgfedavg
+from strategies import cfl, cwfedavg, fedamp, fedavg, fedavgm, fedclassavg, fedgh, fedper, lgfedavg
 
 SHAPES = {"conv.weight": (4, 3), "head.weight": (3, 4), "head.bias": (3,)}
 SIZES = (10, 30, 60)
@@ -186,13 +188,37 @@ def test_a_query_after_the_last_round_reaches_every_client() -> None:
 def test_a_client_fn_that_names_nothing_works_by_position() -> None:
     """Flower's NumPyClient behind `client_fn` sends lists: its arrays are taken in the order of the shared names."""
     app = ClientApp(client_fn=lambda context: Foreign(int(context.node_config["partition-id"])).to_client())
-    keys = {"arrayrecord_key": "fitins.parameters", "configrecord_key": "fitins.config"}
-    strategy = cw(fraction_evaluate=0.0, weighted_by_key="num_examples", **keys)
+    strategy = cw(**SETTINGS)
     strategy.start(LocalGrid(app, {}, 3), initial(), num_rounds=1)
     other = cw(fraction_evaluate=0.0)
     other.start(LocalGrid(client_app(), {}, 3), initial(), num_rounds=1)
     for name in SHAPES:
         assert np.array_equal(strategy.personal_arrays(1)[name], other.personal_arrays(1)[name])
+
+
+SETTINGS = {
+    "arrayrecord_key": "fitins.parameters",
+    "configrecord_key": "fitins.config",
+    "weighted_by_key": "num_examples",
+    "fraction_evaluate": 0.0,
+}
+
+
+@pytest.mark.parametrize("given", range(4))
+def test_a_client_fn_without_the_four_settings_ends_the_first_round_with_them(given: int) -> None:
+    app = ClientApp(client_fn=lambda context: Foreign(int(context.node_config["partition-id"])).to_client())
+    strategy, rounds = cw(**dict(list(SETTINGS.items())[:given])), []
+    with pytest.raises(BadRequest) as e:
+        strategy.start(LocalGrid(app, {}, 3), initial(), num_rounds=3, evaluate_fn=lambda t, _: rounds.append(t))
+    assert all(f"{name}={value!r}" in str(e.value) for name, value in SETTINGS.items()) and rounds == [0]
+
+
+def test_a_run_in_which_no_reply_counts_does_not_end_well() -> None:
+    strategy = fedgh.METHOD.strategy(fedgh.METHOD, fedgh.METHOD.hparams(), fraction_evaluate=0.0)
+    with pytest.raises(RuntimeError, match=r"no reply .* in 2 rounds.*The last reason: the values or the labels"):
+        strategy.start(LocalGrid(plain_app(False), {}, 3), initial(), num_rounds=2)
+    some = fedavg.METHOD.strategy(fedavg.METHOD, BaseHParams(), fraction_evaluate=0.0)
+    assert some.start(LocalGrid(client_app(bad=1), {}, 3), initial(), num_rounds=2).train_metrics_clientapp
 
 
 def test_personal_arrays_need_a_run() -> None:
@@ -237,6 +263,71 @@ def test_the_app_gives_its_whole_model_and_only_what_is_shared_travels(method: A
         shared = head if name.startswith("head.") else rest
         np.testing.assert_allclose(result[name], np.full(shape, moved if shared else 0.5), rtol=1e-6)
     assert result["bn.num_batches_tracked"] == 5, "counters are not averaged"
+
+
+ALIKE = {
+    "cfl",
+    "ditto",
+    "fedamp",
+    "fedavg",
+    "fedavgm",
+    "fedfomo",
+    "fedprox",
+    "feduv",
+    "ifca",
+    "local",
+    "moon",
+    "scaffold",
+}
+"""Methods whose server treats all layers alike."""
+AVERAGED = {"fedper", "fedrep", "fedbabu", "lgfedavg", "fedclassavg", "fedrod"}
+"""Methods whose server needs the names of the head's arrays, and no more."""
+
+
+def started(method_id: str, shapes: dict[str, tuple[int, ...]], **hparams: Any) -> None:
+    method, settings = registry.get(method_id), registry.get(method_id).hparams(**hparams)
+    method = registry.resolve(method, settings)
+    strategy = method.strategy(method, settings, fraction_evaluate=0.0)
+    arrays = ArrayRecord({n: Array(np.full(s, 0.5, np.float32)) for n, s in shapes.items()})
+    strategy.start(LocalGrid(plain_app(False), {}, 3), arrays, num_rounds=0)
+
+
+@pytest.mark.parametrize("method_id", registry.names())
+def test_a_model_without_a_layer_called_head_is_refused_unless_all_layers_are_alike(method_id: str) -> None:
+    """Every method that tells the head from other layers needs its name: without it, it would share nothing or all."""
+    other = {n.replace("head", "fc"): s for n, s in SHAPES.items()}
+    if method_id in ALIKE:
+        started(method_id, other)
+    else:
+        with pytest.raises(BadRequest, match=r"no layer .* is called 'head' \(its layers: conv, fc\).*Call the last"):
+            started(method_id, other)
+
+
+@pytest.mark.parametrize("method_id", registry.names())
+@pytest.mark.parametrize("wrong", [{"head.weight": (3, 4, 1, 1)}, {"head.bias": (4,)}, {"head.0.weight": (3, 4)}])
+def test_a_head_of_another_form_is_refused_where_its_shape_counts(wrong: dict[str, Any], method_id: str) -> None:
+    shapes = {**SHAPES, **wrong}
+    if "head.0.weight" in wrong:
+        del shapes["head.weight"], shapes["head.bias"]
+    if method_id in ALIKE | AVERAGED:
+        started(method_id, shapes)
+    else:
+        with pytest.raises(BadRequest, match=r"needs one linear head: 'head.weight' of shape \(classes, features\)"):
+            started(method_id, shapes)
+
+
+@pytest.mark.parametrize(
+    ("method_id", "hparams", "left"),
+    [
+        ("fedper", {}, ("head.weight", "head.bias")),
+        ("fedper", {"share": "features.conv2"}, tuple(SHAPES)),
+        ("fednh", {}, tuple(SHAPES)),
+        ("fedavg", {}, ()),
+    ],
+)
+def test_an_empty_choice_of_layers_is_refused(method_id: str, hparams: dict[str, Any], left: tuple[str, ...]) -> None:
+    with pytest.raises(BadRequest, match="no floating-point array of the app's model is one of them"):
+        started(method_id, {n: SHAPES[n] for n in left}, **hparams)
 
 
 def test_a_node_that_left_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
