@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -266,7 +266,7 @@ class Method:
     sum_only: Sums | Callable[[Any], Sums | None] | None = None
     private: tuple[str, ...] | Callable[[Any], tuple[str, ...]] = ()
     linear: bool = True
-    head: str = "shape"
+    head: Literal["shape", "names", "none"] = "shape"
     warn: Callable[[Any, str, str], str | None] | None = None
 
     def shared_prefixes(self, hparams: BaseHParams) -> tuple[str, ...]:

@@ -79,9 +79,10 @@ class FlowerLoop(FedAvg):
         self._take(initial_arrays)
         result = super().start(grid, initial_arrays, *args, **kwargs)
         if self._round and self.fraction_train and not self._counted:
+            rounds = f"{self._round} round{'s' * (self._round > 1)}"
             raise RuntimeError(
-                f"no reply to train counted in {self._round} round{'s' * (self._round > 1)}, so the arrays are as they were given. The last "
-                f"reason: {plain(self._problem) or 'no client answered'}"
+                f"no reply to train counted in {rounds}, so the arrays are as they were given. The last reason: "
+                f"{plain(self._problem) or 'no client answered'}"
             )
         if self._state is not None:
             self._state = self._maths.finalize(self._state, lambda kind, payload: self._query(grid, kind, payload))
