@@ -3,7 +3,8 @@
 The table lists the functions that a method's client may define, in the order in which a round calls them. They may
 change `self.model`, `self.own` (private arrays) and attributes that they set themselves. Only `self.model` and
 `self.own` are stored on disk after the round. Before the next one `self.own` is always restored, and what of the model
-the server does not send (see `needs_state`).
+the server does not send. Where it sends the whole model, the stored one is read with `needs_state` only; without it,
+the values are NaN until `receive` has replaced them.
 
 | function                          | when                                     | default                         |
 |-----------------------------------|------------------------------------------|---------------------------------|
@@ -97,7 +98,10 @@ class FedClient(PositionalClient):
     private_logits: ClassVar[bool] = False
     """Whether a client adds logits of its own to those of the head."""
     needs_state: ClassVar[bool] = False
-    """Whether the method needs its stored model even where the server sends it. `self.own` is always restored."""
+    """Whether the method needs its stored model even where the server sends it. `self.own` is always restored.
+
+    Without it, an own `restore` or `receive` finds NaN in all that the server sends, if this is the whole model.
+    """
 
     def __init__(self, task: Task, method: Method, hparams: Any, store: ClientStore | None = None) -> None:
         self.task = task
@@ -572,8 +576,13 @@ class FedClient(PositionalClient):
             if self.stored is not None:
                 self.own = selection.under("own/", self.stored.arrays)
         begins = self._loaded is None and not covered
-        blank = () if self._looks() else payload.all().keys()
+        unread = self._looks() and not self._starts_from_state
+        blank = () if self._looks() and not unread else payload.all().keys()
         self.model = self._new(skeleton) if begins else copied(skeleton, blank)
+        if unread:  # a method that looks at it would else find an untrained model, the same at all clients
+            state = self.model.state_dict()
+            for name in payload.all().keys() & state.keys():
+                state[name].fill_(math.nan)
         if self._loaded is not None:
             selection.merge(self.model, selection.under("model/", self._loaded.arrays))
             self.own = selection.under("own/", self._loaded.arrays)

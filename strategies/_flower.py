@@ -139,7 +139,7 @@ class FlowerLoop(FedAvg):
         """Aggregate the metrics as Flower does."""
         replies = list(replies)
         if all(message.has_error() for message in replies):
-            self._refuse_records(message.error.reason for message in replies)
+            self._refuse_records(str(message.error.reason) for message in replies)
         return super().aggregate_evaluate(server_round, replies)
 
     # summary is Flower's own.
@@ -251,7 +251,7 @@ class FlowerLoop(FedAvg):
             if message.metadata.src_node_id in self._clients:
                 arrived.append((arrival, message))
             else:  # the SuperLink answers in the place of a node that has left, or of a message that expired
-                reason = message.error.reason if message.has_error() else "it comes from an unknown node"
+                reason = str(message.error.reason) if message.has_error() else "it comes from an unknown node"
                 self._problem = reason
                 log(WARNING, "A reply to %s does not count: %s", kind, plain(reason))
         for arrival, message in sorted(arrived, key=lambda item: self._clients[item[1].metadata.src_node_id]):

@@ -105,6 +105,25 @@ def test_of_a_stored_model_nothing_is_read_that_the_server_sends(tmp_path: Path)
         path.write_bytes(good)
 
 
+@pytest.mark.parametrize("stored", [False, True])
+def test_a_client_that_may_not_look_at_its_model_finds_nan_in_it(stored: bool, tmp_path: Path) -> None:
+    """Where the server sends the whole model the stored one is not read: an untrained one would look like a model."""
+    task, sent = one_batch_task(), whole(model_like(one_batch_task()))
+
+    def looking(**more: Any) -> Looks:
+        client = type("Own", (Looks,), more)(task, FEDAVG, BaseHParams(), store)
+        client.train_round(sent, 2)
+        return client
+
+    store = ClientStore(tmp_path / "0", "fedavg", "aa") if stored else None
+    first = FedClient(task, FEDAVG, BaseHParams(), store)
+    first.train_round(sent, 1)
+    own = looking()
+    assert own.left.isnan().all() and all(bool(a.isfinite().all()) for a in own.model.state_dict().values())
+    if stored:
+        assert torch.equal(looking(needs_state=True).left, first.model.head.bias)
+
+
 def test_the_store_is_told_what_the_next_round_does_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task, told, save = one_batch_task(), [], ClientStore.save
     monkeypatch.setattr(
