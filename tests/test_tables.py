@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -17,6 +18,7 @@ from fedapp import config as configuration
 from fedapp.data import datasets, tables
 from fedapp.data.columns import Reading, roles
 from fedapp.data.dataset import Dataset
+from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest
 from fedapp.tasks import node
 
@@ -118,6 +120,78 @@ def test_numbers_that_are_names_stay_as_written(tmp_path: Path) -> None:
     assert datasets.load("csv", tmp_path / "t.csv").owner_names == ("007", "10", "7")
 
 
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_one_long_cell_takes_the_memory_of_one_cell(kind: str, tmp_path: Path) -> None:
+    frame = pd.DataFrame({"a": np.arange(5000) % 7, "note": "fine", "y": np.arange(5000) % 2})
+    frame.loc[7, "note"] = "z" * 20_000
+    tracemalloc.start()
+    try:
+        data = loaded(tmp_path, frame, "", kind)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # An array of type str would take 4 x 20,000 bytes for each of the 5,000 rows.
+    assert (data.features, data.ignored) == (("a",), ("note",)) and peak < 4 * 20_000 * 5000 / 10
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet", "hf"])
+def test_row_numbers_of_pandas_are_no_feature(form: str, tmp_path: Path) -> None:
+    frame = pd.DataFrame({"a": [0.5, 1, 2, 3], "y": [0, 1, 0, 1]}, index=[3, 5, 7, 9])
+    path = tmp_path / f"t.{form}"
+    if form == "csv":
+        frame.to_csv(path)
+        pd.read_csv(path).to_csv(path)  # such as ",Unnamed: 0,a,y"
+        ignored: tuple[str, ...] = ("(column 0)", "Unnamed: 0")
+    else:
+        frame.to_parquet(path if form == "parquet" else tmp_path / "t.parquet")
+        path, ignored = tmp_path / "t.parquet", ("__index_level_0__",)
+    data = datasets.load(form, path)
+    assert (data.features, data.ignored) == (("a",), ignored)
+    assert datasets.load(form, path, Reading("x=* y=y")).features == ("a",)
+    if form == "csv":
+        assert datasets.load(form, path, Reading('x="Unnamed: 0,a" y=y')).features == ("Unnamed: 0", "a")
+    assert tables.rows(path, (), 1)[:, 0].tolist() == [0.5, 1, 2, 3] if form != "hf" else True
+
+
+def test_a_named_index_of_a_parquet_file_is_a_column(tmp_path: Path) -> None:
+    frame = patients().set_index(["hospital", "visit"])
+    data = loaded(tmp_path, frame, ROLES, "parquet")
+    assert data.owner_names == ("007", "7", "NA", "Nord") and data.features == ("visit", "age", "pulse", "smoker")
+    assert tables.rows(tmp_path / "table.parquet", ("visit",), 1)[:3, 0].tolist() == [0, 0, 1]
+
+
+def test_a_column_with_a_comma_in_its_name_can_be_named(tmp_path: Path) -> None:
+    assert roles('x="age,, years,pulse" y=a,,b') == {"x": ("age, years", "pulse"), "y": ("a,b",)}
+    frame = patients().rename(columns={"age": "age, years"})
+    assert loaded(tmp_path, frame, f'x="pulse,age,, years" {ROLES}').features == ("pulse", "age, years")
+
+
+def test_two_forms_of_one_name_are_one_name(tmp_path: Path) -> None:
+    composed, parted = "M\u00fcnchen", "Mu\u0308nchen"  # NFC and NFD
+    frame = patients().assign(
+        hospital=[composed, parted] * 60, diagnosis=["gr\u00fcn", "rot", "gru\u0308n", "rot"] * 30
+    )
+    frame["blood"] = [composed, parted, "A"] * 40
+    data = loaded(tmp_path, frame.rename(columns={"age": "gro\u0308\u00dfe"}), f"x=gr\u00f6\u00dfe,blood {ROLES}")
+    assert data.owner_names == (composed,) and data.classes == ("gr\u00fcn", "rot")
+    assert data.features == ("gr\u00f6\u00dfe", "blood=A", f"blood={composed}")
+    found = tables.rows(tmp_path / "table.csv", data.features, 3)
+    assert found[:3, 1:].tolist() == [[0, 1], [0, 1], [1, 0]]
+
+
+def test_a_column_of_text_at_one_site_is_no_other_size(tmp_path: Path) -> None:
+    frame = patients(48).drop(columns=["hospital", "part", "blood"])
+    frame[:16].to_csv(tmp_path / "a.csv", index=False)
+    frame[16:32].assign(remark="fine").to_csv(tmp_path / "b.csv", index=False)
+    frame[32:].to_csv(tmp_path / "c.csv")  # with row numbers
+    data = datasets.load("csv", tmp_path, Reading("y=diagnosis"))
+    assert not data.parts and data.num_train == 48 and set(data.ignored) == {"remark", "(column 0)"}
+    frame[16:32].assign(weight=1.5).to_csv(tmp_path / "b.csv", index=False)
+    assert len(datasets.load("csv", tmp_path, Reading("y=diagnosis")).parts) == 2
+    every = datasets.load("csv", tmp_path, Reading("x=* y=diagnosis"))
+    assert [part.shape for part in every.parts] == [(4,), (5,)]
+
+
 def test_a_file_per_client(tmp_path: Path) -> None:
     frame = patients(48)
     for part, name, rows in (("train", "north", slice(0, 20)), ("train", "south", slice(20, 40)),
@@ -151,7 +225,12 @@ def test_a_file_per_client(tmp_path: Path) -> None:
         (lambda f: f.assign(hospital=[None, *f["hospital"][1:]]), ROLES, "row 0 has no client .column 'hospital' is e"),
         (lambda f: f.assign(blood=[f"b{i}" for i in range(120)]), f"x=blood {ROLES}", "'blood' has 80 different texts"),
         (lambda f: f.assign(age=["?", *f["age"][1:]]), ROLES, r"'age' has '\?' among numbers \(row 0, 1 in all\)"),
-        (lambda f: f.assign(age=[f"{a:.2f}".replace(".", ",") for a in f["age"]]), ROLES, "'age' has decimal commas"),
+        (lambda f: f.assign(age=[f"{a:.2f}".replace(".", ",") for a in f["age"]]), ROLES, "'age' has commas"),
+        (lambda f: f.assign(age=[f"1,2{i:02}" for i in range(120)]), ROLES, "such as '1,200': leave out commas"),
+        (lambda f: f.assign(age=[f"1,23{i},000" for i in range(120)]), ROLES, "'age' has commas in its numbers"),
+        (lambda f: f.assign(age=["1,200", *range(119)]), ROLES, "'1,200' among numbers .*: leave out commas"),
+        (lambda f: f.assign(hospital=["z" * 300, *f["hospital"][1:]]), ROLES, "row 0 has a client of 300 characters"),
+        (lambda f: f.assign(**{"a=b": f["blood"], "a": "b=A"}), f"x=a=b,a {ROLES}", "'a=b=A' is both a column and a"),
         (lambda f: f.assign(time=2**24 + 1), ROLES, "'time' has whole numbers above 2"),
         (lambda f: f.assign(age=np.inf), ROLES, r"'age' is infinite for float32 \(row 0, 120 in all\)"),
         (lambda f: f.assign(part="Train"), ROLES, r"'part' has no row 'train', did you mean 'train'\?"),
@@ -258,6 +337,22 @@ def test_rows_to_classify_are_read_as_training_read_them(form: str, tmp_path: Pa
     assert found.dtype == np.float32 and np.array_equal(found, own.arrays["x_train"], equal_nan=True)
     single = tables.rows(path, ("blood=NA", "age"), 2)
     assert not single[:, 0].any() and np.array_equal(single[:, 1], found[:, 0], equal_nan=True)
+
+
+def test_the_column_of_a_category_is_known_where_names_could_mean_two(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"a": ["b=c", "b=d"] * 8, "a=b": ["d", "c"] * 8, "y": [0, 1] * 8})
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    data = datasets.load("csv", tmp_path / "t.csv", Reading("x=a=b"))
+    inputs = InputSpec.of(data)
+    assert data.features == ("a=b=c", "a=b=d") and inputs.columns == ("a=b", "a=b")
+    found = tables.rows(tmp_path / "t.csv", inputs.features, 2, inputs.columns)
+    assert np.array_equal(found, data.x_train)
+    # A file of an earlier version does not say it.
+    with pytest.raises(BadRequest, match=r"lacks a=b=c \(a or a=b\), a=b=d \(a or a=b\)"):
+        tables.rows(tmp_path / "t.csv", inputs.features, 2)
+    frame[["a"]].to_csv(tmp_path / "t.csv", index=False)
+    with pytest.raises(BadRequest, match="lacks a=b: the model"):
+        tables.rows(tmp_path / "t.csv", inputs.features, 2, inputs.columns)
 
 
 def test_faults_of_rows_to_classify_are_named_together(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from filelock import FileLock
 
 from fedapp.errors import BadRequest
 
-FORMAT = 2
+FORMAT = 3
 """Part of every key: raised when the meaning of the stored arrays changes, so that old folders are not read."""
 
 

@@ -22,6 +22,7 @@ In place of ``x``, ``y`` and ``split`` there may be ``x_train``, ``y_train`` and
 
 from __future__ import annotations
 
+import re
 import shlex
 import zipfile
 import zlib
@@ -34,6 +35,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from fedapp.data.names import composed
 from fedapp.errors import BadRequest, suggest
 
 Array = npt.NDArray[Any]
@@ -125,7 +127,8 @@ def roles(text: str) -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
     for word in words:
         role, _, value = word.partition("=")
-        names = tuple(name.strip() for name in value.split(","))
+        # Within a name a comma is written twice.
+        names = tuple(composed(name.replace(",,", ",").strip()) for name in re.split("(?<!,),(?!,)", value))
         if role not in COLUMNS or not all(names):
             raise BadRequest(
                 f"columns: '{word}'{suggest(role, COLUMNS)} is not of the form x=a,b or y=NAME ({', '.join(COLUMNS)}); "

@@ -2,12 +2,15 @@
 
 Every numeric column that has no other meaning is a feature; `columns` names others. A text feature becomes one feature
 per category of the training rows, 1 where the row has it; a category that only other rows have, and an empty cell, is 0
-in all of them. An empty cell of a numeric feature is NaN. Rows are counted from 0.
+in all of them. An empty cell of a numeric feature is NaN. Rows are counted from 0. The row numbers that pandas writes
+(columns without a name, `Unnamed: 0`, `__index_level_0__`) are features only if `columns` names them. A named index of
+a Parquet file is a column like any other.
 """
 
 from __future__ import annotations
 
 import csv
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,6 +37,7 @@ from fedapp.data.columns import (
     readable,
     roles,
 )
+from fedapp.data.names import composed
 from fedapp.errors import BadRequest, is_number, suggest
 from fedapp.lazy import pd
 
@@ -41,7 +45,14 @@ MOST_CATEGORIES = 64
 UNKNOWN = ["", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-nan", "null", "NULL", "None", "<NA>"]
 """Cells of a feature in a CSV file that stand for an unknown value."""
 NAMELESS = "(column {})"
-"""What a column of a CSV file without a name is called."""
+"""What a column without a name is called."""
+ROW_NUMBERS = re.compile(r"\(column \d+\)|Unnamed: \d+(\.\d+)*|__index_level_\d+__")
+"""Names of the columns in which pandas writes row numbers."""
+COMMAS = "leave out commas that group thousands, and write the decimal mark as a point"
+SHORT = 40
+"""Characters of a cell that a message shows."""
+LONGEST = 255
+"""Characters of a class, client or group. An array of text takes as much for every row as for the longest one."""
 
 
 def read(files: Sequence[Path], root: Path, reading: Reading) -> Own:
@@ -70,11 +81,10 @@ def read(files: Sequence[Path], root: Path, reading: Reading) -> Own:
 
     tables, skipped = readable(root, files, table, form, reading.skip_bad)
     found = next(iter(tables.values()))[1]
-    listed = wanted.get("x", ())
     sizes: dict[tuple[str, ...], list[Path]] = {}
-    for path, (frame, _) in tables.items():
-        names = set(map(str, frame.columns)) - set(found.values())
-        sizes.setdefault(tuple(sorted(names if not listed or "*" in listed else listed)), []).append(path)
+    for path, names in _features_of({p: frame.drop(columns=list(found.values())) for p, (frame, _) in tables.items()},
+                                    wanted.get("x", ())).items():  # fmt: skip
+        sizes.setdefault(tuple(sorted(names)), []).append(path)
     classes = None
     if len(sizes) > 1:
         faults: list[str] = []
@@ -87,6 +97,20 @@ def read(files: Sequence[Path], root: Path, reading: Reading) -> Own:
         for own_files in sizes.values()
     ]
     return replace(parts[0] if len(parts) == 1 else of_parts(parts), skipped=skipped)
+
+
+def _features_of(frames: Mapping[Path, Any], listed: Sequence[str]) -> dict[Path, set[str]]:
+    """Return the columns of each file that are features; text is one only where `listed` names it."""
+    if listed and "*" not in listed:
+        return {path: set(listed) for path in frames}
+    names = {path: {n for n in frame.columns if not ROW_NUMBERS.fullmatch(n)} for path, frame in frames.items()}
+    every = set.union(*names.values())
+    for name in [] if listed else every - set.intersection(*names.values()):
+        column = pd.concat([frames[path][name] for path in frames if name in names[path]])
+        values = _cells(column, name, "row {}".format, []) if _legible(column) else np.empty(0, object)
+        if values is not None and values.dtype == object:
+            every.remove(name)
+    return {path: own_names & every for path, own_names in names.items()}
 
 
 def _read(
@@ -127,7 +151,7 @@ def _of_client(path: Path, frame: Any, found: Mapping[str, str]) -> tuple[Any, d
     return frame, {**found, **{role: role for role in said}}
 
 
-def rows(path: Path, features: Sequence[str], count: int) -> Array:
+def rows(path: Path, features: Sequence[str], count: int, columns: Sequence[str] = ()) -> Array:
     """Read the features of rows that a model is to classify, as they are read for training.
 
     Parameters
@@ -135,6 +159,7 @@ def rows(path: Path, features: Sequence[str], count: int) -> Array:
     path : a `.csv` or `.parquet` file. A CSV file may lack the line of names; each column is then a feature.
     features : names of the model's features, found in any order; none = every column but `y`, `client`, ...
     count : number of features.
+    columns : the column of each feature, `sex` of `sex=f`; none = found by the names.
 
     Returns
     -------
@@ -145,9 +170,11 @@ def rows(path: Path, features: Sequence[str], count: int) -> Array:
     BadRequest : the file cannot be read, or columns are missing or wrong; the message names all of them.
     """
     with _named(path):
-        frame, sources = (_parquet_rows if path.suffix.lower() == ".parquet" else _csv_rows)(path, features, count)
+        reader = _parquet_rows if path.suffix.lower() == ".parquet" else _csv_rows
+        frame, sources = reader(path, features, count, columns)
     if not features:
-        frame = frame[[name for name in frame.columns if name not in (*COLUMNS[1:], *LABELS)]]
+        known = (*COLUMNS[1:], *LABELS)
+        frame = frame[[name for name in frame.columns if name not in known and not ROW_NUMBERS.fullmatch(name)]]
     if not features and frame.shape[1] != count:
         raise BadRequest(f"{path} has {frame.shape[1]} columns of features, but the model takes {count}")
     values: list[Array] = []
@@ -157,7 +184,7 @@ def rows(path: Path, features: Sequence[str], count: int) -> Array:
         column = frame[source]
         if source != feature:
             category = feature.removeprefix(f"{source}=")
-            values.append(np.array([str(v).strip() == category for v in column], np.float32))
+            values.append(np.array([composed(str(v).strip()) == category for v in column], np.float32))
             continue
         found = None
         if column.isna().all():
@@ -166,10 +193,10 @@ def rows(path: Path, features: Sequence[str], count: int) -> Array:
             faults.append(f"'{source}' is {column.dtype}, wanted numbers")
         else:
             found = _cells(column, source, "row {}".format, faults)
-        if found is not None and found.dtype.kind == "U":
+        if found is not None and found.dtype == object:
             row = next(n for n, text in enumerate(found.tolist()) if text and not is_number(text))
             faults.append(
-                f"'{source}' has '{found[row]}' (row {row}), which is not a number: leave unknown cells empty"
+                f"'{source}' has '{found[row][:SHORT]}' (row {row}), which is not a number: leave unknown cells empty"
             )
         elif found is not None and (narrow := _narrow(found, source, "row {}".format, faults)) is not None:
             values.append(narrow)
@@ -177,22 +204,27 @@ def rows(path: Path, features: Sequence[str], count: int) -> Array:
     return np.stack(values, axis=1)
 
 
-def _sources(path: Path, names: Sequence[str], features: Sequence[str]) -> dict[str, str]:
+def _sources(path: Path, names: Sequence[str], features: Sequence[str], columns: Sequence[str]) -> dict[str, str]:
     """Return the column of each feature that stands for a category, `sex=f` -> `sex`.
 
     Raises
     ------
-    BadRequest : columns are missing; names all of them.
+    BadRequest : columns are missing, or several could be meant; names all of them.
     """
     found, lacking = {}, []
-    for feature in features:
-        if feature not in names:
-            source = next((name for name in names if feature.startswith(f"{name}=")), None)
-            if source is None:
-                lacking.append(feature)
-            else:
-                found[feature] = source
+    for number, feature in enumerate(features):
+        if columns:
+            fitting = [columns[number]] if columns[number] in names else []
+        else:
+            fitting = [n for n in names if n == feature] or [n for n in names if feature.startswith(f"{n}=")]
+        if len(fitting) != 1:
+            lacking.append(
+                f"{feature} ({' or '.join(fitting)})" if fitting else columns[number] if columns else feature
+            )
+        elif fitting[0] != feature:
+            found[feature] = fitting[0]
     if lacking:
+        lacking = list(dict.fromkeys(lacking))
         more = f" ({len(lacking)} in all)" if len(lacking) > SHOWN else ""
         raise BadRequest(
             f"{path} lacks {', '.join(lacking[:SHOWN])}{more}: the model was trained on {', '.join(features[:40])}"
@@ -200,19 +232,21 @@ def _sources(path: Path, names: Sequence[str], features: Sequence[str]) -> dict[
     return found
 
 
-def _parquet_rows(path: Path, features: Sequence[str], count: int) -> tuple[Any, dict[str, str]]:
+def _parquet_rows(
+    path: Path, features: Sequence[str], count: int, columns: Sequence[str]
+) -> tuple[Any, dict[str, str]]:
     frame = _parquet(path)
-    return frame, _sources(path, list(frame.columns), features)
+    return frame, _sources(path, list(frame.columns), features, columns)
 
 
-def _csv_rows(path: Path, features: Sequence[str], count: int) -> tuple[Any, dict[str, str]]:
+def _csv_rows(path: Path, features: Sequence[str], count: int, columns: Sequence[str]) -> tuple[Any, dict[str, str]]:
     mark, header = _header(path)
     if not set(header) & set(features) and any(_is_value(cell) for cell in header):
         if len(header) != count:
             raise BadRequest(f"{path} has {len(header)} columns of features, but the model takes {count}")
         return _body(path, mark, list(features) or [f"column {n + 1}" for n in range(count)], 0, {}), {}
     names = _names(path, header)
-    sources = _sources(path, names, features)
+    sources = _sources(path, names, features, columns)
     texts: dict[str, list[str]] = {name: [] for name in sources.values()}
     for feature, source in sources.items():
         texts[source].append(feature.removeprefix(f"{source}="))
@@ -256,8 +290,13 @@ def _frame(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> tuple[Any, dict
 
 
 def _parquet(path: Path) -> Any:
-    frame = pd.read_parquet(path).reset_index(drop=True)
-    frame.columns = [str(name) for name in frame.columns]
+    frame = pd.read_parquet(path)
+    if isinstance(frame.index, pd.RangeIndex) and frame.index.name is None:
+        frame = frame.reset_index(drop=True)
+    else:
+        frame = frame.rename_axis(index=[n or f"__index_level_{i}__" for i, n in enumerate(frame.index.names)])
+        frame = frame.reset_index()
+    frame.columns = _names(path, [str(name) for name in frame.columns])
     return frame
 
 
@@ -275,6 +314,7 @@ def _header(path: Path) -> tuple[str, list[str]]:
 
 def _names(path: Path, header: Sequence[str]) -> list[str]:
     """Return one name for each column, which is in brackets where the file has none."""
+    header = [composed(name) for name in header]
     twice = sorted(name for name, times in Counter(header).items() if name and times > 1)
     if twice:
         raise BadRequest(f"{path}: several columns are called '{twice[0]}' ({len(twice)} such names): rename them")
@@ -292,8 +332,8 @@ def _body(path: Path, mark: str, names: list[str], start: int, texts: Mapping[st
             na_values={name: list(texts.get(name, UNKNOWN)) for name in names},
             float_precision="round_trip", skipinitialspace=True, low_memory=False,
         )  # fmt: skip
-    # A column without a name is the row number that pandas writes; it is no feature.
-    return frame.drop(columns=[name for n, name in enumerate(names) if name == NAMELESS.format(n)])
+    nameless = [name for n, name in enumerate(names) if name == NAMELESS.format(n)]
+    return frame.drop(columns=[name for name in nameless if frame[name].isna().all()])
 
 
 @dataclass
@@ -339,10 +379,17 @@ def from_frame(
             features.faults.append(f"'{found['split']}' has no row 'train'{near}: choose from {', '.join(PARTS)}")
     listed = wanted.get("x", ())
     every = [name for name in map(str, frame.columns) if name not in found.values()]
-    chosen = dict.fromkeys(every if not listed or "*" in listed else listed)  # a table may have very many columns
+    named = listed and "*" not in listed
+    # A table may have very many columns.
+    chosen = dict.fromkeys(listed if named else [n for n in every if n in listed or not ROW_NUMBERS.fullmatch(n)])
     features.ignored += [name for name in every if name not in chosen]
     for name in chosen:
         _feature(features, frame[name], name, bool(listed), training, reading.node, place)
+    twice = [name for name, times in Counter(features.names).items() if times > 1]
+    if twice:
+        features.faults.append(
+            f"'{twice[0]}' is both a column and a category, or a category of two columns: rename one"
+        )
     _refuse(where, features.faults)
     if not features.values:
         raise BadRequest(
@@ -370,7 +417,14 @@ def _refuse(where: object, faults: Sequence[str]) -> None:
 def keys(role: str, column: Any, name: str, place: Callable[[int], str], faults: list[str]) -> Array:
     """Return the entries of y, client, split or group as text."""
     empty = np.array(column.isna())
-    text = np.array(["" if e else str(v).strip() for v, e in zip(column, empty)], dtype=str)
+    texts = ["" if e else composed(str(v).strip()) for v, e in zip(column, empty)]
+    longest = max(range(len(texts)), key=lambda row: len(texts[row]), default=0)
+    if texts and len(texts[longest]) > LONGEST:
+        faults.append(
+            f"{place(longest)} has a {role} of {len(texts[longest])} characters (column '{name}'): write at most "
+            f"{LONGEST}"
+        )
+    text = np.array([t[:LONGEST] for t in texts], dtype=str)
     empty |= text == ""
     if empty.any():
         row = int(np.flatnonzero(empty)[0])
@@ -406,7 +460,7 @@ def _feature(
             features.ignored.append(name)
         return
     values = _cells(column, name, place, features.faults)
-    if values is not None and values.dtype.kind == "U":
+    if values is not None and values.dtype == object:
         _one_hot(features, values, name, named, training, node)
     elif values is not None and (narrow := _narrow(values, name, place, features.faults)) is not None:
         features.values.append(narrow)
@@ -423,26 +477,30 @@ def _legible(column: Any) -> bool:
 
 
 def _cells(column: Any, name: str, place: Callable[[int], str], faults: list[str]) -> Array | None:
-    """Return a column as float64, NaN = unknown, or as text, "" = unknown; None if it has words among numbers."""
+    """Return a column as float64, NaN = unknown, or as texts (object), "" = unknown; None = words among numbers."""
     if pd.api.types.is_numeric_dtype(column):
         numbers: Array = column.to_numpy(np.float64, na_value=np.nan)
         return numbers
-    known = np.array(column.notna())
-    text = np.array([str(v).strip() if k else "" for v, k in zip(column, known)])
-    known &= text != ""
-    numeric = np.array([is_number(t) for t in np.unique(text[known]).tolist()])
-    if not known.any() or np.isin(np.char.lower(text[known]), ["true", "false"]).all():
-        return np.where(known, np.char.lower(text) == "true", np.nan).astype(np.float64)
-    if numeric.mean() <= 0.5:
+    # An array of type str would take as much for every row as for the longest text.
+    text = np.array([composed(str(v).strip()) if k else "" for v, k in zip(column, column.notna())], dtype=object)
+    numeric = {t: is_number(t) for t in set(text.tolist()) - {""}}
+    if {t.lower() for t in numeric} <= {"true", "false"}:
+        return np.array([t.lower() == "true" if t else np.nan for t in text.tolist()], np.float64)
+    if sum(numeric.values()) <= len(numeric) / 2:
         return text
-    odd = np.flatnonzero(known & ~np.array([not t or is_number(t) for t in text.tolist()], bool))
-    if len(odd):
+    odd = [row for row, t in enumerate(text.tolist()) if t and not numeric[t]]
+    if odd:
+        remedy = COMMAS if _has_commas(text[odd[0]]) else "leave unknown cells empty, or leave the column out"
         faults.append(
-            f"'{name}' has '{text[odd[0]]}' among numbers ({place(int(odd[0]))}, {len(odd)} in all): leave "
-            "unknown cells empty, or leave the column out"
+            f"'{name}' has '{text[odd[0]][:SHORT]}' among numbers ({place(odd[0])}, {len(odd)} in all): {remedy}"
         )
         return None
     return np.array([float(t) if t else np.nan for t in text.tolist()])
+
+
+def _has_commas(text: str) -> bool:
+    """Whether a text is a number but for its commas, which may group thousands or be the decimal mark."""
+    return "," in text and is_number(text.replace(",", ""))
 
 
 def _narrow(values: Array, name: str, place: Callable[[int], str], faults: list[str]) -> Array | None:
@@ -466,9 +524,10 @@ def _narrow(values: Array, name: str, place: Callable[[int], str], faults: list[
 
 def _one_hot(features: _Features, text: Array, name: str, named: bool, training: Array, node: bool) -> None:
     """Add a feature per category of a text column."""
-    known = text != ""
-    if np.mean([t.count(",") == 1 and is_number(t.replace(",", ".")) for t in np.unique(text[known]).tolist()]) > 0.5:
-        features.faults.append(f"'{name}' has decimal commas: write points")
+    distinct = set(text.tolist()) - {""}
+    commas = sorted(t for t in distinct if _has_commas(t))
+    if commas and sum(is_number(t.replace(",", "")) for t in distinct) > len(distinct) / 2:
+        features.faults.append(f"'{name}' has commas in its numbers, such as '{commas[0][:SHORT]}': {COMMAS}")
     elif not named:
         features.ignored.append(name)
     elif node:
@@ -476,7 +535,7 @@ def _one_hot(features: _Features, text: Array, name: str, named: bool, training:
             f"'{name}' is text, which every site would code in its own way: write numbers, or leave it out of x"
         )
     else:
-        categories = tuple(str(t) for t in np.unique(text[known & training]))
+        categories = tuple(sorted(set(text[training].tolist()) - {""}))
         if not 1 <= len(categories) <= MOST_CATEGORIES:
             features.faults.append(
                 f"'{name}' has {len(categories)} different texts in the training rows, wanted 1 to {MOST_CATEGORIES}: "

@@ -69,6 +69,7 @@ class InputSpec:
     kind : `image` (uint8), `series`, `table` or `array` (float32).
     binary : per feature of a table: whether it has at most two values, such as a one-hot column. Empty = none has.
     features : names of a table's features; `column=category` is one category of a text column. Empty = unknown.
+    columns : the column of the table that each feature is read from. Empty = unknown.
     """
 
     shape: tuple[int, ...]
@@ -78,12 +79,15 @@ class InputSpec:
     kind: str = "image"
     binary: tuple[bool, ...] = ()
     features: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, dataset: Dataset) -> InputSpec:
         """Return the specification of a data set's samples."""
         d = dataset
-        return cls(d.shape, d.scale, d.mean, d.std, d.kind, d.binary, d.features)
+        texts = {f"{name}={category}": name for name, found in d.categories.items() for category in found}
+        columns = tuple(texts.get(feature, feature) for feature in d.features)
+        return cls(d.shape, d.scale, d.mean, d.std, d.kind, d.binary, d.features, columns)
 
     @property
     def sides(self) -> tuple[int, int]:

@@ -59,6 +59,7 @@ def described(inputs: InputSpec, classes: Sequence[str]) -> dict[str, object]:
         "std": list(inputs.std),
         "binary": list(inputs.binary),
         "features": list(inputs.features),
+        "columns": list(inputs.columns),
         "classes": list(classes),
         "num_classes": len(classes),
     }
@@ -296,10 +297,11 @@ def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) ->
     inputs = InputSpec(
         shape, float(head["scale"]), tuple(map(float, head["mean"])), tuple(map(float, head["std"])),
         str(head.get("kind", "image")), tuple(map(bool, head.get("binary", ()))),
-        tuple(map(str, head.get("features", ()))),
+        tuple(map(str, head.get("features", ()))), tuple(map(str, head.get("columns", ()))),
     )  # fmt: skip
     classes = classes or tuple(str(i) for i in range(spec.num_classes))
-    if not len(inputs.mean) == len(inputs.std) == shape[0]:
+    named = {len(inputs.columns), len(inputs.features)} if inputs.columns else set()
+    if not {len(inputs.std), shape[0], *named} == {len(inputs.mean)}:
         raise BadRequest(f"{path} is damaged: its normalisation does not fit the model")
     who = f"client {head['client']}" + (f" ({head['name']})" if head.get("name") else "") if "client" in head else ""
     told = [who, str(head["method"]), spec.name, str(head.get("when") or f"round {head.get('round', 'last')}")]
@@ -379,7 +381,7 @@ def read_samples(path: Path, net: LoadedModel) -> tuple[Samples, list[str]]:
     if suffix != ".npz":
         if net.kind != "table":
             raise BadRequest(f"{path}: {suffix} rows are for tables, and this model takes {net.wanted()}: give .npz")
-        x = tables.rows(path, net.inputs.features, len(net.inputs.mean))
+        x = tables.rows(path, net.inputs.features, len(net.inputs.mean), net.inputs.columns)
     else:
         arrays = read_npz(path)
         if "x" not in arrays:
