@@ -120,7 +120,7 @@ class FedClient(PositionalClient):
         self._starts_from_state = True
         self._unread: Collection[str] = ()  # names in the stored state that a round does not read
         self.releaser: Releaser | None = None  # with `dp`: the only way in which numbers leave
-        self._scoring = False  # whether a training is for a score alone, so that nothing of it leaves
+        self.scoring = False  # whether a training is for a score alone: nothing of it is stored or sent
         self.released = False  # whether what is sent is a copy of what was released before
 
     # ---- hooks ---------------------------------------------------------------------------------------------------
@@ -315,7 +315,7 @@ class FedClient(PositionalClient):
             return None
         self.check_private()
         numbers = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        return self.releaser.training(count, spec.epochs, numbers, booked=not self._scoring)
+        return self.releaser.training(count, spec.epochs, numbers, booked=not self.scoring)
 
     def check_private(self) -> None:
         """Refuse what DP-SGD does not cover, before any image is used.
@@ -426,7 +426,7 @@ class FedClient(PositionalClient):
 
     def train_to_score(self, payload: Payload, *, balanced: bool = True) -> dict[str, Any]:
         """Train once more after `evaluate_round` and score the result (`trained`); nothing is stored or sent."""
-        self._scoring = True
+        self.scoring = True
         return self._train(payload, balanced, further=True)[0]
 
     def tune_to_score(self, protocol: str = "tuned", *, balanced: bool = True) -> dict[str, Any]:
@@ -434,7 +434,7 @@ class FedClient(PositionalClient):
 
         The model is as received again afterwards; the copy is `self.tuned`.
         """
-        self._scoring = True
+        self.scoring = True
         received, self.model = self.model, copied(self.model)
         try:
             for phase in self.tuning():
@@ -468,7 +468,7 @@ class FedClient(PositionalClient):
         protocol : name of the score.   epochs : of local training before it; 0 = the model as received.
         """
         self.round = server_round
-        self.newcomer = True
+        self.newcomer = self.scoring = True
         self.restore(server_round, payload)
         self.receive(payload)
         if epochs:

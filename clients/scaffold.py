@@ -12,7 +12,11 @@ Federated Learning, ICML 2020.
 Algorithm 1:  K times  y <- y - eta (g_i(y) - c_i + c);  then option II  c_i+ = c_i - c + (x - y) / (K eta).
 For the paper's plain SGD  x - y = eta sum (g_i - c_i + c),  so that c_i+ is the mean of the K gradients g_i. Here it is
 that mean, taken step by step: it needs no step size. With momentum beta the division by K eta would give c_i+ up to
-1 / (1 - beta) times too long. The default is plain SGD all the same: momentum repeats a correction that is a round old.
+1 / (1 - beta) times too long. The default is plain SGD, as in the paper, with 1 / (1 - 0.9) = 10 times the common
+learning rate 0.01: the length that momentum 0.9 gives the steps of the other methods.
+
+A training for a score alone (`scoring`) is not corrected. c - c_i turns a client's steps towards the mean of all
+clients, and such a training has to fit the client's own data: nothing is averaged after it.
 
 The server has c_i as the sum of the Delta c_i that it got. So a client whose last reply did not count goes on from the
 c_i before it, `self.own["counted/<name>"]`; else c would be off by that change for good.
@@ -82,7 +86,7 @@ class ScaffoldClient(FedClient):
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             gradient += p.grad
-            if self.hparams.correct:
+            if self.hparams.correct and not self.scoring:
                 p.grad += correction
 
     def after_training(self, payload: Payload) -> Arrays:

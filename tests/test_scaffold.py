@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from clients.base import FedClient
 from clients.scaffold import CONTROL, ScaffoldClient, ScaffoldHParams
 from fedapp import sampling
+from fedapp.config import from_flat
 from fedapp.engines.local import RunResult
 from fedapp.errors import Impossible
 from fedapp.learning.state import ClientStore, Expected, read_safetensors
@@ -249,6 +250,46 @@ def test_its_first_round_is_fedavgs_and_so_is_every_one_without_correction() -> 
     )
     assert equal(off[0], fedavg[0]) and equal(off[1], fedavg[1]) and equal(on[0], fedavg[0])
     assert not equal(on[1], fedavg[1])
+
+
+def test_its_steps_are_plain_and_as_long_as_those_of_momentum() -> None:
+    """A constant gradient g moves a model by lr g a step, and by lr g / (1 - 0.9) in the limit with momentum 0.9."""
+    config = from_flat({"method": "scaffold", "dataset": "cifar10"})
+    common = from_flat({"method": "fedavg", "dataset": "cifar10"})
+    x, steps = nn.Parameter(torch.zeros(1, dtype=torch.float64)), []
+    for of in (config, common):
+        optimizer, before = torch.optim.SGD([x], of.lr, of.momentum), 0.0
+        for _ in range(500):
+            x.grad, before = torch.ones_like(x), float(x.detach())
+            optimizer.step()
+        steps.append(before - float(x.detach()))
+    assert config.momentum == 0 and steps[0] == pytest.approx(steps[1], rel=1e-9)
+
+
+def test_a_training_for_a_score_alone_is_not_corrected() -> None:
+    """Neither the last one, nor that of a client that took no part; a round's training is."""
+    (task,) = digit_tasks(1, epochs=1, momentum=0.0)
+    start = selection.everything(FedClient.build_model(task.spec(3), BaseHParams()))
+    sent = Payload(common={**start, **{CONTROL + n: np.full_like(a, 0.05) for n, a in start.items()}})
+
+    def trained(method: Any, hparams: Any, payload: Payload, train: Callable[[Any, Payload], Any]) -> dict[str, Any]:
+        client = method.client(task, method, hparams)
+        train(client, payload)
+        return selection.everything(client.model)
+
+    def score(client: Any, payload: Payload) -> None:
+        client.evaluate_round(payload, 4, train=True)
+        client.train_to_score(payload)
+
+    def meet(client: Any, payload: Payload) -> None:
+        client.meet(payload, 4, "unseen_trained@1", 1)
+
+    plain = Payload(common=start)
+    for train in (score, meet):
+        assert equal(trained(METHOD, ScaffoldHParams(), sent, train), trained(FEDAVG, BaseHParams(), plain, train))
+    rounds = trained(METHOD, ScaffoldHParams(), sent, lambda client, payload: client.train_round(payload, 4))
+    alone = trained(FEDAVG, BaseHParams(), plain, lambda client, payload: client.train_round(payload, 4))
+    assert not equal(rounds, alone)
 
 
 def test_without_steps_nothing_changes() -> None:
