@@ -9,7 +9,8 @@ ICLR 2022.
 | fine-tuning        | `tuning`, on a copy of what was received, after the last round             |
 
 Local loss: cross-entropy, over the body alone. For its last score each client trains a copy of the global model, by
-default body and head, for `tune_epochs` with the settings of its training.
+default body and head, for `tune_epochs` with the settings of its training and a hundredth of its learning rate: the
+released code trains with 0.1 and fine-tunes with 0.001, without the schedule of the training.
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ class FedBABUHParams(BaseHParams):
         "full", description="what is fine-tuned for the last score (paper: all three, full as a rule)"
     )
     tune_epochs: int = Field(5, ge=0, description="epochs of fine-tuning (released code: 5); 0 = none")
+    tune_lr: float | None = Field(
+        None, gt=0, description="learning rate of fine-tuning; none = lr / 100 (released code: 0.001 after 0.1)"
+    )
 
 
 class FedBABUClient(FedClient):
@@ -56,5 +60,6 @@ class FedBABUClient(FedClient):
 
     def tuning(self) -> Sequence[Phase]:
         """Train what `tune` says, on batches of its own."""
-        spec = replace(self.train_spec(), epochs=self.hparams.tune_epochs)
-        return [Phase(self.step_loss, spec, PARTS[self.hparams.tune], "tune")]
+        s, spec = self.hparams, self.task.train
+        spec = replace(spec, epochs=s.tune_epochs, lr=s.tune_lr or spec.lr / 100, rates=(), step_schedule="")
+        return [Phase(self.step_loss, spec, PARTS[s.tune], "tune")]
