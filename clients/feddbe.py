@@ -11,13 +11,15 @@ Federated Learning in Representation Space, NeurIPS 2023.
 
 Logits:  head(z + z-bar_i^p).   Each batch:  r <- (1 - mu) r + mu mean_B(z)  with the old r as a constant,
 loss = cross-entropy + kappa / 2 * mean over d of (r - z-bar^g)^2   ("MR").
+The mean over d gives the squared distance the weight kappa / (2 d). The released code has kappa = 50 with d = 512;
+kappa = 50 d / 512 is that weight at any width.
 Round 1 trains as FedAvg does, without either; its replies bring each client's mean, of which z-bar^g is the mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -39,7 +41,11 @@ MEAN = PREFIX + "mean"
 class FedDBEHParams(BaseHParams):
     """Hyperparameters of FedDBE."""
 
-    kappa: float = Field(50.0, ge=0, description="weight of the mean's distance (released code: 50; paper: tuned)")
+    kappa: Literal["auto"] | Annotated[float, Field(ge=0)] = Field(
+        "auto",
+        description="weight of the mean's distance; auto = 50 d / 512 for width d (released code: 50, d = 512; paper: "
+        "tuned)",
+    )
     mu: float = Field(
         1.0, gt=0, le=1, description="share of the newest batch in the running mean (released code: 1; paper: tuned)"
     )
@@ -49,6 +55,10 @@ class FedDBEHParams(BaseHParams):
         "for mu = 1 is the last batch's (released code)",
     )
     memory: bool = Field(True, description="whether the private vector is trained (released code: yes)")
+
+    def weight(self, width: int) -> float:
+        """Return kappa for representations of a width."""
+        return 50 * width / 512 if self.kappa == "auto" else self.kappa
 
 
 def mean_regulariser(mean: Tensor, target: Tensor, kappa: float) -> Tensor:
@@ -93,9 +103,10 @@ class FedDBEClient(FedClient):
         loss = self.cross_entropy(self.model.classify(z), batch.y)
         mu: float = self.hparams.mu
         self.mean = (1 - mu) * self.mean.detach() + mu * z.float().mean(dim=0)
-        if self.target is None or self.hparams.kappa == 0:
+        kappa: float = self.hparams.weight(self.model.width)
+        if self.target is None or kappa == 0:
             return loss
-        return loss + mean_regulariser(self.mean, self.target, self.hparams.kappa)
+        return loss + mean_regulariser(self.mean, self.target, kappa)
 
     def after_training(self, payload: Payload) -> Arrays:
         """Return `dbe/mean`, (d,) float32, in the round that has no z-bar^g yet."""

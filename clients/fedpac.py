@@ -15,14 +15,15 @@ Client i in a round:
     2. head phase: CE over phi, the body frozen
     3. body phase: CE + mu * mean over batch and features of (h - c_y)^2 over theta, the head frozen
     4. `pac/proto` (C, d), the class means with the new body, and `pac/count` (C,)
-As long as no class mean is known, in round 1, step 3 is plain CE.
+As long as no class mean is known, in round 1, step 3 is plain CE. The mean over features gives the squared distance the
+weight mu / d. The released code has mu = 1 with d = 128; mu = d / 128 is that weight at any width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -42,7 +43,11 @@ PAC = "pac/"
 class FedPACHParams(BaseHParams):
     """Hyperparameters of FedPAC."""
 
-    lam: float = Field(1.0, ge=0, description="weight of the pull to the global class means (released code: 1)")
+    lam: Literal["auto"] | Annotated[float, Field(ge=0)] = Field(
+        "auto",
+        description="weight of the pull to the global class means; auto = d / 128 for width d (released code: 1, d = "
+        "128)",
+    )
     head_epochs: int = Field(1, ge=0, description="passes for the head, before local-epochs for the body (paper: 1)")
     head_rate: float = Field(
         1.0,
@@ -53,6 +58,10 @@ class FedPACHParams(BaseHParams):
     combine: Literal["weighted", "own"] = Field(
         "weighted", description="head for the next round: the best combination of the participants', or the own one"
     )
+
+    def weight(self, width: int) -> float:
+        """Return mu for representations of a width."""
+        return width / 128 if self.lam == "auto" else self.lam
 
 
 class FedPACClient(FedClient):
@@ -85,7 +94,8 @@ class FedPACClient(FedClient):
         h, v = collaboration_statistics(found)
         self.before = {"h": h.float().cpu().numpy(), "v": torch.tensor([v]).numpy()}
         self.target = torch.where(self.known[:, None], self.global_means, found.means.float())
-        self.pulled = self.hparams.lam > 0 and bool(self.known.any())  # asked here: in each step a GPU would wait
+        self.lam: float = self.hparams.weight(self.model.width)
+        self.pulled = self.lam > 0 and bool(self.known.any())  # asked here: in each step a GPU would wait
 
     def phases(self) -> Sequence[Phase]:
         """Return both phases; a newcomer trains its head alone, as in FedRep."""
@@ -102,8 +112,7 @@ class FedPACClient(FedClient):
             return self.step_loss(batch)
         z = self.model.represent(batch.x)
         pull = F.mse_loss(z, self.target[batch.y])
-        lam: float = self.hparams.lam
-        return self.cross_entropy(self.model.classify(z), batch.y) + lam * pull
+        return self.cross_entropy(self.model.classify(z), batch.y) + self.lam * pull
 
     @classmethod
     def adds_to_loss(cls) -> bool:

@@ -51,6 +51,10 @@ class FedProtoHParams(BaseHParams):
         "classifier", description="predict with the head, or by the nearest prototype that the client was sent"
     )
 
+    def weight(self, width: int) -> float:
+        """Return lambda for representations of a width."""
+        return self.lam
+
 
 def prototype_loss(z: Tensor, y: Tensor, prototypes: Tensor, known: Tensor, distance: str = "mse") -> Tensor:
     """L_R of one batch.
@@ -105,10 +109,11 @@ class FedProtoClient(ClassMeansClient):
         z = self.model.represent(batch.x)
         self.collect(z, batch.y)
         loss = self.cross_entropy(self.model.classify(z), batch.y)
-        if self.hparams.lam == 0:
+        lam: float = self.hparams.weight(self.model.width)
+        if lam == 0:
             return loss
         pull = prototype_loss(z.float(), batch.y, self.prototypes, self.known, self.hparams.distance)
-        total: Tensor = loss + self.hparams.lam * pull  # Eq. 7
+        total: Tensor = loss + lam * pull  # Eq. 7
         return total
 
     def after_training(self, payload: Payload) -> Arrays:

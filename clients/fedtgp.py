@@ -9,13 +9,13 @@ Learning for Data and Model Heterogeneity in Federated Learning, AAAI 2024.
 | lambda           | `hparams.lam`                                                            |
 
 Local loss: L = CE + lambda * mean over batch and coordinates of (f_i(x) - hat P^y)^2, which is FedProto's with all
-prototypes sent to every client; round 1 has none. The mean over coordinates makes lambda = 10 with d = 512 a weight of
-0.02 on the squared distance.
+prototypes sent to every client; round 1 has none. The mean over coordinates gives the squared distance the weight
+lambda / d. The authors have lambda = 10 with d = 512; lambda = 10 d / 512 is that weight at any width.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -31,7 +31,10 @@ class FedTGPHParams(BaseHParams):
     collect: ClassVar[str] = "eval"
     down: ClassVar[str] = "all"
 
-    lam: float = Field(10.0, ge=0, description="lambda, weight of the prototype term (released code: 10)")
+    lam: Literal["auto"] | Annotated[float, Field(ge=0)] = Field(
+        "auto",
+        description="lambda, weight of the prototype term; auto = 10 d / 512 for width d (released code: 10, d = 512)",
+    )
     inference: Literal["classifier", "prototype"] = Field(
         "classifier", description="predict with the head, or by the nearest prototype (released code: prototype)"
     )
@@ -42,6 +45,10 @@ class FedTGPHParams(BaseHParams):
     network: bool = Field(
         True, description="prototypes are outputs of a net; false trains the vectors alone, from the round's means"
     )
+
+    def weight(self, width: int) -> float:
+        """Return lambda for representations of a width."""
+        return 10 * width / 512 if self.lam == "auto" else self.lam
 
 
 class FedTGPClient(FedProtoClient):

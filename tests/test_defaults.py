@@ -125,8 +125,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "ifca": {"clusters": 2, "weighting": "samples", "trunk": "clustered"},
     "fednh": {"rho": 0.9, "scale": 20.0, "train_scale": True, "weights": "uniform"},
     "feduv": {"lam": 2.5, "mu": 0.5},
-    "feddbe": {"kappa": 50.0, "mu": 1.0, "mean": "split", "memory": True},
-    "fedbabu": {"weights": "samples", "tune": "full", "tune_epochs": 5},
+    "feddbe": {"kappa": "auto", "mu": 1.0, "mean": "split", "memory": True},
+    "fedbabu": {"weights": "samples", "tune": "full", "tune_epochs": 5, "tune_lr": None},
     "fedetf": {
         "gamma": 1.0,
         "absent": "one",
@@ -140,7 +140,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "scaffold": {"server_lr": 1.0, "weights": "uniform", "correct": True},
     "fedtgp": {
-        "lam": 10.0,
+        "lam": "auto",
         "inference": "classifier",
         "server_epochs": 100,
         "server_lr": 0.01,
@@ -172,7 +172,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     },
     "ditto": {"start": "common", "lam": 1.0, "personal_epochs": None},
     "fedrod": {"gamma": 1.0, "absent": "drop"},
-    "fedpac": {"lam": 1.0, "head_epochs": 1, "head_rate": 1.0, "combine": "weighted"},
+    "fedpac": {"lam": "auto", "head_epochs": 1, "head_rate": 1.0, "combine": "weighted"},
 }
 
 
@@ -213,16 +213,16 @@ LIMITS: dict[str, str] = {
     "fednh": "rho >= 0, rho <= 1, scale > 0",
     "feduv": "lam >= 0, mu >= 0",
     "scaffold": "server_lr > 0",
-    "feddbe": "kappa >= 0, mu > 0, mu <= 1",
-    "fedbabu": "tune_epochs >= 0",
+    "feddbe": "mu > 0, mu <= 1",
+    "fedbabu": "tune_epochs >= 0, tune_lr > 0",
     "fedetf": "gamma >= 0, scale > 0, tune_epochs >= 0, tune_cycles >= 0, tune_etf >= 0, tune_projection >= 0",
-    "fedtgp": "lam >= 0, server_epochs >= 0, server_lr >= 0, server_batch >= 1, tau >= 0",
+    "fedtgp": "server_epochs >= 0, server_lr >= 0, server_batch >= 1, tau >= 0",
     "fedghg": "header_lr >= 0, header_epochs >= 1, header_clip >= 0, min_class_count >= 1",
     "pfedfda": "eps > 0, eps <= 1, min_count >= 1",
     "fedrep": "head_epochs >= 0, body_epochs >= 0",
     "ditto": "lam >= 0, personal_epochs >= 0",
     "fedrod": "gamma >= 0",
-    "fedpac": "lam >= 0, head_epochs >= 0, head_rate > 0",
+    "fedpac": "head_epochs >= 0, head_rate > 0",
 }
 """What a hyperparameter may be, where a number of its field says so."""
 SIGNS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}

@@ -50,7 +50,7 @@ def shared(seed: int = 9) -> dict[str, Any]:
 
 def toy(**hparams: Any) -> tuple[FedDBEClient, Batch]:
     """The client of the worked example: its representations are given, in float64."""
-    made = client(**hparams)
+    made = client(**{"kappa": 50.0, **hparams})
     head = nn.Linear(2, 3).double()
     model = SplitModel(name="toy", features=nn.Identity(), activation=nn.Identity(), head=head)
     made.model = BiasModel(model, trained=True).double()
@@ -76,6 +76,24 @@ def test_worked_numbers() -> None:
     mean_regulariser(z.mean(dim=0), torch.tensor([0.2, 0.6]), 50.0).backward()  # type: ignore[no-untyped-call]
     assert z.grad is not None
     np.testing.assert_allclose(z.grad, np.tile([2.5, -0.833333], (3, 1)), atol=6e-7)
+
+
+def test_the_default_weight_is_that_of_the_authors_at_any_width() -> None:
+    """Weight 50 / 2 on the mean over their 512 coordinates is 25 / 512 on the squared distance."""
+    target = np.linspace(0, 1, WIDTH, dtype=np.float32)
+    losses = []
+    for hparams in ({}, {"kappa": 0.0}):
+        made = client(**hparams)
+        sent = Payload(common={**shared(), MEAN: target})
+        made.restore(2, sent)
+        made.receive(sent)
+        made.before_training(sent)
+        x, y = images(TASK), TASK.y_train
+        losses.append(float(made.step_loss(Batch(x, y, [x], torch.arange(len(y))))))
+    apart = made.model.represent(x).mean(dim=0) - torch.from_numpy(target)
+    squared = sum(float(a) ** 2 for a in apart)
+    assert losses[0] - losses[1] == pytest.approx(25 / 512 * squared, rel=1e-4)
+    assert [FedDBEHParams().weight(d) for d in (64, 512)] == [6.25, 50.0]
 
 
 def test_the_running_mean_begins_at_0_and_old_batches_are_constants() -> None:

@@ -18,7 +18,16 @@ from fedapp.learning.training import Batch
 from fedapp.method import Arrays, Payload, Reply, ServerState
 from fedapp.transport.selection import everything, extract
 from strategies.fedpac import METHOD, FedPAC
-from tests.handmade import context, deterministic, digit_tasks, digits_context, equal, model_like, one_batch_task
+from tests.handmade import (
+    context,
+    deterministic,
+    digit_tasks,
+    digits_context,
+    equal,
+    images,
+    model_like,
+    one_batch_task,
+)
 
 Tiny = Callable[..., RunResult]
 W = "head.weight"
@@ -159,12 +168,27 @@ def test_the_worked_pull() -> None:
     one, payload = client([0] * 4, np.zeros((4, 64)))
     one.restore(1, payload)
     one.receive(payload)
-    one.pulled = True
+    one.pulled, one.lam = True, 1.0
     one.target = torch.tensor([[0.933333, 0.133333], [0.25, 0.75]])
     one.model.represent = lambda x: z  # type: ignore[method-assign]
     one.model.classify = lambda z: torch.zeros(2, 4)  # type: ignore[method-assign]
     loss = float(one.body_loss(Batch(z, y, [z], torch.arange(2))))
     assert loss == pytest.approx(np.log(4) + 0.036806, abs=1e-6)
+
+
+def test_the_default_pull_is_that_of_the_authors_at_any_width() -> None:
+    """Weight 1 on the mean over their 128 features is 1 / 128 on the squared distance."""
+    one, payload = client([1] * 4, np.random.default_rng(0).normal(size=(4, 64)))
+    one.restore(2, payload)
+    one.receive(payload)
+    one.before_training(payload)
+    x, y = images(one.task), one.task.y_train
+    z = one.model.represent(x)
+    pull = sum(float((z[i] - one.target[c]).square().sum()) for i, c in enumerate(y.tolist())) / len(y)
+    plain = float(one.cross_entropy(one.model.classify(z), y))
+    found = float(one.body_loss(Batch(x, y, [x], torch.arange(len(y)))))
+    assert found - plain == pytest.approx(pull / 128, rel=1e-4)
+    assert [FedPACHParams().weight(d) for d in (64, 128, 512)] == [0.5, 1.0, 4.0]
 
 
 def test_classes_without_a_global_mean_are_pulled_to_the_own_one_before_training() -> None:

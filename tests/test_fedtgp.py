@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from clients.fedtgp import FedTGPHParams
+from clients.fedproto import FedProtoHParams
+from clients.fedtgp import FedTGPClient, FedTGPHParams
 from fedapp.core.prototypes import contrastive, margin, outputs
 from fedapp.core.robust import Robust
 from fedapp.engines.local import RunResult
-from fedapp.method import Reply, ServerState
+from fedapp.learning.training import Batch
+from fedapp.method import Payload, Reply, ServerState
 from fedapp.transport import checkpoint
 from strategies.fedtgp import METHOD, FedTGP
 from tests import handmade
@@ -137,6 +139,25 @@ def test_vectors_alone_without_a_step_are_fedprotos_prototypes() -> None:
     ours = after(made, ROUND, ROUND[:1])
     np.testing.assert_allclose(ours["protos"], state["protos"], atol=1e-7)
     np.testing.assert_array_equal(ours["known"], state["known"])
+
+
+def test_the_default_pull_is_that_of_the_authors_at_any_width() -> None:
+    """Weight 10 on the mean over their 512 coordinates is 10 / 512 on the squared distance."""
+    task = handmade.digit_tasks(1)[0]
+    rows = np.random.default_rng(0).normal(size=(10, 64)).astype(np.float32)
+    sent = Payload(arrays={"protos": rows, "labels": np.arange(10, dtype=np.int32)})
+    losses = []
+    for hparams in ({}, {"lam": 0.0}):
+        made = FedTGPClient(task, METHOD, FedTGPHParams(**hparams))
+        made.restore(1, sent)
+        made.before_training(sent)
+        x, y = handmade.images(task), task.y_train
+        losses.append(float(made.step_loss(Batch(x, y, [x], torch.arange(len(y))))))
+    z = made.model.represent(x).detach().double().numpy()
+    squared = sum(float(((z[i] - rows[c]) ** 2).sum()) for i, c in enumerate(y.tolist())) / len(y)
+    assert losses[0] - losses[1] == pytest.approx(10 / 512 * squared, rel=1e-4)
+    assert [FedTGPHParams().weight(d) for d in (64, 512)] == [1.25, 10.0]
+    assert FedProtoHParams().weight(64) == FedProtoHParams().weight(512) == 1.0
 
 
 def test_without_the_term_it_is_standalone(tiny: Callable[..., RunResult]) -> None:
