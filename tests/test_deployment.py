@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -345,6 +346,49 @@ def test_a_run_resumed_after_its_superlink_was_killed_equals_the_simulation(tmp_
         assert done.returncode == 0, done.stdout + done.stderr
         run(method="fedclassavg", clients=3, rounds=2, model=MODELS, out=tmp_path / "simulated")
         same(out, tmp_path / "simulated", "rounds.csv", "clients.csv", "final.csv")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["locked", "full"])
+def test_a_database_that_takes_no_writes_for_a_while_ends_nothing(how: str, tmp_path: Path) -> None:
+    names = NODES[:2]
+    with deployed(tmp_path / "deployment", nodes=names) as it:
+        it.up(*names, parts=2)
+        volume = it.folder / "vol-superlink"
+        out = volume / "runs" / how
+        settings = ("--method", "fedavg", "--clients", "2", "--rounds", "4", "--set", "model=digits-a")
+        following = it.begin(*DEPLOY, *settings, "--set", "min-replies=1", "--out", str(out))
+        until(lambda: reached(out, 1), 180, "round 1\n" + it.log("fedapp"))
+        with (locked if how == "locked" else full)(volume / "superlink.db", it.processes["superlink"].pid):
+            time.sleep(45)
+        assert following.wait(300) == 0, it.log("fedapp") + it.log("superlink")[-3000:]
+        rounds = table(out, "rounds.csv")
+        assert list(rounds["clients"]) == [2] * 4 and list(rounds["dropped"]) == [0] * 4, "no reply is lost"
+        # The nodes and the helper that starts runs are still there: a second run needs them.
+        assert [it.processes[name].poll() for name in ("superlink", *names)] == [None] * 3
+        assert [it.log(name).count("SuperNode ID") for name in names] == [1, 1]
+        done = it.run(*DEPLOY, *settings, "--out", str(volume / "runs" / "second"))
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@contextlib.contextmanager
+def locked(database: Path, pid: int) -> Iterator[None]:
+    """Keep everybody else from writing to a database."""
+    with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        yield
+
+
+@contextlib.contextmanager
+def full(database: Path, pid: int) -> Iterator[None]:
+    """Let no file of a process grow, as on a full disk."""
+    process = psutil.Process(pid)
+    before = process.rlimit(psutil.RLIMIT_FSIZE)
+    process.rlimit(psutil.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        yield
+    finally:
+        process.rlimit(psutil.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.slow

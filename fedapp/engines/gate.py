@@ -6,8 +6,8 @@ same SuperLink with two listeners in one process:
 
 - the **public** listener passes exactly the paths that a registered SuperNode uses, with limits for sizes, and only
   what a node says about its own messages (:class:`Gate`);
-- the **private** listener on loopback passes everything, but Flower's command line must show the operator's token
-  (:class:`OperatorToken`), and tasks are given only to a helper process that knows a secret (Flower's
+- the **private** listener on loopback passes everything but the paths of nodes. Flower's command line must show the
+  operator's token (:class:`OperatorToken`), and tasks are given only to a helper process that knows a secret (Flower's
   ``--isolation process``).
 
 Other users of the machine read neither its files (:func:`own_files`) nor the token of a task (:func:`superexec`). What
@@ -29,14 +29,16 @@ import ctypes
 import hashlib
 import hmac
 import importlib
+import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import stat
 import subprocess
 import sys
-import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping, Sequence
@@ -71,12 +73,21 @@ NODE_PATHS = frozenset(
     )
 )
 """All that a SuperNode with a registered key asks for; registering is the operator's affair."""
-PULL, PUSH_OBJECT, PUSH_MESSAGES, PULL_OBJECT, CONFIRM = (
+ACTIVATE, PULL, PUSH_OBJECT, PUSH_MESSAGES, PULL_OBJECT, CONFIRM = (
     f"/v1/fleet/{name}"
-    for name in ("pull-messages", "push-object", "push-messages", "pull-object", "confirm-message-received")
+    for name in (
+        *("activate-node", "pull-messages", "push-object"),
+        *("push-messages", "pull-object", "confirm-message-received"),
+    )
 )
-NODES_ONLY = "this listener serves SuperNodes only"
-"""The answer to everything else."""
+FLEET = "/v1/fleet/"
+"""How the paths of nodes begin, which the private listener does not serve."""
+NODES_ONLY, NO_NODES = "this listener serves SuperNodes only", "SuperNodes use the public listener"
+"""The answers to everything else."""
+KEY = 1 << 10
+"""Most bytes of the header with a node's key; the largest curve needs 400."""
+STRANGER, USED = -1, -2
+"""In place of a node's id: the key that signed a request is not registered; the signature was used before."""
 BODY, FEW = 8 << 20, 64 << 10
 """Largest body in bytes of a request that brings a part of a reply, and of any other."""
 PIECES, PIECE, ENTRY = 5000, 5 << 20, 80
@@ -93,7 +104,7 @@ GIVEN = 4
 LATEST = 1e11
 """Times in a reply, which are moments since 1970 or lengths, have fewer seconds than that: the year 5138."""
 CONNECTIONS = 1024
-"""Requests that the public listener handles at once; further ones get 503."""
+"""Requests that a listener handles at once; further ones get 503."""
 NEWS, ALL_THERE = "/v1/runtime/push-messages", "/v1/runtime/pull-messages"
 """Where a run hands over messages for nodes; where it asks for replies, when it has also sent all their parts."""
 PARTS = 1.0
@@ -108,6 +119,10 @@ TURN = 20.0
 """Seconds that a request waits for others which write to the database; a node waits 30 for its answer."""
 STARTS = 60.0
 """Seconds until a listener must have started."""
+WORKS, TRIES = 30.0, 3
+"""Seconds after which the helper process counts as one that works; how often one that never did is started."""
+SUMMARY = 60.0
+"""Seconds between two lines about refused requests, of which strangers can send as many as they like."""
 OURS = ("--host", "--port", "--isolation", "--superexec-auth-secret-file", "--insecure", "--simulation")
 """Flower's options that :func:`serve` sets itself or that would open what it closes."""
 
@@ -130,8 +145,8 @@ class Gate:
         how many its reply can have (`records.group_of`); a reply alone earns nothing, so that sending more of them does
         not help. What was not used is kept for one more message. Bytes are taken off before they are read, and given
         back if the app refuses them.
-    report : receives one line for each refusal because of `max_reply`.
-    signed : says which node's key has signed a request; see :func:`signed`.
+    report : receives one line for each refusal because of `max_reply`, and one a minute about all others.
+    signed : says which node's key has signed a request; see :class:`Signatures`.
     hold : seconds that a question for messages waits for one.
 
     In memory a node has at most `max_reply` bytes of bodies, of which the app works on one: it makes several copies. Of
@@ -164,6 +179,7 @@ class Gate:
         self._news = asyncio.Event()
         self._coming: asyncio.TimerHandle | None = None
         self._held = 0
+        self._refused: collections.Counter[int] = collections.Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
@@ -174,25 +190,27 @@ class Gate:
             return
         path, headers = scope["path"], scope["headers"]
         if path not in NODE_PATHS or scope["method"] != "POST":
-            await _answer(send, 403, NODES_ONLY)
+            await self._refuse(send, 403, NODES_ONLY)
             return
         sizes = [value for name, value in headers if name == b"content-length"]
         if len(sizes) != 1 or not sizes[0].isdigit() or any(name == b"transfer-encoding" for name, _ in headers):
-            await _answer(send, 411, "one Content-Length is needed")
+            await self._refuse(send, 411, "one Content-Length is needed")
             return
         size = int(sizes[0])
         if size > (most := {PUSH_OBJECT: BODY, PUSH_MESSAGES: self.longest}.get(path, FEW)):
-            await _answer(send, 413, f"a request body has at most {most} bytes here")
+            await self._refuse(send, 413, f"a request body has at most {most} bytes here")
             return
-        key = next((value for name, value in headers if name == b"flwr-public-key"), b"")
-        if not usable(key):
-            await _answer(send, 401, "the key of a node is an elliptic-curve key")
+        node = await asyncio.to_thread(self.signed, scope)
+        if node == USED:
+            await self._refuse(send, 503, "a signature is good for one request: sign again")
+        elif node == STRANGER and path == ACTIVATE:
+            # In Flower's own words, so that the node prints them and ends; 401 ends it without any.
+            error = {"code": 2004, "detail": "This key is not registered: the operator admits it (fedapp admit)."}
+            await self._refuse(send, 412, json.dumps(error), "application/json")
+        elif node is None or node == STRANGER:
+            await self._refuse(send, 401, "a registered key must sign this")
         elif path in (PUSH_OBJECT, PUSH_MESSAGES):
-            node = await asyncio.to_thread(self.signed, scope)
-            if node is None:
-                await _answer(send, 401, "a registered key must sign this")
-            else:
-                await self._priced(scope, receive, send, key, node, size)
+            await self._priced(scope, receive, send, _header(scope, b"flwr-public-key"), node, size)
         elif path in (PULL, PULL_OBJECT, CONFIRM):
             body = await _whole(receive, size)
             if body is None:
@@ -205,6 +223,18 @@ class Gate:
                 await _answer(send, 403, "this is not a part of a message that the node was given")
         else:
             await self.app(scope, receive, send)
+
+    async def _refuse(self, send: Send, status: int, text: str, kind: str = "text/plain") -> None:
+        """Refuse a request that may be a stranger's, of which no line each is written."""
+        if not self._refused:
+            asyncio.get_running_loop().call_later(SUMMARY, self._summarise)
+        self._refused[status] += 1
+        await _answer(send, status, text, kind)
+
+    def _summarise(self) -> None:
+        counts = ", ".join(f"{count} with {status}" for status, count in sorted(self._refused.items()))
+        self.report(f"refused requests in the last {SUMMARY:g} s: {counts}")
+        self._refused.clear()
 
     async def _priced(self, scope: Scope, receive: Receive, send: Send, key: bytes, node: int, size: int) -> None:
         """Handle a request that brings a part of a reply."""
@@ -327,7 +357,11 @@ class Gate:
 
     async def inside(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request of the private listener; when a run has sent messages, wake the nodes that wait for one."""
-        path = scope.get("path")
+        path = scope.get("path", "")
+        if path.startswith(FLEET):
+            # A node with an account on this machine would give orders in the server's name, past what stands above.
+            await _answer(send, 403, NO_NODES)
+            return
         if path == ALL_THERE and self._coming:
             self.wake()
         try:
@@ -379,41 +413,59 @@ class _Turn:
         self.room, self.app = asyncio.Condition(), asyncio.Lock()
 
 
-def signed(app: Any, scope: Scope) -> int | None:
-    """Return the id of the node whose registered key has signed a request in the last minutes; None = nobody's.
+class Signatures:
+    """Which node's registered key has signed a request in the last minutes, and that it has not done so before.
 
-    The SuperLink asks the same, and whether the key belongs to the node, only after it has read and parsed the body.
+    Flower checks the signature too, and whether the key belongs to the node, but only after it has read and parsed the
+    body, and it logs keys. A signature covers its time alone, and would be good for any request.
+
+    Parameters
+    ----------
+    app : the SuperLink.
     """
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from fastapi import HTTPException, Request
-    from flwr.proto.fleet_pb2 import ActivateNodeRequest
-    from flwr.superlink.routers.fleet.node_auth import authenticate_node
 
-    given = next((value for name, value in scope["headers"] if name == b"flwr-public-key"), b"")
-    try:
-        key = base64.b64decode(given, validate=True)
-        authenticate_node(Request({**scope, "state": {"protobuf_request": ActivateNodeRequest(public_key=key)}}))
-    except (ValueError, UnsupportedAlgorithm, HTTPException):
-        return None
-    node: int | None = app.state.linkstate_factory.state().get_node_id_by_public_key(key)
-    return node
+    def __init__(self, app: Any) -> None:
+        self.app = app
+        self._lock = threading.Lock()
+        self._used: dict[tuple[int, bytes], float] = {}
+        """For each node and time that were signed when this can be forgotten, the oldest first."""
+
+    def __call__(self, scope: Scope) -> int | None:
+        """Return the node's id, `STRANGER`, `USED`, or None if the signature is wrong; for threads."""
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.hazmat.primitives.serialization import load_pem_public_key
+        from fastapi import HTTPException, Request
+        from flwr.common.constant import SYSTEM_TIME_TOLERANCE, TIMESTAMP_HEADER, TIMESTAMP_TOLERANCE
+        from flwr.proto.fleet_pb2 import ActivateNodeRequest
+        from flwr.superlink.routers.fleet.node_auth import authenticate_node
+
+        given = _header(scope, b"flwr-public-key")
+        if len(given) > KEY:
+            return None
+        try:
+            key = base64.b64decode(given, validate=True)
+            if not isinstance(load_pem_public_key(key), ec.EllipticCurvePublicKey):
+                return None
+            authenticate_node(Request({**scope, "state": {"protobuf_request": ActivateNodeRequest(public_key=key)}}))
+        except (ValueError, UnsupportedAlgorithm, HTTPException):
+            return None
+        node: int | None = self.app.state.linkstate_factory.state().get_node_id_by_public_key(key)
+        if node is None:
+            return STRANGER
+        now, signed = time.monotonic(), (node, _header(scope, TIMESTAMP_HEADER.encode()))
+        with self._lock:
+            while self._used and self._used[oldest := next(iter(self._used))] < now:
+                del self._used[oldest]
+            if signed in self._used:
+                return USED
+            self._used[signed] = now + TIMESTAMP_TOLERANCE + 2 * SYSTEM_TIME_TOLERANCE
+        return node
 
 
-def usable(key: bytes) -> bool:
-    """Return whether Flower can check signatures of a key, or sees itself that it is none.
-
-    With one of another kind it fails, with a traceback in the log for each request. `key` is the header's value.
-    """
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
-
-    try:
-        return isinstance(load_pem_public_key(base64.b64decode(key, validate=True)), ec.EllipticCurvePublicKey)
-    except ValueError:
-        return True
-    except UnsupportedAlgorithm:
-        return False
+def _header(scope: Scope, name: bytes) -> bytes:
+    found: bytes = next((value for key, value in scope["headers"] if key == name), b"")
+    return found
 
 
 def reply_problem(body: bytes, node: int, pieces: int) -> tuple[int, str]:
@@ -506,10 +558,10 @@ def _messages(answer: Sequence[MutableMapping[str, Any]]) -> list[tuple[frozense
     ]
 
 
-async def _answer(send: Send, status: int, text: str) -> None:
+async def _answer(send: Send, status: int, text: str, kind: str = "text/plain") -> None:
     body = text.encode()
     headers = [
-        (b"content-type", b"text/plain"),
+        (b"content-type", kind.encode()),
         (b"content-length", str(len(body)).encode()),
         (b"connection", b"close"),
     ]
@@ -647,7 +699,7 @@ def _listener(address: str, private: bool) -> socket.socket:
         raise BadRequest(f"cannot listen on {address}: {e}") from e
 
 
-def _configuration(flower: Sequence[str], private: socket.socket, secret: Path) -> Any:
+def _configuration(flower: Sequence[str], private: socket.socket) -> Any:
     """Read flower-superlink's options with what a guarded SuperLink always has."""
     found = minor(metadata.version("flwr"))
     if found != FLOWER:
@@ -671,7 +723,7 @@ def _configuration(flower: Sequence[str], private: socket.socket, secret: Path) 
         word for word in ("--enable-supernode-auth", "--disable-runtime-dependency-installation") if word not in names
     ]
     host, port = private.getsockname()[:2]
-    ours = ["--host", host, "--port", str(port), "--isolation", "process", "--superexec-auth-secret-file", str(secret)]
+    ours = ["--host", host, "--port", str(port), "--isolation", "process"]
     before = sys.argv
     sys.argv = ["fedapp superlink", *flower, *always, *ours]
     try:
@@ -713,7 +765,7 @@ def serve(public: str, private: str, token_file: Path | None, max_reply: int, fl
 
     Returns
     -------
-    0 if it was told to stop, 1 if a listener or the helper process ended by itself.
+    0 if it was told to stop, 1 if a listener ended by itself, or the helper process whenever it was started.
 
     Raises
     ------
@@ -724,11 +776,8 @@ def serve(public: str, private: str, token_file: Path | None, max_reply: int, fl
         stack.callback(os.umask, os.umask(0o077))
         inner = stack.enter_context(contextlib.closing(_listener(private, private=True)))
         outer = stack.enter_context(contextlib.closing(_listener(public, private=False)))
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedapp-superlink-")))
-        secret = folder / "superexec.secret"
-        _write_secret(secret, secrets.token_bytes(32))
         os.environ.update(control.QUIET)
-        config = _configuration(flower, inner, secret)
+        config = _configuration(flower, inner)
         own_files(config.database)
         home = (
             Path(config.database).absolute().parent if not config.database.startswith(":") else Path.home() / ".fedapp"
@@ -736,6 +785,14 @@ def serve(public: str, private: str, token_file: Path | None, max_reply: int, fl
         token_file = token_file or home / "operator.token"
         config.authn_plugin = OperatorToken(operator_token(token_file))
         os.environ.setdefault(roster.ROSTER, str(home / "roster.toml"))
+        # Not in /tmp, where old files are cleaned up while runs still need them. The port is this process's own.
+        folder = home / f".superlink-{inner.getsockname()[1]}"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        secret = folder / "superexec.secret"
+        config.superexec_auth_secret = secrets.token_bytes(32)
+        _write_secret(secret, config.superexec_auth_secret)
         ready = f"nodes at {public}, operator at {private} with the token in {token_file}"
         return asyncio.run(_serve(config, inner, outer, secret, max_reply, ready))
 
@@ -743,7 +800,7 @@ def serve(public: str, private: str, token_file: Path | None, max_reply: int, fl
 async def _serve(
     config: Any, inner: socket.socket, outer: socket.socket, secret: Path, max_reply: int, ready: str
 ) -> int:
-    """Run both listeners and the helper process; the first that ends ends all. `ready` is printed once all run."""
+    """Run both listeners and the helper process; the first that ends for good ends all. `ready` is printed at last."""
     import uvicorn
     from flwr.supercore.http_logging import get_uvicorn_log_config
     from flwr.supercore.logger import console_handler
@@ -752,9 +809,9 @@ async def _serve(
     from sqlalchemy import event
     from sqlalchemy.pool import Pool
 
-    from fedapp.engines.layers import narrow
-    from fedapp.engines.objects import own_lists
-    from fedapp.engines.patience import REQUEST, Impatient
+    from fedapp.engines.layers import Later, narrow
+    from fedapp.engines.objects import own_lists, whole_requests
+    from fedapp.engines.patience import BATCH, CROWD, RECORD, REQUEST, Door, Impatient, raise_limit
 
     class Server(uvicorn.Server):
         """A server that leaves signals to the process."""
@@ -763,50 +820,100 @@ async def _serve(
         def capture_signals(self) -> Iterator[None]:
             yield
 
+    def say(text: str) -> None:
+        with contextlib.suppress(OSError):  # the log's disk is full
+            typer.echo(f"fedapp superlink: {text}", err=True)
+
     own_lists()
+    whole_requests()
     _free_at_once()
     event.listen(Pool, "checkout", _patient)
     event.listen(Pool, "checkin", _shrink)
     app = create_app(config, SuperLinkLifespan)
     narrow(app)
+    gate = Gate(app, max_reply, say, Signatures(app))
     common: dict[str, Any] = {
         "log_config": get_uvicorn_log_config(console_handler.level),
         "ssl_keyfile": config.ssl_keyfile,
         "ssl_certfile": config.ssl_certfile,
         "timeout_graceful_shutdown": 3,
+        "limit_concurrency": CONNECTIONS,
+        "http": Impatient,
+        "ws": "none",
+        "backlog": BATCH,
     }
-    gate = Gate(app, max_reply, lambda text: typer.echo(f"fedapp superlink: {text}", err=True), partial(signed, app))
-    private = Server(uvicorn.Config(gate.inside, interface="asgi3", **common))
+    private = Server(uvicorn.Config(Later(gate.inside, say), interface="asgi3", **common))
     # The app's resources belong to the private listener, which starts them once.
-    limits: dict[str, Any] = {"limit_concurrency": CONNECTIONS, "http": Impatient}
+    public = Server(uvicorn.Config(Later(gate, say), lifespan="off", server_header=False, access_log=False, **common))
     # A connection counts for uvicorn after the TLS handshake, for which asyncio would wait 60 seconds.
     asyncio.constants.SSL_HANDSHAKE_TIMEOUT = REQUEST  # type: ignore[attr-defined]
-    public = Server(uvicorn.Config(gate, lifespan="off", server_header=False, **limits, **common))
+    asyncio.sslproto.SSLProtocol.max_size = RECORD  # type: ignore[attr-defined]
+    crowd, address = min(CROWD, raise_limit() // 2), inner.getsockname()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(partial(_problem, say))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(private.serve(sockets=[inner]))]
-    helper: asyncio.subprocess.Process | None = None
+    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(private.serve(sockets=[Door(inner, crowd)]))]
+    helper: asyncio.Task[None] | None = None
     try:
         if not await _started(private, tasks[0]):
             return 1
-        helper = await asyncio.create_subprocess_exec(*_helper(config, inner, secret), stdin=subprocess.DEVNULL)
-        tasks += [asyncio.create_task(helper.wait()), asyncio.create_task(public.serve(sockets=[outer]))]
+        await asyncio.to_thread(end_runs, app)
+        helper = asyncio.create_task(_keep(_helper(config, address, secret), say))
+        tasks += [helper, asyncio.create_task(public.serve(sockets=[Door(outer, crowd)]))]
         if await _started(public, tasks[2]):
             typer.echo(f"fedapp superlink: {ready}")
         stopped = asyncio.create_task(stop.wait())
         await asyncio.wait([*tasks, stopped], return_when=asyncio.FIRST_COMPLETED)
         if not stop.is_set():
-            what = "flower-superexec" if tasks[1].done() else "a listener"
-            typer.echo(f"fedapp superlink: {what} ended by itself, so everything stops", err=True)
+            say(f"{'flower-superexec' if helper.done() else 'a listener'} ended by itself, so everything stops")
         return 0 if stop.is_set() else 1
     finally:
-        if helper is not None and helper.returncode is None:
-            helper.terminate()
+        if helper is not None:
+            helper.cancel()
         public.should_exit = private.should_exit = True
         gate.wake()
         await asyncio.wait(tasks, timeout=10)
+
+
+async def _keep(words: Sequence[str], say: Callable[[str], object]) -> None:
+    """Run the helper process and start it again whenever it ends; return if it never worked."""
+    works, tries = False, 0
+    while works or tries < TRIES:
+        began, tries = time.monotonic(), tries + 1
+        helper = None
+        try:
+            helper = await asyncio.create_subprocess_exec(*words, stdin=subprocess.DEVNULL)
+            end = f"ended with code {await helper.wait()}"
+        except OSError as e:
+            end = f"cannot be started: {e}"
+        finally:
+            if helper is not None and helper.returncode is None:
+                helper.terminate()
+                await helper.wait()
+        if time.monotonic() - began > WORKS:
+            works, tries = True, 1
+        say(f"flower-superexec {end}")
+        await asyncio.sleep(min(2 ** (tries - 1), WORKS))
+
+
+def end_runs(app: Any) -> None:
+    """End what an earlier SuperLink with this database left unfinished: its runs have failed for who followed them."""
+    from flwr.common.constant import Status, SubStatus
+
+    state = app.state.linkstate_factory.state()
+    for run in state.get_run_info(statuses=[Status.PENDING, Status.STARTING, Status.RUNNING]):
+        state.finish_task(run.primary_task_id, SubStatus.FAILED, "the SuperLink was started again")
+        state.cleanup_run(run.run_id)
+
+
+def _problem(say: Callable[[str], object], loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Report in one line that no connection could be accepted; asyncio tries again after a second."""
+    if "out of system resource" in context["message"]:
+        say(f"no connection can be accepted: {context['exception']}")
+    else:
+        loop.default_exception_handler(context)
 
 
 def _free_at_once() -> None:
@@ -839,9 +946,9 @@ async def _started(server: Any, task: asyncio.Task[None]) -> bool:
     return bool(server.started)
 
 
-def _helper(config: Any, inner: socket.socket, secret: Path) -> list[str]:
+def _helper(config: Any, address: tuple[Any, ...], secret: Path) -> list[str]:
     """Return the command of the process that starts a run's ServerApp."""
-    host, port = inner.getsockname()[:2]
+    host, port = address[:2]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     os.environ["PATH"] = path  # flower-superexec starts its own helpers by bare name
     return [

@@ -1,4 +1,4 @@
-"""The SuperLink's layers of middleware, each for the requests that it does something for.
+"""The SuperLink's layers of middleware: one of ours, and each of Flower's for the requests that it does something for.
 
 Flower puts nine layers around every request, and each starts a task and queues for it. Seven of them do something for
 some paths alone. A round with two nodes is 150 requests, most of them for single arrays.
@@ -43,6 +43,44 @@ class Only:
         """Handle one request."""
         passes = scope["type"] == "http" and not scope["path"].startswith(self.paths)
         await (self.app if passes else self.layer)(scope, receive, send)
+
+
+class Later:
+    """The outermost layer: a failure is answered with 503, after which Flower's programs ask again.
+
+    They take 500 for final: a node's heartbeats end for good, the program that starts runs ends, a reply is thrown
+    away. But nearly all of these answers come from a database that cannot be written to for a while.
+
+    Parameters
+    ----------
+    app : what lies below.   report : receives one line for each failure that the app leaves to the server.
+    """
+
+    def __init__(self, app: Any, report: Callable[[str], object] = lambda text: None) -> None:
+        self.app, self.report = app, report
+
+    async def __call__(
+        self,
+        scope: MutableMapping[str, Any],
+        receive: Callable[[], Awaitable[Any]],
+        send: Callable[..., Awaitable[None]],
+    ) -> None:
+        """Handle one request."""
+        begun = False
+
+        async def later(message: MutableMapping[str, Any]) -> None:
+            nonlocal begun
+            begun = True
+            await send({**message, "status": 503} if message.get("status", 200) >= 500 else message)
+
+        try:
+            await self.app(scope, receive, later)
+        except Exception as e:
+            if begun or scope["type"] != "http":
+                raise
+            self.report(f"{scope['path']} failed: {type(e).__name__}: {e}")
+            await send({"type": "http.response.start", "status": 503, "headers": [(b"content-length", b"0")]})
+            await send({"type": "http.response.body", "body": b""})
 
 
 def narrow(app: Any) -> None:

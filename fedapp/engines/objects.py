@@ -1,4 +1,4 @@
-"""What a SuperLink keeps of messages: each list of a message's objects as its sender wrote it.
+"""What a SuperLink keeps of messages: each list of a message's objects as its sender wrote it, and whole or not at all.
 
 Flower cuts a message into objects, which are named by the hash of their content, and shares equal ones between
 messages. A sender lists them as a tree before it sends them. Flower stores the parts of each object once, as the first
@@ -13,7 +13,10 @@ one more of them.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 from flwr.proto.message_pb2 import ObjectTree
@@ -22,6 +25,8 @@ from flwr.supercore.inflatable.inflatable_utils import validate_object_content
 from flwr.supercore.object_store import object_store_factory
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supercore.object_store.sql_object_store import SqlObjectStore
+from flwr.superlink.servicer.fleet import fleet_handlers
+from flwr.superlink.servicer.runtime import runtime_handlers
 from sqlalchemy import text
 
 
@@ -100,3 +105,26 @@ def own_lists() -> None:
     """Let every SuperLink that is started in this process keep each message's list of objects for itself."""
     factory: Any = object_store_factory
     factory.SqlObjectStore, factory.InMemoryObjectStore = SqlStore, MemoryStore
+
+
+def whole_requests() -> None:
+    """Let each request of this process's SuperLinks that hands out or takes a message be one transaction.
+
+    Flower marks a message or a task as handed out, and counts bytes in a second transaction. Where that fails the
+    answer is an error, and nobody would get the message or the task any more.
+    """
+    handlers: Any
+    for handlers in (fleet_handlers, runtime_handlers):
+        for name in ("pull_messages", "push_messages", "acquire_task", "push_task_output"):
+            if hasattr(handlers, name):
+                setattr(handlers, name, _whole(getattr(handlers, name)))
+
+
+def _whole(handler: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(handler)
+    def handle(request: Any, state: Any, *task: Any, **store: Any) -> Any:
+        # A state in memory has no sessions, and nothing of it fails half way.
+        with getattr(state, "session", contextlib.nullcontext)():
+            return handler(request, state, *task, **store)
+
+    return handle

@@ -1,14 +1,21 @@
-"""Connections of a listener that keep it waiting are closed, and those whose head does not end: uvicorn has no limit.
+"""Limits of a listener for connections, for the time of a request and for the size of its head: uvicorn has none.
 
-Without one for the time of a request, whoever opens as many connections as the listener may have and sends nothing
-keeps all nodes out. Without one for the head, a single connection without a key fills the memory.
+Without a limit for connections that holds before the TLS handshake, one machine that opens many and sends nothing takes
+all descriptors and gigabytes of memory. Without one for the time of a request, it keeps all nodes out with as many
+connections as the listener may have. Without one for the head, a single connection without a key fills the memory.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
+import errno
+import logging
+import resource
+import socket
 import time
-from typing import Any, ClassVar
+from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -18,29 +25,132 @@ HEAD, FIELDS = 64 << 10, 100
 """Most bytes and fields of a request's head; a SuperNode's has about 1 KiB and 10 fields."""
 RATE = 16 << 10
 """Bytes a second that a large body must arrive with, and a large answer be taken with, if it takes longer."""
-CROWD = 900
-"""Open connections from which on the oldest that sent no complete request are closed for new ones; uvicorn refuses
-further ones at `gate.CONNECTIONS`."""
+CROWD, EACH = 900, 256
+"""Open connections, of all and of one address, from which on the oldest that sent no complete request is closed for a
+new one; uvicorn answers 503 at `gate.CONNECTIONS`."""
+QUEUE, BATCH = 2048, 64
+"""Connections that the system keeps until they are accepted, and how many are accepted before others get a turn."""
+RECORD = 16 << 10
+"""Bytes that are decrypted at once, the largest record of TLS; asyncio keeps 256 KiB for each connection."""
+
+
+class Door(socket.socket):
+    """A listening socket with limits for connections, which hold from the moment that they are accepted.
+
+    Parameters
+    ----------
+    listener : the socket whose place this one takes.   crowd, each : open connections, of all and of one address.
+    """
+
+    def __init__(self, listener: socket.socket, crowd: int = CROWD, each: int = EACH) -> None:
+        super().__init__(listener.family, listener.type, listener.proto, fileno=listener.detach())
+        self.crowd, self.each = crowd, each
+        self.open: collections.Counter[bytes] = collections.Counter()
+        self.waiting: dict[Guest, None] = {}
+        """Connections without a complete request, the oldest first."""
+        self._exhausted = False
+
+    def listen(self, backlog: int = 0) -> None:
+        """Listen with a long queue; `backlog` is how many connections asyncio accepts at once."""
+        super().listen(QUEUE)
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept a connection, and close the oldest that waits if there are too many.
+
+        Raises
+        ------
+        OSError : there is none, or the system has no resources for it.
+        """
+        if self._exhausted:
+            self._exhausted = False
+            raise BlockingIOError  # asyncio pauses for a second, but asks again up to `BATCH` times before
+        try:
+            number, address = self._accept()  # type: ignore[attr-defined]
+        except OSError as e:
+            if e.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                self._exhausted = True
+                self._close_oldest()
+            raise
+        guest = Guest(self, number, _origin(address[0]))
+        if self.open[guest.origin] > self.each:
+            self._close_oldest(guest.origin)
+        if self.open.total() > self.crowd:
+            self._close_oldest()
+        return guest, address
+
+    def _close_oldest(self, origin: bytes | None = None) -> None:
+        oldest = next((g for g in self.waiting if origin in (None, g.origin)), None)
+        if oldest is not None:
+            oldest.dismiss()
+
+
+class Guest(socket.socket):
+    """A connection that a :class:`Door` accepted. It counts until it is closed, and waits until it sent a request."""
+
+    def __init__(self, door: Door, number: int, origin: bytes) -> None:
+        super().__init__(door.family, door.type, door.proto, fileno=number)
+        self.door, self.origin, self._counts = door, origin, True
+        door.open[origin] += 1
+        self.waits(True)
+
+    def waits(self, really: bool) -> None:
+        """Note whether a complete request is still to come."""
+        self.door.waiting.pop(self, None)
+        if really and self._counts:
+            self.door.waiting[self] = None
+
+    def dismiss(self) -> None:
+        """End the connection; asyncio sees that and closes it, also during a handshake."""
+        self._leave()
+        with contextlib.suppress(OSError):  # the other side was faster
+            self.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._leave()
+        super().close()
+
+    def _leave(self) -> None:
+        if self._counts:
+            self._counts = False
+            self.door.open[self.origin] -= 1
+            if not self.door.open[self.origin]:
+                del self.door.open[self.origin]
+        self.waits(False)
+
+
+def _origin(host: str) -> bytes:
+    """Return the part of an address that its owner does not choose freely: of IPv6 the network of 64 bits."""
+    if ":" in host:
+        return socket.inet_pton(socket.AF_INET6, host.partition("%")[0])[:8]
+    return host.encode()
+
+
+def raise_limit() -> int:
+    """Let this process open as many files as it may; return their number."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(hard, 1 << 20) if hard != resource.RLIM_INFINITY else 1 << 20
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return most
 
 
 class Impatient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """uvicorn's protocol for one connection, with a time limit for requests; answers may take as long as they do."""
 
-    waiting: ClassVar[dict[Any, None]] = {}
-    """Connections without a complete request, the oldest first."""
     _head = _fields = 0
     _headed = False
     """Bytes and fields of the head that is being read, and whether it has ended."""
 
     def connection_made(self, transport: Any) -> None:
-        """Begin to wait for a request, and make room if there are many connections."""
+        """Begin to wait for a request."""
         super().connection_made(transport)
+        self.logger = _QUIET
+        self._guest: Guest = transport.get_extra_info("socket")._sock
         # With TLS an answer waits in the transport below until the other side has taken it.
         self._wire = getattr(getattr(transport, "_ssl_protocol", None), "_transport", transport)
         self._timer: asyncio.TimerHandle | None = None
         self._await_request()
-        while len(self.connections) > CROWD and self.waiting:
-            next(iter(self.waiting))._close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
@@ -74,7 +184,9 @@ class Impatient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Begin to read a body."""
+        """Begin to read a body; the parser answers 400 to what is raised here."""
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > HEAD:
+            raise ValueError(f"the head of a request has at most {HEAD} bytes")
         self._headed = True
         super().on_headers_complete()
 
@@ -88,11 +200,11 @@ class Impatient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._stop_waiting()
         self._since, self._received = time.monotonic(), 0
         self._unsent = self._wire.get_write_buffer_size()
-        self.waiting[self] = None
+        self._guest.waits(True)
         self._timer = self.loop.call_later(REQUEST, self._late)
 
     def _stop_waiting(self) -> None:
-        self.waiting.pop(self, None)
+        self._guest.waits(False)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -111,6 +223,8 @@ class Impatient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 
     def _close(self) -> None:
         self._stop_waiting()
-        # asyncio says only later that the connection is lost, and until then more would be closed than need be.
-        self.connections.discard(self)
         self.transport.abort()
+
+
+_QUIET = logging.getLogger("uvicorn.error.requests")
+_QUIET.setLevel(logging.ERROR)  # a warning for each request that cannot be read would let strangers fill the log
