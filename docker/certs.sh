@@ -1,8 +1,10 @@
 #!/bin/sh
 # Make the federation's own certificate authority, and a server certificate for its SuperLink.
 #
-#   docker/certs.sh DIR [NAME-OR-ADDRESS ...]      default names: localhost 127.0.0.1 ::1 superlink
+#   docker/certs.sh DIR NAME-OR-ADDRESS ...
 #
+# The certificate holds for exactly these names and addresses: those by which nodes know the server, and localhost and
+# 127.0.0.1, where the SuperLink itself and its operator reach it.
 # Writes DIR/ca.key, ca.crt, server.key and server.crt. An existing authority is kept, so running the script again renews
 # the server's certificate and the nodes need no change. Copy only ca.crt to the nodes and to the machines that submit
 # runs. Keep ca.key away from all machines of the federation.
@@ -10,10 +12,9 @@
 # DAYS (default 365) is the validity of the server's certificate, CA_DAYS (default 3650) that of the authority.
 set -eu
 
-[ $# -ge 1 ] || { echo "usage: $0 DIR [NAME-OR-ADDRESS ...]" >&2; exit 2; }
+[ $# -ge 2 ] || { echo "usage: $0 DIR NAME-OR-ADDRESS ...   (as superlink.example.org localhost 127.0.0.1)" >&2; exit 2; }
 dir=$1
 shift
-[ $# -ge 1 ] || set -- localhost 127.0.0.1 ::1 superlink
 
 umask 077
 mkdir -p "$dir"

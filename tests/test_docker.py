@@ -182,6 +182,9 @@ def test_certificates_and_keys(tmp_path: Path) -> None:
     assert (keys / "b.pub").read_text().startswith("ecdsa-sha2-nistp384 ")
     for script in ("certs.sh", "keys.sh"):
         assert subprocess.run([DOCKER / script], capture_output=True).returncode == 2
+    # A certificate without names would hold for this machine alone.
+    done = subprocess.run([DOCKER / "certs.sh", tmp_path / "none"], capture_output=True, text=True)
+    assert done.returncode == 2 and "NAME-OR-ADDRESS" in done.stderr and not (tmp_path / "none").exists()
 
 
 def test_a_supernode_is_started_again_and_stopped_in_order(tmp_path: Path) -> None:

@@ -655,6 +655,27 @@ def test_a_request_waits_for_who_writes_to_the_database(tmp_path: Path) -> None:
         assert connection.exec_driver_sql("PRAGMA busy_timeout").scalar() == 20_000
 
 
+def test_a_certificate_that_its_own_helper_would_refuse(tmp_path: Path) -> None:
+    for name, host in (("right", "127.0.0.1"), ("other", "superlink.example.org")):
+        subprocess.run([ROOT / "docker" / "certs.sh", tmp_path / name, host], check=True, capture_output=True)
+
+    def files(certificate: str, key: str = "right", authority: str = "right") -> Any:
+        return SimpleNamespace(
+            ssl_certfile=str(tmp_path / certificate / "server.crt"), ssl_keyfile=str(tmp_path / key / "server.key"),
+            ssl_ca_certfile=str(tmp_path / authority / "ca.crt"),
+        )  # fmt: skip
+
+    gate.check_certificate(files("right"), "127.0.0.1")
+    for wrong, says in (
+        (files("right", authority="other"), "unable to get local issuer"),
+        (files("other", "other", "other"), "not valid for '127.0.0.1'"),
+        (files("right", key="other"), "MISMATCH"),
+        (files("nowhere"), "No such file"),
+    ):
+        with pytest.raises(BadRequest, match=says):
+            gate.check_certificate(wrong, "127.0.0.1")
+
+
 def test_the_operators_token(tmp_path: Path) -> None:
     path = tmp_path / "new" / "operator.token"
     token = gate.operator_token(path)
@@ -749,6 +770,12 @@ def test_the_roster_is_written_and_read(tmp_path: Path) -> None:
         with pytest.raises(BadRequest, match="already"):
             roster.add(path, taken)
     assert [p.name for p in tmp_path.iterdir()] == ["roster.toml"]
+    before = os.umask(0)
+    try:
+        roster.add(tmp_path / "open" / "roster.toml", large)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "open" / "roster.toml").stat().st_mode & 0o777 == 0o644
     for text in ("client = 3", "[[client]]\nclient = 1", "[[client", "[[client]]\nclient=-1\nnode-id='1'\nkey=''"):
         path.write_text(text)
         with pytest.raises(BadRequest, match="cannot be read"):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,9 @@ from flwr.supercore.inflatable.inflatable_object import (
 )
 from flwr.supercore.inflatable.inflatable_utils import pull_and_inflate_object_from_tree
 from flwr.supercore.object_store import ObjectStore, ObjectStoreFactory, object_store_factory
+from flwr.superlink.servicer.fleet import fleet_handlers
+from flwr.superlink.servicer.runtime import runtime_handlers
+from sqlalchemy import event
 
 from fedapp.engines import objects
 
@@ -172,6 +177,55 @@ def test_what_refers_to_a_removed_object_is_found_without_reading_whole_tables(t
     for table, column in (("object_children", "child_id"), ("run_objects", "object_id")):
         plan = store.query(f"EXPLAIN QUERY PLAN DELETE FROM {table} WHERE {column} = :id", {"id": ROW})
         assert f"USING INDEX fedapp_{table}" in str(plan) or f"USING COVERING INDEX fedapp_{table}" in str(plan), plan
+
+
+def test_a_long_list_is_written_and_removed_with_few_statements(tmp_path: Path) -> None:
+    store = objects.SqlStore(str(tmp_path / "state.db"))
+    store.initialize()
+    assert store._engine is not None
+    statements: list[str] = []
+    event.listen(store._engine, "before_cursor_execute", lambda c, cursor, words, *_: statements.append(words))
+    names = [f"{number:064x}" for number in range(500)]
+    listed = ObjectTree(object_id=ROW, children=[ObjectTree(object_id=name) for name in names])
+    assert set(store.preregister(RUN, listed)) == {ROW, *names} == set(store.preregister(RUN, listed))
+    other = ObjectTree(object_id="9" * 64, children=[ObjectTree(object_id=name) for name in names[:3]])
+    store.preregister(RUN + 1, other)
+    store.delete(ROW)
+    assert {name for name in names if name in store} == set(names[:3]), "another message has them too"
+    store.delete_objects_in_run(RUN)
+    assert names[0] in store
+    store.delete_objects_in_run(RUN + 1)
+    assert len(store) == 0 and len(statements) < 600, "500 of them look for a name in this test"
+
+
+def test_a_message_that_cannot_be_counted_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request is one transaction, so that its sender may ask again after an error."""
+    state, done = SimpleNamespace(open=0), list[str]()
+
+    @contextlib.contextmanager
+    def session() -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            done.append("rolled back")
+            raise
+
+    def pull(request: str, state: Any, task: int = 0, store: str = "") -> str:
+        if request == "fails":
+            raise OSError
+        return f"{request} {task} {store}"
+
+    state.session = session
+    for handlers in (fleet_handlers, runtime_handlers):
+        for name in ("pull_messages", "push_messages", "acquire_task", "push_task_output"):
+            monkeypatch.setattr(handlers, name, pull, raising=False)
+    objects.whole_requests()
+    assert fleet_handlers.pull_messages(request="a", state=state, store="b") == "a 0 b"
+    assert runtime_handlers.acquire_task("a", state, 1) == "a 1 " == runtime_handlers.push_messages("a", object(), 1)
+    for handle in (fleet_handlers.push_messages, runtime_handlers.pull_messages, runtime_handlers.push_task_output):
+        with pytest.raises(OSError):
+            handle("fails", state)
+    assert done == ["rolled back"] * 3
 
 
 def test_a_shared_object_stays_while_another_message_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:

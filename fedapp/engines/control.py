@@ -34,6 +34,9 @@ QUIET = {
 }
 """Environment variables of all Flower processes: no telemetry, no look for updates, no installation per run."""
 
+NO_TOKEN = "asks for the operator's token: fedapp operator login {} --token-file operator.token"
+"""Why a SuperLink refuses a call; with the connection's name."""
+
 
 class LaunchError(RuntimeError):
     """The simulation could not be started or stopped; not the fault of the request."""
@@ -130,12 +133,13 @@ class Control:
     ----------
     connect : makes a client of the API. The log is read through a second one, in another thread.
     federation : id of the federation that runs are started in; empty = the account's own.
+    name : of the connection in Flower's configuration.
     """
 
-    def __init__(self, connect: Callable[[], Any], federation: str = "") -> None:
+    def __init__(self, connect: Callable[[], Any], federation: str = "", name: str = "") -> None:
         self._connect = connect
         self._client = connect()
-        self._federation = federation
+        self._federation, self._name = federation, name
 
     @classmethod
     def of_connection(cls, connection: Any) -> Control:
@@ -146,7 +150,7 @@ class Control:
             with contextlib.redirect_stdout(io.StringIO()):  # Flower prints the connection's name
                 return init_http_client_from_connection(connection)
 
-        return cls(connect, connection.federation or "")
+        return cls(connect, connection.federation or "", connection.name)
 
     @classmethod
     def of_port(cls, port: int) -> Control:
@@ -253,6 +257,8 @@ class Control:
                     return int(node.node_id)
             return int(self._client.RegisterNode(RegisterNodeRequest(public_key=public_key)).node_id)
         except Exception as e:
+            if getattr(getattr(e, "response", None), "status_code", 0) == 401:
+                raise BadRequest(f"the SuperLink {NO_TOKEN.format(self._name)}") from e
             raise BadRequest(f"the SuperLink did not register the key: {type(e).__name__}: {e}") from e
 
     def read_log(self, run_id: int, take: Callable[[str], object], ended: threading.Event) -> threading.Thread:

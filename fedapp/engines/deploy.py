@@ -35,7 +35,6 @@ from fedapp.tracking import following
 
 LOST_AFTER = 30.0
 """Seconds without an answer from the SuperLink after which a run counts as lost."""
-NO_TOKEN = "asks for the operator's token: fedapp operator login {} --token-file operator.token"
 KEPT_LINES = 200
 """Lines of the run's log that are kept in memory."""
 
@@ -56,7 +55,7 @@ def connection(name: str | None) -> Any:
     if not path.is_file():
         raise BadRequest(
             f"Flower's configuration {path} does not exist: write it with\n"
-            '[superlink.prod]\naddress = "HOST:8000"\nroot-certificates = "/absolute/path/ca.crt"'
+            '[superlink.prod]\naddress = "localhost:8001"\nroot-certificates = "/absolute/path/ca.crt"'
         )
     try:
         known = read_flower_config()[0].get("superlink", {})
@@ -154,7 +153,7 @@ def submit(api: Control, to: Any, config: RunConfig) -> int:
             return api.start(app, config.to_flat())
         except (LaunchError, BadRequest) as e:
             if "Authentication failed" in str(e):
-                raise BadRequest(f"the SuperLink at {to.address} {NO_TOKEN.format(to.name)}") from e
+                raise BadRequest(f"the SuperLink at {to.address} {control.NO_TOKEN.format(to.name)}") from e
             raise BadRequest(
                 f"the SuperLink at {to.address} did not accept the run: {' '.join(str(e).splitlines()[-3:])}\n"
                 f"fedapp deploy check --superlink {to.name} looks for the cause"

@@ -256,7 +256,7 @@ def _registered(to: Any) -> Finding:
             found = api.nodes()
     except Exception as e:
         if getattr(getattr(e, "response", None), "status_code", 0) == 401:
-            return Finding("nodes", FAIL, "cannot be listed", f"the SuperLink {deploy.NO_TOKEN.format(to.name)}")
+            return Finding("nodes", FAIL, "cannot be listed", f"the SuperLink {control.NO_TOKEN.format(to.name)}")
         return Finding("nodes", WARN, f"cannot be listed: {type(e).__name__}", "see the SuperLink's log")
     online = sum(status == "online" for _, status in found)
     remedy = "" if online else "start fedapp supernode; with keys: flwr supernode register NAME.pub CONNECTION"

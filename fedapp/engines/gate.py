@@ -35,6 +35,7 @@ import secrets
 import shutil
 import signal
 import socket
+import ssl
 import stat
 import subprocess
 import sys
@@ -84,6 +85,7 @@ FLEET = "/v1/fleet/"
 """How the paths of nodes begin, which the private listener does not serve."""
 NODES_ONLY, NO_NODES = "this listener serves SuperNodes only", "SuperNodes use the public listener"
 """The answers to everything else."""
+UNKNOWN_KEY = "its key is not registered; the operator admits it with fedapp admit KEY.pub --client ID"
 KEY = 1 << 10
 """Most bytes of the header with a node's key; the largest curve needs 400."""
 STRANGER, USED = -1, -2
@@ -205,7 +207,7 @@ class Gate:
             await self._refuse(send, 503, "a signature is good for one request: sign again")
         elif node == STRANGER and path == ACTIVATE:
             # In Flower's own words, so that the node prints them and ends; 401 ends it without any.
-            error = {"code": 2004, "detail": "This key is not registered: the operator admits it (fedapp admit)."}
+            error = {"code": 2004, "detail": f"Failed to activate SuperNode: {UNKNOWN_KEY}"}
             await self._refuse(send, 412, json.dumps(error), "application/json")
         elif node is None or node == STRANGER:
             await self._refuse(send, 401, "a registered key must sign this")
@@ -733,6 +735,35 @@ def _configuration(flower: Sequence[str], private: socket.socket) -> Any:
         sys.argv = before
 
 
+def check_certificate(config: Any, host: str) -> None:
+    """Check that the helper process and the operator will trust the server's certificate.
+
+    Parameters
+    ----------
+    config : of the SuperLink, with the paths of certificate, key and authority.   host : of the private listener.
+
+    Raises
+    ------
+    BadRequest : a file cannot be used, or the certificate is expired, another authority's or for other names.
+    """
+    files = f"{config.ssl_certfile} with {config.ssl_keyfile} and {config.ssl_ca_certfile}"
+    try:
+        server = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        server.load_cert_chain(config.ssl_certfile, config.ssl_keyfile, password=lambda: b"")
+        client = ssl.create_default_context(cafile=config.ssl_ca_certfile)
+        there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+        ends = client.wrap_bio(there, back, server_hostname=host), server.wrap_bio(back, there, server_side=True)
+        for end in ends * 3:
+            with contextlib.suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except (OSError, ValueError) as e:
+        why = getattr(e, "verify_message", "") or e
+        raise BadRequest(
+            f"{files} cannot be used ({why}): docker/certs.sh DIR NAME ... makes them, with localhost and {host} among "
+            "the names"
+        ) from e
+
+
 def minor(version: str) -> tuple[int, ...]:
     """Return the first two numbers of a version."""
     return tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
@@ -778,6 +809,7 @@ def serve(public: str, private: str, token_file: Path | None, max_reply: int, fl
         outer = stack.enter_context(contextlib.closing(_listener(public, private=False)))
         os.environ.update(control.QUIET)
         config = _configuration(flower, inner)
+        check_certificate(config, inner.getsockname()[0])
         own_files(config.database)
         home = (
             Path(config.database).absolute().parent if not config.database.startswith(":") else Path.home() / ".fedapp"

@@ -16,15 +16,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import json
 from collections.abc import Callable
 from typing import Any
 
 from flwr.proto.message_pb2 import ObjectTree
-from flwr.supercore.inflatable.inflatable_object import get_object_id, iterate_object_tree
+from flwr.supercore.inflatable.inflatable_object import get_object_id, is_valid_sha256_hash, iterate_object_tree
 from flwr.supercore.inflatable.inflatable_utils import validate_object_content
 from flwr.supercore.object_store import object_store_factory
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supercore.object_store.sql_object_store import SqlObjectStore
+from flwr.supercore.utils import uint64_to_int64
 from flwr.superlink.servicer.fleet import fleet_handlers
 from flwr.superlink.servicer.runtime import runtime_handlers
 from sqlalchemy import text
@@ -71,7 +73,66 @@ class _OwnLists:
         stores.put(object_id, object_content)
 
 
-class SqlStore(_OwnLists, SqlObjectStore):
+class _Batches(SqlObjectStore):
+    """Flower's store with few statements for all parts of a message. Flower's has four for each, and a list of 5,000
+    objects took 5 processor seconds, in which nobody else could write. Parts have no parts here (:class:`_OwnLists`).
+    """
+
+    def preregister(self, run_id: int, object_tree: ObjectTree) -> list[str]:
+        """Register a message and its parts; return the names of those whose content is not there yet.
+
+        Raises
+        ------
+        ValueError : a name is no SHA-256, or the message was listed with other parts.
+        """
+        message, parts = object_tree.object_id, [child.object_id for child in object_tree.children]
+        names = [message, *parts]
+        if not all(map(is_valid_sha256_hash, names)):
+            raise ValueError("the name of an object is a SHA-256")
+        rows = [{"part": part, "message": message, "run": uint64_to_int64(run_id)} for part in parts]
+        whole = {"part": message, "run": uint64_to_int64(run_id)}
+        with self._mutation_session() as session:
+            found: dict[str, int] = dict(session.execute(_THERE, {"names": json.dumps(names)}).all())
+            missing = [name for name in names if not found.get(name)]
+            if message not in found:
+                session.execute(_ADD, [{"name": name} for name in names if name not in found])
+                if rows:
+                    session.execute(text("INSERT INTO object_children VALUES (:message, :part)"), rows)
+                    session.execute(text("UPDATE objects SET ref_count = ref_count + 1 WHERE object_id = :part"), rows)
+            elif set(parts) != set(session.scalars(_PARTS, {"name": message})):
+                raise ValueError(f"Object {message} was preregistered with different children.")
+            session.execute(text("INSERT OR IGNORE INTO run_objects VALUES (:run, :part)"), [whole, *rows])
+        return missing
+
+    def delete(self, object_id: str) -> None:
+        """Remove a message, and those of its parts that belong to no other."""
+        with self._mutation_session() as session:
+            parts = [{"name": part} for part in session.scalars(_PARTS, {"name": object_id})]
+            if session.scalar(text(f"{_UNUSED} RETURNING object_id"), {"name": object_id}) and parts:
+                less = "UPDATE objects SET ref_count = ref_count - 1 WHERE object_id = :name AND ref_count > 0"
+                session.execute(text(less), parts)
+                session.execute(text(_UNUSED), parts)
+
+    def delete_objects_in_run(self, run_id: int) -> None:
+        """Remove the messages of a run."""
+        run = {"run": uint64_to_int64(run_id)}
+        with self._mutation_session() as session:
+            messages = session.scalars(_MESSAGES, run).all()
+            session.execute(text("DELETE FROM run_objects WHERE run_id = :run"), run)
+            for message in messages:
+                self.delete(message)
+
+
+_ADD = text("INSERT INTO objects (object_id, content, is_available, ref_count) VALUES (:name, x'', 0, 0)")
+_THERE = text("SELECT object_id, is_available FROM objects WHERE object_id IN (SELECT value FROM json_each(:names))")
+_MESSAGES = text(
+    "SELECT object_id FROM objects JOIN run_objects USING (object_id) WHERE run_id = :run AND ref_count = 0"
+)
+_PARTS = text("SELECT child_id FROM object_children WHERE parent_id = :name")
+_UNUSED = "DELETE FROM objects WHERE object_id = :name AND ref_count = 0"
+
+
+class SqlStore(_OwnLists, _Batches):
     """Flower's store in a database file."""
 
     def initialize(self, log_queries: bool = False, **engine_kwargs: Any) -> list[str]:

@@ -108,7 +108,8 @@ def add(path: Path, entry: Admitted) -> None:
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{os.getpid()}")
-    with new.open("w", encoding="utf-8") as file:
+    # Others may read it, and write it under no umask.
+    with open(new, "w", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o644)) as file:
         file.write("# Which node is which client. fedapp admit appends; a running server reads it before each round.\n")
         file.write(tomli_w.dumps({"client": rows}))
         file.flush()
