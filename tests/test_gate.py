@@ -21,13 +21,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import sqlalchemy
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, x25519
 from flwr.app import Message
 from flwr.common.constant import TIMESTAMP_HEADER
-from flwr.proto.fleet_pb2 import PullMessagesRequest, PullMessagesResponse, PushMessagesRequest
+from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, PullMessagesResponse, PushMessagesRequest
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, Metadata, ObjectTree, PullObjectRequest
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.node_pb2 import Node
@@ -520,6 +521,28 @@ def test_what_is_refused_is_counted_and_not_logged_each_time(monkeypatch: pytest
     assert said == ["refused requests in the last 0.05 s: 2 with 401, 1 with 403"]
 
 
+def test_a_log_that_is_followed_ends_without_a_traceback_when_the_server_stops() -> None:
+    sent = list[Any]()
+
+    async def follow(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] == "/log":
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        await asyncio.sleep(60)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def stop(path: str) -> None:
+        task = asyncio.create_task(Later(follow)({"type": "http", "path": path}, asyncio.Event().wait, send))
+        await turns()
+        task.cancel()
+        await task
+
+    asyncio.run(stop("/log"))
+    asyncio.run(stop("/other"))
+    assert [message.get("status", message.get("body")) for message in sent] == [200, b"", 503, b""]
+
+
 @pytest.mark.parametrize("fails", ["before", "with 500", "after"])
 def test_a_failure_means_later(fails: str) -> None:
     """Flower's programs try again after 503; 500 ends them."""
@@ -905,6 +928,82 @@ def test_connections_that_send_no_whole_request_are_closed(link: Deployment) -> 
     assert patience.REQUEST - 1 < time.monotonic() - started < patience.REQUEST + 8
 
 
+@pytest.mark.full
+def test_connections_that_send_nothing_take_little_and_leave_room(link: Deployment) -> None:
+    """Before the TLS handshake too: from many addresses, from one, and where the system has no more descriptors."""
+    superlink = psutil.Process(link.processes["superlink"].pid)
+    limits, log = superlink.rlimit(psutil.RLIMIT_NOFILE), link.folder / "superlink.log"
+    start, size = superlink.memory_info().rss, log.stat().st_size
+
+    def silent(count: int, *addresses: str) -> list[socket.socket]:
+        return [
+            socket.create_connection(("127.0.0.1", link.port), 30, (addresses[n % len(addresses)], 0))
+            for n in range(count)
+        ]
+
+    assert limits[0] == min(limits[1], 1 << 20)
+    for count, *addresses in ((2000, *(f"127.0.0.{n}" for n in range(2, 10))), (600, "127.0.0.1")):
+        crowd = silent(count, *addresses)
+        assert post(link, link.port, PULL) == "401"
+        assert superlink.num_fds() < patience.CROWD + 200
+        # Less than asyncio's own buffers for TLS would take for the connections that may be open.
+        assert superlink.memory_info().rss - start < patience.CROWD * (256 << 10)
+        for connection in crowd:
+            connection.close()
+    superlink.rlimit(psutil.RLIMIT_NOFILE, (superlink.num_fds() + 20, limits[1]))
+    try:
+        crowd = silent(400, "127.0.0.1")
+        until(lambda: post(link, link.port, PULL) == "401", 30, "a node is heard")
+    finally:
+        superlink.rlimit(psutil.RLIMIT_NOFILE, limits)
+    for connection in crowd:
+        connection.close()
+    assert log.stat().st_size - size < 10_000, log.read_text()[size : size + 3000]
+
+
+@pytest.mark.full
+def test_a_stranger_writes_nothing_into_the_log(link: Deployment) -> None:
+    log, mine = link.folder / "superlink.log", ec.generate_private_key(ec.SECP384R1())
+    size = log.stat().st_size
+
+    def sent(*headers: tuple[bytes, bytes]) -> str:
+        return post(link, link.port, gate.ACTIVATE, b"", *(f"{k.decode()}: {v.decode()}" for k, v in headers))
+
+    text = base64.b64encode(b"x" * 40_000 + base64.b64decode(shown(mine)))
+    answers = {sent(*signing(key, mine)) for key in (text, b"QQ==") for _ in range(10)}
+    assert answers == {"401"} and sent(*signing(shown(mine), mine)) == "412"
+    assert {raw(link, link.port, b"\xff" * 90).split()[1] for _ in range(10)} == {"400"}
+    assert log.stat().st_size == size, log.read_text()[size:]
+
+
+@pytest.mark.full
+def test_a_helper_that_died_is_started_again(link: Deployment) -> None:
+    def helpers() -> list[psutil.Process]:
+        children = psutil.Process(link.processes["superlink"].pid).children()
+        return [c for c in children if c.status() != psutil.STATUS_ZOMBIE and "flower-superexec" in c.cmdline()]
+
+    [first] = helpers()
+    first.kill()
+    until(lambda: [h for h in helpers() if h.pid != first.pid], 30, "another one\n" + link.log("superlink")[-2000:])
+    assert link.healthy() and "flower-superexec ended with code -9" in link.log("superlink")
+
+
+@pytest.mark.slow
+def test_a_run_whose_failure_was_reported_does_not_start_later(tmp_path: Path) -> None:
+    with deployed(tmp_path / "deployment") as it:
+        it.superlink()
+        [helper] = psutil.Process(it.processes["superlink"].pid).children()
+        helper.suspend()  # the run stays pending
+        following = it.begin("run", "--engine", "deploy", "--superlink", "superlink", "--out", str(tmp_path / "out"))
+        until(lambda: "submitted" in it.log("fedapp"), 90, "submitted\n" + it.log("fedapp"))
+        it.kill("superlink")
+        helper.kill()
+        assert following.wait(120) == 1
+        it.superlink()
+        [run] = json.loads(it.flwr("list", "superlink", "--format", "json"))["runs"]
+        assert run["status"] == "finished:failed"
+
+
 LARGE = 16 << 20
 """Bytes of an answer that no kernel buffer holds."""
 
@@ -1043,8 +1142,11 @@ def test_a_slow_line_gets_a_large_answer_and_one_that_takes_nothing_is_closed(
 
 
 def test_what_it_writes_is_for_this_user_only(link: Deployment) -> None:
-    written = [path for path in (link.folder / "vol-superlink").iterdir() if path.name.startswith(("superlink", "op"))]
-    assert {"superlink.db", "operator.token"} <= {path.name for path in written}
+    volume = link.folder / "vol-superlink"
+    written = [path for path in volume.iterdir() if path.name.startswith(("superlink", "op"))]
+    # A cleaner of /tmp must not remove what the helper process still needs.
+    written += [volume / f".superlink-{link.private}", *(volume / f".superlink-{link.private}").iterdir()]
+    assert {"superlink.db", "operator.token", "superexec.secret"} <= {path.name for path in written}
     assert {path.name: oct(path.stat().st_mode & 0o077) for path in written} == {path.name: "0o0" for path in written}
 
 
@@ -1061,6 +1163,8 @@ def test_the_private_listener_asks_for_the_token(link: Deployment) -> None:
         assert post(link, link.private, f"/v1/control/{path}", b"", "Authorization: Bearer wrong") == "401", path
     token = link.token.read_text().strip()
     assert post(link, link.private, "/v1/control/list-nodes", b"", f"Authorization: Bearer {token}") == "200"
+    assert post(link, link.private, "/v1/control/list-nodes", b"", f"Authorization: Bearer {token}") == "200"
+    assert {post(link, link.private, path) for path in (PULL, PUSH, "/v1/fleet/register-node")} == {"403"}
     # A task, and with it the code and the messages of a run, is given only to the process that knows the secret.
     assert post(link, link.private, "/v1/runtime/acquire-task") in ("401", "403")
 
@@ -1085,6 +1189,7 @@ def test_flower_without_the_token_is_refused(link: Deployment) -> None:
     for words in (
         ["run", "--engine", "deploy", "--superlink", "superlink"],
         ["deploy", "check", "--superlink", "superlink"],
+        ["admit", str(link.folder / "keys" / "own.pub"), "--client", "7", "--superlink", "superlink"],
     ):
         done = subprocess.run([str(BIN / "fedapp"), *words], env=env, cwd=link.folder, capture_output=True, text=True)
         assert done.returncode in (1, 2) and "fedapp operator login superlink" in done.stdout + done.stderr
@@ -1106,6 +1211,15 @@ def test_a_key_is_admitted_once(link: Deployment) -> None:
 
 
 @pytest.mark.full
+def test_who_has_seen_a_signature_cannot_use_it(link: Deployment) -> None:
+    link.register("supernode-2")
+    mine = serialization.load_ssh_private_key((link.folder / "keys" / "supernode-2").read_bytes(), None)
+    body = ActivateNodeRequest(public_key=base64.b64decode(shown(mine)), heartbeat_interval=30).SerializeToString()
+    seen = [f"{k.decode()}: {v.decode()}" for k, v in signing(shown(mine), mine)]
+    assert [post(link, link.port, gate.ACTIVATE, body, *seen) for _ in range(2)] == ["200", "503"]
+
+
+@pytest.mark.full
 def test_it_stops_when_told_and_with_its_helper(link: Deployment) -> None:
     port, private = free_port(), free_port()
     words = link.command("superlink", public=f"127.0.0.1:{port}", private=f"127.0.0.1:{private}",
@@ -1113,7 +1227,7 @@ def test_it_stops_when_told_and_with_its_helper(link: Deployment) -> None:
     second = link.start("second", *words)
     until(lambda: "nodes at" in link.log("second"), 60, "the second\n" + link.log("second"))
     second.terminate()
-    assert second.wait(15) == 0, link.log("second")[-2000:]
+    assert second.wait(15) == 0 and "Traceback" not in link.log("second"), link.log("second")[-2000:]
     # The address is free again, and taking one that is not says so.
     again = link.start("third", *link.command("superlink"))
     assert again.wait(60) == 2 and "cannot listen on" in link.log("third")

@@ -6,6 +6,8 @@ some paths alone. A round with two nodes is 150 requests, most of them for singl
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
@@ -75,12 +77,16 @@ class Later:
 
         try:
             await self.app(scope, receive, later)
-        except Exception as e:
-            if begun or scope["type"] != "http":
+        except (Exception, asyncio.CancelledError) as e:
+            stopped = isinstance(e, asyncio.CancelledError)  # a log is followed while the server stops
+            if scope["type"] != "http" or (begun and not stopped):
                 raise
-            self.report(f"{scope['path']} failed: {type(e).__name__}: {e}")
-            await send({"type": "http.response.start", "status": 503, "headers": [(b"content-length", b"0")]})
-            await send({"type": "http.response.body", "body": b""})
+            if not stopped:
+                self.report(f"{scope['path']} failed: {type(e).__name__}: {e}")
+            if not begun:
+                await send({"type": "http.response.start", "status": 503, "headers": [(b"content-length", b"0")]})
+            with contextlib.suppress(RuntimeError):  # part of an answer whose length was stated
+                await send({"type": "http.response.body", "body": b""})
 
 
 def narrow(app: Any) -> None:

@@ -69,7 +69,8 @@ class Door(socket.socket):
         except OSError as e:
             if e.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 self._exhausted = True
-                self._close_oldest()
+                for _ in range(BATCH):
+                    self._close_oldest()
             raise
         guest = Guest(self, number, _origin(address[0]))
         if self.open[guest.origin] > self.each:
@@ -226,5 +227,5 @@ class Impatient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self.transport.abort()
 
 
-_QUIET = logging.getLogger("uvicorn.error.requests")
+_QUIET = logging.getLogger("fedapp.requests")
 _QUIET.setLevel(logging.ERROR)  # a warning for each request that cannot be read would let strangers fill the log
