@@ -4,9 +4,8 @@ Two nodes train FedAvg on handwritten digits with TLS and node keys, each in pro
 `fedapp supernode`, with nodes that import everything for each message (`--cold`), and with Flower's own SuperLink, in
 turns. It also counts the processor seconds of all processes by their kinds.
 
-Rounds differ by seconds, so they cannot tell what the public listener adds. `--requests 200` asks one SuperLink as a
-node does, through the public listener and through the private one, which passes everything to Flower, in turns, and
-counts the SuperLink's processor seconds.
+Rounds differ by seconds, so they cannot tell what the public listener adds. `--requests 200` asks `fedapp superlink`
+and Flower's own SuperLink as a node does, in turns, and counts their processor seconds.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ OBJECTS = 20
 
 
 def added(requests: int, turns: int) -> dict[str, dict[str, list[float]]]:
-    """Return processor seconds of the SuperLink for one request, by kind and listener, one number for each turn.
+    """Return processor seconds for one request, by kind and SuperLink, one number for each turn.
 
     Flower refuses them all, since there is no such run; what the listener does comes before that.
     """
@@ -84,11 +83,13 @@ def added(requests: int, turns: int) -> dict[str, dict[str, list[float]]]:
     found: dict[str, dict[str, list[float]]] = {}
     with (
         tempfile.TemporaryDirectory(prefix="fedapp-bench-") as folder,
-        deployed(Path(folder) / "deployment", Deployment, nodes=NODES[:1]) as it,
+        deployed(Path(folder) / "fedapp", Deployment, nodes=NODES[:1]) as guarded,
+        deployed(Path(folder) / "flower", Plain, nodes=NODES[:1]) as plain,
     ):
-        it.superlink()
-        it.register(NODES[0])
-        server = psutil.Process(it.processes["superlink"].pid)
+        both = {"fedapp": guarded, "flower": plain}
+        for it in both.values():
+            it.superlink()
+            it.register(NODES[0])
         parts = [ObjectTree(object_id=f"{i:064x}") for i in range(OBJECTS - 1)]
         tree = ObjectTree(object_id="reply", children=parts)
         kinds: dict[str, tuple[Callable[[Any], Any], int]] = {
@@ -98,8 +99,9 @@ def added(requests: int, turns: int) -> dict[str, dict[str, list[float]]]:
             "an object of 5 MB": (lambda node: node[2](1, "", "0" * 64, bytes(5_000_000)), 10),
         }
         for turn in range(turns):
-            for name, port in list({"public": it.port, "private": it.private}.items())[:: -1 if turn % 2 else 1]:
-                with connected(it, NODES[0], port) as node:
+            for name, it in list(both.items())[:: -1 if turn % 2 else 1]:
+                server = psutil.Process(it.processes["superlink"].pid)
+                with connected(it, NODES[0]) as node:
                     for kind, (ask, fewer) in kinds.items():
                         before, times = server.cpu_times(), max(1, requests // fewer)
                         for _ in range(times):
@@ -186,13 +188,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def of_requests(found: dict[str, dict[str, list[float]]]) -> Iterator[str]:
     """Yield the lines of the table of single requests."""
-    yield "| request | private, ms | public, ms | public - private, ms: median (min to max of turns) |"
+    yield "| request | flower-superlink, ms | fedapp superlink, ms | difference, ms: median (min to max of turns) |"
     yield "|---|---:|---:|---:|"
     for kind, of in found.items():
-        more = [1000 * (a - b) for a, b in zip(of["public"], of["private"], strict=True)]
-        private, public = (1000 * statistics.median(of[name]) for name in ("private", "public"))
+        more = [1000 * (a - b) for a, b in zip(of["fedapp"], of["flower"], strict=True)]
+        flower, fedapp = (1000 * statistics.median(of[name]) for name in ("flower", "fedapp"))
         yield (
-            f"| {kind} | {private:.2f} | {public:.2f} "
+            f"| {kind} | {flower:.2f} | {fedapp:.2f} "
             f"| {statistics.median(more):.2f} ({min(more):.2f} to {max(more):.2f}) |"
         )
 

@@ -274,11 +274,11 @@ def deployed(folder: Path, kind: type[D] = Deployment, **settings: object) -> It
 
 
 @contextlib.contextmanager
-def connected(it: Deployment, name: str, port: int = 0) -> Iterator[Any]:
+def connected(it: Deployment, name: str) -> Iterator[Any]:
     """Be a node without the SuperNode's program: what it calls to receive, reply, push, see a run, and its id."""
     key = serialization.load_ssh_private_key((it.folder / "keys" / name).read_bytes(), None)
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     certificate = (it.folder / "certs" / "ca.crt").read_bytes()
     keys = (key, key.public_key())
-    with http_request_response(f"127.0.0.1:{port or it.port}", False, certificate, keys, max_retries=0) as calls:
+    with http_request_response(f"127.0.0.1:{it.port}", False, certificate, keys, max_retries=0) as calls:
         yield calls[1], calls[2], calls[6], calls[3], calls[0]

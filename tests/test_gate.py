@@ -29,6 +29,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, x25519
 from flwr.app import Message
 from flwr.common.constant import TIMESTAMP_HEADER
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, PullMessagesResponse, PushMessagesRequest
+from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, Metadata, ObjectTree, PullObjectRequest
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.node_pb2 import Node
@@ -966,12 +967,13 @@ def test_a_stranger_writes_nothing_into_the_log(link: Deployment) -> None:
     log, mine = link.folder / "superlink.log", ec.generate_private_key(ec.SECP384R1())
     size = log.stat().st_size
 
-    def sent(*headers: tuple[bytes, bytes]) -> str:
-        return post(link, link.port, gate.ACTIVATE, b"", *(f"{k.decode()}: {v.decode()}" for k, v in headers))
+    def sent(key: bytes) -> str:
+        body = ActivateNodeRequest(public_key=base64.b64decode(key), heartbeat_interval=30).SerializeToString()
+        headers = (f"{name.decode()}: {value.decode()}" for name, value in signing(key, mine))
+        return post(link, link.port, gate.ACTIVATE, body, *headers)
 
     text = base64.b64encode(b"x" * 40_000 + base64.b64decode(shown(mine)))
-    answers = {sent(*signing(key, mine)) for key in (text, b"QQ==") for _ in range(10)}
-    assert answers == {"401"} and sent(*signing(shown(mine), mine)) == "412"
+    assert [sent(key) for key in (text, b"QQ==", shown(mine))] == ["401", "401", "412"]
     assert {raw(link, link.port, b"\xff" * 90).split()[1] for _ in range(10)} == {"400"}
     assert log.stat().st_size == size, log.read_text()[size:]
 
@@ -1214,9 +1216,12 @@ def test_a_key_is_admitted_once(link: Deployment) -> None:
 def test_who_has_seen_a_signature_cannot_use_it(link: Deployment) -> None:
     link.register("supernode-2")
     mine = serialization.load_ssh_private_key((link.folder / "keys" / "supernode-2").read_bytes(), None)
-    body = ActivateNodeRequest(public_key=base64.b64decode(shown(mine)), heartbeat_interval=30).SerializeToString()
+    entries = roster.read(link.folder / "vol-superlink" / "roster.toml")
+    [node] = [Node(node_id=entry.node) for entry in entries.values() if entry.client == 2]
+    body = SendNodeHeartbeatRequest(node=node, heartbeat_interval=30).SerializeToString()
     seen = [f"{k.decode()}: {v.decode()}" for k, v in signing(shown(mine), mine)]
-    assert [post(link, link.port, gate.ACTIVATE, body, *seen) for _ in range(2)] == ["200", "503"]
+    beat = "/v1/fleet/send-node-heartbeat"
+    assert [post(link, link.port, beat, body, *seen) for _ in range(2)] == ["200", "503"]
 
 
 @pytest.mark.full
@@ -1253,8 +1258,14 @@ def test_nginx_passes_the_same(link: Deployment, monkeypatch: pytest.MonkeyPatch
     text = text.replace("/run/secrets/operators.crt", f"{folder}/operators/ca.crt")
     text = text.replace("/run/secrets/sites.crt", f"{folder}/sites/ca.crt")
     text = text.replace("/run/secrets", f"{folder}/certs").replace("/tmp/nginx", f"{folder}/nginx")
-    # The private listener of the started SuperLink stands in for a plain one, which would also answer on loopback.
-    text = text.replace("127.0.0.1:8002", f"127.0.0.1:{link.private}").replace("0.0.0.0", "127.0.0.1")
+    # For operators the private listener of the started SuperLink stands in for a plain one: it asks for the token too.
+    words, plain = link.command("superlink"), free_port()
+    files = words[words.index("--ssl-ca-certfile") : words.index("--database")]
+    link.start("plain", "flower-superlink", "--port", str(plain), "--enable-supernode-auth", *files)
+    until(lambda: "startup complete" in link.log("plain"), 60, "a plain SuperLink\n" + link.log("plain")[-1500:])
+    for_nodes, _, for_operators = text.rpartition("127.0.0.1:8002")
+    text = f"{for_nodes.replace(':8002', f':{plain}')}127.0.0.1:{link.private}{for_operators}"
+    text = text.replace("0.0.0.0", "127.0.0.1")
     text = text.replace(":8000", f":{nodes}").replace(":8001", f":{operators}")
     (folder / "nginx.conf").write_text("daemon off;\n" + text)
     link.start("nginx", "nginx", "-c", str(folder / "nginx.conf"))
