@@ -5,7 +5,7 @@
 |----------------------|------------------------------------------------------------------------------------------|
 | phi(x) = z           | `model.represent(x)`, (d,)                                                               |
 | mu^g, Sigma^g        | `self.shared`: the Gaussians as received, one mean a class and one covariance for all    |
-| hat mu_i, hat Sigma  | `estimate`: from the client's own representations, in one pass in evaluation mode        |
+| hat mu_i, hat Sigma  | `estimate`: from the client's own representations, in one evaluation pass, Sigma + I     |
 | beta                 | `choose`: share of the own mean and of the own covariance, two numbers in [0, 1]         |
 | p_i(y)               | `log_prior`: the client's class shares, of which none is 0                               |
 
@@ -14,8 +14,8 @@ The head is never trained. It is the Bayes rule of Gaussians of one covariance w
 A round: take the received extractor; head := rule of (mu^g, Sigma^g), held fixed while the extractor is trained on the
 cross-entropy; then mu = beta_1 hat mu + (1 - beta_1) mu^g, Sigma = beta_2 hat Sigma + (1 - beta_2) Sigma^g. These are
 sent, and their rule predicts. beta minimises the cross-entropy over two stratified folds, each scored with what the
-other says. The released code adds eps to every entry of Sigma and the whole identity, takes statistics while weights
-move, and searches beta with L-BFGS; here beta is the best of a grid of 11 x 11.
+other says. As in the released code the identity is added to every estimated Sigma. That code also adds eps to every
+entry, takes statistics while weights move, and searches beta with L-BFGS; here beta is the best of a grid of 11 x 11.
 """
 
 from __future__ import annotations

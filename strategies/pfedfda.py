@@ -53,7 +53,7 @@ METHOD = Method(
     strategy=PFedFDA,
     client=PFedFDAClient,
     hparams=PFedFDAHParams,
-    # The rule's weights are as large as the inverse of the covariance, and so are the gradients of the extractor.
+    # The rule's weights grow with the means, and so do the gradients that make the means grow.
     defaults=TrainDefaults(clip=10.0),
     shared=("features.",),
     extra_up=(GAUSSIANS,),

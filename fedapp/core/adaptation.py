@@ -39,13 +39,17 @@ def estimate(z: Float64, y: Int64, shared: Gaussians, least: int) -> Gaussians:
     """Return means and within-class covariance of representations z (n, d) with labels y (n,).
 
     A class with fewer than `least` samples has the shared mean and no part in the covariance, whose divisor is n - 1.
+    The identity is added to the covariance, as in the released code. It bounds the inverse, and so the weights of the
+    rule, however little the representations of a class vary.
     """
     counts = np.bincount(y, minlength=len(shared.mean))
     means, known = shared.mean.copy(), counts >= least
     for c in np.flatnonzero(known):
         means[c] = z[y == c].mean(axis=0)
     apart = torch.from_numpy(z[known[y]] - means[y[known[y]]])
-    return Gaussians(means, (apart.T @ apart).numpy() / max(len(apart) - 1, 1) if len(apart) else shared.cov)
+    if not len(apart):
+        return Gaussians(means, shared.cov)
+    return Gaussians(means, (apart.T @ apart).numpy() / max(len(apart) - 1, 1) + np.eye(z.shape[1]))
 
 
 def rule(of: Gaussians, log_prior: Float64, eps: float) -> Float64:
