@@ -4,6 +4,7 @@ the control, and the warm-up."""
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -360,6 +361,9 @@ def warmups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         expected = sampling.torch_generator(1, "warm-up", 1, 0).initial_seed()
         assert args[-1].initial_seed() == expected, "the same whenever it is computed"
         assert others == {"views": 2, "betas": (0.5, 0.999)}
+        assert spec.rate == (spec.rates or (spec.lr,))[0], "that of round 1, whenever it is computed"
+        reference = args[1].__self__.received_head
+        assert reference and not any(p.requires_grad for p in reference), "no gradient, and none is kept for it"
         found.append(spec.epochs)
         return true(model, x, y, spec, *args, **others)
 
@@ -393,10 +397,20 @@ def test_the_warm_up_comes_once(tmp_path: Path, warmups: list[int]) -> None:
     assert warmups == [1], "a client without a store would warm up in every round"
 
 
-def test_a_client_that_never_trained_is_scored_after_one_and_the_same_warm_up(tmp_path: Path) -> None:
-    sent = head_of(model_like(TASK))
-    early, late = (client(tmp_path, TWO_BATCHES, warmup_epochs=1).evaluate_round(sent, t) for t in (3, 6))
-    assert early == late
+def test_a_client_that_never_trained_is_scored_after_one_and_the_same_warm_up(
+    tmp_path: Path, warmups: list[int]
+) -> None:
+    """Also with a schedule: its rate is that of round 1, and so are its random numbers."""
+    sent, rates = head_of(model_like(TASK)), (0.1, 0.05, 0.02)
+    task = replace(TWO_BATCHES, train=replace(TWO_BATCHES.train, rates=rates))
+    early, late = (client(tmp_path, task, warmup_epochs=1).evaluate_round(sent, t) for t in (2, 6))
+    assert early == late and warmups == [1, 1]
+    trained = client(tmp_path / "a", replace(task, train=replace(task.train, epochs=0)), warmup_epochs=1)
+    trained.train_round(sent, 3)
+    first = replace(TWO_BATCHES, train=replace(TWO_BATCHES.train, lr=0.1, epochs=0))
+    same = client(tmp_path / "b", first, warmup_epochs=1)
+    same.train_round(sent, 1)
+    assert equal(everything(trained.model), everything(same.model)) and warmups == [1] * 4
 
 
 def test_where_the_whole_model_is_handed_out_there_is_no_warm_up(tmp_path: Path, warmups: list[int]) -> None:
