@@ -263,7 +263,7 @@ def test_its_steps_are_plain_and_as_long_as_those_of_momentum() -> None:
             x.grad, before = torch.ones_like(x), float(x.detach())
             optimizer.step()
         steps.append(before - float(x.detach()))
-    assert config.momentum == 0 and steps[0] == pytest.approx(steps[1], rel=1e-9)
+    assert (config.momentum, config.clip) == (0, 10) and steps[0] == pytest.approx(steps[1], rel=1e-9)
 
 
 def test_a_training_for_a_score_alone_is_not_corrected() -> None:
