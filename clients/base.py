@@ -134,9 +134,20 @@ class FedClient(PositionalClient):
 
     @classmethod
     def initial_arrays(cls, spec: ModelSpec, method: Method, hparams: Any, buffers: str) -> Arrays:
-        """Return the shared arrays of a new model, which the server starts from."""
+        """Return the shared arrays of a new model, which the server starts from.
+
+        Raises
+        ------
+        BadRequest : one of them is not finite, so that no reply with it would count.
+        """
         model = cls.build_model(spec, hparams)
-        return selection.extract(model, cls.names_of(model, method, hparams, buffers))
+        arrays = selection.extract(model, cls.names_of(model, method, hparams, buffers))
+        if odd := next((n for n, a in arrays.items() if not np.isfinite(a).all()), None):
+            raise BadRequest(
+                f"'{odd}' of the model '{spec.name}' has numbers that are not finite, and {method.id} sends it: change "
+                "its initial values, or register a constant buffer with persistent=False, which is not sent"
+            )
+        return arrays
 
     @classmethod
     def configure_model(cls, model: SplitModel, scalars: Mapping[str, Scalar]) -> None:
@@ -385,7 +396,7 @@ class FedClient(PositionalClient):
         scores, extras = self._train(payload, balanced)
         metrics.update(scores)
         # Nobody changes the model after this: it is sent and stored from its own memory.
-        arrays = {**selection.views(self.model, self.up_names()), **extras}
+        arrays = {**selection.views(self.model, self.up_names(), sent=True), **extras}
         if not math.isnan(self.report.loss):
             metrics["train-loss"] = self.report.loss
         metrics["steps"] = self.report.steps

@@ -80,6 +80,51 @@ def split(num_classes: int, input_shape: tuple[int, ...]) -> SplitModel:
     return SplitModel(name="mine", features=trunk, activation=nn.ReLU(), head=nn.Linear(16, num_classes))
 
 
+class Half(Net):
+    """Computes a part in another dtype, and holds a buffer and a parameter of it."""
+
+    def __init__(self, num_classes: int, input_shape: tuple[int, ...], dtype: str) -> None:
+        super().__init__(num_classes, input_shape)
+        self.register_buffer("kept", torch.full((3,), 1.001, dtype=getattr(torch, dtype)))
+        self.scale = nn.Parameter(torch.full((64,), 1.5, dtype=getattr(torch, dtype)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.fc1(torch.relu(self.conv(x)).flatten(1)))
+        return self.fc2((x * self.scale).float())
+
+
+class Complex(Net):
+    def __init__(self, num_classes: int, input_shape: tuple[int, ...]) -> None:
+        super().__init__(num_classes, input_shape)
+        self.phase = nn.Parameter(torch.ones(64, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.fc1(torch.relu(self.conv(x)).flatten(1)))
+        return self.fc2((x * self.phase).real)
+
+
+class Mask(Net):
+    """Holds minus infinity in a buffer, as a mask of an attention does."""
+
+    def __init__(self, num_classes: int, input_shape: tuple[int, ...], persistent: bool = True) -> None:
+        super().__init__(num_classes, input_shape)
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1), persistent)
+
+
+def lazy() -> nn.Module:
+    return nn.Sequential(
+        nn.LazyConv2d(4, 3), nn.Flatten(), nn.LazyBatchNorm1d(), nn.ReLU(), nn.LazyLinear(12), nn.LazyLinear(10)
+    )
+
+
+class OldNorm(Net):
+    """Its layer holds a tensor that PyTorch does not copy."""
+
+    def __init__(self, num_classes: int, input_shape: tuple[int, ...]) -> None:
+        super().__init__(num_classes, input_shape)
+        self.fc1 = nn.utils.weight_norm(self.fc1)
+
+
 class Softmax(Net):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).softmax(dim=1)

@@ -55,8 +55,8 @@ def after(steps: int, **hparams: Any) -> tuple[float, float]:
     task = Task(0, 1, 1, InputSpec((1,), 1.0, (0.0,), (1.0,), "table"), "q", x, y, x, y, train=spec)
     client = Quadratic(task, METHOD, DittoHParams.model_validate(hparams))
     sent = {**everything(Quadratic.build_model(None, None)), "head.bias": np.full(1, 0.5)}
-    arrays = client.train_round(Payload(common=sent), 1)[0]
-    return client.personal.head.bias.item(), float(arrays["head.bias"][0])
+    client.train_round(Payload(common=sent), 1)
+    return client.personal.head.bias.item(), client.model.head.bias.item()
 
 
 @pytest.mark.parametrize(("lam", "values"), [(1.0, (0.25, 0.45, 0.61)), (0.0, (0.2, 0.38, 0.542))])

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from fedapp import cli, client_app, plugins, process
 from fedapp.config import from_flat
 from fedapp.engines.local import effective, run
+from fedapp.engines.runner import what_leaves
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare
 from fedapp.method import ClientInfo
@@ -32,6 +33,7 @@ from fedapp.results.runs import read_run
 from fedapp.server_app import Run, buildable
 from fedapp.tasks import simulated as tasks
 from fedapp.tasks.node import Node, try_own
+from fedapp.transport import selection
 from tests import own_nets
 from tests.handmade import digit_tasks
 from tests.matrix import methods
@@ -152,6 +154,7 @@ WRONG: list[tuple[str, str]] = [
     ("text", "is no function or class, but str"),
     ("Nett", "cannot be imported .*PYTHONPATH"),
     ("Series", "cannot be built: AssertionError"),
+    ("OldNorm", "cannot be copied.*take weight_norm from torch.nn.utils.parametrizations"),
 ]
 
 
@@ -200,6 +203,51 @@ def test_a_wrong_model_is_refused_by_the_dry_run() -> None:
     config = effective({"model": f"{NETS}:Softmax", "method": "fedavg", "clients": 3})
     with pytest.raises(BadRequest, match="something follows the head"):
         tasks.check(config, 3)
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        ("Complex", "'features.phase' .* is complex64, .* as two parameters"),
+        ("Mask", "'features.mask' .* not finite, and fedavg sends it: .* persistent=False"),
+    ],
+)
+def test_arrays_that_cannot_be_sent_are_refused_where_they_would_be(net: str, message: str) -> None:
+    for method, args in (("fedavg", ""), ("lgfedavg", ""), ("fedavg", "persistent=false")):
+        config = effective({"model": f"{NETS}:{net}", "method": method, "clients": 3, "model-args": args})
+        if (method, args) == ("fedavg", ""):
+            with pytest.raises(BadRequest, match=message):
+                what_leaves(config)
+        elif net == "Mask" or not args:
+            assert what_leaves(config)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "bfloat16"])
+def test_a_model_with_other_dtypes_trains_and_resumes(dtype: str, tmp_path: Path) -> None:
+    """Arrays of a model travel as float32 whatever dtype they have, and no honest client is blocked for that."""
+    given = {"method": "lgfedavg", "model": f"{NETS}:Half", "model_args": f"dtype={dtype}", "clients": 2}
+    for method in ("fedavg", "lgfedavg"):  # the one sends these arrays, the other keeps them in the clients' states
+        result = run(**{**given, "method": method}, rounds=1, local_epochs=1, out=tmp_path / method)
+        result = run(resume=tmp_path / method, rounds=2)
+        assert list(result.rounds["round"]) == [1, 2] and result.summary["dropped"] == 0
+    net = built("Half", args=f"dtype={dtype}")
+    state = {name: value.dtype for name, value in net.state_dict().items()}
+    assert state["features.kept"] == state["features.scale"] == getattr(torch, dtype)
+    sent = selection.extract(net, state)
+    assert {a.dtype for a in sent.values()} == {np.dtype(np.float32)}
+    other = built("Half", seed=1, args=f"dtype={dtype}")
+    selection.merge(other, sent)
+    assert all(torch.equal(a, other.state_dict()[n]) for n, a in net.state_dict().items() if "kept" not in n)
+    exact = selection.everything(net)
+    selection.merge(other, exact)
+    assert all(torch.equal(a, other.state_dict()[n]) for n, a in net.state_dict().items())
+
+
+def test_lazy_layers_take_their_size_from_the_shape_of_the_samples() -> None:
+    own.check(f"{NETS}:lazy", rows(*SHAPE), num_classes=10, options=NONE)
+    net = built("lazy")
+    assert net.training and net.width == 12 and net.eval()(rows(*SHAPE)).shape == (2, 10)
+    assert torch.equal(net.features[2].running_mean, torch.zeros(144)), "the first batch leaves statistics as they are"
 
 
 def test_compare_counts_the_width_of_own_models() -> None:

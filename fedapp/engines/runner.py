@@ -105,7 +105,7 @@ def what_leaves(config: RunConfig) -> list[str]:
         spec = ModelSpec(name, data.dataset.num_classes, shape, 0, config.model_options)
         model = client.build_model(spec, hparams)
         state = model.state_dict()
-        down = FedClient.names_of(model, method, hparams, config.buffers)
+        down = list(client.initial_arrays(spec, method, hparams, config.buffers))
         up = selection.shared_names(model, method.up_prefixes(hparams), config.buffers)
         ways = {"each way": up} if up == down else {"down": down, "up": up}
         for way, names in ways.items():

@@ -158,6 +158,10 @@ def _made(name: str, num_classes: int, shape: tuple[int, ...], options: ModelOpt
         ) from e
     if not isinstance(net, nn.Module):
         raise BadRequest(f"model '{name}' returns {type(net).__name__}: return an nn.Module")
+    if any(nn.parameter.is_lazy(value) for value in (*net.parameters(), *net.buffers())):
+        training = net.training
+        _logits(name, net.eval(), torch.zeros(2, *shape), num_classes)  # lazy layers take their size from a first batch
+        net.train(training)
     return net
 
 
@@ -334,8 +338,15 @@ def check(name: str, x: Tensor, *, num_classes: int, options: ModelOptions) -> N
     values, others = first.state_dict(), second.state_dict()
     if values.keys() != others.keys() or not all(torch.equal(v, others[n]) for n, v in values.items()):
         raise BadRequest(f"model '{name}' gets other initial values at each call: draw them with PyTorch alone")
+    try:
+        tried = copy.deepcopy(first)
+    except RuntimeError as e:
+        raise BadRequest(
+            f"model '{name}' cannot be copied, and every client works on a copy ({' '.join(str(e).split())[:160]}): "
+            "take weight_norm from torch.nn.utils.parametrizations, not from torch.nn.utils"
+        ) from e
     with seeded(0):
-        _backward(name, copy.deepcopy(first), x, num_classes)
+        _backward(name, tried, x, num_classes)
 
 
 def _logits(name: str, net: nn.Module, x: Tensor, num_classes: int) -> Tensor:

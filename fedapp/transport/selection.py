@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from fedapp.errors import BadRequest
-from fedapp.lazy import nn, torch
+from fedapp.lazy import Tensor, nn, torch
 from fedapp.method import Array, Arrays, Payload
 from fedapp.models import weights
 
@@ -32,7 +32,7 @@ def shared_names(model: nn.Module, prefixes: Iterable[str], buffers: str = "glob
 
     Raises
     ------
-    BadRequest : a prefix matches no array, so that a misspelt one is noticed.
+    BadRequest : a prefix matches no array, so that a misspelt one is noticed; or a parameter is complex.
     """
     prefixes = tuple(prefixes)
     parameters = {name for name, _ in model.named_parameters()}
@@ -43,18 +43,36 @@ def shared_names(model: nn.Module, prefixes: Iterable[str], buffers: str = "glob
         if not any(matches(name, (prefix,)) for name in state):
             parts = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name in state))
             raise BadRequest(f"'{prefix}' matches no array of the model {type(model).__name__}: it has {parts}")
-    return [n for n in state if n in wanted and matches(n, prefixes) and not matches(n, held)]
+    names = [n for n in state if n in wanted and matches(n, prefixes) and not matches(n, held)]
+    if odd := next((n for n in names if state[n].is_complex()), None):
+        raise BadRequest(
+            f"'{odd}' of the model {type(model).__name__} is {str(state[odd].dtype).removeprefix('torch.')}, and "
+            "arrays travel as real numbers: hold its real and imaginary part as two parameters"
+        )
+    return names
 
 
-def views(model: nn.Module, names: Iterable[str]) -> Arrays:
-    """Return named arrays of a model, C-contiguous, in their own dtype, in the model's own memory where that can be."""
+def views(model: nn.Module, names: Iterable[str], sent: bool = False) -> Arrays:
+    """Return named arrays of a model, C-contiguous, in the model's own memory where that can be.
+
+    Parameters
+    ----------
+    sent : floating-point arrays are float32, whatever the model has: arrays of a model travel in no other dtype. Else
+        they have their own dtype, and float32 where NumPy has none (such as bfloat16, which float32 holds exactly).
+    """
     state = model.state_dict()
-    return {name: state[name].detach().cpu().contiguous().numpy() for name in names}
+    return {name: _array(state[name].detach().cpu().contiguous(), sent) for name in names}
+
+
+def _array(value: Tensor, sent: bool) -> Array:
+    own = (torch.float64, torch.float32, torch.float16)
+    array: Array = (value.float() if value.is_floating_point() and (sent or value.dtype not in own) else value).numpy()
+    return array
 
 
 def extract(model: nn.Module, names: Iterable[str]) -> Arrays:
-    """Copy named arrays from a model, C-contiguous, in their own dtype."""
-    return {name: array.copy() for name, array in views(model, names).items()}
+    """Copy named arrays from a model as they are sent (`views`)."""
+    return {name: array.copy() for name, array in views(model, names, sent=True).items()}
 
 
 def merge(model: nn.Module, arrays: Mapping[str, Array]) -> None:
@@ -112,4 +130,4 @@ def split_numbered(prefix: str, payload: Payload) -> tuple[Payload, list[Arrays]
 
 def everything(model: nn.Module) -> Arrays:
     """Copy the whole state of a model: parameters and all buffers, integer ones included."""
-    return extract(model, model.state_dict().keys())
+    return {name: array.copy() for name, array in views(model, model.state_dict().keys()).items()}
