@@ -17,6 +17,7 @@ from fedapp.data import datasets, natural, partitions
 from fedapp.data.card import leaks
 from fedapp.data.columns import Reading, own, samples
 from fedapp.data.dataset import Dataset
+from fedapp.data.moments import binary, moments
 from fedapp.engines import local
 from fedapp.errors import BadRequest
 from fedapp.tasks import node as nodes
@@ -71,9 +72,10 @@ def test_series_with_all_columns(tmp_path: Path) -> None:
     assert [data.classes[c] for c in y] == columns["y"][order].tolist()
     assert data.owners is not None and [data.owner_names[o] for o in data.owners] == columns["client"][order].tolist()
     train = columns["x"][~test].astype(np.float64)
-    np.testing.assert_allclose(data.mean, train.mean((0, 2)), rtol=1e-6)
-    np.testing.assert_allclose(data.std, train.std((0, 2)), rtol=1e-6)
-    assert data.scale == 1 and abs(data.mean[1] - 5) < 0.2
+    mean, std = moments(data.x_train, data.scale)
+    np.testing.assert_allclose(mean, train.mean((0, 2)), rtol=1e-6)
+    np.testing.assert_allclose(std, train.std((0, 2)), rtol=1e-6)
+    assert data.scale == 1 and abs(mean[1] - 5) < 0.2
 
 
 def test_a_table_has_unknown_values_and_features_of_two_values(tmp_path: Path) -> None:
@@ -81,11 +83,13 @@ def test_a_table_has_unknown_values_and_features_of_two_values(tmp_path: Path) -
     x = np.stack([rng.normal(1e6, 2, 50), rng.integers(0, 2, 50), np.full(50, 7.0)], 1)
     x[3, 0] = x[4, 1] = np.nan
     data = loaded(tmp_path, {"x": x, "y": np.arange(50) % 2})
-    assert (data.kind, data.shape, data.binary) == ("table", (3,), (False, True, True))
-    assert data.std[2] == 1, "a constant feature is divided by 1"
+    assert (data.kind, data.shape, binary(data.x_train)) == ("table", (3,), (False, True, True))
+    assert binary(np.full((3, 1), np.nan, np.float32)) == (True,)
+    mean, std = moments(data.x_train, data.scale)
+    assert std[2] == 1, "a constant feature is divided by 1"
     kept = x.astype(np.float32).astype(np.float64)
-    np.testing.assert_allclose(data.mean, np.nanmean(kept, 0), rtol=1e-9)
-    np.testing.assert_allclose(data.std[:2], np.nanstd(kept, 0)[:2], rtol=1e-6)
+    np.testing.assert_allclose(mean, np.nanmean(kept, 0), rtol=1e-9)
+    np.testing.assert_allclose(std[:2], np.nanstd(kept, 0)[:2], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -109,8 +113,11 @@ def test_type_and_axes_decide_the_kind(x: np.ndarray, kind: str, shape: tuple[in
 def test_moments_leave_test_and_validation_rows_out(tmp_path: Path) -> None:
     x = np.concatenate([np.zeros((4, 2)), np.ones((4, 2)), np.full((4, 2), 50.0), np.full((4, 2), 99.0)])
     split = np.repeat(["train", "train", "validation", "test"], 4)
-    data = loaded(tmp_path, {"x": x, "y": np.arange(16) % 2, "split": split})
-    assert data.mean == (0.5, 0.5) and data.std == (0.5, 0.5)
+    keys = {"x": x, "y": np.arange(16) % 2, "split": split, "client": np.arange(16) % 2}
+    data = loaded(tmp_path, keys)
+    config = configuration.from_flat({"dataset": "npz", "data-dir": str(tmp_path / "own.npz"), "min-samples": 1})
+    inputs = simulated.federated(config, 2).inputs
+    assert inputs.mean == (0.5, 0.5) and inputs.std == (0.5, 0.5)
     assert data.held_out is not None and data.held_out.tolist() == [False] * 8 + [True] * 4
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedapp.data.dataset import Dataset
+from fedapp.data.moments import moments
 from fedapp.data.partitions import Partition
 from fedapp.errors import described, plain
 
@@ -271,7 +272,7 @@ def _leaks(dataset: Dataset, train: Int64, test: Int64) -> list[str]:
         if shared:
             found.append(f"{shared} of {len(test)} test windows share a half with a training window: give each "
                          "recording a number in the column group, so that its windows stay on one side")  # fmt: skip
-        mean, std = np.array(dataset.mean), np.array(dataset.std)
+        mean, std = map(np.array, moments(x_train, dataset.scale))
         if len(mean) > 1 and np.ptp(mean) <= 0.1 * np.abs(mean).max() and np.ptp(std) <= 0.1 * std.max():
             found.append("all channels have nearly the same mean and standard deviation: check that x has the shape "
                          "(N, channels, steps), transposed and not reshaped")  # fmt: skip

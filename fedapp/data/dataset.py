@@ -27,9 +27,9 @@ class Dataset:
     y_train, y_test : int64 (N,), values 0 .. num_classes - 1.
     classes : name of each class.
     scale : largest grey level: 16 for digits, else 255; 1 for what is no image.
-    mean, std : of x / scale over the training rows, per channel, or per feature of a table.
+    mean, std : of x / scale per channel, as published for the data set; empty where nothing is published, for which
+        rows train is not known here.
     kind : `image`, `series` (N, C, T), `table` (N, F) or `array` (N, ...).
-    binary : per feature of a table: whether it has at most two values.
     owners, owner_names : natural client of each row of the virtual pool, int64 (num_train + num_test,), a position in
         the names; None and empty where the data have no column `client`.
     groups : rows of the pool with equal numbers must stay on one side of every cut, int64; None = all rows may part.
@@ -50,10 +50,9 @@ class Dataset:
     y_test: Int64
     classes: tuple[str, ...]
     scale: float
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
     kind: str = "image"
-    binary: tuple[bool, ...] = ()
     owners: Int64 | None = None
     owner_names: tuple[str, ...] = ()
     groups: Int64 | None = None
@@ -169,6 +168,28 @@ class Dataset:
         x[~from_test] = self.x_train[rows[~from_test]]
         x[from_test] = self.x_test[rows[from_test] - self.num_train]
         return x, self.pool_labels[rows]
+
+
+@dataclass(frozen=True)
+class View:
+    """Some rows of a data set's pool, int64, whose samples are copied piece by piece: all may be more than memory."""
+
+    dataset: Dataset
+    rows: Int64
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As if all were one array."""
+        return len(self.rows), *self.dataset.x_train.shape[1:]
+
+    @property
+    def dtype(self) -> npt.DTypeLike:
+        """Of the samples."""
+        return self.dataset.x_train.dtype
+
+    def __getitem__(self, rows: slice, /) -> Samples:
+        """Copy neighbouring rows."""
+        return self.dataset.take(self.rows[rows])[0]
 
 
 def sample(dataset: Dataset, fraction: float, rng: np.random.Generator) -> Dataset:

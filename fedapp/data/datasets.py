@@ -57,7 +57,6 @@ from fedapp.data.columns import (
 )
 from fedapp.data.columns import own as check_columns
 from fedapp.data.dataset import Dataset
-from fedapp.data.moments import moments
 from fedapp.data.pictures import CIFAR10_CLASSES
 from fedapp.errors import BadRequest, suggest
 
@@ -191,8 +190,7 @@ def load(name: str, data_dir: str | Path | None = None, reading: Reading = PLAIN
     Pictures of a ``folder`` are turned as their EXIF tag says, cropped to the central square and resized to one size:
     their own if all are the same square of at most 64 pixels, else the largest of 28, 32 and 64 that is not above the
     median of the shorter sides (28 if all are smaller). `reading.image_size` chooses another size.
-    Grey stays grey if every picture is grey; transparency is ignored. Mean and standard deviation of own data are
-    computed from the training rows.
+    Grey stays grey if every picture is grey; transparency is ignored.
     """
     check_name(name)
     root = Path(data_dir).expanduser() if data_dir is not None and str(data_dir) else None
@@ -250,7 +248,6 @@ def _described(meta: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "mean": tuple(meta["mean"]),
         "std": tuple(meta["std"]),
-        "binary": tuple(meta.get("binary", ())),
         "ignored": tuple(meta.get("ignored", ())),
         "features": tuple(meta.get("features", ())),
         "categories": {name: tuple(found) for name, found in meta.get("categories", {}).items()},
@@ -323,7 +320,7 @@ def _finish(store: Store, name: str, built: Built) -> dict[str, Any]:
     for number, one in enumerate(own.parts):
         for key in ("x_train", "x_test"):
             store.put(f"{key}_{number}", one.arrays[key])
-    samples = [_samples(one, facts, scale) for one in own.parts or (own,)]
+    samples = [_samples(one, facts) for one in own.parts or (own,)]
     return {
         "classes": list(classes),
         "scale": scale,
@@ -336,25 +333,16 @@ def _finish(store: Store, name: str, built: Built) -> dict[str, Any]:
     }
 
 
-def _samples(own: Own, facts: Facts | None, scale: float) -> dict[str, Any]:
+def _samples(own: Own, facts: Facts | None) -> dict[str, Any]:
     """Return what ``meta.json`` says of samples of one size."""
-    x = own.arrays["x_train"]
-    if "held_out" in own.arrays:
-        x = x[~own.arrays["held_out"]]
-    mean, std = (facts.mean, facts.std) if facts and len(facts.mean) == x.shape[3] else moments(x, scale)
+    known = facts is not None and len(facts.mean) == own.arrays["x_train"].shape[3]
     return {
-        "mean": list(mean),
-        "std": list(std),
-        "binary": _binary(x) if own.kind == "table" else [],
+        "mean": list(facts.mean) if facts and known else [],
+        "std": list(facts.std) if facts and known else [],
         "ignored": list(own.ignored),
         "features": list(own.features),
         "categories": {name: list(found) for name, found in own.categories.items()},
     }
-
-
-def _binary(x: np.ndarray) -> list[bool]:
-    """Return for each feature of (N, F) whether it has at most two values besides NaN."""
-    return [len(np.unique(column[~np.isnan(column)])) <= 2 for column in x.T]
 
 
 def _build_digits() -> Built:
@@ -391,7 +379,7 @@ def _own_files(root: Path | None, kind: str) -> list[Path]:
 def _build_npz(name: str, paths: list[Path], root: Path, skip_bad: bool = False) -> Own:
     """Read and check the user's arrays; published names also have their own classes and grey levels."""
     facts = _FACTS.get(name)
-    if len(paths) == 1 and paths[0].parent.name not in PARTS:
+    if len(paths) == 1 and paths[0].parent in (root, root.parent):  # a folder above it may be called train or test
         own = check_columns(paths[0], read_npz(paths[0]), facts.classes if facts else None)
     else:
         found, skipped = readable(root, paths, read_client, form_of, skip_bad)

@@ -1,52 +1,89 @@
-"""Mean and standard deviation of samples, by which a run normalises them."""
+"""Mean and standard deviation of samples, by which a run normalises them, and which features have two values."""
 
 from __future__ import annotations
+
+import math
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 Samples = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
+PIECE = 4096
+"""Rows that are looked at together."""
 
 
-def moments(x: Samples, scale: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+class Rows(Protocol):
+    """An array of samples, or something that is read piece by piece as one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Number of rows, and shape of each."""
+
+    @property
+    def dtype(self) -> npt.DTypeLike:
+        """Type of the numbers."""
+
+    def __getitem__(self, rows: slice, /) -> Samples:
+        """Return neighbouring rows."""
+
+
+def moments(x: Rows, scale: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and standard deviation (ddof 0) of samples / scale: per channel, or per feature of a table.
 
     Parameters
     ----------
-    x : images uint8 (N, H, W, C), all others float32 (N, C, ...), scale 1; NaN are left out.
+    x : images uint8 (N, H, W, C), all others float32 (N, C, ...), scale 1; NaN are left out. N >= 1.
     """
-    return _image_moments(np.asarray(x, np.uint8), scale) if x.dtype == np.uint8 else _float_moments(x)
+    return _image_moments(x, scale) if x.dtype == np.uint8 else _float_moments(x)
 
 
-def _float_moments(x: np.ndarray) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def binary(x: Rows) -> tuple[bool, ...]:
+    """Return for each feature of a table (N, F) whether it has at most two values besides NaN."""
+    pieces = range(0, x.shape[0], PIECE)
+    low, high = np.full(x.shape[1], np.inf), np.full(x.shape[1], -np.inf)
+    for start in pieces:
+        part = x[start : start + PIECE]
+        low, high = np.fmin(low, np.fmin.reduce(part)), np.fmax(high, np.fmax.reduce(part))
+    two = np.ones(x.shape[1], bool)
+    for start in pieces:
+        part = x[start : start + PIECE]
+        two &= ((part == low) | (part == high) | np.isnan(part)).all(0)
+    return tuple(map(bool, two))
+
+
+def _float_moments(x: Rows) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation (ddof 0) of float32 (N, C, ...) along the second axis, in float64, without NaN."""
-    width = x.shape[1]
+    width, axes = x.shape[1], len(x.shape)
     count, total, squares = np.zeros(width), np.zeros(width), np.zeros(width)
-    rest = (0, *range(2, x.ndim))
+    rest = (0, *range(2, axes))
     # Two passes in pieces: the squares of numbers far from zero would lose their digits in one.
-    for start in range(0, len(x), 4096):
-        part = x[start : start + 4096]
+    for start in range(0, x.shape[0], PIECE):
+        part = x[start : start + PIECE]
         count += np.sum(~np.isnan(part), axis=rest)
         total += np.nansum(part, axis=rest, dtype=np.float64)
     mean = np.divide(total, count, out=np.zeros(width), where=count > 0)
-    for start in range(0, len(x), 4096):
-        away = x[start : start + 4096] - mean.reshape(1, -1, *(1,) * (x.ndim - 2))
+    for start in range(0, x.shape[0], PIECE):
+        away = x[start : start + PIECE] - mean.reshape(1, -1, *(1,) * (axes - 2))
         squares += np.nansum(away * away, axis=rest, dtype=np.float64)
     std = np.sqrt(np.divide(squares, count, out=np.zeros(width), where=count > 0))
     # A constant channel carries nothing; dividing by 1 keeps it finite.
     return tuple(map(float, mean)), tuple(float(v) if v > 1e-12 else 1.0 for v in std)
 
 
-def _image_moments(images: np.ndarray, scale: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
+def _image_moments(images: Rows, scale: float) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and standard deviation (ddof 0) of images / scale per channel, exact: from counts of the 256 grey levels."""
     levels = np.arange(256) / scale
+    counts = np.zeros((images.shape[3], 256), np.int64)
+    piece = 1 + (1 << 20) // math.prod(images.shape[1:])  # bincount makes eight bytes of each
+    for start in range(0, images.shape[0], piece):
+        part = images[start : start + piece]
+        for channel, found in enumerate(counts):
+            found += np.bincount(part[..., channel].ravel(), minlength=256)
     means, stds = [], []
-    for channel in range(images.shape[3]):
-        counts = np.zeros(256, np.int64)
-        for start in range(0, len(images), 4096):
-            counts += np.bincount(images[start : start + 4096, ..., channel].ravel(), minlength=256)
-        mean = float(counts @ levels / counts.sum())
-        std = float(np.sqrt(counts @ (levels - mean) ** 2 / counts.sum()))
+    for found in counts:
+        mean = float(found @ levels / found.sum())
+        std = float(np.sqrt(found @ (levels - mean) ** 2 / found.sum()))
         means.append(mean)
         stds.append(std if std > 0 else 1.0)  # a constant channel carries nothing; dividing by 1 keeps it finite
     return tuple(means), tuple(stds)

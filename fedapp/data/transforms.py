@@ -83,11 +83,11 @@ class InputSpec:
 
     @classmethod
     def of(cls, dataset: Dataset) -> InputSpec:
-        """Return the specification of a data set's samples."""
+        """Return the specification of a data set's samples; what training rows say of them is not in it yet."""
         d = dataset
         texts = {f"{name}={category}": name for name, found in d.categories.items() for category in found}
         columns = tuple(texts.get(feature, feature) for feature in d.features)
-        return cls(d.shape, d.scale, d.mean, d.std, d.kind, d.binary, d.features, columns)
+        return cls(d.shape, d.scale, d.mean, d.std, d.kind, features=d.features, columns=columns)
 
     @property
     def sides(self) -> tuple[int, int]:

@@ -366,7 +366,7 @@ def own_data(
     path : `data-path`.
     classes : the federation's class names; None = the data's own.
     dataset : the run's data set: where it is a published one, its normalisation is used, so that all nodes have the
-        same; otherwise each node's own mean and standard deviation, which then stay on the node.
+        same; otherwise mean and standard deviation of the node's training rows, which then stay on the node.
     validation : share of the training rows that validate, where the data do not say which do; the same in every run.
     reading : how the data are read.
     how : `normalise`: `auto`; `client` = mean and standard deviation of the node's training rows in any case; `none`.
@@ -424,8 +424,7 @@ def _read(
         if brightest > known.scale:
             raise BadRequest(f"data-path {place}: {dataset} has grey levels 0 .. {known.scale:g}, found {brightest}")
         inputs = InputSpec(data.shape, known.scale, known.mean, known.std)
-    if how != "auto":
-        inputs = simulated.fitted(inputs, None if how == "none" else x_train)
+    inputs = simulated.fitted(inputs, x_train, how)
     return OwnData(
         x_train,
         table[y_train],

@@ -16,8 +16,8 @@ from fedapp import process, sampling
 from fedapp.config import RunConfig
 from fedapp.data import datasets, flower, natural, partitions
 from fedapp.data.columns import SHOWN, Reading
-from fedapp.data.dataset import Dataset, sample
-from fedapp.data.moments import Samples, moments
+from fedapp.data.dataset import Dataset, View, sample
+from fedapp.data.moments import Rows, Samples, binary, moments
 from fedapp.data.partitions import Partition
 from fedapp.data.transforms import InputSpec, channels_first, normalise
 from fedapp.errors import BadRequest, described
@@ -121,9 +121,9 @@ class FederatedData:
         if not self.own_moments:
             return self.size_of(client)
         if client not in self._fitted:
-            self._fitted[client] = fitted(
-                self.size_of(client), self.dataset.take(self.partition.clients[client].train)[0]
-            )
+            [(part, own)] = self.dataset.by_size(self.partition.clients[client].train)
+            mean, std = moments(View(part, own), part.scale)
+            self._fitted[client] = replace(self.size_of(client), mean=mean, std=std)
         return self._fitted[client]
 
     def public_tensor(self, device: torch.device) -> Tensor | None:
@@ -234,7 +234,7 @@ def _federated(
     partition = natural.given_validation(partition, dataset)
     _check_sizes(dataset, partition, public)
     specs = [InputSpec.of(part) for part in dataset.parts or (dataset,)]
-    images = None
+    images, indices = None, np.zeros(0, np.int64)
     if public is not None and public.share:
         partition, indices = partitions.hold_back(partition, public.share, seed, unseen)
         images = dataset.take(indices)[0]
@@ -244,15 +244,25 @@ def _federated(
     # A validation split that the data or the file bring along wins.
     if validation and not any(len(c.validation) for c in partition.clients):
         partition = partitions.hold_out(partition, validation, seed, dataset)
-    if how == "none":
-        specs = [fitted(spec) for spec in specs]
-    elif how == "data":
-        seen = np.unique(np.concatenate([c.train for k, c in enumerate(partition.clients) if k not in unseen]))
-        rows = {id(part): part.take(own)[0] for part, own in dataset.by_size(seen)}
-        # Of a size that only unseen clients have, no training row may say anything: their own do.
-        sized = zip(specs, dataset.parts or (dataset,), strict=True)
-        specs = [fitted(spec, rows[id(part)]) if id(part) in rows else spec for spec, part in sized]
+    # All may see public rows, and with `auto` they count: methods that hold some back see what the others see.
+    held = _training_rows(dataset, partition, unseen, indices[:0] if how == "data" else indices)
+    sized = zip(specs, dataset.parts or (dataset,), strict=True)
+    specs = [fitted(spec, View(part, held[id(part)]), how) if id(part) in held else spec for spec, part in sized]
     return FederatedData(dataset, partition, tuple(specs), seed, images, own_moments=how == "client")
+
+
+def _training_rows(
+    dataset: Dataset, partition: Partition, unseen: tuple[int, ...], public: Indices
+) -> dict[int, Indices]:
+    """Return the rows that clients train on, and public ones, by the id of the part of the data set that has them.
+
+    Of unseen clients they are returned only for a part that no other client has.
+    """
+    held: dict[int, Indices] = {}
+    for apart in (True, False):
+        if rows := [c.train for k, c in enumerate(partition.clients) if (k in unseen) == apart]:
+            held |= {id(part): own for part, own in dataset.by_size(np.unique(np.concatenate([*rows, public])))}
+    return held
 
 
 def _check_sizes(dataset: Dataset, partition: Partition, public: PublicSource | None) -> None:
@@ -273,10 +283,21 @@ def _check_sizes(dataset: Dataset, partition: Partition, public: PublicSource | 
             )
 
 
-def fitted(inputs: InputSpec, rows: Samples | None = None) -> InputSpec:
-    """Return the specification with mean and standard deviation of these samples; None = as they are, over scale."""
-    width = len(inputs.mean)
-    mean, std = ((0.0,) * width, (1.0,) * width) if rows is None else moments(rows, inputs.scale)
+def fitted(inputs: InputSpec, rows: Rows, how: str) -> InputSpec:
+    """Return the specification with what training rows say: mean, standard deviation, and which features are binary.
+
+    Parameters
+    ----------
+    inputs : its mean and standard deviation are those published for the data set, or empty.
+    rows : of clients that train, and no others: no test or validation row may have a say in how samples are normalised.
+    how : `normalise`: with `auto` what is published stays, with `none` samples are as they are, over scale.
+    """
+    if inputs.kind == "table":
+        inputs = replace(inputs, binary=binary(rows))
+    if how == "auto" and inputs.mean:
+        return inputs
+    width = inputs.shape[0]
+    mean, std = ((0.0,) * width, (1.0,) * width) if how == "none" else moments(rows, inputs.scale)
     return replace(inputs, mean=mean, std=std)
 
 
