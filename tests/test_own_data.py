@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ import fedapp
 from fedapp import config as configuration
 from fedapp.data import datasets, natural, partitions
 from fedapp.data.card import leaks
-from fedapp.data.columns import Reading, own, samples
+from fedapp.data.columns import Reading, own, rounded, samples
 from fedapp.data.dataset import Dataset
 from fedapp.data.moments import binary, moments
 from fedapp.engines import local
@@ -521,3 +522,44 @@ def test_a_published_normalisation_is_for_images_alone(tmp_path: Path) -> None:
         configuration.from_flat({"class-names": "0,1,2", "model": "cnn1d"}), node, torch.device("cpu")
     )
     assert task.inputs.kind == "series" and abs(task.inputs.mean[0] - 9) < 0.3
+
+
+# ---- numbers far from zero -----------------------------------------------------------------------------------------
+
+
+def times(form: str, place: Path, offset: float) -> dict[str, Any]:
+    """Write features of which the second says the class, at this distance from zero."""
+    rng = np.random.default_rng(0)
+    y = np.arange(200) % 2
+    x = np.stack([rng.standard_normal(200), offset + 30 * y + rng.uniform(0, 20, 200)], 1)
+    place.mkdir()
+    if form == "npz":
+        np.savez(place / "own.npz", x=x, y=y)
+    elif form == "clients":
+        for half in range(2):
+            np.savez(place / f"{half}.npz", x=x[half::2], y=y[half::2])
+    elif form == "series":
+        np.savez(place / "own.npz", x_train=np.repeat(x[..., None], 4, 2), y_train=y)
+    else:
+        pd.DataFrame(x, columns=["noise", "ts"]).assign(y=y).to_csv(place / "own.csv", index=False)
+    name = "csv" if form == "csv" else "npz"
+    return {"name": name, "data_dir": place if form == "clients" else place / f"own.{name}"}
+
+
+@pytest.mark.parametrize("form", ["npz", "series", "csv", "clients"])
+def test_differences_that_float32_rounds_away_are_an_error(form: str, tmp_path: Path) -> None:
+    wanted = (
+        r"(x(_train)?\[:, 1\]|'ts') has numbers near 1.7e\+09 with a standard deviation of 16, which float32 rounds"
+    )
+    with pytest.raises(BadRequest, match=wanted):
+        datasets.load(**times(form, tmp_path / "far", 1.7e9))
+    assert datasets.load(**times(form, tmp_path / "near", 1e4)).num_train == 200
+
+
+def test_differences_between_clients_may_be_larger_than_those_of_one(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for client in range(3):
+        x = 1e6 * (1 + client) + 1e-3 * rng.standard_normal((20, 1))
+        np.savez(tmp_path / f"{client}.npz", x=x, y=np.arange(20) % 2)
+    assert datasets.load("npz", tmp_path).x_train.dtype == np.float32
+    assert not rounded(np.full(9, 0.1)) and not rounded(np.array([0.3, 0.1 + 0.2])), "a constant loses nothing"

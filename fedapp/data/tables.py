@@ -36,6 +36,7 @@ from fedapp.data.columns import (
     own,
     readable,
     roles,
+    rounded,
 )
 from fedapp.data.names import composed
 from fedapp.errors import BadRequest, is_number, suggest
@@ -463,6 +464,8 @@ def _feature(
     if values is not None and values.dtype == object:
         _one_hot(features, values, name, named, training, node)
     elif values is not None and (narrow := _narrow(values, name, place, features.faults)) is not None:
+        if told := rounded(values):
+            features.faults.append(f"'{name}' {told}, or leave it out")
         features.values.append(narrow)
         features.names.append(name)
 
