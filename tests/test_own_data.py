@@ -16,9 +16,9 @@ import fedapp
 from fedapp import config as configuration
 from fedapp.data import datasets, natural, partitions
 from fedapp.data.card import leaks
-from fedapp.data.columns import Reading, own, rounded, samples
+from fedapp.data.columns import Reading, own, samples
 from fedapp.data.dataset import Dataset
-from fedapp.data.moments import binary, moments
+from fedapp.data.moments import binary, moments, rounded
 from fedapp.engines import local
 from fedapp.errors import BadRequest
 from fedapp.tasks import node as nodes

@@ -27,7 +27,7 @@ import shlex
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,6 +35,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from fedapp.data.moments import rounded_features
 from fedapp.data.names import composed
 from fedapp.errors import BadRequest, suggest
 
@@ -48,8 +49,6 @@ OLD = ("x_train", "y_train", "x_test", "y_test")
 PARTS = ("train", "validation", "test")
 EXACT = 2**24
 """Largest integer up to which float32 holds every integer."""
-ROUGH = 0.05
-"""Most that rounding to float32 may add to a feature, in its standard deviations: this is 1/400 of its variance."""
 SHOWN = 10
 """Faults, or files, that one message lists."""
 Read = TypeVar("Read")
@@ -268,7 +267,7 @@ def read_client(path: Path) -> dict[str, Array]:
             raise BadRequest(f"{path}: no column {key!r} (found: {', '.join(sorted(arrays)) or 'none'})")
     x, _ = samples(path, "x", arrays["x"])
     # What one client's numbers lose may be nothing beside the differences between clients: all are looked at later.
-    arrays["x"] = arrays["x"] if any(map(rounded, _features(arrays["x"]))) else x
+    arrays["x"] = arrays["x"] if any(rounded_features(arrays["x"])) else x
     for key in CLIENT_COLUMNS[1:]:
         if key in arrays and len(_column(path, key, arrays[key])) != len(arrays["x"]):
             raise BadRequest(f"{path}: x has {len(arrays['x'])} rows but {key} has {len(arrays[key])}")
@@ -391,7 +390,7 @@ def own(where: object, arrays: Mapping[str, Array], expected: Sequence[str] | No
         labels = {k: _column(where, k, arrays[k]) for k in ("y_train", "y_test") if k in arrays}
         classes, numbered = _classes(where, labels, names, expected)
         x_train, kind = samples(where, "x_train", arrays["x_train"])
-        _check_rounding(where, "x_train", arrays["x_train"])
+        _keep_differences(where, "x_train", arrays["x_train"])
         x_test = x_train[:0]
         if "x_test" in arrays:
             x_test, other = samples(where, "x_test", arrays["x_test"])
@@ -439,7 +438,7 @@ def _of_columns(
         if key not in arrays:
             raise BadRequest(f"{where}: no column {key!r} (found: {', '.join(sorted(arrays))})")
     x, kind = samples(where, "x", arrays["x"])
-    _check_rounding(where, "x", arrays["x"])
+    _keep_differences(where, "x", arrays["x"])
     if not len(x):
         raise BadRequest(f"{where}: x has no rows")
     columns = {k: _column(where, k, arrays[k]) for k in COLUMNS[1:] if k in arrays}
@@ -518,32 +517,9 @@ def samples(where: object, key: str, x: Array) -> tuple[Array, str]:
     return values, kind
 
 
-def rounded(values: Array) -> str:
-    """Say how float32 takes the differences out of numbers, with the remedy; empty where it keeps them.
-
-    Numbers far from zero have few digits left for their differences, and no later step gets these back.
-    """
-    known = values[np.isfinite(values)] if values.dtype.itemsize > 4 and values.dtype.kind == "f" else values[:0]
-    if not known.size or np.ptp(known) <= 1e-12 * np.abs(known).max():  # a constant, but for the rounding of float64
-        return ""
-    std, lost = float(known.std()), known - known.astype(np.float32)
-    if lost.std() <= ROUGH * std:
-        return ""
-    return (
-        f"has numbers near {np.median(known):.4g} with a standard deviation of {std:.2g}, which float32 rounds away: "
-        "subtract an offset"
-    )
-
-
-def _features(x: Array) -> Iterator[Array]:
-    """Return the numbers of each channel, or feature of a table, where rounding to float32 may change them."""
-    return (x[:, c] for c in range(x.shape[1] if x.dtype.kind == "f" and x.dtype.itemsize > 4 else 0))
-
-
-def _check_rounding(where: object, key: str, x: Array) -> None:
-    for number, values in enumerate(_features(x)):
-        if told := rounded(values):
-            raise BadRequest(f"{where}: {key}[:, {number}] {told}, or leave it out")
+def _keep_differences(where: object, key: str, x: Array) -> None:
+    for number, told in rounded_features(x):
+        raise BadRequest(f"{where}: {key}[:, {number}] {told}, or leave it out")
 
 
 def _kind(x: Array) -> str:

@@ -36,8 +36,8 @@ from fedapp.data.columns import (
     own,
     readable,
     roles,
-    rounded,
 )
+from fedapp.data.moments import rounded
 from fedapp.data.names import composed
 from fedapp.errors import BadRequest, is_number, suggest
 from fedapp.lazy import pd
