@@ -18,6 +18,8 @@ column             shape, type                  meaning
 
 In place of ``x``, ``y`` and ``split`` there may be ``x_train``, ``y_train`` and, with a test set, ``x_test`` and
 ``y_test``.
+
+The file is long because each thing that may be wrong with a column has a message of its own.
 """
 
 from __future__ import annotations
