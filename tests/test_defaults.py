@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fedapp import registry
+from fedapp.method import TrainDefaults
 
 CCVR: dict[str, Any] = {
     "base": "fedavg",
@@ -179,6 +183,22 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("method", registry.discover())
 def test_defaults(method: str) -> None:
     assert registry.get(method).hparams().model_dump() == DEFAULTS.get(method, {})
+
+
+def test_the_table_of_the_authors_settings_has_every_method_and_its_defaults() -> None:
+    """Each `name=value` under *ours* is the default; a default step that is not the common one is in the table."""
+    text = (Path(__file__).parent.parent / "docs" / "training.md").read_text(encoding="utf-8")
+    section = text.partition("## Defaults and the authors' settings\n")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("| `")]
+    assert [row[0].strip("`") for row in rows] == registry.ORDER and all(len(row) == 4 for row in rows)
+    common = asdict(TrainDefaults())
+    for name, ours, *words in rows:
+        method = registry.get(name.strip("`"))
+        own, step = method.hparams().model_dump(), asdict(method.defaults)
+        stated = dict(re.findall(r"`(\w+)=([^`]+)`", ours))
+        for key, value in stated.items():
+            assert str({**step, **own}[key]).lower() == value, (name, key)
+        assert {k for k, v in step.items() if v != common[k]} <= stated.keys() and all(words), name
 
 
 CCVR_LIMITS = (
