@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,14 @@ import torch
 
 from clients.pccvr import PersonalCCVRClient, shares
 from fedapp import config, registry
+from fedapp.engines import runner
 from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest
+from fedapp.experiments import tables
 from fedapp.learning.state import read_safetensors
 from fedapp.method import Method, Payload, Reply
+from fedapp.results import report
+from fedapp.results.runs import UNADJUSTED
 from fedapp.tasks import simulated
 from fedapp.transport import selection
 from tests.handmade import deterministic, one_batch_task
@@ -126,8 +131,11 @@ def test_a_server_that_asks_for_training_on_an_adjusted_head_gets_one_without_sh
     assert all(np.array_equal(a, sent[1][n]) for n, a in sent[0].items())
 
 
-def test_it_sends_what_ccvr_sends_and_is_ccvr_but_for_the_bias(tiny: Tiny, replies: list[tuple[str, Reply]]) -> None:
-    """Partial participation, missing classes; the personal models hold the adjusted bias."""
+@pytest.mark.usefixtures("no_figures")
+def test_it_sends_what_ccvr_sends_and_is_ccvr_but_for_the_bias(
+    tiny: Tiny, replies: list[tuple[str, Reply]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Partial participation, missing classes; the personal models hold the adjusted bias, and tables name `global`."""
     common = {"alpha": 0.2, "fraction_train": 0.67, "rounds": 1, "final_training": False, "keep_models": True}
     plain = tiny(method="ccvr", method_args="epochs=3 samples=20", **common)
     theirs = [(k, sorted(r.arrays), r.bytes_up) for k, r in replies]
@@ -138,6 +146,16 @@ def test_it_sends_what_ccvr_sends_and_is_ccvr_but_for_the_bias(tiny: Tiny, repli
     a, b = (read_safetensors(r.out / "models" / "last.safetensors")[0] for r in (plain, found))
     assert all(np.array_equal(a[n], b[n]) for n in a), "the server's model is CCVR's"
     assert plain.summary["accuracy"]["global"] == found.summary["accuracy"]["global"]
+    told: dict[str, list[str]] = {}
+    for run in (plain, found):
+        runner.print_summary(run.summary)
+        job = SimpleNamespace(result=run)
+        told[run.method] = [
+            " ".join(capsys.readouterr().out.split()),
+            tables.meaning([job]),
+            report.write(run.out).read_text(),
+        ]  # type: ignore[list-item]
+    assert all(UNADJUSTED in text for text in told["pccvr"]) and not any(UNADJUSTED in text for text in told["ccvr"])
     said = found.summary["personal"]
     assert said["unadjusted"]["local"] == pytest.approx(plain.summary["accuracy"]["received"]["last"], abs=1e-12)
     assert said["unadjusted"]["balanced"] == pytest.approx(plain.summary["accuracy"]["received"]["balanced"], abs=1e-12)

@@ -24,7 +24,7 @@ from fedapp.engines.resources import ClientResources
 from fedapp.errors import BadRequest, described
 from fedapp.learning.task import ModelSpec
 from fedapp.results import lines
-from fedapp.results.runs import RunResult
+from fedapp.results.runs import UNADJUSTED, RunResult
 from fedapp.results.statistics import percent, privacy
 from fedapp.results.terminal import Screen, echo
 from fedapp.tasks import simulated as tasks
@@ -286,6 +286,8 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     if summary.get("calibration"):
         c = summary["calibration"]
         text += f"\ncalibration (global): before {percent(c.get('before'))} %, after {percent(c.get('after'))} %"
+    if summary.get("personal"):
+        text += f"\n{UNADJUSTED}"
     if summary.get("privacy"):
         text += f"\nprivacy: {privacy([summary['privacy']])}"
     if summary.get("stopped"):

@@ -19,7 +19,7 @@ from fedapp import config as configuration
 from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.experiments.jobs import Job
 from fedapp.results.cells import write_table
-from fedapp.results.runs import ONE_SCORE, PAIRED, TUNED_PAIRS, RunResult, refuse
+from fedapp.results.runs import ONE_SCORE, PAIRED, TUNED_PAIRS, UNADJUSTED, RunResult, refuse
 from fedapp.results.statistics import (
     DASH,
     better_off,
@@ -271,7 +271,8 @@ def meaning(jobs: Sequence[Job]) -> str:
     moment = {True: "the round that validation images chose", False: "the last round"}
     received = f"after {' or '.join(moment[c] for c in sorted(chosen))}, before local training"
     tuned = "tuned: received, then fine-tuned by the method; " if any(TUNED in j.result.protocols for j in jobs) else ""
-    return f"{tuned}received: {received}; trained: {' or '.join(last[a] for a in sorted(after, reverse=True))}"
+    plain = f"; {UNADJUSTED}" if any(j.result.adjusted for j in jobs) else ""
+    return f"{tuned}received: {received}; trained: {' or '.join(last[a] for a in sorted(after, reverse=True))}{plain}"
 
 
 def print_tables(

@@ -18,7 +18,7 @@ from jinja2 import Environment, FileSystemLoader
 from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.results.figures import Gallery
 from fedapp.results.figures.words import method_title
-from fedapp.results.runs import ONE_SCORE, PAIRED, PROTOCOL_TEXT, TUNED_PAIRS, Comparison, RunResult
+from fedapp.results.runs import ONE_SCORE, PAIRED, PROTOCOL_TEXT, TUNED_PAIRS, UNADJUSTED, Comparison, RunResult
 from fedapp.results.statistics import DASH, duration, percent, size
 
 MOST_ROWS = 400
@@ -77,9 +77,12 @@ class Table:
         self.right = [any(row[i].number for row in self.cells) for i in range(len(self.head))]
 
 
-def meaning(protocols: Iterable[str]) -> str:
-    """Say what the protocols of a table mean, for its caption."""
-    return "; ".join(f"{p}: {PROTOCOL_TEXT[p]}" for p in protocols)
+def meaning(protocols: Iterable[str], runs: Iterable[RunResult] = ()) -> str:
+    """Say what the protocols of a table of `runs` mean, for its caption."""
+    told = {p: f"{p}: {PROTOCOL_TEXT[p]}" for p in protocols}
+    if "global" in told and any(run.adjusted for run in runs):
+        told["global"] += f"; {UNADJUSTED}"
+    return "; ".join(told.values())
 
 
 def partition_text(flat: Mapping[str, Any]) -> str:

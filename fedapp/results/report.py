@@ -150,7 +150,7 @@ def _scores(run: RunResult, protocols: Sequence[str]) -> Table:
     more = {key: name for key, name in named.items() if any(not math.isnan(run.score(p, key)) for p in protocols)}
     rows = [
         [
-            meaning([p]), share(run.score(p)), share(run.score(p, "last_std")), share(pooled.get(p)),
+            meaning([p], [run]), share(run.score(p)), share(run.score(p, "last_std")), share(pooled.get(p)),
             share(run.score(p, "balanced")),
             *(share(run.score(p, key)) for key in more),
         ]
@@ -215,7 +215,7 @@ def _rounds_table(run: RunResult) -> Table:
         for row in run.rounds[columns].tail(MOST_ROWS).itertuples(index=False)
     ]
     names = (c.replace("_accuracy", " %").replace("_balanced", " balanced %").replace("_", " ") for c in columns)
-    return Table(names, rows, meaning(run.protocols))
+    return Table(names, rows, meaning(run.protocols, [run]))
 
 
 def _counts(run: RunResult) -> Table:
@@ -337,7 +337,7 @@ def of_comparison(comparison: Comparison, gallery: Gallery) -> str:
         differing=varying(runs),
         test_images=_test_images(finished),
         others=list(_other_tables(comparison)),
-        meaning=meaning(_protocols(comparison.runs)),
+        meaning=meaning(_protocols(comparison.runs), comparison.runs),
         chosen=any(r.selected for r in finished),
         tables={
             "counts": _counts(finished[0]) if finished else None,
@@ -420,7 +420,7 @@ def _setting_tables(comparison: Comparison, runs: Sequence[RunResult]) -> dict[s
     head = [f"completed rounds to {level}", "traffic of these"] if level else []
     significance, reference = _significance(comparison, runs)
     return {
-        "meaning": meaning(_protocols(runs, always=())),
+        "meaning": meaning(_protocols(runs, always=()), runs),
         "accuracy": Table(["accuracy in %", *scores], [*_score_rows(names, scores), *_guessing(runs, scores)]),
         "further": Table(["further, in %", *further], _score_rows(names, further)),
         "metrics": Table(

@@ -43,6 +43,8 @@ PROTOCOL_TEXT = {
     "global": "the one global model on the central test set",
 }
 """What each protocol means, as every table and figure says it."""
+UNADJUSTED = "global of Personal CCVR: the head of CCVR, before each client adjusts it to its class shares"
+"""What `global` is of in runs whose clients adjust the head that they receive."""
 ONE_SCORE = "Standalone receives nothing, so it has one score: after local training."
 PAIRED = "In tests of received, Standalone's own model before the last training stands in its place."
 TUNED_PAIRS = "In tests of tuned, a reference that does not fine-tune has its trained model in that place."
@@ -239,6 +241,11 @@ class RunResult:
     def final_training(self) -> bool:
         """Whether `trained` in final.csv is after one more local training; earlier versions never did that."""
         return bool(self.flat.get("final-training", False))
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether clients adjusted the head that they received; `global` is then of a head that none of them uses."""
+        return bool(self.summary.get("personal"))
 
     @property
     def sampled(self) -> bool:
