@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import socket
+import sqlite3
 import ssl
 import subprocess
 import sys
@@ -30,7 +31,13 @@ from flwr.app import Message
 from flwr.common.constant import TIMESTAMP_HEADER
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, PullMessagesResponse, PushMessagesRequest
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
-from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, Metadata, ObjectTree, PullObjectRequest
+from flwr.proto.message_pb2 import (
+    ConfirmMessageReceivedRequest,
+    Metadata,
+    ObjectTree,
+    PullObjectRequest,
+    PushObjectRequest,
+)
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.proto.node_pb2 import Node
 from flwr.supercore.constant import FLEET_HTTP_SIGNATURE_HEADER
@@ -52,6 +59,7 @@ from tests.deployment import BIN, ROOT, Deployment, deployed, free_port, until
 
 PULL, PUSH, OBJECT = "/v1/fleet/pull-messages", "/v1/fleet/push-messages", "/v1/fleet/push-object"
 PULL_OBJECT, CONFIRM = "/v1/fleet/pull-object", "/v1/fleet/confirm-message-received"
+BEAT = "/v1/fleet/send-node-heartbeat"
 
 
 # ---- the gate alone --------------------------------------------------------------------------------------------------
@@ -864,7 +872,7 @@ def link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 def raw(link: Deployment, port: int, request: bytes, tls: bool = True, shown: tuple[Path, Path] | None = None) -> str:
     """Send bytes, with a client certificate if one is to be shown, and return the first line of the answer."""
     with socket.create_connection(("127.0.0.1", port), timeout=10) as plain:
-        plain.settimeout(10)
+        plain.settimeout(40)
         if not tls:
             plain.sendall(request)
             return plain.recv(200).decode(errors="replace").partition("\r\n")[0]
@@ -1090,6 +1098,12 @@ def test_a_head_that_does_not_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) ->
         assert sent(start, *[line] * 40) < 20 * len(line)
         # While an answer is on its way no time runs, and the next head may follow.
         assert sent(start + b"\r\n", start, *[line] * 40) < 20 * len(line)
+        # All of it in one read, too.
+        for head in (line * 5, b"a: " + bytes(b"b" * (66 << 10)) + b"\r\n"):
+            with socket.create_connection(("127.0.0.1", port), timeout=10) as it:
+                it.sendall(start + head + b"\r\n")
+                with contextlib.suppress(ConnectionError):
+                    assert it.recv(4096)[:12] in (b"HTTP/1.1 400", b"")
         with socket.create_connection(("127.0.0.1", port), timeout=10) as it:
             it.sendall(start + b"a: b\r\n" * (patience.FIELDS + 1) + b"\r\n")
             assert it.recv(4096).startswith(b"HTTP/1.1 400")
@@ -1212,16 +1226,49 @@ def test_a_key_is_admitted_once(link: Deployment) -> None:
     assert done.returncode == 2 and "is not a public key" in done.stderr
 
 
-@pytest.mark.full
-def test_who_has_seen_a_signature_cannot_use_it(link: Deployment) -> None:
+@pytest.fixture(scope="module")
+def node(link: Deployment) -> tuple[Any, Node]:
+    """An admitted node, as its key and its id."""
     link.register("supernode-2")
-    mine = serialization.load_ssh_private_key((link.folder / "keys" / "supernode-2").read_bytes(), None)
-    entries = roster.read(link.folder / "vol-superlink" / "roster.toml")
-    [node] = [Node(node_id=entry.node) for entry in entries.values() if entry.client == 2]
-    body = SendNodeHeartbeatRequest(node=node, heartbeat_interval=30).SerializeToString()
-    seen = [f"{k.decode()}: {v.decode()}" for k, v in signing(shown(mine), mine)]
-    beat = "/v1/fleet/send-node-heartbeat"
-    assert [post(link, link.port, beat, body, *seen) for _ in range(2)] == ["200", "503"]
+    entries = roster.read(link.folder / "vol-superlink" / "roster.toml").values()
+    key = serialization.load_ssh_private_key((link.folder / "keys" / "supernode-2").read_bytes(), None)
+    return key, Node(node_id=next(entry.node for entry in entries if entry.client == 2))
+
+
+def asks(link: Deployment, key: Any, path: str, body: bytes, *seen: tuple[bytes, bytes]) -> str:
+    """Send a request that a key signs, or with what was signed before; return the status."""
+    headers = seen or signing(shown(key), key)
+    return post(link, link.port, path, body, *(f"{name.decode()}: {value.decode()}" for name, value in headers))
+
+
+@pytest.mark.full
+def test_who_has_seen_a_signature_cannot_use_it(link: Deployment, node: tuple[Any, Node]) -> None:
+    body, once = SendNodeHeartbeatRequest(node=node[1], heartbeat_interval=30), signing(shown(node[0]), node[0])
+    assert [asks(link, node[0], BEAT, body.SerializeToString(), *once) for _ in range(2)] == ["200", "503"]
+
+
+@pytest.mark.full
+def test_a_locked_database_means_later(link: Deployment, node: tuple[Any, Node]) -> None:
+    """Neither a node nor the helper process takes it for the end."""
+    helpers = [child.pid for child in psutil.Process(link.processes["superlink"].pid).children()]
+    body = SendNodeHeartbeatRequest(node=node[1], heartbeat_interval=30).SerializeToString()
+    database = link.folder / "vol-superlink" / "superlink.db"
+    with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        assert asks(link, node[0], BEAT, body) == "503"
+    assert asks(link, node[0], BEAT, body) == "200"
+    assert set(helpers) <= {child.pid for child in psutil.Process(link.processes["superlink"].pid).children()}
+
+
+@pytest.mark.full
+def test_what_a_node_asks_for_in_vain_is_its_own_fault(link: Deployment, node: tuple[Any, Node]) -> None:
+    for run in (1, 2**63, 2**64 - 1):
+        piece = PushObjectRequest(node=node[1], run_id=run, object_id="0" * 64, object_content=b"x", session_id="a")
+        assert asks(link, node[0], OBJECT, piece.SerializeToString()) == "400"
+        odd = reply(node[1].node_id, run_id=run, message_type="a\n" * 999)
+        assert asks(link, node[0], PUSH, odd) == "400"
+    log = link.log("superlink")
+    assert "Traceback" not in log and max(map(len, log.splitlines())) < 600
 
 
 @pytest.mark.full

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from inspect import isfunction, signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from flwr.app.message import make_message
 from flwr.common.constant import SUPERLINK_NODE_ID
 from flwr.proto.message_pb2 import ObjectTree
 from flwr.supercore.date import now
+from flwr.supercore.error import FlowerError
+from flwr.supercore.error.catalog import API_ERROR_MAP
 from flwr.supercore.inflatable.inflatable_object import (
     get_all_nested_objects,
     get_object_tree,
@@ -206,26 +209,32 @@ def test_a_message_that_cannot_be_counted_is_not_handed_out(monkeypatch: pytest.
     def session() -> Iterator[None]:
         try:
             yield
-        except OSError:
+        except Exception:
             done.append("rolled back")
             raise
 
     def pull(request: str, state: Any, task: int = 0, store: str = "") -> str:
         if request == "fails":
             raise OSError
+        if request == "wrong":
+            raise KeyError("run\x1b[1m\n" * 99)
         return f"{request} {task} {store}"
 
     state.session = session
     for handlers in (fleet_handlers, runtime_handlers):
-        for name in ("pull_messages", "push_messages", "acquire_task", "push_task_output"):
-            monkeypatch.setattr(handlers, name, pull, raising=False)
+        for name, handler in vars(handlers).copy().items():
+            if isfunction(handler) and "state" in signature(handler).parameters:
+                monkeypatch.setattr(handlers, name, pull)
     objects.whole_requests()
     assert fleet_handlers.pull_messages(request="a", state=state, store="b") == "a 0 b"
     assert runtime_handlers.acquire_task("a", state, 1) == "a 1 " == runtime_handlers.push_messages("a", object(), 1)
     for handle in (fleet_handlers.push_messages, runtime_handlers.pull_messages, runtime_handlers.push_task_output):
         with pytest.raises(OSError):
             handle("fails", state)
-    assert done == ["rolled back"] * 3
+    with pytest.raises(FlowerError) as refused:
+        fleet_handlers.push_object(request="wrong", state=state)
+    assert done == ["rolled back"] * 4 and API_ERROR_MAP[refused.value.code].http_status_code == 400
+    assert str(refused.value).isprintable() and len(str(refused.value)) < 600
 
 
 def test_a_shared_object_stays_while_another_message_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,15 @@ from collections.abc import Callable
 from typing import Any
 
 from flwr.proto.message_pb2 import ObjectTree
-from flwr.supercore.inflatable.inflatable_object import get_object_id, is_valid_sha256_hash, iterate_object_tree
+from flwr.supercore.error import ApiErrorCode, FlowerError
+from flwr.supercore.inflatable.inflatable_object import (
+    UnexpectedObjectContentError,
+    get_object_id,
+    is_valid_sha256_hash,
+    iterate_object_tree,
+)
 from flwr.supercore.inflatable.inflatable_utils import validate_object_content
-from flwr.supercore.object_store import object_store_factory
+from flwr.supercore.object_store import NoObjectInStoreError, object_store_factory
 from flwr.supercore.object_store.in_memory_object_store import InMemoryObjectStore
 from flwr.supercore.object_store.sql_object_store import SqlObjectStore
 from flwr.supercore.utils import uint64_to_int64
@@ -169,16 +175,24 @@ def own_lists() -> None:
 
 
 def whole_requests() -> None:
-    """Let each request of this process's SuperLinks that hands out or takes a message be one transaction.
+    """Let each request to this process's SuperLinks be one transaction, and tell whose fault an error is.
 
     Flower marks a message or a task as handed out, and counts bytes in a second transaction. Where that fails the
-    answer is an error, and nobody would get the message or the task any more.
+    answer is an error, and nobody would get the message or the task any more. And it answers 500 to what cannot be
+    right at any time, such as a run that does not exist, as to a database that is full.
     """
-    handlers: Any
-    for handlers in (fleet_handlers, runtime_handlers):
-        for name in ("pull_messages", "push_messages", "acquire_task", "push_task_output"):
-            if hasattr(handlers, name):
-                setattr(handlers, name, _whole(getattr(handlers, name)))
+    messages = ("pull_messages", "push_messages", "push_object", "pull_object", "confirm_message_received")
+    names: dict[Any, tuple[str, ...]] = {
+        fleet_handlers: (*messages, "activate_node", "deactivate_node", "send_node_heartbeat", "get_run", "get_fab"),
+        runtime_handlers: (*messages, "acquire_task", "push_task_output"),
+    }
+    for handlers, of_it in names.items():
+        for name in of_it:
+            setattr(handlers, name, _whole(getattr(handlers, name)))
+
+
+_WRONG = (KeyError, OverflowError, TypeError, ValueError, NoObjectInStoreError, UnexpectedObjectContentError)
+"""What Flower raises for a request that names what is not there or holds what cannot be; the answer is 400."""
 
 
 def _whole(handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -186,6 +200,10 @@ def _whole(handler: Callable[..., Any]) -> Callable[..., Any]:
     def handle(request: Any, state: Any, *task: Any, **store: Any) -> Any:
         # A state in memory has no sessions, and nothing of it fails half way.
         with getattr(state, "session", contextlib.nullcontext)():
-            return handler(request, state, *task, **store)
+            try:
+                return handler(request, state, *task, **store)
+            except _WRONG as e:
+                # Its text may be the node's: short, and in one line of the log.
+                raise FlowerError(ApiErrorCode.INVALID_PROTOBUF_PAYLOAD, f"{type(e).__name__}: {str(e)[:200]!r}") from e
 
     return handle
