@@ -30,6 +30,7 @@ from flwr.supercore.object_store import ObjectStore, ObjectStoreFactory, object_
 from flwr.superlink.servicer.fleet import fleet_handlers
 from flwr.superlink.servicer.runtime import runtime_handlers
 from sqlalchemy import event
+from sqlalchemy.exc import OperationalError
 
 from fedapp.engines import objects
 
@@ -201,6 +202,15 @@ def test_a_long_list_is_written_and_removed_with_few_statements(tmp_path: Path) 
     assert len(store) == 0 and len(statements) < 600, "500 of them look for a name in this test"
 
 
+def handled_by(handler: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a function stand in for all handlers of requests, and make these whole."""
+    for handlers in (fleet_handlers, runtime_handlers):
+        for name, old in vars(handlers).copy().items():
+            if isfunction(old) and "state" in signature(old).parameters:
+                monkeypatch.setattr(handlers, name, handler)
+    objects.whole_requests()
+
+
 def test_a_message_that_cannot_be_counted_is_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request is one transaction, so that its sender may ask again after an error."""
     state, done = SimpleNamespace(open=0), list[str]()
@@ -213,19 +223,17 @@ def test_a_message_that_cannot_be_counted_is_not_handed_out(monkeypatch: pytest.
             done.append("rolled back")
             raise
 
-    def pull(request: str, state: Any, task: int = 0, store: str = "") -> str:
+    def pull(request: str, state: Any, task: int = 0, store: str = "") -> Any:
         if request == "fails":
             raise OSError
+        if request == "refused":
+            return SimpleNamespace(stored=False)
         if request == "wrong":
             raise KeyError("run\x1b[1m\n" * 99)
         return f"{request} {task} {store}"
 
     state.session = session
-    for handlers in (fleet_handlers, runtime_handlers):
-        for name, handler in vars(handlers).copy().items():
-            if isfunction(handler) and "state" in signature(handler).parameters:
-                monkeypatch.setattr(handlers, name, pull)
-    objects.whole_requests()
+    handled_by(pull, monkeypatch)
     assert fleet_handlers.pull_messages(request="a", state=state, store="b") == "a 0 b"
     assert runtime_handlers.acquire_task("a", state, 1) == "a 1 " == runtime_handlers.push_messages("a", object(), 1)
     for handle in (fleet_handlers.push_messages, runtime_handlers.pull_messages, runtime_handlers.push_task_output):
@@ -233,8 +241,25 @@ def test_a_message_that_cannot_be_counted_is_not_handed_out(monkeypatch: pytest.
             handle("fails", state)
     with pytest.raises(FlowerError) as refused:
         fleet_handlers.push_object(request="wrong", state=state)
-    assert done == ["rolled back"] * 4 and API_ERROR_MAP[refused.value.code].http_status_code == 400
+    assert fleet_handlers.push_object(request="refused", state=state).stored is False
+    assert done == ["rolled back"] * 5 and API_ERROR_MAP[refused.value.code].http_status_code == 400
     assert str(refused.value).isprintable() and len(str(refused.value)) < 600
+
+
+def test_a_failure_that_flower_keeps_to_itself_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flower answers that an object which it could not write was not wanted, and its sender throws the message away."""
+    store = objects.SqlStore(str(tmp_path / "state.db"))
+    store.initialize()
+
+    def push(request: str, state: objects.SqlStore) -> Any:
+        with contextlib.suppress(OperationalError):
+            state.query(request)
+        return SimpleNamespace(stored=False)
+
+    handled_by(push, monkeypatch)
+    with pytest.raises(OperationalError):
+        fleet_handlers.push_object("INSERT INTO nowhere VALUES (1)", store)
+    assert fleet_handlers.push_object("SELECT 1", store).stored is False
 
 
 def test_a_shared_object_stays_while_another_message_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:

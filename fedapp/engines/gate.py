@@ -14,9 +14,10 @@ Other users of the machine read neither its files (:func:`own_files`) nor the to
 one node lists as objects of its message changes no other message (:mod:`fedapp.engines.objects`). Requests pass only
 through those of Flower's layers that do something for them (:mod:`fedapp.engines.layers`).
 
-It uses six internals of Flower 1.41 (`_parse_superlink_lifespan_config`, `SuperLinkLifespan`, `create_app`,
-`authenticate_node`, `subprocess_executor`, `object_store_factory`) and therefore refuses to start under another minor
-version. The file is long because everything that decides who gets through stands in it and is reviewed as one.
+It uses internals of Flower 1.41 (`_parse_superlink_lifespan_config`, `SuperLinkLifespan`, `create_app`,
+`authenticate_node`, `subprocess_executor`, `object_store_factory`, its handlers of requests, and what tells that a node
+or a run is lost) and therefore refuses to start under another minor version. The file is long because everything that
+decides who gets through stands in it and is reviewed as one.
 """
 
 from __future__ import annotations
@@ -119,6 +120,10 @@ HELD = CONNECTIONS // 2
 """Questions that wait at once; further ones are answered immediately."""
 TURN = 20.0
 """Seconds that a request waits for others which write to the database; a node waits 30 for its answer."""
+RECOVERY, PATIENCE = 60.0, 6
+"""Seconds after a write that failed in which nobody is taken for lost: heartbeats come every 20 seconds, and up to 20
+later after one that failed. And how many of 30 seconds a run may be without one; Flower's 2 are less than a full disk
+takes, and the run's process ends as soon as they are over."""
 STARTS = 60.0
 """Seconds until a listener must have started."""
 WORKS, TRIES = 30.0, 3
@@ -859,6 +864,7 @@ async def _serve(
     own_lists()
     whole_requests()
     _free_at_once()
+    outlast_failures()
     event.listen(Pool, "checkout", _patient)
     event.listen(Pool, "checkin", _shrink)
     app = create_app(config, SuperLinkLifespan)
@@ -962,6 +968,38 @@ def _patient(connection: Any, record: Any, proxy: Any) -> None:
     if not record.info.get(_patient):  # it lasts as long as the connection
         connection.execute(f"PRAGMA busy_timeout = {int(1000 * TURN)}").close()
         record.info[_patient] = True
+
+
+def outlast_failures() -> None:
+    """Take no node and no run of this process's SuperLinks for lost because heartbeats could not be written."""
+    from flwr.server.superlink.linkstate import sql_linkstate
+    from flwr.supercore.corestate import sql_corestate
+    from sqlalchemy import Engine, event
+    from sqlalchemy.exc import OperationalError
+
+    failed, links = -RECOVERY, sql_linkstate.SqlLinkState
+    tag, check = links._check_and_tag_offline_nodes, sql_linkstate.check_node_availability_for_in_message
+
+    def note(context: Any) -> None:
+        nonlocal failed
+        if isinstance(context.sqlalchemy_exception, OperationalError):
+            failed = time.monotonic()
+
+    def recovers() -> bool:
+        return time.monotonic() - failed < RECOVERY
+
+    def tag_lost(self: Any, node_ids: list[int] | None = None) -> None:
+        if not recovers():
+            tag(self, node_ids)
+
+    def check_lost(**named: Any) -> Any:
+        # A time long ago: only nodes that do not exist are not there.
+        return check(**(named | {"current_time": 1.0} if recovers() else named))
+
+    event.listen(Engine, "handle_error", note)
+    links._check_and_tag_offline_nodes = tag_lost  # type: ignore[method-assign]
+    sql_linkstate.check_node_availability_for_in_message = check_lost
+    sql_corestate.HEARTBEAT_PATIENCE = PATIENCE  # type: ignore[attr-defined]
 
 
 def _shrink(connection: Any, record: Any) -> None:

@@ -18,6 +18,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from flwr.proto.message_pb2 import ObjectTree
@@ -35,7 +36,8 @@ from flwr.supercore.object_store.sql_object_store import SqlObjectStore
 from flwr.supercore.utils import uint64_to_int64
 from flwr.superlink.servicer.fleet import fleet_handlers
 from flwr.superlink.servicer.runtime import runtime_handlers
-from sqlalchemy import text
+from sqlalchemy import Engine, event, text
+from sqlalchemy.exc import OperationalError
 
 
 class _OwnLists:
@@ -189,6 +191,7 @@ def whole_requests() -> None:
     for handlers, of_it in names.items():
         for name in of_it:
             setattr(handlers, name, _whole(getattr(handlers, name)))
+    event.listen(Engine, "handle_error", _note)
 
 
 _WRONG = (KeyError, OverflowError, TypeError, ValueError, NoObjectInStoreError, UnexpectedObjectContentError)
@@ -198,12 +201,38 @@ _WRONG = (KeyError, OverflowError, TypeError, ValueError, NoObjectInStoreError, 
 def _whole(handler: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(handler)
     def handle(request: Any, state: Any, *task: Any, **store: Any) -> Any:
-        # A state in memory has no sessions, and nothing of it fails half way.
-        with getattr(state, "session", contextlib.nullcontext)():
-            try:
-                return handler(request, state, *task, **store)
-            except _WRONG as e:
-                # Its text may be the node's: short, and in one line of the log.
-                raise FlowerError(ApiErrorCode.INVALID_PROTOBUF_PAYLOAD, f"{type(e).__name__}: {str(e)[:200]!r}") from e
+        failures: list[Exception] = []
+        before = _failures.set(failures)
+        try:
+            # A state in memory has no sessions, and nothing of it fails half way.
+            with getattr(state, "session", contextlib.nullcontext)():
+                answer = handler(request, state, *task, **store)
+                if failures:  # Flower says that an object was not wanted, and its sender throws the message away
+                    raise failures[0]
+                if getattr(answer, "stored", True):
+                    return answer
+                raise _Undone(answer)
+        except _Undone as e:
+            return e.args[0]
+        except _WRONG as e:
+            # Its text may be the node's: short, and in one line of the log.
+            about = f"{type(e).__name__}: {str(e)[:200]!r}"
+            raise FlowerError(ApiErrorCode.INVALID_PROTOBUF_PAYLOAD, about) from e
+        finally:
+            _failures.reset(before)
 
     return handle
+
+
+class _Undone(Exception):
+    """An object was not stored, so that nothing else of its request is."""
+
+
+_failures: ContextVar[list[Exception] | None] = ContextVar("failures", default=None)
+"""Failures of the database in the request that is handled."""
+
+
+def _note(context: Any) -> None:
+    failures = _failures.get()
+    if failures is not None and isinstance(context.sqlalchemy_exception, OperationalError):
+        failures.append(context.sqlalchemy_exception)
