@@ -972,11 +972,11 @@ def _patient(connection: Any, record: Any, proxy: Any) -> None:
 
 def outlast_failures() -> None:
     """Take no node and no run of this process's SuperLinks for lost because heartbeats could not be written."""
-    from flwr.server.superlink.linkstate import sql_linkstate
-    from flwr.supercore.corestate import sql_corestate
     from sqlalchemy import Engine, event
     from sqlalchemy.exc import OperationalError
 
+    sql_linkstate: Any = importlib.import_module("flwr.server.superlink.linkstate.sql_linkstate")
+    sql_corestate: Any = importlib.import_module("flwr.supercore.corestate.sql_corestate")
     failed, links = -RECOVERY, sql_linkstate.SqlLinkState
     tag, check = links._check_and_tag_offline_nodes, sql_linkstate.check_node_availability_for_in_message
 
@@ -997,9 +997,9 @@ def outlast_failures() -> None:
         return check(**(named | {"current_time": 1.0} if recovers() else named))
 
     event.listen(Engine, "handle_error", note)
-    links._check_and_tag_offline_nodes = tag_lost  # type: ignore[method-assign]
+    links._check_and_tag_offline_nodes = tag_lost
     sql_linkstate.check_node_availability_for_in_message = check_lost
-    sql_corestate.HEARTBEAT_PATIENCE = PATIENCE  # type: ignore[attr-defined]
+    sql_corestate.HEARTBEAT_PATIENCE = PATIENCE
 
 
 def _shrink(connection: Any, record: Any) -> None:
