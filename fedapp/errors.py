@@ -45,9 +45,21 @@ def _escaped(character: str) -> str:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Return `, did you mean '...'?` with the nearest known word, or an empty string."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
-    return f", did you mean '{near[0]}'?" if near else ""
+    """Return `, did you mean '...'?` with the nearest known word, or an empty string where none is near."""
+    folded = {_folded(k): k for k in known}
+    near = difflib.get_close_matches(_folded(word), folded, n=1, cutoff=0.7)
+    return f", did you mean '{folded[near[0]]}'?" if near else ""
+
+
+def _folded(word: str) -> str:
+    return word.lower().replace("_", "-")
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a count with its noun, in the plural unless the count is one: `1 round`, `2 classes`, `0 replies`."""
+    if number != 1:
+        noun = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}{'es' if noun.endswith('s') else 's'}"
+    return f"{number:,} {noun}"
 
 
 def named_values(key: str, text: str, takes: str) -> dict[str, str]:
@@ -101,10 +113,10 @@ def described(shape: tuple[int, ...]) -> str:
     """Say in words what samples of a shape are: images (C, H, W), series (C, T), table rows (F,), or arrays."""
     if len(shape) == 3:
         channels, height, width = shape
-        return f"images of {height}x{width} pixels with {channels} channel{'s' if channels > 1 else ''}"
+        return f"images of {height}x{width} pixels with {counted(channels, 'channel')}"
     if len(shape) == 2:
-        return f"series of {shape[1]} steps with {shape[0]} channel{'s' if shape[0] > 1 else ''}"
-    return f"rows of {shape[0]} features" if len(shape) == 1 else f"arrays of shape {shape}"
+        return f"series of {counted(shape[1], 'step')} with {counted(shape[0], 'channel')}"
+    return f"rows of {counted(shape[0], 'feature')}" if len(shape) == 1 else f"arrays of shape {shape}"
 
 
 def between(text: str, start: str, end: str) -> tuple[str, str, str] | None:

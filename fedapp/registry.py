@@ -176,7 +176,7 @@ def get(name: str) -> Method:
             refused[name] = str(e)
     if name in refused:
         raise BadRequest(f"no method '{name}': {refused[name]}")
-    raise BadRequest(f"unknown method '{name}'{suggest(name, [*_files(), *entries])}. See: fedapp methods")
+    raise BadRequest(f"unknown method '{name}'{suggest(name, [*_files(), *entries]) or '.'} See: fedapp methods")
 
 
 def blending() -> list[str]:
@@ -210,7 +210,8 @@ def build_hparams(method: Method, values: dict[str, str]) -> BaseHParams:
             continue
         if name not in fields:
             raise BadRequest(
-                f"method-args: {method.id} has no hyperparameter '{name}'{suggest(name, fields)}. {fields_text(method)}"
+                f"method-args: {method.id} has no hyperparameter '{name}'{suggest(name, fields) or '.'} "
+                f"{fields_text(method)}"
             )
         data[name] = value
     if inner:

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedapp import RunResult, cli, config, run, server_app
-from fedapp.config import DEFAULTS, RunConfig, from_flat
+from fedapp import RunResult, cli, config, registry, run, server_app
+from fedapp.config import DEFAULTS, KEYS, RunConfig, from_flat, keys
 from fedapp.engines import local as engines
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare
@@ -60,6 +60,20 @@ def test_balanced_every_round_on_digits_only_unless_said() -> None:
     assert [every.balanced_in(r) for r in (4, 5, 10)] == [False, True, True]
 
 
+def test_a_keys_other_names_and_hyperparameters_are_explained() -> None:
+    for name, key in keys.OTHER_NAMES.items():
+        assert name not in KEYS and key in KEYS
+        for written in (name, name.replace("-", "_"), name.upper()):
+            assert f"did you mean '{key}'?" in config.unknown_key(written, 1)
+    for method in registry.discover().values():
+        for field in method.hparams.model_fields:
+            if field.replace("_", "-") not in KEYS:
+                told = config.unknown_key(field, "x")
+                assert method.id in told and f'method-args="{field}=x"' in told
+    with pytest.raises(BadRequest, match="unknown key 'rounds', did you mean 'num-server-rounds'"):
+        from_flat({"rounds": 3})
+
+
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"methd": "fedavg"}, "did you mean 'method'"),
     ({"method": "fedavgg"}, "did you mean 'fedavg'"),
@@ -88,7 +102,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": "lbfgs"}, "cannot be used: it computes the loss several times in each step"),
     ({"optimizer": "muon"}, "cannot be used: it optimises matrices alone"),
     ({"optimizer": "SparseAdam"}, "cannot be used: it takes sparse gradients"),
-    ({"optimizer-args": "nesterow=true"}, "no argument 'nesterow', did you mean 'nesterov'?. sgd takes"),
+    ({"optimizer-args": "nesterow=true"}, "no argument 'nesterow', did you mean 'nesterov'? sgd takes"),
     ({"optimizer-args": "nesterov=yes"}, "nesterov = 'yes' is not true or false. sgd takes: dampening (default 0), "),
     ({"optimizer-args": "nesterov"}, "not name=value (values without spaces). sgd takes"),
     ({"optimizer-args": "nesterov=true nesterov=false"}, "given twice"),
@@ -110,7 +124,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"lr-schedule": "SequentialLR"}, "it takes other schedulers"),
     (
         {"lr-schedule": "CosineAnnealingLR T_min=3"},
-        "did you mean 'eta_min'?. CosineAnnealingLR takes: T_max, eta_min",
+        "did you mean 'eta_min'? CosineAnnealingLR takes: T_max, eta_min",
     ),
     ({"lr-schedule": "CosineAnnealingLR T_max=2.5"}, "T_max = '2.5' is not a whole number"),
     ({"lr-schedule": "CosineAnnealingLR T_max=0"}, "cannot give 20 rates"),
@@ -171,7 +185,21 @@ def small(path: Path, n: int = 12) -> Path:
     return path / "own.npz"
 
 
-DATA_BAD: list[tuple[dict[str, Any], str]] = [
+DATA_def test_a_keys_other_names_and_hyperparameters_are_explained() -> None:
+    for name, key in keys.OTHER_NAMES.items():
+        assert name not in KEYS and key in KEYS
+        for written in (name, name.replace("-", "_"), name.upper()):
+            assert f"did you mean '{key}'?" in config.unknown_key(written, 1)
+    for method in registry.discover().values():
+        for field in method.hparams.model_fields:
+            if field.replace("_", "-") not in KEYS:
+                told = config.unknown_key(field, "x")
+                assert method.id in told and f'method-args="{field}=x"' in told
+    with pytest.raises(BadRequest, match="unknown key 'rounds', did you mean 'num-server-rounds'"):
+        from_flat({"rounds": 3})
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
     ({"warm-start": True}, "needs state-dir"),
     ({"dataset": "npz"}, "needs data-dir"),
     ({"dataset": "folder"}, "needs data-dir"),

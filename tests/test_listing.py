@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterator
 
+import click
 import pytest
+import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -13,6 +16,7 @@ from fedapp.cli import app, printing
 from fedapp.config import KEYS
 from fedapp.data.datasets import DATASET_NAMES
 from fedapp.data.partitions import PARTITION_KINDS
+from fedapp.errors import BadRequest
 from fedapp.models import MODEL_NAMES
 
 WIDE = 80
@@ -71,6 +75,61 @@ def test_a_listing_fits_eighty_columns(command: str, monkeypatch: pytest.MonkeyP
     assert max(map(len, shown)) <= WIDE
     begun = {line.split(" ")[0] for line in shown if not line.startswith(" ")}
     assert {*names} <= begun
+
+
+def refused(*arguments: str) -> str:
+    """Return what a command says that exits with 2, in one line."""
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 2 or isinstance(result.exception, BadRequest), result.output
+    said = result.output or str(result.exception)
+    return " ".join(said.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (("runn",), "No such command 'runn', did you mean 'run'?"),
+        (("deploy", "chek"), "No such command 'chek', did you mean 'check'?"),
+        (("run", "--lr", "0.1"), "No such option '--lr', did you mean '--set lr=VALUE'?"),
+        (("run", "--epochs=3"), "did you mean '--set local-epochs=VALUE'?"),
+        (("compare", "--local_epochs=3"), "did you mean '--set local-epochs=VALUE'?"),
+        (("run", "--num-server-rounds", "3"), "did you mean '--rounds'?"),
+        (("compare", "--num-rounds", "3"), "did you mean '--rounds'?"),
+        (("run", "--learning-rate", "3"), "did you mean '--set lr=VALUE'?"),
+        (("run", "--datset", "mnist"), "did you mean '--dataset'?"),
+        (("run", "--mu", "0.1"), "mu is a hyperparameter of fedprox, "),
+        (("export", "--lr", "0.1"), "No such option '--lr'"),
+        (("run", "--set", "rounds=3"), "unknown key 'rounds', did you mean 'num-server-rounds'?"),
+        (("run", "--set", "mu=0.1"), '--set method-args="mu=0.1"'),
+        (("compare", "--methods", "local", "fedavg"), "a method: give --method fedavg, or several with commas"),
+        (("compare", "--methods", "local", "fedavg", "fedprox"), "Separate methods with commas"),
+        (("run", "mnist"), "a data set: give --dataset mnist"),
+    ],
+)
+def test_a_wrong_word_is_refused_with_the_right_one_once(arguments: tuple[str, ...], told: str) -> None:
+    said = refused(*arguments)
+    assert told in said and said.lower().count("did you mean") == told.count("did you mean"), said
+    assert "--help'?" not in said and "robust" not in said
+
+
+@pytest.mark.parametrize("word", ["--zzz", "-x", "--mux"])
+def test_a_word_that_is_near_nothing_has_no_suggestion(word: str) -> None:
+    assert "did you mean" not in refused("run", word)
+
+
+def commands(group: click.Group, *above: str) -> Iterator[tuple[str, ...]]:
+    """Yield every command and group with the names of the groups that it is in."""
+    yield above
+    for name in group.list_commands(click.Context(group)):
+        inner = group.get_command(click.Context(group), name)
+        yield from commands(inner, *above, name) if isinstance(inner, click.Group) else [(*above, name)]
+
+
+@pytest.mark.parametrize("command", list(commands(typer.main.get_group(app))), ids=" ".join)
+def test_help_lists_arguments_once_and_escapes_nothing(command: tuple[str, ...]) -> None:
+    shown = CliRunner().invoke(app, [*command, "--help"], env={"COLUMNS": str(WIDE)}).stdout
+    assert "Options:" in shown and "\\[" not in shown
+    assert shown.lower().count("arguments:") <= 1
 
 
 def test_help_says_whole_sentences() -> None:

@@ -10,7 +10,7 @@ import typer
 
 from fedapp import __version__
 from fedapp.cli import deployment, listing
-from fedapp.cli.options import Commands, Set, collect, names
+from fedapp.cli.options import Application, Commands, Set, collect, names
 from fedapp.cli.printing import show
 from fedapp.errors import BadRequest
 from fedapp.results.terminal import echo
@@ -18,7 +18,7 @@ from fedapp.results.terminal import echo
 if TYPE_CHECKING:
     from fedapp.experiments import recipes
 
-app = typer.Typer(
+app = Application(
     name="fedapp",
     cls=Commands,
     help="Federated learning where the classifier head does the work.",

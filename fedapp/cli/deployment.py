@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from fedapp.cli.options import Commands, Set, collect
+from fedapp.cli.options import Application, Commands, Set, collect
 from fedapp.cli.printing import show
 from fedapp.errors import BadRequest
 from fedapp.results.terminal import echo
 
-deployment = typer.Typer(
+deployment = Application(
     cls=Commands, no_args_is_help=True, help="Real devices: find problems and show how to solve them."
 )
 
@@ -92,7 +92,7 @@ def supernode(
     raise typer.Exit(nodes.serve(context.args, cold))
 
 
-operator = typer.Typer(
+operator = Application(
     cls=Commands, no_args_is_help=True, help="The operator of a SuperLink that fedapp superlink started."
 )
 

@@ -5,15 +5,72 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+import click
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 from typer.utils import get_params_from_function
 
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, suggest
 from fedapp.results.terminal import echo
 
 
-class Commands(TyperGroup):
+class _Help:
+    """What commands and groups of commands share: their help, and the refusal of an option that they do not have."""
+
+    def format_arguments(self, ctx: Any, formatter: Any) -> None:
+        """Write nothing: Typer writes the arguments together with the options, click 8.5 would write them again."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write arguments and options; Typer escapes their brackets for rich, which does not print this help."""
+        super().format_options(ctx, formatter)  # type: ignore[misc]
+        formatter.buffer = [piece.replace("\\[", "[") for piece in formatter.buffer]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the options. One that does not exist is refused with the option, key or hyperparameter that is meant."""
+        try:
+            read: list[str] = super().parse_args(ctx, args)  # type: ignore[misc]
+        except click.NoSuchOption as e:
+            raise click.UsageError(_no_option(e.option_name, ctx.command), ctx) from None
+        except click.UsageError as e:
+            if "extra argument" in e.message and any("--methods" in param.opts for param in ctx.command.params):
+                e.message += ". Separate methods with commas and no blanks: --methods local,fedavg"
+            raise
+        return read
+
+
+def _no_option(option: str, command: click.Command) -> str:
+    """Return the message for an option that a command does not have."""
+    from fedapp import config
+
+    known = {option: param for param in command.params for option in param.opts if isinstance(param, click.Option)}
+    text = f"No such option '{option}'"
+    name = option.lstrip("-")
+    key = config.key_of(name)
+    if "--set" in known and key is not None:
+        others = {"num-server-rounds": "--rounds"}  # options that have another name than their key
+        meant = next((o for o in (f"--{key}", others.get(key, "")) if o in known), f"--set {key}=VALUE")
+        return f"{text}, did you mean '{meant}'?"
+    if near := suggest(option, known):
+        return text + near
+    if "--set" in known and (owners := config.owners(name)):
+        field = name.replace("-", "_")
+        text += f'. {name} is a hyperparameter of {", ".join(owners)}: --set method-args="{field}=VALUE"'
+    return text
+
+
+class Command(_Help, TyperCommand):
+    """A command."""
+
+
+class Application(typer.Typer):
+    """Commands of this program; all that are added are a :class:`Command`."""
+
+    def command(self, name: str | None = None, *, cls: type[TyperCommand] | None = Command, **settings: Any) -> Any:
+        """Return a decorator that adds a command."""
+        return super().command(name, cls=cls, **settings)
+
+
+class Commands(_Help, TyperGroup):
     """The group of commands. Ctrl-C prints one line and exits with 130; some versions of Typer would exit with 1."""
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -27,6 +84,12 @@ class Commands(TyperGroup):
             first = " ".join(command.help.split("\n\n")[0].split()).partition(". ")[0]
             command.short_help = f"{first.rstrip('.')}."
         return command
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Find a command; click and Typer would each add what may be meant by an unknown one."""
+        if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            ctx.fail(f"No such command '{args[0]}'{suggest(args[0], self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""

@@ -17,14 +17,17 @@ from typing import Any, TypeVar
 import tomli_w
 from pydantic import ValidationError
 
+from fedapp import registry
 from fedapp.config.checks import check, check_training
-from fedapp.config.keys import DEFAULTS, KEYS, PROTOCOLS, RunConfig
+from fedapp.config.keys import DEFAULTS, KEYS, OTHER_NAMES, PROTOCOLS, RunConfig
 from fedapp.data.datasets import published
 from fedapp.errors import BadRequest, suggest
 from fedapp.learning.optimizers import check_optimizer, takes
 from fedapp.models import default_model
 
 __all__ = ["DEFAULTS", "KEYS", "PROTOCOLS", "RunConfig"]
+SHOWN = 80
+"""Characters of a value that a message shows."""
 
 
 def from_flat(values: Mapping[str, Any]) -> RunConfig:
@@ -38,7 +41,7 @@ def from_flat(values: Mapping[str, Any]) -> RunConfig:
     """
     unknown = [k for k in values if k not in KEYS]
     if unknown:
-        raise BadRequest("; ".join(f"unknown key '{k}'{suggest(k, KEYS)}" for k in unknown))
+        raise BadRequest("; ".join(unknown_key(k, values[k]) for k in unknown))
     fields = RunConfig.model_fields
     given = {
         k: float(v) if isinstance(v, int) and not isinstance(v, bool) and _is_float(fields[k.replace("-", "_")]) else v
@@ -57,6 +60,40 @@ def from_flat(values: Mapping[str, Any]) -> RunConfig:
     config = _resolved(config)
     check_training(config)
     return config
+
+
+def unknown_key(key: str, value: object, option: str = "") -> str:
+    """Return the message for a name that is no run-config key: the nearest key, and methods with a hyperparameter of it.
+
+    Parameters
+    ----------
+    option : what stands before a key and its value where the user wrote them, `--set ` on the command line.
+    """
+    text = f"unknown key '{key}'"
+    meant = key_of(key)
+    text += f", did you mean '{meant}'?" if meant is not None else suggest(key, KEYS)
+    if having := owners(key):
+        text += f"{' It' if text.endswith('?') else ': it'} is a hyperparameter of {', '.join(having)}"
+        text += f': give it as {option}method-args="{key.replace("-", "_")}={_shown(value)}"'
+    return text
+
+
+def key_of(name: str) -> str | None:
+    """Return the run-config key that a name stands for, also one that other programs have for it; None = no key."""
+    key = name.lower().replace("_", "-")
+    return key if key in KEYS else OTHER_NAMES.get(key)
+
+
+def owners(name: str) -> list[str]:
+    """Return the methods that have a hyperparameter of this name."""
+    field = name.replace("-", "_")
+    return [method.id for method in registry.discover().values() if field in method.hparams.model_fields]
+
+
+def _shown(value: object) -> str:
+    """Return a value as a message shows it; a long one, such as an array, is cut."""
+    text = " ".join(str(value).split())
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _is_float(field: Any) -> bool:
@@ -184,7 +221,7 @@ def parse_value(key: str, text: str) -> Any:
     BadRequest : the key is unknown, or the text is not of its type.
     """
     if key not in KEYS:
-        raise BadRequest(f"unknown key '{key}'{suggest(key, KEYS)}")
+        raise BadRequest(unknown_key(key, text, "--set "))
     field = RunConfig.model_fields[key.replace("-", "_")]
     kind = str(field.annotation)
     if text == "auto" and "auto" in kind:

@@ -667,6 +667,26 @@ def _range(ids: Sequence[int]) -> str:
 
 
 KEYS = tuple(name.replace("_", "-") for name in RunConfig.model_fields)
+OTHER_NAMES = {
+    "algorithm": "method", "strategy": "method", "hparams": "method-args", "hyperparameters": "method-args",
+    "data": "dataset", "data-path": "data-dir", "path": "data-dir", "normalize": "normalise",
+    "nodes": "clients", "concentration": "alpha", "dirichlet-alpha": "alpha", "labels-per-client": "classes-per-client",
+    "shards": "classes-per-client", "test-size": "test-share", "test-fraction": "test-share", "architecture": "model",
+    "net": "model", "rounds": "num-server-rounds", "num-rounds": "num-server-rounds", "n-rounds": "num-server-rounds",
+    "global-rounds": "num-server-rounds", "communication-rounds": "num-server-rounds", "fraction": "fraction-train",
+    "fraction-fit": "fraction-train", "client-fraction": "fraction-train", "participation": "fraction-train",
+    "join-ratio": "fraction-train", "epochs": "local-epochs", "num-epochs": "local-epochs", "n-epochs": "local-epochs",
+    "batch": "batch-size", "bs": "batch-size", "learning-rate": "lr", "local-lr": "lr", "optim": "optimizer",
+    "scheduler": "lr-schedule", "lr-scheduler": "lr-schedule", "warmup": "warmup-rounds", "wd": "weight-decay",
+    "l2": "weight-decay", "grad-clip": "clip", "clip-grad": "clip", "max-grad-norm": "clip",
+    "augmentation": "augment", "amp": "precision", "val": "validation", "val-split": "validation",
+    "validation-split": "validation", "early-stopping": "patience", "timeout": "round-timeout",
+    "epsilon": "dp-epsilon", "delta": "dp-delta", "noise": "dp-noise", "noise-multiplier": "dp-noise",
+    "random-seed": "seed", "random-state": "seed", "logger": "track", "tracker": "track", "output": "out",
+    "output-dir": "out", "out-dir": "out", "n-clients": "clients", "num-clients": "clients", "model-name": "model",
+    "dataset-name": "dataset",
+}  # fmt: skip
+"""Names that other programs and papers have for a key, for the "did you mean" of an unknown one."""
 
 
 DEFAULTS: dict[str, Any] = RunConfig().to_flat()

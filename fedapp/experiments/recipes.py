@@ -30,6 +30,8 @@ import tomli_w
 from pydantic import Field
 
 from fedapp import config as configuration
+from fedapp import registry
+from fedapp.data import datasets
 from fedapp.errors import BadRequest, suggest
 from fedapp.experiments.shipped import FOLDER, Entry, Value, read
 
@@ -93,7 +95,7 @@ def _text(paper: str, row: Row, parts: list[Part]) -> str:
     values = {key: value for key, (value, _) in settings.items()}
     unknown = next((key for key in values if key not in configuration.KEYS), None)
     if unknown is not None:
-        raise BadRequest(f"unknown key '{unknown}'{suggest(unknown, configuration.KEYS)}")
+        raise BadRequest(configuration.unknown_key(unknown, values[unknown]))
     settings = {key: settings[key] for key in configuration.KEYS if key in settings}
     own = {key: text.format(**values) for part in parts for key, text in part.words.items()}
     words = {**values, **own}
@@ -186,10 +188,17 @@ def find(file: Path) -> Recipe:
     if file.parent != Path() or file.suffix == ".toml":
         return from_file(file)
     if file.name not in shipped():
-        raise BadRequest(
-            f"{file} is neither a file nor a shipped recipe{suggest(file.name, shipped())}. See: fedapp recipes"
-        )
+        raise BadRequest(f"{file} is neither a file nor a shipped recipe{_other(file.name)}")
     return shipped()[file.name]
+
+
+def _other(name: str) -> str:
+    """Say what a name is that no recipe has: a method, a data set, or a recipe with another spelling."""
+    if name in registry.names():
+        return f", but a method: give --method {name}, or several with commas and no blanks, --methods local,{name}"
+    if name in datasets.DATASET_NAMES:
+        return f", but a data set: give --dataset {name}"
+    return f"{suggest(name, shipped()) or '.'} See: fedapp recipes"
 
 
 def light(models: str, dataset: str) -> str:

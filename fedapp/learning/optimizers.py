@@ -219,7 +219,7 @@ def _arguments(key: str, name: str, cls: type[Any], text: str) -> dict[str, Any]
         if argument not in settable:
             why = _ELSEWHERE.get(argument) if argument in known else None
             reason = f"'{argument}' is not set here: {why}" if why else f"{name} has no argument '{argument}'"
-            raise BadRequest(f"{key}: {reason}{'' if why else suggest(argument, settable)}. {listing}")
+            raise BadRequest(f"{key}: {reason}{'.' if why else suggest(argument, settable) or '.'} {listing}")
         value = plain_value(written)
         wanted = str(_annotation(settable[argument]))
         if not _fits(value, wanted, settable[argument].default):
