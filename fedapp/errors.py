@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import sysconfig
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 
@@ -22,6 +25,29 @@ class Impossible(str):
     """
 
     __slots__ = ()
+
+
+def raised(error: BaseException) -> str:
+    """Return in one line the type and text of an error, with file, line and function of the user's code that raised it.
+
+    That is the innermost frame outside this package and Python's library, if possible outside installed packages too.
+    """
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    if isinstance(error, SyntaxError):  # its text holds file and line
+        return text
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_foreign(Path(frame.filename))]
+    own = [frame for frame in frames if not _is_installed(Path(frame.filename))] or frames
+    return f"{text} ({own[-1].filename}, line {own[-1].lineno}, in {own[-1].name})" if own else text
+
+
+def _is_installed(file: Path) -> bool:
+    return bool({"site-packages", "dist-packages"} & set(file.parts))
+
+
+def _is_foreign(file: Path) -> bool:
+    """Whether code of a file is neither of this package nor of Python's library."""
+    library = file.is_relative_to(sysconfig.get_path("stdlib")) and not _is_installed(file)
+    return not (library or file.name.startswith("<frozen ") or file.is_relative_to(Path(__file__).parent))
 
 
 LINES, CHARACTERS = 40, 16_384
@@ -45,14 +71,26 @@ def _escaped(character: str) -> str:
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Return `, did you mean '...'?` with the nearest known word, or an empty string where none is near."""
+    """Return `, did you mean '...'?` with the nearest known word, or an empty string where none is near.
+
+    Near is a similar word, one with a single other letter, or one that a longer word shortens (CosineLR).
+    """
     folded = {_folded(k): k for k in known}
-    near = difflib.get_close_matches(_folded(word), folded, n=1, cutoff=0.7)
+    typed = _folded(word)
+    near = difflib.get_close_matches(typed, folded, n=1, cutoff=0.7)
+    near += [k for k in folded if len(k) == len(typed) > 2 and sum(a != b for a, b in zip(k, typed, strict=True)) == 1]
+    near += [k for k in folded if len(typed) > 5 and k[0] == typed[0] and _shortens(typed, k)]
     return f", did you mean '{folded[near[0]]}'?" if near else ""
 
 
 def _folded(word: str) -> str:
     return word.lower().replace("_", "-")
+
+
+def _shortens(short: str, word: str) -> bool:
+    """Whether all letters of `short` are in `word`, in this order."""
+    letters = iter(word)
+    return all(letter in letters for letter in short)
 
 
 def counted(number: int, noun: str) -> str:

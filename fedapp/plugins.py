@@ -31,7 +31,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, raised
 
 WHAT = {"methods": "method", "models": "model", "datasets": "data set", "trackers": "tracker"}
 """The entry-point groups, without `fedapp.`, and what one entry of each is."""
@@ -210,9 +210,8 @@ def imported(target: str, what: str) -> Any:
     try:
         found = getattr(importlib.import_module(module), attribute)
     except Exception as e:
-        told = " ".join(f"{type(e).__name__}: {e}".split())
         raise BadRequest(
-            f"{what} cannot be imported ({told}): check the name, and install the package or put its folder on "
+            f"{what} cannot be imported ({raised(e)}): check the name, and install the package or put its folder on "
             "PYTHONPATH"
         ) from e
     whole = _permitted is not None and not is_permitted_by_name(target)

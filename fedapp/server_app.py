@@ -165,7 +165,7 @@ def _entry(e: BaseException, run: Run | None) -> dict[str, Any]:
     bad = isinstance(e, BadRequest)
     entry: dict[str, Any] = {
         "message": str(e) if bad or isinstance(e, RoundFailed) else f"{type(e).__name__}: {e}",
-        "traceback": "" if bad else "".join(traceback.format_exception(e)),
+        "traceback": "" if bad or isinstance(e, RoundFailed) else "".join(traceback.format_exception(e)),
         "exit": 2 if bad else 1,
         "client": None,
         "round": None,

@@ -185,21 +185,7 @@ def small(path: Path, n: int = 12) -> Path:
     return path / "own.npz"
 
 
-DATA_def test_a_keys_other_names_and_hyperparameters_are_explained() -> None:
-    for name, key in keys.OTHER_NAMES.items():
-        assert name not in KEYS and key in KEYS
-        for written in (name, name.replace("-", "_"), name.upper()):
-            assert f"did you mean '{key}'?" in config.unknown_key(written, 1)
-    for method in registry.discover().values():
-        for field in method.hparams.model_fields:
-            if field.replace("_", "-") not in KEYS:
-                told = config.unknown_key(field, "x")
-                assert method.id in told and f'method-args="{field}=x"' in told
-    with pytest.raises(BadRequest, match="unknown key 'rounds', did you mean 'num-server-rounds'"):
-        from_flat({"rounds": 3})
-
-
-BAD: list[tuple[dict[str, Any], str]] = [
+DATA_BAD: list[tuple[dict[str, Any], str]] = [
     ({"warm-start": True}, "needs state-dir"),
     ({"dataset": "npz"}, "needs data-dir"),
     ({"dataset": "folder"}, "needs data-dir"),

@@ -252,7 +252,7 @@ def test_standalone_and_ktpfl_hold_the_very_same_images() -> None:
         ("claims", "margin = 0.03", "margin = 0.0", "margin: Input should be greater than 0"),
         ("claims", "margin = 0.03", "margins = 0.03", "margins: Extra inputs are not permitted"),
         ("claims", 'id = "fca-2"', 'id = "fca-1"', "two claims are called fca-1"),
-        ("studies", 'like = "cw"', 'like = "cv"', "study cw-pathological is like 'cv', did you mean"),
+        ("studies", 'like = "cw"', 'like = "cww"', "study cw-pathological is like 'cww', did you mean 'cw'"),
         ("studies", "method =", "methode =", "methode: Extra inputs are not permitted"),
         (
             "studies",

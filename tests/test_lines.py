@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from fedapp.engines import local, runner
-from fedapp.results.lines import Spoken, line, resumed, scores
+from fedapp.errors import raised
+from fedapp.results.lines import Spoken, failed, line, resumed, scores
+from fedapp.results.runs import read_json
+from strategies import local as standalone
 
 SMALL = {"method": "local", "clients": 2, "num-server-rounds": 1, "local-epochs": 1, "data-fraction": 0.1}
 
@@ -34,6 +37,35 @@ def test_a_round_says_its_scores_and_who_was_missing() -> None:
     }
     assert scores(row, 2) == "received 50.0 %, loss 0.250"
     assert scores(row, 3) == "received 50.0 %, loss 0.250 (2 clients)"
+
+
+@pytest.mark.parametrize("hook", ["strategy", "client"])
+def test_an_error_in_a_methods_code_is_shown_with_type_file_and_line(
+    hook: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wrong(*_: object) -> None:
+        raise KeyError("absent")
+
+    name = "aggregate" if hook == "strategy" else "after_training"
+    monkeypatch.setattr(getattr(standalone.METHOD, hook), name, wrong, raising=False)
+    assert runner.run_and_report(SMALL, tmp_path / "run", engine="local") == 1
+    shown = capsys.readouterr().err
+    assert shown.count("KeyError: 'absent'") >= 1 and shown.count("Traceback (most recent call last)") == 1
+    assert f'File "{__file__}", line ' in shown and "in wrong" in shown
+    assert "error.json in the run directory keeps the traceback" in shown
+    assert f'File "{__file__}", line ' in read_json(tmp_path / "run" / "error.json")["traceback"]
+
+
+def test_an_error_is_told_in_one_line_with_the_place_in_the_users_code() -> None:
+    def told(text: str) -> str:
+        with pytest.raises(Exception) as error:
+            exec(compile(text, "/home/me/net.py", "exec"), {})
+        return raised(error.value)
+
+    assert told("def f():\n  import json\n  json.loads('{')\nf()").endswith("(/home/me/net.py, line 3, in f)")
+    assert "(net.py, line 2)" in told("x = 1\nx x") and "/home" not in told("x x")
+    assert raised(ValueError("two\nlines")) == "ValueError: two lines"
+    assert failed({"message": "few replies", "traceback": "", "client": None}) == "the run failed: few replies"
 
 
 def test_a_run_is_told_from_its_first_line_to_its_last(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

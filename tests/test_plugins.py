@@ -179,7 +179,7 @@ def test_the_names_of_fedapp_cannot_be_taken(key: str, name: str, install: Insta
     ("body", "said"),
     [
         ("return 3", r"cannot be read \(TypeError.*it returns a dict of columns"),
-        ("raise OSError('no disk')", r"addon 1\.2 cannot be read \(OSError: no disk\)"),
+        ("raise OSError('no disk')", r"addon 1\.2 cannot be read \(OSError: no disk \(.*, line [0-9]+, in "),
         ("return {'x': [[1.0]]}", "the data set 'site' of the package addon 1.2"),
     ],
 )

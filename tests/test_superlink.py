@@ -161,7 +161,7 @@ def test_an_error_file_is_handed_over(session: Session, tmp_path: Path) -> None:
     assert outcome.error is not None
     said: list[str] = []
     assert outcome.report(said.append) == 1 and said == [
-        "the run failed (client 3, round 1, train): boom\nTraceback ..."
+        "the run failed (client 3, round 1, train): boom\nerror.json in the run directory keeps the traceback"
     ]
     assert outcome.log_tail == ""
 

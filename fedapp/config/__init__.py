@@ -63,7 +63,7 @@ def from_flat(values: Mapping[str, Any]) -> RunConfig:
 
 
 def unknown_key(key: str, value: object, option: str = "") -> str:
-    """Return the message for a name that is no run-config key: the nearest key, and methods with a hyperparameter of it.
+    """Return the message for a name that is no run-config key: the nearest key, or methods that have it.
 
     Parameters
     ----------

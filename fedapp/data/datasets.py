@@ -58,7 +58,7 @@ from fedapp.data.columns import (
 from fedapp.data.columns import own as check_columns
 from fedapp.data.dataset import Dataset
 from fedapp.data.pictures import CIFAR10_CLASSES
-from fedapp.errors import BadRequest, suggest
+from fedapp.errors import BadRequest, raised, suggest
 
 UInt8 = npt.NDArray[np.uint8]
 Int64 = npt.NDArray[np.int64]
@@ -415,8 +415,9 @@ def _of_package(entry: plugins.Entry, root: Path | None) -> _Source:
         except BadRequest:
             raise
         except Exception as e:
-            told = " ".join(f"{type(e).__name__}: {e}".split())
-            raise BadRequest(f"{entry} cannot be read ({told}): it returns a dict of columns, x and y at least") from e
+            raise BadRequest(
+                f"{entry} cannot be read ({raised(e)}): it returns a dict of columns, x and y at least"
+            ) from e
         return check_columns(entry, {str(k): np.asarray(v) for k, v in columns.items()})
 
     return key, build

@@ -21,10 +21,10 @@ from fedapp.engines import local as engines
 from fedapp.engines import resources
 from fedapp.engines.notebook import Bar, in_notebook
 from fedapp.engines.resources import ClientResources
-from fedapp.errors import BadRequest, described
+from fedapp.errors import BadRequest, described, raised
 from fedapp.learning.task import ModelSpec
 from fedapp.results import lines
-from fedapp.results.runs import UNADJUSTED, RunResult
+from fedapp.results.runs import UNADJUSTED, RunResult, read_json
 from fedapp.results.statistics import percent, privacy
 from fedapp.results.terminal import Screen, echo
 from fedapp.tasks import simulated as tasks
@@ -235,7 +235,9 @@ def local(config: RunConfig, follower: Follower) -> int:
     except BadRequest:
         raise
     except Exception as e:
-        follower.line(f"the run failed: {e}")
+        folder = Path(config.out)
+        error = read_json(folder / "error.json") if folder.is_dir() else {}
+        follower.line(lines.failed(error or {"message": raised(e), "traceback": ""}))
         return 1
     return 0
 

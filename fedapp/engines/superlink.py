@@ -50,6 +50,7 @@ from fedapp.engines.control import Control, LaunchError, stage
 from fedapp.engines.forks import Warm
 from fedapp.engines.resources import cluster_address
 from fedapp.errors import BadRequest, plain, suggest
+from fedapp.results import lines
 
 CONNECTION = "fedapp"
 """Name of the connection in the session's private Flower configuration."""
@@ -100,9 +101,7 @@ class Outcome:
         if error.get("exit") == 2:
             raise BadRequest(str(error["message"]))
         if error:
-            client = error.get("client")
-            where = f" (client {client}, round {error['round']}, {error['stage']})" if client is not None else ""
-            say(plain(f"the run failed{where}: {error.get('message')}\n{error.get('traceback', '')}", whole=True))
+            say(plain(lines.failed(error), whole=True))
         else:
             say(plain(f"the run failed: {self.status} {self.details}\n{self.log_tail}", whole=True))
         return 1

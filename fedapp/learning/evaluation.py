@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedapp.data.transforms import InputSpec, channels_first, normalise
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, raised
 from fedapp.lazy import F, Tensor, nn, torch
 
 BATCH = 128
@@ -221,7 +221,7 @@ def metric(name: str) -> Metric:
         found = getattr(importlib.import_module(module), function)
     except Exception as e:
         raise BadRequest(
-            f"metrics: '{name}' cannot be imported ({type(e).__name__}: {e}): check the name, and install the package "
+            f"metrics: '{name}' cannot be imported ({raised(e)}): check the name, and install the package "
             "or put its folder on PYTHONPATH"
         ) from e
     if not callable(found):
@@ -255,6 +255,6 @@ def measured(names: Iterable[str], y: NDArray[np.int64], probabilities: NDArray[
             except BadRequest:
                 raise
             except Exception as e:
-                raise BadRequest(f"metrics: '{name}' fails with {type(e).__name__}: {e}") from e
+                raise BadRequest(f"metrics: '{name}' fails with {raised(e)}") from e
         found[column(name)] = value
     return found

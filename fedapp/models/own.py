@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fedapp import plugins
-from fedapp.errors import BadRequest, described, named_values, plain_value
+from fedapp.errors import BadRequest, described, named_values, plain_value, raised
 from fedapp.lazy import F, Tensor, nn, torch
 from fedapp.models import weights
 
@@ -153,7 +153,7 @@ def _made(name: str, num_classes: int, shape: tuple[int, ...], options: ModelOpt
     except Exception as e:
         called = ", ".join(f"{n}={v!r}" for n, v in arguments.items())
         raise BadRequest(
-            f"model '{name}' cannot be built: {type(e).__name__}: {e}. It was called with ({called}); it takes "
+            f"model '{name}' cannot be built: {raised(e)}. It was called with ({called}); it takes "
             f"({', '.join(map(str, takes.values()))}): give the rest in model-args"
         ) from e
     if not isinstance(net, nn.Module):
@@ -326,7 +326,7 @@ def check(name: str, x: Tensor, *, num_classes: int, options: ModelOptions) -> N
                 raise
             except Exception as e:
                 raise BadRequest(
-                    f"model '{name}' does not run without its head ({type(e).__name__}: {e}): call the head as a "
+                    f"model '{name}' does not run without its head ({raised(e)}): call the head as a "
                     "layer, or return a SplitModel"
                 ) from e
         if gap > CLOSE * max(1.0, float(logits.abs().max())):
@@ -354,7 +354,7 @@ def _logits(name: str, net: nn.Module, x: Tensor, num_classes: int) -> Tensor:
         with torch.no_grad():
             logits = net(x)
     except Exception as e:
-        raise BadRequest(f"model '{name}' fails on {described(tuple(x.shape[1:]))}: {type(e).__name__}: {e}") from e
+        raise BadRequest(f"model '{name}' fails on {described(tuple(x.shape[1:]))}: {raised(e)}") from e
     if not isinstance(logits, Tensor):
         raise BadRequest(f"model '{name}' returns {type(logits).__name__}: return logits (B, {num_classes}) alone")
     if logits.shape != (len(x), num_classes):
@@ -374,7 +374,7 @@ def _backward(name: str, model: SplitModel, x: Tensor, num_classes: int) -> None
         F.cross_entropy(logits, torch.arange(len(x)) % num_classes).backward()  # type: ignore[no-untyped-call]
     except Exception as e:
         raise BadRequest(
-            f"model '{name}' cannot be trained ({type(e).__name__}: {e}): return logits alone, also in training mode "
+            f"model '{name}' cannot be trained ({raised(e)}): return logits alone, also in training mode "
             "(such as aux_logits=false in model-args)"
         ) from e
     gradients = [p.grad for p in model.parameters() if p.grad is not None]

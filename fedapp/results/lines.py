@@ -26,6 +26,15 @@ def line(event: Mapping[str, Any]) -> str | None:
     return None
 
 
+def failed(error: Mapping[str, Any]) -> str:
+    """Say why a run failed, of its `error.json`; a client's traceback has been shown when its error came."""
+    client = error.get("client")
+    where = f" (client {client}, round {error['round']}, {error['stage']})" if client is not None else ""
+    shown = str(error.get("traceback") or "").rstrip() if client is None else ""
+    keeps = ["error.json in the run directory keeps the traceback"] if error.get("traceback") else []
+    return "\n".join([f"the run failed{where}: {error.get('message')}", *filter(None, [shown]), *keeps])
+
+
 def resumed(event: Mapping[str, Any]) -> str:
     """Say what a resumed run does, from its event `start`."""
     done, rounds = int(event["done"]), int(event["rounds"])

@@ -20,7 +20,7 @@ from typing import Any
 
 from fedapp import __version__, plugins
 from fedapp.config import RunConfig
-from fedapp.errors import BadRequest, suggest
+from fedapp.errors import BadRequest, raised, suggest
 from fedapp.results.directory import MOST_CURVES, TRACKED, only_writer, write_json
 from fedapp.results.runs import RunResult, read_json, read_table
 from fedapp.tracking.base import Tracked, Tracker, Value
@@ -128,7 +128,7 @@ class Trackers:
         try:
             self._take(event)
         except Exception as e:  # whatever a tracker is given or does, the run goes on
-            self.tell(f"tracking failed: {type(e).__name__}: {e}")
+            self.tell(f"tracking failed: {raised(e)}")
 
     def _take(self, event: Mapping[str, Any]) -> None:
         kind = event.get("kind")
@@ -164,7 +164,7 @@ class Trackers:
                 self._failed(name, e)
 
     def _failed(self, name: str, error: Exception) -> None:
-        told = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        told = raised(error)[:600]
         self.tell(f"{name} failed, the run goes on without it ({told}); fedapp track {self.out} --to {name} catches up")
 
     # ---- the life of a run -------------------------------------------------------------------------------------------
