@@ -5,12 +5,16 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
+import multiprocessing
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from multiprocessing.context import SpawnContext, SpawnProcess
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from threadpoolctl import threadpool_limits
 
@@ -45,6 +49,36 @@ def real_node() -> bool:
 def worker() -> bool:
     """Return whether a client that runs now is in a worker of Ray, apart from the server of the same simulation."""
     return not (_simulated or real_node())
+
+
+class _Apart(SpawnProcess):
+    """A new process that does not run the user's script again to have its `__main__`."""
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:  # noqa: N802
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")  # without a file, of which nothing is passed on
+        try:
+            return SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]
+        finally:
+            sys.modules["__main__"] = main
+
+
+class _ApartContext(SpawnContext):
+    Process = _Apart
+
+
+def uses_main(configs: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether one of these flat run-configs names own code of `__main__`, the script that the user has started.
+
+    A new process has that code only if it runs the script again, which therefore needs a guard.
+    """
+    return any("__main__:" in value for flat in configs for value in flat.values() if isinstance(value, str))
+
+
+def new_processes(configs: Iterable[Mapping[str, Any]]) -> SpawnContext:
+    """Return the context in which processes for these flat run-configs start, without a guard in the user's script."""
+    return multiprocessing.get_context("spawn") if uses_main(configs) else _ApartContext()
 
 
 @functools.cache

@@ -96,6 +96,53 @@ def test_the_processes_of_runs_have_the_environment_of_who_asks_and_the_modules_
     assert all(found == wanted for found in facts), facts
 
 
+PLAIN = """
+import fedapp
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, num_classes):
+        super().__init__(nn.Flatten(), nn.Linear(64, num_classes))
+
+print("begins")
+small = dict(rounds=1, clients=2, data_fraction=0.2, seeds=2, local_epochs=1)
+print(len(fedapp.compare("local", **small, {further}).table), "rows")
+"""
+GUARD = 'if __name__ == "__main__":'
+
+
+def plain_script(folder: Path, further: str, guard: str = "") -> tuple[int, str]:
+    """Run a script that compares without more ado; return its exit code and what it printed."""
+    text = PLAIN.replace("{further}", further)
+    if guard:
+        text = text.replace('print("begins")', guard).replace("\nsmall", "\n  small").replace("\nprint", "\n  print")
+    (folder / "script.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=folder, env={**os.environ, "PYTHONPATH": str(ROOT)}, timeout=300,
+        stdout=PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_script_without_a_guard_compares(workers: int, tmp_path: Path) -> None:
+    code, shown = plain_script(tmp_path, f"workers={workers}")
+    assert code == 0 and shown.count("begins") == 1 and shown.endswith("2 rows\n"), shown
+    assert len(list((tmp_path / "runs").iterdir())) == 1
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("guard", ["", GUARD])
+def test_own_code_of_a_script_needs_its_guard(guard: str, tmp_path: Path) -> None:
+    code, shown = plain_script(tmp_path, 'model="__main__:Net"', guard)
+    assert len(list((tmp_path / "runs").iterdir())) == 1, "a process that runs the script again makes no folder"
+    if guard:
+        assert code == 0 and shown.endswith("2 rows\n"), shown
+    else:
+        assert code == 1 and f"`{GUARD}`" in shown and "memory" not in shown, shown
+
+
 @pytest.mark.full
 def test_the_processes_of_runs_end_with_who_asks(tmp_path: Path) -> None:
     runs = started(tmp_path, BEGIN="yes", WAIT="60")

@@ -7,7 +7,6 @@ its worker will run. Nothing is stored, and no random draw of the run depends on
 from __future__ import annotations
 
 import math
-import multiprocessing
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -55,7 +54,8 @@ def client_needs(configs: Sequence[RunConfig]) -> ClientNeeds:
     if not cuda_devices():
         return _measure(configs)
     # In another process, because a CUDA context stays as long as its process lives.
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    context = process.new_processes(c.to_flat() for c in configs)
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
         return pool.submit(_measure, configs).result()
 
 

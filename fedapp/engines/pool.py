@@ -6,13 +6,13 @@ would give alone: the number of threads decides the last bits, and it is fixed.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.forkserver
 import os
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
@@ -25,6 +25,8 @@ from fedapp.config import RunConfig
 from fedapp.engines import local as engines
 from fedapp.engines.forks import COLD
 from fedapp.engines.resources import usable_cores
+from fedapp.errors import BadRequest, plain, raised
+from fedapp.results.runs import read_json
 
 IMPORTS = ("fedapp.client_app", "fedapp.server_app", "clients.base", "clients._flower", "strategies.base")
 """What every run imports, PyTorch and Flower among it."""
@@ -44,8 +46,9 @@ def _run(flat: dict[str, object]) -> FinishedRun:
     try:
         engines.run_local(config)
     except Exception as e:
-        traceback.print_exc()
-        return FinishedRun(out, f"{type(e).__name__}: {e}")
+        with contextlib.suppress(BadRequest):  # error.json may be lost, as on a full disk
+            sys.stderr.write(plain(read_json(out / "error.json").get("traceback") or ""))
+        return FinishedRun(out, raised(e))
     return FinishedRun(out, None)
 
 
@@ -136,10 +139,11 @@ def run_all(
     workers = min(workers or usable_cores(), max(1, len(configs)))
     ended: list[FinishedRun] = []
     queue = list(configs)
+    own = process.new_processes(c.to_flat() for c in configs)
     with process.environment(OMP_NUM_THREADS="1"):  # the workers inherit it
         pool = ProcessPoolExecutor(
             workers,
-            mp_context=multiprocessing.get_context("forkserver" if _begun.is_set() else "spawn"),
+            mp_context=multiprocessing.get_context("forkserver") if _begun.is_set() else own,
             initializer=_begin_worker,
             initargs=(dict(os.environ),),
         )

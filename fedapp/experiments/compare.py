@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from rich.progress import BarColumn, Progress, TextColumn
 
-from fedapp import __version__, registry
+from fedapp import __version__, process, registry
 from fedapp import config as configuration
 from fedapp.config import RunConfig
 from fedapp.data import flower
@@ -451,7 +451,13 @@ def run_here(
         try:
             ended = pool.run_all(list(todo.values()), workers, progress.on_end, deadline)
         except BrokenProcessPool as e:
-            progress.line(f"a worker process died ({e}), perhaps for lack of memory; --workers 1 needs less")
+            advice = "perhaps for lack of memory; --workers 1 needs less"
+            if process.uses_main(c.to_flat() for c in todo.values()):
+                advice = (
+                    "own code of __main__ is loaded by running your script again: start the comparison below "
+                    '`if __name__ == "__main__":`, or move that code to a module'
+                )
+            progress.line(f"a worker process died ({e}), {advice}")
             return {name: "the process ended" for name in todo if name not in progress.ended}
     return {progress.names[run.out]: run.error for run in ended if run.error}
 
