@@ -97,7 +97,7 @@ def counted(number: int, noun: str) -> str:
     """Return a count with its noun, in the plural unless the count is one: `1 round`, `2 classes`, `0 replies`."""
     if number != 1:
         noun = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}{'es' if noun.endswith('s') else 's'}"
-    return f"{number:,} {noun}"
+    return f"{number} {noun}"
 
 
 def named_values(key: str, text: str, takes: str) -> dict[str, str]:

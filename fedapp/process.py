@@ -55,11 +55,11 @@ class _Apart(SpawnProcess):
     """A new process that does not run the user's script again to have its `__main__`."""
 
     @staticmethod
-    def _Popen(process_obj: Any) -> Any:  # noqa: N802
+    def _Popen(process_obj: Any) -> Any:
         main = sys.modules["__main__"]
         sys.modules["__main__"] = ModuleType("__main__")  # without a file, of which nothing is passed on
         try:
-            return SpawnProcess._Popen(process_obj)  # type: ignore[attr-defined]
+            return SpawnProcess._Popen(process_obj)
         finally:
             sys.modules["__main__"] = main
 

@@ -34,7 +34,7 @@ from fedapp.core.secure_sum import threshold
 from fedapp.data import partitions
 from fedapp.data.card import data_card
 from fedapp.data.transforms import InputSpec
-from fedapp.errors import BadRequest, plain
+from fedapp.errors import BadRequest, counted, plain
 from fedapp.lazy import torch
 from fedapp.learning import dp_rules
 from fedapp.learning.evaluation import LOW_IS_GOOD, Scores, column, evaluate, measured
@@ -227,7 +227,7 @@ class Run(Callbacks):
         self.earlier = float(self.extra["seconds"])
         self.sent: Arrays | None = self.published(self.state) if self.state is not None else None
         if config.resume and self.done > config.num_server_rounds:
-            raise BadRequest(f"{out} already holds {self.done} rounds; give --rounds {self.done} or more")
+            raise BadRequest(f"{out} already holds {counted(self.done, 'round')}; give --rounds {self.done} or more")
         if config.resume:
             earlier = configuration.without_former(configuration.read_toml(out / "config.toml"))
             config.check_continues(configuration.from_flat(earlier), self.done)
@@ -589,7 +589,8 @@ class Run(Callbacks):
         saved = self.out / "partition.npz"
         if self.done and saved.is_file() and partitions.Partition.load(saved).hash != data.partition.hash:
             raise BadRequest(
-                f"the data are split differently from rounds 1 to {self.done} (another number of clients, or other "
+                f"the data are split differently from what {counted(self.done, 'round')} trained on "
+                f"(another number of clients, or other "
                 f"files in data-dir): resume with the settings of {self.out / 'config.toml'}, or start a new run"
             )
         data.partition.save(saved)
@@ -728,8 +729,9 @@ class Run(Callbacks):
         again = config.final_training and "trained" in config.measured and config.fraction_train < 1
         if again and server_round == config.num_server_rounds:
             chosen = len(self.scoring.finalists)
-            some = f"all {chosen}" if chosen == len(self.infos) else f"{chosen} of {len(self.infos)}"
-            text = f"{some} clients train once more for their scores"
+            known = counted(len(self.infos), "client")
+            some = f"all {known}" if chosen == len(self.infos) else f"{chosen} of {known}"
+            text = f"{some} {'train' if len(self.infos) > 1 else 'trains'} once more for their scores"
             self.tell({"kind": "waiting", "text": f"{text}; set final-training = false to skip this"})
         return not self._patience_is_over()
 
@@ -762,7 +764,7 @@ class Run(Callbacks):
         patience = self.config.patience
         if not patience or self.extra["since"] < patience:
             return False
-        self.stopped = f"no lower training loss for {patience} rounds"
+        self.stopped = f"no lower training loss for {counted(patience, 'round')}"
         return True
 
     def published(self, state: ServerState) -> Arrays | None:
@@ -852,7 +854,8 @@ class Run(Callbacks):
             if without:
                 more = f" and {len(without) - 20} more" if len(without) > 20 else ""
                 self.warn(
-                    f"no score 'tuned' of {len(without)} clients ({', '.join(without[:20])}{more}): the loss of their "
+                    f"no score 'tuned' of {counted(len(without), 'client')} "
+                    f"({', '.join(without[:20])}{more}): the loss of their "
                     "fine-tuning is no number; lower lr, or set clip"
                 )
 

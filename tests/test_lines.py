@@ -72,10 +72,10 @@ def test_a_run_is_told_from_its_first_line_to_its_last(tmp_path: Path, capsys: p
     said: list[str] = []
     config = local.prepare(SMALL, tmp_path / "run")
     local.run_local(config, Spoken(said.append))
-    assert said[0] == f"local on digits, 2 clients, 1 rounds; results go to {tmp_path / 'run'}"
+    assert said[0] == f"local on digits, 2 clients, 1 round; results go to {tmp_path / 'run'}"
     assert said[1].startswith("round 1/1: received ")
     assert said[-1].startswith("trained ") and said[-1].endswith(f"results: {tmp_path / 'run'}")
     values = local.resumed(tmp_path / "run", {"num-server-rounds": 2})
     assert runner.run_and_report(values, tmp_path / "run", engine="local") == 0
     shown = capsys.readouterr().err
-    assert "continues with round 2 of 2 (rounds 1 to 1 are kept as they are)" in shown.replace("\n", " ")
+    assert "continues with round 2 of 2 (round 1 is kept as it is)" in shown.replace("\n", " ")

@@ -80,7 +80,7 @@ def test_other_data_than_before_are_refused(tiny: Tiny) -> None:
     result = tiny(method="local", rounds=1)
     config = (result.out / "config.toml").read_text()
     (result.out / "config.toml").write_text(config.replace("alpha = 0.5", "alpha = 5.0"))
-    with pytest.raises(BadRequest, match="split differently from rounds 1 to 1"):
+    with pytest.raises(BadRequest, match="split differently from what 1 round trained on"):
         run(resume=result.out, rounds=2)
 
 

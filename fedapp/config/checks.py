@@ -9,7 +9,7 @@ from fedapp.data import flower
 from fedapp.data.columns import roles
 from fedapp.data.datasets import check_name
 from fedapp.data.partitions import NATURAL, PARTITION_KINDS
-from fedapp.errors import BadRequest, suggest
+from fedapp.errors import BadRequest, counted, suggest
 from fedapp.lazy import torch
 from fedapp.learning import dp_rules, evaluation
 from fedapp.learning.optimizers import parse_schedule, takes
@@ -99,7 +99,7 @@ def check(config: RunConfig) -> None:
         if config.evaluate_every > config.num_server_rounds:
             raise BadRequest(
                 f"select = 'validation' with evaluate-every = {config.evaluate_every} evaluates none of "
-                f"{config.num_server_rounds} rounds: lower evaluate-every"
+                f"{counted(config.num_server_rounds, 'round')}: lower evaluate-every"
             )
     if config.min_clients != "auto" and 0 < config.clients < config.min_clients:
         raise BadRequest(f"min-clients = {config.min_clients}, but clients = {config.clients}: lower min-clients")

@@ -21,7 +21,7 @@ from fedapp.core.robust import Robust, needed, parsed
 from fedapp.core.secure_sum import flaw, threshold
 from fedapp.data.columns import SHOWN, Reading
 from fedapp.data.datasets import OWN
-from fedapp.errors import BadRequest, is_number, suggest
+from fedapp.errors import BadRequest, counted, is_number, suggest
 from fedapp.learning import dp_rules, evaluation
 from fedapp.learning.optimizers import round_rates
 from fedapp.learning.training import TrainSpec
@@ -75,7 +75,12 @@ class RunConfig(BaseModel):
     data_fraction: float = Field(
         1.0, gt=0, le=1, description="share of the images of each class that is used, for small studies"
     )
-    clients: int = Field(0, ge=0, le=1_000_000, description="number of clients; 0 = the nodes present")
+    clients: int = Field(
+        0,
+        ge=0,
+        le=1_000_000,
+        description="number of clients; 0 = the nodes present, in a simulation all that the data name, else 10",
+    )
     partition: str = Field(
         "auto",
         description="who holds what; auto = by-client if the data have a column client, else dirichlet; flwr:NAME = a "
@@ -419,7 +424,9 @@ class RunConfig(BaseModel):
         if absent:
             raise BadRequest(f"unseen = '{self.unseen}': there is no client {absent[0]}, the ids are {_range(ids)}")
         if len(chosen) == len(ids):
-            raise BadRequest(f"unseen = '{self.unseen}' leaves none of {len(ids)} clients to train: name fewer")
+            raise BadRequest(
+                f"unseen = '{self.unseen}' leaves none of {counted(len(ids), 'client')} to train: name fewer"
+            )
         return chosen
 
     def _client(self, text: str, names: Sequence[str], ids: Sequence[int]) -> int:
@@ -519,8 +526,10 @@ class RunConfig(BaseModel):
         need = needed(robust.averages, robust.f)
         if least < need:
             raise BadRequest(
-                f"robust = '{self.robust}' with robust-f = {robust.f} needs {need} replies in every round, but a round "
-                f"asks {asked} of {clients} clients and may end with {least} replies: lower robust-f, or raise "
+                f"robust = '{self.robust}' with robust-f = {robust.f} needs {counted(need, 'reply')} in "
+                f"every round, but a round "
+                f"asks {asked} of {counted(clients, 'client')} and may end with "
+                f"{counted(least, 'reply')}: lower robust-f, or raise "
                 + ("min-replies" if asked >= need else "clients or fraction-train")
             )
 
@@ -541,7 +550,8 @@ class RunConfig(BaseModel):
         problem = flaw(asked, threshold(asked, self.secure_dropout), self.secure_colluders)
         if problem:
             raise BadRequest(
-                f"secure-sum with {asked} clients in a round: {problem}; raise clients or fraction-train, or lower "
+                f"secure-sum with {counted(asked, 'client')} in a round: {problem}; raise clients or "
+                f"fraction-train, or lower "
                 "secure-dropout or secure-colluders"
             )
 
@@ -598,7 +608,8 @@ class RunConfig(BaseModel):
         """
         if self.train_spec().rates[:done] != earlier.train_spec().rates[:done]:
             raise BadRequest(
-                f"the learning rates of rounds 1 to {done} were made for {earlier.num_server_rounds} rounds: resume "
+                f"the learning rates of rounds 1 to {done} were made for "
+                f"{counted(earlier.num_server_rounds, 'round')}: resume "
                 f"without --rounds, or start a new run (with the length in lr-schedule, such as T_max="
                 f"{earlier.num_server_rounds}, more rounds can follow)"
             )

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from fedapp.data.dataset import Dataset
 from fedapp.data.moments import moments
 from fedapp.data.partitions import Partition
-from fedapp.errors import described, plain
+from fedapp.errors import counted, described, plain
 
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
@@ -105,7 +105,8 @@ class DataCard:
         train_sizes, test_sizes = self.train.sum(axis=1), self.test.sum(axis=1)
         classes, names, ignored, left_out = map(_shown, (self.classes, self.names, self.ignored, self.left_out))
         lines = [
-            f"{self.dataset}: {len(self.train)} clients, partition {self.kind}, split {self.split}, {self.hash[:12]}",
+            f"{self.dataset}: {counted(len(self.train), 'client')}, partition {self.kind}, split "
+            f"{self.split}, {self.hash[:12]}",
             f"training {self.rows} {train_sizes.sum()} ({train_sizes.min()} to {train_sizes.max()} a client), "
             f"test {self.rows} {test_sizes.sum()} ({test_sizes.min()} to {test_sizes.max()} a client)",
         ]
@@ -127,8 +128,13 @@ class DataCard:
         if self.shared:
             lines.append(f"{self.shared} training {self.rows} are held more than once")
         unseen = np.count_nonzero((self.test > 0) & (self.train == 0), axis=1)
-        if unseen.any():
-            lines.append(f"{np.count_nonzero(unseen)} clients are tested on classes that they do not train on")
+        if count := np.count_nonzero(unseen):
+            whose = (
+                "1 client is tested on classes that it does"
+                if count == 1
+                else f"{count} clients are tested on classes that they do"
+            )
+            lines.append(f"{whose} not train on")
         wide = len(classes) > max_classes
         # Names head the columns where they are short, else the classes' numbers.
         short = max(len(name) for name in classes) <= 6
@@ -175,7 +181,7 @@ class DataCard:
             for name, found, form, middle in numbers
             if found.size
         ]
-        return f"and {len(held)} more clients: {'; '.join(parts)}"
+        return f"and {len(held)} more {'client' if len(held) == 1 else 'clients'}: {'; '.join(parts)}"
 
 
 def _shown(names: tuple[str, ...]) -> list[str]:

@@ -39,7 +39,7 @@ import numpy.typing as npt
 
 from fedapp.data.moments import rounded_features
 from fedapp.data.names import composed
-from fedapp.errors import BadRequest, suggest
+from fedapp.errors import BadRequest, counted, suggest
 
 Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
@@ -239,7 +239,8 @@ def readable(
     right, votes = next(iter(Counter(forms.values()).most_common(1)), ("", 0))
     for path in [path for path, own in forms.items() if own != right]:
         bad[path] = (
-            f"{path} has {forms[path]}, but {votes} of {len(forms)} files {'have' if votes > 1 else 'has'} {right}"
+            f"{path} has {forms[path]}, but {votes} of {counted(len(forms), 'file')} "
+            f"{'have' if votes > 1 else 'has'} {right}"
         )
         del found[path]
     if bad and not (skip_bad and found):
@@ -251,7 +252,7 @@ def unusable(root: Path, bad: Sequence[str], count: int) -> BadRequest:
     """Return the error that names files of a folder: one line for each bad one, of `count` files in all."""
     more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
     return BadRequest(
-        f"{len(bad)} of {count} files in {root} cannot be used: {'; '.join(bad[:SHOWN])}{more}: "
+        f"{len(bad)} of {counted(count, 'file')} in {root} cannot be used: {'; '.join(bad[:SHOWN])}{more}: "
         "repair them, move them away, or leave them out with skip-bad = true"
     )
 
@@ -272,7 +273,7 @@ def read_client(path: Path) -> dict[str, Array]:
     arrays["x"] = arrays["x"] if any(rounded_features(arrays["x"])) else x
     for key in CLIENT_COLUMNS[1:]:
         if key in arrays and len(_column(path, key, arrays[key])) != len(arrays["x"]):
-            raise BadRequest(f"{path}: x has {len(arrays['x'])} rows but {key} has {len(arrays[key])}")
+            raise BadRequest(f"{path}: x has {counted(len(arrays['x']), 'row')} but {key} has {len(arrays[key])}")
     if path.parent.name in PARTS and "split" in arrays:
         raise BadRequest(f"{path}: its folder says {path.parent.name}, so leave out its column split")
     return arrays
@@ -409,7 +410,9 @@ def own(where: object, arrays: Mapping[str, Array], expected: Sequence[str] | No
         y_test = numbered.get("y_test", numbered["y_train"][:0])
         for part, x, y in (("train", x_train, numbered["y_train"]), ("test", x_test, y_test)):
             if len(x) != len(y):
-                raise BadRequest(f"{where}: x_{part} has {len(x)} rows but y_{part} has {len(y)} labels")
+                raise BadRequest(
+                    f"{where}: x_{part} has {counted(len(x), 'row')} but y_{part} has {counted(len(y), 'label')}"
+                )
         parts = {"x_train": x_train, "y_train": numbered["y_train"], "x_test": x_test, "y_test": y_test}
         return Own(parts, classes, kind, ignored=ignored)
     return _of_columns(where, arrays, names, expected, ignored)
@@ -446,7 +449,7 @@ def _of_columns(
     columns = {k: _column(where, k, arrays[k]) for k in COLUMNS[1:] if k in arrays}
     for key, column in columns.items():
         if len(column) != len(x):
-            raise BadRequest(f"{where}: x has {len(x)} rows but {key} has {len(column)}")
+            raise BadRequest(f"{where}: x has {counted(len(x), 'row')} but {key} has {len(column)}")
     classes, numbered = _classes(where, {"y": columns["y"]}, names, expected)
     y = numbered["y"]
     part = _parts(where, columns["split"]) if "split" in columns else np.zeros(len(x), np.int64)
@@ -561,7 +564,9 @@ def _classes(
         raise BadRequest(f"{where}: there are no labels")
     count = len(expected) if expected is not None else len(names) if names is not None else int(every.max()) + 1
     if names is not None and (len(names) != count or len(set(names)) != len(names)):
-        raise BadRequest(f"{where}: {len(names)} class_names for {count} classes: give each class one name of its own")
+        raise BadRequest(
+            f"{where}: {len(names)} class_names for {counted(count, 'class')}: give each class one name of its own"
+        )
     lowest, highest = int(every.min()), int(every.max())
     if lowest < 0 or highest >= count:
         wrong = lowest if lowest < 0 else highest

@@ -56,7 +56,7 @@ import numpy.typing as npt
 from fedapp.data import flower, label_skew
 from fedapp.data.dataset import Dataset
 from fedapp.data.label_skew import Request, round_to_total
-from fedapp.errors import BadRequest, suggest
+from fedapp.errors import BadRequest, counted, suggest
 
 Int64 = npt.NDArray[np.int64]
 Float64 = npt.NDArray[np.float64]
@@ -268,7 +268,8 @@ def make(
     smallest = min(range(len(held)), key=lambda client: len(held[client]))
     if len(held[smallest]) < min_samples:
         raise BadRequest(
-            f"partition {kind!r}: client {smallest} holds {len(held[smallest])} samples, fewer than min-samples "
+            f"partition {kind!r}: client {smallest} holds {counted(len(held[smallest]), 'sample')}, "
+            f"fewer than min-samples "
             f"{min_samples}: lower min-samples or clients"
         )
     if split == "official":
@@ -324,14 +325,17 @@ def _check(dataset: Dataset, split: str, seed: int, request: Request) -> None:
     if clients < 1 and not (clients == 0 and flower.is_named(kind) and flower.counts_clients(kind)):
         raise BadRequest(f"clients must be at least 1, got {clients}")
     if clients > samples:
-        raise BadRequest(f"{clients} clients but only {samples} samples in {dataset.name}: lower clients")
+        raise BadRequest(
+            f"{counted(clients, 'client')} but only {counted(samples, 'sample')} in {dataset.name}: lower clients"
+        )
     if not (request.alpha > 0 and np.isfinite(request.alpha)):
         raise BadRequest(f"alpha must be a positive number, got {request.alpha}")
     if least < 1:
         raise BadRequest(f"min-samples must be at least 1, got {least}")
     if least * clients > samples:
         raise BadRequest(
-            f"min-samples {least} for {clients} clients needs {least * clients} samples, {dataset.name} has {samples}: "
+            f"min-samples {least} for {counted(clients, 'client')} needs "
+            f"{counted(least * clients, 'sample')}, {dataset.name} has {samples}: "
             "lower min-samples or clients"
         )
     if kind in ("pathological", "classes") and not 1 <= per_client <= dataset.num_classes:
@@ -340,8 +344,9 @@ def _check(dataset: Dataset, split: str, seed: int, request: Request) -> None:
         )
     if kind == "shards" and not 1 <= per_client <= samples // clients:
         raise BadRequest(
-            f"classes-per-client (shards of each client) must lie in 1 .. {samples // clients} for {clients} clients "
-            f"and {samples} samples, got {per_client}"
+            f"classes-per-client (shards of each client) must lie in 1 .. {samples // clients} for "
+            f"{counted(clients, 'client')} "
+            f"and {counted(samples, 'sample')}, got {per_client}"
         )
 
 

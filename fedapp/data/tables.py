@@ -39,7 +39,7 @@ from fedapp.data.columns import (
 )
 from fedapp.data.moments import rounded
 from fedapp.data.names import composed
-from fedapp.errors import BadRequest, is_number, suggest
+from fedapp.errors import BadRequest, counted, is_number, suggest
 from fedapp.lazy import pd
 
 MOST_CATEGORIES = 64
@@ -177,7 +177,7 @@ def rows(path: Path, features: Sequence[str], count: int, columns: Sequence[str]
         known = (*COLUMNS[1:], *LABELS)
         frame = frame[[name for name in frame.columns if name not in known and not ROW_NUMBERS.fullmatch(name)]]
     if not features and frame.shape[1] != count:
-        raise BadRequest(f"{path} has {frame.shape[1]} columns of features, but the model takes {count}")
+        raise BadRequest(f"{path} has {counted(frame.shape[1], 'column')} of features, but the model takes {count}")
     values: list[Array] = []
     faults: list[str] = []
     for feature in features or frame.columns:
@@ -244,7 +244,7 @@ def _csv_rows(path: Path, features: Sequence[str], count: int, columns: Sequence
     mark, header = _header(path)
     if not set(header) & set(features) and any(_is_value(cell) for cell in header):
         if len(header) != count:
-            raise BadRequest(f"{path} has {len(header)} columns of features, but the model takes {count}")
+            raise BadRequest(f"{path} has {counted(len(header), 'column')} of features, but the model takes {count}")
         return _body(path, mark, list(features) or [f"column {n + 1}" for n in range(count)], 0, {}), {}
     names = _names(path, header)
     sources = _sources(path, names, features, columns)

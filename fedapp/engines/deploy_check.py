@@ -29,7 +29,7 @@ from fedapp import config as configuration
 from fedapp import process
 from fedapp.data.cache import cache_root
 from fedapp.engines import control, deploy, gate
-from fedapp.errors import BadRequest, described
+from fedapp.errors import BadRequest, counted, described
 from fedapp.results.directory import versions
 from fedapp.tasks import node as nodes
 
@@ -300,8 +300,8 @@ def _node(text: str, values: Mapping[str, Any], folders: dict[str, Path]) -> Ite
         yield Finding("data and model", FAIL, str(e), "as it says")
         return
     i, train, test = task.inputs, len(task.y_train), len(task.y_test)
-    classes = f"{len(set(task.y_train.tolist()))} of {task.num_classes} classes"
-    counts = f"{train} rows to train, {test} to test, {described(i.shape)}, {classes}"
+    classes = f"{len(set(task.y_train.tolist()))} of {counted(task.num_classes, 'class')}"
+    counts = f"{counted(train, 'row')} to train, {test} to test, {described(i.shape)}, {classes}"
     remedy = "" if test else "no test images: this node will have no accuracy"
     yield Finding("data", OK if test else WARN, counts, remedy)
     yield Finding("model", OK, task.model)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, counted
 
 MEMORY_PER_CLIENT = 1 << 30
 """Bytes assumed for a client that was not measured; a worker that has imported PyTorch takes about half of it."""
@@ -130,7 +130,10 @@ def choose_resources(
         client_gpus = gpus if gpus is not None else 10_000 // share / 10_000
         parallel = min(parallel, int(devices / client_gpus))
     of_gpu = f" and {client_gpus:g} of {devices} GPU" if client_gpus else ""
-    text = f"{parallel} of {clients} clients at a time on {cores} cores: {client_cpus} CPU{of_gpu} each{why}"
+    text = (
+        f"{parallel} of {counted(clients, 'client')} at a time on {counted(cores, 'core')}: "
+        f"{client_cpus} CPU{of_gpu} each{why}"
+    )
     if needs is not None:
         text += f"; {needs}"
     return ClientResources(client_cpus, client_gpus, parallel * client_cpus, parallel, text)

@@ -16,7 +16,7 @@ from rich.table import Table
 from fedapp.config import RunConfig
 from fedapp.engines import local as engines
 from fedapp.engines.resources import usable_cores
-from fedapp.errors import BadRequest, between
+from fedapp.errors import BadRequest, between, counted
 from fedapp.experiments.archive import Archive, read
 from fedapp.experiments.archive import lacking as lacking_keys
 from fedapp.experiments.archive import write as write_archive
@@ -156,7 +156,7 @@ def reproduce(
         written = write_archive(keep, evidence.finished())
         for key, why in written.stale.items():
             echo(f"not kept: {key.folder}, {why}", err=True)
-        echo(f"{len(written.runs)} runs are kept in {keep}", err=True)
+        echo(f"{counted(len(written.runs), 'run')} kept in {keep}", err=True)
     verdicts = [(claim, claim.decide(evidence)) for claim in selected or claims().values()]
     print_ledger(verdicts)
     if doc is not None:
@@ -170,14 +170,18 @@ def _tell(
     keys: Sequence[RunKey], lacking: Sequence[RunKey], archive: Archive, evidence: Evidence, workers: int | None
 ) -> None:
     """Say on standard error how many runs are missing, and how long they will take; `workers` is 0 if none is run."""
-    echo(f"{len(keys) - len(lacking)} of {len(keys)} runs are there already", err=True)
+    echo(f"{len(keys) - len(lacking)} of {counted(len(keys), 'run')} there already", err=True)
     if lacking and workers == 0:
         echo(f"missing: {', '.join(key.folder for key in lacking)} (add --out to run them)", err=True)
     elif lacking:
         known = {key: float(run.summary["seconds"]) for key, run in evidence.finished().items()}
         at_once = min(workers or usable_cores(), len(lacking))
         left = minutes_left(lacking, {**archive.seconds, **known}, at_once)
-        about = "no earlier run says how long" if left is None else f"about {left:.0f} minutes, {at_once} at a time"
+        about = (
+            "no earlier run says how long"
+            if left is None
+            else f"about {counted(round(left), 'minute')}, {at_once} at a time"
+        )
         echo(f"to run: {len(lacking)}, {about}", err=True)
 
 
@@ -243,7 +247,7 @@ def write(doc: Path, verdicts: Sequence[tuple[Claim, Verdict]], evidence: Eviden
         *(line for study in studies().values() for line in study_table(study, evidence)),
         "",
         f"{sum(map(sum, seconds.values())) / 60:.0f} minutes of runs in all, seeds from 0, one thread per client: "
-        + "; ".join(f"{count} runs on {text}" for text, count in made_with.items())
+        + "; ".join(f"{counted(count, 'run')} on {text}" for text, count in made_with.items())
         + ". A busy machine takes longer; times are not results.",
     ]
     doc.write_text(head + START + "\n" + "\n".join(lines) + "\n" + END + tail, encoding="utf-8")

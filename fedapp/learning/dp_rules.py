@@ -13,7 +13,7 @@ from fedapp.core.noise import STEPS
 from fedapp.core.privacy import Privacy, step_of
 from fedapp.core.secure_sum import noise_share
 from fedapp.data.datasets import published
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, counted
 from fedapp.method import BaseHParams, Method
 
 CLIENTS = 1000
@@ -178,11 +178,15 @@ def stated(privacy: Privacy, size: int, clients: int, rounds: int, sum_of: tuple
     if privacy.sgd:
         own = f"of {privacy.noise:.4g} times that" if privacy.noise else "in which each training spends its share"
         return (
-            f"{head}DP-SGD in {rounds} rounds; each step of a client clips the gradient of every image to the norm "
+            f"{head}DP-SGD in {counted(rounds, 'round')}; each step of a client clips the gradient of "
+            f"every image to the norm "
             f"{privacy.bound:g} and adds noise {own}"
         )
     if privacy.unit == "example":
-        each = f"{head}noise of {privacy.own:.4g} times what one image changes, once, at each of {clients} clients"
+        each = (
+            f"{head}noise of {privacy.own:.4g} times what one image changes, once, at each of "
+            f"{counted(clients, 'client')}"
+        )
         return each + shares
     sigma = STEPS * step_of(size, privacy.bound, privacy.own)
     ratio = sigma * size**0.5 / privacy.bound
@@ -190,7 +194,9 @@ def stated(privacy: Privacy, size: int, clients: int, rounds: int, sum_of: tuple
     enough = int(ratio**2 if sum_of is None else ratio * clients**0.5) + 1
     advice = f"; it is recommended from {CLIENTS} clients in a round" if clients < CLIENTS and not shares else shares
     return (
-        f"{head}in each of {rounds} rounds the noise of a client is {ratio:.3g} times as long as the longest update of "
-        f"{size} numbers, and in the mean of {clients} clients {ratio / clients**0.5:.3g} times; from {enough} clients "
+        f"{head}in each of {counted(rounds, 'round')} the noise of a client is {ratio:.3g} times as "
+        f"long as the longest update of "
+        f"{size} numbers, and in the mean of {counted(clients, 'client')} {ratio / clients**0.5:.3g} "
+        f"times; from {enough} clients "
         f"in a round on it would be shorter than the update{advice}"
     )

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedapp.errors import BadRequest, named_values, plain_value, suggest
+from fedapp.errors import BadRequest, counted, named_values, plain_value, suggest
 from fedapp.lazy import eager_optimizer, nn, torch
 
 if TYPE_CHECKING:
@@ -201,7 +201,9 @@ def round_rates(lr: float, schedule: str, warmup: int, rounds: int) -> tuple[flo
         return ()
     left = rounds - warmup
     if left < 1:
-        raise BadRequest(f"warmup-rounds = {warmup} leaves none of the {rounds} rounds: give fewer, or more rounds")
+        raise BadRequest(
+            f"warmup-rounds = {warmup} leaves none of {counted(rounds, 'round')}: give fewer, or more rounds"
+        )
     rates = scheduled("lr-schedule", schedule, lr, left) if schedule else (lr,) * left
     return tuple(rates[0] * t / (warmup + 1) for t in range(1, warmup + 1)) + rates
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fedapp.data.transforms import InputSpec, augment, channels_first, normalise
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, counted
 from fedapp.lazy import Tensor, eager_optimizer, nn, torch
 from fedapp.learning.compiled import compiled
 from fedapp.learning.dp_sgd import NoisySteps
@@ -274,7 +274,9 @@ def class_weights(text: str, y: Tensor, num_classes: int) -> Tensor | None:
         return torch.where(counts > 0, len(y) / ((counts > 0).sum() * counts.clamp_min(1)), 0.0)
     weights = class_numbers(text)
     if num_classes and len(weights) != num_classes:
-        raise BadRequest(f"class-weights has {len(weights)} numbers, but the data have {num_classes} classes")
+        raise BadRequest(
+            f"class-weights has {counted(len(weights), 'number')}, but the data have {counted(num_classes, 'class')}"
+        )
     return torch.tensor(weights, device=y.device)
 
 
@@ -408,7 +410,8 @@ def train(
         return report
     if not math.isfinite(report.loss):
         raise FloatingPointError(
-            f"the training loss is {report.loss} after {report.steps} steps: lower lr (now {spec.rate}), or set clip"
+            f"the training loss is {report.loss} after {counted(report.steps, 'step')}: lower lr (now "
+            f"{spec.rate}), or set clip"
         )
     return report
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from fedapp import plugins
-from fedapp.errors import BadRequest, described, named_values, plain_value, raised
+from fedapp.errors import BadRequest, counted, described, named_values, plain_value, raised
 from fedapp.lazy import F, Tensor, nn, torch
 from fedapp.models import weights
 
@@ -194,7 +194,8 @@ def _split(name: str, net: nn.Module, num_classes: int, options: ModelOptions) -
             raise BadRequest(f"model '{name}' is a SplitModel and has a head of its own: leave out head and width")
         if net.num_classes != num_classes:
             raise BadRequest(
-                f"model '{name}' has a head with {net.num_classes} outputs, the data have {num_classes} classes: pass "
+                f"model '{name}' has a head with {counted(net.num_classes, 'output')}, the data have "
+                f"{counted(num_classes, 'class')}: pass "
                 "num_classes on"
             )
         net.name = name
@@ -267,7 +268,7 @@ def build(name: str, *, num_classes: int, shape: tuple[int, ...], seed: int, opt
             weights.fill(name, net, options.weights, head)
         model = _split(name, net, num_classes, options)
     if model.width != features:
-        raise BadRequest(f"model '{name}' has {features} features at one call and {model.width} at the next")
+        raise BadRequest(f"model '{name}' has {counted(features, 'feature')} at one call and {model.width} at the next")
     with torch.no_grad():
         model.head.weight.copy_(drawn.weight)
         model.head.bias.copy_(torch.zeros_like(drawn.bias) if bare else drawn.bias)
@@ -359,7 +360,8 @@ def _logits(name: str, net: nn.Module, x: Tensor, num_classes: int) -> Tensor:
         raise BadRequest(f"model '{name}' returns {type(logits).__name__}: return logits (B, {num_classes}) alone")
     if logits.shape != (len(x), num_classes):
         raise BadRequest(
-            f"model '{name}' returns {tuple(logits.shape)}, the data have {num_classes} classes: pass num_classes on, "
+            f"model '{name}' returns {tuple(logits.shape)}, the data have "
+            f"{counted(num_classes, 'class')}: pass num_classes on, "
             f"and return ({len(x)}, {num_classes}) for {len(x)} rows"
         )
     if not logits.isfinite().all():

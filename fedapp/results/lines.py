@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedapp.config import PROTOCOLS
+from fedapp.errors import counted
 from fedapp.results.statistics import percent
 
 
@@ -41,8 +42,10 @@ def resumed(event: Mapping[str, Any]) -> str:
     if done == 0:
         return f"no round was complete: begins again with round 1 of {rounds}"
     if done >= rounds:
-        return f"all {rounds} rounds are done: only the scores after the last one are measured again"
-    return f"continues with round {done + 1} of {rounds} (rounds 1 to {done} are kept as they are)"
+        all_done = "the one round is done" if rounds == 1 else f"all {rounds} rounds are done"
+        return f"{all_done}: only the scores after the last one are measured again"
+    kept = "round 1 is kept as it is" if done == 1 else f"rounds 1 to {done} are kept as they are"
+    return f"continues with round {done + 1} of {rounds} ({kept})"
 
 
 def scores(event: Mapping[str, Any], clients: int) -> str:
@@ -58,7 +61,7 @@ def scores(event: Mapping[str, Any], clients: int) -> str:
     if loss is not None:
         parts.append(f"loss {loss:.3f}")
     text = ", ".join(parts)
-    return f"{text} ({event['clients']} clients)" if event["clients"] < clients else text
+    return f"{text} ({counted(event['clients'], 'client')})" if event["clients"] < clients else text
 
 
 class Spoken:
@@ -75,7 +78,8 @@ class Spoken:
         if kind == "start":
             self.clients = int(event["clients"])
             self.say(
-                f"{event['method']} on {event['dataset']}, {self.clients} clients, {event['rounds']} rounds; "
+                f"{event['method']} on {event['dataset']}, {counted(self.clients, 'client')}, "
+                f"{counted(event['rounds'], 'round')}; "
                 f"results go to {event['out']}"
             )
         if kind == "round":

@@ -16,6 +16,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader
 
 from fedapp.data.partitions import PARTITION_PARAMETER
+from fedapp.errors import counted
 from fedapp.results.figures import Gallery
 from fedapp.results.figures.words import method_title
 from fedapp.results.runs import ONE_SCORE, PAIRED, PROTOCOL_TEXT, TUNED_PAIRS, UNADJUSTED, Comparison, RunResult
@@ -91,7 +92,7 @@ def partition_text(flat: Mapping[str, Any]) -> str:
     key = PARTITION_PARAMETER.get(kind)
     if key == "alpha":
         return f"{kind} with alpha {flat.get('alpha')}"
-    return f"{kind} with {flat.get(key)} classes per client" if key else kind
+    return f"{kind} with {counted(flat[key], 'class')} per client" if key else kind
 
 
 def place(run: RunResult, comparison: Comparison) -> str:

@@ -27,7 +27,7 @@ from fedapp.data.columns import read_npz, samples
 from fedapp.data.moments import Samples
 from fedapp.data.pictures import FORMATS
 from fedapp.data.transforms import InputSpec, channels_first, normalise
-from fedapp.errors import BadRequest, plain
+from fedapp.errors import BadRequest, counted, plain
 from fedapp.lazy import Tensor, nn, torch
 from fedapp.learning.evaluation import BATCH
 from fedapp.learning.state import StateError, read_safetensors, write_safetensors
@@ -305,7 +305,7 @@ def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) ->
         raise BadRequest(f"{path} is damaged: its normalisation does not fit the model")
     who = f"client {head['client']}" + (f" ({head['name']})" if head.get("name") else "") if "client" in head else ""
     told = [who, str(head["method"]), spec.name, str(head.get("when") or f"round {head.get('round', 'last')}")]
-    about = plain(", ".join([*filter(None, told), f"{spec.num_classes} classes"]))
+    about = plain(", ".join([*filter(None, told), counted(spec.num_classes, "class")]))
     return LoadedModel(model, classes, inputs, about)
 
 
@@ -338,7 +338,9 @@ def read_images(paths: Sequence[Path], inputs: InputSpec) -> NDArray[np.uint8]:
 
     channels, height, width = inputs.shape
     if channels not in (1, 3):
-        raise BadRequest(f"{paths[0]}: this model takes images with {channels} channels: give them as .npz (column x)")
+        raise BadRequest(
+            f"{paths[0]}: this model takes images with {counted(channels, 'channel')}: give them as .npz (column x)"
+        )
     out = np.empty((len(paths), height, width, channels), np.uint8)
     for row, path in enumerate(paths):
         try:

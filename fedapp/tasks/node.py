@@ -56,7 +56,7 @@ from fedapp.data import datasets, natural, partitions
 from fedapp.data.columns import PLAIN, Reading
 from fedapp.data.moments import Samples
 from fedapp.data.transforms import InputSpec
-from fedapp.errors import BadRequest, suggest
+from fedapp.errors import BadRequest, counted, suggest
 from fedapp.lazy import torch
 from fedapp.learning.task import Task
 from fedapp.models import MODEL_NAMES, ModelOptions, check_form, check_model, is_own, own
@@ -158,9 +158,7 @@ class Node:
                 raise BadRequest("node-config: partition-id needs num-partitions, the number of all nodes")
             number, parts = int(config["partition-id"]), int(config["num-partitions"])
             if number >= parts:
-                raise BadRequest(
-                    f"node-config: partition-id {number} is not among the {parts} partitions 0 .. {parts - 1}"
-                )
+                raise BadRequest(f"node-config: partition-id {number} is not among the partitions 0 .. {parts - 1}")
         else:
             missing = "data-path" if "client-id" in given else "client-id and data-path"
             raise BadRequest(f"node-config: {missing} missing: start the node with --node-config {EXAMPLE}")
@@ -400,7 +398,8 @@ def _read(
         foreign = [name for name in data.classes if name not in classes]
         if foreign:
             raise BadRequest(
-                f"data-path {place}: class '{foreign[0]}' is not among the federation's {len(classes)} classes "
+                f"data-path {place}: class '{foreign[0]}' is not among the federation's "
+                f"{counted(len(classes), 'class')} "
                 f"({', '.join(classes[:12])}{', ...' if len(classes) > 12 else ''}){suggest(foreign[0], classes)}: "
                 "rename it here, or add it to the run's class-names"
             )

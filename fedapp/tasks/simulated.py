@@ -404,7 +404,7 @@ def simulated_task(
     BadRequest : there is no such client, or see `federated`.
     """
     if not 0 <= client < clients:
-        raise BadRequest(f"client-id (partition-id) {client} is not among the {clients} clients 0 .. {clients - 1}")
+        raise BadRequest(f"client-id (partition-id) {client} is not among the clients 0 .. {clients - 1}")
     data = federated(config, clients)
     train, test = (data.tensors(part, client, device) for part in ("train", "test"))
     x_union, y_union = data.union(images, device)

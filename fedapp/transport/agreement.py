@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedapp.errors import described
+from fedapp.errors import counted, described
 from fedapp.method import ClientInfo, Method
 
 Facts = Mapping[str, Any]
@@ -18,7 +18,7 @@ def clash(method: Method, a: ClientInfo, b: ClientInfo, facts_a: Facts, facts_b:
     """Return on what two clients disagree, or None."""
     one, other = f"client {a.client}", f"client {b.client}"
     if a.num_classes != b.num_classes:
-        counts = f"{other} has {b.num_classes} classes, but {one} has {a.num_classes}"
+        counts = f"{other} has {counted(b.num_classes, 'class')}, but {one} has {a.num_classes}"
         return f"{counts}: all clients need the same classes"
     if facts_a.get("classes") and facts_b.get("classes") and facts_a["classes"] != facts_b["classes"]:
         return (

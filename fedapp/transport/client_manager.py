@@ -27,7 +27,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedapp import process
-from fedapp.errors import BadRequest, plain
+from fedapp.errors import BadRequest, counted, plain
 from fedapp.method import ClientInfo, Method, Payload, Reply, Scalar
 from fedapp.transport import roster as rosters
 from fedapp.transport import virtual
@@ -300,7 +300,10 @@ class ClientManager:
     def _enough_left(self, reason: str) -> None:
         """Raise `BadRequest` unless enough clients are left without those that were left out, for such a reason."""
         if len(self.nodes) < self.fewest():
-            few = f"{len(self.nodes)} of {self._expected} clients can take part, and {self.fewest()} are needed: "
+            few = (
+                f"{len(self.nodes)} of {counted(self._expected, 'client')} can take part, and "
+                f"{self.fewest()} are needed: "
+            )
             raise BadRequest(reason if self.settings.queued or not self.nodes else few + reason)
 
     def _waiting(self, want: int) -> str:
@@ -310,7 +313,7 @@ class ClientManager:
         if len(known) >= want:
             return self._silent()
         silent = f"; {self._silent()}" if self._unregistered else ""
-        return f"waiting for {want - len(known)} of {want} clients{named}{silent}"
+        return f"waiting for {want - len(known)} of {counted(want, 'client')}{named}{silent}"
 
     def _silent(self) -> str:
         return f"{len(self._unregistered)} node(s) that are online have not answered"
@@ -505,7 +508,8 @@ class ClientManager:
             if nodes and self._few() and now - started > LATECOMERS:
                 raise BadRequest(
                     f"secure-sum keeps the secrets of each client at a node of its own, and {len(nodes)} nodes are "
-                    f"there for {self._expected} clients: start flwr run with num-supernodes = {self._expected}"
+                    f"there for {counted(self._expected, 'client')}: start flwr run with num-supernodes "
+                    f"= {self._expected}"
                 )
             if limit and now - started > limit:
                 raise BadRequest(f"gave up after {limit:g} s: no node came; change wait-timeout if it needs longer")
@@ -748,7 +752,7 @@ class ClientManager:
                 missing = sorted(c for batch in waiting.values() for c in batch)
                 named = ", ".join(map(str, missing[:20]))
                 count, of = len(missing) + sum(map(len, unsent)), sum(map(len, batches))
-                text = f"waiting for {count} of {of} replies: {named}"
+                text = f"waiting for {count} of {counted(of, 'reply')}: {named}"
                 self.event({"kind": "waiting", "text": text})
             if not replies and waiting:
                 # Checks for replies must not slow down the clients: in a simulation they share the cores and a lock.

@@ -16,7 +16,7 @@ from typing import Any
 
 import tomli_w
 
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, counted
 
 ROSTER = "FEDAPP_ROSTER"
 """Environment variable with the path of the roster; `fedapp superlink` sets it."""
@@ -131,5 +131,6 @@ def check(entry: Admitted, client: int, examples: int, tests: int = 0) -> None:
     for rows, kind in ((examples, "training"), (tests, "test")):
         if entry.max_examples and rows > entry.max_examples:
             raise NotAdmitted(
-                f"client {client} says that it has {rows} {kind} rows, and the roster allows {entry.max_examples}"
+                f"client {client} says that it has {counted(rows, f'{kind} row')}, and the roster "
+                f"allows {entry.max_examples}"
             )
