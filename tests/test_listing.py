@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
-from fedapp import __version__
+from fedapp import __version__, registry
 from fedapp.cli import app, printing
 from fedapp.config import KEYS
 from fedapp.data.datasets import DATASET_NAMES
@@ -50,6 +50,21 @@ def test_a_word_chooses_keys_by_name_first_and_by_meaning() -> None:
     assert [row[0] for row in lines("keys", "concentration")] == ["alpha"]
     unknown = CliRunner().invoke(app, ["keys", "optimiser"])
     assert unknown.exit_code != 0 and "did you mean 'optimizer'" in str(unknown.exception)
+
+
+def test_the_hyperparameters_of_every_method_are_listed_with_default_and_meaning() -> None:
+    assert lines("methods", "fedprox")[0][:3] == ["mu", "number, at least 0", "0.01"]
+    for method in registry.discover().values():
+        rows = lines("methods", method.id)
+        assert [row[0] for row in rows] == list(method.hparams.model_fields)
+        assert all(len(row) == 4 and row[1] and row[3] for row in rows), rows
+
+
+@pytest.mark.parametrize("method", ["fedprox(mu=0.5 lr=0.2)", " fedprox( mu=0.5  lr=0.2 )"])
+def test_a_run_takes_a_methods_values_in_brackets(method: str) -> None:
+    result = CliRunner().invoke(app, ["run", "--dry-run", "--engine", "local", "--method", method])
+    assert result.exit_code == 0, result.output
+    assert {"method = 'fedprox'", "method-args = 'mu=0.5'", "lr = 0.2"} <= set(result.stdout.splitlines())
 
 
 @pytest.mark.parametrize(
@@ -102,8 +117,19 @@ def refused(*arguments: str) -> str:
         (("run", "--set", "rounds=3"), "unknown key 'rounds', did you mean 'num-server-rounds'?"),
         (("run", "--set", "mu=0.1"), '--set method-args="mu=0.1"'),
         (("compare", "--methods", "local", "fedavg"), "a method: give --method fedavg, or several with commas"),
-        (("compare", "--methods", "local", "fedavg", "fedprox"), "Separate methods with commas"),
+        (("compare", "--methods", "local", "fedavg", "fedprox"), "separate methods with commas"),
         (("run", "mnist"), "a data set: give --dataset mnist"),
+        (("run", "--clients", "0"), "--clients 0: a simulation has at least 1 client"),
+        (("compare", "--clients", "0"), "'--clients': 0 is not in the range"),
+        (("partition", "--clients", "-2"), "'--clients': -2 is not in the range"),
+        (("run", "--rounds", "-1"), "'--rounds': -1 is not in the range"),
+        (("run", "--seed", "-1"), "'--seed': -1 is not in the range"),
+        (("compare", "--seeds", "0"), "'--seeds': 0 is not in the range"),
+        (("compare", "--workers", "0"), "'--workers': 0 is not in the range"),
+        (("run", "--client-cpus", "0"), "'--client-cpus': 0 is not in the range"),
+        (("run", "--method", "fedprox(mu=0.1", "--dry-run"), "its brackets do not match"),
+        (("run", "--method", "fedprox(mu=0.1)", "--set", "method-args=mu=1"), "mu is given twice"),
+        (("methods", "fedavgg"), "did you mean 'fedavg'?"),
     ],
 )
 def test_a_wrong_word_is_refused_with_the_right_one_once(arguments: tuple[str, ...], told: str) -> None:

@@ -6,16 +6,20 @@ import ast
 import importlib
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fedapp import compare, data_card, run
-from fedapp.engines import notebook
+from fedapp.engines import local, notebook
 from fedapp.errors import BadRequest
+from fedapp.experiments import compare as comparing
+from fedapp.results import report
 from fedapp.results.runs import RunResult
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.ipynb"
@@ -154,6 +158,97 @@ def test_an_error_of_on_round_ends_the_run_which_can_be_resumed(tiny: Callable[.
 def test_rounds_are_given_once(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="rounds = 2 and num_server_rounds = 3"):
         run(rounds=2, num_server_rounds=3, out=tmp_path)
+
+
+def test_paths_lists_and_dicts_are_what_their_text_is(tmp_path: Path) -> None:
+    given = local.flat(
+        {
+            "method": "fedprox", "method_args": {"mu": 0.5}, "data_dir": tmp_path, "model": ["digits-a", "digits-b"],
+            "adapt_epochs": (0, 3), "columns": {"x": ["a", "b"], "y": "c"}, "clients": np.int64(3),
+            "lr": np.float32(0.5), "rounds": 2,
+        }
+    )  # fmt: skip
+    assert given == {
+        "method": "fedprox", "method-args": "mu=0.5", "data-dir": str(tmp_path), "model": "digits-a,digits-b",
+        "adapt-epochs": "0,3", "columns": "x=a,b y=c", "clients": 3, "lr": 0.5, "num-server-rounds": 2,
+    }  # fmt: skip
+    assert local.flat({"method": "fedprox(mu=0.1 lr=0.2)"}) == {"method": "fedprox", "method-args": "mu=0.1", "lr": 0.2}
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"methods": 3}, "methods = 3: must be text, or a list of texts"),
+    ({"methods": ["local", 3]}, "methods = .*: must be text, or a list of texts"),
+    ({"seeds": "two"}, "seeds = 'two': must be a whole number"),
+    ({"seeds": 0}, "--seeds 0: at least 1"),
+    ({"workers": "2"}, "workers = '2': must be a whole number"),
+    ({"target": "0.9"}, "target = '0.9': must be a number"),
+    ({"engine": "Ray"}, "engine = 'Ray': choose local or ray"),
+    ({"datasets": 1}, "datasets = 1: must be text, or a list of texts"),
+    ({"sweep": {"clients": [1]}}, "sweep = .*: must be text"),
+    ({"out": 3}, "out = 3: must be text or a path"),
+    ({"values": {}}, "unknown key 'values'"),
+    ({"rounds": np.arange(900)}, r"num-server-rounds = array\(\[ *0, .{0,80}\.\.\.: must be a whole number"),
+    ({"seed": "x"}, "seed = 'x': must be a whole number"),
+    ({"model": {"a": 1}}, "model = {'a': 1}: must be text"),
+    ({"mu": 0.1}, 'it is a hyperparameter of fedprox, .*method-args="mu=0.1"'),
+    ({"rounds": -1}, "must be at least 1"),
+    ({"clients": -1}, "must be at least 0"),
+]
+
+
+@pytest.mark.parametrize(("given", "told"), WRONG)
+def test_a_wrong_argument_is_refused_and_leaves_no_folder(
+    given: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, in_turn: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadRequest, match=told) as error:
+        compare(**{"methods": "local", "rounds": 1, **given})
+    assert len(str(error.value)) < 300
+    assert not list(tmp_path.glob("runs/*"))
+
+
+@pytest.mark.parametrize(
+    ("given", "told"), [({"out": 3}, "out = 3"), ({"resume": 3}, "resume"), ({"on_round": 3}, "on_round")]
+)
+def test_a_wrong_argument_of_a_run_is_refused(
+    given: dict[str, Any], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(BadRequest, match=told):
+        run(method="local", **given)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_is_removed_again_if_the_data_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(comparing.tasks, "check", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        compare(["local"], rounds=1)
+    assert not list(tmp_path.glob("runs/*"))
+
+
+def test_a_quiet_comparison_prints_what_failed_alone(
+    tmp_path: Path, in_turn: list[str], no_page: list[Path], monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    small = {"clients": 2, "local_epochs": 1, "data_fraction": 0.2, "rounds": 1, "quiet": True}
+    assert len(compare(["local"], out=tmp_path / "one", **small).table) == 1
+    assert capfd.readouterr() == ("", "")
+    monkeypatch.setattr("tests.conftest.run_local", lambda config: 1 / 0)
+    with pytest.raises(RuntimeError):
+        compare(["local"], out=tmp_path / "two", **small)
+    said = capfd.readouterr()
+    assert not said.out and "local s0 failed: ZeroDivisionError" in said.err and len(said.err.splitlines()) == 2
+
+
+def test_rich_asks_for_no_widgets_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with report.on_terminal() as progress:
+            progress(1, 2, "a figure")
+        with comparing.RunsProgress({}) as shown:
+            shown.progress.refresh()
 
 
 def test_the_data_card_is_that_of_the_run(tiny: Callable[..., RunResult]) -> None:

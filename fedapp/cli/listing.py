@@ -3,19 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fedapp.cli.printing import entries, kind, tell_broken
+from fedapp.cli.printing import entries, kind, on_terminal, tell_broken
 from fedapp.errors import BadRequest, suggest
 from fedapp.results.terminal import echo
 
+if TYPE_CHECKING:
+    from fedapp.method import Method
 
-def methods() -> None:
-    """List all methods: whether they allow different architectures, what travels, and the paper."""
+
+def methods(
+    method: Annotated[
+        str | None, typer.Argument(help="method whose hyperparameters are listed", metavar="[ID]")
+    ] = None,
+) -> None:
+    """List all methods: whether they allow different architectures, what travels, and the paper.
+
+    With the id of a method: its hyperparameters, with type, default and meaning.
+    """
     from fedapp import registry
 
+    if method is not None:
+        hyperparameters(registry.get(method))
+        return
     tell_broken()
     rows = [
         (m.id, m.title, "yes" if m.heterogeneous else "no", m.travels, m.paper) for m in registry.discover().values()
@@ -24,6 +37,27 @@ def methods() -> None:
         rows,
         lambda row: (f"travels: {row[3]}", f"{row[1]}; {row[4]}" + "; different architectures" * (row[2] == "yes")),
     )
+
+
+def hyperparameters(method: Method) -> None:
+    """List the hyperparameters of a method with type, default and meaning."""
+    found = method.hparams.model_json_schema()["properties"] if method.hparams.model_fields else {}
+    rows = [
+        (name, kind(schema), shown(schema["default"]), schema.get("description", "")) for name, schema in found.items()
+    ]
+    if on_terminal():
+        echo(f"{method.title}; {method.paper}\ntravels: {method.travels}")
+        example = next((f"{name}={default or 'VALUE'}" for name, _, default, _ in rows), "")
+        how = f'give them as --method "{method.id}({example})" or --set method-args="{example}"\n'
+        echo(how if rows else f"{method.id} takes no hyperparameters")
+    entries(rows, lambda row: (row[3], f"{row[1]}; default {row[2] or 'empty'}"))
+
+
+def shown(default: object) -> str:
+    """Return a default as it is written on the command line."""
+    if default is None:
+        return ""
+    return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 def keys(
@@ -38,9 +72,7 @@ def keys(
     found = RunConfig.model_json_schema()["properties"]
     rows = []
     for name, schema in found.items():
-        default = schema["default"]
-        shown = str(default).lower() if isinstance(default, bool) else str(default)
-        rows.append((name, kind(schema), shown, schema.get("description", "")))
+        rows.append((name, kind(schema), shown(schema["default"]), schema.get("description", "")))
     if word is not None:
         named = [row for row in rows if word.lower() in row[0]]
         rows = [row for row in rows if row in named or word.lower() in row[3].lower()]

@@ -8,9 +8,10 @@ to do.
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,13 +22,19 @@ from fedapp import registry
 from fedapp.config.checks import check, check_training
 from fedapp.config.keys import DEFAULTS, KEYS, OTHER_NAMES, PROTOCOLS, RunConfig
 from fedapp.data.datasets import published
-from fedapp.errors import BadRequest, suggest
+from fedapp.errors import BadRequest, named_values, suggest
 from fedapp.learning.optimizers import check_optimizer, takes
 from fedapp.models import default_model
 
 __all__ = ["DEFAULTS", "KEYS", "PROTOCOLS", "RunConfig"]
 SHOWN = 80
 """Characters of a value that a message shows."""
+OWN_SETTINGS = (
+    "lr", "optimizer", "momentum", "weight-decay", "clip", "augment", "local-epochs", "batch-size", "model",
+    "precision", "buffers", "wire-dtype", "optimizer-args", "lr-schedule", "warmup-rounds", "lr-schedule-steps",
+    "class-weights",
+)  # fmt: skip
+"""Run-config keys that one method of a comparison may have for itself; all others are common to its runs."""
 
 
 def from_flat(values: Mapping[str, Any]) -> RunConfig:
@@ -39,6 +46,20 @@ def from_flat(values: Mapping[str, Any]) -> RunConfig:
     ------
     BadRequest : unknown key, wrong type, value out of range, or contradicting keys; one line each.
     """
+    config = validated(expanded(values))
+    check(config)
+    config = _resolved(config)
+    check_training(config)
+    return config
+
+
+def validated(values: Mapping[str, Any]) -> RunConfig:
+    """Check the names, types and ranges of a flat run-config, each by itself; `auto` stays.
+
+    Raises
+    ------
+    BadRequest : unknown key, wrong type or value out of range; one line each.
+    """
     unknown = [k for k in values if k not in KEYS]
     if unknown:
         raise BadRequest("; ".join(unknown_key(k, values[k]) for k in unknown))
@@ -48,18 +69,90 @@ def from_flat(values: Mapping[str, Any]) -> RunConfig:
         for k, v in values.items()
     }
     try:
-        config = RunConfig.model_validate(given)
+        return RunConfig.model_validate(given)
     except ValidationError as e:
         lines: dict[str, list[str]] = {}
         for item in e.errors():
             key = str(item["loc"][0])
             lines.setdefault(key, []).append(_plain(item))
-        text = "; ".join(f"{k} = {given.get(k)!r}: {' or '.join(dict.fromkeys(v))}" for k, v in lines.items())
+        text = "; ".join(f"{k} = {shown(repr(given[k]))}: {' or '.join(dict.fromkeys(v))}" for k, v in lines.items())
         raise BadRequest(text) from e
-    check(config)
-    config = _resolved(config)
-    check_training(config)
-    return config
+
+
+def expanded(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a flat run-config in which `method = "fedprox(mu=0.1 lr=0.01)"` is an id, `method-args` and keys.
+
+    Raises
+    ------
+    BadRequest : brackets that do not match, an unknown name, or a value that is given twice.
+    """
+    method = values.get("method")
+    if not isinstance(method, str) or "(" not in method:
+        return dict(values)
+    name, inside = in_brackets("method", method)
+    args, settings = told_apart("method", name, inside)
+    given = named_values("method-args", str(values.get("method-args") or ""), "")
+    for key, value in {**args, **settings}.items():
+        before = given.get(key, value) if key in args else values.get(key, value)
+        if before != value:
+            raise BadRequest(
+                f"{key} is given twice: method = '{method}' has {value}, else it is {before}; give it once"
+            )
+    text = " ".join(f"{key}={value}" for key, value in {**given, **args}.items())
+    return {**values, **settings, "method": name, "method-args": text}
+
+
+def in_brackets(what: str, text: str) -> tuple[str, list[str]]:
+    """Read `id` or `id(name=value name=value)`; returns the id and the parts in the brackets.
+
+    Parameters
+    ----------
+    what : the key or option, for messages.
+
+    Raises
+    ------
+    BadRequest : it is neither.
+    """
+    found = re.fullmatch(r"\s*([\w-]+)\s*(?:\(([^()]*)\))?\s*", text)
+    if found is None:
+        said = f"'{text.strip()}' is neither an id nor id(name=value name=value)"
+        raise BadRequest(f"{what}: {said}, or its brackets do not match")
+    return found[1], (found[2] or "").split()
+
+
+def told_apart(what: str, method: str, inside: Sequence[str]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Tell hyperparameters of a method from its run-config keys, in the parts of its brackets.
+
+    A name is a hyperparameter of the method; where the method has none of that name, it is one of the run-config keys
+    :data:`OWN_SETTINGS`. `config.lr` always means the key (CCVR has an `lr` of its own).
+
+    Raises
+    ------
+    BadRequest : a part is not name=value, a name is unknown or given twice, or the key is not a method's own.
+    """
+    fields = registry.get(method).hparams.model_fields
+    args: dict[str, str] = {}
+    settings: dict[str, Any] = {}
+    for part in inside:
+        name, sep, value = part.partition("=")
+        if not sep or not name or not value:
+            raise BadRequest(f"{what}: '{part}' in {method}(...) is not name=value (a blank between two)")
+        field, key = name.replace("-", "_"), name.removeprefix("config.").replace("_", "-")
+        if name in args or key in settings:
+            raise BadRequest(f"{what}: {method}(...) names {name} twice")
+        if field in fields or (name.startswith("base.") and "base_args" in fields):
+            args[name if name.startswith("base.") else field] = value
+        elif key in OWN_SETTINGS:
+            settings[key] = parse_value(key, value)
+        elif key in KEYS:
+            raise BadRequest(
+                f"{what}: {key} is common to all runs of a comparison; give it with --set {key}={value}. "
+                f"A method may have its own {', '.join(OWN_SETTINGS)}"
+            )
+        else:
+            names = [*fields, *OWN_SETTINGS]
+            raise BadRequest(f"{what}: {method} has no '{name}'{suggest(name, names)}: {', '.join(names)}")
+    return args, settings
 
 
 def unknown_key(key: str, value: object, option: str = "") -> str:
@@ -74,7 +167,7 @@ def unknown_key(key: str, value: object, option: str = "") -> str:
     text += f", did you mean '{meant}'?" if meant is not None else suggest(key, KEYS)
     if having := owners(key):
         text += f"{' It' if text.endswith('?') else ': it'} is a hyperparameter of {', '.join(having)}"
-        text += f': give it as {option}method-args="{key.replace("-", "_")}={_shown(value)}"'
+        text += f': give it as {option}method-args="{key.replace("-", "_")}={shown(value)}"'
     return text
 
 
@@ -90,7 +183,7 @@ def owners(name: str) -> list[str]:
     return [method.id for method in registry.discover().values() if field in method.hparams.model_fields]
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
     """Return a value as a message shows it; a long one, such as an array, is cut."""
     text = " ".join(str(value).split())
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

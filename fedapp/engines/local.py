@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fedapp import config as configuration
 from fedapp.config import RunConfig
@@ -96,14 +99,62 @@ def run_local(config: RunConfig, listener: Listener | None = None) -> RunResult:
     return read_run(Path(config.out))
 
 
+LISTS = ("model", "protocols", "metrics", "track", "unseen", "adapt-epochs", "class-weights", "class-names")
+"""Run-config keys whose text has commas between its parts."""
+PAIRS = ("method-args", "model-args", "optimizer-args", "partition-args", "columns")
+"""Run-config keys whose text is "name=value name=value"."""
+
+
 def flat(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return run-config keys, with hyphens, of keyword arguments; `rounds` is short for `num_server_rounds`."""
-    values = {k.replace("_", "-"): v for k, v in settings.items()}
+    """Return run-config keys, with hyphens, of keyword arguments; `rounds` is short for `num_server_rounds`.
+
+    A path becomes text, and so does a list (:data:`LISTS`) or a dict (:data:`PAIRS`) of a key that takes several.
+
+    Raises
+    ------
+    BadRequest : an unknown key, a value of a wrong type or out of its range, or `rounds` is given twice.
+    """
+    values = {k.replace("_", "-"): _as_key(k.replace("_", "-"), v) for k, v in settings.items()}
     if "rounds" in values:
         rounds = values.pop("rounds")
-        if values.setdefault("num-server-rounds", rounds) != rounds:
-            raise BadRequest(f"rounds = {rounds} and num_server_rounds = {values['num-server-rounds']}: give it once")
+        if repr(values.get("num-server-rounds", rounds)) != repr(rounds):
+            raise BadRequest(
+                f"rounds = {configuration.shown(rounds)} and num_server_rounds = "
+                f"{configuration.shown(values['num-server-rounds'])}: give it once"
+            )
+        values["num-server-rounds"] = rounds
+    values = configuration.expanded(values)
+    configuration.validated(values)
     return values
+
+
+def _as_key(key: str, value: Any) -> Any:
+    """Return a value of a program in the form that a key has in files."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if key in PAIRS and isinstance(value, Mapping):
+        return " ".join(f"{name}={_as_text(part)}" for name, part in value.items())
+    if key in LISTS and isinstance(value, (list, tuple)):
+        return _as_text(value)
+    return value
+
+
+def _as_text(value: Any) -> str:
+    return ",".join(map(_as_text, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def as_path(name: str, value: str | Path | None) -> Path | None:
+    """Return a folder that a program gives.
+
+    Raises
+    ------
+    BadRequest : it is neither text nor a path.
+    """
+    if value is None or isinstance(value, (str, os.PathLike)):
+        return None if value is None else Path(value)
+    raise BadRequest(f"{name} = {configuration.shown(repr(value))}: must be text or a path")
 
 
 def run(
@@ -122,8 +173,12 @@ def run(
     on_round : called after each round with its row of `rounds.csv` as a dict, for a live plot for example; an exception
         of it ends the run, which `resume` can continue.
     progress : show how far the run is; None = in notebooks.
-    settings : run-config keys with underscores, such as `method="cwfedavg"`, `method_args="lam=10"`, `clients=20`,
-        `num_server_rounds=5`. `rounds` is short for `num_server_rounds`.
+    settings : run-config keys with underscores, such as `method="cwfedavg"`, `method_args="lam=10"` or a dict,
+        `clients=20`, `num_server_rounds=5`. `rounds` is short for `num_server_rounds`.
+
+    Raises
+    ------
+    BadRequest : a setting, the data or the directory would make the run fail later.
 
     Examples
     --------
@@ -132,11 +187,13 @@ def run(
     """
     from fedapp.engines import notebook, runner
 
+    if on_round is not None and not callable(on_round):
+        raise BadRequest(f"on_round = {configuration.shown(repr(on_round))}: must be a function")
+    folder, earlier = as_path("out", out), as_path("resume", resume)
     values = flat(settings)
-    if resume is not None:
-        values = resumed(Path(resume), values)
-        out = resume
-    config = prepare(values, Path(out) if out is not None else None)
+    if earlier is not None:
+        values, folder = resumed(earlier, values), earlier
+    config = prepare(values, folder)
     show = notebook.in_notebook() if progress is None else progress
     with runner.Follower() if show else contextlib.nullcontext() as follower:
 

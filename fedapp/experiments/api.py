@@ -2,27 +2,47 @@
 
 from __future__ import annotations
 
-import inspect
+import multiprocessing
+from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from fedapp import config as configuration
 from fedapp.engines import local as engines
+from fedapp.errors import BadRequest
 from fedapp.experiments import compare as comparing
-from fedapp.results.directory import absolute, new_folder
+from fedapp.results import terminal
+from fedapp.results.directory import absolute, new_folder, removed_if_empty
 from fedapp.results.runs import Comparison, read_comparison
 
 
 def compare(
-    methods: str = comparing.DEFAULT_METHODS, *, seeds: int = 1, out: str | Path | None = None, **options: Any
+    methods: str | Sequence[str] = comparing.DEFAULT_METHODS,
+    *,
+    seeds: int = 1,
+    out: str | Path | None = None,
+    datasets: str | Sequence[str] = (),
+    partitions: str | Sequence[str] = (),
+    sweep: str = "",
+    points: str = "",
+    reference: str | None = None,
+    target: float | None = None,
+    engine: Literal["local", "ray"] = "local",
+    workers: int | None = None,
+    quiet: bool = False,
+    **settings: Any,
 ) -> Comparison:
     """Run several methods on the same data, partition and sampled clients in processes of this machine.
 
     Parameters
     ----------
-    methods : comma-separated ids, optionally with values of their own, as for `fedapp compare`.
+    methods : ids, optionally with values of their own, as for `fedapp compare`; a list, or text with commas.
+    seeds, reference, target, engine, workers, quiet : as for `fedapp compare`.
     out : folder of the comparison; an existing one is continued.
-    options : run-config keys with underscores, as for `fedapp.run`; and `datasets`, `partitions`, `sweep`, `points`,
-        `reference`, `target`, `engine`, `workers`: see `fedapp.experiments.compare.run`.
+    datasets, partitions : several, as a list or as text with commas.
+    sweep, points : as `--sweep` and `--grid` of `fedapp compare`.
+    settings : run-config keys with underscores, as for `fedapp.run`.
 
     Returns
     -------
@@ -37,8 +57,41 @@ def compare(
     --------
     >>> compare("local,fedavg", seeds=2, rounds=5, out="runs/both").table  # doctest: +SKIP
     """
-    own = {k: options.pop(k) for k in inspect.signature(comparing.run).parameters if k in options}
-    folder = absolute(Path(out)) if out is not None else new_folder(Path("runs"), "compare")
-    if comparing.run(engines.flat(options), methods, seeds, folder, **own):
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise BadRequest(
+            "this process of a comparison runs your script again, since own code of __main__ is named: start the "
+            'comparison below `if __name__ == "__main__":`, or move that code to a module'
+        )
+    for name, value, kinds, wanted in (
+        ("seeds", seeds, int, "a whole number"),
+        ("sweep", sweep, str, "text"),
+        ("points", points, str, "text"),
+        ("reference", reference, (str, type(None)), "text"),
+        ("target", target, (int, float, type(None)), "a number"),
+        ("engine", engine, str, "text"),
+        ("workers", workers, (int, type(None)), "a whole number"),
+    ):
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise BadRequest(f"{name} = {configuration.shown(repr(value))}: must be {wanted}")
+    chosen = ",".join(_names("methods", methods))
+    data, ways = _names("datasets", datasets), _names("partitions", partitions)
+    values = engines.flat(settings)
+    own = engines.as_path("out", out)
+    folder = absolute(own) if own is not None else new_folder(Path("runs"), "compare")
+    with terminal.quiet(quiet), removed_if_empty(folder) if own is None else nullcontext():
+        code = comparing.run(
+            values, chosen, seeds, folder, engine, datasets=data, partitions=ways, sweep=sweep, points=points,
+            reference=reference, target=target, workers=workers,
+        )  # fmt: skip
+    if code:
         raise RuntimeError(f"the comparison in {folder} is not complete: the lines above say why")
     return read_comparison(folder)
+
+
+def _names(option: str, value: Any) -> list[str]:
+    """Return names that are given as a list, or as text with commas between them outside of brackets."""
+    if isinstance(value, str):
+        return comparing.entries(value)
+    if isinstance(value, (list, tuple)) and all(isinstance(name, str) for name in value):
+        return list(value)
+    raise BadRequest(f"{option} = {configuration.shown(repr(value))}: must be text, or a list of texts")

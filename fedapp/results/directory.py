@@ -205,6 +205,17 @@ def new_folder(root: Path, name: str) -> Path:
     raise AssertionError("there is always a next number")
 
 
+@contextlib.contextmanager
+def removed_if_empty(folder: Path) -> Iterator[None]:
+    """Remove a new folder if the block raises before anything is written to it."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # it is not empty
+            folder.rmdir()
+        raise
+
+
 def run_name(config: RunConfig) -> str:
     """Beginning of the name of a run's folder where none is given."""
     return f"{config.method}-{config.dataset}-s{config.seed}"
