@@ -11,8 +11,9 @@ import typer
 from fedapp import __version__
 from fedapp.cli import deployment, listing
 from fedapp.cli.options import Application, Commands, Set, collect, names
-from fedapp.cli.printing import show
+from fedapp.cli.printing import entries, show
 from fedapp.errors import BadRequest
+from fedapp.results import terminal
 from fedapp.results.terminal import echo
 
 if TYPE_CHECKING:
@@ -86,8 +87,8 @@ def run(
     method: Annotated[str | None, typer.Option(help="id of the method (fedapp methods)")] = None,
     dataset: Annotated[str | None, typer.Option(help="data set")] = None,
     clients: Annotated[int | None, typer.Option(help="number of clients (default 10)")] = None,
-    rounds: Annotated[int | None, typer.Option(help="total number of rounds")] = None,
-    seed: Annotated[int | None, typer.Option(help="seed of every random draw")] = None,
+    rounds: Annotated[int | None, typer.Option(help="total number of rounds", min=1)] = None,
+    seed: Annotated[int | None, typer.Option(help="seed of every random draw", min=0)] = None,
     engine: Annotated[
         Engine,
         typer.Option(help="where clients run. ray: simulation by flwr run; local: this process; deploy: real nodes"),
@@ -95,8 +96,8 @@ def run(
     superlink: Annotated[
         str | None, typer.Option(help="for --engine deploy: name of a connection in Flower's configuration")
     ] = None,
-    client_cpus: Annotated[int | None, typer.Option(help="CPUs of each virtual client")] = None,
-    client_gpus: Annotated[float | None, typer.Option(help="GPU fraction of each virtual client")] = None,
+    client_cpus: Annotated[int | None, typer.Option(help="CPUs of each virtual client", min=1)] = None,
+    client_gpus: Annotated[float | None, typer.Option(help="GPU fraction of each virtual client", min=0)] = None,
     out: Annotated[Path | None, typer.Option(help="run directory (default ./runs/...)")] = None,
     resume: Annotated[Path | None, typer.Option(help="continue the run in this directory")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show configuration and traffic without training")] = False,
@@ -111,6 +112,8 @@ def run(
     from fedapp.engines import local as engines
     from fedapp.engines import runner
 
+    if engine != "deploy" and clients is not None and clients < 1:
+        raise BadRequest(f"--clients {clients}: a simulation has at least 1 client")
     if engine != "deploy" and superlink is not None:
         raise BadRequest("--superlink needs --engine deploy: add it, or leave out --superlink")
     options = {
@@ -149,8 +152,8 @@ for listed in (listing.methods, listing.keys, listing.models, listing.datasets, 
 @app.command()
 def partition(
     dataset: Annotated[str | None, typer.Option(help="data set")] = None,
-    clients: Annotated[int | None, typer.Option(help="number of clients (default 10)")] = None,
-    seed: Annotated[int | None, typer.Option(help="seed")] = None,
+    clients: Annotated[int | None, typer.Option(help="number of clients (default 10)", min=1)] = None,
+    seed: Annotated[int | None, typer.Option(help="seed", min=0)] = None,
     out: Annotated[Path | None, typer.Option(help="folder for partition.npz and partition.png")] = None,
     sets: Set = None,
 ) -> None:
@@ -200,10 +203,10 @@ def compare(
             '(with --set validation=0.1): "lr=0.01,0.1;fedprox.mu=0.1,1"'
         ),
     ] = "",
-    clients: Annotated[int | None, typer.Option(help="number of clients (default 10)")] = None,
-    rounds: Annotated[int | None, typer.Option(help="total number of rounds")] = None,
-    seed: Annotated[int | None, typer.Option(help="first seed")] = None,
-    seeds: Annotated[int, typer.Option(help="number of seeds")] = 1,
+    clients: Annotated[int | None, typer.Option(help="number of clients (default 10)", min=1)] = None,
+    rounds: Annotated[int | None, typer.Option(help="total number of rounds", min=1)] = None,
+    seed: Annotated[int | None, typer.Option(help="first seed", min=0)] = None,
+    seeds: Annotated[int, typer.Option(help="number of seeds", min=1)] = 1,
     reference: Annotated[
         str | None, typer.Option(help="method that the others are tested against (default: the first)")
     ] = None,
@@ -216,7 +219,7 @@ def compare(
         typer.Option(help="where runs are done. local: processes of this machine; ray: flwr run"),
     ] = "local",
     workers: Annotated[
-        int | None, typer.Option(help="for --engine local: processes at a time (default: one per core)")
+        int | None, typer.Option(help="for --engine local: processes at a time (default: one per core)", min=1)
     ] = None,
     out: Annotated[
         Path | None,
@@ -224,6 +227,7 @@ def compare(
     ] = None,
     scale: Scale = None,
     track: Track = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="print nothing but what failed")] = False,
     sets: Set = None,
 ) -> None:
     """Run several methods on the same data, partition and sampled clients, and compare them; resumable.
@@ -243,28 +247,30 @@ def compare(
             raise BadRequest(
                 f"{key} is given twice: --{key}s {','.join(several)}, and {key} = {values[key]!r}; give it once"
             )
-    from fedapp.engines import pool
-    from fedapp.experiments import compare as comparing  # slow to load: what is refused above is refused at once
-
     for key in ("out", "resume"):
         values.pop(key, None)
     if methods is None:
         methods = (recipe.methods if recipe else "") or (f"local,{values['method']}" if "method" in values else "")
-    code = comparing.run(
-        values,
-        methods or comparing.DEFAULT_METHODS,
-        seeds,
-        out,
-        engine,
-        datasets=lists["dataset"],
-        partitions=lists["partition"],
-        sweep=sweep,
-        points=grid,
-        reference=reference,
-        target=target,
-        workers=workers,
-        accepted=pool.begin if engine == "local" else lambda: None,
-    )
+    with terminal.quiet(quiet):
+        echo("reading settings and data; training begins in some seconds", err=True)
+        from fedapp.engines import pool
+        from fedapp.experiments import compare as comparing  # slow to load: what is refused above is refused at once
+
+        code = comparing.run(
+            values,
+            methods or comparing.DEFAULT_METHODS,
+            seeds,
+            out,
+            engine,
+            datasets=lists["dataset"],
+            partitions=lists["partition"],
+            sweep=sweep,
+            points=grid,
+            reference=reference,
+            target=target,
+            workers=workers,
+            accepted=pool.begin if engine == "local" else lambda: None,
+        )
     raise typer.Exit(code)
 
 
@@ -409,8 +415,8 @@ def figure(
     from fedapp.results.figures import papers
 
     if name is None:
-        for known, drawn in papers.PAPERS.items():
-            echo(f"{known:<22}{drawn.title} (needs {drawn.needs or 'no run'})")
+        rows = [(known, drawn.title, f"needs {drawn.needs or 'no run'}") for known, drawn in papers.PAPERS.items()]
+        entries(rows, lambda row: (row[1], row[2]))
         return
     with plugins.only(allow, installed=True):
         drawing = papers.draw(name, runs or [])
@@ -434,8 +440,8 @@ def reproduce(
     data_dir: Annotated[str, typer.Option(help="folder with mnist.npz, fashion_mnist.npz, cifar10.npz")] = "",
     claims: Annotated[str, typer.Option(help="comma-separated ids (default: all)")] = "",
     studies: Annotated[str, typer.Option(help="also run all variants of these studies, comma-separated")] = "",
-    minutes: Annotated[float, typer.Option(help="start no run after this many minutes; 0 = no limit")] = 0.0,
-    workers: Annotated[int | None, typer.Option(help="runs at a time (default: one per core)")] = None,
+    minutes: Annotated[float, typer.Option(help="start no run after this many minutes; 0 = no limit", min=0)] = 0.0,
+    workers: Annotated[int | None, typer.Option(help="runs at a time (default: one per core)", min=1)] = None,
     doc: Annotated[Path | None, typer.Option(help="Markdown file whose ledger is updated")] = None,
     kept: Annotated[
         Path | None, typer.Option("--from", help="folder that --keep has written: its runs count as finished")

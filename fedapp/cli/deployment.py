@@ -119,14 +119,16 @@ def operator_login(
 
 def admit(
     key: Annotated[Path, typer.Argument(help="a node's public key", metavar="KEY.pub")],
-    client: Annotated[int, typer.Option(help="client id of this node")],
+    client: Annotated[int, typer.Option(help="client id of this node", min=0)],
     connection: Annotated[
         str | None, typer.Option("--superlink", help="name of a connection in Flower's configuration")
     ] = None,
     roster: Annotated[
         Path | None, typer.Option(envvar="FEDAPP_ROSTER", help="the server's roster, roster.toml beside its database")
     ] = None,
-    max_examples: Annotated[int, typer.Option(help="most training rows, and most test rows, that it may report")] = 0,
+    max_examples: Annotated[
+        int, typer.Option(help="most training rows, and most test rows, that it may report; 0 = no limit", min=0)
+    ] = 0,
 ) -> None:
     """Register a node's key and bind it to a client id. Run it on the server."""
     from fedapp.engines import control, deploy, gate

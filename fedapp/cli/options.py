@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar
 
 import click
 import typer
@@ -12,6 +12,8 @@ from typer.utils import get_params_from_function
 
 from fedapp.errors import BadRequest, suggest
 from fedapp.results.terminal import echo
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class _Help:
@@ -32,9 +34,10 @@ class _Help:
         except click.NoSuchOption as e:
             raise click.UsageError(_no_option(e.option_name, ctx.command), ctx) from None
         except click.UsageError as e:
-            if "extra argument" in e.message and any("--methods" in param.opts for param in ctx.command.params):
-                e.message += ". Separate methods with commas and no blanks: --methods local,fedavg"
-            raise
+            if "extra argument" not in e.message or all("--methods" not in param.opts for param in ctx.command.params):
+                raise
+            advice = "separate methods with commas and no blanks, --methods local,fedavg"
+            raise click.UsageError(f"{e.message}: {advice}", ctx) from None
         return read
 
 
@@ -65,7 +68,9 @@ class Command(_Help, TyperCommand):
 class Application(typer.Typer):
     """Commands of this program; all that are added are a :class:`Command`."""
 
-    def command(self, name: str | None = None, *, cls: type[TyperCommand] | None = Command, **settings: Any) -> Any:
+    def command(
+        self, name: str | None = None, *, cls: type[TyperCommand] | None = Command, **settings: Any
+    ) -> Callable[[_Function], _Function]:
         """Return a decorator that adds a command."""
         return super().command(name, cls=cls, **settings)
 
@@ -137,7 +142,7 @@ def collect(
             raise BadRequest(f"--set {item} has no value: write --set key=value")
         put(key.strip(), config.parse_value(key.strip(), text.strip()), f"--set {item}")
     values = dict(settings or {})
-    chosen = {k: v for k, (v, _) in given.items()}
+    chosen = config.expanded({k: v for k, (v, _) in given.items()})
     if scale is not None:
         from fedapp.experiments import recipes
 

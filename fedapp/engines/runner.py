@@ -7,11 +7,12 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from clients.base import FedClient
 from fedapp import config as configuration
@@ -21,7 +22,7 @@ from fedapp.engines import local as engines
 from fedapp.engines import resources
 from fedapp.engines.notebook import Bar, in_notebook
 from fedapp.engines.resources import ClientResources
-from fedapp.errors import BadRequest, described, raised
+from fedapp.errors import BadRequest, counted, described, raised
 from fedapp.learning.task import ModelSpec
 from fedapp.results import lines
 from fedapp.results.runs import UNADJUSTED, RunResult, read_json
@@ -34,6 +35,11 @@ from fedapp.transport.virtual import hosts
 
 if TYPE_CHECKING:
     from fedapp.engines.superlink import Session
+
+
+STARTING = "starting Flower's SuperLink, then Ray with its workers; training begins in some seconds"
+WITH_BAR = 100
+"""Columns of a terminal from which on a line of progress has a bar."""
 
 
 class Follower:
@@ -49,13 +55,16 @@ class Follower:
         self.clients = 0
 
     def __enter__(self) -> Follower:
-        if in_notebook():
+        if in_notebook() and not self.console.quiet:
             self.progress = Bar()
         elif self.console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-            self.progress = Progress(
-                *columns, TimeRemainingColumn(), TextColumn("{task.fields[text]}"), console=self.console
+            bar = [BarColumn()] if self.console.width >= WITH_BAR else []  # in a narrow terminal the numbers matter
+            count, told = (
+                TextColumn("{task.completed}/{task.total}"),
+                TextColumn("{task.fields[text]}", table_column=Column()),
             )
+            columns = (TextColumn("{task.description}"), *bar, count, TimeRemainingColumn(), told)
+            self.progress = Progress(*columns, console=self.console)
             self.progress.start()
         return self
 
@@ -63,9 +72,12 @@ class Follower:
         if self.progress is not None:
             self.progress.stop()
 
-    def line(self, text: str) -> None:
-        """Print a line above the progress bar."""
-        (self.progress.console if self.progress is not None else self.console).print(text, soft_wrap=True)
+    def line(self, text: str, must: bool = False) -> None:
+        """Print a line above the progress bar; `must` is that of :func:`fedapp.results.terminal.echo`."""
+        if isinstance(self.progress, Bar):
+            self.progress.print(text)
+        else:
+            self.console.print_line(text, must)
 
     def __call__(self, event: Mapping[str, Any]) -> None:
         """Show one event."""
@@ -112,7 +124,7 @@ def what_leaves(config: RunConfig) -> list[str]:
             total = sum(state[n].numel() * (2 if half else 4) for n in names)
             named = f" ({', '.join(names)})" if 0 < len(names) < 5 else ""
             built = f"{name} for {described(shape)}" if data.dataset.parts else name
-            lines.append(f"{built}: {len(names)} arrays, {total:,} bytes {way}{named}")
+            lines.append(f"{built}: {counted(len(names), 'array')}, {total:,} bytes {way}{named}")
     if method.extra_up:
         lines.append(f"further arrays in replies: {', '.join(method.extra_up)} (their size depends on the data)")
     return [f"what travels: {method.travels}", *lines]
@@ -155,7 +167,7 @@ def run_and_report(
             config, chosen = warm.call(_examined, *seen)
             assert chosen is not None
             follower = stack.enter_context(Follower())
-            follower.line("starting Flower's SuperLink, then Ray with its workers; training begins in some seconds")
+            follower.line(STARTING)
             session = stack.enter_context(Session(log=Path(config.out) / "superlink.log", warm=warm))
             code = run_in(session, config, chosen, follower)
         folder = Path(config.out)
@@ -253,18 +265,20 @@ def run_in(session: Session, config: RunConfig, given: ClientResources, follower
     )
     with following.tracked(config, follower) as told:
         outcome = handle.follow(told or follower)
-    return outcome.report(follower.line)
+    return outcome.report(partial(follower.line, must=True))
 
 
 def _many(headline: Mapping[str, Any]) -> str:
     scored, known = headline["clients"], headline["of"]
-    return f"all {known}" if scored == known else f"{scored} of {known}"
+    of_all = counted(known, "client")
+    return (f"all {of_all}" if known > 1 else of_all) if scored == known else f"{scored} of {of_all}"
 
 
 def print_summary(summary: Mapping[str, Any]) -> None:
     """Print a run's final table."""
     table = Table(
-        title=f"{summary['method']} on {summary['dataset']}, {summary['clients']} clients, {summary['rounds']} rounds"
+        title=f"{summary['method']} on {summary['dataset']}, {counted(summary['clients'], 'client')}, "
+        f"{counted(summary['rounds'], 'round')}"
     )
     columns = {"all clients %": "last", "std over clients": "last_std", "balanced %": "balanced"}
     for name, key in (("validation %", "validation"), ("last round's clients %", "participants")):
@@ -277,7 +291,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     Screen().print(table)
     headline = summary.get("headline")
     if headline:
-        text = f"headline: {headline['score']} {percent(headline['value'])} %, mean over {_many(headline)} clients"
+        text = f"headline: {headline['score']} {percent(headline['value'])} %, mean over {_many(headline)}"
         Screen(highlight=False).print(f"{text}, {headline['point']}", soft_wrap=True)
     sizes = summary["test_sizes"]
     text = (

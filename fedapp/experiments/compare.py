@@ -30,7 +30,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from fedapp import __version__, process, registry
 from fedapp import config as configuration
-from fedapp.config import RunConfig
+from fedapp.config import OWN_SETTINGS, RunConfig
 from fedapp.data import flower
 from fedapp.data.card import data_card
 from fedapp.data.partitions import PARTITION_PARAMETER
@@ -38,27 +38,26 @@ from fedapp.engines import local as engines
 from fedapp.engines import pool, runner
 from fedapp.engines import superlink as launch
 from fedapp.engines.resources import usable_cores
-from fedapp.errors import BadRequest, suggest
+from fedapp.errors import BadRequest, counted, suggest
 from fedapp.experiments import grid, tables
 from fedapp.experiments.jobs import Job, Variant, common_public, pairs
 from fedapp.models import head_width, is_own
-from fedapp.results.directory import absolute, check_out, check_writable, new_folder, only_writer
+from fedapp.results.directory import absolute, check_out, check_writable, new_folder, only_writer, removed_if_empty
 from fedapp.results.runs import RunResult
 from fedapp.results.terminal import Screen, echo
 from fedapp.tasks import simulated as tasks
 
-OWN_SETTINGS = (
-    "lr", "optimizer", "momentum", "weight-decay", "clip", "augment", "local-epochs", "batch-size", "model",
-    "precision", "buffers", "wire-dtype", "optimizer-args", "lr-schedule", "warmup-rounds", "lr-schedule-steps",
-    "class-weights",
-)  # fmt: skip
-"""Run-config keys that one method of a comparison may have for itself; all others are common to its runs."""
 SWEPT = ("clients", "fraction-train", "num-server-rounds", "split")
 """Run-config keys that `--sweep` takes: the runs of a value are a setting of their own."""
 DEFAULT_METHODS = "local,lgfedavg,fedclassavg"
 
 
 # ---- what is compared ------------------------------------------------------------------------------------------------
+
+
+def entries(text: str) -> list[str]:
+    """Return the parts of a text with commas between them, outside of brackets."""
+    return [entry.strip() for entry in re.split(r",(?![^(]*\))", text) if entry.strip()]
 
 
 def parse_variants(text: str) -> list[Variant]:
@@ -72,16 +71,11 @@ def parse_variants(text: str) -> list[Variant]:
     BadRequest : no method, an unknown one, an unknown name, brackets that do not match, or the same entry twice.
     """
     variants: list[Variant] = []
-    for entry in re.split(r",(?![^(]*\))", text):  # commas outside brackets
-        if not entry.strip():
-            continue
-        found = re.fullmatch(r"\s*([\w-]+)\s*(?:\(([^()]*)\))?\s*", entry)
-        if found is None:
-            text = f"'{entry.strip()}' is neither an id nor id(name=value name=value)"
-            raise BadRequest(f"--methods: {text}, or its brackets do not match")
-        pairs = (found[2] or "").split()
-        args, settings = _inside(found[1], pairs)
-        variants.append(Variant(found[1] + (f"({' '.join(pairs)})" if pairs else ""), found[1], args, settings))
+    for entry in entries(text):
+        method, inside = configuration.in_brackets("--methods", entry)
+        args, settings = configuration.told_apart("--methods", method, inside)
+        label = method + (f"({' '.join(inside)})" if inside else "")
+        variants.append(Variant(label, method, tuple(args.items()), tuple(settings.items())))
     if not variants:
         raise BadRequest("no method given: --methods local,fedavg,...")
     folders = [v.folder for v in variants]
@@ -89,33 +83,6 @@ def parse_variants(text: str) -> list[Variant]:
     if twice:
         raise BadRequest(f"--methods names {', '.join(twice)} twice")
     return variants
-
-
-def _inside(method_id: str, pairs: Sequence[str]) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, Any], ...]]:
-    """Tell hyperparameters from run-config keys."""
-    fields = registry.get(method_id).hparams.model_fields
-    args: dict[str, str] = {}
-    settings: dict[str, Any] = {}
-    for pair in pairs:
-        name, sep, value = pair.partition("=")
-        if not sep or not name or not value:
-            raise BadRequest(f"--methods: '{pair}' in {method_id}(...) is not name=value (a blank between two)")
-        field, key = name.replace("-", "_"), name.removeprefix("config.").replace("_", "-")
-        if name in args or key in settings:
-            raise BadRequest(f"--methods: {method_id}(...) names {name} twice")
-        if field in fields or (name.startswith("base.") and "base_args" in fields):
-            args[name if name.startswith("base.") else field] = value
-        elif key in OWN_SETTINGS:
-            settings[key] = configuration.parse_value(key, value)
-        elif key in configuration.KEYS:
-            raise BadRequest(
-                f"--methods: {key} is common to all runs of a comparison; give it with --set {key}={value}. "
-                f"A method may have its own {', '.join(OWN_SETTINGS)}"
-            )
-        else:
-            names = [*fields, *OWN_SETTINGS]
-            raise BadRequest(f"--methods: {method_id} has no '{name}'{suggest(name, names)}: {', '.join(names)}")
-    return tuple(args.items()), tuple(settings.items())
 
 
 def expand(variants: Sequence[Variant], text: str) -> list[Variant]:
@@ -141,14 +108,20 @@ def expand(variants: Sequence[Variant], text: str) -> list[Variant]:
                 mine[own] = values
                 used.add(name)
         for point in grid.points(mine):
-            args, settings = _inside(variant.method, point)
-            twice = {*dict(args), *dict(settings)} & {*dict(variant.args), *dict(variant.settings)}
+            args, settings = configuration.told_apart("--grid", variant.method, point)
+            twice = {*args, *settings} & {*dict(variant.args), *dict(variant.settings)}
             if twice:
                 raise BadRequest(f"--grid: {variant.label} has a value of its own for {', '.join(sorted(twice))}")
             inside = " ".join([variant.label[len(variant.method) :].strip("()"), *point]).strip()
             label = variant.method + (f"({inside})" if inside else "")
             found.append(
-                Variant(label, variant.method, variant.args + args, variant.settings + settings, variant.label)
+                Variant(
+                    label,
+                    variant.method,
+                    (*variant.args, *args.items()),
+                    (*variant.settings, *settings.items()),
+                    variant.label,
+                )
             )
     if unused := [name for name in axes if name not in used]:
         raise BadRequest(f"--grid: none of {', '.join(v.label for v in variants)} has {', '.join(unused)}")
@@ -251,7 +224,8 @@ def jobs_of(
                 accepted()
                 tasks.check(config, config.clients)
         except BadRequest as e:
-            refused.setdefault(f"{variant.label}: {e}")
+            reason = str(e).removeprefix(f"{variant.method} ")  # the label names the method already
+            refused.setdefault(f"{variant.label}{' ' if reason != str(e) else ': '}{reason}")
         else:
             sweep = ", ".join(f"{key} {setting[key]}" for key in SWEPT if key in setting)
             jobs.append(Job(variant, several, seed, config, sweep))
@@ -382,13 +356,15 @@ class RunsProgress:
         self.total = sum(self.rounds.values())
         self.started = self.told = time.monotonic()
         self.stop = threading.Event()
-        self.console = Screen(stderr=True, highlight=False, soft_wrap=True)
+        self.console = Screen(stderr=True, highlight=False)
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"))
         self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self.bar = self.progress.add_task("runs", total=max(1, self.total), text="")
         self.watch = threading.Thread(target=self._watch, daemon=True)
 
     def __enter__(self) -> RunsProgress:
+        if not self.console.is_terminal:
+            self.line(self.text(self.done()))
         self.progress.start()
         self.watch.start()
         return self
@@ -420,23 +396,23 @@ class RunsProgress:
     def text(self, done: int) -> str:
         """Say how many runs have ended, and what is left at the pace so far."""
         fresh = done - sum(self.before.values())
-        text = f"{len(self.ended)} of {len(self.names)} runs, {done} of {self.total} rounds"
+        text = f"{len(self.ended)} of {counted(len(self.names), 'run')}, {done} of {counted(self.total, 'round')}"
         if fresh > 0 and done < self.total:
             left = (time.monotonic() - self.started) / fresh * (self.total - done)
             text += f", about {left:.0f} s left" if left < 120 else f", about {left / 60:.0f} min left"
         return text
 
-    def line(self, text: str) -> None:
+    def line(self, text: str, must: bool = False) -> None:
         """Print a line above the bar."""
         self.told = time.monotonic()
-        self.console.print(text)
+        self.console.print_line(text, must)
 
     def on_end(self, run: pool.FinishedRun) -> None:
         """Report a run that ended."""
         name = self.names[run.out]
         self.ended.add(name)
         if run.error:
-            self.line(f"{name} failed: {run.error}")
+            self.line(f"{name} failed: {run.error}", must=True)
         elif not self.console.is_terminal:
             self.line(f"{name}: done; {self.text(self.done())}")
 
@@ -457,7 +433,7 @@ def run_here(
                     "own code of __main__ is loaded by running your script again: start the comparison below "
                     '`if __name__ == "__main__":`, or move that code to a module'
                 )
-            progress.line(f"a worker process died ({e}), {advice}")
+            progress.line(f"a worker process died ({e}), {advice}", must=True)
             return {name: "the process ended" for name in todo if name not in progress.ended}
     return {progress.names[run.out]: run.error for run in ended if run.error}
 
@@ -467,6 +443,7 @@ def run_on_ray(todo: Mapping[str, RunConfig], log: Path) -> dict[str, str]:
     failed = {}
     resources = runner.proposed(list(todo.values()))
     echo(resources.text, err=True)
+    echo(runner.STARTING, err=True)
     with launch.Session(log=log, ray_cpus=resources.total_cpus) as session:
         for number, (name, config) in enumerate(todo.items(), 1):
             with runner.Follower(f"{name} ({number}/{len(todo)})") as follower:
@@ -474,7 +451,7 @@ def run_on_ray(todo: Mapping[str, RunConfig], log: Path) -> dict[str, str]:
                     if runner.run_in(session, config, resources, follower):
                         failed[name] = "see above"
                 except BadRequest as e:
-                    follower.line(f"{name} failed: {e}")
+                    follower.line(f"{name} failed: {e}", must=True)
                     failed[name] = f"BadRequest: {e}"
     return failed
 
@@ -512,6 +489,8 @@ def run(
     -------
     Exit code: 0; 1 if a run failed or the runs do not share partition and sampling; 2 if all were refused.
     """
+    if engine not in ("local", "ray"):
+        raise BadRequest(f"engine = '{engine}': choose local or ray")
     variants = parse_variants(methods)
     first = parse_variants(reference)[0].label if reference else variants[0].label
     if first not in [v.label for v in variants]:
@@ -523,15 +502,11 @@ def run(
     settings = settings_of(values, datasets, partitions, sweep)
     if points:
         variants = expand(variants, points)
-    made = out is None
-    out = new_folder(Path("runs"), "compare") if out is None else absolute(out)
-    try:
-        jobs = jobs_of(values, variants, settings, seeds, out, accepted)
+    folder = new_folder(Path("runs"), "compare") if out is None else absolute(out)
+    with removed_if_empty(folder) if out is None else contextlib.nullcontext():
+        jobs = jobs_of(values, variants, settings, seeds, folder, accepted)
         choice = grid.beforehand(jobs) if points else []
-    except BadRequest:
-        if made:
-            out.rmdir()
-        raise
+    out = folder
     for job in jobs:
         standing(job.config)
     check_writable(out / "runs")
@@ -540,7 +515,11 @@ def run(
             echo(line, err=True)
         todo = {job.name: config for job in jobs if (config := pending_config(job.config)) is not None}
         if len(todo) < len(jobs):
-            echo(f"{len(jobs) - len(todo)} of {len(jobs)} runs are there already", err=True)
+            echo(
+                f"{len(jobs) - len(todo)} of {counted(len(jobs), 'run')} "
+                f"{'is' if len(jobs) == 1 else 'are'} there already",
+                err=True,
+            )
         for config in todo.values():
             check_out(Path(config.out), config.resume)
         failed: dict[str, str] = {}
@@ -563,7 +542,7 @@ def run(
     echo(f"results: {out}")
     _report(out, finished)
     if failed:
-        echo(f"failed: {', '.join(failed)} (the same command again continues)", err=True)
+        echo(f"failed: {', '.join(failed)} (the same command again continues)", err=True, must=True)
         refused = all(e.startswith("BadRequest") for e in failed.values()) and not finished
         return 2 if refused else 1
     return 0 if shared.ok else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,10 +14,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pandas as pd
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from fedapp import config as configuration
 from fedapp.data.partitions import PARTITION_PARAMETER
+from fedapp.errors import counted
 from fedapp.experiments.jobs import Job
 from fedapp.results.cells import write_table
 from fedapp.results.runs import ONE_SCORE, PAIRED, TUNED_PAIRS, UNADJUSTED, RunResult, refuse
@@ -42,6 +45,8 @@ MEASURES = tuple(f"{p}_{name}" for name in ("accuracy", "balanced") for p in ("r
 """Columns of final.csv that methods are tested on."""
 SPREAD = ("std", "worst_decile", "worst")
 """What the tables say of a metric beside its mean over clients."""
+EDGES = 3
+"""Columns of a terminal that the edge and the padding of a table's column take."""
 NARROWEST = 150
 """Columns of a table that goes to a file or a pipe."""
 
@@ -248,7 +253,7 @@ def setting_title(part: pd.DataFrame) -> str:
     first = part.iloc[0]
     number = first["alpha"] if not math.isnan(first["alpha"]) else first["classes_per_client"]
     kind = first["partition"] + ("" if math.isnan(number) else f" {number:g}")
-    return ", ".join(filter(None, (first["dataset"], kind, f"{first['clients']} clients", first["sweep"])))
+    return ", ".join(filter(None, (first["dataset"], kind, f"{counted(first['clients'], 'client')}", first["sweep"])))
 
 
 SCORES: Mapping[str, str] = {
@@ -298,13 +303,13 @@ def print_tables(
     for _, part in table.groupby(SETTING, dropna=False, sort=False):
         here = tests if tests.empty else tests.merge(part[SETTING].drop_duplicates())
         for title, rows, columns in _tables(part, here, titles, meaning, metrics):
-            shown = Table("method", title=title, title_justify="left")
-            shown.columns[0].no_wrap = True
-            for name in columns:
-                shown.add_column(name, justify="right")
-            for label, mine in rows.groupby("variant", sort=False):
-                shown.add_row(titles[str(label)], *(cell(mine) for cell in columns.values()))
-            console.print(shown)
+            groups = [(titles[str(label)], mine) for label, mine in rows.groupby("variant", sort=False)]
+            console.print(Text(title, style="table.title"))
+            print_fitting(
+                console,
+                [name for name, _ in groups],
+                {c: [cell(mine) for _, mine in groups] for c, cell in columns.items()},
+            )
     size = float(table["test_mean"].mean())
     lines = [
         "received, trained: each client's own test split, mean over all clients; balanced: mean recall over all "
@@ -320,7 +325,27 @@ def print_tables(
         lines.append(
             "better off than alone: share of the clients whose headline score is above their own in Standalone."
         )
-    console.print("\n".join([*lines, *notes]), soft_wrap=True)
+    console.print_line("\n".join([*lines, *notes]))
+
+
+def print_fitting(console: Screen, names: Sequence[str], columns: Mapping[str, Sequence[str]]) -> None:
+    """Print columns of numbers beside the names of their rows: several tables where one would be wider than the screen.
+
+    Rich would cut the numbers of a table that is too wide.
+    """
+    room = console.width - 1 - (max(map(len, ("method", *names))) + EDGES)
+    widths = {h: min(room - EDGES, max(map(len, (*h.split(), *cells)))) for h, cells in columns.items()}
+    left = list(columns)
+    while left:
+        taken = itertools.accumulate(widths[head] + EDGES for head in left)
+        count = max(1, sum(width <= room for width in taken))
+        here, left = left[:count], left[count:]
+        shown = Table(Column("method", no_wrap=True))
+        for head in here:
+            shown.add_column(head, justify="right", min_width=widths[head])
+        for row in zip(names, *(columns[head] for head in here), strict=True):
+            shown.add_row(*row)
+        console.print(shown)
 
 
 def _score(rows: pd.DataFrame, column: str) -> str:
@@ -355,7 +380,7 @@ def _tables(
     seeds = part["seed"].nunique()
     spread_over = f", mean ± std over {over(seeds, part['partition_seed'].nunique())}" if seeds > 1 else ""
     yield (
-        f"{setting_title(part)}, after {int(part['rounds'].max())} rounds, in %{spread_over}\n({meaning})",
+        f"{setting_title(part)}, after {counted(int(part['rounds'].max()), 'round')}, in %{spread_over}\n({meaning})",
         part,
         {name: partial(_score, column=c) for name, c in SCORES.items() if c in part and part[c].notna().any()},
     )

@@ -107,7 +107,11 @@ def on_terminal() -> Iterator[Progress]:
 
     The parameter `progress` of :func:`write` takes what it yields.
     """
-    with Screen(stderr=True, highlight=False).status("drawing the report") as status:
+    screen = Screen(stderr=True, highlight=False)
+    if not screen.is_terminal:  # in a notebook rich would warn of a missing ipywidgets with each figure
+        yield lambda number, count, title: None
+        return
+    with screen.status("drawing the report") as status:
         yield lambda number, count, title: status.update(
             Text(plain(f"drawing the report: figure {number} of {count}, {title}"))
         )

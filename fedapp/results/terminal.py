@@ -6,6 +6,11 @@ rich's markup: its links, its colours, or an error.
 
 from __future__ import annotations
 
+import contextlib
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 import typer
@@ -14,14 +19,58 @@ from rich.text import Text
 
 from fedapp.errors import plain
 
+_silent = False
 
-def echo(text: object, err: bool = False, nl: bool = True) -> None:
-    """Print a text as `plain` writes it."""
-    typer.echo(plain(text, whole=True), err=err, nl=nl)
+
+@contextlib.contextmanager
+def quiet(wanted: bool) -> Iterator[None]:
+    """Print nothing inside the block but what must be said, if that is wanted."""
+    global _silent
+    before, _silent = _silent, wanted or _silent
+    try:
+        yield
+    finally:
+        _silent = before
+
+
+def echo(text: object, err: bool = False, nl: bool = True, must: bool = False) -> None:
+    """Print a text as `plain` writes it; messages on a terminal break between words.
+
+    Parameters
+    ----------
+    must : print it in a block that is :func:`quiet` too.
+    """
+    if _silent and not must:
+        return
+    shown = plain(text, whole=True)
+    if err and sys.stderr.isatty():
+        shown = "\n".join(_broken(line, shutil.get_terminal_size().columns) for line in shown.split("\n"))
+    typer.echo(shown, err=err, nl=nl)
+
+
+def _broken(line: str, width: int) -> str:
+    """Break a line between words where it is wider than the terminal; a longer word, such as a path, stays whole."""
+    if len(line) <= width:
+        return line
+    indent = " " * (len(line) - len(line.lstrip(" ")))
+    lines = textwrap.wrap(
+        line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
+    )
+    return "\n".join(lines)
 
 
 class Screen(Console):
     """A console for tables and lines: every text in them is plain and has no markup; a style needs a `Text`."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(quiet=_silent, **how)
+
+    def print_line(self, text: str, must: bool = False) -> None:
+        """Print a line: broken between words on a terminal, elsewhere whole. `must` is that of :func:`echo`."""
+        if must and self.quiet:
+            echo(text, err=self.stderr, must=True)
+        else:
+            self.print(text, soft_wrap=not self.is_terminal)
 
     def render_str(self, text: str, **how: Any) -> Text:
         """Make a text of what a table, a title or a line was given."""
