@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +30,7 @@ from fedapp.results import report
 from fedapp.results.directory import only_writer
 from fedapp.results.runs import MAX_FOLDER, PAIRED, read_comparison
 from fedapp.results.statistics import privacy, signed_rank
+from fedapp.results.terminal import Screen, echo
 
 BASE: dict[str, Any] = {
     "dataset": "digits", "data-fraction": 0.3, "clients": 4, "num-server-rounds": 3, "local-epochs": 1,
@@ -521,3 +525,39 @@ def test_a_narrow_pipe_does_not_squeeze_names(
     assert result.stdout.count("received: after the last round, before local training; trained: after one more") == 2
     assert "Standalone receives nothing, so it has one score" in result.stdout
     assert "…" not in result.stdout
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_no_number_is_cut_however_narrow_the_terminal_is(width: int) -> None:
+    names = ["Standalone", "FedClassAvg (lam=10)"]
+    heads = ("worst client", "better off than alone", "completed rounds to 73.9 %", "bytes up", "bytes down", "seconds")
+    columns = {head: [f"{number:,}", f"{number}.1 ± 2.3"] for number, head in enumerate(heads, 153128)}
+    console = Screen(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
+    tables.print_fitting(console, names, columns)
+    shown = str(console.file.getvalue())  # type: ignore[attr-defined]
+    assert max(map(len, shown.splitlines())) <= width and "…" not in shown
+    for cells in columns.values():
+        assert all(shown.count(f" {cell} ") == 1 for cell in cells)
+    assert shown.count("Standalone") == shown.count("FedClassAvg (lam=10)") == shown.count("method")
+    assert (shown.count("method") == 1) == (width == 200)
+
+
+def test_messages_on_a_terminal_break_between_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((20, 10)))
+    text = "a message of several words\n  an indented one that goes on\n/a/path/that/is/longer/than/a/line"
+    echo(text, err=True)
+    assert capsys.readouterr().err == text + "\n"
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    echo(text, err=True)
+    assert capsys.readouterr().err == (
+        "a message of several\nwords\n  an indented one\n  that goes on\n/a/path/that/is/longer/than/a/line\n"
+    )
+
+
+def test_a_method_is_named_once_where_it_refuses(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest) as error:
+        compare.run({"model": "digits-a,digits-b"}, "local,cwfedavg(lam=1),fedavg", 1, tmp_path / "out")
+    told = str(error.value).splitlines()
+    assert [line.split(" needs ")[0] for line in told] == ["cwfedavg(lam=1)", "fedavg"]

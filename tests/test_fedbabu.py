@@ -17,7 +17,7 @@ from clients.fedbabu import FedBABUClient, FedBABUHParams
 from fedapp import load
 from fedapp.cli import app
 from fedapp.engines.local import RunResult
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, counted
 from fedapp.learning.state import read_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.learning.training import train
@@ -175,7 +175,7 @@ def test_a_fine_tuning_that_diverges_costs_its_own_score_alone(
     assert list(result.final["tuned_accuracy"].isna()) == [c in wild for c in range(3)]
     assert not result.final[["received_accuracy", "trained_accuracy"]].isna().any(axis=None)
     (warning,) = result.summary["warnings"]
-    assert f"no score 'tuned' of {len(wild)} clients ({', '.join(map(str, wild))})" in warning
+    assert f"no score 'tuned' of {counted(len(wild), 'client')} ({', '.join(map(str, wild))})" in warning
     headline = result.summary["headline"]
     assert (headline["score"], headline["clients"], headline["of"]) == ("tuned", 3 - len(wild), 3)
     assert (headline["value"] is None) == (len(wild) == 3)

@@ -170,7 +170,10 @@ def _tell(
     keys: Sequence[RunKey], lacking: Sequence[RunKey], archive: Archive, evidence: Evidence, workers: int | None
 ) -> None:
     """Say on standard error how many runs are missing, and how long they will take; `workers` is 0 if none is run."""
-    echo(f"{len(keys) - len(lacking)} of {counted(len(keys), 'run')} there already", err=True)
+    echo(
+        f"{len(keys) - len(lacking)} of {counted(len(keys), 'run')} {'is' if len(keys) == 1 else 'are'} there already",
+        err=True,
+    )
     if lacking and workers == 0:
         echo(f"missing: {', '.join(key.folder for key in lacking)} (add --out to run them)", err=True)
     elif lacking:

@@ -341,8 +341,11 @@ def print_fitting(console: Screen, names: Sequence[str], columns: Mapping[str, S
         count = max(1, sum(width <= room for width in taken))
         here, left = left[:count], left[count:]
         shown = Table(Column("method", no_wrap=True))
+        spare = room - sum(widths[head] + EDGES for head in here)
         for head in here:
-            shown.add_column(head, justify="right", min_width=widths[head])
+            wider = max(0, min(len(head) - widths[head], spare))
+            spare -= wider
+            shown.add_column(head, justify="right", width=widths[head] + wider, overflow="fold")
         for row in zip(names, *(columns[head] for head in here), strict=True):
             shown.add_row(*row)
         console.print(shown)
