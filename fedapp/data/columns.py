@@ -239,8 +239,7 @@ def readable(
     right, votes = next(iter(Counter(forms.values()).most_common(1)), ("", 0))
     for path in [path for path, own in forms.items() if own != right]:
         bad[path] = (
-            f"{path} has {forms[path]}, but {votes} of {counted(len(forms), 'file')} "
-            f"{'have' if votes > 1 else 'has'} {right}"
+            f"{path} has {forms[path]}, but {votes} of {len(forms)} files {'have' if votes > 1 else 'has'} {right}"
         )
         del found[path]
     if bad and not (skip_bad and found):
@@ -252,7 +251,7 @@ def unusable(root: Path, bad: Sequence[str], count: int) -> BadRequest:
     """Return the error that names files of a folder: one line for each bad one, of `count` files in all."""
     more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
     return BadRequest(
-        f"{len(bad)} of {counted(count, 'file')} in {root} cannot be used: {'; '.join(bad[:SHOWN])}{more}: "
+        f"{len(bad)} of {count} files in {root} cannot be used: {'; '.join(bad[:SHOWN])}{more}: "
         "repair them, move them away, or leave them out with skip-bad = true"
     )
 
@@ -410,9 +409,7 @@ def own(where: object, arrays: Mapping[str, Array], expected: Sequence[str] | No
         y_test = numbered.get("y_test", numbered["y_train"][:0])
         for part, x, y in (("train", x_train, numbered["y_train"]), ("test", x_test, y_test)):
             if len(x) != len(y):
-                raise BadRequest(
-                    f"{where}: x_{part} has {counted(len(x), 'row')} but y_{part} has {counted(len(y), 'label')}"
-                )
+                raise BadRequest(f"{where}: x_{part} has {len(x)} rows but y_{part} has {len(y)} labels")
         parts = {"x_train": x_train, "y_train": numbered["y_train"], "x_test": x_test, "y_test": y_test}
         return Own(parts, classes, kind, ignored=ignored)
     return _of_columns(where, arrays, names, expected, ignored)
@@ -564,9 +561,7 @@ def _classes(
         raise BadRequest(f"{where}: there are no labels")
     count = len(expected) if expected is not None else len(names) if names is not None else int(every.max()) + 1
     if names is not None and (len(names) != count or len(set(names)) != len(names)):
-        raise BadRequest(
-            f"{where}: {len(names)} class_names for {counted(count, 'class')}: give each class one name of its own"
-        )
+        raise BadRequest(f"{where}: {len(names)} class_names for {count} classes: give each class one name of its own")
     lowest, highest = int(every.min()), int(every.max())
     if lowest < 0 or highest >= count:
         wrong = lowest if lowest < 0 else highest

@@ -202,7 +202,7 @@ def round_rates(lr: float, schedule: str, warmup: int, rounds: int) -> tuple[flo
     left = rounds - warmup
     if left < 1:
         raise BadRequest(
-            f"warmup-rounds = {warmup} leaves none of {counted(rounds, 'round')}: give fewer, or more rounds"
+            f"warmup-rounds = {warmup} leaves none of the {counted(rounds, 'round')}: give fewer, or more rounds"
         )
     rates = scheduled("lr-schedule", schedule, lr, left) if schedule else (lr,) * left
     return tuple(rates[0] * t / (warmup + 1) for t in range(1, warmup + 1)) + rates
