@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,9 @@ def test_a_file_says_what_it_is(tmp_path: Path) -> None:
     path = store(tmp_path).save(4, {"x": np.ones(1)})
     assert path == tmp_path / "3" / "aa.000004.safetensors"
     place = {"federation": tmp_path.name, "client": "3"}
-    assert read_safetensors(path)[1] == {"schema": 2, "method": "m", "run": "aa", **place, "round": 4, "expected": ""}
+    header = read_safetensors(path)[1]
+    assert 0 < int(str(header.pop("saved"))) <= time.time_ns()
+    assert header == {"schema": 2, "method": "m", "run": "aa", **place, "round": 4, "expected": ""}
 
 
 def test_the_newest_state_before_a_round_is_loaded_and_three_are_kept(tmp_path: Path) -> None:
@@ -107,6 +110,23 @@ def test_states_of_runs_side_by_side_stay_apart(tmp_path: Path) -> None:
     assert (first.arrays["x"][0], second.arrays["x"][0]) == (1.0, 2.0)
     assert len(names(tmp_path)) == 6
     assert store(tmp_path, run="cc").load(before=9) is None
+
+
+def test_a_warm_start_does_not_go_by_the_times_of_files(tmp_path: Path) -> None:
+    """`cp -r` gives copies times of their own, in any order."""
+    files = [store(tmp_path, run=run).save(r, {"x": np.full(1, r)}) for run in ("bb", "aa") for r in (1, 2, 3)]
+    for when, file in enumerate(reversed(files)):
+        os.utime(file, ns=(when, when))
+    stored = store(tmp_path, run="cc", warm=True).load(before=1)
+    assert stored is not None and stored.path == files[-1] and stored.arrays["x"][0] == 3.0
+    for file in files:
+        arrays, header = read_safetensors(file)
+        write_safetensors(file, arrays, {k: v for k, v in header.items() if k != "saved"})
+        os.utime(file, ns=(1, 1))
+    os.utime(files[0], ns=(2, 2))
+    os.utime(files[2], ns=(2, 2))
+    stored = store(tmp_path, run="cc", warm=True).load(before=1)
+    assert stored is not None and stored.path == files[2], "without a time in files: the last round of the newest run"
 
 
 def test_a_warm_start_takes_the_newest_state_of_another_run(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import tempfile
+import time
 from collections import deque
 from collections.abc import Collection, Mapping
 from contextlib import suppress
@@ -263,6 +264,18 @@ def read_head_norms(folder: Path, run: str) -> tuple[NDArray[np.int64], NDArray[
     return arrays["rounds"], arrays["norms"]
 
 
+def _saved(path: Path) -> int:
+    """Return when a state was written, in ns since 1970: by its header, for a copy of a file has a time of its own.
+
+    Files of earlier versions do not say it, and nor does a damaged one: of these it is the time of the file.
+    """
+    try:
+        with safe_open(str(path), framework="numpy") as f:
+            return int(json.loads((f.metadata() or {})["fedapp"])["saved"])
+    except (SafetensorError, OSError, KeyError, ValueError, TypeError, RecursionError):
+        return path.stat().st_mtime_ns
+
+
 class ClientStore:
     """The stored states of one client.
 
@@ -374,8 +387,8 @@ class ClientStore:
             return self._read(usable[-1], prefix, without)
         others = [f for f in files if f[0] != self.run]
         if self.warm_start and others:
-            newest = max(others, key=lambda f: f[2].stat().st_mtime_ns)
-            stored = self._read(newest, prefix, without)
+            last = {f[0]: f for f in others}  # by run, the last of its rounds
+            stored = self._read(max(last.values(), key=lambda f: _saved(f[2])), prefix, without)
             return Stored(0, stored.path, stored.arrays, counted=False)
         return None
 
@@ -412,6 +425,7 @@ class ClientStore:
             "federation": self.folder.parent.name,
             "client": self.folder.name,
             "round": server_round,
+            "saved": time.time_ns(),
             "expected": self.expected.digest,
             **({} if self.dp == "none" else {"dp": self.dp}),
         }
