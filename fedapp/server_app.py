@@ -59,9 +59,11 @@ from fedapp.results.directory import (
     write_json,
 )
 from fedapp.results.lines import Spoken
-from fedapp.results.predict import described
+from fedapp.results.predict import described, made_with
+from fedapp.results.runs import read_json
 from fedapp.results.statistics import measured as measured_values
 from fedapp.results.statistics import over_clients
+from fedapp.tasks import identity as identities
 from fedapp.tasks import scoring
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint, roster, selection
@@ -231,7 +233,10 @@ class Run(Callbacks):
         if config.resume:
             earlier = configuration.without_former(configuration.read_toml(out / "config.toml"))
             config.check_continues(configuration.from_flat(earlier), self.done)
-        self.directory = RunDirectory(out, config, self.done if config.resume else None)
+        identity = identities.of_files(config) | (identities.of_data(config) if self.simulation else {})
+        if config.resume:
+            lost += self._compare(identity)
+        self.directory = RunDirectory(out, config, self.done if config.resume else None, identity)
         if config.resume and config.lost_state == "restart":
             for name in ("rounds.csv", "clients.csv"):
                 self.directory.add_column(name, "restarted")
@@ -263,6 +268,26 @@ class Run(Callbacks):
         self.global_scores: Scores | None = None
 
     # ---- before round 1 ------------------------------------------------------------------------------------------
+
+    def _compare(self, now: Mapping[str, str]) -> list[str]:
+        """Refuse to go on with other data, code or weights; return a line where the run did not note what it had."""
+        before = json.loads((self.out / "versions.json").read_text(encoding="utf-8"))
+        if differing := identities.changed(before, now):
+            raise BadRequest(
+                f"since the run in {self.out} began these have changed (SHA-256): {differing}. Put the former ones "
+                "back, or start a new run"
+            )
+        if self.simulation and self.config.clients:
+            facts = described(tasks.federated(self.config, self.config.clients).inputs, ())
+            noted = read_json(self.out / "inputs.json")
+            if any(noted.get(key, facts[key]) != facts[key] for key in ("mean", "std")):
+                raise BadRequest(
+                    f"{self.out} normalised samples by other numbers than this version would (CHANGELOG.md says by "
+                    "which): start a new run"
+                )
+        lacking = [name for name in now if name not in before]
+        return [f"an earlier version began this run and kept no SHA-256 of {', '.join(lacking)}: whether they have "
+                "changed since cannot be checked"] if lacking else []  # fmt: skip
 
     def _found(self) -> tuple[checkpoint.Found | None, list[str]]:
         """Find the checkpoint that this run goes on from, and what was wrong with newer ones."""
@@ -777,6 +802,7 @@ class Run(Callbacks):
         config, spec = self.config, self.spec
         sizes = {"num_classes": spec.num_classes, "shape": list(spec.shape)}
         model = {"model": spec.name, "model-options": dataclasses.asdict(spec.options)}
+        model |= {"made-with": made_with(spec.name, spec.options.weights)}
         return {**self.about, "method": config.method, "method-args": config.method_args, **model, **sizes}
 
     def has_evaluation(self, server_round: int) -> bool:

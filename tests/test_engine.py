@@ -233,7 +233,10 @@ def test_bf16_is_refused_where_it_is_only_imitated(monkeypatch: pytest.MonkeyPat
     with pytest.raises(BadRequest, match="this GPU has no fast bfloat16; use fp32"):
         run(**settings)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(Path, "read_text", lambda self, **_: "flags: avx2" if self.name == "cpuinfo" else "")
+    read = Path.read_text
+    monkeypatch.setattr(
+        Path, "read_text", lambda self, **how: "flags: avx2" if self.name == "cpuinfo" else read(self, **how)
+    )
     with pytest.raises(BadRequest, match="this processor has no fast bfloat16; use fp32"):
         run(**settings)
 

@@ -41,9 +41,13 @@ def cache_root() -> Path:
 
 
 def file_identity(path: Path) -> list[str | int]:
-    """Return what tells one version of a file from another: absolute path, size in bytes, time of change in ns."""
+    """Return what tells one version of a file from another: absolute path, size in bytes, times in ns, inode.
+
+    A program can set the time of the content (`touch -r`, `cp -p`, `rsync`, `tar -x`), and an archive may give all
+    files the same one. The time at which the system itself noted a change cannot be set.
+    """
     stat = path.stat()
-    return [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
+    return [str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 class Store:

@@ -37,6 +37,8 @@ class Dataset:
     ignored : arrays or columns of the source that mean nothing here.
     features : name of each feature of a table, where the source has names; else empty.
     categories : text column of a table -> its categories, which the features `column=category` stand for.
+    identity : SHA-256 of what the data are, by `samples`, `labels`, `features` (their names), `classes` (theirs),
+        `clients` and `groups`, of all rows.
     skipped : number of files, or pictures of a table, that could not be used and were left out.
     parts, part : where clients' samples differ in size, the rows of each size as a data set of their own, and which of
         them each row of the pool is in, int64; the rows of a part have the order that they have here. Then `x_train`
@@ -60,6 +62,7 @@ class Dataset:
     ignored: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    identity: Mapping[str, str] = field(default_factory=dict)
     skipped: int = 0
     parts: tuple[Dataset, ...] = ()
     part: Int64 | None = None

@@ -25,6 +25,7 @@ images uint8 (N, H, H) or (N, H, H, C), labels integers 0..C-1 (N,); optionally 
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import inspect
 import json
@@ -169,6 +170,10 @@ _Source = tuple[Mapping[str, Any], Callable[[Store], Built]]
 """Where a data set comes from: the identity of its files, and the reader that fills a store."""
 
 
+_latest: dict[tuple[str, Path | None, Reading], Dataset] = {}
+"""What `load` returned last, by its arguments."""
+
+
 def load(name: str, data_dir: str | Path | None = None, reading: Reading = PLAIN) -> Dataset:
     """Return a data set, decoding or downloading it the first time.
 
@@ -195,7 +200,18 @@ def load(name: str, data_dir: str | Path | None = None, reading: Reading = PLAIN
     check_name(name)
     root = Path(data_dir).expanduser() if data_dir is not None and str(data_dir) else None
     key, build = _find(name, root, reading)
-    return _open(name, build_once(name, key, lambda store: _finish(store, name, build(store))))
+    found = _open(name, build_once(name, key, lambda store: _finish(store, name, build(store))))
+    _latest[name, root, reading] = found
+    return found
+
+
+def latest(name: str, data_dir: str | Path | None = None, reading: Reading = PLAIN) -> Dataset:
+    """Return a data set as this process last loaded it, without a look at its files: there may be very many.
+
+    `load` looks, so a run that begins with it has the data that are there then, and keeps them until its end.
+    """
+    root = Path(data_dir).expanduser() if data_dir is not None and str(data_dir) else None
+    return _latest.get((name, root, reading)) or load(name, data_dir, reading)
 
 
 def source(place: Path) -> str:
@@ -222,6 +238,7 @@ def _open(name: str, folder: Path) -> Dataset:
         scale=float(meta["scale"]),
         kind=meta.get("kind", "image"),
         owner_names=tuple(meta.get("owner_names", ())),
+        identity=meta["identity"],
         skipped=meta.get("skipped", 0),
         **_described(meta),
         **arrays,
@@ -328,6 +345,7 @@ def _finish(store: Store, name: str, built: Built) -> dict[str, Any]:
         "columns": [key for key in own.arrays if key not in ARRAYS],
         "owner_names": list(own.owner_names),
         "skipped": own.skipped,
+        "identity": _identity(own, classes),
         **samples[0],
         **({"parts": samples, "ignored": list(own.ignored)} if own.parts else {}),
     }
@@ -343,6 +361,29 @@ def _samples(own: Own, facts: Facts | None) -> dict[str, Any]:
         "features": list(own.features),
         "categories": {name: list(found) for name, found in own.categories.items()},
     }
+
+
+def _identity(own: Own, classes: Sequence[str]) -> dict[str, str]:
+    """Return SHA-256 of what the data are, part by part, so that a message can say what has changed."""
+    sized = own.parts or (own,)
+    parts: dict[str, list[Any]] = {
+        "samples": [one.arrays[key] for one in sized for key in ("x_train", "x_test")],
+        "labels": [own.arrays["y_train"], own.arrays["y_test"]],
+        "features": [[one.features, {name: list(found) for name, found in one.categories.items()}] for one in sized],
+        "classes": [list(classes)],
+        "clients": [own.owner_names, *(own.arrays[key] for key in ("owners", "part") if key in own.arrays)],
+        "groups": [own.arrays[key] for key in ("groups", "held_out") if key in own.arrays],
+    }
+    found = {}
+    for name, values in parts.items():
+        digest = hashlib.sha256()
+        for value in values:
+            about = [value.dtype.str, value.shape] if isinstance(value, np.ndarray) else value
+            digest.update(json.dumps(about).encode() + b"\n")
+            if isinstance(value, np.ndarray) and value.size:
+                digest.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
+        found[name] = digest.hexdigest()
+    return found
 
 
 def _build_digits() -> Built:

@@ -45,6 +45,7 @@ from fedapp.models import head_width, is_own
 from fedapp.results.directory import absolute, check_out, check_writable, new_folder, only_writer, removed_if_empty
 from fedapp.results.runs import RunResult
 from fedapp.results.terminal import Screen, echo
+from fedapp.tasks import identity
 from fedapp.tasks import simulated as tasks
 
 SWEPT = ("clients", "fraction-train", "num-server-rounds", "split")
@@ -308,7 +309,13 @@ def standing(config: RunConfig) -> Literal["new", "done", "broken off", "nothing
                 f"{out} holds a run with another configuration ({'; '.join(differing)}): give a new --out, or its "
                 "settings"
             )
-        if RunResult(out).ok:
+        run = RunResult(out)
+        if other := identity.changed(run.versions, identity.of_files(config) | identity.of_data(config)):
+            raise BadRequest(
+                f"since the run in {out} these have changed (SHA-256): {other}. Put the former ones back, or give a "
+                "new --out"
+            )
+        if run.ok:
             return "done"
         return "broken off" if any((out / "checkpoint").glob("*.safetensors")) else "nothing kept"
     except OSError as e:

@@ -37,6 +37,7 @@ from fedapp.results.statistics import (
     until,
 )  # fmt: skip
 from fedapp.results.terminal import Screen
+from fedapp.tasks import identity
 
 PROTOCOLS = configuration.PROTOCOLS
 TUNED = "tuned"
@@ -223,6 +224,7 @@ def verify(jobs: Sequence[Job]) -> Shared:
     Rounds that only some runs have (early stopping), and rounds in which a reply was dropped, are left out.
     """
     lines: list[str] = []
+    unknown: dict[str, None] = {}
     groups: dict[tuple[str, int], dict[str, RunResult]] = {}
     for job in jobs:
         groups.setdefault((job.setting, job.seed), {})[job.variant.label] = job.result
@@ -230,7 +232,10 @@ def verify(jobs: Sequence[Job]) -> Shared:
         where = f"{setting} seed {seed}".strip()
         tables = [run.rounds for run in members.values()]
         common = set.intersection(*({int(r) for r in t.loc[t["dropped"] == 0, "round"]} for t in tables))
+        known = {label: identity.data_hash(run.versions) for label, run in members.items()}
+        unknown |= dict.fromkeys(label for label, value in known.items() if not value)
         for what, hashes in (
+            ("data", {label: value for label, value in known.items() if value}),
             ("partitions", {label: str(run.card["hash"]) for label, run in members.items()}),
             ("sampled clients", {label: participants(run.clients, common) for label, run in members.items()}),
         ):
@@ -241,8 +246,10 @@ def verify(jobs: Sequence[Job]) -> Shared:
         return Shared(not lines, tuple(lines))
     seeds, settings = len({s for _, s in groups}), len({s for s, _ in groups})
     where = f"{seeds} seed{'s' if seeds > 1 else ''}" + (f", {settings} settings" if settings > 1 else "")
-    text = f"checked by hash ({where}): all methods had the same images and the same clients each round"
-    return Shared(True, (text,))
+    same = "the same division of the data" if unknown else "the same data"
+    text = f"checked by hash ({where}): all methods had {same} and the same clients each round"
+    told = f"NOT CHECKED: an earlier version, which kept no hash of the data, made runs of {', '.join(unknown)}"
+    return Shared(True, (text, *([told] if unknown else [])))
 
 
 # ---- showing ---------------------------------------------------------------------------------------------------------

@@ -38,7 +38,13 @@ def file_of(path: str) -> Path:
 
 def checksum(path: str) -> str:
     """Return the SHA-256 of a file of weights, in hexadecimal digits."""
-    with file_of(path).open("rb") as f:
+    file = file_of(path)
+    return _checksum(str(file), *_version(file))
+
+
+@functools.lru_cache(maxsize=2)
+def _checksum(path: str, *version: int) -> str:
+    with Path(path).open("rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
@@ -50,12 +56,17 @@ def read(path: str) -> Mapping[str, Tensor]:
     BadRequest : the file is not there, or holds something else.
     """
     file = file_of(path)
+    return _read(str(file), *_version(file))
+
+
+def _version(file: Path) -> tuple[int, ...]:
+    """Return what tells one version of a file from another; nobody can set the time at which the system changed it."""
     stat = file.stat()
-    return _read(str(file), stat.st_size, stat.st_mtime_ns)
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 @functools.lru_cache(maxsize=2)
-def _read(path: str, size: int, changed: int) -> Mapping[str, Tensor]:
+def _read(path: str, *version: int) -> Mapping[str, Tensor]:
     wanted = "save it with torch.save(model.state_dict(), FILE) or safetensors.torch.save_file"
     try:
         if path.endswith(".safetensors"):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,9 @@ from fedapp.learning.state import StateError, read_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.method import Arrays, Method
 from fedapp.models import SplitModel
-from fedapp.results.runs import RUN_MARK, RunResult
+from fedapp.results.runs import RUN_MARK, RunResult, read_json
 from fedapp.results.statistics import Floats, Ints
+from fedapp.tasks import identity
 from fedapp.tasks import simulated as tasks
 from fedapp.tasks.simulated import FederatedData
 from fedapp.transport import checkpoint, selection
@@ -83,6 +85,8 @@ def data_of(run: RunResult) -> FederatedData:
         raise Unavailable(f"the run's data cannot be loaded ({e})") from e
     if data.partition.hash != run.card.get("hash"):
         raise Unavailable("the data or their partition have changed since the run", "fedapp run ... --out NEW")
+    if other := identity.changed(run.versions, identity.of_files(config) | identity.of_data(config)):
+        raise Unavailable(f"these have changed since the run (SHA-256): {other}", "fedapp run ... --out NEW")
     return data
 
 
@@ -98,7 +102,9 @@ def inputs_of(run: RunResult) -> InputSpec:
         raise Unavailable("each client normalises its own images (normalise = client)")
     if data.dataset.parts:
         raise Unavailable("clients' samples differ in size, so no two models see the same one")
-    return data.inputs
+    noted = read_json(run.out / "inputs.json")  # an earlier version took mean and standard deviation of other rows
+    mean, std = (tuple(map(float, noted.get(key) or getattr(data.inputs, key))) for key in ("mean", "std"))
+    return replace(data.inputs, mean=mean, std=std)
 
 
 def client_folders(run: RunResult) -> dict[int, Path]:

@@ -3,7 +3,7 @@
 | file                | content                                                                               |
 |---------------------|---------------------------------------------------------------------------------------|
 | `config.toml`       | the effective configuration; `fedapp run config.toml` repeats the run                  |
-| `versions.json`     | versions of packages, hashes of own code, processor, the run's token                   |
+| `versions.json`     | versions of packages, SHA-256 of data, own code and weights, processor, the run's token |
 | `rounds.csv`        | one row per round; every column that is not reproducible ends in `seconds`              |
 | `clients.csv`       | one row per client and round: sums, counts and the accuracies they give                 |
 | `evaluations.csv`   | with `evaluate-every`: averages over all clients, one row per evaluation                |
@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import hashlib
 import io
 import itertools
 import json
@@ -45,7 +44,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from filelock import FileLock, Timeout
 
-from fedapp import __version__, plugins
+from fedapp import __version__
 from fedapp.config import RunConfig, write_toml
 from fedapp.errors import BadRequest
 from fedapp.learning.evaluation import CONFUSION
@@ -244,13 +243,6 @@ def versions() -> dict[str, str]:
     return {"fedapp": __version__, **found, "python": platform.python_version(), **machine}
 
 
-def code(config: RunConfig) -> dict[str, str]:
-    """Return the SHA-256 of the files that a run's own models and metrics come from, by `code of MODULE`."""
-    names = [name.strip() for text in (config.model, config.metrics) for name in text.split(",")]
-    files = {name.partition(":")[0]: plugins.code_file(name) for name in names if plugins.well_formed(name)}
-    return {f"code of {m}": hashlib.sha256(f.read_bytes()).hexdigest() for m, f in files.items() if f is not None}
-
-
 def keep_rows(path: Path, wanted: Callable[[list[str]], bool]) -> None:
     """Rewrite a CSV file, if it is there, with the rows that are wanted; a line that a kill cut off is removed."""
     if not path.is_file():
@@ -271,9 +263,12 @@ class RunDirectory:
     ----------
     path : absolute path.   config : effective configuration.
     keep_rounds : rounds to keep of an existing run (resume), None for a new run.
+    identity : what the run depends on (`tasks.identity`), which a new run notes.
     """
 
-    def __init__(self, path: Path, config: RunConfig, keep_rounds: int | None = None) -> None:
+    def __init__(
+        self, path: Path, config: RunConfig, keep_rounds: int | None = None, identity: Mapping[str, str] | None = None
+    ) -> None:
         self.path = path
         self.config = config
         path.mkdir(parents=True, exist_ok=True)
@@ -283,7 +278,7 @@ class RunDirectory:
         if keep_rounds is None:
             self.token, self.begun_with = secrets.token_hex(6), __version__
             about = {"run": self.token, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-            write_json(info_path, {**versions(), **code(config), **about})
+            write_json(info_path, {**versions(), **(identity or {}), **about})
         else:
             info = json.loads(info_path.read_text())
             self.token, self.begun_with = str(info["run"]), str(info.get("fedapp"))

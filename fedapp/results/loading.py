@@ -163,6 +163,7 @@ def _client(run: RunResult, config: RunConfig, client: int, point: str, allow: s
         "method-args": config.method_args,
         "model": config.model_of(client),
         "model-options": dataclasses.asdict(config.model_options),
+        "made-with": run.versions,
         "when": f"after its last training, in round {header.get('round')}",
     }
     model = {name.removeprefix("model/"): a for name, a in arrays.items() if name.startswith("model/")}

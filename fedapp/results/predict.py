@@ -33,8 +33,9 @@ from fedapp.learning.evaluation import BATCH
 from fedapp.learning.state import StateError, read_safetensors, write_safetensors
 from fedapp.learning.task import ModelSpec
 from fedapp.method import Arrays, Scalar
-from fedapp.models import ModelOptions, SplitModel, weights
+from fedapp.models import ModelOptions, SplitModel, is_own, own, weights
 from fedapp.models.bounded import Bounded
+from fedapp.tasks import identity
 from fedapp.transport import selection
 
 SCHEMA = 1
@@ -84,6 +85,7 @@ def keep(
         "model": task.model,
         "model-options": dataclasses.asdict(task.options),
         "num_classes": task.num_classes,
+        "made-with": made_with(task.model, task.options.weights),
         "client": task.client,
         "round": server_round,
         "scalars": dict(scalars),
@@ -92,6 +94,12 @@ def keep(
     write_safetensors(
         path, selection.everything(client.tuned if protocol == "tuned" else client.scored(protocol)), header, durable
     )
+
+
+def made_with(model: str, stored: str) -> dict[str, str]:
+    """Return the SHA-256 of an own model's code and of stored weights, by which a change of them is noticed later."""
+    found = identity.code_of([own.target(model)] if is_own(model) else [])
+    return {**found, **({"weights": weights.checksum(stored)} if stored else {})}
 
 
 class LoadedModel(nn.Module):
@@ -257,6 +265,11 @@ def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) ->
             f"{path} was trained with the model '{name}', code that is imported to use it: if you trust it, "
             f'allow it with allow="{name}" (on the command line --allow "{name}")'
         )
+    noted = {str(k): str(v) for k, v in dict(head.get("made-with", {})).items()}
+    if other := identity.changed(noted, made_with(name, "")):
+        raise BadRequest(
+            f"{path}: since the model was trained, these have changed (SHA-256): {other}. Put the former ones back"
+        )
     options = ModelOptions(
         args=str(given.get("args", "")),
         head=str(given.get("head", "")),
@@ -276,6 +289,10 @@ def _rebuilt(path: Path, head: Mapping[str, Any], arrays: Arrays, allow: str) ->
     if lacking and given.get("freeze"):
         # A server's file has no layers that were never sent: they are those of the stored weights.
         stored = dataclasses.replace(options, weights=str(given.get("weights", "")), freeze=str(given["freeze"]))
+        if stored.weights and identity.changed(noted, {"weights": weights.checksum(stored.weights)}):
+            raise BadRequest(
+                f"{path} was made with other weights than {stored.weights} has (SHA-256): put the former file back"
+            )
         model = client.build_model(dataclasses.replace(spec, options=stored), hparams)
         lacking = [n for n in lacking if not selection.matches(n, weights.kept(model))]
     if lacking:

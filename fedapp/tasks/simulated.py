@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from fedapp import process, sampling
 from fedapp.config import RunConfig
 from fedapp.data import datasets, flower, natural, partitions
-from fedapp.data.columns import SHOWN, Reading
+from fedapp.data.cache import file_identity
+from fedapp.data.columns import SHOWN
 from fedapp.data.dataset import Dataset, View, sample
 from fedapp.data.moments import Rows, Samples, binary, moments
 from fedapp.data.partitions import Partition
@@ -155,20 +156,22 @@ class FederatedData:
 def federated(config: RunConfig, clients: int) -> FederatedData:
     """Load the data set and partition it over `clients` clients; cached.
 
-    The result depends on the configuration and the number of clients alone, so every process has the same.
+    The result depends on the configuration, its files and the number of clients alone, so every process has the same.
 
     Raises
     ------
     BadRequest : the data are not there, or the partition or the public set cannot be made.
     """
+    whole = datasets.latest(config.dataset, config.data_dir or None, config.reading)
+    file = config.partition_file
+    version = file_identity(Path(file)) if file and Path(file).is_file() else []
 
     def made(unseen: tuple[int, ...]) -> FederatedData:
         return _federated(
-            config.dataset, config.data_dir, config.data_fraction, config.partition, config.split, clients,
+            whole, config.data_dir, config.data_fraction, config.partition, config.split, clients,
             config.data_seed, config.alpha, config.classes_per_client, config.min_samples, config.test_share,
-            public_source(config), config.validation, config.partition_file, unseen, config.reading,
-            config.partition_args, config.normalise,
-            config.skip_bad and not config.method_and_hparams()[0].heterogeneous,
+            public_source(config), config.validation, file, unseen, config.partition_args, config.normalise,
+            config.skip_bad and not config.method_and_hparams()[0].heterogeneous, tuple(version),
         )  # fmt: skip
 
     unseen: tuple[int, ...] = ()
@@ -188,7 +191,7 @@ def with_weights(config: RunConfig, inputs: InputSpec) -> InputSpec:
 
 @functools.lru_cache(maxsize=4)
 def _federated(
-    name: str,
+    whole: Dataset,
     data_dir: str,
     fraction: float,
     kind: str,
@@ -203,12 +206,12 @@ def _federated(
     validation: float,
     file: str,
     unseen: tuple[int, ...],
-    reading: Reading,
     arguments: str,
     how: str,
     one_size: bool,
+    version: tuple[str | int, ...],  # of `file`
 ) -> FederatedData:
-    whole = datasets.load(name, data_dir or None, reading)
+    name = whole.name
     whole = whole.of_one_size() if one_size else whole
     dataset = sample(whole, fraction, sampling.rng(seed, "data-fraction"))
     if kind == "auto":
@@ -308,6 +311,7 @@ def check(config: RunConfig, clients: int) -> FederatedData:
     ------
     BadRequest : they do not; says what to change.
     """
+    datasets.load(config.dataset, config.data_dir or None, config.reading)  # what is there now
     data = federated(config, clients)
     config.check_liars(clients - len(config.unseen_of(range(clients), data.partition.names)), simulation=True)
     others = data.dataset.unlike()
