@@ -80,6 +80,25 @@ def test_geometric_median_against_an_optimiser() -> None:
     np.testing.assert_allclose(found, best.x, atol=1e-4)
 
 
+def test_geometric_median_leaves_and_reaches_points_of_the_data() -> None:
+    """On a line the geometric median is the weighted median, which is one of the points."""
+    x, w = np.array([[1.0], [0.0], [-1.0], [-1.0], [0.0]]), np.array([0.24, 0.76, 2.61, 2.67, 3.64])
+    assert robust.geometric_median(x, w).tolist() == [-1.0]
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        k, d = int(rng.integers(3, 10)), int(rng.integers(1, 4))
+        u, w = rng.integers(-2, 3, (k, d)).astype(float), rng.integers(1, 100, k) / 10
+        starts = [*u, w @ u / w.sum()]
+        least = min(sum_of(z, u, w) for z in starts)
+        for start in starts if d > 1 else ():
+            least = min(least, minimize(sum_of, start, args=(u, w), method="Nelder-Mead").fun)
+        assert sum_of(robust.geometric_median(u, w), u, w) <= 1.001 * least
+
+
+def sum_of(z: np.ndarray, u: np.ndarray, w: np.ndarray) -> float:
+    return sum(float(n) * length(row) for n, row in zip(w, (u - z).tolist()))
+
+
 def test_rules_run_from_left_to_right() -> None:
     u = updates() * np.arange(1, 10)[:, None]
     np.testing.assert_allclose(of("norm+trimmed", u), robust.trimmed_mean(robust.bounded(u), F))

@@ -55,8 +55,8 @@ OWN_RULE = "own"
 
 FEW = 4
 """Senders below which no vote is taken: among three, one liar and an unusual client look alike."""
-STEPS, NEAREST = 100, 1e-8
-"""Weiszfeld's steps, and the distance below which a point counts as that far away (Pillutla et al.)."""
+STEPS, NEAREST, FARTHEST = 100, 1e-8, 1e150
+"""Weiszfeld's steps, the distance below which two points are one, and the largest distance that is told apart."""
 COUNT, FAR, TRACE = 4.0, 3.0, 4.0
 """CCVR: largest count and trace as multiples of the class's median. CCVR and FedGH: largest distance to the median.
 CCVR: largest move of the head without one client, as a multiple of the median move, that is not worth a warning."""
@@ -157,14 +157,31 @@ def multikrum(updates: Float64, f: int) -> npt.NDArray[np.intp]:
 def geometric_median(updates: Float64, weights: Array) -> Float64:
     """Return the point with the least sum of weighted distances to (K, D), by Weiszfeld's steps.
 
+    They begin at the update with the least sum. A step from an update follows Vardi and Zhang (2000, "The multivariate
+    L1-median and associated data depth"): the weight that lies there opposes the pull of all others, and the centre
+    stays if it is not less than their pull.
+
     Parameters
     ----------
     weights : (K,), not negative, not all zero.
     """
-    centre = coordinate_median(updates)
+    from scipy.spatial.distance import pdist, squareform  # slow to import, and every client imports this module
+
+    with np.errstate(over="ignore"):
+        apart = np.minimum(squareform(pdist(updates)), FARTHEST)
+    centre: Float64 = updates[np.argmin(apart @ weights)]
     for _ in range(STEPS):
-        pull = weights / np.maximum(_norms(updates - centre), NEAREST)
-        new = pull @ updates / pull.sum()
+        distances = _norms(updates - centre)
+        here = distances < NEAREST
+        pull = np.where(here, 0.0, weights / np.maximum(distances, NEAREST))
+        held = weights[here].sum()
+        if not pull.any():
+            break
+        mean = pull @ updates / pull.sum()
+        force = pull.sum() * float(np.linalg.norm(mean - centre))
+        if force <= held:
+            break
+        new = held / force * centre + (1 - held / force) * mean
         if np.array_equal(new, centre):
             break
         centre = new
