@@ -703,14 +703,15 @@ def test_a_reply_that_is_no_message_blocks_its_sender(monkeypatch: pytest.Monkey
         manager._registration(1001, reply)
 
 
-def test_no_client_says_how_much_it_may_send(monkeypatch: pytest.MonkeyPatch) -> None:
-    flat = from_flat({"method": "fedavg", "clients": 3, **{k.replace("_", "-"): v for k, v in QUICK.items()}})
-    grid: Any = LocalGrid(app, flat.to_flat(), 3)
+@pytest.mark.parametrize("clients", [2, 3])
+def test_no_client_says_how_much_it_may_send(clients: int) -> None:
+    flat = from_flat({"method": "fedavg", "clients": clients, **{k.replace("_", "-"): v for k, v in QUICK.items()}})
+    grid: Any = LocalGrid(app, flat.to_flat(), clients)
     manager = client_manager.ClientManager(grid, client_manager.Settings(), {}, lambda e: None)
-    manager.gather(3)
-    before = [manager._further(c, "train", {}) for c in range(3)]
+    manager.gather(clients)
+    before = [manager._further(c, "train", {}) for c in range(clients)]
     manager.facts[0]["width"] = 1 << 24
-    assert [manager._further(c, "train", {}) for c in range(3)] == before
+    assert [manager._further(c, "train", {}) for c in range(clients)] == before
 
 
 # ---- registration ----------------------------------------------------------------------------------------------------

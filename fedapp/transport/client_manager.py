@@ -820,9 +820,10 @@ class ClientManager:
         if kind == "evaluate" or (self._method is not None and not self._method.extra_up):
             return 0
         info = self.infos[client]
-        # Where methods ask for representations, those of all clients have one width. One client alone cannot change it.
+        # Where methods ask for representations, those of all clients have one width. One client alone cannot raise the
+        # lower median, not even one of two.
         widths = [int(self.facts[c]["width"]) for c in ([client] if self._hosts else self.facts)]
-        classes, width = info.num_classes, sorted(widths)[len(widths) // 2]
+        classes, width = info.num_classes, sorted(widths)[(len(widths) - 1) // 2]
         # One matrix per class is the most that any method asks for; a query for features asks for all of them.
         most = EXTRA_BYTES + 4 * classes * width * (width + 1) + 16 * sum(math.prod(s) for s in expected.values())
         return most + (8 * info.num_samples * (width + 1) if kind == "query.features" else 0)
