@@ -48,7 +48,7 @@ def test_a_figure_names_methods_by_their_titles(tmp_path: Path) -> None:
 def test_a_bad_request_says_what_the_figure_needs(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match=r"no figure 'fedclassavg-22', did you mean 'fedclassavg-2'"):
         papers.draw("fedclassavg-22", [])
-    with pytest.raises(BadRequest, match="needs one run of any method"):
+    with pytest.raises(BadRequest, match="needs one run, of 2b with"):
         papers.draw("fedclassavg-2", [])
     with pytest.raises(BadRequest, match="not a folder"):
         papers.draw("fedclassavg-2", [tmp_path / "missing"])

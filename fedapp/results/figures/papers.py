@@ -14,8 +14,8 @@ from pathlib import Path
 from fedapp.errors import BadRequest, suggest
 from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import calibration, costs, gallery, heads, pathways, representations, scores
-from fedapp.results.figures.style import Drawing, one_look_each
-from fedapp.results.figures.words import Runs, Words, titled
+from fedapp.results.figures.style import MUTED, Drawing, one_look_each
+from fedapp.results.figures.words import Runs, Words, failed, title_of, titled
 from fedapp.results.runs import RunResult, labelled, read
 
 
@@ -38,10 +38,14 @@ LAYERS = partial(calibration.cka, images=calibration.CKA_IMAGES)
 
 PAPERS: dict[str, PaperFigure] = {
     "fedclassavg-2": PaperFigure(
-        "Label distribution over clients", "one run of any method", gallery.FIGURES["labels-heat"][3]
+        "Label distribution over clients, CIFAR-10: 2a Dir(0.5), 2b two classes each",
+        "one run, of 2b with partition=two-class",
+        gallery.FIGURES["labels-heat"][3],
     ),
     "fedclassavg-3": PaperFigure(
-        "Label distribution over clients, skewed", "one run with partition=two-class", gallery.FIGURES["labels-heat"][3]
+        "Label distribution over clients, EMNIST: 3a Dir(0.5), 3b two classes each",
+        "one run, of 3b with partition=two-class",
+        gallery.FIGURES["labels-heat"][3],
     ),
     "fedclassavg-4": PaperFigure(
         "Accuracy by local epochs", "runs of several methods with different architectures", scores.by_epochs
@@ -173,12 +177,14 @@ def draw(name: str, paths: Sequence[Path]) -> Drawing:
     if figure.needs and not paths:
         raise BadRequest(f"{name} ({figure.title}) needs {figure.needs}: name the run directories or their folder")
     runs: list[RunResult] = []
+    lost: list[RunResult] = []
     for path in paths:
         found = read(path)
         if isinstance(found, RunResult):
             runs.append(found)
         else:
             runs += [r for label in found.labels for r in found.finished if r.label == label]
+            lost += [r for label in found.labels for r in found.runs if r.label == label and not r.ok]
     if figure.needs and not runs:
         raise BadRequest(f"no run below {', '.join(map(str, paths))} has finished; {name} needs {figure.needs}")
     if len({(r.label, r.seed, *r.setting.items()) for r in runs}) < len(runs):
@@ -190,7 +196,10 @@ def draw(name: str, paths: Sequence[Path]) -> Drawing:
     except Unavailable as e:
         command = f": {e.command}" if e.command else ""
         raise BadRequest(f"{name} needs {figure.needs}; {e.why}{command}") from e
-    return Drawing(name, figure.title, caption, alt, drawn, name)
+    if lost:
+        names = ", ".join(dict.fromkeys(title_of(r.label) for r in lost))
+        drawn.suptitle(f"failed, and not drawn: {names}", fontsize=8, color=MUTED, x=0.01, ha="left")
+    return Drawing(name, figure.title, f"{caption} {failed(lost)}".strip(), alt, drawn, name)
 
 
 def save(drawing: Drawing, file: Path) -> None:

@@ -75,6 +75,18 @@ def made(runs: Iterable[RunResult], make: Callable[[RunResult], _T]) -> Iterator
         raise reasons[0] if reasons else Unavailable("there is no finished run")
 
 
+def failed(runs: Iterable[RunResult]) -> str:
+    """Name the methods of which a run failed, with its seeds, round and reason; an empty string where none did."""
+    lost: dict[str, list[RunResult]] = {}
+    for run in (r for r in runs if not r.ok):
+        lost.setdefault(run.label, []).append(run)
+    texts = (
+        f"{title_of(label)}, seed {', '.join(str(r.seed) for r in members)} ({members[0].failure})"
+        for label, members in lost.items()
+    )
+    return f"Failed, and not drawn: {'; '.join(texts)}." if lost else ""
+
+
 def unfinished(run: RunResult, why: str) -> Unavailable:
     """Return the error of a run that has not got far enough."""
     return Unavailable(why, f"fedapp run --resume {run.out}")
