@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,7 +33,7 @@ from fedapp.experiments.reproduce import markdown
 from fedapp.experiments.shipped import FOLDER, Entry, Value, read
 from fedapp.results.directory import write_text
 from fedapp.results.runs import RunResult
-from fedapp.results.statistics import DASH, interval, percent, spread, worst
+from fedapp.results.statistics import DASH, interval, spread, tally, worst
 
 DOCS = Path(__file__).parent.parent / "docs"
 OVERVIEW = "overview"
@@ -182,11 +183,30 @@ def gains(runs: Group, method: str, score: Score = "trained") -> list[float]:
     return [float(np.mean(getattr(r, score))) - alone[r.seed] for r in runs.get(method, ()) if r.seed in alone]
 
 
-def gain(values: Sequence[float]) -> str:
-    """Write a difference in points with the 90 % interval of its mean over seeds."""
+def headline(method: str) -> Score:
+    """Return the score that a method is judged by; what is kept of a run has fine-tuned models as trained ones."""
+    return registry.get(method).deploy_as
+
+
+def resolution(runs: Group) -> float:
+    """Return the smallest step of a mean over clients.
+
+    Test rows are not kept. One row of a client is the smallest difference between its scores, over all methods.
+    """
+    by_seed: dict[int, list[list[float]]] = {}
+    for one in (r for members in runs.values() for r in members):
+        by_seed.setdefault(one.seed, []).extend([one.received, one.trained])
+    scores = [np.unique(column) for rows in by_seed.values() for column in np.array(rows).T]
+    steps = [np.diff(values).min() for values in scores if len(values) > 1]
+    clients = len(next(iter(by_seed.values()))[0])
+    return float(np.median(steps)) / clients if steps else math.nan
+
+
+def gain(values: Sequence[float], step: float) -> str:
+    """Write a difference in points with the 90 % interval of its mean over seeds; `step` is its resolution."""
     if not values:
         return DASH
-    low, high = (f"{100 * end:+.1f}" for end in interval(values)) if len(values) > 1 else ("", "")
+    low, high = (f"{100 * end:+.1f}" for end in interval(values, step)) if len(values) > 1 else ("", "")
     return f"{100 * np.mean(values):+.1f}" + (f" ({low} to {high})" if low else "")
 
 
@@ -195,29 +215,33 @@ def both(scores: Sequence[Sequence[float]]) -> str:
     return f"{spread(np.mean(s) for s in scores)} / {spread(worst(s)[1] for s in scores)}"
 
 
-def better(runs: Group, method: str) -> str:
-    """Write which share of clients is better off than alone, in %."""
+def harmed(runs: Group, method: str) -> str:
+    """Write how many clients have a higher, an equal and a lower headline than alone, as means over seeds.
+
+    Test rows are not kept, so only scores that are exactly equal count as the same.
+    """
     alone = {r.seed: np.array(r.trained) for r in runs.get("local", ())}
-    shares = [np.mean(np.array(r.trained) > alone[r.seed]) for r in runs[method] if r.seed in alone]
-    return percent(float(np.mean(shares)), 0) if shares and method != "local" else DASH
+    signs = [np.sign(getattr(r, headline(method)) - alone[r.seed]) for r in runs[method] if r.seed in alone]
+    return tally([[float((s == sign).sum()) for sign in (1, 0, -1)] for s in signs if method != "local"])
 
 
 def block_table(runs: Group) -> list[str]:
     """Build the table of one block; what gains most comes first, training alone at its place."""
-    rows = []
-    for name in sorted(runs, key=lambda m: -float(np.mean(gains(runs, m) or [-1.0]))):
+    rows, step = [], resolution(runs)
+    for name in sorted(runs, key=lambda m: -float(np.mean(gains(runs, m, headline(m)) or [-1.0]))):
         here = runs[name]
         received = DASH if name == "local" else both([r.received for r in here])
-        differences = [DASH if name == "local" else gain(gains(runs, name, score)) for score in SCORES]
-        trained = both([r.trained for r in here])
-        rows.append((registry.get(name).title, len(here), received, trained, *differences, better(runs, name)))
-    heads = "method|seeds:|as received|after local training|received to alone|trained to alone|better off, %:"
-    return markdown(heads, rows)
+        differences = [DASH if name == "local" else gain(gains(runs, name, score), step) for score in SCORES]
+        scores = received, both([r.trained for r in here])
+        rows.append((registry.get(name).title, len(here), *scores, *differences, headline(name), harmed(runs, name)))
+    heads = "method|seeds:|as received|after local training|received to alone|trained to alone"
+    return markdown(f"{heads}|headline|gain / same / lose:", rows)
 
 
-def marked(values: Sequence[float]) -> str:
-    """Write a difference in points, bold where the 90 % interval of its mean excludes zero."""
-    apart = len(values) > 1 and min(interval(values)) * max(interval(values)) > 0
+def marked(values: Sequence[float], step: float) -> str:
+    """Write a difference in points, bold where the 90 % interval of its mean excludes zero; see :func:`gain`."""
+    low, high = interval(values, step)
+    apart = low * high > 0  # no interval, with one seed, is NaN
     text = f"{100 * np.mean(values):+.1f}"
     return f"**{text}**" if apart else text
 
@@ -226,12 +250,13 @@ def overview_table(runs: Sequence[Kept]) -> list[str]:
     """Build the table of differences to training alone, as received and trained, methods by blocks."""
     blocks = {b.id: of_block(runs, b.id) for b in definition().block}
     blocks = {name: found for name, found in blocks.items() if found}
+    steps = {block: resolution(found) for block, found in blocks.items()}
     rows = []
     for name in registry.discover():
         cells = []
-        for found in blocks.values():
+        for block, found in blocks.items():
             both = [gains(found, name, score) if name != "local" else [] for score in SCORES]
-            cells.append(" / ".join(map(marked, both)) if any(both) else DASH)
+            cells.append(" / ".join(marked(values, steps[block]) for values in both) if any(both) else DASH)
         if set(cells) != {DASH}:
             rows.append((registry.get(name).title, *cells))
     return markdown("|".join(["method", *(f"{name}:" for name in blocks)]), rows)

@@ -22,7 +22,7 @@ from fedapp.errors import between
 from fedapp.experiments import compare, recipes
 from fedapp.experiments.reproduce import markdown
 from fedapp.results.runs import RunResult
-from fedapp.results.statistics import DASH, better_off, interval, mean_and_std, percent, spread, worst
+from fedapp.results.statistics import DASH, harm, interval, mean_and_std, spread, tally, worst
 
 SEEDS = 3
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -80,20 +80,20 @@ def levels_table(runs: Mapping[str, Sequence[RunResult]]) -> list[str]:
     for name, theirs in LEVELS.items():
         if here := runs.get(name, ()):
             received = DASH if name == "local" else both([final(r, "received") for r in here])
-            ends, headline = both([trained_at_the_end(r) for r in here]), both([final(r, "trained") for r in here])
-            rows.append((registry.get(name).title, len(here), received, theirs[0], ends, theirs[1], headline))
-    return markdown("method|seeds:|received|reference|trained, last round|reference|trained, headline", rows)
+            ends, trained = both([trained_at_the_end(r) for r in here]), both([final(r, "trained") for r in here])
+            rows.append((registry.get(name).title, len(here), received, theirs[0], ends, theirs[1], trained))
+    return markdown("method|seeds:|received|reference|trained, last round|reference|trained once more", rows)
 
 
 def differences(runs: Sequence[RunResult], alone: Mapping[int, RunResult]) -> tuple[str, str]:
-    """Write the difference to training alone with its 90 % interval over seeds, and who is better off alone."""
-    pairs = [(r.headline_scores(), alone[r.seed].headline_scores()) for r in runs if r.seed in alone]
+    """Write the difference of the headline to training alone with its 90 % interval over seeds, and whom it harms."""
+    pairs = [(r, alone[r.seed]) for r in runs if r.seed in alone]
     if not pairs or runs[0].alone:
         return DASH, DASH
-    gains = [a.mean() - b.mean() for a, b in pairs]
-    low, high = (f"{100 * end:+.1f}" for end in interval(gains))
+    gains = [a.headline_scores().mean() - b.headline_scores().mean() for a, b in pairs]
+    low, high = (f"{100 * end:+.1f}" for end in interval(gains, max(r.resolution() for r in runs)))
     text = f"{100 * mean_and_std(gains)[0]:+.1f}" + (f" ({low} to {high})" if len(gains) > 1 else "")
-    return text, percent(mean_and_std(better_off(a, b) for a, b in pairs)[0], 0)
+    return text, tally([harm(a.headline_counts(), b.headline_counts()) for a, b in pairs])
 
 
 def methods_table(runs: Mapping[str, Sequence[RunResult]]) -> list[str]:
@@ -104,9 +104,10 @@ def methods_table(runs: Mapping[str, Sequence[RunResult]]) -> list[str]:
         received = DASH if name == "local" else both([final(r, "received") for r in here])
         chosen = ", ".join(str(r.summary["round"]) for r in here)
         ends, best = both([trained_at_the_end(r) for r in here]), both([final(r, "trained") for r in here])
-        rows.append((registry.get(name).title, len(here), ends, best, chosen, received, *differences(here, alone)))
-    heads = "method|seeds:|trained, last round|trained, chosen round|chosen|received, chosen round"
-    return markdown(f"{heads}|to training alone|better off, %:", rows)
+        title, headline = registry.get(name).title, here[0].headline
+        rows.append((title, len(here), ends, best, chosen, received, headline, *differences(here, alone)))
+    heads = "method|seeds:|trained, last round|trained, chosen round|chosen|received, chosen round|headline"
+    return markdown(f"{heads}|to training alone|gain / same / lose:", rows)
 
 
 def write(doc: Path, name: str, lines: Sequence[str]) -> None:

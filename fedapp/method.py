@@ -213,6 +213,8 @@ class Method:
     same_width : whether different architectures need a common feature width, because heads or representations are
         compared.
     global_model : whether there is one global model, scored on the central test set.
+    deploy_as : the model that is the method's product, whose score is the headline: `received`, as the server sends it,
+        or `trained`, after local training. A method with a fine-tuning of its own has `tuned` in place of `trained`.
     travels : one line for the table of methods.
     defaults : the values that `auto` stands for.
     queries : kinds of `query` that the client answers.
@@ -252,6 +254,7 @@ class Method:
     heterogeneous: bool = False
     same_width: bool = True
     global_model: bool = False
+    deploy_as: Literal["received", "trained"] = "trained"
     travels: str = "the whole model, both ways"
     defaults: TrainDefaults = field(default_factory=TrainDefaults)
     queries: tuple[str, ...] = ()
@@ -292,6 +295,12 @@ class Method:
     def units(self, hparams: BaseHParams) -> tuple[str, ...]:
         """Return the values of `dp` for which the method has a form with noise, with these hyperparameters."""
         return self.private(hparams) if callable(self.private) else self.private
+
+    @property
+    def headlines(self) -> tuple[str, ...]:
+        """All scores in the order in which they make the headline: it is the first that a run has."""
+        first = ("received",) if self.deploy_as == "received" else ()
+        return tuple(dict.fromkeys((*first, "tuned", "trained", "received", "global")))
 
     @property
     def numbers(self) -> frozenset[str]:

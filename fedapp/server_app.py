@@ -169,8 +169,9 @@ def _entry(e: BaseException, run: Run | None) -> dict[str, Any]:
         "message": str(e) if bad or isinstance(e, RoundFailed) else f"{type(e).__name__}: {e}",
         "traceback": "" if bad or isinstance(e, RoundFailed) else "".join(traceback.format_exception(e)),
         "exit": 2 if bad else 1,
+        "diverged": isinstance(e, Spoiled),
         "client": None,
-        "round": None,
+        "round": e.round if isinstance(e, RoundFailed) else None,
         "stage": "server",
     }
     cause = run.manager.first_error if run is not None else None
@@ -911,13 +912,13 @@ class Run(Callbacks):
     def went_back(self, spoiled: Spoiled, earlier: Earlier, how: str) -> None:
         """Say that the last update, or all of them, are taken back."""
         what = "the update before" if earlier.round else "what came before"
-        text = f"{what} round {spoiled.round} spoiled the model and is taken back; {how} ({spoiled})"
+        text = f"{what} round {spoiled.round} spoiled the model and is taken back; {how} ({spoiled.reason})"
         self.warn(text)
         self.extra["median"] = self.strategy.gone_back
 
     def without_evaluation(self, spoiled: Spoiled) -> None:
         """Say that there are no scores, and of whom."""
-        self.warn(f"the evaluation after round {spoiled.round} is left out: the model is spoiled ({spoiled})")
+        self.warn(f"the evaluation after round {spoiled.round} is left out: the model is spoiled ({spoiled.reason})")
         for dropped in spoiled.dropped:
             self.directory.dropped(dropped)
             self.extra["dropped"] += 1
@@ -1021,8 +1022,8 @@ class Run(Callbacks):
     def _headline(
         self, accuracy: Mapping[str, Mapping[str, Any]], server_round: int, final: Columns
     ) -> dict[str, Any] | None:
-        """Return the one number that methods are ranked by, over how many of all clients, and when it was measured."""
-        protocol = next((p for p in ("tuned", "trained", "received", "global") if p in accuracy), None)
+        """Return the one number that a method is judged by, over how many of all clients, and when it was measured."""
+        protocol = next((p for p in self.method.headlines if p in accuracy), None)
         if protocol is None:
             return None
         moment = "the last round" if self.chosen is None else f"round {server_round}, chosen on validation images"

@@ -194,6 +194,7 @@ def head_method(
         extra_up=(SUMS,),
         per_class="min_count",
         global_model=True,
+        deploy_as="received",
         travels=travels,
         queries=("sums", "losses"),
         sum_only=None if strategy.apart else Sums(totals=(SUMS,)),

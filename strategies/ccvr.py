@@ -291,6 +291,7 @@ METHOD = Method(
     extra_up=(STATISTICS, FEATURES),
     per_class="",
     global_model=True,
+    deploy_as="received",
     travels="what the base method shares; once, count, mean and covariance of every class",
     queries=("statistics", "totals", "features"),
     sum_only=lambda hparams: Sums(totals=(STATISTICS,)) if hparams.cov == "sums" and not hparams.oracle else None,

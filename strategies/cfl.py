@@ -211,5 +211,6 @@ METHOD = Method(
     hparams=CFLHParams,
     shared=ALL,
     head="none",
+    deploy_as="received",
     travels="the whole model, both ways (one per cluster)",
 )

@@ -25,5 +25,6 @@ METHOD = Method(
     head="none",
     sum_only=Sums(),
     global_model=True,
+    deploy_as="received",
     private=("sgd", "client"),
 )

@@ -97,5 +97,6 @@ METHOD = Method(
     head="none",
     sum_only=Sums(),
     global_model=True,
+    deploy_as="received",
     private=("sgd", "client"),
 )

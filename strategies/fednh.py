@@ -124,6 +124,7 @@ METHOD = Method(
     sum_only=lambda hparams: Sums(hparams.weights, totals=(PROTO_SUM, COUNT)),
     per_class="",
     global_model=True,
+    deploy_as="received",
     travels="the whole model down; extractor, class mean directions and class counts up",
     defaults=TrainDefaults(clip=10.0),
 )

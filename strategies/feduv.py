@@ -23,4 +23,5 @@ METHOD = Method(
     head="none",
     sum_only=Sums(),
     global_model=True,
+    deploy_as="received",
 )

@@ -108,6 +108,7 @@ METHOD = Method(
     hparams=IFCAHParams,
     shared=ALL,
     head="none",
+    deploy_as="received",
     metrics=("ifca-cluster",),
     travels="k whole models down, one up with its number",
 )

@@ -22,5 +22,6 @@ METHOD = Method(
     head="none",
     sum_only=Sums(),
     global_model=True,
+    deploy_as="received",
     private=("client",),
 )

@@ -104,6 +104,7 @@ METHOD = Method(
     head="none",
     extra_up=(CONTROL,),
     global_model=True,
+    deploy_as="received",
     travels="the whole model and a control variate, both ways",
     # Plain SGD, as in the paper, with steps as long as those of the common rate with momentum 0.9: 1 / (1 - 0.9) = 10.
     # On digits, where the common rate is 0.05, the rate is 0.1 too: with 0.2 and more the training loss grows. The

@@ -60,18 +60,25 @@ def test_tables_by_hand() -> None:
     lines = choosing.block_table(choosing.of_block(runs, "digits"))
     cells = {line.split(" | ")[0][2:]: line.strip("| ").split(" | ")[1:] for line in lines[2:]}
     assert list(cells) == ["FedGH", "FedAvg", "Standalone"], "what gains most comes first"
-    assert cells["Standalone"][1:] == ["–", "49.0 ± 1.0 / 40.0 ± 10.0", "–", "–", "–"]
+    assert cells["Standalone"][1:] == ["–", "49.0 ± 1.0 / 40.0 ± 10.0", "–", "–", "trained", "–"]
     assert cells["FedGH"][:3] == ["3", "20.0 ± 0.0 / 20.0 ± 0.0", "59.0 ± 1.0 / 50.0 ± 10.0"]
-    assert cells["FedGH"][3].startswith("-29.0 (") and cells["FedGH"][4:] == ["+10.0 (+10.0 to +10.0)", "100"]
+    # Scores of a client differ by 0.1 at least, so that a step of the mean over ten clients is 0.01.
+    step = choosing.resolution(choosing.of_block(runs, "digits"))
+    assert step == pytest.approx(0.01)
+    low, high = interval([0.1] * 3, step)
+    assert cells["FedGH"][3].startswith("-29.0 (")
+    assert cells["FedGH"][4:] == [f"+10.0 ({100 * low:+.1f} to {100 * high:+.1f})", "trained", "10 / 0 / 0"]
+    assert high > 0.1 > low, "seeds that agree are known to a step"
     values = [0.4 - 0.48, 0.5 - 0.49, 0.6 - 0.5]
-    low, high = interval(values)
+    low, high = interval(values, step)
     assert cells["FedAvg"][4] == f"{100 * np.mean(values):+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
-    assert cells["FedAvg"][5] == "40", "one of thirty alone is above, and two thirds of the others"
+    # Clients with 0.4, 0.5, 0.6 against nine of 0.5 and one of 0.3, 0.4, 0.5.
+    assert cells["FedAvg"][5:] == ["received", "4 / 3 / 3"]
     overview = choosing.overview_table(runs)
     assert "| FedGH | **-29.0** / **+10.0** |" in overview and "| FedAvg | +1.0 / +1.0 |" in overview
     assert len(overview) == 4, "training alone is the bar, and methods without runs have no row"
     one = choosing.block_table(choosing.of_block([alone[0], better[0]], "digits"))
-    assert any("| +10.0 | 100 |" in line for line in one), "one seed has no interval"
+    assert any("| +10.0 | trained | 10 / 0 / 0 |" in line for line in one), "one seed has no interval"
     assert not choosing.gains(choosing.of_block([alone[0], better[1]], "digits"), "fedgh"), "no seed in common"
 
 

@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import ttest_rel
 from typer.testing import CliRunner
 
 from fedapp import cli, config
@@ -28,6 +29,7 @@ from fedapp.experiments import compare, tables
 from fedapp.experiments.jobs import Job, Variant, common_public
 from fedapp.results import report
 from fedapp.results.directory import only_writer
+from fedapp.results.figures import papers
 from fedapp.results.runs import MAX_FOLDER, PAIRED, read_comparison
 from fedapp.results.statistics import privacy, signed_rank
 from fedapp.results.terminal import Screen, echo
@@ -317,7 +319,9 @@ def test_several_settings_are_tabled_and_tested_apart(tmp_path: Path, no_page: l
     assert (tmp_path / "runs/digits-iid/fedavg-lr=0.02-s1/summary.json").is_file()
     tests = pd.read_csv(tmp_path / "significance.csv")
     assert len(tests) == 2 * len([m for m in tables.MEASURES if "tuned" not in m])
-    assert set(tests["pairs"]) == {8}, "4 clients x 2 seeds"
+    balanced = tests["measure"].str.endswith("balanced")
+    assert set(tests["pairs"][~balanced]) == {8}, "4 clients x 2 seeds"
+    assert set(tests["pairs"][balanced]) == {2}, "one number per seed"
     assert set(tests["variant"]) == {"fedavg(lr=0.02)"}
     assert PAIRED in result.output, "Standalone has a row for received"
     row = tests[(tests["partition"] == "iid") & (tests["measure"] == "trained_accuracy")].iloc[0]
@@ -330,6 +334,13 @@ def test_several_settings_are_tabled_and_tested_apart(tmp_path: Path, no_page: l
     assert row["mean_difference"] == pytest.approx(np.mean([d.mean() for d in by_seed]))
     assert row["std_over_seeds"] == pytest.approx(np.std([d.mean() for d in by_seed], ddof=1))
     assert row["p"] == row["p_holm"] == signed_rank(np.concatenate(by_seed))
+    row = tests[(tests["partition"] == "iid") & (tests["measure"] == "received_balanced")].iloc[0]
+    numbers = [
+        RunResult(tmp_path / "runs/digits-iid" / f"{name}-s{s}").final["received_balanced"].mean()
+        for s in (0, 1)
+        for name in ("fedavg-lr=0.02", "local")
+    ]
+    assert row["p"] == pytest.approx(ttest_rel(numbers[::2], numbers[1::2]).pvalue)
     assert result.stdout.count("after 3 rounds") == 2
     assert "settings differ, lr: local 0.05, fedavg(lr=0.02) 0.02" in result.stdout
 
@@ -522,7 +533,7 @@ def test_a_narrow_pipe_does_not_squeeze_names(
     monkeypatch.setenv("COLUMNS", "40")
     result = command("--methods", "local,cwfedavg(lam=1)", *SMALL, "--out", str(tmp_path))
     assert result.stdout.count("Standalone ") >= 2
-    assert result.stdout.count("cwFedAvg + WDR (lam=1)") == 3
+    assert result.stdout.count("cwFedAvg + WDR (lam=1)") == 4, "three tables, and the line of headlines"
     assert result.stdout.count("received: after the last round, before local training; trained: after one more") == 2
     assert "Standalone receives nothing, so it has one score" in result.stdout
     assert "…" not in result.stdout
@@ -555,3 +566,49 @@ def test_messages_on_a_terminal_break_between_words(
     assert capsys.readouterr().err == (
         "a message of several\nwords\n  an indented one\n  that goes on\n/a/path/that/is/longer/than/a/line\n"
     )
+
+
+def test_one_pair_of_models_has_no_p_value_of_its_balanced_scores(
+    tmp_path: Path, no_page: list[Path], in_turn: list[str]
+) -> None:
+    """All clients of FedAvg score one model on the same test rows."""
+    words = ("--methods", "fedavg,fedprox", "--clients", "4", *SMALL, "--rounds", "1", "--out", str(tmp_path))
+    result = command(*words)
+    assert result.exit_code == 0, result.output
+    tests = pd.read_csv(tmp_path / "significance.csv").set_index("measure")
+    row = tests.loc["received_balanced"]
+    assert (row["pairs"], row["seeds"]) == (1, 1) and np.isnan(row["p"]) and np.isnan(row["p_holm"])
+    assert "p –" in result.stdout
+
+
+def test_a_run_that_diverged_is_shown_as_failed_with_what_to_do(
+    tmp_path: Path, no_page: list[Path], in_turn: list[str]
+) -> None:
+    words = ("--methods", "local,fedavg,fedprox(lr=1e8)", "--clients", "3", *SMALL, "--rounds", "1")
+    result = command(*words, "--out", str(tmp_path))
+    assert result.exit_code == 1, result.output
+    failed = RunResult(tmp_path / "runs" / "fedprox-lr=1e8-s0")
+    assert failed.repeats and failed.error["diverged"] and failed.error["round"] == 1
+    assert "round 1: " in failed.failure and "lower lr" in failed.failure
+    assert re.search(r"FedProx \(lr=1e8\) +│ +failed │ +– ", result.stdout)
+    assert f"fedprox(lr=1e8) s0 failed: {failed.failure}" in result.stderr
+    assert "would fail in the same way" in result.stderr and "again continues" not in result.stderr
+    table = pd.read_csv(tmp_path / "results.csv").set_index("variant")
+    assert table.loc["fedprox(lr=1e8)", "failed"] == failed.failure
+    assert table["failed"].isna().tolist() == [True, True, False]
+    assert table.loc["fedprox(lr=1e8)", ["trained_last", "received_last"]].isna().all()
+    assert set(pd.read_csv(tmp_path / "significance.csv")["variant"]) == {"fedavg"}
+    drawing = papers.draw("fedgh-2", [tmp_path])
+    assert "Failed, and not drawn: FedProx (lr=1e8), seed 0 (round 1: " in drawing.caption
+    assert "failed, and not drawn: FedProx (lr=1e8)" in drawing.svg()
+
+
+def test_a_comparison_whose_runs_all_failed_still_says_why(
+    tmp_path: Path, no_page: list[Path], in_turn: list[str]
+) -> None:
+    result = command(
+        "--methods", "fedavg", "--clients", "3", *SMALL, "--rounds", "1", "--set", "lr=1e8", "--out", str(tmp_path)
+    )
+    assert result.exit_code == 1
+    assert "3 clients: every run failed" in result.stdout
+    assert "Most often the training diverged" in pd.read_csv(tmp_path / "results.csv")["failed"][0]

@@ -93,7 +93,7 @@ def test_the_summary_names_what_it_says(tiny: Tiny) -> None:
     assert received["balanced"] == pytest.approx(result.final["received_balanced"].mean())
     assert trained["last"] == pytest.approx(result.final["trained_accuracy"].mean())
     assert received["best"] == max([*result.rounds["received_accuracy"], received["last"]])
-    assert saved["headline"]["score"] == "trained" and saved["headline"]["value"] == trained["last"]
+    assert saved["headline"]["score"] == "received" and saved["headline"]["value"] == received["last"]
     assert saved["test_sizes"]["max"] >= saved["test_sizes"]["min"] > 0
     card = (result.out / "data_card.txt").read_text()
     assert "majority" in card and result.summary["bytes_up"] == result.rounds["bytes_up"].mean()

@@ -28,7 +28,7 @@ from fedapp.method import Payload
 from fedapp.results import report
 from fedapp.results.directory import RunDirectory
 from fedapp.results.runs import RunResult
-from fedapp.results.statistics import better_off, over_clients
+from fedapp.results.statistics import harm, over_clients, tally
 from fedapp.tasks import simulated
 from fedapp.transport import selection
 from fedapp.transport.records import Encoder, reply_of
@@ -295,15 +295,24 @@ def test_spread_over_clients_by_hand() -> None:
     assert all(math.isnan(v) for v in over_clients([]).values())
 
 
-def test_better_off_counts_clients_that_both_runs_have() -> None:
-    scores = pd.Series({0: 0.5, 1: 0.6, 2: 0.7, 3: math.nan, 9: 1.0})
-    assert better_off(scores, pd.Series({2: 0.6, 1: 0.6, 0: 0.4, 3: 0.1, 4: 0.0})) == pytest.approx(2 / 3), "no tie"
-    assert math.isnan(better_off(scores, pd.Series(dtype=float)))
+def counts(correct: list[float], total: float, first: int = 0) -> pd.DataFrame:
+    clients = range(first, first + len(correct))
+    return pd.DataFrame({"correct": correct, "total": [total] * len(correct)}, index=clients, dtype=float)
+
+
+def test_a_client_gains_or_loses_by_more_than_the_error_of_the_difference() -> None:
+    """100 test rows at 50 %: one standard error is sqrt(50) = 7.07 rows; at 100 % one row is the least."""
+    alone = counts([50, 50, 50, 100, 100, 50], 100)
+    assert harm(counts([58, 57, 42, 99, 98, math.nan], 100), alone) == (1, 2, 2)
+    assert harm(counts([58, 50], 100, first=5), alone) == (1, 0, 0), "clients that both runs have"
+    assert all(math.isnan(v) for v in harm(counts([1], 2, first=9), alone))
+    assert all(math.isnan(v) for v in harm(counts([0], 0), counts([0], 0))), "no test rows"
+    assert tally([(5, 2, 3), (4, 3, 3), (math.nan,) * 3]) == "4.5 / 2.5 / 3" and tally([]) == "–"
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("in_turn", "no_figures")
-def test_a_comparison_shows_metrics_and_who_is_better_off(tmp_path: Path) -> None:
+def test_a_comparison_shows_metrics_headlines_and_whom_methods_harm(tmp_path: Path) -> None:
     words = ("--methods", "local,fedavg,fedprox", "--clients", "4", "--rounds", "1", "--seeds", "2", "--workers", "1",
              "--set", "metrics=macro_f1,ece", "--out", str(tmp_path / "c"))  # fmt: skip
     result = CliRunner().invoke(app, ["compare", *words])
@@ -313,14 +322,24 @@ def test_a_comparison_shows_metrics_and_who_is_better_off(tmp_path: Path) -> Non
     for _, row in table.iterrows():
         final, alone = finals[f"{row['variant']}-s{row['seed']}"], finals[f"local-s{row['seed']}"]
         if row["variant"] == "local":
-            assert math.isnan(row["better_off"]) and math.isnan(row["received_macro_f1"])
+            assert math.isnan(row["gain"]) and math.isnan(row["received_macro_f1"])
+            assert row["headline"] == "trained" and row["headline_last"] == row["trained_last"]
         else:
-            assert row["better_off"] == (final["trained_accuracy"] > alone["trained_accuracy"]).mean()
+            assert row["headline"] == "received" and row["headline_last"] == row["received_last"]
+            n, c, without = final["received_total"], final["received_correct"], alone["trained_correct"]
+            error = (c * (1 - c / n) + without * (1 - without / n)) ** 0.5
+            gain, lose = (int((d > error.clip(lower=1)).sum()) for d in (c - without, without - c))
+            assert (row["gain"], row["same"], row["lose"]) == (gain, 4 - gain - lose, lose)
             assert row["received_macro_f1"] == pytest.approx(final["received_macro_f1"].mean())
         assert row["trained_ece_worst"] == final["trained_ece"].max()
         summary = json.loads((tmp_path / "c" / f"runs/{row['variant']}-s{row['seed']}/summary.json").read_text())
         assert row["trained_macro_f1_worst_decile"] == summary["metrics"]["trained"]["macro_f1"]["worst_decile"]
     assert "Further metrics, mean over clients" in result.stdout and "macro_f1" in result.stdout
-    assert "better off than alone: share of the clients" in result.stdout
+    assert "gain / same / lose: clients whose headline is above" in result.stdout
+    assert "judged by: trained for Standalone; received for FedAvg, FedProx." in result.stdout
     page = (tmp_path / "c" / "report.html").read_text()
-    assert "better off than alone" in page and "trained ece, worst tenth" in page
+    assert (
+        "clients: gain / same / lose" in page
+        and "received for FedAvg, FedProx." in page
+        and "trained ece, worst tenth" in page
+    )

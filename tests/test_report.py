@@ -375,9 +375,10 @@ def test_the_table_is_mean_and_spread_over_seeds(several: Path) -> None:
         ]
         row = next(r for r in found.rows if r and r[0] == title)
         expected = [f"{100 * np.mean(s):.1f} ± {100 * np.std(s, ddof=1):.1f}" for s in scores]
+        headline = expected[0 if method == "local" else 1]
         if method == "local":  # receives nothing
             expected[1] = expected[3] = "–"
-        assert row[1:5] == expected
+        assert row[1:6] == [headline, *expected]
         worst = [r.final["trained_accuracy"].min() for r in data.runs if r.method == method]
         further = [r for r in found.rows if r and r[0] == title][1]
         assert further[1] == f"{100 * np.mean(worst):.1f} ± {100 * np.std(worst, ddof=1):.1f}"
@@ -449,10 +450,15 @@ def test_runs_that_failed_are_named_and_not_counted(several: Path, tmp_path: Pat
     (broken / "error.json").write_text(json.dumps({"message": "killed"}))
     report.write(path)
     found, data = page(path), read_comparison(path)
-    assert "1 of 6 runs are not finished and are not counted: runs/fedavg-s1." in found.said
-    only = next(r for r in data.runs if r.out.name == "fedavg-s0").summary["accuracy"]["trained"]["last"]
+    assert "1 of 6 runs failed or are not finished" in found.said
+    assert "runs/fedavg-s1: killed" in found.said
+    only = next(r for r in data.runs if r.out.name == "fedavg-s0").summary["accuracy"]["received"]["last"]
     assert next(r for r in found.rows if r and r[0] == "FedAvg")[1] == f"{100 * only:.1f}"
     assert ["killed", "runs/fedavg-s1"] in found.rows
+    shutil.rmtree(path / "runs" / "fedavg-s0")
+    report.write(path)
+    row = next(r for r in page(path).rows if r and r[0] == "FedAvg")
+    assert row[1] == "failed" and set(row[2:]) == {"–"}, "a method of which no run finished has its row"
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ import pandas as pd
 import pytest
 import torch
 
-from fedapp import config
+from fedapp import config, registry
 from fedapp.core.heads import tukey
 from fedapp.data import partitions
+from fedapp.engines import runner
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare
 from fedapp.learning.evaluation import evaluate
@@ -40,17 +41,43 @@ def test_an_evaluation_of_all_clients_measures_what_the_next_round_measures(meth
     pd.testing.assert_frame_equal(after, during.reset_index(drop=True), check_exact=True)
 
 
+DELIVERED = {
+    "ccvr", "fedavg", "fedprox", "fedavgm", "moon", "fedncm", "fed3r", "lda", "fedcof", "pccvr", "cfl", "ifca", "fednh",
+    "feduv", "scaffold",
+}  # fmt: skip
+"""Methods whose product is the model that the server sends. All others are judged after training at the client."""
+
+
+def test_every_method_states_its_headline() -> None:
+    first = {name: method.headlines[0] for name, method in registry.discover().items()}
+    assert {name for name, score in first.items() if score == "received"} == DELIVERED
+    hparams = registry.parse_args(registry.get("ccvr"), "base=fedprox")
+    assert registry.resolve(registry.get("ccvr"), hparams).headlines == ("received", "tuned", "trained", "global")
+
+
+def test_the_headline_of_a_repaired_head_is_the_delivered_model(tiny: Tiny, capsys: pytest.CaptureFixture[str]) -> None:
+    result = tiny(method="ccvr", rounds=1)
+    headline = result.summary["headline"]
+    assert (headline["score"], headline["value"]) == ("received", result.final["received_accuracy"].mean())
+    assert "before local training" in headline["point"]
+    runner.print_summary(result.summary)
+    assert f"headline: received {100 * headline['value']:.1f} %" in capsys.readouterr().out
+    only = tiny(method="ccvr", rounds=1, protocols="trained").summary["headline"]
+    assert only["score"] == "trained", "it is the next score where the first was not measured"
+
+
 @pytest.mark.parametrize("method", ["fedavg", "fedproto", "local"])
 def test_with_sampled_clients_the_headline_is_over_all_of_them(method: str, tiny: Tiny) -> None:
     result = tiny(method=method, clients=5, fraction_train=0.4, rounds=3)
     assert list(result.rounds["clients"]) == [2, 2, 2] and len(result.final) == 5
     trained = result.summary["accuracy"]["trained"]
-    assert trained["last"] == result.summary["headline"]["value"] == result.final["trained_accuracy"].mean()
+    assert trained["last"] == result.final["trained_accuracy"].mean()
+    headline = result.summary["headline"]
+    assert headline["score"] == ("received" if method == "fedavg" else "trained") and headline["clients"] == 5
+    assert headline["value"] == result.summary["accuracy"][headline["score"]]["last"]
+    assert ("one more local training" in headline["point"]) == (method != "fedavg")
     assert trained["participants"] == result.rounds["trained_accuracy"].iloc[-1] != trained["last"]
     assert trained["best"] == trained["last"], "no round counted all clients"
-    assert (
-        result.summary["headline"]["clients"] == 5 and "one more local training" in result.summary["headline"]["point"]
-    )
     assert result.curve("trained")["accuracy"].iloc[-1] == trained["last"]
     assert list(result.curve("trained")["clients"]) == [2, 2, 2, 5]
 
@@ -86,7 +113,8 @@ def test_the_last_training_leaves_nothing_behind(method: str, tiny: Tiny) -> Non
     stale = runs[False]
     assert stale.final["trained_accuracy"].mean() == pytest.approx(stale.rounds["trained_accuracy"].iloc[-1])
     assert runs[True].final["trained_loss"].mean() != stale.final["trained_loss"].mean()
-    assert "last trained" in stale.summary["headline"]["point"]
+    point = stale.summary["headline"]["point"]
+    assert ("last trained" if method == "fedclassavg" else "before local training") in point
 
 
 def test_curves_end_at_the_tables_and_stand_at_completed_rounds(tiny: Tiny) -> None:
@@ -214,7 +242,7 @@ def test_a_final_reply_that_is_dropped_is_not_counted(tiny: Tiny, monkeypatch: p
     result = tiny(method="fedavg", rounds=1, min_replies=0.5)
     headline = result.summary["headline"]
     assert (headline["clients"], headline["of"]) == (2, 3) and len(result.final) == 2
-    assert headline["value"] == result.final["trained_accuracy"].mean()
+    assert headline["value"] == result.final["received_accuracy"].mean()
 
 
 def test_nobody_trains_for_a_score_that_is_not_measured(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,12 +76,26 @@ def test_the_t_test_and_the_interval_agree() -> None:
     values = [0.02, 0.05, 0.03, None]
     mean, std = 0.1 / 3, np.std([0.02, 0.05, 0.03], ddof=1)
     p = 2 * stats.t.sf(mean / (std / 3**0.5), 2)
-    assert statistics.t_test(values) == pytest.approx(p)
-    low, high = statistics.interval(values, 1 - p)
+    assert statistics.t_test(values, 0.001) == pytest.approx(p)
+    low, high = statistics.interval(values, 0.001, 1 - p)
     assert low == pytest.approx(0, abs=1e-12) and high == pytest.approx(2 * mean)
-    assert statistics.t_test([0.1, 0.1, 0.2 - 0.1]) == 0.0
-    assert statistics.t_test([0.0, 0.0]) == statistics.t_test([0.3]) == 1.0
-    assert all(math.isnan(v) for v in statistics.interval([0.3]))
+
+
+def test_seeds_that_agree_exactly_are_known_to_a_resolution() -> None:
+    """Three seeds of ten clients with 45 test rows: one step of their mean is 1 / 450."""
+    step = statistics.resolution([45] * 10)
+    assert step == 1 / 450 == statistics.resolution([45] * 10, pooled=True)
+    assert statistics.resolution([10, 10, 70, None, 0]) == 1 / 30 and statistics.resolution([10, 80], True) == 1 / 90
+    error = step / 12**0.5 / 3**0.5
+    assert 0 < statistics.t_test([0.025] * 3, step) == pytest.approx(2 * stats.t.sf(0.025 / error, 2))
+    low, high = statistics.interval([0.025] * 3, step)
+    assert (high - low) / 2 == pytest.approx(stats.t.ppf(0.95, 2) * error)
+    assert statistics.t_test([0.0, 0.0], step) == 1.0
+
+
+def test_one_seed_is_not_tested() -> None:
+    assert math.isnan(statistics.t_test([0.3], 0.1)) and math.isnan(statistics.resolution([]))
+    assert all(math.isnan(v) for v in statistics.interval([0.3], 0.1))
 
 
 # ---- tests -----------------------------------------------------------------------------------------------------------
@@ -140,6 +154,7 @@ def test_holm_on_worked_numbers() -> None:
     assert statistics.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert statistics.holm([0.6, 0.5]) == [1.0, 1.0]
     assert statistics.holm([]) == []
+    assert statistics.holm([0.02, math.nan, 0.04]) == pytest.approx([0.04, math.nan, 0.04], nan_ok=True)
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8))

@@ -532,12 +532,13 @@ def run(
         failed: dict[str, str] = {}
         if todo:
             failed = run_on_ray(todo, out / "superlink.log") if engine == "ray" else run_here(todo, workers)
-        finished = [job for job in jobs if job.result.ok]
+        finished, tabled = [job for job in jobs if job.result.ok], jobs
         notes = differences(jobs)
         if points:
             finished, notes = grid.choose(jobs, out)
+            tabled = finished
         shared = tables.verify(finished)
-        tables.write(out, finished, first, target, [*notes, *shared.lines])
+        tables.write(out, tabled, first, target, [*notes, *shared.lines])
     others = sorted(
         str(p.parent.relative_to(out / "runs"))
         for depth in (1, 2)
@@ -549,7 +550,13 @@ def run(
     echo(f"results: {out}")
     _report(out, finished)
     if failed:
-        echo(f"failed: {', '.join(failed)} (the same command again continues)", err=True, must=True)
+        lasting = {job.name: job.result.failure for job in jobs if job.name in failed and job.result.repeats}
+        for name, why in lasting.items():
+            echo(f"{name} failed: {why}", err=True, must=True)
+        if lasting:
+            echo("the same command again would fail in the same way", err=True, must=True)
+        if others := [name for name in failed if name not in lasting]:
+            echo(f"failed: {', '.join(others)} (the same command again continues)", err=True, must=True)
         refused = all(e.startswith("BadRequest") for e in failed.values()) and not finished
         return 2 if refused else 1
     return 0 if shared.ok else 1

@@ -48,8 +48,9 @@ def points(axes: Mapping[str, Sequence[str]]) -> Iterator[list[str]]:
         yield [f"{name}={value}" for name, value in zip(axes, values)]
 
 
-CHOOSING = ("tuned", "trained", "received")
-"""Protocols that have a score on validation images, which are the clients' own; the first that is measured chooses."""
+def choosing(method: str) -> tuple[str, ...]:
+    """Return the scores that are measured on validation images, the clients' own; the first that a run has chooses."""
+    return tuple(p for p in registry.get(method).headlines if p != "global")
 
 
 def beforehand(jobs: Sequence[Job]) -> list[str]:
@@ -62,24 +63,28 @@ def beforehand(jobs: Sequence[Job]) -> list[str]:
     config = jobs[0].config
     if not config.validation:
         raise BadRequest("--grid chooses on validation images: hold some out with --set validation=0.1")
-    by = next((p for p in CHOOSING if p in config.measured), None)
-    if by is None:
+    methods = dict.fromkeys(j.variant.method for j in jobs)
+    if not any(p in config.measured for p in choosing(jobs[0].variant.method)):
         raise BadRequest(
             f"--grid: protocols = '{config.protocols}' measures nothing on validation images, which clients hold out. "
-            "Measure trained as well (--set protocols=trained,global): it chooses the points"
+            "Measure received and trained as well (--set protocols=received,trained,global): they choose the points"
         )
-    named = dict.fromkeys(j.variant.family for j in jobs if registry.get(j.variant.method).global_model)
-    if not named or "global" not in config.measured:
+    if "global" not in config.measured:
         return []
+    named: dict[str, list[str]] = {}
+    for method in (m for m in methods if registry.get(m).global_model):
+        by = next(p for p in choosing(method) if p in config.measured)
+        named.setdefault(by, []).extend(dict.fromkeys(j.variant.family for j in jobs if j.variant.method == method))
     return [
-        f"--grid: global has no validation images, so {by} chooses for {', '.join(named)} too; where the published "
+        f"--grid: global has no validation images, so {by} chooses for {', '.join(families)}; where the published "
         "number is global (as for CCVR), the chosen point need not be the best one for it"
+        for by, families in named.items()
     ]
 
 
 def validation_score(run: RunResult) -> float:
-    """Return the mean accuracy over clients on their validation images, after local training where it was measured."""
-    scores = (run.score(protocol, "validation") for protocol in CHOOSING)
+    """Return the mean accuracy over clients on their validation images, of the headline where it was measured."""
+    scores = (run.score(protocol, "validation") for protocol in choosing(run.method))
     return next((score for score in scores if math.isfinite(score)), math.nan)
 
 

@@ -119,6 +119,11 @@ class Evidence:
             for runs in self.common(pairs)
         ]
 
+    def one_row(self, pairs: Sequence[Pair], protocol: str) -> float:
+        """Return what one test row of the median client adds to its accuracy."""
+        rows = [run.final[f"{protocol}_total"] for runs in self.common(pairs) for run in runs]
+        return 1 / float(pd.concat(rows).median())
+
     def seeds(self, pairs: Sequence[Pair], values: Iterable[Callable[[RunResult], float]]) -> list[Floats]:
         """Return of each variant one number per seed: what its function says."""
         every = zip(self.common(pairs), values, strict=True)
@@ -166,11 +171,15 @@ def directed(mean: float, p: float, text: str, bounds: tuple[float, float] | Non
     return Verdict("not decided", text)
 
 
-def over_seeds(differences: Floats, text: str, shares: bool = True) -> Verdict:
-    """Decide whether a number that was measured once per seed is positive; `shares` says that it is an accuracy's."""
-    return directed(
-        float(differences.mean()), t_test(differences), text, interval(differences, level=0.9) if shares else None
-    )
+def over_seeds(differences: Floats, resolution: float, text: str, shares: bool = True) -> Verdict:
+    """Decide whether a number that was measured once per seed is positive.
+
+    Parameters
+    ----------
+    resolution : smallest step of the number.   text : our numbers.   shares : whether it is an accuracy's.
+    """
+    bounds = interval(differences, resolution) if shares else None
+    return directed(float(differences.mean()), t_test(differences, resolution), text, bounds)
 
 
 def every(*parts: Verdict) -> Verdict:
@@ -213,7 +222,8 @@ class BetterOverClients(Rule):
         x, y = e.clients(self.runs(), self.protocol)
         d = (x - y).dropna()
         text = f"{points(x)} against {points(y)} ({self.protocol}), difference {points(d, signed=True)}"
-        return directed(float(d.groupby("seed").mean().mean()), signed_rank(d), text, interval(d, level=0.9))
+        bounds = interval(d, e.one_row(self.runs(), self.protocol))
+        return directed(float(d.groupby("seed").mean().mean()), signed_rank(d), text, bounds)
 
 
 class EqualOverClients(Rule):
@@ -228,7 +238,7 @@ class EqualOverClients(Rule):
     def decide(self, e: Evidence) -> Verdict:
         """Decide it; an interval that lies outside the margin decides against it."""
         x, y = e.clients(self.runs(), self.protocol)
-        low, high = interval((x - y).dropna(), level=0.9)
+        low, high = interval((x - y).dropna(), e.one_row(self.runs(), self.protocol))
         text = f"{points(x)} against {points(y)} ({self.protocol}), "
         text += f"90 % interval {100 * low:+.1f} to {100 * high:+.1f} points"
         if -self.margin < low and high < self.margin:
@@ -260,7 +270,8 @@ class LargerOverSeeds(Rule):
             first, *rest = (next(found) for _ in numbers)
             values.append(first - rest[0] if rest else first)
             texts.append(spread(values[-1], signed=bool(rest)))
-        return over_seeds(values[0] - values[1], self.ours.format(larger=texts[0], smaller=texts[1]))
+        step = max(run.resolution() for runs in e.common(self.runs()) for run in runs)
+        return over_seeds(values[0] - values[1], step, self.ours.format(larger=texts[0], smaller=texts[1]))
 
 
 def target_of(runs: list[RunResult], protocol: str) -> float:
@@ -289,7 +300,7 @@ class FewerRounds(Rule):
         needed = functools.partial(rounds_to, target=target, protocol=self.protocol)
         x, y = e.seeds((self.fewer, self.more), (needed, needed))
         text = f"{spread(x, factor=1)} against {spread(y, factor=1)} rounds to {100 * target:.1f} %"
-        return over_seeds(y - x, text, shares=False)
+        return over_seeds(y - x, 1.0, text, shares=False)
 
 
 class FewerBytes(Rule):

@@ -22,10 +22,10 @@ from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.errors import counted
 from fedapp.experiments.jobs import Job
 from fedapp.results.cells import write_table
-from fedapp.results.runs import ONE_SCORE, PAIRED, TUNED_PAIRS, UNADJUSTED, RunResult, refuse
+from fedapp.results.runs import HARM_TEXT, ONE_SCORE, PAIRED, TUNED_PAIRS, UNADJUSTED, RunResult, refuse
 from fedapp.results.statistics import (
     DASH,
-    better_off,
+    harm,
     holm,
     mean_and_std,
     over,
@@ -34,6 +34,8 @@ from fedapp.results.statistics import (
     reached,
     signed_rank,
     spread,
+    t_test,
+    tally,
     until,
 )  # fmt: skip
 from fedapp.results.terminal import Screen
@@ -42,12 +44,15 @@ from fedapp.tasks import identity
 PROTOCOLS = configuration.PROTOCOLS
 TUNED = "tuned"
 """The score of methods that fine-tune; a table without such a method has no columns of it."""
-MEASURES = tuple(f"{p}_{name}" for name in ("accuracy", "balanced") for p in ("received", "trained", TUNED))
+BALANCED = "balanced"
+MEASURES = tuple(f"{p}_{name}" for name in ("accuracy", BALANCED) for p in ("received", "trained", TUNED))
 """Columns of final.csv that methods are tested on."""
 SPREAD = ("std", "worst_decile", "worst")
 """What the tables say of a metric beside its mean over clients."""
 EDGES = 3
 """Columns of a terminal that the edge and the padding of a table's column take."""
+HARM = ("gain", "same", "lose")
+"""Columns that say how many clients a method helps and harms, against training alone."""
 NARROWEST = 150
 """Columns of a table that goes to a file or a pipe."""
 
@@ -73,7 +78,7 @@ NEEDED = ("clients", "rounds", "accuracy", "bytes_up", "bytes_down", "dropped", 
 
 
 def results(jobs: Sequence[Job], reference: str, target: float | None = None) -> pd.DataFrame:
-    """Return one row per finished run.
+    """Return one row per run. Of a run that failed there are the columns of :func:`describe`, `rounds` and `failed`.
 
     Parameters
     ----------
@@ -85,23 +90,29 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
     `last_std`, `best`, `best_pooled`, `participants`, `validation` (see `accuracy_summary`), `pooled`, `balanced`,
     `worst` (client), `worst_decile`, `target`, `target_rounds`, `target_bytes`, and of each metric that a run measured
     beside accuracy and loss its mean over clients, `_std`, `_worst_decile` and `_worst`; the same of the accuracy and
-    the metrics of clients that took no part (`unseen_received`, `unseen_trained@n`, ...); then `better_off` (where the
-    runs of a setting include Standalone: the share of clients whose headline score is above their own there), CCVR's
-    calibration, bytes per client and round, dropped replies, test images per client, why it stopped early, what it
-    states of `privacy` where any run does, and seconds.
+    the metrics of clients that took no part (`unseen_received`, `unseen_trained@n`, ...); then `headline` (the score
+    that the method is judged by) and `headline_last`; `gain`, `same`, `lose` (where the runs of a setting include
+    Standalone: how many clients gain from the method, see :func:`harm`), CCVR's calibration, bytes per client and
+    round, dropped replies, test images per client, why it stopped early, what it states of `privacy` where any run
+    does, seconds, and why it `failed` (empty if it did not).
 
     Raises
     ------
     BadRequest : the summary of a run lacks one of these.
     """
+    every, jobs = jobs, [j for j in jobs if j.result.ok]
     references = {(j.setting, j.seed): j.result for j in jobs if j.variant.label == reference}
     alone = {(j.setting, j.seed): j.result for j in reversed(jobs) if j.variant.method == "local"}
     metrics = dict.fromkeys(name for j in jobs for name in j.result.metrics)
     unseen = dict.fromkeys(p for j in jobs for p in j.result.unseen_scores)
     tuned = (TUNED,) if any(TUNED in j.result.protocols for j in jobs) else ()
-    rows = []
-    for job in jobs:
+    rows: list[dict[str, Any]] = []
+    for job in every:
         run, summary = job.result, job.result.summary
+        if not run.ok:
+            done = {"clients": job.config.clients, "rounds": len(run.rounds)}
+            rows.append({**describe(job), **done, "failed": run.failure})
+            continue
         refuse(run.out / "summary.json", next((f"no {name}" for name in NEEDED if name not in summary), ""))
         row: dict[str, Any] = {
             **describe(job), "clients": summary["clients"], "rounds": summary["rounds"],
@@ -130,7 +141,8 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
             row[f"{p}_{name}"] = run.metric(p, name)
             row |= {f"{p}_{name}_{what}": run.metric(p, name, what) for what in SPREAD}
         lone = None if run.alone else alone.get((job.setting, job.seed))
-        row["better_off"] = math.nan if lone is None else better_off(run.headline_scores(), lone.headline_scores())
+        found = (math.nan,) * 3 if lone is None else harm(run.headline_counts(), lone.headline_counts())
+        row |= {"headline": run.headline, "headline_last": run.score(run.headline), **dict(zip(HARM, found))}
         calibration = summary.get("calibration") or {}
         row.update({f"calibration_{k}": calibration.get(k) for k in ("before", "after", "oracle")})
         row.update({k: summary[k] for k in ("bytes_up", "bytes_down", "dropped")})
@@ -138,7 +150,7 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
         if any(j.result.privacy for j in jobs):
             row |= {f"privacy_{k}": run.privacy.get(k) for k in ("unit", "epsilon", "delta")}
             row["privacy"] = privacy([run.privacy])
-        rows.append({**row, "run_seconds": summary["seconds"]})
+        rows.append({**row, "run_seconds": summary["seconds"], "failed": ""})
     return pd.DataFrame(rows)
 
 
@@ -162,21 +174,25 @@ def curves(jobs: Sequence[Job]) -> pd.DataFrame:
 
 
 def significance(jobs: Sequence[Job], reference: str) -> pd.DataFrame:
-    """Test every method against the reference, paired by client and seed, on the final scores of all clients.
+    """Test every method against the reference on the final scores of all clients.
+
+    Scores on the clients' own test rows are paired by client and seed. Balanced scores of all clients of a run are on
+    the same test rows, and are one number where the clients share one model. So they are one number per seed.
 
     Returns
     -------
     One row per setting, measure and method: `pairs`, `seeds`, `mean_difference`, `std_over_seeds` (of the seeds' mean
-    differences, ddof 1), `p` (:func:`signed_rank` over all pairs), `p_holm` (corrected over the methods of a
-    setting and measure). Methods that fine-tune are also tested on `tuned`, against the reference's `trained` score
-    where it does not fine-tune itself. Clients of one seed share a federation, so p speaks of these partitions; the
-    spread over seeds stands beside it.
+    differences, ddof 1), `p` (:func:`signed_rank` over all pairs; of balanced scores :func:`t_test` over seeds, NaN for
+    one seed), `p_holm` (corrected over the methods of a setting and measure). Methods that fine-tune are also tested on
+    `tuned`, against the reference's `trained` score where it does not fine-tune itself. Clients of one seed share a
+    federation, so p speaks of these partitions; the spread over seeds stands beside it.
     """
     rows: list[dict[str, Any]] = []
     for setting in dict.fromkeys(j.setting for j in jobs):
         members = [j for j in jobs if j.setting == setting]
         about = {k: v for k, v in describe(members[0]).items() if k in SETTING}
         labels = dict.fromkeys(j.variant.label for j in members)
+        step = max(j.result.resolution(pooled=True) for j in members)
         finals = pd.concat([j.result.final.assign(variant=j.variant.label, seed=j.seed) for j in members])
         for measure in MEASURES if reference in labels else ():
             if measure not in finals:
@@ -192,10 +208,11 @@ def significance(jobs: Sequence[Job], reference: str) -> pd.DataFrame:
                     continue
                 by_seed = [d.to_numpy().mean() for _, d in differences.groupby("seed")]
                 mean, std = mean_and_std(by_seed)
+                one = measure.endswith(BALANCED)
                 tested.append({
-                    **about, "measure": measure, "variant": label, "reference": reference, "pairs": len(differences),
-                    "seeds": len(by_seed), "mean_difference": mean, "std_over_seeds": std,
-                    "p": signed_rank(differences),
+                    **about, "measure": measure, "variant": label, "reference": reference,
+                    "pairs": len(by_seed if one else differences), "seeds": len(by_seed), "mean_difference": mean,
+                    "std_over_seeds": std, "p": t_test(by_seed, step) if one else signed_rank(differences),
                 })  # fmt: skip
             rows += [{**row, "p_holm": p} for row, p in zip(tested, holm([row["p"] for row in tested]))]
     return pd.DataFrame(rows)
@@ -264,6 +281,7 @@ def setting_title(part: pd.DataFrame) -> str:
 
 
 SCORES: Mapping[str, str] = {
+    "headline": "headline_last",
     "tuned": "tuned_last",
     "trained": "trained_last", "received": "received_last", "trained, last round's clients": "trained_participants",
     "validation": "trained_validation",
@@ -307,16 +325,27 @@ def print_tables(
     console = Screen(highlight=False)
     if not console.is_terminal:
         console = Screen(highlight=False, width=max(NARROWEST, console.width))
-    for _, part in table.groupby(SETTING, dropna=False, sort=False):
+    for _, whole in table.groupby(SETTING, dropna=False, sort=False):
+        part = whole[whole["failed"] == ""]
+        if part.empty:
+            console.print_line(f"{setting_title(whole)}: every run failed")
+            continue
+        lost = [label for label in dict.fromkeys(whole["variant"]) if label not in set(part["variant"])]
         here = tests if tests.empty else tests.merge(part[SETTING].drop_duplicates())
         for title, rows, columns in _tables(part, here, titles, meaning, metrics):
             groups = [(titles[str(label)], mine) for label, mine in rows.groupby("variant", sort=False)]
+            failed = [titles[label] for label in lost] if rows is part else []
             console.print(Text(title, style="table.title"))
             print_fitting(
                 console,
-                [name for name, _ in groups],
-                {c: [cell(mine) for _, mine in groups] for c, cell in columns.items()},
+                [*(name for name, _ in groups), *failed],
+                {
+                    head: [*(cell(mine) for _, mine in groups), *([DASH if at else "failed"] * len(failed))]
+                    for at, (head, cell) in enumerate(columns.items())
+                },
             )
+    if not (table["failed"] == "").any():
+        return
     size = float(table["test_mean"].mean())
     lines = [
         "received, trained: each client's own test split, mean over all clients; balanced: mean recall over all "
@@ -328,10 +357,11 @@ def print_tables(
         lines.append(ONE_SCORE if tests.empty else f"{ONE_SCORE} {PAIRED}")
     if len(tests) and tests["measure"].str.startswith(TUNED).any():
         lines.append(TUNED_PAIRS)
-    if table["better_off"].notna().any():
-        lines.append(
-            "better off than alone: share of the clients whose headline score is above their own in Standalone."
-        )
+    if table["gain"].notna().any():
+        lines.append(HARM_TEXT)
+    by = table.groupby("headline", sort=False)["variant"].unique()
+    judged = [f"{score} for {', '.join(titles[str(v)] for v in names)}" for score, names in by.items() if score]
+    lines.append(f"headline, the score that a method is judged by: {'; '.join(judged)}.")
     console.print_line("\n".join([*lines, *notes]))
 
 
@@ -413,15 +443,15 @@ def _tables(
             {c.removeprefix("unseen_").removesuffix("_accuracy"): partial(_percent, column=c) for c in unseen},
         )
     goals = part["trained_target"].dropna()
-    alone = part["better_off"].notna().any()
+    alone = part["gain"].notna().any()
     goal = f"{100 * goals.mean():.1f} %{'' if goals.nunique() == 1 else ' (mean)'}" if len(goals) else "-"
     yield (
-        "Weak clients (after local training, in %), what it took, and traffic per client and round",
+        "Clients (the weakest after local training, in %), what it took, and traffic per client and round",
         part,
         {
             "worst client": lambda rows: spread(rows["trained_worst"]),
             "worst tenth": lambda rows: spread(rows["trained_worst_decile"]),
-            **({"better off than alone": lambda rows: spread(rows["better_off"])} if alone else {}),
+            **({"gain / same / lose": lambda rows: tally(rows[[*HARM]].to_numpy())} if alone else {}),
             f"completed rounds to {goal}": lambda rows: until(rows["trained_target_rounds"]),
             "MB to it, all clients": lambda rows: until(rows["trained_target_bytes"], 1e-6, 2),
             "bytes up": lambda rows: f"{rows['bytes_up'].mean():,.0f}",
@@ -434,26 +464,33 @@ def _tables(
     if len(tests):
         names = {m: " ".join(m.removesuffix("_accuracy").split("_")[::-1]) for m in tests["measure"].unique()}
         yield (
-            f"Difference to {titles[tests['reference'].iloc[0]]} in points, paired over clients"
-            f"{' and seeds' if seeds > 1 else ''} (Wilcoxon signed-rank, p after Holm)\n({meaning})",
+            f"Difference to {titles[tests['reference'].iloc[0]]} in points, p after Holm: paired over clients"
+            f"{' and seeds' if seeds > 1 else ''} (Wilcoxon signed-rank); balanced over seeds (t-test)\n({meaning})",
             tests,
             {name: partial(_difference, measure=measure) for measure, name in names.items()},
         )
 
 
 def write(out: Path, jobs: Sequence[Job], reference: str, target: float | None, notes: Sequence[str]) -> pd.DataFrame:
-    """Write `results.csv`, `curves.csv` and `significance.csv` of the finished runs, and print the tables."""
+    """Write `results.csv`, `curves.csv` and `significance.csv`, and print the tables.
+
+    Parameters
+    ----------
+    jobs : all runs. One that failed is a row of `results.csv` with its reason.
+    """
     table = results(jobs, reference, target)
+    every, jobs = jobs, [j for j in jobs if j.result.ok]
     tests = significance(jobs, reference)
     if not table.empty:
         write_table(out / "results.csv", table)
+    if jobs:
         write_table(out / "curves.csv", curves(jobs))
         write_table(out / "significance.csv", tests)
     if any(j.result.sampled and not len(j.result.evaluations) for j in jobs):
         notes = [*notes, "completed rounds and MB to a target count points over all clients only; with sampled clients "
                  "that is the end of the run, unless --set evaluate-every=1 adds others"]  # fmt: skip
     warnings = {f"{j.variant.label}: {w}": None for j in jobs for w in j.result.summary.get("warnings", [])}
-    titles = {j.variant.label: j.variant.title for j in jobs}
+    titles = {j.variant.label: j.variant.title for j in every}
     metrics = list(dict.fromkeys(name for j in jobs for name in j.result.metrics))
     print_tables(table, tests, titles, [*notes, *warnings], meaning(jobs), metrics)
     return table

@@ -19,7 +19,16 @@ from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.errors import counted
 from fedapp.results.figures import Gallery
 from fedapp.results.figures.words import method_title
-from fedapp.results.runs import ONE_SCORE, PAIRED, PROTOCOL_TEXT, TUNED_PAIRS, UNADJUSTED, Comparison, RunResult
+from fedapp.results.runs import (
+    HARM_TEXT,
+    ONE_SCORE,
+    PAIRED,
+    PROTOCOL_TEXT,
+    TUNED_PAIRS,
+    UNADJUSTED,
+    Comparison,
+    RunResult,
+)
 from fedapp.results.statistics import DASH, duration, percent, size
 
 MOST_ROWS = 400
@@ -110,7 +119,13 @@ def render(template: str, gallery: Gallery, **values: Any) -> str:
         "percent": percent, "size": size, "duration": duration, "whole": lambda n: f"{n or 0:,}", "meaning": meaning,
         "method": method_title, "partition": partition_text, "place": place,
     }  # fmt: skip
-    templates.globals |= {"ONE_SCORE": ONE_SCORE, "PAIRED": PAIRED, "TUNED_PAIRS": TUNED_PAIRS, "MOST_ROWS": MOST_ROWS}
+    templates.globals |= {
+        "ONE_SCORE": ONE_SCORE,
+        "PAIRED": PAIRED,
+        "TUNED_PAIRS": TUNED_PAIRS,
+        "HARM_TEXT": HARM_TEXT,
+        "MOST_ROWS": MOST_ROWS,
+    }
     parts: Any = templates.get_template("parts.html.jinja").module
     words = templates.get_template(template).make_module({**values, "gallery": gallery})
     sections = [

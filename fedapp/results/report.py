@@ -36,8 +36,8 @@ from fedapp.results.runs import (
 )  # fmt: skip
 from fedapp.results.statistics import (
     DASH,
-    better_off,
     duration,
+    harm,
     mean_and_std,
     measured,
     number,
@@ -47,6 +47,7 @@ from fedapp.results.statistics import (
     probability,
     size,
     spread,
+    tally,
     traffic,
     until,
 )  # fmt: skip
@@ -335,7 +336,7 @@ def of_comparison(comparison: Comparison, gallery: Gallery) -> str:
         finished_seeds=len({r.seed for r in finished}),
         spread_over=over(len({r.seed for r in finished}), len({r.data_seed for r in finished})),
         settings=[
-            {"name": setting_text(setting), **_setting_tables(comparison, members)}
+            {"name": setting_text(setting), **_setting_tables(comparison, members, _lost(comparison, members))}
             for setting, members in groups_of(finished)
         ],
         differing=varying(runs),
@@ -366,29 +367,30 @@ OWN_SPLITS = ("tuned", "trained", "received")
 """Those of `COLUMNS` that are on each client's own test split, as is the score of guessing its majority class."""
 
 
-def _better_off(runs: Sequence[RunResult], by: Sequence[Sequence[RunResult]]) -> list[list[float]] | None:
-    """Return the shares of clients that do better than alone, by method and run; None without a run of Standalone."""
-    alone = {(r.seed, r.data_seed): r.headline_scores() for r in runs if r.alone}
-    if not alone:
-        return None
-    nobody = pd.Series(dtype=float)
-    return [
-        [
-            math.nan if r.alone else better_off(r.headline_scores(), alone.get((r.seed, r.data_seed), nobody))
-            for r in members
-        ]
-        for members in by
-    ]
+def _harm(runs: Sequence[RunResult], by: Sequence[Sequence[RunResult]]) -> list[str]:
+    """Return how many clients each method helps and harms against training alone; nothing without such a run."""
+    alone = {(r.seed, r.data_seed): r.headline_counts() for r in runs if r.alone}
+    others = ([r for r in members if not r.alone and (r.seed, r.data_seed) in alone] for members in by)
+    found = [tally([harm(r.headline_counts(), alone[r.seed, r.data_seed]) for r in runs]) for runs in others]
+    return found if alone else []
 
 
-def _setting_tables(comparison: Comparison, runs: Sequence[RunResult]) -> dict[str, Any]:
-    """Return the accuracies of a setting, its weak clients, what methods cost, and what was tested."""
+def _lost(comparison: Comparison, runs: Sequence[RunResult]) -> list[str]:
+    """Return the labels of a setting of which every run failed or is not finished; `runs` are its finished runs."""
+    there = {r.label for r in runs}
+    mine = [r for r in comparison.runs if r.setting == runs[0].setting and r.label not in there]
+    return [label for label in comparison.labels if any(r.label == label for r in mine)]
+
+
+def _setting_tables(comparison: Comparison, runs: Sequence[RunResult], lost: Sequence[str]) -> dict[str, Any]:
+    """Return the accuracies of a setting, its weak and harmed clients, what methods cost, and what was tested."""
     labels: dict[str, list[RunResult]] = {}
     for run in sorted(runs, key=lambda r: (comparison.labels.index(r.label), r.out)):
         labels.setdefault(run.label, []).append(run)
     names = [title_of(label) for label in labels]
     by = list(labels.values())
-    scores = {title: [[r.score(p, which) for r in members] for members in by] for title, p, which in COLUMNS}
+    scores = {"headline": [[r.score(r.headline) for r in members] for members in by]}
+    scores |= {title: [[r.score(p, which) for r in members] for members in by] for title, p, which in COLUMNS}
     scores = {title: values for title, values in scores.items() if any(len(measured(v)) for v in values)}
     further: dict[str, list[list[float]]] = {}
     for rank, title in enumerate(("worst client", "worst tenth")):
@@ -408,8 +410,7 @@ def _setting_tables(comparison: Comparison, runs: Sequence[RunResult]) -> dict[s
         for p in dict.fromkeys(p for r in runs for p in r.unseen_scores)
     }
     chosen = {title: values for title, values in (chosen | worst_of).items() if any(len(measured(v)) for v in values)}
-    if (better := _better_off(runs, by)) is not None:
-        further["better off than alone"] = better
+    harmed = _harm(runs, by)
     targets = [_target(comparison, members) for members in by]
     level = next((t[0] for t in targets if t), "")
     rows = []
@@ -422,11 +423,20 @@ def _setting_tables(comparison: Comparison, runs: Sequence[RunResult]) -> dict[s
         stated = [privacy([r.privacy for r in members])] if private else []
         rows.append([name, *counted, Cell(size(up)), Cell(size(down)), Cell(duration(seconds)), *stated])
     head = [f"completed rounds to {level}", "traffic of these"] if level else []
+    failed = [[title_of(label), Cell("failed"), *(Cell(DASH) for _ in list(scores)[1:])] for label in lost]
     significance, reference = _significance(comparison, runs)
     return {
         "meaning": meaning(_protocols(runs, always=()), runs),
-        "accuracy": Table(["accuracy in %", *scores], [*_score_rows(names, scores), *_guessing(runs, scores)]),
-        "further": Table(["further, in %", *further], _score_rows(names, further)),
+        "headlines": {
+            score: ", ".join(name for name, members in zip(names, by) if members[0].headline == score)
+            for score in dict.fromkeys(members[0].headline for members in by if members[0].headline)
+        },
+        "harmed": bool(harmed),
+        "accuracy": Table(["accuracy in %", *scores], [*_score_rows(names, scores), *failed, *_guessing(runs, scores)]),
+        "further": Table(
+            ["further, in %", *further, *(["clients: gain / same / lose"] if harmed else [])],
+            [[*row, *(Cell(t) for t in harmed[i : i + 1])] for i, row in enumerate(_score_rows(names, further))],
+        ),
         "metrics": Table(
             ["further metrics", *chosen],
             [
@@ -483,6 +493,7 @@ def _target(comparison: Comparison, runs: Sequence[RunResult]) -> tuple[str, str
     if not {"variant", "trained_target", "trained_target_rounds", "trained_target_bytes"} <= set(table.columns):
         return None
     lines = _lines_of(table[table["variant"] == runs[0].label], runs[0])
+    lines = lines[lines["failed"].isna()] if "failed" in lines else lines
     if lines.empty or lines["trained_target"].isna().all():
         return None
     moved = mean_and_std(lines["trained_target_bytes"])[0]

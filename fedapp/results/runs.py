@@ -30,8 +30,10 @@ from fedapp.learning.evaluation import ALWAYS
 from fedapp.learning.metrics import mean, summarise
 from fedapp.results import forms
 from fedapp.results.cells import mapped, uncelled
-from fedapp.results.statistics import Ints, traffic, worst
+from fedapp.results.statistics import Ints, resolution, traffic, worst
 
+LONGEST = 400
+"""Letters of the reason of a failure that are shown."""
 GRID = "grid.csv"
 """The points of a comparison's search, with the one that was chosen for each method and setting."""
 RUN_MARK = "config.toml"
@@ -49,6 +51,10 @@ ONE_SCORE = "Standalone receives nothing, so it has one score: after local train
 PAIRED = "In tests of received, Standalone's own model before the last training stands in its place."
 TUNED_PAIRS = "In tests of tuned, a reference that does not fine-tune has its trained model in that place."
 """What the paired tests compare where one side has no such score."""
+HARM_TEXT = (
+    "gain / same / lose: clients whose headline is above, at and below their own in Standalone; at: within one "
+    "standard error of the difference, and within one test row in any case."
+)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -201,6 +207,19 @@ class RunResult:
         return bool(self.summary.get("ok"))
 
     @property
+    def failure(self) -> str:
+        """Why the run has not finished, with the round and what to do about it; empty if it has."""
+        if self.ok:
+            return ""
+        text = str(self.error.get("message") or self.summary.get("error") or "not finished")
+        return text if len(text) <= LONGEST else f"{text[: LONGEST // 2]} … {text[-LONGEST // 2 :]}"
+
+    @property
+    def repeats(self) -> bool:
+        """Whether a run that failed would fail again with the same settings: they are refused, or diverge."""
+        return bool(self.error.get("diverged")) or self.error.get("exit") == 2
+
+    @property
     def method(self) -> str:
         """The method's id."""
         return str(self.flat.get("method", "?"))
@@ -339,10 +358,22 @@ class RunResult:
         value = numbers.get("min", numbers.get("max")) if what == "worst" else numbers.get(what)
         return math.nan if value is None else float(value)
 
+    @property
+    def headline(self) -> str:
+        """The score that the method is judged by; empty where none was measured."""
+        return str((self.summary.get("headline") or {}).get("score", ""))
+
     def headline_scores(self) -> pd.Series:
         """Return the accuracies that the headline is the mean of, by client; empty where it is of one global model."""
-        column = f"{(self.summary.get('headline') or {}).get('score')}_accuracy"
+        column = f"{self.headline}_accuracy"
         return self.final.set_index("client")[column] if column in self.final else pd.Series(dtype=float)
+
+    def headline_counts(self) -> pd.DataFrame:
+        """Return `correct` and `total` test rows of the headline by client; empty where it is of one global model."""
+        columns = {f"{self.headline}_{name}": name for name in ("correct", "total")}
+        if not {*columns} <= {*self.final}:
+            return pd.DataFrame(columns=[*columns.values()], dtype=float)
+        return self.final.set_index("client")[[*columns]].rename(columns=columns)
 
     @property
     def selected(self) -> bool:
@@ -353,6 +384,10 @@ class RunResult:
     def privacy(self) -> dict[str, Any]:
         """What the run states of what left its clients; empty without `dp`."""
         return dict(self.summary.get("privacy") or {})
+
+    def resolution(self, pooled: bool = False) -> float:
+        """Return the smallest step of a mean accuracy over clients, or of one over all test rows together."""
+        return resolution(next((self.final[c] for c in self.final if c.endswith("_total")), ()), pooled)
 
     def weakest(self, protocol: str) -> tuple[float, float]:
         """Return the final accuracy of the worst client, and the mean of the worst tenth of the clients."""

@@ -43,15 +43,25 @@ def worst(accuracies: Iterable[float]) -> tuple[float, float]:
     return float(values[0]), float(values[: math.ceil(len(values) / 10)].mean())
 
 
-def better_off(scores: pd.Series, alone: pd.Series) -> float:
-    """Return the share of the clients whose score is higher than what they reach alone; NaN without common clients.
+def harm(counts: pd.DataFrame, alone: pd.DataFrame) -> tuple[float, float, float]:
+    """Return how many clients gain from a method, score the same, and lose by it; NaN without common clients.
+
+    A client scores the same where its correct rows differ by one standard error of the difference at most, and by one
+    row in any case: |c - c'| <= max(1, sqrt(n (p (1 - p) + p' (1 - p')))) with p = c / n.
 
     Parameters
     ----------
-    scores, alone : of the same federation with a method and without one, by client.
+    counts, alone : `correct` and `total` test rows of the same federation with a method and with training alone, by
+        client.
     """
-    both = pd.concat([scores, alone], axis=1, join="inner").dropna()
-    return float((both.iloc[:, 0] > both.iloc[:, 1]).mean()) if len(both) else math.nan
+    both = counts.join(alone.add_suffix("_alone"), how="inner").dropna()
+    both = both[both["total"] > 0]
+    if not len(both):
+        return math.nan, math.nan, math.nan
+    n, c, without = both["total"], both["correct"], both["correct_alone"]
+    error = np.sqrt(c * (1 - c / n) + without * (1 - without / n))
+    gain, lose = ((d > np.maximum(1.0, error)).sum() for d in (c - without, without - c))
+    return float(gain), float(len(both) - gain - lose), float(lose)
 
 
 def over_clients(values: Iterable[float], low_is_good: bool = False) -> dict[str, float]:
@@ -138,40 +148,68 @@ def signed_rank(differences: Iterable[float]) -> float:
 
 
 def holm(p: Sequence[float]) -> list[float]:
-    """Return p values corrected for their number (Holm, 1979): step down, monotone, at most 1."""
-    order = np.argsort(p, kind="stable")
-    corrected = np.empty(len(p))
+    """Return p values corrected for their number (Holm, 1979): step down, monotone, at most 1; NaN does not count."""
+    corrected = np.full(len(p), math.nan)
+    tested = [int(i) for i in np.argsort(p, kind="stable") if not math.isnan(p[i])]
     highest = 0.0
-    for rank, index in enumerate(order):
-        highest = max(highest, min(1.0, (len(p) - rank) * p[index]))
+    for rank, index in enumerate(tested):
+        highest = max(highest, min(1.0, (len(tested) - rank) * p[index]))
         corrected[index] = highest
     return [float(v) for v in corrected]
 
 
-def t_test(values: Iterable[float]) -> float:
-    """Return the two-sided p of a one-sample t-test of numbers, one per seed, against 0.
+def standard_error(numbers: Floats, resolution: float) -> float:
+    """Return the standard error of the mean of (n,) numbers, n > 1.
 
-    Equal numbers have no spread to test with: p is then 0, or 1 where all of them are 0. One number has p = 1.
+    Numbers that agree exactly have no spread, though each is known only to its resolution. So the variance is at least
+    that of rounding, resolution^2 / 12.
+    """
+    return math.sqrt(np.maximum(numbers.var(ddof=1), resolution**2 / 12) / len(numbers))
+
+
+def t_test(values: Iterable[float], resolution: float) -> float:
+    """Return the two-sided p of a one-sample t-test of numbers, one per seed, against 0; NaN for fewer than two.
+
+    Parameters
+    ----------
+    resolution : smallest step of such a number, > 0; see :func:`standard_error`.
     """
     numbers = measured(values)
     if len(numbers) < 2:
-        return 1.0
-    if not np.any(np.round(numbers - numbers[0], 12)):
-        return 0.0 if np.any(numbers) else 1.0
+        return math.nan
     from scipy import stats
 
-    return float(stats.ttest_1samp(numbers, 0.0).pvalue)
+    return float(2 * stats.t.sf(abs(numbers.mean()) / standard_error(numbers, resolution), len(numbers) - 1))
 
 
-def interval(values: Iterable[float], level: float = 0.9) -> tuple[float, float]:
-    """Return the two-sided t confidence interval of the mean of values (n,); NaN for fewer than two values."""
+def interval(values: Iterable[float], resolution: float, level: float = 0.9) -> tuple[float, float]:
+    """Return the two-sided t confidence interval of the mean of values (n,); NaN for fewer than two values.
+
+    Parameters
+    ----------
+    resolution : smallest step of such a value, > 0; see :func:`standard_error`.
+    """
     numbers = measured(values)
     if len(numbers) < 2:
         return math.nan, math.nan
     from scipy import stats
 
-    half = float(stats.t.ppf((1 + level) / 2, len(numbers) - 1)) * float(stats.sem(numbers))
+    half = float(stats.t.ppf((1 + level) / 2, len(numbers) - 1)) * standard_error(numbers, resolution)
     return float(numbers.mean()) - half, float(numbers.mean()) + half
+
+
+def resolution(tests: Iterable[Any], pooled: bool = False) -> float:
+    """Return the smallest step of a mean accuracy over clients; NaN where no test rows are known.
+
+    Parameters
+    ----------
+    tests : test rows of each client (K,).   pooled : of an accuracy over the test rows of all clients together.
+    """
+    rows = measured(tests)
+    rows = rows[rows > 0]
+    if not len(rows):
+        return math.nan
+    return 1 / float(rows.sum() if pooled else len(rows) * np.median(rows))
 
 
 # ---- as text ---------------------------------------------------------------------------------------------------------
@@ -216,6 +254,12 @@ def privacy(stated: Sequence[Mapping[str, Any]]) -> str:
     epsilon = f"{max(spent):.3g}" if len(spent) == len(stated) else DASH
     helpers = f", {first['colluders']} colluders" if "colluders" in first else ""
     return f"{first['unit']}: ε {epsilon}, δ {first['delta']:g}{helpers}"
+
+
+def tally(counts: Iterable[Sequence[float]]) -> str:
+    """Write how many clients gain, score the same and lose, `5 / 2 / 3`, as means over seeds."""
+    known = np.array([c for c in counts if not math.isnan(c[0])])
+    return " / ".join(f"{v:.1f}".removesuffix(".0") for v in known.mean(axis=0)) if len(known) else DASH
 
 
 def until(values: Sequence[Any], factor: float = 1.0, digits: int = 1) -> str:

@@ -96,10 +96,17 @@ class RoundFailed(RuntimeError):
 
 
 class Spoiled(RoundFailed):
-    """The replies that are missing had values out of range, or NaN in the training: what was sent may be spoiled."""
+    """The replies that are missing had values out of range, or NaN in the training: what was sent may be spoiled.
+
+    Attributes
+    ----------
+    reason : the message without what can be done about it.   dropped : the replies that did not count.
+    """
 
     def __init__(self, message: str, server_round: int, dropped: Sequence[Dropped] = ()) -> None:
-        super().__init__(message, server_round)
+        remedy = "lower lr or the method's own learning rate, or set clip"
+        super().__init__(f"{message}. Most often the training diverged: {remedy}", server_round)
+        self.reason = message
         self.dropped = list(dropped)
 
 
