@@ -32,7 +32,7 @@ from fedapp import config as configuration
 from fedapp.config import RunConfig
 from fedapp.core.secure_sum import threshold
 from fedapp.data import partitions
-from fedapp.data.card import data_card
+from fedapp.data.card import data_card, in_lines
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest, counted, plain
 from fedapp.lazy import torch
@@ -47,6 +47,7 @@ from fedapp.models.bounded import Bounded
 from fedapp.results.directory import (
     ANNOUNCED,
     MOST_CURVES,
+    NAME,
     TRACKED,
     Columns,
     RunDirectory,
@@ -263,6 +264,7 @@ class Run(Callbacks):
         self.manager.offences = Offences.of(self.extra)
         self.manager.offences.blocked |= {b.client: b for b in self.directory.blocked_before()}
         self.final: dict[str, float] = {}
+        self.names: list[str] = []
         self.last_scores: Scored = {}
         self.stopped: str | None = None
         self.chosen: int | None = None
@@ -612,6 +614,7 @@ class Run(Callbacks):
         # Where each client normalises by itself, the server's model goes with no transform.
         self.about = {} if data.own_moments or data.dataset.parts else described(data.inputs, data.dataset.classes)
         card = data_card(data.dataset, data.partition)
+        self.names = in_lines(card.names)
         saved = self.out / "partition.npz"
         if self.done and saved.is_file() and partitions.Partition.load(saved).hash != data.partition.hash:
             raise BadRequest(
@@ -672,6 +675,10 @@ class Run(Callbacks):
             values["keep"] = self._best_round() or 0
         return values
 
+    def _named(self, client: int) -> dict[str, Any]:
+        """Return the columns that say whose a row is: the number, and the name where the data have names."""
+        return {"client": client, **({NAME: self.names[client]} if client < len(self.names) else {})}
+
     def _taking_part(self) -> int:
         """Return the number of clients that have registered and are not unseen."""
         return len(self.manager.infos.keys() - set(self.extra["unseen"]))
@@ -723,7 +730,7 @@ class Run(Callbacks):
         row["round_seconds"] = result.seconds
         row["train_seconds"] = mean(r["train_seconds"] for r in rows.values())
         self.directory.append("rounds.csv", row)
-        found = ({"round": server_round, "client": client, **columns} for client, columns in rows.items())
+        found = ({"round": server_round, **self._named(client), **columns} for client, columns in rows.items())
         self.directory.append("clients.csv", *found)
         for dropped in traffic.dropped:
             self.directory.dropped(dropped)
@@ -854,7 +861,7 @@ class Run(Callbacks):
             self.directory.append(
                 name,
                 *(
-                    {"client": client, **{k: v for k, v in columns.items() if k not in aside}}
+                    {**self._named(client), **{k: v for k, v in columns.items() if k not in aside}}
                     for client, columns in rows.items()
                 ),
             )

@@ -341,6 +341,9 @@ def test_several_settings_are_tabled_and_tested_apart(tmp_path: Path, no_page: l
         for name in ("fedavg-lr=0.02", "local")
     ]
     assert row["p"] == pytest.approx(ttest_rel(numbers[::2], numbers[1::2]).pvalue)
+    runs = [(r.label, r.seed, r.flat["partition"]) for r in read_comparison(str(tmp_path)).runs]
+    assert runs == list(table[["variant", "seed", "partition"]].itertuples(index=False, name=None)), "one order"
+    assert runs != sorted(runs)
     assert result.stdout.count("after 3 rounds") == 2
     assert "settings differ, lr: local 0.05, fedavg(lr=0.02) 0.02" in result.stdout
 

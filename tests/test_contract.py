@@ -30,7 +30,6 @@ def test_two_rounds_and_only_the_declared_set_leaves(
 ) -> None:
     with counted() as seen:
         result = run(method=method, rounds=2, out=tmp_path / "run", model=mixed(method), **SETTINGS)
-    assert COSTS[method] == cells(result, seen), "docs/choosing.md says otherwise: run python -m tests.costs"
     summary = result.summary
     assert summary["ok"] and summary["rounds"] == 2 and summary["clients"] == 3 and summary["dropped"] == 0
     received = summary["accuracy"]["received"]
@@ -46,6 +45,10 @@ def test_two_rounds_and_only_the_declared_set_leaves(
             assert actual.allows(name) or any(name.startswith(p) for p in prefixes), f"{name} left in {kind}"
         if kind == "evaluate":
             assert not reply.arrays
+    # What a new method still lacks in the pages comes last.
+    renew = f"run python -m tests.readme, then python -m tests.costs {method}"
+    assert method in COSTS, f"docs/choosing.md has no row for {method}: {renew}"
+    assert COSTS[method] == cells(result, seen), f"docs/choosing.md has other costs of {method}: {renew}"
 
 
 @pytest.mark.parametrize("method", methods())
@@ -70,23 +73,26 @@ def test_resume_is_exact(method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_page_and_a_row_for_each_method(method: str) -> None:
     entry = registry.get(method)
-    assert entry.title and entry.paper and entry.travels
+    for name in ("title", "paper", "travels"):
+        assert getattr(entry, name), f"METHOD of {method} has no {name}: the tables of methods show it"
     page = Path(__file__).parent.parent / "docs" / "methods" / f"{method}.md"
-    assert page.is_file(), f"docs/methods/{method}.md is missing"
+    assert page.is_file(), f"write docs/methods/{method}.md: CONTRIBUTING.md says what stands in it"
     text = page.read_text(encoding="utf-8")
     for field in type(registry.parse_args(entry, "")).model_fields:
-        assert f"`{field}" in text, f"{page.name} does not name the hyperparameter {field}"
+        assert f"`{field}" in text, f"{page.name} does not name the hyperparameter `{field}`: add it to its table"
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_tests_of_its_own_for_each_method(method: str) -> None:
     path = Path(__file__).with_name(f"test_{method}.py")
-    assert path.is_file() and re.search(r"^def test_", path.read_text(encoding="utf-8"), flags=re.M)
+    written = path.is_file() and re.search(r"^def test_", path.read_text(encoding="utf-8"), flags=re.M)
+    assert written, f"write tests/test_{method}.py: at least one test of what {method} computes"
 
 
 def test_no_page_of_a_method_that_is_gone() -> None:
     pages = (Path(__file__).parent.parent / "docs" / "methods").glob("*.md")
-    assert {page.stem for page in pages} == set(METHODS)
+    gone = sorted({page.stem for page in pages} - set(METHODS))
+    assert not gone, f"remove docs/methods/{', '.join(gone)}: no method has that id"
 
 
 def test_the_four_and_their_baselines_are_there() -> None:

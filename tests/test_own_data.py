@@ -21,6 +21,7 @@ from fedapp.data.dataset import Dataset
 from fedapp.data.moments import binary, moments, rounded
 from fedapp.engines import local
 from fedapp.errors import BadRequest
+from fedapp.results import report
 from fedapp.tasks import node as nodes
 from fedapp.tasks import simulated
 from tests.matrix import methods
@@ -563,3 +564,26 @@ def test_differences_between_clients_may_be_larger_than_those_of_one(tmp_path: P
         np.savez(tmp_path / f"{client}.npz", x=x, y=np.arange(20) % 2)
     assert datasets.load("npz", tmp_path).x_train.dtype == np.float32
     assert not rounded(np.full(9, 0.1)) and not rounded(np.array([0.3, 0.1 + 0.2])), "a constant loses nothing"
+
+
+def test_rows_and_pages_have_the_clients_own_names(tmp_path: Path) -> None:
+    """Whatever a name holds, it is one line in a table, no formula in a spreadsheet, and text on a page."""
+    hostile = np.array(["=1+1", "<b>bob</b>", "two\nlines", "dan"])
+    columns = sensors()
+    columns["client"] = hostile[np.searchsorted(np.sort(PERSONS), columns["client"])]
+    path = saved(tmp_path / "own.npz", columns)
+    run = fedapp.run(dataset="npz", data_dir=str(path), method="local", num_server_rounds=1, out=tmp_path / "out")
+    shown = ["<b>bob</b>", "=1+1", "dan", "two\\nlines"]
+    assert run.final["name"].tolist() == run.clients["name"].tolist() == shown == list(run.names)
+    for name in ("final.csv", "clients.csv"):
+        text = (run.out / name).read_text()
+        assert len(text.splitlines()) == 5 and ",'=1+1," in text, name
+    rest = fedapp.run(resume=run.out, num_server_rounds=2)
+    assert rest.clients["name"].tolist() == 2 * shown
+    page = report.write(run.out).read_text()
+    assert "1 (=1+1)" in page and "0 (&lt;b&gt;bob&lt;/b&gt;)" in page and "<b>bob" not in page
+
+
+def test_clients_without_names_have_no_column_of_them(tmp_path: Path) -> None:
+    run = fedapp.run(dataset="digits", method="local", clients=2, num_server_rounds=1, out=tmp_path / "out")
+    assert "name" not in run.final and run.names == () and run.name_of(1) == "1"

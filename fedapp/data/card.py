@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -103,7 +104,7 @@ class DataCard:
         max_clients : clients with a line of their own; a summary follows for the others.
         """
         train_sizes, test_sizes = self.train.sum(axis=1), self.test.sum(axis=1)
-        classes, names, ignored, left_out = map(_shown, (self.classes, self.names, self.ignored, self.left_out))
+        classes, names, ignored, left_out = map(in_lines, (self.classes, self.names, self.ignored, self.left_out))
         lines = [
             f"{self.dataset}: {counted(len(self.train), 'client')}, partition {self.kind}, split "
             f"{self.split}, {self.hash[:12]}",
@@ -115,7 +116,7 @@ class DataCard:
         if self.skipped:
             lines.append(f"files or rows left out because they cannot be used: {self.skipped}")
         if self.sizes:
-            lines.append(f"samples of {len(self.sizes)} sizes: {'; '.join(_shown(self.sizes))}")
+            lines.append(f"samples of {len(self.sizes)} sizes: {'; '.join(in_lines(self.sizes))}")
         if left_out:
             shown = ", ".join(left_out[:8]) + (", ..." if len(left_out) > 8 else "")
             lines.append(f"left out, fewer than min-samples {self.rows}: {len(left_out)} ({shown})")
@@ -184,8 +185,8 @@ class DataCard:
         return f"and {len(held)} more {'client' if len(held) == 1 else 'clients'}: {'; '.join(parts)}"
 
 
-def _shown(names: tuple[str, ...]) -> list[str]:
-    """Return names of a file as they may stand in a line."""
+def in_lines(names: Iterable[str]) -> list[str]:
+    """Return names of a file, each as it may stand in a line."""
     return [plain(name, whole=True).replace("\n", "\\n") for name in names]
 
 

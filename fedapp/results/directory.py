@@ -221,6 +221,8 @@ def run_name(config: RunConfig) -> str:
 
 
 LOCK = ".lock"
+NAME = "name"
+"""Column of clients.csv, final.csv and unseen.csv with the clients' own names, where the data have them."""
 CONFUSIONS = "final_confusion.npz"
 ALLOWED_BEFORE = ("superlink.log", "progress.jsonl", "launch.log", LOCK)
 MOST_CURVES = 100
@@ -389,12 +391,13 @@ class RunDirectory:
             f.write(line + "\n")
 
     def table(self, name: str) -> Columns:
-        """Read one of the CSV files of numbers back by column; no column if it is not there.
+        """Read one of the CSV files of numbers back by column, without names; no column if it is not there.
 
         Without pandas, which a server needs for nothing else and which takes as long to import as Flower.
         """
         rows = self._rows(name)
-        return {c: np.array([float(row[c] or "nan") for row in rows]) for c in rows[0]} if rows else {}
+        columns = [c for c in rows[0] if c != NAME] if rows else []
+        return {c: np.array([float(row[c] or "nan") for row in rows]) for c in columns}
 
     def _rows(self, name: str) -> list[dict[str, str]]:
         path = self.path / name

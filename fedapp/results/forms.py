@@ -38,7 +38,7 @@ OPTIONAL = ("pooled", "test_sizes", "calibration", "headline", "privacy", "warni
 """Lists and objects that may be null."""
 VERSIONS: dict[str, Form] = {"*": SINGLE}
 CONFIG: dict[str, Form] = {"seed": WHOLE, "fraction-train": NUMBER, "*": SINGLE}
-WORDS = ("stage", "reason")
+WORDS = ("stage", "reason", "name")
 """Columns of text in the tables of a run."""
 
 

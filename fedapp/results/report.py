@@ -198,7 +198,7 @@ def _client_table(run: RunResult) -> Table:
         client, tests = int(row["client"]), row.get(total, math.nan)
         rows.append(
             [
-                Cell(str(client)), run.config.model_of(client) if run.config is not None else "?",
+                Cell(run.name_of(client)), run.config.model_of(client) if run.config is not None else "?",
                 int(row["num_samples"]), tests if math.isnan(tests) else int(tests),
                 *(share(row[f"{p}_accuracy"]) for p in shown), *(share(row.get(f"{p}_balanced")) for p in shown),
                 share(majority[client] if client < len(majority) else None),
@@ -228,7 +228,7 @@ def _counts(run: RunResult) -> Table:
     card, named = run.card, len(run.classes) <= 26
     rows = [
         [
-            Cell(str(client)),
+            Cell(run.name_of(client)),
             *([Cell(f"{c:,}" if c else "·") for c in counts] if named else [int(np.count_nonzero(counts))]),
             card["train_sizes"][client], card["test_sizes"][client], share(card["majority"][client]),
         ]
@@ -296,7 +296,7 @@ def _plain(value: Any) -> str:
 
 def _dropped(run: RunResult) -> Table:
     rows = [
-        [Cell(str(r["round"])), Cell(str(r["client"])), str(r["stage"]), str(r["reason"])]
+        [Cell(str(r["round"])), Cell(run.name_of(int(r["client"]))), str(r["stage"]), str(r["reason"])]
         for _, r in run.dropped.head(MOST_ROWS).iterrows()
     ]
     return Table(["round", "client", "stage", "reason"], rows)

@@ -23,6 +23,7 @@ import numpy as np
 
 from fedapp import config as configuration
 from fedapp.config import RunConfig
+from fedapp.data.card import in_lines
 from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.errors import BadRequest
 from fedapp.lazy import pd
@@ -158,7 +159,7 @@ class RunResult:
 
     rounds, clients = _table("rounds.csv", "round"), _table("clients.csv", "round", "client")
     evaluations = _table("evaluations.csv", "round")
-    final, dropped = _table("final.csv", "client"), _table("dropped.csv")
+    final, dropped = _table("final.csv", "client"), _table("dropped.csv", "client")
     unseen = _table("unseen.csv")
     summary = _json("summary.json", partial(forms.wrong, form=forms.SUMMARY))
     versions = _json("versions.json", partial(forms.wrong, form=forms.VERSIONS))
@@ -239,6 +240,15 @@ class RunResult:
     def classes(self) -> tuple[str, ...]:
         """Names of the classes, from the data card."""
         return tuple(str(c) for c in self.card.get("classes", ()))
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The clients' own names, each as it may stand in a line; empty where the data have none."""
+        return tuple(in_lines(str(name) for name in self.card.get("names", ())))
+
+    def name_of(self, client: int) -> str:
+        """Return a client's number, with its own name behind it if it has one: `3 (ada)`."""
+        return f"{client} ({self.names[client]})" if 0 <= client < len(self.names) else str(client)
 
     @property
     def counts(self) -> Ints:
@@ -394,14 +404,14 @@ class RunResult:
         return worst(self.final.get(f"{protocol}_accuracy", ()))
 
 
-def read_run(path: Path) -> RunResult:
+def read_run(path: str | Path) -> RunResult:
     """Return the run in a run directory.
 
     Raises
     ------
     BadRequest : there is no `config.toml`, or it is not TOML.
     """
-    run = RunResult(path.expanduser().absolute())
+    run = RunResult(Path(path).expanduser().absolute())
     return replace(run, label=run.method)
 
 
@@ -426,7 +436,8 @@ class Comparison:
 
     Attributes
     ----------
-    out : the folder.   runs : all run directories below it, sorted by path.
+    out : the folder.
+    runs : all run directories below it, in the order of the rows of `table`; those without a row follow by path.
     """
 
     out: Path
@@ -461,14 +472,14 @@ class Comparison:
         return tuple(dict.fromkeys([*(v for v in listed if v in present), *sorted(present)]))
 
 
-def read_comparison(path: Path) -> Comparison:
-    """Read all run directories below a folder, up to four levels deep.
+def read_comparison(path: str | Path) -> Comparison:
+    """Read all run directories below a folder, up to four levels deep, in the order of `results.csv`.
 
     Raises
     ------
     BadRequest : there is none.
     """
-    path = path.expanduser().absolute()
+    path = Path(path).expanduser().absolute()
     folders = sorted(p.parent for depth in range(1, 5) for p in path.glob("*/" * depth + RUN_MARK))
     searched = _searched(path)
     runs = [
@@ -478,7 +489,36 @@ def read_comparison(path: Path) -> Comparison:
     ]
     if not runs:
         raise BadRequest(f"{path} holds neither a run ({RUN_MARK}) nor a comparison (run directories below it)")
-    return Comparison(path, tuple(labelled(runs, Comparison(path, ()).table, searched)))
+    table = Comparison(path, ()).table
+    return Comparison(path, tuple(_in_order(labelled(runs, table, searched), table)))
+
+
+def _in_order(runs: Sequence[RunResult], table: pd.DataFrame) -> list[RunResult]:
+    """Return runs in the order of the rows of `results.csv`, those without a row after them."""
+    if not {"variant", "seed"} <= set(table):
+        return list(runs)
+    columns = [c for c in ("dataset", "partition", "alpha", "classes_per_client", "sweep") if c in table]
+    rows = list(table[["variant", "seed", *columns]].itertuples(index=False, name=None))
+
+    def rank(run: RunResult) -> int:
+        for number, (variant, seed, *about) in enumerate(rows):
+            if (str(variant), seed) == (run.label, run.seed) and all(
+                _tells_of(run, column, value) for column, value in zip(columns, about)
+            ):
+                return number
+        return len(rows)
+
+    return sorted(runs, key=rank)
+
+
+def _tells_of(run: RunResult, column: str, value: Any) -> bool:
+    """Whether a cell of `results.csv` that describes a setting is that of a run; an empty one is of every run."""
+    if value != value or value is None:
+        return True
+    if column == "sweep":
+        pairs = (entry.rpartition(" ") for entry in str(value).split(", "))
+        return all(str(run.flat.get(key)) == given for key, _, given in pairs)
+    return bool(run.flat.get(column.replace("_", "-")) == value)
 
 
 def _searched(path: Path) -> dict[Path, str]:
@@ -496,14 +536,14 @@ def _without_seed(run: Path) -> Path:
     return run.with_name(re.sub(r"-s[0-9]+$", "", run.name))
 
 
-def read(path: Path) -> RunResult | Comparison:
+def read(path: str | Path) -> RunResult | Comparison:
     """Read a run directory, or a folder of run directories.
 
     Raises
     ------
     BadRequest : it is neither.
     """
-    path = path.expanduser().absolute()
+    path = Path(path).expanduser().absolute()
     if not path.is_dir():
         raise BadRequest(f"{path} is not a folder; give a run directory or the folder of a comparison")
     return read_run(path) if (path / RUN_MARK).is_file() else read_comparison(path)
