@@ -396,15 +396,6 @@ def test_the_spread_over_seeds_says_whether_partitions_differ(
     assert starts[0] != starts[1], "initial values and the order of images still differ between seeds"
 
 
-def test_a_run_that_fails_gives_exit_code_1_and_the_rest_is_tabled(
-    tmp_path: Path, no_page: list[Path], in_turn: list[str]
-) -> None:
-    result = command("--methods", "local,fedavg(lr=1e30)", *SMALL, "--out", str(tmp_path))
-    assert result.exit_code == 1
-    assert "failed: fedavg(lr=1e30) s0" in result.stderr
-    assert list(pd.read_csv(tmp_path / "results.csv")["variant"]) == ["local"]
-
-
 def test_a_page_that_cannot_be_made_is_told_and_changes_nothing(
     tmp_path: Path, in_turn: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -382,7 +382,7 @@ def _lost(comparison: Comparison, runs: Sequence[RunResult]) -> list[str]:
     return [label for label in comparison.labels if any(r.label == label for r in mine)]
 
 
-def _setting_tables(comparison: Comparison, runs: Sequence[RunResult], lost: Sequence[str]) -> dict[str, Any]:
+def _setting_tables(comparison: Comparison, runs: Sequence[RunResult], lost: Sequence[str] = ()) -> dict[str, Any]:
     """Return the accuracies of a setting, its weak and harmed clients, what methods cost, and what was tested."""
     labels: dict[str, list[RunResult]] = {}
     for run in sorted(runs, key=lambda r: (comparison.labels.index(r.label), r.out)):
