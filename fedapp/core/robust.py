@@ -25,6 +25,8 @@ Where a class or a cluster has its own senders, K is their number. If it is too 
 takes its place.
 
 cwFedAvg, FedGH and CCVR do not average whole replies; what bounds their clients is at the end of this file.
+
+The file is long because it holds every rule, for averages and for the four methods, beside the bounds that they share.
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@
 | `report.html`      | all of it on one page                                                                    |
 
 Finished runs are not run again, broken ones are continued from their last checkpoint.
+
+The file is long because it goes from the words of `--methods` to the exit code.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
 Files are read when they are asked for. A file that is not there is empty, so a run that has only begun can be read; a
 file that is there and cannot be read is a `BadRequest` that names it. A last line without its end, which a run is just
 writing or left when it was killed, is not read.
+
+The file is long because all that is read of a run, its files, scores, names and failure, has one reader.
 """
 
 from __future__ import annotations
