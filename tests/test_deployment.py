@@ -260,7 +260,7 @@ def test_nobody_there_is_a_bad_request(tmp_path: Path, monkeypatch: pytest.Monke
     from fedapp.engines import deploy
 
     monkeypatch.setenv("FLWR_HOME", str(tmp_path))
-    with pytest.raises(BadRequest, match=r"config\.toml does not exist: write it with"):
+    with pytest.raises(BadRequest, match=r"config\.toml does not exist: write it with\n.*\naddress = .localhost:8001"):
         deploy.connection("superlink")
     (tmp_path / "config.toml").write_text(f'[superlink.a]\naddress = "127.0.0.1:{free_port()}"\ninsecure = true\n'
                                           '[superlink.b]\naddress = ":local:"\n')  # fmt: skip
