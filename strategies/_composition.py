@@ -22,7 +22,21 @@ from fedapp.core import heads
 from fedapp.core.privacy import Float64, Joint, Privacy
 from fedapp.core.sums import capped_sums
 from fedapp.errors import BadRequest, suggest
-from fedapp.method import ALL, Array, Arrays, BaseHParams, Method, Payload, Query, Reply, Scored, ServerState, Sums
+from fedapp.method import (
+    ALL,
+    Array,
+    Arrays,
+    BaseHParams,
+    Method,
+    Payload,
+    Query,
+    Reply,
+    Scored,
+    ServerContext,
+    ServerState,
+    Sums,
+)
+from fedapp.models import is_own
 from fedapp.transport import selection
 from fedapp.transport.secure import Released
 from strategies.base import FedStrategy
@@ -32,7 +46,7 @@ T = TypeVar("T")
 BASES = ("base=fedavg", "base=fedprox", "base=fedavgm", "base=moon")
 """Named in the message for an unsuitable base; all other methods with one global model are suitable too."""
 RANDOM = "random: drawn from the seed and never trained"
-"""What the summary says of the extractor where nothing trained it and no weights were given."""
+"""What the summary says of an extractor of fedapp's own where nothing trained it and no weights were given."""
 
 
 def on(outer: type[T], base: type[Any], settings: BaseHParams, base_hparams: BaseHParams) -> type[T]:
@@ -235,7 +249,7 @@ class PostHoc(FedStrategy):
             "after": self.score(new),
             "score": "global",
             "received_before": mean_accuracy(r.metrics for r in replies),
-            **({"extractor": self.context.weights or RANDOM} if given else {}),
+            **({"extractor": self.extractor()} if given else {}),
             "deployable": True,
             "clients": len(replies),
             "samples": samples,
@@ -245,6 +259,27 @@ class PostHoc(FedStrategy):
             **found,
         }
         return new
+
+    def init(self, context: ServerContext) -> ServerState:
+        """Return the base's first state; warn of features that nothing has trained."""
+        state = super().init(context)
+        if self.settings.base == NONE.id and self.extractor() == RANDOM:
+            models = ", ".join(sorted({c.model for c in context.clients}))
+            context.warn(
+                f"base=none trains nothing, and no weights were given: the head is made from the features of {models} "
+                "with random values. Give weights=FILE, or, where the data are features already, a model of your own "
+                "whose only layer is the head"
+            )
+        return state
+
+    def extractor(self) -> str:
+        """Return where the features come from that nothing in this run trains, for the summary."""
+        if self.context.weights:
+            return self.context.weights
+        if not any(name.startswith("features.") for name in self.context.initial):
+            return "none: the head is on the data's features"
+        own = sorted({c.model for c in self.context.clients if is_own(c.model)})
+        return f"as {', '.join(own)} makes it: not trained here" if own else RANDOM
 
     def report(self, state: ServerState, final: Scored) -> dict[str, Any]:
         """Return `calibration`: the accuracy before and after, and which score it is."""

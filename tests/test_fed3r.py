@@ -20,7 +20,7 @@ from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest
 from fedapp.learning.evaluation import batched
 from fedapp.learning.state import read_safetensors
-from fedapp.method import Payload, Reply
+from fedapp.method import ClientInfo, Payload, Reply
 from fedapp.models import ModelOptions, build_model
 from fedapp.results.predict import read_model
 from fedapp.tasks import simulated
@@ -252,6 +252,38 @@ def test_through_model_client_and_message_it_is_ridge_on_all_features(tiny: Tiny
     assert found.summary["bytes_up_query.sums"] == 8 * (65 * 66 // 2 + 10 * 65)
     assert found.summary["bytes_up_query.losses"] == 8 * 65
     assert read_model(found.out / "models" / "last.safetensors", "digits").model.head.weight.shape == (10, 64)
+
+
+@pytest.mark.parametrize(
+    ("rows", "args", "warned"),
+    [(24, "", True), (24, "relative=true", True), (24, "lam=5", False), (240, "", False), (6, "", False)],
+)
+def test_a_small_penalty_near_as_many_samples_as_features_is_warned_of(rows: int, args: str, warned: bool) -> None:
+    rng, said = np.random.default_rng(0), list[str]()
+    z, y = rng.standard_normal((rows, 23)), np.arange(rows) % 3
+    repaired("fed3r", args, [(z, y)], dataclasses.replace(context(3, 23), warn=said.append))
+    assert [text.startswith("fed3r: lam = 0.01 is small for 24 samples of 23 features") for text in said] == [
+        True
+    ] * warned
+
+
+@pytest.mark.parametrize(
+    ("model", "arrays", "weights", "says"),
+    [
+        ("digits-a", True, "", "random: drawn"),
+        ("digits-a", True, "w.pt", "w.pt"),
+        ("mine:Net", True, "", "as mine:Net makes it: not trained here"),
+        ("mine:Net", False, "", "none: the head is on the data's features"),
+    ],
+)
+def test_a_head_alone_says_whose_features_it_has(model: str, arrays: bool, weights: str, says: str) -> None:
+    said, given = list[str](), context()
+    clients = tuple(dataclasses.replace(c, model=model) for c in given.clients or (ClientInfo(0, 1, "", 3, {}),))
+    initial = {n: a for n, a in given.initial.items() if arrays or not n.startswith("features.")}
+    given = dataclasses.replace(given, clients=clients, initial=initial, weights=weights, warn=said.append)
+    strategy, _ = server("fed3r", "base=none", given)
+    assert strategy.extractor().startswith(says)
+    assert [text.startswith("base=none trains nothing") for text in said] == [True] * says.startswith("random")
 
 
 def test_a_given_extractor_stays_as_it_is_and_a_random_one_is_named(tiny: Tiny) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -113,3 +116,26 @@ def test_the_command_line_prints_errors_in_plain_text(
     with pytest.raises(SystemExit):
         cli.main()
     assert harmless(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("piped", [False, True])
+def test_a_narrow_or_closed_output_does_not_break_a_command(piped: bool, tmp_path: Path) -> None:
+    """A dash that Latin-1 lacks becomes a question mark; where the reader of a pipe has gone, the work goes on."""
+    code = (
+        "from pathlib import Path\nfrom fedapp import cli\nfrom fedapp.results.terminal import Screen, echo\n"
+        "def app(**_):\n"
+        "    for _ in range(3):\n        echo('a \u2013 b ' * 9999)\n        Screen().print('c \u2013 d')\n"
+        f"    Path({str(tmp_path / 'done')!r}).touch()\n"
+        "cli.app = app\ncli.main()\n"
+    )
+    env = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        if piped:
+            process.stdout.close()
+        else:
+            assert b"a ? b" in process.stdout.read()
+        errors = process.stderr.read()
+    assert (process.returncode, errors) == (0, b"") and (tmp_path / "done").exists()

@@ -495,6 +495,19 @@ def test_a_file_beside_the_configuration_is_found_after_all_others(
     assert versions["code of nearnets"] == hashlib.sha256(NEAR.encode()).hexdigest()
 
 
+def test_without_a_configuration_the_current_folder_is_beside(tmp_path: Path) -> None:
+    (tmp_path / "nearnets.py").write_text(NEAR)
+    (tmp_path / "torch.py").write_text("raise ImportError")
+    env = {**os.environ, "PYTHONPATH": ""}
+    words = ["run", "--set", "model=nearnets:Small", "--clients", "2", "--engine", "local", "--dry-run"]
+    code = "from fedapp import cli; cli.main()"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code, *words],
+        env=env, cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0 and "nearnets:Small: " in done.stdout, done.stderr
+
+
 def test_the_file_of_a_module_is_found_without_an_import() -> None:
     assert plugins.code_file(f"{NETS}:Net") == Path(own_nets.__file__) and plugins.code_file("torch.nn:Linear")
     assert plugins.code_file("nowhere.at.all:x") is None and plugins.code_file("fedapp.nothing:x") is None

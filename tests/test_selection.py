@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedapp.method import Payload
-from fedapp.models import build_model
+from fedapp.method import ALL, Payload
+from fedapp.models import SplitModel, build_model
 from fedapp.transport import selection
 
 
@@ -39,6 +39,13 @@ class Normed(nn.Module):
 )
 def test_prefixes_are_whole_components(name: str, prefixes: tuple[str, ...], found: bool) -> None:
     assert selection.matches(name, prefixes) is found
+
+
+def test_a_trunk_without_arrays_is_allowed_unless_nothing_is_left_to_share() -> None:
+    bare = SplitModel(name="bare", features=nn.Flatten(), activation=nn.Identity(), head=nn.Linear(3, 2))
+    assert selection.shared_names(bare, ALL) == ["head.weight", "head.bias"]
+    with pytest.raises(ValueError, match=r"no array under features\., which the method shares: take a method"):
+        selection.shared_names(bare, ("features.",))
 
 
 PARAMETERS = ["features.0.weight", "features.0.bias", "features.1.weight", "features.1.bias"]

@@ -40,6 +40,33 @@ def test_events_are_read_when_complete_and_once(tmp_path: Path) -> None:
     assert seen == [{"a": 1}, {"b": 2}, {"c": 3}]
 
 
+@pytest.mark.parametrize("characters", [44, 45, 200])
+def test_rays_sockets_have_valid_names_whatever_the_temporary_folder_is(
+    characters: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "t" * (characters - 1))
+    assert launch._short_folder() == (None if characters < 45 else "/tmp")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    if characters >= 45:
+        with pytest.raises(BadRequest, match=f"path of {characters} characters .* set TMPDIR"):
+            launch._short_folder()
+
+
+def test_a_socks_proxy_does_not_reach_flowers_programs_which_cannot_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch.importlib.util, "find_spec", lambda name: None)
+    for name, value in (("ALL_PROXY", "socks5://127.0.0.1:9"), ("https_proxy", "http://127.0.0.1:9")):
+        monkeypatch.setenv(name, value)
+    found = Session()._environment()
+    assert "ALL_PROXY" not in found and found["https_proxy"] == "http://127.0.0.1:9"
+    with control.Control.of_port(9):
+        pass  # it is made, although httpx refuses such a proxy
+
+
+def test_an_empty_path_still_finds_the_systems_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert control.environment()["PATH"].split(os.pathsep)[-1] == os.defpath.split(os.pathsep)[-1]
+
+
 def test_events_of_an_earlier_run_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "progress.jsonl"
     path.write_text('{"old": 1}\n{"torn": ')

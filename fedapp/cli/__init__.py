@@ -14,7 +14,7 @@ from fedapp.cli.options import Application, Commands, Set, collect, names
 from fedapp.cli.printing import entries, show
 from fedapp.errors import BadRequest
 from fedapp.results import terminal
-from fedapp.results.terminal import echo
+from fedapp.results.terminal import echo, print_anything
 
 if TYPE_CHECKING:
     from fedapp.experiments import recipes
@@ -60,14 +60,19 @@ def _common(
 
 
 def main() -> None:
-    """Run the command line. A bad request prints a few lines and exits with 2, any other error a traceback and 1."""
+    """Run the command line. A bad request prints a few lines and exits with 2, a failed start its lines and 1, any other
+    error a traceback and 1.
+    """
+    print_anything()
     try:
         app(standalone_mode=True)
     except BadRequest as e:
         echo(f"fedapp: {e}", err=True)
         raise SystemExit(2) from None
-    except Exception:
-        echo(traceback.format_exc(), err=True, nl=False)
+    except Exception as e:
+        from fedapp.engines.control import LaunchError
+
+        echo(f"fedapp: {e}\n" if isinstance(e, LaunchError) else traceback.format_exc(), err=True, nl=False)
         raise SystemExit(1) from None
 
 
@@ -76,8 +81,8 @@ def found(file: Path | None) -> recipes.Recipe | None:
     from fedapp import plugins
     from fedapp.experiments import recipes
 
-    if file is not None and file.is_file():
-        plugins.look_beside(file)
+    if file is None or file.is_file():  # without a file, own code may lie in the current folder
+        plugins.look_beside(file or Path("run.toml"))
     return recipes.find(file) if file is not None else None
 
 

@@ -107,7 +107,7 @@ def _not_bundled(folder: str, names: list[str]) -> set[str]:
 def environment() -> dict[str, str]:
     """Return this process's environment for one of Flower's commands, which start their helpers by bare name."""
     scripts = dict.fromkeys([str(Path(sys.executable).parent), sysconfig.get_path("scripts")])
-    return {**os.environ, **QUIET, "PATH": os.pathsep.join([*scripts, os.environ.get("PATH", os.defpath)])}
+    return {**os.environ, **QUIET, "PATH": os.pathsep.join([*scripts, os.environ.get("PATH") or os.defpath])}
 
 
 def executable(name: str, path: str) -> str:
@@ -148,7 +148,10 @@ class Control:
 
         def connect() -> Any:
             with contextlib.redirect_stdout(io.StringIO()):  # Flower prints the connection's name
-                return init_http_client_from_connection(connection)
+                try:
+                    return init_http_client_from_connection(connection)
+                except ImportError as e:  # a SOCKS proxy without the package for it
+                    raise BadRequest(f"the SuperLink cannot be called: {e} Or unset ALL_PROXY") from e
 
         return cls(connect, connection.federation or "", connection.name)
 
@@ -160,7 +163,7 @@ class Control:
 
         def connect() -> Any:
             # The HTTP library reads these variables when the client is made.
-            with process.environment(NO_PROXY="127.0.0.1", no_proxy="127.0.0.1"):
+            with process.environment(NO_PROXY="*", no_proxy="*"):
                 return ControlHttpClient.from_server_address(
                     server_address=f"127.0.0.1:{port}",
                     insecure=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from fedapp.engines.resources import ClientResources
 from fedapp.errors import BadRequest, counted, described, raised
 from fedapp.learning.task import ModelSpec
 from fedapp.results import lines
+from fedapp.results.directory import only_writer
 from fedapp.results.runs import UNADJUSTED, RunResult, read_json
 from fedapp.results.statistics import percent, privacy
 from fedapp.results.terminal import Screen, echo
@@ -174,6 +176,8 @@ def run_and_report(
     if code == 0:
         print_summary(RunResult(folder).summary)
     echo(f"results: {folder}", err=code != 0)
+    if code and any((folder / "checkpoint").glob("*")) and not (folder / "error.json").exists():
+        echo(f"its complete rounds are kept: fedapp run --resume {shlex.quote(str(folder))} goes on", err=True)
     return code
 
 
@@ -187,6 +191,10 @@ def _examined(
 ) -> tuple[RunConfig, ClientResources | None]:
     """Check a configuration against data, models and run directory, and say what it is and needs."""
     config = engines.placed(config, out, resume=bool(values.get("resume", False)))
+    if config.resume and engine == "ray":
+        # The server that finds another one in the folder may write nothing there, not even why it ends.
+        with only_writer(Path(config.out)):
+            pass
     data = tasks.federated(config, config.clients)
     echo(data_card(data.dataset, data.partition).text(), err=True)
     echo(auto_text(values, config), err=True)
@@ -299,6 +307,10 @@ def print_summary(summary: Mapping[str, Any]) -> None:
         f"bytes per client and round: {summary['bytes_up']:,.0f} up, {summary['bytes_down']:,.0f} down; "
         f"dropped: {summary['dropped']}"
     )
+    for key, value in summary.items():
+        if key.startswith("bytes_up_query."):
+            kind = key.removeprefix("bytes_up_query.")
+            text += f"\nbytes per client after the last round, for the query of {kind}: {value:,.0f} up"
     if summary.get("calibration"):
         c = summary["calibration"]
         text += f"\ncalibration (global): before {percent(c.get('before'))} %, after {percent(c.get('after'))} %"

@@ -21,6 +21,7 @@ simulation, whose backend calls ``ray.init`` without an address, so that Ray tak
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import os
 import re
@@ -65,6 +66,9 @@ SIMULATION_STARTS = 120.0
 """Seconds until the simulation must have appeared as a process."""
 SIMULATION_ENDS = 60.0
 """Seconds that the simulation may take to end once its results are written; then it is stopped."""
+
+LONG_FOLDER = 45
+"""Characters of a folder for temporary files from which on Ray's sockets have no valid names."""
 
 Scalar = bool | int | float | str
 
@@ -160,7 +164,7 @@ class Session:
     def __enter__(self) -> Session:
         self._signals.enter_context(supervise.handle_signals(supervise.interrupt, "SIGTERM", "SIGHUP"))
         try:
-            self.home = Path(tempfile.mkdtemp(prefix="fedapp-"))
+            self.home = Path(tempfile.mkdtemp(prefix="fedapp-", dir=_short_folder()))
             self.app = self._given_app.resolve() if self._given_app is not None else stage(self.home / "app")
             self.log_path = (self._given_log or self.home / "superlink.log").resolve()
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
@@ -277,6 +281,9 @@ class Session:
         path = [str(Path(entry).absolute()) for entry in env.pop("PYTHONPATH", "").split(os.pathsep) if entry]
         if path:
             env["PYTHONPATH"] = os.pathsep.join(path)
+        if importlib.util.find_spec("socksio") is None:
+            # Flower's programs fail with a SOCKS proxy even for calls on this machine, which are all that they make.
+            env = {n: v for n, v in env.items() if not (n.lower().endswith("_proxy") and v.lower().startswith("socks"))}
         for name in ("NO_PROXY", "no_proxy"):
             env[name] = ",".join(filter(None, [env.get(name), "127.0.0.1", "localhost"]))
         env |= {
@@ -487,6 +494,22 @@ class EventReader:
                 on_event(event)
                 count += 1
         return count
+
+
+def _short_folder() -> str | None:
+    """Return a folder for temporary files in which Ray's sockets have valid names; None = the usual one (TMPDIR).
+
+    Ray appends about 60 characters to it, and the path of a Unix socket ends at 107.
+    """
+    usual = tempfile.gettempdir()
+    if len(usual) < LONG_FOLDER:
+        return None
+    if not os.access("/tmp", os.W_OK | os.X_OK):
+        raise BadRequest(
+            f"the folder for temporary files has a path of {len(usual)} characters ({usual}), and Ray's sockets there "
+            f"would have no valid names: set TMPDIR to a folder with less than {LONG_FOLDER}, or use --engine local"
+        )
+    return "/tmp"
 
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")

@@ -7,6 +7,7 @@ travel in the file: `fedapp.json` among the extra files of `.pt2`, the metadata 
 from __future__ import annotations
 
 import copy
+import io
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -114,7 +115,9 @@ def _batch() -> tuple[dict[int, Any]]:
 def _pt2(net: LoadedModel, path: Path, facts: str, x: Tensor) -> Tensor:
     # Two rows: a batch of one would be taken as a constant.
     program = torch.export.export(net, (x[:2],), dynamic_shapes=_batch())
-    torch.export.save(program, path, extra_files={"fedapp.json": facts})
+    written = io.BytesIO()  # PyTorch's own writer aborts the process where the disk is full
+    torch.export.save(program, written, extra_files={"fedapp.json": facts})
+    path.write_bytes(written.getbuffer())
     with torch.inference_mode():
         logits: Tensor = torch.export.load(path).module()(x)
     return logits

@@ -7,11 +7,14 @@ rich's markup: its links, its colours, or an error.
 from __future__ import annotations
 
 import contextlib
+import io
+import os
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 import typer
 from rich.console import Console
@@ -36,6 +39,8 @@ def quiet(wanted: bool) -> Iterator[None]:
 def echo(text: object, err: bool = False, nl: bool = True, must: bool = False) -> None:
     """Print a text as `plain` writes it; messages on a terminal break between words.
 
+    Nothing is printed where the reader of a pipe has gone.
+
     Parameters
     ----------
     must : print it in a block that is :func:`quiet` too.
@@ -45,7 +50,10 @@ def echo(text: object, err: bool = False, nl: bool = True, must: bool = False) -
     shown = plain(text, whole=True)
     if err and sys.stderr.isatty():
         shown = "\n".join(_broken(line, shutil.get_terminal_size().columns) for line in shown.split("\n"))
-    typer.echo(shown, err=err, nl=nl)
+    try:
+        typer.echo(shown, err=err, nl=nl)
+    except BrokenPipeError:
+        _silence(sys.stderr if err else sys.stdout)
 
 
 def _broken(line: str, width: int) -> str:
@@ -57,6 +65,19 @@ def _broken(line: str, width: int) -> str:
         line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
     )
     return "\n".join(lines)
+
+
+def print_anything() -> None:
+    """Let every text be printed: a character that the terminal's encoding lacks becomes a question mark."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _silence(stream: TextIO) -> None:
+    """Let a stream lead nowhere, so that a command whose reader has gone, such as `head`, still does its work."""
+    with Path(os.devnull).open("wb") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 class Screen(Console):
@@ -71,6 +92,10 @@ class Screen(Console):
             echo(text, err=self.stderr, must=True)
         else:
             self.print(text, soft_wrap=not self.is_terminal)
+
+    def on_broken_pipe(self) -> None:
+        """Go on without printing."""
+        _silence(sys.stderr if self.stderr else sys.stdout)
 
     def render_str(self, text: str, **how: Any) -> Text:
         """Make a text of what a table, a title or a line was given."""

@@ -40,10 +40,16 @@ def shared_names(model: nn.Module, prefixes: Iterable[str], buffers: str = "glob
     wanted = parameters | (float_buffers(model) if buffers == "global" else set())
     state = model.state_dict()
     for prefix in prefixes:
-        if not any(matches(name, (prefix,)) for name in state):
+        bare = prefix == "features." and hasattr(model, "features")  # a trunk without arrays, as on given features
+        if not bare and not any(matches(name, (prefix,)) for name in state):
             parts = ", ".join(dict.fromkeys(".".join(name.split(".")[:2]) for name in state))
             raise BadRequest(f"'{prefix}' matches no array of the model {type(model).__name__}: it has {parts}")
     names = [n for n in state if n in wanted and matches(n, prefixes) and not matches(n, held)]
+    if prefixes and not any(matches(name, prefixes) for name in state):
+        raise BadRequest(
+            f"the model {type(model).__name__} has no array under {' or '.join(prefixes)}, which the method shares: "
+            "take a method that shares the head too, such as fedavg"
+        )
     if odd := next((n for n in names if state[n].is_complex()), None):
         raise BadRequest(
             f"'{odd}' of the model {type(model).__name__} is {str(state[odd].dtype).removeprefix('torch.')}, and "
