@@ -62,7 +62,7 @@ def _common(
 def main() -> None:
     """Run the command line.
 
-    A bad request prints a few lines and exits with 2, a failed start its lines and 1, any other error a traceback and 1.
+    A bad request prints a few lines and exits with 2, a failed start its lines and 1, another error a traceback and 1.
     """
     print_anything()
     try:
