@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from fedapp.engines import local, runner
 from fedapp.errors import raised
 from fedapp.results.lines import Spoken, failed, line, resumed, scores
 from fedapp.results.runs import read_json
+from fedapp.results.terminal import Screen
 from strategies import local as standalone
 
 SMALL = {"method": "local", "clients": 2, "num-server-rounds": 1, "local-epochs": 1, "data-fraction": 0.1}
@@ -79,3 +81,17 @@ def test_a_run_is_told_from_its_first_line_to_its_last(tmp_path: Path, capsys: p
     assert runner.run_and_report(values, tmp_path / "run", engine="local") == 0
     shown = capsys.readouterr().err
     assert "continues with round 2 of 2 (round 1 is kept as it is)" in shown.replace("\n", " ")
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_a_line_of_progress_cuts_no_number(width: int) -> None:
+    shown = io.StringIO()
+    with runner.Follower("fedclassavg s0 (3/3)") as follower:
+        follower.console = Screen(width=width, file=shown, force_terminal=True, color_system=None)
+        follower.__enter__()
+        follower({"kind": "start", "done": 0, "clients": 10, "rounds": 20, "method": "fedclassavg"})
+        scored = {f"{protocol}_accuracy": 0.955 for protocol in ("received", "trained", "global")}
+        follower({"kind": "round", "round": 20, "rounds": 20, "clients": 10, "train_loss": 1.815, **scored})
+    last = shown.getvalue()
+    assert "0:00:00" in last and "1.815" in last and "\u2026" not in last
+    assert ("\u2501" in last) == (width >= runner.WITH_BAR)

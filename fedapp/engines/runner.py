@@ -300,7 +300,7 @@ def print_summary(summary: Mapping[str, Any]) -> None:
     headline = summary.get("headline")
     if headline:
         text = f"headline: {headline['score']} {percent(headline['value'])} %, mean over {_many(headline)}"
-        Screen(highlight=False).print(f"{text}, {headline['point']}", soft_wrap=True)
+        Screen(highlight=False).print_line(f"{text}, {headline['point']}")
     sizes = summary["test_sizes"]
     text = (
         f"test images per client: {sizes['min']} to {sizes['max']}, mean {sizes['mean']:.1f}; "

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 from fedapp import __version__, process, registry
 from fedapp import config as configuration
@@ -366,7 +367,9 @@ class RunsProgress:
         self.started = self.told = time.monotonic()
         self.stop = threading.Event()
         self.console = Screen(stderr=True, highlight=False)
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[text]}"))
+        bar = [BarColumn()] if self.console.width >= runner.WITH_BAR else []
+        told = TextColumn("{task.fields[text]}", table_column=Column())  # its words go on below
+        columns = (TextColumn("{task.description}"), *bar, told)
         self.progress = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self.bar = self.progress.add_task("runs", total=max(1, self.total), text="")
         self.watch = threading.Thread(target=self._watch, daemon=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import get_args
 
 import numpy as np
-from rich.table import Table
+from rich.table import Column, Table
 
 from fedapp.config import RunConfig
 from fedapp.engines import local as engines
@@ -193,10 +193,12 @@ def _tell(
 
 def print_ledger(verdicts: Sequence[tuple[Claim, Verdict]]) -> None:
     """Print one row per claim."""
-    table = Table("claim", "paper", "ours", "outcome", title="Ledger of claims", show_lines=True)
+    heads = (Column(head, overflow="fold") for head in ("claim", "paper", "ours", "outcome"))
+    table = Table(*heads, title="Ledger of claims", show_lines=True)
     for claim, verdict in verdicts:
         table.add_row(f"{claim.id}: {claim.text}", claim.paper, verdict.ours, verdict.outcome)
-    Screen(width=max(140, Screen().width)).print(table)
+    console = Screen()
+    (console if console.is_terminal else Screen(width=max(140, console.width))).print(table)
 
 
 def _around(doc: Path) -> tuple[str, str]:
