@@ -92,7 +92,12 @@ def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedCl
             str(control.get("state", "")), bool(control.get("state-binds", True)), config.lost_state == "restart"
         )
         run = str(control["run"])
-        store = ClientStore(folder, config.method, run, config.warm_start, kept, real, known, config.dp)
+        about = {
+            "names of classes": nodes.fingerprint(task.extras.get("classes", ())),
+            "names of features": nodes.fingerprint(task.inputs.features),
+            **predict.made_with(task.model, ""),
+        }
+        store = ClientStore(folder, config.method, run, config.warm_start, kept, real, known, config.dp, about)
         store.back = int(control.get("back", 0))
         releaser = _releaser(context, root, node, config, control)
     client: FedClient = method.client(task, method, hparams, store)

@@ -196,6 +196,19 @@ def test_a_run_goes_on_with_the_normalisation_that_it_had(tmp_path: Path, tiny: 
         run(resume=there.out, rounds=2)
 
 
+def test_a_warm_start_refuses_states_of_other_class_names(tmp_path: Path, tiny: Tiny) -> None:
+    x, y = np.arange(400.0).reshape(80, 5) % 7, np.arange(80) % 2
+    settings = {"method": "fedavg", "dataset": "npz", "data_dir": str(tmp_path / "own.npz"), "rounds": 1, "clients": 2}
+    shared = {**settings, "model": "mlp", "partition": "iid", "state_dir": str(tmp_path / "state")}
+    np.savez(tmp_path / "own.npz", x=x, y=y, class_names=["cat", "dog"])
+    tiny(**shared)
+    np.savez(tmp_path / "own.npz", x=x + 1, y=y, class_names=["cat", "dog"])
+    tiny(warm_start=True, **shared)
+    np.savez(tmp_path / "own.npz", x=x, y=y, class_names=["dog", "cat"])
+    with pytest.raises(Exception, match="was made with other names of classes than there are now"):
+        tiny(warm_start=True, **shared)
+
+
 # ---- own code and stored weights -----------------------------------------------------------------------------------
 
 

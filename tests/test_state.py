@@ -112,6 +112,19 @@ def test_states_of_runs_side_by_side_stay_apart(tmp_path: Path) -> None:
     assert store(tmp_path, run="cc").load(before=9) is None
 
 
+def test_a_state_of_other_classes_is_refused(tmp_path: Path) -> None:
+    def with_classes(names: str, run: str = "aa", warm: bool = False) -> ClientStore:
+        return ClientStore(tmp_path / "3", "m", run, warm, about={"names of classes": names})
+
+    with_classes("x").save(1, {"x": np.ones(1)})
+    for run, warm in (("aa", False), ("bb", True)):
+        assert with_classes("x", run, warm).load(before=2) is not None
+        with pytest.raises(StateError, match="was made with other names of classes than there are now"):
+            with_classes("y", run, warm).load(before=2)
+    store(tmp_path).save(2, {"x": np.ones(1)})
+    assert with_classes("y").load(before=3) is not None, "earlier versions do not say it"
+
+
 def test_a_warm_start_does_not_go_by_the_times_of_files(tmp_path: Path) -> None:
     """`cp -r` gives copies times of their own, in any order."""
     files = [store(tmp_path, run=run).save(r, {"x": np.full(1, r)}) for run in ("bb", "aa") for r in (1, 2, 3)]

@@ -291,6 +291,8 @@ class ClientStore:
         training of small models.
     expected : what the server knows of this client's state.
     dp : the run's key. With `sgd` only states of such trainings are read: what others left was made of exact gradients.
+    about : what a state means nothing without, such as the names of the classes, by name; a state with another is
+        refused.
 
     Attributes
     ----------
@@ -310,6 +312,7 @@ class ClientStore:
         durable: bool = False,
         expected: Expected | None = None,
         dp: str = "none",
+        about: Mapping[str, str] | None = None,
     ) -> None:
         if not _TOKEN.match(run):
             raise StateError(f"the run's token '{run[:80]}' is not one: hexadecimal digits are needed")
@@ -326,6 +329,7 @@ class ClientStore:
         self.back = 0
         self.written = ""
         self.dp = dp
+        self.about = dict(about or {})
 
     def _files(self) -> list[tuple[str, int, Path]]:
         """Return (run, round, file) of all states here, by round."""
@@ -401,6 +405,12 @@ class ClientStore:
         check_header(path, header, {**place, "run": run, "round": server_round}, remedy)
         if self.dp == "sgd" and header.get("dp") != "sgd":
             raise StateError(f"{path} was not made by training with dp = 'sgd', and this run's are: start a new run")
+        noted = header["about"] if isinstance(header.get("about"), dict) else {}
+        if other := [name for name, value in self.about.items() if noted.get(name, value) != value]:
+            raise StateError(
+                f"{path} was made with other {' and '.join(other)} than there are now: put the former back, or start a "
+                "new run, without warm-start"
+            )
         counted = not self._told or digest[:32] == self.expected.digest
         return Stored(server_round, path, arrays, digest[:32], str(header.get("expected", "")), counted)
 
@@ -427,6 +437,7 @@ class ClientStore:
             "round": server_round,
             "saved": time.time_ns(),
             "expected": self.expected.digest,
+            **({"about": self.about} if self.about else {}),
             **({} if self.dp == "none" else {"dp": self.dp}),
         }
         self.written = write_safetensors(path, arrays, header, self.durable)[:32]
