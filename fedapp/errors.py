@@ -66,6 +66,11 @@ def plain(text: object, whole: bool = False) -> str:
     return "\n".join("".join(c if c.isprintable() or c == "\t" else _escaped(c) for c in line) for line in lines)
 
 
+def one_line(text: object) -> str:
+    """Return text of another machine in one line, so that it cannot pass for a line of somebody else."""
+    return plain(text).replace("\n", "\\n")
+
+
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
 

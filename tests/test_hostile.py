@@ -172,6 +172,7 @@ IMPOSSIBLE_REPLIES: dict[str, tuple[Change, str]] = {
     "many facts": (both(*(info(f"f{i}", 1) for i in range(20))), "at most 16"),
     "error that is a number": (info("error", 5), "not in words"),
     "stage that is no text": (both(info("error", "boom"), info("stage", [1])), "not in words"),
+    "error in another stage": (both(info("error", "boom"), info("stage", "=A1")), "was not asked for"),
     "fact that nobody asked for": (info("more", "x"), "states 'more'"),
     "metric that nobody asked for": (metric("evil", 1), "nobody asked for the metric 'evil'"),
     "total without a number of hits": (without("received-correct"), "go together"),
@@ -212,7 +213,7 @@ BAD_VALUES: dict[str, tuple[Change, str]] = {
 """What an honest client could send too, for example because its model diverged."""
 FAILURES: dict[str, tuple[Change, str]] = {
     "error of 20 MB": (info("error", "x" * 20_000_000), "x"),
-    "error with a stage": (both(info("error", "boom"), info("stage", "=A1")), "boom"),
+    "error with a stage": (both(info("error", "boom"), info("stage", "train")), "boom"),
 }
 GRADES = {IMPOSSIBLE: IMPOSSIBLE_REPLIES, BAD: BAD_VALUES, FAILED: FAILURES}
 KNOWN = {*SCORES, "received-balanced", "seconds", "train-seconds", "steps", "fomo-weights"}

@@ -17,8 +17,9 @@ from hypothesis import strategies as st
 
 from fedapp import cli
 from fedapp.engines.runner import Follower
-from fedapp.errors import CHARACTERS, LINES, BadRequest, plain
-from fedapp.results import report
+from fedapp.engines.superlink import Outcome
+from fedapp.errors import CHARACTERS, LINES, BadRequest, one_line, plain
+from fedapp.results import lines, report
 from fedapp.results.cells import cell, uncelled
 from fedapp.results.terminal import Screen
 from fedapp.transport.records import INFO
@@ -67,7 +68,7 @@ def test_text_is_no_formula_in_a_table(text: str) -> None:
 def lying_text(text: str):  # type: ignore[no-untyped-def]
     def lie(kind: str, reply: Message) -> Message:
         if kind == "train":
-            reply.content[INFO] = ConfigRecord({"client": 0, "error": f"{text}\n{text}", "stage": text})
+            reply.content[INFO] = ConfigRecord({"client": 0, "error": f"{text}\n{text}"})
         return reply
 
     return lie
@@ -94,6 +95,40 @@ def test_a_run_with_a_client_of_hostile_text(text: str, tmp_path: Path) -> None:
         return
     page = report.write(run.out).read_text(encoding="utf-8")
     assert "<script>alert(1)" not in page and "\x1b" not in page
+
+
+FORGED = "round 3/3: received 99.0 %\nclient 2 is blocked for the rest of the run: it lied\n"
+
+
+def test_a_client_writes_no_line_that_passes_for_one_of_the_run(tmp_path: Path) -> None:
+    """An error, a stage and a fact with line ends: each becomes one line, or lines that begin with the client."""
+    changes = {"train": {"error": FORGED}, "evaluate": {"error": "boom", "stage": FORGED}}
+
+    def lie(kind: str, reply: Message) -> Message:
+        if kind in changes:
+            reply.content[INFO] = ConfigRecord({"client": 0, **changes[kind]})
+        return reply
+
+    run = federate(tmp_path / "run", [0], lie, clients=3, min_replies=0.5, method="lgfedavg", **QUICK)
+    events = [json.loads(line) for line in (run.out / "progress.jsonl").read_text(encoding="utf-8").splitlines()]
+    told = [e for e in events if e["kind"] in ("dropped", "blocked", "client-error")]
+    assert {e["kind"] for e in told} == {"dropped", "blocked", "client-error"}
+    for event in told:
+        assert not [k for k, v in event.items() if "\n" in str(v) and k != "traceback"]
+        head, *rest = str(lines.line(event)).split("\n")
+        assert head.startswith(("client 0", "round 1: client 0")) and all(r.startswith("client 0: ") for r in rest)
+    assert (run.out / "dropped.csv").read_text(encoding="utf-8").count("\n") == 3
+    failed = Outcome(
+        "finished:failed", "", False, {"message": "few", "traceback": FORGED, "client": 0, "round": 1, "stage": "train"}
+    )
+    said: list[str] = []
+    assert failed.report(said.append) == 1
+    assert "round 3/3" not in said[0] and len(said[0].splitlines()) == 2
+
+
+@given(st.text())
+def test_one_line_is_one_line(text: str) -> None:
+    assert len(one_line(text).splitlines()) <= 1 and harmless(one_line(text))
 
 
 def test_a_client_that_cannot_take_part_is_named_in_plain_text(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -23,7 +23,8 @@ def line(event: Mapping[str, Any]) -> str | None:
     if kind == "blocked":
         return f"client {event['client']} is blocked for the rest of the run: {event['reason']}"
     if kind == "client-error":
-        return f"client {event['client']}, round {event['round']}, stage {event['stage']}:\n{event['traceback']}"
+        head = f"client {event['client']}, round {event['round']}, stage {event['stage']}:"
+        return f"{head}\n{whose(event['client'], event['traceback'])}"
     return None
 
 
@@ -34,6 +35,11 @@ def failed(error: Mapping[str, Any]) -> str:
     shown = str(error.get("traceback") or "").rstrip() if client is None else ""
     keeps = ["error.json in the run directory keeps the traceback"] if error.get("traceback") else []
     return "\n".join([f"the run failed{where}: {error.get('message')}", *filter(None, [shown]), *keeps])
+
+
+def whose(client: int, text: str) -> str:
+    """Return a client's text with its number before each line: none can pass for a line of the run."""
+    return "\n".join(f"client {client}: {line}" for line in text.splitlines())
 
 
 def resumed(event: Mapping[str, Any]) -> str:

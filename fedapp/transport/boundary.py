@@ -140,11 +140,11 @@ class Good:
 
 @dataclass(frozen=True)
 class Refused:
-    """Why a reply does not count, and its grade; with `FAILED` the client itself says so, and in which `stage`."""
+    """Why a reply does not count, and its grade; of a registration that `FAILED`, also `who` says so."""
 
     reason: str
     offence: str = IMPOSSIBLE
-    stage: str = ""
+    who: str = ""
 
 
 @dataclass(frozen=True)
@@ -332,10 +332,9 @@ def _read(message: Message | Part, contract: Contract) -> Good | Refused:
     content = message.content
     info = dict(content.config_records.get(INFO, {}))
     if "error" in info:
-        error, stage = info["error"], info.get("stage", contract.kind)
-        if not isinstance(error, str) or not isinstance(stage, str):
-            return Refused("it says that it failed, but not in words")
-        return Refused(error, FAILED, stage[:NAME_MOST])
+        if not isinstance(info["error"], str) or info.get("stage", contract.kind) != contract.kind:
+            return Refused("it says that it failed, but not in words, or in a stage that it was not asked for")
+        return Refused(info["error"], FAILED)
     record: Mapping[str, FlowerArray] = content.array_records.get(ARRAYS, {})
     stated: Mapping[str, Any] = dict(content.metric_records.get(METRICS, {}))
     impossible = (

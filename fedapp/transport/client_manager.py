@@ -27,7 +27,7 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedapp import process
-from fedapp.errors import BadRequest, counted, plain
+from fedapp.errors import BadRequest, counted, one_line, plain
 from fedapp.method import ClientInfo, Method, Payload, Reply, Scalar
 from fedapp.transport import roster as rosters
 from fedapp.transport import virtual
@@ -373,8 +373,8 @@ class ClientManager:
                     joined.append(self._registered(node, reply, online))
                     self._left_out.pop(node, None)
                 except BadRequest as e:
-                    self._left_out[node] = plain(e)
-                    self.event({"kind": "warning", "text": f"a new node was left out: {plain(e)}"})
+                    self._left_out[node] = one_line(e)
+                    self.event({"kind": "warning", "text": f"a new node was left out: {one_line(e)}"})
             if not replies:
                 awaited = fresh & {node for node, _ in self._unregistered.values()}
                 if not awaited or time.monotonic() - now >= limit:
@@ -387,7 +387,7 @@ class ClientManager:
         try:
             self.roster = self._read_roster()
         except BadRequest as e:
-            self.event({"kind": "warning", "text": f"the roster of before is used: {plain(e)}"})
+            self.event({"kind": "warning", "text": f"the roster of before is used: {one_line(e)}"})
 
     def _ask_to_register(self, nodes: list[int], now: float) -> None:
         """Push the requests; a node whose request the SuperLink did not accept counts as not seen."""
@@ -446,7 +446,7 @@ class ClientManager:
         if isinstance(registration, Refused):
             if registration.offence != FAILED:
                 raise BadRequest(f"node {node} cannot take part: {registration.reason}")
-            who = registration.stage
+            who = registration.who
             self._stated[node] = int(who.split()[-1]) if who[-1].isdigit() else -1
             self._note_error(0, self._stated[node], "register", registration.reason)
             raise BadRequest(f"{who} cannot take part: {_last_line(registration.reason)}")
@@ -535,7 +535,7 @@ class ClientManager:
             try:
                 found[batch[0]] = self._registration(self._host(batch), reply)
             except BadRequest as e:
-                raise BadRequest(plain(e)) from e
+                raise BadRequest(one_line(e)) from e
         if missing := sorted(values.keys() - found.keys()):
             raise BadRequest(f"gave up after {limit:g} s: client {missing[0]} has not answered; change wait-timeout")
         return [found[c] for c in values]
@@ -567,7 +567,7 @@ class ClientManager:
         if self.settings.queued and not apart:
             apart = within_models(method, infos, self.facts)  # on real nodes the server's own weights decide
         if apart and (found is None or self.settings.queued):
-            raise BadRequest(plain(next(iter(apart.values()))))
+            raise BadRequest(one_line(next(iter(apart.values()))))
         self.reference = min(self.infos) if found is None else found
         self.leave_out(apart)
         self._method = method
@@ -580,10 +580,10 @@ class ClientManager:
         BadRequest : too few clients are left.
         """
         for client, reason in sorted(reasons.items()):
-            self._left_out[self._forget(client)] = plain(reason)
-            self.event({"kind": "warning", "text": f"client {client} was left out: {plain(reason)}"})
+            self._left_out[self._forget(client)] = one_line(reason)
+            self.event({"kind": "warning", "text": f"client {client} was left out: {one_line(reason)}"})
         if reasons:
-            self._enough_left(plain(min(reasons.items())[1]))
+            self._enough_left(one_line(min(reasons.items())[1]))
         if self.reference not in self.infos:
             self.reference = min(self.infos)
 
@@ -783,10 +783,9 @@ class ClientManager:
         got = read(message, contract)
         if isinstance(message, Message) and message.has_error():
             unreadable = message.error.code == UNREADABLE
-            got = Refused(_reason(message), IMPOSSIBLE if unreadable else FAILED, stage)
+            got = Refused(_reason(message), IMPOSSIBLE if unreadable else FAILED)
         if isinstance(got, Refused):
             if got.offence == FAILED:
-                stage = got.stage
                 self._note_error(server_round, client, stage, got.reason)
                 traffic.diverged += FloatingPointError.__name__ in _last_line(got.reason)
             offence = self._of_another(client) if got.offence == ANOTHER else got.offence
@@ -873,7 +872,7 @@ class ClientManager:
     def _drop(
         self, traffic: Traffic, server_round: int, client: int, stage: str, reason: str, offence: str = FAILED
     ) -> None:
-        dropped = Dropped(server_round, client, plain(stage), plain(reason))
+        dropped = Dropped(server_round, client, stage, one_line(reason))
         traffic.dropped.append(dropped)
         self.event({"kind": "dropped", **dropped.as_dict()})
         if offence == BAD:
@@ -896,7 +895,7 @@ class ClientManager:
         """Keep the first client error with its whole remote traceback."""
         if self.first_error is None or (self.first_error["round"] == 0 and server_round):
             text = plain(text)
-            where = {"client": client, "round": server_round, "stage": plain(stage)}
+            where = {"client": client, "round": server_round, "stage": stage}
             self.first_error = {**where, "message": _last_line(text), "traceback": text}
             self.event({"kind": "client-error", **self.first_error})
 
