@@ -3,7 +3,7 @@
 #
 # A SuperLink considers a lost node (power cut, kill -9) online until two heartbeats of 30 s are missing, and refuses it
 # until then (exit code 305). An immediate restart would fail, so the script waits RESTART_AFTER seconds (default 65).
-# SIGTERM and SIGINT stop the SuperNode properly, without a restart.
+# SIGTERM and SIGINT stop the SuperNode properly, without a restart. Only then it ends with code 0.
 set -u
 
 stopping=

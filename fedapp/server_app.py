@@ -259,6 +259,11 @@ class Run(Callbacks):
         control |= {"state-dir": str(out / "state")} if self.simulation else {}
         read = (lambda: None) if self.simulation else roster.of_this_server
         self.manager = ClientManager(grid, config.settings(self.simulation), control, self.tell, read)
+        if not self.simulation and self.manager.roster is None:
+            self.warnings.append(
+                "there is no roster, so a client id belongs to the first node that is online and claims it: fedapp "
+                "admit writes one, and FEDAPP_ROSTER names it to the SuperLink"
+            )
         self.manager.several = not config.secure_sum  # secrets of the clients stay at their nodes
         self._know(self.extra)
         self.manager.offences = Offences.of(self.extra)

@@ -235,9 +235,9 @@ class Deployment:
         return found
 
     def supernode(self, name: str) -> psutil.Process:
-        """The flower-supernode below its script."""
+        """The SuperNode below its script."""
         children = psutil.Process(self.processes[name].pid).children()
-        return next(c for c in children if any("flower-supernode" in word for word in c.cmdline()))
+        return next(c for c in children if "supernode" in c.cmdline())
 
     def close(self) -> None:
         for started in self.processes.values():

@@ -12,9 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from fedapp.cli import app
+from fedapp.engines import control
 from fedapp.engines import deploy_check as deploycheck
 from fedapp.engines.deploy_check import FAIL, OK, WARN, Finding
 from fedapp.errors import BadRequest
+from fedapp.transport import roster
 from tests.deployment import free_port
 
 
@@ -119,6 +121,31 @@ def test_keys_and_certificates_that_are_not(tmp_path: Path) -> None:
     assert "not a private key" in found["key"].found and "not a PEM certificate" in found["server certificate"].found
     assert "No such file" in found["CA certificate"].found
     assert {f.state for f in (found["key"], found["server certificate"], found["CA certificate"])} == {FAIL}
+
+
+def test_the_roster_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Api:
+        def __enter__(self) -> Api:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def nodes(self) -> list[tuple[int, str]]:
+            return [(7, "online"), (8, "offline")]
+
+    monkeypatch.setattr(control.Control, "of_connection", lambda connection: Api())
+
+    def looked(path: Path | None) -> Finding:
+        return rows(list(deploycheck._registered(None, path)))["roster"]
+
+    path = tmp_path / "roster.toml"
+    assert looked(None).state == "warn" and "--roster FILE" in looked(None).remedy
+    assert looked(path).state == "fail" and "cannot be read" in looked(path).found
+    roster.add(path, roster.Admitted(0, 7, "ab"))
+    assert looked(path).state == "warn" and "registered and not admitted: 8" in looked(path).found
+    roster.add(path, roster.Admitted(1, 8, "cd"))
+    assert looked(path).state == "ok" and "2 clients admitted" in looked(path).found
 
 
 def test_the_command_and_its_exit_codes(tmp_path: Path) -> None:

@@ -829,6 +829,37 @@ def test_the_roster_decides_who_is_who() -> None:
             roster.check(entry, client, examples, tests)
 
 
+def test_a_roster_is_created_and_nobody_else_may_write_it(tmp_path: Path) -> None:
+    path, before = tmp_path / "roster.toml", os.umask(0)
+    try:
+        roster.create(path)
+        assert roster.read(path) == {} and path.stat().st_mode & 0o777 == 0o644
+        roster.add(path, roster.Admitted(0, 7, "cd"))
+        roster.create(path)
+        assert len(roster.read(path)) == 1 and path.stat().st_mode & 0o777 == 0o644
+    finally:
+        os.umask(before)
+
+
+def test_a_roster_that_is_gone_admits_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the file a client could take another's id: a run keeps the last one, and a new run is refused."""
+    path = tmp_path / "roster.toml"
+    monkeypatch.setenv(roster.ROSTER, str(path))
+    for client in range(2):
+        roster.add(path, roster.Admitted(client, FIRST_NODE + client, ""))
+    flat = config.from_flat({"method": "local", "clients": 3}).to_flat()
+    events: list[dict[str, Any]] = []
+    manager = ClientManager(LocalGrid(client_app, flat, 3), Settings(), {}, events.append, roster.of_this_server)
+    assert [info.client for info in manager.gather(2)] == [0, 1]
+    path.unlink()
+    assert manager.register() == [] and sorted(manager.nodes) == [0, 1]
+    assert any("the roster of before is used" in e["text"] for e in events)
+    with pytest.raises(BadRequest, match="cannot be read"):
+        roster.of_this_server()
+    monkeypatch.setenv(roster.ROSTER, "")
+    assert roster.of_this_server() is None
+
+
 def test_who_is_not_in_the_roster_is_never_asked_and_never_ends_a_run() -> None:
     flat = config.from_flat({"method": "local", "clients": 5}).to_flat()
     events: list[dict[str, Any]] = []

@@ -931,6 +931,7 @@ def unregistered(tmp_path_factory: pytest.TempPathFactory) -> Bits:
     """What a run leaves in which node 1001 never answers its request to register."""
     run, warned = registered(tmp_path_factory.mktemp("unregistered") / "run", None)
     assert run.summary["ok"] and run.summary["clients"] == 3 and "have not answered" in " ".join(warned)
+    assert any("there is no roster" in text for text in warned)
     return final_bits(run.out)
 
 
@@ -1069,6 +1070,7 @@ def test_with_a_roster_nobody_takes_the_id_of_a_client_that_comes_later(
     run, warned = registered(tmp_path / "run", stating(client=2))
     [named] = {text for text in warned if "left out" in text}
     assert "says that it is client 2, but the roster has it as client 1" in named
+    assert not any("there is no roster" in text for text in warned)
     assert final_bits(run.out) == unregistered
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import selectors
 import shutil
 import signal
@@ -13,14 +14,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import httpx
 import psutil
 import pytest
 
 from fedapp.engines import caller, forks, supernode, warm
+from fedapp.errors import BadRequest
 from tests.deployment import until
 from tests.house import ROOT
 
@@ -307,8 +311,6 @@ def test_forks_draw_random_numbers_of_their_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("--isolation", "process"), "another program"),
-        (("--isolation=process",), "another program"),
         (("--allow-runtime-dependency-installation",), "installs libraries"),
         (("--isolation", "subprocess"), ""),
     ],
@@ -325,22 +327,39 @@ def test_its_folder_is_where_programs_may_be_started(tmp_path: Path, monkeypatch
         os, "statvfs", lambda path: SimpleNamespace(f_flag=os.ST_NOEXEC if path in closed else 0), raising=True
     )
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
-    monkeypatch.setattr(supernode, "LIBRARIES", ())
-    pipes = []
-    start = subprocess.Popen
-    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: pipes.append(start(*a, **k)) or pipes[-1])
     environment = {**os.environ, "FLWR_HOME": str(tmp_path / "home"), "PATH": str(Path(sys.executable).parent)}
-    assert supernode.warmed(environment) == ""
+    started = forks.Forks([supernode.PROGRAM], environment)
     [folder] = (tmp_path / "home").iterdir()
-    assert environment["PATH"].split(os.pathsep)[0] == str(folder) and not any((tmp_path / "tmp").iterdir())
-    pipes[0].stdin.close()
-    assert pipes[0].wait(30) == 0 and not folder.exists()
+    assert started.path("x").split(os.pathsep)[0] == str(folder) and not any((tmp_path / "tmp").iterdir())
+    started.end()
+    assert started.process.wait(30) == 0 and not folder.exists()
     closed.add(tmp_path / "home")
-    assert "set TMPDIR to another folder" in supernode.warmed(dict(environment))
+    with pytest.raises(forks.Cold, match="set TMPDIR to another folder"):
+        forks.Forks([supernode.PROGRAM], environment)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(long))
     (long := tmp_path / ("x" * 100)).mkdir()
-    assert "too long for a socket" in supernode.warmed(dict(environment)) and not any(long.iterdir())
-    assert len(pipes) == 1
+    with pytest.raises(forks.Cold, match="too long for a socket"):
+        forks.Forks([supernode.PROGRAM], environment)
+    assert not any(long.iterdir())
+
+
+def test_a_killed_warm_process_is_started_again_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    environment = {**os.environ, "PATH": str(Path(sys.executable).parent)}
+    started = forks.Forks([supernode.PROGRAM], environment)
+    started.process.kill()
+    started.process.wait(30)
+    started.revive()
+    assert (
+        "usage: flwr-clientapp"
+        in subprocess.run(
+            [supernode.PROGRAM, "--help"], env={**environment, "PATH": started.path("")}, capture_output=True, text=True
+        ).stdout
+    )
+    started.process.terminate()
+    assert started.process.wait(30) == 0, "told to end, it removes its folder"
+    with pytest.raises(forks.Cold, match="is gone"):
+        started.revive()
 
 
 def test_the_libraries_are_all_that_a_client_imports_of_others() -> None:
@@ -371,39 +390,81 @@ def test_the_warm_process_has_no_thread_and_no_gpu(tmp_path: Path) -> None:
     node.close()
 
 
-FLOWER = """#!/bin/sh
-echo "$PATH" > {0}/path
-echo "$FLWR_SUPEREXEC_TASK_POLL_INTERVAL $*" > {0}/words
-{1}
-"""
-
-
-@pytest.mark.parametrize("cold", [False, True])
-def test_it_becomes_flower_supernode_with_a_private_folder_first(tmp_path: Path, cold: bool) -> None:
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "tmp").mkdir()
-    fake = tmp_path / "bin" / "flower-supernode"
-    last = "flwr-clientapp --help > $1\nstat -c %a $(dirname $(command -v flwr-clientapp)) >> $1"
-    fake.write_text(FLOWER.format(tmp_path, last))
-    fake.chmod(0o700)
+def node_of(tmp_path: Path, flower: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run `fedapp supernode` where Flower's program is a function with this body."""
     program = (
-        "import sys; from fedapp.engines import control, supernode\n"
-        f"find = control.executable\n"
-        f"control.executable = lambda name, path: find(name, {str(tmp_path / 'bin')!r} + ':' + path)\n"
-        f"supernode.LIBRARIES = ()\n"
-        f"supernode.serve(sys.argv[1:], {cold})"
+        "import sys, os, subprocess\nfrom fedapp.engines import supernode\n"
+        "from flwr.supernode.cli import flower_supernode\n"
+        "module = sys.modules['flwr.supernode.cli.flower_supernode']\n"
+        f"def flower():\n    {flower}\n"
+        "module.flower_supernode = flower\nsupernode.LIBRARIES = ()\n"
+        "supernode.serve(sys.argv[1:], '--cold' in os.environ.get('HOW', ''))"
     )
-    env = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    (tmp_path / "tmp").mkdir(exist_ok=True)
+    env = {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "HOW": " ".join(words)}
     env.pop("FLWR_SUPEREXEC_TASK_POLL_INTERVAL", None)
-    command = [sys.executable, "-c", program, str(tmp_path / "out"), "--port", "1"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    command = [sys.executable, "-c", program, "--insecure", "--port", "1"]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("cold", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_it_runs_flowers_node_with_a_private_folder_first(tmp_path: Path, cold: bool) -> None:
+    told = "print(os.environ['FLWR_SUPEREXEC_TASK_POLL_INTERVAL'], sys.argv, os.umask(0), os.environ['PATH'])"
+    done = node_of(tmp_path, f"{told}; raise SystemExit(0)", *(["--cold"] if cold else []))
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "words").read_text() == f"0.25 {tmp_path / 'out'} --port 1\n"
-    first = Path((tmp_path / "path").read_text().split(os.pathsep)[0])
-    *usage, mode = (tmp_path / "out").read_text().splitlines()
-    assert usage[0].startswith("usage: flwr-clientapp") and (first.parent == tmp_path / "tmp") == (not cold)
-    assert cold or mode == "700"
-    until(lambda: not any((tmp_path / "tmp").glob("fedapp-node-*")), 20, "the warm process has ended")
+    line = done.stdout.splitlines()[-1]
+    assert f"0.25 ['flower-supernode', '--insecure', '--port', '1'] {0o077} " in line
+    first = Path(line.rpartition(" ")[2].split(os.pathsep)[0])
+    assert (first.parent == tmp_path / "tmp") == (not cold)
+    until(lambda: not any((tmp_path / "tmp").glob("fedapp-*")), 20, "the helpers have ended")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("flower", "code"), [("pass", 1), ("raise SystemExit(1)", 1), ("raise OSError('x')", 1), ("sys.exit()", 0)]
+)
+def test_a_node_ends_with_code_0_if_it_was_told_to_end_only(tmp_path: Path, flower: str, code: int) -> None:
+    assert node_of(tmp_path, flower, "--cold").returncode == code
+
+
+@pytest.mark.full
+def test_lines_of_a_node_have_a_time_and_rule_no_terminal(tmp_path: Path) -> None:
+    text = r"\\033[92mINFO \\033[0m: [RUN 7, ROUND 2 84818120]\\n\\033]0;x\\007"
+    done = node_of(tmp_path, f"subprocess.run(['printf', '{text}']); sys.exit()", "--cold")
+    first, second = done.stdout.splitlines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ INFO : \[RUN 7, ROUND 2\]", first)
+    assert second.endswith(r"Z \x1b]0;x\x07")
+
+
+def test_a_node_needs_a_key() -> None:
+    with pytest.raises(BadRequest, match="--auth-supernode-private-key is needed"):
+        supernode.serve(["--superlink", "127.0.0.1:1"], cold=True)
+
+
+def test_what_the_superlink_refuses_is_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
+    """A refused call would end the node with code 0, and a failed heartbeat all further heartbeats."""
+    node = supernode.Node()
+    beat, pull, activate = (f"/v1/fleet/{name}" for name in ("send-node-heartbeat", "pull-messages", "activate-node"))
+
+    def answers(status: int, success: bool = True) -> Callable[[], Any]:
+        def call() -> Any:
+            request = httpx.Request("POST", "https://host/x")
+            httpx.Response(status, request=request).raise_for_status()
+            return SimpleNamespace(success=success)
+
+        return call
+
+    with pytest.raises(httpx.HTTPStatusError):
+        node.answered(activate, answers(401))  # Flower says that the key is not registered
+    node.answered(activate, answers(200))
+    for path, status, success in ((beat, 500, True), (beat, 401, True), (beat, 200, False), (pull, 401, True)):
+        with pytest.raises(httpx.ConnectError):
+            node.answered(path, answers(status, success))
+    with pytest.raises(httpx.HTTPStatusError):
+        node.answered(pull, answers(404))
+    assert capsys.readouterr().err.count("is tried again") == 1
+    node.answered(beat, answers(200))
+    assert "acknowledged again" in capsys.readouterr().err
 
 
 @contextlib.contextmanager

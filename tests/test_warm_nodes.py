@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
+import json
+import re
 import signal
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -69,14 +72,76 @@ def test_a_warm_node_a_cold_one_and_flowers_own_equal_the_simulation(mixed: Depl
         assert mixed.log(name).count("Start `flwr-clientapp` process") >= 3 and "Traceback" not in mixed.log(name)
 
 
-def test_without_its_warm_process_a_node_starts_messages_itself(mixed: Deployment) -> None:
+def test_helpers_that_are_killed_are_started_again(mixed: Deployment) -> None:
+    node = mixed.supernode(NODES[0])
+    helpers = [p for p in node.children() if p.name() == warm.NAME or "flower-superexec" in p.cmdline()]
+    assert len(helpers) == 2
+    for helper in helpers:
+        helper.kill()
+    until(lambda: mixed.log(NODES[0]).count("is started again") >= 2, 30, "both are started again")
     [process] = warm_processes(mixed)
-    folder = Path(process.cmdline()[3])
-    process.kill()
-    with contextlib.suppress(psutil.NoSuchProcess):
-        until(lambda: process.status() == psutil.STATUS_ZOMBIE, 20, "it is killed")
-    trained(mixed, mixed.folder / "vol-superlink" / "runs" / "fallen-back")
-    shutil.rmtree(folder)  # who was killed leaves it behind
+    assert process not in helpers
+    before = forked(process)
+    trained(mixed, mixed.folder / "vol-superlink" / "runs" / "again")
+    assert forked(process) > before, "messages are forked again"
+
+
+def test_the_log_of_a_node_has_times_and_no_colours(mixed: Deployment) -> None:
+    lines = mixed.log(NODES[0]).splitlines()
+    assert lines and all(re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ ", line) for line in lines)
+    assert "\x1b" not in mixed.log(NODES[0]) and re.search(r"\[RUN \d+, ROUND 2\]", mixed.log(NODES[0]))
+
+
+def test_another_user_of_the_machine_gets_no_task(mixed: Deployment) -> None:
+    """A task is given to a caller that knows a secret, and no command line shows its token."""
+    following = mixed.begin(*DEPLOY, *SETTINGS, "--out", str(mixed.folder / "vol-superlink" / "runs" / "other"))
+    node = mixed.supernode(NODES[0])
+    port = int(node.cmdline()[node.cmdline().index("--port") + 1])
+    words: set[str] = set()
+    answers: set[int] = set()
+    while following.poll() is None:
+        answers.add(acquire(port))
+        for process in node.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                words |= set(process.cmdline())
+    assert following.returncode == 0, mixed.log("fedapp")
+    assert answers == {401} and "--token-file" in words and "--token" not in words
+
+
+def acquire(port: int) -> int:
+    """Ask a node for a task as a stranger does; return the status."""
+    from flwr.proto.runtime_pb2 import AcquireTaskRequest
+
+    body = AcquireTaskRequest(supported_task_types=["flwr-clientapp"]).SerializeToString()
+    head = {"Content-Type": "application/protobuf", "Accept": "application/protobuf"}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/runtime/acquire-task", body, head)
+    try:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=5) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as e:
+        return int(e.code)
+
+
+@pytest.mark.slow
+def test_a_node_without_acknowledged_heartbeats_ends_with_code_1(tmp_path: Path) -> None:
+    """Every call of a node that was unregistered is refused (401). Flower itself would end with code 0 then."""
+    with deployed(tmp_path / "deployment", nodes=NODES[:1]) as it:
+        it.up(NODES[0], parts=1)
+        process = it.supernode(NODES[0])
+        port = process.cmdline()[process.cmdline().index("--port") + 1]
+
+        def health() -> int:
+            with contextlib.suppress(urllib.error.HTTPError):
+                return int(urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).status)
+            return 503
+
+        assert health() == 200
+        listed = json.loads(it.flwr("supernode", "list", "superlink", "--format", "json"))
+        it.flwr("supernode", "unregister", listed["nodes"][0]["node-id"], "superlink")
+        until(lambda: health() == 503, 90, "its /health says so")
+        until(lambda: "the SuperNode ended with code 1; next try" in it.log(NODES[0]), 60, "it ends")
+        assert "no heartbeat was acknowledged for 90 s" in it.log(NODES[0]) and "401" in it.log(NODES[0])
+        until(lambda: not any(p.name() == warm.NAME for p in it.family()), 30, "its helpers have ended too")
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -89,7 +154,6 @@ def test_the_warm_process_ends_with_its_supernode(mixed: Deployment, number: sig
     mixed.start(name, "fedapp", "supernode", *words)
     mixed.online(name, 120)
     node = psutil.Process(mixed.processes[name].pid)
-    assert "flower-supernode" in " ".join(node.cmdline()), "it has become Flower's"
     [process] = [p for p in warm_processes(mixed) if p.ppid() == node.pid]
     folder = Path(process.cmdline()[3])
     assert (folder / warm.PLACE).exists() and (folder / supernode.PROGRAM).exists()

@@ -34,6 +34,9 @@ def deploy_check(
     ] = None,
     key: Annotated[Path | None, typer.Option(help="on a node: its private key")] = None,
     certificate: Annotated[Path | None, typer.Option(help="on the server: its certificate")] = None,
+    roster: Annotated[
+        Path | None, typer.Option(envvar="FEDAPP_ROSTER", help="on the server: its roster, beside the database")
+    ] = None,
     sets: Set = None,
 ) -> None:
     """Check a node or the server: versions, clock, certificates, reachability, data, model, disk.
@@ -51,7 +54,7 @@ def deploy_check(
         raise BadRequest("--insecure is plain HTTP without certificates: leave out --root-certificates or --insecure")
     found = deploycheck.check(
         superlink=superlink, address=address, root_certificates=root_certificates, insecure=insecure,
-        node_config=node_config, key=key, certificate=certificate, values=collect({}, sets),
+        node_config=node_config, key=key, certificate=certificate, roster=roster, values=collect({}, sets),
     )  # fmt: skip
     colours = {"ok": "green", "warn": "yellow", "fail": "red"}
     rows = [(Text(f.state, style=colours[f.state]), f.name, f.found, f.remedy) for f in found]

@@ -32,6 +32,7 @@ from fedapp.engines import control, deploy, gate
 from fedapp.errors import BadRequest, counted, described
 from fedapp.results.directory import versions
 from fedapp.tasks import node as nodes
+from fedapp.transport import roster as rosters
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 AHEAD, BEHIND = 5.0, 300.0
@@ -61,6 +62,7 @@ def check(
     node_config: str | None = None,
     key: Path | None = None,
     certificate: Path | None = None,
+    roster: Path | None = None,
     values: Mapping[str, Any] | None = None,
 ) -> list[Finding]:
     """Look at this machine, and at the SuperLink from here.
@@ -70,7 +72,7 @@ def check(
     superlink : connection in Flower's configuration; or `address` (host:port), with `root_certificates` (CA file) or
         `insecure`. Without either, reachability is not checked.
     node_config : the value of `fedapp supernode --node-config`.   key : a SuperNode's private key.
-    certificate : on the server, the SuperLink's own certificate file.
+    certificate : on the server, the SuperLink's own certificate file.   roster : there, which node is which client.
     values : run-config keys that data and model are checked against (`dataset`, `class-names`, `model`).
     """
     found = [*_versions(), _switches(), Finding("device", OK, f"trains on {process.device()}")]
@@ -86,7 +88,7 @@ def check(
     if address:
         found += _reach(address, root_certificates, insecure)
     if to is not None and all(f.state != FAIL for f in found if f.name == "reachability"):
-        found.append(_registered(to))
+        found += _registered(to, roster)
     if key is not None:
         found.append(_key(key))
     folders = {"cache": cache_root()}
@@ -250,17 +252,35 @@ def _clock(ahead: float) -> Finding:
     return Finding("clock", WARN, text, "synchronise it") if abs(ahead) > 2 else Finding("clock", OK, text)
 
 
-def _registered(to: Any) -> Finding:
+def _registered(to: Any, roster: Path | None) -> Iterator[Finding]:
     try:
         with control.Control.of_connection(to) as api:
             found = api.nodes()
     except Exception as e:
         if getattr(getattr(e, "response", None), "status_code", 0) == 401:
-            return Finding("nodes", FAIL, "cannot be listed", f"the SuperLink {control.NO_TOKEN.format(to.name)}")
-        return Finding("nodes", WARN, f"cannot be listed: {type(e).__name__}", "see the SuperLink's log")
+            yield Finding("nodes", FAIL, "cannot be listed", f"the SuperLink {control.NO_TOKEN.format(to.name)}")
+        else:
+            yield Finding("nodes", WARN, f"cannot be listed: {type(e).__name__}", "see the SuperLink's log")
+        return
     online = sum(status == "online" for _, status in found)
     remedy = "" if online else "start fedapp supernode; with keys: flwr supernode register NAME.pub CONNECTION"
-    return Finding("nodes", OK if online else WARN, f"{online} online of {len(found)} registered", remedy)
+    yield Finding("nodes", OK if online else WARN, f"{online} online of {len(found)} registered", remedy)
+    if roster is None:
+        remedy = "on the server give --roster FILE, the roster.toml beside the SuperLink's database"
+        yield Finding("roster", WARN, "not named: without one the first node that is online holds a client id", remedy)
+        return
+    try:
+        admitted = rosters.read(roster)
+    except BadRequest as e:
+        yield Finding("roster", FAIL, str(e), "put a good copy back, or admit all nodes again with fedapp admit")
+        return
+    strangers = [node for node, _ in found if node not in admitted]
+    text = f"{len(admitted)} clients admitted in {roster}"
+    if strangers:
+        remedy = "fedapp admit KEY.pub --client N, or flwr supernode unregister"
+        yield Finding("roster", WARN, f"{text}; registered and not admitted: {', '.join(map(str, strangers))}", remedy)
+    else:
+        yield Finding("roster", OK, text)
 
 
 def _key(path: Path) -> Finding:

@@ -91,13 +91,24 @@ class Forks:
         if not sys.platform.startswith("linux"):
             raise Cold(f"a warm process needs Linux, and this is {sys.platform}")
         self.folder = Path(tempfile.mkdtemp(prefix="fedapp-node-", dir=_root(environment)))
+        self._how = steps, dict(environment), settings
         try:
-            self.process = self._started(steps, environment, settings)
+            self.process = self._started(*self._how)
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
-        assert self.process.stdin is not None
-        self.stdin = self.process.stdin
+
+    def revive(self) -> None:
+        """Start the process again after it has died; who has the folder on its path need not know.
+
+        Raises
+        ------
+        Cold : the folder is gone, and another user could make one of this name.
+        """
+        if not self.folder.is_dir() or self.folder.stat().st_uid != os.geteuid():
+            raise Cold(f"{self.folder} is gone: set TMPDIR to a folder that is not cleaned")
+        self.end()
+        self.process = self._started(*self._how)
 
     def _started(
         self, steps: Sequence[str], environment: Mapping[str, str], settings: Mapping[str, Any]
@@ -105,6 +116,7 @@ class Forks:
         from fedapp.engines import caller, warm  # they need Linux
 
         place = self.folder / warm.PLACE
+        place.unlink(missing_ok=True)
         if len(os.fsencode(place)) > 107:
             raise Cold(f"{place} is too long for a socket: set TMPDIR to a shorter folder")
         points = metadata.entry_points(group="console_scripts")
@@ -164,7 +176,8 @@ class Forks:
 
     def end(self) -> None:
         """Let it end, which takes as long as its forks take."""
-        self.stdin.close()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
 
 
 def _root(environment: Mapping[str, str]) -> Path:

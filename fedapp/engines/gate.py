@@ -821,7 +821,8 @@ def serve(public: str, private: str, token_file: Path | None, max_reply: int, fl
         )
         token_file = token_file or home / "operator.token"
         config.authn_plugin = OperatorToken(operator_token(token_file))
-        os.environ.setdefault(roster.ROSTER, str(home / "roster.toml"))
+        if known := os.environ.setdefault(roster.ROSTER, str(home / "roster.toml")):
+            roster.create(Path(known))
         # Not in /tmp, where old files are cleaned up while runs still need them. The port is this process's own.
         folder = home / f".superlink-{inner.getsockname()[1]}"
         shutil.rmtree(folder, ignore_errors=True)

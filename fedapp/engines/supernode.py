@@ -1,64 +1,301 @@
-"""A SuperNode whose messages do not wait for imports: Flower's own, with a warm process beside it."""
+"""A SuperNode that is watched: Flower's own in this process, with its helper processes and a warm process.
+
+Flower's SuperNode has four gaps that one supervisor closes:
+
+- The first failure of the SuperLink ends its heartbeats for good, and the process lives on. Here they go on. Without an
+  acknowledged one for `SILENT` seconds the node ends with code 1, so that it is started again, and before that its
+  `/health` answers 503.
+- The first refusal ends it with code 0. Here only a signal does.
+- It does not notice that its executor has died. Here a helper that has died is started again.
+- Every user of the machine may take its tasks from its local port. Here only an executor that knows a secret may, as at
+  the server (:mod:`fedapp.engines.gate`).
+
+Every line of the node and its helpers gets the time, and loses what rules a terminal (:class:`Log`).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import datetime
+import importlib
 import os
+import re
+import secrets
+import shutil
 import subprocess
-from collections.abc import Sequence
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
-from fedapp.engines import control
+from fedapp.engines import control, gate
 from fedapp.engines.forks import LIBRARIES, Cold, Forks
+from fedapp.errors import BadRequest, plain
 from fedapp.results.terminal import echo
 
 PROGRAM = "flwr-clientapp"
 POLL = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25"}
 """Seconds between two questions of Flower's executor whether a message has come; 1 by default."""
+OFFLINE, SILENT = 60.0, 90.0
+"""Seconds without an acknowledged heartbeat until the SuperLink takes a node for lost, and until the node ends."""
+LOOK, LONGEST = 1.0, 60.0
+"""Seconds between two looks at the helpers, and the longest pause before one that dies again and again is started."""
+_COLOUR, _GROUP = re.compile(rb"\x1b\[[0-9;]*m"), re.compile(rb"(ROUND \d+) \d+\]")
 
 
 def serve(words: Sequence[str], cold: bool) -> int:
-    """Become `flower-supernode`.
+    """Run a SuperNode until it is told to stop.
 
     Parameters
     ----------
-    words : its options.   cold : without a warm process.
+    words : options of `flower-supernode`.   cold : without a warm process.
 
     Returns
     -------
-    Its exit code, where this process cannot become another one (Windows).
+    0 if a signal ended it, else 1.
 
     Raises
     ------
-    control.LaunchError : Flower is not installed.
+    BadRequest : another minor version of Flower is installed, or the node has neither a key nor `--insecure`.
     """
-    environment = {**POLL, **control.environment()}
-    program = control.executable("flower-supernode", environment["PATH"])
-    if not cold:
-        reason = obstacle(words) or warmed(environment)
-        if reason:
-            echo(f"fedapp supernode: there is no warm process, because {reason}", err=True)
-    if os.name != "nt":
-        os.execve(program, [program, *words], environment)
-    return subprocess.call([program, *words], env=environment)
+    if gate.minor(metadata.version("flwr")) != gate.FLOWER:
+        raise BadRequest(
+            f"fedapp supernode knows Flower {gate.FLOWER[0]}.{gate.FLOWER[1]} only, and {metadata.version('flwr')} is "
+            "installed: install that version, or use flower-supernode"
+        )
+    names = {word.partition("=")[0] for word in words}
+    if not names & {"--auth-supernode-private-key", "--insecure", "--help", "-h", "--version", "-V"}:
+        raise BadRequest("--auth-supernode-private-key is needed: give the node's key, which docker/keys.sh makes")
+    os.umask(0o077)  # also for the copies of the app that each run brings, whose code the node executes
+    os.environ.update({**POLL, **control.environment()})
+    sys.argv = ["flower-supernode", *words]
+    flower: Any = importlib.import_module("flwr.supernode.cli.flower_supernode")
+    config = flower._parse_supernode_lifespan_config()
+    node, log = Node(), Log()
+    if config.isolation != "process":
+        config.isolation, config.superexec_auth_secret = "process", secrets.token_bytes(32)
+        node.warm(obstacle(words), cold)
+        node.executor = lambda: executor(config)
+    flower._parse_supernode_lifespan_config = lambda: config
+    node.watch()
+    code = 1
+    try:
+        flower.flower_supernode()
+        echo("fedapp supernode: the node ends, because the connection to the SuperLink broke", err=True)
+    except SystemExit as e:
+        code = int(bool(e.code))
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    node.end()
+    log.end()
+    os._exit(code)  # Flower's HTTP server may go on in another thread
 
 
 def obstacle(words: Sequence[str]) -> str:
     """Return why a SuperNode with these options cannot have a warm process, or an empty text."""
-    if "--allow-runtime-dependency-installation" in words:
-        return "each run installs libraries of its own"
-    if "process" in words or "--isolation=process" in words:
-        return "another program starts its messages (--isolation process)"
-    return ""
+    return "each run installs libraries of its own" if "--allow-runtime-dependency-installation" in words else ""
 
 
-def warmed(environment: dict[str, str]) -> str:
-    """Start a warm process and put its folder on the path; return why that cannot be done, or an empty text.
+def executor(config: Any) -> tuple[subprocess.Popen[bytes], Path]:
+    """Start Flower's executor, which starts a process for each message; return it and the folder of its secrets.
 
-    The process ends when this one has ended, also where this one has become another program.
+    Parameters
+    ----------
+    config : of Flower's SuperNode.
     """
-    try:
-        forks = Forks(["flwr.supernode.cli", *LIBRARIES, PROGRAM], environment)
-    except Cold as e:
-        return str(e)
-    os.set_inheritable(forks.stdin.fileno(), True)
-    environment["PATH"] = forks.path(environment["PATH"])
-    return ""
+    from flwr.supercore.address import resolve_bind_address
+
+    folder = Path(tempfile.mkdtemp(prefix="fedapp-executor-"))
+    secret = folder / "superexec.secret"
+    secret.touch(0o600)
+    secret.write_bytes(config.superexec_auth_secret)
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    ca = config.runtime_root_certificates_path
+    command = [
+        sys.executable, "-P", "-c", "from fedapp.engines.gate import superexec; superexec()", "flower-superexec",
+        "--runtime-api-address", resolve_bind_address(f"{host}:{config.port}"),
+        *(["--root-certificates", ca] if ca else ["--insecure"]),
+        "--superexec-auth-secret-file", str(secret),
+        "--parent-pid", str(os.getpid()),
+        *(["--allow-runtime-dependency-installation"] if config.runtime_dependency_install else []),
+    ]  # fmt: skip
+    # In a session of its own Ctrl-C reaches the node alone, which then ends it.
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True), folder
+
+
+class Node:
+    """What a SuperNode needs beside Flower's own: acknowledged heartbeats and living helpers.
+
+    Attributes
+    ----------
+    executor : starts Flower's executor; None where another program does.
+    """
+
+    def __init__(self) -> None:
+        self.executor: Callable[[], tuple[subprocess.Popen[bytes], Path]] | None = None
+        self.forks: Forks | None = None
+        self._running: tuple[subprocess.Popen[bytes], Path] | None = None
+        self._watching, self._ending = threading.Thread(target=self._watch, daemon=True), threading.Event()
+        self._acknowledged: float | None = None  # when; None before the SuperLink knows the node
+        self._began = time.monotonic()
+        self._trouble = ""
+
+    def warm(self, reason: str, cold: bool) -> None:
+        """Start a warm process, or say why there is none, unless none is wanted."""
+        if cold:
+            return
+        try:
+            if reason:
+                raise Cold(reason)
+            self.forks = Forks(["flwr.supernode.cli", *LIBRARIES, PROGRAM], os.environ)
+            os.environ["PATH"] = self.forks.path(os.environ["PATH"])
+        except Cold as e:
+            echo(f"fedapp supernode: there is no warm process, because {e}", err=True)
+
+    def watch(self) -> None:
+        """Take the place of Flower's heartbeats and of its `/health`, and start to watch."""
+        calls: Any = importlib.import_module("flwr.supernode.fleet_http_client").FleetHttpClient
+        main: Any = importlib.import_module("flwr.supernode.main")
+        call, create = calls._unary_unary, main.create_app
+        calls._unary_unary = lambda client, **named: self.answered(named["path"], lambda: call(client, **named))
+        main.create_app = lambda *args, **named: self.healthy(create(*args, **named))
+        self._watching.start()
+
+    def answered(self, path: str, call: Callable[[], Any]) -> Any:
+        """Call the SuperLink. What it refuses, or fails in, is raised as a call that did not arrive.
+
+        Flower tries such a call again. A refused one (401), as of a clock that is ahead, would end the node with code
+        0, and a failed one (500) the heartbeats alone. A node that is not known yet ends with Flower's own words.
+        """
+        import httpx
+
+        beat = path.endswith("/send-node-heartbeat")
+        try:
+            answer = call()
+            if beat and not answer.success:
+                raise ValueError("the SuperLink does not know this node")
+        except Exception as e:
+            status = e.response.status_code if isinstance(e, httpx.HTTPStatusError) else 0
+            if self._acknowledged is None or not (beat or status == 401 or status >= 500):
+                raise
+            reason = plain(str(e).partition("\n")[0] or type(e).__name__)
+            if not self._trouble:
+                echo(f"fedapp supernode: a call is tried again: {reason}", err=True)
+            self._trouble = reason
+            raise httpx.ConnectError(reason) from e
+        if beat or path.endswith("/activate-node"):
+            if self._trouble:
+                echo("fedapp supernode: heartbeats are acknowledged again", err=True)
+            self._trouble, self._acknowledged = "", time.monotonic()
+        return answer
+
+    def silence(self) -> float:
+        """Return the seconds since the last acknowledged heartbeat, or since the start."""
+        return time.monotonic() - (self._began if self._acknowledged is None else self._acknowledged)
+
+    def healthy(self, app: Any) -> Callable[..., Awaitable[None]]:
+        """Return an ASGI app that answers `/health` with 503 while the SuperLink takes the node for lost."""
+
+        async def asked(scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "http" and scope["path"] == "/health" and (silent := self.silence()) > OFFLINE:
+                text = f"no heartbeat was acknowledged for {silent:.0f} s"
+                head = [(b"content-type", b"text/plain"), (b"content-length", b"%d" % len(text))]
+                await send({"type": "http.response.start", "status": 503, "headers": head})
+                await send({"type": "http.response.body", "body": text.encode()})
+            else:
+                await app(scope, receive, send)
+
+        return asked
+
+    def _watch(self) -> None:
+        """Start helpers that have died again; end the process where that cannot help."""
+        pause, then = LOOK, time.monotonic()
+        while not self._ending.is_set():
+            # Before the node is known Flower itself tries without end, and ends with code 1 if it is refused.
+            if self._acknowledged is not None and self.silence() > SILENT:
+                self._give_up(f"no heartbeat was acknowledged for {SILENT:g} s ({self._trouble})")
+            if time.monotonic() >= then:
+                died = self._revive()
+                pause = min(2 * pause, LONGEST) if died else max(LOOK, pause / 2)
+                then = time.monotonic() + (pause if died else LOOK)
+            self._ending.wait(LOOK)
+
+    def _revive(self) -> bool:
+        """Start what has ended; return whether a helper had died."""
+        died = False
+        if self.forks is not None and (code := self.forks.process.poll()) is not None:
+            died = True
+            echo(f"fedapp supernode: the warm process ended (code {code}) and is started again", err=True)
+            try:
+                self.forks.revive()
+            except (Cold, OSError) as e:
+                self._give_up(f"the warm process cannot be started again ({e})")
+        if self._running is not None and (code := self._running[0].poll()) is not None:
+            died = True
+            echo(f"fedapp supernode: flower-superexec ended (code {code}) and is started again", err=True)
+            shutil.rmtree(self._running[1], ignore_errors=True)
+            self._running = None
+        if self.executor is not None and self._running is None and not self._ending.is_set():
+            self._running = self.executor()
+        return died
+
+    def _give_up(self, why: str) -> None:
+        echo(f"fedapp supernode: {why}, so the node ends with code 1", err=True)
+        self.end()
+        time.sleep(LOOK)  # for the last lines
+        os._exit(1)
+
+    def end(self) -> None:
+        """End the helpers."""
+        self._ending.set()
+        if threading.current_thread() is not self._watching:
+            self._watching.join()  # it may be starting a helper
+        if self._running is not None:
+            with contextlib.suppress(OSError):
+                self._running[0].terminate()
+            shutil.rmtree(self._running[1], ignore_errors=True)
+        if self.forks is not None:
+            self.forks.end()
+
+
+class Log:
+    """Writes what this process and its helpers print line by line, with the time and without colours.
+
+    Flower's names of rounds hold a number for the server's gate after the round; it is left out.
+    """
+
+    def __init__(self) -> None:
+        self._last = f"{secrets.token_hex(16)}\n".encode()
+        self._out = os.dup(1)
+        read, write = os.pipe()
+        for file in (1, 2):
+            os.dup2(write, file)
+        os.close(write)
+        for stream in (sys.stdout, sys.stderr):
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        self._thread = threading.Thread(target=self._copy, args=(read,), daemon=True)
+        self._thread.start()
+
+    def _copy(self, read: int) -> None:
+        with os.fdopen(read, "rb") as lines:
+            for line in lines:
+                over, line = line.endswith(self._last), line.removesuffix(self._last)
+                if over and not line:
+                    return
+                now = datetime.datetime.now(datetime.UTC)
+                text = _GROUP.sub(rb"\1]", _COLOUR.sub(b"", line)).decode(errors="replace").rstrip("\n")
+                with contextlib.suppress(OSError):
+                    os.write(self._out, f"{now:%Y-%m-%dT%H:%M:%SZ} {plain(text, whole=True)}\n".encode())
+                if over:
+                    return
+
+    def end(self) -> None:
+        """Wait until all lines are written."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.write(1, self._last)
+        self._thread.join(2.0)

@@ -344,7 +344,8 @@ class ClientManager:
             self._strangers -= set(self.roster)
             for node in sorted(online - set(self.roster) - self._strangers):
                 self._strangers.add(node)
-                self.event({"kind": "warning", "text": f"node {node} is not in the roster and was left out"})
+                text = f"node {node} is not in the roster and was left out: fedapp admit KEY.pub --client N admits it"
+                self.event({"kind": "warning", "text": text})
             online &= set(self.roster)
         self._seen &= online
         if not strict:

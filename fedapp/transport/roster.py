@@ -1,15 +1,17 @@
 """The roster of a server: which node is which client.
 
-The operator writes it with `fedapp admit`. Flower fixes a node's id when its key is registered, and lets nobody act as
-a node without its key, so that an entry binds a key to a client id. Where there is a roster, a node that is not in it,
-or says that it is another client, is left out. Without one, the first node that is online holds a client id.
+`fedapp superlink` creates it, and the operator admits nodes with `fedapp admit`. Flower fixes a node's id when its key
+is registered, and lets nobody act as a node without its key, so that an entry binds a key to a client id. Where there
+is a roster, a node that is not in it, or says that it is another client, is left out. Without one, which each run warns
+of, a client id belongs to the first node that is online and claims it. A roster that is gone admits nobody new: a run
+in progress keeps the last one, and the next run is refused.
 """
 
 from __future__ import annotations
 
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,9 +45,14 @@ class Admitted:
 
 
 def of_this_server() -> dict[int, Admitted] | None:
-    """Read the roster that the environment names; None where there is no such file."""
+    """Read the roster that the environment names; None where it names none.
+
+    Raises
+    ------
+    BadRequest : as :func:`read` does. A roster that is gone is no permission.
+    """
     value = os.environ.get(ROSTER, "")
-    return read(Path(value)) if value and Path(value).exists() else None
+    return read(Path(value)) if value else None
 
 
 def read(path: Path) -> dict[int, Admitted]:
@@ -101,10 +108,20 @@ def add(path: Path, entry: Admitted) -> None:
     """
     known = read(path) if path.exists() else {}
     check_free(path, known, entry.client, entry.node)
+    _write(path, [*known.values(), entry])
+
+
+def create(path: Path) -> None:
+    """Write a roster that admits no node, unless there is one."""
+    if not path.exists():
+        _write(path, [])
+
+
+def _write(path: Path, entries: Iterable[Admitted]) -> None:
     rows = [
         {"client": a.client, "node-id": str(a.node), "key": a.key}
         | ({"max-examples": a.max_examples} if a.max_examples else {})
-        for a in [*known.values(), entry]
+        for a in entries
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{os.getpid()}")
