@@ -184,14 +184,14 @@ def handle(stage: str, message: Message, context: Context) -> Message:
         return _handle(stage, message, context)
 
 
-def _claimed(stage: str, client: FedClient, control: dict[str, Any]) -> AbstractContextManager[None]:
+def _claimed(stage: str, client: FedClient, control: dict[str, Any], flower: int) -> AbstractContextManager[None]:
     """On a real node: let one run at a time write to the folder of a client; a second one is told so when it asks."""
     if client.store is None or not process.real_node() or control.get("unseen"):
         return nullcontext()
     if stage == "register":
         claim.check(client.store.folder, client.store.run)
         return nullcontext()
-    return claim.held(client.store.folder, client.store.run, last=bool(control.get("final")))
+    return claim.held(client.store.folder, client.store.run, last=bool(control.get("final")), flower=flower)
 
 
 def _answer(
@@ -362,7 +362,7 @@ def _reply(stage: str, message: Message | Part, context: Context, read: Callable
             payload, given = secure.taken_from(payload)
         client = build(context, config, control)
         info = {"client": client.task.client, "model": client.task.model}
-        with _claimed(stage, client, control):
+        with _claimed(stage, client, control, context.run_id):
             arrays, metrics, facts = _answer(stage, context, config, client, payload, control)
         if config.secure_sum and arrays:
             arrays = _hidden(context, config, client, given, arrays)

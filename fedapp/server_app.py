@@ -266,6 +266,7 @@ class Run(Callbacks):
             )
         self.manager.several = not config.secure_sum  # secrets of the clients stay at their nodes
         self._know(self.extra)
+        self.manager.silent = {k: {int(c): n for c, n in of.items()} for k, of in self.extra.get("silent", {}).items()}
         self.manager.offences = Offences.of(self.extra)
         self.manager.offences.blocked |= {b.client: b for b in self.directory.blocked_before()}
         self.final: dict[str, float] = {}
@@ -744,6 +745,7 @@ class Run(Callbacks):
             self.warn(text)
         self.extra["states"] = {str(c): list(known) for c, known in sorted(self.manager.states.items())}
         self.extra |= self.manager.offences.state()
+        self.extra["silent"] = {k: {str(c): n for c, n in of.items()} for k, of in self.manager.silent.items() if of}
         if result.void:
             text = f"round {server_round} is void, the model stays as it was: {result.void}"
             self.warn(text)

@@ -294,11 +294,11 @@ class FedStrategy(WayBack, FlowerLoop):
         for server_round in range(done + 1, rounds + 1):
             started = time.perf_counter()
             manager.register()
-            ids = sampling.sample_clients(
-                context.seed, server_round, self._taking_part(manager), manager.settings.fraction
-            )
+            there, share = self._taking_part(manager), manager.settings.fraction
+            drawn = sampling.sample_clients(context.seed, server_round, there, share)
+            ids, dropped = manager.without_silent(server_round, drawn)
             now = Earlier(server_round - 1, state, dict(manager.states))
-            values, dropped = dict(control(server_round)), list[Dropped]()
+            values = dict(control(server_round))
             while True:
                 try:
                     new, result = self._train(manager, now.state, server_round, ids, values)

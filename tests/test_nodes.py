@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -34,6 +35,7 @@ from fedapp.tasks import claim
 from fedapp.tasks import node as nodes
 from fedapp.tasks import simulated as tasks
 from fedapp.tasks.node import Node
+from fedapp.transport import checkpoint, client_manager
 from fedapp.transport.client_manager import ClientManager, Encoder, Settings
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
 from fedapp.transport.records import INFO
@@ -377,6 +379,41 @@ def test_a_run_that_is_silent_counts_as_ended(seen: float, pause: float, free: b
     claim.check(folder, "abcdef")
 
 
+def test_the_claim_of_a_stopped_run_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor asks the SuperLink; a run that goes on, or of which nothing is known, keeps its claim."""
+    folder = tmp_path / "f" / "1"
+    monkeypatch.setenv(claim.SUPERVISED, "1")
+    with claim.held(folder, "aa", last=False, flower=7):
+        pass
+    asked: list[int] = []
+    over = threading.Event()
+
+    def supervise() -> None:
+        while not over.wait(0.01):
+            claim.settle(tmp_path, lambda run: asked.append(run) or len(asked) < 2)  # type: ignore[func-returns-value]
+
+    thread = threading.Thread(target=supervise)
+    thread.start()
+    try:
+        with pytest.raises(BadRequest, match="the run aa is in progress"):
+            claim.check(folder, "bb")
+        claim.check(folder, "bb")
+    finally:
+        over.set()
+        thread.join()
+    assert asked == [7, 7] and {p.name for p in folder.iterdir()} <= {".lock"}
+
+
+def test_a_node_that_could_not_take_part_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose folder a stopped run still claims; what it says is shown once, though it counts seconds."""
+    monkeypatch.setattr(client_manager, "FAILED_AGAIN", 0.3)
+    note = other_run(tmp_path, 1, seen=118.5)
+    summary, grid, events = start(tmp_path, THREE, **{"wait-timeout": 60.0, "min-clients": 3, "num-server-rounds": 1})
+    assert summary["ok"] and summary["clients"] == 3 and not note.exists()
+    assert sum("the run abcdef is in progress" in e.get("text", "") for e in events) == 1
+    assert grid.told[12].count("query.register") > 1
+
+
 def test_a_run_that_is_resumed_after_days_holds_the_folder_for_hours_at_most(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -434,6 +471,59 @@ def test_two_messages_at_a_time_of_two_runs(tmp_path: Path) -> None:
             pass
 
 
+# ---- nodes that stay silent --------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    perf_counter = monotonic
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_silent_node_does_not_hold_up_every_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is waited for once, then for a minute, and gets every second message; a resumed run goes on so."""
+    monkeypatch.setattr(client_manager, "time", Clock())
+    drawn: list[int] = []
+
+    def script(grid: Nodes, server_round: int) -> None:
+        drawn.append(server_round)
+        grid.mute = {12} if server_round > 1 else set()
+
+    values = {"min-replies": 0.5, "round-timeout": 200.0, "final-training": False}
+    summary, grid, events = start(tmp_path, THREE, script, **values, **{"num-server-rounds": 5})
+    assert summary["ok"] and drawn == [1, 2, 3, 4, 5] and grid.told[12].count("train") == 4
+    rows = pd.read_csv(tmp_path / "run" / "dropped.csv").query("stage == 'train'")
+    assert list(rows["round"]) == [2, 3, 4, 5] and set(rows["client"]) == {1}
+    skipped = "no message in this round, because the last 2 that drew it brought no answer"
+    first, second, third, fourth = rows["reason"]
+    assert first == "no answer within 200 s" and third == skipped
+    assert second.startswith("no answer within 6") and fourth.startswith("no answer within 6"), "a minute, and a look"
+    assert sum(e["kind"] == "dropped" and e["stage"] == "train" for e in events) == 4
+    assert checkpoint.load(tmp_path / "run" / "checkpoint", 5)[2]["silent"]["train"] == {"1": 4}
+    resumed_run, grid, _ = start(tmp_path, THREE, script, **values, **{"num-server-rounds": 7, "resume": True})
+    assert resumed_run["ok"] and grid.told[12].count("train") == 1, "round 6 has no message for it, and round 7 has"
+
+
+def test_a_node_that_answers_again_gets_all_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_manager, "time", Clock())
+
+    def script(grid: Nodes, server_round: int) -> None:
+        grid.mute = {12} if server_round < 3 else set()
+
+    summary, grid, _ = start(tmp_path, THREE, script, **{"min-replies": 0.5, "num-server-rounds": 5})
+    assert summary["ok"] and grid.told[12].count("train") == 4
+    assert list(rounds(tmp_path)["clients"]) == [2, 2, 2, 3, 3], "in round 3 it gets no message"
+
+
 # ---- what leaves ---------------------------------------------------------------------------------------------------
 
 
@@ -456,6 +546,7 @@ class Nodes(LocalGrid):
         self.flat = dict(flat)
         self.script = script
         self.offline: set[int] = set()
+        self.mute: set[int] = set()  # online, and without an answer
         self.told: dict[int, list[str]] = {}
         for node, config in configs.items():
             self.join(node, config)
@@ -485,7 +576,8 @@ class Nodes(LocalGrid):
                 reply = Message(Error(code=5, reason="Node Unavailable"), reply_to=message)
                 reply.metadata.__dict__["_src_node_id"] = 1  # the SuperLink signs for a node that is gone
                 return [reply]
-        return super().pull_messages(message_ids)
+        told = [i for i in message_ids if self._waiting[i].metadata.dst_node_id not in self.mute]
+        return super().pull_messages(told)
 
 
 def share(k: int, of: int = 3, **more: Any) -> dict[str, Any]:

@@ -443,7 +443,7 @@ def test_a_node_needs_a_key() -> None:
 
 def test_what_the_superlink_refuses_is_tried_again(capsys: pytest.CaptureFixture[str]) -> None:
     """A refused call would end the node with code 0, and a failed heartbeat all further heartbeats."""
-    node = supernode.Node()
+    node = supernode.Node({})
     beat, pull, activate = (f"/v1/fleet/{name}" for name in ("send-node-heartbeat", "pull-messages", "activate-node"))
 
     def answers(status: int, success: bool = True) -> Callable[[], Any]:

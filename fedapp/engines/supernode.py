@@ -27,7 +27,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ from fedapp.engines import control, gate
 from fedapp.engines.forks import LIBRARIES, Cold, Forks
 from fedapp.errors import BadRequest, plain
 from fedapp.results.terminal import echo
+from fedapp.tasks import claim
+from fedapp.tasks.node import Node as Place
 
 PROGRAM = "flwr-clientapp"
 POLL = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25"}
@@ -71,11 +74,11 @@ def serve(words: Sequence[str], cold: bool) -> int:
     if not names & {"--auth-supernode-private-key", "--insecure", "--help", "-h", "--version", "-V"}:
         raise BadRequest("--auth-supernode-private-key is needed: give the node's key, which docker/keys.sh makes")
     os.umask(0o077)  # also for the copies of the app that each run brings, whose code the node executes
-    os.environ.update({**POLL, **control.environment()})
+    os.environ.update({**POLL, **control.environment(), claim.SUPERVISED: "1"})
     sys.argv = ["flower-supernode", *words]
     flower: Any = importlib.import_module("flwr.supernode.cli.flower_supernode")
     config = flower._parse_supernode_lifespan_config()
-    node, log = Node(), Log()
+    node, log = Node(config.node_config), Log()
     if config.isolation != "process":
         config.isolation, config.superexec_auth_secret = "process", secrets.token_bytes(32)
         node.warm(obstacle(words), cold)
@@ -133,9 +136,15 @@ class Node:
     Attributes
     ----------
     executor : starts Flower's executor; None where another program does.
+
+    Parameters
+    ----------
+    about : its node-config.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, about: Mapping[str, Any]) -> None:
+        self._about = about
+        self._running_of: Callable[[int], bool] = lambda run: True
         self.executor: Callable[[], tuple[subprocess.Popen[bytes], Path]] | None = None
         self.forks: Forks | None = None
         self._running: tuple[subprocess.Popen[bytes], Path] | None = None
@@ -161,7 +170,14 @@ class Node:
         calls: Any = importlib.import_module("flwr.supernode.fleet_http_client").FleetHttpClient
         main: Any = importlib.import_module("flwr.supernode.main")
         call, create = calls._unary_unary, main.create_app
-        calls._unary_unary = lambda client, **named: self.answered(named["path"], lambda: call(client, **named))
+
+        def called(client: Any, **named: Any) -> Any:
+            answer = self.answered(named["path"], lambda: call(client, **named))
+            if named["path"].endswith("/activate-node"):
+                self._running_of = partial(running, client, answer.node_id)
+            return answer
+
+        calls._unary_unary = called
         main.create_app = lambda *args, **named: self.healthy(create(*args, **named))
         self._watching.start()
 
@@ -213,7 +229,9 @@ class Node:
 
     def _watch(self) -> None:
         """Start helpers that have died again; end the process where that cannot help."""
-        pause, then = LOOK, time.monotonic()
+        pause, then, root = LOOK, time.monotonic(), None
+        with contextlib.suppress(BadRequest):  # where the node-config is wrong, its messages say so
+            root = Place.parse(self._about).state_root()
         while not self._ending.is_set():
             # Before the node is known Flower itself tries without end, and ends with code 1 if it is refused.
             if self._acknowledged is not None and self.silence() > SILENT:
@@ -222,6 +240,8 @@ class Node:
                 died = self._revive()
                 pause = min(2 * pause, LONGEST) if died else max(LOOK, pause / 2)
                 then = time.monotonic() + (pause if died else LOOK)
+            if root is not None:
+                claim.settle(root, self._running_of)
             self._ending.wait(LOOK)
 
     def _revive(self) -> bool:
@@ -260,6 +280,21 @@ class Node:
             shutil.rmtree(self._running[1], ignore_errors=True)
         if self.forks is not None:
             self.forks.end()
+
+
+def running(client: Any, node: int, run: int) -> bool:
+    """Ask the SuperLink whether a run goes on. One that it does not know has ended; without an answer it goes on."""
+    import httpx
+    from flwr.proto.node_pb2 import Node as About
+    from flwr.proto.run_pb2 import GetRunRequest
+
+    try:
+        client.GetRun(GetRunRequest(node=About(node_id=node), run_id=run))
+    except httpx.HTTPStatusError:
+        return False
+    except httpx.TransportError:
+        pass
+    return True
 
 
 class Log:

@@ -16,7 +16,7 @@ def line(event: Mapping[str, Any]) -> str | None:
     kind = event.get("kind")
     if kind == "start":
         return resumed(event) if event.get("resume") else None
-    if kind in ("waiting", "warning", "tracking"):
+    if kind in ("waiting", "warning", "tracking", "joined"):
         return str(event["text"])
     if kind == "dropped":
         return f"round {event['round']}: client {event['client']} dropped in {event['stage']}: {event['reason']}"

@@ -2,16 +2,18 @@
 
 Models that a node keeps for use after a run have the same names in all runs, and a warm start removes the states of
 earlier ones. So a second run is refused, in one line that says until when. It may run at the same time under another
-name (`federation`). A run that was killed does not say goodbye. It counts as ended when it has been silent for
-`SILENCE` seconds, or for three times its longest pause so far.
+name (`federation`). A run that was stopped does not say goodbye. So the node's supervisor asks the SuperLink whether it
+is over (:func:`settle`). Where there is none, a run counts as ended when it has been silent for `SILENCE` seconds, or
+for three times its longest pause so far.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +26,22 @@ SILENCE = 120.0
 """Seconds after which a run that has sent nothing counts as ended."""
 LONGEST = 3600.0
 """Seconds above which a pause does not count further; as long as a round waits by default."""
-_LOCK, _NOTE = ".lock", ".run"
+SUPERVISED = "FEDAPP_SUPERVISED"
+"""Environment variable that a supervisor sets which answers questions about runs."""
+ANSWERED = 10.0
+"""Seconds that a question is answered in."""
+_LOCK, _NOTE, _QUESTION = ".lock", ".run", ".over"
 
 
 def _note(folder: Path) -> dict[str, Any]:
-    """Return which run has the folder, when it was last here, and its longest pause; empty without a readable note."""
+    """Return which run has the folder, Flower's id of it, when it was last here, and its longest pause.
+
+    Without a readable note it is empty.
+    """
     try:
         found = json.loads((folder / _NOTE).read_text(encoding="utf-8"))
-        return {"run": str(found["run"]), "seen": float(found["seen"]), "pause": float(found["pause"])}
+        run, seen, pause = str(found["run"]), float(found["seen"]), float(found["pause"])
+        return {"run": run, "flower": int(found.get("flower", 0)), "seen": seen, "pause": pause}
     except (OSError, ValueError, TypeError, KeyError):
         return {}
 
@@ -51,7 +61,7 @@ def check(folder: Path, run: str) -> None:
     if note and note["run"] != run:
         # The distance both ways: a clock that was set back must not shut others out for as long as it was ahead.
         left = max(SILENCE, 3 * note["pause"]) - abs(time.time() - note["seen"])
-        if left > 0:
+        if left > 0 and not _is_over(folder):
             raise BadRequest(
                 f"the run {note['run']} is in progress on this node in the federation '{folder.parent.name}': wait for "
                 f"its end (it counts as ended if it is silent for another {left:.0f} s), or give this run another name "
@@ -59,13 +69,38 @@ def check(folder: Path, run: str) -> None:
             )
 
 
+def _is_over(folder: Path) -> bool:
+    """Ask the supervisor whether the run that has a folder is over."""
+    if not os.environ.get(SUPERVISED):
+        return False
+    question, until = folder / _QUESTION, time.monotonic() + ANSWERED
+    question.touch()
+    while question.exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    return not (folder / _NOTE).exists()
+
+
+def settle(root: Path, running: Callable[[int], bool]) -> None:
+    """Answer the questions of :func:`check` below a state folder: the claims of runs that are over are removed.
+
+    Parameters
+    ----------
+    root : `STATE-DIR`.   running : whether a run goes on, by Flower's id.
+    """
+    for question in root.glob(f"*/*/{_QUESTION}"):
+        note = _note(question.parent)
+        if note and note["flower"] and not running(note["flower"]):
+            (question.parent / _NOTE).unlink(missing_ok=True)
+        question.unlink(missing_ok=True)
+
+
 @contextlib.contextmanager
-def held(folder: Path, run: str, last: bool) -> Iterator[None]:
+def held(folder: Path, run: str, last: bool, flower: int = 0) -> Iterator[None]:
     """Hold the folder of a client while a message of a run is worked on; between messages a note keeps it.
 
     Parameters
     ----------
-    last : the run is at its end, so that the next one may begin.
+    last : the run is at its end, so that the next one may begin.   flower : Flower's id of the run; 0 = not known.
 
     Raises
     ------
@@ -84,7 +119,7 @@ def held(folder: Path, run: str, last: bool) -> Iterator[None]:
         mine = former.get("run") == run
         # The days before a run is resumed are no pause of it, and would shut others out for weeks.
         pause = min(max(former["pause"], now - former["seen"]), LONGEST) if mine else 0.0
-        _write(folder, run, pause)
+        _write(folder, run, pause, flower)
         try:
             yield
         except BaseException:
@@ -94,12 +129,13 @@ def held(folder: Path, run: str, last: bool) -> Iterator[None]:
             if last:
                 (folder / _NOTE).unlink(missing_ok=True)
             else:
-                _write(folder, run, pause)
+                _write(folder, run, pause, flower)
     finally:
         lock.release()
 
 
-def _write(folder: Path, run: str, pause: float) -> None:
+def _write(folder: Path, run: str, pause: float, flower: int) -> None:
     part = folder / f"{_NOTE}.part"
-    part.write_text(json.dumps({"run": run, "seen": time.time(), "pause": pause}), encoding="utf-8")
+    note = {"run": run, "flower": flower, "seen": time.time(), "pause": pause}
+    part.write_text(json.dumps(note), encoding="utf-8")
     part.replace(folder / _NOTE)

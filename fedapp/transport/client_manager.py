@@ -20,6 +20,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,13 @@ LATECOMERS = 10.0
 """Seconds that further nodes have to register after the expected number of clients has registered."""
 REGISTER_AGAIN = 600.0
 """Seconds after which an unanswered request to register counts as lost and is sent again."""
+FAILED_AGAIN = 30.0
+"""Seconds after which a node that could not take part is asked again: what kept it away may be over."""
+SILENT = 2
+"""Draws without an answer after which a real node gets no message in every second round that draws it."""
+PATIENCE, LEAST = 4.0, 60.0
+"""What a client is waited for that did not answer the last message of a kind: so many times the median of the others,
+and at least as many seconds as the SuperLink needs to find out that a node is gone."""
 LOOKS = 25_000
 """Largest product of messages in flight and nodes in a simulation. Ten times a second Flower looks through all of its
 messages for each of its nodes. A look takes 3 microseconds, under a lock that all messages need."""
@@ -84,6 +92,7 @@ WORKER_DIED = (
 """Ray's errors for a process that no longer exists."""
 WITHOUT_DATA = ("query.keys", "query.shares", "query.agree", "query.unmask")
 """Messages of secure sums that a client answers without its data; it states no samples."""
+_DIGITS = re.compile(r"\d")
 _DIGEST = re.compile(r"\A([0-9a-f]{32})?\Z")
 
 
@@ -186,6 +195,7 @@ class ClientManager:
         it. It goes with the next message, so that a client notices a state that is lost or another's.
     several : whether clients of a simulation may share a message. A message to one client alone always goes to the
         same node.
+    silent : on real nodes, by kind of message: how many draws in a row each client did not answer.
     offences : which clients are blocked, and why.   reference : a client that all others agree with.
     """
 
@@ -208,6 +218,8 @@ class ClientManager:
         self.facts: dict[int, dict[str, Any]] = {}
         self.first_error: dict[str, Any] | None = None
         self.states: dict[int, tuple[str, bool]] = {}
+        self.silent: dict[str, dict[int, int]] = {}
+        self._took: dict[tuple[str, int], float] = {}  # seconds of the last answer, by kind and client
         self.offences = Offences()
         self.reference = -1
         self._seen: set[int] = set()
@@ -216,6 +228,7 @@ class ClientManager:
         self._unregistered: dict[str, tuple[int, float]] = {}
         self._coming: dict[str, Coming] = {}  # answers to them that are not complete
         self._left_out: dict[int, str] = {}  # why, by node
+        self._failed: dict[int, float] = {}  # when a node said that it cannot take part
         self._stated: dict[int, int] = {}  # which client a node says that it is
         self._moved: set[int] = set()  # nodes, in a simulation clients, that answered as another client
         self._twice: set[int] = set()  # nodes with the id of another one, which may be gone soon
@@ -333,7 +346,8 @@ class ClientManager:
         strict : before round 1 the caller waits for answers. Later this method waits for a new node once. A node that
             does not answer in that time may answer before any later round, which does not wait.
 
-        A node that cannot take part is left out with a warning, and asked again after it has been offline.
+        A node that cannot take part is left out with a warning. It is asked again after it has been offline, and if it
+        says so itself, every `FAILED_AGAIN` seconds.
         """
         if self._hosts:
             return []  # all clients of a simulation are there from the start
@@ -354,7 +368,9 @@ class ClientManager:
         fresh = online - self._seen
         asked = self._unregistered
         lost = [i for i, (node, since) in asked.items() if node not in online or now - since > REGISTER_AGAIN]
-        again = {asked.pop(i)[0] for i in lost} & self._seen
+        over = {node for node, since in self._failed.items() if now - since > FAILED_AGAIN}
+        again = ({asked.pop(i)[0] for i in lost} | over) & self._seen
+        self._failed = {node: since for node, since in self._failed.items() if node not in over}
         self._seen -= again
         self._ask_to_register(sorted(fresh | again), now)
         limits = [t for t in (self.settings.wait_timeout, self.settings.round_timeout) if t]
@@ -370,12 +386,20 @@ class ClientManager:
                 if reply.has_error() and reply.error.code in GONE:
                     self._seen.discard(node)
                     continue
+                before = set(self.infos)
                 try:
                     joined.append(self._registered(node, reply, online))
                     self._left_out.pop(node, None)
                 except BadRequest as e:
-                    self._left_out[node] = one_line(e)
-                    self.event({"kind": "warning", "text": f"a new node was left out: {one_line(e)}"})
+                    former, self._left_out[node] = self._left_out.get(node, ""), one_line(e)
+                    if _DIGITS.sub("", former) != _DIGITS.sub("", self._left_out[node]):  # it may count seconds
+                        self.event({"kind": "warning", "text": f"a new node was left out: {one_line(e)}"})
+                    continue
+                if not strict:
+                    for counts in self.silent.values():  # it was away, so it gets the next message
+                        counts.update({c: 1 for c in counts if c == joined[-1]})
+                    how = "is here again" if joined[-1] in before else "takes part from now on"
+                    self.event({"kind": "joined", "client": joined[-1], "text": f"client {joined[-1]} {how}"})
             if not replies:
                 awaited = fresh & {node for node, _ in self._unregistered.values()}
                 if not awaited or time.monotonic() - now >= limit:
@@ -448,6 +472,7 @@ class ClientManager:
             if registration.offence != FAILED:
                 raise BadRequest(f"node {node} cannot take part: {registration.reason}")
             who = registration.who
+            self._failed[node] = time.monotonic()
             self._stated[node] = int(who.split()[-1]) if who[-1].isdigit() else -1
             self._note_error(0, self._stated[node], "register", registration.reason)
             raise BadRequest(f"{who} cannot take part: {_last_line(registration.reason)}")
@@ -593,6 +618,25 @@ class ClientManager:
         del self.infos[client], self.facts[client]
         return self.nodes.pop(client)
 
+    def without_silent(self, server_round: int, ids: Sequence[int]) -> tuple[list[int], list[Dropped]]:
+        """Return which of the drawn clients get a message in a round, and why the others do not.
+
+        A real node that stays online and does not answer would hold up every round. Whom a round draws does not depend
+        on it, so that the draws stay a function of seed and round.
+        """
+        kinds = ("train", *WITHOUT_DATA)
+        counts = {c: max((self.silent.get(kind, {}).get(c, 0), kind) for kind in kinds) for c in ids}
+        skipped = {c: found for c, found in counts.items() if found[0] >= SILENT and found[0] % 2 == 0}
+        if len(skipped) == len(ids):
+            return list(ids), []
+        left = []
+        for client, (count, kind) in skipped.items():
+            self.silent[kind][client] += 1
+            reason = f"no message in this round, because the last {count} that drew it brought no answer"
+            left.append(Dropped(server_round, client, "train", reason))
+            self.event({"kind": "dropped", **left[-1].as_dict()})
+        return [c for c in ids if c not in skipped], left
+
     # ---- one exchange --------------------------------------------------------------------------------------------
 
     def send_and_receive(
@@ -661,7 +705,14 @@ class ClientManager:
         longest = limit * max(map(len, order), default=1)
         most = 0 if self._hosts else max((self._further(c, kind, expected) for c in ids), default=0)
         largest = FACTS_SIZE + bytes_each + most
-        for batch, answer in self._raw(order, message, longest, at_once, largest):
+        known, quiet = self.silent.get(kind, {}), set[int]()
+        patience = {c: self._took.get((kind, c), 0.0) for c in known}
+        for batch, answer in self._raw(order, message, longest, at_once, largest, patience):
+            if answer.has_error() and answer.error.code == INCOMPLETE:
+                quiet.add(batch[0])
+            elif not self._hosts:
+                known.pop(batch[0], None)
+                self._took[kind, batch[0]] = time.perf_counter() - started
             several = {} if len(batch) == 1 or answer.has_error() else parts(answer.content)
             for client in batch:
                 contract = self._contract(client, kind, expected, raw or {})
@@ -672,9 +723,14 @@ class ClientManager:
                     yield reply
         for client in awaited:
             if client not in held:
-                self._drop(traffic, server_round, client, kind, f"no answer within {longest:g} s")
+                quiet.add(client)
+                waited = time.perf_counter() - started
+                seconds = longest if 0 < longest <= waited else round(waited)
+                self._drop(traffic, server_round, client, kind, f"no answer within {seconds:g} s")
             elif (reply := held.pop(client)) is not None:
                 yield reply
+        if not self._hosts:
+            self.silent[kind] = known | {c: known.get(c, 0) + 1 for c in quiet}
         for offence in self.offences.judge(traffic.bad, groups, traffic.answered if kind == "train" else ()):
             self._block(offence, "values out of range too often: ")
         self._lasted[kind] = time.perf_counter() - started
@@ -723,20 +779,23 @@ class ClientManager:
         limit: float,
         at_once: int,
         most: int = FACTS_SIZE,
+        silent: Mapping[int, float] = MappingProxyType({}),
     ) -> Iterator[tuple[list[int], Message]]:
         """Send messages to clients, at most `at_once` at a time; yield (clients, reply) in the order of arrival.
 
         On real nodes a reply may have `most` bytes.
 
-        Ends when all have answered or `limit` seconds have passed; a limit of 0 waits without limit. The yielded
-        clients are those that got the message: if their node no longer exists, the reply is an error from the SuperLink
-        itself.
+        Ends when all have answered or `limit` seconds have passed; a limit of 0 waits without limit. It does not wait
+        that long where only `silent` clients are missing, which are given with the seconds of their last answer. The
+        yielded clients are those that got the message: if their node no longer exists, the reply is an error from the
+        SuperLink itself.
         Every 30 seconds an event names the clients whose replies are missing.
         """
         unsent = deque(batches)
         waiting: dict[str, list[int]] = {}
         coming: dict[str, Coming] = {}
-        last = told = heard = time.monotonic()
+        last = told = heard = began = time.monotonic()
+        took: list[float] = []
         while unsent or waiting:
             now = [unsent.popleft() for _ in range(min(len(unsent), at_once - len(waiting)))]
             if now:
@@ -744,6 +803,10 @@ class ClientManager:
                 waiting |= {i: batch for batch, i in zip(now, ids, strict=True) if i}
             asked = time.monotonic()
             late = bool(limit) and asked - last > limit  # what has come by now still counts
+            missing = [c for batch in waiting.values() for c in batch]
+            if took and not unsent and silent.keys() >= set(missing):
+                usual = (float(np.median(took)), *(silent[c] for c in missing))
+                late = late or asked - began > max(LEAST, PATIENCE * max(usual))
             replies = arrived(self.grid, set(waiting), most, coming, late)
             answered = time.monotonic()
             if replies:
@@ -752,13 +815,13 @@ class ClientManager:
             for reply in replies:
                 batch = waiting.pop(reply.metadata.reply_to_message_id, None)
                 if batch is not None:
+                    took.append(heard - began)
                     yield batch, reply
             if late and not (replies and self.settings.queued):
                 return
             if waiting and answered - told > 30:
                 told = answered
-                missing = sorted(c for batch in waiting.values() for c in batch)
-                named = ", ".join(map(str, missing[:20]))
+                named = ", ".join(map(str, sorted(missing)[:20]))
                 count, of = len(missing) + sum(map(len, unsent)), sum(map(len, batches))
                 text = f"waiting for {count} of {counted(of, 'reply')}: {named}"
                 self.event({"kind": "waiting", "text": text})
