@@ -120,7 +120,10 @@ def _releaser(context: Context, root: Path, node: Node, config: RunConfig, contr
         "run": str(control["run"]), "federation": config.federation, "round": server_round, "method": config.method
     }  # fmt: skip
     seed = sampling.derived_seed(config.seed, "dp-test", server_round, node.client)
-    return Releaser(privacy, Ledger(path_of(root, node.client, data)), about, seed)
+    path = path_of(root, node.client, data)
+    head = root / (config.federation or "run") / str(node.client) / f"{path.stem}.head"
+    ledger = Ledger(path, head if process.real_node() else None, int(control.get("releases", 0)))
+    return Releaser(privacy, ledger, about, seed)
 
 
 def _node(context: Context, config: RunConfig, control: dict[str, Any]) -> Node:

@@ -266,6 +266,7 @@ class Run(Callbacks):
             )
         self.manager.several = not config.secure_sum  # secrets of the clients stay at their nodes
         self._know(self.extra)
+        self.manager.released = {int(c): int(n) for c, n in self.extra.get("released", {}).items()}
         self.manager.silent = {k: {int(c): n for c, n in of.items()} for k, of in self.extra.get("silent", {}).items()}
         self.manager.offences = Offences.of(self.extra)
         self.manager.offences.blocked |= {b.client: b for b in self.directory.blocked_before()}
@@ -745,6 +746,7 @@ class Run(Callbacks):
             self.warn(text)
         self.extra["states"] = {str(c): list(known) for c, known in sorted(self.manager.states.items())}
         self.extra |= self.manager.offences.state()
+        self.extra["released"] = {str(c): n for c, n in sorted(self.manager.released.items())}
         self.extra["silent"] = {k: {str(c): n for c, n in of.items()} for k, of in self.manager.silent.items() if of}
         if result.void:
             text = f"round {server_round} is void, the model stays as it was: {result.void}"
@@ -984,6 +986,7 @@ class Run(Callbacks):
             "bytes_down": _whole(float((rounds.get("bytes_down", none) * messaged).sum() / (messaged.sum() or 1))),
             "dropped": int(self.extra["dropped"]),
             **({"blocked": sorted(self.manager.offences.blocked)} if self.manager.offences.blocked else {}),
+            **({"left_out": out} if (out := self.manager.left_out()) else {}),
             "stopped": self.stopped,
             "warnings": self.warnings,
             **{k: _whole(v) for k, v in self.extra.items() if k.startswith("bytes_up_query")},

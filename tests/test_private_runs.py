@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -345,3 +346,33 @@ def test_with_dp_no_digest_of_a_state_leaves(tiny: Tiny, no_page: Any, monkeypat
     monkeypatch.setattr(client_app, "reply_records", reply_records)
     tiny(method="fedgh", rounds=2, dp="example", dp_test=True)
     assert seen and not any(key.startswith("state") for info in seen for key in info)
+
+
+def test_a_node_with_an_older_ledger_releases_nothing(tmp_path: Path, home: Path) -> None:
+    """Its state knows of the release, or where state and ledger are both older, the server that sent the message."""
+    large = {n: {**c, "dp-epsilon": 20} for n, c in THREE.items()}
+    start(tmp_path / "a", large, **NODES)
+    for path in (home / "privacy").glob("*.jsonl"):
+        path.write_bytes(b"")
+    with pytest.raises(RoundFailed, match="it has 0 releases, and 1 were made"):
+        start(tmp_path / "b", large, **NODES)
+    assert not any(ledgers(home).values())
+    taken: list[int] = []
+
+    def put_back(grid: Any, server_round: int) -> None:
+        taken.append(server_round)
+        if server_round == 2:
+            shutil.rmtree(home / "privacy")
+            for head in home.glob("*/*/*.head"):
+                head.unlink()
+
+    shutil.rmtree(home)
+    rounds = {**NODES, "method": "lgfedavg", "method-args": "", "dp": "client", "clip-update": 1.0}
+    with pytest.raises(RoundFailed, match="it has 0 releases, and 1 were made"):
+        start(tmp_path / "c", large, put_back, **{**rounds, "num-server-rounds": 3, "dp-epsilon": 20.0})
+    assert taken == [1, 2]
+
+
+def test_a_client_with_noise_never_begins_anew(tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match=r"lost-state = 'restart' may begin anew where the ledger is lost too"):
+        from_flat({**NODES, "lost-state": "restart"})

@@ -67,8 +67,8 @@ def test_the_line_is_on_the_disk_before_anything_is_drawn(tmp_path: Path, monkey
     assert "fsync a.jsonl" in events[:drawn] and events[:drawn][-1] == "fsync p"  # the file, then its name
     assert releaser.done == 1 and (sent != 0).all()
     assert ledger.entries()[0] | {"time": 0} == {
-        "schema": 1, "unit": "example", "noise": ONE.noise, "time": 0, "test": False, "run": "a", "what": "sums",
-        "numbers": 5,
+        "schema": 1, "unit": "example", "noise": ONE.noise, "time": 0, "test": False, "after": "", "run": "a",
+        "what": "sums", "numbers": 5,
     }  # fmt: skip
     with pytest.raises(BadRequest, match="would spend"):
         releaser.release(np.zeros(5), 1.0, "sums")
@@ -96,6 +96,41 @@ def test_a_damaged_ledger_is_never_begun_anew(tmp_path: Path, damage: bytes) -> 
         ledger.book(halves(), {})
     with pytest.raises(BadRequest, match="nobody knows what has been released"):
         ledger.spent("example", 1e-5)
+
+
+def test_an_older_copy_of_a_ledger_is_refused(tmp_path: Path) -> None:
+    """With it the budget would be spent twice. The client's state notices it, and so does what the server knows."""
+    head = tmp_path / "state" / "a.head"
+    ledger = Ledger(tmp_path / "privacy" / "a.jsonl", head)
+    privacy = Privacy("example", 9.0, 1e-5, 4.0)
+    ledger.book(privacy, {})
+    older = ledger.path.read_bytes()
+    ledger.book(privacy, {})
+    newest = ledger.path.read_bytes()
+    for back in (older, b"", newest[len(older) :]):
+        ledger.path.write_bytes(back)
+        with pytest.raises(BadRequest, match=r"older copy of this client's ledger|a line before it is missing"):
+            ledger.book(privacy, {})
+    ledger.path.unlink()
+    with pytest.raises(BadRequest, match="it has 0 releases, and 2 were made"):
+        ledger.spent("example", 1e-5)
+    ledger.path.write_bytes(newest)
+    assert ledger.book(privacy, {}).releases == 3
+    head.unlink()  # ledger and state were put back together: the server still knows
+    ledger.path.write_bytes(older)
+    with pytest.raises(BadRequest, match="it has 1 releases, and 3 were made"):
+        Ledger(ledger.path, head, known=3).book(privacy, {})
+    assert Ledger(ledger.path, head, known=1).book(privacy, {}).releases == 2
+    other = json.loads(ledger.path.read_bytes().split(b"\n")[0]) | {"noise": 400.0}
+    ledger.path.write_bytes(json.dumps(other).encode() + b"\n" + ledger.path.read_bytes().split(b"\n", 1)[1])
+    with pytest.raises(BadRequest, match=r"line 2 .*a line before it is missing or was changed"):
+        ledger.entries()
+
+
+def test_a_ledger_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "a.jsonl", tmp_path / "a.head")
+    ledger.path.write_text('{"schema": 1, "unit": "example", "noise": 4.0, "time": 0, "test": false}\n')
+    assert ledger.book(Privacy("example", 9.0, 1e-5, 4.0), {}).releases == 2 and len(ledger.entries()) == 2
 
 
 def test_a_ledger_that_cannot_be_written_releases_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -311,6 +311,8 @@ def print_summary(summary: Mapping[str, Any]) -> None:
         if key.startswith("bytes_up_query."):
             kind = key.removeprefix("bytes_up_query.")
             text += f"\nbytes per client after the last round, for the query of {kind}: {value:,.0f} up"
+    if summary.get("left_out"):
+        text += "".join(f"\nleft out: {reason}" for reason in summary["left_out"])
     if summary.get("calibration"):
         c = summary["calibration"]
         text += f"\ncalibration (global): before {percent(c.get('before'))} %, after {percent(c.get('after'))} %"

@@ -71,6 +71,10 @@ def _refuse(config: Any, rules: Iterable[tuple[Any, str]]) -> None:
 
 def _check_common(config: Any) -> None:
     rules = (
+        (
+            config.lost_state == "restart",
+            "lost-state = 'restart' may begin anew where the ledger is lost too: put the state folder back",
+        ),
         (config.warm_start, "warm-start begins from states that were made without noise: leave it out"),
         (config.select == "validation", "select = 'validation' chooses a round by exact scores: leave it at last"),
         (config.patience, "patience ends a run by exact training losses: leave it at 0"),

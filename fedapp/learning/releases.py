@@ -8,6 +8,11 @@ pass the budget is refused. The ledger is a text file, one JSON object a line, i
 In a secure sum each client adds its share of the noise (`Privacy.share`), and the release is booked with the noise that
 the sum has at least, so epsilon is that of the sum.
 
+Each line names the hash of all lines before it. The hash of the last one also stands in the client's state
+(`head`), and the server tells each client how many releases it knows of. So an older copy of the ledger that was put
+back is noticed: it would give the budget back that was spent since. Who puts back state and ledger together, of a
+client that no run goes on with, is not noticed.
+
 Releases for images add up as Gaussians do, and steps of DP-SGD by their moments (`core.privacy`). A release for whole
 clients moves by up to twice its bound if one image changes, so for images it counts with half its noise. The other way
 round nothing can be said, and a release for clients is refused after one for images.
@@ -72,10 +77,14 @@ class Ledger:
     Parameters
     ----------
     path : of the file; it and its folder are made with the first release.
+    head : file that keeps the number of releases and the hash of the last one apart from the ledger; None = nowhere.
+    known : releases that the server knows of.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, head: Path | None = None, known: int = 0) -> None:
         self.path = path
+        self.head = head
+        self.known = known
 
     def entries(self) -> list[dict[str, Any]]:
         """Return all releases, the oldest first.
@@ -84,18 +93,23 @@ class Ledger:
 
         Raises
         ------
-        BadRequest : a line is damaged.
+        BadRequest : a line is damaged, or lines are missing.
         """
-        if not self.path.is_file():
-            return []
-        text = self.path.read_bytes().decode("utf-8", errors="replace")
-        found = []
-        for number, line in enumerate(text.split("\n")[:-1], start=1):
+        return self._read()[0]
+
+    def _read(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """Return all releases, and the hashes of the lines up to each of them, from none to all."""
+        whole = self.path.read_bytes() if self.path.is_file() else b""
+        found, hashes = [], [""]
+        for number, body in enumerate(whole.split(b"\n")[:-1], start=1):
+            line = body.decode("utf-8", errors="replace")
             try:
                 entry = json.loads(line)
                 known = entry["schema"] in (1, SCHEMA) and entry["unit"] in ("example", "client")
                 if not (known and entry["noise"] > 0):
                     raise ValueError("it is no release")
+                if entry.get("after", hashes[-1]) != hashes[-1]:
+                    raise ValueError("a line before it is missing or was changed")
                 if entry["schema"] == SCHEMA and not (0 < entry["rate"] <= 1 and entry["steps"] >= 1):
                     raise ValueError("these are no steps of a training")
             except (ValueError, TypeError, KeyError) as e:
@@ -104,7 +118,27 @@ class Ledger:
                     "copy back; without the ledger nobody knows what has been released"
                 ) from e
             found.append(entry)
-        return found
+            hashes.append(_chained(hashes[-1], body))
+        self._check(hashes)
+        return found, hashes
+
+    def _check(self, hashes: list[str]) -> None:
+        """Refuse a ledger that lacks releases which the client's state or the server knows of."""
+        count, last = self.known, ""
+        if self.head is not None and self.head.is_file():
+            try:
+                noted = json.loads(self.head.read_text(encoding="utf-8"))
+                count, last = max(count, int(noted["releases"])), str(noted["hash"])
+                same = int(noted["releases"]) < len(hashes) and hashes[int(noted["releases"])] == last
+            except (OSError, ValueError, TypeError, KeyError) as e:
+                raise BadRequest(f"{self.head}, which says how far this client's ledger went, cannot be read ({e}): "
+                                 "put a good copy of it back") from e  # fmt: skip
+        if count >= len(hashes) or (last and not same):
+            raise BadRequest(
+                f"{self.path} is an older copy of this client's ledger, or another one: it has {len(hashes) - 1} "
+                f"releases, and {count} were made. Put the newest copy back: with an older one the budget would be "
+                "spent twice"
+            )
 
     def spent(self, unit: str, delta: float) -> Spent:
         """Return how many releases there are, and their epsilon for a unit; infinite for clients after images."""
@@ -135,7 +169,7 @@ class Ledger:
             raise BadRequest(f"{self.path} cannot be written ({e.strerror}), so nothing is released") from e
 
     def _book(self, privacy: Privacy, about: dict[str, Any], steps: Steps | None) -> Spent:
-        entries, unit = self.entries(), privacy.unit
+        (entries, hashes), unit = self._read(), privacy.unit
         if unit == "client" and any(e["unit"] == "example" for e in entries):
             raise BadRequest(
                 "the ledger of this client holds releases for single images, after which nothing can be stated for the "
@@ -161,15 +195,34 @@ class Ledger:
             whole = os.pread(handle, os.fstat(handle).st_size, 0)
             end = whole.rfind(b"\n") + 1
             os.ftruncate(handle, end)
-            line = json.dumps({**entry, **about}).encode() + b"\n"
-            if os.pwrite(handle, line, end) != len(line):
+            line = json.dumps({**entry, "after": hashes[-1], **about}).encode()
+            if os.pwrite(handle, line + b"\n", end) != len(line) + 1:
                 raise OSError(0, "the disk is full")
             os.fsync(handle)
         finally:
             os.close(handle)
+        if self.head is not None:
+            self._note(len(entries) + 1, _chained(hashes[-1], line))
         if new:
             synced(self.path.parent)
         return Spent(len(entries) + 1, after)
+
+    def _note(self, releases: int, last: str) -> None:
+        """Keep the number of releases and the hash of the last one; it is on the disk when this returns."""
+        assert self.head is not None
+        private_folder(self.head.parent, durable=True)
+        part = self.head.with_name(f"{self.head.name}.part")
+        with part.open("w", encoding="utf-8") as file:
+            json.dump({"releases": releases, "hash": last}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(self.head)
+        synced(self.head.parent)
+
+
+def _chained(before: str, line: bytes) -> str:
+    """Return the hash of a line and all lines before it, whose hash is `before`."""
+    return hashlib.sha256(before.encode() + line).hexdigest()
 
 
 def _epsilon(entries: list[dict[str, Any]], unit: str, delta: float) -> float:

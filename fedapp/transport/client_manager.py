@@ -195,6 +195,8 @@ class ClientManager:
         it. It goes with the next message, so that a client notices a state that is lost or another's.
     several : whether clients of a simulation may share a message. A message to one client alone always goes to the
         same node.
+    released : how many noised releases each client says that it has made. It goes with the next message, so that a
+        client notices an older copy of its ledger.
     silent : on real nodes, by kind of message: how many draws in a row each client did not answer.
     offences : which clients are blocked, and why.   reference : a client that all others agree with.
     """
@@ -218,6 +220,7 @@ class ClientManager:
         self.facts: dict[int, dict[str, Any]] = {}
         self.first_error: dict[str, Any] | None = None
         self.states: dict[int, tuple[str, bool]] = {}
+        self.released: dict[int, int] = {}
         self.silent: dict[str, dict[int, int]] = {}
         self._took: dict[tuple[str, int], float] = {}  # seconds of the last answer, by kind and client
         self.offences = Offences()
@@ -311,6 +314,10 @@ class ClientManager:
     def fewest(self) -> int:
         """Return the smallest number of clients that the run goes on with."""
         return self.settings.min_clients or needed_replies(self.settings.min_replies, self._expected)
+
+    def left_out(self) -> list[str]:
+        """Return why nodes are left out that take no part."""
+        return [reason for node, reason in self._left_out.items() if node not in self.nodes.values()]
 
     def _left_out_of(self, expected: int) -> int:
         """Return how many of the clients 0 .. `expected` - 1 are missing because their nodes were left out."""
@@ -687,6 +694,7 @@ class ClientManager:
         def content(client: int) -> Records:
             digest, binds = self.states.get(client, ("", False))
             known: dict[str, Scalar] = {"state": digest, "state-binds": binds} if digest else {}
+            known |= {"releases": self.released[client]} if client in self.released else {}
             whose: dict[str, Scalar] = {"client": client} if self._hosts else {}
             found, size = encoder.records(given.pop(client), {**extra, **each(client), **known, **whose})
             traffic.down += size
@@ -868,6 +876,9 @@ class ClientManager:
             return None
         if "state" in got.info:
             self.states[client] = str(got.info["state"]), bool(got.info.get("state-binds", True))
+        released = reply.metrics.get("dp-releases", 0)
+        if isinstance(released, int) and released > self.released.get(client, 0):
+            self.released[client] = released
         traffic.answered.append(client)
         traffic.up += got.size
         return reply
