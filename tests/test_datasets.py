@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import os
@@ -12,6 +13,7 @@ import tarfile
 import textwrap
 import urllib.error
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +26,9 @@ from fedapp.data.dataset import sample
 from fedapp.data.datasets import DATASET_NAMES, load, upright_letters
 from fedapp.data.moments import moments
 from fedapp.data.pictures import CIFAR10_CLASSES, picture_size
+from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest
+from fedapp.results import predict
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -529,7 +533,11 @@ def test_size_of_pictures(shapes, size):
         (lambda root: (root / "train" / "a" / "notes.txt").write_text("x"), "notes.txt is not a picture"),
         (lambda root: (root / "train" / "a" / "1.png").write_text("x"), "cannot read the picture"),
         (lambda root: (root / "val").mkdir(), "'val', which would not be used"),
-        (lambda root: save(root / "test" / "z" / "0.png", flat(8, 1)), "class 'z' has no folder"),
+        (lambda root: save(root / "9.png", flat(8, 1)), "9.png is in no folder of a class"),
+        (lambda root: save(root / "train" / "9.png", flat(8, 1)), "9.png is in no folder of a class"),
+        (lambda root: (root / "train" / "a" / "7.png").symlink_to("gone"), "7.png is a link to a file that is not"),
+        (lambda root: (root / "train").rename(root / "Train"), "Train: a part of the data is called train: rename it"),
+        (lambda root: (root / os.fsdecode(b"train/c\xe9")).mkdir(), "its name is not UTF-8: rename it"),
         (lambda root: save(root / "train" / "a" / "9.png", np.full((8, 8), 999, np.uint16)), "more than 8 bits"),
     ],
 )
@@ -607,6 +615,47 @@ def test_the_layout_is_decided_by_the_levels_or_given(tmp_path):
         load("folder", tmp_path / "plain")
 
 
+def deep(form: str) -> bytes:
+    """Write a picture of 4 x 4 pixels with 16 bits per channel, which Pillow does not."""
+    pixels = (np.arange(48).reshape(4, 4, 3) * 80).astype(">u2")  # of 12 bits
+    if form == "ppm":
+        return b"P6 4 4 4095\n" + pixels.tobytes()
+    channels, rows = (2, pixels[..., :2]) if form == "la.png" else (3, pixels)
+    raw = b"".join(b"\0" + row.tobytes() for row in rows)
+    chunks = [(b"IHDR", struct.pack(">IIBBBBB", 4, 4, 16, {2: 4, 3: 2}[channels], 0, 0, 0)),
+              (b"IDAT", zlib.compress(raw)), (b"IEND", b"")]  # fmt: skip
+    packed = [struct.pack(">I", len(c)) + k + c + struct.pack(">I", zlib.crc32(k + c)) for k, c in chunks]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(packed)
+
+
+@pytest.mark.parametrize("form", ["png", "la.png", "ppm"])
+def test_colours_of_sixteen_bits_are_refused_everywhere(tmp_path, form):
+    for name in ("a", "b"):
+        save(tmp_path / "all" / name / "0.png", flat(4, 1))
+    path = tmp_path / "all" / "a" / f"1.{form}"
+    path.write_bytes(deep(form))
+    with Image.open(path) as picture:
+        assert not picture.mode.startswith("I")  # Pillow would cut it to 8 bits
+    told = "it has more than 8 bits per channel .*: convert it to 8 bits"
+    with pytest.raises(BadRequest, match=told):
+        load("folder", tmp_path / "all")
+    assert load("folder", tmp_path / "all", Reading(skip_bad=True)).skipped == (f"a/1.{form}",)
+    with pytest.raises(BadRequest, match=told):
+        predict.read_images([path], InputSpec((3, 4, 4), 255.0, (0.5,) * 3, (0.5,) * 3))
+    with pytest.raises(ValueError, match=told):  # as a data set of Hugging Face checks them
+        pictures.check_format(io.BytesIO(deep(form)))
+
+
+def test_a_bitmap_of_sixteen_bits_per_pixel_has_fewer_per_channel(tmp_path):
+    head = struct.pack("<2sIHHI", b"BM", 54 + 32, 0, 0, 54) + struct.pack(
+        "<IiiHHIIiiII", 40, 4, 4, 1, 16, 0, 32, 0, 0, 0, 0
+    )
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "0.bmp").write_bytes(head + bytes(32))
+    save(tmp_path / "b" / "0.png", flat(4, 1))
+    assert load("folder", tmp_path).num_train == 2
+
+
 def test_all_bad_pictures_are_named_at_once_or_left_out(tmp_path):
     rng = np.random.default_rng(0)
     for name in ("a", "b"):
@@ -623,10 +672,14 @@ def test_all_bad_pictures_are_named_at_once_or_left_out(tmp_path):
     message = str(caught.value)
     assert "4 of 17 files" in message and "skip-bad = true" in message
     assert all(
-        name in message for name in ("a/1.png", "a/2.txt is not a picture", "b/3.png", "b/4.png has more than 8")
+        name in message
+        for name in ("a/1.png", "a/2.txt is not a picture", "b/3.png", "b/4.png (it has more than 8 bits")
     )
     data = load("folder", tmp_path, Reading(skip_bad=True))
-    assert (data.num_train, data.skipped) == (13, 4) and data.y_train.tolist() == [0] * 7 + [1] * 6
+    assert (data.num_train, data.skipped) == (
+        13,
+        ("a/1.png", "a/2.txt", "b/3.png", "b/4.png"),
+    ) and data.y_train.tolist() == [0] * 7 + [1] * 6
     rows = {x.tobytes() for x in data.x_train}
     assert all(np.asarray(Image.open(path)).tobytes() in rows for path in kept)
     for path in [*(tmp_path / "b").iterdir()]:
@@ -733,6 +786,33 @@ def test_damaged_cache_says_what_to_delete(own_cache):
     (folder / "y_train.npy").write_bytes(b"\x93NUMPY")
     with pytest.raises(BadRequest, match="delete the folder"):
         load("digits")
+
+
+def test_rows_that_are_mapped_have_their_place_on_the_disk(tmp_path):
+    """A write into a map of a sparse file ends the process where the disk is full."""
+    cache.Store(tmp_path).create("x", (5, 1 << 19), np.uint8)
+    assert (tmp_path / "x.npy").stat().st_blocks * 512 >= 5 << 19
+
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+CUT = OSError("8192 requested and 3072 written")  # what NumPy says
+
+
+@pytest.mark.parametrize(
+    ("broken", "error"), [("numpy.save", CUT), ("pathlib.Path.write_text", FULL), ("pathlib.Path.touch", FULL),
+                          ("tempfile.mkdtemp", FULL), ("numpy.lib.format.open_memmap", FULL)],
+)  # fmt: skip
+def test_a_full_disk_says_what_to_do(tmp_path, monkeypatch, broken, error):
+    def full(*_, **__):
+        raise error
+
+    save(tmp_path / "a" / "0.png", flat(8, 1))
+    save(tmp_path / "b" / "0.png", flat(8, 2))
+    monkeypatch.setattr(broken, full)
+    with pytest.raises(
+        BadRequest, match=r"cannot write the data cache .*(device|written)\): free some space .* FEDAPP_C"
+    ):
+        load("folder", tmp_path)
 
 
 def test_unfinished_rows_are_mapped_while_written(tmp_path):

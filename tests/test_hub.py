@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import socket
 import zipfile
 from pathlib import Path
@@ -13,7 +14,7 @@ import datasets as library
 import numpy as np
 import pyarrow.parquet as parquet
 import pytest
-from datasets import Array2D, ClassLabel, DatasetDict, Features, Image, List, Value
+from datasets import Array2D, Array3D, ClassLabel, DatasetDict, Features, Image, List, Value
 from PIL import Image as Pictures
 
 from fedapp.data import hub
@@ -21,6 +22,7 @@ from fedapp.data.columns import Reading
 from fedapp.data.dataset import Dataset
 from fedapp.data.datasets import load, source
 from fedapp.errors import BadRequest
+from fedapp.models import zoo
 from tests.test_hostile_text import POSTSCRIPT
 
 PERSONS = ["ada", "bob", "cleo"]
@@ -106,16 +108,18 @@ def test_broken_pictures_are_named_together_or_left_out(tmp_path: Path) -> None:
     assert "skip-bad = true" in str(found.value) and "0x" not in str(found.value)
     data = load("hf", tmp_path / "ds", Reading(columns, skip_bad=True))
     left = [i for i in range(12) if i not in (2, 6, 9)]
-    assert data.skipped == 3 and np.array_equal(data.x_train, np.stack([whole[i] for i in left]))
+    assert data.skipped == ("row 2", "row 6", "row 9") and np.array_equal(
+        data.x_train, np.stack([whole[i] for i in left])
+    )
     assert data.y_train.tolist() == [values["activity"][i] for i in left] and data.owners is not None
     assert [data.owner_names[o] for o in data.owners] == [values["person"][i] for i in left]
     parts = {part: made(values, "photo").select(rows) for part, rows in (("train", range(8)), ("test", range(8, 12)))}
     DatasetDict(parts).save_to_disk(str(tmp_path / "parts"))
     data = load("hf", tmp_path / "parts", Reading(columns, skip_bad=True))
-    assert (len(data.x_train), len(data.x_test), data.skipped) == (6, 3, 3)
+    assert (len(data.x_train), len(data.x_test), data.skipped) == (6, 3, ("row 2", "row 6", "row 9"))
     values["photo"] = [None if values["activity"][i] == 1 else values["photo"][i] for i in range(12)]
     made(values, "photo").save_to_disk(str(tmp_path / "class"))
-    with pytest.raises(BadRequest, match="class 'run' has no picture left for training"):
+    with pytest.raises(BadRequest, match="class 'run' has no row left for training"):
         load("hf", tmp_path / "class", Reading(columns, skip_bad=True))
 
 
@@ -124,7 +128,7 @@ def test_lists_of_equal_length_are_features(tmp_path: Path) -> None:
     data = loaded(tmp_path / "ds", made(values, "pair", "age"))
     assert data.kind == "table" and np.array_equal(data.x_train, np.stack(values["pair"]))
     values["pair"][3] = values["pair"][3][:2]
-    with pytest.raises(BadRequest, match="the rows of 'pair' have different lengths"):
+    with pytest.raises(BadRequest, match="column pair: its rows have different lengths"):
         loaded(tmp_path / "odd", made(values, "pair"))
 
 
@@ -217,6 +221,62 @@ def test_a_folder_of_pictures_with_a_table_of_clients(tmp_path: Path) -> None:
     data = load("hf", tmp_path, Reading("client=person"))
     assert np.array_equal(data.x_train[..., 0], grey) and data.classes == ("a", "b")
     assert data.owners is not None and data.owners.tolist() == [0, 1, 0, 1]
+
+
+def alone(place: Path, kind: Any, rows: list[Any], **options: Any) -> Dataset:
+    """Load a data set with one column x and classes."""
+    features = Features({"x": kind, "y": ClassLabel(names=["a", "b"])})
+    values = {"x": rows, "y": [i % 2 for i in range(len(rows))]}
+    return loaded(place, library.Dataset.from_dict(values, features=features), "y=y", **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "read"),
+    [
+        (Array2D((28, 28), "uint8"), (28, 28), ("image", (1, 28, 28), "cnn")),
+        (Array3D((28, 28, 3), "uint8"), (28, 28, 3), ("image", (3, 28, 28), "cnn")),
+        (List(List(Value("uint8"))), (28, 28), ("image", (1, 28, 28), "cnn")),
+        (List(Value("uint8")), (6,), ("table", (6,), "mlp")),
+        (Array2D((28, 28), "int16"), (28, 28), ("series", (28, 28), "cnn1d")),
+    ],
+)
+def test_numbers_of_a_byte_are_read_as_from_an_npz_file(
+    kind: Any, shape: tuple[int, ...], read: tuple[str, tuple[int, ...], str], tmp_path: Path
+) -> None:
+    x = np.random.default_rng(0).integers(0, 256, (8, *shape)).astype("int16" if "int16" in str(kind) else "uint8")
+    data = alone(tmp_path / "ds", kind, list(x))
+    np.savez(tmp_path / "own.npz", x=x, y=np.array(["a", "b"] * 4))
+    other = load("npz", tmp_path / "own.npz")
+    assert (data.kind, data.shape, zoo.default_model(data.shape)) == read == (other.kind, other.shape, read[2])
+    assert np.array_equal(data.x_train, other.x_train) and data.x_train.dtype == other.x_train.dtype
+
+
+@pytest.mark.parametrize("kind", [List(Value("float32")), Array2D((2, 3), "uint8"), List(Value("uint8"), length=4)])
+def test_rows_without_an_array_are_named_or_left_out(kind: Any, tmp_path: Path) -> None:
+    one = np.ones((2, 3), "uint8") if isinstance(kind, Array2D) else [1, 2, 3, 4]
+    with pytest.raises(BadRequest, match=r"column x: row 2 is empty \(2 in all\): fill .* skip-bad = true"):
+        alone(tmp_path / "ds", kind, [one, one, None, one, None])
+    data = load("hf", tmp_path / "ds", Reading("y=y", skip_bad=True))
+    assert data.skipped == ("row 2", "row 4") and data.y_train.tolist() == [0, 1, 1]
+    assert data.x_train.dtype == (np.uint8 if isinstance(kind, Array2D) else np.float32)
+    with pytest.raises(BadRequest, match="different lengths"):
+        alone(tmp_path / "odd", List(List(Value("float32"))), [[[1, 2]], [[None]]])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "other"),
+    [
+        ("age", Value("float32"), Value("float64")),
+        ("activity", ClassLabel(names=["walk", "run", "sit"]), ClassLabel(names=["sit", "walk", "run"])),
+        ("activity", ClassLabel(names=["walk", "run", "sit"]), Value("int64")),
+    ],
+)
+def test_splits_of_different_types_are_named(name: str, kind: Any, other: Any, tmp_path: Path) -> None:
+    data = made(content(), "age")
+    parts = DatasetDict(train=data, test=data.cast_column(name, other))
+    told = re.escape(f"the column '{name}' is {kind} in the split train and {other} in test: give it one type")
+    with pytest.raises(BadRequest, match=told):
+        loaded(tmp_path / "ds", parts)
 
 
 def test_a_missing_entry_is_found_first(tmp_path: Path) -> None:

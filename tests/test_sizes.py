@@ -171,9 +171,13 @@ def test_one_architecture_for_all_means_one_size(method: str, tmp_path: Path) ->
     with pytest.raises(BadRequest, match=re.escape(told)):
         checked(place, method=method)
     data = checked(place, method=method, **{"skip-bad": True})
-    assert data.partition.names == ("ada", "cleo", "eve") and data.dataset.skipped == 2 and not data.dataset.parts
+    assert (
+        data.partition.names == ("ada", "cleo", "eve")
+        and data.dataset.skipped == ("bob", "dan")
+        and not data.dataset.parts
+    )
     card = data_card(data.dataset, data.partition)
-    assert "files or rows left out because they cannot be used: 2" in card.text() and card.sizes == ()
+    assert "left out because they cannot be used: 2 (bob, dan)" in card.text() and card.sizes == ()
     assert checked(place, method="fd", **{"skip-bad": True}).partition.names == tuple(STEPS), "fd takes all"
 
 

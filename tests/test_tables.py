@@ -19,6 +19,7 @@ from fedapp.data import datasets, tables
 from fedapp.data.columns import Reading, roles
 from fedapp.data.dataset import Dataset
 from fedapp.data.transforms import InputSpec
+from fedapp.engines import local as engine
 from fedapp.errors import BadRequest
 from fedapp.tasks import node
 
@@ -212,7 +213,7 @@ def test_a_file_per_client(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match=told):
         datasets.load("csv", tmp_path, Reading("x=age,blood y=diagnosis"))
     data = datasets.load("csv", tmp_path, Reading("x=age,blood y=diagnosis", skip_bad=True))
-    assert data.owner_names == ("north", "south") and data.skipped == 2
+    assert data.owner_names == ("north", "south") and data.skipped == ("train/east.csv", "train/west.csv")
 
 
 @pytest.mark.parametrize(
@@ -389,4 +390,8 @@ def test_all_broken_files_are_named_or_left_out(kind: str, tmp_path: Path) -> No
         datasets.load(kind, tmp_path, Reading("y=diagnosis"))
     data = datasets.load(kind, tmp_path, Reading("y=diagnosis", skip_bad=True))
     assert data.owner_names == ("00", "04", "08", "12")
-    assert (data.skipped, data.num_train) == (12, 32)
+    assert data.skipped == tuple(f"{n:02}.{kind}" for n in range(16) if n % 4) and data.num_train == 32
+    card = engine.data_card(**{"dataset": kind, "data-dir": str(tmp_path), "columns": "y=diagnosis", "skip-bad": True,
+                               "min-samples": 1})  # fmt: skip
+    assert f"left out because they cannot be used: 12 (01.{kind}, 02.{kind}, " in card.text()
+    assert card.to_dict()["skipped"] == list(data.skipped)

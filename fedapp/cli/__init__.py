@@ -157,6 +157,7 @@ for listed in (listing.methods, listing.keys, listing.models, listing.datasets, 
 
 @app.command()
 def partition(
+    file: File = None,
     dataset: Annotated[str | None, typer.Option(help="data set")] = None,
     clients: Annotated[int | None, typer.Option(help="number of clients (default 10)", min=1)] = None,
     seed: Annotated[int | None, typer.Option(help="seed", min=0)] = None,
@@ -169,7 +170,9 @@ def partition(
     from fedapp.results.figures import maps
     from fedapp.tasks import simulated as tasks
 
-    values = collect({"dataset": dataset, "clients": clients, "seed": seed}, sets)
+    recipe = found(file)
+    options = {"dataset": dataset, "clients": clients, "seed": seed}
+    values = collect(options, sets, recipe.settings if recipe else None)
     settings = tasks.settled(config.from_flat(values), 10)
     data = tasks.federated(settings, settings.clients)
     card = data_card(data.dataset, data.partition)

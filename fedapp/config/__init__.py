@@ -290,8 +290,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     BadRequest : the file does not exist, cannot be read, or is not TOML.
     """
     try:
-        with path.open("rb") as f:
-            data = tomllib.load(f)
+        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as e:
         raise BadRequest(f"{path} does not exist: check the path") from e
     except OSError as e:

@@ -7,13 +7,15 @@ one step (rename), hence it is either complete or absent.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,12 @@ from fedapp.errors import BadRequest
 
 FORMAT = 3
 """Part of every key: raised when the meaning of the stored arrays changes, so that old folders are not read."""
+
+
+FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG)
+"""Numbers of the errors of a disk that is full, or of a quota that is used up."""
+BLOCK = 1 << 20
+"""Bytes that are written at a time."""
 
 
 def cache_root() -> Path:
@@ -44,9 +52,13 @@ def file_identity(path: Path) -> list[str | int]:
     """Return what tells one version of a file from another: absolute path, size in bytes, times in ns, inode.
 
     A program can set the time of the content (`touch -r`, `cp -p`, `rsync`, `tar -x`), and an archive may give all
-    files the same one. The time at which the system itself noted a change cannot be set.
+    files the same one. The time at which the system itself noted a change cannot be set. A file that cannot be looked
+    at, such as a link to nowhere, has the number of the error: its reader names it.
     """
-    stat = path.stat()
+    try:
+        stat = path.stat()
+    except OSError as error:
+        return [str(path.absolute()), -1, error.errno or 0]
     return [str(path.resolve()), stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
@@ -57,19 +69,50 @@ class Store:
         self.folder = folder
 
     def put(self, name: str, array: np.ndarray) -> None:
-        """Write one array as ``name.npy``."""
-        np.save(self.folder / f"{name}.npy", np.ascontiguousarray(array), allow_pickle=False)
+        """Write one array as ``name.npy``.
+
+        Raises
+        ------
+        BadRequest : the disk is full.
+        """
+        with _written(self.folder.parent):
+            np.save(self.folder / f"{name}.npy", np.ascontiguousarray(array), allow_pickle=False)
 
     def create(self, name: str, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """Return a writable array that lies in ``name.npy``, for readers that decode image by image.
 
         Arrays without rows cannot be mapped; they are written at once and returned from memory.
+
+        Raises
+        ------
+        BadRequest : the disk is full.
         """
         if 0 in shape:
             empty = np.zeros(shape, dtype)
             self.put(name, empty)
             return empty
-        return np.lib.format.open_memmap(self.folder / f"{name}.npy", mode="w+", dtype=dtype, shape=shape)
+        path = self.folder / f"{name}.npy"
+        with _written(self.folder.parent):
+            array = np.lib.format.open_memmap(path, mode="w+", dtype=dtype, shape=shape)
+        # The file is sparse. A write into its map would end the process (SIGBUS) where the disk is full.
+        with _written(self.folder.parent), path.open("r+b") as file:
+            file.seek(array.offset)
+            for start in range(0, array.nbytes, BLOCK):
+                file.write(bytes(min(BLOCK, array.nbytes - start)))
+        return array
+
+
+@contextlib.contextmanager
+def _written(root: Path) -> Iterator[None]:
+    """Say what to do if the block cannot write into the cache."""
+    try:
+        yield
+    except OSError as error:
+        why = error.strerror or error  # NumPy says how many bytes it could not write
+        raise BadRequest(
+            f"cannot write the data cache {root} ({why}): free some space on its disk, or set FEDAPP_CACHE to a folder "
+            "that can be written and has more"
+        ) from error
 
 
 def build_once(name: str, key: Mapping[str, Any], build: Callable[[Store], Mapping[str, Any]]) -> Path:
@@ -90,7 +133,7 @@ def build_once(name: str, key: Mapping[str, Any], build: Callable[[Store], Mappi
 
     Raises
     ------
-    BadRequest : if the cache folder cannot be written.
+    BadRequest : if the cache folder cannot be written, or its disk is full.
     """
     text = json.dumps({"format": FORMAT, "name": name, **key}, sort_keys=True)
     label = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
@@ -98,23 +141,21 @@ def build_once(name: str, key: Mapping[str, Any], build: Callable[[Store], Mappi
     final = root / label
     if (final / "meta.json").is_file():
         return final
-    try:
+    with _written(root):
         root.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=root).close()
-    except OSError as error:
-        raise BadRequest(
-            f"cannot write the data cache {root} ({error.strerror}): set FEDAPP_CACHE to a folder that can be written"
-        ) from error
+        (root / f".{label}.lock").touch()
     with FileLock(root / f".{label}.lock"):
         if (final / "meta.json").is_file():
             return final
         # Only the holder of the lock makes such folders: those that exist were left by a process that died.
         for stale in root.glob(f".{label}.tmp-*"):
             shutil.rmtree(stale, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{label}.tmp-", dir=root))
+        with _written(root):
+            folder = Path(tempfile.mkdtemp(prefix=f".{label}.tmp-", dir=root))
         try:
             meta = build(Store(folder))
-            (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+            with _written(root):
+                (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
             if final.exists():
                 shutil.rmtree(final)
             folder.replace(final)

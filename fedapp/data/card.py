@@ -20,6 +20,8 @@ Float64 = npt.NDArray[np.float64]
 
 SHOWN = 20
 """Clients with a line of their own in the text."""
+FEW = 8
+"""Names of a list that stand in one line."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +41,8 @@ class DataCard:
     validation : images that the clients hold out from training to choose settings by.
     names : of the clients, where the data or a file name them; else empty.
     left_out : owners with too few rows, who are no clients.   ignored : arrays of the file that mean nothing here.
-    skipped : number of files, or pictures of a table, that could not be used and were left out.
+    skipped : files, rows of a table of pictures, or clients that could not be used and were left out.
+    untrained : classes of which no client has training rows.
     sizes : where clients' samples differ in size, each size and whose it is.
     rows : what one sample is called: `images`, else `rows`.
     """
@@ -60,7 +63,8 @@ class DataCard:
     left_out: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     rows: str = "images"
-    skipped: int = 0
+    skipped: tuple[str, ...] = ()
+    untrained: tuple[str, ...] = ()
     sizes: tuple[str, ...] = ()
 
     @property
@@ -89,7 +93,8 @@ class DataCard:
             "public": self.public,
             "validation": self.validation,
             **({"names": list(self.names), "left_out": list(self.left_out)} if self.names else {}),
-            **({"skipped": self.skipped} if self.skipped else {}),
+            **({"skipped": list(self.skipped)} if self.skipped else {}),
+            **({"untrained": list(self.untrained)} if self.untrained else {}),
             **({"sizes": list(self.sizes)} if self.sizes else {}),
         }
 
@@ -104,7 +109,7 @@ class DataCard:
         max_clients : clients with a line of their own; a summary follows for the others.
         """
         train_sizes, test_sizes = self.train.sum(axis=1), self.test.sum(axis=1)
-        classes, names, ignored, left_out = map(in_lines, (self.classes, self.names, self.ignored, self.left_out))
+        classes, names, ignored = map(in_lines, (self.classes, self.names, self.ignored))
         lines = [
             f"{self.dataset}: {counted(len(self.train), 'client')}, partition {self.kind}, split "
             f"{self.split}, {self.hash[:12]}",
@@ -114,12 +119,16 @@ class DataCard:
         if ignored:
             lines.append(f"ignored: {', '.join(ignored)}")
         if self.skipped:
-            lines.append(f"files or rows left out because they cannot be used: {self.skipped}")
+            lines.append(f"left out because they cannot be used: {len(self.skipped)} ({_first(self.skipped)})")
+        if self.untrained:
+            classless = counted(len(self.untrained), "class")
+            lines.append(f"no client has training {self.rows} of {classless} ({_first(self.untrained)})")
         if self.sizes:
             lines.append(f"samples of {len(self.sizes)} sizes: {'; '.join(in_lines(self.sizes))}")
-        if left_out:
-            shown = ", ".join(left_out[:8]) + (", ..." if len(left_out) > 8 else "")
-            lines.append(f"left out, fewer than min-samples {self.rows}: {len(left_out)} ({shown})")
+        if self.left_out:
+            lines.append(
+                f"left out, fewer than min-samples {self.rows}: {len(self.left_out)} ({_first(self.left_out)})"
+            )
         if self.unused:
             lines.append(f"{self.unused} {self.rows} are held by no client")
         if self.public:
@@ -190,12 +199,17 @@ def in_lines(names: Iterable[str]) -> list[str]:
     return [plain(name, whole=True).replace("\n", "\\n") for name in names]
 
 
+def _first(names: tuple[str, ...]) -> str:
+    """Return the first names of a list as they may stand in a line."""
+    return ", ".join(in_lines(names[:FEW])) + (", ..." if len(names) > FEW else "")
+
+
 def _sizes(dataset: Dataset) -> tuple[str, ...]:
-    """Say of each size of samples what it is and whose, with at most 8 clients."""
+    """Say of each size of samples what it is and whose, with the first clients."""
     texts = []
     for number, part in enumerate(dataset.parts):
         names = dataset.clients_of(number)
-        texts.append(f"{described(part.shape)} ({', '.join(names[:8])}{', ...' if len(names) > 8 else ''})")
+        texts.append(f"{described(part.shape)} ({', '.join(names[:FEW])}{', ...' if len(names) > FEW else ''})")
     return tuple(texts)
 
 
@@ -241,6 +255,7 @@ def data_card(dataset: Dataset, partition: Partition) -> DataCard:
         left_out=tuple(partition.settings.get("left_out", ())),
         ignored=dataset.ignored,
         skipped=dataset.skipped,
+        untrained=tuple(dataset.classes[c] for c in np.flatnonzero(train.sum(axis=0) == 0)),
         sizes=_sizes(dataset),
         rows="images" if dataset.kind == "image" else "rows",
     )

@@ -28,17 +28,16 @@ import re
 import shlex
 import zipfile
 import zlib
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fedapp.data.moments import rounded_features
-from fedapp.data.names import composed
+from fedapp.data.names import composed, name_of
 from fedapp.errors import BadRequest, counted, suggest
 
 Array = npt.NDArray[Any]
@@ -52,8 +51,7 @@ PARTS = ("train", "validation", "test")
 EXACT = 2**24
 """Largest integer up to which float32 holds every integer."""
 SHOWN = 10
-"""Faults, or files, that one message lists."""
-Read = TypeVar("Read")
+"""Faults that one message lists."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class Own:
     ignored : arrays or columns of the source that mean nothing here.
     features : of a table, one name per feature where the source has them; `sex=f` for a category of a text column.
     categories : text column of a table -> its categories, in the order of their features.
-    skipped : number of files, or pictures of a table, that could not be used and were left out.
+    skipped : files, or rows of a table of pictures, that could not be used and were left out.
     parts : where clients' samples differ in size, the rows of each size by themselves; `arrays` then has no samples but
         `part` int64 over the rows of both parts, a position in here. Each part has its rows in the order of all.
     """
@@ -82,7 +80,7 @@ class Own:
     ignored: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    skipped: int = 0
+    skipped: tuple[str, ...] = ()
     parts: tuple[Own, ...] = ()
 
 
@@ -213,49 +211,6 @@ def read_npz(path: Path) -> dict[str, Array]:
         ) from error
 
 
-def readable(
-    root: Path, files: Sequence[Path], reader: Callable[[Path], Read], form: Callable[[Read], str], skip_bad: bool
-) -> tuple[dict[Path, Read], int]:
-    """Read the files of a folder, one per client, and return them with the number of those that were left out.
-
-    Parameters
-    ----------
-    form : says what all files must have in common. What most of them have is right; of equally many the first.
-
-    Raises
-    ------
-    BadRequest : files cannot be used (all are named), and none is left or `skip_bad` is off.
-    """
-    found: dict[Path, Read] = {}
-    bad: dict[Path, str] = {}
-    for path in files:
-        try:
-            found[path] = reader(path)
-        except BadRequest as error:
-            if path == root:
-                raise
-            bad[path] = str(error)
-    forms = {path: form(value) for path, value in found.items()}
-    right, votes = next(iter(Counter(forms.values()).most_common(1)), ("", 0))
-    for path in [path for path, own in forms.items() if own != right]:
-        bad[path] = (
-            f"{path} has {forms[path]}, but {votes} of {len(forms)} files {'have' if votes > 1 else 'has'} {right}"
-        )
-        del found[path]
-    if bad and not (skip_bad and found):
-        raise unusable(root, [bad[path] for path in files if path in bad], len(files))
-    return found, len(bad)
-
-
-def unusable(root: Path, bad: Sequence[str], count: int) -> BadRequest:
-    """Return the error that names files of a folder: one line for each bad one, of `count` files in all."""
-    more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
-    return BadRequest(
-        f"{len(bad)} of {count} files in {root} cannot be used: {'; '.join(bad[:SHOWN])}{more}: "
-        "repair them, move them away, or leave them out with skip-bad = true"
-    )
-
-
 def read_client(path: Path) -> dict[str, Array]:
     """Read the ``.npz`` file of one client, `x` as it is kept (`samples`).
 
@@ -263,6 +218,7 @@ def read_client(path: Path) -> dict[str, Array]:
     ------
     BadRequest : it cannot be read, lacks x or y, or its columns are wrong.
     """
+    name_of(path)
     arrays = read_npz(path)
     for key in ("x", "y"):
         if key not in arrays:
@@ -352,8 +308,8 @@ def joined(files: Mapping[Path, Mapping[str, Array]]) -> dict[str, Array]:
         if path.parent.name in PARTS:
             found["split"] = np.full(count, path.parent.name)
         if "group" in found:  # groups of two clients are two groups, whatever their names
-            found["group"] = np.array([f"{path.stem}/{g}" for g in found["group"]])
-        found["client"] = np.full(count, path.stem)
+            found["group"] = np.array([f"{name_of(path)}/{g}" for g in found["group"]])
+        found["client"] = np.full(count, name_of(path))
         for key, column in found.items():
             rows.setdefault(key, []).append(column)
     columns = {key: np.concatenate(pieces) for key, pieces in rows.items()}
@@ -364,9 +320,14 @@ def joined(files: Mapping[Path, Mapping[str, Array]]) -> dict[str, Array]:
 
 def _class_names(given: Sequence[Array], where: Path) -> list[str] | None:
     """Return the names of the classes that several files give, None where none does."""
-    if any(not np.array_equal(given[0], other) for other in given):
+    names = [_texts(one) for one in given]
+    if any(other != names[0] for other in names):
         raise BadRequest(f"{where}: the files have different class_names")
-    return [str(n) for n in given[0].reshape(-1)] if len(given) else None
+    return names[0] if names else None
+
+
+def _texts(names: Array) -> list[str]:
+    return [composed(str(n)) for n in np.asarray(names).reshape(-1)]
 
 
 def own(where: object, arrays: Mapping[str, Array], expected: Sequence[str] | None = None) -> Own:
@@ -382,7 +343,7 @@ def own(where: object, arrays: Mapping[str, Array], expected: Sequence[str] | No
     ------
     BadRequest : a column is missing or wrong; the message says which, and what to write.
     """
-    names = [str(n) for n in np.asarray(arrays["class_names"]).reshape(-1)] if "class_names" in arrays else None
+    names = _texts(arrays["class_names"]) if "class_names" in arrays else None
     ignored = tuple(sorted(k for k in arrays if k not in (*COLUMNS, *OLD, "class_names")))
     old, new = [k for k in arrays if k in OLD], [k for k in arrays if k in COLUMNS]
     if old and new:
@@ -535,7 +496,10 @@ def _column(where: object, key: str, column: Array) -> Array:
     if column.dtype.kind not in "iubU" and not (key == "split" and column.dtype.kind == "S"):
         wanted = "integer labels 0 .. C-1, or text" if key.startswith("y") else "integers or text"
         raise BadRequest(f"{where}: {key} is {column.dtype}, wanted {wanted}: write {key}.astype(str) or .astype(int)")
-    return column
+    if column.dtype.kind != "U":
+        return column
+    distinct, place = np.unique(column, return_inverse=True)
+    return np.array([composed(t) for t in distinct.tolist()], str)[place] if len(distinct) else column
 
 
 def _classes(

@@ -39,7 +39,7 @@ class Dataset:
     categories : text column of a table -> its categories, which the features `column=category` stand for.
     identity : SHA-256 of what the data are, by `samples`, `labels`, `features` (their names), `classes` (theirs),
         `clients` and `groups`, of all rows.
-    skipped : number of files, or pictures of a table, that could not be used and were left out.
+    skipped : files, rows of a table of pictures, or clients that could not be used and were left out.
     parts, part : where clients' samples differ in size, the rows of each size as a data set of their own, and which of
         them each row of the pool is in, int64; the rows of a part have the order that they have here. Then `x_train`
         and `x_test` have no rows, and what is said of samples above is true of the first part.
@@ -63,7 +63,7 @@ class Dataset:
     features: tuple[str, ...] = ()
     categories: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     identity: Mapping[str, str] = field(default_factory=dict)
-    skipped: int = 0
+    skipped: tuple[str, ...] = ()
     parts: tuple[Dataset, ...] = ()
     part: Int64 | None = None
 
@@ -135,11 +135,11 @@ class Dataset:
         return texts
 
     def of_one_size(self) -> Dataset:
-        """Return the rows of the clients whose samples have the size that most have; the other files are counted."""
+        """Return the rows of the clients whose samples have the size that most have; the others are named."""
         if not self.parts:
             return self
-        left = sum(len(self.clients_of(n)) for n in range(len(self.parts)) if n != self.common)
-        return replace(self.parts[self.common], skipped=self.skipped + left)
+        left = [name for n in range(len(self.parts)) if n != self.common for name in self.clients_of(n)]
+        return replace(self.parts[self.common], skipped=(*self.skipped, *left))
 
     def take(self, indices: npt.ArrayLike) -> tuple[Samples, Int64]:
         """Copy rows of the virtual pool (training rows, then test rows).

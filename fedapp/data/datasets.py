@@ -54,10 +54,10 @@ from fedapp.data.columns import (
     of_clients,
     read_client,
     read_npz,
-    readable,
 )
 from fedapp.data.columns import own as check_columns
 from fedapp.data.dataset import Dataset
+from fedapp.data.names import PART_OF, entries_of, files_of, is_there, readable, readable_at
 from fedapp.data.pictures import CIFAR10_CLASSES
 from fedapp.errors import BadRequest, raised, suggest
 
@@ -199,8 +199,15 @@ def load(name: str, data_dir: str | Path | None = None, reading: Reading = PLAIN
     """
     check_name(name)
     root = Path(data_dir).expanduser() if data_dir is not None and str(data_dir) else None
-    key, build = _find(name, root, reading)
-    found = _open(name, build_once(name, key, lambda store: _finish(store, name, build(store))))
+
+    def built(store: Store) -> dict[str, Any]:
+        with readable_at(root):
+            own = build(store)
+        return _finish(store, name, own)
+
+    with readable_at(root):
+        key, build = _find(name, root, reading)
+    found = _open(name, build_once(name, key, built))
     _latest[name, root, reading] = found
     return found
 
@@ -216,13 +223,13 @@ def latest(name: str, data_dir: str | Path | None = None, reading: Reading = PLA
 
 def source(place: Path) -> str:
     """Return the name under which :func:`load` reads a file or folder of own data that exists."""
-    tables = ("csv", "parquet")
+    kinds = ("csv", "parquet")
     if place.is_file():
         suffix = place.suffix.lower()[1:]
-        return suffix if suffix in tables else "npz"
+        return suffix if suffix in kinds else "npz"
     if (place / "state.json").is_file() or (place / "dataset_dict.json").is_file():
         return "hf"
-    return next((kind for kind in ("npz", *tables) if any(place.glob(f"*.{kind}"))), "folder")
+    return next((kind for kind in ("npz", *kinds) if files_of(place, kind)), "folder")
 
 
 @lru_cache(maxsize=8)
@@ -239,7 +246,7 @@ def _open(name: str, folder: Path) -> Dataset:
         kind=meta.get("kind", "image"),
         owner_names=tuple(meta.get("owner_names", ())),
         identity=meta["identity"],
-        skipped=meta.get("skipped", 0),
+        skipped=tuple(meta["skipped"]),
         **_described(meta),
         **arrays,
     )
@@ -248,7 +255,7 @@ def _open(name: str, folder: Path) -> Dataset:
     train, test = np.split(whole.part, [whole.num_train])
     parts = [
         replace(
-            whole, part=None, skipped=0, **_described(facts),
+            whole, part=None, skipped=(), **_described(facts),
             x_train=open_array(folder / f"x_train_{number}.npy"), x_test=open_array(folder / f"x_test_{number}.npy"),
             y_train=whole.y_train[train == number], y_test=whole.y_test[test == number],
             owners=None if whole.owners is None else whole.owners[whole.part == number],
@@ -300,7 +307,7 @@ def _find(name: str, root: Path | None, reading: Reading) -> _Source:
         }
         return key, lambda _: hub.read(place, reading)
     if name == "folder":
-        if root is None or not root.is_dir():
+        if root is None or not is_there(root) or not root.is_dir():
             given = f"{root} is not a folder" if root is not None else "data-dir is not given"
             raise BadRequest(
                 f"data set 'folder' needs data-dir ({given}): a folder with train/<class>/* and, if there is a test "
@@ -344,7 +351,7 @@ def _finish(store: Store, name: str, built: Built) -> dict[str, Any]:
         "kind": own.kind,
         "columns": [key for key in own.arrays if key not in ARRAYS],
         "owner_names": list(own.owner_names),
-        "skipped": own.skipped,
+        "skipped": list(own.skipped),
         "identity": _identity(own, classes),
         **samples[0],
         **({"parts": samples, "ignored": list(own.ignored)} if own.parts else {}),
@@ -404,12 +411,23 @@ def _own_files(root: Path | None, kind: str) -> list[Path]:
     wanted = wanted.replace("a .npz", "an .npz")
     if root is None:
         raise BadRequest(f"data set '{kind}' needs data-dir: {wanted}")
-    if root.is_file():
+    if is_there(root) and root.is_file():
         return [root]
-    if not root.is_dir():
+    if not is_there(root) or not root.is_dir():
         raise BadRequest(f"data-dir {root} does not exist: give {wanted}")
-    files = sorted(root.glob(f"*.{kind}"))
-    parted = [path for part in PARTS for path in sorted((root / part).glob(f"*.{kind}"))]
+    files = files_of(root, kind)
+    parted = [path for part in PARTS for path in files_of(root / part, kind)]
+    for folder in entries_of(root):
+        part = PART_OF.get(folder.name.casefold(), folder.name)
+        if part != folder.name and folder.is_dir() and files_of(folder, kind):
+            raise BadRequest(f"{folder} would not be read: call it {part}, or move it away")
+    for path in [*files, *parted]:
+        if path.stem.casefold() in PART_OF:
+            part = PART_OF[path.stem.casefold()]
+            raise BadRequest(
+                f"{path} would be the client '{path.stem}': if it is a part of the data, write one table with a column "
+                f"split, or put a file for each client into {root / part}; if it is a client, rename it"
+            )
     if files and parted:
         raise BadRequest(f"data-dir {root} has {files[0].name} beside {parted[0].parent.name}/: move one of them away")
     if not files and not parted:

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from fedapp.data import pictures, tables
-from fedapp.data.cache import file_identity
+from fedapp.data.cache import FULL, file_identity
 from fedapp.data.columns import PARTS, Array, Own, Reading, assigned, entries, own, roles
+from fedapp.data.names import composed, is_there
 from fedapp.errors import BadRequest, suggest
 from fedapp.lazy import pd
 
@@ -35,7 +36,7 @@ def identity(place: str) -> dict[str, Any]:
     if place.startswith(HUB):
         return {"hub": place}
     path = Path(place)
-    if not place or not path.exists():
+    if not place or not is_there(path):
         raise BadRequest(
             f"data set 'hf' needs data-dir ({place or 'it'} is not there): a folder written by save_to_disk, Parquet "
             "files, a folder of pictures, or hub:owner/name to download one"
@@ -56,7 +57,12 @@ def read(place: str, reading: Reading) -> Own:
     with tempfile.TemporaryDirectory(prefix="fedapp-") as scratch:
         try:
             found = _opened(place, scratch)
-        except (OSError, ValueError, KeyError, TypeError, datasets.exceptions.DatasetsError) as error:
+        except (OSError, ValueError, LookupError, TypeError, datasets.exceptions.DatasetsError) as error:
+            if isinstance(error, OSError) and error.errno in FULL:
+                raise BadRequest(
+                    f"the folder of temporary files {scratch} is full ({error.strerror}): free some space, or set "
+                    "TMPDIR to a folder on a larger disk"
+                ) from error
             why = " ".join(str(error).split()) or type(error).__name__
             raise BadRequest(f"cannot read the data set {place} ({why}): write it again with save_to_disk") from error
         splits = found if isinstance(found, dict) else {"": found}
@@ -66,11 +72,25 @@ def read(place: str, reading: Reading) -> Own:
                 f"{place} has a split '{foreign[0]}'{suggest(foreign[0], PARTS)}: choose from {', '.join(PARTS)}"
             )
         names = [part for part in ("", *PARTS) if part in splits]
+        for part in names[1:]:
+            _check_alike(place, names[0], splits[names[0]].features, part, splits[part].features)
         whole = datasets.concatenate_datasets([splits[part] for part in names])
+        whole = whole.rename_columns({name: composed(name) for name in whole.column_names})
         if not len(whole):
             raise BadRequest(f"{place} has no rows")
         split = np.repeat(names, [len(splits[part]) for part in names]) if len(names) > 1 else None
         return _columns(place, whole, split, reading)
+
+
+def _check_alike(place: str, first: str, kinds: Mapping[str, Any], part: str, others: Mapping[str, Any]) -> None:
+    """Refuse two splits with a column of different types, such as classes in another order."""
+    for name in kinds:
+        one, other = str(kinds[name]), str(others.get(name, kinds[name]))
+        if one != other and "Value('null')" not in (one, other):  # no entry of a column is known
+            raise BadRequest(
+                f"{place}: the column '{name}' is {one} in the split {first} and {other} in {part}: give it one type, "
+                "and classes one order, for example with cast_column"
+            )
 
 
 def _opened(place: str, scratch: str) -> Any:
@@ -125,7 +145,6 @@ def _columns(place: str, data: Any, split: Array | None, reading: Reading) -> Ow
             arrays[role] = entries(arrays[role])
     arrays["class_names"] = np.array(known if known is not None else np.unique(entries(arrays["y"])).astype(str))
     (name,) = whole
-    bad: list[int] = []
     if isinstance(kinds[name], datasets.Image):
         where, cells = f"{place}, column {name}", data.cast_column(name, datasets.Image(decode=False))[name]
 
@@ -138,16 +157,38 @@ def _columns(place: str, data: Any, split: Array | None, reading: Reading) -> Ow
             return decoder.decode_example({"path": None, "bytes": content})
 
         arrays["x"], bad = pictures.stacked(where, cells, opened, reading)
-        training = arrays["split"] == "train" if "split" in arrays else np.ones(len(arrays["y"]), bool)
-        gone = set(arrays["y"][training]) - set(np.delete(arrays["y"], bad)[np.delete(training, bad)])
-        if gone:
-            raise BadRequest(f"{where}: class '{min(gone)}' has no picture left for training: repair some of its rows")
-        arrays = {role: v if role in ("x", "class_names") else np.delete(v, bad) for role, v in arrays.items()}
     else:
-        arrays["x"] = data.with_format("numpy")[name][:]
-        if arrays["x"].dtype == object:
-            raise BadRequest(f"{place}: the rows of '{name}' have different lengths or are empty: give all the same")
-    return replace(own(place, arrays), ignored=tuple(n for n in others if n != name), skipped=len(bad))
+        where = f"{place}, column {name}"
+        bad = np.flatnonzero(data.with_format("arrow")[name][:].is_null().to_numpy()).tolist()
+        if bad and not (reading.skip_bad and len(bad) < len(data)):
+            more = f" ({len(bad)} in all)" if len(bad) > 1 else ""
+            raise BadRequest(
+                f"{where}: row {bad[0]} is empty{more}: fill these rows, or leave them out with skip-bad = true"
+            )
+        full = data.select(np.delete(np.arange(len(data)), bad)) if bad else data
+        arrays["x"] = _stacked(where, full.with_format("numpy"), name)
+    training = arrays["split"] == "train" if "split" in arrays else np.ones(len(arrays["y"]), bool)
+    gone = set(arrays["y"][training]) - set(np.delete(arrays["y"], bad)[np.delete(training, bad)])
+    if gone:
+        raise BadRequest(f"{where}: class '{min(gone)}' has no row left for training: repair some of its rows")
+    arrays = {role: v if role in ("x", "class_names") else np.delete(v, bad) for role, v in arrays.items()}
+    skipped = tuple(f"row {row}" for row in bad)
+    return replace(own(place, arrays), ignored=tuple(n for n in others if n != name), skipped=skipped)
+
+
+def _stacked(where: str, data: Any, name: str) -> Array:
+    """Return a column of arrays or lists as one array; numbers of one byte stay so, for then they may be images."""
+    try:
+        x: Array = data[name][:]
+    except ValueError:  # lists of lists of different lengths
+        x = np.empty(0, object)
+    if x.dtype == object:
+        raise BadRequest(f"{where}: its rows have different lengths or are empty: give all the same")
+    kind = data.features[name]
+    while hasattr(kind, "feature"):
+        kind = kind.feature
+    # The library makes int64 of all integers; it makes floats of them where some are unknown.
+    return x.astype(np.uint8) if kind.dtype == "uint8" and x.dtype.kind in "iu" else x
 
 
 def _content(place: str, cell: Mapping[str, Any]) -> bytes:

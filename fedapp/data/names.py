@@ -3,8 +3,113 @@
 from __future__ import annotations
 
 import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from fedapp.errors import BadRequest
+
+Read = TypeVar("Read")
+SHOWN = 10
+"""Files that one message lists."""
+PART_OF = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
+}
+"""What a file or folder may be called that holds a part of the data -> the part's own name."""
 
 
 def composed(text: str) -> str:
     """Return a name in the composed form of Unicode (NFC), so that two encodings of one name are one name."""
     return text if text.isascii() else unicodedata.normalize("NFC", text)
+
+
+def name_of(path: Path, suffix: bool = False) -> str:
+    """Return the name of the class or the client that a file or folder has; with `suffix` all of it.
+
+    Raises
+    ------
+    BadRequest : the name is not UTF-8, so no report could hold it.
+    """
+    name = path.name if suffix else path.stem
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise BadRequest(f"{path}: its name is not UTF-8: rename it") from error
+    return composed(name)
+
+
+def entries_of(folder: Path) -> list[Path]:
+    """Return what a folder holds, sorted, but for hidden files, such as the lock links of editors."""
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
+def files_of(folder: Path, kind: str) -> list[Path]:
+    """Return the files of a folder with a suffix in any case, sorted; none if there is no such folder."""
+    return [p for p in entries_of(folder) if p.suffix.lower() == f".{kind}"] if is_there(folder) else []
+
+
+def is_there(path: Path) -> bool:
+    """Return whether there is a file or folder; a name that the system does not allow is not there."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+@contextmanager
+def readable_at(place: object) -> Iterator[None]:
+    """Name the file if the block, which looks at files below `place`, fails."""
+    try:
+        yield
+    except OSError as error:
+        raise BadRequest(
+            f"cannot read {error.filename or place} ({error.strerror or error}): repair it, move it away, or let the "
+            "user of this program read it"
+        ) from error
+
+
+def readable(
+    root: Path, files: Sequence[Path], reader: Callable[[Path], Read], form: Callable[[Read], str], skip_bad: bool
+) -> tuple[dict[Path, Read], tuple[str, ...]]:
+    """Read the files of a folder, one per client, and return them with the names of those that were left out.
+
+    Parameters
+    ----------
+    form : says what all files must have in common. What most of them have is right; of equally many the first.
+
+    Raises
+    ------
+    BadRequest : files cannot be used (all are named), and none is left or `skip_bad` is off.
+    """
+    found: dict[Path, Read] = {}
+    bad: dict[Path, str] = {}
+    for path in files:
+        try:
+            found[path] = reader(path)
+        except BadRequest as error:
+            if path == root:
+                raise
+            bad[path] = str(error)
+    forms = {path: form(value) for path, value in found.items()}
+    right, votes = next(iter(Counter(forms.values()).most_common(1)), ("", 0))
+    for path in [path for path, own in forms.items() if own != right]:
+        bad[path] = (
+            f"{path} has {forms[path]}, but {votes} of {len(forms)} files {'have' if votes > 1 else 'has'} {right}"
+        )
+        del found[path]
+    if bad and not (skip_bad and found):
+        raise unusable(root, [bad[path] for path in files if path in bad], len(files))
+    return found, tuple(str(path.relative_to(root)) for path in files if path in bad)
+
+
+def unusable(root: Path, bad: Sequence[str], count: int) -> BadRequest:
+    """Return the error that names files of a folder: one line for each bad one, of `count` files in all."""
+    more = f"; and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
+    return BadRequest(
+        f"{len(bad)} of {count} files in {root} cannot be used: {'; '.join(bad[:SHOWN])}{more}: "
+        "repair them, move them away, or leave them out with skip-bad = true"
+    )

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedapp.data.columns import PARTS
 from fedapp.data.dataset import Dataset
+from fedapp.data.names import is_there
 from fedapp.data.partitions import TEST_FRACTION, ClientSplit, Int64, Partition, cut, of_clients
 from fedapp.errors import BadRequest, suggest
 
@@ -113,7 +114,7 @@ def from_file(dataset: Dataset, path: Path) -> Partition:
     BadRequest : the file cannot be read, was made for other data, or its rows do not fit: out of range, held by two
         clients, on two sides of a client's cut, or no training rows.
     """
-    if not path.is_file():
+    if not is_there(path) or not path.is_file():
         raise BadRequest(f"partition-file {path} does not exist: give a partition.npz of a run, a .json or a .csv file")
     if path.suffix == ".npz":
         partition = Partition.load(path)
@@ -122,7 +123,7 @@ def from_file(dataset: Dataset, path: Path) -> Partition:
     if path.suffix not in (".json", ".csv"):
         raise BadRequest(f"partition-file {path}: wanted .npz, .json or .csv")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         found = _File.model_validate(json.loads(text)) if path.suffix == ".json" else _from_csv(path, text)
     except ValidationError as error:
         first = error.errors()[0]

@@ -24,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedapp.data.cache import Store
-from fedapp.data.columns import PARTS, SHOWN, Own, Reading, entries, unusable
+from fedapp.data.columns import PARTS, Own, Reading, entries
+from fedapp.data.names import PART_OF, SHOWN, entries_of, name_of, unusable
 from fedapp.errors import BadRequest
 
 UInt8 = npt.NDArray[np.uint8]
@@ -195,7 +196,7 @@ def listed(root: Path, layout: str = "auto") -> Listing:
 
     Raises
     ------
-    BadRequest : a folder is empty, there are both layouts, or a class is not in the training part.
+    BadRequest : a folder is empty, or its name is not UTF-8; there are both layouts, or nothing to train on.
     """
     found: list[Picture] = []
     bad: dict[Path, str] = {}
@@ -203,24 +204,39 @@ def listed(root: Path, layout: str = "auto") -> Listing:
         clients = _folders(root)
         if not clients:
             raise BadRequest(f"{root} holds no folders: make one per client, with a folder <class>/ for each class")
+        _note_loose(root, bad)
         for folder in clients:
-            found += _parts(folder, folder.name, bad)
+            found += _parts(folder, name_of(folder, suffix=True), bad)
     else:
         found = _parts(root, "", bad)
-    known = {p.label for p in found if p.part == "train"}
-    foreign = next((p for p in found if p.label not in known), None)
-    if foreign is not None:
-        raise BadRequest(f"{foreign.path.parent}: class {foreign.label!r} has no folder for training")
     return Listing(root, tuple(found), bad)
 
 
 def _folders(root: Path) -> list[Path]:
-    return sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    return [path for path in entries_of(root) if path.is_dir()]
+
+
+def _note_loose(root: Path, bad: dict[Path, str]) -> None:
+    """Note pictures that lie beside the folders of classes or clients, and so belong to none."""
+    for path in entries_of(root):
+        if path.suffix.lower() in PICTURE_SUFFIXES and not path.is_dir():
+            bad[path] = f"{path} is in no folder of a class"
+
+
+def _check_parts(root: Path) -> None:
+    """Refuse a folder of classes that is called like a part of the data, such as Training, but for its spelling."""
+    for folder in _folders(root):
+        part = PART_OF.get(folder.name.casefold(), folder.name)
+        if part != folder.name and _folders(folder):
+            raise BadRequest(
+                f"{folder}: a part of the data is called {part}: rename it, or set layout = clients if it is a client"
+            )
 
 
 def _has_clients(root: Path) -> bool:
     """Return whether the folders hold folders, and so are clients; refuse a mixture."""
     folders = _folders(root)
+    _check_parts(root)
     if any(folder.name in PARTS for folder in folders):
         return False
     deep = [folder for folder in folders if _folders(folder)]
@@ -235,6 +251,7 @@ def _has_clients(root: Path) -> bool:
 
 def _parts(root: Path, client: str, bad: dict[Path, str]) -> list[Picture]:
     """List ``<class>/*``, or ``train/<class>/*`` and so on."""
+    _check_parts(root)
     if not (root / "train").is_dir():
         return _pictures(root, "train", client, bad)
     others = [folder.name for folder in _folders(root) if folder.name not in PARTS]
@@ -243,23 +260,24 @@ def _parts(root: Path, client: str, bad: dict[Path, str]) -> list[Picture]:
             f"{root}: beside train there is {others[0]!r}, which would not be used ({', '.join(PARTS)} are): move it "
             "away"
         )
+    _note_loose(root, bad)
     return [p for part in PARTS if (root / part).is_dir() for p in _pictures(root / part, part, client, bad)]
 
 
 def _pictures(root: Path, part: str, client: str, bad: dict[Path, str]) -> list[Picture]:
     found = []
+    _note_loose(root, bad)
     for folder in _folders(root):
-        files = [
-            path
-            for path in sorted(folder.iterdir())
-            if not path.name.startswith(".") and path.name not in ("Thumbs.db", "desktop.ini")
-        ]
+        label = name_of(folder, suffix=True)
+        files = [path for path in entries_of(folder) if path.name not in ("Thumbs.db", "desktop.ini")]
         if not files:
             raise BadRequest(f"{folder} holds no pictures: fill it or remove it")
         for path in files:
-            if path.suffix.lower() not in PICTURE_SUFFIXES or not path.is_file():
+            if path.is_symlink() and not path.exists():
+                bad[path] = f"{path} is a link to a file that is not there"
+            elif path.suffix.lower() not in PICTURE_SUFFIXES or not path.is_file():
                 bad[path] = f"{path} is not a picture ({', '.join(sorted(PICTURE_SUFFIXES))})"
-            found.append(Picture(path, folder.name, part, client))
+            found.append(Picture(path, label, part, client))
     if not found:
         raise BadRequest(f"{root} holds no class folders: put the pictures of each class into a folder <class>/")
     return found
@@ -296,7 +314,8 @@ def read_folder(listing: Listing, store: Store, reading: Reading) -> Own:
         if len(bad) == known:
             break
         # Only decoding shows that a file is cut: without it, size and colour may be others.
-    empty = sorted(set(number) - {p.label for p in good if p.part == "train"})
+    trained, left = ({p.label for p in some if p.part == "train"} for some in (listing.pictures, good))
+    empty = sorted(trained - left)
     if empty:
         raise BadRequest(
             f"{listing.root}: class {empty[0]!r} has no picture left for training: {_refused(listing, bad)}"
@@ -310,11 +329,16 @@ def read_folder(listing: Listing, store: Store, reading: Reading) -> Own:
     held = np.array([p.part == "validation" for p in order if p.part != "test"], bool)
     if held.any():
         arrays["held_out"] = held
-    return Own(arrays, tuple(number), "image", owner_names, skipped=len(bad))
+    return Own(arrays, tuple(number), "image", owner_names, skipped=_relative(listing, bad))
 
 
 def _refused(listing: Listing, bad: Mapping[Path, str]) -> BadRequest:
-    return unusable(listing.root, [bad[path] for path in sorted(bad)], len(listing.pictures))
+    count = len({*bad, *(p.path for p in listing.pictures)})
+    return unusable(listing.root, [bad[path] for path in sorted(bad)], count)
+
+
+def _relative(listing: Listing, bad: Mapping[Path, str]) -> tuple[str, ...]:
+    return tuple(str(path.relative_to(listing.root)) for path in sorted(bad))
 
 
 def _sizes(listing: Listing, bad: dict[Path, str], turn: bool) -> tuple[list[tuple[int, int]], bool]:
@@ -324,9 +348,7 @@ def _sizes(listing: Listing, bad: dict[Path, str], turn: bool) -> tuple[list[tup
     shapes, grey = [], True
     for path in (p.path for p in listing.pictures if p.path not in bad):
         with _noted(path, bad), Image.open(path, formats=FORMATS) as picture:
-            if picture.mode.startswith(("I", "F")):
-                bad[path] = f"{path} has more than 8 bits per channel ({picture.mode}): convert it to 8 bits"
-                continue
+            check_depth(picture)
             shapes.append(_upright(picture) if turn else picture.size)
             grey = grey and picture.mode in GREY
     return shapes, grey
@@ -353,10 +375,36 @@ def _pixels(picture: Any, shape: tuple[int, ...]) -> UInt8:
 
 
 def check_format(source: Any) -> None:
-    """Refuse a picture, a path or a stream, that is none of `FORMATS`; another library decodes it."""
+    """Refuse a picture, a path or a stream, that another library decodes, as a folder's would be refused.
+
+    Raises
+    ------
+    OSError, ValueError : it is none of `FORMATS`, or has more than 8 bits per channel.
+    """
     from PIL import Image
 
-    Image.open(source, formats=FORMATS).close()
+    with Image.open(source, formats=FORMATS) as picture:
+        check_depth(picture)
+
+
+def check_depth(picture: Any) -> None:
+    """Refuse a picture, opened and not decoded yet, with more than 8 bits per channel.
+
+    Pillow has no mode for colours of 16 bits: it cuts them to 8, and pictures of 12 bits would be black.
+
+    Raises
+    ------
+    ValueError : it has; says what to do.
+    """
+    # Arguments of the decoder: `RGB;16B` of PNG and TIFF, the largest value of PPM.
+    told = [a for tile in picture.tile for a in (tile[3] if isinstance(tile[3], tuple) else (tile[3],))]
+    deep = {
+        "PNG": any(";16" in str(a) for a in told),
+        "TIFF": any(";16" in str(a) for a in told),
+        "PPM": any(isinstance(a, int) and a > 255 for a in told),
+    }
+    if deep.get(picture.format, False) or picture.mode.startswith(("I", "F")):
+        raise ValueError(f"it has more than 8 bits per channel ({picture.mode}): convert it to 8 bits")
 
 
 def stacked(
@@ -385,9 +433,6 @@ def stacked(
             continue
         with _noted(row, bad):
             picture = opened(cell)
-            if picture.mode.startswith(("I", "F")):
-                bad[row] = f"row {row} has more than 8 bits per channel"
-                continue
             shapes.append(_upright(picture))
             grey = grey and picture.mode in GREY
     if bad and not (reading.skip_bad and shapes):

@@ -34,11 +34,10 @@ from fedapp.data.columns import (
     entries,
     of_parts,
     own,
-    readable,
     roles,
 )
 from fedapp.data.moments import rounded
-from fedapp.data.names import composed
+from fedapp.data.names import composed, name_of, readable
 from fedapp.errors import BadRequest, counted, is_number, suggest
 from fedapp.lazy import pd
 
@@ -74,6 +73,7 @@ def read(files: Sequence[Path], root: Path, reading: Reading) -> Own:
         return _read([root], [frame.reset_index(drop=True)], root, found, wanted, reading)
 
     def table(path: Path) -> tuple[Any, dict[str, str]]:
+        name_of(path)
         frame, found = _frame(path, wanted)
         return _of_client(path, frame, found)
 
@@ -139,7 +139,8 @@ def _read(
 
 def _of_client(path: Path, frame: Any, found: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
     """Add what the name and the folder of a client's file say: the columns client and split."""
-    said = {"client": path.stem, **({"split": path.parent.name} if path.parent.name in PARTS else {})}
+    client = name_of(path)
+    said = {"client": client, **({"split": path.parent.name} if path.parent.name in PARTS else {})}
     for role, value in said.items():
         if role in found or role in frame.columns:
             raise BadRequest(
@@ -148,7 +149,7 @@ def _of_client(path: Path, frame: Any, found: Mapping[str, str]) -> tuple[Any, d
             )
         frame[role] = value
     if "group" in found:  # groups of two clients are two groups, whatever their names
-        frame[found["group"]] = [None if pd.isna(g) else f"{path.stem}/{g}" for g in frame[found["group"]]]
+        frame[found["group"]] = [None if pd.isna(g) else f"{client}/{g}" for g in frame[found["group"]]]
     return frame, {**found, **{role: role for role in said}}
 
 

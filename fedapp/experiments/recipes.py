@@ -161,7 +161,7 @@ def from_file(path: Path) -> Recipe:
     BadRequest : the file cannot be read, or is not TOML.
     """
     settings = configuration.read_toml(path)
-    return parse(path.stem, path.read_text(encoding="utf-8"), settings)
+    return parse(path.stem, path.read_text(encoding="utf-8-sig"), settings)
 
 
 @functools.cache

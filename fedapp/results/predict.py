@@ -25,7 +25,8 @@ from fedapp.config import RunConfig
 from fedapp.data import datasets, tables
 from fedapp.data.columns import read_npz, samples
 from fedapp.data.moments import Samples
-from fedapp.data.pictures import FORMATS
+from fedapp.data.names import is_there
+from fedapp.data.pictures import FORMATS, check_depth
 from fedapp.data.transforms import InputSpec, channels_first, normalise
 from fedapp.errors import BadRequest, counted, plain
 from fedapp.lazy import Tensor, nn, torch
@@ -206,7 +207,7 @@ def read_model(
     ------
     BadRequest : the file is not a model, or it holds only a part of one.
     """
-    if not path.is_file():
+    if not is_there(path) or not path.is_file():
         raise BadRequest(
             f"{path} does not exist: give a node's STATE-DIR/<federation>/<client-id>/personal.safetensors"
         )
@@ -362,12 +363,13 @@ def read_images(paths: Sequence[Path], inputs: InputSpec) -> NDArray[np.uint8]:
     for row, path in enumerate(paths):
         try:
             with Image.open(path, formats=FORMATS) as picture:
-                if picture.mode.startswith(("I", "F")):
-                    raise BadRequest(f"{path} has more than 8 bits per channel ({picture.mode}): convert it to 8 bits")
+                check_depth(picture)
                 upright = ImageOps.exif_transpose(picture).convert("L" if channels == 1 else "RGB")
         except (OSError, SyntaxError, UnidentifiedImageError, Image.DecompressionBombError) as e:
             reason = "does not exist" if isinstance(e, FileNotFoundError) else "is not a picture that can be read"
             raise BadRequest(f"{path} {reason}") from e
+        except ValueError as e:
+            raise BadRequest(f"cannot read the picture {path} ({e})") from e
         if upright.size != (width, height):
             upright = ImageOps.fit(upright, (width, height), Image.Resampling.BILINEAR)
         pixels = np.asarray(upright, np.float64).reshape(height, width, channels)
@@ -395,7 +397,7 @@ def read_samples(path: Path, net: LoadedModel) -> tuple[Samples, list[str]]:
         if net.kind != "image":
             raise BadRequest(f"{path}: this model takes {net.wanted()}: give them as .npz (column x), .csv or .parquet")
         return read_images([path], net.inputs), [str(path)]
-    if not path.is_file():
+    if not is_there(path) or not path.is_file():
         raise BadRequest(f"{path} does not exist")
     if suffix != ".npz":
         if net.kind != "table":

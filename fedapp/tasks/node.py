@@ -41,6 +41,7 @@ import hashlib
 import math
 import os
 import tempfile
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,8 +56,9 @@ from fedapp.core.privacy import Privacy
 from fedapp.data import datasets, natural, partitions
 from fedapp.data.columns import PLAIN, Reading
 from fedapp.data.moments import Samples
+from fedapp.data.names import composed, is_there
 from fedapp.data.transforms import InputSpec
-from fedapp.errors import BadRequest, counted, suggest
+from fedapp.errors import BadRequest, counted, plain, suggest
 from fedapp.lazy import torch
 from fedapp.learning.task import Task
 from fedapp.models import MODEL_NAMES, ModelOptions, check_form, check_model, is_own, own
@@ -339,7 +341,7 @@ class OwnData:
 def federation_classes(config: RunConfig) -> tuple[str, ...] | None:
     """Return the federation's class names: `class-names`, else those of the published data set, else None."""
     if config.class_names:
-        return tuple(n.strip() for n in config.class_names.split(","))
+        return tuple(composed(n.strip()) for n in config.class_names.split(","))
     known = datasets.published(config.dataset)
     return known.classes if known else None
 
@@ -379,7 +381,7 @@ def own_data(
             "normalise = 'data' needs the rows of all clients, which real nodes do not share: choose client, or auto"
         )
     place = Path(path).expanduser()
-    if not place.exists():
+    if not is_there(place):
         raise BadRequest(f"data-path {place} does not exist on this node: mount or copy the data there")
     try:
         return _read(place, classes, dataset, validation, reading, how)
@@ -393,6 +395,8 @@ def _read(
     place: Path, classes: tuple[str, ...] | None, dataset: str, validation: float, reading: Reading, how: str
 ) -> OwnData:
     data = datasets.load(datasets.source(place), place, reading)
+    if data.skipped:
+        warnings.warn(f"left out because they cannot be used: {plain(', '.join(data.skipped))}", stacklevel=2)
     table = np.arange(data.num_classes)
     if classes is not None:
         foreign = [name for name in data.classes if name not in classes]

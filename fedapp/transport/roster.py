@@ -63,7 +63,7 @@ def read(path: Path) -> dict[int, Admitted]:
     BadRequest : it cannot be read, an entry is incomplete, or a node or client stands in it twice.
     """
     try:
-        entries = tomllib.loads(path.read_text(encoding="utf-8")).get("client", [])
+        entries = tomllib.loads(path.read_text(encoding="utf-8-sig")).get("client", [])
         found = [_entry(e) for e in entries]
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, KeyError, TypeError, ValueError, AttributeError) as e:
         raise BadRequest(f"the roster {path} cannot be read ({type(e).__name__}: {e}): fedapp admit writes it") from e
