@@ -57,7 +57,7 @@ def test_one_command_runs_both_comparisons_and_makes_the_tables(
     assert fedavg[1][2].startswith(f"{np.mean(ends):.1f} ± ")
     assert fedavg[1][4] == ", ".join(str(r.summary["round"]) for r in runs)
     gain = np.mean([r.summary["headline"]["value"] - a.summary["headline"]["value"] for r, a in zip(runs, alone)])
-    assert fedavg[1][6].startswith(f"{100 * gain:+.1f} (")
+    assert fedavg[1][6] == "received" and fedavg[1][7].startswith(f"{100 * gain:+.1f} (")
 
     monkeypatch.setattr("sys.argv", words)
     assert har.main() == 0 and page.read_text() == text, "without data: the same tables of the runs that are there"
