@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gzip
 import io
+import json
 import os
 import struct
 import subprocess
@@ -747,17 +748,17 @@ def test_a_build_that_died_leaves_nothing_in_the_way(own_cache):
 
     key = {"k": 1}
     with pytest.raises(RuntimeError):
-        cache.build_once("thing", key, explode)
+        cache.build_once("thing", key, explode, Path)
     folders = [item for item in (own_cache / "datasets").iterdir() if item.is_dir()]
     assert not folders
 
     # What a process that was killed leaves: a temporary folder under the hidden name of its data set.
-    final = cache.build_once("thing", key, lambda _: {})
+    final = cache.build_once("thing", key, lambda _: {}, Path)
     stale = final.parent / f".{final.name}.tmp-abc"
     stale.mkdir()
     (stale / "x_train.npy").write_bytes(b"half")
     (final / "meta.json").unlink()
-    again = cache.build_once("thing", key, lambda store: (store.put("a", np.arange(3)), {"n": 1})[1])
+    again = cache.build_once("thing", key, lambda store: (store.put("a", np.arange(3)), {"n": 1})[1], Path)
     assert again == final
     assert not stale.exists()
     assert np.array_equal(cache.open_array(again / "a.npy"), np.arange(3))
@@ -780,12 +781,34 @@ def test_cache_that_cannot_be_written(tmp_path, monkeypatch):
         load("digits")
 
 
-def test_damaged_cache_says_what_to_delete(own_cache):
-    folder = Path(load("digits").x_train.filename).parent
+DAMAGE = {
+    "no identity": lambda folder: edited(folder, lambda meta: meta.pop("identity")),
+    "another form": lambda folder: edited(folder, lambda meta: meta.update(classes=3)),
+    "no object": lambda folder: (folder / "meta.json").write_text("[]"),
+    "cut description": lambda folder: (folder / "meta.json").write_text('{"classes": ["a"'),
+    "cut array": lambda folder: os.truncate(folder / "x_train.npy", 1000),
+    "no header": lambda folder: (folder / "y_train.npy").write_bytes(b"\x93NUMPY"),
+    "no array": lambda folder: (folder / "x_test.npy").unlink(),
+}
+
+
+def edited(folder, change):
+    meta = json.loads((folder / "meta.json").read_text())
+    change(meta)
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_folder_of_the_cache_that_cannot_be_read_is_built_again(own_cache, damage):
+    first = load("digits")
+    folder = Path(first.x_train.filename).parent
+    rows = np.array(first.x_train), np.array(first.y_train)  # a map of a file that is cut must not be read
     datasets._open.cache_clear()
-    (folder / "y_train.npy").write_bytes(b"\x93NUMPY")
-    with pytest.raises(BadRequest, match="delete the folder"):
-        load("digits")
+    DAMAGE[damage](folder)
+    again = load("digits")
+    assert again is not first and again.identity == first.identity and again.classes == first.classes
+    assert np.array_equal(again.x_train, rows[0]) and np.array_equal(again.y_train, rows[1])
+    assert [item.name for item in (own_cache / "datasets").iterdir() if item.is_dir()] == [folder.name]
 
 
 def test_rows_that_are_mapped_have_their_place_on_the_disk(tmp_path):

@@ -2,7 +2,7 @@
 
 A data set is a folder of ``.npy`` files below :func:`cache_root`. Every process maps the files read-only, so that the
 operating system keeps one copy in memory however many clients train at a time. A folder appears under its final name in
-one step (rename), hence it is either complete or absent.
+one step (rename), hence it is either complete or absent. One that cannot be read is built again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from filelock import FileLock
@@ -27,6 +27,7 @@ from fedapp.errors import BadRequest
 FORMAT = 3
 """Part of every key: raised when the meaning of the stored arrays changes, so that old folders are not read."""
 
+T = TypeVar("T")
 
 FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC), errno.EFBIG)
 """Numbers of the errors of a disk that is full, or of a quota that is used up."""
@@ -115,8 +116,10 @@ def _written(root: Path) -> Iterator[None]:
         ) from error
 
 
-def build_once(name: str, key: Mapping[str, Any], build: Callable[[Store], Mapping[str, Any]]) -> Path:
-    """Return the folder of a data set, building it if it is not there.
+def build_once(
+    name: str, key: Mapping[str, Any], build: Callable[[Store], Mapping[str, Any]], read: Callable[[Path], T]
+) -> T:
+    """Return what the folder of a data set holds, building it if it is not there or cannot be read.
 
     Processes that ask for the same data at once wait for the first one; a build that dies leaves nothing behind that
     could be taken for a data set.
@@ -126,27 +129,32 @@ def build_once(name: str, key: Mapping[str, Any], build: Callable[[Store], Mappi
     name : start of the folder's name.
     key : JSON values that identify the content: kind of source, identity of its files.
     build : fills the store and returns JSON values that are kept beside the arrays (``meta.json``).
-
-    Returns
-    -------
-    A folder with ``meta.json`` and the arrays.
+    read : reads a folder with ``meta.json`` and the arrays; `BadRequest` if it is damaged.
 
     Raises
     ------
-    BadRequest : if the cache folder cannot be written, or its disk is full.
+    BadRequest : if the cache folder cannot be written, its disk is full, or a folder that was just built is damaged.
     """
     text = json.dumps({"format": FORMAT, "name": name, **key}, sort_keys=True)
     label = f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     root = cache_root() / "datasets"
     final = root / label
-    if (final / "meta.json").is_file():
-        return final
+
+    def kept() -> list[T]:
+        """Return what is there, or nothing."""
+        if (final / "meta.json").is_file():
+            with contextlib.suppress(BadRequest):
+                return [read(final)]
+        return []
+
+    if found := kept():
+        return found[0]
     with _written(root):
         root.mkdir(parents=True, exist_ok=True)
         (root / f".{label}.lock").touch()
     with FileLock(root / f".{label}.lock"):
-        if (final / "meta.json").is_file():
-            return final
+        if found := kept():  # another process may have built it
+            return found[0]
         # Only the holder of the lock makes such folders: those that exist were left by a process that died.
         for stale in root.glob(f".{label}.tmp-*"):
             shutil.rmtree(stale, ignore_errors=True)
@@ -161,7 +169,7 @@ def build_once(name: str, key: Mapping[str, Any], build: Callable[[Store], Mappi
             folder.replace(final)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
-    return final
+    return read(final)
 
 
 def open_array(path: Path) -> np.ndarray:

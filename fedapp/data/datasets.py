@@ -35,7 +35,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -207,7 +207,7 @@ def load(name: str, data_dir: str | Path | None = None, reading: Reading = PLAIN
 
     with readable_at(root):
         key, build = _find(name, root, reading)
-    found = _open(name, build_once(name, key, built))
+    found = build_once(name, key, built, partial(_open, name))
     _latest[name, root, reading] = found
     return found
 
@@ -234,10 +234,22 @@ def source(place: Path) -> str:
 
 @lru_cache(maxsize=8)
 def _open(name: str, folder: Path) -> Dataset:
+    """Return the data set in a folder of the cache.
+
+    Raises
+    ------
+    BadRequest : the folder is damaged.
+    """
     try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BadRequest(f"damaged cache folder {folder}: delete it and try again") from error
+        return _opened(name, folder)
+    except BadRequest:
+        raise
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise BadRequest(f"damaged cache folder {folder} ({raised(error)}): delete it and try again") from error
+
+
+def _opened(name: str, folder: Path) -> Dataset:
+    meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     arrays: dict[str, Any] = {key: open_array(folder / f"{key}.npy") for key in (*ARRAYS, *meta.get("columns", ()))}
     whole = Dataset(
         name=name,
