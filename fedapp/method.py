@@ -39,7 +39,8 @@ class TrainDefaults:
     Attributes
     ----------
     lr : float
-        Learning rate per step; `lr_digits` on the 8 x 8 digits, whose small models take larger steps.
+        Learning rate per step; `lr_digits` on the 8 x 8 digits, whose small models take larger steps. A method's own
+        rate holds with its own optimizer and momentum; with others it is the common one.
     clip : float
         Largest gradient norm, 0 = no clipping.
     augment : str

@@ -266,6 +266,15 @@ def test_its_steps_are_plain_and_as_long_as_those_of_momentum() -> None:
     assert (config.momentum, config.clip) == (0, 10) and steps[0] == pytest.approx(steps[1], rel=1e-9)
 
 
+@pytest.mark.parametrize("given", [{"momentum": 0.9}, {"optimizer": "adam"}, {"lr": 0.03}])
+@pytest.mark.parametrize("dataset", ["cifar10", "digits"])
+def test_with_steps_of_another_kind_its_rate_is_that_of_the_other_methods(dataset: str, given: dict[str, Any]) -> None:
+    one, other = (from_flat({"method": m, "dataset": dataset, **given}) for m in ("scaffold", "fedavg"))
+    assert (one.lr, one.optimizer) == (other.lr, other.optimizer)
+    plain = from_flat({"method": "scaffold", "dataset": dataset, "momentum": 0.0})
+    assert plain.lr == from_flat({"method": "scaffold", "dataset": dataset}).lr == 0.1
+
+
 def test_a_training_for_a_score_alone_is_not_corrected() -> None:
     """Neither the last one, nor that of a client that took no part; a round's training is."""
     (task,) = digit_tasks(1, epochs=1, momentum=0.0)

@@ -24,6 +24,7 @@ from fedapp.config.keys import DEFAULTS, KEYS, OTHER_NAMES, PROTOCOLS, RunConfig
 from fedapp.data.datasets import published
 from fedapp.errors import BadRequest, named_values, suggest
 from fedapp.learning.optimizers import check_optimizer, takes
+from fedapp.method import TrainDefaults
 from fedapp.models import default_model
 
 __all__ = ["DEFAULTS", "KEYS", "PROTOCOLS", "RunConfig"]
@@ -228,14 +229,17 @@ def _resolved(config: RunConfig) -> RunConfig:
 
     optimizer = pick(config.optimizer, d.optimizer)
     check_optimizer(optimizer)
+    momentum = pick(config.momentum, d.momentum if optimizer == "sgd" else 0.0)
+    # A method's own rate belongs to its own steps: with other ones it would be too large or too small.
+    rates = d if (optimizer, momentum) == (d.optimizer, d.momentum) else TrainDefaults()
     # The user's own data decide the model when they are read.
     known = published(config.dataset)
     model = "auto" if known is None else default_model(known.shape)
     return config.replaced(
         model=",".join(model if n == "auto" else n for n in config.model_names),
-        lr=pick(config.lr, d.lr_digits if config.dataset == "digits" else d.lr),
+        lr=pick(config.lr, rates.lr_digits if config.dataset == "digits" else rates.lr),
         optimizer=optimizer,
-        momentum=pick(config.momentum, d.momentum if optimizer == "sgd" else 0.0),
+        momentum=momentum,
         weight_decay=pick(config.weight_decay, d.weight_decay if takes(optimizer, "weight_decay") else 0.0),
         clip=pick(config.clip, d.clip),
         partition=known_partition(config.partition, config.dataset),
