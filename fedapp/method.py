@@ -215,7 +215,7 @@ class Method:
         compared.
     global_model : whether there is one global model, scored on the central test set.
     deploy_as : the model that is the method's product, whose score is the headline: `received`, as the server sends it,
-        or `trained`, after local training. A method with a fine-tuning of its own has `tuned` in place of `trained`.
+        or `trained`, after local training. A method with a fine-tuning of its own has `tuned` before `trained`.
     travels : one line for the table of methods.
     defaults : the values that `auto` stands for.
     queries : kinds of `query` that the client answers.

@@ -529,7 +529,7 @@ def test_a_published_normalisation_is_for_images_alone(tmp_path: Path) -> None:
 
 
 def times(form: str, place: Path, offset: float) -> dict[str, Any]:
-    """Write features of which the second says the class, at this distance from zero."""
+    """Write two features at this distance from zero; the second one gives the class."""
     rng = np.random.default_rng(0)
     y = np.arange(200) % 2
     x = np.stack([rng.standard_normal(200), offset + 30 * y + rng.uniform(0, 20, 200)], 1)

@@ -458,7 +458,7 @@ def test_runs_that_failed_are_named_and_not_counted(several: Path, tmp_path: Pat
     shutil.rmtree(path / "runs" / "fedavg-s0")
     report.write(path)
     row = next(r for r in page(path).rows if r and r[0] == "FedAvg")
-    assert row[1] == "failed" and set(row[2:]) == {"–"}, "a method of which no run finished has its row"
+    assert row[1] == "failed" and set(row[2:]) == {"–"}, "a method without a finished run has its row"
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------

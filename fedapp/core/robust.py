@@ -26,7 +26,7 @@ takes its place.
 
 cwFedAvg, FedGH and CCVR do not average whole replies; what bounds their clients is at the end of this file.
 
-The file is long because it holds every rule, for averages and for the four methods, beside the bounds that they share.
+The file is long because it holds every rule, for averages and for the four methods, and the bounds that they share.
 """
 
 from __future__ import annotations

@@ -224,7 +224,7 @@ def read_client(path: Path) -> dict[str, Array]:
         if key not in arrays:
             raise BadRequest(f"{path}: no column {key!r} (found: {', '.join(sorted(arrays)) or 'none'})")
     x, _ = samples(path, "x", arrays["x"])
-    # What one client's numbers lose may be nothing beside the differences between clients: all are looked at later.
+    # What one client's numbers lose may be small against the differences between clients: all are looked at later.
     arrays["x"] = arrays["x"] if any(rounded_features(arrays["x"])) else x
     for key in CLIENT_COLUMNS[1:]:
         if key in arrays and len(_column(path, key, arrays[key])) != len(arrays["x"]):

@@ -73,7 +73,7 @@ def rounded(values: npt.NDArray[Any]) -> str:
 
 
 def rounded_features(x: npt.NDArray[Any]) -> Iterator[tuple[int, str]]:
-    """Return the channels, or features of a table, of which :func:`rounded` says something, and what."""
+    """Return the channels, or features of a table, that float32 rounds too much, with the text of :func:`rounded`."""
     wide = x.dtype.kind == "f" and x.dtype.itemsize > 4
     told = ((number, rounded(x[:, number])) for number in range(x.shape[1] if wide else 0))
     return ((number, text) for number, text in told if text)

@@ -60,7 +60,7 @@ def read(path: str) -> Mapping[str, Tensor]:
 
 
 def _version(file: Path) -> tuple[int, ...]:
-    """Return what tells one version of a file from another; nobody can set the time at which the system changed it."""
+    """Return what tells one version of a file from another; programs cannot set the time of the change (ctime)."""
     stat = file.stat()
     return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 

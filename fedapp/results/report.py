@@ -376,7 +376,7 @@ def _harm(runs: Sequence[RunResult], by: Sequence[Sequence[RunResult]]) -> list[
 
 
 def _lost(comparison: Comparison, runs: Sequence[RunResult]) -> list[str]:
-    """Return the labels of a setting of which every run failed or is not finished; `runs` are its finished runs."""
+    """Return the labels of a setting without a finished run; `runs` are its finished runs."""
     there = {r.label for r in runs}
     mine = [r for r in comparison.runs if r.setting == runs[0].setting and r.label not in there]
     return [label for label in comparison.labels if any(r.label == label for r in mine)]

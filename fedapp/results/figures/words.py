@@ -76,7 +76,7 @@ def made(runs: Iterable[RunResult], make: Callable[[RunResult], _T]) -> Iterator
 
 
 def failed(runs: Iterable[RunResult]) -> str:
-    """Name the methods of which a run failed, with its seeds, round and reason; an empty string where none did."""
+    """Name the methods with failed runs, with seeds, round and reason; an empty string where none failed."""
     lost: dict[str, list[RunResult]] = {}
     for run in (r for r in runs if not r.ok):
         lost.setdefault(run.label, []).append(run)
