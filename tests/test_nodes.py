@@ -19,8 +19,10 @@ import torch
 from flwr.app import Context, Error, Message, RecordDict
 from flwr.cli.typing import SuperLinkConnection
 from PIL import Image
+from typer.testing import CliRunner
 
 from fedapp import registry, server_app
+from fedapp.cli import app as cli
 from fedapp.client_app import app as client_app
 from fedapp.client_app import build
 from fedapp.config import for_context, from_flat, write_toml
@@ -469,6 +471,43 @@ def test_two_messages_at_a_time_of_two_runs(tmp_path: Path) -> None:
         p.stdin.close()
         with claim.held(folder, "aa", True):  # waits for the end of the same run's message
             pass
+
+
+def test_old_states_of_ended_runs_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    start(tmp_path, THREE)
+    root = tmp_path / "state"
+    folder = root / "run" / "1"
+    token = json.loads((tmp_path / "run" / "versions.json").read_text())["run"]
+    ended = set(root.glob(f"run/*/{token}.*"))
+    assert len(ended) >= 6
+    for name in ("abcdef.000001.safetensors", "0-data.head"):  # of a run that goes on, and of a ledger
+        (folder / name).touch()
+    (root / "privacy").mkdir()
+    (root / "privacy" / "0-data.jsonl").touch()
+    before = {f for f in root.rglob("*") if f.is_file()}
+
+    def remove(*words: str) -> str:
+        config = f"client-id=1 data-path='x' state-dir='{root}'"
+        done = CliRunner().invoke(cli, ["deploy", "remove-states", "--node-config", config, *words])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    assert "0 ended runs" in remove("--remove"), "they ended just now"
+    assert "3 ended runs" in remove("--days", "0") and {f for f in root.rglob("*") if f.is_file()} == before
+    remove("--days", "0", "--remove")
+    left = {f for f in root.rglob("*") if f.is_file()}
+    assert left == before - ended and folder / "personal.safetensors" in left
+
+
+def test_a_run_that_goes_on_after_its_end_has_not_ended(tmp_path: Path) -> None:
+    folder = tmp_path / "run" / "1"
+    for last in (True, False, True):
+        with claim.held(folder, "aa", last):
+            (folder / "aa.000001.safetensors").touch()
+        assert claim.remove_ended(tmp_path, 0, remove=False)[0] == int(last)
+    with pytest.raises(ValueError, match="x"), claim.held(folder, "aa", last=True):
+        raise ValueError("x")
+    assert claim.remove_ended(tmp_path, 0, remove=True) == (0, 0)
 
 
 # ---- nodes that stay silent --------------------------------------------------------------------------------------

@@ -467,6 +467,35 @@ def test_what_the_superlink_refuses_is_tried_again(capsys: pytest.CaptureFixture
     assert "acknowledged again" in capsys.readouterr().err
 
 
+def test_secrets_of_an_executor_lie_where_no_cleaner_removes_them(tmp_path: Path) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    old, living = (tmp_path / f"{supernode.SECRETS}{pid}" for pid in (gone.pid, os.getppid()))
+    old.mkdir()
+    living.mkdir()
+    node = supernode.Node({"client-id": 0, "data-path": "x", "state-dir": str(tmp_path)})
+    for _ in range(2):
+        folder = node.folder()
+        assert folder.parent == tmp_path and folder.stat().st_mode & 0o777 == 0o700
+    assert not old.exists() and living.exists()
+
+
+def test_a_node_whose_executor_cannot_be_started_ends(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(supernode.os, "_exit", codes.append)
+    node = supernode.Node({})
+
+    def start() -> Any:
+        raise OSError(28, "No space left on device")
+
+    node.executor = start
+    node._watching.start()
+    node._watching.join(30)
+    assert codes == [1] and "No space left on device" in capsys.readouterr().err
+
+
 @contextlib.contextmanager
 def started(folder: Path, *steps: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run a warm process with these steps and what `folder` has to import."""

@@ -106,6 +106,8 @@ def test_another_user_of_the_machine_gets_no_task(mixed: Deployment) -> None:
                 words |= set(process.cmdline())
     assert following.returncode == 0, mixed.log("fedapp")
     assert answers == {401} and "--token-file" in words and "--token" not in words
+    [secret] = {word for word in words if word.endswith("superexec.secret")}
+    assert secret.startswith(f"{mixed.folder}/vol-{NODES[0]}/"), "it is among the node's states"
 
 
 def acquire(port: int) -> int:

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from fedapp.cli.options import Application, Commands, Set, collect
 from fedapp.cli.printing import show
-from fedapp.errors import BadRequest
+from fedapp.errors import BadRequest, counted
 from fedapp.results.terminal import echo
 
 deployment = Application(
@@ -60,6 +60,23 @@ def deploy_check(
     rows = [(Text(f.state, style=colours[f.state]), f.name, f.found, f.remedy) for f in found]
     show("fedapp deploy check", ("", "what", "found", "what to do"), rows)
     raise typer.Exit(int(any(f.state == deploycheck.FAIL for f in found)))
+
+
+@deployment.command("remove-states")
+def remove_states(
+    node_config: Annotated[str, typer.Option(help="the value of fedapp supernode --node-config; it names state-dir")],
+    days: Annotated[float, typer.Option(help="how long the end of a run must be past", min=0)] = 30.0,
+    remove: Annotated[bool, typer.Option("--remove", help="remove them; otherwise they are counted")] = False,
+) -> None:
+    """On a node: remove the states of runs that have ended. They can then no longer go on for more rounds."""
+    from fedapp.engines.deploy_check import parsed
+    from fedapp.tasks import claim
+    from fedapp.tasks.node import Node
+
+    root = Node.parse(parsed(node_config)).state_root()
+    runs, size = claim.remove_ended(root, days, remove)
+    what = "removed" if remove else "found, and --remove removes them"
+    echo(f"{root}: states of {counted(runs, 'ended run')}, {size / 2**20:.1f} MiB: {what}")
 
 
 def superlink(

@@ -33,6 +33,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from fedapp.engines import control, gate
 from fedapp.engines.forks import LIBRARIES, Cold, Forks
 from fedapp.errors import BadRequest, plain
@@ -45,6 +47,8 @@ POLL = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25"}
 """Seconds between two questions of Flower's executor whether a message has come; 1 by default."""
 OFFLINE, SILENT = 60.0, 90.0
 """Seconds without an acknowledged heartbeat until the SuperLink takes a node for lost, and until the node ends."""
+SECRETS = ".executor-"
+"""Beginning of the name of the folder with the secrets of an executor, before the id of the node's process."""
 LOOK, LONGEST = 1.0, 60.0
 """Seconds between two looks at the helpers, and the longest pause before one that dies again and again is started."""
 _COLOUR, _GROUP = re.compile(rb"\x1b\[[0-9;]*m"), re.compile(rb"(ROUND \d+) \d+\]")
@@ -82,7 +86,7 @@ def serve(words: Sequence[str], cold: bool) -> int:
     if config.isolation != "process":
         config.isolation, config.superexec_auth_secret = "process", secrets.token_bytes(32)
         node.warm(obstacle(words), cold)
-        node.executor = lambda: executor(config)
+        node.executor = lambda: executor(config, node.folder())
     flower._parse_supernode_lifespan_config = lambda: config
     node.watch()
     code = 1
@@ -103,16 +107,15 @@ def obstacle(words: Sequence[str]) -> str:
     return "each run installs libraries of its own" if "--allow-runtime-dependency-installation" in words else ""
 
 
-def executor(config: Any) -> tuple[subprocess.Popen[bytes], Path]:
+def executor(config: Any, folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
     """Start Flower's executor, which starts a process for each message; return it and the folder of its secrets.
 
     Parameters
     ----------
-    config : of Flower's SuperNode.
+    config : of Flower's SuperNode.   folder : this user's alone, for the secrets.
     """
     from flwr.supercore.address import resolve_bind_address
 
-    folder = Path(tempfile.mkdtemp(prefix="fedapp-executor-"))
     secret = folder / "superexec.secret"
     secret.touch(0o600)
     secret.write_bytes(config.superexec_auth_secret)
@@ -143,7 +146,6 @@ class Node:
     """
 
     def __init__(self, about: Mapping[str, Any]) -> None:
-        self._about = about
         self._running_of: Callable[[int], bool] = lambda run: True
         self.executor: Callable[[], tuple[subprocess.Popen[bytes], Path]] | None = None
         self.forks: Forks | None = None
@@ -152,6 +154,24 @@ class Node:
         self._acknowledged: float | None = None  # when; None before the SuperLink knows the node
         self._began = time.monotonic()
         self._trouble = ""
+        self._root: Path | None = None
+        with contextlib.suppress(BadRequest):  # where the node-config is wrong, its messages say so
+            self._root = Place.parse(about).state_root()
+
+    def folder(self) -> Path:
+        """Make a folder for secrets, among the states, for a cleaner of temporary files must not remove it.
+
+        Folders of nodes that were killed are removed.
+        """
+        if self._root is None:
+            return Path(tempfile.mkdtemp(prefix=SECRETS))
+        for old in self._root.glob(f"{SECRETS}*"):
+            number = old.name.removeprefix(SECRETS)
+            if number == str(os.getpid()) or (number.isdecimal() and not psutil.pid_exists(int(number))):
+                shutil.rmtree(old, ignore_errors=True)
+        folder = self._root / f"{SECRETS}{os.getpid()}"
+        folder.mkdir(mode=0o700)
+        return folder
 
     def warm(self, reason: str, cold: bool) -> None:
         """Start a warm process, or say why there is none, unless none is wanted."""
@@ -228,10 +248,15 @@ class Node:
         return asked
 
     def _watch(self) -> None:
+        """Supervise; a node that cannot be supervised ends, so that it is started again."""
+        try:
+            self._supervise()
+        except Exception as e:  # such as a full disk
+            self._give_up(f"its helpers cannot be started ({plain(f'{type(e).__name__}: {e}')})")
+
+    def _supervise(self) -> None:
         """Start helpers that have died again; end the process where that cannot help."""
-        pause, then, root = LOOK, time.monotonic(), None
-        with contextlib.suppress(BadRequest):  # where the node-config is wrong, its messages say so
-            root = Place.parse(self._about).state_root()
+        pause, then = LOOK, time.monotonic()
         while not self._ending.is_set():
             # Before the node is known Flower itself tries without end, and ends with code 1 if it is refused.
             if self._acknowledged is not None and self.silence() > SILENT:
@@ -240,8 +265,9 @@ class Node:
                 died = self._revive()
                 pause = min(2 * pause, LONGEST) if died else max(LOOK, pause / 2)
                 then = time.monotonic() + (pause if died else LOOK)
-            if root is not None:
-                claim.settle(root, self._running_of)
+            if self._root is not None:
+                with contextlib.suppress(OSError):  # a question that is not answered waits for the silence of the run
+                    claim.settle(self._root, self._running_of)
             self._ending.wait(LOOK)
 
     def _revive(self) -> bool:

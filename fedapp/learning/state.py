@@ -93,6 +93,11 @@ class Expected:
     restart: bool = False
 
 
+def is_token(run: str) -> bool:
+    """Return whether a text can be the token of a run."""
+    return bool(_TOKEN.match(run))
+
+
 def synced(path: Path) -> None:
     """Wait until a file or the entries of a folder are on the disk."""
     handle = os.open(path, os.O_RDONLY)
@@ -314,7 +319,7 @@ class ClientStore:
         dp: str = "none",
         about: Mapping[str, str] | None = None,
     ) -> None:
-        if not _TOKEN.match(run):
+        if not is_token(run):
             raise StateError(f"the run's token '{run[:80]}' is not one: hexadecimal digits are needed")
         self.folder = folder
         self.method = method

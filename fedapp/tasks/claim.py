@@ -20,7 +20,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from fedapp.errors import BadRequest
-from fedapp.learning.state import private_folder
+from fedapp.learning.state import is_token, private_folder
 
 SILENCE = 120.0
 """Seconds after which a run that has sent nothing counts as ended."""
@@ -30,6 +30,8 @@ SUPERVISED = "FEDAPP_SUPERVISED"
 """Environment variable that a supervisor sets which answers questions about runs."""
 ANSWERED = 10.0
 """Seconds that a question is answered in."""
+ENDED = ".ended"
+"""After a run's token, the name of a file that says since when the run is over."""
 _LOCK, _NOTE, _QUESTION = ".lock", ".run", ".over"
 
 
@@ -120,8 +122,12 @@ def held(folder: Path, run: str, last: bool, flower: int = 0) -> Iterator[None]:
         # The days before a run is resumed are no pause of it, and would shut others out for weeks.
         pause = min(max(former["pause"], now - former["seen"]), LONGEST) if mine else 0.0
         _write(folder, run, pause, flower)
+        ended = folder / f"{run}{ENDED}"
+        ended.unlink(missing_ok=True)  # a run that had ended goes on for more rounds
         try:
             yield
+            if last:
+                ended.touch()
         except BaseException:
             last = last or not mine
             raise
@@ -139,3 +145,27 @@ def _write(folder: Path, run: str, pause: float, flower: int) -> None:
     note = {"run": run, "flower": flower, "seen": time.time(), "pause": pause}
     part.write_text(json.dumps(note), encoding="utf-8")
     part.replace(folder / _NOTE)
+
+
+def remove_ended(root: Path, days: float, remove: bool) -> tuple[int, int]:
+    """Remove the states of runs that have ended; return how many runs of clients, and their bytes.
+
+    States of a run that was stopped or may go on stay, and so do models for use after a run, the ledgers of releases
+    and what is known of these. The next message of a client waits until its folder is done.
+
+    Parameters
+    ----------
+    root : `STATE-DIR`.   days : for so long the end must be past.   remove : or only count.
+    """
+    runs = size = 0
+    for ended in sorted(root.glob(f"*/*/*{ENDED}")):
+        folder, run = ended.parent, ended.name.removesuffix(ENDED)
+        with FileLock(folder / _LOCK):
+            files = [f for f in folder.glob(f"{run}.*") if f.is_file()]
+            if not (is_token(run) and ended in files and time.time() - ended.stat().st_mtime >= days * 86400):
+                continue
+            runs, size = runs + 1, size + sum(f.stat().st_size for f in files)
+            files.sort(key=lambda file: file.name.endswith(ENDED))  # that one last, in case this is interrupted
+            for file in files if remove else ():
+                file.unlink()
+    return runs, size
