@@ -78,12 +78,14 @@ def _escaped(character: str) -> str:
 def suggest(word: str, known: Iterable[str]) -> str:
     """Return `, did you mean '...'?` with the nearest known word, or an empty string where none is near.
 
-    Near is a similar word, one with a single other letter, or one that a longer word shortens (CosineLR).
+    Near is a similar word, one with a single other letter, one with its letters in another order, or one that a longer
+    word shortens (CosineLR).
     """
     folded = {_folded(k): k for k in known}
     typed = _folded(word)
     near = difflib.get_close_matches(typed, folded, n=1, cutoff=0.7)
     near += [k for k in folded if len(k) == len(typed) > 2 and sum(a != b for a, b in zip(k, typed, strict=True)) == 1]
+    near += [k for k in folded if len(typed) > 2 and sorted(k) == sorted(typed)]
     near += [k for k in folded if len(typed) > 5 and k[0] == typed[0] and _shortens(typed, k)]
     return f", did you mean '{folded[near[0]]}'?" if near else ""
 

@@ -99,7 +99,7 @@ class Forks:
             raise
 
     def revive(self) -> None:
-        """Start the process again after it has died; who has the folder on its path need not know.
+        """Start the process again after it has died, in the same folder, so that paths with it stay right.
 
         Raises
         ------

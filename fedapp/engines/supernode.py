@@ -1,4 +1,4 @@
-"""A SuperNode that is watched: Flower's own in this process, with its helper processes and a warm process.
+"""A SuperNode under a supervisor: Flower's own in this process, with its helper processes and a warm process.
 
 Flower's SuperNode has four gaps that one supervisor closes:
 
@@ -10,7 +10,7 @@ Flower's SuperNode has four gaps that one supervisor closes:
 - Every user of the machine may take its tasks from its local port. Here only an executor that knows a secret may, as at
   the server (:mod:`fedapp.engines.gate`).
 
-Every line of the node and its helpers gets the time, and loses what rules a terminal (:class:`Log`).
+Every line of the node and its helpers gets the time, and loses colours and control characters (:class:`Log`).
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def executor(config: Any, folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
 
 
 class Node:
-    """What a SuperNode needs beside Flower's own: acknowledged heartbeats and living helpers.
+    """Watches the heartbeats and the helper processes of a SuperNode.
 
     Attributes
     ----------
@@ -186,7 +186,7 @@ class Node:
             echo(f"fedapp supernode: there is no warm process, because {e}", err=True)
 
     def watch(self) -> None:
-        """Take the place of Flower's heartbeats and of its `/health`, and start to watch."""
+        """Replace Flower's calls of the SuperLink and its `/health`, and start the supervision."""
         calls: Any = importlib.import_module("flwr.supernode.fleet_http_client").FleetHttpClient
         main: Any = importlib.import_module("flwr.supernode.main")
         call, create = calls._unary_unary, main.create_app
@@ -309,15 +309,18 @@ class Node:
 
 
 def running(client: Any, node: int, run: int) -> bool:
-    """Ask the SuperLink whether a run goes on. One that it does not know has ended; without an answer it goes on."""
+    """Ask the SuperLink whether a run goes on. It refuses a question about one that has ended, or that it forgot (403).
+
+    With any other answer, and with none, the run goes on.
+    """
     import httpx
     from flwr.proto.node_pb2 import Node as About
     from flwr.proto.run_pb2 import GetRunRequest
 
     try:
         client.GetRun(GetRunRequest(node=About(node_id=node), run_id=run))
-    except httpx.HTTPStatusError:
-        return False
+    except httpx.HTTPStatusError as e:
+        return e.response.status_code != 403
     except httpx.TransportError:
         pass
     return True

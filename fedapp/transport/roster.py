@@ -1,10 +1,10 @@
 """The roster of a server: which node is which client.
 
 `fedapp superlink` creates it, and the operator admits nodes with `fedapp admit`. Flower fixes a node's id when its key
-is registered, and lets nobody act as a node without its key, so that an entry binds a key to a client id. Where there
-is a roster, a node that is not in it, or says that it is another client, is left out. Without one, which each run warns
-of, a client id belongs to the first node that is online and claims it. A roster that is gone admits nobody new: a run
-in progress keeps the last one, and the next run is refused.
+is registered, and no program acts as a node without its key, so that an entry binds a key to a client id. Where there
+is a roster, a node that is not in it, or says that it is another client, is left out. Without one each run
+warns that a client id belongs to the first node that is online and claims it. A roster that is gone admits no new node:
+a run in progress keeps the last one, and the next run is refused.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def of_this_server() -> dict[int, Admitted] | None:
 
     Raises
     ------
-    BadRequest : as :func:`read` does. A roster that is gone is no permission.
+    BadRequest : as :func:`read` does. A roster that is gone admits no node.
     """
     value = os.environ.get(ROSTER, "")
     return read(Path(value)) if value else None
