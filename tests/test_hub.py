@@ -279,6 +279,12 @@ def test_splits_of_different_types_are_named(name: str, kind: Any, other: Any, t
         loaded(tmp_path / "ds", parts)
 
 
+def test_two_forms_of_one_name_are_one_column_too_many(tmp_path: Path) -> None:
+    data = library.Dataset.from_dict({"M\u00fc": [1.0, 2.0], "Mu\u0308": [1.0, 2.0], "y": ["a", "b"]})
+    with pytest.raises(BadRequest, match="several columns are called 'M\u00fc'"):
+        loaded(tmp_path / "ds", data, "y=y")
+
+
 def test_a_missing_entry_is_found_first(tmp_path: Path) -> None:
     values = content()
     values["person"][7] = values["person"][9] = None

@@ -75,12 +75,15 @@ def test_what_the_system_does_not_show_is_named(kind: str, tmp_path: Path, monke
     with pytest.raises(BadRequest, match=r"z is not (a folder|there)|zz does not exist"):
         datasets.load(kind, tmp_path / ("z" * 300))
     picture(tmp_path / "a" / "0.png")
-    if kind == "hf":
-        return  # the library looks at the files
 
-    def closed(path: Path) -> Any:
+    def closed(path: Path, **_: bool) -> Any:
         raise PermissionError(13, "Permission denied", str(path))
 
+    with monkeypatch.context() as patch, pytest.raises(BadRequest, match=rf"cannot read {tmp_path} \(Permission den"):
+        patch.setattr(Path, "stat", closed)
+        datasets.load(kind, tmp_path)
+    if kind == "hf":
+        return  # the library looks at the files
     monkeypatch.setattr(Path, "iterdir", closed)
     with pytest.raises(BadRequest, match=rf"cannot read {tmp_path} \(Permission denied\): repair it"):
         datasets.load(kind, tmp_path, Reading(skip_bad=True))
@@ -101,6 +104,9 @@ def test_a_part_of_the_data_is_no_client(kind: str, name: str, tmp_path: Path) -
     part = {"VAL": "validation"}.get(name, name.lower())
     with pytest.raises(BadRequest, match=rf"would be the client '{name}': if it is a part .* into .*/{part}; if"):
         datasets.load(kind, tmp_path)
+    (tmp_path / f"north.{kind}").unlink()
+    if kind == "npz":  # one such file is all of the data
+        assert datasets.load(kind, tmp_path).num_train == 8
 
 
 @pytest.mark.parametrize("kind", TABLES)
@@ -111,6 +117,21 @@ def test_a_folder_called_like_a_part_is_not_left_out(kind: str, tmp_path: Path) 
         datasets.load(kind, tmp_path)
     (tmp_path / "Testing").rename(tmp_path / "test")
     assert datasets.load(kind, tmp_path).num_test == 8
+
+
+def test_a_file_called_like_a_part_is_no_folder(tmp_path: Path) -> None:
+    client(tmp_path / "north.csv")
+    (tmp_path / "test").write_text("notes")
+    assert datasets.load("csv", tmp_path).owner_names == ("north",)
+
+
+def test_a_picture_outside_of_the_classes_is_named_also_after_the_data_were_read(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        picture(tmp_path / name / "0.png")
+    assert datasets.load("folder", tmp_path).num_train == 2
+    picture(tmp_path / "1.png")
+    with pytest.raises(BadRequest, match=r"1\.png is in no folder of a class"):
+        datasets.load("folder", tmp_path)
 
 
 @pytest.mark.parametrize("layout", ["Training/{}/0.png", "ada/Testing/{}/0.png"])

@@ -159,6 +159,29 @@ def test_a_named_index_of_a_parquet_file_is_a_column(tmp_path: Path) -> None:
     data = loaded(tmp_path, frame, ROLES, "parquet")
     assert data.owner_names == ("007", "7", "NA", "Nord") and data.features == ("visit", "age", "pulse", "smoker")
     assert tables.rows(tmp_path / "table.parquet", ("visit",), 1)[:3, 0].tolist() == [0, 0, 1]
+    twice = loaded(tmp_path, patients().set_index("hospital", drop=False), ROLES, "parquet")
+    assert twice.owner_names == data.owner_names and "__index_level_0__" in twice.ignored
+
+
+@pytest.mark.parametrize(
+    ("header", "mark", "names"),
+    [
+        ('"age, years";"pulse, bpm";y', ";", ("age, years", "pulse, bpm")),
+        ('"a;b;c;d",e,y', ",", ("a;b;c;d", "e")),
+    ],
+)
+def test_a_separator_in_quotation_marks_separates_nothing(
+    header: str, mark: str, names: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "t.csv").write_text(f"{header}\n1{mark}2{mark}a\n2{mark}3{mark}b\n", encoding="utf-8-sig")
+    assert datasets.load("csv", tmp_path / "t.csv").features == names
+
+
+@pytest.mark.parametrize("codes", [["1,4,7", "2,3,5"], ["1,4", "2,3,5", "1,3,4"], ["52.5,13.4", "48.1,11.6"]])
+def test_a_list_of_numbers_is_text(codes: list[str], tmp_path: Path) -> None:
+    frame = patients()
+    data = loaded(tmp_path, frame.assign(codes=[codes[n % len(codes)] for n in range(len(frame))]), ROLES)
+    assert "codes" in data.ignored and "age" in data.features
 
 
 def test_a_column_with_a_comma_in_its_name_can_be_named(tmp_path: Path) -> None:
@@ -228,7 +251,8 @@ def test_a_file_per_client(tmp_path: Path) -> None:
         (lambda f: f.assign(age=["?", *f["age"][1:]]), ROLES, r"'age' has '\?' among numbers \(row 0, 1 in all\)"),
         (lambda f: f.assign(age=[f"{a:.2f}".replace(".", ",") for a in f["age"]]), ROLES, "'age' has commas"),
         (lambda f: f.assign(age=[f"1,2{i:02}" for i in range(120)]), ROLES, "such as '1,200': leave out commas"),
-        (lambda f: f.assign(age=[f"1,23{i},000" for i in range(120)]), ROLES, "'age' has commas in its numbers"),
+        (lambda f: f.assign(age=[f"{i},23,000" for i in range(120)]), ROLES, "'age' has commas in its numbers"),
+        (lambda f: f.assign(age=[f"1.23{i % 10},5" for i in range(120)]), ROLES, "'age' has commas in its numbers"),
         (lambda f: f.assign(age=["1,200", *range(119)]), ROLES, "'1,200' among numbers .*: leave out commas"),
         (lambda f: f.assign(hospital=["z" * 300, *f["hospital"][1:]]), ROLES, "row 0 has a client of 300 characters"),
         (lambda f: f.assign(**{"a=b": f["blood"], "a": "b=A"}), f"x=a=b,a {ROLES}", "'a=b=A' is both a column and a"),

@@ -326,7 +326,7 @@ def _find(name: str, root: Path | None, reading: Reading) -> _Source:
                 "set, test/<class>/*; or with <class>/* alone"
             )
         listing = pictures.listed(root, reading.layout)
-        key = {"folder": str(root.resolve()), "files": [file_identity(p.path) for p in listing.pictures]}
+        key = {"folder": str(root.resolve()), "files": [file_identity(path) for path in listing.files]}
         # Only what differs from the defaults, with which folders of earlier versions were read.
         key |= {
             k: v for k, v in vars(reading).items() if k in ("image_size", "layout", "skip_bad") and v != vars(PLAIN)[k]
@@ -433,7 +433,8 @@ def _own_files(root: Path | None, kind: str) -> list[Path]:
         part = PART_OF.get(folder.name.casefold(), folder.name)
         if part != folder.name and folder.is_dir() and files_of(folder, kind):
             raise BadRequest(f"{folder} would not be read: call it {part}, or move it away")
-    for path in [*files, *parted]:
+    # A single .npz file is all of the data, whatever its name.
+    for path in [*files, *parted] if kind != "npz" or parted or len(files) > 1 else []:
         if path.stem.casefold() in PART_OF:
             part = PART_OF[path.stem.casefold()]
             raise BadRequest(

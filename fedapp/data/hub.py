@@ -17,7 +17,7 @@ import numpy as np
 from fedapp.data import pictures, tables
 from fedapp.data.cache import FULL, file_identity
 from fedapp.data.columns import PARTS, Array, Own, Reading, assigned, entries, own, roles
-from fedapp.data.names import composed, is_there
+from fedapp.data.names import is_there
 from fedapp.errors import BadRequest, suggest
 from fedapp.lazy import pd
 
@@ -75,7 +75,7 @@ def read(place: str, reading: Reading) -> Own:
         for part in names[1:]:
             _check_alike(place, names[0], splits[names[0]].features, part, splits[part].features)
         whole = datasets.concatenate_datasets([splits[part] for part in names])
-        whole = whole.rename_columns({name: composed(name) for name in whole.column_names})
+        whole = whole.rename_columns(dict(zip(whole.column_names, tables.checked_names(place, whole.column_names))))
         if not len(whole):
             raise BadRequest(f"{place} has no rows")
         split = np.repeat(names, [len(splits[part]) for part in names]) if len(names) > 1 else None

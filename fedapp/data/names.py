@@ -49,15 +49,24 @@ def entries_of(folder: Path) -> list[Path]:
 
 def files_of(folder: Path, kind: str) -> list[Path]:
     """Return the files of a folder with a suffix in any case, sorted; none if there is no such folder."""
-    return [p for p in entries_of(folder) if p.suffix.lower() == f".{kind}"] if is_there(folder) else []
+    return [p for p in entries_of(folder) if p.suffix.lower() == f".{kind}"] if folder.is_dir() else []
 
 
 def is_there(path: Path) -> bool:
-    """Return whether there is a file or folder; a name that the system does not allow is not there."""
-    try:
-        return path.exists()
-    except OSError:
-        return False
+    """Return whether there is a file or folder; a name that the system does not allow is not there.
+
+    Raises
+    ------
+    BadRequest : it lies in a folder that may not be searched.
+    """
+    with readable_at(path):
+        try:
+            path.stat()
+        except PermissionError:
+            raise
+        except (OSError, ValueError):
+            return False
+    return True
 
 
 @contextmanager

@@ -185,6 +185,11 @@ class Listing:
     pictures: tuple[Picture, ...]
     bad: Mapping[Path, str]
 
+    @property
+    def files(self) -> list[Path]:
+        """All of them, each once."""
+        return sorted({*self.bad, *(p.path for p in self.pictures)})
+
 
 def listed(root: Path, layout: str = "auto") -> Listing:
     """List a user's pictures, sorted by client, part, class and name.
@@ -333,8 +338,7 @@ def read_folder(listing: Listing, store: Store, reading: Reading) -> Own:
 
 
 def _refused(listing: Listing, bad: Mapping[Path, str]) -> BadRequest:
-    count = len({*bad, *(p.path for p in listing.pictures)})
-    return unusable(listing.root, [bad[path] for path in sorted(bad)], count)
+    return unusable(listing.root, [bad[path] for path in sorted(bad)], len(listing.files))
 
 
 def _relative(listing: Listing, bad: Mapping[Path, str]) -> tuple[str, ...]:

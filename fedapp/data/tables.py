@@ -48,7 +48,9 @@ NAMELESS = "(column {})"
 """What a column without a name is called."""
 ROW_NUMBERS = re.compile(r"\(column \d+\)|Unnamed: \d+(\.\d+)*|__index_level_\d+__")
 """Names of the columns in which pandas writes row numbers."""
-COMMAS = "leave out commas that group thousands, and write the decimal mark as a point"
+WITH_COMMAS = re.compile(r"[+-]?(\d{1,3}(,\d{2,3})*,\d{3}(\.\d*)?|[\d.]*,\d+)(e[+-]?\d+)?", re.IGNORECASE)
+"""A number with commas, which group thousands or are the decimal mark; `1,4,7` is a list."""
+COMMAS = "leave out commas that group thousands, write the decimal mark as a point, or leave the column out"
 SHORT = 40
 """Characters of a cell that a message shows."""
 LONGEST = 255
@@ -247,7 +249,7 @@ def _csv_rows(path: Path, features: Sequence[str], count: int, columns: Sequence
         if len(header) != count:
             raise BadRequest(f"{path} has {counted(len(header), 'column')} of features, but the model takes {count}")
         return _body(path, mark, list(features) or [f"column {n + 1}" for n in range(count)], 0, {}), {}
-    names = _names(path, header)
+    names = checked_names(path, header)
     sources = _sources(path, names, features, columns)
     texts: dict[str, list[str]] = {name: [] for name in sources.values()}
     for feature, source in sources.items():
@@ -285,7 +287,7 @@ def _frame(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> tuple[Any, dict
         mark, header = _header(path)
         if all(is_number(name) for name in header):
             raise BadRequest(f"{path}: the first line has numbers only: it must name the columns")
-        names = _names(path, header)
+        names = checked_names(path, header)
         found = assigned(path, names, wanted)
         # Text of these columns stays as written: 007 and 7 are two clients, NA may be a class.
         return _body(path, mark, names, 1, {name: [""] for name in found.values()}), found
@@ -293,20 +295,20 @@ def _frame(path: Path, wanted: Mapping[str, tuple[str, ...]]) -> tuple[Any, dict
 
 def _parquet(path: Path) -> Any:
     frame = pd.read_parquet(path)
+    frame.columns = columns = checked_names(path, [str(name) for name in frame.columns])
     if isinstance(frame.index, pd.RangeIndex) and frame.index.name is None:
-        frame = frame.reset_index(drop=True)
-    else:
-        frame = frame.rename_axis(index=[n or f"__index_level_{i}__" for i, n in enumerate(frame.index.names)])
-        frame = frame.reset_index()
-    frame.columns = _names(path, [str(name) for name in frame.columns])
-    return frame
+        return frame.reset_index(drop=True)
+    # Of an index that has the name of a column, the column is read.
+    names = ["" if name is None else composed(str(name)) for name in frame.index.names]
+    names = [f"__index_level_{i}__" if name in ("", *columns) else name for i, name in enumerate(names)]
+    return frame.rename_axis(index=names).reset_index()
 
 
 def _header(path: Path) -> tuple[str, list[str]]:
     """Return the separator of a CSV file and the cells of its first line."""
     with path.open(encoding="utf-8-sig", newline="") as stream:
         line = stream.readline()
-        mark = max(",;\t", key=line.count)
+        mark = max(",;\t", key=re.sub('"[^"]*"', "", line).count)
         stream.seek(0)
         header = [name.strip() for name in next(csv.reader(stream, delimiter=mark), [])]
     if not any(header):
@@ -314,12 +316,12 @@ def _header(path: Path) -> tuple[str, list[str]]:
     return mark, header
 
 
-def _names(path: Path, header: Sequence[str]) -> list[str]:
+def checked_names(where: object, header: Sequence[str]) -> list[str]:
     """Return one name for each column, which is in brackets where the file has none."""
     header = [composed(name) for name in header]
     twice = sorted(name for name, times in Counter(header).items() if name and times > 1)
     if twice:
-        raise BadRequest(f"{path}: several columns are called '{twice[0]}' ({len(twice)} such names): rename them")
+        raise BadRequest(f"{where}: several columns are called '{twice[0]}' ({len(twice)} such names): rename them")
     return [name or NAMELESS.format(number) for number, name in enumerate(header)]
 
 
@@ -494,17 +496,12 @@ def _cells(column: Any, name: str, place: Callable[[int], str], faults: list[str
         return text
     odd = [row for row, t in enumerate(text.tolist()) if t and not numeric[t]]
     if odd:
-        remedy = COMMAS if _has_commas(text[odd[0]]) else "leave unknown cells empty, or leave the column out"
+        remedy = COMMAS if WITH_COMMAS.fullmatch(text[odd[0]]) else "leave unknown cells empty, or leave the column out"
         faults.append(
             f"'{name}' has '{text[odd[0]][:SHORT]}' among numbers ({place(odd[0])}, {len(odd)} in all): {remedy}"
         )
         return None
     return np.array([float(t) if t else np.nan for t in text.tolist()])
-
-
-def _has_commas(text: str) -> bool:
-    """Whether a text is a number but for its commas, which may group thousands or be the decimal mark."""
-    return "," in text and is_number(text.replace(",", ""))
 
 
 def _narrow(values: Array, name: str, place: Callable[[int], str], faults: list[str]) -> Array | None:
@@ -529,8 +526,9 @@ def _narrow(values: Array, name: str, place: Callable[[int], str], faults: list[
 def _one_hot(features: _Features, text: Array, name: str, named: bool, training: Array, node: bool) -> None:
     """Add a feature per category of a text column."""
     distinct = set(text.tolist()) - {""}
-    commas = sorted(t for t in distinct if _has_commas(t))
-    if commas and sum(is_number(t.replace(",", "")) for t in distinct) > len(distinct) / 2:
+    commas = sorted(filter(WITH_COMMAS.fullmatch, distinct))
+    numbers = len(commas) + sum(map(is_number, distinct))
+    if len(commas) > sum("," in t for t in distinct) / 2 and numbers > len(distinct) / 2:
         features.faults.append(f"'{name}' has commas in its numbers, such as '{commas[0][:SHORT]}': {COMMAS}")
     elif not named:
         features.ignored.append(name)
