@@ -84,6 +84,23 @@ def test_what_cannot_be_exported_is_refused(tiny: Any, tmp_path: Path, monkeypat
         exporting.write(net, "pt2", tmp_path / "y.pt2")
 
 
+@pytest.mark.parametrize("to", ["pt2", pytest.param("onnx", marks=pytest.mark.full)])
+def test_a_full_disk_ends_with_a_message(to: str, tiny: Any, tmp_path: Path) -> None:
+    """A limit on the size of files stands for the disk: its end comes within the file too."""
+    if to == "onnx":
+        pytest.importorskip("onnxscript")
+    resource = pytest.importorskip("resource")
+    net = fedapp.load(tiny(method="fedavg", rounds=1).out, 0)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, before[1]))
+    try:
+        with pytest.raises(BadRequest, match=r"net\.\w+ cannot be written \(File too large\): choose another --out"):
+            exporting.write(net, to, tmp_path / f"net.{to}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not [p.name for p in tmp_path.iterdir() if "net" in p.name]
+
+
 @pytest.mark.parametrize("kind", ["image", "series"])
 def test_onnx(kind: str, tiny: Any, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")

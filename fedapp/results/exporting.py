@@ -130,14 +130,13 @@ def _onnx(net: LoadedModel, path: Path, facts: str, x: Tensor) -> Tensor:
         import onnxscript  # noqa: F401
     except ImportError as e:
         raise BadRequest(f"--to onnx needs the package {e.name}: pip install 'fedapp[onnx]', or choose --to pt2") from e
-    # Weights in the same file: the default puts large ones into a second one.
-    torch.onnx.export(
-        net, (x[:2],), path, dynamo=True, external_data=False, dynamic_shapes=_batch(), input_names=["raw"],
-        output_names=["logits"], verbose=False,
-    )  # fmt: skip
-    model = onnx.load(path)
+    program = torch.onnx.export(
+        net, (x[:2],), dynamo=True, dynamic_shapes=_batch(), input_names=["raw"], output_names=["logits"], verbose=False
+    )
+    assert program is not None
+    model = program.model_proto
     onnx.helper.set_model_props(model, {"fedapp": facts})
-    onnx.save(model, path)
+    path.write_bytes(model.SerializeToString())  # weights in the same file
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     found: NDArray[np.float32] = session.run(["logits"], {"raw": x.numpy()})[0]
     return torch.from_numpy(found)
