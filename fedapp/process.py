@@ -18,6 +18,7 @@ from typing import Any
 
 from threadpoolctl import threadpool_limits
 
+from fedapp.errors import BadRequest
 from fedapp.lazy import torch
 
 FEWER = "in a simulation let fewer clients work at a time (--client-cpus 2 or more)"
@@ -74,6 +75,26 @@ def uses_main(configs: Iterable[Mapping[str, Any]]) -> bool:
     A new process has that code only if it runs the script again, which therefore needs a guard.
     """
     return any("__main__:" in value for flat in configs for value in flat.values() if isinstance(value, str))
+
+
+def check_main(configs: Iterable[Mapping[str, Any]], on_ray: bool) -> None:
+    """Refuse own code of `__main__` that a new process cannot load: that of a notebook, or any on Ray.
+
+    Raises
+    ------
+    BadRequest : says to put the code into a file.
+    """
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    module = getattr(main, "__spec__", None) is not None  # of python -m
+    if uses_main(configs) and (on_ray or not (module or (file and Path(file).is_file()))):
+        why = (
+            "workers of Ray cannot load it" if on_ray else "other processes cannot load it from a notebook or a prompt"
+        )
+        raise BadRequest(
+            f"own code of __main__: {why}. Write it to a file, such as net.py in the current folder (in a notebook "
+            "with %%writefile net.py), and name it net:Net"
+        )
 
 
 def new_processes(configs: Iterable[Mapping[str, Any]]) -> SpawnContext:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -586,7 +587,7 @@ def test_a_run_that_diverged_is_shown_as_failed_with_what_to_do(
     assert "round 1: " in failed.failure and "lower lr" in failed.failure
     assert re.search(r"FedProx \(lr=1e8\) +│ +failed │ +– ", result.stdout)
     assert f"fedprox(lr=1e8) s0 failed: {failed.failure}" in result.stderr
-    assert "would fail in the same way" in result.stderr and "again continues" not in result.stderr
+    assert "would fail in the same way" in result.stderr and "same command continues" not in result.stderr
     table = pd.read_csv(tmp_path / "results.csv").set_index("variant")
     assert table.loc["fedprox(lr=1e8)", "failed"] == failed.failure
     assert table["failed"].isna().tolist() == [True, True, False]
@@ -595,6 +596,32 @@ def test_a_run_that_diverged_is_shown_as_failed_with_what_to_do(
     drawing = papers.draw("fedgh-2", [tmp_path])
     assert "Failed, and not drawn: FedProx (lr=1e8), seed 0 (round 1: " in drawing.caption
     assert "failed, and not drawn: FedProx (lr=1e8)" in drawing.svg()
+
+
+def test_an_error_in_own_code_does_not_go_away_by_the_same_command_and_may_be_mended(
+    tmp_path: Path, no_page: list[Path], in_turn: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net = "class Net(torch.nn.Sequential):\n  def __init__(self, num_classes):\n    super().__init__(%s)\n"
+    layers = "torch.nn.Flatten(), torch.nn.Linear(64, num_classes)"
+    (tmp_path / "mended_net.py").write_text(f"import torch\n{net % layers}")
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ("--methods", "fedavg", "--clients", "3", *SMALL, "--rounds", "1", "--out", str(tmp_path / "c"))
+    words += ("--set", "model=mended_net:Net")
+    right = importlib.import_module("mended_net").Net.train
+
+    def fails(self: Any, mode: bool = True) -> Any:
+        if mode and in_turn:
+            raise NameError("absent")
+        return right(self, mode)
+
+    monkeypatch.setattr("mended_net.Net.train", fails)
+    failed = command(*words)
+    assert failed.exit_code == 1 and "absent" in failed.output
+    assert failed.stderr.rstrip().endswith("(the same command continues when the cause above is gone)")
+    with (tmp_path / "mended_net.py").open("a") as file:
+        file.write("# mended\n")
+    monkeypatch.setattr("mended_net.Net.train", right)
+    assert command(*words).exit_code == 0, "nothing of the run was kept, and it began again with the mended code"
 
 
 def test_a_comparison_whose_runs_all_failed_still_says_why(

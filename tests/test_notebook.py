@@ -8,18 +8,19 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from fedapp import compare, data_card, run
+from fedapp import compare, data_card, process, run
 from fedapp.engines import local, notebook
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare as comparing
 from fedapp.results import report
 from fedapp.results.runs import RunResult
+from tests import own_nets
 
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.ipynb"
 
@@ -259,8 +260,26 @@ def test_the_data_card_is_that_of_the_run(tiny: Callable[..., RunResult]) -> Non
 def test_compare_returns_the_comparison(tmp_path: Path, in_turn: list[str], no_page: list[Path]) -> None:
     small = {"clients": 3, "local_epochs": 1, "batch_size": 64, "data_fraction": 0.3}
     found = compare("local,fedavg", seeds=2, out=tmp_path / "both", rounds=1, **small, reference="fedavg")
-    assert [r.method for r in found.finished] == ["fedavg", "fedavg", "local", "local"] and len(found.table) == 4
+    assert [r.method for r in found.finished] == ["local", "local", "fedavg", "fedavg"] and len(found.table) == 4
     assert set(found.significance["reference"]) == {"fedavg"} and len(in_turn) == 4
+
+
+def test_own_code_of_a_notebook_runs_and_a_comparison_refuses_it_at_once(
+    tiny: Callable[..., RunResult], in_turn: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main = ModuleType("__main__")  # as in a notebook: without a file
+    vars(main)["net"] = own_nets.digits_a
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    assert tiny(method="local", rounds=1, model="__main__:net").ok
+    small: dict[str, Any] = {"clients": 2, "data_fraction": 0.3, "rounds": 1, "out": tmp_path / "c"}
+    for methods, more in (("local", {"model": "__main__:net"}), ("local(model=__main__:net)", {})):
+        with pytest.raises(BadRequest, match=r"from a notebook or a prompt\. Write it to a file, such as net\.py"):
+            compare(methods, **small, **more)
+    assert not in_turn and not (tmp_path / "c").exists()
+    main.__file__ = __file__
+    process.check_main([{"model": "__main__:net"}], on_ray=False)
+    with pytest.raises(BadRequest, match=r"workers of Ray cannot load it\. Write it to a file"):
+        compare("local", engine="ray", model="__main__:net", **small)
 
 
 def test_a_comparison_that_fails_says_so(

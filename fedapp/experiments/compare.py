@@ -313,14 +313,14 @@ def standing(config: RunConfig) -> Literal["new", "done", "broken off", "nothing
                 "settings"
             )
         run = RunResult(out)
+        if not run.ok and not any((out / "checkpoint").glob("*.safetensors")):
+            return "nothing kept"  # it is begun again, with code that may have been mended
         if other := identity.changed(run.versions, identity.of_files(config) | identity.of_data(config)):
             raise BadRequest(
                 f"since the run in {out} these have changed (SHA-256): {other}. Put the former ones back, or give a "
                 "new --out"
             )
-        if run.ok:
-            return "done"
-        return "broken off" if any((out / "checkpoint").glob("*.safetensors")) else "nothing kept"
+        return "done" if run.ok else "broken off"
     except OSError as e:
         raise BadRequest(f"{out} cannot be used ({e.strerror or e}); give another --out") from e
 
@@ -517,6 +517,7 @@ def run(
     folder = new_folder(Path("runs"), "compare") if out is None else absolute(out)
     with removed_if_empty(folder) if out is None else contextlib.nullcontext():
         jobs = jobs_of(values, variants, settings, seeds, folder, accepted)
+        process.check_main([job.config.to_flat() for job in jobs], on_ray=engine == "ray")
         choice = grid.beforehand(jobs) if points else []
     out = folder
     for job in jobs:
@@ -561,7 +562,8 @@ def run(
         if lasting:
             echo("the same command again would fail in the same way", err=True, must=True)
         if others := [name for name in failed if name not in lasting]:
-            echo(f"failed: {', '.join(others)} (the same command again continues)", err=True, must=True)
+            text = f"failed: {', '.join(others)} (the same command continues when the cause above is gone)"
+            echo(text, err=True, must=True)
         refused = all(e.startswith("BadRequest") for e in failed.values()) and not finished
         return 2 if refused else 1
     return 0 if shared.ok else 1
