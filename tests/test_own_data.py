@@ -238,6 +238,19 @@ def test_folders_of_files_are_the_split(tmp_path: Path) -> None:
     assert set(data.x_train.ravel()) == {1.0} and set(data.x_test.ravel()) == {3.0}
 
 
+@pytest.mark.parametrize("kind", ["npz", "csv"])
+@pytest.mark.parametrize("part", ["train", "validation", "test"])
+def test_the_folder_that_is_given_is_no_split(part: str, kind: str, tmp_path: Path) -> None:
+    folder = tmp_path / part
+    for name in "ab":
+        saved(folder / f"{name}.npz", {"x": X, "y": Y, "split": ["train"] * 4 + ["test"] * 2})
+        if kind == "csv":
+            columns = {"f": X[:, 0], "y": Y, "split": ["train"] * 4 + ["test"] * 2}
+            pd.DataFrame(columns).to_csv(folder / f"{name}.csv", index=False)
+    data = datasets.load(kind, folder)
+    assert (data.num_train, data.num_test, data.owner_names, data.held_out) == (8, 4, ("a", "b"), None)
+
+
 @pytest.mark.parametrize(
     ("other", "message"),
     [

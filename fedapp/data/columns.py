@@ -211,8 +211,13 @@ def read_npz(path: Path) -> dict[str, Array]:
         ) from error
 
 
-def read_client(path: Path) -> dict[str, Array]:
-    """Read the ``.npz`` file of one client, `x` as it is kept (`samples`).
+def part_of(path: Path, root: Path) -> str | None:
+    """Return the split that the folder of a client's file names; the folder that the user gave names none."""
+    return path.parent.name if path.parent != root and path.parent.name in PARTS else None
+
+
+def read_client(path: Path, root: Path) -> dict[str, Array]:
+    """Read the ``.npz`` file of one client in a folder, `x` as it is kept (`samples`).
 
     Raises
     ------
@@ -229,8 +234,8 @@ def read_client(path: Path) -> dict[str, Array]:
     for key in CLIENT_COLUMNS[1:]:
         if key in arrays and len(_column(path, key, arrays[key])) != len(arrays["x"]):
             raise BadRequest(f"{path}: x has {counted(len(arrays['x']), 'row')} but {key} has {len(arrays[key])}")
-    if path.parent.name in PARTS and "split" in arrays:
-        raise BadRequest(f"{path}: its folder says {path.parent.name}, so leave out its column split")
+    if (part := part_of(path, root)) and "split" in arrays:
+        raise BadRequest(f"{path}: its folder says {part}, so leave out its column split")
     return arrays
 
 
@@ -251,7 +256,7 @@ def of_clients(root: Path, files: Mapping[Path, Mapping[str, Array]]) -> Own:
     sizes: dict[tuple[int, ...], dict[Path, Mapping[str, Array]]] = {}
     for path, arrays in files.items():
         sizes.setdefault(arrays["x"].shape[1:], {})[path] = arrays
-    columns = [joined(own_files) for own_files in sizes.values()]
+    columns = [joined(root, own_files) for own_files in sizes.values()]
     if len(columns) == 1:
         return own(root, columns[0])
     labels = [c["y"] for c in columns]
@@ -294,7 +299,7 @@ def of_parts(parts: Sequence[Own]) -> Own:
     return Own(arrays, first.classes, first.kind, tuple(map(str, known)), tuple(ignored), parts=tuple(parts))
 
 
-def joined(files: Mapping[Path, Mapping[str, Array]]) -> dict[str, Array]:
+def joined(root: Path, files: Mapping[Path, Mapping[str, Array]]) -> dict[str, Array]:
     """Join one file per client into columns; the name of a file is its client, a folder `train`, ... its split.
 
     Raises
@@ -305,8 +310,8 @@ def joined(files: Mapping[Path, Mapping[str, Array]]) -> dict[str, Array]:
     for path, arrays in files.items():
         found = {k: arrays[k] for k in CLIENT_COLUMNS if k in arrays}
         count = len(found["x"])
-        if path.parent.name in PARTS:
-            found["split"] = np.full(count, path.parent.name)
+        if part := part_of(path, root):
+            found["split"] = np.full(count, part)
         if "group" in found:  # groups of two clients are two groups, whatever their names
             found["group"] = np.array([f"{name_of(path)}/{g}" for g in found["group"]])
         found["client"] = np.full(count, name_of(path))

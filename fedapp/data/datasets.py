@@ -454,7 +454,7 @@ def _build_npz(name: str, paths: list[Path], root: Path, skip_bad: bool = False)
     if len(paths) == 1 and paths[0].parent in (root, root.parent):  # a folder above it may be called train or test
         own = check_columns(paths[0], read_npz(paths[0]), facts.classes if facts else None)
     else:
-        found, skipped = readable(root, paths, read_client, form_of, skip_bad)
+        found, skipped = readable(root, paths, partial(read_client, root=root), form_of, skip_bad)
         own = replace(of_clients(root, found), skipped=skipped)
     x = own.arrays["x_train"]
     if facts is not None and own.kind != "image":

@@ -34,6 +34,7 @@ from fedapp.data.columns import (
     entries,
     of_parts,
     own,
+    part_of,
     roles,
 )
 from fedapp.data.moments import rounded
@@ -77,7 +78,7 @@ def read(files: Sequence[Path], root: Path, reading: Reading) -> Own:
     def table(path: Path) -> tuple[Any, dict[str, str]]:
         name_of(path)
         frame, found = _frame(path, wanted)
-        return _of_client(path, frame, found)
+        return _of_client(path, root, frame, found)
 
     def form(read: tuple[Any, dict[str, str]]) -> str:
         return "the columns " + ", ".join(f"{role}={name}" for role, name in sorted(read[1].items()))
@@ -139,10 +140,11 @@ def _read(
     return from_frame(root, whole, found, wanted, reading, classes, place=place)
 
 
-def _of_client(path: Path, frame: Any, found: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
+def _of_client(path: Path, root: Path, frame: Any, found: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
     """Add what the name and the folder of a client's file say: the columns client and split."""
     client = name_of(path)
-    said = {"client": client, **({"split": path.parent.name} if path.parent.name in PARTS else {})}
+    part = part_of(path, root)
+    said = {"client": client, **({"split": part} if part else {})}
     for role, value in said.items():
         if role in found or role in frame.columns:
             raise BadRequest(
