@@ -16,6 +16,7 @@ from fedapp import client_app
 from fedapp.config import from_flat
 from fedapp.core.privacy import Joint
 from fedapp.core.sums import FeatureSums
+from fedapp.engines import local
 from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest
 from fedapp.learning import dp_rules
@@ -23,7 +24,8 @@ from fedapp.learning.releases import Ledger
 from fedapp.method import Reply
 from fedapp.models import build_model
 from fedapp.models.own import ModelOptions
-from fedapp.tasks.node import Node
+from fedapp.tasks import simulated
+from fedapp.tasks.node import Node, node_task
 from fedapp.transport.client_manager import RoundFailed
 from tests.test_nodes import THREE, share, start
 
@@ -299,6 +301,26 @@ def test_what_would_break_the_statement_is_refused(values: dict[str, Any], words
     with pytest.raises(BadRequest, match=words):
         from_flat({"dp": "example", "method": "fedncm", "method-args": "base=none" if "method" not in values else "",
                    **values})  # fmt: skip
+
+
+def test_rows_that_the_published_numbers_do_not_fit_are_not_normalised_by_themselves(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    for name, channels in (("cifar10", 1), ("mnist", 1)):
+        x = rng.integers(0, 256, (60, 32, 32, channels), dtype=np.uint8)
+        np.savez(
+            tmp_path / f"{name}.npz", x_train=x, y_train=np.arange(60) % 10, x_test=x[:20], y_test=np.arange(20) % 10
+        )
+    private = {"dp": "example", "method": "fed3r", "method-args": "base=none", "clients": 2, "min-samples": 1}
+    values = {**private, "data-dir": str(tmp_path)}
+    with pytest.raises(BadRequest, match=r"no published ones fit images of 32x32 pixels with 1 channel: .* 'none'"):
+        simulated.check(local.effective({**values, "dataset": "cifar10"}), 2)
+    simulated.check(local.effective({**values, "dataset": "cifar10", "normalise": "none"}), 2)
+    simulated.check(local.effective({**values, "dataset": "mnist"}), 2)
+    np.savez(tmp_path / "own.npz", x=rng.standard_normal((30, 5)), y=np.arange(30) % 3)
+    own = Node.parse({"client-id": 0, "data-path": str(tmp_path / "own.npz")})
+    config = from_flat({**private, "dataset": "digits", "class-names": "0,1,2", "model": "mlp"})
+    with pytest.raises(BadRequest, match="no published ones fit rows of 5 features"):
+        node_task(config, own, torch.device("cpu"))
 
 
 def test_what_a_node_would_send_beside_is_refused() -> None:

@@ -85,7 +85,8 @@ def _check_common(config: Any) -> None:
         ),
         (
             config.normalise == "auto" and not config.weights and published(config.dataset) is None,
-            "normalise = 'auto' takes mean and deviation of your own data: take normalise = 'none', or weights",
+            "normalise = 'auto' takes mean and deviation of your own data: take normalise = 'none', or torchvision's "
+            "weights",
         ),
     )
     _refuse(config, rules)

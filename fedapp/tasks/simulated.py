@@ -304,6 +304,24 @@ def fitted(inputs: InputSpec, rows: Rows, how: str) -> InputSpec:
     return replace(inputs, mean=mean, std=std)
 
 
+def check_moments(config: RunConfig, inputs: InputSpec) -> None:
+    """Refuse, with `dp`, samples that own rows normalise; only the data tell whether the published numbers fit them.
+
+    Raises
+    ------
+    BadRequest : `normalise = auto`, and mean and standard deviation are neither published nor those of the weights.
+    """
+    if config.dp == "none" or config.normalise != "auto":
+        return
+    known = datasets.published(config.dataset)
+    pretrained = weights.preprocessing(config.model_names[0]) if config.weights else None
+    if inputs.mean not in (known and known.mean, pretrained and pretrained[1]):
+        raise BadRequest(
+            f"dp = '{config.dp}': normalise = 'auto' takes mean and deviation of your own data, since no published "
+            f"ones fit {described(inputs.shape)}: take normalise = 'none'"
+        )
+
+
 def check(config: RunConfig, clients: int) -> FederatedData:
     """Check before anything is trained that data, partition, models, class weights and precision fit together.
 
@@ -314,6 +332,8 @@ def check(config: RunConfig, clients: int) -> FederatedData:
     datasets.load(config.dataset, config.data_dir or None, config.reading)  # what is there now
     data = federated(config, clients)
     config.check_liars(clients - len(config.unseen_of(range(clients), data.partition.names)), simulation=True)
+    for inputs in data.sizes:
+        check_moments(config, inputs)
     others = data.dataset.unlike()
     if others and not config.method_and_hparams()[0].heterogeneous:
         usual = described(data.dataset.parts[data.dataset.common].shape)
@@ -472,6 +492,7 @@ def assemble(
     extras: Mapping[str, Any],
 ) -> Task:
     """Join a client's data, images (n, H, W, C) uint8 and labels (n,) int64, with the settings of the run."""
+    check_moments(config, inputs)
     return Task(
         client=client,
         seed=config.seed,
