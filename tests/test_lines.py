@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fedapp.engines import local, runner
+from fedapp import cli
+from fedapp.engines import local, runner, superlink
+from fedapp.engines.superlink import LaunchError, Outcome
 from fedapp.errors import raised
+from fedapp.results.directory import only_writer, write_json
 from fedapp.results.lines import Spoken, failed, line, resumed, scores
 from fedapp.results.runs import read_json
 from fedapp.results.terminal import Screen
@@ -39,6 +43,93 @@ def test_a_round_says_its_scores_and_who_was_missing() -> None:
     }
     assert scores(row, 2) == "received 50.0 %, loss 0.250"
     assert scores(row, 3) == "received 50.0 %, loss 0.250 (2 clients)"
+    assert scores({**row, "train_loss": float("nan")}, 2) == "received 50.0 %", "no client trained"
+
+
+def test_the_summary_has_the_bytes_of_queries(tiny: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    summary = tiny(method="fed3r", method_args="base=none", rounds=1).summary
+    runner.print_summary(summary)
+    shown = " ".join(capsys.readouterr().out.split())
+    sent = summary["bytes_up_query.sums"]
+    assert sent > 0 and f"after the last round, for the query of sums: {sent:,.0f} up" in shown
+
+
+# ---- runs under Ray, without Ray -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[Any], int]]:
+    """Stand in for Flower and Ray: a run is the call that a test puts in here; without one nothing may be started."""
+    runs: list[Callable[[Any], int]] = []
+
+    class Session:
+        def __init__(self, **_: Any) -> None:
+            assert runs, "a session was started"
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(superlink, "Session", Session)
+    monkeypatch.setattr(runner, "run_in", lambda session, config, *_: runs[0](config))
+    return runs
+
+
+def on_ray(values: dict[str, Any], out: Path) -> int:
+    return runner.run_and_report(values, out, engine="ray", client_cpus=1)
+
+
+def test_a_run_that_was_lost_names_the_command_that_continues_it(
+    ray: list[Callable[[Any], int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "a run"
+
+    def lost(config: Any) -> int:
+        local.run_local(config)
+        (out / "summary.json").unlink()
+        return Outcome("finished:failed", "No heartbeat received from the task", False, None).report(print)
+
+    ray.append(lost)
+    assert on_ray(SMALL, out) == 1
+    said = f"its complete rounds are kept: fedapp run --resume '{out}' goes on"
+    shown = capsys.readouterr()
+    assert "No heartbeat received" in shown.out and shown.err.splitlines()[-2:] == [f"results: {out}", said]
+    ray[0] = lambda config: write_json(out / "error.json", {"message": "a fault of its own"}) or 1
+    assert on_ray(local.resumed(out, {}), out) == 1 and "goes on" not in capsys.readouterr().err
+    ray[0] = lambda config: 1
+    assert on_ray(SMALL, tmp_path / "none") == 1 and "goes on" not in capsys.readouterr().err, "nothing was kept"
+
+
+def test_a_resume_of_a_run_that_is_active_is_refused_before_ray_starts(
+    ray: list[Callable[[Any], int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    local.run_local(local.prepare(SMALL, out))
+    monkeypatch.setattr("sys.argv", ["fedapp", "run", "--resume", str(out)])
+    with only_writer(out), pytest.raises(SystemExit) as end:
+        cli.main()
+    assert end.value.code == 2
+    assert capsys.readouterr().err == (
+        f"fedapp: another server process still writes to {out}: wait until it has ended, or end it\n"
+    )
+
+
+def test_a_failed_start_is_told_without_a_traceback(
+    ray: list[Callable[[Any], int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(**_: Any) -> None:
+        raise LaunchError("'flower-superlink' is not installed")
+
+    monkeypatch.setattr(superlink, "Session", fails)
+    words = ["--method", "local", "--clients", "2", "--rounds", "1", "--client-cpus", "1", "--out", str(tmp_path / "r")]
+    monkeypatch.setattr("sys.argv", ["fedapp", "run", *words])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    shown = capsys.readouterr().err
+    assert end.value.code == 1 and "Traceback" not in shown
+    assert shown.splitlines()[-1] == "fedapp: 'flower-superlink' is not installed"
 
 
 @pytest.mark.parametrize("hook", ["strategy", "client"])
