@@ -105,7 +105,7 @@ def test_a_run_begins_at_once_after_one_that_was_interrupted(it: Deployment) -> 
 def test_a_node_that_is_online_and_silent_holds_up_one_round(it: Deployment) -> None:
     """Its executor is stopped, so that its heartbeats go on and its messages are not worked on."""
     out = out_of(it, "silent")
-    settings = (*SETTINGS, "--clients", "2", "--rounds", "4", "--set", "round-timeout=100")
+    settings = (*SETTINGS, "--clients", "2", "--rounds", "4", "--set", "round-timeout=80")
     following = it.begin(*DEPLOY, *settings, "--out", str(out))
     until(lambda: reached(out, 1) or following.poll() is not None, 300, "round 1")
     node = it.supernode(NODES[1])
@@ -123,5 +123,5 @@ def test_a_node_that_is_online_and_silent_holds_up_one_round(it: Deployment) -> 
     assert set(rows["client"]) == {1}
     assert list(rows["round"])[-3:] == [2, 3, 4]
     first, second, third = list(rows["reason"])[-3:]
-    assert first == "no answer within 100 s" and second.startswith("no answer within 6")
+    assert first == "no answer within 80 s" and second.startswith("no answer within 6")
     assert third == "no message in this round, because the last 2 that drew it brought no answer"

@@ -127,6 +127,18 @@ def test_an_older_copy_of_a_ledger_is_refused(tmp_path: Path) -> None:
         ledger.entries()
 
 
+def test_an_older_copy_is_refused_in_each_federation(tmp_path: Path) -> None:
+    privacy, path = Privacy("example", 9.0, 1e-5, 4.0), tmp_path / "privacy" / "a.jsonl"
+    one, other = (Ledger(path, tmp_path / name / "1" / "a.head") for name in ("one", "other"))
+    one.book(privacy, {})
+    older = path.read_bytes()
+    assert other.book(privacy, {}).releases == 2 and one.book(privacy, {}).releases == 3
+    path.write_bytes(older)
+    for ledger in (one, other, Ledger(path, tmp_path / "third" / "1" / "a.head")):
+        with pytest.raises(BadRequest, match="it has 1 releases, and 3 were made"):
+            ledger.book(privacy, {})
+
+
 def test_a_ledger_of_an_earlier_version_goes_on(tmp_path: Path) -> None:
     ledger = Ledger(tmp_path / "a.jsonl", tmp_path / "a.head")
     ledger.path.write_text('{"schema": 1, "unit": "example", "noise": 4.0, "time": 0, "test": false}\n')

@@ -8,10 +8,10 @@ pass the budget is refused. The ledger is a text file, one JSON object a line, i
 In a secure sum each client adds its share of the noise (`Privacy.share`), and the release is booked with the noise that
 the sum has at least, so epsilon is that of the sum.
 
-Each line names the hash of all lines before it. The hash of the last one also stands in the client's state
-(`head`), and the server tells each client how many releases it knows of. So an older copy of the ledger that was put
-back is noticed: it would give the budget back that was spent since. Who puts back state and ledger together, of a
-client that no run goes on with, is not noticed.
+Each line names the hash of all lines before it. The hash of the last one also stands in the client's state (`head`), in
+each federation, and the server tells each client how many releases it knows of. So an older copy of the ledger that was
+put back is noticed: it would give the budget back that was spent since. If state and ledger are put back together, of a
+client that no run goes on with, it is not noticed.
 
 Releases for images add up as Gaussians do, and steps of DP-SGD by their moments (`core.privacy`). A release for whole
 clients moves by up to twice its bound if one image changes, so for images it counts with half its noise. The other way
@@ -124,21 +124,29 @@ class Ledger:
 
     def _check(self, hashes: list[str]) -> None:
         """Refuse a ledger that lacks releases which the client's state or the server knows of."""
-        count, last = self.known, ""
-        if self.head is not None and self.head.is_file():
+        count, same = self.known, True
+        for head in self._heads():
             try:
-                noted = json.loads(self.head.read_text(encoding="utf-8"))
-                count, last = max(count, int(noted["releases"])), str(noted["hash"])
-                same = int(noted["releases"]) < len(hashes) and hashes[int(noted["releases"])] == last
+                noted = json.loads(head.read_text(encoding="utf-8"))
+                releases = int(noted["releases"])
+                same &= releases < len(hashes) and hashes[releases] == str(noted["hash"])
             except (OSError, ValueError, TypeError, KeyError) as e:
-                raise BadRequest(f"{self.head}, which says how far this client's ledger went, cannot be read ({e}): "
+                raise BadRequest(f"{head}, which says how far this client's ledger went, cannot be read ({e}): "
                                  "put a good copy of it back") from e  # fmt: skip
-        if count >= len(hashes) or (last and not same):
+            count = max(count, releases)
+        if count >= len(hashes) or not same:
             raise BadRequest(
                 f"{self.path} is an older copy of this client's ledger, or another one: it has {len(hashes) - 1} "
                 f"releases, and {count} were made. Put the newest copy back: with an older one the budget would be "
                 "spent twice"
             )
+
+    def _heads(self) -> list[Path]:
+        """Return the notes on this ledger in the states of all federations, which have it in common."""
+        if self.head is None:
+            return []
+        client = self.head.parent
+        return sorted(client.parent.parent.glob(f"*/{client.name}/{self.head.name}"))
 
     def spent(self, unit: str, delta: float) -> Spent:
         """Return how many releases there are, and their epsilon for a unit; infinite for clients after images."""
