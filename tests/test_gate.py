@@ -7,6 +7,7 @@ import base64
 import contextlib
 import datetime
 import json
+import logging
 import math
 import os
 import re
@@ -48,8 +49,8 @@ from typer.testing import CliRunner
 from fedapp import config
 from fedapp.cli import app
 from fedapp.client_app import app as client_app
-from fedapp.engines import gate, patience
-from fedapp.engines.layers import Later
+from fedapp.engines import control, gate, patience
+from fedapp.engines.layers import UnavailableMiddleware
 from fedapp.errors import BadRequest
 from fedapp.transport import roster
 from fedapp.transport.client_manager import ClientManager, Settings
@@ -506,6 +507,11 @@ def test_a_signature_is_good_for_one_request() -> None:
     assert ask(door, gate.ACTIVATE, size(3), *signing(shown(mine), mine, flwr_timestamp=stamp,
                **{FLEET_HTTP_SIGNATURE_HEADER: again})) == 503  # fmt: skip
     assert ask(door, gate.ACTIVATE, size(3), *signing(shown(other), other)) == 200
+    # Python reads a time with any number of digits, and each used one is kept.
+    long = f"{now().replace(tzinfo=None).isoformat()}{'0' * 60_000}+00:00".encode()
+    signature = base64.b64encode(sign_message(mine, long))
+    assert ask(door, gate.ACTIVATE, size(3), *signing(shown(mine), mine, flwr_timestamp=long,
+               **{FLEET_HTTP_SIGNATURE_HEADER: signature})) == 401  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gate.time, "monotonic", lambda: 1e9)
         assert ask(door, gate.ACTIVATE, size(3), *signing(shown(mine), mine)) == 200
@@ -542,7 +548,9 @@ def test_a_log_that_is_followed_ends_without_a_traceback_when_the_server_stops()
         sent.append(message)
 
     async def stop(path: str) -> None:
-        task = asyncio.create_task(Later(follow)({"type": "http", "path": path}, asyncio.Event().wait, send))
+        task = asyncio.create_task(
+            UnavailableMiddleware(follow)({"type": "http", "path": path}, asyncio.Event().wait, send)
+        )
         await turns()
         task.cancel()
         await task
@@ -568,7 +576,7 @@ def test_a_failure_means_later(fails: str) -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    door = Later(app, said.append)
+    door = UnavailableMiddleware(app, said.append)
     with pytest.raises(OSError) if fails == "after" else contextlib.nullcontext():
         asyncio.run(door({"type": "http", "path": "/x"}, asyncio.Event().wait, send))
     assert sent[0]["status"] == 503
@@ -755,6 +763,52 @@ def test_the_files_of_a_database_are_ones_own(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(gate.os, "geteuid", lambda: files[0].stat().st_uid + 1)
     with pytest.raises(BadRequest, match="belongs to another user"):
         gate.own_files(str(files[0]))
+
+
+def test_a_database_belongs_to_one_superlink(tmp_path: Path) -> None:
+    """The second one would fail the runs of the first."""
+    database, link = str(tmp_path / "a.db"), tmp_path / "b.db"
+    link.symlink_to(database)
+    with gate.lock_database(database), gate.lock_database(str(tmp_path / "c.db")):
+        with gate.lock_database(":flwr-in-memory:"), gate.lock_database(":flwr-in-memory:"):
+            pass
+        with pytest.raises(BadRequest, match="another SuperLink uses"):
+            gate.lock_database(str(link))
+    with gate.lock_database(database):
+        pass
+    with pytest.raises(BadRequest, match="cannot be locked"):
+        gate.lock_database(str(tmp_path / "missing" / "a.db"))
+
+
+def test_the_folder_for_secrets_is_no_link(tmp_path: Path) -> None:
+    """Another user may have made it where all may write."""
+    folder, other = tmp_path / ".superlink-1", tmp_path / "other"
+    other.mkdir()
+    (other / "file").touch()
+    folder.symlink_to(other)
+    with pytest.raises(BadRequest, match="remove it"):
+        gate.make_secrets_folder(folder)
+    assert (other / "file").exists()
+    folder.unlink()
+    gate.make_secrets_folder(tmp_path / "new" / folder.name)
+    folder.mkdir()
+    (folder / "old.secret").touch()
+    gate.make_secrets_folder(folder)
+    assert list(folder.iterdir()) == [] and folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_text_of_a_node_fills_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("tests.gate")
+    logger.addFilter(gate._shorten)
+    logger.error("fab_hash=%s 100%%", "a\n\x1b[1m" + "x" * 100_000)
+    [record] = caplog.records
+    assert record.getMessage().startswith("fab_hash=a\\n\\x1b[1mxxx") and len(record.getMessage()) < 1100
+
+
+def test_an_internal_name_that_is_missing_is_reported() -> None:
+    with pytest.raises(BadRequest, match=r"fedapp.engines.gate has no _missing"):
+        control.replace_attribute(gate, "_missing", 1)
+    assert not hasattr(gate, "_missing")
 
 
 def test_the_token_of_a_task_is_not_on_the_command_line(tmp_path: Path) -> None:
@@ -985,9 +1039,9 @@ def test_connections_that_send_nothing_take_little_and_leave_room(link: Deployme
     for count, *addresses in ((2000, *(f"127.0.0.{n}" for n in range(2, 10))), (600, "127.0.0.1")):
         crowd = silent(count, *addresses)
         assert post(link, link.port, PULL) == "401"
-        assert superlink.num_fds() < patience.CROWD + 200
+        assert superlink.num_fds() < patience.MAX_CONNECTIONS + 200
         # Less than asyncio's own buffers for TLS would take for the connections that may be open.
-        assert superlink.memory_info().rss - start < patience.CROWD * (256 << 10)
+        assert superlink.memory_info().rss - start < patience.MAX_CONNECTIONS * (256 << 10)
         for connection in crowd:
             connection.close()
     superlink.rlimit(psutil.RLIMIT_NOFILE, (superlink.num_fds() + 20, limits[1]))
@@ -1073,8 +1127,10 @@ def served(
         await send({"type": "http.response.body", "body": body})
 
     monkeypatch.setattr(patience, "REQUEST", seconds)
-    with patience.Door(socket.create_server(("127.0.0.1", 0)), crowd, each) as listener:
-        config = uvicorn.Config(app, http=patience.Impatient, lifespan="off", log_level="error", loop="asyncio", **tls)
+    with patience.LimitedListener(socket.create_server(("127.0.0.1", 0)), crowd, each) as listener:
+        config = uvicorn.Config(
+            app, http=patience.TimeLimitedProtocol, lifespan="off", log_level="error", loop="asyncio", **tls
+        )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=lambda: server.run(sockets=[listener]))
         thread.start()

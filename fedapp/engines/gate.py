@@ -27,10 +27,12 @@ import base64
 import collections
 import contextlib
 import ctypes
+import fcntl
 import hashlib
 import hmac
 import importlib
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -54,7 +56,8 @@ import typer
 from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
 
 from fedapp.engines import control
-from fedapp.errors import BadRequest
+from fedapp.engines.layers import LINE, UnavailableMiddleware, narrow
+from fedapp.errors import BadRequest, one_line
 from fedapp.transport import records, roster
 
 FLOWER = (1, 41)
@@ -87,9 +90,10 @@ FLEET = "/v1/fleet/"
 NODES_ONLY, NO_NODES = "this listener serves SuperNodes only", "SuperNodes use the public listener"
 """The answers to everything else."""
 UNKNOWN_KEY = "its key is not registered; the operator admits it with fedapp admit KEY.pub --client ID"
-KEY = 1 << 10
-"""Most bytes of the header with a node's key; the largest curve needs 400."""
-STRANGER, USED = -1, -2
+KEY, STAMP = 1 << 10, 64
+"""Most bytes of the header with a node's key, where the largest curve needs 400, and of the one with the time that it
+signed. Each used time is kept for five minutes, and Python reads times with any number of digits."""
+UNREGISTERED, USED = -1, -2
 """In place of a node's id: the key that signed a request is not registered; the signature was used before."""
 BODY, FEW = 8 << 20, 64 << 10
 """Largest body in bytes of a request that brings a part of a reply, and of any other."""
@@ -126,7 +130,7 @@ later after one that failed. And how many of 30 seconds a run may be without one
 takes, and the run's process ends as soon as they are over."""
 STARTS = 60.0
 """Seconds until a listener must have started."""
-WORKS, TRIES = 30.0, 3
+STABLE, TRIES = 30.0, 3
 """Seconds after which the helper process counts as one that works; how often one that never did is started."""
 SUMMARY = 60.0
 """Seconds between two lines about refused requests, of which strangers can send as many as they like."""
@@ -210,11 +214,11 @@ class Gate:
         node = await asyncio.to_thread(self.signed, scope)
         if node == USED:
             await self._refuse(send, 503, "a signature is good for one request: sign again")
-        elif node == STRANGER and path == ACTIVATE:
+        elif node == UNREGISTERED and path == ACTIVATE:
             # In Flower's own words, so that the node prints them and ends; 401 ends it without any.
             error = {"code": 2004, "detail": f"Failed to activate SuperNode: {UNKNOWN_KEY}"}
             await self._refuse(send, 412, json.dumps(error), "application/json")
-        elif node is None or node == STRANGER:
+        elif node is None or node == UNREGISTERED:
             await self._refuse(send, 401, "a registered key must sign this")
         elif path in (PUSH_OBJECT, PUSH_MESSAGES):
             await self._priced(scope, receive, send, _header(scope, b"flwr-public-key"), node, size)
@@ -438,7 +442,7 @@ class Signatures:
         """For each node and time that were signed when this can be forgotten, the oldest first."""
 
     def __call__(self, scope: Scope) -> int | None:
-        """Return the node's id, `STRANGER`, `USED`, or None if the signature is wrong; for threads."""
+        """Return the node's id, `UNREGISTERED`, `USED`, or None if the signature is wrong; for threads."""
         from cryptography.exceptions import UnsupportedAlgorithm
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.hazmat.primitives.serialization import load_pem_public_key
@@ -447,8 +451,8 @@ class Signatures:
         from flwr.proto.fleet_pb2 import ActivateNodeRequest
         from flwr.superlink.routers.fleet.node_auth import authenticate_node
 
-        given = _header(scope, b"flwr-public-key")
-        if len(given) > KEY:
+        given, stamp = _header(scope, b"flwr-public-key"), _header(scope, TIMESTAMP_HEADER.encode())
+        if len(given) > KEY or len(stamp) > STAMP:
             return None
         try:
             key = base64.b64decode(given, validate=True)
@@ -459,8 +463,8 @@ class Signatures:
             return None
         node: int | None = self.app.state.linkstate_factory.state().get_node_id_by_public_key(key)
         if node is None:
-            return STRANGER
-        now, signed = time.monotonic(), (node, _header(scope, TIMESTAMP_HEADER.encode()))
+            return UNREGISTERED
+        now, signed = time.monotonic(), (node, stamp)
         with self._lock:
             while self._used and self._used[oldest := next(iter(self._used))] < now:
                 del self._used[oldest]
@@ -789,6 +793,47 @@ def own_files(database: str) -> None:
         path.chmod(0o600)
 
 
+def lock_database(database: str) -> contextlib.AbstractContextManager[object]:
+    """Let no other SuperLink of fedapp use a database: each fails all unfinished runs when it starts.
+
+    The lock is on a file of its own: SQLite's locks on the database end when this process closes any handle of it.
+
+    Returns
+    -------
+    A context that holds the lock, which also ends with the process.
+
+    Raises
+    ------
+    BadRequest : another process has the lock, or the file cannot be made.
+    """
+    if database.startswith(":"):
+        return contextlib.nullcontext()
+    with contextlib.ExitStack() as stack:
+        try:
+            file = stack.enter_context(Path(f"{Path(database).resolve()}.lock").open("ab"))
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            raise BadRequest(f"another SuperLink uses {database}: stop it, or name another --database") from e
+        except OSError as e:
+            raise BadRequest(f"the database {database} cannot be locked: {e}") from e
+        return stack.pop_all()
+
+
+def make_secrets_folder(folder: Path) -> None:
+    """Make an empty folder that only this user can read, also where a killed process left one.
+
+    Raises
+    ------
+    BadRequest : the folder is a link, belongs to another user, or cannot be made.
+    """
+    try:
+        if folder.is_symlink() or folder.exists():
+            shutil.rmtree(folder)  # it refuses links
+        folder.mkdir(0o700, parents=True)
+    except OSError as e:
+        raise BadRequest(f"the folder for secrets {folder} cannot be made ({e}): remove it") from e
+
+
 def serve(public: str, private: str, token_file: Path | None, max_reply: int, flower: Sequence[str]) -> int:
     """Run a SuperLink until it is told to stop (SIGTERM or Ctrl-C).
 
@@ -816,6 +861,7 @@ def serve(public: str, private: str, token_file: Path | None, max_reply: int, fl
         config = _configuration(flower, inner)
         check_certificate(config, inner.getsockname()[0])
         own_files(config.database)
+        stack.enter_context(lock_database(config.database))
         home = (
             Path(config.database).absolute().parent if not config.database.startswith(":") else Path.home() / ".fedapp"
         )
@@ -825,8 +871,7 @@ def serve(public: str, private: str, token_file: Path | None, max_reply: int, fl
             roster.create(Path(known))
         # Not in /tmp, where old files are cleaned up while runs still need them. The port is this process's own.
         folder = home / f".superlink-{inner.getsockname()[1]}"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
+        make_secrets_folder(folder)
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         secret = folder / "superexec.secret"
         config.superexec_auth_secret = secrets.token_bytes(32)
@@ -841,15 +886,22 @@ async def _serve(
     """Run both listeners and the helper process; the first that ends for good ends all. `ready` is printed at last."""
     import uvicorn
     from flwr.supercore.http_logging import get_uvicorn_log_config
-    from flwr.supercore.logger import console_handler
+    from flwr.supercore.logger import FLOWER_LOGGER, console_handler
     from flwr.superlink.cli.flower_superlink import SuperLinkLifespan
     from flwr.superlink.main import create_app
     from sqlalchemy import event
     from sqlalchemy.pool import Pool
 
-    from fedapp.engines.layers import Later, narrow
-    from fedapp.engines.objects import own_lists, whole_requests
-    from fedapp.engines.patience import BATCH, CROWD, RECORD, REQUEST, Door, Impatient, raise_limit
+    from fedapp.engines.objects import make_requests_atomic, own_lists
+    from fedapp.engines.patience import (
+        BATCH,
+        MAX_CONNECTIONS,
+        RECORD,
+        REQUEST,
+        LimitedListener,
+        TimeLimitedProtocol,
+        raise_limit,
+    )
 
     class Server(uvicorn.Server):
         """A server that leaves signals to the process."""
@@ -863,13 +915,15 @@ async def _serve(
             typer.echo(f"fedapp superlink: {text}", err=True)
 
     own_lists()
-    whole_requests()
+    make_requests_atomic()
+    FLOWER_LOGGER.addFilter(_shorten)
     _free_at_once()
-    outlast_failures()
+    tolerate_write_failures()
     event.listen(Pool, "checkout", _patient)
     event.listen(Pool, "checkin", _shrink)
     app = create_app(config, SuperLinkLifespan)
     narrow(app)
+    end_runs(app)  # before the operator can submit another one
     gate = Gate(app, max_reply, say, Signatures(app))
     common: dict[str, Any] = {
         "log_config": get_uvicorn_log_config(console_handler.level),
@@ -877,30 +931,33 @@ async def _serve(
         "ssl_certfile": config.ssl_certfile,
         "timeout_graceful_shutdown": 3,
         "limit_concurrency": CONNECTIONS,
-        "http": Impatient,
+        "http": TimeLimitedProtocol,
         "ws": "none",
         "backlog": BATCH,
     }
-    private = Server(uvicorn.Config(Later(gate.inside, say), interface="asgi3", **common))
+    private = Server(uvicorn.Config(UnavailableMiddleware(gate.inside, say), interface="asgi3", **common))
     # The app's resources belong to the private listener, which starts them once.
-    public = Server(uvicorn.Config(Later(gate, say), lifespan="off", server_header=False, access_log=False, **common))
+    public = Server(
+        uvicorn.Config(
+            UnavailableMiddleware(gate, say), lifespan="off", server_header=False, access_log=False, **common
+        )
+    )
     # A connection counts for uvicorn after the TLS handshake, for which asyncio would wait 60 seconds.
-    asyncio.constants.SSL_HANDSHAKE_TIMEOUT = REQUEST  # type: ignore[attr-defined]
-    asyncio.sslproto.SSLProtocol.max_size = RECORD  # type: ignore[attr-defined]
-    crowd, address = min(CROWD, raise_limit() // 2), inner.getsockname()
+    control.replace_attribute(asyncio.constants, "SSL_HANDSHAKE_TIMEOUT", REQUEST)  # type: ignore[attr-defined]
+    control.replace_attribute(asyncio.sslproto.SSLProtocol, "max_size", RECORD)  # type: ignore[attr-defined]
+    connections, address = min(MAX_CONNECTIONS, raise_limit() // 2), inner.getsockname()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(partial(_problem, say))
+    loop.set_exception_handler(partial(_report_loop_error, say))
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(private.serve(sockets=[Door(inner, crowd)]))]
+    tasks: list[asyncio.Task[Any]] = [asyncio.create_task(private.serve(sockets=[LimitedListener(inner, connections)]))]
     helper: asyncio.Task[None] | None = None
     try:
         if not await _started(private, tasks[0]):
             return 1
-        await asyncio.to_thread(end_runs, app)
-        helper = asyncio.create_task(_keep(_helper(config, address, secret), say))
-        tasks += [helper, asyncio.create_task(public.serve(sockets=[Door(outer, crowd)]))]
+        helper = asyncio.create_task(_run_helper(_helper(config, address, secret), say))
+        tasks += [helper, asyncio.create_task(public.serve(sockets=[LimitedListener(outer, connections)]))]
         if await _started(public, tasks[2]):
             typer.echo(f"fedapp superlink: {ready}")
         stopped = asyncio.create_task(stop.wait())
@@ -916,7 +973,7 @@ async def _serve(
         await asyncio.wait(tasks, timeout=10)
 
 
-async def _keep(words: Sequence[str], say: Callable[[str], object]) -> None:
+async def _run_helper(words: Sequence[str], say: Callable[[str], object]) -> None:
     """Run the helper process and start it again whenever it ends; return if it never worked."""
     works, tries = False, 0
     while works or tries < TRIES:
@@ -931,10 +988,10 @@ async def _keep(words: Sequence[str], say: Callable[[str], object]) -> None:
             if helper is not None and helper.returncode is None:
                 helper.terminate()
                 await helper.wait()
-        if time.monotonic() - began > WORKS:
+        if time.monotonic() - began > STABLE:
             works, tries = True, 1
         say(f"flower-superexec {end}")
-        await asyncio.sleep(min(2 ** (tries - 1), WORKS))
+        await asyncio.sleep(min(2 ** (tries - 1), STABLE))
 
 
 def end_runs(app: Any) -> None:
@@ -947,7 +1004,7 @@ def end_runs(app: Any) -> None:
         state.cleanup_run(run.run_id)
 
 
-def _problem(say: Callable[[str], object], loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def _report_loop_error(say: Callable[[str], object], loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Report in one line that no connection could be accepted; asyncio tries again after a second."""
     if "out of system resource" in context["message"]:
         say(f"no connection can be accepted: {context['exception']}")
@@ -971,7 +1028,7 @@ def _patient(connection: Any, record: Any, proxy: Any) -> None:
         record.info[_patient] = True
 
 
-def outlast_failures() -> None:
+def tolerate_write_failures() -> None:
     """Take no node and no run of this process's SuperLinks for lost because heartbeats could not be written."""
     from sqlalchemy import Engine, event
     from sqlalchemy.exc import OperationalError
@@ -998,9 +1055,15 @@ def outlast_failures() -> None:
         return check(**(named | {"current_time": 1.0} if recovers() else named))
 
     event.listen(Engine, "handle_error", note)
-    links._check_and_tag_offline_nodes = tag_lost
-    sql_linkstate.check_node_availability_for_in_message = check_lost
-    sql_corestate.HEARTBEAT_PATIENCE = PATIENCE
+    control.replace_attribute(links, "_check_and_tag_offline_nodes", tag_lost)
+    control.replace_attribute(sql_linkstate, "check_node_availability_for_in_message", check_lost)
+    control.replace_attribute(sql_corestate, "HEARTBEAT_PATIENCE", PATIENCE)
+
+
+def _shorten(record: logging.LogRecord) -> bool:
+    """Let a message of Flower fill one line: a node chooses names in it, of up to 8 MiB."""
+    record.msg, record.args = one_line(record.getMessage()[:LINE]), ()
+    return True
 
 
 def _shrink(connection: Any, record: Any) -> None:
@@ -1045,8 +1108,8 @@ def superexec() -> None:
     def start(words: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
         return subprocess.Popen(without_token(words, folder), **options)
 
-    executor: Any = subprocess_executor
-    executor.subprocess = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
+    ours = SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL)
+    control.replace_attribute(subprocess_executor, "subprocess", ours)
     flower_superexec()
 
 

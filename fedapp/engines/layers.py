@@ -11,6 +11,10 @@ import contextlib
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from fedapp.errors import one_line
+
+LINE = 1000
+"""Characters of one line of the log that a text of a node may fill."""
 CONTROL, FLEET = ("/v1/control/",), ("/v1/fleet/",)
 ONLY: dict[str, tuple[str, ...]] = {
     "ControlSensitiveResponseMiddleware": CONTROL,
@@ -47,7 +51,7 @@ class Only:
         await (self.app if passes else self.layer)(scope, receive, send)
 
 
-class Later:
+class UnavailableMiddleware:
     """The outermost layer: a failure is answered with 503, after which Flower's programs ask again.
 
     They take 500 for final: a node's heartbeats end for good, the program that starts runs ends, a reply is thrown
@@ -70,19 +74,19 @@ class Later:
         """Handle one request."""
         begun = False
 
-        async def later(message: MutableMapping[str, Any]) -> None:
+        async def send_unavailable(message: MutableMapping[str, Any]) -> None:
             nonlocal begun
             begun = True
             await send({**message, "status": 503} if message.get("status", 200) >= 500 else message)
 
         try:
-            await self.app(scope, receive, later)
+            await self.app(scope, receive, send_unavailable)
         except (Exception, asyncio.CancelledError) as e:
             stopped = isinstance(e, asyncio.CancelledError)  # a log is followed while the server stops
             if scope["type"] != "http" or (begun and not stopped):
                 raise
             if not stopped:
-                self.report(f"{scope['path']} failed: {type(e).__name__}: {e}")
+                self.report(one_line(f"{scope['path']} failed: {type(e).__name__}: {e}"[:LINE]))
             if not begun:
                 await send({"type": "http.response.start", "status": 503, "headers": [(b"content-length", b"0")]})
             with contextlib.suppress(RuntimeError):  # part of an answer whose length was stated

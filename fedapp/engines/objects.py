@@ -39,6 +39,8 @@ from flwr.superlink.servicer.runtime import runtime_handlers
 from sqlalchemy import Engine, event, text
 from sqlalchemy.exc import OperationalError
 
+from fedapp.engines.control import replace_attribute
+
 
 class _OwnLists:
     """The changes, for both of Flower's stores: put before them among the bases of a class."""
@@ -74,14 +76,18 @@ class _OwnLists:
         ------
         ValueError : the content has another name.   UnexpectedObjectContentError : it is no object.
         """
-        if get_object_id(object_content) != object_id:
-            raise ValueError(f"Object ID {object_id} does not match content hash")
-        validate_object_content(object_content)
         stores: Any = super()
-        stores.put(object_id, object_content)
+        try:
+            if get_object_id(object_content) != object_id:
+                raise ValueError(f"Object ID {object_id} does not match content hash")
+            validate_object_content(object_content)
+            stores.put(object_id, object_content)
+        except _WRONG as e:
+            _add_failure(e)
+            raise
 
 
-class _Batches(SqlObjectStore):
+class _BatchedStore(SqlObjectStore):
     """Flower's store with few statements for all parts of a message. Flower's has four for each, and a list of 5,000
     objects took 5 processor seconds, in which nobody else could write. Parts have no parts here (:class:`_OwnLists`).
     """
@@ -140,7 +146,7 @@ _PARTS = text("SELECT child_id FROM object_children WHERE parent_id = :name")
 _UNUSED = "DELETE FROM objects WHERE object_id = :name AND ref_count = 0"
 
 
-class SqlStore(_OwnLists, _Batches):
+class SqlStore(_OwnLists, _BatchedStore):
     """Flower's store in a database file."""
 
     def initialize(self, log_queries: bool = False, **engine_kwargs: Any) -> list[str]:
@@ -172,11 +178,11 @@ def tree_name(message: str) -> str:
 
 def own_lists() -> None:
     """Let every SuperLink that is started in this process keep each message's list of objects for itself."""
-    factory: Any = object_store_factory
-    factory.SqlObjectStore, factory.InMemoryObjectStore = SqlStore, MemoryStore
+    replace_attribute(object_store_factory, "SqlObjectStore", SqlStore)
+    replace_attribute(object_store_factory, "InMemoryObjectStore", MemoryStore)
 
 
-def whole_requests() -> None:
+def make_requests_atomic() -> None:
     """Let each request to this process's SuperLinks be one transaction, and tell whose fault an error is.
 
     Flower marks a message or a task as handed out, and counts bytes in a second transaction. Where that fails the
@@ -190,15 +196,15 @@ def whole_requests() -> None:
     }
     for handlers, of_it in names.items():
         for name in of_it:
-            setattr(handlers, name, _whole(getattr(handlers, name)))
-    event.listen(Engine, "handle_error", _note)
+            setattr(handlers, name, _atomic(getattr(handlers, name)))
+    event.listen(Engine, "handle_error", _record_failure)
 
 
 _WRONG = (KeyError, OverflowError, TypeError, ValueError, NoObjectInStoreError, UnexpectedObjectContentError)
 """What Flower raises for a request that names what is not there or holds what cannot be; the answer is 400."""
 
 
-def _whole(handler: Callable[..., Any]) -> Callable[..., Any]:
+def _atomic(handler: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(handler)
     def handle(request: Any, state: Any, *task: Any, **store: Any) -> Any:
         failures: list[Exception] = []
@@ -207,13 +213,9 @@ def _whole(handler: Callable[..., Any]) -> Callable[..., Any]:
             # A state in memory has no sessions, and nothing of it fails half way.
             with getattr(state, "session", contextlib.nullcontext)():
                 answer = handler(request, state, *task, **store)
-                if failures:  # Flower says that an object was not wanted, and its sender throws the message away
+                if failures:  # Flower answers that the object was not wanted, and its sender discards the message
                     raise failures[0]
-                if getattr(answer, "stored", True):
-                    return answer
-                raise _Undone(answer)
-        except _Undone as e:
-            return e.args[0]
+                return answer
         except _WRONG as e:
             # Its text may be the node's: short, and in one line of the log.
             about = f"{type(e).__name__}: {str(e)[:200]!r}"
@@ -224,15 +226,16 @@ def _whole(handler: Callable[..., Any]) -> Callable[..., Any]:
     return handle
 
 
-class _Undone(Exception):
-    """An object was not stored, so that nothing else of its request is."""
-
-
 _failures: ContextVar[list[Exception] | None] = ContextVar("failures", default=None)
-"""Failures of the database in the request that is handled."""
+"""Failures in the request that is handled, which Flower may suppress."""
 
 
-def _note(context: Any) -> None:
+def _add_failure(error: Exception) -> None:
     failures = _failures.get()
-    if failures is not None and isinstance(context.sqlalchemy_exception, OperationalError):
-        failures.append(context.sqlalchemy_exception)
+    if failures is not None:
+        failures.append(error)
+
+
+def _record_failure(context: Any) -> None:
+    if isinstance(context.sqlalchemy_exception, OperationalError):
+        _add_failure(context.sqlalchemy_exception)

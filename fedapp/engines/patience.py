@@ -25,7 +25,7 @@ HEAD, FIELDS = 64 << 10, 100
 """Most bytes and fields of a request's head; a SuperNode's has about 1 KiB and 10 fields."""
 RATE = 16 << 10
 """Bytes a second that a large body must arrive with, and a large answer be taken with, if it takes longer."""
-CROWD, EACH = 900, 256
+MAX_CONNECTIONS, MAX_PER_ADDRESS = 900, 256
 """Open connections, of all and of one address, from which on the oldest that sent no complete request is closed for a
 new one; uvicorn answers 503 at `gate.CONNECTIONS`."""
 QUEUE, BATCH = 2048, 64
@@ -34,19 +34,22 @@ RECORD = 16 << 10
 """Bytes that are decrypted at once, the largest record of TLS; asyncio keeps 256 KiB for each connection."""
 
 
-class Door(socket.socket):
+class LimitedListener(socket.socket):
     """A listening socket with limits for connections, which hold from the moment that they are accepted.
 
     Parameters
     ----------
-    listener : the socket whose place this one takes.   crowd, each : open connections, of all and of one address.
+    listener : the socket that this one replaces.   total, per_address : most open connections, of all addresses and
+        of one.
     """
 
-    def __init__(self, listener: socket.socket, crowd: int = CROWD, each: int = EACH) -> None:
+    def __init__(
+        self, listener: socket.socket, total: int = MAX_CONNECTIONS, per_address: int = MAX_PER_ADDRESS
+    ) -> None:
         super().__init__(listener.family, listener.type, listener.proto, fileno=listener.detach())
-        self.crowd, self.each = crowd, each
+        self.total, self.per_address = total, per_address
         self.open: collections.Counter[bytes] = collections.Counter()
-        self.waiting: dict[Guest, None] = {}
+        self.pending: dict[CountedConnection, None] = {}
         """Connections without a complete request, the oldest first."""
         self._exhausted = False
 
@@ -55,7 +58,7 @@ class Door(socket.socket):
         super().listen(QUEUE)
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection, and close the oldest that waits if there are too many.
+        """Accept a connection, and close the oldest pending one if there are too many.
 
         Raises
         ------
@@ -65,59 +68,62 @@ class Door(socket.socket):
             self._exhausted = False
             raise BlockingIOError  # asyncio pauses for a second, but asks again up to `BATCH` times before
         try:
-            number, address = self._accept()  # type: ignore[attr-defined]
+            accepted, address = super().accept()
         except OSError as e:
             if e.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                 self._exhausted = True
                 for _ in range(BATCH):
                     self._close_oldest()
             raise
-        guest = Guest(self, number, _origin(address[0]))
-        if self.open[guest.origin] > self.each:
-            self._close_oldest(guest.origin)
-        if self.open.total() > self.crowd:
+        connection = CountedConnection(self, accepted.detach(), _origin(address[0]))
+        if self.open[connection.origin] > self.per_address:
+            self._close_oldest(connection.origin)
+        if self.open.total() > self.total:
             self._close_oldest()
-        return guest, address
+        return connection, address
 
     def _close_oldest(self, origin: bytes | None = None) -> None:
-        oldest = next((g for g in self.waiting if origin in (None, g.origin)), None)
+        oldest = next((c for c in self.pending if origin in (None, c.origin)), None)
         if oldest is not None:
-            oldest.dismiss()
+            oldest.disconnect()
 
 
-class Guest(socket.socket):
-    """A connection that a :class:`Door` accepted. It counts until it is closed, and waits until it sent a request."""
+class CountedConnection(socket.socket):
+    """A connection of a :class:`LimitedListener`.
 
-    def __init__(self, door: Door, number: int, origin: bytes) -> None:
-        super().__init__(door.family, door.type, door.proto, fileno=number)
-        self.door, self.origin, self._counts = door, origin, True
-        door.open[origin] += 1
-        self.waits(True)
+    It counts until it is closed. It is pending while no complete request has arrived.
+    """
 
-    def waits(self, really: bool) -> None:
+    def __init__(self, listener: LimitedListener, number: int, origin: bytes) -> None:
+        super().__init__(listener.family, listener.type, listener.proto, fileno=number)
+        self.listener, self.origin, self._counts = listener, origin, True
+        listener.open[origin] += 1
+        self.set_pending(True)
+
+    def set_pending(self, pending: bool) -> None:
         """Note whether a complete request is still to come."""
-        self.door.waiting.pop(self, None)
-        if really and self._counts:
-            self.door.waiting[self] = None
+        self.listener.pending.pop(self, None)
+        if pending and self._counts:
+            self.listener.pending[self] = None
 
-    def dismiss(self) -> None:
+    def disconnect(self) -> None:
         """End the connection; asyncio sees that and closes it, also during a handshake."""
-        self._leave()
+        self._stop_counting()
         with contextlib.suppress(OSError):  # the other side was faster
             self.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection."""
-        self._leave()
+        self._stop_counting()
         super().close()
 
-    def _leave(self) -> None:
+    def _stop_counting(self) -> None:
         if self._counts:
             self._counts = False
-            self.door.open[self.origin] -= 1
-            if not self.door.open[self.origin]:
-                del self.door.open[self.origin]
-        self.waits(False)
+            self.listener.open[self.origin] -= 1
+            if not self.listener.open[self.origin]:
+                del self.listener.open[self.origin]
+        self.set_pending(False)
 
 
 def _origin(host: str) -> bytes:
@@ -136,7 +142,7 @@ def raise_limit() -> int:
     return most
 
 
-class Impatient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+class TimeLimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
     """uvicorn's protocol for one connection, with a time limit for requests; answers may take as long as they do."""
 
     _head = _fields = 0
@@ -147,7 +153,7 @@ class Impatient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         """Begin to wait for a request."""
         super().connection_made(transport)
         self.logger = _QUIET
-        self._guest: Guest = transport.get_extra_info("socket")._sock
+        self._connection: CountedConnection = transport.get_extra_info("socket")._sock
         # With TLS an answer waits in the transport below until the other side has taken it.
         self._wire = getattr(getattr(transport, "_ssl_protocol", None), "_transport", transport)
         self._timer: asyncio.TimerHandle | None = None
@@ -201,11 +207,11 @@ class Impatient(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         self._stop_waiting()
         self._since, self._received = time.monotonic(), 0
         self._unsent = self._wire.get_write_buffer_size()
-        self._guest.waits(True)
+        self._connection.set_pending(True)
         self._timer = self.loop.call_later(REQUEST, self._late)
 
     def _stop_waiting(self) -> None:
-        self._guest.waits(False)
+        self._connection.set_pending(False)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
