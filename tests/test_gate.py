@@ -30,6 +30,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, x25519
 from flwr.app import Message
 from flwr.common.constant import TIMESTAMP_HEADER
+from flwr.proto.fab_pb2 import GetFabRequest
 from flwr.proto.fleet_pb2 import ActivateNodeRequest, PullMessagesRequest, PullMessagesResponse, PushMessagesRequest
 from flwr.proto.heartbeat_pb2 import SendNodeHeartbeatRequest
 from flwr.proto.message_pb2 import (
@@ -1167,6 +1168,31 @@ def test_a_slow_request_and_a_slow_answer_pass_and_a_crowd_makes_room(monkeypatc
     served(tests, monkeypatch)
 
 
+def test_one_address_has_so_many_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest of this address makes room, and not the oldest of all."""
+
+    def tests(port: int) -> None:
+        def connect(address: str) -> socket.socket:
+            return stack.enter_context(socket.create_connection(("127.0.0.1", port), 5, (address, 0)))
+
+        with contextlib.ExitStack() as stack:
+            other, first, second, *rest = map(connect, ("127.0.0.2", *["127.0.0.1"] * 5))
+            for closed in (first, second):
+                with contextlib.suppress(ConnectionError):
+                    assert closed.recv(1) == b""
+            for it in (other, *rest):
+                it.sendall(b"POST / HTTP/1.1\r\nContent-Length: 0\r\n\r\n")
+                assert it.recv(4096).startswith(b"HTTP/1.1 200")
+
+    served(tests, monkeypatch, crowd=100, seconds=30, each=3)
+
+
+def test_an_owner_of_a_network_has_one_address() -> None:
+    same = {patience._origin(host) for host in ("2001:db8::1", "2001:db8::ffff:1%eth0", "2001:db8:0:0:9::")}
+    others = {patience._origin(host) for host in ("2001:db8:0:1::1", "10.0.0.1", "10.0.0.2")}
+    assert len(same) == 1 and len(same | others) == 4
+
+
 def test_a_head_that_does_not_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     start = b"POST /slow HTTP/1.1\r\nContent-Length: 0\r\n"
 
@@ -1354,8 +1380,10 @@ def test_what_a_node_asks_for_in_vain_is_its_own_fault(link: Deployment, node: t
         assert asks(link, node[0], OBJECT, piece.SerializeToString()) == "400"
         odd = reply(node[1].node_id, run_id=run, message_type="a\n" * 999)
         assert asks(link, node[0], PUSH, odd) == "400"
+    fab = GetFabRequest(node=node[1], run_id=1, hash_str="a\nb" * 20_000).SerializeToString()
+    assert asks(link, node[0], "/v1/fleet/get-fab", fab) == "403"
     log = link.log("superlink")
-    assert "Traceback" not in log and max(map(len, log.splitlines())) < 600
+    assert "Traceback" not in log and max(map(len, log.splitlines())) < 1200 and "\nba" not in log
 
 
 @pytest.mark.full
@@ -1365,6 +1393,9 @@ def test_it_stops_when_told_and_with_its_helper(link: Deployment) -> None:
                          database=str(link.folder / "second.db"))  # fmt: skip
     second = link.start("second", *words)
     until(lambda: "nodes at" in link.log("second"), 60, "the second\n" + link.log("second"))
+    other = link.command("superlink", public=f"127.0.0.1:{free_port()}", private=f"127.0.0.1:{free_port()}",
+                         database=str(link.folder / "second.db"))  # fmt: skip
+    assert link.start("other", *other).wait(60) == 2 and "another SuperLink uses" in link.log("other")
     second.terminate()
     assert second.wait(15) == 0 and "Traceback" not in link.log("second"), link.log("second")[-2000:]
     # The address is free again, and taking one that is not says so.
