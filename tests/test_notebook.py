@@ -260,7 +260,7 @@ def test_the_data_card_is_that_of_the_run(tiny: Callable[..., RunResult]) -> Non
 def test_compare_returns_the_comparison(tmp_path: Path, in_turn: list[str], no_page: list[Path]) -> None:
     small = {"clients": 3, "local_epochs": 1, "batch_size": 64, "data_fraction": 0.3}
     found = compare("local,fedavg", seeds=2, out=tmp_path / "both", rounds=1, **small, reference="fedavg")
-    assert [r.method for r in found.finished] == ["local", "local", "fedavg", "fedavg"] and len(found.table) == 4
+    assert [r.method for r in found.finished] == ["local", "fedavg", "local", "fedavg"] and len(found.table) == 4
     assert set(found.significance["reference"]) == {"fedavg"} and len(in_turn) == 4
 
 
