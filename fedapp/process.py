@@ -58,7 +58,7 @@ class _Apart(SpawnProcess):
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
         main = sys.modules["__main__"]
-        sys.modules["__main__"] = ModuleType("__main__")  # without a file, of which nothing is passed on
+        sys.modules["__main__"] = ModuleType("__main__")  # without a file, so that no process runs one again
         try:
             return SpawnProcess._Popen(process_obj)
         finally:

@@ -382,7 +382,7 @@ def test_a_run_that_is_silent_counts_as_ended(seen: float, pause: float, free: b
 
 
 def test_the_claim_of_a_stopped_run_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The supervisor asks the SuperLink; a run that goes on, or of which nothing is known, keeps its claim."""
+    """The supervisor asks the SuperLink; a run that goes on or cannot be looked up keeps its claim."""
     folder = tmp_path / "f" / "1"
     monkeypatch.setenv(claim.SUPERVISED, "1")
     with claim.held(folder, "aa", last=False, flower=7):

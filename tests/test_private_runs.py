@@ -396,5 +396,5 @@ def test_a_node_with_an_older_ledger_releases_nothing(tmp_path: Path, home: Path
 
 
 def test_a_client_with_noise_never_begins_anew(tmp_path: Path) -> None:
-    with pytest.raises(BadRequest, match=r"lost-state = 'restart' may begin anew where the ledger is lost too"):
+    with pytest.raises(BadRequest, match=r"lost-state = 'restart' may begin with an empty ledger"):
         from_flat({**NODES, "lost-state": "restart"})

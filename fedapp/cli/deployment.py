@@ -35,7 +35,7 @@ def deploy_check(
     key: Annotated[Path | None, typer.Option(help="on a node: its private key")] = None,
     certificate: Annotated[Path | None, typer.Option(help="on the server: its certificate")] = None,
     roster: Annotated[
-        Path | None, typer.Option(envvar="FEDAPP_ROSTER", help="on the server: its roster, beside the database")
+        Path | None, typer.Option(envvar="FEDAPP_ROSTER", help="on the server: its roster, next to the database")
     ] = None,
     sets: Set = None,
 ) -> None:
@@ -154,7 +154,7 @@ def admit(
     from fedapp.engines import control, deploy, gate
 
     if roster is None:
-        raise BadRequest("give --roster FILE, the roster.toml beside the SuperLink's database")
+        raise BadRequest("give --roster FILE, the roster.toml next to the SuperLink's database")
     with control.Control.of_connection(deploy.connection(connection)) as api:
         node = gate.admit(api, key, client, roster, max_examples)
     echo(f"node {node} is client {client} ({roster})")

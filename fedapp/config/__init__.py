@@ -157,7 +157,7 @@ def told_apart(what: str, method: str, inside: Sequence[str]) -> tuple[dict[str,
 
 
 def unknown_key(key: str, value: object, option: str = "") -> str:
-    """Return the message for a name that is no run-config key: the nearest key, or methods that have it.
+    """Return the message for an unknown run-config key: the nearest key, or methods that have it.
 
     Parameters
     ----------

@@ -42,7 +42,7 @@ class DataCard:
     names : of the clients, where the data or a file name them; else empty.
     left_out : owners with too few rows, who are no clients.   ignored : arrays of the file that mean nothing here.
     skipped : files, rows of a table of pictures, or clients that could not be used and were left out.
-    untrained : classes of which no client has training rows.
+    untrained : classes without a training row at any client.
     sizes : where clients' samples differ in size, each size and whose it is.
     rows : what one sample is called: `images`, else `rows`.
     """

@@ -48,7 +48,7 @@ def entries_of(folder: Path) -> list[Path]:
 
 
 def files_of(folder: Path, kind: str) -> list[Path]:
-    """Return the files of a folder with a suffix in any case, sorted; none if there is no such folder."""
+    """Return the files of a folder with a suffix in any case, sorted; empty if the folder does not exist."""
     return [p for p in entries_of(folder) if p.suffix.lower() == f".{kind}"] if folder.is_dir() else []
 
 

@@ -222,7 +222,7 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _note_loose(root: Path, bad: dict[Path, str]) -> None:
-    """Note pictures that lie beside the folders of classes or clients, and so belong to none."""
+    """Note pictures outside of the folders of classes or clients."""
     for path in entries_of(root):
         if path.suffix.lower() in PICTURE_SUFFIXES and not path.is_dir():
             bad[path] = f"{path} is in no folder of a class"

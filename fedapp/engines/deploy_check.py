@@ -266,7 +266,7 @@ def _registered(to: Any, roster: Path | None) -> Iterator[Finding]:
     remedy = "" if online else "start fedapp supernode; with keys: flwr supernode register NAME.pub CONNECTION"
     yield Finding("nodes", OK if online else WARN, f"{online} online of {len(found)} registered", remedy)
     if roster is None:
-        remedy = "on the server give --roster FILE, the roster.toml beside the SuperLink's database"
+        remedy = "on the server give --roster FILE, the roster.toml next to the SuperLink's database"
         yield Finding("roster", WARN, "not named: without one the first node that is online holds a client id", remedy)
         return
     try:

@@ -94,7 +94,7 @@ KEY, STAMP = 1 << 10, 64
 """Most bytes of the header with a node's key, where the largest curve needs 400, and of the one with the time that it
 signed. Each used time is kept for five minutes, and Python reads times with any number of digits."""
 UNREGISTERED, USED = -1, -2
-"""In place of a node's id: the key that signed a request is not registered; the signature was used before."""
+"""Results without a node's id: the key that signed a request is not registered; the signature was used before."""
 BODY, FEW = 8 << 20, 64 << 10
 """Largest body in bytes of a request that brings a part of a reply, and of any other."""
 PIECES, PIECE, ENTRY = 5000, 5 << 20, 80
@@ -125,9 +125,9 @@ HELD = CONNECTIONS // 2
 TURN = 20.0
 """Seconds that a request waits for others which write to the database; a node waits 30 for its answer."""
 RECOVERY, PATIENCE = 60.0, 6
-"""Seconds after a write that failed in which nobody is taken for lost: heartbeats come every 20 seconds, and up to 20
-later after one that failed. And how many of 30 seconds a run may be without one; Flower's 2 are less than a full disk
-takes, and the run's process ends as soon as they are over."""
+"""Seconds after a failed write during which no node or run is taken for lost: heartbeats come every 20 seconds, and up
+to 20 later after one that failed. And how many times 30 seconds a run may be without one; Flower's 2 are less than a
+full disk takes, and the run's process ends as soon as they are over."""
 STARTS = 60.0
 """Seconds until a listener must have started."""
 STABLE, TRIES = 30.0, 3
@@ -236,7 +236,7 @@ class Gate:
             await self.app(scope, receive, send)
 
     async def _refuse(self, send: Send, status: int, text: str, kind: str = "text/plain") -> None:
-        """Refuse a request that may be a stranger's, of which no line each is written."""
+        """Refuse a request that may be a stranger's; refusals are counted, not logged one by one."""
         if not self._refused:
             asyncio.get_running_loop().call_later(SUMMARY, self._summarise)
         self._refused[status] += 1

@@ -89,7 +89,8 @@ class _OwnLists:
 
 class _BatchedStore(SqlObjectStore):
     """Flower's store with few statements for all parts of a message. Flower's has four for each, and a list of 5,000
-    objects took 5 processor seconds, in which nobody else could write. Parts have no parts here (:class:`_OwnLists`).
+    objects took 5 processor seconds, during which no other request could write. Parts have no parts here
+    (:class:`_OwnLists`).
     """
 
     def preregister(self, run_id: int, object_tree: ObjectTree) -> list[str]:
@@ -97,7 +98,7 @@ class _BatchedStore(SqlObjectStore):
 
         Raises
         ------
-        ValueError : a name is no SHA-256, or the message was listed with other parts.
+        ValueError : a name is not a SHA-256, or the message was listed with other parts.
         """
         message, parts = object_tree.object_id, [child.object_id for child in object_tree.children]
         names = [message, *parts]
@@ -186,7 +187,7 @@ def make_requests_atomic() -> None:
     """Let each request to this process's SuperLinks be one transaction, and tell whose fault an error is.
 
     Flower marks a message or a task as handed out, and counts bytes in a second transaction. Where that fails the
-    answer is an error, and nobody would get the message or the task any more. And it answers 500 to what cannot be
+    answer is an error, and the message or the task would be lost. And it answers 500 to what cannot be
     right at any time, such as a run that does not exist, as to a database that is full.
     """
     messages = ("pull_messages", "push_messages", "push_object", "pull_object", "confirm_message_received")

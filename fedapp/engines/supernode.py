@@ -183,7 +183,7 @@ class Node:
             self.forks = Forks(["flwr.supernode.cli", *LIBRARIES, PROGRAM], os.environ)
             os.environ["PATH"] = self.forks.path(os.environ["PATH"])
         except Cold as e:
-            echo(f"fedapp supernode: there is no warm process, because {e}", err=True)
+            echo(f"fedapp supernode: the warm process cannot start, so messages start cold: {e}", err=True)
 
     def watch(self) -> None:
         """Replace Flower's calls of the SuperLink and its `/health`, and start the supervision."""

@@ -185,7 +185,7 @@ def significance(jobs: Sequence[Job], reference: str) -> pd.DataFrame:
     differences, ddof 1), `p` (:func:`signed_rank` over all pairs; of balanced scores :func:`t_test` over seeds, NaN for
     one seed), `p_holm` (corrected over the methods of a setting and measure). Methods that fine-tune are also tested on
     `tuned`, against the reference's `trained` score where it does not fine-tune itself. Clients of one seed share a
-    federation, so p speaks of these partitions; the spread over seeds stands beside it.
+    federation, so p speaks of these partitions; the spread over seeds is in the next column.
     """
     rows: list[dict[str, Any]] = []
     for setting in dict.fromkeys(j.setting for j in jobs):
@@ -366,7 +366,7 @@ def print_tables(
 
 
 def print_fitting(console: Screen, names: Sequence[str], columns: Mapping[str, Sequence[str]]) -> None:
-    """Print columns of numbers beside the names of their rows: several tables where one would be wider than the screen.
+    """Print named rows of numbers: several tables where one would be wider than the screen.
 
     Rich would cut the numbers of a table that is too wide.
     """

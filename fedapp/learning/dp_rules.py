@@ -73,7 +73,7 @@ def _check_common(config: Any) -> None:
     rules = (
         (
             config.lost_state == "restart",
-            "lost-state = 'restart' may begin anew where the ledger is lost too: put the state folder back",
+            "lost-state = 'restart' may begin with an empty ledger: put the state folder back",
         ),
         (config.warm_start, "warm-start begins from states that were made without noise: leave it out"),
         (config.select == "validation", "select = 'validation' chooses a round by exact scores: leave it at last"),
