@@ -349,7 +349,7 @@ def test_only_the_difference_is_run_and_its_time_is_estimated(
     assert reproduce.reproduce(out, "", study_names=[STUDY], workers=4, kept=folder, keep=folder) == 0
     assert begun == [out / KEYS[2].folder]
     told = capsys.readouterr().err
-    assert "to run: 1, about 1 minute, 1 at a time" in told and "3 runs are kept" in told
+    assert "to run: 1, about 1 minute, 1 at a time" in told and "3 runs kept" in told
     assert set(archive.read(folder).runs) == set(KEYS)
 
 

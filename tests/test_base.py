@@ -213,7 +213,10 @@ def test_evaluations_of_all_clients_are_told_what_they_are_for(
     monkeypatch.setattr(strategy, "_queries", lambda *given: None)
     callbacks = Callbacks()
     monkeypatch.setattr(callbacks, "selected", lambda state, rounds: (state, rounds))
-    manager = SimpleNamespace(register=lambda: None, nodes={0: None}, states={}, settings=SimpleNamespace(fraction=1.0))
+    manager = SimpleNamespace(
+        register=lambda: None, nodes={0: None}, states={}, settings=SimpleNamespace(fraction=1.0),
+        without_silent=lambda server_round, ids: (ids, []),
+    )  # fmt: skip
     strategy.run(
         manager, context(point(1.0, 2.0)), rounds=2, callbacks=callbacks, evaluate_every=1, select=select, **more
     )  # type: ignore[arg-type]

@@ -116,7 +116,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     return found
 
 
-def test_a_client_gets_no_values_that_it_receives_unless_it_looks(poison: list[torch.Tensor]) -> None:
+def test_a_client_finds_nan_in_values_that_it_receives_even_if_it_looks(poison: list[torch.Tensor]) -> None:
     class Looks(FedClient):
         def receive(self, payload: Payload) -> None:
             self.seen = self.model.head.weight.detach().clone()
@@ -134,10 +134,10 @@ def test_a_client_gets_no_values_that_it_receives_unless_it_looks(poison: list[t
     for kind in (FedClient, Looks, Restores):
         client = kind(task, method, hparams)
         client.restore(1, Payload(sent))
-        assert bool(client.model.head.weight.isnan().all()) == (kind is FedClient)
+        assert client.model.head.weight.isnan().all()
         client.receive(Payload(sent))
         assert all(torch.equal(v, torch.from_numpy(sent[n])) for n, v in client.model.state_dict().items())
-        assert kind is FedClient or client.seen.isfinite().all()  # type: ignore[attr-defined]
+        assert kind is FedClient or client.seen.isnan().all()  # type: ignore[attr-defined]
 
 
 @pytest.mark.full

@@ -119,10 +119,9 @@ class Evidence:
             for runs in self.common(pairs)
         ]
 
-    def one_row(self, pairs: Sequence[Pair], protocol: str) -> float:
+    def one_row(self, pairs: Sequence[Pair]) -> float:
         """Return what one test row of the median client adds to its accuracy."""
-        rows = [run.final[f"{protocol}_total"] for runs in self.common(pairs) for run in runs]
-        return 1 / float(pd.concat(rows).median())
+        return 1 / float(pd.concat([run.test_rows for runs in self.common(pairs) for run in runs]).median())
 
     def seeds(self, pairs: Sequence[Pair], values: Iterable[Callable[[RunResult], float]]) -> list[Floats]:
         """Return of each variant one number per seed: what its function says."""
@@ -222,7 +221,7 @@ class BetterOverClients(Rule):
         x, y = e.clients(self.runs(), self.protocol)
         d = (x - y).dropna()
         text = f"{points(x)} against {points(y)} ({self.protocol}), difference {points(d, signed=True)}"
-        bounds = interval(d, e.one_row(self.runs(), self.protocol))
+        bounds = interval(d, e.one_row(self.runs()))
         return directed(float(d.groupby("seed").mean().mean()), signed_rank(d), text, bounds)
 
 
@@ -238,7 +237,7 @@ class EqualOverClients(Rule):
     def decide(self, e: Evidence) -> Verdict:
         """Decide it; an interval that lies outside the margin decides against it."""
         x, y = e.clients(self.runs(), self.protocol)
-        low, high = interval((x - y).dropna(), e.one_row(self.runs(), self.protocol))
+        low, high = interval((x - y).dropna(), e.one_row(self.runs()))
         text = f"{points(x)} against {points(y)} ({self.protocol}), "
         text += f"90 % interval {100 * low:+.1f} to {100 * high:+.1f} points"
         if -self.margin < low and high < self.margin:

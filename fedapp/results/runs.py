@@ -397,9 +397,14 @@ class RunResult:
         """What the run states of what left its clients; empty without `dp`."""
         return dict(self.summary.get("privacy") or {})
 
+    @property
+    def test_rows(self) -> pd.Series:
+        """The number of test rows of each client, the same for every score of its own test rows."""
+        return next((self.final[c] for c in self.final if c.endswith("_total")), pd.Series(dtype=float))
+
     def resolution(self, pooled: bool = False) -> float:
         """Return the smallest step of a mean accuracy over clients, or of one over all test rows together."""
-        return resolution(next((self.final[c] for c in self.final if c.endswith("_total")), ()), pooled)
+        return resolution(self.test_rows, pooled)
 
     def weakest(self, protocol: str) -> tuple[float, float]:
         """Return the final accuracy of the worst client, and the mean of the worst tenth of the clients."""
