@@ -185,7 +185,7 @@ def significance(jobs: Sequence[Job], reference: str) -> pd.DataFrame:
     differences, ddof 1), `p` (:func:`signed_rank` over all pairs; of balanced scores :func:`t_test` over seeds, NaN for
     one seed), `p_holm` (corrected over the methods of a setting and measure). Methods that fine-tune are also tested on
     `tuned`, against the reference's `trained` score where it does not fine-tune itself. Clients of one seed share a
-    federation, so p speaks of these partitions; the spread over seeds is in the next column.
+    federation, so p holds for these partitions alone; `std_over_seeds` is the spread over seeds.
     """
     rows: list[dict[str, Any]] = []
     for setting in dict.fromkeys(j.setting for j in jobs):
