@@ -34,7 +34,7 @@ slow: $(READY)
 	$(BIN)/python -m pytest -m slow
 
 mutants: $(READY)
-	$(BIN)/python -m tests.mutants --page docs/mutants.md
+	$(BIN)/python -m tools.mutants --page docs/mutants.md
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks

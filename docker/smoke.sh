@@ -5,7 +5,7 @@
 #
 #   docker/smoke.sh            removes the containers at the end; KEEP=yes leaves them running
 #
-# DOCKER: another program that does what `docker` does here (docker/check-image.sh).
+# DOCKER: another program that does what `docker` does here (tools/check-image.sh).
 # Exit code 0: every step succeeded.
 set -eu
 

@@ -1,4 +1,4 @@
-"""The services of docker/compose.yml on hosts of their own: network namespaces that docker/hosts.sh makes."""
+"""The services of docker/compose.yml on hosts of their own: network namespaces that tools/hosts.sh makes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.deployment import COMPOSE, NODES, ROOT, Deployment
 
-SCRIPT = ROOT / "docker" / "hosts.sh"
+SCRIPT = ROOT / "tools" / "hosts.sh"
 
 
 class Hosts(Deployment):
@@ -34,7 +34,7 @@ class Hosts(Deployment):
         super().__init__(folder, nodes)
 
     def script(self, command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Call docker/hosts.sh for this network."""
+        """Call tools/hosts.sh for this network."""
         return subprocess.run([SCRIPT, command, self.net, *arguments], capture_output=True, text=True)
 
     def change(self, command: str, *arguments: str) -> None:

@@ -234,8 +234,9 @@ def test_the_image_is_built_and_its_containers_do_what_smoke_says(tmp_path: Path
                 shutil.copytree(path, tree / path.name, ignore=skip)
             else:
                 shutil.copy(path, tree)
-    shutil.copytree(DOCKER, tree / "docker", ignore=skip)
-    done = subprocess.run([tree / "docker" / "check-image.sh"], env={**os.environ, "PYTHON": sys.executable},
+    for folder in ("docker", "tools"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=skip)
+    done = subprocess.run([tree / "tools" / "check-image.sh"], env={**os.environ, "PYTHON": sys.executable},
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
     print(done.stdout)
     assert done.returncode == 0 and "== every step succeeded" in done.stdout

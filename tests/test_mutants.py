@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import mutants as runner
-from tests.mutate import mutants
+from tools import mutants as runner
+from tools.mutate import mutants
 
 ROOT = Path(__file__).parents[1]
 
@@ -102,7 +102,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def judged(folder: Path, *options: str) -> str:
-    command = [sys.executable, "-m", "tests.mutants", "--root", str(folder), "--results", str(folder / "out.jsonl")]
+    command = [sys.executable, "-m", "tools.mutants", "--root", str(folder), "--results", str(folder / "out.jsonl")]
     done = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -154,5 +154,5 @@ def test_explained_faults_are_of_lines_that_exist() -> None:
 
 def test_survivors_without_a_reason_stand_out() -> None:
     record = {"file": "a.py", "function": "f", "before": "x | y", "after": "x & y", "result": "survived"}
-    text = runner.page([record], "python -m tests.mutants")
+    text = runner.page([record], "python -m tools.mutants")
     assert "**0 of 1 killed**" in text and "`x \\| y`<br>`x & y` | **not explained yet** |" in text

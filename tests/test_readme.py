@@ -45,7 +45,7 @@ def test_commands_have_options_that_exist(command: str) -> None:
 
 
 BOTH = TEXT + (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-FOLDERS = "benchmarks|clients|docker|docs|fedapp|strategies|tests"
+FOLDERS = "benchmarks|clients|docker|docs|fedapp|strategies|tests|tools"
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(rf"(?<![\w/.])((?:{FOLDERS})/[\w/.-]*\w/?)(?![\w<*])", BOTH))))

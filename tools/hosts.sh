@@ -2,12 +2,12 @@
 # Hosts with addresses of their own on one machine, to try a deployment on a network: each is a network namespace, and a
 # bridge in one more namespace joins them. Nothing else of the machine's network changes. Needs root and iproute2.
 #
-#   docker/hosts.sh up NET HOST=ADDRESS/BITS ...    make the network NET; ip netns exec NET-HOST COMMAND runs there
-#   docker/hosts.sh cut NET HOST                    pull out the host's cable: nothing passes, and nobody is told
-#   docker/hosts.sh join NET HOST                   put it back
-#   docker/hosts.sh slow NET HOST RATE              such as 1mbit, in each direction
-#   docker/hosts.sh move NET HOST ADDRESS/BITS      another address, which the name means from then on
-#   docker/hosts.sh down NET                        remove all of it; processes in there go on without a network
+#   tools/hosts.sh up NET HOST=ADDRESS/BITS ...    make the network NET; ip netns exec NET-HOST COMMAND runs there
+#   tools/hosts.sh cut NET HOST                    pull out the host's cable: nothing passes, and nobody is told
+#   tools/hosts.sh join NET HOST                   put it back
+#   tools/hosts.sh slow NET HOST RATE              such as 1mbit, in each direction
+#   tools/hosts.sh move NET HOST ADDRESS/BITS      another address, which the name means from then on
+#   tools/hosts.sh down NET                        remove all of it; processes in there go on without a network
 #
 # Hosts know each other by name, from /etc/hosts as `ip netns exec` shows it. Names have at most 15 characters.
 set -eu

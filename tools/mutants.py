@@ -1,8 +1,8 @@
 """Mutation tests: put small faults into the methods and the mathematics, and see which the tests do not notice.
 
-    python -m tests.mutants                                          300 faults drawn from all files
-    python -m tests.mutants --only strategies/fedgh.py --sample 40   40 of one file
-    python -m tests.mutants --page docs/mutants.md                   also write the page: `make mutants`
+    python -m tools.mutants                                          300 faults drawn from all files
+    python -m tools.mutants --only strategies/fedgh.py --sample 40   40 of one file
+    python -m tools.mutants --page docs/mutants.md                   also write the page: `make mutants`
 
 For each fault only the tests named for its file run (`tests_for`). A fault is killed when one of them fails or runs
 out of time. Results are kept as JSON lines and reused as long as the faulty file and its tests stay the same.
@@ -35,7 +35,7 @@ from typing import Any
 
 import pytest
 
-from tests.mutate import Mutant, mutants
+from tools.mutate import Mutant, mutants
 
 FOLDERS = ("strategies", "clients", "fedapp/core", "fedapp/learning")
 NAMED = {
@@ -81,7 +81,7 @@ def tests_for(file: str, root: Path) -> tuple[str, ...]:
     own = f"tests/test_{'core_' if '/core/' in file else ''}{Path(file).stem}.py"
     found = [*([own] if (root / own).exists() else []), *NAMED.get(file, [])]
     if not found:
-        raise FileNotFoundError(f"{file} has no {own}: write one, or name its tests in tests/mutants.py")
+        raise FileNotFoundError(f"{file} has no {own}: write one, or name its tests in tools/mutants.py")
     defaults = "tests/test_defaults.py"
     return (*found, *([defaults] if file.startswith(FOLDERS[:2]) and (root / defaults).exists() else []))
 
@@ -272,7 +272,7 @@ The faults are: an operator replaced or a condition negated; an integer plus one
 flipped, a bound of a slice or range off by one; a statement, a `raise`, or a call such as `.detach()`, `.eval()`,
 `.clone()` or `sorted()` removed; two arguments exchanged; `min` for `max`, `sum` for `mean` and the like; `None`
 returned. They are drawn with a seed from all possible ones in {", ".join(f"`{folder}`" for folder in FOLDERS)}. A test
-that runs out of time counts as killed. The reasons are kept in `tests/mutants.toml`.
+that runs out of time counts as killed. The reasons are kept in `tools/mutants.toml`.
 
 Tests are written for faults of a sample that survive. Another seed draws faults that nobody has looked at, and shows
 what the tests are worth for these.
@@ -283,7 +283,7 @@ what the tests are worth for these.
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tools.mutants", description=__doc__.splitlines()[0])
     parser.add_argument("--only", help="files or folders, comma-separated")
     parser.add_argument("--sample", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
@@ -307,7 +307,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"\n{len(records) - len(survived)} of {len(records)} killed")
     if given.page:
         chosen = f" --only {given.only}" if given.only else ""
-        command = f"python -m tests.mutants --sample {given.sample} --seed {given.seed}{chosen}"
+        command = f"python -m tools.mutants --sample {given.sample} --seed {given.seed}{chosen}"
         given.page.write_text(page(records, command), encoding="utf-8")
 
 

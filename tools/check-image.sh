@@ -1,9 +1,9 @@
 #!/bin/sh
 # docker/smoke.sh on a machine without a Docker daemon and without a registry of images: the image is built by buildah on a
-# base made by debootstrap, and compose.yml's services run in it, as runc's containers (docker/docker_on_runc.py). Needs
+# base made by debootstrap, and compose.yml's services run in it, as runc's containers (tools/docker_on_runc.py). Needs
 # root, Debian's buildah, debootstrap, runc and iproute2, 25 GB of disk, and a Python with PyYAML (PYTHON).
 #
-#   docker/check-image.sh [FOLDER]     FOLDER keeps the base and the image's layers for the next time
+#   tools/check-image.sh [FOLDER]     FOLDER keeps the base and the image's layers for the next time
 #
 # PIP_CONF: pip's configuration while the image is built, for a package index of your own.
 # The base has Debian's Python of the same minor version, and trusts the certificates that this machine trusts.
@@ -25,7 +25,7 @@ fi
 cd "$(dirname "$0")/.."
 BASE_IMAGE=localhost/fedapp-base
 CONTAINERS_STORAGE_CONF=$CHECK_FOLDER/storage.conf
-DOCKER="${PYTHON:-python3} docker/docker_on_runc.py"
+DOCKER="${PYTHON:-python3} tools/docker_on_runc.py"
 if [ -z "${PIP_CONF:-}" ]; then
   PIP_CONF=$CHECK_FOLDER/pip.conf
   # pip has a list of authorities of its own, and would not look at the base's.

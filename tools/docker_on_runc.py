@@ -1,9 +1,9 @@
 """What docker/smoke.sh asks of `docker`, on a machine without its daemon: images by buildah, containers by runc.
 
-    DOCKER="python docker/docker_on_runc.py" docker/smoke.sh        docker/check-image.sh does it
+    DOCKER="python tools/docker_on_runc.py" docker/smoke.sh        tools/check-image.sh does it
 
 A container gets what compose.yml says: command, user, environment, read-only file system, no capabilities, limits of
-memory and processes, secrets, configs, volumes, and a host of its own (docker/hosts.sh) that others know by its name.
+memory and processes, secrets, configs, volumes, and a host of its own (tools/hosts.sh) that others know by its name.
 Not taken over: `init`, `restart`, `ports`. Needs root. `CHECK_FOLDER` holds volumes and logs, `BASE_IMAGE` takes the
 place of the Dockerfile's base, and `PIP_CONF` is pip's configuration while the image is built.
 """
