@@ -660,8 +660,9 @@ def test_a_node_may_come_back_under_another_id(tmp_path: Path) -> None:
             grid.offline = {12}
             grid.join(99, share(1))
 
-    summary, grid, _ = start(tmp_path, THREE, script)
+    summary, grid, events = start(tmp_path, THREE, script)
     assert summary["ok"] and list(rounds(tmp_path)["clients"]) == [3, 2, 3]
+    assert [e["text"] for e in events if e["kind"] == "joined"] == ["client 1 is here again"]
     assert grid.told[99] == ["query.register", "train", "evaluate"]
     clients = pd.read_csv(tmp_path / "run" / "clients.csv")
     back = clients[(clients["client"] == 1) & (clients["round"] == 3)]
@@ -682,6 +683,7 @@ def test_a_late_node_joins_and_one_that_cannot_is_left_out(tmp_path: Path) -> No
     assert any("waiting for 1 of 3" in w for w in warnings)
     assert any("left out" in w and "data-path missing" in w for w in warnings)
     assert any("two nodes are client 0, of which" in w for w in warnings)
+    assert [e["text"] for e in events if e["kind"] == "joined"] == ["client 2 takes part from now on"]
     assert "train" not in grid.told[14] + grid.told[15]
 
 
