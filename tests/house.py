@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
@@ -27,7 +29,7 @@ ROOMS = [
     ("results",),
     ("client_app", "server_app", "tracking"),
     ("engines",),
-    ("experiments",),
+    ("deployment", "experiments"),
     ("cli",),
 ]
 """The rooms from the ground up: a room imports from the floors below it alone."""
@@ -51,14 +53,33 @@ def room(name: str) -> str:
 
 def imports(path: Path) -> set[str]:
     """All modules that a file imports, wherever it does so."""
+    return imported(path.read_text(encoding="utf-8"))
+
+
+def imported(program: str) -> set[str]:
+    """All modules that a program imports: by statement, as text for `import_module`, and after `-m` and `-c`."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(program)):
         if isinstance(node, ast.Import):
             found.update(a.name for a in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
             found.update(f"{node.module}.{a.name}" for a in node.names)
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            found.update(texts(node.args[:1]))
+        if isinstance(node, (ast.List, ast.Tuple, ast.Call)):
+            words = node.args if isinstance(node, ast.Call) else node.elts
+            for option, word in itertools.pairwise(words):
+                if texts([option]) == ["-m"]:
+                    found.update(texts([word]))
+                elif texts([option]) == ["-c"]:
+                    found.update(*map(imported, texts([word])))
     return found
+
+
+def texts(nodes: Sequence[ast.expr]) -> list[str]:
+    """The texts among expressions."""
+    return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
 
 def arrows() -> dict[str, set[str]]:

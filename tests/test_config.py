@@ -405,7 +405,7 @@ def test_every_key_has_a_description() -> None:
 
 @pytest.mark.parametrize(
     ("words", "what"),
-    [(["methods"], "fedapp.registry.discover"), (["deploy", "check"], "fedapp.engines.deploy_check.check")],
+    [(["methods"], "fedapp.registry.discover"), (["deploy", "check"], "fedapp.deployment.deploy_check.check")],
 )
 def test_an_interrupt_is_one_line_and_exit_code_130(
     words: list[str], what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

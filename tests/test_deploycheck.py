@@ -12,9 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fedapp.cli import app
+from fedapp.deployment import deploy_check as deploycheck
+from fedapp.deployment.deploy_check import FAIL, OK, WARN, Finding
 from fedapp.engines import control
-from fedapp.engines import deploy_check as deploycheck
-from fedapp.engines.deploy_check import FAIL, OK, WARN, Finding
 from fedapp.errors import BadRequest
 from fedapp.transport import roster
 from tests.deployment import free_port

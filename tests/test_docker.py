@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fedapp.engines.deploy_check import parsed
+from fedapp.deployment.deploy_check import parsed
 from fedapp.tasks.node import Node
 from tests.deployment import COMPOSE, ROOT, image_env
 

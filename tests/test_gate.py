@@ -50,8 +50,9 @@ from typer.testing import CliRunner
 from fedapp import config
 from fedapp.cli import app
 from fedapp.client_app import app as client_app
-from fedapp.engines import control, gate, patience
-from fedapp.engines.layers import UnavailableMiddleware
+from fedapp.deployment import gate, patience
+from fedapp.deployment.layers import UnavailableMiddleware
+from fedapp.engines import control
 from fedapp.errors import BadRequest
 from fedapp.transport import roster
 from fedapp.transport.client_manager import ClientManager, Settings
@@ -807,7 +808,7 @@ def test_a_text_of_a_node_fills_one_line_of_the_log(caplog: pytest.LogCaptureFix
 
 
 def test_an_internal_name_that_is_missing_is_reported() -> None:
-    with pytest.raises(BadRequest, match=r"fedapp.engines.gate has no _missing"):
+    with pytest.raises(BadRequest, match=r"fedapp.deployment.gate has no _missing"):
         control.replace_attribute(gate, "_missing", 1)
     assert not hasattr(gate, "_missing")
 
@@ -830,7 +831,7 @@ def started():
         root_certificates_path=None, runtime_dependency_install=False, parent_pid=None, suppress_output=True,
         task_id=1, fab_hash=None))
 importlib.import_module("flwr.supercore.cli.flower_superexec").flower_superexec = started
-from fedapp.engines.gate import superexec
+from fedapp.deployment.gate import superexec
 superexec()
 """
     out, secret = tmp_path / "out", tmp_path / "superexec.secret"

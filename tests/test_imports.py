@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house import FILES, FLOOR, MODULES, PICTURE, ROOT, imports, module, picture, room, shortest
+from tests.house import FILES, FLOOR, MODULES, PICTURE, ROOT, imported, imports, module, picture, room, shortest
 
 FLOWER = {
     "fedapp/client_app.py",
@@ -31,12 +31,33 @@ def test_imports(path: Path) -> None:
     name = str(path.relative_to(ROOT))
     used = imports(path)
     if any(m == "flwr" or m.startswith("flwr.") for m in used):
-        assert name in FLOWER or name.startswith("fedapp/engines/"), f"{name} imports flwr"
+        assert name in FLOWER or name.startswith(("fedapp/deployment/", "fedapp/engines/")), f"{name} imports flwr"
     if path == ROOT / "fedapp" / "__init__.py":
         return  # the front door: it hands out `run` and `RunResult` when they are asked for
     here = room(module(path))
     for other in {room(m) for m in used & MODULES} - {here, "fedapp"}:
         assert FLOOR[other] < FLOOR[here], f"{name} imports {other}, which does not lie below {here}"
+
+
+def test_only_the_command_line_imports_the_deployment() -> None:
+    """The simulation must not depend on the internals of Flower that the server's gate and the node use."""
+    users = {room(module(p)) for p in FILES if any(m.startswith("fedapp.deployment") for m in imports(p))}
+    assert users == {"cli", "deployment"}
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "from fedapp.engines import gate",
+        "importlib.import_module('fedapp.engines.gate')",
+        "import_module('fedapp.engines.gate').serve()",
+        "subprocess.run([sys.executable, '-m', 'fedapp.engines.gate'])",
+        "spawn(sys.executable, '-m', 'fedapp.engines.gate')",
+        "[sys.executable, '-P', '-c', 'from fedapp.engines.gate import serve; serve()', name]",
+    ],
+)
+def test_an_import_is_found_in_every_form(program: str) -> None:
+    assert "fedapp.engines.gate" in imported(program)
 
 
 def test_every_room_has_a_floor_and_the_top_of_the_package_is_small() -> None:

@@ -13,7 +13,7 @@ from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.superlink.main import _get_middleware, create_app
 from starlette.middleware import Middleware
 
-from fedapp.engines.layers import ONLY, Only, narrow
+from fedapp.deployment.layers import ONLY, Only, narrow
 
 PATHS = sorted(path for _, path in PROTOBUF_REQUEST_TYPES)
 

@@ -32,7 +32,7 @@ from flwr.superlink.servicer.runtime import runtime_handlers
 from sqlalchemy import event
 from sqlalchemy.exc import OperationalError
 
-from fedapp.engines import objects
+from fedapp.deployment import objects
 
 RUN = 7
 ROW = "8" * 64
@@ -92,7 +92,7 @@ def made_up(sent: Message) -> ObjectTree:
 
 
 def test_flower_believes_the_first_list(tmp_path: Path) -> None:
-    """If this fails, Flower has closed the hole, and `fedapp/engines/objects.py` may go."""
+    """If this fails, Flower has closed the hole, and `fedapp/deployment/objects.py` may go."""
     store = ObjectStoreFactory(str(tmp_path / "state.db")).store()
     store.preregister(RUN, made_up(message(1)))
     with pytest.raises(ValueError, match="different children"):

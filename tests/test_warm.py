@@ -23,7 +23,8 @@ import httpx
 import psutil
 import pytest
 
-from fedapp.engines import caller, forks, supernode, warm
+from fedapp.deployment import supernode
+from fedapp.engines import caller, forks, warm
 from fedapp.errors import BadRequest
 from tests.deployment import until
 from tests.house import ROOT

@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fedapp.engines import supernode, warm
+from fedapp.deployment import supernode
+from fedapp.engines import warm
 from fedapp.engines.local import run
 from tests.deployment import NODES, Deployment, deployed, until
 from tests.test_deployment import DEPLOY, same

@@ -43,7 +43,7 @@ def deploy_check(
 
     Exit codes: 0 no check failed; 1 a check failed; 2 bad request.
     """
-    from fedapp.engines import deploy_check as deploycheck
+    from fedapp.deployment import deploy_check as deploycheck
 
     if superlink and (address or root_certificates or insecure):
         raise BadRequest(
@@ -69,7 +69,7 @@ def remove_states(
     remove: Annotated[bool, typer.Option("--remove", help="remove them; otherwise they are counted")] = False,
 ) -> None:
     """On a node: remove the states of runs that have ended. They can then no longer go on for more rounds."""
-    from fedapp.engines.deploy_check import parsed
+    from fedapp.deployment.deploy_check import parsed
     from fedapp.tasks import claim
     from fedapp.tasks.node import Node
 
@@ -92,7 +92,7 @@ def superlink(
 
     TLS and node keys are always on; the command line needs the operator's token (fedapp operator login).
     """
-    from fedapp.engines import gate
+    from fedapp.deployment import gate
 
     raise typer.Exit(gate.serve(public, private, operator_token_file, max_reply << 20, context.args))
 
@@ -107,7 +107,7 @@ def supernode(
 
     Each message still has a process of its own, which is forked from one that has imported the libraries.
     """
-    from fedapp.engines import supernode as nodes
+    from fedapp.deployment import supernode as nodes
 
     raise typer.Exit(nodes.serve(context.args, cold))
 
@@ -128,7 +128,8 @@ def operator_login(
     token_file: Annotated[Path, typer.Option(help="the SuperLink's operator.token, or a copy")],
 ) -> None:
     """Let flwr and fedapp use the operator's token for a connection."""
-    from fedapp.engines import deploy, gate
+    from fedapp.deployment import gate
+    from fedapp.engines import deploy
 
     to = deploy.connection(connection)
     if not token_file.is_file():
@@ -151,7 +152,8 @@ def admit(
     ] = 0,
 ) -> None:
     """Register a node's key and bind it to a client id. Run it on the server."""
-    from fedapp.engines import control, deploy, gate
+    from fedapp.deployment import gate
+    from fedapp.engines import control, deploy
 
     if roster is None:
         raise BadRequest("give --roster FILE, the roster.toml next to the SuperLink's database")

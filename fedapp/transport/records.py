@@ -29,7 +29,7 @@ PARTS = "parts"
 def group_of(server_round: int, most: int = 0) -> str:
     """Return the group of a message: its round and, for real nodes, how many bytes its reply can have.
 
-    The listener of :mod:`fedapp.engines.gate` reads it, so that a node cannot send more.
+    The listener of :mod:`fedapp.deployment.gate` reads it, so that a node cannot send more.
     """
     return f"{server_round} {most}" if most else str(server_round)
 

@@ -8,7 +8,7 @@ Flower's SuperNode has four gaps that one supervisor closes:
 - The first refusal ends it with code 0. Here only a signal does.
 - It does not notice that its executor has died. Here a helper that has died is started again.
 - Every user of the machine may take its tasks from its local port. Here only an executor that knows a secret may, as at
-  the server (:mod:`fedapp.engines.gate`).
+  the server (:mod:`fedapp.deployment.gate`).
 
 Every line of the node and its helpers gets the time, and loses colours and control characters (:class:`Log`).
 """
@@ -35,7 +35,8 @@ from typing import Any
 
 import psutil
 
-from fedapp.engines import control, gate
+from fedapp.deployment import gate
+from fedapp.engines import control
 from fedapp.engines.forks import LIBRARIES, Cold, Forks
 from fedapp.errors import BadRequest, plain
 from fedapp.results.terminal import echo
@@ -122,7 +123,7 @@ def executor(config: Any, folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
     host = f"[{config.host}]" if ":" in config.host else config.host
     ca = config.runtime_root_certificates_path
     command = [
-        sys.executable, "-P", "-c", "from fedapp.engines.gate import superexec; superexec()", "flower-superexec",
+        sys.executable, "-P", "-c", "from fedapp.deployment.gate import superexec; superexec()", "flower-superexec",
         "--runtime-api-address", resolve_bind_address(f"{host}:{config.port}"),
         *(["--root-certificates", ca] if ca else ["--insecure"]),
         "--superexec-auth-secret-file", str(secret),

@@ -28,7 +28,8 @@ from typing import Any
 from fedapp import config as configuration
 from fedapp import process
 from fedapp.data.cache import cache_root
-from fedapp.engines import control, deploy, gate
+from fedapp.deployment import gate
+from fedapp.engines import control, deploy
 from fedapp.errors import BadRequest, counted, described
 from fedapp.results.directory import versions
 from fedapp.tasks import node as nodes

@@ -11,8 +11,8 @@ same SuperLink with two listeners in one process:
   ``--isolation process``).
 
 Other users of the machine read neither its files (:func:`own_files`) nor the token of a task (:func:`superexec`). What
-one node lists as objects of its message changes no other message (:mod:`fedapp.engines.objects`). Requests pass only
-through those of Flower's layers that do something for them (:mod:`fedapp.engines.layers`).
+one node lists as objects of its message changes no other message (:mod:`fedapp.deployment.objects`). Requests pass only
+through those of Flower's layers that do something for them (:mod:`fedapp.deployment.layers`).
 
 It uses internals of Flower 1.41 (`_parse_superlink_lifespan_config`, `SuperLinkLifespan`, `create_app`,
 `authenticate_node`, `subprocess_executor`, `object_store_factory`, its handlers of requests, and what tells that a node
@@ -55,8 +55,8 @@ from typing import Any
 import typer
 from flwr.superlink.auth_plugin import NoOpControlAuthnPlugin
 
+from fedapp.deployment.layers import LINE, UnavailableMiddleware, narrow
 from fedapp.engines import control
-from fedapp.engines.layers import LINE, UnavailableMiddleware, narrow
 from fedapp.errors import BadRequest, one_line
 from fedapp.transport import records, roster
 
@@ -892,8 +892,8 @@ async def _serve(
     from sqlalchemy import event
     from sqlalchemy.pool import Pool
 
-    from fedapp.engines.objects import make_requests_atomic, own_lists
-    from fedapp.engines.patience import (
+    from fedapp.deployment.objects import make_requests_atomic, own_lists
+    from fedapp.deployment.patience import (
         BATCH,
         MAX_CONNECTIONS,
         RECORD,
@@ -1086,7 +1086,7 @@ def _helper(config: Any, address: tuple[Any, ...], secret: Path) -> list[str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
     os.environ["PATH"] = path  # flower-superexec starts its own helpers by bare name
     return [
-        sys.executable, "-P", "-c", "from fedapp.engines.gate import superexec; superexec()", "flower-superexec",
+        sys.executable, "-P", "-c", "from fedapp.deployment.gate import superexec; superexec()", "flower-superexec",
         "--runtime-api-address", f"[{host}]:{port}" if ":" in host else f"{host}:{port}",
         "--root-certificates", str(config.ssl_ca_certfile),
         "--superexec-auth-secret-file", str(secret),
