@@ -55,7 +55,7 @@ from clients._flower import PositionalClient
 from fedapp import process, sampling
 from fedapp.errors import BadRequest
 from fedapp.lazy import F, Tensor, nn, torch
-from fedapp.learning import compiled, dp_sgd
+from fedapp.learning import dp_sgd
 from fedapp.learning.dp_sgd import NoisySteps
 from fedapp.learning.evaluation import CONFUSION, Scores, batched, confusion, evaluate, measured
 from fedapp.learning.releases import Releaser
@@ -251,8 +251,6 @@ class FedClient(PositionalClient):
         self.check_batches()
         _ = self.class_weights
         spec = self.train_spec()
-        if spec.compiled:
-            compiled.prepare()
         for epochs in self.phase_epochs():
             spec.step_rates(epochs * len(batch_slices(self.task.num_samples, spec.batch_size)))
 

@@ -233,8 +233,8 @@ class Run(Callbacks):
         if config.resume and self.done > config.num_server_rounds:
             raise BadRequest(f"{out} already holds {counted(self.done, 'round')}; give --rounds {self.done} or more")
         if config.resume:
-            earlier = configuration.without_former(configuration.read_toml(out / "config.toml"))
-            config.check_continues(configuration.from_flat(earlier), self.done)
+            earlier = configuration.from_flat(configuration.read_toml(out / "config.toml"))
+            config.check_continues(earlier, self.done)
         identity = identities.of_files(config) | (identities.of_data(config) if self.simulation else {})
         if config.resume:
             lost += self._compare(identity)

@@ -30,6 +30,8 @@ from fedapp.models import default_model
 __all__ = ["DEFAULTS", "KEYS", "PROTOCOLS", "RunConfig"]
 SHOWN = 80
 """Characters of a value that a message shows."""
+FORMER = ("cuda-graphs", "compile")
+"""Removed keys, which earlier versions wrote into every `config.toml`; files that have them are read without them."""
 OWN_SETTINGS = (
     "lr", "optimizer", "momentum", "weight-decay", "clip", "augment", "local-epochs", "batch-size", "model",
     "precision", "buffers", "wire-dtype", "optimizer-args", "lr-schedule", "warmup-rounds", "lr-schedule-steps",
@@ -164,6 +166,8 @@ def unknown_key(key: str, value: object, option: str = "") -> str:
     option : what stands before a key and its value where the user wrote them, `--set ` on the command line.
     """
     text = f"unknown key '{key}'"
+    if key in FORMER:
+        return f"{text}: it was removed; leave it out"
     meant = key_of(key)
     text += f", did you mean '{meant}'?" if meant is not None else suggest(key, KEYS)
     if having := owners(key):
@@ -277,17 +281,13 @@ def _remember(text: str, config: RunConfig) -> None:
         _KNOWN.popitem(last=False)
 
 
-FORMER = ("cuda-graphs",)
-"""Keys that earlier versions wrote into every `config.toml` and that changed no number."""
-
-
 def without_former(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a run directory's `config.toml` says, without keys that no longer exist and changed no number."""
+    """Return a flat run-config of an earlier version without its :data:`FORMER` keys."""
     return {key: value for key, value in values.items() if key not in FORMER}
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file of run-config keys.
+    """Read a TOML file of run-config keys, without :data:`FORMER` ones.
 
     Raises
     ------
@@ -301,7 +301,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise BadRequest(f"{path} cannot be read ({e.strerror})") from e
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
         raise BadRequest(f"{path} is not TOML: {e}") from e
-    return data
+    return without_former(data)
 
 
 def write_toml(path: Path, config: RunConfig) -> None:

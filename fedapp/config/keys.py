@@ -152,11 +152,6 @@ class RunConfig(BaseModel):
     )
     augment: Literal["auto", "none", "weak", "strong"] = Field("auto", description="augmentation of training images")
     precision: Literal["fp32", "bf16"] = Field("fp32", description="bf16 = autocast in training and scoring")
-    compile: bool = Field(
-        False,
-        description="losses of local training and their gradients as machine code made by torch.compile, which needs a "
-        "C++ compiler; made once, for batches of batch-size samples, and kept in the cache folder",
-    )
     buffers: Literal["global", "local", "drop"] = Field("global", description="what happens to BatchNorm statistics")
     threads: int = Field(1, ge=1, le=1024, description="threads of each client; they affect the last bits")
     server_threads: int = Field(1, ge=1, le=1024, description="threads of the server's mathematics")
@@ -588,7 +583,6 @@ class RunConfig(BaseModel):
             clip=float(self.clip),
             augment=self.augment,
             precision=self.precision,
-            compiled=self.compile,
             optimizer_args=self.optimizer_args,
             rates=round_rates(float(self.lr), self.lr_schedule, self.warmup_rounds, self.num_server_rounds),
             step_schedule=self.lr_schedule_steps,

@@ -82,7 +82,7 @@ def resumed(out: Path, given: Mapping[str, Any], *others: str) -> dict[str, Any]
         )
     out = absolute(out)
     check_out(out, resume=True)
-    values = configuration.without_former(configuration.read_toml(out / "config.toml"))
+    values = configuration.read_toml(out / "config.toml")
     return {**values, **given, "resume": True, "out": str(out)}
 
 

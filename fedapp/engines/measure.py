@@ -115,8 +115,7 @@ def _round_seconds(config: RunConfig, client: int, device: torch.device) -> floa
     payload = first_payload(method, hparams, few)
     trained: FedClient | None = None
     for steps in (1, STEPS):
-        # The first step may have compiled the others.
-        if trained is not None and not config.compile and trained.report.seconds > BUDGET_SECONDS / STEPS:
+        if trained is not None and trained.report.seconds > BUDGET_SECONDS / STEPS:
             break
         count = min(steps * config.batch_size, task.num_samples)
         part = replace(few, x_train=task.x_train[:count], y_train=task.y_train[:count], x_union=None, y_union=None)

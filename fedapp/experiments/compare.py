@@ -293,9 +293,7 @@ def standing(config: RunConfig) -> Literal["new", "done", "broken off", "nothing
             if strange or (out.exists() and not out.is_dir()):
                 raise BadRequest(f"{out} holds no run, but {', '.join(strange) or 'is a file'}; give a new --out")
             return "nothing kept" if out.is_dir() else "new"
-        there = configuration.from_flat(
-            configuration.without_former(configuration.read_toml(out / "config.toml"))
-        ).to_flat()
+        there = configuration.from_flat(configuration.read_toml(out / "config.toml")).to_flat()
         made = str(RunResult(out).versions.get("fedapp", __version__))
         if made != __version__:
             raise BadRequest(

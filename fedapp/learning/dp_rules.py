@@ -95,7 +95,6 @@ def _check_common(config: Any) -> None:
 def _check_sgd(config: Any) -> None:
     rules = (
         (config.precision != "fp32", "the gradient of each image is computed in float32: take precision = 'fp32'"),
-        (config.compile, "Opacus watches each layer, and a compiled step has none: leave compile out"),
         (config.class_weights == "balanced", "class-weights = 'balanced' counts the images: give numbers, or none"),
         (
             config.secure_sum,

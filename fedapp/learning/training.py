@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from fedapp.data.transforms import InputSpec, augment, channels_first, normalise
 from fedapp.errors import BadRequest, counted
 from fedapp.lazy import Tensor, eager_optimizer, nn, torch
-from fedapp.learning.compiled import compiled
 from fedapp.learning.dp_sgd import NoisySteps
 from fedapp.learning.optimizers import optimizer_arguments, optimizer_class, scheduled, takes
 from fedapp.process import hand_over
@@ -40,7 +39,6 @@ class TrainSpec:
     clip : largest L2 norm of the gradient of one model's trained parameters together, 0 = no clipping.
     augment : `none`, `weak` or `strong`, see `fedapp.data.transforms`.
     precision : `fp32`, or `bf16` for autocast of the forward pass.
-    compiled : whether the loss of a batch goes through PyTorch's compiler, see `fedapp.learning.compiled`.
     optimizer_args : further arguments of the optimizer, "name=value name=value".
     rates : learning rates of rounds 1, 2, ..., in place of `lr`; after the last one it stays. Empty = `lr`.
     step_schedule : "Name name=value", a scheduler of PyTorch over the steps of a round; its rates divided by `lr` are
@@ -58,7 +56,6 @@ class TrainSpec:
     clip: float = 0.0
     augment: str = "none"
     precision: str = "fp32"
-    compiled: bool = False
     optimizer_args: str = ""
     rates: tuple[float, ...] = ()
     step_schedule: str = ""
@@ -365,8 +362,6 @@ def train(
     dropout = generator.initial_seed()
     if private is not None:
         generator, dropout = private.generator(), private.generator().initial_seed()
-    if spec.compiled:
-        step_loss = compiled(step_loss, spec.batch_size)
     watched = contextlib.nullcontext() if private is None else private.watching(model)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), watched:
         if device.type == "cpu":

@@ -23,7 +23,7 @@ from fedapp.data.partitions import Partition
 from fedapp.data.transforms import InputSpec, channels_first, normalise
 from fedapp.errors import BadRequest, described
 from fedapp.lazy import Tensor, torch
-from fedapp.learning import compiled, evaluation
+from fedapp.learning import evaluation
 from fedapp.learning.task import Task
 from fedapp.learning.training import class_weights
 from fedapp.models import (
@@ -371,8 +371,6 @@ def check(config: RunConfig, clients: int) -> FederatedData:
     if config.precision == "bf16" and not bf16_works():
         place = "GPU" if torch.cuda.is_available() else "processor"
         raise BadRequest(f"precision = 'bf16': this {place} has no fast bfloat16; use fp32")
-    if config.compile:
-        compiled.prepare()
     return data
 
 
