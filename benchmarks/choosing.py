@@ -158,7 +158,7 @@ def run(
     )
     end = time.monotonic() + 60 * minutes
     failed = run_here(todo, workers, lambda: minutes > 0 and time.monotonic() > end) if todo else {}
-    done = [(block, RunResult(Path(config.out))) for block, config in wanted.values()]
+    done = [(block, RunResult(Path(config.storage.out))) for block, config in wanted.values()]
     return [kept_of(block, one) for block, one in done if one.ok], not failed
 
 

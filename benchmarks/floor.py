@@ -25,13 +25,13 @@ from fedapp.tasks.simulated import federated, simulated_task
 def one_client(config: RunConfig, client: int) -> float:
     """Compute what a FedAvg client computes in a round; return its accuracy before training."""
     device = process.device()
-    task = simulated_task(config, client, config.clients, device)
-    model = build_model(config.model, num_classes=task.num_classes, shape=task.inputs.shape, seed=0).to(device)
+    task = simulated_task(config, client, config.data.clients, device)
+    model = build_model(config.model.model, num_classes=task.num_classes, shape=task.inputs.shape, seed=0).to(device)
     before = evaluate(model, task.x_test, task.y_test, task.inputs, task.num_classes)
     train(
         model, task.x_train, task.y_train, task.train, task.inputs,
         lambda batch: torch.nn.functional.cross_entropy(model(batch.x), batch.y),
-        sampling.torch_generator(config.seed, "batches", 1, client),
+        sampling.torch_generator(config.federation.seed, "batches", 1, client),
     )  # fmt: skip
     evaluate(model, task.x_test, task.y_test, task.inputs, task.num_classes)
     return before.accuracy
@@ -47,8 +47,10 @@ class Floor:
 
     def __init__(self, config: RunConfig, workers: int) -> None:
         context = multiprocessing.get_context("spawn")
-        self._pool = ProcessPoolExecutor(workers, context, initializer=process.prepare, initargs=(config.threads,))
-        sizes = [len(c.train) for c in federated(config, config.clients).partition.clients]
+        self._pool = ProcessPoolExecutor(
+            workers, context, initializer=process.prepare, initargs=(config.training.threads,)
+        )
+        sizes = [len(c.train) for c in federated(config, config.data.clients).partition.clients]
         self._order = sorted(range(len(sizes)), key=lambda k: -sizes[k])
         self._one = partial(one_client, config)
 

@@ -303,8 +303,8 @@ def parts_of(values: Mapping[str, Any]) -> tuple[FederatedData, SplitModel]:
     config = engines.effective({"clients": CLIENTS, **values})
     data = federated(config, CLIENTS)
     net = build_model(
-        config.model, num_classes=10, shape=data.inputs.shape, seed=sampling.server_model_seed(config.seed),
-        options=config.model_options,
+        config.model.model, num_classes=10, shape=data.inputs.shape,
+        seed=sampling.server_model_seed(config.federation.seed), options=config.model_options,
     )  # fmt: skip
     return data, net.eval()
 

@@ -195,8 +195,8 @@ def read_features(data: Path, dataset: str, weights: Path, seed: int) -> Feature
     config = engines.effective({"method": "fedncm", "method-args": "base=none", **values})
     found, cpu = federated(config, CLIENTS), torch.device("cpu")
     net = build_model(
-        config.model, num_classes=found.dataset.num_classes, shape=found.inputs.shape, options=config.model_options,
-        seed=sampling.server_model_seed(seed),
+        config.model.model, num_classes=found.dataset.num_classes, shape=found.inputs.shape,
+        options=config.model_options, seed=sampling.server_model_seed(seed),
     )  # fmt: skip
     read = reader(net, found.inputs)
     central = found.central(cpu)

@@ -67,14 +67,14 @@ class Reference:
 
     def __init__(self, config: RunConfig, folder: Path, threads: int, lam: float | None) -> None:
         torch.set_num_threads(threads)
-        data = federated(config, config.clients)
+        data = federated(config, config.data.clients)
         self.folder, self.lam = folder, lam
         if not folder.exists():
             write_client_files(folder, data)
         self.classes = data.dataset.num_classes
-        self.batch, self.lr = config.batch_size, float(config.lr)
+        self.batch, self.lr = config.training.batch_size, float(config.training.lr)
         self.sizes = [len(c.train) for c in data.partition.clients]
-        torch.manual_seed(config.seed)
+        torch.manual_seed(config.federation.seed)
         model = cnn(self.classes, data.inputs.shape[-1], data.inputs.shape[0])
         self.models = [copy.deepcopy(model) for _ in self.sizes]
         self.scores: list[float] = []

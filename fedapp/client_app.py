@@ -85,11 +85,13 @@ def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedCl
     if control.get("run"):
         # On a real node only the node itself decides where files are written.
         real = process.real_node()
-        root = node.state_root() if real else Path(config.state_dir or str(control.get("state-dir", "")))
-        folder = root / (config.federation or "run") / str(node.client)
+        root = node.state_root() if real else Path(config.storage.state_dir or str(control.get("state-dir", "")))
+        folder = root / (config.storage.federation or "run") / str(node.client)
         kept = int(control.get("keep", 0))
         known = Expected(
-            str(control.get("state", "")), bool(control.get("state-binds", True)), config.lost_state == "restart"
+            str(control.get("state", "")),
+            bool(control.get("state-binds", True)),
+            config.storage.lost_state == "restart",
         )
         run = str(control["run"])
         about = {
@@ -97,7 +99,17 @@ def build(context: Context, config: RunConfig, control: dict[str, Any]) -> FedCl
             "names of features": nodes.fingerprint(task.inputs.features),
             **predict.made_with(task.model, ""),
         }
-        store = ClientStore(folder, config.method, run, config.warm_start, kept, real, known, config.dp, about)
+        store = ClientStore(
+            folder,
+            config.federation.method,
+            run,
+            config.storage.warm_start,
+            kept,
+            real,
+            known,
+            config.privacy.dp,
+            about,
+        )
         store.back = int(control.get("back", 0))
         releaser = _releaser(context, root, node, config, control)
     client: FedClient = method.client(task, method, hparams, store)
@@ -110,18 +122,19 @@ def _releaser(context: Context, root: Path, node: Node, config: RunConfig, contr
     privacy = node.privacy(config)
     if privacy is None:
         return None
-    if config.secure_sum:
+    if config.secure.secure_sum:
         kept: Mapping[str, Any] = context.state.config_records.get(f"{SECURE}-{node.client}", {})
-        privacy = secure.in_sum(privacy, kept, config.secure_colluders)
+        privacy = secure.in_sum(privacy, kept, config.secure.secure_colluders)
     # Not by the run's names: they are the server's, and the budget belongs to the data.
-    data = str(Path(node.data_path).expanduser().absolute()) if node.own and node.data_path else config.dataset
+    data = str(Path(node.data_path).expanduser().absolute()) if node.own and node.data_path else config.data.dataset
     server_round = int(control.get("round", 0))
     about = {
-        "run": str(control["run"]), "federation": config.federation, "round": server_round, "method": config.method
+        "run": str(control["run"]), "federation": config.storage.federation, "round": server_round,
+        "method": config.federation.method,
     }  # fmt: skip
-    seed = sampling.derived_seed(config.seed, "dp-test", server_round, node.client)
+    seed = sampling.derived_seed(config.federation.seed, "dp-test", server_round, node.client)
     path = path_of(root, node.client, data)
-    head = root / (config.federation or "run") / str(node.client) / f"{path.stem}.head"
+    head = root / (config.storage.federation or "run") / str(node.client) / f"{path.stem}.head"
     ledger = Ledger(path, head if process.real_node() else None, int(control.get("releases", 0)))
     return Releaser(privacy, ledger, about, seed)
 
@@ -129,12 +142,12 @@ def _releaser(context: Context, root: Path, node: Node, config: RunConfig, contr
 def _node(context: Context, config: RunConfig, control: dict[str, Any]) -> Node:
     """Return whose client this is: in a simulation the server says it, where it counts more clients than nodes."""
     if "client" in control and not process.real_node():
-        return Node(int(control["client"]), config.clients or int(control["clients"]))
+        return Node(int(control["client"]), config.data.clients or int(control["clients"]))
     return Node.parse(context.node_config)
 
 
 def _task(node: Node, config: RunConfig, control: dict[str, Any]) -> Task:
-    process.prepare(config.threads)
+    process.prepare(config.training.threads)
     images = min(partitions.UNION, int(control.get("balanced-images", partitions.UNION)))
     if node.own or process.real_node():
         node.check(config)
@@ -237,14 +250,14 @@ def _answer(
         if client.store is not None and client.store.ignored:
             print(f"fedapp: nothing of a damaged file is needed here: {plain(client.store.ignored)}", flush=True)
         _remember(context, client, server_round)
-        if config.lost_state == "restart":
+        if config.storage.lost_state == "restart":
             metrics["restarted"] = int("state-lost" in facts)
         keep("trained", server_round)
         if client.releaser is not None and client.releaser.privacy.unit == "client":
             arrays = private_update(arrays, client.reference(payload), client.releaser)
-        elif config.clip_update:
-            arrays, norm = clip_update(arrays, client.reference(payload), config.clip_update)
-            metrics["update-clipped"] = int(norm > config.clip_update)
+        elif config.robustness.clip_update:
+            arrays, norm = clip_update(arrays, client.reference(payload), config.robustness.clip_update)
+            metrics["update-clipped"] = int(norm > config.robustness.clip_update)
     elif stage == "evaluate" and control.get("unseen"):
         arrays, count = {}, client.task.num_samples
         metrics = score_newcomer(
@@ -319,7 +332,9 @@ def _secrets(context: Context, config: RunConfig, client: int) -> Iterator[Secur
     try:
         node = Node.parse(context.node_config)
         identity = Identity(node.node_key, node.peers)
-        yield SecureClient(client, kept, config.secure_dropout, config.secure_colluders, identity, node.min_sum_clients)
+        yield SecureClient(
+            client, kept, config.secure.secure_dropout, config.secure.secure_colluders, identity, node.min_sum_clients
+        )
     finally:
         context.state[place] = ConfigRecord(kept)
 
@@ -356,22 +371,22 @@ def _reply(stage: str, message: Message | Part, context: Context, read: Callable
         payload, control = payload_of(message, checked=not process.real_node())
         config = read()
         given = Payload()
-        if config.secure_sum and stage in WITHOUT_DATA:
+        if config.secure.secure_sum and stage in WITHOUT_DATA:
             with _secrets(context, config, _node(context, config, control).client) as secrets:
                 info = {"client": secrets.member.client}
                 arrays = secrets.answer(stage, payload, str(control.get("run", "")))
             return reply_records(arrays, {"num-examples": 0}, info, "fp32")
-        if config.secure_sum:
+        if config.secure.secure_sum:
             payload, given = secure.taken_from(payload)
         client = build(context, config, control)
         info = {"client": client.task.client, "model": client.task.model}
         with _claimed(stage, client, control, context.run_id):
             arrays, metrics, facts = _answer(stage, context, config, client, payload, control)
-        if config.secure_sum and arrays:
+        if config.secure.secure_sum and arrays:
             arrays = _hidden(context, config, client, given, arrays)
         if stage != "register" and not (client.task.privacy is not None and process.real_node()):
             metrics["seconds"] = time.perf_counter() - started
-        return reply_records(arrays, metrics, {**info, **facts}, config.wire_dtype, lend=process.worker())
+        return reply_records(arrays, metrics, {**info, **facts}, config.federation.wire_dtype, lend=process.worker())
     except Exception as e:
         known = isinstance(e, (BadRequest, StateError, Unsafe))
         if known:

@@ -119,11 +119,13 @@ def place(config: RunConfig) -> Path:
     ------
     BadRequest : a relative path.
     """
-    if not config.out:
+    if not config.storage.out:
         return default_out(config)
-    out = Path(config.out)
+    out = Path(config.storage.out)
     if not out.is_absolute():
-        raise BadRequest(f"out = '{config.out}' must be an absolute path: a run-config travels to other processes")
+        raise BadRequest(
+            f"out = '{config.storage.out}' must be an absolute path: a run-config travels to other processes"
+        )
     runs = os.environ.get("FEDAPP_RUNS")
     if runs and not out.resolve().is_relative_to(Path(runs).resolve()):
         return Path(runs) / out.name
@@ -143,7 +145,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any], event: Event | None = None)
     try:
         config = configuration.from_context(run_config)
         out = place(config)
-        check_out(out, config.resume)
+        check_out(out, config.storage.resume)
         patience = 0.0 if _simulated(grid) else ORPHAN_LIFE
         with only_writer(out, patience, lambda text: event({"kind": "waiting", "text": text}) if event else None):
             try:
@@ -151,7 +153,7 @@ def serve(grid: Grid, run_config: Mapping[str, Any], event: Event | None = None)
                 return run.go()
             except BaseException as e:
                 # A resume that is refused before it begins leaves the files of the earlier run as they are.
-                refused = config.resume and run is None
+                refused = config.storage.resume and run is None
                 if out.is_dir() and not refused and not isinstance(e, KeyboardInterrupt):
                     entry = _entry(e, run)
                     write_json(out / "error.json", entry)
@@ -205,7 +207,7 @@ class Run(Callbacks):
     """One run: it builds everything, hands control to the strategy, and writes results as rounds finish."""
 
     def __init__(self, grid: Grid, config: RunConfig, out: Path, event: Event | None) -> None:
-        process.prepare(config.server_threads)
+        process.prepare(config.federation.server_threads)
         self.config = config
         self.out = out
         self.simulation = _simulated(grid)
@@ -214,13 +216,13 @@ class Run(Callbacks):
         else:
             config.check_node()
         self.method, self.hparams = config.method_and_hparams()
-        robust = config.robustness(self.simulation)
+        robust = config.robust_rules(self.simulation)
         self.strategy: FedStrategy = self.method.strategy(
-            self.method, self.hparams, robust=robust, privacy=None if config.dp == "sgd" else config.privacy
+            self.method, self.hparams, robust=robust, privacy=None if config.privacy.dp == "sgd" else config.mechanism
         )
         self.device = process.device()
         self.started = time.perf_counter()
-        found, lost = self._found() if config.resume else (None, [])
+        found, lost = self._found() if config.storage.resume else (None, [])
         self.done = found[0] if found else 0
         self.state: ServerState | None = found[1] if found else None
         self.extra: dict[str, Any] = (
@@ -230,27 +232,27 @@ class Run(Callbacks):
             self.strategy.go_back(times)
         self.earlier = float(self.extra["seconds"])
         self.sent: Arrays | None = self.published(self.state) if self.state is not None else None
-        if config.resume and self.done > config.num_server_rounds:
+        if config.storage.resume and self.done > config.federation.num_server_rounds:
             raise BadRequest(f"{out} already holds {counted(self.done, 'round')}; give --rounds {self.done} or more")
-        if config.resume:
+        if config.storage.resume:
             earlier = configuration.from_flat(configuration.read_toml(out / "config.toml"))
             config.check_continues(earlier, self.done)
         identity = identities.of_files(config) | (identities.of_data(config) if self.simulation else {})
-        if config.resume:
+        if config.storage.resume:
             lost += self._compare(identity)
-        self.directory = RunDirectory(out, config, self.done if config.resume else None, identity)
-        if config.resume and config.lost_state == "restart":
+        self.directory = RunDirectory(out, config, self.done if config.storage.resume else None, identity)
+        if config.storage.resume and config.storage.lost_state == "restart":
             for name in ("rounds.csv", "clients.csv"):
                 self.directory.add_column(name, "restarted")
         self.extra["dropped"] = self.directory.count("dropped.csv")
         self.listener = event
         self.warnings: list[str] = lost
-        if config.state_dir and not self.simulation:
+        if config.storage.state_dir and not self.simulation:
             self.warnings.append(
                 "state-dir has no effect on real nodes: a node's own configuration says where its state is"
             )
         begun = str(self.directory.begun_with)
-        if config.resume and begun != __version__:
+        if config.storage.resume and begun != __version__:
             self.warnings.append(
                 f"fedapp {begun} began this run, {__version__} continues it: defaults of methods and what a score "
                 "means may have changed in between (CHANGELOG.md)"
@@ -264,7 +266,7 @@ class Run(Callbacks):
                 "there is no roster, so a client id belongs to the first node that is online and claims it: fedapp "
                 "admit writes one, and FEDAPP_ROSTER names it to the SuperLink"
             )
-        self.manager.several = not config.secure_sum  # secrets of the clients stay at their nodes
+        self.manager.several = not config.secure.secure_sum  # secrets of the clients stay at their nodes
         self._know(self.extra)
         self.manager.released = {int(c): int(n) for c, n in self.extra.get("released", {}).items()}
         self.manager.silent = {k: {int(c): n for c, n in of.items()} for k, of in self.extra.get("silent", {}).items()}
@@ -287,8 +289,8 @@ class Run(Callbacks):
                 f"since the run in {self.out} began these have changed (SHA-256): {differing}. Put the former ones "
                 "back, or start a new run"
             )
-        if self.simulation and self.config.clients:
-            facts = described(tasks.federated(self.config, self.config.clients).inputs, ())
+        if self.simulation and self.config.data.clients:
+            facts = described(tasks.federated(self.config, self.config.data.clients).inputs, ())
             noted = read_json(self.out / "inputs.json")
             if any(noted.get(key, facts[key]) != facts[key] for key in ("mean", "std")):
                 raise BadRequest(
@@ -316,7 +318,7 @@ class Run(Callbacks):
         self.manager.states = _states(extra)
 
     def _identity(self, token: str) -> dict[str, str]:
-        return {"method": self.config.method, "run": token, "federation": self.config.federation}
+        return {"method": self.config.federation.method, "run": token, "federation": self.config.storage.federation}
 
     def tell(self, event: dict[str, Any]) -> None:
         """Write an event to the run directory and pass it to the listener, if there is one."""
@@ -348,23 +350,25 @@ class Run(Callbacks):
         for text in self.warnings:
             self.tell({"kind": "warning", "text": text})
         if self.simulation:
-            self.manager.enrol(self._members(), by_size=bool(config.lr_schedule_steps))
+            self.manager.enrol(self._members(), by_size=bool(config.training.lr_schedule_steps))
         else:
-            self.manager.gather(config.clients)
+            self.manager.gather(config.data.clients)
         self.manager.agree(self.method)
         if not self.simulation:
             self.manager.leave_out(self._impossible())
         present = [i for _, i in sorted(self.manager.infos.items())]
         # Where the clients' own data decide the model, the clients say which one it is.
         known = config.replaced(model=self.known_model(config, present))
-        if self.simulation and not config.clients:
+        if self.simulation and not config.data.clients:
             known = known.replaced(clients=len(present))
         if known != config:
             self.config = config = known
             self.directory.configure(config)
         # Nodes that join later take part, and a resumed run does not draw again.
         names = (
-            tasks.federated(config, config.clients).partition.names if self.simulation and config.names_unseen else ()
+            tasks.federated(config, config.data.clients).partition.names
+            if self.simulation and config.names_unseen
+            else ()
         )
         self.extra.setdefault("unseen", list(config.unseen_of((i.client for i in present), names)))
         self.infos = [i for i in present if i.client not in self.extra["unseen"]]
@@ -381,18 +385,18 @@ class Run(Callbacks):
         if self.simulation and config.keeps_models(len(self.infos)):
             self.manager.control["models-dir"] = str(self.directory.client_models)
         find = self.method.warn
-        warn = find(self.hparams, self.config.optimizer, self.config.augment) if find else None
+        warn = find(self.hparams, self.config.training.optimizer, self.config.training.augment) if find else None
         if warn:
             self.warn(warn)
         self.tell(
             {
                 "kind": "start",
-                "method": config.method,
-                "dataset": config.dataset,
+                "method": config.federation.method,
+                "dataset": config.data.dataset,
                 "clients": len(self.infos),
-                "rounds": config.num_server_rounds,
+                "rounds": config.federation.num_server_rounds,
                 "done": self.done,
-                "resume": config.resume,
+                "resume": config.storage.resume,
                 "out": str(self.out),
                 "device": str(self.device),
             }
@@ -400,15 +404,15 @@ class Run(Callbacks):
         state = self.strategy.run(
             self.manager,
             self._context(),
-            rounds=self.done if self._patience_is_over() else self.config.num_server_rounds,
+            rounds=self.done if self._patience_is_over() else self.config.federation.num_server_rounds,
             done=self.done,
             state=self.state,
             previous=self._before(),
             callbacks=self,
             control=self._control,
-            evaluate_every=self.config.evaluate_every,
-            final_training=self.config.final_training,
-            select=self.config.select == "validation",
+            evaluate_every=self.config.evaluation.evaluate_every,
+            final_training=self.config.evaluation.final_training,
+            select=self.config.evaluation.select == "validation",
             unseen=self.extra["unseen"],
             secure=self._secure(),
             each=self.scoring.each,
@@ -418,7 +422,7 @@ class Run(Callbacks):
     def _secure(self) -> SecureSums | None:
         """Return what makes the sums of which the server sees no single reply, if the run asks for it."""
         config = self.config
-        if not config.secure_sum:
+        if not config.secure.secure_sum:
             return None
         path = self.out / "opened-sums.json"
         try:
@@ -429,12 +433,12 @@ class Run(Callbacks):
                 f"{path}, which holds whose sums were opened, cannot be read ({type(e).__name__}: {e}): put a good "
                 "copy of it back, or start a new run"
             ) from e
-        return SecureSums(self.manager, config.secure_dropout, config.secure_colluders, opened)
+        return SecureSums(self.manager, config.secure.secure_dropout, config.secure.secure_colluders, opened)
 
     def _members(self) -> list[Member]:
         """Return the clients of a simulation as configuration and partition say."""
         config = self.config
-        data = tasks.federated(config, config.clients or self.manager.count())
+        data = tasks.federated(config, config.data.clients or self.manager.count())
         kind: type[FedClient] = self.method.client
         return [
             Member(
@@ -538,10 +542,10 @@ class Run(Callbacks):
         """Return which clients have other stored weights than the server, with the reason."""
         with_weights = [i for i in self.manager.infos.values() if "weights" in i.common]
         # Without a file of its own the server has nothing that such a client could share.
-        checksum = weights.checksum(self.config.weights) if with_weights and self.config.weights else ""
+        checksum = weights.checksum(self.config.model.weights) if with_weights and self.config.model.weights else ""
         return {
-            i.client: f"weights = '{self.config.weights}' is another file on the server than on the nodes (client "
-            f"{i.client}), by its SHA-256, and layers in freeze must be the same everywhere: use the same file"
+            i.client: f"weights = '{self.config.model.weights}' is another file on the server than on the nodes "
+            f"(client {i.client}), by its SHA-256, and layers in freeze must be the same everywhere: use the same file"
             for i in with_weights
             if i.common["weights"] != checksum
         }
@@ -551,21 +555,22 @@ class Run(Callbacks):
         if not self.strategy.robust.averages:
             return
         sent = self.strategy.expected(self.infos[0].shapes).values()
-        need = 12 * sum(math.prod(shape) for shape in sent) * math.ceil(len(self.infos) * self.config.fraction_train)
+        asked = math.ceil(len(self.infos) * self.config.federation.fraction_train)
+        need = 12 * sum(math.prod(shape) for shape in sent) * asked
         if need > MUCH:
-            text = f"robust = '{self.config.robust}' holds all replies of a round: about {need / 2**30:.1f} GB here"
-            self.warn(text)
+            rules = self.config.robustness.robust
+            self.warn(f"robust = '{rules}' holds all replies of a round: about {need / 2**30:.1f} GB here")
 
     def _state_privacy(self) -> None:
         """Say how much noise there will be, before anything is trained."""
         config = self.config
-        if config.privacy is None:
+        if config.mechanism is None:
             return
         sent = self.strategy.expected(self.infos[0].shapes).values()
-        asked = max(1, math.floor(len(self.infos) * config.fraction_train + 0.5))
+        asked = max(1, math.floor(len(self.infos) * config.federation.fraction_train + 0.5))
         size = sum(math.prod(shape) for shape in sent)
-        asked = asked if config.dp == "client" else len(self.infos)
-        text = dp_rules.stated(config.privacy, size, asked, config.releases, self._sum_of(asked))
+        asked = asked if config.privacy.dp == "client" else len(self.infos)
+        text = dp_rules.stated(config.mechanism, size, asked, config.releases, self._sum_of(asked))
         if self.simulation:
             text += "; scores are exact, because this is a simulation: they are not covered"
         self.warn(text)
@@ -573,11 +578,15 @@ class Run(Callbacks):
     def _sum_of(self, asked: int) -> tuple[int, int] | None:
         """Return the fewest clients of a sum, where so many are asked, and those that may help the server."""
         config = self.config
-        return (threshold(asked, config.secure_dropout), config.secure_colluders) if config.secure_sum else None
+        return (
+            (threshold(asked, config.secure.secure_dropout), config.secure.secure_colluders)
+            if config.secure.secure_sum
+            else None
+        )
 
     def _spent(self, result: RoundResult) -> None:
         """Note the most that a client says it has released, in all runs."""
-        for numbers in result.metrics.values() if self.config.privacy is not None else ():
+        for numbers in result.metrics.values() if self.config.mechanism is not None else ():
             known = self.extra.setdefault("privacy", {"epsilon": 0.0, "releases": 0})
             for key in known:
                 value = numbers.get(f"dp-{key}", 0)
@@ -586,16 +595,16 @@ class Run(Callbacks):
 
     def _privacy(self) -> dict[str, Any]:
         """Return what the run states of its clients' data; nothing without `dp`."""
-        stated = self.config.privacy
+        stated = self.config.mechanism
         if stated is None:
             return {}
         spent = self.extra.get("privacy", {"epsilon": None, "releases": 0})
         found = {"unit": stated.unit, **spent, "delta": stated.delta, "noise": stated.noise or None}
         if stated.sgd:  # without a noise each client has its own
             found |= {"mechanism": "DP-SGD", "clip": stated.bound}
-        if self.config.secure_sum:
+        if self.config.secure.secure_sum:
             # The noise is on sums: epsilon holds as long as no more clients than these help the server.
-            found |= {"noise-on": "sum", "colluders": self.config.secure_colluders}
+            found |= {"noise-on": "sum", "colluders": self.config.secure.secure_colluders}
         if stated.test:
             found |= {"epsilon": None, "test": "test noise, no privacy"}
         return {"privacy": {**found, "scores": "exact, not covered" if self.simulation else "none are sent"}}
@@ -609,7 +618,7 @@ class Run(Callbacks):
         if not self.simulation and not shares:
             return
         try:
-            data = tasks.federated(self.config, self.config.clients or max(len(self.manager.infos), shares))
+            data = tasks.federated(self.config, self.config.data.clients or max(len(self.manager.infos), shares))
         except BadRequest as e:
             if self.simulation:
                 raise
@@ -643,9 +652,9 @@ class Run(Callbacks):
             self.hparams,
             self.spec,
             self.infos,
-            seed=self.config.seed,
+            seed=self.config.federation.seed,
             width=int(self.manager.facts[self.manager.reference]["width"]),
-            buffers=self.config.buffers,
+            buffers=self.config.training.buffers,
             score=self.score,
         )
         return dataclasses.replace(context, warn=self.warn)
@@ -678,7 +687,7 @@ class Run(Callbacks):
     def _control(self, server_round: int) -> dict[str, Scalar]:
         """Return the values that go with the messages of a round."""
         values: dict[str, Scalar] = {"balanced": self.config.balanced_in(server_round)}
-        if self.config.select == "validation":
+        if self.config.evaluation.select == "validation":
             values["keep"] = self._best_round() or 0
         return values
 
@@ -722,8 +731,10 @@ class Run(Callbacks):
         """Write tables, models and checkpoint of a round; return whether to go on."""
         config, traffic, server_round = self.config, result.traffic, result.round
         protocols = self._protocols()
-        further = (*self.method.columns, *(("restarted",) if config.lost_state == "restart" else ()))
-        rows = {c: client_row(m, protocols, config.validation > 0, further) for c, m in sorted(result.metrics.items())}
+        further = (*self.method.columns, *(("restarted",) if config.storage.lost_state == "restart" else ()))
+        rows = {
+            c: client_row(m, protocols, config.data.validation > 0, further) for c, m in sorted(result.metrics.items())
+        }
         row: dict[str, Any] = {"round": server_round, "clients": len(rows)}
         row |= summarise(rows.values(), protocols, further, most=self._believed_tests())
         if self.method.global_model and "global" in config.measured:
@@ -761,15 +772,17 @@ class Run(Callbacks):
         identity = self._identity(self.directory.token)
         checkpoint.save(self.out / "checkpoint", server_round, state, self.extra, identity, self.strategy.records)
         self._tell_clients(server_round, rows)
-        self.tell({"kind": "round", "rounds": config.num_server_rounds, **row})
+        self.tell({"kind": "round", "rounds": config.federation.num_server_rounds, **row})
         if self.extra["voids"] > 1:
             raise RoundFailed(
                 f"rounds {server_round - 1} and {server_round} are void: {result.void}. Lower lr or set clip if all "
                 "clients are honest, choose robust if one may not be, or allow more with max-growth",
                 server_round,
             )
-        again = config.final_training and "trained" in config.measured and config.fraction_train < 1
-        if again and server_round == config.num_server_rounds:
+        again = (
+            config.evaluation.final_training and "trained" in config.measured and config.federation.fraction_train < 1
+        )
+        if again and server_round == config.federation.num_server_rounds:
             chosen = len(self.scoring.finalists)
             known = counted(len(self.infos), "client")
             some = f"all {known}" if chosen == len(self.infos) else f"{chosen} of {known}"
@@ -779,7 +792,7 @@ class Run(Callbacks):
 
     def _tell_clients(self, server_round: int, rows: Mapping[int, Mapping[str, float]], final: bool = False) -> None:
         """Send the clients' scores to trackers, which may be on another machine than the run directory."""
-        if self.config.track and len(self.infos) <= MOST_CURVES:
+        if self.config.storage.track and len(self.infos) <= MOST_CURVES:
             scores = {c: {k: v for k, v in row.items() if k.endswith(TRACKED)} for c, row in rows.items()}
             self.tell({"kind": "clients", "round": server_round, "final": final, "rows": scores})
 
@@ -803,7 +816,7 @@ class Run(Callbacks):
 
     def _patience_is_over(self) -> bool:
         """Whether the training loss has not fallen for `patience` rounds; if so, note why the run stops."""
-        patience = self.config.patience
+        patience = self.config.federation.patience
         if not patience or self.extra["since"] < patience:
             return False
         self.stopped = f"no lower training loss for {counted(patience, 'round')}"
@@ -820,7 +833,13 @@ class Run(Callbacks):
         sizes = {"num_classes": spec.num_classes, "shape": list(spec.shape)}
         model = {"model": spec.name, "model-options": dataclasses.asdict(spec.options)}
         model |= {"made-with": made_with(spec.name, spec.options.weights)}
-        return {**self.about, "method": config.method, "method-args": config.method_args, **model, **sizes}
+        return {
+            **self.about,
+            "method": config.federation.method,
+            "method-args": config.federation.method_args,
+            **model,
+            **sizes,
+        }
 
     def has_evaluation(self, server_round: int) -> bool:
         """Whether `evaluations.csv` holds the evaluation after `server_round`."""
@@ -853,13 +872,13 @@ class Run(Callbacks):
         protocols = self._protocols(last=result.kind == "final")
         if result.kind == "unseen":
             protocols = self._unseen_protocols()
-        elif config.select == "validation" and result.kind != "final":
+        elif config.evaluation.select == "validation" and result.kind != "final":
             protocols = ["received"]
             # Before the row that may choose this round is written: a run that is killed in between finds the state.
             checkpoint.link(self.out / "checkpoint", result.round, self.out / SELECTED)
         further = [column(name) for name in config.further_metrics]
         rows = {
-            c: client_row(m, protocols, config.validation > 0, scores=further)
+            c: client_row(m, protocols, config.data.validation > 0, scores=further)
             for c, m in sorted(result.metrics.items())
         }
         summary = summarise(rows.values(), protocols, scores=further, most=self._believed_tests())
@@ -883,7 +902,7 @@ class Run(Callbacks):
             row = {"round": result.round, "clients": len(rows), **summary, "evaluate_seconds": result.seconds}
             self.directory.append("evaluations.csv", row)
             self.tell({"kind": "evaluated", **row})
-            if config.select == "validation" and (best := self._best_round()) is not None:
+            if config.evaluation.select == "validation" and (best := self._best_round()) is not None:
                 checkpoint.only(self.out / SELECTED, best)
         for dropped in result.traffic.dropped:
             self.directory.dropped(dropped)
@@ -891,7 +910,7 @@ class Run(Callbacks):
 
     def _warn_of_tuning(self, result: RoundResult) -> None:
         """Name the clients whose fine-tuning gave no score; with `dp` real nodes send none in any case."""
-        if self._tuned and (self.simulation or self.config.privacy is None):
+        if self._tuned and (self.simulation or self.config.mechanism is None):
             asked = sorted(result.metrics.keys() & self.scoring.finalists)
             without = [str(c) for c in asked if "tuned-total" not in result.metrics[c]]
             if without:
@@ -968,14 +987,14 @@ class Run(Callbacks):
         scored = last if self.chosen is None else self.chosen
         summary = {
             "ok": True,
-            "method": self.config.method,
-            "dataset": self.config.dataset,
-            "model": self.config.model,
+            "method": self.config.federation.method,
+            "dataset": self.config.data.dataset,
+            "model": self.config.model.model,
             "clients": len(self.infos),
             **({"unseen": self.extra["unseen"]} if self.extra["unseen"] else {}),
             "rounds": last,
             "round": scored,
-            "seed": self.config.seed,
+            "seed": self.config.federation.seed,
             "accuracy": accuracy,
             "headline": self._headline(accuracy, scored, final),
             **self.scoring.stated(),
@@ -1046,7 +1065,7 @@ class Run(Callbacks):
         moment = "the last round" if self.chosen is None else f"round {server_round}, chosen on validation images"
         point = {
             "tuned": f"after {moment} and fine-tuning on the client",
-            "trained": f"after {moment} and one more local training" if self.config.final_training else
+            "trained": f"after {moment} and one more local training" if self.config.evaluation.final_training else
             "each client as it was last trained" + ("" if self.chosen is None else f", up to {moment}"),
             "received": f"after {moment}, before local training",
             "global": f"the global model after {moment}",

@@ -128,12 +128,12 @@ def in_turn(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def run_all(configs: Any, workers: Any, on_end: Any, deadline: Any) -> list[pool.FinishedRun]:
         ended = []
         for c in configs:
-            started.append(Path(c.out).name)
+            started.append(Path(c.storage.out).name)
             try:
                 run_local(c)
-                ended.append(pool.FinishedRun(Path(c.out), None))
+                ended.append(pool.FinishedRun(Path(c.storage.out), None))
             except Exception as e:
-                ended.append(pool.FinishedRun(Path(c.out), f"{type(e).__name__}: {e}"))
+                ended.append(pool.FinishedRun(Path(c.storage.out), f"{type(e).__name__}: {e}"))
             on_end(ended[-1])
         return ended
 

@@ -75,7 +75,7 @@ def flat(model: Mapping[str, Array]) -> np.ndarray[Any, np.dtype[np.float64]]:
 def participants(result: RunResult) -> list[tuple[int, dict[int, set[int]]]]:
     """The rounds of a run, each with the training labels of the clients that took part, by client."""
     config = configuration.from_flat(configuration.read_toml(result.out / "config.toml"))
-    data = simulated.federated(config, config.clients)
+    data = simulated.federated(config, config.data.clients)
     labels = {k: set(data.dataset.take(c.train)[1].tolist()) for k, c in enumerate(data.partition.clients)}
     return [(int(t), {int(k): labels[int(k)] for k in rows["client"]}) for t, rows in result.clients.groupby("round")]
 

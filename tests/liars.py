@@ -54,7 +54,7 @@ def federate(
     config = prepare(values, out)
     # Real nodes say themselves into how many parts the data are split.
     flat = configuration.for_context(config.replaced(clients=0) if nodes else config)
-    grid: Any = LyingGrid(client_app, flat, config.clients)  # type: ignore[arg-type]
+    grid: Any = LyingGrid(client_app, flat, config.data.clients)  # type: ignore[arg-type]
     if nodes:
         del grid.pull_interval  # what tells a simulation's grid
         for context in grid.contexts.values():

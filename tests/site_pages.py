@@ -13,7 +13,7 @@ import typer
 
 from fedapp import cli, registry
 from fedapp.cli.printing import kind
-from fedapp.config import RunConfig
+from fedapp.config import GROUPS, KEYS
 from fedapp.method import BaseHParams, Method
 from tests.house import FILES, module
 from tests.readme import ROOT, methods_table
@@ -50,23 +50,6 @@ GUIDES: dict[str, dict[str, str]] = {
     },
 }
 """Pages that are written by hand, in the order of the site; further ones come last among the guides."""
-
-SECTIONS = {
-    "method": "Method",
-    "dataset": "Data",
-    "clients": "Clients and who holds what",
-    "split": "Test data",
-    "model": "Model",
-    "num-server-rounds": "Rounds and local training",
-    "buffers": "Processes",
-    "protocols": "Scores",
-    "min-replies": "Replies and limits",
-    "wire-dtype": "Traffic, state and names",
-    "clip-update": "Robustness",
-    "secure-sum": "Secure sums",
-    "seed": "Seeds and the run directory",
-}
-"""The first key of each section of the page of keys; a new key belongs to the section of the key before it."""
 
 API: dict[str, tuple[str, ...]] = {
     "Runs and models": (
@@ -148,28 +131,23 @@ def _fields(schema: Mapping[str, Any], names: Iterable[str], prefix: str) -> lis
 
 
 def keys() -> str:
-    """Return the page of all run-config keys, from the class `RunConfig`."""
-    schema = RunConfig.model_json_schema()
-    heads = {name: title for name, title in SECTIONS.items() if name in schema["properties"]}
-    found: dict[str, list[str]] = {}
-    title = ""
-    for name in schema["properties"]:
-        title = heads.get(name, title)
-        found.setdefault(title, []).append(name)
+    """Return the page of all run-config keys, from the classes of their groups."""
     lines = [
         "# Configuration keys",
         "",
-        f"The {len(schema['properties'])} keys of a run. They go into a TOML file (`fedapp run FILE.toml`), after "
-        "`--set` (`fedapp run --set lr=0.1`), into `fedapp.run(lr=0.1)` with underscores in place of hyphens, and into "
-        "`flwr run . --run-config`. The command line wins over the file. A run directory's `config.toml` holds all of "
-        "them, and `fedapp run config.toml` repeats the run.",
+        f"The {len(KEYS)} keys of a run, in {len(GROUPS)} groups. They go into a TOML file (`fedapp run FILE.toml`), "
+        "after `--set` (`fedapp run --set lr=0.1`), into `fedapp.run(lr=0.1)` with underscores in place of hyphens, "
+        "and into `flwr run . --run-config`. The command line wins over the file. A run directory's `config.toml` "
+        "holds all of them, and `fedapp run config.toml` repeats the run.",
         "",
         "`auto` stands for a value that the method, the data or the engine decides. Hyperparameters of a method are "
         "given by `method-args`; [Hyperparameters](hyperparameters.md) lists them.",
         "",
     ]
-    for title, names in found.items():
-        lines += [f"## {title}", "", *_fields(schema, names, "key-"), ""]
+    for title, group in GROUPS.items():
+        schema = group.model_json_schema()
+        lines += [f"## {title.capitalize()}", "", schema["description"], ""]
+        lines += [*_fields(schema, schema["properties"], "key-"), ""]
     return "\n".join(lines)
 
 

@@ -35,7 +35,7 @@ def made(out: Path, key: RunKey) -> None:
     folder.mkdir(parents=True)
     config.write_toml(folder / "config.toml", settings)
     rng = np.random.default_rng([key.seed, sum(map(ord, key.study + key.variant))])
-    clients, rounds = settings.clients, settings.num_server_rounds
+    clients, rounds = settings.data.clients, settings.federation.num_server_rounds
     scores = {f"{p}_accuracy": rng.uniform(size=clients) for p in ("received", "trained")}
     scores["trained_accuracy"][0] = math.nan
     totals = rng.integers(3, 90, clients)
@@ -339,7 +339,7 @@ def test_only_the_difference_is_run_and_its_time_is_estimated(
 
     def run_all(todo: list[config.RunConfig], *rest: object) -> list[object]:
         for run in todo:
-            begun.append(Path(run.out))
+            begun.append(Path(run.storage.out))
             made(tmp_path / "out", KEYS[2])
         return []
 

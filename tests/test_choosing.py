@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,14 @@ def test_the_page_holds_the_tables_of_the_kept_runs() -> None:
 
 
 def test_every_method_runs_on_every_block_with_the_same_clients_images_and_rounds() -> None:
-    common = ("clients", "num_server_rounds", "local_epochs", "batch_size", "data_fraction", "partition", "alpha",
-              "model", "public_data", "select", "validation", "data_seed")  # fmt: skip
+    common = attrgetter("data", "model", "federation.num_server_rounds", "training.local_epochs",
+                        "training.batch_size", "evaluation.select", "data_seed")  # fmt: skip
     for block in definition().block:
         found = [from_flat(choosing.values_of(block, method, 1, Path("/data"))) for method in registry.discover()]
-        assert [c.method for c in found] == registry.ORDER
-        assert len({tuple(getattr(c, name) for name in common) for c in found}) == 1, block.id
-        assert found[0].select == "last" and found[0].validation == 0 and found[0].public_data
-        assert all(c.method_args == "" and c.final_training for c in found)
+        assert [c.federation.method for c in found] == registry.ORDER
+        assert len(set(map(common, found))) == 1, block.id
+        assert found[0].evaluation.select == "last" and found[0].data.validation == 0 and found[0].data.public_data
+        assert all(c.federation.method_args == "" and c.evaluation.final_training for c in found)
     assert choosing.values_of(definition().block[-1], "local", 0, Path("/data"))["data-dir"] == "/data/har.npz"
     assert definition().seeds >= 3
 

@@ -118,9 +118,9 @@ def test_one_setting_has_plain_folders_and_several_have_one_each(tmp_path: Path)
     several = plan(parsed("local"), tmp_path, partitions=["iid", "dirichlet:0.5", "pathological:3"])
     names = [str(j.out.relative_to(tmp_path)) for j in several]
     assert names == [f"runs/digits-{p}/local-s0" for p in ("iid", "dirichlet-0.5", "pathological-3")]
-    assert [j.config.partition for j in several] == ["iid", "dirichlet", "pathological"]
-    assert several[1].config.alpha == 0.5
-    assert several[2].config.classes_per_client == 3
+    assert [j.config.data.partition for j in several] == ["iid", "dirichlet", "pathological"]
+    assert several[1].config.data.alpha == 0.5
+    assert several[2].config.data.classes_per_client == 3
 
 
 @pytest.mark.parametrize(
@@ -150,19 +150,19 @@ def test_models_of_different_width_are_refused_where_heads_are_compared(tmp_path
 def test_method_args_of_a_file_are_for_its_method_alone(tmp_path: Path) -> None:
     given = {"method": "fedprox", "method_args": "mu=0.5"}
     jobs = plan(parsed("local,fedprox,fedprox(mu=2)"), tmp_path, **given)
-    assert [j.config.method_args for j in jobs] == ["", "mu=0.5", "mu=2"]
+    assert [j.config.federation.method_args for j in jobs] == ["", "mu=0.5", "mu=2"]
     with pytest.raises(BadRequest, match="local has no hyperparameter"):
         plan(parsed("local,fedprox"), tmp_path, method_args="mu=0.5")
 
 
 def test_public_images_of_one_method_are_held_back_from_all(tmp_path: Path) -> None:
     jobs = plan(parsed("local,ktpfl"), tmp_path)
-    assert [j.config.public_data for j in jobs] == ["0.05", "0.05"]
-    assert [j.config.public_data for j in plan(parsed("local,fedavg"), tmp_path)] == ["", ""]
-    assert {j.config.public_data for j in plan(parsed("local,ktpfl"), tmp_path, public_data="0.1")} == {"0.1"}
-    assert [j.config.public_data for j in plan(parsed("local,ktpfl(share=weights)"), tmp_path)] == ["", ""]
+    assert [j.config.data.public_data for j in jobs] == ["0.05", "0.05"]
+    assert [j.config.data.public_data for j in plan(parsed("local,fedavg"), tmp_path)] == ["", ""]
+    assert {j.config.data.public_data for j in plan(parsed("local,ktpfl"), tmp_path, public_data="0.1")} == {"0.1"}
+    assert [j.config.data.public_data for j in plan(parsed("local,ktpfl(share=weights)"), tmp_path)] == ["", ""]
     given = {"method": "ktpfl", "method_args": "share=weights"}
-    assert {j.config.public_data for j in plan(parsed("local,ktpfl"), tmp_path, **given)} == {""}
+    assert {j.config.data.public_data for j in plan(parsed("local,ktpfl"), tmp_path, **given)} == {""}
 
 
 def test_images_are_held_back_only_where_the_resolved_method_needs_them() -> None:
@@ -189,7 +189,7 @@ def test_standing_of_a_run(tiny: Callable[..., RunResult], tmp_path: Path) -> No
     assert compare.standing(there) == "broken off"
     resumed = compare.pending_config(there)
     assert resumed is not None
-    assert resumed.resume
+    assert resumed.storage.resume
     for file in (out / "checkpoint").iterdir():
         file.unlink()
     assert compare.standing(there) == "nothing kept"

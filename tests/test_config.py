@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from fedapp import RunResult, cli, config, registry, run, server_app
-from fedapp.config import DEFAULTS, KEYS, RunConfig, from_flat, keys
+from fedapp.config import DEFAULTS, FIELDS, KEYS, from_flat, keys
 from fedapp.engines import local as engines
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare
@@ -40,11 +40,11 @@ def test_a_configuration_survives_its_toml_file(tmp_path: Path) -> None:
 
 
 def test_auto_is_the_methods_own_value() -> None:
-    assert from_flat({"method": "fedavg"}).lr == 0.05
+    assert from_flat({"method": "fedavg"}).training.lr == 0.05
     other = from_flat({"method": "fedclassavg", "dataset": "mnist"})
-    assert (other.lr, other.augment, other.model) == (0.01, "weak", "cnn")
-    assert from_flat({"method": "fedavg", "lr": 0.3}).lr == 0.3
-    assert from_flat({"optimizer": "adam"}).momentum == 0.0
+    assert (other.training.lr, other.training.augment, other.model.model) == (0.01, "weak", "cnn")
+    assert from_flat({"method": "fedavg", "lr": 0.3}).training.lr == 0.3
+    assert from_flat({"optimizer": "adam"}).training.momentum == 0.0
 
 
 def test_models_are_dealt_by_client_id() -> None:
@@ -285,7 +285,7 @@ def test_default_folders_of_the_same_second_differ(tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FEDAPP_RUNS", str(tmp_path / "served"))
     monkeypatch.setattr(results.time, "strftime", lambda form: "20260102-030405")
-    names = [Path(engines.prepare({"method": "local"}, None).out) for _ in range(3)]
+    names = [Path(engines.prepare({"method": "local"}, None).storage.out) for _ in range(3)]
     name = "local-digits-s0-20260102-030405"
     assert names == [tmp_path / "runs" / n for n in (name, f"{name}-2", f"{name}-3")]
     served = [server_app.place(config.from_flat({"method": "local"})) for _ in range(2)]
@@ -400,7 +400,7 @@ def test_dry_run_shows_configuration_and_traffic_and_trains_nothing(
 
 
 def test_every_key_has_a_description() -> None:
-    assert all(f.description for f in RunConfig.model_fields.values())
+    assert all(f.description for f in FIELDS.values())
 
 
 @pytest.mark.parametrize(
@@ -440,7 +440,7 @@ def test_a_context_is_validated_once_a_process(monkeypatch: pytest.MonkeyPatch) 
     first = config.from_context(values)
     monkeypatch.setattr(config, "check", lambda given: pytest.fail("validated again"))
     assert config.from_context(dict(reversed(values.items()))) is first
-    assert first.momentum == 0.9 and first.model == "digits-a", "what a message gives is resolved"
+    assert first.training.momentum == 0.9 and first.model.model == "digits-a", "what a message gives is resolved"
 
 
 def test_a_run_of_version_0_1_is_still_read_and_a_key_that_a_user_writes_is_not_dropped(tmp_path: Path) -> None:

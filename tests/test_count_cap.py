@@ -266,8 +266,10 @@ def test_all_heads_of_sums_have_the_cap_on_real_nodes_and_none_in_simulations() 
     ]:
         config = from_flat(values)
         most = 2 if values["method"] == "ccvr" else 10
-        assert config.robustness(simulation=False).cap == most and config.robustness(simulation=True).cap == 0, values
-    assert from_flat({"method": "fedghg"}).robustness(simulation=False).cap == 0
+        assert config.robust_rules(simulation=False).cap == most and config.robust_rules(simulation=True).cap == 0, (
+            values
+        )
+    assert from_flat({"method": "fedghg"}).robust_rules(simulation=False).cap == 0
     summed = from_flat({"method": "fed3r", "secure-sum": True})
-    assert summed.robustness(simulation=False).cap == 0
+    assert summed.robust_rules(simulation=False).cap == 0
     assert set(HEADS) <= set(registry.discover())

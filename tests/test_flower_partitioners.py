@@ -180,5 +180,5 @@ def test_a_run_has_its_clients_and_its_partition_comes_back(tiny: Any) -> None:
     saved = Partition.load(run.out / "partition.npz")
     assert [len(c.train) + len(c.test) for c in saved.clients] == [300, 200, 100]
     made = config.from_flat(run.flat)
-    again = made.replaced(seed=made.seed + 1, partition_seed=made.data_seed)
+    again = made.replaced(seed=made.federation.seed + 1, partition_seed=made.data_seed)
     assert simulated.federated(again, 3).partition.hash == saved.hash

@@ -152,7 +152,7 @@ def test_a_comparison_that_is_read_again_holds_the_chosen_runs_alone(tmp_path: P
     """Each setting has its own choice, and all go by the name of the method."""
     jobs = plan("local,fedavg", tmp_path, "lr=0.1,0.2", sweep="fraction-train=0.5,1")
     for job in jobs:
-        best = 0.1 if job.config.fraction_train < 1 else 0.2
+        best = 0.1 if job.config.federation.fraction_train < 1 else 0.2
         finish(job, 0.8 if dict(job.variant.settings)["lr"] == best else 0.7)
     chosen, _ = grid.choose(jobs, tmp_path)
     runs = read_comparison(tmp_path).runs
@@ -167,7 +167,12 @@ def test_each_value_of_a_sweep_is_a_setting(tmp_path: Path) -> None:
     assert [str(j.out.relative_to(tmp_path / "runs")) for j in jobs[::2]] == [
         f"digits-dirichlet-1-fraction-train={f}-clients={c}/local-s0" for f in ("0.5", "1") for c in (3, 4)
     ]
-    assert [(j.config.fraction_train, j.config.clients) for j in jobs[::2]] == [(0.5, 3), (0.5, 4), (1, 3), (1, 4)]
+    assert [(j.config.federation.fraction_train, j.config.data.clients) for j in jobs[::2]] == [
+        (0.5, 3),
+        (0.5, 4),
+        (1, 3),
+        (1, 4),
+    ]
     assert jobs[0].sweep == "clients 3, fraction-train 0.5"
     with pytest.raises(BadRequest, match="did you mean 'fraction-train'"):
         plan("local", tmp_path, sweep="fraction-tran=0.5")

@@ -63,7 +63,7 @@ def changed_one(values: np.ndarray) -> np.ndarray:
 
 def noted(keys: dict[str, Any]) -> dict[str, str]:
     config = configuration.from_flat(keys)
-    datasets.load(config.dataset, config.data_dir, config.reading)
+    datasets.load(config.data.dataset, config.data.data_dir, config.reading)
     return identity.of_data(config)
 
 

@@ -211,14 +211,14 @@ def test_every_study_is_a_valid_configuration() -> None:
     for study in studies().values():
         for key in keys_of((study.id, variant) for variant in study.variants):
             settings = config.from_flat(settings_of(key))
-            assert registry.get(settings.method) and study.scaled
+            assert registry.get(settings.federation.method) and study.scaled
 
 
 def private(pair: Pair, seed: int = 0) -> tuple[str, float]:
     """What of the training images a run of the ledger holds back from its clients."""
     settings = config.from_flat(settings_of(RunKey(*pair, seed)))
     source = public_source(settings)
-    return settings.dataset, source.share if source else 0.0
+    return settings.data.dataset, source.share if source else 0.0
 
 
 @pytest.mark.parametrize("study", studies())
@@ -347,14 +347,14 @@ def test_only_missing_runs_are_run_and_a_failure_is_the_exit_code(
     def run_all(
         todo: list[config.RunConfig], workers: int, on_end: Callable[[FinishedRun], None], *rest: object
     ) -> list[FinishedRun]:
-        begun.extend(Path(c.out) for c in todo)
+        begun.extend(Path(c.storage.out) for c in todo)
         ended = [FinishedRun(out, error) for out in begun]
         for run in ended:
             on_end(run)
         return ended
 
     monkeypatch.setattr(reproduce, "prepared", prepared)
-    monkeypatch.setattr(reproduce, "pending_config", lambda c: None if c.out.endswith("-s0") else c)
+    monkeypatch.setattr(reproduce, "pending_config", lambda c: None if c.storage.out.endswith("-s0") else c)
     monkeypatch.setattr(pool, "run_all", run_all)
     assert reproduce.reproduce(tmp_path, "", ["fca-12"]) == code
     assert begun == [tmp_path / H / f"fedclassavg-s{seed}" for seed in range(1, 10)]

@@ -997,8 +997,8 @@ def test_resuming_names_the_place_where_the_run_lies(
     if not mirror:
         (here / "checkpoint").mkdir()
     assert deploy.run(resumed(here, {"num-server-rounds": 5}), here, "prod") == 1
-    assert submitted[0].resume and submitted[0].num_server_rounds == 5
-    assert submitted[0].out == ("/srv/runs/x" if mirror else str(here))
+    assert submitted[0].storage.resume and submitted[0].federation.num_server_rounds == 5
+    assert submitted[0].storage.out == ("/srv/runs/x" if mirror else str(here))
     assert f"--superlink prod --resume {here}" in capsys.readouterr().err
     assert json.loads((here / "summary.json").read_text()) == {"ok": False, "error": "lost: no answer"}
 

@@ -344,7 +344,7 @@ def test_given_validation_rows_leave_training(tmp_path: Path) -> None:
     columns["split"] = np.where(columns["group"] // 12 % 4 == 2, "validation", columns["split"])
     saved(tmp_path / "own.npz", columns)
     config = local.effective({"dataset": "npz", "data-dir": str(tmp_path / "own.npz"), "validation": 0.5})
-    data = simulated.federated(config, config.clients)
+    data = simulated.federated(config, config.data.clients)
     assert data.dataset.held_out is not None
     held = np.concatenate([c.validation for c in data.partition.clients])
     assert np.array_equal(np.sort(held), np.flatnonzero(data.dataset.held_out)), "the data's own split wins"
@@ -440,7 +440,7 @@ def test_a_run_repeats_the_partition_that_another_saved(tmp_path: Path) -> None:
         dataset="digits", method="local", partition="file", partition_file=str(tmp_path / "a" / "partition.npz"),
         num_server_rounds=1, out=tmp_path / "b", seed=4,
     )  # fmt: skip
-    assert again.config is not None and again.config.clients == 3
+    assert again.config is not None and again.config.data.clients == 3
     assert first.final.drop(columns="client_seconds").equals(again.final.drop(columns="client_seconds"))
 
 
@@ -467,20 +467,24 @@ def simulated_card(path: Path) -> str:
     from fedapp.data.card import data_card
 
     config = local.effective({"dataset": "npz", "data-dir": str(path)})
-    data = simulated.federated(config, config.clients)
+    data = simulated.federated(config, config.data.clients)
     return data_card(data.dataset, data.partition).text()
 
 
 def test_what_the_data_decide_is_settled_before_the_run(tmp_path: Path) -> None:
     path = saved(tmp_path / "own.npz", {**sensors(), "weather": Y})
     config = local.effective({"dataset": "npz", "data-dir": str(path)})
-    assert (config.partition, config.model, config.clients) == ("by-client", "cnn1d", 4)
+    assert (config.data.partition, config.model.model, config.data.clients) == ("by-client", "cnn1d", 4)
     text = simulated_card(path)
     assert "partition by-client, split given" in text and all(name in text for name in PERSONS)
     assert "weather" in text
     table = saved(tmp_path / "t.npz", {"x": np.zeros((60, 3)), "y": np.arange(60) % 2})
     config = local.effective({"dataset": "npz", "data-dir": str(table)})
-    assert (config.partition, config.model, config.clients) == ("dirichlet", "mlp", local.DEFAULT_CLIENTS)
+    assert (config.data.partition, config.model.model, config.data.clients) == (
+        "dirichlet",
+        "mlp",
+        local.DEFAULT_CLIENTS,
+    )
 
 
 def test_a_run_learns_series_of_natural_clients(tmp_path: Path) -> None:

@@ -364,7 +364,7 @@ def test_every_message_of_a_node_is_handled_without_own_code(monkeypatch: pytest
 def test_a_name_from_a_node_does_not_get_into_the_runs_configuration() -> None:
     """With model = auto the clients say which model it is; one that names code is not believed."""
     config = from_flat({"dataset": "npz", "data-dir": "x", "method": "fedavg"})
-    assert config.model == "auto"
+    assert config.model.model == "auto"
     for theirs, known in (("os:system", "auto"), ("mlp", "mlp"), ("mpl", "auto")):
         assert Run.known_model(config, [ClientInfo(0, 9, theirs, 10, {})]) == known
 

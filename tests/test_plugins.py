@@ -202,7 +202,7 @@ def test_a_node_imports_only_packages_that_its_owner_allows(install: Install) ->
     with plugins.only(""):
         for settings in ({"method": "plain"}, {"dataset": "site", "method": "fedavg"}):
             with pytest.raises(BadRequest, match=r"code that is not imported here.*allow 'addon"):
-                datasets.load(from_flat(settings).dataset)
+                datasets.load(from_flat(settings).data.dataset)
         named = from_flat({"model": "tiny", "method": "fedavg"})
         with pytest.raises(BadRequest, match=r"allow='addon\.nets:build'"):
             Node.parse(own).check(named)
@@ -210,7 +210,7 @@ def test_a_node_imports_only_packages_that_its_owner_allows(install: Install) ->
             build_model("tiny", num_classes=2, shape=(5,), seed=0)
         assert "addon" not in sys.modules
     with plugins.only("addon.*"):
-        assert from_flat({"method": "plain"}).method == "plain" and datasets.load("site").num_classes == 2
+        assert from_flat({"method": "plain"}).federation.method == "plain" and datasets.load("site").num_classes == 2
         Node.parse({**own, "allow": "addon.*"}).check(named)
         assert build_model("tiny", num_classes=2, shape=(5,), seed=0).width == 16
 

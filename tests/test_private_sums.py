@@ -125,9 +125,9 @@ def test_epsilon_is_that_of_the_sum_and_is_spent_round_by_round(tmp_path: Path) 
     values = {**UPDATES, "dp-epsilon": 4.0, "num-server-rounds": 2, "clients": 5, "secure-colluders": 1}
     summary = go(tmp_path / "run", **values)
     config = from_flat({k: v for k, v in values.items() if k != "secure-colluders"})
-    assert config.privacy is not None
+    assert config.mechanism is not None
     assert summary["privacy"]["epsilon"] == pytest.approx(4.0, rel=1e-3) and summary["privacy"]["releases"] == 2
-    assert summary["privacy"]["noise"] == config.privacy.noise  # as if each client added all of it
+    assert summary["privacy"]["noise"] == config.mechanism.noise  # as if each client added all of it
     assert "a sum of 4 clients, 1 of whom may help the server, has" in summary["warnings"][0]
     assert all([e["share"] for e in entries] == [pytest.approx(1 / 3)] * 2 for entries in ledgers(tmp_path / "run"))
 

@@ -107,7 +107,13 @@ def test_a_recipe_is_valid_for_run_and_for_all_rows_of_its_table(name: str) -> N
     values, recipe = flat(name), recipes.shipped()[name]
     assert values["method"] == name.split("-")[0]
     resolved = engine.effective(values)
-    assert "auto" not in (resolved.model, resolved.lr, resolved.optimizer, resolved.weight_decay, resolved.augment)
+    assert "auto" not in (
+        resolved.model.model,
+        resolved.training.lr,
+        resolved.training.optimizer,
+        resolved.training.weight_decay,
+        resolved.training.augment,
+    )
     variants = compare.parse_variants(recipe.methods)
     assert [v.label for v in variants] == [re.sub(r"\s+", " ", e) for e in recipe.rows], "rows are written as labels"
     assert all(recipe.rows.values()), "every row says what the paper calls it"
@@ -251,12 +257,12 @@ def test_every_recipe_can_be_dealt_at_published_size_and_scaled_to_a_tenth(publi
     by_data = sorted(NAMES, key=lambda n: str([flat(n).get(k) for k in ("dataset", "partition", "alpha", "clients")]))
     for name in by_data:
         resolved = engine.effective(flat(name))
-        data = tasks.check(resolved, resolved.clients)
-        assert len(data.partition.clients) == resolved.clients
-        if resolved.dataset in ("cifar10", "mnist"):
+        data = tasks.check(resolved, resolved.data.clients)
+        assert len(data.partition.clients) == resolved.data.clients
+        if resolved.data.dataset in ("cifar10", "mnist"):
             small, _ = recipes.scaled(flat(name), 0.1)
             shrunk = engine.effective(small)
-            assert len(tasks.check(shrunk, shrunk.clients).dataset.y_train) <= 0.11 * len(data.dataset.y_train)
+            assert len(tasks.check(shrunk, shrunk.data.clients).dataset.y_train) <= 0.11 * len(data.dataset.y_train)
 
 
 @pytest.mark.parametrize("name", ["fedclassavg-table2-cifar10-skewed", "cwfedavg-table1-cifar10-pathological"])

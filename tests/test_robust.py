@@ -192,13 +192,13 @@ def test_rules_that_cannot_hold_are_refused_before_the_run(values: dict[str, Any
 
 def test_what_auto_stands_for() -> None:
     plain = from_flat({"method": "fedavg"})
-    assert plain.robustness(simulation=True) == Robust((), 1, 0.0)
-    assert plain.robustness(simulation=False).cap == 10
-    assert from_flat({"method": "fedgh"}).robustness(simulation=False).cap == 0
-    assert from_flat({"method": "fedavg", "robust": "norm"}).robustness(simulation=False).cap == 2
-    assert from_flat({"method": "fedavg", "count-cap": 3}).robustness(simulation=True).cap == 3
+    assert plain.robust_rules(simulation=True) == Robust((), 1, 0.0)
+    assert plain.robust_rules(simulation=False).cap == 10
+    assert from_flat({"method": "fedgh"}).robust_rules(simulation=False).cap == 0
+    assert from_flat({"method": "fedavg", "robust": "norm"}).robust_rules(simulation=False).cap == 2
+    assert from_flat({"method": "fedavg", "count-cap": 3}).robust_rules(simulation=True).cap == 3
     both = from_flat({"method": "ccvr", "robust": "norm+trimmed", "robust-f": 2})
-    assert both.robustness(simulation=True) == Robust(("norm", "trimmed"), 2, 2.0)
+    assert both.robust_rules(simulation=True) == Robust(("norm", "trimmed"), 2, 2.0)
 
 
 @pytest.mark.parametrize(("failing", "good"), [([0, 1], 3), ([0, 1, 2], 2)])

@@ -28,7 +28,7 @@ def test_what_run_returns_is_the_run_directory(finished: RunResult) -> None:
     assert finished.summary == json.loads((finished.out / "summary.json").read_text())
     for name in ("rounds", "clients", "final"):
         pd.testing.assert_frame_equal(getattr(finished, name), pd.read_csv(finished.out / f"{name}.csv"))
-    assert finished.config is not None and finished.config.num_server_rounds == 2 and finished.problem == ""
+    assert finished.config is not None and finished.config.federation.num_server_rounds == 2 and finished.problem == ""
     assert finished.counts.shape == (3, 10) and finished.counts.sum() == sum(finished.card["train_sizes"])
     assert finished.protocols == ("received", "trained", "global")
     assert finished.score("trained") == finished.summary["accuracy"]["trained"]["last"]

@@ -258,21 +258,21 @@ def test_its_steps_are_plain_and_as_long_as_those_of_momentum() -> None:
     common = from_flat({"method": "fedavg", "dataset": "cifar10"})
     x, steps = nn.Parameter(torch.zeros(1, dtype=torch.float64)), []
     for of in (config, common):
-        optimizer, before = torch.optim.SGD([x], of.lr, of.momentum), 0.0
+        optimizer, before = torch.optim.SGD([x], of.training.lr, of.training.momentum), 0.0
         for _ in range(500):
             x.grad, before = torch.ones_like(x), float(x.detach())
             optimizer.step()
         steps.append(before - float(x.detach()))
-    assert (config.momentum, config.clip) == (0, 10) and steps[0] == pytest.approx(steps[1], rel=1e-9)
+    assert (config.training.momentum, config.training.clip) == (0, 10) and steps[0] == pytest.approx(steps[1], rel=1e-9)
 
 
 @pytest.mark.parametrize("given", [{"momentum": 0.9}, {"optimizer": "adam"}, {"lr": 0.03}])
 @pytest.mark.parametrize("dataset", ["cifar10", "digits"])
 def test_with_steps_of_another_kind_its_rate_is_that_of_the_other_methods(dataset: str, given: dict[str, Any]) -> None:
     one, other = (from_flat({"method": m, "dataset": dataset, **given}) for m in ("scaffold", "fedavg"))
-    assert (one.lr, one.optimizer) == (other.lr, other.optimizer)
+    assert (one.training.lr, one.training.optimizer) == (other.training.lr, other.training.optimizer)
     plain = from_flat({"method": "scaffold", "dataset": dataset, "momentum": 0.0})
-    assert plain.lr == from_flat({"method": "scaffold", "dataset": dataset}).lr == 0.1
+    assert plain.training.lr == from_flat({"method": "scaffold", "dataset": dataset}).training.lr == 0.1
 
 
 def test_a_training_for_a_score_alone_is_not_corrected() -> None:

@@ -44,7 +44,7 @@ def prepared(out: Path, **changes: Any) -> RunConfig:
 
 
 def through_ray(session: launch.Session, config: RunConfig) -> int:
-    resources = choose_resources(config.clients)
+    resources = choose_resources(config.data.clients)
     with runner.Follower() as follower:
         return runner.run_in(session, config, resources, follower)
 
@@ -94,7 +94,7 @@ def test_own_data_and_every_option_of_scoring_give_the_numbers_of_this_process(
         "metrics": "accuracy,balanced,macro_f1,auc,ece", "track": "records",
     }  # fmt: skip
     config = prepared(tmp_path / "ray", **settings)
-    assert config.clients == 6 and through_ray(session, config) == 0
+    assert config.data.clients == 6 and through_ray(session, config) == 0
     tracked = list(recorded)
     recorded.clear()
     local = {k.replace("-", "_"): v for k, v in SETTINGS.items()}
@@ -139,7 +139,7 @@ class ActorKiller(runner.Follower):
 def test_a_killed_actor_is_named_and_ends_the_run_truthfully(session: launch.Session, tmp_path: Path) -> None:
     config = prepared(tmp_path / "run", method="fedavg", num_server_rounds=200, fraction_train=1.0)
     with ActorKiller(session) as follower:
-        assert runner.run_in(session, config, choose_resources(config.clients), follower) == 1
+        assert runner.run_in(session, config, choose_resources(config.data.clients), follower) == 1
     assert follower.killed
     dropped = pd.read_csv(tmp_path / "run" / "dropped.csv") if (tmp_path / "run" / "dropped.csv").exists() else None
     error = launch._newer_json(tmp_path / "run" / "error.json", 0)

@@ -95,7 +95,7 @@ def went(place: Path, out: Path, method: str, **settings: Any) -> RunResult:
 def checked(place: Path, **settings: Any) -> simulated.FederatedData:
     dataset = "csv" if any(place.glob("*.csv")) else "npz"
     config = local.effective({"dataset": dataset, "data-dir": str(place), **settings})
-    return simulated.check(config, config.clients)
+    return simulated.check(config, config.data.clients)
 
 
 @pytest.mark.parametrize("method", methods(m for m in SEVERAL if m not in SECOND))

@@ -139,10 +139,10 @@ def test_weight_decay_and_momentum_are_the_runs_and_not_torchs() -> None:
     adamw = from_flat({"method": "fedavg", "optimizer": "adamw"}).train_spec()
     assert make_optimizer(network().parameters(), adamw).defaults["weight_decay"] == 0
     rms = from_flat({"method": "fedavg", "optimizer": "rmsprop"})
-    assert rms.momentum == 0.0, "auto is PyTorch's default"
+    assert rms.training.momentum == 0.0, "auto is PyTorch's default"
     rms = from_flat({"method": "fedavg", "optimizer": "rmsprop", "momentum": 0.6})
     assert make_optimizer(network().parameters(), rms.train_spec()).defaults["momentum"] == 0.6
-    assert from_flat({"optimizer": "rprop"}).weight_decay == 0.0
+    assert from_flat({"optimizer": "rprop"}).training.weight_decay == 0.0
 
 
 # ---- learning rates by round -----------------------------------------------------------------------------------------

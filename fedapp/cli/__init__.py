@@ -174,7 +174,7 @@ def partition(
     options = {"dataset": dataset, "clients": clients, "seed": seed}
     values = collect(options, sets, recipe.settings if recipe else None)
     settings = tasks.settled(config.from_flat(values), 10)
-    data = tasks.federated(settings, settings.clients)
+    data = tasks.federated(settings, settings.data.clients)
     card = data_card(data.dataset, data.partition)
     echo(card.text())
     for warning in leaks(data.dataset, data.partition):

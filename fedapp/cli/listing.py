@@ -67,9 +67,10 @@ def keys(
 
     Values of method, dataset, model and partition: fedapp methods, datasets, models, partitions.
     """
-    from fedapp.config import RunConfig
+    from fedapp.config import GROUPS, KEYS
 
-    found = RunConfig.model_json_schema()["properties"]
+    unsorted = {k: v for group in GROUPS.values() for k, v in group.model_json_schema()["properties"].items()}
+    found = {key: unsorted[key] for key in KEYS}
     rows = []
     for name, schema in found.items():
         rows.append((name, kind(schema), shown(schema["default"]), schema.get("description", "")))

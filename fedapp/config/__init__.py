@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,14 +20,14 @@ from pydantic import ValidationError
 
 from fedapp import registry
 from fedapp.config.checks import check, check_training
-from fedapp.config.keys import DEFAULTS, KEYS, OTHER_NAMES, PROTOCOLS, RunConfig
+from fedapp.config.keys import DEFAULTS, FIELDS, GROUPS, KEYS, OTHER_NAMES, PROTOCOLS, RunConfig
 from fedapp.data.datasets import published
 from fedapp.errors import BadRequest, named_values, suggest
 from fedapp.learning.optimizers import check_optimizer, takes
 from fedapp.method import TrainDefaults
 from fedapp.models import default_model
 
-__all__ = ["DEFAULTS", "KEYS", "PROTOCOLS", "RunConfig"]
+__all__ = ["DEFAULTS", "FIELDS", "GROUPS", "KEYS", "PROTOCOLS", "RunConfig"]
 SHOWN = 80
 """Characters of a value that a message shows."""
 FORMER = ("cuda-graphs", "compile")
@@ -66,20 +66,23 @@ def validated(values: Mapping[str, Any]) -> RunConfig:
     unknown = [k for k in values if k not in KEYS]
     if unknown:
         raise BadRequest("; ".join(unknown_key(k, values[k]) for k in unknown))
-    fields = RunConfig.model_fields
     given = {
-        k: float(v) if isinstance(v, int) and not isinstance(v, bool) and _is_float(fields[k.replace("-", "_")]) else v
+        k: float(v) if isinstance(v, int) and not isinstance(v, bool) and _is_float(FIELDS[k]) else v
         for k, v in values.items()
     }
-    try:
-        return RunConfig.model_validate(given)
-    except ValidationError as e:
-        lines: dict[str, list[str]] = {}
-        for item in e.errors():
-            key = str(item["loc"][0])
-            lines.setdefault(key, []).append(_plain(item))
-        text = "; ".join(f"{k} = {shown(repr(given[k]))}: {' or '.join(dict.fromkeys(v))}" for k, v in lines.items())
-        raise BadRequest(text) from e
+    groups, lines = {}, defaultdict[str, list[str]](list)
+    for name, settings in GROUPS.items():
+        keys = given.keys() & {field.alias for field in settings.model_fields.values()}
+        try:
+            groups[name] = settings.model_validate({key: given[key] for key in keys})
+        except ValidationError as e:
+            for item in e.errors():
+                lines[str(item["loc"][0])].append(_plain(item))
+    if lines:
+        wrong = {k: lines[k] for k in KEYS if k in lines}
+        text = "; ".join(f"{k} = {shown(repr(given[k]))}: {' or '.join(dict.fromkeys(v))}" for k, v in wrong.items())
+        raise BadRequest(text)
+    return RunConfig(**groups)
 
 
 def expanded(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -231,24 +234,24 @@ def _resolved(config: RunConfig) -> RunConfig:
     def pick(value: Any, auto: _T) -> Any:
         return auto if value == "auto" else value
 
-    optimizer = pick(config.optimizer, d.optimizer)
+    optimizer = pick(config.training.optimizer, d.optimizer)
     check_optimizer(optimizer)
-    momentum = pick(config.momentum, d.momentum if optimizer == "sgd" else 0.0)
+    momentum = pick(config.training.momentum, d.momentum if optimizer == "sgd" else 0.0)
     # A method's own rate belongs to its own steps: with other ones it would be too large or too small.
     rates = d if (optimizer, momentum) == (d.optimizer, d.momentum) else TrainDefaults()
     # The user's own data decide the model when they are read.
-    known = published(config.dataset)
+    known = published(config.data.dataset)
     model = "auto" if known is None else default_model(known.shape)
     return config.replaced(
         model=",".join(model if n == "auto" else n for n in config.model_names),
-        lr=pick(config.lr, rates.lr_digits if config.dataset == "digits" else rates.lr),
+        lr=pick(config.training.lr, rates.lr_digits if config.data.dataset == "digits" else rates.lr),
         optimizer=optimizer,
         momentum=momentum,
-        weight_decay=pick(config.weight_decay, d.weight_decay if takes(optimizer, "weight_decay") else 0.0),
-        clip=pick(config.clip, d.clip),
-        partition=known_partition(config.partition, config.dataset),
-        augment=pick(config.augment, d.augment),
-        evaluate_every=max(1, config.evaluate_every) if config.select == "validation" else config.evaluate_every,
+        weight_decay=pick(config.training.weight_decay, d.weight_decay if takes(optimizer, "weight_decay") else 0.0),
+        clip=pick(config.training.clip, d.clip),
+        partition=known_partition(config.data.partition, config.data.dataset),
+        augment=pick(config.training.augment, d.augment),
+        evaluate_every=max(int(config.evaluation.select == "validation"), config.evaluation.evaluate_every),
     )
 
 
@@ -318,8 +321,7 @@ def parse_value(key: str, text: str) -> Any:
     """
     if key not in KEYS:
         raise BadRequest(unknown_key(key, text, "--set "))
-    field = RunConfig.model_fields[key.replace("-", "_")]
-    kind = str(field.annotation)
+    kind = str(FIELDS[key].annotation)
     if text == "auto" and "auto" in kind:
         return text
     or_auto = " or auto" if "auto" in kind else ""

@@ -99,11 +99,11 @@ def run(values: Mapping[str, Any], out: Path | None, superlink: str | None, dry_
     resume = bool(values.get("resume", False))
     config = configuration.from_flat({**values, "resume": False})
     config.check_node()
-    following.check(config.track)
+    following.check(config.storage.track)
     if dry_run:
         runner.print_config(config)
         with contextlib.suppress(BadRequest):  # the nodes' data need not be here
-            echo("\n".join(runner.what_leaves(config.replaced(clients=config.clients or 3))))
+            echo("\n".join(runner.what_leaves(config.replaced(clients=config.data.clients or 3))))
         echo(f"SuperLink: {to.name}, {to.address}, {'plain HTTP' if to.insecure else 'TLS'}")
         return 0
     here = absolute(out) if out is not None else new_folder(Path("runs"), run_name(config))

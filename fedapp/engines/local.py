@@ -29,15 +29,15 @@ def effective(values: Mapping[str, Any]) -> RunConfig:
     """Make the effective configuration of a simulation: `auto` resolved, number of clients set, paths absolute."""
     config = configuration.from_flat({**values, "resume": False})
     config.check_simulation()
-    following.check(config.track)
-    if config.data_dir and not config.data_dir.startswith(HUB):
-        config = config.replaced(data_dir=str(Path(config.data_dir).expanduser().absolute()))
-    if config.state_dir:
-        config = config.replaced(state_dir=str(Path(config.state_dir).expanduser().absolute()))
-    if config.weights:
-        config = config.replaced(weights=str(Path(config.weights).expanduser().absolute()))
-    if config.partition_file:
-        config = config.replaced(partition_file=str(Path(config.partition_file).expanduser().absolute()))
+    following.check(config.storage.track)
+    if config.data.data_dir and not config.data.data_dir.startswith(HUB):
+        config = config.replaced(data_dir=str(Path(config.data.data_dir).expanduser().absolute()))
+    if config.storage.state_dir:
+        config = config.replaced(state_dir=str(Path(config.storage.state_dir).expanduser().absolute()))
+    if config.model.weights:
+        config = config.replaced(weights=str(Path(config.model.weights).expanduser().absolute()))
+    if config.data.partition_file:
+        config = config.replaced(partition_file=str(Path(config.data.partition_file).expanduser().absolute()))
     return tasks.settled(config, DEFAULT_CLIENTS)
 
 
@@ -60,7 +60,7 @@ def placed(config: RunConfig, out: Path | None, *, resume: bool) -> RunConfig:
     """Check an effective configuration against data, models and run directory, and return it with its `out`."""
     if out is not None:
         out = absolute(out)
-    tasks.check(config, config.clients)
+    tasks.check(config, config.data.clients)
     if out is None:
         out = new_folder(Path("runs"), run_name(config))
     check_out(out, resume)
@@ -95,8 +95,8 @@ def run_local(config: RunConfig, listener: Listener | None = None) -> RunResult:
 
     context = configuration.for_context(config)
     with following.tracked(config, listener) as told:
-        serve(LocalGrid(client_app, context, hosts(config.clients, apart=config.secure_sum)), context, told)
-    return read_run(Path(config.out))
+        serve(LocalGrid(client_app, context, hosts(config.data.clients, apart=config.secure.secure_sum)), context, told)
+    return read_run(Path(config.storage.out))
 
 
 LISTS = ("model", "protocols", "metrics", "track", "unseen", "adapt-epochs", "class-weights", "class-names")
@@ -218,5 +218,5 @@ def data_card(**settings: Any) -> DataCard:
     BadRequest : the data are not there, or cannot be divided so.
     """
     config = effective(flat(settings))
-    data = tasks.federated(config, config.clients)
+    data = tasks.federated(config, config.data.clients)
     return card.data_card(data.dataset, data.partition)

@@ -47,7 +47,15 @@ def client_needs(configs: Sequence[RunConfig]) -> ClientNeeds:
     Exception : any error of a client.
     """
     different = {
-        (c.dataset, c.data_dir, c.data_fraction, c.batch_size, c.precision, c.model, c.model_options): c
+        (
+            c.data.dataset,
+            c.data.data_dir,
+            c.data.data_fraction,
+            c.training.batch_size,
+            c.training.precision,
+            c.model.model,
+            c.model_options,
+        ): c
         for c in configs[::-1]
     }
     configs = list(different.values())[::-1]
@@ -77,8 +85,8 @@ def _measure(configs: Sequence[RunConfig]) -> ClientNeeds:
     cached = 0
     try:
         for config in configs:
-            torch.set_num_threads(config.threads)
-            data = tasks.federated(config, config.clients)
+            torch.set_num_threads(config.training.threads)
+            data = tasks.federated(config, config.data.clients)
             sizes = [(len(s.train), len(s.test)) for s in data.partition.clients]
             image = [math.prod(data.size_of(k).shape) for k in range(len(sizes))]
             for client in _largest(config, [train * n for (train, _), n in zip(sizes, image, strict=True)]):
@@ -110,20 +118,20 @@ def _round_seconds(config: RunConfig, client: int, device: torch.device) -> floa
     The first step is not counted: it allocates memory and chooses kernels.
     """
     method, hparams = config.method_and_hparams()
-    task = tasks.simulated_task(config, client, config.clients, device)
+    task = tasks.simulated_task(config, client, config.data.clients, device)
     few = replace(task, train=replace(task.train, epochs=1), x_test=task.x_test[:BATCH], y_test=task.y_test[:BATCH])
     payload = first_payload(method, hparams, few)
     trained: FedClient | None = None
     for steps in (1, STEPS):
         if trained is not None and trained.report.seconds > BUDGET_SECONDS / STEPS:
             break
-        count = min(steps * config.batch_size, task.num_samples)
+        count = min(steps * config.training.batch_size, task.num_samples)
         part = replace(few, x_train=task.x_train[:count], y_train=task.y_train[:count], x_union=None, y_union=None)
         trained = method.client(part, method, hparams)
         trained.train_round(payload, 1)
     assert trained is not None
     report = trained.report
-    epochs = method.client.epochs_in(1, config.local_epochs, hparams)
+    epochs = method.client.epochs_in(1, config.training.local_epochs, hparams)
     training = report.seconds / max(1, report.samples) * task.num_samples * epochs
     began = time.perf_counter()
     images = max(1, trained.measure("trained")["trained-total"])

@@ -42,7 +42,7 @@ class FinishedRun:
 
 def _run(flat: dict[str, object]) -> FinishedRun:
     config = configuration.from_flat(flat)
-    out = Path(config.out)
+    out = Path(config.storage.out)
     try:
         engines.run_local(config)
     except Exception as e:

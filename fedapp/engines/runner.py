@@ -110,17 +110,17 @@ class Follower:
 
 def what_leaves(config: RunConfig) -> list[str]:
     """Say which arrays a client sends each round, and how many bytes they are, for each architecture."""
-    data = tasks.federated(config, config.clients)
+    data = tasks.federated(config, config.data.clients)
     method, hparams = config.method_and_hparams()
     lines = []
-    half = config.wire_dtype == "fp16"
+    half = config.federation.wire_dtype == "fp16"
     for name, shape in tasks.architectures(config, data):
         client: type[FedClient] = method.client
         spec = ModelSpec(name, data.dataset.num_classes, shape, 0, config.model_options)
         model = client.build_model(spec, hparams)
         state = model.state_dict()
-        down = list(client.initial_arrays(spec, method, hparams, config.buffers))
-        up = selection.shared_names(model, method.up_prefixes(hparams), config.buffers)
+        down = list(client.initial_arrays(spec, method, hparams, config.training.buffers))
+        up = selection.shared_names(model, method.up_prefixes(hparams), config.training.buffers)
         ways = {"each way": up} if up == down else {"down": down, "up": up}
         for way, names in ways.items():
             total = sum(state[n].numel() * (2 if half else 4) for n in names)
@@ -145,11 +145,11 @@ def run_and_report(
     chosen: ClientResources | None = None
     config = engines.effective(values)
     if engine == "ray":  # wrong numbers are refused before any data is loaded, and PyTorch to count GPUs
-        chosen = resources.choose_resources(config.clients, client_cpus, client_gpus or 0.0)
+        chosen = resources.choose_resources(config.data.clients, client_cpus, client_gpus or 0.0)
     elif client_cpus is not None or client_gpus is not None:
         raise BadRequest("--client-cpus and --client-gpus go with --engine ray; the local engine runs clients in turn")
     if dry_run:
-        tasks.check(config, config.clients)
+        tasks.check(config, config.data.clients)
         print_config(config)
         echo("\n".join(what_leaves(config)))
         if chosen is not None:
@@ -170,9 +170,9 @@ def run_and_report(
             assert chosen is not None
             follower = stack.enter_context(Follower())
             follower.line(STARTING)
-            session = stack.enter_context(Session(log=Path(config.out) / "superlink.log", warm=warm))
+            session = stack.enter_context(Session(log=Path(config.storage.out) / "superlink.log", warm=warm))
             code = run_in(session, config, chosen, follower)
-        folder = Path(config.out)
+        folder = Path(config.storage.out)
     if code == 0:
         print_summary(RunResult(folder).summary)
     echo(f"results: {folder}", err=code != 0)
@@ -191,11 +191,11 @@ def _examined(
 ) -> tuple[RunConfig, ClientResources | None]:
     """Check a configuration against data, models and run directory, and say what it is and needs."""
     config = engines.placed(config, out, resume=bool(values.get("resume", False)))
-    if config.resume and engine == "ray":
+    if config.storage.resume and engine == "ray":
         # The server that finds another one in the folder may write nothing there, not even why it ends.
-        with only_writer(Path(config.out)):
+        with only_writer(Path(config.storage.out)):
             pass
-    data = tasks.federated(config, config.clients)
+    data = tasks.federated(config, config.data.clients)
     echo(data_card(data.dataset, data.partition).text(), err=True)
     echo(auto_text(values, config), err=True)
     if engine != "ray":
@@ -223,10 +223,10 @@ def proposed(configs: Sequence[RunConfig], cpus: int | None = None, gpus: float 
     """
     from fedapp.engines import measure
 
-    clients = max(config.clients for config in configs)
+    clients = max(config.data.clients for config in configs)
     if cpus is not None or gpus is not None or resources.cluster_address():
         return resources.choose_resources(clients, cpus, gpus)
-    cores = min(max(config.threads for config in configs), resources.usable_cores())
+    cores = min(max(config.training.threads for config in configs), resources.usable_cores())
     try:
         needs = measure.client_needs(configs)
     except BadRequest:
@@ -237,7 +237,10 @@ def proposed(configs: Sequence[RunConfig], cpus: int | None = None, gpus: float 
         why = f"{type(e).__name__}: {reason}" if reason else type(e).__name__
         return replace(chosen, text=f"{chosen.text}; 1 GiB each assumed, measuring a client failed ({why})")
     # In each round those that are drawn, and all of them once more for the last scores.
-    trainings = sum(math.ceil(c.clients * c.fraction_train) * c.num_server_rounds + c.clients for c in configs)
+    trainings = sum(
+        math.ceil(c.data.clients * c.federation.fraction_train) * c.federation.num_server_rounds + c.data.clients
+        for c in configs
+    )
     return resources.choose_resources(clients, cores, needs=needs, trainings=trainings)
 
 
@@ -255,7 +258,7 @@ def local(config: RunConfig, follower: Follower) -> int:
     except BadRequest:
         raise
     except Exception as e:
-        folder = Path(config.out)
+        folder = Path(config.storage.out)
         error = read_json(folder / "error.json") if folder.is_dir() else {}
         follower.line(lines.failed(error or {"message": raised(e), "traceback": ""}))
         return 1
@@ -266,7 +269,7 @@ def run_in(session: Session, config: RunConfig, given: ClientResources, follower
     """Submit one run to a session and follow it to its end; return the exit code."""
     handle = session.submit(
         config.to_flat(),
-        num_supernodes=hosts(config.clients, apart=config.secure_sum),
+        num_supernodes=hosts(config.data.clients, apart=config.secure.secure_sum),
         client_cpus=given.client_cpus,
         client_gpus=given.client_gpus,
         total_cpus=given.total_cpus,

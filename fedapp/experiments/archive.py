@@ -157,7 +157,11 @@ def lacking(run: RunResult) -> str:
 def fault(run: RunResult) -> str:
     """Return what in a run's tables and summary contradicts its configuration or each other; empty if nothing does."""
     assert run.config is not None
-    clients, wanted_rounds, patience = run.config.clients, run.config.num_server_rounds, run.config.patience
+    clients, wanted_rounds, patience = (
+        run.config.data.clients,
+        run.config.federation.num_server_rounds,
+        run.config.federation.patience,
+    )
     found, rounds = run.final.get("client", pd.Series()).tolist(), run.rounds.get("round", pd.Series()).tolist()
     if found != list(range(clients)):
         return f"final has the clients {_brief(found)}, but the config has {clients} of them, 0 to {clients - 1}"

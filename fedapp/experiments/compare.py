@@ -226,7 +226,7 @@ def jobs_of(
             _check_widths(config)
             if not refused:
                 accepted()
-                tasks.check(config, config.clients)
+                tasks.check(config, config.data.clients)
         except BadRequest as e:
             reason = str(e).removeprefix(f"{variant.method} ")  # the label names the method already
             refused.setdefault(f"{variant.label}{' ' if reason != str(e) else ': '}{reason}")
@@ -242,8 +242,8 @@ def jobs_of(
 def _check_clients(jobs: Sequence[Job]) -> None:
     """Refuse methods of which some take clients of several sizes that others leave out."""
     found: dict[tuple[str, int], dict[tuple[str, ...], str]] = {}
-    for job in jobs if any(j.config.skip_bad for j in jobs) else ():
-        names = tasks.federated(job.config, job.config.clients).partition.names
+    for job in jobs if any(j.config.data.skip_bad for j in jobs) else ():
+        names = tasks.federated(job.config, job.config.data.clients).partition.names
         found.setdefault((job.setting, job.seed), {}).setdefault(names, job.variant.label)
     for by_names in found.values():
         if len(by_names) > 1:
@@ -261,7 +261,7 @@ def _check_widths(config: RunConfig) -> None:
         return
     widths = {head_width(name) for name in config.model_names if not is_own(name)}
     if own_names := set(filter(is_own, config.model_names)):
-        data = tasks.federated(config, config.clients)
+        data = tasks.federated(config, config.data.clients)
         widths |= {
             head_width(name, data.dataset.num_classes, shape, config.model_options)
             for name, shape in tasks.architectures(config, data)
@@ -269,7 +269,8 @@ def _check_widths(config: RunConfig) -> None:
         }
     if len(widths) > 1 and method.same_width and (method.shared_prefixes(hparams) or method.extra_up):
         raise BadRequest(
-            f"the models of {config.model} have features of widths {sorted(widths)}, but heads or representations are "
+            f"the models of {config.model.model} have features of widths {sorted(widths)}, but heads or "
+            "representations are "
             "compared: take models of one family"
         )
 
@@ -286,7 +287,7 @@ def standing(config: RunConfig) -> Literal["new", "done", "broken off", "nothing
     ------
     BadRequest : the directory holds a run with another configuration, or something else, or cannot be looked into.
     """
-    out = Path(config.out)
+    out = Path(config.storage.out)
     try:
         if not (out / "config.toml").is_file():
             strange = [p.name for p in out.iterdir() if p.name not in OURS] if out.is_dir() else []
@@ -335,9 +336,9 @@ def pending_config(config: RunConfig) -> RunConfig | None:
     state = standing(config)
     if state == "nothing kept":
         try:
-            shutil.rmtree(config.out)
+            shutil.rmtree(config.storage.out)
         except OSError as e:
-            raise BadRequest(f"{config.out} cannot be removed ({e.strerror or e}); give another --out") from e
+            raise BadRequest(f"{config.storage.out} cannot be removed ({e.strerror or e}); give another --out") from e
     return None if state == "done" else config.replaced(resume=state == "broken off")
 
 
@@ -357,9 +358,11 @@ class RunsProgress:
     EVERY_SECONDS = 60.0
 
     def __init__(self, runs: Mapping[str, RunConfig]) -> None:
-        self.names = {Path(c.out): name for name, c in runs.items()}
-        self.rounds = {Path(c.out): c.num_server_rounds for c in runs.values()}
-        self.before = {Path(c.out): rounds_done(Path(c.out)) if c.resume else 0 for c in runs.values()}
+        self.names = {Path(c.storage.out): name for name, c in runs.items()}
+        self.rounds = {Path(c.storage.out): c.federation.num_server_rounds for c in runs.values()}
+        self.before = {
+            Path(c.storage.out): rounds_done(Path(c.storage.out)) if c.storage.resume else 0 for c in runs.values()
+        }
         self.ended: set[str] = set()
         self.total = sum(self.rounds.values())
         self.started = self.told = time.monotonic()
@@ -431,7 +434,7 @@ def run_here(
     todo: Mapping[str, RunConfig], workers: int | None, deadline: Callable[[], bool] = lambda: False
 ) -> dict[str, str]:
     """Run on the local engine, one process per core; returns the errors of the runs that failed, by name."""
-    threads = max((max(c.threads, c.server_threads) for c in todo.values()), default=1)
+    threads = max((max(c.training.threads, c.federation.server_threads) for c in todo.values()), default=1)
     workers = workers or max(1, usable_cores() // threads)
     with RunsProgress(todo) as progress:
         try:
@@ -532,7 +535,7 @@ def run(
                 err=True,
             )
         for config in todo.values():
-            check_out(Path(config.out), config.resume)
+            check_out(Path(config.storage.out), config.storage.resume)
         failed: dict[str, str] = {}
         if todo:
             failed = run_on_ray(todo, out / "superlink.log") if engine == "ray" else run_here(todo, workers)
@@ -571,9 +574,9 @@ def _beforehand(values: Mapping[str, Any], jobs: Sequence[Job]) -> Iterator[str]
     """Say how the data are divided, and what was decided for all methods."""
     for setting in dict.fromkeys(job.setting for job in jobs):
         job = next(j for j in jobs if j.setting == setting)
-        data = tasks.federated(job.config, job.config.clients)
+        data = tasks.federated(job.config, job.config.data.clients)
         yield data_card(data.dataset, data.partition).text()
-    public = jobs[0].config.public_data
+    public = jobs[0].config.data.public_data
     if public and not values.get("public-data"):
         yield f"public-data = {public} for all methods, since one of them needs public images"
 

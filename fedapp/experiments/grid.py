@@ -61,12 +61,13 @@ def beforehand(jobs: Sequence[Job]) -> list[str]:
     BadRequest : there are no validation images, or the runs measure no score that those have.
     """
     config = jobs[0].config
-    if not config.validation:
+    if not config.data.validation:
         raise BadRequest("--grid chooses on validation images: hold some out with --set validation=0.1")
     methods = dict.fromkeys(j.variant.method for j in jobs)
     if not any(p in config.measured for p in choosing(jobs[0].variant.method)):
         raise BadRequest(
-            f"--grid: protocols = '{config.protocols}' measures nothing on validation images, which clients hold out. "
+            f"--grid: protocols = '{config.evaluation.protocols}' measures nothing on validation images, which "
+            "clients hold out. "
             "Measure received and trained as well (--set protocols=received,trained,global): they choose the points"
         )
     if "global" not in config.measured:

@@ -89,7 +89,7 @@ class Job:
     @property
     def out(self) -> Path:
         """The run directory."""
-        return Path(self.config.out)
+        return Path(self.config.storage.out)
 
     @cached_property
     def result(self) -> RunResult:

@@ -66,7 +66,7 @@ def wanted(selected: Sequence[Claim], names: Sequence[str]) -> list[RunKey]:
 def prepared(key: RunKey, out: Path, data_dir: str) -> RunConfig:
     """Return the effective configuration of one run, checked."""
     config = engines.effective(settings_of(key, {"data-dir": data_dir}))
-    tasks.check(config, config.clients)
+    tasks.check(config, config.data.clients)
     return config.replaced(out=str(out / key.folder))
 
 

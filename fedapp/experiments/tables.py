@@ -63,12 +63,12 @@ NARROWEST = 150
 def describe(job: Job) -> dict[str, Any]:
     """Return the columns that say which run a row is of."""
     c = job.config
-    key = PARTITION_PARAMETER.get(c.partition)
+    key = PARTITION_PARAMETER.get(c.data.partition)
     return {
-        "method": job.variant.method, "variant": job.variant.label, "method_args": c.method_args, "dataset": c.dataset,
-        "partition": c.partition, "alpha": c.alpha if key == "alpha" else math.nan,
-        "classes_per_client": c.classes_per_client if key == "classes-per-client" else math.nan, "sweep": job.sweep,
-        "seed": job.seed, "partition_seed": c.data_seed,
+        "method": job.variant.method, "variant": job.variant.label, "method_args": c.federation.method_args,
+        "dataset": c.data.dataset, "partition": c.data.partition, "alpha": c.data.alpha if key == "alpha" else math.nan,
+        "classes_per_client": c.data.classes_per_client if key == "classes-per-client" else math.nan,
+        "sweep": job.sweep, "seed": job.seed, "partition_seed": c.data_seed,
     }  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def results(jobs: Sequence[Job], reference: str, target: float | None = None) ->
     for job in every:
         run, summary = job.result, job.result.summary
         if not run.ok:
-            done = {"clients": job.config.clients, "rounds": len(run.rounds)}
+            done = {"clients": job.config.data.clients, "rounds": len(run.rounds)}
             rows.append({**describe(job), **done, "failed": run.failure})
             continue
         refuse(run.out / "summary.json", next((f"no {name}" for name in NEEDED if name not in summary), ""))

@@ -31,7 +31,7 @@ def check(config: Any, method: Method, hparams: BaseHParams, defaults: Mapping[s
     ------
     BadRequest : says what would break the statement, and what to do.
     """
-    unit, name = config.dp, config.method
+    unit, name = config.privacy.dp, config.federation.method
     if unit == "none":
         keys = ("dp-epsilon", "dp-delta", "dp-noise", "dp-clip", "dp-test")
         given = [k for k in keys if config.to_flat()[k] != defaults[k]]
@@ -51,13 +51,13 @@ def check(config: Any, method: Method, hparams: BaseHParams, defaults: Mapping[s
             f"{other}"
         )
     _check_common(config)
-    if unit != "sgd" and config.dp_clip != defaults["dp-clip"]:
+    if unit != "sgd" and config.privacy.dp_clip != defaults["dp-clip"]:
         raise BadRequest("dp-clip is for dp = 'sgd': leave it out")
     if unit == "sgd":
         _check_sgd(config)
         return
     if unit == "client":
-        if not config.clip_update:
+        if not config.robustness.clip_update:
             raise BadRequest("dp = 'client' needs the norm that updates are clipped to: give clip-update, such as 1.0")
         return
     _check_example(config, method, hparams)
@@ -66,25 +66,29 @@ def check(config: Any, method: Method, hparams: BaseHParams, defaults: Mapping[s
 def _refuse(config: Any, rules: Iterable[tuple[Any, str]]) -> None:
     for broken, text in rules:
         if broken:
-            raise BadRequest(f"dp = '{config.dp}': {text}")
+            raise BadRequest(f"dp = '{config.privacy.dp}': {text}")
 
 
 def _check_common(config: Any) -> None:
     rules = (
         (
-            config.lost_state == "restart",
+            config.storage.lost_state == "restart",
             "lost-state = 'restart' may begin with an empty ledger: put the state folder back",
         ),
-        (config.warm_start, "warm-start begins from states that were made without noise: leave it out"),
-        (config.select == "validation", "select = 'validation' chooses a round by exact scores: leave it at last"),
-        (config.patience, "patience ends a run by exact training losses: leave it at 0"),
+        (config.storage.warm_start, "warm-start begins from states that were made without noise: leave it out"),
         (
-            config.normalise in ("data", "client"),
-            f"normalise = '{config.normalise}' moves every sample if one is added: take none, or auto with weights or "
+            config.evaluation.select == "validation",
+            "select = 'validation' chooses a round by exact scores: leave it at last",
+        ),
+        (config.federation.patience, "patience ends a run by exact training losses: leave it at 0"),
+        (
+            config.data.normalise in ("data", "client"),
+            f"normalise = '{config.data.normalise}' moves every sample if one is added: take none, or auto with "
+            "weights or "
             "a published data set",
         ),
         (
-            config.normalise == "auto" and not config.weights and published(config.dataset) is None,
+            config.data.normalise == "auto" and not config.model.weights and published(config.data.dataset) is None,
             "normalise = 'auto' takes mean and deviation of your own data: take normalise = 'none', or torchvision's "
             "weights",
         ),
@@ -94,13 +98,19 @@ def _check_common(config: Any) -> None:
 
 def _check_sgd(config: Any) -> None:
     rules = (
-        (config.precision != "fp32", "the gradient of each image is computed in float32: take precision = 'fp32'"),
-        (config.class_weights == "balanced", "class-weights = 'balanced' counts the images: give numbers, or none"),
         (
-            config.secure_sum,
+            config.training.precision != "fp32",
+            "the gradient of each image is computed in float32: take precision = 'fp32'",
+        ),
+        (
+            config.training.class_weights == "balanced",
+            "class-weights = 'balanced' counts the images: give numbers, or none",
+        ),
+        (
+            config.secure.secure_sum,
             "each client's noise is for itself, so that a hidden sum would not change epsilon: leave secure-sum out",
         ),
-        (config.clip_update, "dp-clip bounds each image's gradient: leave clip-update out"),
+        (config.robustness.clip_update, "dp-clip bounds each image's gradient: leave clip-update out"),
     )
     _refuse(config, rules)
 
@@ -123,7 +133,10 @@ def _check_example(config: Any, method: Method, hparams: BaseHParams) -> None:
             getattr(hparams, "transform", "none") != "none",
             "transform changes the norm that bounds what one image can change: take transform=none",
         ),
-        (config.robust != "none", "robust compares single clients, whose statistics are mostly noise: leave it out"),
+        (
+            config.robustness.robust != "none",
+            "robust compares single clients, whose statistics are mostly noise: leave it out",
+        ),
         (
             len(set(config.model_names)) > 1,
             "extractors stay as they are given, and means of different ones say nothing together: give one model",
@@ -139,10 +152,10 @@ def check_node(config: Any) -> None:
     ------
     BadRequest : noise of a seed, or scores.
     """
-    if config.dp_test:
+    if config.privacy.dp_test:
         raise BadRequest("dp-test takes noise from the seed, which protects nobody: leave it out on real nodes")
-    if config.dp != "none" and set(config.measured) != {"global"}:
-        raise BadRequest(f"dp = '{config.dp}': real nodes send no exact scores: set protocols = 'global'")
+    if config.privacy.dp != "none" and set(config.measured) != {"global"}:
+        raise BadRequest(f"dp = '{config.privacy.dp}': real nodes send no exact scores: set protocols = 'global'")
 
 
 def check_names(names: Iterable[str]) -> None:

@@ -111,8 +111,8 @@ def client_folders(run: RunResult) -> dict[int, Path]:
     """Return the folders in which the clients of this run keep their state, by client."""
     config = config_of(run)
     # A run directory that was moved or copied takes OUT/state along.
-    root = Path(config.state_dir) if config.state_dir else run.out / "state"
-    folder = root / (config.federation or "run")
+    root = Path(config.storage.state_dir) if config.storage.state_dir else run.out / "state"
+    folder = root / (config.storage.federation or "run")
     numbered = sorted(int(p.name) for p in folder.iterdir() if p.name.isdecimal()) if folder.is_dir() else []
     return {client: folder / str(client) for client in numbered}
 
@@ -194,7 +194,7 @@ def initial_arrays(run: RunResult) -> Arrays:
     seed = sampling.server_model_seed(run.seed)
     options = config.model_options
     spec = ModelSpec(config.model_names[0], data.dataset.num_classes, data.inputs.shape, seed, options)
-    arrays: Arrays = method.client.initial_arrays(spec, method, hparams, config.buffers)
+    arrays: Arrays = method.client.initial_arrays(spec, method, hparams, config.training.buffers)
     return arrays
 
 

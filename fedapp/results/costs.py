@@ -50,7 +50,7 @@ def cost(run: RunResult) -> Cost:
         if name in per_image:
             continue
         task = tasks.simulated_task(config, client, len(sizes), torch.device("cpu"))
-        count = batch_slices(task.num_samples, config.batch_size)[0].stop
+        count = batch_slices(task.num_samples, config.training.batch_size)[0].stop
         few = replace(
             task, x_train=task.x_train[:count], y_train=task.y_train[:count], train=replace(task.train, epochs=1)
         )
@@ -62,7 +62,7 @@ def cost(run: RunResult) -> Cost:
         with FlopCounterMode(display=False) as counter:
             report = one.optimise(payload)
         per_image[name] = counter.get_total_flops() / report.samples
-    each = [per_image[name] * size * config.local_epochs for name, size in zip(built, sizes, strict=True)]
+    each = [per_image[name] * size * config.training.local_epochs for name, size in zip(built, sizes, strict=True)]
     return Cost(float(run.summary["bytes_up"]), float(run.summary["bytes_down"]), float(np.mean(each)))
 
 

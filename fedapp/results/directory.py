@@ -217,7 +217,7 @@ def removed_if_empty(folder: Path) -> Iterator[None]:
 
 def run_name(config: RunConfig) -> str:
     """Beginning of the name of a run's folder where none is given."""
-    return f"{config.method}-{config.dataset}-s{config.seed}"
+    return f"{config.federation.method}-{config.data.dataset}-s{config.federation.seed}"
 
 
 LOCK = ".lock"

@@ -79,14 +79,14 @@ def load(
 
 def _facts(run: RunResult, config: RunConfig) -> dict[str, Any]:
     """Return what the run wrote about its data: shape, normalisation, classes, names of the clients."""
-    if config.normalise == "client":
+    if config.data.normalise == "client":
         raise BadRequest(
             f"in {run.out} every client normalised by itself (normalise = client), and only kept models say how: give "
             "a client, of a run with keep-models = true (up to 100 clients it is the default)"
         )
     if facts := read_json(run.out / "inputs.json"):
         return facts
-    known = datasets.published(config.dataset)
+    known = datasets.published(config.data.dataset)
     if known is None:
         raise BadRequest(
             f"{run.out} has no inputs.json, which says how samples are normalised (a run of an earlier version, or of "
@@ -109,7 +109,7 @@ def _number(run: RunResult, config: RunConfig, client: int | str) -> int:
         if client not in names:
             raise BadRequest(f"no client '{client}'{suggest(client, names)}: choose from {', '.join(names[:40])}")
         return names.index(client)
-    count = int(run.summary.get("clients") or config.clients or len(run.counts))
+    count = int(run.summary.get("clients") or config.data.clients or len(run.counts))
     if isinstance(client, bool) or client < 0 or (count and client >= count):
         raise BadRequest(f"no client {client}: {run.out} has the clients 0 .. {count - 1}")
     return client
@@ -147,10 +147,11 @@ def _client(run: RunResult, config: RunConfig, client: int, point: str, allow: s
         if client not in trained:
             told = ", ".join(map(str, trained[:40])) + (", ..." if len(trained) > 40 else "")
             raise BadRequest(f"client {client} has never trained in {run.out}; those that have: {told or 'none'}")
-        where = config.state_dir or run.out / "state"
+        where = config.storage.state_dir or run.out / "state"
         raise BadRequest(
             f"the state of client {client} is not in {where}. If it was deleted, run again: fedapp run "
-            f"{run.out / RUN_MARK}. Real nodes keep it themselves: give STATE-DIR/{config.federation or 'run'} there"
+            f"{run.out / RUN_MARK}. Real nodes keep it themselves: give "
+            f"STATE-DIR/{config.storage.federation or 'run'} there"
         )
     try:
         arrays, header = read_safetensors(files[-1])
@@ -159,8 +160,8 @@ def _client(run: RunResult, config: RunConfig, client: int, point: str, allow: s
     head = {
         **_facts(run, config),
         **more,
-        "method": config.method,
-        "method-args": config.method_args,
+        "method": config.federation.method,
+        "method-args": config.federation.method_args,
         "model": config.model_of(client),
         "model-options": dataclasses.asdict(config.model_options),
         "made-with": run.versions,
@@ -173,7 +174,9 @@ def _client(run: RunResult, config: RunConfig, client: int, point: str, allow: s
 def _global(run: RunResult, config: RunConfig, allow: str) -> LoadedModel:
     method, _ = config.method_and_hparams()
     if not method.global_model:
-        raise BadRequest(f"{config.method} has no global model: give the client whose model you want, such as client=0")
+        raise BadRequest(
+            f"{config.federation.method} has no global model: give the client whose model you want, such as client=0"
+        )
     path = run.out / "models" / "last.safetensors"
     if not path.is_file():
         raise BadRequest(f"{path} is not there: no round of the run has finished, or the file was deleted")

@@ -81,8 +81,8 @@ def keep(
     header: dict[str, object] = {
         **described(task.inputs, task.extras.get("classes", ())),
         "model-schema": SCHEMA,
-        "method": config.method,
-        "method-args": config.method_args,
+        "method": config.federation.method,
+        "method-args": config.federation.method_args,
         "model": task.model,
         "model-options": dataclasses.asdict(task.options),
         "num_classes": task.num_classes,

@@ -32,11 +32,11 @@ def of_data(config: RunConfig) -> dict[str, str]:
     ------
     BadRequest : the data are not there.
     """
-    data = datasets.latest(config.dataset, config.data_dir or None, config.reading)
+    data = datasets.latest(config.data.dataset, config.data.data_dir or None, config.reading)
     found = {f"data {name}": value for name, value in data.identity.items()}
     source = public_source(config)
     if source is not None and source.dataset:
-        folder = config.data_dir if datasets.published(config.dataset) else ""
+        folder = config.data.data_dir if datasets.published(config.data.dataset) else ""
         public = datasets.latest(source.dataset, folder or None).identity
         found |= {f"public {name}": value for name, value in public.items()}
     return found
@@ -47,10 +47,10 @@ def of_files(config: RunConfig) -> dict[str, str]:
     method, _ = config.method_and_hparams()
     models = [own.target(name) for name in (*config.model_names, config.second_model) if is_own(name)]
     classes = [f"{kind.__module__}:{kind.__name__}" for kind in (method.strategy, method.client)]
-    others = [*map(str.strip, config.metrics.split(",")), *classes]
+    others = [*map(str.strip, config.evaluation.metrics.split(",")), *classes]
     found = code_of([*models, *(t for t in others if t.partition(":")[0].split(".")[0] not in OWN_ROOMS)])
-    if config.weights and Path(config.weights).expanduser().is_file():
-        found["weights"] = weights.checksum(config.weights)
+    if config.model.weights and Path(config.model.weights).expanduser().is_file():
+        found["weights"] = weights.checksum(config.model.weights)
     return found
 
 

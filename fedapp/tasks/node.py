@@ -213,32 +213,34 @@ class Node:
             method that is not allowed, a path of data, or lets a reply say something of classes with too few images.
         """
         config.check_node()
-        if (self.peers or self.min_sum_clients) and not config.secure_sum:
+        if (self.peers or self.min_sum_clients) and not config.secure.secure_sum:
             asked = "peers" if self.peers else "min-sum-clients"
             raise BadRequest(
                 f"this node's owner asks for secure sums ({asked} in the node-config), and this run has none: set "
                 "secure-sum = true"
             )
-        if config.secure_sum and config.secure_colluders < self.secure_colluders:
+        if config.secure.secure_sum and config.secure.secure_colluders < self.secure_colluders:
             raise BadRequest(
                 f"this node's owner counts on {self.secure_colluders} clients that help the server (secure-colluders "
-                f"in the node-config), and this run on {config.secure_colluders}: raise secure-colluders"
+                f"in the node-config), and this run on {config.secure.secure_colluders}: raise secure-colluders"
             )
-        if config.secure_sum and config.dp != "none" and not self.peers:
+        if config.secure.secure_sum and config.privacy.dp != "none" and not self.peers:
             raise BadRequest(
-                f"dp = '{config.dp}' with secure-sum: this node would add only a share of the noise, and cannot know "
+                f"dp = '{config.privacy.dp}' with secure-sum: this node would add only a share of the noise, and "
+                "cannot know "
                 "that the others' keys are not the server's: give peers and node-key in the node-config, or leave "
                 "secure-sum out"
             )
         self._check_replies(config)
-        if config.data_dir and not self.own and not self.data_dir:
+        if config.data.data_dir and not self.own and not self.data_dir:
             raise BadRequest(
-                f"data-dir '{config.data_dir}' is the server's, and a node reads no path that a server names: its "
-                f"owner can give it in the node-config, data-dir='{config.data_dir}'"
+                f"data-dir '{config.data.data_dir}' is the server's, and a node reads no path that a server names: its "
+                f"owner can give it in the node-config, data-dir='{config.data.data_dir}'"
             )
-        if config.weights and not self.model and not self.weights_dir:
+        if config.model.weights and not self.model and not self.weights_dir:
             raise BadRequest(
-                f"the run's model has stored weights: put {Path(config.weights).name} into a folder of this node and "
+                f"the run's model has stored weights: put {Path(config.model.weights).name} into a folder of this "
+                "node and "
                 "name the folder with weights-dir in the node-config"
             )
         for name in (self.model or config.model_of(self.client), config.second_model):
@@ -255,22 +257,22 @@ class Node:
 
     def _check_replies(self, config: RunConfig) -> None:
         """Refuse a method, or settings of it, whose replies reveal more than the node-config allows."""
-        if self.allow_methods and config.method not in self.allow_methods:
+        if self.allow_methods and config.federation.method not in self.allow_methods:
             raise BadRequest(
-                f"the method '{config.method}' is not among those that this node takes part in "
+                f"the method '{config.federation.method}' is not among those that this node takes part in "
                 f"({', '.join(self.allow_methods)}): choose one of them, or its owner adds it to allow-methods in the "
                 "node-config"
             )
-        if self.dp and (config.privacy is None or config.privacy.unit != self.dp):
+        if self.dp and (config.mechanism is None or config.mechanism.unit != self.dp):
             raise BadRequest(
                 f"this node's owner asks for runs with differential privacy for the unit '{self.dp}' (dp in the "
-                f"node-config), and this one has dp = '{config.dp}': set dp = '{self.dp}'"
+                f"node-config), and this one has dp = '{config.privacy.dp}': set dp = '{self.dp}'"
                 + (" or 'sgd'" if self.dp == "example" else "")
             )
         method, hparams = config.method_and_hparams()
         if self.min_class_count <= 1 or method.per_class is None:
             return
-        if config.dp == "example":
+        if config.privacy.dp == "example":
             raise BadRequest(
                 f"this node's owner asks for at least {self.min_class_count} images of every class of which a reply "
                 "says something (min-class-count in the node-config), and with dp = 'example' replies say something, "
@@ -278,7 +280,8 @@ class Node:
             )
         if not method.per_class:
             raise BadRequest(
-                f"replies of {config.method} with these method-args say something of every class, and this node's "
+                f"replies of {config.federation.method} with these method-args say something of every class, and this "
+                "node's "
                 f"owner asks for at least {self.min_class_count} images (min-class-count in the node-config): choose "
                 "another method"
             )
@@ -291,7 +294,7 @@ class Node:
 
     def privacy(self, config: RunConfig) -> Privacy | None:
         """Return what a run states, with this node's own budget where its owner gives one."""
-        stated = config.privacy
+        stated = config.mechanism
         if stated is None:
             return None
         return replace(stated, epsilon=self.dp_epsilon or stated.epsilon, delta=self.dp_delta or stated.delta)
@@ -340,9 +343,9 @@ class OwnData:
 
 def federation_classes(config: RunConfig) -> tuple[str, ...] | None:
     """Return the federation's class names: `class-names`, else those of the published data set, else None."""
-    if config.class_names:
-        return tuple(composed(n.strip()) for n in config.class_names.split(","))
-    known = datasets.published(config.dataset)
+    if config.data.class_names:
+        return tuple(composed(n.strip()) for n in config.data.class_names.split(","))
+    known = datasets.published(config.data.dataset)
     return known.classes if known else None
 
 
@@ -451,15 +454,20 @@ def node_task(config: RunConfig, node: Node, device: torch.device, images: int =
     """
     if node.model:
         config = config.replaced(weights="", freeze="")  # those of the run are for its own model
-    elif node.weights_dir and config.weights:
-        config = config.replaced(weights=str(Path(node.weights_dir).expanduser() / Path(config.weights).name))
+    elif node.weights_dir and config.model.weights:
+        config = config.replaced(weights=str(Path(node.weights_dir).expanduser() / Path(config.model.weights).name))
     if node.data_dir or node.own:  # whoever has own data reads nothing that the run names
         folder = str(Path(node.data_dir).expanduser().absolute()) if node.data_dir else ""
         config = config.replaced(data_dir=folder)
     if node.own:
         reading = replace(config.reading, node=True)
         data = own_data(
-            node.data_path, federation_classes(config), config.dataset, config.validation, reading, config.normalise
+            node.data_path,
+            federation_classes(config),
+            config.data.dataset,
+            config.data.validation,
+            reading,
+            config.data.normalise,
         )
         inputs = simulated.with_weights(config, data.inputs)
         public = node_images(config, data.inputs)
@@ -475,7 +483,7 @@ def node_task(config: RunConfig, node: Node, device: torch.device, images: int =
             task = replace(task, x_validation=validation[0], y_validation=validation[1])
         classes = data.classes
     else:
-        total = config.clients or node.partitions
+        total = config.data.clients or node.partitions
         task = simulated.simulated_task(config, node.client, total, device, images)
         classes = simulated.federated(config, total).dataset.classes
     task = replace(task, model=node.model or task.model, extras={**task.extras, "classes": classes})

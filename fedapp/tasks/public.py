@@ -48,7 +48,7 @@ def public_source(config: RunConfig) -> PublicSource | None:
     BadRequest : neither a share between 0 and 1 nor another data set with a whole number of images.
     """
     needed = config.method_and_hparams()[0].public_share
-    text = config.public_data.strip()
+    text = config.data.public_data.strip()
     if not text:
         return PublicSource(share=needed) if needed else None
     try:
@@ -66,7 +66,7 @@ def _other_source(config: RunConfig, text: str) -> PublicSource:
     name, _, count = text.partition(":")
     if count and not (count.isascii() and count.isdigit() and int(count) > 0):
         raise BadRequest(f"public-data = '{text}': give the number of images after the colon, as in {name}:3000")
-    others = [d for d in DATASET_NAMES if d not in (*OWN, config.dataset)]
+    others = [d for d in DATASET_NAMES if d not in (*OWN, config.data.dataset)]
     if name not in others:
         raise BadRequest(
             f"public-data = '{text}': give a share of the training images such as 0.05, or another data set "
@@ -119,7 +119,7 @@ def node_images(config: RunConfig, inputs: InputSpec) -> Samples | None:
         return None
     if source.share:
         raise BadRequest(
-            f"{config.method} needs public images, and nodes with their own data have none in common: "
+            f"{config.federation.method} needs public images, and nodes with their own data have none in common: "
             "give public-data = NAME or NAME:COUNT, a data set that every node has in its data-dir"
         )
-    return draw_images(source, "the node's data", inputs, config.data_dir, config.data_seed)
+    return draw_images(source, "the node's data", inputs, config.data.data_dir, config.data_seed)

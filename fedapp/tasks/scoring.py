@@ -81,21 +81,23 @@ def scoring(config: RunConfig, sizes: Mapping[int, int], classes: int, simulatio
     """
     ids = sorted(sizes)
     number = len(ids)
-    a_round = len(sampling.sample_clients(config.seed, 1, ids, config.fraction_train))
-    again = config.final_training and "trained" in config.measured
+    a_round = len(sampling.sample_clients(config.federation.seed, 1, ids, config.federation.fraction_train))
+    again = config.evaluation.final_training and "trained" in config.measured
     finalists = number if not simulation or not (again or tunes) else min(number, max(FEW, ROUNDS * a_round))
-    if config.final_clients != "auto":
-        finalists = min(number, int(config.final_clients))
-    final = sampling.some(config.seed, "final-clients", ids, finalists)
+    if config.evaluation.final_clients != "auto":
+        finalists = min(number, int(config.evaluation.final_clients))
+    final = sampling.some(config.federation.seed, "final-clients", ids, finalists)
     images, balanced = UNION, len(final)
-    if config.balanced_clients != "auto":
-        balanced = min(len(final), int(config.balanced_clients))
+    if config.evaluation.balanced_clients != "auto":
+        balanced = min(len(final), int(config.evaluation.balanced_clients))
     elif simulation and number > FEW_BALANCED:
         scores = max(1, len({"received", "trained"} & set(config.measured)) + tunes)
-        steps = config.num_server_rounds * a_round * config.local_epochs * sum(sizes.values()) / number
+        steps = (
+            config.federation.num_server_rounds * a_round * config.training.local_epochs * sum(sizes.values()) / number
+        )
         budget = SHARE * FORWARD_AND_BACKWARD * steps / scores
         if budget < number * UNION:
             images = min(UNION, max(LEAST, PER_CLASS * classes))
             balanced = min(len(final), max(FEW_BALANCED, int(budget / images)))
-    chosen = sampling.some(config.seed, "balanced-clients", final, balanced)
+    chosen = sampling.some(config.federation.seed, "balanced-clients", final, balanced)
     return Scoring(number, frozenset(final), frozenset(chosen), images, again, "received" in config.measured)

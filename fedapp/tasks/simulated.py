@@ -162,28 +162,33 @@ def federated(config: RunConfig, clients: int) -> FederatedData:
     ------
     BadRequest : the data are not there, or the partition or the public set cannot be made.
     """
-    whole = datasets.latest(config.dataset, config.data_dir or None, config.reading)
-    file = config.partition_file
+    settings = config.data
+    whole = datasets.latest(settings.dataset, settings.data_dir or None, config.reading)
+    file = settings.partition_file
     version = file_identity(Path(file)) if file and Path(file).is_file() else []
 
     def made(unseen: tuple[int, ...]) -> FederatedData:
         return _federated(
-            whole, config.data_dir, config.data_fraction, config.partition, config.split, clients,
-            config.data_seed, config.alpha, config.classes_per_client, config.min_samples, config.test_share,
-            public_source(config), config.validation, file, unseen, config.partition_args, config.normalise,
-            config.skip_bad and not config.method_and_hparams()[0].heterogeneous, tuple(version),
+            whole, settings.data_dir, settings.data_fraction, settings.partition, settings.split, clients,
+            config.data_seed, settings.alpha, settings.classes_per_client, settings.min_samples, settings.test_share,
+            public_source(config), settings.validation, file, unseen, settings.partition_args, settings.normalise,
+            settings.skip_bad and not config.method_and_hparams()[0].heterogeneous, tuple(version),
         )  # fmt: skip
 
     unseen: tuple[int, ...] = ()
-    if config.unseen and clients:
+    if config.evaluation.unseen and clients:
         unseen = config.unseen_of(range(clients), made(()).partition.names if config.names_unseen else ())
     data = made(unseen)
-    return replace(data, sizes=tuple(with_weights(config, i) for i in data.sizes)) if config.weights else data
+    return replace(data, sizes=tuple(with_weights(config, i) for i in data.sizes)) if config.model.weights else data
 
 
 def with_weights(config: RunConfig, inputs: InputSpec) -> InputSpec:
     """Return how images are normalised: with `auto` as the run's weights of torchvision want it, else as given."""
-    known = weights.preprocessing(config.model_names[0]) if config.weights and config.normalise == "auto" else None
+    known = (
+        weights.preprocessing(config.model_names[0])
+        if config.model.weights and config.data.normalise == "auto"
+        else None
+    )
     if known is None or inputs.kind != "image" or len(inputs.mean) != len(known[1]):
         return inputs
     return replace(inputs, mean=known[1], std=known[2])
@@ -311,13 +316,14 @@ def check_moments(config: RunConfig, inputs: InputSpec) -> None:
     ------
     BadRequest : `normalise = auto`, and mean and standard deviation are neither published nor those of the weights.
     """
-    if config.dp == "none" or config.normalise != "auto":
+    if config.privacy.dp == "none" or config.data.normalise != "auto":
         return
-    known = datasets.published(config.dataset)
-    pretrained = weights.preprocessing(config.model_names[0]) if config.weights else None
+    known = datasets.published(config.data.dataset)
+    pretrained = weights.preprocessing(config.model_names[0]) if config.model.weights else None
     if inputs.mean not in (known and known.mean, pretrained and pretrained[1]):
         raise BadRequest(
-            f"dp = '{config.dp}': normalise = 'auto' takes mean and deviation of your own data, since no published "
+            f"dp = '{config.privacy.dp}': normalise = 'auto' takes mean and deviation of your own data, since no "
+            "published "
             f"ones fit {described(inputs.shape)}: take normalise = 'none'"
         )
 
@@ -329,7 +335,7 @@ def check(config: RunConfig, clients: int) -> FederatedData:
     ------
     BadRequest : they do not; says what to change.
     """
-    datasets.load(config.dataset, config.data_dir or None, config.reading)  # what is there now
+    datasets.load(config.data.dataset, config.data.data_dir or None, config.reading)  # what is there now
     data = federated(config, clients)
     config.check_liars(clients - len(config.unseen_of(range(clients), data.partition.names)), simulation=True)
     for inputs in data.sizes:
@@ -338,7 +344,8 @@ def check(config: RunConfig, clients: int) -> FederatedData:
     if others and not config.method_and_hparams()[0].heterogeneous:
         usual = described(data.dataset.parts[data.dataset.common].shape)
         raise BadRequest(
-            f"{config.method} needs samples of one size. Most clients have {usual}, {len(others)} have others: "
+            f"{config.federation.method} needs samples of one size. Most clients have {usual}, {len(others)} have "
+            "others: "
             f"{', '.join(others[:SHOWN])}{', ...' if len(others) > SHOWN else ''}. Bring them to one size, leave these "
             "clients out with skip-bad = true, or choose a method that allows different architectures (fedapp methods)"
         )
@@ -351,7 +358,8 @@ def check(config: RunConfig, clients: int) -> FederatedData:
                 raise
             who = data.partition.names[client] if data.partition.names else client
             raise BadRequest(
-                f"client {who}: {error} Architectures are given to clients in the order of {config.model}, again and "
+                f"client {who}: {error} Architectures are given to clients in the order of {config.model.model}, "
+                "again and "
                 "again; auto is the default for each size"
             ) from error
         if is_own(name):
@@ -362,13 +370,13 @@ def check(config: RunConfig, clients: int) -> FederatedData:
         try_model(config.second_model, rows, data.inputs, data.dataset.num_classes, ModelOptions())
     if config.second_model and data.dataset.parts:
         _check_second(config, data)
-    class_weights(config.class_weights, torch.zeros(0, dtype=torch.int64), data.dataset.num_classes)
+    class_weights(config.training.class_weights, torch.zeros(0, dtype=torch.int64), data.dataset.num_classes)
     if config.confusion and data.dataset.num_classes > evaluation.MOST_CONFUSED:
         raise BadRequest(
             f"metrics: '{evaluation.CONFUSION}' is for at most {evaluation.MOST_CONFUSED} classes, and the data have "
             f"{data.dataset.num_classes}: leave it out"
         )
-    if config.precision == "bf16" and not bf16_works():
+    if config.training.precision == "bf16" and not bf16_works():
         place = "GPU" if torch.cuda.is_available() else "processor"
         raise BadRequest(f"precision = 'bf16': this {place} has no fast bfloat16; use fp32")
     return data
@@ -384,7 +392,7 @@ def _check_second(config: RunConfig, data: FederatedData) -> None:
         built.add(tuple((key, array.shape) for key, array in model.state_dict().items()))
     if len(built) > 1:
         raise BadRequest(
-            f"{config.method} shares one small model, and {config.second_model} is another one for each "
+            f"{config.federation.method} shares one small model, and {config.second_model} is another one for each "
             f"size of samples ({', '.join(data.dataset.unlike()[:SHOWN])}): bring the samples to one size, or for "
             'images choose a model that takes any, such as method-args = "small=cnn-d"'
         )
@@ -433,7 +441,7 @@ def simulated_task(
     extras = {} if data.public is None else {"public": data.public_tensor(device)}
     task = assemble(config, client, data.dataset.num_classes, data.inputs_of(client), train, test, extras)
     task = replace(task, x_union=x_union, y_union=y_union)
-    if not config.validation:
+    if not config.data.validation:
         return task
     x_validation, y_validation = data.tensors("validation", client, device)
     return replace(task, x_validation=x_validation, y_validation=y_validation)
@@ -461,9 +469,9 @@ def settled(config: RunConfig, clients: int) -> RunConfig:
     ------
     BadRequest : the data are not there, or no model is the default for them.
     """
-    if config.partition == "auto" or "auto" in config.model_names:
-        dataset = datasets.load(config.dataset, config.data_dir or None, config.reading)
-        partition = default_partition(dataset) if config.partition == "auto" else config.partition
+    if config.data.partition == "auto" or "auto" in config.model_names:
+        dataset = datasets.load(config.data.dataset, config.data.data_dir or None, config.reading)
+        partition = default_partition(dataset) if config.data.partition == "auto" else config.data.partition
         shapes = {part.shape for part in dataset.parts or (dataset,)}
         models = {default_model(shape) for shape in shapes} if "auto" in config.model_names else {""}
         if len(models) > 1:
@@ -473,8 +481,8 @@ def settled(config: RunConfig, clients: int) -> RunConfig:
         [model] = models
         names = ",".join(model if n == "auto" else n for n in config.model_names)
         config = config.replaced(model=names, partition=partition)
-    if config.clients == 0:
-        kind = config.partition
+    if config.data.clients == 0:
+        kind = config.data.partition
         natural_ones = kind in partitions.NATURAL or (flower.is_named(kind) and flower.counts_clients(kind))
         return config.replaced(clients=len(federated(config, 0).partition.clients) if natural_ones else clients)
     return config
@@ -493,7 +501,7 @@ def assemble(
     check_moments(config, inputs)
     return Task(
         client=client,
-        seed=config.seed,
+        seed=config.federation.seed,
         num_classes=num_classes,
         inputs=inputs,
         model=model_for(config, client, inputs),
@@ -502,11 +510,11 @@ def assemble(
         x_test=test[0],
         y_test=test[1],
         train=config.train_spec(),
-        buffers=config.buffers,
+        buffers=config.training.buffers,
         protocols=tuple(p for p in config.measured if p != "global"),
         metrics=config.further_metrics,
         confusion=config.confusion,
         options=config.model_options,
-        privacy=config.privacy,
+        privacy=config.mechanism,
         extras=extras,
     )

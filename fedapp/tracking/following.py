@@ -90,10 +90,10 @@ def tracked(config: RunConfig, listener: Listener | None, out: Path | None = Non
     config : its configuration, which names the trackers.   listener : who else listens to its events.
     out : run directory on this machine, where it is not the configuration's.
     """
-    if not names(config.track):
+    if not names(config.storage.track):
         yield listener
         return
-    trackers = Trackers(config, out or Path(config.out), listener)
+    trackers = Trackers(config, out or Path(config.storage.out), listener)
     try:
         yield trackers
     except KeyboardInterrupt:
@@ -178,7 +178,7 @@ class Trackers:
         except BadRequest as e:
             self.tell(f"{e}: trackers begin anew")
         facts = self.out, short_name(self.out), settings(self.config, self.out), tags(self.config, self.out)
-        for name in names(self.config.track):
+        for name in names(self.config.storage.track):
             known = self.state.setdefault(name, {"key": "", "steps": {}})
             try:
                 step = max(known["steps"].values(), default=0)
@@ -294,7 +294,7 @@ def track(run: RunResult, to: str, listener: Listener | None) -> None:
     with only_writer(run.out):
         trackers = Trackers(run.config.replaced(track=to), run.out, listener)
         last = int(run.rounds["round"].max()) if len(run.rounds) else 0
-        trackers({"kind": "start", "done": last, "clients": len(run.final) or run.config.clients})
+        trackers({"kind": "start", "done": last, "clients": len(run.final) or run.config.data.clients})
         if run.ok:
             rows = {row["client"]: row for row in run.final.to_dict("records")}
             trackers({"kind": "clients", "round": last, "final": True, "rows": rows})
@@ -354,7 +354,7 @@ def settings(config: RunConfig, out: Path) -> dict[str, Value]:
 
 def tags(config: RunConfig, out: Path) -> dict[str, str]:
     """Return few facts to find a run by."""
-    facts = {"method": config.method, "dataset": config.dataset, "seed": str(config.seed)}
+    facts = {"method": config.federation.method, "dataset": config.data.dataset, "seed": str(config.federation.seed)}
     return {**facts, "folder": str(out), "fedapp": __version__}
 
 

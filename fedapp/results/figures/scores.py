@@ -128,7 +128,7 @@ def epochs_done(run: RunResult, rounds: Array) -> Array:
     config = config_of(run)
     method, hparams = config.method_and_hparams()
     last = int(rounds.max(initial=0))
-    epochs = [method.client.epochs_in(t, config.local_epochs, hparams) for t in range(last + 1)]
+    epochs = [method.client.epochs_in(t, config.training.local_epochs, hparams) for t in range(last + 1)]
     return np.asarray(np.cumsum(epochs, dtype=float)[rounds.astype(int)])
 
 

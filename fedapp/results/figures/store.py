@@ -62,8 +62,8 @@ def content_of(run: RunResult) -> str:
         digest.update(f"{path.name}\0".encode() + path.read_bytes())
     folders = [run.out / name for name in MODELS]
     if run.config is not None:
-        root = Path(run.config.state_dir) if run.config.state_dir else run.out / "state"
-        folders.append(root / (run.config.federation or "run"))
+        root = Path(run.config.storage.state_dir) if run.config.storage.state_dir else run.out / "state"
+        folders.append(root / (run.config.storage.federation or "run"))
     for folder in folders:
         for path in sorted(folder.rglob("*")):
             found = path.stat()

@@ -1,0 +1,88 @@
+"""The data and who holds what."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from fedapp.settings._group import Auto, Group
+
+
+class DataSettings(Group):
+    """The data and who holds what."""
+
+    dataset: str = Field(
+        "digits", description="name of the data set, or npz, csv, parquet, folder, hf for your own; see fedapp datasets"
+    )
+    data_dir: str = Field("", description="folder with NAME.npz, or to download to; else the place of your own data")
+    columns: str = Field(
+        "",
+        description='what the columns of csv, parquet and hf mean, such as "x=age,pulse y=diagnosis client=hospital '
+        'split=part group=patient"; empty = y, label or target, client, split and group by name, all other numeric '
+        "columns are features; x=* takes text columns too",
+    )
+    image_size: Annotated[int, Field(ge=0, le=4096)] | Auto = Field(
+        "auto",
+        description="side in pixels of the pictures of folder and hf: their shorter side, then the central square; "
+        "0 = as they are if all are equal; auto = at most 64",
+    )
+    layout: Literal["auto", "classes", "clients"] = Field(
+        "auto", description="what the folders in a folder of pictures are; auto = by the number of levels"
+    )
+    normalise: Literal["auto", "data", "client", "none"] = Field(
+        "auto",
+        description="mean and standard deviation by which samples are normalised: data = of the training rows of all "
+        "clients that train, client = of each client's own, none; auto = those of torchvision's weights or published "
+        "for the data set, else as data, with public rows; on real nodes as client",
+    )
+    skip_bad: bool = Field(False, description="leave out files and pictures that cannot be used; they are counted")
+    data_fraction: float = Field(
+        1.0, gt=0, le=1, description="share of the images of each class that is used, for small studies"
+    )
+    clients: int = Field(
+        0,
+        ge=0,
+        le=1_000_000,
+        description="number of clients; 0 = the nodes present, in a simulation all that the data name, else 10",
+    )
+    partition: str = Field(
+        "auto",
+        description="who holds what; auto = by-client if the data have a column client, else dirichlet; flwr:NAME = a "
+        "partitioner of flwr-datasets; see fedapp partitions",
+    )
+    partition_args: str = Field(
+        "", description='arguments of a partitioner of flwr-datasets, "name=value name=value"; see partition'
+    )
+    partition_file: str = Field("", description="index file of partition = file: .npz of a run, .json or .csv")
+    alpha: float = Field(0.5, gt=0, description="Dirichlet concentration")
+    classes_per_client: int = Field(2, ge=1, description="for the partitions pathological and classes")
+    min_samples: int = Field(10, ge=1, description="smallest number of samples a client may get")
+    split: Literal["auto", "official", "merged", "holdout", "given"] = Field(
+        "auto",
+        description="where test data come from; auto = official (by-client: given, flwr: by another column than "
+        "label: merged) if the data set has a test set, else holdout",
+    )
+    test_share: float = Field(
+        0.25,
+        gt=0,
+        lt=1,
+        description="in a simulation with split = merged or holdout: share of each client's images for testing",
+    )
+    validation: float = Field(
+        0.0, ge=0, lt=1, description="share of each client's training images that is held out for validation scores"
+    )
+    public_data: str = Field(
+        "",
+        description="public set of KT-pFL: a share such as 0.05 of the training images, held back from the clients of "
+        "every method, or another data set, NAME or NAME:COUNT; empty = the method's default share",
+    )
+    class_names: str = Field(
+        "",
+        description="the federation's classes, comma-separated, for nodes with their own data; empty = data set's",
+    )
+    partition_seed: Annotated[int, Field(ge=0, lt=2**31)] | Auto = Field(
+        "auto",
+        description="seed of the data: which images are used, who holds them, which are held back; auto = seed, so "
+        "that every seed has a partition of its own",
+    )

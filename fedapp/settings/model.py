@@ -1,0 +1,31 @@
+"""The architecture, and what an own model is built with."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from fedapp.settings._group import Auto, Group
+
+
+class ModelSettings(Group):
+    """The architecture, and what an own model is built with."""
+
+    model: str = Field(
+        "auto",
+        description="architecture, or several, comma-separated, assigned to the clients in turn; your own: "
+        "package.module:function; see fedapp models",
+    )
+    model_args: str = Field("", description='further arguments of an own model, "name=value name=value"')
+    head: str = Field("", description="layer of an own model that is its head; empty = the last Linear that fits")
+    width: int = Field(0, ge=0, description="features of a layer added before the head of an own model; 0 = none")
+    weights: str = Field("", description="file with weights of the model, .safetensors or .pt; the head is new")
+    freeze: str = Field(
+        "", description="layers of a model with weights that are neither trained nor sent, such as features.layer1"
+    )
+    input_size: Annotated[int, Field(ge=0, le=4096)] | Auto = Field(
+        "auto",
+        description="side in pixels to which an own model's images are resized; 0 = as they are; auto = with weights "
+        "the size that torchvision states for its model, else 0",
+    )

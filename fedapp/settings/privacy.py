@@ -1,0 +1,33 @@
+"""Differential privacy of what leaves a client."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from fedapp.settings._group import Auto, Group
+
+
+class PrivacySettings(Group):
+    """Differential privacy of what leaves a client."""
+
+    dp: Literal["none", "example", "sgd", "client"] = Field(
+        "none",
+        description="differential privacy of what leaves a client, by noise at the client: example = one image more or "
+        "less (class statistics), sgd = the same for models, by noise in each step of the local training (DP-SGD), "
+        "client = a whole client more or less (model updates)",
+    )
+    dp_epsilon: float = Field(
+        8.0, gt=0, le=100, description="most that a client's releases from its data may add up to, in all runs"
+    )
+    dp_delta: float = Field(1e-5, gt=0, le=1e-2, description="delta for which epsilon holds; below 1 / images")
+    dp_noise: Annotated[float, Field(ge=0.05, le=10_000)] | Auto = Field(
+        "auto",
+        description="standard deviation of the noise in multiples of what one unit changes, with dp = sgd of the noise "
+        "of a step in multiples of dp-clip; auto = so that the releases of this run spend dp-epsilon",
+    )
+    dp_clip: float = Field(1.0, gt=0, description="with dp = sgd: norm that the gradient of each image is clipped to")
+    dp_test: bool = Field(
+        False, description="noise from the seed, so that a run repeats: no privacy, and refused by real nodes"
+    )

@@ -1,0 +1,37 @@
+"""Limits and rules against clients that lie."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from fedapp.settings._group import Auto, Group, NonNegative
+
+
+class RobustnessSettings(Group):
+    """Limits and rules against clients that lie."""
+
+    max_abs: float = Field(
+        10_000.0, gt=0, description="largest value in heads and in means of representations that the server takes"
+    )
+    max_growth: NonNegative | Auto = Field(
+        "auto",
+        description="largest norm of a model as a multiple of 1 + that of the last round: a longer one of a client is "
+        "dropped, and a round that would make one is void; 0 = no limit; auto = 10 on real nodes, else 0",
+    )
+    clip_update: float = Field(
+        0.0,
+        ge=0,
+        description="largest L2 norm of the change in the arrays that a client sends back; 0 = no limit",
+    )
+    robust: str = Field(
+        "none",
+        description="rules against clients that lie, for every average of what they send, from left to right: norm, "
+        "median, trimmed, krum, multikrum, geomedian, such as norm+trimmed; own = the rule of cwFedAvg, FedGH or CCVR",
+    )
+    robust_f: int = Field(1, ge=0, description="clients of a round that may lie, for robust")
+    count_cap: float | Auto = Field(
+        "auto",
+        description="largest sample count that is believed, as a multiple of the clients' median; 0 = no limit; "
+        "auto = 2 with robust, 10 on real nodes without secure-sum (which hides counts; CCVR 2), else 0. Pooled scores "
+        "believe test counts so far too (auto = 10 on real nodes, else 0)",
+    )
