@@ -8,8 +8,6 @@ read for its tables (configuration, methods, hyperparameters, names of models) t
 What these names hold is a stand-in. Its first use imports the library and puts the real thing into all modules of the
 project, so that later uses cost nothing. To inherit from a class of PyTorch is a use, and so is a decorator at the top
 of a module: they load it while the module is imported. `tests/test_start.py` names the modules that must not.
-
-PyTorch's compiler is not loaded at all (:func:`eager_optimizer`).
 """
 
 from __future__ import annotations
@@ -17,9 +15,7 @@ from __future__ import annotations
 import atexit
 import gc
 import importlib
-import inspect
 import sys
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -28,10 +24,8 @@ if TYPE_CHECKING:
     from scipy.linalg import blas
     from torch import Tensor, nn
     from torch.nn import functional as F
-    from torch.optim import Optimizer
-    from torch.optim.optimizer import ParamsT
 
-__all__ = ["F", "Tensor", "blas", "eager_optimizer", "nn", "pd", "torch"]
+__all__ = ["F", "Tensor", "blas", "nn", "pd", "torch"]
 
 NAMES = {
     "torch": ("torch", ""),
@@ -98,22 +92,3 @@ class StandIn:
 
 if not TYPE_CHECKING:
     globals().update({name: StandIn(*place) for name, place in NAMES.items()})
-
-
-def eager_optimizer(cls: type[Optimizer], parameters: ParamsT, **settings: Any) -> Optimizer:
-    """Build one of PyTorch's optimizers in a process that does not load PyTorch's compiler.
-
-    To build its first optimizer, PyTorch imports the compiler, only to mark functions that it must not compile. Nothing
-    is compiled here, and the import takes nearly as long as that of PyTorch itself and 90 MB, in every process that
-    trains. So the functions are marked beforehand, and a step is the function that PyTorch wraps for its compiler and
-    its profiler: the same computation without the hooks of `register_step_pre_hook`. Where a version of PyTorch has
-    neither marks nor wrappers, its own are used.
-    """
-    for marked in (torch.optim.Optimizer.add_param_group, torch.optim.Optimizer.zero_grad):
-        inside: Any = getattr(marked, "__wrapped__", None)
-        if inside is not None and not hasattr(inside, "__dynamo_disable"):
-            inside.__dynamo_disable = inside
-    made: Any = cls(parameters, **settings)
-    if not made.defaults.get("differentiable"):
-        made.step = MethodType(torch.no_grad()(inspect.unwrap(cls.step)), made)
-    return made  # type: ignore[no-any-return]

@@ -323,7 +323,7 @@ def compared(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     def make_optimizer(*args: Any, **kwargs: Any) -> Any:
         trainings.append(1)
         optimizer = original(*args, **kwargs)
-        step = optimizer.step  # without PyTorch's hooks (fedapp.lazy.eager_optimizer)
+        step = optimizer.step
 
         def counted(*inputs: Any, **named: Any) -> Any:
             steps.append(1)

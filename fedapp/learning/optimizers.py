@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedapp.errors import BadRequest, counted, named_values, plain_value, suggest
-from fedapp.lazy import eager_optimizer, nn, torch
+from fedapp.lazy import nn, torch
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -169,7 +169,7 @@ def scheduled(key: str, text: str, lr: float, count: int) -> tuple[float, ...]:
         arguments["cycle_momentum"] = False
     rates: list[float] = []
     try:
-        optimizer = eager_optimizer(torch.optim.SGD, [nn.Parameter(torch.zeros(()))], lr=lr)
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(()))], lr=lr)
         scheduler = cls(optimizer, **arguments)
         with warnings.catch_warnings():
             # PyTorch warns of a scheduler whose optimizer takes no step; this one has nothing to optimise.

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedapp.data.transforms import InputSpec, augment, channels_first, normalise
 from fedapp.errors import BadRequest, counted
-from fedapp.lazy import Tensor, eager_optimizer, nn, torch
+from fedapp.lazy import Tensor, nn, torch
 from fedapp.learning.dp_sgd import NoisySteps
 from fedapp.learning.optimizers import optimizer_arguments, optimizer_class, scheduled, takes
 from fedapp.process import hand_over
@@ -220,12 +220,12 @@ def make_optimizer(
     ------
     BadRequest : the optimizer or one of its arguments is unknown, or an argument is not valid.
     """
-    cls = optimizer_class(spec.optimizer)
+    cls: Any = optimizer_class(spec.optimizer)
     given = {"momentum": spec.momentum, "weight_decay": spec.weight_decay, "betas": betas}
     own: dict[str, Any] = {name: value for name, value in given.items() if takes(spec.optimizer, name)}
     own |= optimizer_arguments(spec.optimizer, spec.optimizer_args)
     try:
-        return eager_optimizer(cls, parameters, lr=spec.rate, **own)
+        return cls(parameters, lr=spec.rate, **own)  # type: ignore[no-any-return]
     except (ValueError, TypeError, RuntimeError) as e:
         raise BadRequest(f"optimizer = '{spec.optimizer}' with optimizer-args = '{spec.optimizer_args}': {e}") from e
 
