@@ -16,7 +16,7 @@ WORKERS := -n auto
 QUICK := $(sort $(wildcard tests/test_defaults.py tests/test_core_*.py $(patsubst %,tests/test_%.py,$(notdir \
 	$(basename $(wildcard strategies/*.py clients/*.py fedapp/learning/*.py))))))
 
-.PHONY: run test full quick slow mutants bench lint docs setup clean
+.PHONY: run test full quick slow mutants goldens bench lint docs setup clean
 
 run: $(READY)
 	$(BIN)/fedapp compare fedapp/conf/digits.toml --methods local,lgfedavg,fedclassavg --engine ray
@@ -35,6 +35,9 @@ slow: $(READY)
 
 mutants: $(READY)
 	$(BIN)/python -m tools.mutants --page docs/mutants.md
+
+goldens: $(READY)
+	$(BIN)/python -m tools.goldens
 
 bench: $(READY)
 	$(BIN)/python -m benchmarks

@@ -1,0 +1,95 @@
+"""Ten small runs give the numbers of the base commit, and all methods declare what the table says."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tools import cases, declarations, goldens
+
+
+@pytest.mark.full
+def test_ten_small_runs_give_what_the_base_commit_gives(capfd: pytest.CaptureFixture[str]) -> None:
+    code = goldens.main(["--smallest"])
+    text = "".join(capfd.readouterr())
+    assert code == 0, text
+    assert f"{len(cases.SMALLEST)} cases" in text and len(cases.SMALLEST) == 10
+
+
+def test_a_clone_without_the_base_says_how_to_fetch_it(tmp_path: Path) -> None:
+    with pytest.raises(goldens.MissingCommit, match=f"git fetch --depth=1 origin {'0' * 40}"):
+        goldens.check_out("0" * 40, tmp_path)
+
+
+def test_the_declarations_of_all_methods_are_those_of_the_table() -> None:
+    old, new = declarations.TABLE.read_text(encoding="utf-8").splitlines(), declarations.table().splitlines()
+    changed = [line for line in difflib.ndiff(old, new) if line[0] in "+-"]
+    assert not changed, "\n".join(["python -m tools.declarations writes the table:", *changed])
+
+
+@pytest.mark.parametrize(
+    ("file", "base", "this", "words"),
+    [
+        (
+            "run/rounds.csv",
+            "round,loss,seconds\n1,0.5,3\n",
+            "round,loss,seconds\n1,0.6,4\n",
+            "loss: '0.6', in the base",
+        ),
+        ("run/rounds.csv", "round,loss\n1,0.5\n", "round,loss\n1,0.5\n2,0.4\n", "2 entries, in the base 1"),
+        ("run/rounds.csv", "round\n1\n", "round,loss\n1,1\n", "has ['round', 'loss']"),
+        ("run/summary.json", '{"ok": true, "seconds": 1}', '{"ok": 1, "seconds": 2}', "ok: 1, in the base True"),
+        ("run/config.toml", "a = 1\n", "a = 2\n", "a = 2"),
+        ("stderr.txt", "1 s left\nx\n", "2 s left\ny\n", "1: 'y', in the base 'x'"),
+    ],
+)
+def test_a_change_of_a_file_is_named_and_times_are_not(
+    file: str, base: str, this: str, words: str, tmp_path: Path
+) -> None:
+    found = []
+    for name, text in (("base", base), ("this", this), ("again", base.replace("3\n", "5\n"))):
+        folder = tmp_path / name
+        (folder / file).parent.mkdir(parents=True)
+        (folder / "stdout.txt").write_text("exit code 0\n")
+        (folder / file).write_text(text)
+        found.append(goldens.read_case(folder))
+    (table, text), *others = goldens.changes(found[0], found[1]).items()
+    assert not others and table == Path(file).name
+    assert words in text
+    assert not goldens.changes(found[0], found[2])
+
+
+def test_arrays_are_compared_bit_by_bit() -> None:
+    base = {"models": {"last": {"w": np.array([0.0, 1.0], np.float32)}}}
+    assert not goldens.changes(base, {"models": {"last": {"w": np.array([0.0, 1.0], np.float32)}}})
+    for other, words in (
+        (np.array([-0.0, 1.0], np.float32), "up to 0 from"),
+        (np.array([0.0, 1.5], np.float32), "up to 0.5 from"),
+        (np.array([0.0], np.float32), "float32 (1,), in the base float32 (2,)"),
+    ):
+        ((table, text),) = goldens.changes(base, {"models": {"last": {"w": other}}}).items()
+        assert table == "models" and f"last: w: {words}" in text
+
+
+def test_only_expected_changes_are_accepted_and_each_must_occur(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def write(tree: Path, chosen: dict[str, cases.Steps], folder: Path) -> None:
+        for case in chosen:
+            (folder / case).mkdir(parents=True)
+            moved = tree == goldens.ROOT and case == "a/moved"
+            (folder / case / "stdout.txt").write_text(f"{moved}\nexit code 0\n")
+
+    monkeypatch.setattr(goldens, "run_all", write)
+    monkeypatch.setattr(goldens, "check_out", lambda commit, folder: None)
+    chosen: dict[str, cases.Steps] = {"a/moved": [], "a/same": []}
+    for number, (listed, wrong) in enumerate(
+        [(["a/moved"], 0), (["a/*"], 0), ([], 1), (["a/same"], 2), (["a/moved", "a/same"], 1), (["a/moved", "b/*"], 0)]
+    ):
+        entries = [{"case": case, "table": "stdout.txt", "reason": "a better mean"} for case in listed]
+        (tmp_path / str(number)).mkdir()
+        assert goldens.compare("c", chosen, entries, tmp_path / str(number)) == wrong
+    assert "a/same stdout.txt: does not differ, but expected_changes.toml lists it" in capsys.readouterr().out

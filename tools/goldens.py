@@ -1,0 +1,208 @@
+"""Compare what a base commit and this working tree compute: every number, table, text and file of many small runs.
+
+`python -m tools.goldens` checks the base out, runs all cases of `tools.cases` with it and then with this working tree,
+on this machine, and names each table that differs. Equal means equal bits, without times, versions, and tokens of runs.
+The last bits depend on the processor and on the versions of the libraries, so nothing is stored. Only the command line
+is called, so a rebuild of the inside changes no case.
+
+`tools/expected_changes.toml` names the base commit. A commit that changes numbers on purpose lists them there: case,
+table, and reason. The command accepts the listed changes and no others, and fails if a listed one does not occur. The
+base moves, and the list becomes empty, in a commit without product code, after the command has passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import fnmatch
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+
+from tools import cases
+from tools.cases import ROOT, Steps
+
+EXPECTED = Path(__file__).with_name("expected_changes.toml")
+Content = dict[str, dict[str, Any]]
+"""Content of a run by table and file."""
+SKIPPED = ("versions.json", "progress.jsonl", ".lock")
+"""Files of versions and locks, and the events that stderr shows."""
+CHANGING = ("saved", "run", "time", "contents", "traceback")
+"""Names of values that differ between two runs of one commit, or that repeat others; so do all that end in seconds."""
+TRACEBACK = re.compile(r"^client \d+:( {2}.*|.*Traceback.*)\n", re.MULTILINE)
+
+
+class MissingCommit(RuntimeError):
+    """The clone does not hold the base commit."""
+
+
+def check_out(commit: str, folder: Path) -> None:
+    """Write the files of a commit to `folder`.
+
+    Raises
+    ------
+    MissingCommit : the clone does not hold it; the message gives the command that fetches it.
+    """
+    git = ["git", "-C", str(ROOT)]
+    if subprocess.run([*git, "cat-file", "-e", f"{commit}^{{commit}}"], capture_output=True, check=False).returncode:
+        raise MissingCommit(f"this clone lacks the commit {commit}: git fetch --depth=1 origin {commit}")
+    archive = subprocess.run([*git, "archive", commit], capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+        files.extractall(folder, filter="data")
+
+
+def run_all(tree: Path, chosen: Mapping[str, Steps], folder: Path) -> None:
+    """Run the cases with the package in `tree`, as many at a time as there are cores; results are in `folder`/NAME."""
+    listed = folder.with_suffix(".json")
+    listed.write_text(json.dumps(chosen), encoding="utf-8")
+    fixed = {
+        "PYTHONPATH": str(tree), "PYTHONHASHSEED": "0", "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1",
+        "FLWR_TELEMETRY_ENABLED": "0", "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1", "COLUMNS": "120",
+        "NO_COLOR": "1", "FEDAPP_CACHE": str(folder / "cache"),
+    }  # fmt: skip
+    script = Path(__file__).with_name("run_cases.py")
+    jobs = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())
+    subprocess.run([sys.executable, script, listed, folder, jobs], env={**os.environ, **fixed}, check=True)
+
+
+def without_changing(value: Any) -> Any:
+    """Return parsed JSON without the values that differ between two runs of one commit."""
+    if isinstance(value, dict):
+        return {k: without_changing(v) for k, v in value.items() if k not in CHANGING and not k.endswith("seconds")}
+    return [without_changing(v) for v in value] if isinstance(value, list) else value
+
+
+def read_file(path: Path, folder: Path) -> Any:
+    """Return the content of a file of a case in `folder`, as far as it must not change."""
+    if path.suffix == ".safetensors" or path.name.endswith("head-norms"):
+        with safe_open(path, "np") as file:
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return {**arrays, "header": without_changing(json.loads((file.metadata() or {}).get("fedapp", "{}")))}
+    if path.suffix == ".npz":
+        with np.load(path) as file:
+            return dict(file)
+    text = path.read_text(encoding="utf-8").replace(str(folder), "FOLDER")
+    if path.suffix == ".json":
+        return without_changing(json.loads(text))
+    if path.suffix == ".jsonl":
+        # In a ledger of releases `after` is the hash of the line before, with its time.
+        return [without_changing({**json.loads(line), "after": ""}) for line in text.splitlines()]
+    if path.suffix == ".csv":
+        return [without_changing(row) for row in csv.DictReader(io.StringIO(text))]
+    return re.sub(r"\d+ s left", "s left", TRACEBACK.sub("", text)).splitlines()
+
+
+def read_case(folder: Path) -> Content:
+    """Return what a case wrote, by table: `stdout.txt`, `rounds.csv`, `models`, ..."""
+    found: Content = {}
+    if (
+        not (folder / "stdout.txt")
+        .read_text(encoding="utf-8")
+        .rpartition("\n")[0]
+        .rpartition("\n")[2]
+        .startswith("exit")
+    ):
+        raise RuntimeError(f"{folder} did not end: run it alone, with --cases and --keep")
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in SKIPPED):
+        name = path.relative_to(folder).as_posix().removeprefix("run/")
+        # The name of a client's state begins with the token of the run.
+        file = re.sub(r"[0-9a-f]{12}\.", "", name)
+        found.setdefault(name.partition("/")[0], {})[file] = read_file(path, folder)
+    return found
+
+
+def difference(base: Any, this: Any) -> str:
+    """Return the place of the first difference of two contents and both values, or an empty text."""
+    if isinstance(base, dict) and isinstance(this, dict):
+        base_keys, keys = list(base), list(this)
+        if base_keys != keys:
+            return f"has {keys!r:.300}, the base {base_keys!r:.300}"
+        parts: Iterable[Any] = base_keys
+    elif isinstance(base, list) and isinstance(this, list):
+        parts = range(min(len(base), len(this)))
+    elif isinstance(base, np.ndarray) and isinstance(this, np.ndarray):
+        if (base.dtype, base.shape, base.tobytes()) == (this.dtype, this.shape, this.tobytes()):
+            return ""
+        if base.shape != this.shape or base.dtype.kind != "f":
+            return f"{this.dtype} {this.shape}, in the base {base.dtype} {base.shape}"
+        return f"up to {np.nanmax(np.abs(base.astype(float) - this.astype(float))):.3g} from the base"
+    else:
+        return "" if type(base) is type(this) and base == this else f"{this!r:.200}, in the base {base!r:.200}"
+    for part in parts:
+        if found := difference(base[part], this[part]):
+            return f"{part}: {found}"
+    return "" if len(base) == len(this) else f"{len(this)} entries, in the base {len(base)}"
+
+
+def changes(base: Content, this: Content) -> dict[str, str]:
+    """Return the tables that differ, each with its first difference."""
+    found = {table: difference(base.get(table), this.get(table)) for table in sorted({*base, *this})}
+    return {table: text for table, text in found.items() if text}
+
+
+def compare(against: str, chosen: Mapping[str, Steps], entries: Sequence[Mapping[str, str]], root: Path) -> int:
+    """Run the cases with a commit and with this working tree, print what differs, and return how much is unexpected.
+
+    Parameters
+    ----------
+    chosen : cases of `cases.all_cases(root / "data")`.
+    entries : expected changes, `case` (a pattern), `table` and `reason`.   root : folder for all files.
+    """
+    cases.write_data(root / "data", any(case.startswith("recipe/") for case in chosen))
+    check_out(against, root / "tree")
+    run_all(root / "tree", chosen, root / "base")
+    run_all(ROOT, chosen, root / "this")
+    wrong, differing, occurred = 0, 0, set[int]()
+    for case in chosen:
+        found = changes(read_case(root / "base" / case), read_case(root / "this" / case))
+        differing += bool(found)
+        for table, text in found.items():
+            listed = [i for i, e in enumerate(entries) if fnmatchcase(case, e["case"]) and table == e["table"]]
+            occurred.update(listed)
+            wrong += not listed
+            print(f"{case} {table}: {text}", *(f"(expected: {entries[i]['reason']})" for i in listed))
+    for i, entry in enumerate(entries):
+        if i not in occurred and fnmatch.filter(chosen, entry["case"]):
+            wrong += 1
+            print(f"{entry['case']} {entry['table']}: does not differ, but expected_changes.toml lists it")
+    print(f"{len(chosen)} cases against {against}: {differing} differ, {wrong} differences that are not as expected")
+    return wrong
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compare; return 1 if anything differs that is not expected, or if an expected change does not occur."""
+    expected = tomllib.loads(EXPECTED.read_text(encoding="utf-8"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--against", metavar="COMMIT", default=expected["base"], help="base (default: %(default)s)")
+    parser.add_argument("--cases", metavar="PATTERN", default="*", help="such as 'robust/*' (default: all)")
+    parser.add_argument("--smallest", action="store_true", help="only the ten cases that CI runs")
+    parser.add_argument("--keep", metavar="FOLDER", type=Path, help="new folder that keeps the files of all runs")
+    args = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="goldens-") as temporary:
+        root = (args.keep or Path(temporary) / "work").absolute()
+        root.mkdir(parents=True)
+        every = cases.all_cases(root / "data")
+        names = cases.SMALLEST if args.smallest else fnmatch.filter(every, args.cases)
+        chosen = {name: every[name] for name in names}
+        try:
+            return bool(compare(args.against, chosen, expected.get("change", []), root))
+        except MissingCommit as e:
+            print(e, file=sys.stderr)
+            return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
