@@ -42,8 +42,8 @@ def test_the_declarations_of_all_methods_are_those_of_the_table() -> None:
         ("run/rounds.csv", "round,loss\n1,0.5\n", "round,loss\n1,0.5\n2,0.4\n", "2 entries, in the base 1"),
         ("run/rounds.csv", "round\n1\n", "round,loss\n1,1\n", "has ['round', 'loss']"),
         ("run/summary.json", '{"ok": true, "seconds": 1}', '{"ok": 1, "seconds": 2}', "ok: 1, in the base True"),
-        ("run/config.toml", "a = 1\n", "a = 2\n", "a = 2"),
-        ("stderr.txt", "1 s left\nx\n", "2 s left\ny\n", "1: 'y', in the base 'x'"),
+        ("run/config.toml", "a = 1\n", "a = 2\n", "2 lines: ['-a = 1', '+a = 2']"),
+        ("stderr.txt", "1 s left\nx\n", "2 s left\ny\n", "2 lines: ['-x', '+y']"),
     ],
 )
 def test_a_change_of_a_file_is_named_and_times_are_not(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import difflib
 import fnmatch
 import io
 import json
@@ -131,6 +132,11 @@ def difference(base: Any, this: Any) -> str:
         if base_keys != keys:
             return f"has {keys!r:.300}, the base {base_keys!r:.300}"
         parts: Iterable[Any] = base_keys
+    elif isinstance(base, list) and isinstance(this, list) and all(isinstance(v, str) for v in (*base, *this)):
+        lines = [
+            line for line in difflib.unified_diff(base, this, n=0, lineterm="") if line[:2] not in ("--", "++", "@@")
+        ]
+        return f"{len(lines)} lines: {lines!r:.300}" if lines else ""
     elif isinstance(base, list) and isinstance(this, list):
         parts = range(min(len(base), len(this)))
     elif isinstance(base, np.ndarray) and isinstance(this, np.ndarray):
