@@ -1,1 +1,1 @@
-"""Measurements that the documentation quotes: `python -m benchmarks` (speed), `python -m benchmarks.leakage`."""
+"""Measurements of speed that the documentation quotes: `python -m benchmarks`."""

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import Speeds
+from benchmarks.pages import between, markdown
 from benchmarks.server import FORMS, Found
 from benchmarks.timing import Times
-from fedapp.errors import between
-from fedapp.experiments.reproduce import markdown
 
 START, END = "<!-- benchmark -->", "<!-- /benchmark -->"
 REACHED = "Targets"

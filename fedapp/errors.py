@@ -162,10 +162,3 @@ def described(shape: tuple[int, ...]) -> str:
     if len(shape) == 2:
         return f"series of {counted(shape[1], 'step')} with {counted(shape[0], 'channel')}"
     return f"rows of {counted(shape[0], 'feature')}" if len(shape) == 1 else f"arrays of shape {shape}"
-
-
-def between(text: str, start: str, end: str) -> tuple[str, str, str] | None:
-    """Return the text before, between and after two markers; None if `text` does not contain them in this order."""
-    head, opened, rest = text.partition(start)
-    body, closed, tail = rest.partition(end)
-    return (head, body, tail) if opened and closed else None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import __main__ as bench
-from benchmarks import report, server, trust
+from benchmarks import report, server
 from benchmarks.overhead import CASES
 from benchmarks.timing import Times, alternate
 
@@ -73,13 +73,6 @@ def test_alternatives_are_called_in_turn_and_may_measure_themselves() -> None:
     assert times.seconds == {"slow": [9.0, 15.0, 21.0], "fast": [4.0, 6.0, 8.0]}
     assert times.median("slow") == 15.0
     assert times.ratio("slow", "fast") == 15 / 6
-
-
-def test_every_pair_of_rounds_has_one_with_checks_and_one_without(tmp_path: Path) -> None:
-    values = {"dataset": "digits", "method": "fedavg", "clients": 2, "local-epochs": 1}
-    pairs = trust.rounds_of(values, tmp_path, 2)
-    assert len(pairs) == 2 and all(a.inside > 0 and b.inside == 0 for a, b in pairs)
-    assert all(a.seconds > a.inside and b.seconds > 0 for a, b in pairs)
 
 
 def test_a_target_is_met_at_its_bound() -> None:

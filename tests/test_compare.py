@@ -30,7 +30,6 @@ from fedapp.experiments import compare, tables
 from fedapp.experiments.jobs import Job, Variant, common_public
 from fedapp.results import report
 from fedapp.results.directory import only_writer
-from fedapp.results.figures import papers
 from fedapp.results.runs import MAX_FOLDER, PAIRED, read_comparison
 from fedapp.results.statistics import privacy, signed_rank
 from fedapp.results.terminal import Screen, echo
@@ -593,9 +592,6 @@ def test_a_run_that_diverged_is_shown_as_failed_with_what_to_do(
     assert table["failed"].isna().tolist() == [True, True, False]
     assert table.loc["fedprox(lr=1e8)", ["trained_last", "received_last"]].isna().all()
     assert set(pd.read_csv(tmp_path / "significance.csv")["variant"]) == {"fedavg"}
-    drawing = papers.draw("fedgh-2", [tmp_path])
-    assert "Failed, and not drawn: FedProx (lr=1e8), seed 0 (round 1: " in drawing.caption
-    assert "failed, and not drawn: FedProx (lr=1e8)" in drawing.svg()
 
 
 def test_an_error_in_own_code_does_not_go_away_by_the_same_command_and_may_be_mended(

@@ -13,7 +13,6 @@ import pandas as pd
 import pytest
 import torch
 
-from benchmarks import heads
 from fedapp import config, registry
 from fedapp.core import sums
 from fedapp.engines.local import RunResult
@@ -331,12 +330,6 @@ def test_a_client_answers_nothing_else(tiny: Tiny) -> None:
     with pytest.raises(ValueError, match=r"cannot answer 'query\.features'"):
         client.answer_query("features", payload, 1)
     assert method.allows("sums/a") and not method.allows("features/z")
-
-
-def test_the_table_of_heads_counts_in_how_many_seeds_each_was_first() -> None:
-    rows = [{"a": 50.0, "b": 60.0}, {"a": 70.0, "b": 60.0}, {"a": 30.0, "b": 60.0}]
-    assert heads.table(rows).splitlines()[2:] == ["| b | 60.0 ± 0.0 | 2 |", "| a | 50.0 ± 20.0 | 1 |"]
-    assert heads.table(rows[:1]).splitlines()[2] == "| b | 60.0 | 1 |"
 
 
 def test_a_base_whose_clients_add_logits_of_their_own_is_warned_of() -> None:

@@ -11,16 +11,14 @@ from typing import Any
 import matplotlib as mpl
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file
 
-from fedapp.data.transforms import normalise
 from fedapp.engines.local import run
-from fedapp.models import build_model
-from fedapp.results import analysis, calibration, figures, heads, representations
+from fedapp.results import analysis, figures
 from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import maps, pieces, plots, scores, style
 from fedapp.results.runs import Comparison, RunResult, groups_of, read_comparison, read_run, varying
+from fedapp.tasks import simulated
 from fedapp.transport import checkpoint
 from tests.handmade import context, reply
 
@@ -69,7 +67,7 @@ def test_counts_are_those_of_the_saved_partition(cw: RunResult) -> None:
     from fedapp.data.partitions import Partition
 
     partition = Partition.load(cw.out / "partition.npz")
-    labels = analysis.data_of(cw).dataset.pool_labels
+    labels = simulated.federated(analysis.config_of(cw), 4).dataset.pool_labels
     slow = np.zeros((4, 10), int)
     for k, client in enumerate(partition.clients):
         for i in client.train:
@@ -88,47 +86,16 @@ def test_a_moved_run_directory_is_read_where_it_lies(cw: RunResult, tmp_path: Pa
         np.testing.assert_array_equal(there[client][1]["model/head.weight"], arrays["model/head.weight"])
 
 
-def test_data_that_changed_since_the_run_are_not_used(cw: RunResult, tmp_path: Path) -> None:
-    import json
-
-    moved = tmp_path / "changed"
-    shutil.copytree(cw.out, moved)
-    card = json.loads((moved / "data_card.json").read_text())
-    (moved / "data_card.json").write_text(json.dumps({**card, "hash": "0" * 64}))
-    with pytest.raises(Unavailable, match="changed since the run"):
-        analysis.data_of(read_run(moved))
-
-
 # ---- heads -----------------------------------------------------------------------------------------------------------
 
 
 def test_head_norms_are_those_of_the_stored_models(cw: RunResult) -> None:
-    ids, norms = heads.head_norms(cw)
+    ids, norms = analysis.head_norms(cw)
     assert ids == [0, 1, 2, 3]
     for k in ids:
         weight = load_file(files(cw, k)[-1])["model/head.weight"]
         slow = [sum(float(w) ** 2 for w in row) ** 0.5 for row in weight]
         np.testing.assert_allclose(norms[k], slow, rtol=1e-6)
-
-
-def test_the_history_of_norms_ends_with_the_stored_models(cw: RunResult) -> None:
-    history = heads.head_norm_history(cw)
-    _, norms = heads.head_norms(cw)
-    for k, (rounds, rows) in history.items():
-        assert rounds.tolist() == [1, 2, 3]
-        np.testing.assert_allclose(rows[-1], norms[k], rtol=1e-6)
-        before = load_file(files(cw, k)[-2])["model/head.weight"]
-        np.testing.assert_allclose(rows[-2], np.linalg.norm(before, axis=1), rtol=1e-6)
-
-
-def test_resume_leaves_the_history_as_if_never_stopped(cw: RunResult, tmp_path: Path) -> None:
-    settings = {**SMALL, "method": "cwfedavg", "partition": "classes", "classes_per_client": 4}
-    run(**{**settings, "rounds": 2, "out": tmp_path / "resumed"})
-    run(resume=tmp_path / "resumed", rounds=3)
-    whole, parts = heads.head_norm_history(cw), heads.head_norm_history(read_run(tmp_path / "resumed"))
-    for k in whole:
-        np.testing.assert_array_equal(whole[k][0], parts[k][0])
-        np.testing.assert_array_equal(whole[k][1], parts[k][1])
 
 
 def test_head_norms_never_travel(cw: RunResult) -> None:
@@ -139,7 +106,7 @@ def test_head_norms_never_travel(cw: RunResult) -> None:
 
 def test_who_learns_from_whom_is_what_the_server_hands_out_next(cw: RunResult) -> None:
     """A times the uploads, in plain loops, is the blend of class models that the checkpoint holds."""
-    ids, matrix, _ = heads.who_learns_from_whom(cw)
+    ids, matrix, _ = analysis.who_learns_from_whom(cw)
     np.testing.assert_allclose(matrix.sum(axis=1), 1)
     uploads = [load_file(files(cw, k)[-1])["model/head.weight"].astype(np.float64) for k in ids]
     found = checkpoint.latest(cw.out / "checkpoint")
@@ -204,7 +171,7 @@ def after(folder: Path, method: str, **more: Any) -> tuple[RunResult, dict[str, 
 )
 def test_members_of_a_cluster_learn_from_each_other_as_they_are_averaged(method: str, args: str, folder: Path) -> None:
     data, state = after(folder, method, method_args=args, out=folder / f"{method}-{args}")
-    ids, matrix, how = heads.who_learns_from_whom(data)
+    ids, matrix, how = analysis.who_learns_from_whom(data)
     by_samples = (args == "weighting=samples") or (method == "ifca" and not args)
     sizes = data.counts.sum(axis=1) if by_samples else np.ones(4)
     assert ("by sample counts" in how) is by_samples
@@ -216,7 +183,7 @@ def test_members_of_a_cluster_learn_from_each_other_as_they_are_averaged(method:
 
 def test_attention_times_uploads_is_what_fedamp_hands_out(folder: Path) -> None:
     data, state = after(folder, "fedamp")
-    ids, matrix, _ = heads.who_learns_from_whom(data)
+    ids, matrix, _ = analysis.who_learns_from_whom(data)
     np.testing.assert_allclose(matrix.sum(axis=1), 1)
     uploads = [load_file(files(data, k)[-1])["model/head.bias"].astype(np.float64) for k in ids]
     for i in ids:
@@ -226,13 +193,13 @@ def test_attention_times_uploads_is_what_fedamp_hands_out(folder: Path) -> None:
 
 def test_tables_of_fedfomo_and_ktpfl_by_rows(folder: Path) -> None:
     data, state = after(folder, "fedfomo")
-    ids, matrix, _ = heads.who_learns_from_whom(data)
+    ids, matrix, _ = analysis.who_learns_from_whom(data)
     for i in range(len(ids)):
         row = [max(0.0, v) for v in state["P"][i]]
         expected = [v / sum(row) for v in row] if sum(row) else [float(i == j) for j in range(len(ids))]
         np.testing.assert_allclose(matrix[i], expected)
     data, state = after(folder, "ktpfl")
-    ids, matrix, _ = heads.who_learns_from_whom(data)
+    ids, matrix, _ = analysis.who_learns_from_whom(data)
     assert ids == state["ids"]
     np.testing.assert_allclose(matrix.sum(axis=1), 1)
     np.testing.assert_allclose(matrix * state["c"].sum(axis=1)[:, None], state["c"])
@@ -240,178 +207,8 @@ def test_tables_of_fedfomo_and_ktpfl_by_rows(folder: Path) -> None:
 
 def test_without_weights_the_reason_is_told(mixed: RunResult) -> None:
     with pytest.raises(Unavailable, match="fedclassavg keeps no weights") as e:
-        heads.who_learns_from_whom(mixed)
+        analysis.who_learns_from_whom(mixed)
     assert e.value.command == "fedapp run --method cwfedavg ... (or ktpfl, fedamp, fedfomo, cfl, ifca, fedpac)"
-
-
-# ---- representations -------------------------------------------------------------------------------------------------
-
-
-def test_stages_are_what_the_layers_put_out(cw: RunResult) -> None:
-    model = analysis.client_models(cw, 1)[0]
-    x, _ = analysis.probe(cw, 40)
-    assert list(calibration.layers_of(model)) == ["conv1", "conv2", "fc1", "head"]
-    outputs = {name: calibration.output_of(cw, model, name, x) for name in calibration.layers_of(model)}
-    with torch.no_grad():
-        image = normalise(x.permute(0, 3, 1, 2), analysis.data_of(cw).inputs)
-        np.testing.assert_allclose(outputs["fc1"], model.features(image).numpy(), rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(outputs["head"], model(image).numpy(), rtol=1e-5, atol=1e-6)
-        np.testing.assert_allclose(outputs["conv1"], model.features[0](image).flatten(1).numpy(), rtol=1e-5, atol=1e-6)
-
-
-def linear_cka(x: np.ndarray, y: np.ndarray) -> float:
-    """||Y^T X||_F^2 / (||X^T X||_F ||Y^T Y||_F) of the centred features (Kornblith et al., ICML 2019, Eq. 5)."""
-    a, b = (z.astype(np.float64) - z.mean(axis=0, dtype=np.float64) for z in (x, y))
-    return float(np.linalg.norm(b.T @ a) ** 2 / (np.linalg.norm(a.T @ a) * np.linalg.norm(b.T @ b)))
-
-
-def test_linear_cka_worked_numbers() -> None:
-    a, b = np.array([[1, 2], [2, 1], [3, 3], [4, 0]]), np.array([[1, 0], [0, 1], [1, 1], [2, -1]])
-    assert linear_cka(a, b) == pytest.approx(0.400781, abs=6e-7)
-
-
-def test_cka_of_layers_against_the_formula(cw: RunResult) -> None:
-    ids, maps = calibration.layer_cka(cw, images=60)
-    assert list(maps) == ["conv1", "conv2", "features", "head"]
-    models = analysis.client_models(cw)
-    x, _ = analysis.probe(cw, 60)
-    outputs = {c: {n: calibration.output_of(cw, m, n, x) for n in calibration.layers_of(m)} for c, m in models.items()}
-    for name, key in (("conv1", "conv1"), ("features", "fc1"), ("head", "head")):
-        for i, a in enumerate(ids):
-            for j, b in enumerate(ids):
-                assert maps[name][i, j] == pytest.approx(linear_cka(outputs[a][key], outputs[b][key]), abs=1e-9)
-        np.testing.assert_allclose(np.diag(maps[name]), 1)
-
-
-def test_inner_layers_are_compared_between_equal_architectures_only(mixed: RunResult) -> None:
-    ids, maps = calibration.layer_cka(mixed, images=40)
-    assert ids == [0, 1, 2]
-    assert list(maps)[-2:] == ["features", "head"]
-    inner = maps["digits-a conv1"]
-    assert np.isfinite(inner[0, 2])
-    assert np.isnan(inner[0, 1])
-    assert np.isfinite(maps["features"]).all()
-    assert calibration.mean_of_pairs(inner) == pytest.approx(inner[0, 2])
-
-
-def test_conductance_sums_to_the_difference_of_logits() -> None:
-    model = build_model("digits-a", num_classes=10, shape=(1, 8, 8), seed=3).eval()
-    x = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    zero = torch.zeros_like(x)
-    with torch.no_grad():
-        gap = float(model(x)[0, 4] - model(zero)[0, 4])
-    values = representations.unit_conductance(model, x, zero, 4)
-    assert values.shape == (64,)
-    assert values.sum() == pytest.approx(gap, abs=1e-5)
-
-
-def test_conductance_against_captum() -> None:
-    attr = pytest.importorskip("captum.attr")
-    model = build_model("digits-a", num_classes=10, shape=(1, 8, 8), seed=3).eval()
-    x = torch.randn(1, 1, 8, 8, generator=torch.Generator().manual_seed(0))
-    path = attr.LayerConductance(model, model.activation)
-    theirs = path.attribute(x, baselines=torch.zeros_like(x), target=4, n_steps=1500, internal_batch_size=500)
-    ours = representations.unit_conductance(model, x, torch.zeros_like(x), 4)
-    np.testing.assert_allclose(ours, theirs[0].detach().numpy(), atol=5e-4)
-
-
-def test_ranks_are_of_the_units_and_clients_that_are_right(cw: RunResult) -> None:
-    ids, right = representations.right_clients(cw, 50)
-    found = representations.conductance(cw, int(right.sum(axis=0).argmax()), (ids, right))
-    best = right.sum(axis=0).max()
-    assert len(found.clients) == min(8, best) >= 2
-    assert found.ranks.shape == (len(found.clients), 64)
-    np.testing.assert_allclose(found.ranks.sum(axis=1), 63 * 64 / 2)
-    assert -1 <= found.agreement <= 1
-
-
-def test_tsne_is_the_same_every_time() -> None:
-    rows = np.random.default_rng(0).standard_normal((60, 8)).astype(np.float32)
-    np.testing.assert_array_equal(representations.embed(rows, 5), representations.embed(rows, 5))
-    with pytest.raises(Unavailable, match="too few"):
-        representations.embed(rows[:4], 5)
-
-
-def test_every_client_sees_the_same_images_in_the_embedding(cw: RunResult) -> None:
-    found = representations.client_embedding(cw, clients=3, points=90)
-    assert found.points.shape == (len(found.label), 2)
-    first = found.label[found.client == 0]
-    for k in (1, 2):
-        np.testing.assert_array_equal(found.label[found.client == k], first)
-    assert -1 <= found.silhouette_client <= found.silhouette_label + 2 <= 3
-
-
-# ---- calibration -----------------------------------------------------------------------------------------------------
-
-
-def test_the_sweep_repeats_the_runs_own_calibration(ccvr: RunResult) -> None:
-    """The same statistics, draws and training order: 0 samples is `before`, the run's M_c is `after`.
-
-    On the wire means and covariances are float32 here, which may tip one test image.
-    """
-    found = calibration.calibration_sweep(ccvr, (0, 100))
-    said = ccvr.summary["calibration"]
-    images = sum(ccvr.card["test_sizes"])
-    assert found.accuracy[0] == pytest.approx(said["before"], abs=1e-9)
-    assert found.accuracy[100] == pytest.approx(said["after"], abs=1.01 / images)
-    assert found.images == ccvr.counts.sum()
-    assert found.separability > 0
-
-
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "args",
-    [
-        "transform=feature", "transform=sample", "transform=sample-only", "clsnorm=true", "mc_mode=proportional",
-        "cov=diag min_count=3", "base=fednh transform=sample",
-    ],
-)  # fmt: skip
-def test_the_sweep_repeats_the_calibration_of_any_variant(args: str, folder: Path) -> None:
-    """Without test images on the wire in between, statistics in float64 make the sweep's head that of the run."""
-    out = folder / args.replace(" ", "-")
-    given = f"{args} epochs=3 samples=50 dtype=float64 oracle=true"
-    values = {**SMALL, "data_fraction": 1.0, "rounds": 1, "method": "ccvr", "method_args": given, "alpha": 0.2}
-    run(**{**values, "clients": 3, "out": out})
-    data = read_run(out)
-    said = data.summary["calibration"]
-    found = calibration.calibration_sweep(data, (0, 10, 50), (0,))
-    images = sum(data.card["test_sizes"])
-    assert list(found.accuracy) == [0, 10, 50]
-    assert found.accuracy[0] == pytest.approx(said["before"], abs=1e-9)
-    assert found.accuracy[50] == pytest.approx(said["after"], abs=1.01 / images)
-    assert found.images == said["samples"]
-    # The run's oracle sees the same features in another order.
-    assert found.oracle[0] == pytest.approx(said["oracle"], abs=0.03)
-    assert found.separability > 0
-
-
-def test_a_run_that_calibrates_nothing_has_no_sweep(folder: Path) -> None:
-    run(**{**SMALL, "rounds": 1, "method": "ccvr", "method_args": "epochs=0", "clients": 3, "out": folder / "none"})
-    with pytest.raises(Unavailable, match="epochs=0 calibrates nothing"):
-        calibration.calibration_sweep(read_run(folder / "none"))
-
-
-def test_head_norms_before_and_after_calibration(ccvr: RunResult) -> None:
-    before, after = (np.linalg.norm(analysis.global_arrays(ccvr, c)["head.weight"], axis=1) for c in (False, True))
-    ratios = ccvr.summary["calibration"]["head_norm_ratio"]
-    assert before.max() / before.min() == pytest.approx(ratios[0], rel=1e-5)
-    assert after.max() / after.min() == pytest.approx(ratios[1], rel=1e-5)
-
-
-def test_predictions_before_and_after_are_the_two_heads(ccvr: RunResult) -> None:
-    found = calibration.calibration_embedding(ccvr, points=150)
-    x, y = analysis.probe(ccvr, 150)
-    np.testing.assert_array_equal(found.label, y)
-    model = analysis.global_model(ccvr, calibrated=False)
-    z = analysis.represent(ccvr, model, x)
-    for predicted, calibrated in ((found.before, False), (found.after, True)):
-        arrays = analysis.global_arrays(ccvr, calibrated)
-        np.testing.assert_array_equal(predicted, (z @ arrays["head.weight"].T + arrays["head.bias"]).argmax(axis=1))
-
-
-def test_personal_models_cannot_be_calibrated(cw: RunResult) -> None:
-    with pytest.raises(Unavailable, match="cwfedavg has no global model"):
-        calibration.calibration_sweep(cw)
 
 
 # ---- several runs ----------------------------------------------------------------------------------------------------
@@ -458,8 +255,7 @@ def test_hyperparameters_of_a_method_make_a_figure_with_the_distance(sweep: Comp
 # ---- what is drawn and what is left out ------------------------------------------------------------------------------
 
 ALWAYS = {
-    "learning-curves", "training-loss", "client-accuracy", "labels-heat", "labels-dots", "head-norms", "norm-evolution",
-    "p-against-norms", "tsne", "cka", "conductance", "round-seconds",
+    "learning-curves", "training-loss", "client-accuracy", "labels-heat", "labels-dots", "head-norms", "round-seconds",
 }  # fmt: skip
 
 
@@ -469,7 +265,7 @@ def test_each_kind_of_run_has_its_figures(cw: RunResult, ccvr: RunResult) -> Non
     assert {d.id for d in found.drawings} == ALWAYS | {"who-learns-from-whom"}
     assert all("drawn" not in m.why for m in found.missing)
     found = figures.of_run(ccvr)
-    assert {d.id for d in found.drawings} == ALWAYS | {"norms-before-after", "samples-sweep", "calibration-map"}
+    assert {d.id for d in found.drawings} == ALWAYS
     for drawing in found.drawings:
         assert len(drawing.alt) > 30
         assert drawing.caption.endswith(".")
@@ -481,9 +277,8 @@ def test_what_is_left_out_says_why_and_what_to_do(cw: RunResult, tmp_path: Path)
     shutil.rmtree(moved / "state")
     found = figures.of_run(read_run(moved))
     missing = {m.title: m for m in found.missing}
-    assert {"Evolution of head norms", "Similarity of clients by layer", "Units that matter"} <= missing.keys()
-    assert "stored states are missing" in missing["Similarity of clients by layer"].why
-    assert missing["Similarity of clients by layer"].command.startswith("fedapp run")
+    name = "Head norms against class counts"
+    assert "stored states are missing" in missing[name].why and missing[name].command.startswith("fedapp run")
     assert {d.id for d in found.drawings} >= {"learning-curves", "labels-heat"}
 
 

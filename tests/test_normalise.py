@@ -17,7 +17,6 @@ from fedapp import config as configuration
 from fedapp.data import datasets
 from fedapp.data.transforms import channels_first, normalise
 from fedapp.errors import BadRequest
-from fedapp.results import analysis
 from fedapp.results.runs import read_json
 from fedapp.tasks import node as nodes
 from fedapp.tasks import simulated
@@ -214,5 +213,3 @@ def test_a_client_that_normalises_by_itself_takes_its_transform_along(own: Path,
     assert run.rounds.filter(like="global").isna().all(axis=None)
     with pytest.raises(BadRequest, match="every client normalised by itself"):
         fedapp.load(run.out)
-    with pytest.raises(analysis.Unavailable, match="each client normalises its own"):
-        analysis.inputs_of(run)

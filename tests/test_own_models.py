@@ -16,9 +16,8 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 from torch import nn
-from typer.testing import CliRunner
 
-from fedapp import cli, client_app, plugins, process
+from fedapp import client_app, plugins, process
 from fedapp.config import from_flat
 from fedapp.engines.local import effective, run
 from fedapp.engines.runner import what_leaves
@@ -26,10 +25,8 @@ from fedapp.errors import BadRequest
 from fedapp.experiments import compare
 from fedapp.method import ClientInfo
 from fedapp.models import ModelOptions, SplitModel, build_model, head_width, own
-from fedapp.results import analysis, predict
-from fedapp.results.figures import gallery
+from fedapp.results import predict
 from fedapp.results.loading import load
-from fedapp.results.runs import read_run
 from fedapp.server_app import Run, buildable
 from fedapp.tasks import simulated as tasks
 from fedapp.tasks.node import Node, try_own
@@ -367,24 +364,6 @@ def test_a_name_from_a_node_does_not_get_into_the_runs_configuration() -> None:
     assert config.model.model == "auto"
     for theirs, known in (("os:system", "auto"), ("mlp", "mlp"), ("mpl", "auto")):
         assert Run.known_model(config, [ClientInfo(0, 9, theirs, 10, {})]) == known
-
-
-@pytest.mark.full
-def test_a_report_imports_no_code_that_a_run_names(tmp_path: Path) -> None:
-    run(method="fedavg", model=f"{NETS}:Wide", out=tmp_path / "run", **SETTINGS)
-    reasons = {}
-    for allow in ("", "tests.*"):
-        with plugins.only(allow):
-            found = gallery.Gallery()
-            done = [read_run(tmp_path / "run")]
-            job = gallery.Job(
-                "heads", "models", done, lambda done=done: analysis.client_models(done[0]).values(), "models"
-            )
-            found.add(job)
-            reasons[allow] = [m.why for m in found.missing]
-    assert not reasons["tests.*"] and "not imported here" in reasons[""][0]
-    shown = CliRunner().invoke(cli.app, ["report", str(tmp_path / "run")])
-    assert shown.exit_code == 0 and plugins._permitted is None
 
 
 def test_a_node_may_choose_an_own_model_and_tries_it(tmp_path: Path) -> None:

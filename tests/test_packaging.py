@@ -26,8 +26,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from flwr.cli.build import get_filtered_fab_paths
 
 import fedapp
+from fedapp import cli
+from fedapp.engines.control import PACKAGES
 from hatch_build import ELSEWHERE, published, repository
 from tests import deployment
 from tests.readme import ROOT
@@ -180,11 +183,37 @@ def test_wheel_and_sdist_hold_what_they_should(dists: Path, tmp_path: Path) -> N
     assert {n: ours.read(n) for n in names} == {n: theirs.read(n) for n in theirs.namelist()}
 
 
+@pytest.mark.parametrize(
+    ("command", "instead"), [("figure ccvr-8 RUN --out F", "figure"), ("reproduce --from X", "claim")]
+)
+def test_the_command_says_in_one_line_where_figures_and_claims_are(
+    command: str, instead: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fedapp", *command.split()])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"needs a clone of the repository: python -m reproduction {instead}")
+
+
+def test_neither_wheel_nor_bundle_holds_more_than_the_packages() -> None:
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]
+    assert tool["hatch"]["build"]["targets"]["wheel"]["packages"] == list(PACKAGES)
+    files: dict[str, bytes | Path] = {
+        str(path.relative_to(ROOT)): path
+        for folder in (*PACKAGES, "reproduction", "tests")
+        for path in (ROOT / folder).rglob("*.py")
+    }
+    files |= {name: ROOT / name for name in ("LICENSE", "fedapp/conf/digits.toml", "reproduction/ledger/claims.toml")}
+    assert {name.partition("/")[0] for name in get_filtered_fab_paths(files, {"tool": tool})} == {*PACKAGES, "LICENSE"}
+
+
 @pytest.mark.slow
 def test_it_runs_in_an_empty_folder(installed: Installed, tmp_path: Path) -> None:
     where = installed(tmp_path, "python", "-c", "import fedapp, clients; print(fedapp.__file__, clients.__file__)")
     assert all(p.startswith(str(installed.folder)) for p in where.stdout.split())
     assert "fedclassavg" in installed(tmp_path, "fedapp", "methods").stdout
+    assert "python -m reproduction figure" in installed(tmp_path, "fedapp", "figure", "--help").stdout
     installed(tmp_path, *RUN, "--engine", "local", "--out", "run")
     installed(tmp_path, "fedapp", "report", "run")
     assert (tmp_path / "run" / "report.html").stat().st_size > 10_000

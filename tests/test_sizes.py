@@ -21,7 +21,6 @@ from fedapp.engines import local
 from fedapp.errors import BadRequest
 from fedapp.experiments import compare
 from fedapp.learning.state import read_safetensors
-from fedapp.results import report
 from fedapp.results.runs import RunResult
 from fedapp.tasks import simulated
 from fedapp.transport import checkpoint
@@ -274,14 +273,6 @@ def test_copies_are_looked_for_within_a_size(tmp_path: Path) -> None:
     found = leaks(data.dataset, data.partition)
     copies = len(data.partition.clients[0].test)
     assert any(text.startswith(f"{copies} of ") and "exact copies" in text for text in found)
-
-
-@pytest.mark.full
-def test_a_page_leaves_out_what_shows_a_sample_to_all(tmp_path: Path) -> None:
-    run = went(folder(tmp_path / "data"), tmp_path / "out", "fedclassavg")
-    report.write(run.out, everything=True)
-    text = (run.out / "report.html").read_text()
-    assert "differ in size, so no two models see the same one" in text
 
 
 def test_compared_methods_have_the_same_clients(tmp_path: Path) -> None:

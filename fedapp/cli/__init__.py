@@ -11,7 +11,7 @@ import typer
 from fedapp import __version__
 from fedapp.cli import deployment, listing
 from fedapp.cli.options import Application, Commands, Set, collect, names
-from fedapp.cli.printing import entries, show
+from fedapp.cli.printing import show
 from fedapp.errors import BadRequest
 from fedapp.results import terminal
 from fedapp.results.terminal import echo, print_anything
@@ -59,8 +59,8 @@ def _common(
     """Federated learning where the classifier head does the work."""
 
 
-def main() -> None:
-    """Run the command line.
+def main(app: Application = app) -> None:
+    """Run a command line.
 
     A bad request prints a few lines and exits with 2, a failed start its lines and 1, another error a traceback and 1.
     """
@@ -68,12 +68,12 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except BadRequest as e:
-        echo(f"fedapp: {e}", err=True)
+        echo(f"{app.info.name}: {e}", err=True)
         raise SystemExit(2) from None
     except Exception as e:
         from fedapp.engines.control import LaunchError
 
-        echo(f"fedapp: {e}\n" if isinstance(e, LaunchError) else traceback.format_exc(), err=True, nl=False)
+        echo(f"{app.info.name}: {e}\n" if isinstance(e, LaunchError) else traceback.format_exc(), err=True, nl=False)
         raise SystemExit(1) from None
 
 
@@ -379,10 +379,6 @@ def report(
     figures: Annotated[
         Path | None, typer.Option(help="also write the figures as PNG and SVG files to this folder")
     ] = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="draw the slow figures too, which run models over images (t-SNE, calibration)")
-    ] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="draw anew what was drawn before from the same files")] = False,
     allow: Allow = "",
 ) -> None:
     """Write DIR/report.html, a single page about a run or a comparison that opens offline."""
@@ -390,7 +386,7 @@ def report(
     from fedapp.results import report as reporting
 
     with plugins.only(allow, installed=True), reporting.on_terminal() as progress:
-        page = reporting.write(directory, figures, everything, fresh, progress)
+        page = reporting.write(directory, figures, progress)
     echo(f"report: {page}")
     if figures is not None:
         echo(f"figures: {figures.expanduser().absolute()}")
@@ -410,30 +406,6 @@ def track_runs(
         following.track(run, ",".join(to), lambda event: echo(event["text"]) if "text" in event else None)
 
 
-@app.command()
-def figure(
-    name: Annotated[str | None, typer.Argument(help="a figure's id, such as fedgh-2", metavar="[PAPER-NUMBER]")] = None,
-    runs: Annotated[
-        list[Path] | None, typer.Argument(help="run directories, or folders of run directories", metavar="[RUN...]")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="file to write, .svg or .png (default ./PAPER-NUMBER.svg)")] = None,
-    allow: Allow = "",
-) -> None:
-    """Draw a figure of one of the papers from your own runs; without arguments, list the figures."""
-    from fedapp import plugins
-    from fedapp.results.figures import papers
-
-    if name is None:
-        rows = [(known, drawn.title, f"needs {drawn.needs or 'no run'}") for known, drawn in papers.PAPERS.items()]
-        entries(rows, lambda row: (row[1], row[2]))
-        return
-    with plugins.only(allow, installed=True):
-        drawing = papers.draw(name, runs or [])
-    file = (out or Path(f"{name}.svg")).expanduser().absolute()
-    papers.save(drawing, file)
-    echo(f"{drawing.caption}\nfigure: {file}")
-
-
 app.add_typer(deployment.deployment, name="deploy")
 for _passed_on in (deployment.superlink, deployment.supernode):
     app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(_passed_on)
@@ -441,29 +413,9 @@ app.add_typer(deployment.operator, name="operator")
 app.command()(deployment.admit)
 
 
-@app.command()
-def reproduce(
-    out: Annotated[
-        Path | None, typer.Option(help="folder of the runs; finished runs are not repeated (default: nothing is run)")
-    ] = None,
-    data_dir: Annotated[str, typer.Option(help="folder with mnist.npz, fashion_mnist.npz, cifar10.npz")] = "",
-    claims: Annotated[str, typer.Option(help="comma-separated ids (default: all)")] = "",
-    studies: Annotated[str, typer.Option(help="also run all variants of these studies, comma-separated")] = "",
-    minutes: Annotated[float, typer.Option(help="start no run after this many minutes; 0 = no limit", min=0)] = 0.0,
-    workers: Annotated[int | None, typer.Option(help="runs at a time (default: one per core)", min=1)] = None,
-    doc: Annotated[Path | None, typer.Option(help="Markdown file whose ledger is updated")] = None,
-    kept: Annotated[
-        Path | None, typer.Option("--from", help="folder that --keep has written: its runs count as finished")
-    ] = None,
-    keep: Annotated[
-        Path | None, typer.Option(help="folder that takes up what decides the claims of each finished run, as text")
-    ] = None,
-) -> None:
-    """Run what the ledger of the papers' claims needs, decide each claim and print the table; resumable."""
-    from fedapp.experiments import reproduce as reproducing
-
-    if out is None and kept is None:
-        raise BadRequest("give --out, a folder for the runs, or --from, a folder of kept runs such as docs/ledger")
-    raise typer.Exit(
-        reproducing.reproduce(out, data_dir, names(claims), names(studies), minutes, workers, doc, kept, keep)
-    )
+@app.command("figure", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@app.command("reproduce", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def elsewhere(context: typer.Context) -> None:
+    """Point to `python -m reproduction` of a clone: the package holds no figures or claims of the papers."""
+    command = "figure" if context.info_name == "figure" else "claim"
+    raise BadRequest(f"{context.info_name} needs a clone of the repository: python -m reproduction {command}")

@@ -1,46 +1,29 @@
-"""What the figures compute from a run directory without training again.
+"""Heads, client states and label shares of a run, as its directory holds them.
 
 Every function takes a run (`fedapp.results.runs`). Where its directory lacks what is needed, the function raises
-`Unavailable` with the reason and with the command that would make the missing piece. `heads.py`,
-`representations.py` and `calibration.py` stand on the same functions.
+`Unavailable` with the reason and with the command that would make the missing piece.
 
-| symbol (papers)                 | here                                                               |
-|---------------------------------|--------------------------------------------------------------------|
-| p_i (cwFedAvg)                  | `label_shares`, (K, C) shares of the classes in the training splits |
-| z = f(x) (CCVR)                 | `represent`, what the head sees                                     |
+| symbol (cwFedAvg)     | here                                                                |
+|-----------------------|---------------------------------------------------------------------|
+| p_i                   | `label_shares`, (K, C) shares of the classes in the training splits |
+| A = p~ Q^T (Eq. 6, 7) | `who_learns_from_whom`                                              |
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
+from fedapp import registry
 from fedapp.config import RunConfig
-from fedapp.data import partitions
-from fedapp.data.transforms import InputSpec
-from fedapp.errors import BadRequest
-from fedapp.learning.evaluation import batched
 from fedapp.learning.state import StateError, read_safetensors
-from fedapp.learning.task import ModelSpec
-from fedapp.method import Arrays, Method
-from fedapp.models import SplitModel
-from fedapp.results.runs import RUN_MARK, RunResult, read_json
+from fedapp.method import Arrays, Blend, Method
+from fedapp.results.runs import RUN_MARK, RunResult
 from fedapp.results.statistics import Floats, Ints
-from fedapp.tasks import identity
-from fedapp.tasks import simulated as tasks
-from fedapp.tasks.simulated import FederatedData
-from fedapp.transport import checkpoint, selection
-
-PROBE_IMAGES = 600
-"""Test images on which clients' models are looked at, drawn by class; the same for all clients and methods."""
+from fedapp.transport import checkpoint
 
 
 class Unavailable(Exception):
@@ -58,53 +41,11 @@ class Unavailable(Exception):
         self.command = command
 
 
-# ---- models and data of a run ----------------------------------------------------------------------------------------
-
-
 def config_of(run: RunResult) -> RunConfig:
     """Return the run's configuration; raise `Unavailable` where this version does not accept it."""
     if run.config is None:
         raise Unavailable(f"this version does not accept the run's configuration ({run.problem})")
     return run.config
-
-
-@functools.lru_cache(maxsize=1)
-def data_of(run: RunResult) -> FederatedData:
-    """Load the data of a run, and check that they are divided among the clients as they were in the run.
-
-    Raises
-    ------
-    Unavailable : the data are on devices, cannot be found, or have changed.
-    """
-    config = config_of(run)
-    if not run.card:
-        raise Unavailable("the data lie on the devices: the run has no data card", "fedapp run --engine local ...")
-    try:
-        data = tasks.federated(config, len(run.counts))
-    except (BadRequest, OSError) as e:
-        raise Unavailable(f"the run's data cannot be loaded ({e})") from e
-    if data.partition.hash != run.card.get("hash"):
-        raise Unavailable("the data or their partition have changed since the run", "fedapp run ... --out NEW")
-    if other := identity.changed(run.versions, identity.of_files(config) | identity.of_data(config)):
-        raise Unavailable(f"these have changed since the run (SHA-256): {other}", "fedapp run ... --out NEW")
-    return data
-
-
-def inputs_of(run: RunResult) -> InputSpec:
-    """Return how the samples of a run are normalised.
-
-    Raises
-    ------
-    Unavailable : see `data_of`; or every client does it by itself, so no two see an image alike.
-    """
-    data = data_of(run)
-    if data.own_moments:
-        raise Unavailable("each client normalises its own images (normalise = client)")
-    if data.dataset.parts:
-        raise Unavailable("clients' samples differ in size, so no two models see the same one")
-    noted = read_json(run.out / "inputs.json")  # an earlier version took mean and standard deviation of other rows
-    mean, std = (tuple(map(float, noted.get(key) or getattr(data.inputs, key))) for key in ("mean", "std"))
-    return replace(data.inputs, mean=mean, std=std)
 
 
 def client_folders(run: RunResult) -> dict[int, Path]:
@@ -155,119 +96,6 @@ def server_state(run: RunResult) -> Mapping[str, Any]:
     return latest[1]
 
 
-def _model(run: RunResult, name: str, arrays: Arrays, client: int = 0) -> SplitModel:
-    """Build an architecture as a client of the run's method does, with these values, in evaluation mode."""
-    method, hparams = method_of(run)
-    data = data_of(run)
-    shape = data.size_of(client).shape
-    spec = ModelSpec(name, data.dataset.num_classes, shape, 0, config_of(run).model_options)
-    model: SplitModel = method.client.build_model(spec, hparams)
-    try:
-        selection.merge(model, arrays)
-    except ValueError as e:
-        raise Unavailable(f"stored arrays do not fit the model {name} ({e})") from e
-    return model.eval()
-
-
-def client_models(run: RunResult, limit: int | None = None) -> dict[int, SplitModel]:
-    """Build the clients' models as they were after their last local training, in evaluation mode.
-
-    Parameters
-    ----------
-    limit : how many clients at most, by id; None = all.
-    """
-    config, stored = config_of(run), list(client_arrays(run).items())[:limit]
-    return {
-        client: _model(
-            run, config.model_of(client), {n[6:]: a for n, a in arrays.items() if n.startswith("model/")}, client
-        )
-        for client, (_, arrays) in stored
-    }
-
-
-def initial_arrays(run: RunResult) -> Arrays:
-    """Draw the shared arrays that the server started from, by wire name."""
-    from fedapp import sampling
-
-    method, hparams = method_of(run)
-    data, config = data_of(run), config_of(run)
-    seed = sampling.server_model_seed(run.seed)
-    options = config.model_options
-    spec = ModelSpec(config.model_names[0], data.dataset.num_classes, data.inputs.shape, seed, options)
-    arrays: Arrays = method.client.initial_arrays(spec, method, hparams, config.training.buffers)
-    return arrays
-
-
-def global_arrays(run: RunResult, calibrated: bool = True) -> Arrays:
-    """Read the arrays of the one global model after the last round.
-
-    Parameters
-    ----------
-    calibrated : with CCVR's re-trained head where the run has one; False gives the head as it was trained.
-
-    Raises
-    ------
-    Unavailable : the method has no global model, or its file is missing.
-    """
-    method, _ = method_of(run)
-    if not method.global_model:
-        raise Unavailable(f"{run.method} has no global model", "fedapp run --method fedavg ... (or ccvr)")
-    if calibrated:
-        return _published(run)[0]
-    arrays: Arrays = server_state(run).get("model") or {}
-    if not arrays:
-        raise Unavailable("the checkpoint of the last round holds no model")
-    return arrays
-
-
-def _published(run: RunResult) -> tuple[Arrays, Mapping[str, Any]]:
-    """Read the model that the server published at the end, and the plain values that go with it."""
-    path = run.out / "models" / "last.safetensors"
-    try:
-        arrays, header = read_safetensors(path)
-    except StateError as e:
-        raise Unavailable(f"models/{path.name} is missing or damaged") from e
-    scalars = header.get("scalars")
-    return arrays, scalars if isinstance(scalars, Mapping) else {}
-
-
-def global_model(run: RunResult, calibrated: bool = True) -> SplitModel:
-    """Build the global model after the last round, in evaluation mode; see `global_arrays`."""
-    model = _model(run, config_of(run).model_names[0], global_arrays(run, calibrated))
-    if calibrated:  # a calibrated head may take representations after Tukey's transform
-        method_of(run)[0].client.configure_model(model, _published(run)[1])
-    return model
-
-
-def probe(run: RunResult, limit: int = PROBE_IMAGES) -> tuple[Tensor, Ints]:
-    """Draw test images of all clients by class with the run's seed: (n, H, W, C) uint8 and (n,) labels.
-
-    Raises
-    ------
-    Unavailable : see `data_of`; no client has any, or they differ in size.
-    """
-    data = data_of(run)
-    if data.dataset.parts:
-        inputs_of(run)
-    indices = partitions.union_test(data.dataset, data.partition, run.seed, limit)
-    if not len(indices):
-        raise Unavailable("no client has test images")
-    x, y = data.dataset.take(indices)
-    return torch.from_numpy(x), np.asarray(y, dtype=np.int64)
-
-
-def represent(run: RunResult, model: SplitModel, x: Tensor, activated: bool = True) -> NDArray[np.float32]:
-    """Return representations (n, width) float32 of images (n, H, W, C) uint8.
-
-    Parameters
-    ----------
-    activated : the input of the head; False = the trunk's output before the last activation.
-    """
-    trunk = model.represent if activated else model.features
-    rows: NDArray[np.float32] = batched(trunk, x, inputs_of(run)).float().numpy()
-    return rows
-
-
 def counts_of(run: RunResult) -> Ints:
     """Return the training images of each client and class, (K, C); `Unavailable` without a data card."""
     if not run.counts.size:
@@ -285,3 +113,32 @@ def label_shares(run: RunResult) -> Floats:
     counts = counts_of(run)
     shares: Floats = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
     return shares
+
+
+def head_norms(run: RunResult) -> tuple[list[int], Floats]:
+    """Return client ids, and the L2 norms of the rows of their heads (K, C) after the last local training."""
+    stored = client_arrays(run)
+    rows = [np.linalg.norm(a["model/head.weight"].astype(np.float64), axis=1) for _, a in stored.values()]
+    return list(stored), np.stack(rows)
+
+
+def who_learns_from_whom(run: RunResult) -> Blend:
+    """Return client ids, A (K, K) and a phrase: A[i, j] is the share of client j in what client i receives next.
+
+    The method's strategy says it (`FedStrategy.blend`), from the checkpoint of the last round.
+
+    Raises
+    ------
+    Unavailable : the method sends one model to all clients, or none; or nobody has taken part yet.
+    """
+    method, hparams = method_of(run)
+    table = run.clients.drop_duplicates("client", keep="last")
+    sizes = {int(c): float(n) for c, n in zip(table["client"], table["num_samples"])}
+    found: Blend | None = method.strategy(method, hparams).blend(server_state(run), sizes)
+    if found is None:
+        one, *others = registry.blending()
+        raise Unavailable(
+            f"{run.method} keeps no weights of clients for each other",
+            f"fedapp run --method {one} ... (or {', '.join(others)})",
+        )
+    return found

@@ -38,8 +38,6 @@ SECTIONS = {
     "sweeps": "Sweeps",
     "data": "Data",
     "heads": "Heads",
-    "representations": "Representations",
-    "calibration": "Calibration",
     "cost": "Traffic and time",
     "runs": "Runs",
     "further": "Further results of the method",
@@ -133,6 +131,6 @@ def render(template: str, gallery: Gallery, **values: Any) -> str:
         for key, title in SECTIONS.items()
         if (text := (getattr(words, key) if hasattr(words, key) else parts.figures(gallery, key)).strip())
     ]
-    if gallery.missing or gallery.waiting:
+    if gallery.missing:
         sections.append(("left-out", "Figures left out", parts.left_out(gallery)))
     return templates.get_template("report.html.jinja").render(words=words, sections=sections) + "\n"

@@ -21,7 +21,7 @@ from fedapp import config as configuration
 from fedapp.errors import BadRequest, plain
 from fedapp.results import figures
 from fedapp.results.directory import write_text
-from fedapp.results.figures import Gallery, Progress, Store
+from fedapp.results.figures import Gallery, Progress
 from fedapp.results.figures.words import method_title, setting_text, title_of
 from fedapp.results.page import MOST_ROWS, Cell, Table, meaning, place, render, share
 from fedapp.results.runs import (
@@ -59,8 +59,6 @@ PAGE = "report.html"
 def write(
     directory: str | Path,
     figures_to: str | Path | None = None,
-    everything: bool = False,
-    fresh: bool = False,
     progress: Progress | None = None,
 ) -> Path:
     """Write `report.html` into a run directory or the folder of a comparison.
@@ -68,9 +66,7 @@ def write(
     Parameters
     ----------
     directory : a run directory (finished or not), or a folder with run directories below it.
-    figures_to : folder for the figures as PNG and SVG files too; they are all drawn anew.
-    everything : draw the slow figures too, which run models over images; else only if they were drawn before.
-    fresh : draw all figures anew, also those that were drawn before from the same files by the same code.
+    figures_to : folder for the figures as PNG and SVG files too.
     progress : hears of each figure before it is drawn: its number, how many there are, its title.
 
     Returns
@@ -82,20 +78,19 @@ def write(
     BadRequest : no run there, or a folder that cannot be written.
     """
     found = read(Path(directory))
-    store = Store(fresh) if figures_to is None else None
     # Several threads wait for each other longer than they help with figures of this size.
     with threadpool_limits(limits=1):
         if isinstance(found, RunResult):
-            gallery = figures.of_run(found, everything, store, progress)
+            gallery = figures.of_run(found, progress)
             page = of_run(found, gallery)
         else:
-            gallery = figures.of_comparison(found, everything, store, progress)
+            gallery = figures.of_comparison(found, progress)
             page = of_comparison(found, gallery)
     try:
         target = found.out / PAGE
         write_text(target, page)
         if figures_to is not None:
-            for drawing in gallery.drawn:
+            for drawing in gallery.drawings:
                 drawing.save(Path(figures_to).expanduser().absolute())
     except OSError as e:
         raise BadRequest(f"{e.filename or found.out} cannot be written ({e.strerror})") from e

@@ -264,7 +264,7 @@ class Trackers:
 
         gallery = Gallery()  # what the run has no data for is left out; the report says why
         gallery.add_known(name, [run])
-        for drawing in gallery.drawn:
+        for drawing in gallery.drawings:
             file = folder / f"{drawing.id}.png"
             file.write_bytes(drawing.png(dpi=120))
             self._each(partial(_figure, drawing, file))

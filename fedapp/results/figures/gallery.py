@@ -14,8 +14,7 @@ from functools import partial
 from fedapp import registry
 from fedapp.results import analysis
 from fedapp.results.analysis import Unavailable
-from fedapp.results.figures import calibration, heads, maps, representations, scores
-from fedapp.results.figures.store import Store, Stored
+from fedapp.results.figures import heads, maps, scores
 from fedapp.results.figures.style import Drawing, one_look_each
 from fedapp.results.figures.words import Runs, Words, named, setting_text, title_of, titled
 from fedapp.results.runs import PROTOCOL_TEXT, Comparison, RunResult, groups_of, varying
@@ -37,16 +36,12 @@ class Job:
     Attributes
     ----------
     section : of the page.   title : for progress, and for the list of what is left out.
-    runs : what it is drawn from.   draw : returns drawings; raises `Unavailable` with the reason.
-    id : tells it from the other jobs of a page.   slow : it runs models over images or trains.
+    draw : returns drawings; raises `Unavailable` with the reason.
     """
 
     section: str
     title: str
-    runs: Runs
     draw: Callable[[], Iterable[Drawing]]
-    id: str
-    slow: bool = False
 
 
 Progress = Callable[[int, int, str], object]
@@ -55,38 +50,20 @@ Progress = Callable[[int, int, str], object]
 
 @dataclass
 class Gallery:
-    """Figures by section, in the order of the page, and those that are left out.
+    """Figures by section, in the order of the page, and those that are left out."""
 
-    Attributes
-    ----------
-    waiting : titles of the slow figures that nobody asked for.
-    """
-
-    sections: dict[str, list[Drawing | Stored]] = field(default_factory=dict)
+    sections: dict[str, list[Drawing]] = field(default_factory=dict)
     missing: list[Missing] = field(default_factory=list)
-    waiting: list[str] = field(default_factory=list)
 
     @property
-    def drawings(self) -> list[Drawing | Stored]:
+    def drawings(self) -> list[Drawing]:
         """All figures."""
         return [d for drawings in self.sections.values() for d in drawings]
 
-    @property
-    def drawn(self) -> list[Drawing]:
-        """Those that were drawn now, which can be written to files; without a store these are all."""
-        return [d for d in self.drawings if isinstance(d, Drawing)]
-
-    def add(self, job: Job, everything: bool = True, store: Store | None = None) -> None:
-        """Draw, unless it was drawn before; what cannot be drawn is listed with the reason."""
-        key = store.key(job.runs, job.section, job.title, job.id) if store is not None else ""
-        found: Sequence[Drawing | Stored] | None = store.read(key) if store is not None else None
-        if found is None and job.slow and not everything:
-            self.waiting.append(job.title)
-            return
+    def add(self, job: Job) -> None:
+        """Draw; what cannot be drawn is listed with the reason."""
         try:
-            if found is None:
-                drawn = list(job.draw())
-                found = drawn if store is None else store.keep(key, drawn)
+            found = list(job.draw())
         except Unavailable as e:
             self.missing.append(Missing(job.title, e.why, e.command))
         except Exception as e:  # one figure must not cost the reader the whole page; the page names the error
@@ -95,19 +72,15 @@ class Gallery:
             self.sections.setdefault(job.section, []).extend(found)
 
     def add_known(self, name: str, runs: Runs) -> None:
-        """Draw a figure of `FIGURES`, whether it is slow or not."""
+        """Draw a figure of `FIGURES`."""
         self.add(_known(name, runs))
 
-    def add_all(
-        self, jobs: Sequence[Job], everything: bool = True, store: Store | None = None, progress: Progress | None = None
-    ) -> None:
+    def add_all(self, jobs: Sequence[Job], progress: Progress | None = None) -> None:
         """Draw all jobs in turn; see :meth:`add`."""
         for number, job in enumerate(jobs, 1):
             if progress is not None:
                 progress(number, len(jobs), job.title)
-            self.add(job, everything, store)
-        if store is not None:
-            store.tidy()
+            self.add(job)
 
 
 def _known(name: str, runs: Runs) -> Job:
@@ -118,14 +91,7 @@ def _known(name: str, runs: Runs) -> Job:
         caption, alt, figure = draw(runs)
         yield Drawing(name, title, caption, alt, figure, source)
 
-    # What cannot be drawn anyhow says why at once, and is not among those that wait to be asked for.
-    slow = name in SLOW and not (name in CALIBRATED and not any(map(_calibrates, runs)))
-    return Job(section, title, runs, drawn, name, slow)
-
-
-def _calibrates(run: RunResult) -> bool:
-    """Whether the run's method has a global model, whose head can be calibrated."""
-    return run.config is not None and run.config.method_and_hparams()[0].global_model
+    return Job(section, title, drawn)
 
 
 # ---- data --------------------------------------------------------------------------------------------------
@@ -161,64 +127,30 @@ FIGURES: dict[str, tuple[str, str, str, Callable[[Runs], Words]]] = {
     "head-norms": (
         "heads", "Head norms against class counts", "CCVR, Figs. 3 and 12", heads.head_maps,
     ),
-    "norm-evolution": ("heads", "Evolution of head norms", "", heads.norm_evolution),
-    "p-against-norms": ("heads", "Label shares against norm shares", "cwFedAvg, Fig. 2", heads.p_against_norms),
     "who-learns-from-whom": ("heads", "Who learns from whom", "", heads.mixing),
-    "tsne": (
-        "representations", "Representations by class and client", "FedClassAvg, Fig. 8", representations.embedding,
-    ),
-    "cka": ("representations", "Similarity of clients by layer", "CCVR, Figs. 1 and 2", calibration.cka),
-    "conductance": ("representations", "Units that matter", "FedClassAvg, Fig. 9", representations.conductance),
-    "separability": ("calibration", "Accuracy against separability", "CCVR, Fig. 6", calibration.separability),
-    "norms-before-after": (
-        "calibration", "Head norms before and after calibration", "CCVR, Figs. 3 and 10",
-        calibration.norms_before_after,
-    ),
-    "samples-sweep": ("calibration", "Virtual samples per class", "CCVR, Figs. 7 and 14", calibration.samples_sweep),
-    "calibration-map": (
-        "calibration", "Predictions before and after calibration", "CCVR, Figs. 5 and 13", calibration.calibration_map,
-    ),
     "round-seconds": ("cost", "Time of a round", "", scores.round_seconds),
 }  # fmt: skip
 """By id: section of the page, title, the paper's figure, and what draws it."""
-SLOW = ("tsne", "cka", "conductance", "separability", "samples-sweep", "calibration-map")
-"""Those that run models over images or train heads, which takes seconds to minutes."""
-CALIBRATED = ("separability", "samples-sweep", "calibration-map")
-"""Those of `SLOW` that only runs with a global model have."""
 
 
-def of_run(
-    run: RunResult, everything: bool = True, store: Store | None = None, progress: Progress | None = None
-) -> Gallery:
-    """Draw all figures that a run directory holds the data for.
-
-    Parameters
-    ----------
-    everything : also those of `SLOW`; else only those of them that `store` has.
-    store : figures that were drawn before; None = draw all.
-    progress : hears of every figure before it is drawn.
-    """
+def of_run(run: RunResult, progress: Progress | None = None) -> Gallery:
+    """Draw all figures that a run directory holds the data for; `progress` is called before each of them."""
     gallery = Gallery()
     shown = titled(run)
-    jobs = [_known(name, [shown]) for name in FIGURES if name != "separability"]  # it compares runs
+    jobs = [_known(name, [shown]) for name in FIGURES]
     with one_look_each([named(p) for p in PROTOCOL_TEXT]):  # colours tell protocols apart, for there is one method
-        gallery.add_all(jobs, everything, store, progress)
+        gallery.add_all(jobs, progress)
     return gallery
 
 
-def of_comparison(
-    comparison: Comparison, everything: bool = True, store: Store | None = None, progress: Progress | None = None
-) -> Gallery:
-    """Draw all figures that the runs of a comparison hold the data for; a method looks the same in all of them.
-
-    The parameters are those of :func:`of_run`.
-    """
+def of_comparison(comparison: Comparison, progress: Progress | None = None) -> Gallery:
+    """Draw all figures that the runs of a comparison hold the data for; a method looks the same in all of them."""
     gallery = Gallery()
     if not comparison.finished:
         gallery.missing.append(Missing("All figures", "no run has finished yet", "fedapp compare ... (again)"))
         return gallery
     with one_look_each([title_of(label) for label in comparison.labels]):
-        gallery.add_all(_jobs(comparison), everything, store, progress)
+        gallery.add_all(_jobs(comparison), progress)
     return gallery
 
 
@@ -229,7 +161,7 @@ def _jobs(comparison: Comparison) -> list[Job]:
     jobs: list[Job] = []
 
     def add(section: str, title: str, draw: Callable[..., list[Drawing]], shown: Runs, *more: str) -> None:
-        jobs.append(Job(section, title.strip(), shown, partial(draw, shown, *more), " ".join(more)))
+        jobs.append(Job(section, title.strip(), partial(draw, shown, *more)))
 
     settings = list(groups_of(runs))
     for i, (setting, members) in enumerate(settings):
@@ -245,16 +177,12 @@ def _jobs(comparison: Comparison) -> list[Job]:
     shown = [titled(r) for r in representatives(comparison)]
     few = shown[:3]  # the clients' models of more runs would take long to look at, and a figure could not hold them
     blended = [r for r in shown if r.method in registry.blending()]
-    repaired = [r for r in shown if r.method == "ccvr"]
     return jobs + [
         _known(name, chosen)
         for name, chosen in (
             ("training-loss", runs), ("labels-heat", shown[:1]), ("labels-dots", shown[:1]), ("head-norms", few),
-            ("p-against-norms", few),
-            ("who-learns-from-whom", blended or shown), ("tsne", few), ("cka", shown[:6]), ("conductance", few),
-            ("separability", runs), ("norms-before-after", repaired), ("samples-sweep", repaired),
+            ("who-learns-from-whom", blended or shown),
         )
-        if chosen
     ]  # fmt: skip
 
 

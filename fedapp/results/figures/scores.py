@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 import pandas as pd
 
-from fedapp.results.analysis import Unavailable, config_of
+from fedapp.results.analysis import Unavailable
 from fedapp.results.figures import plots
-from fedapp.results.figures.pieces import Array, Curve
+from fedapp.results.figures.pieces import Curve
 from fedapp.results.figures.style import Drawing
 from fedapp.results.figures.words import Runs, Words, alone, method_title, named, percent, setting_text, unfinished
 from fedapp.results.runs import PROTOCOL_TEXT, RunResult, groups_of, uses
@@ -34,7 +34,7 @@ COMPLETED = "completed rounds"
 """The x axis of learning curves."""
 
 
-def _counted(runs: Runs) -> str:
+def counted_clients(runs: Runs) -> str:
     """Say which clients the points of learning curves count."""
     if not any(r.sampled for r in runs):
         return "Mean over all clients."
@@ -57,7 +57,7 @@ def learning_curves(runs: Runs) -> Words:
         for c in panels["accuracy"]
     )
     guess = run.card.get("majority_mean")
-    caption = f"By completed rounds. {_counted(runs)} Bands: one standard deviation over clients.{alone(runs)}"
+    caption = f"By completed rounds. {counted_clients(runs)} Bands: one standard deviation over clients.{alone(runs)}"
     if balanced:
         caption += " Balanced scores are on all clients' test images."
     if guess is not None:
@@ -123,65 +123,6 @@ def round_seconds(runs: Runs) -> Words:
 # ---- figures of the papers ------------------------------------------------------------------------------------------
 
 
-def epochs_done(run: RunResult, rounds: Array) -> Array:
-    """Return how many local epochs a client that took part in every round has trained after each of these rounds."""
-    config = config_of(run)
-    method, hparams = config.method_and_hparams()
-    last = int(rounds.max(initial=0))
-    epochs = [method.client.epochs_in(t, config.training.local_epochs, hparams) for t in range(last + 1)]
-    return np.asarray(np.cumsum(epochs, dtype=float)[rounds.astype(int)])
-
-
-def by_epochs(runs: Runs, protocol: str = "trained") -> Words:
-    """Accuracy by local epochs, one line per method: KT-pFL's rounds can be longer (FedClassAvg, Figs. 4 to 7)."""
-    lines = []
-    for label, members in by_method(runs).items():
-        tables = []
-        for run in members:
-            shown = run.curve(protocol)
-            if len(shown):
-                # What is scored after local training has trained once more than rounds are completed.
-                done = epochs_done(run, shown["completed"].to_numpy() + (protocol == "trained"))
-                tables.append(shown[["accuracy"]].assign(epochs=done)[["epochs", "accuracy"]])
-        if tables:
-            lines.append(mean_curve(label, pd.concat(tables)))
-    if not lines:
-        raise Unavailable(f"no run measured {protocol}", f"fedapp run --set protocols={protocol} ...")
-    said = ", ".join(f"{c.label} {percent(c.mean[-1])} after {c.x[-1]:g}" for c in lines)
-    return (
-        f"Mean accuracy ({named(protocol)}) on the clients' own test splits by local epochs of a client that takes "
-        f"part in every round; bands: one standard deviation over seeds. {_counted(runs)}",
-        f"Line chart of accuracy by local epochs: {said}.",
-        plots.curves({"": lines}, xlabel="local epochs", band="one standard deviation over seeds"),
-    )
-
-
-def by_round(runs: Runs) -> Words:
-    """Accuracy by round, one line per method, one panel per protocol (FedGH, Fig. 2)."""
-    return _words(compared_curves(runs)[0])
-
-
-def against(runs: Runs, key: str) -> Words:
-    """Last accuracy against a setting (FedGH, Figs. 3 and 4)."""
-    return _words(sweeps(runs, key)[0])
-
-
-def against_hyperparameter(runs: Runs, method: str, name: str) -> Words:
-    """Last accuracy of a method against one of its hyperparameters (FedGH, Fig. 5)."""
-    chosen = [r for r in runs if r.method == method and name in arguments(r)]
-    drawings = _hyperparameter(method, name, chosen, "", "") if chosen else []
-    if not drawings:
-        raise Unavailable(
-            f"no runs of {method} with several values of {name}",
-            f"fedapp compare --methods '{method}({name}=0.01),{method}({name}=0.1)' ...",
-        )
-    return _words(drawings[0])
-
-
-def _words(drawing: Drawing) -> Words:
-    return drawing.caption, drawing.alt, drawing.figure
-
-
 # ---- figures of a comparison -----------------------------------------------------------------------------------------
 
 
@@ -232,7 +173,7 @@ def compared_curves(runs: Runs, name: str = "", suffix: str = "") -> list[Drawin
                 Drawing(
                     f"curves-{what}{suffix}",
                     f"Learning curves{', balanced' if what == 'balanced' else ''}" + (f": {name}" if name else ""),
-                    f"Mean {score} by completed rounds{bands}. {where} {_counted(runs)}{alone(runs)}",
+                    f"Mean {score} by completed rounds{bands}. {where} {counted_clients(runs)}{alone(runs)}",
                     f"Line charts of {what} by completed rounds. At the end: {ends}.",
                     plots.curves(
                         panels,
@@ -373,7 +314,7 @@ def hyperparameters(runs: Runs) -> list[Drawing]:
             for name in sorted({n for r in own for n in arguments(r)}):
                 chosen = [r for r in own if name in arguments(r)]
                 suffix = f"-{len(drawings)}" if drawings else ""
-                drawings += _hyperparameter(method, name, chosen, setting_text(setting), suffix)
+                drawings += hyperparameter(method, name, chosen, setting_text(setting), suffix)
     if not drawings:
         raise Unavailable(
             "no method was run with several values of a hyperparameter",
@@ -382,7 +323,7 @@ def hyperparameters(runs: Runs) -> list[Drawing]:
     return drawings
 
 
-def _hyperparameter(method: str, name: str, runs: Runs, where: str, suffix: str) -> list[Drawing]:
+def hyperparameter(method: str, name: str, runs: Runs, where: str, suffix: str) -> list[Drawing]:
     """Draw accuracy, and R where there is one, against a hyperparameter; nothing where it has one value."""
     given = [arguments(r)[name] for r in runs]
     panels = _sweep_lines({method_title(method): runs}, lambda r: arguments(r)[name])

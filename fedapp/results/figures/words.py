@@ -42,19 +42,6 @@ def titled(run: RunResult) -> RunResult:
     return replace(run, label=title_of(run.label))
 
 
-def by_name(runs: Runs) -> dict[str, RunResult]:
-    """Return the first seed's run of every method and setting by a name that tells them apart."""
-    found: dict[str, RunResult] = {}
-    for run in sorted(runs, key=lambda r: r.seed):
-        found.setdefault(full_name(run), run)
-    return {name: found[name] for name in dict.fromkeys(map(full_name, runs))}
-
-
-def full_name(run: RunResult) -> str:
-    """Write a run's method with its own values, and its setting where runs differ in one."""
-    return ", ".join(filter(None, (run.label, setting_text(run.setting))))
-
-
 def each(runs: Runs, make: Callable[[RunResult], _T]) -> dict[str, _T]:
     """Return what a function makes of every run that has what it needs, by label; see :func:`made`."""
     return {run.label: result for run, result in made(runs, make)}
@@ -73,18 +60,6 @@ def made(runs: Iterable[RunResult], make: Callable[[RunResult], _T]) -> Iterator
             yield run, result
     if not found:
         raise reasons[0] if reasons else Unavailable("there is no finished run")
-
-
-def failed(runs: Iterable[RunResult]) -> str:
-    """Name the methods with failed runs, with seeds, round and reason; an empty string where none failed."""
-    lost: dict[str, list[RunResult]] = {}
-    for run in (r for r in runs if not r.ok):
-        lost.setdefault(run.label, []).append(run)
-    texts = (
-        f"{title_of(label)}, seed {', '.join(str(r.seed) for r in members)} ({members[0].failure})"
-        for label, members in lost.items()
-    )
-    return f"Failed, and not drawn: {'; '.join(texts)}." if lost else ""
 
 
 def unfinished(run: RunResult, why: str) -> Unavailable:

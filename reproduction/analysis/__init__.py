@@ -1,0 +1,1 @@
+"""Computations behind the papers' figures."""

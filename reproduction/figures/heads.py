@@ -1,0 +1,190 @@
+"""Figures of the clients' heads: norms of their rows, label shares, and who learns from whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pandas as pd
+
+from fedapp.core.classwise import norm_distribution
+from fedapp.results import analysis
+from fedapp.results.analysis import Unavailable
+from fedapp.results.figures import scores
+from fedapp.results.figures.heads import cross_entropy, loss_words
+from fedapp.results.figures.pieces import Array, Curve
+from fedapp.results.figures.plots import curves
+from fedapp.results.figures.scores import by_method, mean_curve
+from fedapp.results.figures.words import Runs, Words, each, percent
+from fedapp.results.runs import RunResult
+from fedapp.results.statistics import within_rows
+from reproduction.analysis import heads
+from reproduction.figures import maps, plots
+
+
+def norm_evolution(runs: Runs, clients: int = 6) -> Words:
+    """Draw p~ over rounds, one panel per client, with p at the edge; by batch: `batch_evolution`."""
+    run = runs[0]
+    history = heads.head_norm_history(run)
+    if max(len(rounds) for rounds, _ in history.values()) < 2:
+        raise Unavailable(
+            "there is only one round, and an evolution needs two", f"fedapp run --resume {run.out} --rounds 10"
+        )
+    shares = analysis.label_shares(run)
+    chosen = sorted(sorted(history, key=lambda c: -float((shares[c] ** 2).sum()))[:clients])
+    lines = {c: (t, n / n.sum(axis=1, keepdims=True)) for c, (t, n) in history.items() if c in chosen}
+    apart = np.mean([np.abs(v[-1] - shares[c]).sum() / 2 for c, (_, v) in lines.items()])
+    return (
+        "Share of each class in the sum of the head's row norms, p~, after every local training; bars at the right "
+        "edge, with the class's number: its share of the client's data, p. Grey: classes that the client has little or "
+        f"nothing of. Shown: the {len(chosen)} clients with the most uneven data. Each client records the norms on "
+        "its own disk; they are never sent.",
+        f"Line charts of norm shares by round for clients {', '.join(map(str, chosen))}; at the end they are "
+        f"{percent(float(apart))} away from the label shares (total variation, mean).",
+        plots.norm_evolution(lines, {c: shares[c] for c in chosen}),
+    )
+
+
+def p_against_norms(runs: Runs) -> Words:
+    """Draw p~ against p, one mark per client and class (cwFedAvg, Fig. 2)."""
+
+    def points(run: RunResult) -> tuple[Array, Array]:
+        shares, stored = analysis.label_shares(run), analysis.client_arrays(run)
+        norms = [norm_distribution(arrays["model/head.weight"]) for _, arrays in stored.values()]
+        return shares[list(stored)], np.stack(norms)
+
+    panels = each(runs, points)
+    said = "; ".join(
+        f"{n}: R = {np.linalg.norm(p - q, axis=1).mean():.3f}, "
+        f"{percent(np.where(p == 0, q, 0).sum(axis=1).mean())} of p~ on absent classes"
+        for n, (p, q) in panels.items()
+    )
+    return (
+        "One mark per client and class: the class's share of the client's data, p, and of the sum of its head's row "
+        f"norms, p~ (cwFedAvg, Eq. 4). On the diagonal, heads tell the label distribution. Mean over clients: {said}.",
+        f"Scatter plot of norm shares against label shares. {said}.",
+        plots.p_against_norms(panels),
+    )
+
+
+# ---- figures of cwFedAvg ---------------------------------------------------------------------------------------------
+
+
+def batch_evolution(runs: Runs) -> Words:
+    """Draw p~ by batch in a client's first round, one panel per run, and p~ against p (cwFedAvg, Fig. 2)."""
+    runs = sorted(runs, key=lambda r: r.method == "cwfedavg")[:3]
+    shares = analysis.label_shares(runs[0])
+    client = int(runs[0].counts.sum(axis=1).argmax())  # the one with the most batches
+    found = each(runs, lambda run: heads.first_round(run, client))
+    points = {}
+    for run in runs:
+        first = {c: n[0] for c, (t, n) in heads.head_norm_history(run).items() if t[0] == 1}
+        pt = np.stack([n / n.sum() for n in first.values()])
+        points[run.label] = (analysis.label_shares(run)[list(first)], pt)
+    said = "; ".join(f"{n}: R = {np.linalg.norm(p - q, axis=1).mean():.3f}" for n, (p, q) in points.items())
+    steps = len(next(iter(found.values()))) - 1
+    return (
+        f"Share of each class in the sum of the head's row norms, p~, over the {steps} batches of the first round of "
+        f"client {client}, trained again from the run's initial model; bars at the right edge: the class's share "
+        "of the client's data, p. Grey: classes that the client has little or nothing of. Right: p~ against p after "
+        "round 1, one mark per client and class; on the diagonal heads tell the label distribution. Mean over clients: "
+        f"{said}.",
+        f"Line charts of norm shares by batch, and a scatter plot of norm shares against label shares. {said}.",
+        plots.batch_evolution(found, shares[client], points),
+    )
+
+
+def personalisation_maps(runs: Runs) -> Words:
+    """Draw data, heads before and after local training, clients' heads and class models (cwFedAvg, Figs. 3 and 6)."""
+    base = runs[0]
+    shares, classes = analysis.label_shares(base), base.classes
+    panels: dict[str, tuple[Array, str, Sequence[object]]] = {
+        "training images": (base.counts.astype(float), "client", range(len(shares)))
+    }
+    said = {}
+    order = ("fedavg", "", "cwfedavg")  # as in the paper: FedAvg first, cwFedAvg last
+    ordered = sorted(runs, key=lambda r: order.index(r.method if r.method in order else ""))
+    for label, (run, *_) in by_method(ordered).items():
+        if run.method == "fedavg":
+            ids, before, after = heads.fine_tuned(run)
+            panels[label] = (np.tile(before, (len(ids), 1)), "client", ids)
+            panels[f"{label}, fine-tuned"] = (after, "client", ids)
+            panels["difference"] = (after - before, "client", ids)
+            said[f"{label}, difference"] = within_rows(shares[ids], after - before)
+            continue
+        ids, norms = analysis.head_norms(run)
+        panels[label] = (norms, "client", ids)
+        said[label] = within_rows(shares[ids], norms)
+        if run.method == "cwfedavg" and "class models" not in panels:
+            panels["class models"] = (heads.class_global_norms(run), "global model of class", classes)
+    if len(panels) < 2:
+        raise Unavailable("no run has heads to draw", "fedapp compare --methods fedavg,cwfedavg ...")
+    words = ", ".join(f"{name} {value:.2f}" for name, value in said.items())
+    return (
+        "First the training images by client and class. The others: L2 norm of each class's row of the output layer, "
+        "each map on its own scale. FedAvg: the global model that all clients receive, the same after one more local "
+        "training (fine-tuned), and the difference of the two. Other methods: the clients' models after their last "
+        "local training. Class models: the class-specific global models of cwFedAvg, Eq. 5, one row per model. "
+        f"Correlation with the class shares within clients: {words}.",
+        f"Heat maps of class counts and of row norms of heads. Correlation within clients: {words}.",
+        maps.named_maps(panels, classes),
+    )
+
+
+def client_loss(runs: Runs, clients: int = 6) -> Words:
+    """Draw the training loss by round of single clients, one panel per client (cwFedAvg, supplement)."""
+    panels: dict[str, list[Curve]] = {}
+    shown = sorted(int(c) for c in runs[0].clients["client"].unique())[:clients]
+    for client in shown:
+        for label, (run, *_) in by_method(runs).items():
+            table = cross_entropy(run.clients[run.clients["client"] == client])
+            curve = Curve(label, table["round"].to_numpy(float), table["loss"].to_numpy())
+            panels.setdefault(f"client {client}", []).append(curve)
+    last = [(c.label, c.mean[-1]) for lines in panels.values() for c in lines]
+    ends = pd.DataFrame(last, columns=["label", "loss"]).groupby("label", sort=False)["loss"].mean()
+    said = ", ".join(f"{label} {value:.2f}" for label, value in ends.items())
+    return (
+        f"{loss_words(runs)} Clients {', '.join(map(str, shown))}, mean over the steps of a round, first seed. "
+        f"Mean of these clients in the last round: {said}.",
+        f"Line charts of the training loss by round, one panel per client. Last round: {said}.",
+        curves(panels, ylabel="training loss", percent=False, height=2.6),
+    )
+
+
+def regularisation(runs: Runs) -> Words:
+    """Draw accuracy and the distance R against lambda in one figure (cwFedAvg, Fig. 5)."""
+    chosen = [r for r in runs if r.method == "cwfedavg" and "lam" in scores.arguments(r)]
+    if len({scores.arguments(r)["lam"] for r in chosen}) < 2:
+        raise Unavailable(
+            "there are not two values of lam",
+            "fedapp compare --methods 'cwfedavg(lam=0),cwfedavg(lam=1),cwfedavg(lam=10)' ...",
+        )
+    table = pd.DataFrame(
+        [(scores.arguments(r)["lam"], r.score("received"), scores.last_wdr(r)) for r in chosen],
+        columns=["lam", "a", "R"],
+    )  # fmt: skip
+    accuracy = mean_curve("accuracy before local training", table[["lam", "a"]])
+    distance = mean_curve("distance R", table[["lam", "R"]])
+    x = accuracy.x
+    said = "; ".join(
+        f"{v:g}: {percent(a)}, R = {r:.3f}" for v, a, r in zip(x, accuracy.mean, distance.mean, strict=True)
+    )
+    return (
+        "Accuracy of the personalised models before local training, and the mean over clients of R = ||p - p~|| after "
+        "it, in the last round, against the weight lambda of WDR; error bars: one standard deviation over seeds.",
+        f"Line chart of accuracy and R against lambda. {said}.",
+        plots.accuracy_and_distance(accuracy, distance, "lambda", log=bool(x[0] > 0 and x[-1] / x[0] >= 20)),
+    )
+
+
+def server_memory(runs: Runs) -> Words:
+    """Draw the bytes of arrays that the server keeps between rounds (cwFedAvg, supplement)."""
+    found = {label: members[0] for label, members in by_method(runs).items()}
+    size = each(list(found.values()), heads.server_bytes)
+    said = ", ".join(f"{label} {n / 1e6:.2f} MB" for label, n in size.items())
+    return (
+        "Arrays that the server keeps after the last round, in megabytes (10^6 bytes). cwFedAvg keeps for its "
+        "class-wise layers the uploads of a round or the global models of the K classes, whichever are fewer.",
+        f"Bar chart of the server's memory: {said}.",
+        plots.bars({label: n / 1e6 for label, n in size.items()}, "megabytes"),
+    )

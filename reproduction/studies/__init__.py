@@ -1,0 +1,1 @@
+"""Measuring studies, whose tables stand in docs/: `python -m reproduction study NAME`."""

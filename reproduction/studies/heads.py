@@ -1,0 +1,86 @@
+"""Heads in closed form beside CCVR, on one trained extractor a seed.
+
+`python -m reproduction study heads --dataset cifar10`
+
+CCVR trains with FedAvg and repairs the head. Its extractor, which the repair leaves as it is, is then given to the
+other heads (`base=none weights=FILE`), so a seed trains once. Printed and added to OUT/heads.jsonl: accuracy in % of
+the global model on the central test set, before local training. A seed that is there already is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedapp.engines.local import run
+
+OTHERS = {
+    "fed3r": ("fed3r", ""),
+    "fed3r, normalised": ("fed3r", "normalise=true"),
+    "lda": ("lda", ""),
+    "fedncm": ("fedncm", ""),
+    "fedcof": ("fedcof", ""),
+}
+"""Heads on the given extractor: method and its arguments."""
+
+
+def measured(seed: int, out: Path, settings: dict[str, Any]) -> dict[str, float]:
+    """Return the accuracy in % of every head for one seed."""
+    common = {**settings, "seed": seed, "final_training": False, "protocols": "global", "keep_models": False}
+    base = run(method="ccvr", method_args="oracle=true", out=out / f"ccvr-s{seed}", **common)
+    found = base.summary["calibration"]
+    scores = {"FedAvg's own": found["before"], "ccvr": found["after"], "ccvr on real features": found["oracle"]}
+    common |= {"num_server_rounds": 1, "weights": str((base.out / "models" / "last.safetensors").absolute())}
+    for name, (method, args) in OTHERS.items():
+        folder = out / f"{name.replace(', ', '-')}-s{seed}"
+        scores[name] = run(method=method, method_args=f"base=none {args}", out=folder, **common).summary["calibration"][
+            "after"
+        ]
+    return {name: 100 * float(value) for name, value in scores.items()}
+
+
+def table(rows: list[dict[str, float]]) -> str:
+    """Return a table of means over seeds, the best first, and in how many seeds each head was first."""
+    lines = [f"| head | {len(rows)} seeds | first in |", "|---|---:|---:|"]
+    for name in sorted(rows[0], key=lambda n: -np.mean([r[n] for r in rows])):
+        values = [r[name] for r in rows]
+        spread = f" ± {np.std(values, ddof=1):.1f}" if len(rows) > 1 else ""
+        first = sum(r[name] == max(r.values()) for r in rows)
+        lines.append(f"| {name} | {np.mean(values):.1f}{spread} | {first} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure what OUT lacks, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dataset", default="digits")
+    parser.add_argument("--alpha", type=float, default=0.1)
+    parser.add_argument("--model", default="auto")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--fraction", type=float, default=1.0, help="share of the images")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--data-dir", default="")
+    parser.add_argument("--out", type=Path, default=Path("runs/heads"))
+    given = parser.parse_args()
+    settings: dict[str, Any] = {
+        "dataset": given.dataset, "alpha": given.alpha, "partition": "dirichlet", "clients": 10, "model": given.model,
+        "num_server_rounds": given.rounds, "data_fraction": given.fraction, "data_dir": given.data_dir,
+    }  # fmt: skip
+    kept = given.out / "heads.jsonl"
+    lines = [json.loads(line) for line in kept.read_text().splitlines()] if kept.is_file() else []
+    done = {line["seed"]: line["scores"] for line in lines if line["settings"] == settings}
+    for seed in range(given.seeds):
+        if seed not in done:
+            folder = given.out / f"{given.dataset}-{given.alpha}-{given.fraction}-{given.rounds}-{given.model}"
+            done[seed] = measured(seed, folder, settings)
+            with kept.open("a", encoding="utf-8") as f:
+                f.write(json.dumps({"settings": settings, "seed": seed, "scores": done[seed]}) + "\n")
+    print(table([done[seed] for seed in range(given.seeds)]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""docs/choosing.md: its measured tables by hand, what is kept of a run, and the page as the kept runs make it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.pages import between
+from fedapp import registry
+from fedapp.config import RunConfig, from_flat
+from fedapp.engines.local import run_local
+from fedapp.results.statistics import interval
+from reproduction.studies import choosing
+from reproduction.studies.choosing import Kept, definition, digest
+
+BLOCK = definition().block[0]
+PAGE = "".join(
+    f"<!-- table:{name} -->\n<!-- /table:{name} -->\nbetween\n"
+    for name in (choosing.OVERVIEW, *(block.id for block in definition().block))
+)
+
+
+def kept(method: str, seed: int, trained: list[float], received: list[float] | None = None) -> Kept:
+    return Kept(
+        block="digits", method=method, seed=seed, made=digest(BLOCK, method, seed), fedapp="0", bytes_up=1,
+        bytes_down=2, seconds=3 + seed, trained=trained, received=received or trained,
+    )  # fmt: skip
+
+
+def test_the_page_holds_the_tables_of_the_kept_runs() -> None:
+    text = (choosing.DOCS / "choosing.md").read_text(encoding="utf-8")
+    kept = choosing.load(choosing.DOCS / "choosing.jsonl")
+    assert choosing.page(text, list(kept.values())) == text, "run: python -m reproduction study choosing"
+    every = {(block.id, method, seed) for block in definition().block for method in registry.ORDER for seed in range(3)}
+    stated = between(text, "**Not measured yet:**", "\n")
+    named = set(re.findall("`(.+?)`", stated[1])) if stated else set()
+    assert {method for _, method, _ in every - kept.keys()} == named, "a method without a row is named, and no other"
+
+
+def test_every_method_runs_on_every_block_with_the_same_clients_images_and_rounds() -> None:
+    common = attrgetter("data", "model", "federation.num_server_rounds", "training.local_epochs",
+                        "training.batch_size", "evaluation.select", "data_seed")  # fmt: skip
+    for block in definition().block:
+        found = [from_flat(choosing.values_of(block, method, 1, Path("/data"))) for method in registry.discover()]
+        assert [c.federation.method for c in found] == registry.ORDER
+        assert len(set(map(common, found))) == 1, block.id
+        assert found[0].evaluation.select == "last" and found[0].data.validation == 0 and found[0].data.public_data
+        assert all(c.federation.method_args == "" and c.evaluation.final_training for c in found)
+    assert choosing.values_of(definition().block[-1], "local", 0, Path("/data"))["data-dir"] == "/data/har.npz"
+    assert definition().seeds >= 3
+
+
+def test_tables_by_hand() -> None:
+    """Means, worst tenth (one of ten clients), and the paired difference with its interval over seeds."""
+    alone = [kept("local", s, [0.5] * 9 + [0.3 + 0.1 * s]) for s in range(3)]
+    better = [kept("fedgh", s, [0.6] * 9 + [0.4 + 0.1 * s], [0.2] * 10) for s in range(3)]
+    mixed = [kept("fedavg", s, [0.5 + 0.1 * (s - 1)] * 10) for s in (0, 1, 2)]
+    runs = [*mixed, *alone, *better]
+    lines = choosing.block_table(choosing.of_block(runs, "digits"))
+    cells = {line.split(" | ")[0][2:]: line.strip("| ").split(" | ")[1:] for line in lines[2:]}
+    assert list(cells) == ["FedGH", "FedAvg", "Standalone"], "what gains most comes first"
+    assert cells["Standalone"][1:] == ["–", "49.0 ± 1.0 / 40.0 ± 10.0", "–", "–", "trained", "–"]
+    assert cells["FedGH"][:3] == ["3", "20.0 ± 0.0 / 20.0 ± 0.0", "59.0 ± 1.0 / 50.0 ± 10.0"]
+    # Scores of a client differ by 0.1 at least, so that a step of the mean over ten clients is 0.01.
+    step = choosing.resolution(choosing.of_block(runs, "digits"))
+    assert step == pytest.approx(0.01)
+    low, high = interval([0.1] * 3, step)
+    assert cells["FedGH"][3].startswith("-29.0 (")
+    assert cells["FedGH"][4:] == [f"+10.0 ({100 * low:+.1f} to {100 * high:+.1f})", "trained", "10 / 0 / 0"]
+    assert high > 0.1 > low, "seeds that agree are known to a step"
+    values = [0.4 - 0.48, 0.5 - 0.49, 0.6 - 0.5]
+    low, high = interval(values, step)
+    assert cells["FedAvg"][4] == f"{100 * np.mean(values):+.1f} ({100 * low:+.1f} to {100 * high:+.1f})"
+    # Clients with 0.4, 0.5, 0.6 against nine of 0.5 and one of 0.3, 0.4, 0.5.
+    assert cells["FedAvg"][5:] == ["received", "4 / 3 / 3"]
+    overview = choosing.overview_table(runs)
+    assert "| FedGH | **-29.0** / **+10.0** |" in overview and "| FedAvg | +1.0 / +1.0 |" in overview
+    assert len(overview) == 4, "training alone is the bar, and methods without runs have no row"
+    one = choosing.block_table(choosing.of_block([alone[0], better[0]], "digits"))
+    assert any("| +10.0 | trained | 10 / 0 / 0 |" in line for line in one), "one seed has no interval"
+    assert not choosing.gains(choosing.of_block([alone[0], better[1]], "digits"), "fedgh"), "no seed in common"
+
+
+def test_kept_runs_come_back_and_those_of_other_settings_do_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "kept.jsonl"
+    good, stale = kept("fedgh", 1, [0.5]), kept("local", 0, [0.25]).model_copy(update={"made": "0" * 12})
+    gone = good.model_copy(update={"method": "nothing"})
+    choosing.save(path, [good, kept("local", 2, [1 / 3])])
+    assert [line.split(",")[1] for line in path.read_text().splitlines()] == ['"method":"fedgh"', '"method":"local"']
+    path.write_text(path.read_text() + stale.model_dump_json() + "\n" + gone.model_dump_json() + "\n")
+    found = choosing.load(path)
+    assert found == {("digits", "fedgh", 1): good, ("digits", "local", 2): kept("local", 2, [1 / 3])}
+    told = capsys.readouterr().err
+    assert "left out: digits/local-s0" in told and "left out: digits/nothing-s1" in told
+    assert choosing.load(tmp_path / "none") == {}
+    digests = {digest(BLOCK, m, s) for m in ("local", "fedgh") for s in (0, 1)}
+    assert len(digests) == 4
+
+
+def test_one_command_runs_what_is_missing_and_makes_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = {"num-server-rounds": 1, "local-epochs": 1}
+    blocks = tuple(b.model_copy(update={"settings": {**b.settings, **quick}}) for b in definition().block)
+    short = definition().model_copy(update={"seeds": 1, "block": blocks})
+    monkeypatch.setattr(choosing, "definition", lambda: short)
+    begun: list[str] = []
+
+    def here(todo: Mapping[str, RunConfig], *_: Any) -> dict[str, str]:
+        for name, config in todo.items():
+            begun.append(name)
+            run_local(config)
+        return {}
+
+    monkeypatch.setattr(choosing, "run_here", here)
+    page, lines = tmp_path / "choosing.md", tmp_path / "choosing.jsonl"
+    page.write_text(PAGE)
+    words = ["choosing", "--kept", str(lines), "--doc", str(page)]
+    run = [*words, "--out", str(tmp_path / "runs"), "--only", "digits", "--methods", "fedgh,local", "--workers", "1"]
+    monkeypatch.setattr("sys.argv", run)
+    assert choosing.main() == 0 and "2 to run" in capsys.readouterr().err
+    text = page.read_text()
+    assert "| FedGH | 1 |" in text and "| Standalone | 1 | – |" in text and text.count("between") == 7
+    assert text.count(choosing.UNMEASURED) == len(definition().block) - 1, "the other blocks say so"
+    assert begun == ["digits/fedgh-s0", "digits/local-s0"]
+    lines.unlink()
+    assert choosing.main() == 0 and "2 finished below" in capsys.readouterr().err, "runs that are there count"
+    assert len(begun) == 2
+    monkeypatch.setattr("sys.argv", words)
+    assert choosing.main() == 0 and page.read_text() == text, "without a folder: the same tables of what is kept"
+    for wrong, told in (("--only=digit", "no block 'digit', did you mean"), ("--methods=fedhg", "no method 'fedhg'")):
+        monkeypatch.setattr("sys.argv", [*words, wrong])
+        assert choosing.main() == 2 and told in capsys.readouterr().err
+    page.write_text("nothing")
+    monkeypatch.setattr("sys.argv", words)
+    assert choosing.main() == 2 and "lacks the markers" in capsys.readouterr().err

@@ -1,0 +1,68 @@
+"""The table of docs/har.md, made of runs on a small file of the same layout; the published one has these rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fedapp import registry
+from fedapp.experiments import recipes
+from fedapp.results.runs import RunResult
+from reproduction.studies import har
+
+PERSONS, RECORDINGS, WINDOWS = 3, 6, 5
+
+
+def recordings(path: Path) -> Path:
+    """Write windows of two activities with person, recording and split, as har.npz has them."""
+    rng = np.random.default_rng(0)
+    group = np.repeat(np.arange(PERSONS * 2 * RECORDINGS), WINDOWS)
+    y, client, number = group % 2, group // 2 % PERSONS, group // (2 * PERSONS)
+    x = rng.standard_normal((len(group), 9, 32)) + y[:, None, None]
+    split = np.where(number == 0, "test", "train")
+    np.savez(path, x=x.astype("float32"), y=y, client=client, group=group, split=split)
+    return path
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("in_turn", "no_page")
+def test_one_command_runs_both_comparisons_and_makes_the_tables(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(har, "SEEDS", 2)
+    short = {"num-server-rounds": 2, "local-epochs": 1}
+    parts = {name: ("local,fedavg", {**changed, **short}) for name, (_, changed) in har.PARTS.items()}
+    monkeypatch.setattr(har, "PARTS", parts)
+    page = tmp_path / "har.md"
+    page.write_text("".join(f"<!-- table:{name} -->\n<!-- /table:{name} -->\nbetween\n" for name in har.PARTS))
+    data, out = recordings(tmp_path / "har.npz"), tmp_path / "runs"
+    words = ["har", "--out", str(out), "--doc", str(page)]
+    monkeypatch.setattr("sys.argv", [*words, "--data", str(data), "--workers", "1"])
+    assert har.main() == 0
+    capsys.readouterr()
+    text = page.read_text()
+    fedavg = [line.split(" | ") for line in text.splitlines() if line.startswith("| FedAvg | 2 |")]
+    assert len(fedavg) == 2
+
+    runs = [RunResult(out / "methods" / "runs" / f"fedavg-s{seed}") for seed in (0, 1)]
+    alone = [RunResult(out / "methods" / "runs" / f"local-s{seed}") for seed in (0, 1)]
+    means = [100 * r.final["trained_accuracy"].mean() for r in runs]
+    lowest = [100 * r.final["trained_accuracy"].min() for r in runs]
+    std = np.std(means, ddof=1), np.std(lowest, ddof=1)
+    assert fedavg[1][3] == f"{np.mean(means):.1f} ± {std[0]:.1f} / {np.mean(lowest):.1f} ± {std[1]:.1f}"
+    ends = [100 * pd.read_csv(r.out / "rounds.csv")["trained_accuracy"].iloc[-1] for r in runs]
+    assert fedavg[1][2].startswith(f"{np.mean(ends):.1f} ± ")
+    assert fedavg[1][4] == ", ".join(str(r.summary["round"]) for r in runs)
+    gain = np.mean([r.summary["headline"]["value"] - a.summary["headline"]["value"] for r, a in zip(runs, alone)])
+    assert fedavg[1][6] == "received" and fedavg[1][7].startswith(f"{100 * gain:+.1f} (")
+
+    monkeypatch.setattr("sys.argv", words)
+    assert har.main() == 0 and page.read_text() == text, "without data: the same tables of the runs that are there"
+
+
+def test_every_method_has_a_row_in_the_recipe() -> None:
+    assert set(recipes.shipped()["har"].rows) == set(registry.discover())
+    assert all(title == registry.get(name).title for name, title in recipes.shipped()["har"].rows.items())
