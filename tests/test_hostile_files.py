@@ -234,6 +234,9 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
     "counts ragged": edited("data_card.json", train=[[1], [1, 2], []]),
     "counts of too many": edited("data_card.json", majority=[0.5]),
     "seed a text": text("config.toml", "seed = 0", "seed = 'x'"),
+    "partition seed a text": text("config.toml", 'partition-seed = "auto"', "partition-seed = 'x'"),
+    "key a list": text("config.toml", "lr = 0", "lr = []\n#"),
+    "clients missing in counts": edited("data_card.json", train_sizes=[1, None, 3]),
     "round a text": column("rounds.csv", "round", "x"),
     "round missing": text("rounds.csv", "round,", "rond,"),
     "round endless in a table": column("rounds.csv", "round", "inf"),
@@ -253,8 +256,9 @@ def test_a_damaged_run_directory_is_named(damage: str, finished: Path, tmp_path:
     out = tmp_path / "copy"
     shutil.copytree(finished, out)
     DAMAGE[damage](out)
-    with pytest.raises(BadRequest, match=re.escape(str(out))):
+    with pytest.raises(BadRequest, match=re.escape(str(out))) as said:
         report.write(out)
+    assert "\n" not in str(said.value) and "pydantic" not in str(said.value)
 
 
 def test_a_damaged_run_directory_gives_no_model(finished: Path, tmp_path: Path) -> None:
@@ -267,10 +271,12 @@ def test_a_damaged_run_directory_gives_no_model(finished: Path, tmp_path: Path) 
 
 
 def test_what_may_be_missing_is_no_damage(finished: Path) -> None:
-    for form, name in ((forms.SUMMARY, "summary.json"), (forms.VERSIONS, "versions.json")):
-        value = json.loads((finished / name).read_text("utf-8"))
-        assert forms.wrong(value, form) == "" == forms.wrong({}, form)
-        assert forms.wrong({**value, **dict.fromkeys(forms.OPTIONAL)}, form) == ""
+    value = json.loads((finished / "summary.json").read_text("utf-8"))
+    optional = ("pooled", "test_sizes", "calibration", "headline", "privacy", "warnings", "wdr")
+    assert forms.wrong_summary(value) == "" == forms.wrong_summary({})
+    assert forms.wrong_summary({**value, **dict.fromkeys(optional), "extra": [1], "seconds": None}) == ""
+    assert forms.wrong(forms.Singles, json.loads((finished / "versions.json").read_text("utf-8"))) == ""
+    assert forms.wrong_config({"seed": 0, "partition-seed": "auto", "lr": "auto"}) == ""
     assert forms.wrong_card(json.loads((finished / "data_card.json").read_text("utf-8"))) == "" == forms.wrong_card({})
     assert forms.wrong_table(pd.DataFrame(), ("round",)) == ""
 

@@ -1,79 +1,85 @@
-"""What the files of a run directory hold.
-
-A damaged one is told where it is read, before anything is computed from it.
-"""
+"""Forms of the files of a run directory: a damaged file is refused before anything is computed from it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from fnmatch import fnmatchcase
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError, create_model
 
 from fedapp.lazy import pd
 
-Form: TypeAlias = "str | list[Form] | dict[str, Form]"
-"""A kind of value, a list of values of one form, or the forms of an object's values by patterns of their names."""
-NUMBER, WHOLE, TEXT, SINGLE = "a number", "a whole number", "text", "one value"
-SUMMARY: dict[str, Form] = {
-    "accuracy": {"*": {"*": NUMBER}},
-    "metrics": {"*": {"*": {"*": NUMBER}}},
-    "pooled": {"*": NUMBER},
-    "test_sizes": {"*": NUMBER},
-    "calibration": {"before": NUMBER, "after": NUMBER, "oracle": NUMBER},
-    "headline": {"score": TEXT, "value": NUMBER},
-    "privacy": {"epsilon": NUMBER, "delta": NUMBER},
-    "warnings": [SINGLE],
-    "wdr": [NUMBER],
-    "bytes_*": NUMBER,
-    "seconds": NUMBER,
-    **dict.fromkeys(("clients", "rounds", "round", "seed", "dropped"), WHOLE),
-}
-CARD: dict[str, Form] = {
-    "classes": [SINGLE], "names": [SINGLE], "left_out": [SINGLE],
-    "train": [[WHOLE]], "test": [[WHOLE]], "train_sizes": [WHOLE], "test_sizes": [WHOLE],
-    "majority": [NUMBER],
-    "majority_mean": NUMBER,
-}  # fmt: skip
-OPTIONAL = ("pooled", "test_sizes", "calibration", "headline", "privacy", "warnings", "wdr", "majority")
-"""Lists and objects that may be null."""
-VERSIONS: dict[str, Form] = {"*": SINGLE}
-CONFIG: dict[str, Form] = {"seed": WHOLE, "fraction-train": NUMBER, "*": SINGLE}
+
+def _single(value: object) -> object:
+    if isinstance(value, (list, dict)):
+        raise ValueError("should be one value")
+    return value
+
+
+Number: TypeAlias = Annotated[float, Field(strict=True)] | None
+"""A number, or None where it has no value."""
+Whole: TypeAlias = Annotated[float, Field(strict=True, gt=-(2**63), lt=2**63)]
+Single: TypeAlias = Annotated[Any, AfterValidator(_single)]
+Numbers: TypeAlias = dict[str, Number]
+Singles: TypeAlias = dict[str, Single]
+
+
+def _form(**types: Any) -> Any:
+    """Return the type of an object with these values, of which each may be missing."""
+    fields: dict[str, Any] = {name: (kind, None) for name, kind in types.items()}
+    return create_model("Form", **fields)
+
+
+SUMMARY = _form(
+    accuracy=dict[str, Numbers],
+    metrics=dict[str, dict[str, Numbers]],
+    calibration=_form(before=Number, after=Number, oracle=Number) | None,
+    headline=_form(score=str | None, value=Number) | None,
+    privacy=_form(epsilon=Number, delta=Number) | None,
+    warnings=list[Single] | None,
+    wdr=list[Number] | None,
+    seconds=Number,
+    **dict.fromkeys(("pooled", "test_sizes"), Numbers | None),
+    **dict.fromkeys(("clients", "rounds", "round", "seed", "dropped"), Whole | None),
+)
+CARD = _form(
+    **dict.fromkeys(("classes", "names", "left_out"), list[Single]),
+    **dict.fromkeys(("train", "test"), list[list[Whole]]),
+    train_sizes=list[Whole],
+    test_sizes=list[Whole] | None,
+    majority=list[Number] | None,
+    majority_mean=Number,
+)
+CONFIG = _form(**{"seed": Whole, "partition-seed": Whole, "fraction-train": Number})
 WORDS = ("stage", "reason", "name")
 """Columns of text in the tables of a run."""
 
 
-def wrong(value: Any, form: Form, name: str = "") -> str:
-    """Say where a value differs from its form, or return an empty string; None stands for a number without value."""
-    if value is None and isinstance(form, str):
-        return ""
-    if isinstance(form, dict) and isinstance(value, Mapping):
-        parts = [(k, v, _form_of(k, form)) for k, v in value.items() if v is not None or k not in OPTIONAL]
-        return next(filter(None, (wrong(v, f, f"{name}.{k}".lstrip(".")) for k, v, f in parts if f)), "")
-    if isinstance(form, list) and isinstance(value, list):
-        whole = form != [WHOLE] or None not in value
-        said = (wrong(inner, form[0], f"an entry of {name}") for inner in value)
-        return next(filter(None, said), "") if whole else f"an entry of {name} is missing"
-    wanted = form if isinstance(form, str) else "a list" if isinstance(form, list) else "an object"
-    return "" if isinstance(form, str) and _is(value, form) else f"{name} is not {wanted}"
+def wrong(form: Any, value: object) -> str:
+    """Return the first place where a value differs from a type, and how; empty if it is of this type."""
+    try:
+        TypeAdapter(form).validate_python(value)
+    except ValidationError as e:
+        first = e.errors(include_url=False)[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return ""
 
 
-def _form_of(key: str, form: Mapping[str, Form]) -> Form | None:
-    return form.get(key) or next((inner for pattern, inner in form.items() if fnmatchcase(key, pattern)), None)
+def wrong_summary(summary: Mapping[str, Any]) -> str:
+    """Say where a summary differs from its form."""
+    traffic = {key: value for key, value in summary.items() if key.startswith("bytes_")}
+    return wrong(SUMMARY, summary) or wrong(Numbers, traffic)
 
 
-def _is(value: Any, kind: str) -> bool:
-    if kind == TEXT:
-        return isinstance(value, str)
-    if kind == SINGLE:
-        return not isinstance(value, (list, dict))
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return abs(value) < 2**63 if kind == WHOLE else isinstance(value, float) or abs(value) < 2**1023
+def wrong_config(flat: Mapping[str, Any]) -> str:
+    """Say where a run-config differs from its form."""
+    plain = {key: value for key, value in flat.items() if (key, value) != ("partition-seed", "auto")}
+    return wrong(CONFIG, plain) or wrong(Singles, plain)
 
 
 def wrong_card(card: Mapping[str, Any]) -> str:
     """Say where a data card differs from its form, or where its parts have different lengths."""
-    if said := wrong(card, CARD):
+    if said := wrong(CARD, card):
         return said
     rows = card.get("train", [])
     if {len(row) for row in rows} - {len(card.get("classes", ()))}:
@@ -83,7 +89,7 @@ def wrong_card(card: Mapping[str, Any]) -> str:
 
 
 def wrong_table(table: pd.DataFrame, whole: Collection[str], words: Collection[str] = WORDS) -> str:
-    """Say where a table has text in place of numbers, or lacks a column.
+    """Say where a table has text in a column of numbers, or lacks a column.
 
     Parameters
     ----------

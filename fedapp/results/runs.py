@@ -163,8 +163,8 @@ class RunResult:
     evaluations = _table("evaluations.csv", "round")
     final, dropped = _table("final.csv", "client"), _table("dropped.csv", "client")
     unseen = _table("unseen.csv")
-    summary = _json("summary.json", partial(forms.wrong, form=forms.SUMMARY))
-    versions = _json("versions.json", partial(forms.wrong, form=forms.VERSIONS))
+    summary = _json("summary.json", forms.wrong_summary)
+    versions = _json("versions.json", partial(forms.wrong, forms.Singles))
     card, error = _json("data_card.json", forms.wrong_card), _json("error.json")
 
     @cached_property
@@ -182,9 +182,7 @@ class RunResult:
             raise BadRequest(f"{self.out} holds no run ({RUN_MARK}: {e.strerror})") from e
         except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as e:
             raise BadRequest(f"{file} cannot be read ({e})") from e
-        seed = value.get("partition-seed", "auto")
-        wanted = forms.CONFIG if seed == "auto" else {"partition-seed": forms.WHOLE, **forms.CONFIG}
-        refuse(file, forms.wrong(value, wanted))
+        refuse(file, forms.wrong_config(value))
         return value
 
     @cached_property
