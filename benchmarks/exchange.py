@@ -56,7 +56,7 @@ KINDS: dict[str, tuple[type[Deployment], bool]] = {
 }
 """The deployments, and whether their nodes import everything for each message."""
 PROGRAMS = {
-    "fedapp/engines/warm.py": "warm processes",
+    "fedapp/deployment/warm.py": "warm processes",
     "flower-supernode": "SuperNodes",
     "flwr-serverapp": "the server's process",
     "fedapp superlink": "SuperLink",

@@ -26,8 +26,6 @@ from fedapp.engines import local, pool
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have made it ignored
-    if os.environ.get("BEGIN"):
-        pool.begin()
     os.environ["MARK"] = "set later"
     values = {"method": "local", "model": "mine:net", "num-server-rounds": 1, "clients": 2, "data-fraction": 0.2}
     runs = [config.from_flat(local.prepare({**values, "seed": k}, Path(f"out{k}")).to_flat()) for k in (0, 1, 2)]
@@ -73,14 +71,8 @@ def started(folder: Path, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=folder / "here", env=env, stdout=PIPE, stderr=PIPE, text=True)
 
 
-@pytest.mark.parametrize(
-    ("begin", "cold"),
-    [("yes", ""), pytest.param("yes", "1", marks=pytest.mark.full), pytest.param("", "", marks=pytest.mark.full)],
-)
-def test_the_processes_of_runs_have_the_environment_of_who_asks_and_the_modules_of_the_app(
-    begin: str, cold: str, tmp_path: Path
-) -> None:
-    runs = started(tmp_path, BEGIN=begin, FEDAPP_COLD=cold)
+def test_the_processes_of_runs_have_the_environment_of_their_parent_and_the_modules_of_the_app(tmp_path: Path) -> None:
+    runs = started(tmp_path)
     assert runs.communicate(timeout=120)[0].endswith("[None, None, None]\n")
     facts = [json.loads(f.read_text()) for f in (tmp_path / "facts").iterdir() if f.name != str(runs.pid)]
     assert facts and len(facts) <= 2, "one process for several runs"
@@ -90,7 +82,7 @@ def test_the_processes_of_runs_have_the_environment_of_who_asks_and_the_modules_
         "OMP_NUM_THREADS": "1",
         "apps": [str(tmp_path / "app" / name / "__init__.py") for name in ("fedapp", "clients")],
         "threads": 1,
-        "here": not (sys.platform == "linux" and begin and not cold),
+        "here": True,
         "under": "1",
     }
     assert all(found == wanted for found in facts), facts
@@ -145,7 +137,7 @@ def test_own_code_of_a_script_needs_its_guard(guard: str, tmp_path: Path) -> Non
 
 @pytest.mark.full
 def test_the_processes_of_runs_end_with_who_asks(tmp_path: Path) -> None:
-    runs = started(tmp_path, BEGIN="yes", WAIT="60")
+    runs = started(tmp_path, WAIT="60")
     try:
         until(lambda: len(list((tmp_path / "facts").iterdir())) >= 2, 60, "two runs are at work")
         below = psutil.Process(runs.pid).children(recursive=True)
@@ -158,7 +150,7 @@ def test_the_processes_of_runs_end_with_who_asks(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_ctrl_c_while_the_processes_of_runs_start_shows_no_error_of_theirs(tmp_path: Path) -> None:
-    runs = started(tmp_path, BEGIN="yes", WAIT="60")
+    runs = started(tmp_path, WAIT="60")
     until((tmp_path / "facts" / str(runs.pid)).exists, 60, "the configurations are made")
     runs.send_signal(signal.SIGINT)
     errors = runs.communicate(timeout=60)[1]

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
-import psutil
 import pytest
 
-from fedapp.engines.forks import Warm
-from fedapp.engines.warm import GRACE
-from tests.deployment import until
 from tests.house import ROOT
 
 SLOW = ("torch", "torchvision", "ray", "pandas", "scipy", "sklearn", "matplotlib", "requests")
@@ -88,86 +83,6 @@ def test_no_run_loads_pandas() -> None:
     )
     assert code == 0, shown
     assert set(slow.split()) <= {"torch", "scipy"}, slow  # CCVR's statistics call SciPy's BLAS
-
-
-def test_the_command_that_waits_for_a_simulation_has_given_pytorch_back(tmp_path: Path) -> None:
-    arguments = ["run", "--dataset", "digits", "--clients", "3", "--rounds", "1", "--out", str(tmp_path / "run")]
-    code, shown, slow = loaded(
-        "import fedapp.engines.superlink as superlink\n"
-        "def begin(**settings): raise SystemExit(7)\n"
-        "superlink.Session = begin\n"
-        f"sys.argv = {['fedapp', *arguments]!r}; from fedapp.cli import main; main()"
-    )
-    assert (code, slow) == (7, "requests"), shown  # Flower's own client of the web
-    assert "(measured on client" in shown and "training begins" in shown, shown
-
-
-def test_what_a_process_of_its_own_does_stays_there() -> None:
-    code, shown, _ = loaded(
-        "import os\n"
-        "from fedapp.engines.forks import Warm\n"
-        "with Warm() as warm:\n"
-        "    assert warm.call(os.getpid) not in (os.getpid(), warm.process.pid)\n"
-        "    warm.call(eval, \"__import__('fedapp.models.zoo') and 1\")\n"
-        "    assert 'torch' not in sys.modules and 'fedapp.models.zoo' not in sys.modules\n"
-        "    import torch\n"
-        "    assert warm.call(os.getpid) == os.getpid(), 'nothing to save'\n"
-        "warm.process.wait(20)\n"
-        "assert not warm.forks.folder.exists()"
-    )
-    assert code == 0, shown
-
-
-def test_who_wants_no_forks_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FEDAPP_COLD", "1")
-    with Warm() as warm:
-        warm.start()
-        environment = {"PATH": "bin"}
-        assert warm.process is None and warm.entered(environment) == environment
-
-
-@pytest.mark.parametrize(
-    ("does", "raised"),
-    [
-        ("from_flat, {'method': 'fedavgg'}", "BadRequest fedavgg"),
-        ("os._exit, 9", "BadRequest the process that tries data and model before the run was killed"),
-        ("eval, '1 / 0'", "ZeroDivisionError in <module>"),
-        ("eval, 'lambda: 0'", "pickle"),
-        ('exec, \'raise UnicodeDecodeError(\\"utf-8\\", bytes(), 0, 1, \\"odd\\")\'', "UnicodeDecodeError"),
-        ("exec, 'class E(Exception): pass\\nraise E()'", "RuntimeError Traceback"),
-        ("exec, 'raise SystemExit(3)'", "SystemExit 3"),
-    ],
-)
-def test_the_error_of_a_process_of_its_own_is_raised(does: str, raised: str) -> None:
-    code, shown, _ = loaded(
-        "import os\n"
-        "from fedapp.config import from_flat\n"
-        "from fedapp.engines.forks import Warm\n"
-        "with Warm() as warm:\n"
-        f"    try: warm.call({does})\n"
-        "    except BaseException as e: print(type(e).__name__, e, *getattr(e, '__notes__', []))"
-    )
-    assert code == 0 and all(word in shown for word in raised.split(" ", 1)), shown
-
-
-@pytest.mark.full
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a warm process needs Linux")
-def test_a_process_of_its_own_ends_with_who_waits_for_it() -> None:
-    program = "import time; from fedapp.engines.forks import Warm\nwith Warm() as warm: warm.call(time.sleep, 60)"
-    waits = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
-    try:
-        works: list[psutil.Process] = []
-
-        def found() -> bool:
-            warm = [child for child in psutil.Process(waits.pid).children() if child.name() == "warm.py"]
-            works[:] = [fork for process in warm for fork in process.children()]
-            return bool(works)
-
-        until(found, 60, "the function is called")
-    finally:
-        waits.kill()
-        waits.wait()
-    until(lambda: not works[0].is_running(), 0.6 * GRACE, "the function has ended, before the warm process ends it")
 
 
 def test_the_collector_does_not_look_through_pytorch() -> None:

@@ -54,11 +54,8 @@ with Session(app=app, log=log) as session:
 """
 
 
-def interrupted(tmp_path: Path, number: signal.Signals) -> tuple[subprocess.Popen[str], set[int], str, list[Path]]:
-    """Start a session in another process, signal it while its clients work; return what belonged to it.
-
-    Last come the folders of warm processes.
-    """
+def interrupted(tmp_path: Path, number: signal.Signals) -> tuple[subprocess.Popen[str], set[int], str]:
+    """Start a session in another process, signal it while its clients work; return what belonged to it."""
     toy = make_toy(tmp_path / "toy")
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -78,14 +75,12 @@ def interrupted(tmp_path: Path, number: signal.Signals) -> tuple[subprocess.Pope
             return [word for child in family.children(recursive=True) for word in _words(child)]
 
         assert wait_for(lambda: "ray::ClientAppActor.run" in names(), 90), (tmp_path / "log").read_text()
-        children = family.children(recursive=True)
-        pids = {child.pid for child in children}
-        warm = [Path(child.cmdline()[3]) for child in children if child.name() == "warm.py"]
+        pids = {child.pid for child in family.children(recursive=True)}
         process.send_signal(number)
         printed, _ = process.communicate(timeout=30)
     finally:
         process.kill()
-    return process, pids, printed, warm
+    return process, pids, printed
 
 
 def _words(process: psutil.Process) -> list[str]:
@@ -97,20 +92,19 @@ def _words(process: psutil.Process) -> list[str]:
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupt_leaves_no_process_and_no_folder(tmp_path: Path, number: signal.Signals) -> None:
-    process, pids, printed, [warm] = interrupted(tmp_path, number)
+    process, pids, printed = interrupted(tmp_path, number)
     assert len(pids) >= 8  # SuperLink, SuperExec, simulation, and Ray's own
     assert process.returncode == 130
     assert not running(pids)
     word, folder = printed.split()
     assert word == "interrupted"
-    assert not Path(folder).exists() and not warm.exists()
+    assert not Path(folder).exists()
 
 
 @pytest.mark.slow
 def test_a_killed_launcher_takes_its_processes_along(tmp_path: Path) -> None:
-    _, pids, _, [warm] = interrupted(tmp_path, signal.SIGKILL)
+    _, pids, _ = interrupted(tmp_path, signal.SIGKILL)
     assert wait_for(lambda: not running(pids), 30), [psutil.Process(pid).cmdline() for pid in running(pids)]
-    assert wait_for(lambda: not warm.exists(), 10)
 
 
 def test_signals_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

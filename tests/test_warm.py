@@ -23,8 +23,7 @@ import httpx
 import psutil
 import pytest
 
-from fedapp.deployment import supernode
-from fedapp.engines import caller, forks, warm
+from fedapp.deployment import caller, forks, supernode, warm
 from fedapp.errors import BadRequest
 from tests.deployment import until
 from tests.house import ROOT
@@ -97,15 +96,8 @@ class Node:
         (self.library / "entry_of_test.py").write_text(ENTRY)
         self.real.write_text(REAL.format(folder))
         self.real.chmod(0o700)
-        command = [
-            sys.executable,
-            "-P",
-            warm.__file__,
-            self.at,
-            entry.partition(":")[0],
-            *libraries,
-            f"{self.real}={entry}",
-        ]
+        module = entry.partition(":")[0]
+        command = [sys.executable, "-P", warm.__file__, self.at, str(self.real), entry, module, *libraries]
         env = {**os.environ, "PYTHONPATH": str(self.library), **variables}
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, env=env, start_new_session=True)
         until(lambda: (self.at / warm.PLACE).exists(), 20, "the warm process listens")
@@ -208,12 +200,12 @@ BATCHES = {
 @pytest.mark.parametrize("gone", BATCHES)
 def test_an_event_of_what_was_closed_by_an_event_of_the_same_time(gone: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A caller passes a signal on while its fork ends; somebody asks for a fork as the SuperNode ends."""
-    served = warm.Warm.__new__(warm.Warm)
+    served = warm.ForkServer.__new__(warm.ForkServer)
     served.listener, other = socket.socketpair()
     connection, caller_end = socket.socketpair()
     served.woken, wakes = os.pipe()
     os.write(wakes, b"\0")
-    served.selector, served.forks, served.early, served.until = selectors.SelectSelector(), {}, [], None
+    served.selector, served.forks, served.until = selectors.SelectSelector(), {}, None
     for source in (served.listener, served.woken, 0):
         served.selector.register(source, selectors.EVENT_READ)
     served.selector.register(connection, selectors.EVENT_READ, 1)
@@ -272,7 +264,7 @@ def test_another_user_is_refused(node: Node, monkeypatch: pytest.MonkeyPatch) ->
         assert warm.same_user(ours)
         theirs.sendall(b"\0\0\0\0")
         monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-        assert not warm.same_user(ours) and warm.received(ours) is None
+        assert not warm.same_user(ours) and warm.receive_request(ours) is None
         assert ours.recv(4) == b"\0\0\0\0", "nothing was read"
 
 
@@ -329,37 +321,37 @@ def test_its_folder_is_where_programs_may_be_started(tmp_path: Path, monkeypatch
     )
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
     environment = {**os.environ, "FLWR_HOME": str(tmp_path / "home"), "PATH": str(Path(sys.executable).parent)}
-    started = forks.Forks([supernode.PROGRAM], environment)
+    started = forks.Forks(environment)
     [folder] = (tmp_path / "home").iterdir()
     assert started.path("x").split(os.pathsep)[0] == str(folder) and not any((tmp_path / "tmp").iterdir())
     started.end()
     assert started.process.wait(30) == 0 and not folder.exists()
     closed.add(tmp_path / "home")
-    with pytest.raises(forks.Cold, match="set TMPDIR to another folder"):
-        forks.Forks([supernode.PROGRAM], environment)
+    with pytest.raises(forks.ForkServerUnavailable, match="set TMPDIR to another folder"):
+        forks.Forks(environment)
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(long))
     (long := tmp_path / ("x" * 100)).mkdir()
-    with pytest.raises(forks.Cold, match="too long for a socket"):
-        forks.Forks([supernode.PROGRAM], environment)
+    with pytest.raises(forks.ForkServerUnavailable, match="too long for a socket"):
+        forks.Forks(environment)
     assert not any(long.iterdir())
 
 
 def test_a_killed_warm_process_is_started_again_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     environment = {**os.environ, "PATH": str(Path(sys.executable).parent)}
-    started = forks.Forks([supernode.PROGRAM], environment)
+    started = forks.Forks(environment)
     started.process.kill()
     started.process.wait(30)
     started.revive()
     assert (
         "usage: flwr-clientapp"
         in subprocess.run(
-            [supernode.PROGRAM, "--help"], env={**environment, "PATH": started.path("")}, capture_output=True, text=True
+            [forks.PROGRAM, "--help"], env={**environment, "PATH": started.path("")}, capture_output=True, text=True
         ).stdout
     )
     started.process.terminate()
     assert started.process.wait(30) == 0, "told to end, it removes its folder"
-    with pytest.raises(forks.Cold, match="is gone"):
+    with pytest.raises(forks.ForkServerUnavailable, match="is gone"):
         started.revive()
 
 
@@ -394,11 +386,11 @@ def test_the_warm_process_has_no_thread_and_no_gpu(tmp_path: Path) -> None:
 def node_of(tmp_path: Path, flower: str, *words: str) -> subprocess.CompletedProcess[str]:
     """Run `fedapp supernode` where Flower's program is a function with this body."""
     program = (
-        "import sys, os, subprocess\nfrom fedapp.engines import supernode\n"
+        "import sys, os, subprocess\nfrom fedapp.deployment import forks, supernode\n"
         "from flwr.supernode.cli import flower_supernode\n"
         "module = sys.modules['flwr.supernode.cli.flower_supernode']\n"
         f"def flower():\n    {flower}\n"
-        "module.flower_supernode = flower\nsupernode.LIBRARIES = ()\n"
+        "module.flower_supernode = flower\nforks.LIBRARIES = ()\n"
         "supernode.serve(sys.argv[1:], '--cold' in os.environ.get('HOW', ''))"
     )
     (tmp_path / "tmp").mkdir(exist_ok=True)
@@ -495,98 +487,3 @@ def test_a_node_whose_executor_cannot_be_started_ends(
     node._watching.start()
     node._watching.join(30)
     assert codes == [1] and "No space left on device" in capsys.readouterr().err
-
-
-@contextlib.contextmanager
-def started(folder: Path, *steps: str, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a warm process with these steps and what `folder` has to import."""
-    command = [sys.executable, "-P", warm.__file__, str(folder / "warm-folder"), *steps]
-    (folder / "warm-folder").mkdir(0o700)
-    env = {**os.environ, "PYTHONPATH": str(folder), **variables}
-    env.pop("PYTHONUNBUFFERED", None)  # or forks would have it too
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=env, start_new_session=True)
-    assert process.stdin is not None
-    try:
-        until(lambda: (folder / "warm-folder" / warm.PLACE).exists(), 20, "the warm process listens")
-        yield process
-        process.stdin.close()
-        assert process.wait(20) == 0
-    finally:
-        process.kill()
-
-
-def called(folder: Path, program: str | Path, *words: str | Path, **variables: str) -> subprocess.Popen[str]:
-    command = [
-        sys.executable,
-        "-IS",
-        caller.__file__,
-        str(folder / "warm-folder" / warm.PLACE),
-        str(program),
-        *map(str, words),
-    ]
-    env = {**os.environ, **variables}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
-
-
-def test_a_program_is_there_as_soon_as_what_it_needs(tmp_path: Path) -> None:
-    """Who asks for one that comes later waits, and one that never comes is started itself."""
-    waits = "import time; from pathlib import Path\nwhile not Path({!r}).exists(): time.sleep(0.01)"
-    for name in ("first", "second"):
-        (tmp_path / f"{name}.py").write_text(waits.format(str(tmp_path / f"go-{name}")))
-    (tmp_path / "tells.py").write_text(
-        "import os, sys\ndef tell(): print(sys.argv[1:], 'second' in sys.modules, len(os.listdir('/proc/self/fd')))"
-    )
-    for name in ("early", "late", "never"):
-        (tmp_path / name).write_text("#!/bin/sh\necho itself\n")
-        (tmp_path / name).chmod(0o700)
-    steps = ["tells", "first", f"{tmp_path / 'early'}=tells:tell", "second", f"{tmp_path / 'late'}=tells:tell"]
-    with started(tmp_path, *steps):
-        calls = {name: called(tmp_path, tmp_path / name, name) for name in ("late", "never", "early")}
-        time.sleep(0.5)
-        (tmp_path / "go-first").touch()
-        said = calls["early"].stdout
-        assert said is not None
-        early = said.readline()
-        assert early.startswith("['early'] False")
-        time.sleep(0.2)
-        assert calls["late"].poll() is None and calls["never"].poll() is None
-        (tmp_path / "go-second").touch()
-        late = calls["late"].communicate(timeout=20)[0]
-        assert late.startswith("['late'] True")
-        assert early.split()[-1] == late.split()[-1], "open files: none of those who still waited"
-        assert calls["never"].communicate(timeout=20)[0] == "itself\n"
-        assert calls["early"].wait(20) == 0
-
-
-def test_a_fork_in_the_place_of_python_runs_a_script_as_python_would(tmp_path: Path) -> None:
-    (tmp_path / "more").mkdir()
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "more" / "only_there.py").write_text("found = 3")
-    (tmp_path / "scripts" / "beside.py").write_text("found = 4")
-    (tmp_path / "scripts" / "run.py").write_text(
-        "import sys, json, os, threadpoolctl, numpy, only_there, beside\n"
-        "pools = {p['num_threads'] for p in threadpoolctl.threadpool_info()}\n"
-        "if __name__ == '__main__':\n"
-        "    name = open('/proc/self/comm').read().strip()\n"
-        "    env = [os.environ.get(n) for n in ('MINE', 'GONE')]\n"
-        "    print(json.dumps([sys.argv, only_there.found, beside.found, sorted(pools), name, env]))\n"
-        "    sys.exit(6)\n"
-    )
-    with started(tmp_path, "numpy", "threadpoolctl", f"{sys.executable}=", OMP_NUM_THREADS="2", GONE="x") as process:
-        ends = tmp_path / "scripts" / "ends.py"
-        ends.write_text("import time, sys\nprint('at once')\ntime.sleep(float(sys.argv[1]))\n")
-        ended = called(tmp_path, sys.executable, ends, "0")
-        assert ended.communicate(timeout=20)[0] == "at once\n" and ended.returncode == 0, "and nothing more"
-        waits, began = called(tmp_path, sys.executable, ends, "30", PYTHONUNBUFFERED="1"), time.monotonic()
-        assert waits.stdout is not None and waits.stdout.readline() == "at once\n"
-        assert time.monotonic() - began < 25, "not when it ends"
-        waits.kill()
-        waits.wait()
-        script = str(tmp_path / "scripts" / "run.py")
-        call = called(
-            tmp_path, sys.executable, script, "a b", PYTHONPATH=str(tmp_path / "more"), OMP_NUM_THREADS="1", MINE="yes"
-        )
-        out, _ = call.communicate(timeout=20)
-        assert call.returncode == 6, out
-        assert json.loads(out) == [[script, "a b"], 3, 4, [1], Path(sys.executable).name, ["yes", None]]
-        assert psutil.Process(process.pid).name() == warm.NAME

@@ -15,8 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fedapp.deployment import supernode
-from fedapp.engines import warm
+from fedapp.deployment import forks, warm
 from fedapp.engines.local import run
 from tests.deployment import NODES, Deployment, deployed, until
 from tests.test_deployment import DEPLOY, same
@@ -43,7 +42,7 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
 
 def warm_processes(it: Deployment) -> list[psutil.Process]:
     """The processes of the deployment that fork messages, without the forks."""
-    found = [p for p in it.family() if any(word.endswith("engines/warm.py") for word in p.cmdline())]
+    found = [p for p in it.family() if any(word.endswith("deployment/warm.py") for word in p.cmdline())]
     return [p for p in found if p.parent() not in found]
 
 
@@ -159,7 +158,7 @@ def test_the_warm_process_ends_with_its_supernode(mixed: Deployment, number: sig
     node = psutil.Process(mixed.processes[name].pid)
     [process] = [p for p in warm_processes(mixed) if p.ppid() == node.pid]
     folder = Path(process.cmdline()[3])
-    assert (folder / warm.PLACE).exists() and (folder / supernode.PROGRAM).exists()
+    assert (folder / warm.PLACE).exists() and (folder / forks.PROGRAM).exists()
     node.send_signal(number)
     mixed.processes[name].wait(30)
     until(lambda: not folder.exists(), 30, "its folder is removed")

@@ -262,7 +262,6 @@ def compare(
         methods = (recipe.methods if recipe else "") or (f"local,{values['method']}" if "method" in values else "")
     with terminal.quiet(quiet):
         echo("reading settings and data; training begins in some seconds", err=True)
-        from fedapp.engines import pool
         from fedapp.experiments import compare as comparing  # slow to load: what is refused above is refused at once
 
         code = comparing.run(
@@ -278,7 +277,6 @@ def compare(
             reference=reference,
             target=target,
             workers=workers,
-            accepted=pool.begin if engine == "local" else lambda: None,
         )
     raise typer.Exit(code)
 

@@ -36,14 +36,13 @@ from typing import Any
 import psutil
 
 from fedapp.deployment import gate
+from fedapp.deployment.forks import Forks, ForkServerUnavailable
 from fedapp.engines import control
-from fedapp.engines.forks import LIBRARIES, Cold, Forks
 from fedapp.errors import BadRequest, plain
 from fedapp.results.terminal import echo
 from fedapp.tasks import claim
 from fedapp.tasks.node import Node as Place
 
-PROGRAM = "flwr-clientapp"
 POLL = {"FLWR_SUPEREXEC_TASK_POLL_INTERVAL": "0.25"}
 """Seconds between two questions of Flower's executor whether a message has come; 1 by default."""
 OFFLINE, SILENT = 60.0, 90.0
@@ -180,10 +179,10 @@ class Node:
             return
         try:
             if reason:
-                raise Cold(reason)
-            self.forks = Forks(["flwr.supernode.cli", *LIBRARIES, PROGRAM], os.environ)
+                raise ForkServerUnavailable(reason)
+            self.forks = Forks(os.environ)
             os.environ["PATH"] = self.forks.path(os.environ["PATH"])
-        except Cold as e:
+        except ForkServerUnavailable as e:
             echo(f"fedapp supernode: the warm process cannot start, so messages start cold: {e}", err=True)
 
     def watch(self) -> None:
@@ -279,7 +278,7 @@ class Node:
             echo(f"fedapp supernode: the warm process ended (code {code}) and is started again", err=True)
             try:
                 self.forks.revive()
-            except (Cold, OSError) as e:
+            except (ForkServerUnavailable, OSError) as e:
                 self._give_up(f"the warm process cannot be started again ({e})")
         if self._running is not None and (code := self._running[0].poll()) is not None:
             died = True

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import multiprocessing.forkserver
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,13 +22,9 @@ from fedapp import config as configuration
 from fedapp import process
 from fedapp.config import RunConfig
 from fedapp.engines import local as engines
-from fedapp.engines.forks import COLD
 from fedapp.engines.resources import usable_cores
 from fedapp.errors import BadRequest, plain, raised
 from fedapp.results.runs import read_json
-
-IMPORTS = ("fedapp.client_app", "fedapp.server_app", "clients.base", "clients._flower", "strategies.base")
-"""What every run imports, PyTorch and Flower among it."""
 
 
 @dataclass(frozen=True)
@@ -52,38 +47,8 @@ def _run(flat: dict[str, object]) -> FinishedRun:
     return FinishedRun(out, None)
 
 
-_begun = threading.Event()
-
-
-def begin() -> None:
-    """Let a process import what every run does, in the background; later workers are forks of it. Only on Linux.
-
-    It ends with this one, and finds modules where this one does. Python has one such process for a program, so this is
-    for a command of fedapp and not for a user's own program.
-    """
-    if sys.platform != "linux" or os.environ.get(COLD) or _begun.is_set():
-        return
-    multiprocessing.set_forkserver_preload(list(IMPORTS))
-    path = os.pathsep.join(folder or str(Path.cwd()) for folder in sys.path if isinstance(folder, str))
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C is for this process
-    try:
-        # PyTorch reads the number of threads at its import. A `fedapp` in the current folder may be another one.
-        with process.environment(OMP_NUM_THREADS="1", PYTHONPATH=path, PYTHONSAFEPATH="1"):
-            multiprocessing.forkserver.ensure_running()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    _begun.set()
-
-
-def _begin_worker(environment: Mapping[str, str]) -> None:
-    """Leave Ctrl-C to the parent, which ends the pool, and end with the parent, however it ends.
-
-    Parameters
-    ----------
-    environment : of the parent when it asks for runs; that of the process that is forked is older.
-    """
-    os.environ.clear()
-    os.environ.update(environment)
+def _begin_worker() -> None:
+    """Leave Ctrl-C to the parent, which ends the pool, and end with the parent, however it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_follow_parent, daemon=True).start()
 
@@ -139,13 +104,11 @@ def run_all(
     workers = min(workers or usable_cores(), max(1, len(configs)))
     ended: list[FinishedRun] = []
     queue = list(configs)
-    own = process.new_processes(c.to_flat() for c in configs)
     with process.environment(OMP_NUM_THREADS="1"):  # the workers inherit it
         pool = ProcessPoolExecutor(
             workers,
-            mp_context=multiprocessing.get_context("forkserver") if _begun.is_set() else own,
+            mp_context=process.new_processes(c.to_flat() for c in configs),
             initializer=_begin_worker,
-            initargs=(dict(os.environ),),
         )
         try:
             running: set[Future[FinishedRun]] = set()

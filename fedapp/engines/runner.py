@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shlex
 import time
@@ -155,24 +154,20 @@ def run_and_report(
         if chosen is not None:
             echo(proposed([config], client_cpus, client_gpus).text)
         return 0
-    seen = (config, values, out, engine, client_cpus, client_gpus)
-    with contextlib.ExitStack() as stack:
-        if engine == "local":
-            config, _ = _examined(*seen)
-            code = local(config, stack.enter_context(Follower()))
-        else:
-            from fedapp.engines.forks import Warm
-            from fedapp.engines.superlink import Session
+    config = _examined(config, values, out, engine)
+    folder = Path(config.storage.out)
+    if engine == "local":
+        with Follower() as follower:
+            code = local(config, follower)
+    else:
+        from fedapp.engines.superlink import Session
 
-            warm = stack.enter_context(Warm())
-            # The processes that train look at data and model again; this one then only waits for them.
-            config, chosen = warm.call(_examined, *seen)
-            assert chosen is not None
-            follower = stack.enter_context(Follower())
+        chosen = proposed([config], client_cpus, client_gpus)
+        echo(chosen.text, err=True)
+        with Follower() as follower:
             follower.line(STARTING)
-            session = stack.enter_context(Session(log=Path(config.storage.out) / "superlink.log", warm=warm))
-            code = run_in(session, config, chosen, follower)
-        folder = Path(config.storage.out)
+            with Session(log=folder / "superlink.log") as session:
+                code = run_in(session, config, chosen, follower)
     if code == 0:
         print_summary(RunResult(folder).summary)
     echo(f"results: {folder}", err=code != 0)
@@ -181,15 +176,8 @@ def run_and_report(
     return code
 
 
-def _examined(
-    config: RunConfig,
-    values: Mapping[str, Any],
-    out: Path | None,
-    engine: str,
-    client_cpus: int | None,
-    client_gpus: float | None,
-) -> tuple[RunConfig, ClientResources | None]:
-    """Check a configuration against data, models and run directory, and say what it is and needs."""
+def _examined(config: RunConfig, values: Mapping[str, Any], out: Path | None, engine: str) -> RunConfig:
+    """Check a configuration against data, models and run directory, and print its data card."""
     config = engines.placed(config, out, resume=bool(values.get("resume", False)))
     if config.storage.resume and engine == "ray":
         # The server that finds another one in the folder may write nothing there, not even why it ends.
@@ -198,11 +186,7 @@ def _examined(
     data = tasks.federated(config, config.data.clients)
     echo(data_card(data.dataset, data.partition).text(), err=True)
     echo(auto_text(values, config), err=True)
-    if engine != "ray":
-        return config, None
-    chosen = proposed([config], client_cpus, client_gpus)
-    echo(chosen.text, err=True)
-    return config, chosen
+    return config
 
 
 def print_config(config: RunConfig) -> None:

@@ -36,6 +36,7 @@ import time
 import tomllib
 import urllib.error
 import urllib.request
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,6 @@ from flwr.common.config import flatten_dict
 
 from fedapp.engines import control, supervise
 from fedapp.engines.control import Control, LaunchError, stage
-from fedapp.engines.forks import Warm
 from fedapp.engines.resources import cluster_address
 from fedapp.errors import BadRequest, plain, suggest
 from fedapp.results import lines
@@ -127,28 +127,19 @@ class Session:
     ray_cpus : CPUs of one Ray that is started beside the SuperLink for all runs of the session; each run then starts
         sooner. None = each run starts its own Ray. Without effect where ``RAY_ADDRESS`` names a
         cluster.
-    warm : the process from which the session's processes are forked; None = it is started with the session.
 
     Raises
     ------
     LaunchError : the SuperLink does not come up (with the end of its log), or processes survive the clean-up.
     """
 
-    def __init__(
-        self,
-        *,
-        app: Path | None = None,
-        log: Path | None = None,
-        ray_cpus: int | None = None,
-        warm: Warm | None = None,
-    ) -> None:
+    def __init__(self, *, app: Path | None = None, log: Path | None = None, ray_cpus: int | None = None) -> None:
         self._given_app = app
         self._given_log = log
         self._ray_cpus = None if cluster_address() else ray_cpus
         self._ray_port = 0
         self._ray: subprocess.Popen[bytes] | None = None
-        self._warm = warm or Warm()
-        self._mark = self._warm.mark
+        self._mark = uuid.uuid4().hex
         self._superlink: subprocess.Popen[bytes] | None = None
         self._processes = supervise.SessionProcesses(self._mark)
         self._guard: supervise.Guard | None = None
@@ -168,8 +159,7 @@ class Session:
             self.app = self._given_app.resolve() if self._given_app is not None else stage(self.home / "app")
             self.log_path = (self._given_log or self.home / "superlink.log").resolve()
             self.log_path.parent.mkdir(parents=True, exist_ok=True)
-            self._warm.start()
-            self._guard = supervise.Guard(self._mark, self.home, *self._warm.folders)
+            self._guard = supervise.Guard(self._mark, self.home)
             if self._ray_cpus is not None:
                 self._ray_port = _free_port()
                 self._start_ray()
@@ -191,9 +181,8 @@ class Session:
             self._active = None
             if self._guard is not None:
                 self._guard.dismiss()
-            for child in (self._superlink, self._ray, self._warm.process):
+            for child in (self._superlink, self._ray):
                 supervise.reap(child)
-            self._warm.clear()
             if self.home != Path():
                 shutil.rmtree(self.home, ignore_errors=True)
         self._signals.close()
@@ -217,7 +206,7 @@ class Session:
             if self._healthy():
                 return
             # Another process may have taken the free port in between; try again with a new one.
-            self._processes.stop(keep=(*_RAY, _WARM))
+            self._processes.stop(keep=_RAY)
         raise LaunchError(
             f"the SuperLink did not come up within {SUPERLINK_STARTS:g} s; its log:\n" + _tail(self.log_path, began)
         )
@@ -238,7 +227,7 @@ class Session:
                 with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self._ray_port), timeout=1):
                     return
                 time.sleep(0.05)
-            self._processes.stop(keep=(*_FLOWER, _WARM))
+            self._processes.stop(keep=_FLOWER)
             # On the same port: the SuperLink's environment names it to the simulations.
             self._start_ray()
         raise LaunchError("Ray did not come up; the log:\n" + _tail(self.log_path, began))
@@ -303,7 +292,7 @@ class Session:
             # Unix socket paths end at about 100 characters; Ray appends about 70 to this folder.
             if len(str(self.home)) < 36:
                 env["RAY_TMPDIR"] = str(self.home)
-        return self._warm.entered(env)
+        return env
 
     # Runs
 
@@ -366,7 +355,7 @@ class Session:
 
     def _clear_run(self) -> None:
         """Stop what a run left: Ray's helpers may outlive it by minutes, and the next run must have the machine."""
-        self._processes.stop(keep=(*_FLOWER, _WARM, *(() if self._ray_cpus is None else _RAY)), grace=0.3)
+        self._processes.stop(keep=_FLOWER if self._ray_cpus is None else _FLOWER + _RAY, grace=0.3)
         self._active = None
 
 
@@ -514,7 +503,6 @@ def _short_folder() -> str | None:
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _FLOWER = ("flower-superlink", "flower-superexec")
-_WARM = "warm.py"
 _RAY = (
     "fedapp-ray",
     "gcs_server",

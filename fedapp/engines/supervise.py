@@ -91,15 +91,9 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def runs(process: psutil.Process, *commands: str) -> bool:
-    """Tell whether one of the first words of a command line (interpreter, options, script) ends with such a path.
-
-    Forks of a warm process have its command line; the kernel knows the first 15 letters of what they stand for.
-    """
+    """Tell whether one of the first words of a command line (interpreter, options, script) ends with such a path."""
     with contextlib.suppress(psutil.Error):
-        words = process.cmdline()[:5]
-        if any(word.endswith("/warm.py") for word in words):
-            return process.name()[:15] in {command[:15] for command in commands}
-        return any(f"/{word}".endswith(f"/{command}") for word in words for command in commands)
+        return any(f"/{word}".endswith(f"/{command}") for word in process.cmdline()[:4] for command in commands)
     return False
 
 
@@ -113,15 +107,15 @@ def reap(child: subprocess.Popen[bytes] | None, timeout: float = 5.0) -> None:
 
 
 class Guard:
-    """A small process that stops a session's processes and removes its folders if this process is killed.
+    """A small process that stops a session's processes and removes its folder if this process is killed.
 
     It waits at the end of a pipe. The pipe closes when this process ends, for whatever reason; only :meth:`dismiss`
     writes into it first.
     """
 
-    def __init__(self, mark: str, *folders: Path) -> None:
+    def __init__(self, mark: str, folder: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", __file__, mark, *map(str, folders)],
+            [sys.executable, "-P", __file__, mark, str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -164,5 +158,4 @@ def interrupt(number: int, frame: FrameType | None) -> None:
 if __name__ == "__main__":
     if not sys.stdin.buffer.read():
         SessionProcesses(sys.argv[1]).stop()
-        for folder in sys.argv[2:]:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(sys.argv[2], ignore_errors=True)

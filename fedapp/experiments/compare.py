@@ -193,14 +193,12 @@ def jobs_of(
     settings: Mapping[str, Mapping[str, Any]],
     seeds: int,
     out: Path,
-    accepted: Callable[[], None] = lambda: None,
 ) -> list[Job]:
     """Make the effective configuration of every run and check it before anything is trained.
 
     `method-args` of the values are for the values' method (for all where they name none); brackets go before them.
     If a method needs public data and no `public-data` is given, its share is held back from the clients of every
     method, so that all train on the same images.
-    `accepted` is called each time before the data are looked at, when all else is in order.
 
     Raises
     ------
@@ -225,7 +223,6 @@ def jobs_of(
             config = engines.effective(flat).replaced(out=str(out / "runs" / several / f"{variant.folder}-s{seed}"))
             _check_widths(config)
             if not refused:
-                accepted()
                 tasks.check(config, config.data.clients)
         except BadRequest as e:
             reason = str(e).removeprefix(f"{variant.method} ")  # the label names the method already
@@ -483,7 +480,6 @@ def run(
     reference: str | None = None,
     target: float | None = None,
     workers: int | None = None,
-    accepted: Callable[[], None] = lambda: None,
 ) -> int:
     """Run a comparison, print its tables, write its files.
 
@@ -496,7 +492,7 @@ def run(
         the tables hold the point of each method that `grid.choose` chose.
     reference : label of the method to test against.
     target : accuracy in (0, 1) whose rounds and bytes are counted; None = what the reference ends at.
-    workers : processes at a time on the local engine.   accepted : see :func:`jobs_of`.
+    workers : processes at a time on the local engine.
 
     Returns
     -------
@@ -517,7 +513,7 @@ def run(
         variants = expand(variants, points)
     folder = new_folder(Path("runs"), "compare") if out is None else absolute(out)
     with removed_if_empty(folder) if out is None else contextlib.nullcontext():
-        jobs = jobs_of(values, variants, settings, seeds, folder, accepted)
+        jobs = jobs_of(values, variants, settings, seeds, folder)
         process.check_main([job.config.to_flat() for job in jobs], on_ray=engine == "ray")
         choice = grid.beforehand(jobs) if points else []
     out = folder

@@ -1,15 +1,14 @@
-"""A warm process: it has imported what several programs need, and forks in place of starting them.
+"""A warm process: it has imported what `flwr-clientapp` needs, and forks in place of starting it.
 
-Flower's SuperNode starts `flwr-clientapp` anew for every message, and most of the time of a small message is the import
-of PyTorch and of Flower. A simulation starts a SuperLink, its executor, the simulation and Ray's workers, and each of
-them imports the same once more. Here it is imported once. Every program keeps a process of its own, which does what it
-would do and ends; only the imports are shared, and the memory that they take. :mod:`fedapp.engines.forks` starts the
-warm process, and :mod:`fedapp.engines.caller` stands in the place of the programs.
+Flower's SuperNode starts `flwr-clientapp` for every message, and most of the time of a small message is the import of
+PyTorch and of Flower. Here both are imported once. Every message keeps a process of its own, which does what the
+program does and ends; only the imports are shared, and the memory that they take. :mod:`fedapp.deployment.forks` starts
+the warm process, and :mod:`fedapp.deployment.caller` stands in the place of the program.
 
 The warm process imports libraries alone. A run brings its own copy of fedapp, and may bring further code, and both are
 imported in the fork, so that no run finds anything of an earlier one. It has no connections, and no threads but those
 with which libraries of linear algebra begin, which know about forks. Of a fork it reads nothing but how it ended.
-Whoever is this user can ask it for a fork, and could start the program itself as well; others are refused.
+Every process of this user can ask it for a fork, and could start the program itself as well; others are refused.
 
 It ends with the process that started it, which holds the other end of its standard input. Run as a script, this file
 imports nothing of fedapp.
@@ -22,7 +21,6 @@ import contextlib
 import gc
 import importlib
 import os
-import runpy
 import selectors
 import shutil
 import signal
@@ -32,13 +30,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 NAME = "warm.py"
-"""What the kernel calls the warm process. Forks have the same command line, and the names of their programs."""
+"""Name of the warm process for the kernel. Forks have the same command line, and the name of their program."""
 PLACE = "warm"
 """Name of the socket in the folder."""
 REQUEST = 8 << 20
@@ -46,9 +44,9 @@ REQUEST = 8 << 20
 ARRIVES = 10.0
 """Seconds in which a request must have arrived. The small program sends it at once."""
 GRACE = 10.0
-"""Seconds that forks have to end when who started the warm process has ended, which they notice themselves."""
+"""Seconds that forks have to end after the process that started the warm process; they notice it themselves."""
 OURS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
-"""Signals that the warm process handles itself: the first two end it as the end of who started it does."""
+"""Signals that the warm process handles itself; the first two end it."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,8 @@ def same_user(connection: socket.socket) -> bool:
     return bool(user == os.geteuid())
 
 
-def received(connection: socket.socket) -> Request | None:
-    """Read a request, as :func:`fedapp.engines.caller.main` sends it; None if it is none, or not from this user."""
+def receive_request(connection: socket.socket) -> Request | None:
+    """Read a request, as :func:`fedapp.deployment.caller.main` sends it; None if it is none, or not from this user."""
     files: list[int] = []
     try:
         if same_user(connection):
@@ -99,18 +97,23 @@ def received(connection: socket.socket) -> Request | None:
 
 
 def refuse(connection: socket.socket, request: Request | None) -> None:
-    """Let who asked start the program itself."""
+    """Decline; the caller starts the program itself."""
     for file in request.files if request else ():
         os.close(file)
     connection.close()
 
 
-class Warm:
-    """Forks that are asked for at a socket, until standard input or a signal says that it is over."""
+class ForkServer:
+    """Forks for requests at a socket, until standard input closes or a signal comes.
 
-    def __init__(self, folder: str) -> None:
+    Parameters
+    ----------
+    folder : of the socket.   program : the only program that a request may name.
+    """
+
+    def __init__(self, folder: str, program: str) -> None:
         self.before = {number: signal.getsignal(number) for number in OURS}
-        self.folder = folder
+        self.program = program
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(f"{folder}/{PLACE}")
         self.listener.listen(128)
@@ -123,36 +126,12 @@ class Warm:
         for source in (self.listener, self.woken, 0):
             self.selector.register(source, selectors.EVENT_READ)
         self.forks: dict[int, socket.socket] = {}
-        self.programs: dict[str, str] = {}
-        self.early: list[tuple[socket.socket, Request]] = []
         self.until: float | None = None
 
-    def offer(self, program: str, entry: str) -> Request | None:
-        """Stand for one more program from now on; return a request for it in each fork."""
-        self.programs[program] = entry
-        for asked in [(connection, request) for connection, request in self.early if request.program == program]:
-            self.early.remove(asked)
-            if request := self.fork(*asked):
-                return request
-        return None
-
-    def serve(self, complete: bool = True) -> Request | None:
-        """Return the request in each fork, and None in the warm process when it is over.
-
-        Parameters
-        ----------
-        complete : no program will be added, so wait for requests. Before, requests for other programs are kept.
-        """
-        if complete:
-            for asked in self.early:
-                refuse(*asked)
-            self.early.clear()
+    def serve(self) -> Request | None:
+        """Return the request in each fork, and None in the warm process when it is over."""
         while self.until is None or (self.forks and time.monotonic() < self.until):
-            wait = None if self.until is None else max(0.0, self.until - time.monotonic())
-            events = self.selector.select(wait if complete else 0)
-            if not events and not complete:
-                return None
-            for key, _ in events:
+            for key, _ in self.selector.select(None if self.until is None else max(0.0, self.until - time.monotonic())):
                 source, over = key.fileobj, False
                 if self.selector.get_map().get(key.fd) != key:
                     continue  # closed because of another event of the same time
@@ -161,16 +140,13 @@ class Warm:
                         connection = self.listener.accept()[0]
                     except OSError:  # the caller is gone, or there are too many open files
                         continue
-                    request = received(connection)
-                    if request is not None and request.program in self.programs:
-                        if self.fork(connection, request):
-                            return request
-                    elif request is not None and not complete:
-                        self.early.append((connection, request))
-                    else:
+                    request = receive_request(connection)
+                    if request is None or request.program != self.program:
                         refuse(connection, request)
+                    elif self.fork(connection, request):
+                        return request
                 elif isinstance(source, socket.socket):
-                    self.heard(source)
+                    self.pass_signals(source)
                 elif source == self.woken:
                     over = bool({signal.SIGTERM, signal.SIGINT} & set(os.read(self.woken, 512)))
                     self.reap()
@@ -180,7 +156,7 @@ class Warm:
                     self.until = time.monotonic() + GRACE
                     self.selector.unregister(self.listener)
                     self.selector.unregister(0)
-                    self.listener.close()  # who asks from now on starts the program itself
+                    self.listener.close()  # a caller that comes from now on starts the program itself
         for pid in self.forks:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
@@ -225,12 +201,10 @@ class Warm:
         self.listener.close()
         for connection in self.forks.values():
             connection.close()
-        for asked in self.early:
-            refuse(*asked)
         os.close(self.woken)
         os.close(self.wakes)
 
-    def heard(self, connection: socket.socket) -> None:
+    def pass_signals(self, connection: socket.socket) -> None:
         """Pass signals on to a fork; kill it if its caller was killed."""
         pid = self.selector.get_key(connection).data
         try:
@@ -257,52 +231,25 @@ class Warm:
                 connection.close()
 
 
-def named(name: str) -> None:
-    """Let the kernel call this process so, as far as it keeps names (15 bytes)."""
+def set_process_name(name: str) -> None:
+    """Give this process a name for the kernel, as far as it keeps names (15 bytes)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/comm").write_text(name)
 
 
 def become(request: Request) -> None:
-    """Make this fork look as if the program had been started with what a request says."""
+    """Make this fork look as if the program had been started with the content of a request."""
     for at, file in enumerate(request.files):
         os.dup2(file, at)
         os.close(file)
-    named(Path(request.program).name)
+    set_process_name(Path(request.program).name)
     os.chdir(request.folder)
-    # Not all anew: what sets a title for a process, as Ray does, looks for the variables that it began with.
-    for name in os.environ.keys() - request.environment.keys():
-        del os.environ[name]
-    os.environ.update({k: v for k, v in request.environment.items() if os.environ.get(k) != v})
+    os.environ.clear()
+    os.environ.update(request.environment)
     sys.argv = [request.program, *request.words]
-    if request.program == sys.executable:
-        del sys.argv[0]
-    # Python reads both of these when it starts.
-    further = [entry for entry in request.environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    sys.path[:0] = [str(Path(sys.argv[0]).parent), *(entry for entry in further if entry not in sys.path)]
+    sys.path.insert(0, str(Path(request.program).parent))
     if numbers := sys.modules.get("numpy.random"):
         numbers.seed()  # Python's own generator does so itself, and PyTorch's begins with a constant
-    _streams(request.environment)
-    _threads(request.environment)
-
-
-def _streams(environment: Mapping[str, str]) -> None:
-    """Print line by line on a terminal, and where Python is told not to buffer; it looks at both when it starts."""
-    with contextlib.suppress(AttributeError):  # another kind of stream
-        lines = os.isatty(1) or bool(environment.get("PYTHONUNBUFFERED"))
-        sys.stdout.reconfigure(line_buffering=lines)  # type: ignore[union-attr]
-
-
-def _threads(environment: Mapping[str, str]) -> None:
-    """Limit threads as libraries of linear algebra do, which look at this when they are loaded."""
-    given = environment.get("OMP_NUM_THREADS", "")
-    if not given.isdigit() or not int(given):
-        return
-    if torch := sys.modules.get("torch"):
-        torch.set_num_threads(int(given))
-    own = {"OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"} & environment.keys()
-    if not own and (pools := sys.modules.get("threadpoolctl")):
-        pools.threadpool_limits(min(int(given), os.cpu_count() or 1), "blas")
 
 
 def end(function: Callable[[], object]) -> NoReturn:
@@ -326,55 +273,31 @@ def end(function: Callable[[], object]) -> NoReturn:
     os._exit((code or 0) & 0xFF)
 
 
-def script() -> None:
-    """Run the script that Python was started with."""
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-
-def function_of(entry: str) -> Callable[[], object]:
-    """Return what `package.module:function` names, or without a name what runs a script in the place of Python."""
-    module, _, name = entry.partition(":")
-    if not module:
-        return script
-    found: Callable[[], object] = getattr(importlib.import_module(module), name)
-    return found
-
-
-def main(folder: str, *steps: str) -> None:
-    """Import libraries and stand for programs, in the order of `steps`; run a program in each fork.
+def main(folder: str, program: str, entry: str, *libraries: str) -> None:
+    """Import libraries, then run a program in each fork.
 
     Parameters
     ----------
     folder : of the socket; it is removed at the end.
-    steps : names of libraries, and PROGRAM=ENTRY: the path of a console script that forks stand for from then on, and
-        the `package.module:function` that it calls. PYTHON= stands for this interpreter with a script.
+    program, entry : path of a console script, and the `package.module:function` that it calls.
     """
-    warm, here = Warm(folder), os.getpid()  # who asks early waits
-    named(NAME)
+    server, here = ForkServer(folder, program), os.getpid()  # a caller that comes before the end of the imports waits
+    set_process_name(NAME)
     try:
         gc.disable()
-        request = None
-        for step in steps:
-            program, programs, entry = step.rpartition("=")
-            if programs:
-                request = warm.offer(program, entry)
-            else:
-                with contextlib.suppress(Exception):  # a program that needs it says so
-                    importlib.import_module(step)
-            request = request or warm.serve(complete=False)
-            if request is not None or warm.until is not None:
-                break
-        if request is None:
-            gc.freeze()  # or the collector would write to all pages that forks share
-            gc.enable()
-            request = warm.serve()
+        for library in libraries:
+            with contextlib.suppress(Exception):  # a program that needs it reports it
+                importlib.import_module(library)
+        gc.freeze()  # or the collector would write to all pages that forks share
+        gc.enable()
+        request = server.serve()
     finally:
         if os.getpid() == here:
             shutil.rmtree(folder, ignore_errors=True)
     if request is not None:
-        gc.enable()
         become(request)
-        end(function_of(warm.programs[request.program]))
+        module, _, name = entry.partition(":")
+        end(getattr(importlib.import_module(module), name))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""In place of one of Flower's programs, or of Python: let a warm process (:mod:`fedapp.engines.warm`) run it.
+"""In place of Flower's `flwr-clientapp`: let a warm process (:mod:`fedapp.deployment.warm`) run it.
 
-Flower and Ray start it as a script of `python -IS`, which takes 20 ms. It hands over its arguments, environment and
-open files, and ends as the process that was forked for it ends. Signals are passed on. Where the warm process does not
-answer, it becomes the program that it stands for.
+Flower's executor starts this file as a script of `python -IS`, which takes 20 ms. It hands over its arguments,
+environment and open files, and ends as the process that was forked for it ends. Signals are passed on. Where the warm
+process does not answer, it becomes the program that it stands for.
 """
 
 from __future__ import annotations
