@@ -61,7 +61,7 @@ PROGRAMS = {
     "flwr-serverapp": "the server's process",
     "fedapp superlink": "SuperLink",
     "flower-superlink": "SuperLink",
-    "fedapp.deployment.gate": "the server's executor",
+    "fedapp.deployment.executor": "the server's executor",
     "flower-superexec": "executors",
 }
 """Kinds of processes by a part of their command lines; the first that fits counts."""

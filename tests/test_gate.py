@@ -50,7 +50,7 @@ from typer.testing import CliRunner
 from fedapp import config
 from fedapp.cli import app
 from fedapp.client_app import app as client_app
-from fedapp.deployment import gate, patience
+from fedapp.deployment import credentials, database, gate, patience, server
 from fedapp.deployment.layers import UnavailableMiddleware
 from fedapp.engines import control
 from fedapp.errors import BadRequest
@@ -197,7 +197,7 @@ def test_a_node_sends_so_many_bytes_for_each_message_that_it_got() -> None:
     list_of_one = reply(1)
     cost = gate.PRICE * len(list_of_one)
     assert ask(door, OBJECT, size(600), a) == 200 and ask(door, OBJECT, size(400), a) == 200
-    assert ask(door, OBJECT, size(1), a) == 413 and gate.fingerprint(b"1") in said[0]
+    assert ask(door, OBJECT, size(1), a) == 413 and credentials.fingerprint(b"1") in said[0]
     assert ask(door, OBJECT, size(1000), b) == 200, "another node has its own count"
     # Neither a reply nor a question that brings no message earns anything.
     assert pulls() == 200 and ask(door, PUSH, a, body=list_of_one) == 413
@@ -270,9 +270,9 @@ def test_a_node_sends_nothing_but_replies_of_its_own() -> None:
     }
     seen = {name: ask(door, PUSH, (b"flwr-public-key", b"7"), body=body) for name, body in forged.items()}
     assert seen == dict.fromkeys(forged, 403) and inner.calls == 1
-    assert len(said) == len(forged) and gate.fingerprint(b"7") in said[0]
+    assert len(said) == len(forged) and credentials.fingerprint(b"7") in said[0]
     assert ask(door, PUSH, (b"flwr-public-key", b"7"), body=b"no message") == 400 and inner.calls == 1
-    assert door._purses[7].left == (1 << 20) - gate.PRICE * len(reply(7)), "what is refused counts nothing"
+    assert door._budgets[7].left == (1 << 20) - gate.PRICE * len(reply(7)), "what is refused counts nothing"
 
 
 def test_a_reply_has_so_many_pieces() -> None:
@@ -408,7 +408,7 @@ def test_requests_of_one_key_at_a_time_share_what_it_may_send() -> None:
     assert [line.read for line in lines] == [600] * 4, "who reads no answer before it has sent all gets one"
     gone = Line(b"3", 600, sent=300)
     assert together(door, gone) == [0] and together(door, Line(b"3", 1000)) == [200], "what did not come is given back"
-    assert not door._turns, "who names many keys leaves nothing"
+    assert not door._queues, "who names many keys leaves nothing"
 
 
 def test_what_one_key_has_in_memory_is_bounded() -> None:
@@ -424,12 +424,12 @@ def test_what_one_key_has_in_memory_is_bounded() -> None:
         working -= 1
 
     door = gate.Gate(app, 1000, signed=node_of)
-    door._purse(1).earn(1000)  # two messages wait for an answer
+    door._budget(1).earn(1000)  # two messages wait for an answer
     assert together(door, *lines) == [200] * 5 and most == 800
 
 
 def test_small_messages_leave_room_for_the_reply_to_a_large_one() -> None:
-    purse = gate._Purse(1000)
+    purse = gate.ByteBudget(1000)
     for most in (10, 100, 10, 10):
         purse.earn(most)
     assert purse.left == 110, "the reply to the second has room"
@@ -444,7 +444,7 @@ def test_no_body_of_a_stranger_is_read() -> None:
     door = gate.Gate(inner, 1000, signed=lambda scope: {b"known": 7}.get(dict(scope["headers"])[b"flwr-public-key"]))
     lines = [Line(key, 600) for key in (b"stranger", b"known")]
     assert together(door, *lines) == [401, 200] and [line.read for line in lines] == [0, 600] and inner.calls == 1
-    assert door._purses[7].left == 400
+    assert door._budgets[7].left == 400
 
 
 def shown(key: Any) -> bytes:
@@ -464,11 +464,11 @@ def signing(shows: bytes, signer: Any, late: float = 0.0, **changes: bytes) -> t
     return tuple((headers | {name.replace("_", "-").encode(): value for name, value in changes.items()}).items())
 
 
-def known_by(*keys: Any) -> gate.Signatures:
+def known_by(*keys: Any) -> credentials.Signatures:
     """The check of signatures in front of a SuperLink that has registered some keys."""
     nodes = {public_key_to_bytes(key.public_key()): number for number, key in enumerate(keys, 7)}
     state = SimpleNamespace(get_node_id_by_public_key=nodes.get)
-    return gate.Signatures(
+    return credentials.Signatures(
         SimpleNamespace(state=SimpleNamespace(linkstate_factory=SimpleNamespace(state=lambda: state)))
     )
 
@@ -487,7 +487,7 @@ def test_a_signature_is_checked_on_all_paths_before_the_app_sees_a_request() -> 
     for kind in (x25519.X25519PrivateKey.generate(), ed25519.Ed25519PrivateKey.generate()):
         assert seen(*signing(shown(kind), mine)) == {401}
     # A key can stand behind any text, which Flower would log.
-    text = base64.b64encode(b"x" * gate.KEY + base64.b64decode(shown(mine)))
+    text = base64.b64encode(b"x" * credentials.KEY + base64.b64decode(shown(mine)))
     assert seen(*signing(text, mine)) == {401} and ask(door, gate.ACTIVATE, size(3), *signing(text, mine)) == 401
     assert seen(*signing(shown(other), other)) == {401}, "it is not registered"
     assert ask(door, gate.ACTIVATE, size(3), *signing(shown(other), other)) == 412, "a new node learns why"
@@ -515,7 +515,7 @@ def test_a_signature_is_good_for_one_request() -> None:
     assert ask(door, gate.ACTIVATE, size(3), *signing(shown(mine), mine, flwr_timestamp=long,
                **{FLEET_HTTP_SIGNATURE_HEADER: signature})) == 401  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gate.time, "monotonic", lambda: 1e9)
+        patch.setattr(credentials.time, "monotonic", lambda: 1e9)
         assert ask(door, gate.ACTIVATE, size(3), *signing(shown(mine), mine)) == 200
     assert len(signatures._used) == 1, "what is too old to pass is forgotten"
 
@@ -692,7 +692,7 @@ def test_a_question_waits_for_a_message(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_request_waits_for_who_writes_to_the_database(tmp_path: Path) -> None:
     engine = sqlalchemy.create_engine(f"sqlite:///{tmp_path}/state.db", connect_args={"timeout": 0.1})
-    sqlalchemy.event.listen(engine, "checkout", gate._patient)
+    sqlalchemy.event.listen(engine, "checkout", database._patient)
     with engine.connect() as connection:
         assert connection.exec_driver_sql("PRAGMA busy_timeout").scalar() == 20_000
 
@@ -707,7 +707,7 @@ def test_a_certificate_that_its_own_helper_would_refuse(tmp_path: Path) -> None:
             ssl_ca_certfile=str(tmp_path / authority / "ca.crt"),
         )  # fmt: skip
 
-    gate.check_certificate(files("right"), "127.0.0.1")
+    credentials.check_certificate(files("right"), "127.0.0.1")
     for wrong, says in (
         (files("right", authority="other"), "unable to get local issuer"),
         (files("other", "other", "other"), "not valid for '127.0.0.1'"),
@@ -715,14 +715,14 @@ def test_a_certificate_that_its_own_helper_would_refuse(tmp_path: Path) -> None:
         (files("nowhere"), "No such file"),
     ):
         with pytest.raises(BadRequest, match=says):
-            gate.check_certificate(wrong, "127.0.0.1")
+            credentials.check_certificate(wrong, "127.0.0.1")
 
 
 def test_the_operators_token(tmp_path: Path) -> None:
     path = tmp_path / "new" / "operator.token"
-    token = gate.operator_token(path)
-    assert len(token) >= 32 and path.stat().st_mode & 0o777 == 0o600 and gate.operator_token(path) == token
-    plugin = gate.OperatorToken(token)
+    token = credentials.operator_token(path)
+    assert len(token) >= 32 and path.stat().st_mode & 0o777 == 0o600 and credentials.operator_token(path) == token
+    plugin = credentials.OperatorToken(token)
     name = "flwr-oidc-access-token"
     assert plugin.validate_tokens_in_metadata([(name, token)])[0]
     for wrong in ([], [(name, "")], [(name, token[:-1])], [(name, token + "x")], [("other", token)]):
@@ -730,11 +730,11 @@ def test_the_operators_token(tmp_path: Path) -> None:
     assert plugin.refresh_tokens([(name, token)]) == (None, None)
     path.chmod(0o640)
     with pytest.raises(BadRequest, match="can be read by others"):
-        gate.operator_token(path)
+        credentials.operator_token(path)
     path.chmod(0o600)
     path.write_text("short")
     with pytest.raises(BadRequest, match="holds no token"):
-        gate.operator_token(path)
+        credentials.operator_token(path)
 
 
 @pytest.mark.parametrize(
@@ -755,31 +755,31 @@ def test_what_would_open_it_is_refused(words: list[str], says: str) -> None:
 
 
 def test_the_files_of_a_database_are_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate.own_files(str(tmp_path / "new.db"))
-    gate.own_files(":flwr-in-memory:")
+    database.own_files(str(tmp_path / "new.db"))
+    database.own_files(":flwr-in-memory:")
     files = [tmp_path / f"old.db{end}" for end in ("", "-wal", "-shm")]
     for path in files:
         path.touch(0o644)
-    gate.own_files(str(files[0]))
+    database.own_files(str(files[0]))
     assert [path.stat().st_mode & 0o777 for path in files] == [0o600] * 3
-    monkeypatch.setattr(gate.os, "geteuid", lambda: files[0].stat().st_uid + 1)
+    monkeypatch.setattr(database.os, "geteuid", lambda: files[0].stat().st_uid + 1)
     with pytest.raises(BadRequest, match="belongs to another user"):
-        gate.own_files(str(files[0]))
+        database.own_files(str(files[0]))
 
 
 def test_a_database_belongs_to_one_superlink(tmp_path: Path) -> None:
     """The second one would fail the runs of the first."""
-    database, link = str(tmp_path / "a.db"), tmp_path / "b.db"
-    link.symlink_to(database)
-    with gate.lock_database(database), gate.lock_database(str(tmp_path / "c.db")):
-        with gate.lock_database(":flwr-in-memory:"), gate.lock_database(":flwr-in-memory:"):
+    path, link = str(tmp_path / "a.db"), tmp_path / "b.db"
+    link.symlink_to(path)
+    with database.lock_database(path), database.lock_database(str(tmp_path / "c.db")):
+        with database.lock_database(":flwr-in-memory:"), database.lock_database(":flwr-in-memory:"):
             pass
         with pytest.raises(BadRequest, match="another SuperLink uses"):
-            gate.lock_database(str(link))
-    with gate.lock_database(database):
+            database.lock_database(str(link))
+    with database.lock_database(path):
         pass
     with pytest.raises(BadRequest, match="cannot be locked"):
-        gate.lock_database(str(tmp_path / "missing" / "a.db"))
+        database.lock_database(str(tmp_path / "missing" / "a.db"))
 
 
 def test_the_folder_for_secrets_is_no_link(tmp_path: Path) -> None:
@@ -789,19 +789,19 @@ def test_the_folder_for_secrets_is_no_link(tmp_path: Path) -> None:
     (other / "file").touch()
     folder.symlink_to(other)
     with pytest.raises(BadRequest, match="remove it"):
-        gate.make_secrets_folder(folder)
+        credentials.make_secrets_folder(folder)
     assert (other / "file").exists()
     folder.unlink()
-    gate.make_secrets_folder(tmp_path / "new" / folder.name)
+    credentials.make_secrets_folder(tmp_path / "new" / folder.name)
     folder.mkdir()
     (folder / "old.secret").touch()
-    gate.make_secrets_folder(folder)
+    credentials.make_secrets_folder(folder)
     assert list(folder.iterdir()) == [] and folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_text_of_a_node_fills_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("tests.gate")
-    logger.addFilter(gate._shorten)
+    logger.addFilter(server._shorten)
     logger.error("fab_hash=%s 100%%", "a\n\x1b[1m" + "x" * 100_000)
     [record] = caplog.records
     assert record.getMessage().startswith("fab_hash=a\\n\\x1b[1mxxx") and len(record.getMessage()) < 1100
@@ -831,7 +831,7 @@ def started():
         root_certificates_path=None, runtime_dependency_install=False, parent_pid=None, suppress_output=True,
         task_id=1, fab_hash=None))
 importlib.import_module("flwr.supercore.cli.flower_superexec").flower_superexec = started
-from fedapp.deployment.gate import superexec
+from fedapp.deployment.executor import superexec
 superexec()
 """
     out, secret = tmp_path / "out", tmp_path / "superexec.secret"
@@ -1367,8 +1367,8 @@ def test_a_locked_database_means_later(link: Deployment, node: tuple[Any, Node])
     """Neither a node nor the helper process takes it for the end."""
     helpers = [child.pid for child in psutil.Process(link.processes["superlink"].pid).children()]
     body = SendNodeHeartbeatRequest(node=node[1], heartbeat_interval=30).SerializeToString()
-    database = link.folder / "vol-superlink" / "superlink.db"
-    with contextlib.closing(sqlite3.connect(database, isolation_level=None)) as connection:
+    file = link.folder / "vol-superlink" / "superlink.db"
+    with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as connection:
         connection.execute("BEGIN IMMEDIATE")
         assert asks(link, node[0], BEAT, body) == "503"
     assert asks(link, node[0], BEAT, body) == "200"

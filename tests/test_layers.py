@@ -13,7 +13,7 @@ from flwr.supercore.protobuf.translation import PROTOBUF_REQUEST_TYPES
 from flwr.superlink.main import _get_middleware, create_app
 from starlette.middleware import Middleware
 
-from fedapp.deployment.layers import ONLY, Only, narrow
+from fedapp.deployment.layers import ONLY, PathFilter, narrow
 
 PATHS = sorted(path for _, path in PROTOBUF_REQUEST_TYPES)
 
@@ -58,14 +58,14 @@ def test_inside_its_paths_a_layer_stays() -> None:
 
         return call
 
-    only: Any = Only(bare, Middleware(layer), ("/v1/control/",))
+    only: Any = PathFilter(bare, Middleware(layer), ("/v1/control/",))
     posted(only, "/v1/fleet/get-run", "/v1/control/start-run", "/v1/contro%6C/stop-run", "/v1/control")
     assert seen == ["/v1/control/start-run", "/v1/control/stop-run"], "as the app itself reads a path"
     seen.clear()
 
     async def other(scope: Any, receive: Any, send: Any) -> None: ...
 
-    asyncio.run(Only(other, Middleware(layer), ("/v1/control/",))({"type": "lifespan"}, None, None))  # type: ignore[arg-type]
+    asyncio.run(PathFilter(other, Middleware(layer), ("/v1/control/",))({"type": "lifespan"}, None, None))  # type: ignore[arg-type]
     assert seen == ["lifespan"]
 
 
@@ -88,5 +88,5 @@ def test_events_of_nodes_are_logged_where_somebody_logs_them() -> None:
     app = create_app()
     app.state.fleet_event_log_plugin = SimpleNamespace()
     narrow(app)
-    kept = [m.kwargs["layer"].cls.__name__ for m in app.user_middleware if m.cls is Only]
+    kept = [m.kwargs["layer"].cls.__name__ for m in app.user_middleware if m.cls is PathFilter]
     assert sorted(kept) == sorted(ONLY)

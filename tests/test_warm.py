@@ -342,7 +342,8 @@ def test_a_killed_warm_process_is_started_again_in_its_folder(tmp_path: Path, mo
     started = forks.Forks(environment)
     started.process.kill()
     started.process.wait(30)
-    started.revive()
+    started.end()
+    started.start()
     assert (
         "usage: flwr-clientapp"
         in subprocess.run(
@@ -352,7 +353,7 @@ def test_a_killed_warm_process_is_started_again_in_its_folder(tmp_path: Path, mo
     started.process.terminate()
     assert started.process.wait(30) == 0, "told to end, it removes its folder"
     with pytest.raises(forks.ForkServerUnavailable, match="is gone"):
-        started.revive()
+        started.start()
 
 
 def test_the_libraries_are_all_that_a_client_imports_of_others() -> None:
@@ -483,7 +484,7 @@ def test_a_node_whose_executor_cannot_be_started_ends(
     def start() -> Any:
         raise OSError(28, "No space left on device")
 
-    node.executor = start
+    node.helpers.append(SimpleNamespace(process=None, start=start, end=list))  # type: ignore[arg-type]
     node._watching.start()
     node._watching.join(30)
     assert codes == [1] and "No space left on device" in capsys.readouterr().err

@@ -92,9 +92,9 @@ def superlink(
 
     TLS and node keys are always on; the command line needs the operator's token (fedapp operator login).
     """
-    from fedapp.deployment import gate
+    from fedapp.deployment import server
 
-    raise typer.Exit(gate.serve(public, private, operator_token_file, max_reply << 20, context.args))
+    raise typer.Exit(server.serve(public, private, operator_token_file, max_reply << 20, context.args))
 
 
 def supernode(
@@ -128,13 +128,13 @@ def operator_login(
     token_file: Annotated[Path, typer.Option(help="the SuperLink's operator.token, or a copy")],
 ) -> None:
     """Let flwr and fedapp use the operator's token for a connection."""
-    from fedapp.deployment import gate
+    from fedapp.deployment import credentials
     from fedapp.engines import deploy
 
     to = deploy.connection(connection)
     if not token_file.is_file():
         raise BadRequest(f"{token_file} does not exist: fedapp superlink makes it beside its database")
-    gate.login(to.address, gate.operator_token(token_file))
+    credentials.login(to.address, credentials.operator_token(token_file))
     echo(f"flwr and fedapp now use this token for {connection} ({to.address})")
 
 
@@ -152,11 +152,11 @@ def admit(
     ] = 0,
 ) -> None:
     """Register a node's key and bind it to a client id. Run it on the server."""
-    from fedapp.deployment import gate
+    from fedapp.deployment import credentials
     from fedapp.engines import control, deploy
 
     if roster is None:
         raise BadRequest("give --roster FILE, the roster.toml next to the SuperLink's database")
     with control.Control.of_connection(deploy.connection(connection)) as api:
-        node = gate.admit(api, key, client, roster, max_examples)
+        node = credentials.admit(api, key, client, roster, max_examples)
     echo(f"node {node} is client {client} ({roster})")

@@ -28,7 +28,8 @@ from typing import Any
 from fedapp import config as configuration
 from fedapp import process
 from fedapp.data.cache import cache_root
-from fedapp.deployment import gate
+from fedapp.deployment.executor import FLOWER, minor
+from fedapp.deployment.gate import NODES_ONLY
 from fedapp.engines import control, deploy
 from fedapp.errors import BadRequest, counted, described
 from fedapp.results.directory import versions
@@ -103,10 +104,10 @@ def check(
 def _versions() -> Iterator[Finding]:
     found = versions()
     text = ", ".join(f"{name} {found[name]}" for name in ("fedapp", "flwr", "torch", "python"))
-    if gate.minor(found["flwr"]) == gate.FLOWER:
+    if minor(found["flwr"]) == FLOWER:
         yield Finding("versions", OK, text)
     else:
-        yield Finding("versions", FAIL, text, f"pip install 'flwr=={gate.FLOWER[0]}.{gate.FLOWER[1]}.*'")
+        yield Finding("versions", FAIL, text, f"pip install 'flwr=={FLOWER[0]}.{FLOWER[1]}.*'")
     folder = Path(sys.executable).parent
     path = os.pathsep.join([str(folder), os.environ.get("PATH", "")])
     programs = ("flower-superlink", "flower-supernode", "flower-superexec")
@@ -174,47 +175,43 @@ def _reach(address: str, root_certificates: Path | None, insecure: bool) -> Iter
     if not host or not port.isdigit():
         yield fail(f"'{address}' is not of the form HOST:PORT", "write it like superlink.example.org:8000")
         return
+    connection: http.client.HTTPConnection
     try:
-        raw = socket.create_connection((host, int(port)), timeout=10)
+        if insecure:
+            connection = http.client.HTTPConnection(host, int(port), timeout=10)
+        else:
+            context = ssl.create_default_context(cafile=str(root_certificates) if root_certificates else None)
+            connection = http.client.HTTPSConnection(host, int(port), timeout=10, context=context)
+        connection.connect()
     except socket.gaierror:
         yield fail(f"{host}: unknown host name", "check the name, or DNS, or /etc/hosts")
         return
     except ConnectionRefusedError:
         yield fail(f"{address} refuses connections", "start the SuperLink; in a container --host 0.0.0.0")
         return
+    except ssl.SSLCertVerificationError as e:
+        remedy = VERIFY_REMEDIES.get(e.verify_code, "take the ca.crt that signed the SuperLink's certificate")
+        yield fail(e.verify_message, remedy, "TLS")
+        return
+    except (ssl.SSLError, ConnectionResetError) as e:
+        yield fail(f"{address} does not speak TLS ({e})", "start the SuperLink with --ssl-certfile ...", "TLS")
+        return
     except OSError as e:
         yield fail(f"{address}: {e}", f"open port {port} (TCP, outgoing here, incoming there)")
         return
-    context: ssl.SSLContext | None = None
-    if insecure:
-        raw.close()
-        remedy = "only on loopback: anybody between the machines can read and change everything"
-        yield Finding("TLS", WARN, "plain HTTP was requested", remedy)
-    else:
-        try:
-            context = ssl.create_default_context(cafile=str(root_certificates) if root_certificates else None)
-            with context.wrap_socket(raw, server_hostname=host) as secure:
-                peer = dict(secure.getpeercert() or {})
-        except ssl.SSLCertVerificationError as e:
-            remedy = VERIFY_REMEDIES.get(e.verify_code, "take the ca.crt that signed the SuperLink's certificate")
-            yield fail(e.verify_message, remedy, "TLS")
-            return
-        except (ssl.SSLError, OSError) as e:
-            yield fail(f"{address} does not speak TLS ({e})", "start the SuperLink with --ssl-certfile ...", "TLS")
-            return
+    if isinstance(connection.sock, ssl.SSLSocket):
+        peer = dict(connection.sock.getpeercert() or {})
         start, end = (
             datetime.datetime.fromtimestamp(ssl.cert_time_to_seconds(str(peer[k])), datetime.UTC)
             for k in ("notBefore", "notAfter")
         )
         yield _validity("TLS", start, end, "trusted", "docker/certs.sh, then restart the SuperLink")
+    else:
+        remedy = "only on loopback: anybody between the machines can read and change everything"
+        yield Finding("TLS", WARN, "plain HTTP was requested", remedy)
 
     def get(path: str) -> tuple[http.client.HTTPResponse, bytes]:
-        connection = (
-            http.client.HTTPSConnection(host, int(port), timeout=10, context=context)
-            if context is not None
-            else http.client.HTTPConnection(host, int(port), timeout=10)
-        )
-        with contextlib.closing(connection):
+        with contextlib.closing(connection):  # the next request connects again
             connection.request("GET", path)
             reply = connection.getresponse()
             return reply, reply.read()
@@ -227,7 +224,7 @@ def _reach(address: str, root_certificates: Path | None, insecure: bool) -> Iter
         yield fail(f"{address} does not answer /health ({e})", "is it a SuperLink? with TLS?")
         return
     text = f"{address}/health: {reply.status}"
-    if said == gate.NODES_ONLY.encode():
+    if said == NODES_ONLY.encode():
         yield Finding("reachability", OK, f"{address} answers, and serves nodes only")
     elif reply.status != 200:
         yield fail(text, "see the SuperLink's log")
@@ -241,7 +238,7 @@ def _reach(address: str, root_certificates: Path | None, insecure: bool) -> Iter
         yield _clock(now - email.utils.parsedate_to_datetime(str(reply.getheader("Date"))).timestamp() - 0.5)
     with contextlib.suppress(OSError, http.client.HTTPException, ValueError, KeyError):
         theirs, ours = str(json.loads(get("/openapi.json")[1])["info"]["version"]), metadata.version("flwr")
-        same = gate.minor(theirs) == gate.minor(ours)
+        same = minor(theirs) == minor(ours)
         remedy = "" if same else "same minor version on all machines"
         yield Finding("flwr there", OK if same else FAIL, f"{theirs}, here {ours}", remedy)
 

@@ -57,32 +57,30 @@ class Forks:
     ForkServerUnavailable : not on this machine.
     """
 
+    name = "the warm process"
+
     def __init__(self, environment: Mapping[str, str]) -> None:
         if not sys.platform.startswith("linux"):
             raise ForkServerUnavailable(f"a warm process needs Linux, and this is {sys.platform}")
         self.folder = Path(tempfile.mkdtemp(prefix="fedapp-node-", dir=_root(environment)))
         self._environment = dict(environment)
         try:
-            self.process = self._start()
+            self.start()
         except BaseException:
             shutil.rmtree(self.folder, ignore_errors=True)
             raise
 
-    def revive(self) -> None:
-        """Start the process again after it has died, in the same folder, so that paths with it stay right.
+    def start(self) -> None:
+        """Start the process, after it has died again in the same folder, so that paths with it stay right.
 
         Raises
         ------
         ForkServerUnavailable : the folder is gone, and another user could make one of this name.
         """
-        if not self.folder.is_dir() or self.folder.stat().st_uid != os.geteuid():
-            raise ForkServerUnavailable(f"{self.folder} is gone: set TMPDIR to a folder that is not cleaned")
-        self.end()
-        self.process = self._start()
-
-    def _start(self) -> subprocess.Popen[bytes]:
         from fedapp.deployment import caller, warm  # they need Linux
 
+        if not self.folder.is_dir() or self.folder.stat().st_uid != os.geteuid():
+            raise ForkServerUnavailable(f"{self.folder} is gone: set TMPDIR to a folder that is not cleaned")
         place, script = self.folder / warm.PLACE, self.folder / PROGRAM
         place.unlink(missing_ok=True)
         if len(os.fsencode(place)) > 107:
@@ -94,10 +92,9 @@ class Forks:
         script.chmod(0o700)
         command = [sys.executable, "-P", warm.__file__, str(self.folder), program, entry.value, *LIBRARIES]
         # In a session of its own Ctrl-C reaches a fork once, through its caller.
-        process = subprocess.Popen(command, env=self._environment, stdin=subprocess.PIPE, start_new_session=True)
-        while not place.exists() and process.poll() is None:  # a caller that comes earlier starts the program itself
+        self.process = subprocess.Popen(command, env=self._environment, stdin=subprocess.PIPE, start_new_session=True)
+        while not place.exists() and self.process.poll() is None:  # an earlier caller starts the program itself
             time.sleep(0.005)
-        return process
 
     def path(self, after: str) -> str:
         """Return a `PATH` in which its program comes first."""

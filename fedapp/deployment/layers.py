@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
+from fedapp.deployment.asgi import App, Receive, Scope, Send
 from fedapp.errors import one_line
 
 LINE = 1000
@@ -28,7 +29,7 @@ ONLY: dict[str, tuple[str, ...]] = {
 """How the paths begin that a layer of Flower's does something for."""
 
 
-class Only:
+class PathFilter:
     """A layer for some paths. The path is the decoded one by which the app itself chooses what to call.
 
     Parameters
@@ -40,12 +41,7 @@ class Only:
         self.app, self.paths = app, paths
         self.layer = layer.cls(app, *layer.args, **layer.kwargs)
 
-    async def __call__(
-        self,
-        scope: MutableMapping[str, Any],
-        receive: Callable[[], Awaitable[Any]],
-        send: Callable[..., Awaitable[None]],
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         passes = scope["type"] == "http" and not scope["path"].startswith(self.paths)
         await (self.app if passes else self.layer)(scope, receive, send)
@@ -62,15 +58,10 @@ class UnavailableMiddleware:
     app : what lies below.   report : receives one line for each failure that the app leaves to the server.
     """
 
-    def __init__(self, app: Any, report: Callable[[str], object] = lambda text: None) -> None:
+    def __init__(self, app: App, report: Callable[[str], object] = lambda text: None) -> None:
         self.app, self.report = app, report
 
-    async def __call__(
-        self,
-        scope: MutableMapping[str, Any],
-        receive: Callable[[], Awaitable[Any]],
-        send: Callable[..., Awaitable[None]],
-    ) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one request."""
         begun = False
 
@@ -101,6 +92,6 @@ def narrow(app: Any) -> None:
     for layer in app.user_middleware:
         name = getattr(layer.cls, "__name__", "")
         if name == "FleetEventLogMiddleware" and app.state.fleet_event_log_plugin is None:
-            continue  # it would log to nobody
-        found.append(Middleware(Only, layer=layer, paths=ONLY[name]) if name in ONLY else layer)
+            continue  # no plugin gets its log
+        found.append(Middleware(PathFilter, layer=layer, paths=ONLY[name]) if name in ONLY else layer)
     app.user_middleware[:] = found

@@ -7,8 +7,8 @@ as unchanged weights, could list it first with other parts: the honest message w
 (database ``:flwr-in-memory:``) reach its receiver with parts missing.
 
 :func:`own_lists` replaces the stores of Flower 1.41 in this process. Shared objects have no parts there: all belong to
-the message itself, which nobody foresees (its name depends on its time and on what it answers), and the tree is kept as
-one more of them.
+the message itself, which cannot be foreseen (its name depends on its time and on what it answers), and the tree is kept
+as one more of them.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class SqlStore(_OwnLists, _BatchedStore):
         """Open the file, and make tables and indexes that are not there; return the tables' names.
 
         With each object that is removed, SQLite removes what refers to it. Without an index it reads whole tables for
-        that: the 5,000 objects of a reply took 26 seconds, in which nobody else could write.
+        that: the 5,000 objects of a reply took 26 seconds, in which no other request could write.
         """
         tables: list[str] = super().initialize(log_queries, **engine_kwargs)
         with self.session() as session:
@@ -167,7 +167,7 @@ class MemoryStore(_OwnLists, InMemoryObjectStore):
     """Flower's store in the memory of the process."""
 
     def preregister(self, run_id: int, object_tree: ObjectTree) -> list[str]:
-        """Register the objects of a message; meanwhile nobody removes one that it shares with another message."""
+        """Register the objects of a message; meanwhile no request removes one that it shares with another message."""
         with self.lock_store:
             return super().preregister(run_id, object_tree)
 

@@ -8,7 +8,7 @@ Flower's SuperNode has four gaps that one supervisor closes:
 - The first refusal ends it with code 0. Here only a signal does.
 - It does not notice that its executor has died. Here a helper that has died is started again.
 - Every user of the machine may take its tasks from its local port. Here only an executor that knows a secret may, as at
-  the server (:mod:`fedapp.deployment.gate`).
+  the server (:mod:`fedapp.deployment.executor`).
 
 Every line of the node and its helpers gets the time, and loses colours and control characters (:class:`Log`).
 """
@@ -27,15 +27,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from fedapp.deployment import gate
+from fedapp.deployment.asgi import App, Receive, Scope, Send, answer
+from fedapp.deployment.credentials import make_secrets_folder, write_secret
+from fedapp.deployment.executor import check_flower, executor_command
 from fedapp.deployment.forks import Forks, ForkServerUnavailable
 from fedapp.engines import control
 from fedapp.errors import BadRequest, plain
@@ -69,11 +70,7 @@ def serve(words: Sequence[str], cold: bool) -> int:
     ------
     BadRequest : another minor version of Flower is installed, or the node has neither a key nor `--insecure`.
     """
-    if gate.minor(metadata.version("flwr")) != gate.FLOWER:
-        raise BadRequest(
-            f"fedapp supernode knows Flower {gate.FLOWER[0]}.{gate.FLOWER[1]} only, and {metadata.version('flwr')} is "
-            "installed: install that version, or use flower-supernode"
-        )
+    check_flower("fedapp supernode", "use flower-supernode")
     names = {word.partition("=")[0] for word in words}
     if not names & {"--auth-supernode-private-key", "--insecure", "--help", "-h", "--version", "-V"}:
         raise BadRequest("--auth-supernode-private-key is needed: give the node's key, which docker/keys.sh makes")
@@ -86,7 +83,7 @@ def serve(words: Sequence[str], cold: bool) -> int:
     if config.isolation != "process":
         config.isolation, config.superexec_auth_secret = "process", secrets.token_bytes(32)
         node.warm(obstacle(words), cold)
-        node.executor = lambda: executor(config, node.folder())
+        node.helpers.append(Executor(config, node.folder))
     flower._parse_supernode_lifespan_config = lambda: config
     node.watch()
     code = 1
@@ -107,30 +104,43 @@ def obstacle(words: Sequence[str]) -> str:
     return "each run installs libraries of its own" if "--allow-runtime-dependency-installation" in words else ""
 
 
-def executor(config: Any, folder: Path) -> tuple[subprocess.Popen[bytes], Path]:
-    """Start Flower's executor, which starts a process for each message; return it and the folder of its secrets.
+class Executor:
+    """Flower's executor, which starts a process for each message.
 
     Parameters
     ----------
-    config : of Flower's SuperNode.   folder : this user's alone, for the secrets.
+    config : of Flower's SuperNode.   make_folder : makes a folder of this user alone, for the secrets.
     """
-    from flwr.supercore.address import resolve_bind_address
 
-    secret = folder / "superexec.secret"
-    secret.touch(0o600)
-    secret.write_bytes(config.superexec_auth_secret)
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    ca = config.runtime_root_certificates_path
-    command = [
-        sys.executable, "-P", "-c", "from fedapp.deployment.gate import superexec; superexec()", "flower-superexec",
-        "--runtime-api-address", resolve_bind_address(f"{host}:{config.port}"),
-        *(["--root-certificates", ca] if ca else ["--insecure"]),
-        "--superexec-auth-secret-file", str(secret),
-        "--parent-pid", str(os.getpid()),
-        *(["--allow-runtime-dependency-installation"] if config.runtime_dependency_install else []),
-    ]  # fmt: skip
-    # In a session of its own Ctrl-C reaches the node alone, which then ends it.
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True), folder
+    name = "flower-superexec"
+
+    def __init__(self, config: Any, make_folder: Callable[[], Path]) -> None:
+        self._config, self._make_folder = config, make_folder
+        self._folder = Path()
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it."""
+        from flwr.supercore.address import resolve_bind_address
+
+        self._folder, config = self._make_folder(), self._config
+        secret = self._folder / "superexec.secret"
+        write_secret(secret, config.superexec_auth_secret)
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        ca = config.runtime_root_certificates_path
+        options = ["--root-certificates", ca] if ca else ["--insecure"]
+        if config.runtime_dependency_install:
+            options.append("--allow-runtime-dependency-installation")
+        command = executor_command(resolve_bind_address(f"{host}:{config.port}"), secret, *options)
+        # In a session of its own Ctrl-C reaches the node alone, which then ends it.
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def end(self) -> None:
+        """End it and remove its secrets."""
+        if self.process is not None:
+            with contextlib.suppress(OSError):
+                self.process.terminate()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class Node:
@@ -138,7 +148,7 @@ class Node:
 
     Attributes
     ----------
-    executor : starts Flower's executor; None where another program does.
+    helpers : processes that are started again when they end; none where another program starts the messages.
 
     Parameters
     ----------
@@ -147,9 +157,7 @@ class Node:
 
     def __init__(self, about: Mapping[str, Any]) -> None:
         self._running_of: Callable[[int], bool] = lambda run: True
-        self.executor: Callable[[], tuple[subprocess.Popen[bytes], Path]] | None = None
-        self.forks: Forks | None = None
-        self._running: tuple[subprocess.Popen[bytes], Path] | None = None
+        self.helpers: list[Forks | Executor] = []
         self._watching, self._ending = threading.Thread(target=self._watch, daemon=True), threading.Event()
         self._acknowledged: float | None = None  # when; None before the SuperLink knows the node
         self._began = time.monotonic()
@@ -167,10 +175,10 @@ class Node:
             return Path(tempfile.mkdtemp(prefix=SECRETS))
         for old in self._root.glob(f"{SECRETS}*"):
             number = old.name.removeprefix(SECRETS)
-            if number == str(os.getpid()) or (number.isdecimal() and not psutil.pid_exists(int(number))):
+            if number.isdecimal() and not psutil.pid_exists(int(number)):
                 shutil.rmtree(old, ignore_errors=True)
         folder = self._root / f"{SECRETS}{os.getpid()}"
-        folder.mkdir(mode=0o700)
+        make_secrets_folder(folder)
         return folder
 
     def warm(self, reason: str, cold: bool) -> None:
@@ -180,8 +188,9 @@ class Node:
         try:
             if reason:
                 raise ForkServerUnavailable(reason)
-            self.forks = Forks(os.environ)
-            os.environ["PATH"] = self.forks.path(os.environ["PATH"])
+            forks = Forks(os.environ)
+            os.environ["PATH"] = forks.path(os.environ["PATH"])
+            self.helpers.append(forks)
         except ForkServerUnavailable as e:
             echo(f"fedapp supernode: the warm process cannot start, so messages start cold: {e}", err=True)
 
@@ -233,15 +242,12 @@ class Node:
         """Return the seconds since the last acknowledged heartbeat, or since the start."""
         return time.monotonic() - (self._began if self._acknowledged is None else self._acknowledged)
 
-    def healthy(self, app: Any) -> Callable[..., Awaitable[None]]:
+    def healthy(self, app: App) -> App:
         """Return an ASGI app that answers `/health` with 503 while the SuperLink takes the node for lost."""
 
-        async def asked(scope: Any, receive: Any, send: Any) -> None:
+        async def asked(scope: Scope, receive: Receive, send: Send) -> None:
             if scope["type"] == "http" and scope["path"] == "/health" and (silent := self.silence()) > OFFLINE:
-                text = f"no heartbeat was acknowledged for {silent:.0f} s"
-                head = [(b"content-type", b"text/plain"), (b"content-length", b"%d" % len(text))]
-                await send({"type": "http.response.start", "status": 503, "headers": head})
-                await send({"type": "http.response.body", "body": text.encode()})
+                await answer(send, 503, f"no heartbeat was acknowledged for {silent:.0f} s")
             else:
                 await app(scope, receive, send)
 
@@ -271,22 +277,17 @@ class Node:
             self._ending.wait(LOOK)
 
     def _revive(self) -> bool:
-        """Start what has ended; return whether a helper had died."""
+        """Start the helpers that do not run; return whether one had died."""
         died = False
-        if self.forks is not None and (code := self.forks.process.poll()) is not None:
-            died = True
-            echo(f"fedapp supernode: the warm process ended (code {code}) and is started again", err=True)
-            try:
-                self.forks.revive()
-            except (ForkServerUnavailable, OSError) as e:
-                self._give_up(f"the warm process cannot be started again ({e})")
-        if self._running is not None and (code := self._running[0].poll()) is not None:
-            died = True
-            echo(f"fedapp supernode: flower-superexec ended (code {code}) and is started again", err=True)
-            shutil.rmtree(self._running[1], ignore_errors=True)
-            self._running = None
-        if self.executor is not None and self._running is None and not self._ending.is_set():
-            self._running = self.executor()
+        for helper in self.helpers:
+            if helper.process is not None:
+                if (code := helper.process.poll()) is None:
+                    continue
+                died = True
+                echo(f"fedapp supernode: {helper.name} ended (code {code}) and is started again", err=True)
+                helper.end()
+            if not self._ending.is_set():
+                helper.start()
         return died
 
     def _give_up(self, why: str) -> None:
@@ -300,12 +301,8 @@ class Node:
         self._ending.set()
         if threading.current_thread() is not self._watching:
             self._watching.join()  # it may be starting a helper
-        if self._running is not None:
-            with contextlib.suppress(OSError):
-                self._running[0].terminate()
-            shutil.rmtree(self._running[1], ignore_errors=True)
-        if self.forks is not None:
-            self.forks.end()
+        for helper in self.helpers:
+            helper.end()
 
 
 def running(client: Any, node: int, run: int) -> bool:

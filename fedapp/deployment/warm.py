@@ -178,18 +178,16 @@ class ForkServer:
             return request
         for file in request.files:
             os.close(file)
-        try:
-            if pid > 0:
-                connection.send(b"\0")
-                connection.setblocking(False)
-                self.forks[pid] = connection
-                self.selector.register(connection, selectors.EVENT_READ, pid)
-                return None
-        except OSError:  # the caller is gone
-            self.forks[pid] = connection
-            os.kill(pid, signal.SIGKILL)
+        if pid < 0:
+            connection.close()
             return None
-        connection.close()
+        self.forks[pid] = connection
+        try:
+            connection.send(b"\0")
+            connection.setblocking(False)
+            self.selector.register(connection, selectors.EVENT_READ, pid)
+        except OSError:  # the caller is gone
+            os.kill(pid, signal.SIGKILL)
         return None
 
     def leave(self) -> None:
