@@ -57,7 +57,7 @@ from fedapp.errors import BadRequest
 from fedapp.lazy import F, Tensor, nn, torch
 from fedapp.learning import dp_sgd
 from fedapp.learning.dp_sgd import NoisySteps
-from fedapp.learning.evaluation import CONFUSION, Scores, batched, confusion, evaluate, measured
+from fedapp.learning.evaluation import Scores, batched, confusion, evaluate, measured
 from fedapp.learning.releases import Releaser
 from fedapp.learning.state import ClientStore, Stored
 from fedapp.learning.task import ModelSpec, Task
@@ -75,6 +75,7 @@ from fedapp.learning.training import (
 from fedapp.method import Arrays, BaseHParams, Method, Payload, Scalar
 from fedapp.models import build_model, is_own, weights
 from fedapp.models.copies import copied, redrawn
+from fedapp.settings.evaluation import CONFUSION
 from fedapp.transport import selection
 
 if TYPE_CHECKING:

@@ -16,12 +16,11 @@ from flwr.clientapp import ClientApp
 from clients.base import FedClient
 from fedapp import config as configuration
 from fedapp import plugins, process, sampling
-from fedapp.config import RunConfig
+from fedapp.config import RunConfig, dp_rules
 from fedapp.core import masks
 from fedapp.core.secure_sum import Unsafe
 from fedapp.data import partitions
 from fedapp.errors import BadRequest, plain
-from fedapp.learning import dp_rules
 from fedapp.learning.releases import Ledger, Releaser, path_of
 from fedapp.learning.state import MOST_ROUNDS, ClientStore, Expected, StateError
 from fedapp.learning.task import Task
@@ -261,7 +260,10 @@ def _answer(
     elif stage == "evaluate" and control.get("unseen"):
         arrays, count = {}, client.task.num_samples
         metrics = score_newcomer(
-            lambda alone: newcomer(context, config, control, alone), payload, server_round, config.adaptations
+            lambda alone: newcomer(context, config, control, alone),
+            payload,
+            server_round,
+            config.evaluation.adaptations,
         )
     elif stage == "evaluate":
         arrays, count = {}, client.task.num_samples

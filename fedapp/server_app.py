@@ -29,14 +29,13 @@ from flwr.serverapp import Grid, ServerApp
 from clients.base import FedClient
 from fedapp import __version__, process
 from fedapp import config as configuration
-from fedapp.config import RunConfig
+from fedapp.config import RunConfig, dp_rules
 from fedapp.core.secure_sum import threshold
 from fedapp.data import partitions
 from fedapp.data.card import data_card, in_lines
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest, counted, plain
 from fedapp.lazy import torch
-from fedapp.learning import dp_rules
 from fedapp.learning.evaluation import LOW_IS_GOOD, Scores, column, evaluate, measured
 from fedapp.learning.metrics import client_row, mean, summarise
 from fedapp.learning.state import StateError, write_safetensors
@@ -193,7 +192,7 @@ def buildable(infos: Sequence[ClientInfo], config: RunConfig) -> list[ClientInfo
     ------
     BadRequest : there is none; says what to do.
     """
-    found = [i for i in infos if i.model in (*MODEL_NAMES, *config.model_names)]
+    found = [i for i in infos if i.model in (*MODEL_NAMES, *config.model.names)]
     if not found:
         names = ", ".join(sorted({i.model for i in infos}))
         raise BadRequest(
@@ -212,9 +211,9 @@ class Run(Callbacks):
         self.out = out
         self.simulation = _simulated(grid)
         if self.simulation:
-            config.check_simulation()
+            configuration.check_simulation(config)
         else:
-            config.check_node()
+            configuration.check_node(config)
         self.method, self.hparams = config.method_and_hparams()
         robust = config.robust_rules(self.simulation)
         self.strategy: FedStrategy = self.method.strategy(
@@ -236,7 +235,7 @@ class Run(Callbacks):
             raise BadRequest(f"{out} already holds {counted(self.done, 'round')}; give --rounds {self.done} or more")
         if config.storage.resume:
             earlier = configuration.from_flat(configuration.read_toml(out / "config.toml"))
-            config.check_continues(earlier, self.done)
+            configuration.check_continues(config, earlier, self.done)
         identity = identities.of_files(config) | (identities.of_data(config) if self.simulation else {})
         if config.storage.resume:
             lost += self._compare(identity)
@@ -339,9 +338,9 @@ class Run(Callbacks):
 
         Only by a name of the zoo: code that a client names must not get into the run's configuration.
         """
-        theirs = [i.model for i in clients if config.model_of(i.client) == "auto" and i.model in MODEL_NAMES]
+        theirs = [i.model for i in clients if config.model.name_of(i.client) == "auto" and i.model in MODEL_NAMES]
         auto = Counter(theirs).most_common(1)[0][0] if theirs else "auto"
-        return ",".join(auto if name == "auto" else name for name in config.model_names)
+        return ",".join(auto if name == "auto" else name for name in config.model.names)
 
     def go(self) -> dict[str, Any]:
         """Run all rounds and write the summary."""
@@ -367,13 +366,13 @@ class Run(Callbacks):
         # Nodes that join later take part, and a resumed run does not draw again.
         names = (
             tasks.federated(config, config.data.clients).partition.names
-            if self.simulation and config.names_unseen
+            if self.simulation and config.evaluation.names_unseen
             else ()
         )
         self.extra.setdefault("unseen", list(config.unseen_of((i.client for i in present), names)))
         self.infos = [i for i in present if i.client not in self.extra["unseen"]]
-        config.check_liars(len(self.infos), self.simulation)
-        config.check_sums(len(self.infos))
+        configuration.check_liars(config, len(self.infos), self.simulation)
+        configuration.check_sums(config, len(self.infos))
         self._choose_model()
         self._data()
         self.scoring = scoring.scoring(
@@ -382,7 +381,7 @@ class Run(Callbacks):
         )  # fmt: skip
         self._warn_of_memory()
         self._state_privacy()
-        if self.simulation and config.keeps_models(len(self.infos)):
+        if self.simulation and config.evaluation.keeps_models(len(self.infos)):
             self.manager.control["models-dir"] = str(self.directory.client_models)
         find = self.method.warn
         warn = find(self.hparams, self.config.training.optimizer, self.config.training.augment) if find else None
@@ -643,7 +642,7 @@ class Run(Callbacks):
         write_json(self.out / "data_card.json", card.to_dict(), indent=2 if len(card.train) <= LISTED else None)
         (self.out / "data_card.txt").write_text(card.text(max_clients=LISTED) + "\n", encoding="utf-8")
         self.tell({"kind": "data", "text": card.text()})
-        if self.method.global_model and "global" in self.config.measured:
+        if self.method.global_model and "global" in self.config.evaluation.measured:
             self.central = data.central(self.device)
 
     def _context(self) -> ServerContext:
@@ -701,7 +700,7 @@ class Run(Callbacks):
 
     def _protocols(self, last: bool = False) -> list[str]:
         """Return the scores of clients; fine-tuned models are scored after the `last` round only."""
-        measured = [p for p in self.config.measured if p != "global"]
+        measured = [p for p in self.config.evaluation.measured if p != "global"]
         return [*measured, *(self._tuned if last else ())]
 
     def _believed_tests(self) -> float:
@@ -716,7 +715,7 @@ class Run(Callbacks):
 
     def _unseen_protocols(self) -> list[str]:
         """Return the scores of unseen clients."""
-        adapted = [f"unseen_{kind}@{n}" for n in self.config.adaptations for kind in ("trained", "local")]
+        adapted = [f"unseen_{kind}@{n}" for n in self.config.evaluation.adaptations for kind in ("trained", "local")]
         return ["unseen_received", *(f"unseen_{p}" for p in self._tuned), *adapted]
 
     def _best_round(self) -> int | None:
@@ -737,7 +736,7 @@ class Run(Callbacks):
         }
         row: dict[str, Any] = {"round": server_round, "clients": len(rows)}
         row |= summarise(rows.values(), protocols, further, most=self._believed_tests())
-        if self.method.global_model and "global" in config.measured:
+        if self.method.global_model and "global" in config.evaluation.measured:
             self._score_global(state)
             row["global_accuracy"] = self.global_scores.accuracy if self.global_scores else math.nan
             row["global_loss"] = self.global_scores.loss if self.global_scores else math.nan
@@ -779,9 +778,8 @@ class Run(Callbacks):
                 "clients are honest, choose robust if one may not be, or allow more with max-growth",
                 server_round,
             )
-        again = (
-            config.evaluation.final_training and "trained" in config.measured and config.federation.fraction_train < 1
-        )
+        scores = config.evaluation
+        again = scores.final_training and "trained" in scores.measured and config.federation.fraction_train < 1
         if again and server_round == config.federation.num_server_rounds:
             chosen = len(self.scoring.finalists)
             known = counted(len(self.infos), "client")
@@ -876,7 +874,7 @@ class Run(Callbacks):
             protocols = ["received"]
             # Before the row that may choose this round is written: a run that is killed in between finds the state.
             checkpoint.link(self.out / "checkpoint", result.round, self.out / SELECTED)
-        further = [column(name) for name in config.further_metrics]
+        further = [column(name) for name in config.evaluation.further_metrics]
         rows = {
             c: client_row(m, protocols, config.data.validation > 0, scores=further)
             for c, m in sorted(result.metrics.items())
@@ -962,8 +960,8 @@ class Run(Callbacks):
 
     def _finish(self, state: ServerState) -> dict[str, Any]:
         rounds = self.directory.table("rounds.csv")
-        if self.method.global_model and "global" in self.config.measured:
-            self._score_global(state, probabilities=bool(self.config.further_metrics))
+        if self.method.global_model and "global" in self.config.evaluation.measured:
+            self._score_global(state, probabilities=bool(self.config.evaluation.further_metrics))
             if self.global_scores is not None:
                 self.final["global_accuracy"] = self.global_scores.accuracy
                 self.final["global_balanced"] = self.global_scores.balanced
@@ -981,7 +979,7 @@ class Run(Callbacks):
         messaged = answered + rounds.get("dropped", none)
         evaluations = self.directory.table("evaluations.csv")
         accuracy = accuracy_summary(
-            rounds, evaluations, self.final, (*self.config.measured, *self._tuned), self._taking_part()
+            rounds, evaluations, self.final, (*self.config.evaluation.measured, *self._tuned), self._taking_part()
         )
         last = int(rounds["round"].max()) if len(answered) else 0
         scored = last if self.chosen is None else self.chosen
@@ -1034,7 +1032,7 @@ class Run(Callbacks):
         ----------
         final : final.csv.
         """
-        names = {m: column(m) for m in ("accuracy", "loss", *self.config.further_metrics)}
+        names = {m: column(m) for m in ("accuracy", "loss", *self.config.evaluation.further_metrics)}
         found = {
             p: {
                 own: over_clients(table[f"{p}_{own}"], low_is_good=name in LOW_IS_GOOD)
@@ -1050,7 +1048,9 @@ class Run(Callbacks):
         }
         scores = self.global_scores
         if scores is not None and self.central is not None:
-            further = measured(self.config.further_metrics, self.central[1].cpu().numpy(), scores.probabilities)
+            further = measured(
+                self.config.evaluation.further_metrics, self.central[1].cpu().numpy(), scores.probabilities
+            )
             values = {"accuracy": scores.accuracy, "loss": scores.loss, **further}
             found["global"] = {name: {"mean": value} for name, value in values.items()}
         return found

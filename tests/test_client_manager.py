@@ -309,7 +309,7 @@ def test_virtual_clients_that_take_turns_may_take_longer_than_the_limit_together
     grid = Slow(client_app, config.to_flat(), 6)
     clients = ClientManager(grid, Settings(wait_timeout=1.0, queued=True), {})
     own = federated(config, 6).partition.clients
-    members = [Member(c, len(s.train), len(s.test), config.model_of(c), (1, 8, 8)) for c, s in enumerate(own)]
+    members = [Member(c, len(s.train), len(s.test), config.model.name_of(c), (1, 8, 8)) for c, s in enumerate(own)]
     assert len({m.examples for m in members}) > 4, "or too few are asked for this test"
     assert len(clients.enrol(members, by_size=True)) == 6
 

@@ -49,7 +49,7 @@ def test_auto_is_the_methods_own_value() -> None:
 
 def test_models_are_dealt_by_client_id() -> None:
     dealt = from_flat({"model": "digits-a, digits-b,digits-c"})
-    assert [dealt.model_of(c) for c in range(5)] == ["digits-a", "digits-b", "digits-c", "digits-a", "digits-b"]
+    assert [dealt.model.name_of(c) for c in range(5)] == ["digits-a", "digits-b", "digits-c", "digits-a", "digits-b"]
 
 
 def test_balanced_every_round_on_digits_only_unless_said() -> None:

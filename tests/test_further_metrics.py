@@ -279,7 +279,7 @@ def test_real_nodes_import_no_code_that_a_server_names(tmp_path: Path, monkeypat
         with pytest.raises(BadRequest, match="is for simulations"):
             deploy.run({"metrics": metrics}, tmp_path / "out", None)
         with pytest.raises(BadRequest, match="is for simulations"):
-            config.from_flat({"dataset": "digits", "metrics": metrics}).check_node()
+            config.check_node(config.from_flat({"dataset": "digits", "metrics": metrics}))
 
 
 # ---- over clients ----------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def test_the_loaded_model_scores_what_final_csv_says(values: dict[str, Any], tin
     for client in final.index:
         net = fedapp.load(run.out, client)
         assert hits(net, run, client) == final.loc[client, "trained_correct"], client
-        assert not net.training and net.model.name == run.config.model_of(client)
+        assert not net.training and net.model.name == run.config.model.name_of(client)
         assert net.classes == tuple("0123456789") and net.kind == "image"
         assert f"client {client}, " in net.about and "after round 2 and one more local training" in net.about
         if values["method"] != "local":
@@ -185,8 +185,10 @@ def test_many_clients_keep_no_models_by_default(tiny: Any) -> None:
     from fedapp.config import from_flat
 
     auto = from_flat({})
-    assert auto.keeps_models(100) and not auto.keeps_models(101)
-    assert from_flat({"keep-models": True}).keeps_models(101) and not from_flat({"keep-models": False}).keeps_models(1)
+    assert auto.evaluation.keeps_models(100) and not auto.evaluation.keeps_models(101)
+    assert from_flat({"keep-models": True}).evaluation.keeps_models(101) and not from_flat(
+        {"keep-models": False}
+    ).evaluation.keeps_models(1)
 
 
 def test_a_model_that_does_not_predict_alone_warns(tiny: Any) -> None:

@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from fedapp import client_app
-from fedapp.config import from_flat
+from fedapp.config import check_node, dp_rules, from_flat
 from fedapp.core.privacy import Joint
 from fedapp.core.sums import FeatureSums
 from fedapp.engines import local
 from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest
-from fedapp.learning import dp_rules
 from fedapp.learning.releases import Ledger
 from fedapp.method import Reply
 from fedapp.models import build_model
@@ -326,10 +325,10 @@ def test_rows_that_the_published_numbers_do_not_fit_are_not_normalised_by_themse
 def test_what_a_node_would_send_beside_is_refused() -> None:
     config = from_flat({**NODES, "dp-test": True})
     with pytest.raises(BadRequest, match="takes noise from the seed, which protects nobody"):
-        config.check_node()
+        check_node(config)
     with pytest.raises(BadRequest, match="set protocols = 'global'"):
-        from_flat({**NODES, "protocols": "received,global"}).check_node()
-    from_flat(NODES).check_node()
+        check_node(from_flat({**NODES, "protocols": "received,global"}))
+    check_node(from_flat(NODES))
 
 
 def test_statistics_of_batchnorm_are_no_updates(tiny: Tiny, no_page: Any) -> None:

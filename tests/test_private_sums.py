@@ -13,12 +13,11 @@ import pytest
 from flwr.app import Message
 
 from fedapp import client_app
-from fedapp.config import from_flat
+from fedapp.config import dp_rules, from_flat
 from fedapp.core import masks, noise
 from fedapp.core.privacy import Joint, Privacy, noised, noised_steps, on_grid, step_of
 from fedapp.core.secure_sum import noise_share, threshold
 from fedapp.errors import BadRequest
-from fedapp.learning import dp_rules
 from fedapp.learning.releases import Ledger
 from fedapp.method import Reply
 from fedapp.tasks.node import Node

@@ -13,12 +13,14 @@ import pytest
 from flwr.app import Message
 
 from clients.ccvr import STATISTICS
+from fedapp import config as configuration
 from fedapp import registry
-from fedapp.config import RunConfig, from_flat
+from fedapp.config import from_flat
 from fedapp.core.robust import Robust
 from fedapp.engines.local import prepare
 from fedapp.errors import BadRequest
 from fedapp.results.runs import RunResult
+from fedapp.tasks import simulated
 from fedapp.transport import checkpoint
 from fedapp.transport.client_manager import ClientInfo, ClientManager, RoundFailed
 from fedapp.transport.records import INFO, METRICS
@@ -206,7 +208,8 @@ def test_a_round_of_too_few_replies_for_the_rule_ends_the_run(
     failing: list[int], good: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The check before the run cannot foresee which clients are left out later."""
-    monkeypatch.setattr(RunConfig, "check_liars", lambda *_, **__: None)
+    for module in (configuration, simulated):
+        monkeypatch.setattr(module, "check_liars", lambda *_, **__: None)
     settings: dict[str, Any] = {"method": "fedavg", "robust": "median", "min_replies": 0.4, **QUICK}
     if good == 3:
         assert federate(tmp_path / "run", failing, fails, **settings).summary["ok"]
@@ -217,9 +220,9 @@ def test_a_round_of_too_few_replies_for_the_rule_ends_the_run(
 
 def test_a_deployed_run_is_checked_with_the_clients_that_came() -> None:
     config = from_flat({"method": "fedavg", "robust": "multikrum", "robust-f": 1})
-    config.check_liars(10, simulation=False)  # half of ten are five
+    configuration.check_liars(config, 10, simulation=False)  # half of ten are five
     with pytest.raises(BadRequest, match="may end with 4 replies"):
-        config.check_liars(8, simulation=False)
+        configuration.check_liars(config, 8, simulation=False)
 
 
 def test_a_head_without_a_rule_of_its_own_takes_none_for_averages() -> None:

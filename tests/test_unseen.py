@@ -190,7 +190,7 @@ def test_a_share_is_drawn_by_the_seed_of_the_partition() -> None:
     assert len({settings.replaced(seed=s).unseen_of(range(10)) for s in range(6)}) > 1
     assert config.from_flat({"unseen": "7, 3,7"}).unseen_of(range(10)) == (3, 7)
     assert config.from_flat({}).unseen_of(range(10)) == ()
-    assert config.from_flat({"adapt-epochs": "5,0,2,2"}).adaptations == (2, 5)
+    assert config.from_flat({"adapt-epochs": "5,0,2,2"}).evaluation.adaptations == (2, 5)
 
 
 BAD = {

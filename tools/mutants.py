@@ -59,7 +59,7 @@ NAMED = {
     "fedapp/core/collaboration.py": ["tests/test_fedpac.py"],
     "fedapp/core/mixture.py": ["tests/test_fedghg.py"],
     "fedapp/core/prototypes.py": ["tests/test_fedtgp.py"],
-    "fedapp/learning/dp_rules.py": ["tests/test_private_runs.py"],
+    "fedapp/config/dp_rules.py": ["tests/test_private_runs.py"],
     "clients/_flower.py": ["tests/test_base.py", "tests/test_engine.py"],
     "clients/mutual.py": ["tests/test_fml.py", "tests/test_fedkd.py"],
     "fedapp/learning/optimizers.py": ["tests/test_training_options.py"],

@@ -19,15 +19,26 @@ import tomli_w
 from pydantic import ValidationError
 
 from fedapp import registry
-from fedapp.config.checks import check, check_training
-from fedapp.config.keys import DEFAULTS, FIELDS, GROUPS, KEYS, OTHER_NAMES, PROTOCOLS, RunConfig
+from fedapp.config.checks import (
+    check,
+    check_continues,
+    check_liars,
+    check_node,
+    check_simulation,
+    check_sums,
+    check_training,
+)
+from fedapp.config.keys import DEFAULTS, FIELDS, GROUPS, KEYS, OTHER_NAMES, RunConfig
 from fedapp.data.datasets import published
 from fedapp.errors import BadRequest, named_values, suggest
 from fedapp.learning.optimizers import check_optimizer, takes
 from fedapp.method import TrainDefaults
 from fedapp.models import default_model
 
-__all__ = ["DEFAULTS", "FIELDS", "GROUPS", "KEYS", "PROTOCOLS", "RunConfig"]
+__all__ = [
+    "DEFAULTS", "FIELDS", "GROUPS", "KEYS", "RunConfig", "check_continues", "check_liars", "check_node",
+    "check_simulation", "check_sums",
+]  # fmt: skip
 SHOWN = 80
 """Characters of a value that a message shows."""
 FORMER = ("cuda-graphs", "compile")
@@ -243,7 +254,7 @@ def _resolved(config: RunConfig) -> RunConfig:
     known = published(config.data.dataset)
     model = "auto" if known is None else default_model(known.shape)
     return config.replaced(
-        model=",".join(model if n == "auto" else n for n in config.model_names),
+        model=",".join(model if n == "auto" else n for n in config.model.names),
         lr=pick(config.training.lr, rates.lr_digits if config.data.dataset == "digits" else rates.lr),
         optimizer=optimizer,
         momentum=momentum,
@@ -321,7 +332,7 @@ def parse_value(key: str, text: str) -> Any:
     """
     if key not in KEYS:
         raise BadRequest(unknown_key(key, text, "--set "))
-    kind = str(FIELDS[key].annotation)
+    kind = f"{FIELDS[key].annotation}{FIELDS[key].metadata}".lower()
     if text == "auto" and "auto" in kind:
         return text
     or_auto = " or auto" if "auto" in kind else ""

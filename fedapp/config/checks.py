@@ -2,34 +2,100 @@
 
 from __future__ import annotations
 
-from fedapp import plugins
-from fedapp.config.keys import DEFAULTS, PROTOCOLS, RunConfig, share_of, whole_numbers
-from fedapp.core.robust import OWN_RULE, RULES, parsed
+import re
+from collections.abc import Iterable
+
+from fedapp import plugins, sampling
+from fedapp.config import dp_rules
+from fedapp.config.keys import DEFAULTS, RunConfig
+from fedapp.core.robust import OWN_RULE, RULES, needed, parsed
+from fedapp.core.secure_sum import flaw, threshold
 from fedapp.data import flower
 from fedapp.data.columns import roles
-from fedapp.data.datasets import check_name
+from fedapp.data.datasets import OWN, check_name
 from fedapp.data.partitions import NATURAL, PARTITION_KINDS
 from fedapp.errors import BadRequest, counted, suggest
 from fedapp.lazy import torch
-from fedapp.learning import dp_rules, evaluation
+from fedapp.learning import evaluation
 from fedapp.learning.optimizers import parse_schedule, takes
 from fedapp.learning.training import class_numbers, make_optimizer
 from fedapp.method import BaseHParams, Method
 from fedapp.models import MODEL_NAMES, ModelOptions, check_form, is_own, own
+from fedapp.settings import unless_auto
+from fedapp.settings.evaluation import ALWAYS, CONFUSION, PROTOCOLS, share_of, whole_numbers
+from fedapp.transport.client_manager import needed_replies
+
+_FEDERATION = re.compile(r"\A[a-z0-9-]{1,64}\Z")
+
+
+def refuse(rules: Iterable[tuple[object, str]]) -> None:
+    """Raise the message of the first rule that is broken.
+
+    Raises
+    ------
+    BadRequest : a rule is broken.
+    """
+    for broken, text in rules:
+        if broken:
+            raise BadRequest(text)
 
 
 def check(config: RunConfig) -> None:
     """Refuse settings that contradict each other, without reading any data."""
     method, hparams = config.method_and_hparams()
-    bad = [p for p in config.measured if p not in PROTOCOLS]
-    if bad or not config.measured:
-        raise BadRequest(f"protocols = '{config.evaluation.protocols}': choose from {', '.join(PROTOCOLS)}")
+    scores = config.evaluation
+    unknown = [p for p in scores.measured if p not in PROTOCOLS] or not scores.measured
+    refuse([(unknown, f"protocols = '{scores.protocols}': choose from {', '.join(PROTOCOLS)}")])
     _check_metrics(config)
     _check_unseen(config)
     roles(config.data.columns)
-    if not config.model_names:
-        raise BadRequest("model is empty: give one architecture, several with commas between them, or auto")
-    for name in config.model_names:
+    _check_model(config, method, hparams)
+    federation, sent = config.storage.federation, method.up_prefixes(hparams)
+    refuse([
+        (
+            federation and not federation.replace("-", "").replace("_", "").replace(".", "").isalnum(),
+            f"federation = '{federation}': use letters, digits, '-', '_' and '.' only",
+        ),
+        (
+            config.robustness.clip_update and not sent,
+            f"clip-update limits changes of model arrays, but {config.federation.method} sends none: leave it at 0",
+        ),
+    ])  # fmt: skip
+    _check_robust(config, method, hparams)
+    _check_sums(config, method, hparams)
+    dp_rules.check(config, method, hparams)
+    _check_partition(config)
+    rounds, every = config.federation.num_server_rounds, scores.evaluate_every
+    chooses = scores.select == "validation"
+    least, clients = unless_auto(config.federation.min_clients, 0), config.data.clients
+    refuse([
+        (
+            chooses and not config.data.validation,
+            "select = 'validation' needs validation images: hold some out with --set validation=0.1",
+        ),
+        (
+            chooses and "received" not in scores.measured,
+            f"select = 'validation' chooses by received, but protocols = '{scores.protocols}': measure it too",
+        ),
+        (
+            chooses and every > rounds,
+            f"select = 'validation' with evaluate-every = {every} evaluates none of {counted(rounds, 'round')}: lower "
+            "evaluate-every",
+        ),
+        (0 < clients < least, f"min-clients = {least}, but clients = {clients}: lower min-clients"),
+        (config.storage.resume and not config.storage.out, "resume needs out: give the run directory to continue"),
+    ])  # fmt: skip
+    check_name(config.data.dataset)
+    kind, kinds = config.data.partition, ("auto", *PARTITION_KINDS)
+    known = kind in kinds or flower.is_named(kind)
+    refuse([(not known, f"unknown partition '{kind}'{suggest(kind, kinds)}: choose from {', '.join(kinds)}")])
+
+
+def _check_model(config: RunConfig, method: Method, hparams: BaseHParams) -> None:
+    settings, names = config.model, config.model.names
+    several = len(set(names)) if len(set(names)) > 1 else 0
+    refuse([(not names, "model is empty: give one architecture, several with commas between them, or auto")])
+    for name in names:
         if is_own(name):
             check_form(name, config.model_options)
         elif name != "auto" and name not in MODEL_NAMES:
@@ -39,152 +105,134 @@ def check(config: RunConfig) -> None:
                 or f"unknown model '{name}'{suggest(name, known)}: choose from {', '.join(known)}, or name your own as "
                 "package.module:function"
             )
-    stored = ModelOptions(weights=config.model.weights, freeze=config.model.freeze, unit=config.model_options.unit)
-    if config.model_options != stored and not any(map(is_own, config.model_names)):
-        raise BadRequest(
-            "model-args, head, width and input-size are for own models (package.module:function): leave them out"
-        )
-    if config.model.weights and len(set(config.model_names)) > 1:
-        raise BadRequest(f"weights are of one architecture, but model = '{config.model.model}' names several: give one")
-    if config.model.freeze and not config.model.weights:
-        raise BadRequest("freeze keeps layers with stored weights as they are: give weights too, or leave it out")
-    if len(set(config.model_names)) > 1 and not method.heterogeneous:
-        raise BadRequest(
-            f"{config.federation.method} needs one architecture, but model = '{config.model.model}' names "
-            f"{len(set(config.model_names))}: give one, or choose a method that allows several (fedapp methods)"
-        )
-    if "features." in method.shared_prefixes(hparams) and len(set(config.model_names)) > 1:
-        raise BadRequest(
+    stored = ModelOptions(weights=settings.weights, freeze=settings.freeze, unit=config.model_options.unit)
+    refuse([
+        (
+            config.model_options != stored and not any(map(is_own, names)),
+            "model-args, head, width and input-size are for own models (package.module:function): leave them out",
+        ),
+        (
+            settings.weights and several,
+            f"weights are of one architecture, but model = '{settings.model}' names several: give one",
+        ),
+        (
+            settings.freeze and not settings.weights,
+            "freeze keeps layers with stored weights as they are: give weights too, or leave it out",
+        ),
+        (
+            several and not method.heterogeneous,
+            f"{config.federation.method} needs one architecture, but model = '{settings.model}' names {several}: give "
+            "one, or choose a method that allows several (fedapp methods)",
+        ),
+        (
+            several and "features." in method.shared_prefixes(hparams),
             f"{config.federation.method} with these method-args shares extractors, so all clients need one "
-            "architecture: "
-            "give one model, or change method-args"
-        )
-    if (
-        config.storage.federation
-        and not config.storage.federation.replace("-", "").replace("_", "").replace(".", "").isalnum()
-    ):
-        raise BadRequest(f"federation = '{config.storage.federation}': use letters, digits, '-', '_' and '.' only")
-    if config.robustness.clip_update and not method.up_prefixes(hparams):
+            "architecture: give one model, or change method-args",
+        ),
+    ])  # fmt: skip
+
+
+def _check_partition(config: RunConfig) -> None:
+    data, kind = config.data, config.data.partition
+    names = [n.strip() for n in data.class_names.split(",")]
+    named = flower.is_named(kind)
+    natural = kind in NATURAL or named
+    refuse([(
+        data.class_names and (not all(names) or len(set(names)) != len(names)),
+        f"class-names = '{data.class_names}': give different names with commas between them",
+    )])  # fmt: skip
+    for key in changed(config, "alpha", "classes-per-client") if natural else ():
         raise BadRequest(
-            f"clip-update limits changes of model arrays, but {config.federation.method} sends none: leave it at 0"
+            f"{key} is for drawn partitions, and partition = '{kind}' is not one: "
+            + (f"give {key.replace('-', '_')} in partition-args" if named else "leave it out")
         )
-    _check_robust(config, method, hparams)
-    _check_sums(config, method, hparams)
-    dp_rules.check(config, method, hparams, DEFAULTS)
-    names = [n.strip() for n in config.data.class_names.split(",")]
-    if config.data.class_names and (not all(names) or len(set(names)) != len(names)):
-        raise BadRequest(f"class-names = '{config.data.class_names}': give different names with commas between them")
-    named = flower.is_named(config.data.partition)
-    if config.data.partition in NATURAL or named:
-        changed = [k for k in ("alpha", "classes-per-client") if config.to_flat()[k] != DEFAULTS[k]]
-        if changed:
-            raise BadRequest(
-                f"{changed[0]} is for drawn partitions, and partition = '{config.data.partition}' is not one: "
-                + (f"give {changed[0].replace('-', '_')} in partition-args" if named else "leave it out")
-            )
-        if not named and config.data.split == "official":
-            raise BadRequest(
-                f"split = 'official' does not go with partition = '{config.data.partition}': use given or auto"
-            )
     if named:
-        flower.arguments(config.data.partition, config.data.partition_args)
-    elif config.data.partition_args:
-        raise BadRequest(
+        flower.arguments(kind, data.partition_args)
+    refuse([
+        (
+            kind in NATURAL and data.split == "official",
+            f"split = 'official' does not go with partition = '{kind}': use given or auto",
+        ),
+        (
+            data.partition_args and not named,
             "partition-args is for partitioners of flwr-datasets: give one, such as partition = "
-            "flwr:DirichletPartitioner"
-        )
-    if config.data.split == "given" and config.data.partition not in ("auto", *NATURAL):
-        raise BadRequest("split = 'given' goes with partition = 'by-client': choose official, merged or holdout")
-    if (config.data.partition == "file") != bool(config.data.partition_file):
-        raise BadRequest("partition = 'file' and partition-file go together: give both, or neither")
-    if config.evaluation.select == "validation":
-        if not config.data.validation:
-            raise BadRequest("select = 'validation' needs validation images: hold some out with --set validation=0.1")
-        if "received" not in config.measured:
-            raise BadRequest(
-                f"select = 'validation' chooses by received, but protocols = '{config.evaluation.protocols}': measure "
-                "it too"
-            )
-        if config.evaluation.evaluate_every > config.federation.num_server_rounds:
-            raise BadRequest(
-                f"select = 'validation' with evaluate-every = {config.evaluation.evaluate_every} evaluates none of "
-                f"{counted(config.federation.num_server_rounds, 'round')}: lower evaluate-every"
-            )
-    if config.federation.min_clients != "auto" and 0 < config.data.clients < config.federation.min_clients:
-        raise BadRequest(
-            f"min-clients = {config.federation.min_clients}, but clients = {config.data.clients}: lower min-clients"
-        )
-    if config.storage.resume and not config.storage.out:
-        raise BadRequest("resume needs out: give the run directory to continue")
-    check_name(config.data.dataset)
-    kinds = ("auto", *PARTITION_KINDS)
-    if config.data.partition not in kinds and not named:
-        raise BadRequest(
-            f"unknown partition '{config.data.partition}'{suggest(config.data.partition, kinds)}: choose from "
-            f"{', '.join(kinds)}"
-        )
+            "flwr:DirichletPartitioner",
+        ),
+        (
+            data.split == "given" and kind not in ("auto", *NATURAL),
+            "split = 'given' goes with partition = 'by-client': choose official, merged or holdout",
+        ),
+        (
+            (kind == "file") != bool(data.partition_file),
+            "partition = 'file' and partition-file go together: give both, or neither",
+        ),
+    ])  # fmt: skip
+
+
+def changed(config: RunConfig, *keys: str) -> list[str]:
+    """Return which of these keys have another value than their default."""
+    flat = config.to_flat()
+    return [key for key in keys if flat[key] != DEFAULTS[key]]
 
 
 def _check_robust(config: RunConfig, method: Method, hparams: BaseHParams) -> None:
-    guards = method.guarded_by(hparams)
-    given = f" with method-args = '{config.federation.method_args}'" if config.federation.method_args else ""
+    guards, settings = method.guarded_by(hparams), config.robustness
+    who = _with_args(config)
     try:
-        rules = parsed(config.robustness.robust)
+        rules = parsed(settings.robust)
     except ValueError as e:
-        raise BadRequest(f"robust = '{config.robustness.robust}': {e}") from e
-    if rules and not {"rules", OWN_RULE} & set(guards):
-        raise BadRequest(
-            f"robust is for averages of what clients send, and {config.federation.method}{given} has none that it "
-            "could guard: "
-            "leave it out, or choose another method"
-        )
-    if rules and "rules" not in guards and rules != (OWN_RULE,):
-        raise BadRequest(
-            f"robust = '{config.robustness.robust}': {config.federation.method}{given} has a rule of its own: use "
-            "robust = 'own'"
-        )
-    if rules == (OWN_RULE,) and OWN_RULE not in guards:
-        raise BadRequest(
-            f"robust = 'own': {config.federation.method}{given} has no rule of its own: choose from {', '.join(RULES)}"
-        )
-    if not rules and config.robustness.robust_f != DEFAULTS["robust-f"]:
-        raise BadRequest(
-            f"robust-f = {config.robustness.robust_f} says how many clients robust expects to lie: choose a rule too"
-        )
-    if (
-        config.robustness.count_cap != "auto"
-        and config.robustness.count_cap
-        and "count-cap" not in guards
-        and config.privacy.dp != "example"
-    ):
-        raise BadRequest(
-            f"count-cap limits the weights of clients, and {config.federation.method}{given} has none: leave it out"
-        )
-    if config.robustness.count_cap != "auto" and 0 != config.robustness.count_cap < 1:
-        raise BadRequest(f"count-cap = {config.robustness.count_cap:g}: must be 0, or at least 1 times the median")
+        raise BadRequest(f"robust = '{settings.robust}': {e}") from e
+    cap = unless_auto(settings.count_cap, 0.0)
+    refuse([
+        (
+            rules and not {"rules", OWN_RULE} & set(guards),
+            f"robust is for averages of what clients send, and {who} has none that it could guard: leave it out, or "
+            "choose another method",
+        ),
+        (
+            rules and "rules" not in guards and rules != (OWN_RULE,),
+            f"robust = '{settings.robust}': {who} has a rule of its own: use robust = 'own'",
+        ),
+        (
+            rules == (OWN_RULE,) and OWN_RULE not in guards,
+            f"robust = 'own': {who} has no rule of its own: choose from {', '.join(RULES)}",
+        ),
+        (
+            not rules and settings.robust_f != DEFAULTS["robust-f"],
+            f"robust-f = {settings.robust_f} says how many clients robust expects to lie: choose a rule too",
+        ),
+        (
+            cap and "count-cap" not in guards and config.privacy.dp != "example",
+            f"count-cap limits the weights of clients, and {who} has none: leave it out",
+        ),
+        (0 != cap < 1, f"count-cap = {cap:g}: must be 0, or at least 1 times the median"),
+    ])  # fmt: skip
+
+
+def _with_args(config: RunConfig) -> str:
+    """Return the method's id, with its arguments where there are any."""
+    args = config.federation.method_args
+    return config.federation.method + (f" with method-args = '{args}'" if args else "")
 
 
 def _check_sums(config: RunConfig, method: Method, hparams: BaseHParams) -> None:
     """Refuse what needs the replies of single clients where the server sees only their sum."""
     if not config.secure.secure_sum:
-        changed = [k for k in ("secure-dropout", "secure-colluders") if config.to_flat()[k] != DEFAULTS[k]]
-        if changed:
-            raise BadRequest(f"{changed[0]} is for secure sums: set secure-sum = true too, or leave it out")
+        for key in changed(config, "secure-dropout", "secure-colluders"):
+            raise BadRequest(f"{key} is for secure sums: set secure-sum = true too, or leave it out")
         return
-    given = f" with method-args = '{config.federation.method_args}'" if config.federation.method_args else ""
-    if method.sums(hparams) is None:
-        raise BadRequest(
-            f"secure-sum: {config.federation.method}{given} needs the reply of each client, and not only their sum: "
-            "leave it out, "
-            "or choose a method that averages (docs/secure-sums.md lists them)"
-        )
-    for key, why in (
-        ("robust", "compares single replies"),
-        ("max-abs", "looks at single values"),
-        ("count-cap", "changes the weights of single replies"),
-    ):
-        if config.to_flat()[key] != DEFAULTS[key]:
-            raise BadRequest(f"{key} {why}, which secure-sum hides from the server: use one of the two")
+    refuse([(
+        method.sums(hparams) is None,
+        f"secure-sum: {_with_args(config)} needs the reply of each client, and not only their sum: leave it out, or "
+        "choose a method that averages (docs/secure-sums.md lists them)",
+    )])  # fmt: skip
+    why = {
+        "robust": "compares single replies",
+        "max-abs": "looks at single values",
+        "count-cap": "changes the weights of single replies",
+    }
+    for key in changed(config, *why):
+        raise BadRequest(f"{key} {why[key]}, which secure-sum hides from the server: use one of the two")
 
 
 def _check_unseen(config: RunConfig) -> None:
@@ -202,9 +250,9 @@ def _check_unseen(config: RunConfig) -> None:
 
 
 def _check_metrics(config: RunConfig) -> None:
-    known = (*evaluation.ALWAYS, *evaluation.METRICS, evaluation.CONFUSION)
+    known = (*ALWAYS, *evaluation.METRICS, CONFUSION)
     taken = {*known, "correct", "total", "validation", *(evaluation.column(m) for m in evaluation.METRICS)}
-    for name in config.further_metrics:
+    for name in config.evaluation.further_metrics:
         module, _, function = name.partition(":")
         if not evaluation.is_own(name):
             if name not in known:
@@ -222,16 +270,149 @@ def _check_metrics(config: RunConfig) -> None:
 
 def check_training(config: RunConfig) -> None:
     """Refuse an optimizer, a schedule or weights that are not valid, or that leave a setting without effect."""
-    name = config.training.optimizer
-    if not takes(name, "momentum") and config.training.momentum:
-        raise BadRequest(f"momentum is for SGD and RMSprop: leave it at auto with optimizer = '{name}'")
-    if not takes(name, "weight_decay") and config.training.weight_decay:
-        raise BadRequest(f"{name} has no weight decay: leave weight-decay at auto, or choose another optimizer")
-    if name == "rprop" and config.training.lr_schedule_steps:
-        raise BadRequest("rprop uses lr for the first step of a round only: leave out lr-schedule-steps")
+    settings, name = config.training, config.training.optimizer
+    steps = settings.lr_schedule_steps
+    refuse([
+        (
+            settings.momentum and not takes(name, "momentum"),
+            f"momentum is for SGD and RMSprop: leave it at auto with optimizer = '{name}'",
+        ),
+        (
+            settings.weight_decay and not takes(name, "weight_decay"),
+            f"{name} has no weight decay: leave weight-decay at auto, or choose another optimizer",
+        ),
+        (name == "rprop" and steps, "rprop uses lr for the first step of a round only: leave out lr-schedule-steps"),
+    ])  # fmt: skip
     spec = config.train_spec()  # makes the rates of the rounds
-    if config.training.optimizer_args:
+    if settings.optimizer_args:
         make_optimizer([torch.nn.Parameter(torch.zeros(()))], spec)
-    if config.training.lr_schedule_steps:
-        parse_schedule("lr-schedule-steps", config.training.lr_schedule_steps)
-    class_numbers(config.training.class_weights)
+    if steps:
+        parse_schedule("lr-schedule-steps", steps)
+    class_numbers(settings.class_weights)
+
+
+def check_simulation(config: RunConfig) -> None:
+    """Refuse settings for real nodes, and ask for the data and state folders that only real nodes state themselves.
+
+    Raises
+    ------
+    BadRequest : a setting does not fit a simulation, or a folder is missing.
+    """
+    data, storage = config.data, config.storage
+    refuse([
+        (
+            data.class_names,
+            "class-names is for nodes with their own data (--engine deploy): leave it out, the data set has names",
+        ),
+        (
+            data.dataset in OWN and not data.data_dir,
+            f"dataset = '{data.dataset}' needs data-dir: give the path of your data",
+        ),
+    ])  # fmt: skip
+    for name in config.evaluation.further_metrics:
+        evaluation.metric(name)
+    refuse([(
+        storage.warm_start and not storage.state_dir,
+        "warm-start needs state-dir (and federation): give those of the earlier run",
+    )])  # fmt: skip
+
+
+def check_node(config: RunConfig) -> None:
+    """Refuse settings that a real node does not accept from a server.
+
+    Raises
+    ------
+    BadRequest : the run names a function of its own, which the node would have to import, a file that it would have
+        to read, or a federation by what is no name of a folder everywhere.
+    """
+    federation = config.storage.federation
+    refuse([(
+        federation and not _FEDERATION.match(federation),
+        f"federation = '{federation[:80]}': on real nodes it names a folder: give 1 to 64 small letters, digits or "
+        "hyphens",
+    )])  # fmt: skip
+    dp_rules.check_node(config)
+    own = [m for m in config.evaluation.further_metrics if evaluation.is_own(m)]
+    refuse([
+        (
+            config.data.partition_file,
+            "partition-file is for simulations, because a node reads no file that a server names",
+        ),
+        (
+            config.evaluation.confusion,
+            "metrics: 'confusion' is for simulations, because it tells how many samples of each class",
+        ),
+        (
+            own,
+            f"metrics: '{own[0] if own else ''}' is for simulations, because a node imports no code that a server "
+            f"names: choose from {', '.join((*ALWAYS, *evaluation.METRICS))}",
+        ),
+    ])  # fmt: skip
+
+
+def check_liars(config: RunConfig, clients: int, simulation: bool) -> None:
+    """Refuse rules that do not hold for the least number of replies that a round may have.
+
+    Parameters
+    ----------
+    clients : that take part in the training.
+
+    Raises
+    ------
+    BadRequest : there may be fewer replies than the rules need; the message says how many they need.
+    """
+    robust, settings = config.robust_rules(simulation), config.settings(simulation)
+    asked = len(sampling.sample_clients(config.federation.seed, 1, range(clients), settings.fraction))
+    least = needed_replies(settings.min_replies, asked)
+    need = needed(robust.averages, robust.f)
+    if least < need:
+        raise BadRequest(
+            f"robust = '{config.robustness.robust}' with robust-f = {robust.f} needs {counted(need, 'reply')} in "
+            f"every round, but a round "
+            f"asks {asked} of {counted(clients, 'client')} and may end with "
+            f"{counted(least, 'reply')}: lower robust-f, or raise "
+            + ("min-replies" if asked >= need else "clients or fraction-train")
+        )
+
+
+def check_sums(config: RunConfig, clients: int) -> None:
+    """Refuse secure sums that would hide nobody.
+
+    Parameters
+    ----------
+    clients : that take part in the training.
+
+    Raises
+    ------
+    BadRequest : a round asks too few clients for `secure-dropout` and `secure-colluders`.
+    """
+    if not config.secure.secure_sum:
+        return
+    asked = len(sampling.sample_clients(config.federation.seed, 1, range(clients), config.federation.fraction_train))
+    problem = flaw(asked, threshold(asked, config.secure.secure_dropout), config.secure.secure_colluders)
+    if problem:
+        raise BadRequest(
+            f"secure-sum with {counted(asked, 'client')} in a round: {problem}; raise clients or "
+            f"fraction-train, or lower "
+            "secure-dropout or secure-colluders"
+        )
+
+
+def check_continues(config: RunConfig, earlier: RunConfig, done: int) -> None:
+    """Refuse another number of rounds where it changes the learning rates of rounds that are done.
+
+    Parameters
+    ----------
+    earlier : the configuration of the run that is continued.   done : its complete rounds.
+
+    Raises
+    ------
+    BadRequest : says which number of rounds it was begun with.
+    """
+    if config.train_spec().rates[:done] != earlier.train_spec().rates[:done]:
+        raise BadRequest(
+            f"the learning rates of rounds 1 to {done} were made for "
+            f"{counted(earlier.federation.num_server_rounds, 'round')}: resume "
+            f"without --rounds, or start a new run (with the length in lr-schedule, such as T_max="
+            f"{earlier.federation.num_server_rounds}, more rounds can follow)"
+        )

@@ -98,7 +98,7 @@ def run(values: Mapping[str, Any], out: Path | None, superlink: str | None, dry_
     to = connection(superlink)
     resume = bool(values.get("resume", False))
     config = configuration.from_flat({**values, "resume": False})
-    config.check_node()
+    configuration.check_node(config)
     following.check(config.storage.track)
     if dry_run:
         runner.print_config(config)

@@ -28,7 +28,7 @@ Listener = Callable[[Mapping[str, Any]], None]
 def effective(values: Mapping[str, Any]) -> RunConfig:
     """Make the effective configuration of a simulation: `auto` resolved, number of clients set, paths absolute."""
     config = configuration.from_flat({**values, "resume": False})
-    config.check_simulation()
+    configuration.check_simulation(config)
     following.check(config.storage.track)
     if config.data.data_dir and not config.data.data_dir.startswith(HUB):
         config = config.replaced(data_dir=str(Path(config.data.data_dir).expanduser().absolute()))

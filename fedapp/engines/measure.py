@@ -108,7 +108,7 @@ def _largest(config: RunConfig, sizes: Sequence[int]) -> list[int]:
     """Return the client with the most training data of each architecture, the largest of all first."""
     found: dict[str, int] = {}
     for client in sorted(range(len(sizes)), key=lambda c: (-sizes[c], c)):
-        found.setdefault(config.model_of(client), client)
+        found.setdefault(config.model.name_of(client), client)
     return list(found.values())
 
 

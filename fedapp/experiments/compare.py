@@ -254,10 +254,10 @@ def _check_clients(jobs: Sequence[Job]) -> None:
 def _check_widths(config: RunConfig) -> None:
     """Refuse architectures whose heads do not fit together before clients register and the server notices."""
     method, hparams = config.method_and_hparams()
-    if len(set(config.model_names)) == 1:
+    if len(set(config.model.names)) == 1:
         return
-    widths = {head_width(name) for name in config.model_names if not is_own(name)}
-    if own_names := set(filter(is_own, config.model_names)):
+    widths = {head_width(name) for name in config.model.names if not is_own(name)}
+    if own_names := set(filter(is_own, config.model.names)):
         data = tasks.federated(config, config.data.clients)
         widths |= {
             head_width(name, data.dataset.num_classes, shape, config.model_options)

@@ -64,17 +64,17 @@ def beforehand(jobs: Sequence[Job]) -> list[str]:
     if not config.data.validation:
         raise BadRequest("--grid chooses on validation images: hold some out with --set validation=0.1")
     methods = dict.fromkeys(j.variant.method for j in jobs)
-    if not any(p in config.measured for p in choosing(jobs[0].variant.method)):
+    if not any(p in config.evaluation.measured for p in choosing(jobs[0].variant.method)):
         raise BadRequest(
             f"--grid: protocols = '{config.evaluation.protocols}' measures nothing on validation images, which "
             "clients hold out. "
             "Measure received and trained as well (--set protocols=received,trained,global): they choose the points"
         )
-    if "global" not in config.measured:
+    if "global" not in config.evaluation.measured:
         return []
     named: dict[str, list[str]] = {}
     for method in (m for m in methods if registry.get(m).global_model):
-        by = next(p for p in choosing(method) if p in config.measured)
+        by = next(p for p in choosing(method) if p in config.evaluation.measured)
         named.setdefault(by, []).extend(dict.fromkeys(j.variant.family for j in jobs if j.variant.method == method))
     return [
         f"--grid: global has no validation images, so {by} chooses for {', '.join(families)}; where the published "

@@ -17,7 +17,6 @@ import pandas as pd
 from rich.table import Column, Table
 from rich.text import Text
 
-from fedapp import config as configuration
 from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.errors import counted
 from fedapp.experiments.jobs import Job
@@ -39,9 +38,9 @@ from fedapp.results.statistics import (
     until,
 )  # fmt: skip
 from fedapp.results.terminal import Screen
+from fedapp.settings.evaluation import PROTOCOLS
 from fedapp.tasks import identity
 
-PROTOCOLS = configuration.PROTOCOLS
 TUNED = "tuned"
 """The score of methods that fine-tune; a table without such a method has no columns of it."""
 BALANCED = "balanced"

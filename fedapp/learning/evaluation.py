@@ -184,9 +184,6 @@ METRICS: Mapping[str, Metric] = {
     "ece": ece,
 }
 """Metrics that `metrics` may name beside `accuracy` and `loss`, which are always there."""
-ALWAYS = ("accuracy", "loss")
-CONFUSION = "confusion"
-"""What `metrics` may name too: no number but a matrix of each client, of its last scores in a simulation."""
 MOST_CONFUSED = 256
 """Largest number of classes with which a reply holds such a matrix."""
 LOW_IS_GOOD = ("loss", "ece")

@@ -47,11 +47,11 @@ from filelock import FileLock, Timeout
 from fedapp import __version__
 from fedapp.config import RunConfig, write_toml
 from fedapp.errors import BadRequest
-from fedapp.learning.evaluation import CONFUSION
 from fedapp.learning.metrics import tidy
 from fedapp.process import processor
 from fedapp.results.cells import cell, uncelled
 from fedapp.results.statistics import Floats, measured
+from fedapp.settings.evaluation import CONFUSION
 from fedapp.transport.client_manager import Dropped
 from fedapp.transport.offences import Blocked
 

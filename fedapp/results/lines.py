@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from fedapp.config import PROTOCOLS
 from fedapp.errors import counted
 from fedapp.results.statistics import percent
+from fedapp.settings.evaluation import PROTOCOLS
 
 
 def line(event: Mapping[str, Any]) -> str | None:

@@ -162,7 +162,7 @@ def _client(run: RunResult, config: RunConfig, client: int, point: str, allow: s
         **more,
         "method": config.federation.method,
         "method-args": config.federation.method_args,
-        "model": config.model_of(client),
+        "model": config.model.name_of(client),
         "model-options": dataclasses.asdict(config.model_options),
         "made-with": run.versions,
         "when": f"after its last training, in round {header.get('round')}",

@@ -52,6 +52,7 @@ from fedapp.results.statistics import (
     until,
 )  # fmt: skip
 from fedapp.results.terminal import Screen
+from fedapp.settings.evaluation import PROTOCOLS
 
 PAGE = "report.html"
 
@@ -193,7 +194,7 @@ def _client_table(run: RunResult) -> Table:
         client, tests = int(row["client"]), row.get(total, math.nan)
         rows.append(
             [
-                Cell(run.name_of(client)), run.config.model_of(client) if run.config is not None else "?",
+                Cell(run.name_of(client)), run.config.model.name_of(client) if run.config is not None else "?",
                 int(row["num_samples"]), tests if math.isnan(tests) else int(tests),
                 *(share(row[f"{p}_accuracy"]) for p in shown), *(share(row.get(f"{p}_balanced")) for p in shown),
                 share(majority[client] if client < len(majority) else None),
@@ -540,7 +541,7 @@ def _other_tables(comparison: Comparison) -> Iterable[tuple[str, int, Table]]:
         yield name[:1].upper() + name[1:], len(table), Table(table.columns, rows)
 
 
-def _protocols(runs: Sequence[RunResult], always: Sequence[str] = configuration.PROTOCOLS) -> list[str]:
+def _protocols(runs: Sequence[RunResult], always: Sequence[str] = PROTOCOLS) -> list[str]:
     """Return the scores that some run has, and those that `always` have a column, in the order of the tables."""
     return [p for p in PROTOCOL_TEXT if p in always or any(p in r.protocols for r in runs)]
 

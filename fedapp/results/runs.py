@@ -29,11 +29,11 @@ from fedapp.data.card import in_lines
 from fedapp.data.partitions import PARTITION_PARAMETER
 from fedapp.errors import BadRequest
 from fedapp.lazy import pd
-from fedapp.learning.evaluation import ALWAYS
 from fedapp.learning.metrics import mean, summarise
 from fedapp.results import forms
 from fedapp.results.cells import mapped, uncelled
 from fedapp.results.statistics import Ints, resolution, traffic, worst
+from fedapp.settings.evaluation import ALWAYS
 
 LONGEST = 400
 """Letters of the reason of a failure that are shown."""

@@ -1,6 +1,6 @@
 """The settings of a run in nine frozen groups: types, ranges and meanings."""
 
-from fedapp.settings._group import Auto, Group
+from fedapp.settings._group import Auto, Group, OrAuto, unless_auto
 from fedapp.settings.data import DataSettings
 from fedapp.settings.evaluation import EvaluationSettings
 from fedapp.settings.federation import FederationSettings
@@ -12,6 +12,7 @@ from fedapp.settings.storage import StorageSettings
 from fedapp.settings.training import TrainingSettings
 
 __all__ = [
-    "Auto", "DataSettings", "EvaluationSettings", "FederationSettings", "Group", "ModelSettings", "PrivacySettings",
-    "RobustnessSettings", "SecureSettings", "StorageSettings", "TrainingSettings",
+    "Auto", "DataSettings", "EvaluationSettings", "FederationSettings", "Group", "ModelSettings", "OrAuto",
+    "PrivacySettings", "RobustnessSettings", "SecureSettings", "StorageSettings", "TrainingSettings",
+    "unless_auto",
 ]  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedapp.settings._group import Auto, Group
+from fedapp.settings._group import AUTO, Auto, Group, OrAuto
 
 
 class DataSettings(Group):
@@ -81,8 +81,8 @@ class DataSettings(Group):
         "",
         description="the federation's classes, comma-separated, for nodes with their own data; empty = data set's",
     )
-    partition_seed: Annotated[int, Field(ge=0, lt=2**31)] | Auto = Field(
-        "auto",
+    partition_seed: Annotated[int, Field(ge=0, lt=2**31), OrAuto] = Field(
+        AUTO,
         description="seed of the data: which images are used, who holds them, which are held back; auto = seed, so "
         "that every seed has a partition of its own",
     )

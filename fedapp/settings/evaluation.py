@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field
 
+from fedapp.errors import BadRequest, is_number
 from fedapp.settings._group import Auto, Group
+
+PROTOCOLS = ("received", "trained", "global")
+ALWAYS = ("accuracy", "loss")
+CONFUSION = "confusion"
+"""What `metrics` may name too: a matrix of each client, of its last scores in a simulation."""
 
 
 class EvaluationSettings(Group):
@@ -58,3 +65,60 @@ class EvaluationSettings(Group):
         description="in a simulation: keep the final models of every client for fedapp.load, as scored and as "
         "received; auto = up to 100 clients",
     )
+
+    @cached_property
+    def measured(self) -> tuple[str, ...]:
+        """The scores that are measured."""
+        return tuple(p.strip() for p in self.protocols.split(",") if p.strip())
+
+    @cached_property
+    def adaptations(self) -> tuple[int, ...]:
+        """The numbers of local epochs after which unseen clients are scored, beside what they receive."""
+        return tuple(sorted({n for n in whole_numbers("adapt-epochs", self.adapt_epochs) if n > 0}))
+
+    @cached_property
+    def further_metrics(self) -> tuple[str, ...]:
+        """The metrics that are measured beside accuracy and loss, which are always there; with `auc` its classes."""
+        names = dict.fromkeys(n for m in self._metrics for n in ((m, "auc_classes") if m == "auc" else (m,)))
+        return tuple(m for m in names if m not in (*ALWAYS, CONFUSION))
+
+    @property
+    def confusion(self) -> bool:
+        """Whether the last evaluation measures confusion matrices."""
+        return CONFUSION in self._metrics
+
+    @property
+    def _metrics(self) -> list[str]:
+        return [m.strip() for m in self.metrics.split(",") if m.strip()]
+
+    @property
+    def names_unseen(self) -> bool:
+        """Whether unseen clients are given by name, which the data must have."""
+        return share_of(self.unseen) is None and not all(is_id(part.strip()) for part in self.unseen.split(","))
+
+    def keeps_models(self, clients: int) -> bool:
+        """Return whether a simulation with that many clients keeps their final models."""
+        return clients <= 100 if self.keep_models == "auto" else self.keep_models
+
+
+def share_of(text: str) -> float | None:
+    """Return a share such as 0.3; None if a text is none, as ids and names of clients."""
+    return float(text) if "." in text and is_number(text) else None
+
+
+def is_id(text: str) -> bool:
+    """Whether a text is the id of a client."""
+    return text.isascii() and text.isdigit()
+
+
+def whole_numbers(key: str, text: str) -> list[int]:
+    """Return the whole numbers of a text with commas between them.
+
+    Raises
+    ------
+    BadRequest : it holds something else.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(map(is_id, parts)):
+        raise BadRequest(f"{key} = '{text}': give whole numbers from 0 with commas between them")
+    return [int(part) for part in parts]

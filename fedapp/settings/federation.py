@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedapp.settings._group import Auto, Group
+from fedapp.settings._group import AUTO, Group, OrAuto
 
 
 class FederationSettings(Group):
@@ -17,11 +17,11 @@ class FederationSettings(Group):
     num_server_rounds: int = Field(20, ge=1, description="total number of rounds")
     fraction_train: float = Field(1.0, gt=0, le=1, description="share of clients per round")
     server_threads: int = Field(1, ge=1, le=1024, description="threads of the server's mathematics")
-    min_replies: Annotated[float, Field(gt=0, le=1)] | Auto = Field(
-        "auto", description="smallest share of good replies; auto = 1.0 in simulation, 0.5 in deployment"
+    min_replies: Annotated[float, Field(gt=0, le=1), OrAuto] = Field(
+        AUTO, description="smallest share of good replies; auto = 1.0 in simulation, 0.5 in deployment"
     )
-    min_clients: Annotated[int, Field(ge=1)] | Auto = Field(
-        "auto",
+    min_clients: Annotated[int, Field(ge=1), OrAuto] = Field(
+        AUTO,
         description="smallest number of clients that a run begins and goes on with, without those that are left out or "
         "blocked; auto = the share min-replies of them",
     )

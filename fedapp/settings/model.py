@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated
 
 from pydantic import Field
 
-from fedapp.settings._group import Auto, Group
+from fedapp.settings._group import AUTO, Group, OrAuto
 
 
 class ModelSettings(Group):
@@ -24,8 +25,17 @@ class ModelSettings(Group):
     freeze: str = Field(
         "", description="layers of a model with weights that are neither trained nor sent, such as features.layer1"
     )
-    input_size: Annotated[int, Field(ge=0, le=4096)] | Auto = Field(
-        "auto",
+    input_size: Annotated[int, Field(ge=0, le=4096), OrAuto] = Field(
+        AUTO,
         description="side in pixels to which an own model's images are resized; 0 = as they are; auto = with weights "
         "the size that torchvision states for its model, else 0",
     )
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The architectures, in the order in which they are assigned to clients."""
+        return tuple(m.strip() for m in self.model.split(",") if m.strip())
+
+    def name_of(self, client: int) -> str:
+        """Return the architecture of a client, which its id decides."""
+        return self.names[client % len(self.names)]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedapp.settings._group import Auto, Group
+from fedapp.settings._group import AUTO, Group, OrAuto
 
 
 class PrivacySettings(Group):
@@ -22,8 +22,8 @@ class PrivacySettings(Group):
         8.0, gt=0, le=100, description="most that a client's releases from its data may add up to, in all runs"
     )
     dp_delta: float = Field(1e-5, gt=0, le=1e-2, description="delta for which epsilon holds; below 1 / images")
-    dp_noise: Annotated[float, Field(ge=0.05, le=10_000)] | Auto = Field(
-        "auto",
+    dp_noise: Annotated[float, Field(ge=0.05, le=10_000), OrAuto] = Field(
+        AUTO,
         description="standard deviation of the noise in multiples of what one unit changes, with dp = sgd of the noise "
         "of a step in multiples of dp-clip; auto = so that the releases of this run spend dp-epsilon",
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
-from fedapp.settings._group import Auto, Group, NonNegative
+from fedapp.settings._group import AUTO, Group, NonNegative, OrAuto
 
 
 class RobustnessSettings(Group):
@@ -13,8 +15,8 @@ class RobustnessSettings(Group):
     max_abs: float = Field(
         10_000.0, gt=0, description="largest value in heads and in means of representations that the server takes"
     )
-    max_growth: NonNegative | Auto = Field(
-        "auto",
+    max_growth: Annotated[NonNegative, OrAuto] = Field(
+        AUTO,
         description="largest norm of a model as a multiple of 1 + that of the last round: a longer one of a client is "
         "dropped, and a round that would make one is void; 0 = no limit; auto = 10 on real nodes, else 0",
     )
@@ -29,8 +31,8 @@ class RobustnessSettings(Group):
         "median, trimmed, krum, multikrum, geomedian, such as norm+trimmed; own = the rule of cwFedAvg, FedGH or CCVR",
     )
     robust_f: int = Field(1, ge=0, description="clients of a round that may lie, for robust")
-    count_cap: float | Auto = Field(
-        "auto",
+    count_cap: Annotated[float, OrAuto] = Field(
+        AUTO,
         description="largest sample count that is believed, as a multiple of the clients' median; 0 = no limit; "
         "auto = 2 with robust, 10 on real nodes without secure-sum (which hides counts; CCVR 2), else 0. Pooled scores "
         "believe test counts so far too (auto = 10 on real nodes, else 0)",

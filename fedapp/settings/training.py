@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedapp.settings._group import Auto, Group, NonNegative, Positive
+from fedapp.settings._group import AUTO, Group, NonNegative, OrAuto
 
 
 class TrainingSettings(Group):
@@ -14,7 +14,7 @@ class TrainingSettings(Group):
 
     local_epochs: int = Field(2, ge=1, description="epochs of local training per round")
     batch_size: int = Field(16, ge=1, description="samples per step")
-    lr: Positive | Auto = Field("auto", description="learning rate")
+    lr: Annotated[float, Field(gt=0), OrAuto] = Field(AUTO, description="learning rate")
     optimizer: str = Field(
         "auto", description="local optimizer, new in every round: a class of torch.optim in lower case, such as adamw"
     )
@@ -31,9 +31,9 @@ class TrainingSettings(Group):
         "",
         description="the same over the steps of a round: its rates divided by lr are factors of the round's rate",
     )
-    momentum: Annotated[float, Field(ge=0, lt=1)] | Auto = Field("auto", description="momentum of SGD and RMSprop")
-    weight_decay: NonNegative | Auto = Field("auto", description="L2 weight decay")
-    clip: NonNegative | Auto = Field("auto", description="largest gradient norm; 0 = no limit")
+    momentum: Annotated[float, Field(ge=0, lt=1), OrAuto] = Field(AUTO, description="momentum of SGD and RMSprop")
+    weight_decay: Annotated[NonNegative, OrAuto] = Field(AUTO, description="L2 weight decay")
+    clip: Annotated[NonNegative, OrAuto] = Field(AUTO, description="largest gradient norm; 0 = no limit")
     class_weights: str = Field(
         "none",
         description="weights of the classes in the supervised loss: none, balanced (n / (C n_c) of each client's "

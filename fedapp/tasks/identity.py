@@ -45,7 +45,7 @@ def of_data(config: RunConfig) -> dict[str, str]:
 def of_files(config: RunConfig) -> dict[str, str]:
     """Return the SHA-256 of own code and of stored weights, as far as the files are here."""
     method, _ = config.method_and_hparams()
-    models = [own.target(name) for name in (*config.model_names, config.second_model) if is_own(name)]
+    models = [own.target(name) for name in (*config.model.names, config.second_model) if is_own(name)]
     classes = [f"{kind.__module__}:{kind.__name__}" for kind in (method.strategy, method.client)]
     others = [*map(str.strip, config.evaluation.metrics.split(",")), *classes]
     found = code_of([*models, *(t for t in others if t.partition(":")[0].split(".")[0] not in OWN_ROOMS)])

@@ -51,7 +51,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedapp import plugins, registry
-from fedapp.config import RunConfig
+from fedapp.config import RunConfig, check_node
 from fedapp.core.privacy import Privacy
 from fedapp.data import datasets, natural, partitions
 from fedapp.data.columns import PLAIN, Reading
@@ -212,7 +212,7 @@ class Node:
         BadRequest : it names own code that `allow` does not, or that would come from the working or the data folder, a
             method that is not allowed, a path of data, or lets a reply say something of classes with too few images.
         """
-        config.check_node()
+        check_node(config)
         if (self.peers or self.min_sum_clients) and not config.secure.secure_sum:
             asked = "peers" if self.peers else "min-sum-clients"
             raise BadRequest(
@@ -243,7 +243,7 @@ class Node:
                 "node and "
                 "name the folder with weights-dir in the node-config"
             )
-        for name in (self.model or config.model_of(self.client), config.second_model):
+        for name in (self.model or config.model.name_of(self.client), config.second_model):
             if not is_own(name):
                 continue
             code = own.target(name)

@@ -82,7 +82,7 @@ def scoring(config: RunConfig, sizes: Mapping[int, int], classes: int, simulatio
     ids = sorted(sizes)
     number = len(ids)
     a_round = len(sampling.sample_clients(config.federation.seed, 1, ids, config.federation.fraction_train))
-    again = config.evaluation.final_training and "trained" in config.measured
+    again = config.evaluation.final_training and "trained" in config.evaluation.measured
     finalists = number if not simulation or not (again or tunes) else min(number, max(FEW, ROUNDS * a_round))
     if config.evaluation.final_clients != "auto":
         finalists = min(number, int(config.evaluation.final_clients))
@@ -91,7 +91,7 @@ def scoring(config: RunConfig, sizes: Mapping[int, int], classes: int, simulatio
     if config.evaluation.balanced_clients != "auto":
         balanced = min(len(final), int(config.evaluation.balanced_clients))
     elif simulation and number > FEW_BALANCED:
-        scores = max(1, len({"received", "trained"} & set(config.measured)) + tunes)
+        scores = max(1, len({"received", "trained"} & set(config.evaluation.measured)) + tunes)
         steps = (
             config.federation.num_server_rounds * a_round * config.training.local_epochs * sum(sizes.values()) / number
         )
@@ -100,4 +100,4 @@ def scoring(config: RunConfig, sizes: Mapping[int, int], classes: int, simulatio
             images = min(UNION, max(LEAST, PER_CLASS * classes))
             balanced = min(len(final), max(FEW_BALANCED, int(budget / images)))
     chosen = sampling.some(config.federation.seed, "balanced-clients", final, balanced)
-    return Scoring(number, frozenset(final), frozenset(chosen), images, again, "received" in config.measured)
+    return Scoring(number, frozenset(final), frozenset(chosen), images, again, "received" in config.evaluation.measured)

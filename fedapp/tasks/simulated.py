@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedapp import process, sampling
-from fedapp.config import RunConfig
+from fedapp.config import RunConfig, check_liars
 from fedapp.data import datasets, flower, natural, partitions
 from fedapp.data.cache import file_identity
 from fedapp.data.columns import SHOWN
@@ -36,6 +36,7 @@ from fedapp.models import (
     own,
     weights,
 )
+from fedapp.settings.evaluation import CONFUSION
 from fedapp.tasks.public import PublicSource, draw_images, public_source
 
 Indices = NDArray[np.int64]
@@ -177,7 +178,7 @@ def federated(config: RunConfig, clients: int) -> FederatedData:
 
     unseen: tuple[int, ...] = ()
     if config.evaluation.unseen and clients:
-        unseen = config.unseen_of(range(clients), made(()).partition.names if config.names_unseen else ())
+        unseen = config.unseen_of(range(clients), made(()).partition.names if config.evaluation.names_unseen else ())
     data = made(unseen)
     return replace(data, sizes=tuple(with_weights(config, i) for i in data.sizes)) if config.model.weights else data
 
@@ -185,7 +186,7 @@ def federated(config: RunConfig, clients: int) -> FederatedData:
 def with_weights(config: RunConfig, inputs: InputSpec) -> InputSpec:
     """Return how images are normalised: with `auto` as the run's weights of torchvision want it, else as given."""
     known = (
-        weights.preprocessing(config.model_names[0])
+        weights.preprocessing(config.model.names[0])
         if config.model.weights and config.data.normalise == "auto"
         else None
     )
@@ -319,7 +320,7 @@ def check_moments(config: RunConfig, inputs: InputSpec) -> None:
     if config.privacy.dp == "none" or config.data.normalise != "auto":
         return
     known = datasets.published(config.data.dataset)
-    pretrained = weights.preprocessing(config.model_names[0]) if config.model.weights else None
+    pretrained = weights.preprocessing(config.model.names[0]) if config.model.weights else None
     if inputs.mean not in (known and known.mean, pretrained and pretrained[1]):
         raise BadRequest(
             f"dp = '{config.privacy.dp}': normalise = 'auto' takes mean and deviation of your own data, since no "
@@ -337,7 +338,7 @@ def check(config: RunConfig, clients: int) -> FederatedData:
     """
     datasets.load(config.data.dataset, config.data.data_dir or None, config.reading)  # what is there now
     data = federated(config, clients)
-    config.check_liars(clients - len(config.unseen_of(range(clients), data.partition.names)), simulation=True)
+    check_liars(config, clients - len(config.unseen_of(range(clients), data.partition.names)), simulation=True)
     for inputs in data.sizes:
         check_moments(config, inputs)
     others = data.dataset.unlike()
@@ -371,9 +372,9 @@ def check(config: RunConfig, clients: int) -> FederatedData:
     if config.second_model and data.dataset.parts:
         _check_second(config, data)
     class_weights(config.training.class_weights, torch.zeros(0, dtype=torch.int64), data.dataset.num_classes)
-    if config.confusion and data.dataset.num_classes > evaluation.MOST_CONFUSED:
+    if config.evaluation.confusion and data.dataset.num_classes > evaluation.MOST_CONFUSED:
         raise BadRequest(
-            f"metrics: '{evaluation.CONFUSION}' is for at most {evaluation.MOST_CONFUSED} classes, and the data have "
+            f"metrics: '{CONFUSION}' is for at most {evaluation.MOST_CONFUSED} classes, and the data have "
             f"{data.dataset.num_classes}: leave it out"
         )
     if config.training.precision == "bf16" and not bf16_works():
@@ -400,9 +401,9 @@ def _check_second(config: RunConfig, data: FederatedData) -> None:
 
 def architectures(config: RunConfig, data: FederatedData) -> dict[tuple[str, tuple[int, ...]], int]:
     """Return a client for each architecture of a run and each shape of samples that it is built for."""
-    found = {} if data.dataset.parts else {(name, data.inputs.shape): 0 for name in config.model_names}
+    found = {} if data.dataset.parts else {(name, data.inputs.shape): 0 for name in config.model.names}
     for client in range(len(data.partition.clients)) if data.dataset.parts else ():
-        found.setdefault((config.model_of(client), data.size_of(client).shape), client)
+        found.setdefault((config.model.name_of(client), data.size_of(client).shape), client)
     return found
 
 
@@ -449,7 +450,7 @@ def simulated_task(
 
 def model_for(config: RunConfig, client: int, inputs: InputSpec) -> str:
     """Return the architecture of a client; `auto`, which the user's own data decide, is replaced here."""
-    name = config.model_of(client)
+    name = config.model.name_of(client)
     return default_model(inputs.shape) if name == "auto" else name
 
 
@@ -469,17 +470,17 @@ def settled(config: RunConfig, clients: int) -> RunConfig:
     ------
     BadRequest : the data are not there, or no model is the default for them.
     """
-    if config.data.partition == "auto" or "auto" in config.model_names:
+    if config.data.partition == "auto" or "auto" in config.model.names:
         dataset = datasets.load(config.data.dataset, config.data.data_dir or None, config.reading)
         partition = default_partition(dataset) if config.data.partition == "auto" else config.data.partition
         shapes = {part.shape for part in dataset.parts or (dataset,)}
-        models = {default_model(shape) for shape in shapes} if "auto" in config.model_names else {""}
+        models = {default_model(shape) for shape in shapes} if "auto" in config.model.names else {""}
         if len(models) > 1:
             raise BadRequest(
                 f"model = auto would be {' and '.join(sorted(models))} for samples of these sizes: name the models"
             )
         [model] = models
-        names = ",".join(model if n == "auto" else n for n in config.model_names)
+        names = ",".join(model if n == "auto" else n for n in config.model.names)
         config = config.replaced(model=names, partition=partition)
     if config.data.clients == 0:
         kind = config.data.partition
@@ -511,9 +512,9 @@ def assemble(
         y_test=test[1],
         train=config.train_spec(),
         buffers=config.training.buffers,
-        protocols=tuple(p for p in config.measured if p != "global"),
-        metrics=config.further_metrics,
-        confusion=config.confusion,
+        protocols=tuple(p for p in config.evaluation.measured if p != "global"),
+        metrics=config.evaluation.further_metrics,
+        confusion=config.evaluation.confusion,
         options=config.model_options,
         privacy=config.mechanism,
         extras=extras,

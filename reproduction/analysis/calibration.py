@@ -97,7 +97,7 @@ def layer_cka(run: RunResult, clients: int = 10, images: int = 300) -> tuple[lis
     layers: dict[str, dict[int, str]] = {}
     for client, model in models.items():
         *inner, last, head = layers_of(model)
-        prefix = f"{config.model_of(client)} " if len(config.model_names) > 1 else ""
+        prefix = f"{config.model.name_of(client)} " if len(config.model.names) > 1 else ""
         for shown, name in ({prefix + n: n for n in inner} | {"features": last, "head": head}).items():
             layers.setdefault(shown, {})[client] = name
     ends = ("features", "head")

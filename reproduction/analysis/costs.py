@@ -45,7 +45,7 @@ def cost(run: RunResult) -> Cost:
     config, (method, hparams) = config_of(run), method_of(run)
     data = data_of(run)  # which checks that they are those of the run
     sizes = counts_of(run).sum(axis=1)
-    built = [(config.model_of(client), data.size_of(client).shape) for client in range(len(sizes))]
+    built = [(config.model.name_of(client), data.size_of(client).shape) for client in range(len(sizes))]
     per_image: dict[tuple[str, tuple[int, ...]], float] = {}
     for client, name in enumerate(built):
         if name in per_image:
@@ -77,7 +77,7 @@ def head_bytes(run: RunResult) -> tuple[int, int, float]:
     config, (method, hparams) = config_of(run), method_of(run)
     if method.up_prefixes(hparams) != ("head.",) or method.extra_up:
         raise Unavailable(f"{run.method} sends other arrays than the head", "fedapp run --method fedclassavg ...")
-    name = config.model_names[0]
+    name = config.model.names[0]
     data = data_of(run) if is_own(name) else None
     facts = () if data is None else (data.dataset.num_classes, data.inputs.shape, config.model_options)
     return head_width(name, *facts), len(run.classes), float(run.summary["bytes_up"])

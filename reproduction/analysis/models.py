@@ -104,7 +104,7 @@ def client_models(run: RunResult, limit: int | None = None) -> dict[int, SplitMo
     config, stored = config_of(run), list(client_arrays(run).items())[:limit]
     return {
         client: _model(
-            run, config.model_of(client), {n[6:]: a for n, a in arrays.items() if n.startswith("model/")}, client
+            run, config.model.name_of(client), {n[6:]: a for n, a in arrays.items() if n.startswith("model/")}, client
         )
         for client, (_, arrays) in stored
     }
@@ -116,7 +116,7 @@ def initial_arrays(run: RunResult) -> Arrays:
     data, config = data_of(run), config_of(run)
     seed = sampling.server_model_seed(run.seed)
     options = config.model_options
-    spec = ModelSpec(config.model_names[0], data.dataset.num_classes, data.inputs.shape, seed, options)
+    spec = ModelSpec(config.model.names[0], data.dataset.num_classes, data.inputs.shape, seed, options)
     arrays: Arrays = method.client.initial_arrays(spec, method, hparams, config.training.buffers)
     return arrays
 
@@ -156,7 +156,7 @@ def _published(run: RunResult) -> tuple[Arrays, Mapping[str, Any]]:
 
 def global_model(run: RunResult, calibrated: bool = True) -> SplitModel:
     """Build the global model after the last round, in evaluation mode; see `global_arrays`."""
-    model = _model(run, config_of(run).model_names[0], global_arrays(run, calibrated))
+    model = _model(run, config_of(run).model.names[0], global_arrays(run, calibrated))
     if calibrated:  # a calibrated head may take representations after Tukey's transform
         method_of(run)[0].client.configure_model(model, _published(run)[1])
     return model

@@ -5,10 +5,11 @@ Each rule is one line that says what would break the statement and what to do in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from fedapp.config.keys import DEFAULTS, RunConfig
 from fedapp.core.noise import STEPS
 from fedapp.core.privacy import Privacy, step_of
 from fedapp.core.secure_sum import noise_share
@@ -20,12 +21,12 @@ CLIENTS = 1000
 """Number of clients in a round from which noise on the updates of whole clients is recommended."""
 
 
-def check(config: Any, method: Method, hparams: BaseHParams, defaults: Mapping[str, Any]) -> None:
+def check(config: RunConfig, method: Method, hparams: BaseHParams) -> None:
     """Refuse settings that contradict `dp`.
 
     Parameters
     ----------
-    config : a `RunConfig`, not resolved yet.   defaults : every key with its default.
+    config : a `RunConfig`, not resolved yet.
 
     Raises
     ------
@@ -34,7 +35,7 @@ def check(config: Any, method: Method, hparams: BaseHParams, defaults: Mapping[s
     unit, name = config.privacy.dp, config.federation.method
     if unit == "none":
         keys = ("dp-epsilon", "dp-delta", "dp-noise", "dp-clip", "dp-test")
-        given = [k for k in keys if config.to_flat()[k] != defaults[k]]
+        given = [k for k in keys if config.to_flat()[k] != DEFAULTS[k]]
         if given:
             raise BadRequest(f"{given[0]} is for runs with noise: choose dp = 'example', 'sgd' or 'client' too")
         return
@@ -51,7 +52,7 @@ def check(config: Any, method: Method, hparams: BaseHParams, defaults: Mapping[s
             f"{other}"
         )
     _check_common(config)
-    if unit != "sgd" and config.privacy.dp_clip != defaults["dp-clip"]:
+    if unit != "sgd" and config.privacy.dp_clip != DEFAULTS["dp-clip"]:
         raise BadRequest("dp-clip is for dp = 'sgd': leave it out")
     if unit == "sgd":
         _check_sgd(config)
@@ -63,13 +64,13 @@ def check(config: Any, method: Method, hparams: BaseHParams, defaults: Mapping[s
     _check_example(config, method, hparams)
 
 
-def _refuse(config: Any, rules: Iterable[tuple[Any, str]]) -> None:
+def _refuse(config: RunConfig, rules: Iterable[tuple[Any, str]]) -> None:
     for broken, text in rules:
         if broken:
             raise BadRequest(f"dp = '{config.privacy.dp}': {text}")
 
 
-def _check_common(config: Any) -> None:
+def _check_common(config: RunConfig) -> None:
     rules = (
         (
             config.storage.lost_state == "restart",
@@ -96,7 +97,7 @@ def _check_common(config: Any) -> None:
     _refuse(config, rules)
 
 
-def _check_sgd(config: Any) -> None:
+def _check_sgd(config: RunConfig) -> None:
     rules = (
         (
             config.training.precision != "fp32",
@@ -115,7 +116,7 @@ def _check_sgd(config: Any) -> None:
     _refuse(config, rules)
 
 
-def _check_example(config: Any, method: Method, hparams: BaseHParams) -> None:
+def _check_example(config: RunConfig, method: Method, hparams: BaseHParams) -> None:
     least = getattr(hparams, method.per_class, 1) if method.per_class else 1
     rules = (
         (least > 1, f"{method.per_class} is a threshold on true counts: leave it at 1, all classes are sent"),
@@ -138,14 +139,14 @@ def _check_example(config: Any, method: Method, hparams: BaseHParams) -> None:
             "robust compares single clients, whose statistics are mostly noise: leave it out",
         ),
         (
-            len(set(config.model_names)) > 1,
+            len(set(config.model.names)) > 1,
             "extractors stay as they are given, and means of different ones say nothing together: give one model",
         ),
     )
     _refuse(config, rules)
 
 
-def check_node(config: Any) -> None:
+def check_node(config: RunConfig) -> None:
     """Refuse settings with which real nodes would send more than their noised numbers.
 
     Raises
@@ -154,7 +155,7 @@ def check_node(config: Any) -> None:
     """
     if config.privacy.dp_test:
         raise BadRequest("dp-test takes noise from the seed, which protects nobody: leave it out on real nodes")
-    if config.privacy.dp != "none" and set(config.measured) != {"global"}:
+    if config.privacy.dp != "none" and set(config.evaluation.measured) != {"global"}:
         raise BadRequest(f"dp = '{config.privacy.dp}': real nodes send no exact scores: set protocols = 'global'")
 
 
