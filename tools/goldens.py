@@ -133,9 +133,8 @@ def difference(base: Any, this: Any) -> str:
             return f"has {keys!r:.300}, the base {base_keys!r:.300}"
         parts: Iterable[Any] = base_keys
     elif isinstance(base, list) and isinstance(this, list) and all(isinstance(v, str) for v in (*base, *this)):
-        lines = [
-            line for line in difflib.unified_diff(base, this, n=0, lineterm="") if line[:2] not in ("--", "++", "@@")
-        ]
+        changed = list(difflib.unified_diff(base, this, n=0, lineterm=""))[2:]
+        lines = [line for line in changed if not line.startswith("@@")]
         return f"{len(lines)} lines: {lines!r:.300}" if lines else ""
     elif isinstance(base, list) and isinstance(this, list):
         parts = range(min(len(base), len(this)))
