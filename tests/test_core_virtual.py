@@ -1,4 +1,4 @@
-"""Virtual features: worked numbers, factors of singular covariances, moments and streams of draws, separability."""
+"""Virtual features: worked numbers, factors of singular covariances, moments and streams of draws."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from fedapp.core.virtual import (
     factorise,
     gaussian_of,
     sample,
-    separability,
     virtual_features,
 )
 
@@ -227,42 +226,3 @@ def test_jitter_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(virtual, "EIGH_LIMIT", 0)
     expected = factorise(statistics.cov(0)).jitter
     assert virtual_features(statistics, 2, 0)[2] == {0: expected} and expected > 0
-
-
-# Separability
-
-
-def sliced_wasserstein(a: tuple[np.ndarray, ...], b: tuple[np.ndarray, ...], directions: np.ndarray) -> np.ndarray:
-    """Squared distances of two Gaussians (mean, covariance) along each direction, one by one."""
-    (mean_a, cov_a), (mean_b, cov_b) = a, b
-    shifts = np.array([t @ mean_a - t @ mean_b for t in directions])
-    return shifts**2 + np.array([np.sqrt(t @ cov_a @ t) - np.sqrt(t @ cov_b @ t) for t in directions]) ** 2
-
-
-def test_sliced_wasserstein_worked_numbers() -> None:
-    h = np.sqrt(0.5)
-    directions = np.array([[1, 0], [0, 1], [h, h], [h, -h]])
-    squared = sliced_wasserstein((np.array([2.5, 1.5]), SIGMA_0), (MU_1, SIGMA_1), directions)
-    np.testing.assert_allclose(squared, [1.690165, 12.334678, 2.422382, 11.588966], atol=2e-6)
-
-
-@pytest.mark.parametrize("form", get_args(Form))
-def test_separability_is_the_mean_over_pairs(form: Form) -> None:
-    rng = np.random.default_rng(3)
-    y = np.repeat([0, 1, 3], [20, 25, 30])
-    statistics = moments(rng.normal(size=(75, 6)) * (1 + y[:, None]) + y[:, None], y, 5, form)
-    directions = np.random.default_rng([4, virtual.STREAM]).standard_normal((20, 6))
-    directions /= np.linalg.norm(directions, axis=1, keepdims=True)
-    found = {c: (statistics.means[c], statistics.cov(c)) for c in (0, 1, 3)}
-    if form == "diag":
-        found = {c: (mean, np.diag(variances)) for c, (mean, variances) in found.items()}
-    pairs = ((0, 1), (0, 3), (1, 3))
-    distances = [np.sqrt(sliced_wasserstein(found[i], found[j], directions).mean()) for i, j in pairs]
-    assert separability(statistics, seed=4, directions=20) == pytest.approx(np.mean(distances), rel=1e-12)
-
-
-def test_separability_needs_two_classes() -> None:
-    two = moments(np.array([[0.0], [0.0], [3.0], [3.0]]), np.array([0, 0, 1, 1]), 3)
-    assert separability(two, 0) == pytest.approx(3.0)
-    with pytest.raises(ValueError, match="two classes, got 1"):
-        separability(moments(np.ones((2, 2)), np.zeros(2, dtype=int), 3), 0)

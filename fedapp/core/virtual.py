@@ -11,7 +11,6 @@ float64, in which rounding stays far below the smallest pivot that is accepted.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -36,7 +35,7 @@ DRAWS = 256
 STREAM = 7919
 """Keeps the generators of virtual features apart from all others made from the same seed."""
 
-__all__ = ["Factor", "allot", "draw", "factorise", "gaussian_of", "sample", "separability", "virtual_features"]
+__all__ = ["Factor", "allot", "draw", "factorise", "gaussian_of", "sample", "virtual_features"]
 
 
 def gaussian_of(statistics: ClassMoments, c: int, shrinkage: float = 0.0) -> tuple[Float64, Float64]:
@@ -231,36 +230,3 @@ def virtual_features(
         start, end = end, end + int(draws[c])
         features[start:end] = sample(mean, factor, int(draws[c]), seed, c)
     return features, labels, jitter
-
-
-def separability(statistics: ClassMoments, seed: int, directions: int = 500) -> float:
-    """Return the mean sliced Wasserstein-2 distance over all pairs of classes (Section 4, Figure 6).
-
-    Along a unit vector t, two Gaussians are normal and have the squared distance ``(t.mu - t.mu')^2 + (s - s')^2``
-    with ``s^2 = t^T Sigma t``; the sliced distance is the root of its mean over directions.
-
-    Parameters
-    ----------
-    statistics : ClassMoments
-        Pooled statistics of at least two classes.
-    seed : int
-        Seed of the random directions, which are the same for all pairs.
-    directions : int
-        Number of directions.
-    """
-    classes = statistics.classes
-    if classes.size < 2:
-        raise ValueError(f"separability needs at least two classes, got {classes.size}")
-    unit = np.random.default_rng([seed, STREAM]).standard_normal((directions, statistics.width))
-    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
-    middles = statistics.means[classes] @ unit.T
-    variances = [
-        unit**2 @ cov if cov.ndim == 1 else np.einsum("ld,ld->l", unit @ cov, unit)
-        for cov in map(statistics.cov, classes)
-    ]
-    spreads = np.sqrt(np.maximum(variances, 0.0))
-    distances = [
-        np.sqrt(((middles[i] - middles[j]) ** 2 + (spreads[i] - spreads[j]) ** 2).mean())
-        for i, j in itertools.combinations(range(classes.size), 2)
-    ]
-    return float(np.mean(distances))

@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from clients.ccvr import CCVRHParams
+from fedapp import sampling
+from fedapp.core import gaussian, heads, virtual
+from fedapp.core.gaussian import ClassMoments
 from fedapp.learning.evaluation import batched
 from fedapp.models import SplitModel
 from fedapp.results.analysis import Unavailable, config_of, method_of
@@ -35,6 +40,7 @@ from reproduction.analysis.models import (
     represent,
 )
 from reproduction.analysis.representations import embed
+from strategies.ccvr import on_virtual, retrain
 
 CALIBRATION_IMAGES = 20_000
 """Training images from which class statistics are computed at most."""
@@ -215,11 +221,6 @@ def calibration_sweep(
     ------
     Unavailable : no global model, no test images, or a run that calibrates nothing.
     """
-    from clients.ccvr import CCVRHParams
-    from fedapp import sampling
-    from fedapp.core import gaussian, heads, virtual
-    from strategies.ccvr import on_virtual, retrain
-
     settings = method_of(run)[1]
     settings = settings if isinstance(settings, CCVRHParams) else CCVRHParams()
     if settings.epochs == 0:
@@ -251,8 +252,37 @@ def calibration_sweep(
         rows = np.concatenate([rng.permutation(np.flatnonzero(y == c))[: m or None] for c in np.unique(y)])
         order = functools.partial(sampling.rng, run.seed, "ccvr-oracle-order")
         oracle[m] = score(retrain(w, seen[rows], y[rows], settings, order), len(rows))
-    separability = virtual.separability(pooled, run.seed) if pooled.classes.size > 1 else float("nan")
-    return Calibration(accuracy, oracle, separability, int(sent.sum()))
+    distance = separability(pooled, run.seed) if pooled.classes.size > 1 else float("nan")
+    return Calibration(accuracy, oracle, distance, int(sent.sum()))
+
+
+def separability(statistics: ClassMoments, seed: int, directions: int = 500) -> float:
+    """Return the mean sliced Wasserstein-2 distance over all pairs of classes (Section 4, Figure 6).
+
+    Along a unit vector t, two Gaussians are normal and have the squared distance ``(t.mu - t.mu')^2 + (s - s')^2``
+    with ``s^2 = t^T Sigma t``; the sliced distance is the root of its mean over directions.
+
+    Parameters
+    ----------
+    statistics : pooled, of at least two classes.
+    seed : of the random directions, which are the same for all pairs.   directions : their number.
+    """
+    classes = statistics.classes
+    if classes.size < 2:
+        raise ValueError(f"separability needs at least two classes, got {classes.size}")
+    unit = np.random.default_rng([seed, virtual.STREAM]).standard_normal((directions, statistics.width))
+    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
+    middles = statistics.means[classes] @ unit.T
+    variances = [
+        unit**2 @ cov if cov.ndim == 1 else np.einsum("ld,ld->l", unit @ cov, unit)
+        for cov in map(statistics.cov, classes)
+    ]
+    spreads = np.sqrt(np.maximum(variances, 0.0))
+    distances = [
+        np.sqrt(((middles[i] - middles[j]) ** 2 + (spreads[i] - spreads[j]) ** 2).mean())
+        for i, j in itertools.combinations(range(classes.size), 2)
+    ]
+    return float(np.mean(distances))
 
 
 def _inputs_of_the_head(
@@ -266,8 +296,6 @@ def _inputs_of_the_head(
     sent : (n,) whether the image's class has `min_count` images at its client, and so is part of the statistics.
     test_z, test_y : of the test images, (m, d) and (m,).
     """
-    from fedapp import sampling
-
     data, _ = data_of(run), inputs_of(run)
     tests = data.central(torch.device("cpu"))
     if tests is None:

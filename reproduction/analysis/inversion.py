@@ -16,7 +16,7 @@ alone gives: the mean image of the class. All images are training images of the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,24 +44,37 @@ def invert(
 ) -> Floats:
     """Return images (n, H, W, C) in [0, 1] whose representations come close to z (n, d).
 
-    Every image is optimised by itself, by Adam on the logits of its pixels, from mid-grey.
-
     Parameters
     ----------
     model : in evaluation mode.   tv : lambda, weight of the total variation.   lr : Adam's, of the pixels' logits.
     """
-    mean, std = (torch.tensor(v, dtype=torch.float32).view(1, -1, 1, 1) for v in (inputs.mean, inputs.std))
     target = torch.from_numpy(np.asarray(z, dtype=np.float32))
     scale = target.square().sum(dim=1).clamp_min(1e-12)
-    pixels = torch.zeros(len(target), *inputs.shape, requires_grad=True)
+
+    def loss(x: Tensor, normalised: Tensor) -> Tensor:
+        found = model.head_input(model.represent(normalised))
+        # A sum over images: each has its own gradient, and Adam scales every pixel by itself.
+        return ((found - target).square().sum(dim=1) / scale).sum() + tv * total_variation(x).sum()
+
+    return optimised(len(target), inputs, loss, steps, lr)
+
+
+def optimised(
+    count: int, inputs: InputSpec, loss: Callable[[Tensor, Tensor], Tensor], steps: int, lr: float = 0.1
+) -> Floats:
+    """Return images (count, H, W, C) in [0, 1] that minimise a loss, by Adam on the logits of pixels from mid-grey.
+
+    Parameters
+    ----------
+    loss : of images (count, C, H, W) in [0, 1] and the same images normalised.
+    """
+    mean, std = (torch.tensor(v, dtype=torch.float32).view(1, -1, 1, 1) for v in (inputs.mean, inputs.std))
+    pixels = torch.zeros(count, *inputs.shape, requires_grad=True)
     optimizer = torch.optim.Adam([pixels], lr=lr)
     with torch.enable_grad():
         for _ in range(steps):
             x = torch.sigmoid(pixels)
-            found = model.head_input(model.represent((x - mean) / std))
-            # A sum over images: each has its own gradient, and Adam scales every pixel by itself.
-            loss = ((found - target).square().sum(dim=1) / scale).sum() + tv * total_variation(x).sum()
-            (pixels.grad,) = torch.autograd.grad(loss, [pixels])
+            (pixels.grad,) = torch.autograd.grad(loss(x, (x - mean) / std), [pixels])
             optimizer.step()
     images: Floats = torch.sigmoid(pixels).detach().permute(0, 2, 3, 1).numpy().astype(np.float64)
     return images

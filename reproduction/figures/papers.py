@@ -50,31 +50,28 @@ PAPERS: dict[str, PaperFigure] = {
         gallery.FIGURES["labels-heat"][3],
     ),
     "fedclassavg-4": PaperFigure(
-        "Accuracy by local epochs", "runs of several methods with different architectures", accuracy.by_epochs
+        "Accuracy by local epochs", "runs of several methods with different architectures", accuracy.by_epochs,
     ),
     "fedclassavg-5": PaperFigure(
-        "Accuracy by local epochs, skewed", "the same with partition=two-class", accuracy.by_epochs
+        "Accuracy by local epochs, skewed", "the same with partition=two-class", accuracy.by_epochs,
     ),
     "fedclassavg-6": PaperFigure(
-        "Accuracy by local epochs, one architecture",
-        "runs of several methods with one architecture",
+        "Accuracy by local epochs, one architecture", "runs of several methods with one architecture",
         accuracy.by_epochs,
     ),
     "fedclassavg-7": PaperFigure(
-        "Accuracy by local epochs, sampled clients",
-        "the same with fraction-train=0.1 and evaluate-every=1",
+        "Accuracy by local epochs, sampled clients", "the same with fraction-train=0.1 and evaluate-every=1",
         accuracy.by_epochs,
     ),
     "fedclassavg-8": PaperFigure(
-        "Representations of all clients before the ReLU",
-        "a run of Standalone and a run of FedClassAvg",
+        "Representations of all clients before the ReLU", "a run of Standalone and a run of FedClassAvg",
         partial(representations.embedding, whole=True),
     ),
     "fedclassavg-9": PaperFigure(
-        "Units that matter for one image", "a run of Standalone and a run of FedClassAvg", representations.conductance
+        "Units that matter for one image", "a run of Standalone and a run of FedClassAvg", representations.conductance,
     ),
     "fedclassavg-table5": PaperFigure(
-        "Bytes and operations of a round", "runs of FedAvg, KT-pFL and FedClassAvg", costs.bytes_and_flops
+        "Bytes and operations of a round", "runs of FedAvg, KT-pFL and FedClassAvg", costs.bytes_and_flops,
     ),
     "fedclassavg-scaling": PaperFigure(
         "Bytes against the width of the representation",
@@ -83,88 +80,79 @@ PAPERS: dict[str, PaperFigure] = {
     ),
     "fedgh-2": PaperFigure("Accuracy by round", "runs of several methods", accuracy.by_round),
     "fedgh-3": PaperFigure(
-        "Accuracy against classes per client",
-        "a comparison with --partitions classes:2,classes:4,...",
+        "Accuracy against classes per client", "a comparison with --partitions classes:2,classes:4,...",
         partial(accuracy.against, key="classes-per-client"),
     ),
     "fedgh-4": PaperFigure(
-        "Accuracy against participation",
-        "a comparison with --sweep fraction-train=0.1,0.5,1",
+        "Accuracy against participation", "a comparison with --sweep fraction-train=0.1,0.5,1",
         partial(accuracy.against, key="fraction-train"),
     ),
     "fedgh-5": PaperFigure(
-        "Accuracy against the header's learning rate",
-        "runs of FedGH with several header_lr",
+        "Accuracy against the header's learning rate", "runs of FedGH with several header_lr",
         partial(accuracy.against_hyperparameter, method="fedgh", name="header_lr"),
     ),
     "ccvr-1": PaperFigure(
-        "CKA of all pairs of clients at three layers", "two runs of one method: IID and not", calibration.cka_maps
+        "CKA of all pairs of clients at three layers", "two runs of one method: IID and not", calibration.cka_maps,
     ),
     "ccvr-2": PaperFigure("Mean CKA of clients by layer", "two runs of one method: IID and not", LAYERS),
     "ccvr-3": PaperFigure(
-        "Labels, and norms of the clients' heads by round",
-        "runs of one method with several partitions",
+        "Labels, and norms of the clients' heads by round", "runs of one method with several partitions",
         calibration.norms_by_round,
     ),
     "ccvr-4": PaperFigure("Calibration with real features", "runs with one global model", calibration.real_sweep),
     "ccvr-5": PaperFigure("Predictions before and after calibration", "one run of ccvr", calibration.calibration_map),
     "ccvr-6": PaperFigure(
-        "Accuracy and its upper bound against separability",
-        "two or more runs with one global model",
+        "Accuracy and its upper bound against separability", "two or more runs with one global model",
         calibration.separability,
     ),
     "ccvr-7": PaperFigure("Virtual samples per class", "runs with one global model", calibration.samples_sweep),
     "ccvr-8": PaperFigure(
-        "Images recovered from features", "one run with one global model", calibration.inversion_of_features
+        "Images recovered from features", "one run with one global model", calibration.inversion_of_features,
     ),
     "ccvr-9": PaperFigure(
-        "Images recovered from class means", "one run with one global model", calibration.inversion_of_means
+        "Images recovered from class means", "one run with one global model", calibration.inversion_of_means,
     ),
     "ccvr-10": PaperFigure(
-        "Norms of the global head before and after calibration",
-        "runs of ccvr with several bases",
+        "Norms of the global head before and after calibration", "runs of ccvr with several bases",
         calibration.norms_before_after,
     ),
     "ccvr-11": PaperFigure("Mean CKA of clients by layer and method", "runs of several methods", LAYERS),
     "ccvr-12": PaperFigure(
-        "Norms of the clients' heads by round and method", "runs of several methods", calibration.norms_by_round
+        "Norms of the clients' heads by round and method", "runs of several methods", calibration.norms_by_round,
     ),
     "ccvr-13": PaperFigure(
-        "Predictions before and after calibration, by base",
-        "runs of ccvr with several bases",
+        "Predictions before and after calibration, by base", "runs of ccvr with several bases",
         calibration.calibration_map,
     ),
     "ccvr-14": PaperFigure(
-        "Virtual samples per class, by base", "runs of ccvr with several bases", calibration.samples_sweep
+        "Virtual samples per class, by base", "runs of ccvr with several bases", calibration.samples_sweep,
     ),
     "ccvr-15": PaperFigure("Label distribution by partition", "runs with several partitions", calibration.label_maps),
     "cwfedavg-1": PaperFigure("Critical pathways of the toy task", "", pathways.pathways),
     "cwfedavg-2": PaperFigure(
-        "Evolution of head norms by batch",
-        "one to three runs on one partition, such as cwfedavg(lam=0) and cwfedavg",
+        "Evolution of head norms by batch", "one to three runs on one partition, such as cwfedavg(lam=0) and cwfedavg",
         heads.batch_evolution,
     ),
     "cwfedavg-3": PaperFigure(
-        "Norms of heads, pathological setting", "a run of fedavg and one of cwfedavg", heads.personalisation_maps
+        "Norms of heads, pathological setting", "a run of fedavg and one of cwfedavg", heads.personalisation_maps,
     ),
     "cwfedavg-4": PaperFigure(
-        "Training loss by round", "runs of several methods, such as fedavg and cwfedavg", own_heads.training_loss
+        "Training loss by round", "runs of several methods, such as fedavg and cwfedavg", own_heads.training_loss,
     ),
     "cwfedavg-5": PaperFigure(
-        "Accuracy and R against lambda", "runs of cwfedavg with several values of lam", heads.regularisation
+        "Accuracy and R against lambda", "runs of cwfedavg with several values of lam", heads.regularisation,
     ),
     "cwfedavg-6": PaperFigure(
-        "Norms of heads, practical setting",
-        "a run each of fedavg, fedamp, ifca and cwfedavg",
+        "Norms of heads, practical setting", "a run each of fedavg, fedamp, ifca and cwfedavg",
         heads.personalisation_maps,
     ),
     "cwfedavg-s1": PaperFigure(
-        "Training loss of single clients (supplement)", "a run of each method to compare", heads.client_loss
+        "Training loss of single clients (supplement)", "a run of each method to compare", heads.client_loss,
     ),
     "cwfedavg-s2": PaperFigure(
-        "Memory of the server (supplement)", "a run of each method to compare", heads.server_memory
+        "Memory of the server (supplement)", "a run of each method to compare", heads.server_memory,
     ),
-}
+}  # fmt: skip
 """By id, `<paper>-<number>`; a figure with several parts may have ids such as `ccvr-8a`."""
 
 FURTHER: dict[str, PaperFigure] = {

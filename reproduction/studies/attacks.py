@@ -54,11 +54,12 @@ from scipy.spatial.distance import cdist, pdist
 
 import fedapp
 from benchmarks import machine
-from benchmarks.pages import between
+from benchmarks.pages import replaced
 from fedapp import client_app, server_app
 from fedapp import config as configuration
 from fedapp.engines.local import prepare, resumed
 from fedapp.learning.task import Task
+from fedapp.results.directory import write_text
 from fedapp.results.runs import read_run
 from fedapp.tasks.simulated import federated
 from fedapp.transport import records
@@ -78,19 +79,9 @@ ALPHAS = ("0.5", "0.1")
 ATTACKS = ("none", *ON_DATA, "sign", "times-10", "times1000", "huge", "min-max", "little", *ON_STATISTICS)
 METHODS = ("fedavg", "lgfedavg", "cwfedavg", "fedgh", "ccvr")
 RULES = (
-    "none",
-    "cap",
-    "norm",
-    "median",
-    "trimmed",
-    "norm+trimmed",
-    "multikrum",
-    "multikrum+trimmed",
-    "geomedian",
-    "own",
-)
+    "none", "cap", "norm", "median", "trimmed", "norm+trimmed", "multikrum", "multikrum+trimmed", "geomedian", "own",
+)  # fmt: skip
 FILE, PAGE = Path("docs/attacks.json"), Path("docs/robustness.md")
-START, END = "<!-- attacks -->\n", "<!-- end of attacks -->"
 
 Vector = NDArray[np.float64]
 
@@ -380,9 +371,7 @@ def main() -> int:
     if args.table:
         text = table(known)
         sys.stdout.write(text)
-        parts = between(PAGE.read_text(encoding="utf-8"), START, END)
-        if parts is not None:
-            PAGE.write_text(f"{parts[0]}{START}{text}{END}{parts[2]}", encoding="utf-8")
+        PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8"), "attacks", text.splitlines()), encoding="utf-8")
         return 0
     torch.set_num_threads(1)
     here = machine.describe()["processor"]
@@ -416,9 +405,7 @@ def fill(known: dict[str, Any], args: argparse.Namespace, folder: Path) -> None:
         shutil.rmtree(run, ignore_errors=True)
         sys.stdout.write(f"{name}: {known['runs'][name]}\n")
         sys.stdout.flush()
-        part = args.file.with_suffix(".part")
-        part.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
-        part.replace(args.file)
+        write_text(args.file, json.dumps(known, indent=1) + "\n")
 
 
 if __name__ == "__main__":

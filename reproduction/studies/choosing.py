@@ -210,8 +210,8 @@ def gain(values: Sequence[float], step: float) -> str:
     return f"{100 * np.mean(values):+.1f}" + (f" ({low} to {high})" if low else "")
 
 
-def both(scores: Sequence[Sequence[float]]) -> str:
-    """Write mean over clients and mean of their worst tenth, each mean ± std over seeds."""
+def both(scores: Sequence[Any]) -> str:
+    """Write mean over clients and mean of their worst tenth, each mean ± std over seeds; scores by seed and client."""
     return f"{spread(np.mean(s) for s in scores)} / {spread(worst(s)[1] for s in scores)}"
 
 

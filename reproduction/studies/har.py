@@ -21,7 +21,8 @@ from benchmarks.pages import markdown, replaced
 from fedapp import registry
 from fedapp.experiments import compare, recipes
 from fedapp.results.runs import RunResult
-from fedapp.results.statistics import DASH, harm, interval, mean_and_std, spread, tally, worst
+from fedapp.results.statistics import DASH, harm, tally
+from reproduction.studies.choosing import both, gain
 
 SEEDS = 3
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -63,11 +64,6 @@ def trained_at_the_end(run: RunResult) -> pd.Series:
     return rows.set_index("client")["trained_accuracy"]
 
 
-def both(scores: Sequence[pd.Series]) -> str:
-    """Write mean over clients and mean of their worst tenth, each mean ± std over the runs."""
-    return f"{spread(s.mean() for s in scores)} / {spread(worst(s)[1] for s in scores)}"
-
-
 def final(run: RunResult, score: str) -> pd.Series:
     """Return each client's final accuracy."""
     return run.final.set_index("client")[f"{score}_accuracy"]
@@ -90,9 +86,9 @@ def differences(runs: Sequence[RunResult], alone: Mapping[int, RunResult]) -> tu
     if not pairs or runs[0].alone:
         return DASH, DASH
     gains = [a.headline_scores().mean() - b.headline_scores().mean() for a, b in pairs]
-    low, high = (f"{100 * end:+.1f}" for end in interval(gains, max(r.resolution() for r in runs)))
-    text = f"{100 * mean_and_std(gains)[0]:+.1f}" + (f" ({low} to {high})" if len(gains) > 1 else "")
-    return text, tally([harm(a.headline_counts(), b.headline_counts()) for a, b in pairs])
+    return gain(gains, max(r.resolution() for r in runs)), tally(
+        [harm(a.headline_counts(), b.headline_counts()) for a, b in pairs]
+    )
 
 
 def methods_table(runs: Mapping[str, Sequence[RunResult]]) -> list[str]:

@@ -299,11 +299,11 @@ def member_by_loss(grid: Wiretap, values: Mapping[str, Any]) -> float:
 
 
 def parts_of(values: Mapping[str, Any]) -> tuple[FederatedData, SplitModel]:
-    """Return data and the server's first model of a run on digits, in evaluation mode."""
+    """Return data and the server's first model of a run, in evaluation mode."""
     config = engines.effective({"clients": CLIENTS, **values})
-    data = federated(config, CLIENTS)
+    data = federated(config, config.data.clients)
     net = build_model(
-        config.model.model, num_classes=10, shape=data.inputs.shape,
+        config.model.model, num_classes=data.dataset.num_classes, shape=data.inputs.shape,
         seed=sampling.server_model_seed(config.federation.seed), options=config.model_options,
     )  # fmt: skip
     return data, net.eval()
@@ -359,20 +359,15 @@ def matched(net: SplitModel, inputs: InputSpec, observed: Sequence[Tensor], labe
     ----------
     observed : gradient of the mean cross-entropy, in the order of the model's parameters.
     """
-    mean, std = (torch.tensor(v, dtype=torch.float32).view(1, -1, 1, 1) for v in (inputs.mean, inputs.std))
     length = torch.sqrt(sum((g.square().sum() for g in observed), torch.zeros(())))
-    pixels = torch.zeros(len(labels), *inputs.shape, requires_grad=True)
-    optimizer = torch.optim.Adam([pixels], lr=0.1)
-    for _ in range(steps):
-        x = torch.sigmoid(pixels)
-        found = gradient(net, (x - mean) / std, labels, create_graph=True)
+
+    def loss(x: Tensor, normalised: Tensor) -> Tensor:
+        found = gradient(net, normalised, labels, create_graph=True)
         dot = sum(((a * b).sum() for a, b in zip(found, observed, strict=True)), torch.zeros(()))
         own = torch.sqrt(sum((g.square().sum() for g in found), torch.tensor(1e-20)))
-        loss = 1 - dot / (own * length) + 0.01 * inversion.total_variation(x).mean()
-        (pixels.grad,) = torch.autograd.grad(loss, [pixels])
-        optimizer.step()
-    images: Floats = torch.sigmoid(pixels).detach().permute(0, 2, 3, 1).numpy().astype(np.float64)
-    return images
+        return 1 - dot / (own * length) + 0.01 * inversion.total_variation(x).mean()
+
+    return inversion.optimised(len(labels), inputs, loss, steps)
 
 
 def gradient(net: SplitModel, x: Tensor, labels: Tensor, create_graph: bool = False) -> list[Tensor]:

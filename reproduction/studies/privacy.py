@@ -53,7 +53,6 @@ from fedapp.method import Arrays, Payload, Reply, ServerContext
 from fedapp.models import ModelOptions, SplitModel, build_model
 from fedapp.results.directory import write_text
 from fedapp.results.statistics import spread
-from fedapp.tasks.simulated import federated
 from reproduction.studies import leakage, secure_sums
 from reproduction.studies.choosing import DOCS, named
 
@@ -193,13 +192,8 @@ def settings(data: Path, dataset: str, weights: Path, seed: int) -> dict[str, An
 def read_features(data: Path, dataset: str, weights: Path, seed: int) -> Features:
     """Read the features of all clients' training images and of the central test images, as a run does."""
     values = settings(data, dataset, weights, seed)
-    config = engines.effective({"method": "fedncm", "method-args": "base=none", **values})
-    found, cpu = federated(config, CLIENTS), torch.device("cpu")
-    net = build_model(
-        config.model.model, num_classes=found.dataset.num_classes, shape=found.inputs.shape,
-        options=config.model_options, seed=sampling.server_model_seed(seed),
-    )  # fmt: skip
-    read = reader(net, found.inputs)
+    found, net = leakage.parts_of({"method": "fedncm", "method-args": "base=none", **values})
+    read, cpu = reader(net, found.inputs), torch.device("cpu")
     central = found.central(cpu)
     assert central is not None
     parts = [read(*found.tensors("train", client, cpu)) for client in range(CLIENTS)]

@@ -105,11 +105,6 @@ def one_look_each(labels: Sequence[str]) -> Iterator[None]:
         _PLACES.reset(token)
 
 
-def looks() -> Mapping[str, int]:
-    """Return the places of the methods that :func:`one_look_each` has set."""
-    return _PLACES.get()
-
-
 def place_of(label: str, shown: Sequence[str]) -> tuple[int, bool]:
     """Return which look a line has, and whether its page gives it one.
 
