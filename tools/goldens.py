@@ -43,7 +43,8 @@ SKIPPED = ("versions.json", "progress.jsonl", ".lock")
 """Files of versions and locks, and the events that stderr shows."""
 CHANGING = ("saved", "run", "time", "contents", "traceback")
 """Names of values that differ between two runs of one commit, or that repeat others; so do all that end in seconds."""
-TRACEBACK = re.compile(r"^client \d+:( {2}.*|.*Traceback.*)\n", re.MULTILINE)
+OMITTED = re.compile(r"^(client \d+:( {2}.*|.*Traceback.*)|waiting for .*)\n", re.MULTILINE)
+"""Lines of output with line numbers of the code, and those that a slow machine adds."""
 
 
 def check_out(commit: str, folder: Path) -> None:
@@ -100,7 +101,7 @@ def read_file(path: Path, folder: Path) -> Any:
         return [without_changing({**json.loads(line), "after": ""}) for line in text.splitlines()]
     if path.suffix == ".csv":
         return [without_changing(row) for row in csv.DictReader(io.StringIO(text))]
-    return re.sub(r"\d+ s left", "s left", TRACEBACK.sub("", text)).splitlines()
+    return re.sub(r"\d+ s left", "s left", OMITTED.sub("", text)).splitlines()
 
 
 def read_case(folder: Path) -> Content:
