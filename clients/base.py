@@ -242,6 +242,10 @@ class FedClient(PositionalClient):
                 else "give it more (in a simulation: min-samples = 2 or more)",
             )
 
+    def snapshot(self, prefix: str = "") -> list[Tensor]:
+        """Return copies of the parameters whose names begin with `prefix`, since training changes them in place."""
+        return [p.detach().clone() for name, p in self.model.named_parameters() if name.startswith(prefix)]
+
     def check_training(self) -> None:
         """Refuse settings that do not fit this client's data; called before anything is trained.
 

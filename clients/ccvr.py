@@ -129,8 +129,7 @@ class CCVRClient(PostHocClient):
     def before_training(self, payload: Payload) -> None:
         """Keep phi^{t-1}."""
         super().before_training(payload)
-        # A clone, since training changes the parameters in place: without it phi - phi^{t-1} would always be 0.
-        self.received_head = [p.detach().clone() for p in self.model.head.parameters()]
+        self.received_head = self.snapshot("head.")
 
     def step_loss(self, batch: Batch) -> Tensor:
         """Return the base's loss + mu/2 ||phi - phi^{t-1}||^2; exactly the base's where mu is 0."""

@@ -67,7 +67,7 @@ class DittoClient(PrivateClient):
 
     def before_training(self, payload: Payload) -> None:
         """Keep w^t, which the training of w_k changes in place."""
-        self.received = [p.detach().clone() for p in self.model.parameters()]
+        self.received = self.snapshot()
 
     def phases(self) -> Sequence[Phase]:
         """Return the training of w_k and that of v_k, on the same batches; a newcomer, which sends nothing, has one."""

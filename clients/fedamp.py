@@ -65,7 +65,7 @@ class FedAMPClient(FedClient):
 
     def before_training(self, payload: Payload) -> None:
         """Keep u_i, detached, and go back to the own model if asked to."""
-        self.mix = [p.detach().clone() for p in self.model.parameters()]
+        self.mix = self.snapshot()
         if self.left is not None:
             selection.merge(self.model, self.left)
 

@@ -105,7 +105,7 @@ class FedClassAvgClient(FedClient):
         fresh = self._loaded is None and not self._covered(payload)
         if epochs and fresh and self.store is not None:  # without a store every round would be the first one
             # The proximal term of the warm-up refers to the client's own initial head: none has been received yet.
-            self.received_head = [p.detach().clone() for p in self.model.head.parameters()]
+            self.received_head = self.snapshot("head.")
             spec = replace(self.train_spec().in_round(1), epochs=epochs)
             task = self.task
             train(
@@ -117,8 +117,7 @@ class FedClassAvgClient(FedClient):
 
     def before_training(self, payload: Payload) -> None:
         """Keep C^t."""
-        # A clone, since training changes the parameters in place: without it C_k - C^t would always be 0.
-        self.received_head = [p.detach().clone() for p in self.model.head.parameters()]
+        self.received_head = self.snapshot("head.")
 
     def step_loss(self, batch: Batch) -> Tensor:
         """Return L of one batch (Eq. 4)."""

@@ -28,8 +28,7 @@ class FedProxClient(FedClient):
 
     def before_training(self, payload: Payload) -> None:
         """Keep w^t."""
-        # A clone, since training changes the parameters in place: without it w - w^t would always be 0.
-        self.received = [p.detach().clone() for p in self.model.parameters()]
+        self.received = self.snapshot()
 
     def step_loss(self, batch: Batch) -> Tensor:
         """Return F_k(w) + mu/2 ||w - w^t||^2; exactly FedAvg's loss where mu is 0."""

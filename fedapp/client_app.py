@@ -141,7 +141,7 @@ def _releaser(context: Context, root: Path, node: Node, config: RunConfig, contr
 def _node(context: Context, config: RunConfig, control: dict[str, Any]) -> Node:
     """Return whose client this is: in a simulation the server says it, where it counts more clients than nodes."""
     if "client" in control and not process.real_node():
-        return Node(int(control["client"]), config.data.clients or int(control["clients"]))
+        return Node(client=int(control["client"]), partitions=config.data.clients or int(control["clients"]))
     return Node.parse(context.node_config)
 
 

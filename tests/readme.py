@@ -1,4 +1,4 @@
-"""Update what README.md, docs/own-models.md and docs/choosing.md quote: `python -m tests.readme [DIR]`.
+"""Update quotations in README.md, own-models.md, choosing.md and deployment.md: `python -m tests.readme [DIR]`.
 
 DIR is a finished comparison, for the first table.
 """
@@ -14,11 +14,13 @@ import pandas as pd
 
 from fedapp import registry
 from fedapp.results.statistics import DASH
+from fedapp.tasks.node import Node
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 OWN_MODELS = ROOT / "docs" / "own-models.md"
 CHOOSING = ROOT / "docs" / "choosing.md"
+DEPLOYMENT = ROOT / "docs" / "deployment.md"
 READS = (
     "fedclassavg",
     "fedgh",
@@ -124,6 +126,15 @@ def choosing_table(costs: Mapping[str, Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
+def node_table() -> str:
+    """Build the table of the keys of a node-config."""
+    rows = []
+    for name, field in Node.model_fields.items():
+        keys = (field.title or name.replace("_", "-")).split(", ")
+        rows.append(f"| {', '.join(f'`{key}`' for key in keys)} | {field.description} |")
+    return "\n".join(["| node-config key | |", "|---|---|", *rows])
+
+
 def demo_table(results: Path) -> str:
     """Build the table of the demonstration from the results.csv of a comparison."""
     table = pd.read_csv(results / "results.csv")
@@ -157,12 +168,13 @@ def between(text: str, name: str, body: str) -> str:
 def renewed(text: str, results: Path | None = None, costs: Mapping[str, Sequence[str]] | None = None) -> str:
     """Return a page with every quotation up to date; what `costs` does not hold stays as it is."""
     text = between(between(files(text), "methods", methods_table()), "needs", needs_table())
+    text = between(text, "node", node_table())
     text = between(text, "choose", choosing_table({**costs_in(text), **(costs or {})}))
     return between(text, "demo", demo_table(results)) if results else text
 
 
 if __name__ == "__main__":
-    for page in (OWN_MODELS, CHOOSING):
+    for page in (OWN_MODELS, CHOOSING, DEPLOYMENT):
         page.write_text(renewed(page.read_text(encoding="utf-8")), encoding="utf-8")
     README.write_text(
         renewed(README.read_text(encoding="utf-8"), Path(sys.argv[1]) if len(sys.argv) > 1 else None), encoding="utf-8"

@@ -69,9 +69,9 @@ def own_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_two_kinds_of_nodes() -> None:
     own = Node.parse({"client-id": 3, "data-path": "/data/site1", "model": "resnet18", "state-dir": "/state"})
-    assert own == Node(3, 0, "/data/site1", "", "resnet18", "/state") and own.own
+    assert own == Node(client=3, data_path="/data/site1", model="resnet18", state_dir="/state") and own.own
     share = Node.parse({"partition-id": 2, "num-partitions": 3, "model": "auto"})
-    assert share == Node(2, 3) and not share.own
+    assert share == Node(client=2, partitions=3) and not share.own
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -87,6 +87,13 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"client-id": True, "data-path": "/x"}, "whole number"),
     ({"client-id": -1, "data-path": "/x"}, "whole number"),
     ({"client-id": 3, "data-path": ""}, "text in quotation marks"),
+    ({"client-id": 3, "data-path": "/x", "allow-methods": ["fedavg"]}, "text in quotation marks"),
+    ({"client-id": 3, "data-path": "/x", "allow-methods": "fedavgg"}, "did you mean 'fedavg'"),
+    ({"client-id": 3, "data-path": "/x", "min-sum-clients": 2.0}, "whole number"),
+    ({"client-id": 3, "data-path": "/x", "dp": "sgd"}, "dp = 'sgd' must be 'example' or 'client'"),
+    ({"client-id": 3, "data-path": "/x", "dp-epsilon": 0}, "a number above 0"),
+    ({"client-id": 3, "data-path": "/x", "dp-delta": float("nan")}, "a number above 0"),
+    ({"partition-id": 0, "num-partitions": 0}, "0 .. -1"),
     ({"client-id": 3, "data-path": "/x", "model": "resnet19"}, "did you mean 'resnet18'"),
 ]
 
@@ -135,7 +142,7 @@ def test_without_names_the_data_keep_their_own(tmp_path: Path) -> None:
 def test_what_is_held_out_is_the_same_in_every_run(tmp_path: Path) -> None:
     path = npz(tmp_path / "a.npz", None, [0, 1] * 20)
     config = from_flat({"dataset": "npz", "model": "digits-a"})
-    node = Node(0, data_path=str(path))
+    node = Node(client=0, data_path=str(path))
     one = nodes.node_task(config, node, CPU)
     other = nodes.node_task(config.replaced(seed=7), node, CPU)
     assert len(one.y_test) == 10 and torch.equal(one.x_test, other.x_test) and torch.equal(one.x_train, other.x_train)
@@ -143,7 +150,7 @@ def test_what_is_held_out_is_the_same_in_every_run(tmp_path: Path) -> None:
 
 def test_validation_takes_the_rows_that_a_client_in_simulation_would_give(tmp_path: Path) -> None:
     config = from_flat({"dataset": "npz", "model": "digits-a", "validation": 0.2})
-    node = Node(0, data_path=str(npz(tmp_path / "a.npz", None, [0, 1] * 20)))
+    node = Node(client=0, data_path=str(npz(tmp_path / "a.npz", None, [0, 1] * 20)))
     whole = nodes.node_task(config.replaced(validation=0.0), node, CPU)
     task, again = (nodes.node_task(config.replaced(seed=seed), node, CPU) for seed in (0, 7))
     rows = partitions.ClientSplit(np.arange(30), np.arange(0))
@@ -165,7 +172,7 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8)).save(path)
     config = from_flat({"dataset": "folder", "class-names": "dog, cat", "model": "cnn"})
-    task = nodes.node_task(config, Node(4, data_path=str(tmp_path / "site")), CPU)
+    task = nodes.node_task(config, Node(client=4, data_path=str(tmp_path / "site")), CPU)
     assert task.client == 4 and task.num_classes == 2 and task.inputs.shape == (3, 28, 28)
     assert len(task.y_train) + len(task.y_test) == 12 and task.extras["classes"] == ("dog", "cat")
 
@@ -187,14 +194,14 @@ def test_data_that_are_not_there(tmp_path: Path) -> None:
 def test_a_model_that_does_not_fit_the_images(tmp_path: Path) -> None:
     path = npz(tmp_path / "a.npz", None, [0, 1] * 4)
     with pytest.raises(BadRequest, match="resnet18"):
-        nodes.node_task(from_flat({"dataset": "npz"}), Node(0, data_path=str(path), model="resnet18"), CPU)
+        nodes.node_task(from_flat({"dataset": "npz"}), Node(client=0, data_path=str(path), model="resnet18"), CPU)
 
 
 def test_a_site_has_the_very_data_of_the_client_in_simulation(tmp_path: Path) -> None:
     paths = sites.write(tmp_path)
     config = from_flat({"clients": 3, "model": "digits-a,digits-b,digits-c"})
     for k, path in enumerate(paths):
-        own = nodes.node_task(config, Node(k, data_path=str(path.parent)), CPU)
+        own = nodes.node_task(config, Node(client=k, data_path=str(path.parent)), CPU)
         simulated = tasks.simulated_task(config, k, 3, CPU)
         for name in ("x_train", "y_train", "x_test", "y_test"):
             assert torch.equal(getattr(own, name), getattr(simulated, name))
@@ -203,12 +210,12 @@ def test_a_site_has_the_very_data_of_the_client_in_simulation(tmp_path: Path) ->
 
 
 def test_the_node_decides_where_its_state_lies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Node(0, state_dir=str(tmp_path / "a")).state_root() == tmp_path / "a"
-    assert Node(0).state_root() == tmp_path / "state"
+    assert Node(client=0, state_dir=str(tmp_path / "a")).state_root() == tmp_path / "a"
+    assert Node(client=0).state_root() == tmp_path / "state"
     blocked = tmp_path / "file"
     blocked.write_text("")
     with pytest.raises(BadRequest, match="cannot be written"):
-        Node(0, state_dir=str(blocked / "x")).state_root()
+        Node(client=0, state_dir=str(blocked / "x")).state_root()
 
 
 # ---- what is the node's own ----------------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ import pytest
 from typer.testing import CliRunner
 
 from fedapp import cli, registry
-from tests.readme import CHOOSING, OWN_MODELS, README, ROOT, costs_in, renewed
+from tests.readme import CHOOSING, DEPLOYMENT, OWN_MODELS, README, ROOT, costs_in, renewed
 
 TEXT = README.read_text(encoding="utf-8")
 
 
 def test_what_is_quoted_is_current() -> None:
-    for text in (TEXT, *(page.read_text(encoding="utf-8") for page in (OWN_MODELS, CHOOSING))):
+    for text in (TEXT, *(page.read_text(encoding="utf-8") for page in (OWN_MODELS, CHOOSING, DEPLOYMENT))):
         assert renewed(text) == text, "run: python -m tests.readme"
 
 

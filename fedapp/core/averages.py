@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ Array = npt.NDArray[Any]
 BLOCK = 1 << 20
 """Entries of the mean that are worked on at a time (4 MiB of float32: within a last-level cache)."""
 
-__all__ = ["RunningMean", "as_tensor", "weighted_mean"]
+__all__ = ["RunningMean", "as_tensor"]
 
 
 def as_tensor(array: Array) -> torch.Tensor:
@@ -179,13 +179,6 @@ class RunningMean:
             raise ValueError(f"the total weight of {self.replies} replies is zero: there is no mean")
         self._read = True
         return {name: tensor.numpy() for name, tensor in self._mean.items()}
-
-
-def weighted_mean(models: Iterable[Mapping[str, Array]], weights: Iterable[float]) -> dict[str, Array]:
-    """Return the weighted mean of models that are all at hand, with one weight each; see `RunningMean`."""
-    running = RunningMean()
-    running.add_many(list(zip(models, weights, strict=True)))
-    return running.mean()
 
 
 def _difference(expected: Mapping[str, tuple[int, ...]], got: Mapping[str, tuple[int, ...]]) -> str:

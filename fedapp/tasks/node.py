@@ -2,32 +2,7 @@
 
 `fedapp supernode --node-config "client-id=3 data-path='/data/site1' model='resnet18' state-dir='/state'"`
 
-=================  ===================================================================================================
-key                meaning
-=================  ===================================================================================================
-`client-id`        whole number from 0 that never changes: names the node's private model and its rows in the results
-`data-path`        own data: an `.npz` file (`x_train`, `y_train`, perhaps `x_test`, `y_test`, `class_names`), a folder
-                   with exactly one of them, a table (`.csv`, `.parquet`), or a folder of pictures (`<class>/*`, or
-                   `train/<class>/*`, `test/<class>/*`)
-`partition-id`,    instead of the two above, for a demonstration: the node takes its share of the run's data set
-`num-partitions`
-`data-dir`         where this node has common data sets: a demonstration's, or the public one of methods that need it
-`model`            this node's architecture (default, and `auto`: the run's)
-`allow`            own models that a run may name, `package.module:function` or `package.*`, with commas
-                   between them (default: none; nodes import no code that a server names)
-`allow-methods`    methods that a run may use, with commas between them (default: all)
-`min-class-count`  a run whose replies say something of classes with fewer images than this is refused (default: 0)
-`dp`               `example` or `client`: only runs with differential privacy for this unit; runs with `dp = sgd` have
-                   the unit `example` (default: all)
-`dp-epsilon`       most that releases from this node's data may add up to, whatever a run says (default: the run's)
-`dp-delta`         delta for which that holds (default: the run's)
-`secure-colluders` fewest clients that a secure sum counts on helping the server (default 0)
-`weights-dir`      folder with stored weights, of which a run names a file (default: none; then it gets none)
-`state-dir`        folder that survives a restart (default: `$FEDAPP_STATE`, else `~/.fedapp/state`)
-`node-key`         file of the node's private key, with which it signs its keys in secure sums (default: none)
-`peers`            a copy of the roster that comes from the other sites: in secure sums the node takes part only with
-                   keys that these nodes have signed (default: none; then it takes those that the server hands out)
-=================  ===================================================================================================
+The fields of :class:`Node` name and explain all keys; `docs/deployment.md` quotes them.
 
 Own data stay on the node. Labels are translated to the federation's numbering by the *names* of the classes, so a site
 may lack classes or number them in another order. Where the node has no test set, a quarter of its images is held out
@@ -38,17 +13,17 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import math
 import os
 import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from fedapp import plugins, registry
 from fedapp.config import RunConfig, check_node
@@ -65,63 +40,121 @@ from fedapp.models import MODEL_NAMES, ModelOptions, check_form, check_model, is
 from fedapp.tasks import simulated
 from fedapp.tasks.public import node_images
 
-KEYS: dict[str, type] = {
-    "client-id": int,
-    "partition-id": int,
-    "num-partitions": int,
-    "data-path": str,
-    "data-dir": str,
-    "model": str,
-    "allow": str,
-    "allow-methods": str,
-    "min-class-count": int,
-    "dp": str,
-    "dp-epsilon": float,
-    "dp-delta": float,
-    "secure-colluders": int,
-    "weights-dir": str,
-    "state-dir": str,
-    "node-key": str,
-    "peers": str,
-    "min-sum-clients": int,
-}
 EXAMPLE = '"client-id=0 data-path=\'/data/site\'", or "partition-id=0 num-partitions=3" for a demonstration'
-KINDS = {int: "a whole number from 0", float: "a number above 0", str: "text in quotation marks"}
+KINDS = {int: "a whole number from 0", float: "a number above 0"}
+"""Values of a key, for messages, by the type of its field; all others are text."""
+Count: TypeAlias = Annotated[int, Field(strict=True, ge=0)]
+Positive: TypeAlias = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+Text: TypeAlias = Annotated[str, Field(strict=True, min_length=1)]
 
 
-@dataclass(frozen=True)
-class Node:
-    """A checked node-config.
+def _methods(text: object) -> tuple[str, ...]:
+    """Read `allow-methods`."""
+    if not isinstance(text, str) or not text:
+        raise ValueError
+    known, methods = registry.names(), tuple(m.strip() for m in text.split(",") if m.strip())
+    if unknown := [m for m in methods if m not in known]:
+        raise BadRequest(
+            f"node-config: allow-methods names no method '{unknown[0]}'{suggest(unknown[0], known)}: choose from "
+            f"{', '.join(known)}"
+        )
+    return methods
 
-    Attributes
-    ----------
-    client : stable client id.
-    node_key, peers : files for secure sums, "" where not given.
-    min_sum_clients : smallest number of clients of a secure sum; with it or `peers` runs without are refused.
-    partitions : number of shares of the demonstration that this node takes part in; 0 = own data.
-    data_path, data_dir, model, state_dir, allow, weights_dir : as in the node-config, "" where not given.
-    allow_methods : ids of methods; empty = all.
-    min_class_count : smallest number of images of a class of which a reply may say something; 0 and 1 = all.
-    dp, dp_epsilon, dp_delta, secure_colluders : as in the node-config, "" and 0 where not given.
-    """
 
-    client: int
-    partitions: int = 0
-    data_path: str = ""
-    data_dir: str = ""
-    model: str = ""
-    state_dir: str = ""
-    allow: str = ""
-    allow_methods: tuple[str, ...] = ()
-    min_class_count: int = 0
-    weights_dir: str = ""
-    node_key: str = ""
-    peers: str = ""
-    min_sum_clients: int = 0
-    dp: str = ""
-    dp_epsilon: float = 0.0
-    dp_delta: float = 0.0
-    secure_colluders: int = 0
+class Node(BaseModel):
+    """A checked node-config; texts are empty and numbers 0 where the key was not given."""
+
+    model_config = ConfigDict(frozen=True)
+
+    client: Count = Field(
+        title="client-id",
+        description="integer from 0, unique per node, never changed: it identifies the node's state and its rows in "
+        "the results",
+    )
+    partitions: Count = Field(
+        0,
+        title="partition-id, num-partitions",
+        description="instead of `client-id` and `data-path`, for demonstrations: each node uses its share of the run's "
+        "data set",
+    )
+    data_path: Text = Field(
+        "",
+        description="the data: an `.npz` file (`x_train`, `y_train`, perhaps `x_test`, `y_test`, `class_names`), a "
+        "folder with exactly one of them, a table (`.csv`, `.parquet`), or a folder of pictures (`<class>/*`, or "
+        "`train/<class>/*`, `test/<class>/*`)",
+    )
+    data_dir: Text = Field(
+        "",
+        description="folder of common data sets: the one of a demonstration, or the public data set of methods such as "
+        "KT-pFL. A node never reads from the run's own `data-dir`",
+    )
+    model: Text = Field(
+        "",
+        description="this node's architecture (default, and `auto`: the run's `model`); different architectures need a "
+        "method that allows them (`fedapp methods`) and a common feature width",
+    )
+    state_dir: Text = Field(
+        "",
+        description="folder that survives restarts (default `$FEDAPP_STATE`, else `~/.fedapp/state`); give each server "
+        "one of its own, since a run may begin from the states of another run of the same federation (`warm-start`)",
+    )
+    allow: Text = Field(
+        "",
+        description="own models that a run may name, `package.module:function` or `package.*`, with commas between "
+        "them (default: none); see [own models](own-models.md)",
+    )
+    allow_methods: Annotated[tuple[str, ...], BeforeValidator(_methods)] = Field(
+        (), description="methods that a run may use, with commas between them (default: all)"
+    )
+    min_class_count: Count = Field(
+        0,
+        description="smallest number of images of a class of which a reply may say something (default 0): FedGH, FedGH "
+        "on Gaussians, pFedFDA, CCVR, Personal CCVR, FedNCM, Fed3R, LDA and FedCOF must be given as much in "
+        "`method-args`; FedProto, FedTGP, FedNH, FedPAC, FD and cwFedAvg with `dist=empirical`, which have no such "
+        "option, are refused, and so are these methods with `dp = example`, with which replies say something, with "
+        "noise, of every class",
+    )
+    weights_dir: Text = Field(
+        "", description="folder with stored weights, if the run's model has such: the file has the same name there"
+    )
+    node_key: Text = Field(
+        "",
+        description="file of the node's private key, with which it signs its keys in secure sums "
+        "([secure-sums.md](secure-sums.md#whose-keys-they-are))",
+    )
+    peers: Text = Field(
+        "",
+        description="a copy of the roster that comes from the other sites: in secure sums the node takes part only "
+        "with keys that these nodes have signed",
+    )
+    min_sum_clients: Count = Field(
+        0,
+        description="smallest number of clients of whom a secure sum may be (default 0); with it or `peers`, runs "
+        "without `secure-sum` are refused",
+    )
+    dp: Annotated[str, Field(strict=True, pattern="^(example|client)$")] = Field(
+        "",
+        description="only runs with differential privacy for this unit: `example`, which `dp = sgd` also is, or "
+        "`client` ([privacy.md](privacy.md))",
+    )
+    dp_epsilon: Positive = Field(
+        0.0,
+        description="what releases from this node's data may add up to in all runs, whatever a run says (default: the "
+        "run's)",
+    )
+    dp_delta: Positive = Field(0.0, description="delta for which `dp-epsilon` holds (default: the run's)")
+    secure_colluders: Count = Field(
+        0,
+        description="secure sums count on at least so many clients that help the server, or the run is refused "
+        "(default 0)",
+    )
+
+    @staticmethod
+    def keys() -> dict[str, str]:
+        """Return the keys of a node-config, and the field of each."""
+        fields = Node.model_fields.items()
+        found = {key: name for name, field in fields for key in (field.title or name.replace("_", "-")).split(", ")}
+        return {**found, "partition-id": "client"}
 
     @classmethod
     def parse(cls, config: Mapping[str, Any]) -> Node:
@@ -131,73 +164,48 @@ class Node:
         ------
         BadRequest : a key is missing, unknown, of the wrong type, or clashes with another; says what to write.
         """
-        for key, value in config.items():
-            if key not in KEYS:
-                raise BadRequest(
-                    f"node-config: unknown key '{key}'{suggest(key, list(KEYS))}; known: {', '.join(KEYS)}"
-                )
-            kind = KEYS[key]
-            value = float(value) if kind is float and type(value) is int else value
-            if kind is float and isinstance(value, float) and not 0 < value < math.inf:
-                raise BadRequest(f"node-config: {key} = {value!r} must be {KINDS[kind]}")
-            negative = isinstance(value, int) and value < 0
-            if not isinstance(value, kind) or isinstance(value, bool) or negative or value == "":
-                raise BadRequest(f"node-config: {key} = {value!r} must be {KINDS[kind]}")
-        given = config.keys()
-        if "data-path" in given:
-            if "client-id" not in given:
+        fields = cls.keys()
+        for key in config:
+            if key not in fields:
+                known = ", ".join(fields)
+                raise BadRequest(f"node-config: unknown key '{key}'{suggest(key, [*fields])}; known: {known}")
+        if "data-path" in config:
+            if "client-id" not in config:
                 raise BadRequest("node-config: data-path needs client-id, a number that no other node has")
-            clash = sorted(given & {"partition-id", "num-partitions"})
-            if clash:
+            if clash := sorted(config.keys() & {"partition-id", "num-partitions"}):
                 raise BadRequest(f"node-config: data-path (own data) and {clash[0]} (a share of common data) clash")
-            number, parts = int(config["client-id"]), 0
-        elif "partition-id" in given:
-            if "client-id" in given:
+        elif "partition-id" in config:
+            if "client-id" in config:
                 raise BadRequest(
                     "node-config: client-id goes with data-path; with partition-id that is the client's id"
                 )
-            if "num-partitions" not in given:
+            if "num-partitions" not in config:
                 raise BadRequest("node-config: partition-id needs num-partitions, the number of all nodes")
-            number, parts = int(config["partition-id"]), int(config["num-partitions"])
-            if number >= parts:
-                raise BadRequest(f"node-config: partition-id {number} is not among the partitions 0 .. {parts - 1}")
         else:
-            missing = "data-path" if "client-id" in given else "client-id and data-path"
+            missing = "data-path" if "client-id" in config else "client-id and data-path"
             raise BadRequest(f"node-config: {missing} missing: start the node with --node-config {EXAMPLE}")
-        name = str(config.get("model", "auto"))
-        if is_own(name):
-            check_form(name, ModelOptions())
-        elif name not in (*MODEL_NAMES, "auto"):
+        try:
+            node = cls(**{fields[key]: value for key, value in config.items() if (key, value) != ("model", "auto")})
+        except ValidationError as e:
+            first = e.errors()[0]
+            if isinstance(error := first.get("ctx", {}).get("error"), BadRequest):
+                raise error from None
+            key = next(key for key in config if fields[key] == first["loc"][0])
+            annotation: Any = cls.model_fields[fields[key]].annotation
+            kind = KINDS.get(annotation, "text in quotation marks")
+            kind = "'example' or 'client'" if first["type"] == "string_pattern_mismatch" else kind
+            raise BadRequest(f"node-config: {key} = {config[key]!r} must be {kind}") from e
+        if "partition-id" in config and node.client >= node.partitions:
+            last = node.partitions - 1
+            raise BadRequest(f"node-config: partition-id {node.client} is not among the partitions 0 .. {last}")
+        if is_own(node.model):
+            check_form(node.model, ModelOptions())
+        elif node.model and node.model not in MODEL_NAMES:
             raise BadRequest(
-                f"node-config: unknown model '{name}'{suggest(name, MODEL_NAMES)}: choose from {', '.join(MODEL_NAMES)}"
+                f"node-config: unknown model '{node.model}'{suggest(node.model, MODEL_NAMES)}: choose from "
+                f"{', '.join(MODEL_NAMES)}"
             )
-        keys = ("data-path", "data-dir", "model", "state-dir", "node-key", "peers", "allow", "weights-dir")
-        texts = {k.replace("-", "_"): str(config.get(k, "")) for k in keys}
-        if texts["model"] == "auto":
-            texts["model"] = ""
-        methods = tuple(m.strip() for m in str(config.get("allow-methods", "")).split(",") if m.strip())
-        known = registry.names()
-        for method in methods:
-            if method not in known:
-                raise BadRequest(
-                    f"node-config: allow-methods names no method '{method}'{suggest(method, known)}: choose from "
-                    f"{', '.join(known)}"
-                )
-        images, summed = int(config.get("min-class-count", 0)), int(config.get("min-sum-clients", 0))
-        if config.get("dp", "example") not in ("example", "client"):
-            raise BadRequest(f"node-config: dp = {config['dp']!r} must be 'example' or 'client'")
-        return cls(
-            number,
-            parts,
-            **texts,
-            allow_methods=methods,
-            min_class_count=images,
-            min_sum_clients=summed,
-            dp=str(config.get("dp", "")),
-            dp_epsilon=float(config.get("dp-epsilon", 0.0)),
-            dp_delta=float(config.get("dp-delta", 0.0)),
-            secure_colluders=int(config.get("secure-colluders", 0)),
-        )
+        return node
 
     @property
     def own(self) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedapp import sampling
-from fedapp.core.averages import weighted_mean
+from fedapp.core.averages import RunningMean
 from fedapp.core.classwise import class_globals, class_weights, mix, norm_distribution, wdr
 from fedapp.method import Arrays
 from fedapp.results.figures.pieces import Array
@@ -73,8 +73,10 @@ def models(seed: int = 0) -> dict[str, Arrays]:
     pt = np.stack([norm_distribution(m["head.weight"]) for m in regular])  # Eq. 4
     q = class_weights(sizes, pt)  # Eq. 6
     by_class, personal = class_globals(regular, q), mix(regular, pt, q)  # Eqs. 5 and 7
+    mean = RunningMean()
+    mean.add_many(list(zip(plain, sizes)))
     rows = (
-        ("FedAvg, client", plain, "FedAvg, global", weighted_mean(plain, list(sizes))),
+        ("FedAvg, client", plain, "FedAvg, global", mean.mean()),
         ("WDR, client", regular, "global of class 0", by_class[0]),
         ("cwFedAvg, client", personal, "global of class 1", by_class[1]),
     )
