@@ -71,7 +71,7 @@ class Forks:
             raise
 
     def start(self) -> None:
-        """Start the process, after it has died again in the same folder, so that paths with it stay right.
+        """Start the process; after its death in the same folder again, so that paths with it stay right.
 
         Raises
         ------

@@ -225,15 +225,11 @@ class Gate:
         """Return whether a request is for a part of a message that the node which it names was given."""
         from flwr.proto.message_pb2 import ConfirmMessageReceivedRequest, PullObjectRequest
 
-        kind, name = (
-            (ConfirmMessageReceivedRequest, "message_object_id")
-            if path == CONFIRM
-            else (PullObjectRequest, "object_id")
-        )
-        request = _read(kind, body)
+        request = _read(ConfirmMessageReceivedRequest if path == CONFIRM else PullObjectRequest, body)
         if request is None:
             return False
-        return any(getattr(request, name) in parts for parts in self._given.get(request.node.node_id, ()))
+        name = request.message_object_id if path == CONFIRM else request.object_id
+        return any(name in parts for parts in self._given.get(request.node.node_id, ()))
 
     def _budget(self, node: int) -> ByteBudget:
         # A SuperLink that was started again does not know what it had sent before: each node begins with one reply.

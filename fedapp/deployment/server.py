@@ -61,6 +61,9 @@ STABLE, TRIES = 30.0, 3
 """Seconds after which the helper process counts as one that works; how often one that never did is started."""
 OURS = ("--host", "--port", "--isolation", "--superexec-auth-secret-file", "--insecure", "--simulation")
 """Flower's options that :func:`serve` sets itself or that would open what it closes."""
+NEEDED = ("--ssl-ca-certfile", "--ssl-certfile", "--ssl-keyfile")
+ALWAYS = ("--enable-supernode-auth", "--disable-runtime-dependency-installation")
+"""Options that the operator gives, and switches that are on in any case."""
 
 
 def _listener(address: str, private: bool) -> socket.socket:
@@ -86,19 +89,13 @@ def _configuration(flower: Sequence[str], private: socket.socket) -> Any:
     proxy = "put a reverse proxy in front of flower-superlink (docker/nginx.conf says what is lacking then)"
     check_flower("fedapp superlink", proxy)
     names = [word.partition("=")[0] for word in flower]
-    for name in OURS:
-        if name in names:
-            raise BadRequest(
-                f"{name} cannot be given: fedapp superlink always uses TLS, node keys and its own listeners"
-            )
-    for name in ("--ssl-ca-certfile", "--ssl-certfile", "--ssl-keyfile"):
-        if name not in names:
-            raise BadRequest(
-                f"{name} is needed: a SuperLink is started with TLS only (docker/certs.sh makes the files)"
-            )
-    always = [
-        word for word in ("--enable-supernode-auth", "--disable-runtime-dependency-installation") if word not in names
-    ]
+    if given := [name for name in OURS if name in names]:
+        why = "fedapp superlink always uses TLS, node keys and its own listeners"
+        raise BadRequest(f"{given[0]} cannot be given: {why}")
+    if missing := [name for name in NEEDED if name not in names]:
+        why = "a SuperLink is started with TLS only (docker/certs.sh makes the files)"
+        raise BadRequest(f"{missing[0]} is needed: {why}")
+    always = [name for name in ALWAYS if name not in names]
     host, port = private.getsockname()[:2]
     ours = ["--host", host, "--port", str(port), "--isolation", "process"]
     before = sys.argv
