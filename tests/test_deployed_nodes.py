@@ -70,11 +70,11 @@ def test_a_node_writes_no_line_of_its_own(it: Deployment) -> None:
 def test_a_node_that_answers_nothing_is_named_and_the_run_goes_on(it: Deployment) -> None:
     """It is online, and takes no message."""
     out = out_of(it, "unanswered")
-    settings = (*SETTINGS, "--clients", "3", "--rounds", "2", "--set", "min-clients=2", "--set", "wait-timeout=20")
+    settings = (*SETTINGS, "--clients", "3", "--rounds", "2", "--set", "min-clients=2", "--set", "wait-timeout=90")
     with connected(it, NODES[2]):
         done = it.run(*DEPLOY, *settings, "--out", str(out))
     assert done.returncode == 0, done.stdout + done.stderr
-    text = "waiting for 1 of 3 clients, missing 2; 1 node(s) that are online have not answered after 20 s"
+    text = "waiting for 1 of 3 clients, missing 2; 1 node(s) that are online have not answered after 90 s"
     assert text in warned(out) and text in done.stderr
     assert list(table(out, "rounds.csv")["clients"]) == [2, 2]
 
