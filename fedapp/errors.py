@@ -130,6 +130,13 @@ def named_values(key: str, text: str, takes: str) -> dict[str, str]:
     return values
 
 
+def invalid_values(error: Any, whole: str, prefix: str = "") -> str:
+    """Return the values that a pydantic model refused, each with its reason; `whole` names the model itself."""
+    return "; ".join(
+        f"{prefix}{'.'.join(map(str, x['loc'])) or whole} = {x['input']!r}: {x['msg']}" for x in error.errors()
+    )
+
+
 def plain_value(text: str) -> Any:
     """Return what a text stands for: true, false, none, a number, several with commas between them, else the text."""
     if "," in text:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 import strategies
 from fedapp import plugins
-from fedapp.errors import BadRequest, named_values, suggest
+from fedapp.errors import BadRequest, invalid_values, named_values, suggest
 from fedapp.method import BaseHParams, Method
 from strategies.base import FedStrategy
 
@@ -219,10 +219,7 @@ def build_hparams(method: Method, values: dict[str, str]) -> BaseHParams:
     try:
         return method.hparams.model_validate(data)
     except ValidationError as e:
-        lines = [
-            f"method-args: {'.'.join(map(str, x['loc'])) or method.id} = {x['input']!r}: {x['msg']}" for x in e.errors()
-        ]
-        raise BadRequest("; ".join(lines) + f". {fields_text(method)}") from e
+        raise BadRequest(f"method-args: {invalid_values(e, method.id)}. {fields_text(method)}") from e
 
 
 def fields_text(method: Method) -> str:

@@ -21,7 +21,7 @@ from clients.posthoc import Untrained
 from fedapp.core import heads
 from fedapp.core.privacy import Float64, Joint, Privacy
 from fedapp.core.sums import capped_sums
-from fedapp.errors import BadRequest, suggest
+from fedapp.errors import BadRequest, invalid_values, suggest
 from fedapp.method import (
     ALL,
     Array,
@@ -148,8 +148,7 @@ def base_hparams(base: Method, text: str) -> BaseHParams:
     try:
         return base.hparams.model_validate(values)
     except ValidationError as e:
-        lines = [f"base.{'.'.join(map(str, x['loc'])) or base.id} = {x['input']!r}: {x['msg']}" for x in e.errors()]
-        raise BadRequest("method-args: " + "; ".join(lines)) from e
+        raise BadRequest(f"method-args: {invalid_values(e, base.id, 'base.')}") from e
 
 
 def leaves_one_head(base: Method, hparams: BaseHParams) -> bool:

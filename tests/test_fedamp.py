@@ -18,11 +18,12 @@ import fedapp
 from clients.fedamp import FedAMPClient, FedAMPHParams
 from fedapp import registry
 from fedapp.data.transforms import normalise
-from fedapp.experiments import compare, recipes, studies
+from fedapp.experiments import compare, recipes
 from fedapp.learning.state import ClientStore
 from fedapp.learning.training import Batch
 from fedapp.method import Arrays, Payload
 from fedapp.transport import checkpoint, selection
+from reproduction.ledger import studies
 from strategies.fedamp import METHOD, FedAMP, attention
 from tests.handmade import (
     DIGITS_BYTES,
