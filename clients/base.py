@@ -65,16 +65,18 @@ from fedapp.learning.training import (
     Batch,
     Phase,
     TrainReport,
-    TrainSpec,
     batch_slices,
     class_weights,
     needs_two,
+    rate_in,
+    step_rates,
     train,
     trained_alone,
 )
 from fedapp.method import Arrays, BaseHParams, Method, Payload, Scalar
 from fedapp.models import build_model, is_own, weights
 from fedapp.models.copies import copied, redrawn
+from fedapp.settings import TrainingSettings
 from fedapp.settings.evaluation import CONFUSION
 from fedapp.transport import selection
 
@@ -194,9 +196,14 @@ class FedClient(PositionalClient):
         """Return the epochs of a round, given `local-epochs`; for round 0 those that come before round 1."""
         return local_epochs if server_round else 0
 
-    def train_spec(self) -> TrainSpec:
+    def train_spec(self) -> TrainingSettings:
         """Return the training settings of this round, with its learning rate."""
-        return self.task.train.in_round(self.round)
+        return self.task.train
+
+    @property
+    def rate(self) -> float:
+        """Learning rate of this round, at its first step unless there is a schedule of steps."""
+        return rate_in(self.round, self.task.rates, self.train_spec().lr)
 
     def after_training(self, payload: Payload) -> Arrays:
         """Return further arrays for the reply, named as the method's `extra_up` declares."""
@@ -257,7 +264,7 @@ class FedClient(PositionalClient):
         _ = self.class_weights
         spec = self.train_spec()
         for epochs in self.phase_epochs():
-            spec.step_rates(epochs * len(batch_slices(self.task.num_samples, spec.batch_size)))
+            step_rates(spec, self.rate, epochs * len(batch_slices(self.task.num_samples, spec.batch_size)))
 
     def refuse_single(self, what: str, remedy: str) -> None:
         """Raise `BadRequest` if one of the models needs two images in a batch; `what` says why there is only one."""
@@ -283,7 +290,7 @@ class FedClient(PositionalClient):
 
     def phase_epochs(self) -> Sequence[int]:
         """Return the passes of each phase of a round, for `check_training`, which has no model yet."""
-        return [self.train_spec().epochs]
+        return [self.train_spec().local_epochs]
 
     def adam_betas(self) -> tuple[float, float]:
         """Return the decay rates of the two moments, for Adam and its relatives."""
@@ -320,16 +327,17 @@ class FedClient(PositionalClient):
                 on_gradients=None if type(self).on_gradients is FedClient.on_gradients else self.on_gradients,
                 held=held,
                 private=self._private(phase.spec),
+                rate=rate_in(self.round, self.task.rates, phase.spec.lr) if phase.rate is None else phase.rate,
             )
 
-    def _private(self, spec: TrainSpec) -> NoisySteps | None:
+    def _private(self, spec: TrainingSettings) -> NoisySteps | None:
         """Return what makes the steps of a training private, after it is booked; None without DP-SGD."""
         count = len(batch_slices(len(self.task.y_train), spec.batch_size))
-        if self.releaser is None or not self.releaser.privacy.sgd or not count or spec.epochs < 1:
+        if self.releaser is None or not self.releaser.privacy.sgd or not count or spec.local_epochs < 1:
             return None
         self.check_private()
         numbers = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        return self.releaser.training(count, spec.epochs, numbers, booked=not self.scoring)
+        return self.releaser.training(count, spec.local_epochs, numbers, booked=not self.scoring)
 
     def check_private(self) -> None:
         """Refuse what DP-SGD does not cover, before any image is used.
@@ -487,7 +495,7 @@ class FedClient(PositionalClient):
         self.receive(payload)
         if epochs:
             # Not in the task: KT-pFL has epochs of its own, and unseen clients of all methods train equally long.
-            spec = replace(self.train_spec(), epochs=epochs)
+            spec = self.train_spec().replaced(local_epochs=epochs)
             self.train_spec = lambda: spec  # type: ignore[method-assign]
             self._learn(payload)
         return self.measure(protocol, balanced=True, further=True)

@@ -39,7 +39,7 @@ class ClassMeansClient(FedClient):
 
     def collect(self, representations: Tensor, labels: Tensor) -> None:
         """Add the rows of a training step in the last epoch of `collect=train`."""
-        if self.hparams.collect == "train" and self.epoch == self.train_spec().epochs - 1:
+        if self.hparams.collect == "train" and self.epoch == self.train_spec().local_epochs - 1:
             self.means.add(self.rows_of(representations), labels)
 
     def class_rows(self) -> Rows:

@@ -16,7 +16,6 @@ w^t stays as it was received. v_k moves only when k takes part. What is stored a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -73,14 +72,14 @@ class DittoClient(PrivateClient):
         """Return the training of w_k and that of v_k, on the same batches; a newcomer, which sends nothing, has one."""
         spec = self.train_spec()
         if not self.newcomer:
-            spec = replace(spec, epochs=self.phase_epochs()[1])
+            spec = spec.replaced(local_epochs=self.phase_epochs()[1])
         parameters = list(self.personal.parameters())
         personal = Phase(self.personal_loss, spec, model=self.personal, parameters=parameters)
         return [personal] if self.newcomer else [*super().phases(), personal]
 
     def phase_epochs(self) -> Sequence[int]:
         """Return the passes over w_k and over v_k."""
-        epochs, personal = self.train_spec().epochs, self.hparams.personal_epochs
+        epochs, personal = self.train_spec().local_epochs, self.hparams.personal_epochs
         return [epochs, epochs if personal is None else personal]
 
     def personal_loss(self, batch: Batch) -> Tensor:

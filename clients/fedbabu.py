@@ -16,7 +16,6 @@ released code trains with 0.1 and fine-tunes with 0.001, without the schedule of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Literal
 
 from pydantic import Field
@@ -61,5 +60,6 @@ class FedBABUClient(FedClient):
     def tuning(self) -> Sequence[Phase]:
         """Train what `tune` says, on batches of its own."""
         s, spec = self.hparams, self.task.train
-        spec = replace(spec, epochs=s.tune_epochs, lr=s.tune_lr or spec.lr / 100, rates=(), step_schedule="")
-        return [Phase(self.step_loss, spec, PARTS[s.tune], "tune")]
+        rate = s.tune_lr or spec.lr / 100
+        spec = spec.replaced(local_epochs=s.tune_epochs, lr=rate, lr_schedule_steps="")
+        return [Phase(self.step_loss, spec, PARTS[s.tune], "tune", rate=rate)]

@@ -17,7 +17,6 @@ features, which diverges under SGD. `preset` chooses; the default normalises.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -26,7 +25,7 @@ from clients.base import FedClient
 from fedapp import sampling
 from fedapp.core.contrastive import l2_distance, mse_half, supcon
 from fedapp.lazy import Tensor, torch
-from fedapp.learning.training import Batch, train
+from fedapp.learning.training import Batch, rate_in, train
 from fedapp.method import BaseHParams, Payload
 
 
@@ -106,12 +105,12 @@ class FedClassAvgClient(FedClient):
         if epochs and fresh and self.store is not None:  # without a store every round would be the first one
             # The proximal term of the warm-up refers to the client's own initial head: none has been received yet.
             self.received_head = self.snapshot("head.")
-            spec = replace(self.train_spec().in_round(1), epochs=epochs)
+            spec = self.train_spec().replaced(local_epochs=epochs)
             task = self.task
             train(
                 self.model, task.x_train, task.y_train, spec, task.inputs, self.step_loss,
                 sampling.torch_generator(task.seed, "warm-up", 1, task.client), views=self.views,
-                betas=self.adam_betas(),
+                betas=self.adam_betas(), rate=rate_in(1, task.rates, task.train.lr),
             )  # fmt: skip
         super().receive(payload)
 

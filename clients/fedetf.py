@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -106,10 +105,10 @@ class FedETFClient(FedClient):
         """Train all but M on the local loss; then M and the projection in turn."""
         p, spec, _ = self.hparams, self.train_spec(), self.prior
         if not p.etf:
-            return [Phase(self.step_loss, replace(spec, epochs=p.tune_epochs), ALL, "tune")]
+            return [Phase(self.step_loss, spec.replaced(local_epochs=p.tune_epochs), ALL, "tune")]
         self.model.etf.requires_grad_(True)  # of the copy
-        phases = [Phase(self.step_loss, replace(spec, epochs=p.tune_epochs), (*ALL, SCALE), "tune")]
+        phases = [Phase(self.step_loss, spec.replaced(local_epochs=p.tune_epochs), (*ALL, SCALE), "tune")]
         for i in range(p.tune_cycles):
-            phases.append(Phase(self.plain_loss, replace(spec, epochs=p.tune_etf), (ETF,), f"tune.etf.{i}"))
-            phases.append(Phase(self.plain_loss, replace(spec, epochs=p.tune_projection), HEAD, f"tune.head.{i}"))
+            phases.append(Phase(self.plain_loss, spec.replaced(local_epochs=p.tune_etf), (ETF,), f"tune.etf.{i}"))
+            phases.append(Phase(self.plain_loss, spec.replaced(local_epochs=p.tune_projection), HEAD, f"tune.head.{i}"))
         return phases

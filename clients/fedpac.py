@@ -22,7 +22,6 @@ weight mu / d. The released code has mu = 1 with d = 128; mu = d / 128 is that w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -100,11 +99,10 @@ class FedPACClient(FedClient):
     def phases(self) -> Sequence[Phase]:
         """Return both phases; a newcomer trains its head alone, as in FedRep."""
         spec, rate = self.train_spec(), self.hparams.head_rate
-        rates = tuple(rate * r for r in spec.rates)
-        head = replace(spec, epochs=self.hparams.head_epochs, lr=rate * spec.lr, rates=rates)
+        head, faster = spec.replaced(local_epochs=self.hparams.head_epochs, lr=rate * spec.lr), rate * self.rate
         if self.newcomer:
-            return [Phase(self.step_loss, replace(head, epochs=spec.epochs), HEAD)]
-        return [Phase(self.step_loss, head, HEAD), Phase(self.body_loss, spec, BODY, "batches.body")]
+            return [Phase(self.step_loss, head.replaced(local_epochs=spec.local_epochs), HEAD, rate=faster)]
+        return [Phase(self.step_loss, head, HEAD, rate=faster), Phase(self.body_loss, spec, BODY, "batches.body")]
 
     def body_loss(self, batch: Batch) -> Tensor:
         """Return CE + mu * mean (h - c_y)^2; exactly FedRep's loss where mu is 0 or no class mean is known."""

@@ -14,7 +14,6 @@ f_i is the mean cross-entropy. Each phase has an optimizer of its own, and what 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import Field
@@ -53,13 +52,13 @@ class FedRepClient(PrivateClient):
             return [Phase(self.step_loss, spec, HEAD)]
         head_epochs, body_epochs = self.phase_epochs()
         return [
-            Phase(self.step_loss, replace(spec, epochs=head_epochs), HEAD),
-            Phase(self.step_loss, replace(spec, epochs=body_epochs), BODY, "batches.body"),
+            Phase(self.step_loss, spec.replaced(local_epochs=head_epochs), HEAD),
+            Phase(self.step_loss, spec.replaced(local_epochs=body_epochs), BODY, "batches.body"),
         ]
 
     def phase_epochs(self) -> Sequence[int]:
         """Return the passes for the head and for the body."""
-        epochs, hparams = self.train_spec().epochs, self.hparams
+        epochs, hparams = self.train_spec().local_epochs, self.hparams
         if hparams.phases == "joint":
             return [epochs]
         return [hparams.head_epochs, epochs if hparams.body_epochs is None else hparams.body_epochs]

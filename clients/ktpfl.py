@@ -14,7 +14,6 @@ images;  3. predict D_r. Distillation and prediction see the same images in the 
 from __future__ import annotations
 
 import zlib
-from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
@@ -25,8 +24,9 @@ from fedapp.core.distillation import divergence_to, soften
 from fedapp.errors import BadRequest
 from fedapp.lazy import F, Tensor, nn, torch
 from fedapp.learning.evaluation import batched
-from fedapp.learning.training import Batch, TrainReport, TrainSpec, train
+from fedapp.learning.training import Batch, TrainReport, train
 from fedapp.method import Arrays, BaseHParams, Payload, Scalar
+from fedapp.settings import TrainingSettings
 from fedapp.transport import selection
 
 
@@ -136,12 +136,12 @@ class KTpFLClient(FedClient):
         growing = hparams.epochs == "growing"
         return min(server_round, 20) if growing else super().epochs_in(server_round, local_epochs, hparams)
 
-    def train_spec(self) -> TrainSpec:
+    def train_spec(self) -> TrainingSettings:
         """Return the run's settings, with growing epochs if asked for."""
         spec = super().train_spec()
         if self.hparams.epochs == "fixed":
             return spec
-        return replace(spec, epochs=self.epochs_in(self.round, spec.epochs, self.hparams))
+        return spec.replaced(local_epochs=self.epochs_in(self.round, spec.local_epochs, self.hparams))
 
     def optimise(self, payload: Payload) -> TrainReport:
         """Distil if there is a target, then train."""
@@ -152,11 +152,11 @@ class KTpFLClient(FedClient):
     def transfer(self) -> None:
         """Move the model towards the target: `distil_epochs` passes over the public images."""
         spec = self.train_spec()
-        spec = replace(spec, epochs=self.hparams.distil_epochs, batch_size=self.public_batch, augment="none")
+        spec = spec.replaced(local_epochs=self.hparams.distil_epochs, batch_size=self.public_batch, augment="none")
         no_labels = torch.zeros(len(self.public), dtype=torch.int64, device=self.device)
         train(
             self.model, self.public, no_labels, spec, self.task.inputs, self.distil_step,
-            self.generator("public"), parameters=self.parameters(),
+            self.generator("public"), parameters=self.parameters(), rate=self.rate,
         )  # fmt: skip
 
     def distil_step(self, batch: Batch) -> Tensor:
@@ -220,7 +220,7 @@ class KTpFLWeightsClient(KTpFLClient):
         with torch.no_grad():
             for name, p in self.model.named_parameters():
                 for _ in range(self.hparams.distil_epochs):
-                    p.sub_(self.train_spec().rate * 2 * (p - mixed[name].view_as(p)))
+                    p.sub_(self.rate * 2 * (p - mixed[name].view_as(p)))
 
     def after_training(self, payload: Payload) -> Arrays:
         """Return nothing beside the model."""

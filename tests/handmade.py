@@ -20,16 +20,22 @@ from fedapp import sampling
 from fedapp.data import datasets
 from fedapp.data.transforms import InputSpec, normalise
 from fedapp.learning.task import ModelSpec, Task
-from fedapp.learning.training import TrainSpec
+from fedapp.learning.training import SHORT
 from fedapp.method import Array, Arrays, ClientInfo, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.models import SplitModel, build_model
 from fedapp.results.runs import RunResult
+from fedapp.settings import TrainingSettings
 from fedapp.tasks import simulated
 from fedapp.transport import selection
 from strategies.base import FedStrategy
 
 DIGITS_BYTES = 4 * 38_282
 """A `digits-a` model on the wire."""
+
+
+def short(**changes: Any) -> TrainingSettings:
+    """Settings of one epoch of SGD, with these changes."""
+    return SHORT.replaced(**changes)
 
 
 def point(*values: float) -> Arrays:
@@ -98,7 +104,7 @@ def one_batch_task(
     generator = torch.Generator().manual_seed(seed)
     x = torch.randint(0, 17, (n, 8, 8, 1), generator=generator, dtype=torch.uint8)
     y = torch.arange(n) % classes
-    spec = TrainSpec(epochs=epochs, batch_size=batch_size or n, lr=lr, momentum=momentum, **train)
+    spec = short(local_epochs=epochs, batch_size=batch_size or n, lr=lr, momentum=momentum, **train)
     return Task(client, 1, classes, InputSpec((1, 8, 8), 16.0, (0.3,), (0.4,)), model, x, y, x[:4], y[:4], train=spec)
 
 
@@ -131,7 +137,7 @@ def descend(model: SplitModel, loss: Callable[[SplitModel], torch.Tensor], task:
     model = copy.deepcopy(model).double().train()
     parameters = [p for p in model.parameters() if p.requires_grad]
     velocity = [torch.zeros_like(p) for p in parameters]
-    for _ in range(task.train.epochs):
+    for _ in range(task.train.local_epochs):
         gradients = torch.autograd.grad(loss(model), parameters)
         with torch.no_grad():
             for p, v, g in zip(parameters, velocity, gradients, strict=True):
@@ -177,7 +183,7 @@ def toy_model() -> SplitModel:
 def toy_task(epochs: int = 1, **train: Any) -> Task:
     """The three samples of the example, one of each class, in one batch; SGD with step size .5 and no momentum."""
     x, y = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]]), torch.arange(3)
-    spec = TrainSpec(**{"epochs": epochs, "batch_size": 3, "lr": 0.5, "momentum": 0.0, **train})
+    spec = short(**{"local_epochs": epochs, "batch_size": 3, "lr": 0.5, "momentum": 0.0, **train})
     return Task(0, 1, 3, InputSpec((2,), 1.0, (0.0, 0.0), (1.0, 1.0), "table"), "toy", x, y, x, y, train=spec)
 
 
@@ -188,7 +194,7 @@ def on_toy(kind: type[FedClient]) -> type[FedClient]:
 
 def full_batch(task: Task, steps: int = 2, lr: float = 0.1) -> Task:
     """The task with a training of `steps` plain gradient steps, each on all its images."""
-    return replace(task, train=TrainSpec(epochs=steps, batch_size=task.num_samples, lr=lr, momentum=0.0))
+    return replace(task, train=short(local_epochs=steps, batch_size=task.num_samples, lr=lr, momentum=0.0))
 
 
 def images(task: Task) -> Tensor:
@@ -199,7 +205,7 @@ def images(task: Task) -> Tensor:
 def steps_by_hand(parameters: Iterable[nn.Parameter], loss: Callable[[], Tensor], task: Task) -> None:
     """Take the steps of `full_batch` by hand: w <- w - lr dL/dw."""
     trained = list(parameters)
-    for _ in range(task.train.epochs):
+    for _ in range(task.train.local_epochs):
         gradients = torch.autograd.grad(loss(), trained)
         with torch.no_grad():
             for p, gradient in zip(trained, gradients, strict=True):
@@ -229,7 +235,7 @@ def digit_tasks(
         rows = order[c * (train + test) : (c + 1) * (train + test)]
         x = torch.from_numpy(np.array(data.x_train[rows]))
         y = torch.tensor([int(v) if relabel is None else relabel(c, int(v)) for v in data.y_train[rows]])
-        spec = TrainSpec(epochs=epochs, lr=lr, momentum=momentum)
+        spec = short(local_epochs=epochs, lr=lr, momentum=momentum)
         tasks.append(Task(c, seed, 10, inputs, "digits-a", x[:train], y[:train], x[train:], y[train:], train=spec))
     return tasks
 

@@ -19,7 +19,7 @@ from fedapp.core.classwise import class_globals
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest
 from fedapp.learning.task import Task
-from fedapp.learning.training import Batch, TrainSpec
+from fedapp.learning.training import Batch
 from fedapp.method import Arrays, Payload, Reply, ServerContext, ServerState
 from fedapp.models import SplitModel, build_model
 from fedapp.registry import parse_args, resolve
@@ -27,6 +27,7 @@ from fedapp.transport import checkpoint, selection
 from strategies.cwfedavg import METHOD, CwFedAvg
 from strategies.fedavg import METHOD as FEDAVG
 from tests import handmade
+from tests.handmade import short
 
 # Three clients, three classes, two features.
 N = [100, 60, 40]
@@ -561,7 +562,7 @@ def task(y: Sequence[int], classes: int, lr: float = 0.005) -> Task:
     return Task(
         client=0, seed=0, num_classes=classes, inputs=InputSpec((1, 8, 8), 16.0, (0.3,), (0.4,)), model="digits-b",
         x_train=x, y_train=labels, x_test=x[:2], y_test=labels[:2],
-        train=TrainSpec(epochs=1, batch_size=16, lr=lr, momentum=0.0),
+        train=short(local_epochs=1, batch_size=16, lr=lr, momentum=0.0),
     )  # fmt: skip
 
 
@@ -667,7 +668,7 @@ def test_the_regulariser_does_its_work() -> None:
 
     def distance(lam: float) -> float:
         data = task([0] * 60 + [1] * 20, 4, lr=0.05)
-        data = replace(data, train=replace(data.train, epochs=20))
+        data = replace(data, train=data.train.replaced(local_epochs=20))
         one = CwFedAvgClient(data, METHOD, CwFedAvgHParams(lam=lam))
         model = build_model("digits-b", num_classes=4, shape=(1, 8, 8), seed=0)
         one.train_round(Payload(arrays=selection.everything(model)), 1)

@@ -20,14 +20,13 @@ from fedapp.data.transforms import InputSpec
 from fedapp.engines.local import RunResult
 from fedapp.learning.state import ClientStore
 from fedapp.learning.task import Task
-from fedapp.learning.training import TrainSpec
 from fedapp.method import BaseHParams, Payload
 from fedapp.models import SplitModel
 from fedapp.transport import checkpoint
 from fedapp.transport.selection import everything
 from strategies.ditto import METHOD
 from strategies.fedavg import METHOD as FEDAVG
-from tests.handmade import InDouble, equal, model_like, one_batch_task, whole
+from tests.handmade import InDouble, equal, model_like, one_batch_task, short, whole
 from tests.test_phases import normalised
 
 Tiny = Callable[..., RunResult]
@@ -51,7 +50,7 @@ class Quadratic(DittoClient):
 def after(steps: int, **hparams: Any) -> tuple[float, float]:
     """v_k and w_k after some steps of size .1, from v_k = 0 and w = .5."""
     x, y = torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64)
-    spec = TrainSpec(epochs=steps, batch_size=1, lr=0.1, momentum=0.0)
+    spec = short(local_epochs=steps, batch_size=1, lr=0.1, momentum=0.0)
     task = Task(0, 1, 1, InputSpec((1,), 1.0, (0.0,), (1.0,), "table"), "q", x, y, x, y, train=spec)
     client = Quadratic(task, METHOD, DittoHParams.model_validate(hparams))
     sent = {**everything(Quadratic.build_model(None, None)), "head.bias": np.full(1, 0.5)}

@@ -26,10 +26,11 @@ from fedapp.learning import dp_sgd
 from fedapp.learning.dp_sgd import NoisySteps
 from fedapp.learning.releases import Ledger, Releaser
 from fedapp.learning.state import ClientStore, StateError
-from fedapp.learning.training import TrainSpec, train
+from fedapp.learning.training import train
 from fedapp.method import Reply
 from fedapp.models import build_model
 from fedapp.transport.client_manager import RoundFailed
+from tests.handmade import short
 from tests.test_nodes import THREE, start
 from tests.test_private_runs import ledgers
 
@@ -391,7 +392,7 @@ def test_a_model_is_as_it_was_after_private_training() -> None:
     inputs = InputSpec((2, 8, 8), 255.0, (0.5, 0.5), (0.5, 0.5))
     before, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     report = train(
-        model, x, y, TrainSpec(epochs=3, augment="weak"), inputs,
+        model, x, y, short(local_epochs=3, augment="weak"), inputs,
         lambda b: nn.functional.cross_entropy(model(b.x), b.y), torch.Generator(),
         private=NoisySteps(1 / 8, 8, 1.0, 1.0, seeded(0)),
     )  # fmt: skip
@@ -408,7 +409,7 @@ def test_a_loss_that_is_not_finite_says_nothing() -> None:
     model = nn.Sequential(nn.Flatten(), layer)
     x, y = torch.tensor([[1.0, 2, 3, 4], [1, 1, 1, math.inf]]), torch.tensor([0, 1])
     report = train(
-        model, x[:, None], y, TrainSpec(epochs=2), InputSpec((1, 4), 1.0, (0.0,), (1.0,), kind="series"),
+        model, x[:, None], y, short(local_epochs=2), InputSpec((1, 4), 1.0, (0.0,), (1.0,), kind="series"),
         lambda b: nn.functional.cross_entropy(model(b.x), b.y), torch.Generator(),
         private=NoisySteps(1.0, 1, 1.0, 1.0, seeded(0)),
     )  # fmt: skip

@@ -323,7 +323,7 @@ def test_training_may_start_from_the_own_model(tmp_path) -> None:
     store = ClientStore(tmp_path, "fedamp", "ab")
     own, _, _ = FedAMPClient(task, METHOD, hparams_of(start="own"), store).train_round(initial(), 1)
     mix = Payload(arrays={n: np.zeros_like(a) for n, a in initial().all().items()})
-    still = replace(task, train=replace(task.train, lr=0.0))
+    still = replace(task, train=task.train.replaced(lr=0.0))
     for start, expected in (("own", own), ("mix", mix.arrays)):
         client = FedAMPClient(still, METHOD, hparams_of(start=start), store)
         arrays, _, metrics = client.train_round(mix, 2)

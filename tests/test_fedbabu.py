@@ -131,7 +131,7 @@ def test_fine_tuning_trains_a_copy_of_what_was_received(tune: str) -> None:
     # The same steps with the training loop itself, on batches drawn for this purpose alone.
     model = FedBABUClient.build_model(TASK.spec(9), FedBABUHParams())
     kept = [p for n, p in model.named_parameters() if n.startswith(parts)]
-    spec = dataclasses.replace(TASK.train, epochs=2, lr=0.05 / 100)
+    spec = TASK.train.replaced(local_epochs=2, lr=0.05 / 100)
     train(model, TASK.x_train, TASK.y_train, spec, TASK.inputs, lambda b: made.cross_entropy(model(b.x), b.y),
           made.generator("tune"), parameters=kept)  # fmt: skip
     assert equal(selection.everything(made.tuned), selection.everything(model))
@@ -140,14 +140,14 @@ def test_fine_tuning_trains_a_copy_of_what_was_received(tune: str) -> None:
 
 def test_fine_tuning_has_a_hundredth_of_the_rate_of_training_whatever_the_schedule() -> None:
     """The authors train with 0.1, which becomes 0.001 at the end, and fine-tune with 0.001 and the same momentum."""
-    scheduled = dataclasses.replace(TASK.train, lr=0.1, rates=(0.1, 0.01, 0.001), step_schedule="OneCycleLR max_lr=1")
-    made = client(dataclasses.replace(TASK, train=scheduled))
+    scheduled = TASK.train.replaced(lr=0.1, lr_schedule_steps="OneCycleLR max_lr=1")
+    made = client(dataclasses.replace(TASK, train=scheduled, rates=(0.1, 0.01, 0.001)))
     made.round = 3
     for hparams, rate in (({}, 0.001), ({"tune_lr": 0.02}, 0.02)):
         made.hparams = FedBABUHParams(**hparams)
         (phase,) = made.tuning()
-        assert phase.spec.rate == pytest.approx(rate) and not phase.spec.step_rates(10)
-        assert (phase.spec.epochs, phase.spec.momentum) == (5, 0.9) and made.train_spec().rate == 0.001
+        assert phase.rate == pytest.approx(rate) and not phase.spec.lr_schedule_steps
+        assert (phase.spec.local_epochs, phase.spec.momentum) == (5, 0.9) and made.rate == 0.001
 
 
 def test_without_epochs_of_tuning_the_score_is_that_of_received() -> None:

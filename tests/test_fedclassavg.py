@@ -364,7 +364,7 @@ def warmups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         assert spec.rate == (spec.rates or (spec.lr,))[0], "that of round 1, whenever it is computed"
         reference = args[1].__self__.received_head
         assert reference and not any(p.requires_grad for p in reference), "no gradient, and none is kept for it"
-        found.append(spec.epochs)
+        found.append(spec.local_epochs)
         return true(model, x, y, spec, *args, **others)
 
     monkeypatch.setattr(fedclassavg, "train", train)
@@ -402,12 +402,12 @@ def test_a_client_that_never_trained_is_scored_after_one_and_the_same_warm_up(
 ) -> None:
     """Also with a schedule: its rate is that of round 1, and so are its random numbers."""
     sent, rates = head_of(model_like(TASK)), (0.1, 0.05, 0.02)
-    task = replace(TWO_BATCHES, train=replace(TWO_BATCHES.train, rates=rates))
+    task = replace(TWO_BATCHES, rates=rates)
     early, late = (client(tmp_path, task, warmup_epochs=1).evaluate_round(sent, t) for t in (2, 6))
     assert early == late and warmups == [1, 1]
-    trained = client(tmp_path / "a", replace(task, train=replace(task.train, epochs=0)), warmup_epochs=1)
+    trained = client(tmp_path / "a", replace(task, train=task.train.replaced(local_epochs=0)), warmup_epochs=1)
     trained.train_round(sent, 3)
-    first = replace(TWO_BATCHES, train=replace(TWO_BATCHES.train, lr=0.1, epochs=0))
+    first = replace(TWO_BATCHES, train=TWO_BATCHES.train.replaced(lr=0.1, local_epochs=0))
     same = client(tmp_path / "b", first, warmup_epochs=1)
     same.train_round(sent, 1)
     assert equal(everything(trained.model), everything(same.model)) and warmups == [1] * 4

@@ -188,7 +188,7 @@ def test_receiving_equals_a_slow_computation(baseline: str, tmp_path) -> None:
     (task,) = digit_tasks(1)
     initial, others = models_from(4)
     store = ClientStore(tmp_path, "fedfomo", "ab")
-    gentle = replace(task, train=replace(task.train, lr=0.002))
+    gentle = replace(task, train=task.train.replaced(lr=0.002))
     left, _, _ = FedFomoClient(gentle, METHOD, hparams_of(baseline=baseline), store).train_round(
         Payload(arrays=initial), 1
     )
@@ -307,7 +307,7 @@ def test_the_own_model_is_the_stored_one(tmp_path) -> None:
     store = ClientStore(tmp_path, "fedfomo", "ab")
     initial, _ = models_from(0)
     trained, _, _ = FedFomoClient(task, METHOD, hparams_of(), store).train_round(Payload(arrays=initial), 1)
-    still = replace(task, train=replace(task.train, lr=0.0))
+    still = replace(task, train=task.train.replaced(lr=0.0))
     arrays, _, _ = FedFomoClient(still, METHOD, hparams_of(), store).train_round(Payload(), 2)
     assert equal(arrays, trained)
     worse = {n: a + np.float32(10) for n, a in trained.items()}

@@ -20,7 +20,6 @@ from clients.fedgh import FedGHClient, FedGHHParams
 from fedapp.data.transforms import InputSpec
 from fedapp.learning.state import ClientStore
 from fedapp.learning.task import Task
-from fedapp.learning.training import TrainSpec
 from fedapp.method import Payload, Reply, ServerContext, ServerState
 from fedapp.models import build_model
 from fedapp.results.runs import read_run
@@ -28,6 +27,7 @@ from fedapp.transport import checkpoint
 from fedapp.transport.records import reject
 from strategies.fedgh import METHOD, FedGH, LARs, batches, header_step
 from tests import handmade
+from tests.handmade import short
 
 # Two clients with hand-made features, d = 2, three classes.
 LAR_0 = ([[0.9, 0.2], [0.2, 1.0]], [0, 1])
@@ -363,7 +363,7 @@ def task(y: list[int], classes: int = 4, seed: int = 0) -> Task:
     labels = torch.tensor(y, dtype=torch.int64)
     return Task(
         client=3, seed=0, num_classes=classes, inputs=InputSpec((1, 8, 8), 16.0, (0.3,), (0.4,)), model="digits-b",
-        x_train=x, y_train=labels, x_test=x[:2], y_test=labels[:2], train=TrainSpec(epochs=1, batch_size=4, lr=0.05),
+        x_train=x, y_train=labels, x_test=x[:2], y_test=labels[:2], train=short(local_epochs=1, batch_size=4, lr=0.05),
     )  # fmt: skip
 
 

@@ -104,7 +104,7 @@ def test_local_training_equals_a_plain_loop(tmp_path: Path, clip: float) -> None
     bound_by: list[bool] = []
     server, state = strategy()
     made = client(1, tmp_path)
-    made.task = replace(made.task, train=replace(made.task.train, clip=clip))
+    made.task = replace(made.task, train=made.task.train.replaced(clip=clip))
     made.round = 1
     payload = server.send(state, 1, 1)
     made.restore(1, payload)
@@ -118,7 +118,7 @@ def test_local_training_equals_a_plain_loop(tmp_path: Path, clip: float) -> None
     spec = made.task.train
     optimizer = torch.optim.SGD([*large.parameters(), *small.parameters(), w], lr=spec.lr, momentum=spec.momentum)
     generator = made.generator("batches")
-    for _ in range(spec.epochs):
+    for _ in range(spec.local_epochs):
         for raw, y, _ in epoch_batches(made.task.x_train, made.task.y_train, spec.batch_size, generator):
             x = normalise(raw, made.task.inputs)
             h_l, h_m = large.represent(x), small.represent(x)

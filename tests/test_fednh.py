@@ -20,7 +20,6 @@ from fedapp.data.transforms import InputSpec, normalise
 from fedapp.errors import BadRequest
 from fedapp.learning.state import ClientStore
 from fedapp.learning.task import ModelSpec, Task
-from fedapp.learning.training import TrainSpec
 from fedapp.method import Arrays, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.models import build_model
 from fedapp.sampling import rng
@@ -28,7 +27,7 @@ from fedapp.transport.selection import extract, merge, shared_names
 from strategies.base import weighted_mean
 from strategies.fedavg import FedAvg
 from strategies.fednh import METHOD, FedNH, move_prototypes
-from tests.handmade import full_batch, images, steps_by_hand
+from tests.handmade import full_batch, images, short, steps_by_hand
 
 INPUTS = InputSpec((1, 8, 8), 16.0, (0.3,), (0.4,))
 SPEC = ModelSpec("digits-a", 5, (1, 8, 8), 3)
@@ -39,7 +38,7 @@ def task(labels: list[int], client: int = 0, **train: Any) -> Task:
     generator = torch.Generator().manual_seed(5 + client)
     x = torch.randint(0, 17, (len(labels), 8, 8, 1), generator=generator, dtype=torch.uint8)
     y = torch.tensor(labels)
-    settings = TrainSpec(**{"epochs": 1, "batch_size": 8, "lr": 0.05, "clip": 10.0, **train})
+    settings = short(**{"local_epochs": 1, "batch_size": 8, "lr": 0.05, "clip": 10.0, **train})
     return Task(client, 1, 5, INPUTS, "digits-a", x, y, x[:4], y[:4], train=settings)
 
 

@@ -71,7 +71,7 @@ def test_both_phases_together_are_fedper(start: str, tiny: Tiny) -> None:
 def test_without_a_phase_for_the_head_it_is_fedbabu_up_to_the_order_of_batches(batch_size: int) -> None:
     """The passes over the body have batches of their own; with one batch an epoch these are the same."""
     (task,) = digit_tasks(1)
-    task = replace(task, train=replace(task.train, batch_size=batch_size))
+    task = replace(task, train=task.train.replaced(batch_size=batch_size))
     sent = Payload(common=everything(model_like(task)))
     ours = FedRepClient(task, METHOD, FedRepHParams(head_epochs=0, start="common"))
     theirs = FedBABUClient(task, FEDBABU, FedBABUHParams(tune_epochs=0))

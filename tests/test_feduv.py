@@ -19,14 +19,14 @@ from clients.feduv import FedUVClient, FedUVHParams, uniformity_loss, variance_l
 from fedapp import run
 from fedapp.data.transforms import InputSpec, normalise
 from fedapp.learning.task import Task
-from fedapp.learning.training import Batch, TrainSpec
+from fedapp.learning.training import Batch
 from fedapp.method import Payload
 from fedapp.models import build_model
 from fedapp.transport.selection import extract, merge
 from strategies.base import FedStrategy
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.feduv import METHOD
-from tests.handmade import context, equal, full_batch, images, point, reply, steps_by_hand
+from tests.handmade import context, equal, full_batch, images, point, reply, short, steps_by_hand
 
 INPUTS = InputSpec((1, 8, 8), 16.0, (0.3,), (0.4,))
 LOGITS = torch.tensor([[2.0, 0, 0], [0, 1, 0], [1, 1, 0]], dtype=torch.float64)
@@ -158,7 +158,7 @@ def task(n: int = 30, **train: Any) -> Task:
     generator = torch.Generator().manual_seed(5)
     x = torch.randint(0, 17, (n, 8, 8, 1), generator=generator, dtype=torch.uint8)
     y = torch.randint(0, 4, (n,), generator=generator)
-    settings = TrainSpec(batch_size=8, lr=0.05, **train)
+    settings = short(batch_size=8, lr=0.05, **train)
     return Task(0, 1, 4, INPUTS, "digits-a", x, y, x[:10], y[:10], train=settings)
 
 

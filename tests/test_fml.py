@@ -81,7 +81,7 @@ def test_local_training_equals_two_optimizers(clip: float) -> None:
     """One optimizer over both models on the sum of both losses is one step on each, from the same predictions."""
     server, state = strategy(alpha=0.4, beta=0.7)
     made = client(alpha=0.4, beta=0.7)
-    made.task = replace(made.task, train=replace(made.task.train, clip=clip))
+    made.task = replace(made.task, train=made.task.train.replaced(clip=clip))
     made.round = 1
     payload = server.send(state, 1, 1)
     made.restore(1, payload)
@@ -94,7 +94,7 @@ def test_local_training_equals_two_optimizers(clip: float) -> None:
     optimizers = [torch.optim.SGD(m.parameters(), lr=spec.lr, momentum=spec.momentum) for m in (large, small)]
     generator = made.generator("batches")
 
-    for _ in range(spec.epochs):
+    for _ in range(spec.local_epochs):
         for raw, y, _ in epoch_batches(made.task.x_train, made.task.y_train, spec.batch_size, generator):
             x = normalise(raw, made.task.inputs)
             z_l, z_m = large(x), small(x)

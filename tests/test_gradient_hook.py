@@ -16,12 +16,12 @@ from fedapp import registry
 from fedapp.engines.local import RunResult
 from fedapp.learning import training
 from fedapp.learning.state import read_safetensors
-from fedapp.learning.training import TrainSpec
 from fedapp.method import BaseHParams, Method, Payload
 from strategies.fedavg import METHOD as FEDAVG
 from tests.handmade import (
     model_like,
     one_batch_task,
+    short,
     whole,
 )
 from tests.test_training import flat, go, network
@@ -31,7 +31,7 @@ from tests.test_training import flat, go, network
 
 def test_a_gradient_is_corrected_then_clipped_then_decayed() -> None:
     """Two steps of SGD by hand: p <- p - lr (clip(g + 3) + decay p)."""
-    spec = TrainSpec(batch_size=25, lr=0.1, momentum=0.0, clip=0.5, weight_decay=0.2)
+    spec = short(batch_size=25, lr=0.1, momentum=0.0, clip=0.5, weight_decay=0.2)
     fast = network()
     seen: list[list[Tensor]] = []
 
@@ -58,14 +58,14 @@ def test_the_hook_sees_what_is_trained_and_nothing_else() -> None:
     model = network()
     model[1].requires_grad_(False)
     found: list[int] = []
-    go(model, TrainSpec(batch_size=50), on_gradients=lambda parameters: found.extend(map(id, parameters)))
+    go(model, short(batch_size=50), on_gradients=lambda parameters: found.extend(map(id, parameters)))
     assert found == [id(p) for p in model[3].parameters()]
 
 
 def test_a_hook_that_changes_nothing_changes_no_bit() -> None:
     plain, hooked = network(), network()
-    go(plain, TrainSpec(epochs=2))
-    go(hooked, TrainSpec(epochs=2), on_gradients=lambda parameters: None)
+    go(plain, short(local_epochs=2))
+    go(hooked, short(local_epochs=2), on_gradients=lambda parameters: None)
     assert torch.equal(flat(plain), flat(hooked))
 
 

@@ -212,7 +212,7 @@ def test_a_local_round_is_descent_from_the_model_with_the_lowest_loss(
 def test_received_is_the_chosen_model_and_trained_starts_from_it() -> None:
     hparams = IFCAHParams(clusters=2)
     (task,) = digit_tasks(1)
-    task = replace(task, train=replace(task.train, lr=0.0))
+    task = replace(task, train=task.train.replaced(lr=0.0))
     strategy = IFCA(METHOD, hparams)
     payload = strategy.send(strategy.init(digits_context(METHOD, hparams, [task])), 1, 0)
     arrays, n, metrics = IFCAClient(task, METHOD, hparams).train_round(payload, 1)

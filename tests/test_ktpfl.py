@@ -440,7 +440,7 @@ def no_target() -> Payload:
 
 def test_predictions_are_in_the_order_of_the_public_set_without_augmentation() -> None:
     made = client(temperature=3.0)
-    made.task = replace(made.task, train=replace(made.task.train, augment="weak"))
+    made.task = replace(made.task, train=made.task.train.replaced(augment="weak"))
     arrays, _, metrics = made.train_round(no_target(), 1)
     made.model.eval()
     for image, row in zip(made.public, arrays["soft"], strict=True):
@@ -451,7 +451,7 @@ def test_predictions_are_in_the_order_of_the_public_set_without_augmentation() -
 
 def test_each_public_image_is_distilled_towards_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
     made = client(distil_epochs=3, public_batch=16)
-    made.task = replace(made.task, train=replace(made.task.train, augment="weak"))
+    made.task = replace(made.task, train=made.task.train.replaced(augment="weak"))
     count = len(made.public)
     images = normalise(made.public.permute(0, 3, 1, 2), made.task.inputs)
     target = np.random.default_rng(0).dirichlet(np.ones(10), count).astype(np.float32)
@@ -538,8 +538,8 @@ def test_epochs_can_grow() -> None:
     made = client(epochs="growing")
     for server_round, epochs in ((1, 1), (7, 7), (20, 20), (40, 20)):
         made.round = server_round
-        assert made.train_spec().epochs == epochs
-    assert client().train_spec().epochs == 2
+        assert made.train_spec().local_epochs == epochs
+    assert client().train_spec().local_epochs == 2
 
 
 def test_a_client_without_public_set_says_what_to_do() -> None:

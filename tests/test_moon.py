@@ -21,14 +21,14 @@ from fedapp.core.contrastive import moon_contrast
 from fedapp.data.transforms import InputSpec, normalise
 from fedapp.learning.state import ClientStore, read_safetensors
 from fedapp.learning.task import Task
-from fedapp.learning.training import Batch, TrainSpec
+from fedapp.learning.training import Batch
 from fedapp.method import Arrays, Payload
 from fedapp.models import SplitModel, build_model
 from fedapp.transport.selection import extract, merge
 from strategies.base import FedStrategy
 from strategies.fedavg import METHOD as FEDAVG
 from strategies.moon import METHOD
-from tests.handmade import context, deterministic, equal, full_batch, images, point, reply, steps_by_hand
+from tests.handmade import context, deterministic, equal, full_batch, images, point, reply, short, steps_by_hand
 
 INPUTS = InputSpec((1, 8, 8), 16.0, (0.3,), (0.4,))
 
@@ -37,7 +37,9 @@ def task(n: int = 40, model: str = "digits-a", **train: Any) -> Task:
     generator = torch.Generator().manual_seed(5)
     x = torch.randint(0, 17, (n, 8, 8, 1), generator=generator, dtype=torch.uint8)
     y = torch.randint(0, 4, (n,), generator=generator)
-    return Task(0, 1, 4, INPUTS, model, x, y, x[:10], y[:10], train=TrainSpec(epochs=2, batch_size=8, lr=0.05, **train))
+    return Task(
+        0, 1, 4, INPUTS, model, x, y, x[:10], y[:10], train=short(local_epochs=2, batch_size=8, lr=0.05, **train)
+    )
 
 
 def client(folder: Path | None = None, job: Task | None = None, **hparams: Any) -> MoonClient:

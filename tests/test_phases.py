@@ -46,8 +46,10 @@ class TwoPhases(FedClient):
     def phases(self) -> Sequence[Phase]:
         spec = self.train_spec()
         return [
-            Phase(self.step_loss, replace(spec, lr=3 * spec.lr), ("head.",)),
-            Phase(lambda batch: 2 * self.step_loss(batch), replace(spec, epochs=2), ("features.",), "batches.trunk"),
+            Phase(self.step_loss, spec.replaced(lr=3 * spec.lr), ("head.",)),
+            Phase(
+                lambda batch: 2 * self.step_loss(batch), spec.replaced(local_epochs=2), ("features.",), "batches.trunk"
+            ),
         ]
 
 
@@ -64,15 +66,15 @@ def test_each_phase_trains_its_part_with_an_optimizer_of_its_own() -> None:
     sent = model_like(task)
     client = TwoPhases(task, FEDAVG, BaseHParams())
     arrays, _, metrics = client.train_round(whole(sent), 1)
-    first = by_hand(sent, "head.", 1, replace(task, train=replace(task.train, lr=3 * task.train.lr)))
-    last = by_hand(first, "features.", 2, replace(task, train=replace(task.train, epochs=2)))
+    first = by_hand(sent, "head.", 1, replace(task, train=task.train.replaced(lr=3 * task.train.lr)))
+    last = by_hand(first, "features.", 2, replace(task, train=task.train.replaced(local_epochs=2)))
     assert_close(arrays, last, atol=5e-6)
     moved = by_hand(sent, "head.", 1, task), by_hand(first, "features.", 1, task)
     for other, prefix in zip(moved, ("head.", "features.")):
         with pytest.raises(AssertionError):
             assert_close({n: a for n, a in arrays.items() if n.startswith(prefix)}, other, prefix, atol=1e-3)
     assert metrics["steps"] == client.report.steps == 5 and client.report.samples == 60 and client.report.seconds > 0
-    one_step = by_hand(first, "features.", 2, replace(task, train=replace(task.train, epochs=1)))
+    one_step = by_hand(first, "features.", 2, replace(task, train=task.train.replaced(local_epochs=1)))
     losses = [2 * cross_entropy(m(pixels(task)), task.y_train).item() for m in (first, one_step)]
     assert metrics["train-loss"] == pytest.approx(np.mean(losses), rel=1e-5), "of the last phase alone"
 

@@ -162,7 +162,7 @@ def by_hand(
             y, c_i, steps, lr = copy.deepcopy(x), own[task.client], 0, task.train.lr
             generator = sampling.torch_generator(task.seed, "batches", server_round, task.client)
             pictures = images(task).double()
-            for _ in range(task.train.epochs):
+            for _ in range(task.train.local_epochs):
                 order = torch.randperm(task.num_samples, generator=generator)
                 for part in batch_slices(task.num_samples, task.train.batch_size):
                     loss = F.cross_entropy(y(pictures[order[part]]), task.y_train[order[part]])

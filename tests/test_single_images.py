@@ -16,9 +16,10 @@ from fedapp.data.transforms import InputSpec
 from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest
 from fedapp.learning.task import Task
-from fedapp.learning.training import TrainSpec, needs_two
+from fedapp.learning.training import needs_two
 from fedapp.method import Payload
 from fedapp.models import build_model
+from tests.handmade import short
 from tests.matrix import methods
 
 ALL = tuple(registry.discover())
@@ -29,7 +30,7 @@ def task(n: int, model: str = "resnet18", size: int = 28, **train: int) -> Task:
     generator = torch.Generator().manual_seed(n)
     x = torch.randint(0, 256, (n, size, size, 1), generator=generator, dtype=torch.uint8)
     y = torch.arange(n) % 3
-    spec = TrainSpec(**{"batch_size": 4, **train})  # type: ignore[arg-type]
+    spec = short(**{"batch_size": 4, **train})  # type: ignore[arg-type]
     inputs = InputSpec((1, size, size), 255.0, (0.5,), (0.5,))
     return Task(2, 0, 3, inputs, model, x, y, x[:1], y[:1], train=spec, extras={"public": x.repeat(4, 1, 1, 1)})
 

@@ -15,9 +15,10 @@ import torch
 from torch.nn import functional as F
 
 from fedapp.data.transforms import AUGMENTATIONS, InputSpec
-from fedapp.learning.training import TrainSpec, train
+from fedapp.learning.training import train
 from fedapp.models import build_model
 from fedapp.process import hand_over
+from tests.handmade import short
 from tests.standin import runs
 
 SETTINGS: dict[str, Any] = {
@@ -109,7 +110,7 @@ def test_a_training_on_a_gpu_waits_once(kind: str) -> None:
     rng = np.random.default_rng(0)
     x = torch.from_numpy(rng.integers(0, 256, (200, 32, 32, 3), dtype=np.uint8)).to(device)
     y = torch.from_numpy(rng.integers(0, 10, 200)).to(device)
-    spec = TrainSpec(epochs=2, batch_size=10, augment=kind)
+    spec = short(local_epochs=2, batch_size=10, augment=kind)
 
     def once() -> None:
         train(

@@ -16,8 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedapp.data.transforms import InputSpec, augment
-from fedapp.learning.training import Batch, TrainReport, TrainSpec, batch_slices, epoch_batches, make_optimizer, train
+from fedapp.learning.training import Batch, TrainReport, batch_slices, epoch_batches, make_optimizer, train
 from fedapp.models import build_model
+from fedapp.settings import TrainingSettings
+from tests.handmade import short
 
 INPUTS = InputSpec(shape=(1, 8, 8), scale=16.0, mean=(0.305,), std=(0.376,))
 
@@ -33,7 +35,7 @@ def network(seed: int = 1) -> nn.Sequential:
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 12), nn.Tanh(), nn.Linear(12, 10))
 
 
-def go(model: nn.Module, spec: TrainSpec, seed: int = 5, n: int = 50, **further: object) -> TrainReport:
+def go(model: nn.Module, spec: TrainingSettings, seed: int = 5, n: int = 50, **further: object) -> TrainReport:
     x, y = data(n)
     generator = torch.Generator().manual_seed(seed)
     return train(model, x, y, spec, INPUTS, lambda b: F.cross_entropy(model(b.x), b.y), generator, **further)  # type: ignore[arg-type]
@@ -96,8 +98,8 @@ def plain(
     return total / (len(y) * epochs)
 
 
-SGD = TrainSpec(batch_size=16, lr=0.1, momentum=0.8, weight_decay=0.05)
-ADAM = TrainSpec(batch_size=16, lr=0.01, optimizer="adam", weight_decay=0.1)
+SGD = short(batch_size=16, lr=0.1, momentum=0.8, weight_decay=0.05)
+ADAM = short(batch_size=16, lr=0.01, optimizer="adam", weight_decay=0.1)
 
 
 @pytest.mark.parametrize("epochs", [1, 2])
@@ -105,18 +107,18 @@ ADAM = TrainSpec(batch_size=16, lr=0.01, optimizer="adam", weight_decay=0.1)
     ("spec", "make_update"),
     [
         (SGD, lambda: sgd(0.1, 0.8)),
-        (TrainSpec(batch_size=16, lr=0.1, momentum=0.0, clip=0.3), lambda: sgd(0.1, 0.0)),
-        (TrainSpec(batch_size=16, lr=0.1, momentum=0.5, weight_decay=0.2, clip=0.3), lambda: sgd(0.1, 0.5)),
+        (short(batch_size=16, lr=0.1, momentum=0.0, clip=0.3), lambda: sgd(0.1, 0.0)),
+        (short(batch_size=16, lr=0.1, momentum=0.5, weight_decay=0.2, clip=0.3), lambda: sgd(0.1, 0.5)),
         (ADAM, lambda: adam(0.01)),
-        (TrainSpec(batch_size=16, lr=0.01, optimizer="adam", clip=0.3), lambda: adam(0.01)),
+        (short(batch_size=16, lr=0.01, optimizer="adam", clip=0.3), lambda: adam(0.01)),
     ],
     ids=["sgd", "sgd, clipped", "sgd, clipped before weight decay", "adam", "adam, clipped"],
 )
-def test_training_equals_a_plain_loop(spec: TrainSpec, make_update: Callable[[], Update], epochs: int) -> None:
+def test_training_equals_a_plain_loop(spec: TrainingSettings, make_update: Callable[[], Update], epochs: int) -> None:
     """50 samples in batches of about 16 are 17, 17 and 16."""
     fast, slow = network(), network().double()
     start = flat(fast).double()
-    report = go(fast, TrainSpec(**{**spec.__dict__, "epochs": epochs}))
+    report = go(fast, short(**{**spec.__dict__, "local_epochs": epochs}))
     loss = plain(slow, make_update(), spec.weight_decay, spec.clip, [(0, 17), (17, 34), (34, 50)], epochs)
     assert (report.steps, report.samples) == (3 * epochs, 50 * epochs)
     assert report.loss == pytest.approx(loss, rel=1e-5)
@@ -128,7 +130,7 @@ def test_training_equals_a_plain_loop(spec: TrainSpec, make_update: Callable[[],
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 @pytest.mark.parametrize("name", ["digits-a", "digits-c"])
 def test_convolutions_in_channels_last_equal_contiguous_ones(name: str, optimizer: str) -> None:
-    spec = TrainSpec(epochs=1, batch_size=7, lr=0.02, optimizer=optimizer, momentum=0.9)
+    spec = short(local_epochs=1, batch_size=7, lr=0.02, optimizer=optimizer, momentum=0.9)
     fast = build_model(name, num_classes=10, shape=(1, 8, 8), seed=1)
     slow = copy.deepcopy(fast).to(memory_format=torch.contiguous_format)
     start = flat(slow)
@@ -147,14 +149,14 @@ def test_convolutions_in_channels_last_equal_contiguous_ones(name: str, optimize
 def test_adams_betas_are_passed_on() -> None:
     fast, slow = network(), network().double()
     start = flat(fast).double()
-    go(fast, TrainSpec(batch_size=16, lr=0.01, optimizer="adam"), betas=(0.5, 0.9))
+    go(fast, short(batch_size=16, lr=0.01, optimizer="adam"), betas=(0.5, 0.9))
     plain(slow, adam(0.01, 0.5, 0.9), 0.0, 0.0, [(0, 17), (17, 34), (34, 50)], 1)
     assert float((flat(fast) - flat(slow)).norm()) < 1e-4 * float((flat(slow) - start).norm())
 
 
 def test_an_unknown_optimizer_is_an_error() -> None:
     with pytest.raises(ValueError, match="unknown optimizer 'lion'"):
-        make_optimizer(network().parameters(), TrainSpec(optimizer="lion"))
+        make_optimizer(network().parameters(), short(optimizer="lion"))
 
 
 def test_a_training_starts_without_the_moments_of_the_one_before() -> None:
@@ -176,7 +178,7 @@ def test_only_the_chosen_parameters_are_trained_and_clipped() -> None:
     model = network()
     head, trunk = model[3], model[1]
     before = copy.deepcopy(model.state_dict())
-    spec = TrainSpec(batch_size=100, lr=1.0, momentum=0.0, clip=0.01)
+    spec = short(batch_size=100, lr=1.0, momentum=0.0, clip=0.01)
     go(model, spec, parameters=head.parameters())
     after = model.state_dict()
     assert all(torch.equal(before[f"1.{n}"], p) for n, p in trunk.named_parameters())
@@ -250,7 +252,7 @@ def test_an_epoch_yields_every_sample_once_in_the_generators_order() -> None:
     assert all(images.is_contiguous(memory_format=torch.channels_last) for images, _, _ in batches)
 
 
-def batches(spec: TrainSpec, views: int, n: int = 20) -> list[Batch]:
+def batches(spec: TrainingSettings, views: int, n: int = 20) -> list[Batch]:
     model = network()
     seen: list[Batch] = []
 
@@ -265,7 +267,7 @@ def batches(spec: TrainSpec, views: int, n: int = 20) -> list[Batch]:
 
 def test_without_augmentation_all_views_are_one_tensor() -> None:
     x, y = data(20)
-    for batch in batches(TrainSpec(batch_size=10), views=3):
+    for batch in batches(short(batch_size=10), views=3):
         assert len(batch.views) == 3 and all(view is batch.x for view in batch.views)
         expected = ((x[batch.index].float() / 16 - 0.305) / 0.376).permute(0, 3, 1, 2)
         torch.testing.assert_close(batch.x, expected)
@@ -277,7 +279,7 @@ def test_order_then_augmentation_batch_by_batch_and_view_by_view(kind: str) -> N
     """All draws come from one generator: the epoch's order first, then each batch's views one after another."""
     x, _ = data(20)
     generator = torch.Generator().manual_seed(1)
-    seen = iter(batches(TrainSpec(epochs=2, batch_size=10, augment=kind), views=2))
+    seen = iter(batches(short(local_epochs=2, batch_size=10, augment=kind), views=2))
     for _ in range(2):
         order = torch.randperm(20, generator=generator)
         for start in (0, 10):
@@ -298,7 +300,7 @@ def test_a_training_on_the_processor_leaves_gpus_alone(monkeypatch: pytest.Monke
     """PyTorch formats the whole call stack for a GPU that is not there, which takes longer than a short training."""
     model = network()
     monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: pytest.fail("for GPUs"))
-    go(model, TrainSpec(lr=0.1, batch_size=10, epochs=1))
+    go(model, short(lr=0.1, batch_size=10, local_epochs=1))
 
 
 def test_dropout_draws_from_the_trainings_own_seed_and_the_global_generator_is_restored() -> None:
@@ -317,7 +319,7 @@ def test_dropout_draws_from_the_trainings_own_seed_and_the_global_generator_is_r
         model = nn.Sequential(nn.Flatten(), Recorded(0.5), nn.Linear(64, 10))
         model[1].masks = []
         torch.random.set_rng_state(before)
-        go(model, TrainSpec(batch_size=16), seed=5)
+        go(model, short(batch_size=16), seed=5)
         assert torch.equal(before, torch.random.get_rng_state())
         masks.append(model[1].masks)
     assert len(masks[0]) == 3
@@ -345,7 +347,7 @@ def test_precision_is_that_of_the_forward_pass(precision: str, dtype: torch.dtyp
         return F.cross_entropy(logits.float(), batch.y)
 
     x, y = data()
-    train(model, x, y, TrainSpec(precision=precision), INPUTS, loss, torch.Generator().manual_seed(1))
+    train(model, x, y, short(precision=precision), INPUTS, loss, torch.Generator().manual_seed(1))
     assert set(seen) == {dtype}
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
@@ -359,7 +361,7 @@ def test_epochs_are_announced_when_they_end() -> None:
         return F.cross_entropy(model(batch.x), batch.y)
 
     x, y = data(20)
-    spec = TrainSpec(epochs=2, batch_size=10)
+    spec = short(local_epochs=2, batch_size=10)
     report = train(
         model, x, y, spec, INPUTS, loss, torch.Generator().manual_seed(1), on_epoch=lambda e: steps.append(f"end {e}")
     )
@@ -371,7 +373,7 @@ def test_epochs_are_announced_when_they_end() -> None:
 def test_nothing_to_do_is_reported_as_nothing(epochs: int, n: int) -> None:
     model = network().eval()
     before = flat(model)
-    report = go(model, TrainSpec(epochs=epochs), n=n)
+    report = go(model, short(local_epochs=epochs), n=n)
     assert math.isnan(report.loss) and (report.steps, report.samples, report.seconds) == (0, 0, 0.0)
     assert torch.equal(before, flat(model)) and not model.training
 
@@ -379,7 +381,7 @@ def test_nothing_to_do_is_reported_as_nothing(epochs: int, n: int) -> None:
 def test_one_epoch_is_enough_to_train() -> None:
     model = network()
     before = flat(model)
-    assert go(model, TrainSpec(epochs=1)).steps == 3
+    assert go(model, short(local_epochs=1)).steps == 3
     assert not torch.equal(before, flat(model))
 
 
@@ -387,6 +389,6 @@ def test_one_epoch_is_enough_to_train() -> None:
 def test_a_loss_that_is_not_finite_says_what_to_lower(value: float) -> None:
     model = network()
     x, y = data()
-    spec = TrainSpec(batch_size=16, lr=0.25, epochs=1)
+    spec = short(batch_size=16, lr=0.25, local_epochs=1)
     with pytest.raises(FloatingPointError, match=rf"loss is {value} after 3 steps: lower lr \(now 0.25\), or set clip"):
         train(model, x, y, spec, INPUTS, lambda b: model(b.x).sum() * 0 + value, torch.Generator())

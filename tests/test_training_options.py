@@ -37,8 +37,9 @@ from fedapp.learning.optimizers import (
     takes,
 )
 from fedapp.learning.task import Task
-from fedapp.learning.training import TrainSpec, class_weights, epoch_batches, make_optimizer
+from fedapp.learning.training import class_weights, epoch_batches, make_optimizer, rate_in, step_rates
 from fedapp.method import BaseHParams, Payload
+from fedapp.settings import TrainingSettings
 from fedapp.tasks import simulated
 from fedapp.tasks.node import Node, node_task
 from strategies.fedavg import METHOD as FEDAVG
@@ -50,6 +51,7 @@ from tests.handmade import (
     model_like,
     one_batch_task,
     pixels,
+    short,
     whole,
 )
 from tests.matrix import methods
@@ -84,7 +86,7 @@ def test_an_optimizer_is_torchs_with_the_runs_settings(name: str) -> None:
     decay = {} if name == "rprop" else {"weight_decay": 0.02}
     momentum = {"momentum": 0.7} if name in ("sgd", "rmsprop") else {}
     fast, slow = network(), network()
-    go(fast, TrainSpec(epochs=2, batch_size=16, lr=0.003, optimizer=name, momentum=0.7, weight_decay=0.02))
+    go(fast, short(local_epochs=2, batch_size=16, lr=0.003, optimizer=name, momentum=0.7, weight_decay=0.02))
     optimizer = CLASSES[name](slow.parameters(), lr=0.003, **decay, **momentum)
     x, y = data()
     generator = torch.Generator().manual_seed(5)
@@ -113,13 +115,13 @@ PARTS = [(0, 17), (17, 34), (34, 50)]
 def test_arguments_reach_the_optimizer() -> None:
     fast, slow = network(), network().double()
     start = flat(fast).double()
-    go(fast, TrainSpec(batch_size=16, lr=0.1, momentum=0.8, optimizer_args="nesterov=true"))
+    go(fast, short(batch_size=16, lr=0.1, momentum=0.8, optimizer_args="nesterov=true"))
     plain(slow, nesterov(0.1, 0.8), 0.0, 0.0, PARTS, 1)
     assert float((flat(fast) - flat(slow)).norm()) < 1e-4 * float((flat(slow) - start).norm())
 
 
 def test_arguments_have_the_type_of_the_signature() -> None:
-    spec = TrainSpec(optimizer="adafactor", optimizer_args="eps=none,0.01 d=2 beta2-decay=-0.5 foreach=none")
+    spec = short(optimizer="adafactor", optimizer_args="eps=none,0.01 d=2 beta2-decay=-0.5 foreach=none")
     defaults = make_optimizer(network().parameters(), spec).defaults
     assert (defaults["eps"], defaults["d"], defaults["beta2_decay"]) == ((None, 0.01), 2, -0.5)
 
@@ -128,20 +130,20 @@ def test_given_betas_go_before_the_methods_own() -> None:
     """FedClassAvg's `beta1` is for whichever optimizer has betas; what the user gives counts more."""
     one = FEDCLASSAVG.client(one_batch_task(), FEDCLASSAVG, FedClassAvgHParams())
     for name in ("adam", "adamw", "nadam"):
-        spec = TrainSpec(optimizer=name)
+        spec = short(optimizer=name)
         assert make_optimizer(network().parameters(), spec, one.adam_betas()).defaults["betas"] == (0.5, 0.999)
-        spec = replace(spec, optimizer_args="betas=0.8,0.99")
+        spec = spec.replaced(optimizer_args="betas=0.8,0.99")
         assert make_optimizer(network().parameters(), spec, one.adam_betas()).defaults["betas"] == (0.8, 0.99)
 
 
 def test_weight_decay_and_momentum_are_the_runs_and_not_torchs() -> None:
     """AdamW's constructor would decay by 0.01 unasked."""
-    adamw = from_flat({"method": "fedavg", "optimizer": "adamw"}).train_spec()
+    adamw = from_flat({"method": "fedavg", "optimizer": "adamw"}).training
     assert make_optimizer(network().parameters(), adamw).defaults["weight_decay"] == 0
     rms = from_flat({"method": "fedavg", "optimizer": "rmsprop"})
     assert rms.training.momentum == 0.0, "auto is PyTorch's default"
     rms = from_flat({"method": "fedavg", "optimizer": "rmsprop", "momentum": 0.6})
-    assert make_optimizer(network().parameters(), rms.train_spec()).defaults["momentum"] == 0.6
+    assert make_optimizer(network().parameters(), rms.training).defaults["momentum"] == 0.6
     assert from_flat({"optimizer": "rprop"}).training.weight_decay == 0.0
 
 
@@ -208,9 +210,8 @@ def test_a_warm_up_rises_linearly_and_the_schedule_fills_what_is_left() -> None:
 
 
 def test_after_the_last_round_its_rate_stays() -> None:
-    spec = TrainSpec(lr=0.3, rates=(0.3, 0.2, 0.1))
-    assert [spec.in_round(t).rate for t in (1, 2, 3, 4, 9)] == [0.3, 0.2, 0.1, 0.1, 0.1]
-    assert TrainSpec(lr=0.3).in_round(7) == TrainSpec(lr=0.3), "without a schedule a round changes nothing"
+    assert [rate_in(t, (0.3, 0.2, 0.1), 0.3) for t in (1, 2, 3, 4, 9)] == [0.3, 0.2, 0.1, 0.1, 0.1]
+    assert rate_in(7, (), 0.3) == 0.3, "without a schedule a round changes nothing"
 
 
 @pytest.fixture
@@ -219,7 +220,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     found: list[float] = []
     original = training.make_optimizer
 
-    def make(parameters: Any, spec: TrainSpec, *args: Any) -> torch.optim.Optimizer:
+    def make(parameters: Any, spec: TrainingSettings, *args: Any) -> torch.optim.Optimizer:
         optimizer = original(parameters, spec, *args)
         found.append(float(optimizer.param_groups[0]["lr"]))
         return optimizer
@@ -256,7 +257,7 @@ def test_a_schedule_of_equal_rates_changes_no_bit(tiny: Tiny) -> None:
 
 def test_kt_pfl_by_weight_moves_with_the_rate_of_the_round() -> None:
     task = one_batch_task(model="digits-a", lr=0.1)
-    task = replace(task, train=replace(task.train, rates=(0.1, 0.05)))
+    task = replace(task, rates=(0.1, 0.05))
     hparams = KTpFLHParams(share="weights")
     made = KTpFLWeightsClient(task, registry.resolve(KTPFL, hparams), hparams)
     made.restore(2, Payload(arrays={"target": np.zeros(0)}))
@@ -307,12 +308,12 @@ def test_more_rounds_than_a_schedule_was_made_for_are_refused(tiny: Tiny) -> Non
 
 def test_a_schedule_over_the_steps_is_a_factor_of_the_rounds_rate() -> None:
     """Six steps of 2 epochs in round 2, against SGD by hand with a rate for each step."""
-    spec = TrainSpec(
-        epochs=2, batch_size=16, lr=0.2, momentum=0.5, rates=(0.2, 0.1),
-        step_schedule="LinearLR start_factor=1 end_factor=0.4",
-    ).in_round(2)  # fmt: skip
+    spec = short(
+        local_epochs=2, batch_size=16, lr=0.2, momentum=0.5,
+        lr_schedule_steps="LinearLR start_factor=1 end_factor=0.4",
+    )  # fmt: skip
     rates = [0.1 * (1 - 0.6 * i / 6) for i in range(6)]
-    assert spec.step_rates(6) == pytest.approx(rates)
+    assert step_rates(spec, 0.1, 6) == pytest.approx(rates)
     memory: dict[int, torch.Tensor] = {}
 
     def update(p: torch.Tensor, g: torch.Tensor, step: int) -> torch.Tensor:
@@ -321,22 +322,22 @@ def test_a_schedule_over_the_steps_is_a_factor_of_the_rounds_rate() -> None:
 
     fast, slow = network(), network().double()
     start = flat(fast).double()
-    go(fast, spec)
+    go(fast, spec, rate=0.1)
     plain(slow, update, 0.0, 0.0, PARTS, 2)
     assert float((flat(fast) - flat(slow)).norm()) < 1e-4 * float((flat(slow) - start).norm())
 
 
 def test_absolute_rates_of_a_step_schedule_are_relative_to_lr() -> None:
     one_cycle = "OneCycleLR max_lr=0.4"
-    whole_rate = TrainSpec(lr=0.2, step_schedule=one_cycle).step_rates(10)
+    whole_rate = step_rates(short(lr=0.2, lr_schedule_steps=one_cycle), 0.2, 10)
     assert whole_rate == scheduled("lr-schedule-steps", one_cycle, 0.2, 10) and max(whole_rate) == 0.4
-    half = TrainSpec(lr=0.2, step_schedule=one_cycle, rates=(0.1,)).step_rates(10)
+    half = step_rates(short(lr=0.2, lr_schedule_steps=one_cycle), 0.1, 10)
     assert half == pytest.approx([r / 2 for r in whole_rate])
 
 
 def test_too_few_steps_in_a_schedule_are_refused_before_training() -> None:
     task = one_batch_task(epochs=3)
-    spec = replace(task.train, step_schedule="OneCycleLR max_lr=0.1 total_steps=1")
+    spec = task.train.replaced(lr_schedule_steps="OneCycleLR max_lr=0.1 total_steps=1")
     with pytest.raises(BadRequest, match=r"lr-schedule-steps = .* cannot give 3 rates"):
         FedClient(replace(task, train=spec), FEDAVG, BaseHParams()).register()
 
@@ -352,7 +353,7 @@ def test_too_few_steps_in_a_schedule_are_refused_before_training() -> None:
 def test_too_few_steps_for_a_phase_are_refused_before_training(method: str, long: str, short: str) -> None:
     """The rates are enough for two passes, as `local-epochs` has them."""
     task, found = one_batch_task(epochs=2), registry.get(method)
-    task = replace(task, train=replace(task.train, step_schedule="OneCycleLR max_lr=0.1 total_steps=2"))
+    task = replace(task, train=task.train.replaced(lr_schedule_steps="OneCycleLR max_lr=0.1 total_steps=2"))
     with pytest.raises(BadRequest, match=r"lr-schedule-steps = .* cannot give 4 rates"):
         found.client(task, found, registry.parse_args(found, long)).register()
     found.client(task, found, registry.parse_args(found, short)).register()
@@ -364,7 +365,7 @@ LABELS = torch.tensor([0] * 7 + [1] * 3 + [3] * 2)
 
 
 def weighted(task: Task, weights: str) -> Task:
-    return replace(task, train=replace(task.train, class_weights=weights))
+    return replace(task, train=task.train.replaced(class_weights=weights))
 
 
 def test_balanced_weights_are_scikit_learns() -> None:
@@ -463,12 +464,12 @@ def test_a_node_trains_as_the_run_says(tmp_path: Path) -> None:
     rates = []
     for server_round in (1, 2, 3):
         one.round = server_round
-        rates.append(one.train_spec().rate)
+        rates.append(one.rate)
     assert rates == [0.2, 0.1, 0.1]
     assert one.class_weights is not None and one.class_weights.tolist() == [1, 2, 3, 4]
     optimizer = make_optimizer(network().parameters(), one.train_spec())
     assert isinstance(optimizer, torch.optim.RMSprop) and optimizer.defaults["centered"]
-    assert len(one.train_spec().step_rates(5)) == 5
+    assert len(step_rates(one.train_spec(), one.rate, 5)) == 5
 
 
 # ---- the loss that is printed ----------------------------------------------------------------------------------------

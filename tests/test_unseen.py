@@ -90,7 +90,8 @@ def test_scores_of_a_newcomer_by_hand(tiny: Tiny) -> None:
 
     for epochs in (0, 1, 2):
         adapted, alone = (
-            method.client(replace(task, train=replace(task.train, epochs=epochs)), method, hparams) for _ in range(2)
+            method.client(replace(task, train=task.train.replaced(local_epochs=epochs)), method, hparams)
+            for _ in range(2)
         )
         for client in (adapted, alone):
             client.round = 3

@@ -283,9 +283,9 @@ def check_training(config: RunConfig) -> None:
         ),
         (name == "rprop" and steps, "rprop uses lr for the first step of a round only: leave out lr-schedule-steps"),
     ])  # fmt: skip
-    spec = config.train_spec()  # makes the rates of the rounds
+    _ = config.rates  # a schedule that is not valid has none
     if settings.optimizer_args:
-        make_optimizer([torch.nn.Parameter(torch.zeros(()))], spec)
+        make_optimizer([torch.nn.Parameter(torch.zeros(()))], settings)
     if steps:
         parse_schedule("lr-schedule-steps", steps)
     class_numbers(settings.class_weights)
@@ -409,7 +409,7 @@ def check_continues(config: RunConfig, earlier: RunConfig, done: int) -> None:
     ------
     BadRequest : says which number of rounds it was begun with.
     """
-    if config.train_spec().rates[:done] != earlier.train_spec().rates[:done]:
+    if config.rates[:done] != earlier.rates[:done]:
         raise BadRequest(
             f"the learning rates of rounds 1 to {done} were made for "
             f"{counted(earlier.federation.num_server_rounds, 'round')}: resume "

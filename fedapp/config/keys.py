@@ -21,7 +21,6 @@ from fedapp.data.columns import SHOWN, Reading
 from fedapp.errors import BadRequest, counted, suggest
 from fedapp.learning import evaluation
 from fedapp.learning.optimizers import round_rates
-from fedapp.learning.training import TrainSpec
 from fedapp.method import BaseHParams, Method
 from fedapp.models import ModelOptions, weights
 from fedapp.settings import (
@@ -208,28 +207,12 @@ class RunConfig(BaseModel):
         """Return the method to run and its hyperparameters."""
         return registry.configured(self.federation.method, self.federation.method_args)
 
-    def train_spec(self) -> TrainSpec:
-        """Return the local training settings."""
-        return TrainSpec(
-            epochs=self.training.local_epochs,
-            batch_size=self.training.batch_size,
-            lr=self.training.lr,
-            optimizer=self.training.optimizer,
-            momentum=self.training.momentum,
-            weight_decay=self.training.weight_decay,
-            clip=self.training.clip,
-            augment=self.training.augment,
-            precision=self.training.precision,
-            optimizer_args=self.training.optimizer_args,
-            rates=round_rates(
-                self.training.lr,
-                self.training.lr_schedule,
-                self.training.warmup_rounds,
-                self.federation.num_server_rounds,
-            ),
-            step_schedule=self.training.lr_schedule_steps,
-            class_weights=self.training.class_weights,
-        )
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """The learning rates of rounds 1, 2, ...; empty = `lr` in all."""
+        training = self.training
+        rounds = self.federation.num_server_rounds
+        return round_rates(training.lr, training.lr_schedule, training.warmup_rounds, rounds)
 
     def settings(self, simulation: bool) -> Settings:
         """Return how the server communicates with clients."""

@@ -119,7 +119,9 @@ def _round_seconds(config: RunConfig, client: int, device: torch.device) -> floa
     """
     method, hparams = config.method_and_hparams()
     task = tasks.simulated_task(config, client, config.data.clients, device)
-    few = replace(task, train=replace(task.train, epochs=1), x_test=task.x_test[:BATCH], y_test=task.y_test[:BATCH])
+    few = replace(
+        task, train=task.train.replaced(local_epochs=1), x_test=task.x_test[:BATCH], y_test=task.y_test[:BATCH]
+    )
     payload = first_payload(method, hparams, few)
     trained: FedClient | None = None
     for steps in (1, STEPS):

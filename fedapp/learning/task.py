@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from fedapp.core.privacy import Privacy
 from fedapp.data.transforms import InputSpec
 from fedapp.lazy import Tensor, torch
-from fedapp.learning.training import TrainSpec
+from fedapp.learning.training import SHORT
 from fedapp.models.own import NO_OPTIONS, ModelOptions
+from fedapp.settings import TrainingSettings
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Task:
     y_train, y_test : (n,) int64, values 0 .. C - 1.
     x_validation, y_validation : held out from training to choose settings by, or None.
     x_union, y_union : the union of all clients' test splits for the balanced score (simulation only), or None.
-    train : settings of local training.
+    train : settings of local training.   rates : learning rates of rounds 1, 2, ...; empty = `lr` in all.
     buffers : floating-point buffers (BatchNorm's statistics): `global` = shared like parameters, `local` = kept by
         the client, `drop` = reset before every round.
     protocols : which of `received` and `trained` are measured.
@@ -70,7 +71,8 @@ class Task:
     y_validation: Tensor | None = None
     x_union: Tensor | None = None
     y_union: Tensor | None = None
-    train: TrainSpec = field(default_factory=TrainSpec)
+    train: TrainingSettings = SHORT
+    rates: tuple[float, ...] = ()
     buffers: str = "global"
     protocols: tuple[str, ...] = ("received", "trained")
     metrics: tuple[str, ...] = ()

@@ -10,8 +10,8 @@ import contextlib
 import copy
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fedapp.data.transforms import InputSpec, augment, channels_first, normalise
@@ -20,71 +20,39 @@ from fedapp.lazy import Tensor, nn, torch
 from fedapp.learning.dp_sgd import NoisySteps
 from fedapp.learning.optimizers import optimizer_arguments, optimizer_class, scheduled, takes
 from fedapp.process import hand_over
+from fedapp.settings import TrainingSettings
 
 if TYPE_CHECKING:
     from torch.optim.optimizer import ParamsT
 
 
-@dataclass(frozen=True)
-class TrainSpec:
-    """How a client trains in one round.
+SHORT = TrainingSettings(local_epochs=1, lr=0.01, optimizer="sgd", momentum=0.9, weight_decay=0, clip=0, augment="none")
+"""One epoch of SGD: the settings of a task that states none."""
 
-    Attributes
+
+def rate_in(server_round: int, rates: Sequence[float], lr: float) -> float:
+    """Return the learning rate of a round, at its first step unless there is a schedule of steps.
+
+    Parameters
     ----------
-    epochs : passes over the local training split.
-    batch_size : samples per step (near-equal batches, see `batch_slices`).
-    lr : learning rate.   optimizer : class of `torch.optim` in lower case.   momentum : of SGD and RMSprop.
-    weight_decay : as the optimizer's own argument: the factor of an L2 penalty that is added to the gradient after
-        clipping, in Adam too; AdamW takes it from the weights instead.
-    clip : largest L2 norm of the gradient of one model's trained parameters together, 0 = no clipping.
-    augment : `none`, `weak` or `strong`, see `fedapp.data.transforms`.
-    precision : `fp32`, or `bf16` for autocast of the forward pass.
-    optimizer_args : further arguments of the optimizer, "name=value name=value".
-    rates : learning rates of rounds 1, 2, ..., in place of `lr`; after the last one it stays. Empty = `lr`.
-    step_schedule : "Name name=value", a scheduler of PyTorch over the steps of a round; its rates divided by `lr` are
-        factors of the round's rate. Empty = none.
-    class_weights : weights of the classes in the supervised loss, see `class_weights`.
-    server_round : the round that this is, from 1; see `in_round`.
+    server_round : from 1. After the last round of the run, where clients train once more for their scores, the rate is
+        that of the last round.
+    rates : of rounds 1, 2, ...; empty = `lr` in all.
     """
+    return rates[min(max(server_round, 1), len(rates)) - 1] if rates else lr
 
-    epochs: int = 1
-    batch_size: int = 16
-    lr: float = 0.01
-    optimizer: str = "sgd"
-    momentum: float = 0.9
-    weight_decay: float = 0.0
-    clip: float = 0.0
-    augment: str = "none"
-    precision: str = "fp32"
-    optimizer_args: str = ""
-    rates: tuple[float, ...] = ()
-    step_schedule: str = ""
-    class_weights: str = "none"
-    server_round: int = 1
 
-    def in_round(self, server_round: int) -> TrainSpec:
-        """Return the settings of a round."""
-        return replace(self, server_round=server_round) if self.rates else self
+def step_rates(settings: TrainingSettings, rate: float, steps: int) -> tuple[float, ...]:
+    """Return the learning rate of each of a round's steps; empty if it is the round's `rate` in all.
 
-    @property
-    def rate(self) -> float:
-        """Learning rate of the round, at its first step unless there is a `step_schedule`.
-
-        After the last round of the run, where clients train once more for their scores, it is that of the last round.
-        """
-        return self.rates[min(max(self.server_round, 1), len(self.rates)) - 1] if self.rates else self.lr
-
-    def step_rates(self, steps: int) -> tuple[float, ...]:
-        """Return the learning rate of each of a round's steps; empty if it is `rate` in all.
-
-        Raises
-        ------
-        BadRequest : the schedule has no rate for so many steps.
-        """
-        if not self.step_schedule or steps < 1:
-            return ()
-        factor = self.rate / self.lr
-        return tuple(rate * factor for rate in scheduled("lr-schedule-steps", self.step_schedule, self.lr, steps))
+    Raises
+    ------
+    BadRequest : the schedule has no rate for so many steps.
+    """
+    if not settings.lr_schedule_steps or steps < 1:
+        return ()
+    factor = rate / settings.lr
+    return tuple(r * factor for r in scheduled("lr-schedule-steps", settings.lr_schedule_steps, settings.lr, steps))
 
 
 @dataclass
@@ -136,18 +104,19 @@ class Phase:
 
     Attributes
     ----------
-    loss : of one batch, a scalar tensor.   spec : the settings.
+    loss : of one batch, a scalar tensor.   spec : the settings.   rate : learning rate; None = the round's, or `lr`.
     prefixes : dotted prefixes of the parameters that are trained, see `trained_alone`.
     draws : purpose of the generator that draws the batches; phases of one purpose see the same batches in a round.
     model, parameters : what is trained; None = the client's model, and what its `parameters()` gives.
     """
 
     loss: Callable[[Batch], Tensor]
-    spec: TrainSpec
+    spec: TrainingSettings
     prefixes: tuple[str, ...] = ("",)
     draws: str = "batches"
     model: nn.Module | None = None
     parameters: ParamsT | None = None
+    rate: float | None = None
 
 
 @contextlib.contextmanager
@@ -209,12 +178,14 @@ def needs_two(model: nn.Module, inputs: InputSpec) -> bool:
 
 def make_optimizer(
     parameters: ParamsT,
-    spec: TrainSpec,
+    spec: TrainingSettings,
     betas: tuple[float, float] = (0.9, 0.999),
+    rate: float | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer of `spec` with empty memory: momentum and moments do not survive a round.
 
-    It gets those of momentum, weight decay and `betas` that its constructor takes; `optimizer_args` go before `betas`.
+    Its learning rate is `rate`, by default `lr`. It gets those of momentum, weight decay and `betas` that its
+    constructor takes; `optimizer_args` go before `betas`.
 
     Raises
     ------
@@ -225,7 +196,7 @@ def make_optimizer(
     own: dict[str, Any] = {name: value for name, value in given.items() if takes(spec.optimizer, name)}
     own |= optimizer_arguments(spec.optimizer, spec.optimizer_args)
     try:
-        return cls(parameters, lr=spec.rate, **own)  # type: ignore[no-any-return]
+        return cls(parameters, lr=spec.lr if rate is None else rate, **own)  # type: ignore[no-any-return]
     except (ValueError, TypeError, RuntimeError) as e:
         raise BadRequest(f"optimizer = '{spec.optimizer}' with optimizer-args = '{spec.optimizer_args}': {e}") from e
 
@@ -303,7 +274,7 @@ def train(
     model: nn.Module,
     x: Tensor,
     y: Tensor,
-    spec: TrainSpec,
+    spec: TrainingSettings,
     inputs: InputSpec,
     step_loss: Callable[[Batch], Tensor],
     generator: torch.Generator,
@@ -315,6 +286,7 @@ def train(
     on_gradients: Callable[[list[Tensor]], None] | None = None,
     held: Iterable[nn.Module] = (),
     private: NoisySteps | None = None,
+    rate: float | None = None,
 ) -> TrainReport:
     """Train `model` in place.
 
@@ -335,6 +307,8 @@ def train(
     held : parts of the model that stay in evaluation mode.
     private : draws the images of each step and noises their gradients (DP-SGD); nothing is drawn from `generator` then.
 
+    rate : learning rate of the round; default `lr`.
+
     Returns
     -------
     What was done. Without samples or epochs that is nothing: 0 steps, a loss of NaN, and the model as it was.
@@ -345,14 +319,15 @@ def train(
     BadRequest : `spec` names an optimizer, an argument or a schedule that is not valid.
     """
     report = TrainReport()
-    if len(y) == 0 or spec.epochs < 1:
+    epochs, rate = spec.local_epochs, spec.lr if rate is None else rate
+    if len(y) == 0 or epochs < 1:
         return report
     device = next(model.parameters()).device
-    optimizer = make_optimizer(model.parameters() if parameters is None else parameters, spec, betas)
+    optimizer = make_optimizer(model.parameters() if parameters is None else parameters, spec, betas, rate)
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if p.requires_grad]
     trained = [p for group in optimizer.param_groups for p in group["params"]]
-    rates = spec.step_rates(spec.epochs * len(batch_slices(len(y), spec.batch_size)))
+    rates = step_rates(spec, rate, epochs * len(batch_slices(len(y), spec.batch_size)))
     total = torch.zeros((), device=device)
     started = time.perf_counter()
     model.train()
@@ -370,7 +345,7 @@ def train(
             torch.default_generator.manual_seed(dropout)
         else:
             torch.manual_seed(dropout)
-        for epoch in range(spec.epochs):
+        for epoch in range(epochs):
             batches = epoch_batches(x, y, spec.batch_size, generator) if private is None else private.batches(x, y)
             for raw, labels, index in batches:
                 optimizer.zero_grad(set_to_none=True)
@@ -406,7 +381,7 @@ def train(
     if not math.isfinite(report.loss):
         raise FloatingPointError(
             f"the training loss is {report.loss} after {counted(report.steps, 'step')}: lower lr (now "
-            f"{spec.rate}), or set clip"
+            f"{rate}), or set clip"
         )
     return report
 

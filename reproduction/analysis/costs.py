@@ -53,7 +53,7 @@ def cost(run: RunResult) -> Cost:
         task = tasks.simulated_task(config, client, len(sizes), torch.device("cpu"))
         count = batch_slices(task.num_samples, config.training.batch_size)[0].stop
         few = replace(
-            task, x_train=task.x_train[:count], y_train=task.y_train[:count], train=replace(task.train, epochs=1)
+            task, x_train=task.x_train[:count], y_train=task.y_train[:count], train=task.train.replaced(local_epochs=1)
         )
         one, payload = method.client(few, method, hparams), first_payload(method, hparams, few)
         one.round = 1
