@@ -22,7 +22,6 @@ import pytest
 from PIL import Image
 
 from fedapp.data import cache, datasets, pictures
-from fedapp.data.columns import Reading
 from fedapp.data.dataset import sample
 from fedapp.data.datasets import DATASET_NAMES, load, upright_letters
 from fedapp.data.moments import moments
@@ -30,6 +29,7 @@ from fedapp.data.pictures import CIFAR10_CLASSES, picture_size
 from fedapp.data.transforms import InputSpec
 from fedapp.errors import BadRequest
 from fedapp.results import predict
+from fedapp.settings import DataSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -554,10 +554,10 @@ def test_wrong_folders(tmp_path, spoil, message):
 def test_the_size_of_pictures_is_chosen(tmp_path):
     for name in ("a", "b"):
         save(tmp_path / name / "0.png", np.arange(30 * 40, dtype=np.uint16).reshape(30, 40).astype(np.uint8))
-    as_they_are = load("folder", tmp_path, Reading(image_size=0))
+    as_they_are = load("folder", tmp_path, DataSettings(image_size=0))
     assert as_they_are.shape == (1, 30, 40)
     assert np.array_equal(as_they_are.x_train[0, ..., 0], np.asarray(Image.open(tmp_path / "a" / "0.png")))
-    chosen = load("folder", tmp_path, Reading(image_size=30))
+    chosen = load("folder", tmp_path, DataSettings(image_size=30))
     # The shorter side fits already, so that this is the middle of the picture alone.
     assert np.array_equal(chosen.x_train[0, ..., 0], as_they_are.x_train[0, :, 5:35, 0])
     assert load("folder", tmp_path).shape == (1, 28, 28)
@@ -565,7 +565,7 @@ def test_the_size_of_pictures_is_chosen(tmp_path):
     turned[0x0112] = 6  # a quarter
     save(tmp_path / "b" / "1.jpg", flat(10, 1).repeat(10, 0).repeat(12, 1), exif=turned)  # 100 x 120
     save(tmp_path / "a" / "1.png", flat(100, 1))
-    assert load("folder", tmp_path, Reading(image_size=0)).shape == (3, 64, 64)  # median of 30, 30, 100, 100
+    assert load("folder", tmp_path, DataSettings(image_size=0)).shape == (3, 64, 64)  # median of 30, 30, 100, 100
 
 
 def test_turned_pictures_have_the_size_that_they_show(tmp_path):
@@ -573,7 +573,7 @@ def test_turned_pictures_have_the_size_that_they_show(tmp_path):
     exif[0x0112] = 6
     save(tmp_path / "a" / "0.jpg", np.zeros((20, 30), np.uint8), exif=exif)
     save(tmp_path / "b" / "0.png", np.zeros((30, 20), np.uint8))
-    assert load("folder", tmp_path, Reading(image_size=0)).shape == (1, 30, 20)
+    assert load("folder", tmp_path, DataSettings(image_size=0)).shape == (1, 30, 20)
 
 
 def test_too_large_pictures_name_the_size_that_fits(tmp_path, monkeypatch):
@@ -581,8 +581,8 @@ def test_too_large_pictures_name_the_size_that_fits(tmp_path, monkeypatch):
     for name in ("a", "b"):
         save(tmp_path / name / "0.png", flat(60, 1))
     with pytest.raises(BadRequest, match="image-size = 28 or less"):  # 2 x 3 x 28 x 28 = 4704
-        load("folder", tmp_path, Reading(image_size=29))
-    assert load("folder", tmp_path, Reading(image_size=28)).shape == (3, 28, 28)
+        load("folder", tmp_path, DataSettings(image_size=29))
+    assert load("folder", tmp_path, DataSettings(image_size=28)).shape == (3, 28, 28)
 
 
 def test_folders_of_clients(tmp_path):
@@ -609,7 +609,7 @@ def test_the_layout_is_decided_by_the_levels_or_given(tmp_path):
         for name in ("a", "b"):
             save(tmp_path / client / name / "0.png", flat(12, 1))
     assert load("folder", tmp_path).owners is None
-    assert load("folder", tmp_path, Reading(layout="clients")).owner_names == ("test", "train")
+    assert load("folder", tmp_path, DataSettings(layout="clients")).owner_names == ("test", "train")
     save(tmp_path / "plain" / "x" / "c" / "0.png", flat(12, 1))
     save(tmp_path / "plain" / "y" / "0.png", flat(12, 1))
     with pytest.raises(BadRequest, match="x holds folders, as a client does, and y holds none"):
@@ -640,7 +640,7 @@ def test_colours_of_sixteen_bits_are_refused_everywhere(tmp_path, form):
     told = "it has more than 8 bits per channel .*: convert it to 8 bits"
     with pytest.raises(BadRequest, match=told):
         load("folder", tmp_path / "all")
-    assert load("folder", tmp_path / "all", Reading(skip_bad=True)).skipped == (f"a/1.{form}",)
+    assert load("folder", tmp_path / "all", DataSettings(skip_bad=True)).skipped == (f"a/1.{form}",)
     with pytest.raises(BadRequest, match=told):
         predict.read_images([path], InputSpec((3, 4, 4), 255.0, (0.5,) * 3, (0.5,) * 3))
     with pytest.raises(ValueError, match=told):  # as a data set of Hugging Face checks them
@@ -676,7 +676,7 @@ def test_all_bad_pictures_are_named_at_once_or_left_out(tmp_path):
         name in message
         for name in ("a/1.png", "a/2.txt is not a picture", "b/3.png", "b/4.png (it has more than 8 bits")
     )
-    data = load("folder", tmp_path, Reading(skip_bad=True))
+    data = load("folder", tmp_path, DataSettings(skip_bad=True))
     assert (data.num_train, data.skipped) == (
         13,
         ("a/1.png", "a/2.txt", "b/3.png", "b/4.png"),
@@ -688,7 +688,7 @@ def test_all_bad_pictures_are_named_at_once_or_left_out(tmp_path):
     with pytest.raises(BadRequest, match="10 of 17 files"):
         load("folder", tmp_path)
     with pytest.raises(BadRequest, match="class 'b' has no picture left for training"):
-        load("folder", tmp_path, Reading(skip_bad=True))
+        load("folder", tmp_path, DataSettings(skip_bad=True))
 
 
 # --- the cache -----------------------------------------------------------------------------------------------------

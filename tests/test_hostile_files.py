@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from fedapp.cli import app, printing
 from fedapp.data import datasets
 from fedapp.data import pictures as decoding
-from fedapp.data.columns import Reading, read_npz
+from fedapp.data.columns import read_npz
 from fedapp.data.transforms import InputSpec
 from fedapp.engines.local import run as run_local
 from fedapp.errors import BadRequest, is_number
@@ -33,6 +33,7 @@ from fedapp.results import forms, predict, report
 from fedapp.results.cells import FORMULA, write_table
 from fedapp.results.loading import load
 from fedapp.results.runs import read_table
+from fedapp.settings import DataSettings
 from tests.house import FILES, ROOT
 from tests.test_hostile_text import FORMULAS, HOSTILE, POSTSCRIPT, harmless
 
@@ -314,7 +315,7 @@ def test_a_picture_of_another_format_starts_no_program(tmp_path: Path, ghostscri
     path = tmp_path / "data" / "a" / "z.png"
     path.write_bytes(POSTSCRIPT)
     with pytest.raises(BadRequest, match=r"z\.png"):
-        datasets.load("folder", tmp_path / "data", Reading())
+        datasets.load("folder", tmp_path / "data", DataSettings())
     with pytest.raises(BadRequest, match=r"z\.png"):
         predict.read_images([path], InputSpec((1, 28, 28), 255.0, (0.5,), (0.5,)))
     with pytest.raises(OSError, match="row 3 is not a picture"):
@@ -327,7 +328,7 @@ def test_a_large_label_takes_no_memory(label: int, tmp_path: Path, monkeypatch: 
     np.savez(tmp_path / "x.npz", x=np.zeros((4, 3), np.float32), y=np.array([0, 1, 3, label]))
     monkeypatch.setattr(np, "bincount", lambda *a, **k: pytest.fail("counts every number up to the largest"))
     with pytest.raises(BadRequest, match="no row has label 2 although"):
-        datasets.load("npz", tmp_path / "x.npz", Reading())
+        datasets.load("npz", tmp_path / "x.npz", DataSettings())
 
 
 def test_members_that_are_no_arrays_and_headers_without_end_are_named(tmp_path: Path) -> None:
@@ -337,4 +338,4 @@ def test_members_that_are_no_arrays_and_headers_without_end_are_named(tmp_path: 
     (tmp_path / "x.csv").write_text(f"{'a' * (1 << 18)},y\n1,2\n")
     for kind, name in (("npz", "x.npz"), ("npz", "flat.npz"), ("csv", "x.csv")):
         with pytest.raises(BadRequest, match=re.escape(name)):
-            datasets.load(kind, tmp_path / name, Reading())
+            datasets.load(kind, tmp_path / name, DataSettings())

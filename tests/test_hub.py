@@ -18,11 +18,11 @@ from datasets import Array2D, Array3D, ClassLabel, DatasetDict, Features, Image,
 from PIL import Image as Pictures
 
 from fedapp.data import hub
-from fedapp.data.columns import Reading
 from fedapp.data.dataset import Dataset
 from fedapp.data.datasets import load, source
 from fedapp.errors import BadRequest
 from fedapp.models import zoo
+from fedapp.settings import DataSettings
 from tests.test_hostile_text import POSTSCRIPT
 
 PERSONS = ["ada", "bob", "cleo"]
@@ -59,7 +59,7 @@ def made(values: dict[str, list[Any]], *names: str) -> Any:
 def loaded(place: Path, data: Any, columns: str = "y=activity client=person", **options: Any) -> Dataset:
     data.save_to_disk(str(place))
     assert source(place) == "hf"
-    return load("hf", place, Reading(columns, **options))
+    return load("hf", place, DataSettings(columns=columns, **options))
 
 
 def test_arrays_classes_and_clients_are_equal_to_the_last_bit(tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_pictures_are_equal_and_brought_to_a_size(tmp_path: Path) -> None:
     values = content()
     data = loaded(tmp_path / "ds", made(values, "photo"))
     assert data.kind == "image" and np.array_equal(data.x_train, np.stack([np.asarray(p) for p in values["photo"]]))
-    assert load("hf", tmp_path / "ds", Reading("y=activity", image_size=5)).shape == (3, 5, 5)
+    assert load("hf", tmp_path / "ds", DataSettings(columns="y=activity", image_size=5)).shape == (3, 5, 5)
     values["photo"][7] = None
     with pytest.raises(BadRequest, match="column photo: row 7 has no picture"):
         loaded(tmp_path / "odd", made(values, "photo"))
@@ -106,7 +106,7 @@ def test_broken_pictures_are_named_together_or_left_out(tmp_path: Path) -> None:
     ) as found:
         loaded(tmp_path / "ds", made(values, "photo"))
     assert "skip-bad = true" in str(found.value) and "0x" not in str(found.value)
-    data = load("hf", tmp_path / "ds", Reading(columns, skip_bad=True))
+    data = load("hf", tmp_path / "ds", DataSettings(columns=columns, skip_bad=True))
     left = [i for i in range(12) if i not in (2, 6, 9)]
     assert data.skipped == ("row 2", "row 6", "row 9") and np.array_equal(
         data.x_train, np.stack([whole[i] for i in left])
@@ -115,12 +115,12 @@ def test_broken_pictures_are_named_together_or_left_out(tmp_path: Path) -> None:
     assert [data.owner_names[o] for o in data.owners] == [values["person"][i] for i in left]
     parts = {part: made(values, "photo").select(rows) for part, rows in (("train", range(8)), ("test", range(8, 12)))}
     DatasetDict(parts).save_to_disk(str(tmp_path / "parts"))
-    data = load("hf", tmp_path / "parts", Reading(columns, skip_bad=True))
+    data = load("hf", tmp_path / "parts", DataSettings(columns=columns, skip_bad=True))
     assert (len(data.x_train), len(data.x_test), data.skipped) == (6, 3, ("row 2", "row 6", "row 9"))
     values["photo"] = [None if values["activity"][i] == 1 else values["photo"][i] for i in range(12)]
     made(values, "photo").save_to_disk(str(tmp_path / "class"))
     with pytest.raises(BadRequest, match="class 'run' has no row left for training"):
-        load("hf", tmp_path / "class", Reading(columns, skip_bad=True))
+        load("hf", tmp_path / "class", DataSettings(columns=columns, skip_bad=True))
 
 
 def test_lists_of_equal_length_are_features(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_single_values_are_a_table(form: str, tmp_path: Path) -> None:
     else:
         place.mkdir()
         table.to_parquet(str(place / "train.parquet"))
-        data = load("hf", place / "train.parquet" if form == "file" else place, Reading(columns))
+        data = load("hf", place / "train.parquet" if form == "file" else place, DataSettings(columns=columns))
     assert data.features == ("age", "eyes=blue", "eyes=brown") and data.classes == ("walk", "run", "sit")
     assert np.array_equal(data.x_train[:, 0], np.array(values["age"], np.float32))
     assert data.x_train[:, 1].tolist() == [1, 0] * 6 and data.y_train.tolist() == values["activity"]
@@ -177,7 +177,7 @@ def test_a_picture_in_an_archive_is_read_if_its_format_starts_no_program(tmp_pat
     with zipfile.ZipFile(tmp_path / "p.zip", "w") as archive:
         archive.writestr("a.png", stream.getvalue())
         archive.writestr("b.png", POSTSCRIPT)
-    columns = Reading("x=photo y=activity client=person", image_size=0)
+    columns = DataSettings(columns="x=photo y=activity client=person", image_size=0)
     (tmp_path / "good").mkdir()
     data = load("hf", at(tmp_path / "good", 4, f"zip://a.png::{tmp_path / 'p.zip'}"), columns)
     assert data.num_train == 12 and any(np.array_equal(row, picture) for row in data.x_train)
@@ -196,7 +196,7 @@ def test_data_of_ones_own_fetch_no_picture(path: str, tmp_path: Path) -> None:
         server.setblocking(False)
         place = at(tmp_path, 4, path.format(server.getsockname()[1]))
         with pytest.raises(BadRequest, match=r"row 4 has a picture .*from where nothing is fetched"):
-            load("hf", place, Reading("x=photo y=activity client=person"))
+            load("hf", place, DataSettings(columns="x=photo y=activity client=person"))
         with pytest.raises(BlockingIOError):
             server.accept()
 
@@ -208,7 +208,7 @@ def test_no_picture_is_read_without_end(path: str, words: str, tmp_path: Path, m
     (tmp_path / "big").write_bytes(bytes((1 << 20) + 1))
     monkeypatch.setattr(hub, "MOST_ENCODED", 1 << 20)
     with pytest.raises(BadRequest, match=f"row 4 has a picture .*{words}"):
-        load("hf", at(tmp_path, 4, path.format(tmp_path)), Reading("x=photo y=activity client=person"))
+        load("hf", at(tmp_path, 4, path.format(tmp_path)), DataSettings(columns="x=photo y=activity client=person"))
 
 
 def test_a_folder_of_pictures_with_a_table_of_clients(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_folder_of_pictures_with_a_table_of_clients(tmp_path: Path) -> None:
         Pictures.fromarray(picture).save(tmp_path / f"{i}.png")
         lines.append(f"{i}.png,{PERSONS[i % 2]},{'ab'[i // 2]}")
     (tmp_path / "metadata.csv").write_text("\n".join(lines) + "\n")
-    data = load("hf", tmp_path, Reading("client=person"))
+    data = load("hf", tmp_path, DataSettings(columns="client=person"))
     assert np.array_equal(data.x_train[..., 0], grey) and data.classes == ("a", "b")
     assert data.owners is not None and data.owners.tolist() == [0, 1, 0, 1]
 
@@ -256,7 +256,7 @@ def test_rows_without_an_array_are_named_or_left_out(kind: Any, tmp_path: Path) 
     one = np.ones((2, 3), "uint8") if isinstance(kind, Array2D) else [1, 2, 3, 4]
     with pytest.raises(BadRequest, match=r"column x: row 2 is empty \(2 in all\): fill .* skip-bad = true"):
         alone(tmp_path / "ds", kind, [one, one, None, one, None])
-    data = load("hf", tmp_path / "ds", Reading("y=y", skip_bad=True))
+    data = load("hf", tmp_path / "ds", DataSettings(columns="y=y", skip_bad=True))
     assert data.skipped == ("row 2", "row 4") and data.y_train.tolist() == [0, 1, 1]
     assert data.x_train.dtype == (np.uint8 if isinstance(kind, Array2D) else np.float32)
     with pytest.raises(BadRequest, match="different lengths"):
@@ -320,9 +320,9 @@ def test_nothing_is_fetched_unless_it_says_hub(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(library, "load_dataset", fetched)
     with pytest.raises(BadRequest, match=r"somebody/waves is not there\).* hub:owner/name"):
-        load("hf", "somebody/waves", Reading("y=activity"))
+        load("hf", "somebody/waves", DataSettings(columns="y=activity"))
     assert not asked
-    assert load("hf", "hub:somebody/waves@v2", Reading("y=activity")).num_train == 12
+    assert load("hf", "hub:somebody/waves@v2", DataSettings(columns="y=activity")).num_train == 12
     assert asked == [("somebody/waves", "v2")]
 
 
@@ -330,5 +330,5 @@ def test_a_damaged_data_set_is_an_error(tmp_path: Path) -> None:
     made(content(), "signal").save_to_disk(str(tmp_path / "ds"))
     (tmp_path / "ds" / "data-00000-of-00001.arrow").write_bytes(b"no")
     with pytest.raises(BadRequest, match="cannot read the data set"):
-        load("hf", tmp_path / "ds", Reading("y=activity"))
+        load("hf", tmp_path / "ds", DataSettings(columns="y=activity"))
     assert hub.identity(str(tmp_path / "ds"))["files"]

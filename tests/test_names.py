@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 
 from fedapp.cli import app
 from fedapp.data import datasets
-from fedapp.data.columns import Reading
 from fedapp.data.names import name_of
 from fedapp.errors import BadRequest
 from fedapp.results import predict
+from fedapp.settings import DataSettings
 from fedapp.tasks import node
 
 TABLES = ("csv", "parquet", "npz")
@@ -66,7 +66,7 @@ def test_a_link_to_nowhere_is_named_or_left_out(kind: str, tmp_path: Path) -> No
     (tmp_path / f"west.{kind}").symlink_to(f"west.{kind}")  # to itself
     with pytest.raises(BadRequest, match=rf"2 of 3 files .*east\.{kind}.*west\.{kind}.*skip-bad = true"):
         datasets.load(kind, tmp_path)
-    data = datasets.load(kind, tmp_path, Reading(skip_bad=True))
+    data = datasets.load(kind, tmp_path, DataSettings(skip_bad=True))
     assert data.owner_names == ("north",) and data.skipped == (f"east.{kind}", f"west.{kind}")
 
 
@@ -86,12 +86,12 @@ def test_what_the_system_does_not_show_is_named(kind: str, tmp_path: Path, monke
         return  # the library looks at the files
     monkeypatch.setattr(Path, "iterdir", closed)
     with pytest.raises(BadRequest, match=rf"cannot read {tmp_path} \(Permission denied\): repair it"):
-        datasets.load(kind, tmp_path, Reading(skip_bad=True))
+        datasets.load(kind, tmp_path, DataSettings(skip_bad=True))
 
 
 def test_a_node_and_a_model_name_what_is_not_there() -> None:
     with pytest.raises(BadRequest, match="does not exist on this node"):
-        node.own_data("z" * 300, None, "csv")
+        node.own_data("z" * 300, None, DataSettings(dataset="csv"))
     with pytest.raises(BadRequest, match="zz does not exist"):
         predict.read_model(Path("z" * 300))
 
@@ -142,7 +142,7 @@ def test_a_folder_of_pictures_called_like_a_part_is_refused(layout: str, tmp_pat
     with pytest.raises(BadRequest, match=r"Testing: a part of the data is called test: rename it"):
         datasets.load("folder", tmp_path)
     if layout.startswith("Training"):
-        assert datasets.load("folder", tmp_path, Reading(layout="clients")).owner_names == ("Testing", "Training")
+        assert datasets.load("folder", tmp_path, DataSettings(layout="clients")).owner_names == ("Testing", "Training")
 
 
 NAMES = ("M\u00fcnchen", "Mu\u0308nchen")  # NFC, NFD
@@ -159,12 +159,14 @@ def test_two_encodings_of_a_name_are_one_name(form: str, tmp_path: Path) -> None
             picture(tmp_path / name / name / "0.png")
     picture(tmp_path / "b" / "0.png") if form == "classes" else None
     kind = form if form in TABLES else "folder"
-    data = datasets.load(kind, tmp_path, Reading(columns="x=x" if kind in ("csv", "parquet") else ""))
+    data = datasets.load(kind, tmp_path, DataSettings(columns="x=x" if kind in ("csv", "parquet") else ""))
     assert data.owner_names == (() if form == "classes" else NAMES[:1])
     assert data.classes == (NAMES[:1] if form == "clients" else (NAMES[0], "b"))
     if form == "npz":
         client(tmp_path / "one.npz", NAMES)
-        one = node.own_data(str(tmp_path / "one.npz"), node.federation_classes(_config(NAMES[1])), "npz")
+        one = node.own_data(
+            str(tmp_path / "one.npz"), node.federation_classes(_config(NAMES[1])), DataSettings(dataset="npz")
+        )
         assert one.classes == (NAMES[0],)
 
 
@@ -181,7 +183,7 @@ def test_a_name_that_is_not_utf_8_is_named_or_left_out(kind: str, tmp_path: Path
     (tmp_path / f"south.{kind}").rename(tmp_path / os.fsdecode(b"s\xfcd." + kind.encode()))
     with pytest.raises(BadRequest, match="its name is not UTF-8: rename it"):
         datasets.load(kind, tmp_path)
-    assert datasets.load(kind, tmp_path, Reading(skip_bad=True)).owner_names == ("north",)
+    assert datasets.load(kind, tmp_path, DataSettings(skip_bad=True)).owner_names == ("north",)
     assert name_of(Path("north.csv")) == "north" and name_of(Path("v1.0"), suffix=True) == "v1.0"
 
 

@@ -33,6 +33,7 @@ from fedapp.errors import BadRequest
 from fedapp.learning.state import MOST_ROUNDS, ClientStore, StateError
 from fedapp.method import Payload
 from fedapp.results import directory as results
+from fedapp.settings import DataSettings
 from fedapp.tasks import claim
 from fedapp.tasks import node as nodes
 from fedapp.tasks import simulated as tasks
@@ -118,7 +119,7 @@ def npz(path: Path, names: list[str] | None, labels: list[int], size: int = 8, h
 
 def test_labels_follow_the_names_of_the_classes(tmp_path: Path) -> None:
     path = npz(tmp_path / "a.npz", ["dog", "cat"], [0, 0, 0, 0, 1, 1, 1, 1])
-    data = nodes.own_data(str(path), ("cat", "cow", "dog"), "npz")
+    data = nodes.own_data(str(path), ("cat", "cow", "dog"), DataSettings(dataset="npz"))
     with np.load(path) as raw:
         pictures = raw["x_train"]
     found = {
@@ -131,11 +132,11 @@ def test_labels_follow_the_names_of_the_classes(tmp_path: Path) -> None:
 def test_a_class_that_the_federation_lacks_is_named(tmp_path: Path) -> None:
     path = npz(tmp_path / "a.npz", ["cat", "dgo"], [0, 1] * 4)
     with pytest.raises(BadRequest, match=r"class 'dgo' is not among the federation's 2 classes.*did you mean 'dog'"):
-        nodes.own_data(str(path), ("cat", "dog"), "npz")
+        nodes.own_data(str(path), ("cat", "dog"), DataSettings(dataset="npz"))
 
 
 def test_without_names_the_data_keep_their_own(tmp_path: Path) -> None:
-    data = nodes.own_data(str(npz(tmp_path / "a.npz", None, [0, 1, 2] * 4)), None, "npz")
+    data = nodes.own_data(str(npz(tmp_path / "a.npz", None, [0, 1, 2] * 4)), None, DataSettings(dataset="npz"))
     assert data.classes == ("0", "1", "2")
 
 
@@ -179,16 +180,16 @@ def test_a_folder_of_pictures(tmp_path: Path) -> None:
 
 def test_a_published_data_set_lends_its_normalisation(tmp_path: Path) -> None:
     path = npz(tmp_path / "a.npz", None, list(range(10)) * 2, high=17)
-    assert nodes.own_data(str(path), None, "digits").inputs.scale == 16
-    assert nodes.own_data(str(path), None, "npz").inputs.scale == 255
+    assert nodes.own_data(str(path), None, DataSettings(dataset="digits")).inputs.scale == 16
+    assert nodes.own_data(str(path), None, DataSettings(dataset="npz")).inputs.scale == 255
     bright = npz(tmp_path / "b.npz", None, list(range(10)) * 2)
     with pytest.raises(BadRequest, match=r"grey levels 0 .. 16"):
-        nodes.own_data(str(bright), None, "digits")
+        nodes.own_data(str(bright), None, DataSettings(dataset="digits"))
 
 
 def test_data_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="does not exist on this node"):
-        nodes.own_data(str(tmp_path / "no.npz"), None, "npz")
+        nodes.own_data(str(tmp_path / "no.npz"), None, DataSettings(dataset="npz"))
 
 
 def test_a_model_that_does_not_fit_the_images(tmp_path: Path) -> None:

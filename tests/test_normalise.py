@@ -18,6 +18,7 @@ from fedapp.data import datasets
 from fedapp.data.transforms import channels_first, normalise
 from fedapp.errors import BadRequest
 from fedapp.results.runs import read_json
+from fedapp.settings import DataSettings
 from fedapp.tasks import node as nodes
 from fedapp.tasks import simulated
 
@@ -172,7 +173,7 @@ def test_no_row_that_a_node_tests_has_a_say(
     values, found = drawn(form), []
     for name in ("before", "after"):
         keys = written(form, tmp_path / name, values)
-        found.append(nodes.own_data(keys["data-dir"], None, form, 0.2, how=how))
+        found.append(nodes.own_data(keys["data-dir"], None, DataSettings(dataset=form, validation=0.2, normalise=how)))
         train = {row.tobytes() for row in found[0].x_train}
         rows = [row.reshape(found[0].x_train.shape[1:]).tobytes() not in train for row in values]
         values = moved(values, np.flatnonzero(rows))
@@ -194,12 +195,12 @@ def test_auto_is_what_is_published_and_data_is_what_is_there() -> None:
 
 def test_a_node_has_only_its_own_rows(own: Path) -> None:
     for how in ("auto", "client"):
-        alone = nodes.own_data(str(own), None, "npz", 0.2, how=how)
+        alone = nodes.own_data(str(own), None, DataSettings(dataset="npz", validation=0.2, normalise=how))
         assert len(alone.y_test) and len(alone.y_validation)
         np.testing.assert_allclose(alone.inputs.mean, by_hand(alone.x_train)[0], rtol=1e-6)
-    assert nodes.own_data(str(own), None, "npz", how="none").inputs.std == (1.0, 1.0)
+    assert nodes.own_data(str(own), None, DataSettings(dataset="npz", normalise="none")).inputs.std == (1.0, 1.0)
     with pytest.raises(BadRequest, match="real nodes do not share: choose client"):
-        nodes.own_data(str(own), None, "npz", how="data")
+        nodes.own_data(str(own), None, DataSettings(dataset="npz", normalise="data"))
 
 
 def test_a_client_that_normalises_by_itself_takes_its_transform_along(own: Path, tiny: Any) -> None:

@@ -16,12 +16,13 @@ import fedapp
 from fedapp import config as configuration
 from fedapp.data import datasets, natural, partitions
 from fedapp.data.card import leaks
-from fedapp.data.columns import Reading, own, samples
+from fedapp.data.columns import own, samples
 from fedapp.data.dataset import Dataset
 from fedapp.data.moments import binary, moments, rounded
 from fedapp.engines import local
 from fedapp.errors import BadRequest
 from fedapp.results import report
+from fedapp.settings import DataSettings
 from fedapp.tasks import node as nodes
 from fedapp.tasks import simulated
 from tests.matrix import methods
@@ -215,12 +216,12 @@ def test_all_broken_files_are_named_or_left_out(tmp_path: Path) -> None:
     saved(tmp_path / "c.npz", {"x": X, "y": Y})
     with pytest.raises(BadRequest, match=r"2 of 4 files .*b\.npz.*d\.npz.*skip-bad = true"):
         datasets.load("npz", tmp_path)
-    data = datasets.load("npz", tmp_path, Reading(skip_bad=True))
+    data = datasets.load("npz", tmp_path, DataSettings(skip_bad=True))
     assert data.owner_names == ("a", "c") and data.skipped == ("b.npz", "d.npz") and data.num_train == 2 * len(X)
     for name in "ac":
         (tmp_path / f"{name}.npz").write_bytes(b"")
     with pytest.raises(BadRequest, match="4 of 4 files"):
-        datasets.load("npz", tmp_path, Reading(skip_bad=True))
+        datasets.load("npz", tmp_path, DataSettings(skip_bad=True))
 
 
 def test_two_spellings_of_a_number_are_two_clients(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import fedapp
 from fedapp import registry
 from fedapp.data import datasets
 from fedapp.data.card import data_card, leaks
-from fedapp.data.columns import Reading
 from fedapp.data.dataset import sample
 from fedapp.data.moments import moments
 from fedapp.engines import local
@@ -22,6 +21,7 @@ from fedapp.errors import BadRequest
 from fedapp.experiments import compare
 from fedapp.learning.state import read_safetensors
 from fedapp.results.runs import RunResult
+from fedapp.settings import DataSettings
 from fedapp.tasks import simulated
 from fedapp.transport import checkpoint
 from fedapp.transport.virtual import Member, asked, smallest
@@ -227,7 +227,7 @@ def test_columns_of_tables_are_a_size(tmp_path: Path) -> None:
     shown.to_csv(tmp_path / "new.csv", index=False)
     net = fedapp.load(run.out, client="south")
     assert net.inputs.features == ("age", "pulse", "weight", "sugar", "salt")
-    data = datasets.load("csv", place, Reading("x=age,pulse"))
+    data = datasets.load("csv", place, DataSettings(columns="x=age,pulse"))
     assert not data.parts and data.features == ("age", "pulse"), "named features are all there"
 
 

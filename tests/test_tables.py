@@ -16,11 +16,12 @@ import pytest
 import fedapp
 from fedapp import config as configuration
 from fedapp.data import datasets, tables
-from fedapp.data.columns import Reading, roles
+from fedapp.data.columns import roles
 from fedapp.data.dataset import Dataset
 from fedapp.data.transforms import InputSpec
 from fedapp.engines import local as engine
 from fedapp.errors import BadRequest
+from fedapp.settings import DataSettings
 from fedapp.tasks import node
 
 
@@ -56,7 +57,7 @@ def loaded(tmp_path: Path, frame: Any, columns: str = ROLES, kind: str = "csv", 
         frame.to_csv(path, index=False)
     else:
         frame.to_parquet(path)
-    return datasets.load(kind, path, Reading(columns=columns, **options))
+    return datasets.load(kind, path, DataSettings(columns=columns, **options))
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet"])
@@ -102,7 +103,10 @@ def test_names_of_the_columns_say_what_they_are(tmp_path: Path) -> None:
     data = loaded(tmp_path, frame, "")
     assert data.features == ("a",) and data.classes == ("2", "9", "10") and data.owner_names == ("2", "10")
     assert data.pool_labels.tolist() == [0, 2, 0, 1, 2, 1] and data.groups is not None
-    assert datasets.load("csv", tmp_path / "table.csv", Reading("x=a,group y=label")).features == ("a", "group")
+    assert datasets.load("csv", tmp_path / "table.csv", DataSettings(columns="x=a,group y=label")).features == (
+        "a",
+        "group",
+    )
 
 
 def test_booleans_and_numbers_with_unknown_cells(tmp_path: Path) -> None:
@@ -148,9 +152,9 @@ def test_row_numbers_of_pandas_are_no_feature(form: str, tmp_path: Path) -> None
         path, ignored = tmp_path / "t.parquet", ("__index_level_0__",)
     data = datasets.load(form, path)
     assert (data.features, data.ignored) == (("a",), ignored)
-    assert datasets.load(form, path, Reading("x=* y=y")).features == ("a",)
+    assert datasets.load(form, path, DataSettings(columns="x=* y=y")).features == ("a",)
     if form == "csv":
-        assert datasets.load(form, path, Reading('x="Unnamed: 0,a" y=y')).features == ("Unnamed: 0", "a")
+        assert datasets.load(form, path, DataSettings(columns='x="Unnamed: 0,a" y=y')).features == ("Unnamed: 0", "a")
     assert tables.rows(path, (), 1)[:, 0].tolist() == [0.5, 1, 2, 3] if form != "hf" else True
 
 
@@ -208,11 +212,11 @@ def test_a_column_of_text_at_one_site_is_no_other_size(tmp_path: Path) -> None:
     frame[:16].to_csv(tmp_path / "a.csv", index=False)
     frame[16:32].assign(remark="fine").to_csv(tmp_path / "b.csv", index=False)
     frame[32:].to_csv(tmp_path / "c.csv")  # with row numbers
-    data = datasets.load("csv", tmp_path, Reading("y=diagnosis"))
+    data = datasets.load("csv", tmp_path, DataSettings(columns="y=diagnosis"))
     assert not data.parts and data.num_train == 48 and set(data.ignored) == {"remark", "(column 0)"}
     frame[16:32].assign(weight=1.5).to_csv(tmp_path / "b.csv", index=False)
-    assert len(datasets.load("csv", tmp_path, Reading("y=diagnosis")).parts) == 2
-    every = datasets.load("csv", tmp_path, Reading("x=* y=diagnosis"))
+    assert len(datasets.load("csv", tmp_path, DataSettings(columns="y=diagnosis")).parts) == 2
+    every = datasets.load("csv", tmp_path, DataSettings(columns="x=* y=diagnosis"))
     assert [part.shape for part in every.parts] == [(4,), (5,)]
 
 
@@ -223,7 +227,7 @@ def test_a_file_per_client(tmp_path: Path) -> None:
         (tmp_path / part).mkdir(exist_ok=True)
         shuffled = frame[list(frame.columns[::-1])] if name == "south" else frame  # the order of columns is free
         shuffled[rows].drop(columns=["hospital", "part"]).to_csv(tmp_path / part / f"{name}.csv", index=False)
-    data = datasets.load("csv", tmp_path, Reading("x=age,blood y=diagnosis group=visit"))
+    data = datasets.load("csv", tmp_path, DataSettings(columns="x=age,blood y=diagnosis group=visit"))
     assert data.owner_names == ("north", "south") and (data.num_train, data.num_test) == (40, 8)
     assert data.owners is not None and data.owners.tolist() == [0] * 20 + [1] * 28
     np.testing.assert_array_equal(data.take(range(48))[0][:, 0], frame["age"].to_numpy(np.float32))
@@ -234,8 +238,8 @@ def test_a_file_per_client(tmp_path: Path) -> None:
         r"2 of 5 files .*east\.csv has the columns .*group=group.* but 3 of 5 files have .*split, y=diagnosis; .*west"
     )
     with pytest.raises(BadRequest, match=told):
-        datasets.load("csv", tmp_path, Reading("x=age,blood y=diagnosis"))
-    data = datasets.load("csv", tmp_path, Reading("x=age,blood y=diagnosis", skip_bad=True))
+        datasets.load("csv", tmp_path, DataSettings(columns="x=age,blood y=diagnosis"))
+    data = datasets.load("csv", tmp_path, DataSettings(columns="x=age,blood y=diagnosis", skip_bad=True))
     assert data.owner_names == ("north", "south") and data.skipped == ("train/east.csv", "train/west.csv")
 
 
@@ -328,12 +332,12 @@ def test_a_node_reads_a_table_but_no_text_features(tmp_path: Path) -> None:
     frame = patients().drop(columns=["hospital", "part"])
     frame.to_csv(tmp_path / "site.csv", index=False)
     path = str(tmp_path / "site.csv")
-    data = node.own_data(path, ("well", "ill"), "csv", 0.0, Reading("x=age,pulse y=diagnosis", node=True))
+    data = node.own_data(path, ("well", "ill"), DataSettings(dataset="csv", columns="x=age,pulse y=diagnosis"))
     assert data.x_train.shape[1:] == (2,) and data.classes == ("well", "ill")
     # A simulation may have cached the same table.
-    assert datasets.load("csv", path, Reading("x=age,blood y=diagnosis")).shape == (5,)
+    assert datasets.load("csv", path, DataSettings(columns="x=age,blood y=diagnosis")).shape == (5,)
     with pytest.raises(BadRequest, match="'blood' is text, which every site would code in its own way"):
-        node.own_data(path, ("well", "ill"), "csv", 0.0, Reading("x=age,blood y=diagnosis", node=True))
+        node.own_data(path, ("well", "ill"), DataSettings(dataset="csv", columns="x=age,blood y=diagnosis"))
 
 
 def test_a_run_learns_a_table_of_natural_clients(tmp_path: Path) -> None:
@@ -356,7 +360,7 @@ def test_rows_to_classify_are_read_as_training_read_them(form: str, tmp_path: Pa
     else:
         path = tmp_path / "new.csv"
         frame.to_csv(path, sep=form, na_rep="N/A", index=False)
-    own = tables.read([path], path, Reading("x=age,pulse,smoker,blood y=diagnosis client=hospital"))
+    own = tables.read([path], path, DataSettings(columns="x=age,pulse,smoker,blood y=diagnosis client=hospital"))
     assert own.features[-2:] == ("blood=AB", "blood=B-") and np.isnan(own.arrays["x_train"]).sum() > 5
     found = tables.rows(path, own.features, len(own.features))
     assert found.dtype == np.float32 and np.array_equal(found, own.arrays["x_train"], equal_nan=True)
@@ -367,7 +371,7 @@ def test_rows_to_classify_are_read_as_training_read_them(form: str, tmp_path: Pa
 def test_the_column_of_a_category_is_known_where_names_could_mean_two(tmp_path: Path) -> None:
     frame = pd.DataFrame({"a": ["b=c", "b=d"] * 8, "a=b": ["d", "c"] * 8, "y": [0, 1] * 8})
     frame.to_csv(tmp_path / "t.csv", index=False)
-    data = datasets.load("csv", tmp_path / "t.csv", Reading("x=a=b"))
+    data = datasets.load("csv", tmp_path / "t.csv", DataSettings(columns="x=a=b"))
     inputs = InputSpec.of(data)
     assert data.features == ("a=b=c", "a=b=d") and inputs.columns == ("a=b", "a=b")
     found = tables.rows(tmp_path / "t.csv", inputs.features, 2, inputs.columns)
@@ -411,8 +415,8 @@ def test_all_broken_files_are_named_or_left_out(kind: str, tmp_path: Path) -> No
         else:
             frame[n : n + 8].to_parquet(path)
     with pytest.raises(BadRequest, match=rf"12 of 16 files .*01\.{kind}.*13\.{kind}.*; and 2 more: .*skip-bad = true"):
-        datasets.load(kind, tmp_path, Reading("y=diagnosis"))
-    data = datasets.load(kind, tmp_path, Reading("y=diagnosis", skip_bad=True))
+        datasets.load(kind, tmp_path, DataSettings(columns="y=diagnosis"))
+    data = datasets.load(kind, tmp_path, DataSettings(columns="y=diagnosis", skip_bad=True))
     assert data.owner_names == ("00", "04", "08", "12")
     assert data.skipped == tuple(f"{n:02}.{kind}" for n in range(16) if n % 4) and data.num_train == 32
     card = engine.data_card(**{"dataset": kind, "data-dir": str(tmp_path), "columns": "y=diagnosis", "skip-bad": True,

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict
 from fedapp import registry, sampling
 from fedapp.core.privacy import Privacy, noise_for
 from fedapp.core.robust import Robust, parsed
-from fedapp.data.columns import SHOWN, Reading
+from fedapp.data.columns import SHOWN
 from fedapp.errors import BadRequest, counted, suggest
 from fedapp.learning import evaluation
 from fedapp.learning.optimizers import round_rates
@@ -72,12 +72,6 @@ class RunConfig(BaseModel):
     def data_seed(self) -> int:
         """The seed of everything that decides who holds which images."""
         return unless_auto(self.data.partition_seed, self.federation.seed)
-
-    @property
-    def reading(self) -> Reading:
-        """How own data are read."""
-        size = None if self.data.image_size == "auto" else int(self.data.image_size)
-        return Reading(self.data.columns, size, self.data.layout, self.data.skip_bad)
 
     @property
     def model_options(self) -> ModelOptions:

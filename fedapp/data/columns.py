@@ -39,6 +39,7 @@ import numpy.typing as npt
 from fedapp.data.moments import rounded_features
 from fedapp.data.names import composed, name_of
 from fedapp.errors import BadRequest, counted, suggest
+from fedapp.settings import DataSettings
 
 Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
@@ -84,27 +85,7 @@ class Own:
     parts: tuple[Own, ...] = ()
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How own data are read.
-
-    Attributes
-    ----------
-    columns : what the columns of a table mean, see `roles`; "" = by their names.
-    image_size : side in pixels to which pictures are brought; 0 = as they are, None = by itself, at most 64.
-    layout : of a folder of pictures: `auto`, `classes` or `clients`.
-    skip_bad : leave out files and pictures that cannot be used, instead of an error.
-    node : the data are a real node's own, which other nodes cannot see.
-    """
-
-    columns: str = ""
-    image_size: int | None = None
-    layout: str = "auto"
-    skip_bad: bool = False
-    node: bool = False
-
-
-PLAIN = Reading()
+PLAIN = DataSettings()
 """Own data read by their own names."""
 LABELS = ("y", "label", "target")
 """Names of the column of the classes where `columns` does not say it."""

@@ -49,7 +49,6 @@ from fedapp.data.columns import (
     PARTS,
     PLAIN,
     Own,
-    Reading,
     form_of,
     of_clients,
     read_client,
@@ -60,6 +59,7 @@ from fedapp.data.dataset import Dataset
 from fedapp.data.names import PART_OF, entries_of, files_of, is_there, readable, readable_at
 from fedapp.data.pictures import CIFAR10_CLASSES
 from fedapp.errors import BadRequest, raised, suggest
+from fedapp.settings import DataSettings
 
 UInt8 = npt.NDArray[np.uint8]
 Int64 = npt.NDArray[np.int64]
@@ -170,11 +170,11 @@ _Source = tuple[Mapping[str, Any], Callable[[Store], Built]]
 """Where a data set comes from: the identity of its files, and the reader that fills a store."""
 
 
-_latest: dict[tuple[str, Path | None, Reading], Dataset] = {}
+_latest: dict[tuple[object, ...], Dataset] = {}
 """What `load` returned last, by its arguments."""
 
 
-def load(name: str, data_dir: str | Path | None = None, reading: Reading = PLAIN) -> Dataset:
+def load(name: str, data_dir: str | Path | None = None, settings: DataSettings = PLAIN, node: bool = False) -> Dataset:
     """Return a data set, decoding or downloading it the first time.
 
     Parameters
@@ -183,7 +183,7 @@ def load(name: str, data_dir: str | Path | None = None, reading: Reading = PLAIN
     data_dir : the user's data folder. ``NAME.npz`` in it wins over every other source; downloads go into it (into the
         cache folder if None). For ``npz``, ``csv`` and ``parquet`` the file itself or a folder with one file per
         client; for ``folder`` the folder of the pictures.
-    reading : how own data are read.
+    settings : how own data are read.   node : the data are a real node's own, which other nodes cannot see.
 
     Raises
     ------
@@ -194,7 +194,7 @@ def load(name: str, data_dir: str | Path | None = None, reading: Reading = PLAIN
     -----
     Pictures of a ``folder`` are turned as their EXIF tag says, cropped to the central square and resized to one size:
     their own if all are the same square of at most 64 pixels, else the largest of 28, 32 and 64 that is not above the
-    median of the shorter sides (28 if all are smaller). `reading.image_size` chooses another size.
+    median of the shorter sides (28 if all are smaller). `settings.image_size` chooses another size.
     Grey stays grey if every picture is grey; transparency is ignored.
     """
     check_name(name)
@@ -206,19 +206,19 @@ def load(name: str, data_dir: str | Path | None = None, reading: Reading = PLAIN
         return _finish(store, name, own)
 
     with readable_at(root):
-        key, build = _find(name, root, reading)
+        key, build = _find(name, root, settings, node)
     found = build_once(name, key, built, partial(_open, name))
-    _latest[name, root, reading] = found
+    _latest[name, root, settings.reading] = found
     return found
 
 
-def latest(name: str, data_dir: str | Path | None = None, reading: Reading = PLAIN) -> Dataset:
+def latest(name: str, data_dir: str | Path | None = None, settings: DataSettings = PLAIN) -> Dataset:
     """Return a data set as this process last loaded it, without a look at its files: there may be very many.
 
     `load` looks, so a run that begins with it has the data that are there then, and keeps them until its end.
     """
     root = Path(data_dir).expanduser() if data_dir is not None and str(data_dir) else None
-    return _latest.get((name, root, reading)) or load(name, data_dir, reading)
+    return _latest.get((name, root, settings.reading)) or load(name, data_dir, settings)
 
 
 def source(place: Path) -> str:
@@ -290,7 +290,7 @@ def _described(meta: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _find(name: str, root: Path | None, reading: Reading) -> _Source:
+def _find(name: str, root: Path | None, settings: DataSettings, node: bool) -> _Source:
     """Return the source of a data set: the user's arrays first, then what is installed or published."""
     if name not in DATASET_NAMES:
         return _of_package(installed()[name], root)
@@ -299,25 +299,25 @@ def _find(name: str, root: Path | None, reading: Reading) -> _Source:
     if name in ("npz", "csv", "parquet"):
         files = _own_files(root, name)
         assert root is not None
-        key = {name: [file_identity(path) for path in files], **({"skip_bad": True} if reading.skip_bad else {})}
+        key = {name: [file_identity(path) for path in files], **({"skip_bad": True} if settings.skip_bad else {})}
         if name == "npz":
-            return key, lambda _: _build_npz(name, files, root, reading.skip_bad)
-        key |= {"columns": reading.columns, "node": reading.node}
+            return key, lambda _: _build_npz(name, files, root, settings.skip_bad)
+        key |= {"columns": settings.columns, "node": node}
         from fedapp.data import tables  # imports pandas, which takes a while, and images need none
 
-        return key, lambda _: tables.read(files, root, reading)
+        return key, lambda _: tables.read(files, root, settings, node)
     if name == "hf":
         from fedapp.data import hub
 
         place = "" if root is None else str(root)
         key = {
             **hub.identity(place),
-            "columns": reading.columns,
-            "image_size": reading.image_size,
-            "node": reading.node,
-            **({"skip_bad": True} if reading.skip_bad else {}),
+            "columns": settings.columns,
+            "image_size": None if settings.image_size == "auto" else settings.image_size,
+            "node": node,
+            **({"skip_bad": True} if settings.skip_bad else {}),
         }
-        return key, lambda _: hub.read(place, reading)
+        return key, lambda _: hub.read(place, settings, node)
     if name == "folder":
         if root is None or not is_there(root) or not root.is_dir():
             given = f"{root} is not a folder" if root is not None else "data-dir is not given"
@@ -325,13 +325,11 @@ def _find(name: str, root: Path | None, reading: Reading) -> _Source:
                 f"data set 'folder' needs data-dir ({given}): a folder with train/<class>/* and, if there is a test "
                 "set, test/<class>/*; or with <class>/* alone"
             )
-        listing = pictures.listed(root, reading.layout)
+        listing = pictures.listed(root, settings.layout)
         key = {"folder": str(root.resolve()), "files": [file_identity(path) for path in listing.files]}
         # Only what differs from the defaults, with which folders of earlier versions were read.
-        key |= {
-            k: v for k, v in vars(reading).items() if k in ("image_size", "layout", "skip_bad") and v != vars(PLAIN)[k]
-        }
-        return key, lambda store: pictures.read_folder(listing, store, reading)
+        key |= {k: v for k in ("image_size", "layout", "skip_bad") if (v := getattr(settings, k)) != getattr(PLAIN, k)}
+        return key, lambda store: pictures.read_folder(listing, store, settings)
     if own is not None and own.is_file():
         return {"npz": file_identity(own)}, lambda _: _build_npz(name, [own], own.parent)
     if name == "digits":

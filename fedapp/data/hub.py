@@ -16,10 +16,11 @@ import numpy as np
 
 from fedapp.data import pictures, tables
 from fedapp.data.cache import FULL, file_identity
-from fedapp.data.columns import PARTS, Array, Own, Reading, assigned, entries, own, roles
+from fedapp.data.columns import PARTS, Array, Own, assigned, entries, own, roles
 from fedapp.data.names import is_there
 from fedapp.errors import BadRequest, suggest
 from fedapp.lazy import pd
+from fedapp.settings import DataSettings
 
 HUB = "hub:"
 MOST_ENCODED = 256 << 20
@@ -45,7 +46,7 @@ def identity(place: str) -> dict[str, Any]:
     return {"files": [file_identity(p) for p in files]}
 
 
-def read(place: str, reading: Reading) -> Own:
+def read(place: str, settings: DataSettings, node: bool = False) -> Own:
     """Read a data set.
 
     Raises
@@ -79,7 +80,7 @@ def read(place: str, reading: Reading) -> Own:
         if not len(whole):
             raise BadRequest(f"{place} has no rows")
         split = np.repeat(names, [len(splits[part]) for part in names]) if len(names) > 1 else None
-        return _columns(place, whole, split, reading)
+        return _columns(place, whole, split, settings, node)
 
 
 def _check_alike(place: str, first: str, kinds: Mapping[str, Any], part: str, others: Mapping[str, Any]) -> None:
@@ -109,10 +110,10 @@ def _opened(place: str, scratch: str) -> Any:
     return datasets.load_dataset(builder, data_dir=place, cache_dir=scratch)
 
 
-def _columns(place: str, data: Any, split: Array | None, reading: Reading) -> Own:
+def _columns(place: str, data: Any, split: Array | None, settings: DataSettings, node: bool) -> Own:
     import datasets
 
-    wanted = roles(reading.columns)
+    wanted = roles(settings.columns)
     found = assigned(place, data.column_names, wanted)
     if split is not None and "split" in found:
         raise BadRequest(f"{place} has several splits and a column '{found['split']}' for them: leave one of them out")
@@ -126,7 +127,7 @@ def _columns(place: str, data: Any, split: Array | None, reading: Reading) -> Ow
         frame = pd.DataFrame({name: _values(data, name) for name in data.column_names})
         if split is not None:
             frame["split"], found = split, {**found, "split": "split"}
-        return tables.from_frame(place, frame, found, wanted, reading, known)
+        return tables.from_frame(place, frame, found, wanted, node, known)
     if len(whole) > 1 or ("x" in wanted and len(chosen) > 1):
         raise BadRequest(
             f'{place}: {", ".join(chosen if "x" in wanted else whole)} could all be x: give columns = "x=NAME"'
@@ -156,11 +157,11 @@ def _columns(place: str, data: Any, split: Array | None, reading: Reading) -> Ow
             pictures.check_format(io.BytesIO(content))
             return decoder.decode_example({"path": None, "bytes": content})
 
-        arrays["x"], bad = pictures.stacked(where, cells, opened, reading)
+        arrays["x"], bad = pictures.stacked(where, cells, opened, settings)
     else:
         where = f"{place}, column {name}"
         bad = np.flatnonzero(data.with_format("arrow")[name][:].is_null().to_numpy()).tolist()
-        if bad and not (reading.skip_bad and len(bad) < len(data)):
+        if bad and not (settings.skip_bad and len(bad) < len(data)):
             more = f" ({len(bad)} in all)" if len(bad) > 1 else ""
             raise BadRequest(
                 f"{where}: row {bad[0]} is empty{more}: fill these rows, or leave them out with skip-bad = true"

@@ -24,9 +24,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fedapp.data.cache import Store
-from fedapp.data.columns import PARTS, Own, Reading, entries
+from fedapp.data.columns import PARTS, Own, entries
 from fedapp.data.names import PART_OF, SHOWN, entries_of, name_of, unusable
 from fedapp.errors import BadRequest
+from fedapp.settings import Auto, DataSettings
 
 UInt8 = npt.NDArray[np.uint8]
 Item = TypeVar("Item")
@@ -288,7 +289,7 @@ def _pictures(root: Path, part: str, client: str, bad: dict[Path, str]) -> list[
     return found
 
 
-def read_folder(listing: Listing, store: Store, reading: Reading) -> Own:
+def read_folder(listing: Listing, store: Store, settings: DataSettings) -> Own:
     """Decode a user's pictures to one size, grey if every picture is grey.
 
     Raises
@@ -299,12 +300,12 @@ def read_folder(listing: Listing, store: Store, reading: Reading) -> Own:
     bad = dict(listing.bad)
     while True:
         # Only sizes that are kept depend on how pictures are turned; of a PNG file that is known once it is decoded.
-        shapes, grey = _sizes(listing, bad, turn=reading.image_size == 0)
+        shapes, grey = _sizes(listing, bad, turn=settings.image_size == 0)
         good = [p for p in listing.pictures if p.path not in bad]
-        if not good or (bad and not reading.skip_bad and not shapes):
+        if not good or (bad and not settings.skip_bad and not shapes):
             raise _refused(listing, bad)
         channels = 1 if grey else 3
-        size = _size(listing.root, shapes, channels, reading.image_size)
+        size = _size(listing.root, shapes, channels, settings.image_size)
         known, number = len(bad), {label: c for c, label in enumerate(sorted({p.label for p in listing.pictures}))}
         arrays: Arrays = {}
         for split, parts in (("train", PARTS[:2]), ("test", PARTS[2:])):
@@ -314,7 +315,7 @@ def read_folder(listing: Listing, store: Store, reading: Reading) -> Own:
             _decoded(x, [p.path for p in rows], f"folder {split}", bad)
             arrays[f"x_{split}"] = x
             arrays[f"y_{split}"] = np.array([number[p.label] for p in rows], np.int64)
-        if bad and not reading.skip_bad:
+        if bad and not settings.skip_bad:
             raise _refused(listing, bad)
         if len(bad) == known:
             break
@@ -412,7 +413,7 @@ def check_depth(picture: Any) -> None:
 
 
 def stacked(
-    where: str, cells: Sequence[Any], opened: Callable[[Any], Any], reading: Reading
+    where: str, cells: Sequence[Any], opened: Callable[[Any], Any], settings: DataSettings
 ) -> tuple[UInt8, list[int]]:
     """Return pictures as uint8 (N, H, W, channels), brought to one size as those of a folder are.
 
@@ -422,7 +423,7 @@ def stacked(
 
     Returns
     -------
-    x : of the rows with a picture.   bad : the other rows, with `reading.skip_bad`; else there are none.
+    x : of the rows with a picture.   bad : the other rows, with `settings.skip_bad`; else there are none.
 
     Raises
     ------
@@ -439,13 +440,13 @@ def stacked(
             picture = opened(cell)
             shapes.append(_upright(picture))
             grey = grey and picture.mode in GREY
-    if bad and not (reading.skip_bad and shapes):
+    if bad and not (settings.skip_bad and shapes):
         more = f" ({len(bad)} in all)" if len(bad) > SHOWN else ""
         raise BadRequest(
             f"{where}: {'; '.join(list(bad.values())[:SHOWN])}{more}: repair these rows, or leave them out with "
             "skip-bad = true"
         )
-    shape = (*_size(where, shapes, 1 if grey else 3, reading.image_size), 1 if grey else 3)
+    shape = (*_size(where, shapes, 1 if grey else 3, settings.image_size), 1 if grey else 3)
     x = np.empty((len(shapes), *shape), np.uint8)
     good = (cell for row, cell in enumerate(cells) if row not in bad)
     for row, cell in enumerate(good):
@@ -459,14 +460,14 @@ def _upright(picture: Any) -> tuple[int, int]:
     return (height, width) if picture.getexif().get(ORIENTATION) in (5, 6, 7, 8) else (width, height)
 
 
-def _size(root: object, shapes: Sequence[tuple[int, int]], channels: int, wanted: int | None) -> tuple[int, int]:
+def _size(root: object, shapes: Sequence[tuple[int, int]], channels: int, wanted: int | Auto) -> tuple[int, int]:
     """Return height and width to which all pictures are brought.
 
     Raises
     ------
     BadRequest : in the wanted size they would take more than :data:`MOST_BYTES`; names one that fits.
     """
-    if wanted is None:
+    if wanted == "auto":
         side = picture_size(shapes)
         return side, side
     if wanted:

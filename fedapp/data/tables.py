@@ -29,7 +29,6 @@ from fedapp.data.columns import (
     SHOWN,
     Array,
     Own,
-    Reading,
     assigned,
     entries,
     of_parts,
@@ -41,6 +40,7 @@ from fedapp.data.moments import rounded
 from fedapp.data.names import composed, name_of, readable
 from fedapp.errors import BadRequest, counted, is_number, suggest
 from fedapp.lazy import pd
+from fedapp.settings import DataSettings
 
 MOST_CATEGORIES = 64
 UNKNOWN = ["", "NA", "N/A", "n/a", "#N/A", "NaN", "nan", "-nan", "null", "NULL", "None", "<NA>"]
@@ -58,7 +58,7 @@ LONGEST = 255
 """Characters of a class, client or group. An array of text takes as much for every row as for the longest one."""
 
 
-def read(files: Sequence[Path], root: Path, reading: Reading) -> Own:
+def read(files: Sequence[Path], root: Path, settings: DataSettings, node: bool = False) -> Own:
     """Read a table, or one table per client, whose name is then the file's.
 
     Parameters
@@ -70,10 +70,10 @@ def read(files: Sequence[Path], root: Path, reading: Reading) -> Own:
     ------
     BadRequest : a file cannot be read, or columns are missing or wrong; the message names all of them.
     """
-    wanted = roles(reading.columns)
+    wanted = roles(settings.columns)
     if not root.is_dir():
         frame, found = _frame(root, wanted)
-        return _read([root], [frame.reset_index(drop=True)], root, found, wanted, reading)
+        return _read([root], [frame.reset_index(drop=True)], root, found, wanted, node)
 
     def table(path: Path) -> tuple[Any, dict[str, str]]:
         name_of(path)
@@ -83,7 +83,7 @@ def read(files: Sequence[Path], root: Path, reading: Reading) -> Own:
     def form(read: tuple[Any, dict[str, str]]) -> str:
         return "the columns " + ", ".join(f"{role}={name}" for role, name in sorted(read[1].items()))
 
-    tables, skipped = readable(root, files, table, form, reading.skip_bad)
+    tables, skipped = readable(root, files, table, form, settings.skip_bad)
     found = next(iter(tables.values()))[1]
     sizes: dict[tuple[str, ...], list[Path]] = {}
     for path, names in _features_of({p: frame.drop(columns=list(found.values())) for p, (frame, _) in tables.items()},
@@ -97,7 +97,7 @@ def read(files: Sequence[Path], root: Path, reading: Reading) -> Own:
         _refuse(root, faults)
         classes = [str(name) for name in np.unique(entries(np.concatenate(labels)))]
     parts = [
-        _read(own_files, [tables[path][0] for path in own_files], root, found, wanted, reading, classes)
+        _read(own_files, [tables[path][0] for path in own_files], root, found, wanted, node, classes)
         for own_files in sizes.values()
     ]
     return replace(parts[0] if len(parts) == 1 else of_parts(parts), skipped=skipped)
@@ -123,7 +123,7 @@ def _read(
     root: Path,
     found: Mapping[str, str],
     wanted: Mapping[str, tuple[str, ...]],
-    reading: Reading,
+    node: bool,
     classes: Sequence[str] | None = None,
 ) -> Own:
     """Turn the tables of files with the same features into columns of own data."""
@@ -137,7 +137,7 @@ def _read(
 
     if not len(whole):
         raise BadRequest(f"{root}: the table has no rows")
-    return from_frame(root, whole, found, wanted, reading, classes, place=place)
+    return from_frame(root, whole, found, wanted, node, classes, place=place)
 
 
 def _of_client(path: Path, root: Path, frame: Any, found: Mapping[str, str]) -> tuple[Any, dict[str, str]]:
@@ -358,7 +358,7 @@ def from_frame(
     frame: Any,
     found: Mapping[str, str],
     wanted: Mapping[str, tuple[str, ...]],
-    reading: Reading,
+    node: bool,
     classes: Sequence[str] | None = None,
     place: Callable[[int], str] = "row {}".format,
 ) -> Own:
@@ -390,7 +390,7 @@ def from_frame(
     chosen = dict.fromkeys(listed if named else [n for n in every if n in listed or not ROW_NUMBERS.fullmatch(n)])
     features.ignored += [name for name in every if name not in chosen]
     for name in chosen:
-        _feature(features, frame[name], name, bool(listed), training, reading.node, place)
+        _feature(features, frame[name], name, bool(listed), training, node, place)
     twice = [name for name, times in Counter(features.names).items() if times > 1]
     if twice:
         features.faults.append(

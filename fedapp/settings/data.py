@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -86,3 +87,8 @@ class DataSettings(Group):
         description="seed of the data: which images are used, who holds them, which are held back; auto = seed, so "
         "that every seed has a partition of its own",
     )
+
+    @cached_property
+    def reading(self) -> tuple[str, int | Auto, str, bool]:
+        """The settings that decide how own data are read: `columns`, `image_size`, `layout` and `skip_bad`."""
+        return self.columns, self.image_size, self.layout, self.skip_bad

@@ -32,7 +32,7 @@ def of_data(config: RunConfig) -> dict[str, str]:
     ------
     BadRequest : the data are not there.
     """
-    data = datasets.latest(config.data.dataset, config.data.data_dir or None, config.reading)
+    data = datasets.latest(config.data.dataset, config.data.data_dir or None, config.data)
     found = {f"data {name}": value for name, value in data.identity.items()}
     source = public_source(config)
     if source is not None and source.dataset:

@@ -29,7 +29,7 @@ from fedapp import plugins, registry
 from fedapp.config import RunConfig, check_node
 from fedapp.core.privacy import Privacy
 from fedapp.data import datasets, natural, partitions
-from fedapp.data.columns import PLAIN, Reading
+from fedapp.data.columns import PLAIN
 from fedapp.data.moments import Samples
 from fedapp.data.names import composed, is_there
 from fedapp.data.transforms import InputSpec
@@ -37,6 +37,7 @@ from fedapp.errors import BadRequest, counted, plain, suggest
 from fedapp.lazy import torch
 from fedapp.learning.task import Task
 from fedapp.models import MODEL_NAMES, ModelOptions, check_form, check_model, is_own, own
+from fedapp.settings import DataSettings
 from fedapp.tasks import simulated
 from fedapp.tasks.public import node_images
 
@@ -365,10 +366,7 @@ class OwnDataError(BadRequest):
 def own_data(
     path: str,
     classes: tuple[str, ...] | None,
-    dataset: str,
-    validation: float = 0.0,
-    reading: Reading = PLAIN,
-    how: str = "auto",
+    settings: DataSettings = PLAIN,
 ) -> OwnData:
     """Load a node's own data.
 
@@ -376,18 +374,16 @@ def own_data(
     ----------
     path : `data-path`.
     classes : the federation's class names; None = the data's own.
-    dataset : the run's data set: where it is a published one, its normalisation is used, so that all nodes have the
-        same; otherwise mean and standard deviation of the node's training rows, which then stay on the node.
-    validation : share of the training rows that validate, where the data do not say which do; the same in every run.
-    reading : how the data are read.
-    how : `normalise`: `auto`; `client` = mean and standard deviation of the node's training rows in any case; `none`.
+    settings : how the data are read, and the share of rows that validate where the data do not say which do. Where the
+        run's data set is a published one, its normalisation is used, so that all nodes have the same; otherwise, and
+        with `normalise = client`, mean and standard deviation of the node's training rows, which stay on the node.
 
     Raises
     ------
     BadRequest : nothing there, or `normalise = data`.
     OwnDataError : unreadable, or a class that the federation does not know.
     """
-    if how == "data":
+    if settings.normalise == "data":
         raise BadRequest(
             "normalise = 'data' needs the rows of all clients, which real nodes do not share: choose client, or auto"
         )
@@ -395,17 +391,16 @@ def own_data(
     if not is_there(place):
         raise BadRequest(f"data-path {place} does not exist on this node: mount or copy the data there")
     try:
-        return _read(place, classes, dataset, validation, reading, how)
+        return _read(place, classes, settings)
     except Exception as e:
         raise OwnDataError(
             str(e) if isinstance(e, BadRequest) else f"data-path {place}: {type(e).__name__}: {e}"
         ) from e
 
 
-def _read(
-    place: Path, classes: tuple[str, ...] | None, dataset: str, validation: float, reading: Reading, how: str
-) -> OwnData:
-    data = datasets.load(datasets.source(place), place, reading)
+def _read(place: Path, classes: tuple[str, ...] | None, settings: DataSettings) -> OwnData:
+    dataset = settings.dataset
+    data = datasets.load(datasets.source(place), place, settings, node=True)
     if data.skipped:
         warnings.warn(f"left out because they cannot be used: {plain(', '.join(data.skipped))}", stacklevel=2)
     table = np.arange(data.num_classes)
@@ -426,8 +421,8 @@ def _read(
     else:
         mine = partitions.make(data, kind="iid", split="holdout", clients=1, seed=0, min_samples=1)
     mine = natural.given_validation(mine, data)
-    if validation and not len(mine.clients[0].validation):
-        mine = partitions.hold_out(mine, validation, 0, data)
+    if settings.validation and not len(mine.clients[0].validation):
+        mine = partitions.hold_out(mine, settings.validation, 0, data)
     (x_train, y_train), (x_test, y_test), (x_validation, y_validation) = (
         data.take(getattr(mine.clients[0], part)) for part in ("train", "test", "validation")
     )
@@ -438,7 +433,7 @@ def _read(
         if brightest > known.scale:
             raise BadRequest(f"data-path {place}: {dataset} has grey levels 0 .. {known.scale:g}, found {brightest}")
         inputs = InputSpec(data.shape, known.scale, known.mean, known.std)
-    inputs = simulated.fitted(inputs, x_train, how)
+    inputs = simulated.fitted(inputs, x_train, settings.normalise)
     return OwnData(
         x_train,
         table[y_train],
@@ -468,15 +463,7 @@ def node_task(config: RunConfig, node: Node, device: torch.device, images: int =
         folder = str(Path(node.data_dir).expanduser().absolute()) if node.data_dir else ""
         config = config.replaced(data_dir=folder)
     if node.own:
-        reading = replace(config.reading, node=True)
-        data = own_data(
-            node.data_path,
-            federation_classes(config),
-            config.data.dataset,
-            config.data.validation,
-            reading,
-            config.data.normalise,
-        )
+        data = own_data(node.data_path, federation_classes(config), config.data)
         inputs = simulated.with_weights(config, data.inputs)
         public = node_images(config, data.inputs)
         extras = {} if public is None else {"public": torch.from_numpy(public).to(device)}

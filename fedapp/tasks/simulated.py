@@ -36,6 +36,7 @@ from fedapp.models import (
     own,
     weights,
 )
+from fedapp.settings import DataSettings
 from fedapp.settings.evaluation import CONFUSION
 from fedapp.tasks.public import PublicSource, draw_images, public_source
 
@@ -163,18 +164,14 @@ def federated(config: RunConfig, clients: int) -> FederatedData:
     ------
     BadRequest : the data are not there, or the partition or the public set cannot be made.
     """
-    settings = config.data
-    whole = datasets.latest(settings.dataset, settings.data_dir or None, config.reading)
+    settings = config.data.replaced(clients=clients, partition_seed=config.data_seed)
+    whole = datasets.latest(settings.dataset, settings.data_dir or None, settings)
     file = settings.partition_file
-    version = file_identity(Path(file)) if file and Path(file).is_file() else []
+    version = tuple(file_identity(Path(file))) if file and Path(file).is_file() else ()
+    one_size = settings.skip_bad and not config.method_and_hparams()[0].heterogeneous
 
     def made(unseen: tuple[int, ...]) -> FederatedData:
-        return _federated(
-            whole, settings.data_dir, settings.data_fraction, settings.partition, settings.split, clients,
-            config.data_seed, settings.alpha, settings.classes_per_client, settings.min_samples, settings.test_share,
-            public_source(config), settings.validation, file, unseen, settings.partition_args, settings.normalise,
-            settings.skip_bad and not config.method_and_hparams()[0].heterogeneous, tuple(version),
-        )  # fmt: skip
+        return _federated(whole, settings, public_source(config), unseen, one_size, version)
 
     unseen: tuple[int, ...] = ()
     if config.evaluation.unseen and clients:
@@ -198,28 +195,19 @@ def with_weights(config: RunConfig, inputs: InputSpec) -> InputSpec:
 @functools.lru_cache(maxsize=4)
 def _federated(
     whole: Dataset,
-    data_dir: str,
-    fraction: float,
-    kind: str,
-    split: str,
-    clients: int,
-    seed: int,
-    alpha: float,
-    cpc: int,
-    min_samples: int,
-    test_share: float,
+    settings: DataSettings,
     public: PublicSource | None,
-    validation: float,
-    file: str,
     unseen: tuple[int, ...],
-    arguments: str,
-    how: str,
     one_size: bool,
-    version: tuple[str | int, ...],  # of `file`
+    version: tuple[str | int, ...],  # of the partition's file
 ) -> FederatedData:
+    kind, clients, seed = settings.partition, settings.clients, settings.partition_seed
+    split: str = settings.split
+    file, arguments, how = settings.partition_file, settings.partition_args, settings.normalise
+    share, least = settings.test_share, settings.min_samples
     name = whole.name
     whole = whole.of_one_size() if one_size else whole
-    dataset = sample(whole, fraction, sampling.rng(seed, "data-fraction"))
+    dataset = sample(whole, settings.data_fraction, sampling.rng(seed, "data-fraction"))
     if kind == "auto":
         kind = default_partition(dataset)
     if split == "auto":
@@ -233,12 +221,13 @@ def _federated(
             raise BadRequest(f"clients = {clients}, but {file} lists {len(partition.clients)}: set clients = 0")
     elif kind == "by-client":
         partition = natural.by_client(
-            dataset, split=split, clients=clients, seed=seed, min_samples=min_samples, test_share=test_share
+            dataset, split=split, clients=clients, seed=seed, min_samples=least, test_share=share
         )
     else:
         partition = partitions.make(
-            dataset, kind=kind, split=split, clients=clients, seed=seed, alpha=alpha, classes_per_client=cpc,
-            min_samples=min_samples, test_share=test_share, arguments=arguments,
+            dataset, kind=kind, split=split, clients=clients, seed=seed, alpha=settings.alpha,
+            classes_per_client=settings.classes_per_client,
+            min_samples=least, test_share=share, arguments=arguments,
         )  # fmt: skip
     partition = natural.given_validation(partition, dataset)
     _check_sizes(dataset, partition, public)
@@ -249,10 +238,12 @@ def _federated(
         images = dataset.take(indices)[0]
     elif public is not None:
         # Where data-dir is the user's own data, it does not hold other data sets.
-        images = draw_images(public, dataset.name, specs[0], data_dir if datasets.published(name) else "", seed)
+        images = draw_images(
+            public, dataset.name, specs[0], settings.data_dir if datasets.published(name) else "", seed
+        )
     # A validation split that the data or the file bring along wins.
-    if validation and not any(len(c.validation) for c in partition.clients):
-        partition = partitions.hold_out(partition, validation, seed, dataset)
+    if settings.validation and not any(len(c.validation) for c in partition.clients):
+        partition = partitions.hold_out(partition, settings.validation, seed, dataset)
     # All may see public rows, and with `auto` they count: methods that hold some back see what the others see.
     held = _training_rows(dataset, partition, unseen, indices[:0] if how == "data" else indices)
     sized = zip(specs, dataset.parts or (dataset,), strict=True)
@@ -336,7 +327,7 @@ def check(config: RunConfig, clients: int) -> FederatedData:
     ------
     BadRequest : they do not; says what to change.
     """
-    datasets.load(config.data.dataset, config.data.data_dir or None, config.reading)  # what is there now
+    datasets.load(config.data.dataset, config.data.data_dir or None, config.data)  # what is there now
     data = federated(config, clients)
     check_liars(config, clients - len(config.unseen_of(range(clients), data.partition.names)), simulation=True)
     for inputs in data.sizes:
@@ -471,7 +462,7 @@ def settled(config: RunConfig, clients: int) -> RunConfig:
     BadRequest : the data are not there, or no model is the default for them.
     """
     if config.data.partition == "auto" or "auto" in config.model.names:
-        dataset = datasets.load(config.data.dataset, config.data.data_dir or None, config.reading)
+        dataset = datasets.load(config.data.dataset, config.data.data_dir or None, config.data)
         partition = default_partition(dataset) if config.data.partition == "auto" else config.data.partition
         shapes = {part.shape for part in dataset.parts or (dataset,)}
         models = {default_model(shape) for shape in shapes} if "auto" in config.model.names else {""}
