@@ -215,9 +215,12 @@ class Run(Callbacks):
         else:
             configuration.check_node(config)
         self.method, self.hparams = config.method_and_hparams()
-        robust = config.robust_rules(self.simulation)
+        resolved = config.resolved(self.simulation)
         self.strategy: FedStrategy = self.method.strategy(
-            self.method, self.hparams, robust=robust, privacy=None if config.privacy.dp == "sgd" else config.mechanism
+            self.method,
+            self.hparams,
+            robust=resolved.robustness,
+            privacy=None if config.privacy.dp == "sgd" else config.mechanism,
         )
         self.device = process.device()
         self.started = time.perf_counter()
@@ -259,7 +262,12 @@ class Run(Callbacks):
         control: dict[str, Scalar] = {"run": self.directory.token}
         control |= {"state-dir": str(out / "state")} if self.simulation else {}
         read = (lambda: None) if self.simulation else roster.of_this_server
-        self.manager = ClientManager(grid, config.settings(self.simulation), control, self.tell, read)
+        self.manager = ClientManager(
+            grid, resolved.federation, control, self.tell, read, max_abs=config.robustness.max_abs,
+            metrics=config.numbers(), scored=bool({"received", "trained"} & set(config.evaluation.measured)),
+            restart=config.storage.lost_state == "restart", queued=self.simulation,
+            poll=(0.01, 0.1) if self.simulation else (0.1, 1.0),
+        )  # fmt: skip
         if not self.simulation and self.manager.roster is None:
             self.warnings.append(
                 "there is no roster, so a client id belongs to the first node that is online and claims it: fedapp "
@@ -1022,7 +1030,7 @@ class Run(Callbacks):
         robust = self.strategy.robust
         if not robust.active:
             return {}
-        found = {"rules": "+".join(robust.rules) or "none", "f": robust.f, "count_cap": robust.cap}
+        found = {"rules": "+".join(robust.rules) or "none", "f": robust.robust_f, "count_cap": robust.count_cap}
         return {"robust": {**found, **state.get("robust", {})}}
 
     def _metrics(self, final: Columns) -> dict[str, dict[str, dict[str, float]]]:

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedapp.core.robust import Robust, changes_bounded
+from fedapp.core.robust import changes_bounded
 from fedapp.learning.state import KEPT
 from fedapp.method import Method, Payload, Reply, ServerContext, ServerState
+from fedapp.settings import RobustnessSettings
 from fedapp.transport.client_manager import ClientManager
 
 TIMES = 2
@@ -42,7 +43,7 @@ class WayBack:
 
     method: Method
     hparams: Any
-    robust: Robust
+    robust: RobustnessSettings
     context: ServerContext
     gone_back: int = 0
 
@@ -83,7 +84,7 @@ class WayBack:
         self.gone_back = times
         if not self.method.votes_on(self.hparams):
             return "from now on no client's update is longer than the median one"
-        self.robust = dataclasses.replace(self.robust, rules=("median",), f=max(1, self.robust.f))
+        self.robust = self.robust.replaced(robust="median", robust_f=max(1, self.robust.robust_f))
         return "from now on the median of the clients is taken"
 
     def shortened(self, state: ServerState, server_round: int, replies: Sequence[Reply]) -> list[Reply]:

@@ -299,11 +299,11 @@ class PostHoc(FedStrategy):
         """Yield answers that are sums over `samples`, as they arrive; with `count-cap` all at last, and none of more
         samples than it believes.
         """
-        if not self.robust.cap:
+        if not self.robust.count_cap:
             yield from answers
             return
         kept = list(answers)
-        sums = capped_sums([a for _, a in kept], [samples(a) for _, a in kept], self.robust.cap)
+        sums = capped_sums([a for _, a in kept], [samples(a) for _, a in kept], self.robust.count_cap)
         yield from zip((reply for reply, _ in kept), sums, strict=True)
 
     def check(self, state: ServerState, reply: Reply) -> str | None:

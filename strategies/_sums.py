@@ -147,8 +147,8 @@ class HeadFromSums(PostHoc):
             return float(before / own) if own > 0 and before > 0 else 1.0
         head = dict(zip((W, B), sums.as_head(rows, seen)))
         losses = [arrays["loss"] for _, arrays in self.answers_to(query, "losses", Payload(common={**w, **head}))]
-        if self.robust.cap:  # a loss has no bound of its own: one client's could exclude any factor
-            losses = sums.capped_losses(losses, self.robust.cap)
+        if self.robust.count_cap:  # a loss has no bound of its own: one client's could exclude any factor
+            losses = sums.capped_losses(losses, self.robust.count_cap)
         return sums.best_scale(sum(losses, np.zeros(len(sums.SCALES))))
 
     def check_answer(self, kind: str, arrays: Arrays, reply: Reply) -> str | None:

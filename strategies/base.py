@@ -39,7 +39,7 @@ from typing import Any, ClassVar, TypeAlias
 from fedapp import sampling
 from fedapp.core.averages import RunningMean
 from fedapp.core.privacy import Privacy
-from fedapp.core.robust import Robust, RobustMean, needed
+from fedapp.core.robust import UNGUARDED, RobustMean, count_limit, mean_of, needed
 from fedapp.learning.task import ModelSpec, Task
 from fedapp.method import (
     Array,
@@ -55,6 +55,7 @@ from fedapp.method import (
     ServerContext,
     ServerState,
 )
+from fedapp.settings import RobustnessSettings
 from fedapp.transport.client_manager import ClientManager, Dropped, RoundFailed, Spoiled, Traffic
 from fedapp.transport.clipping import arrays_of
 from fedapp.transport.secure import Released, SecureSums
@@ -135,14 +136,14 @@ class FedStrategy(WayBack, FlowerLoop):
         method: Method,
         hparams: Any,
         *,
-        robust: Robust | None = None,
+        robust: RobustnessSettings | None = None,
         privacy: Privacy | None = None,
         **flower: Any,
     ) -> None:
         super().__init__(**flower)
         self.method = method
         self.hparams = hparams
-        self.robust = robust or Robust()
+        self.robust = robust or UNGUARDED
         self.privacy = privacy
         self.context: ServerContext
         self.unseen: frozenset[int] = frozenset()
@@ -185,13 +186,13 @@ class FedStrategy(WayBack, FlowerLoop):
 
     def averaged(self, replies: Iterable[Reply], previous: Mapping[str, Any]) -> Arrays:
         """Return the arrays named in `previous`, which the clients were sent, averaged over replies by `robust`."""
-        return weighted_mean(replies, previous, self.robust.mean(previous))
+        return weighted_mean(replies, previous, mean_of(previous, self.robust))
 
     def aggregate_believed(
         self, state: ServerState, server_round: int, replies: Iterable[Reply], counts: Sequence[float]
     ) -> ServerState:
         """Aggregate replies, none with more samples than `robust.cap` times the median of the clients' `counts`."""
-        limit = self.robust.limit(counts)
+        limit = count_limit(counts, self.robust.count_cap)
         if self.privacy is not None:
             # Every update has the same noise, so equal weights leave the least of it in the mean.
             limit = 1
@@ -294,7 +295,7 @@ class FedStrategy(WayBack, FlowerLoop):
         for server_round in range(done + 1, rounds + 1):
             started = time.perf_counter()
             manager.register()
-            there, share = self._taking_part(manager), manager.settings.fraction
+            there, share = self._taking_part(manager), manager.settings.fraction_train
             drawn = sampling.sample_clients(context.seed, server_round, there, share)
             ids, dropped = manager.without_silent(server_round, drawn)
             now = Earlier(server_round - 1, state, dict(manager.states))
@@ -384,7 +385,7 @@ class FedStrategy(WayBack, FlowerLoop):
         result = RoundResult("train", server_round)
         payloads = self.send_each(state, server_round, ids)
         expected = self.expected({name: array.shape for name, array in self.context.initial.items()})
-        initial, growth = self.context.initial, manager.settings.max_growth
+        initial, growth = self.context.initial, self.robust.max_growth
         limit = growth * (1 + _soundness.longest(state, initial)) if growth else math.inf
         check = self._checker(state)
         if growth and self.secure is None:  # the length of every reply takes a pass over it
@@ -399,7 +400,7 @@ class FedStrategy(WayBack, FlowerLoop):
             good = iter(arrived if single else self.shortened(state, server_round, arrived))
         if self.robust.rules and not self.gone_back:  # no client that fails may end a run which another one spoiled
             # A client that was blocked lies no more, so that the rule has fewer liars to bear.
-            liars = max(0, self.robust.f - len(manager.offences.blocked))
+            liars = max(0, self.robust.robust_f - len(manager.offences.blocked))
             least = needed(self.robust.averages, liars)
             if len(result.traffic.answered) < least:
                 raise RoundFailed(
@@ -407,7 +408,7 @@ class FedStrategy(WayBack, FlowerLoop):
                     f"against {liars} liars: raise min-replies, or lower robust-f",
                     server_round,
                 )
-        sizes = [manager.infos[c].num_samples for c in self._taking_part(manager)] if self.robust.cap else []
+        sizes = [manager.infos[c].num_samples for c in self._taking_part(manager)] if self.robust.count_cap else []
         new = self.aggregate_believed(state, server_round, good, sizes)
         for _ in replies:
             raise RuntimeError(f"{type(self).__name__}.aggregate left replies unread: it must read all of them")

@@ -145,7 +145,7 @@ class CCVR(PostHoc):
                 yield arrays
 
         if self.settings.cov == "sums" or not self.robust.rules:  # no single class mean is known in sums
-            cap = self.robust.cap
+            cap = self.robust.count_cap
             believed = capped_statistics(list(arriving()), cap) if cap else arriving()
             return replies, self.pooled(believed, centres), Screening()
         kept, found = screened_statistics(list(arriving()))

@@ -31,7 +31,7 @@ from pydantic import Field
 from clients.base import FedClient
 from fedapp.core.averages import within
 from fedapp.core.pairwise import cosine_from_gram, gram
-from fedapp.core.robust import weaker
+from fedapp.core.robust import mean_of, weaker
 from fedapp.method import ALL, Arrays, BaseHParams, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
 from strategies.base import FedStrategy
 
@@ -138,7 +138,7 @@ class CFL(FedStrategy):
             members[new] = [i for i, other in zip(members[c], side) if other]
             members[c] = [i for i, other in zip(members[c], side) if not other]
         # The split comes first, so that the updates of this round already go to their own half.
-        means = {c: self.robust.mean(model) for c, model in clusters.items()}
+        means = {c: mean_of(model, self.robust) for c, model in clusters.items()}
         for c in clusters:
             here = [got[i] for i in members[c] if i in got]
             if here:

@@ -106,7 +106,7 @@ class CwFedAvg(FedStrategy):
         pt, uploads = dict(state["pt"]), Uploads(classes)
         believed: dict[int, tuple[float, Float64]] = {}
         if self.robust.rules:
-            common = RobustMean(state["common"], ("norm",), self.robust.f)
+            common = RobustMean(state["common"], ("norm",), self.robust.robust_f)
             replies = self._bounded(state, server_round, list(replies))
             counts = np.array([reply.num_samples for reply in replies])
             masses = zip(*capped_masses(counts, np.stack([self._distribution(reply) for reply in replies])))

@@ -179,7 +179,7 @@ class FedGH(FedStrategy):
         answers = list(replies)
         found = [selection.under(NOISED, reply.arrays) for reply in answers]
         total: dict[str, Any] = {}
-        for arrays in capped_sums(found, [self._joint().length(a) for a in found], self.robust.cap):
+        for arrays in capped_sums(found, [self._joint().length(a) for a in found], self.robust.count_cap):
             total = {n: total.get(n, 0.0) + a for n, a in arrays.items()}
         if not answers:
             return []

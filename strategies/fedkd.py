@@ -22,6 +22,7 @@ import numpy as np
 from clients.fedkd import FedKDClient, FedKDHParams
 from clients.mutual import prefixed, stripped
 from fedapp.core.lowrank import compress, problem_of, ranks, rebuild
+from fedapp.core.robust import mean_of
 from fedapp.method import NONE, Arrays, Method, Payload, Reply, Scored, ServerContext, ServerState
 from fedapp.transport.boundary import LARGEST
 from strategies.fml import FML, shapes_of
@@ -67,7 +68,7 @@ class FedKD(FML):
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Rebuild and average the updates, compress the mean, and move the mentee by what the clients will get."""
         shapes, holders = shapes_of(state), []
-        mean = self.robust.mean({name: np.zeros(shape, np.float32) for name, shape in shapes.items()})
+        mean = mean_of({name: np.zeros(shape, np.float32) for name, shape in shapes.items()}, self.robust)
         for reply in replies:
             mean.add(rebuild(stripped(reply.arrays), shapes), self.weight(reply))
             if reply.metrics.get("version") == state["version"]:

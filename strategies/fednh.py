@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from clients.fednh import COUNT, PROTO_SUM, FedNHClient, FedNHHParams
-from fedapp.core.robust import class_means
+from fedapp.core.robust import class_means, mean_of
 from fedapp.errors import Impossible
 from fedapp.method import ALL, Array, Arrays, Method, Reply, ServerState, Sums, TrainDefaults
 from strategies.base import FedStrategy
@@ -45,7 +45,7 @@ class FedNH(FedStrategy):
         """Average theta and s, and move W; without `robust`, sums run as replies arrive."""
         model = state["model"]
         trained = [name for name in model if not name.startswith("head.")]
-        mean = self.robust.mean({name: model[name] for name in trained})
+        mean = mean_of({name: model[name] for name in trained}, self.robust)
         proto_sum = np.zeros(model["head.weight"].shape)
         count = np.zeros(len(proto_sum), dtype=np.int64)
         directions = []

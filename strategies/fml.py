@@ -16,6 +16,7 @@ import numpy as np
 from clients.fml import FMLClient, FMLHParams
 from clients.mutual import SMALL, build_small, prefixed, small_arrays, stripped
 from fedapp import sampling
+from fedapp.core.robust import mean_of
 from fedapp.method import NONE, Arrays, Method, Payload, Reply, ServerContext, ServerState, Sums
 from strategies.base import FedStrategy
 
@@ -65,7 +66,7 @@ class FML(FedStrategy):
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Merge: average the memes; without replies the small model stays."""
-        mean = self.robust.mean(state["small"])
+        mean = mean_of(state["small"], self.robust)
         for reply in replies:
             mean.add(reply.arrays, self.weight(reply))
         return {**state, "small": mean.mean()} if mean.replies else state

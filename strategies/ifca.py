@@ -17,7 +17,7 @@ import numpy as np
 
 from clients.ifca import IFCAClient, IFCAHParams, wire_name
 from fedapp.core.averages import within
-from fedapp.core.robust import weaker
+from fedapp.core.robust import mean_of, weaker
 from fedapp.errors import BadRequest
 from fedapp.method import ALL, HEAD, Arrays, Blend, Method, Payload, Reply, Scored, ServerContext, ServerState
 from strategies.base import FedStrategy
@@ -61,8 +61,8 @@ class IFCA(FedStrategy):
 
     def aggregate(self, state: ServerState, server_round: int, replies: Iterable[Reply]) -> ServerState:
         """Average each model over those that chose it, and what is shared over all participants."""
-        means = {c: self.robust.mean(model) for c, model in state["clusters"].items()}
-        over_all = self.robust.mean(state["shared"])
+        means = {c: mean_of(model, self.robust) for c, model in state["clusters"].items()}
+        over_all = mean_of(state["shared"], self.robust)
         chosen = dict(state["chosen"])
         for reply in replies:
             choice = int(reply.metrics["ifca-cluster"])

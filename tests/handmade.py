@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from clients.base import FedClient
 from fedapp import config as configuration
 from fedapp import sampling
+from fedapp.core.robust import UNGUARDED
 from fedapp.data import datasets
 from fedapp.data.transforms import InputSpec, normalise
 from fedapp.learning.task import ModelSpec, Task
@@ -24,13 +25,23 @@ from fedapp.learning.training import SHORT
 from fedapp.method import Array, Arrays, ClientInfo, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.models import SplitModel, build_model
 from fedapp.results.runs import RunResult
-from fedapp.settings import TrainingSettings
+from fedapp.settings import FederationSettings, RobustnessSettings, TrainingSettings
 from fedapp.tasks import simulated
 from fedapp.transport import selection
 from strategies.base import FedStrategy
 
 DIGITS_BYTES = 4 * 38_282
 """A `digits-a` model on the wire."""
+
+
+def guard(**changes: Any) -> RobustnessSettings:
+    """Settings of plain averages without limits, with these changes."""
+    return UNGUARDED.replaced(**changes)
+
+
+def exchange(**changes: Any) -> FederationSettings:
+    """Settings of rounds that need all replies, however long they take, with these changes."""
+    return FederationSettings().replaced(**{"min_replies": 1.0, "min_clients": 0, "round_timeout": 0.0, **changes})
 
 
 def short(**changes: Any) -> TrainingSettings:

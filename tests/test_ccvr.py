@@ -23,7 +23,6 @@ from clients.ccvr import CCVRClient, CCVRHParams
 from fedapp import config, registry, sampling
 from fedapp.core import gaussian, heads
 from fedapp.core.gaussian import MomentsPool
-from fedapp.core.robust import Robust
 from fedapp.core.virtual import virtual_features
 from fedapp.engines.local import RunResult, run
 from fedapp.errors import BadRequest
@@ -43,7 +42,7 @@ from fedapp.transport.client_manager import ClientManager
 from fedapp.transport.selection import extract
 from strategies.ccvr import CCVR, retrain
 from tests import handmade
-from tests.handmade import deterministic
+from tests.handmade import deterministic, guard
 from tests.matrix import methods
 
 W, B = "head.weight", "head.bias"
@@ -155,7 +154,7 @@ def test_who_moves_the_head_far_is_named() -> None:
     """Drop-one: distances of heads that are fitted without each client, against runs without that client."""
     told: list[str] = []
     strategy, state = server(ctx=dataclasses.replace(context(4), warn=told.append))
-    strategy.robust = Robust(("own",), 1)
+    strategy.robust = guard(robust="own", robust_f=1)
     assert strategy.finalize(state, asker(strategy, six()))["ccvr"]["calibration"]["screened"] == {
         "capped": 0, "left_out": 0, "scaled": 0, "pulls": {},
     }  # fmt: skip
@@ -172,7 +171,7 @@ def test_who_moves_the_head_far_is_named() -> None:
     assert got["calibration"]["screened"]["pulls"] == {0: pytest.approx(moves[0] / np.median(moves), abs=0.01)}
     assert len(told) == 1 and "without the statistics of client 0" in told[0]
     few, _ = server(ctx=dataclasses.replace(context(4), warn=told.append))
-    few.robust = Robust(("own",), 1)
+    few.robust = guard(robust="own", robust_f=1)
     assert few.finalize(state, asker(few, data[:3]))["ccvr"]["calibration"]["screened"]["pulls"] == {}
 
 

@@ -11,7 +11,8 @@ from scipy.optimize import minimize
 
 from fedapp.core import gaussian, robust
 from fedapp.core.averages import RunningMean
-from fedapp.core.robust import Robust, RobustMean, combined, fitting, needed, parsed
+from fedapp.core.robust import RobustMean, combined, fitting, needed, parsed
+from tests.handmade import guard
 
 F = 2
 EVERY = ("norm", "median", "trimmed", "krum", "multikrum", "geomedian", "norm+trimmed", "norm+multikrum")
@@ -123,7 +124,7 @@ def test_of_two_senders_neither_raises_the_bound_of_its_own_lie(lie: float) -> N
     n, p = robust.capped_masses([20, lie], shares)
     np.testing.assert_allclose(n[:, None] * p, [[10, 10], [20, 0]])
     rows = [(np.array([0]), np.array([[float(x)]]), np.array([n])) for x, n in ((1, 10), (9, lie))]
-    assert robust.class_means(rows, np.zeros((1, 1)), Robust(cap=2.0)).values[0, 0] == pytest.approx(190 / 30)
+    assert robust.class_means(rows, np.zeros((1, 1)), guard(count_cap=2.0)).values[0, 0] == pytest.approx(190 / 30)
     moments = {"ids": np.array([0]), "mean": np.zeros((1, 2)), "cov": np.zeros((1, 2))}
     found, _ = robust.screened_statistics([moments | {"count": np.array([n])} for n in (20, lie)])
     assert [arrays["count"].tolist() for arrays in found] == [[20], [80]]
@@ -253,9 +254,9 @@ def test_a_mean_of_models_is_what_was_sent_plus_the_combined_update(text: str) -
 
 
 def test_without_rules_a_mean_is_the_running_one() -> None:
-    assert isinstance(Robust(cap=10).mean({}), RunningMean)
-    assert isinstance(Robust(("own",), 1).mean({}), RunningMean)
-    assert isinstance(Robust(("norm",), 1).mean({}), RobustMean)
+    assert isinstance(robust.mean_of({}, guard(count_cap=10)), RunningMean)
+    assert isinstance(robust.mean_of({}, guard(robust="own", robust_f=1)), RunningMean)
+    assert isinstance(robust.mean_of({}, guard(robust="norm", robust_f=1)), RobustMean)
 
 
 def test_a_model_with_other_arrays_is_refused() -> None:
@@ -276,7 +277,7 @@ def test_vectors_of_classes_are_combined_over_their_senders() -> None:
     vectors = [rng.normal(size=(len(s), 3)).astype(np.float32) for s in sends]
     vectors[0][:] = 1e6
     replies = [(np.array(s), v, np.ones(len(s))) for s, v in zip(sends, vectors)]
-    found = robust.class_means(replies, previous, Robust(("trimmed",), 2))
+    found = robust.class_means(replies, previous, guard(robust="trimmed", robust_f=2))
     every = np.stack([v[0] for v in vectors]).astype(float)
     np.testing.assert_allclose(found.values[0], robust.trimmed_mean(every, 2), atol=1e-9)
     assert found.weaker == {1: "norm", 2: "norm"} and found.sent.tolist() == [True, True, True, False]
@@ -287,7 +288,7 @@ def test_vectors_of_classes_are_combined_over_their_senders() -> None:
 
 def test_weights_of_classes_are_capped_at_their_own_median() -> None:
     replies = [(np.array([0]), np.array([[float(x)]]), np.array([n])) for x, n in ((1, 10), (2, 10), (9, 10**9))]
-    found = robust.class_means(replies, np.zeros((1, 1)), Robust(cap=2.0))
+    found = robust.class_means(replies, np.zeros((1, 1)), guard(count_cap=2.0))
     assert found.values[0, 0] == pytest.approx((1 * 10 + 2 * 10 + 9 * 20) / 40)
 
 
@@ -308,7 +309,7 @@ def test_screening_against_a_loop_and_for_few() -> None:
     [([30], 60), ([30, 10**9], 60), ([10**9, 30], 60), ([10, 30, 10**9], 60), ([10, 30, 50, 70], 80)],
 )
 def test_no_client_raises_the_limit_of_its_own_count(counts: list[int], most: int) -> None:
-    assert Robust(cap=2).limit(counts) == most and Robust().limit(counts) is None
+    assert robust.count_limit(counts, 2) == most and robust.count_limit(counts, 0) is None
 
 
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)])

@@ -17,7 +17,6 @@ from fedapp import registry
 from fedapp.config import from_flat
 from fedapp.core import robust, sums
 from fedapp.core.privacy import Joint, Privacy
-from fedapp.core.robust import Robust
 from fedapp.learning.state import read_safetensors
 from fedapp.method import Payload, Reply
 from fedapp.transport.records import METRICS
@@ -25,6 +24,7 @@ from strategies._sums import HeadFromSums
 from strategies.ccvr import CCVR
 from strategies.fedgh import NOISED, LARs
 from tests import closedform, test_ccvr, test_fedgh, test_fedghg
+from tests.handmade import guard
 from tests.liars import change_arrays, federate
 
 HEADS = ("fed3r", "fedncm", "lda", "fedcof")
@@ -49,7 +49,7 @@ def times(ask: Ask, factor: float) -> Ask:
 
 def head(method: str, factor: float, cap: float, args: str = "scale=none") -> np.ndarray:
     strategy, state = closedform.server(method, args, closedform.context(4, 5))
-    strategy.robust = Robust(cap=cap)
+    strategy.robust = guard(count_cap=cap)
     ask = times(closedform.asker(strategy, DATA), factor)
     made = strategy.finalize(state, ask)[method]["head"]
     return np.column_stack([made[closedform.W], made[closedform.B]])
@@ -97,7 +97,7 @@ def test_no_client_alone_decides_on_the_factor_of_the_logits() -> None:
         return [first, *others]
 
     def factor(ask: Ask, cap: float) -> float:
-        strategy.robust = Robust(cap=cap)
+        strategy.robust = guard(count_cap=cap)
         return float(strategy.finalize(state, ask)["fed3r"]["calibration"]["scale"])
 
     best = factor(honest, 0)
@@ -144,7 +144,7 @@ def test_what_a_single_class_has_is_kept_by_ccvrs_statistics_and_sums_alike() ->
 def ccvr(args: str, factor: float, cap: float) -> Any:
     """The pooled statistics of DATA, of which client 0 says that it has so many times the samples."""
     strategy, state = test_ccvr.server(args, test_ccvr.context(4, 5))
-    strategy.robust = Robust(cap=cap)
+    strategy.robust = guard(count_cap=cap)
     honest = test_ccvr.asker(test_ccvr.server(args, test_ccvr.context(4, 5))[0], [(z, y) for z, y in DATA])
 
     def lying(kind: str, payload: Payload) -> list[Reply]:
@@ -175,7 +175,7 @@ def test_counts_of_fedgh_on_gaussians_are_capped_before_pooling() -> None:
     lie = replace(honest[2], arrays={**honest[2].arrays, "counts": np.array([10**6], np.int32)})
 
     def counts(cap: float, last: Reply) -> list[dict[int, int]]:
-        made = test_fedghg.strategy(Robust(cap=cap), weights="count", source="pooled")
+        made = test_fedghg.strategy(guard(count_cap=cap), weights="count", source="pooled")
         answers = [*honest[:2], last]
         lars = [LARs.of(r) for r in answers]
         return [{c: g.n for c, g in of.items()} for of in made.screened(answers, lars)]
@@ -213,14 +213,14 @@ def test_noised_sums_count_for_no_more_than_the_cap(method: str) -> None:
         if method == "fedgh":
             made = test_fedgh.strategy()
             made.context = test_fedgh.context(4, 5, np.zeros((4, 5)))
-            made.robust = Robust(cap=cap)
+            made.robust = guard(count_cap=cap)
             lar: np.ndarray = made.pooled(replies)[0].arrays["lar"]
             return lar
         server = test_ccvr.server if method == "ccvr" else closedform.server
         args = ("cov=sums base=none",) if method == "ccvr" else (method, "base=none")
         context = test_ccvr.context if method == "ccvr" else closedform.context
         strategy, state = server(*args, context(4, 5))  # type: ignore[operator]
-        strategy.robust, strategy.privacy = Robust(cap=cap), Privacy("example", 1.0, 1e-5, 1e-9)
+        strategy.robust, strategy.privacy = guard(count_cap=cap), Privacy("example", 1.0, 1e-5, 1e-9)
         if isinstance(strategy, CCVR):
             return np.asarray(strategy.statistics(state["model"], lambda *_: replies)[1].means)
         assert isinstance(strategy, HeadFromSums)
@@ -266,10 +266,11 @@ def test_all_heads_of_sums_have_the_cap_on_real_nodes_and_none_in_simulations() 
     ]:
         config = from_flat(values)
         most = 2 if values["method"] == "ccvr" else 10
-        assert config.robust_rules(simulation=False).cap == most and config.robust_rules(simulation=True).cap == 0, (
-            values
-        )
-    assert from_flat({"method": "fedghg"}).robust_rules(simulation=False).cap == 0
+        assert (
+            config.resolved(simulation=False).robustness.count_cap == most
+            and config.resolved(simulation=True).robustness.count_cap == 0
+        ), values
+    assert from_flat({"method": "fedghg"}).resolved(simulation=False).robustness.count_cap == 0
     summed = from_flat({"method": "fed3r", "secure-sum": True})
-    assert summed.robust_rules(simulation=False).cap == 0
+    assert summed.resolved(simulation=False).robustness.count_cap == 0
     assert set(HEADS) <= set(registry.discover())

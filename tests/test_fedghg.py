@@ -16,15 +16,16 @@ from clients.fedghg import FedGHGClient, FedGHGHParams
 from fedapp.core.gaussian import ClassMoments, MomentsPool, moments, pack, to_arrays
 from fedapp.core.heads import retrain
 from fedapp.core.mixture import Gaussian, between_share, pool
-from fedapp.core.robust import Robust
 from fedapp.core.virtual import draw, factorise, gaussian_of, virtual_features
 from fedapp.engines.local import RunResult
 from fedapp.errors import BadRequest, Impossible
 from fedapp.method import Payload, Reply, ServerState
+from fedapp.settings import RobustnessSettings
 from strategies.fedgh import METHOD as FEDGH
 from strategies.fedgh import FedGH, header_step
 from strategies.fedghg import METHOD, FedGHG
 from tests import handmade
+from tests.handmade import guard
 from tests.test_ccvr import asker, calibrate, server
 from tests.test_core_gaussian import worked
 from tests.test_fedgh import context, head, head_payload, task
@@ -44,7 +45,7 @@ def reply(client: int, of: ClassMoments, cov: str = "diag", counts: bool = False
     return Reply(client, int(of.counts.sum()), arrays, {})
 
 
-def strategy(robust: Robust | None = None, seed: int = 0, **hparams: Any) -> FedGHG:
+def strategy(robust: RobustnessSettings | None = None, seed: int = 0, **hparams: Any) -> FedGHG:
     made = FedGHG(METHOD, FedGHGHParams(**hparams), robust=robust)
     made.context = context(w=np.zeros((3, 2)), seed=seed)
     return made
@@ -275,7 +276,7 @@ def test_one_liar_does_not_decide_whether_clients_may_be_pooled() -> None:
     near = [moments(np.array([[0.0, 0], [9, 0]]) + 0.1 * k, np.zeros(2, np.int64), 3) for k in range(6)]
     lie = {"labels": np.array([0], "i4"), "lar": np.array([[1e3, 1e3]], "f4"), "cov": np.zeros((1, 2), "f4")}
     answers = [*(reply(k, of) for k, of in enumerate(near)), Reply(6, 2, lie, {})]
-    guarded, plain = (strategy(r, source="pooled") for r in (Robust(rules=("own",)), None))
+    guarded, plain = (strategy(r, source="pooled") for r in (guard(robust="own"), None))
     assert guarded.aggregate(guarded.init(guarded.context), 1, iter(answers))["between"][0] < 0.1
     with pytest.raises(BadRequest, match="100%"):
         plain.aggregate(plain.init(plain.context), 1, iter(answers))
@@ -317,7 +318,7 @@ def test_one_liar_is_screened() -> None:
     replies = [reply(k, of) for k, of in enumerate(honest)]
     wide = {"labels": np.array([1], "i4"), "lar": np.array([[1, -1]], "f4"), "cov": np.full((1, 2), 1e8, "f4")}
     far = {**wide, "lar": np.array([[1e4, 1e4]], "f4")}
-    guarded = strategy(Robust(rules=("own",)), header_epochs=1)
+    guarded = strategy(guard(robust="own"), header_epochs=1)
     state = guarded.init(guarded.context)
     expected = np.abs(guarded.aggregate(state, 1, iter(replies))["model"]["head.weight"]).max()
     for lie, left_out in ((wide, 0), (far, 1)):

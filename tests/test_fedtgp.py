@@ -12,13 +12,14 @@ import torch
 from clients.fedproto import FedProtoHParams
 from clients.fedtgp import FedTGPClient, FedTGPHParams
 from fedapp.core.prototypes import contrastive, margin, outputs
-from fedapp.core.robust import Robust
 from fedapp.engines.local import RunResult
 from fedapp.learning.training import Batch
 from fedapp.method import Payload, Reply, ServerState
+from fedapp.settings import RobustnessSettings
 from fedapp.transport import checkpoint
 from strategies.fedtgp import METHOD, FedTGP
 from tests import handmade
+from tests.handmade import guard
 from tests.test_fedproto import COLUMNS, WORKED
 from tests.test_fedproto import strategy as fedproto
 
@@ -36,7 +37,7 @@ def reply(client: int, rows: Mapping[int, Sequence[float]], **metrics: Any) -> R
 ROUND = [reply(k, rows) for k, (rows, _) in enumerate(WORKED)]
 
 
-def strategy(classes: int = 3, width: int = 2, robust: Robust | None = None, **hparams: Any) -> FedTGP:
+def strategy(classes: int = 3, width: int = 2, robust: RobustnessSettings | None = None, **hparams: Any) -> FedTGP:
     made = FedTGP(METHOD, FedTGPHParams(**hparams), robust=robust)
     made.context = handmade.context({}, 2, num_classes=classes, width=width)
     return made
@@ -230,9 +231,7 @@ def test_one_liar_is_screened() -> None:
     rng = np.random.default_rng(0)
     honest = [reply(k, {c: CENTRES[c] + 0.01 * rng.normal(size=2) for c in range(3)}) for k in range(6)]
     lies = reply(6, {c: 1e4 * CENTRES[c] for c in range(3)})
-    plain, guarded = (
-        strategy(network=False, server_epochs=0, robust=robust) for robust in (None, Robust(rules=("own",)))
-    )
+    plain, guarded = (strategy(network=False, server_epochs=0, robust=robust) for robust in (None, guard(robust="own")))
     assert np.abs(after(plain, [*honest, lies])["protos"]).max() > 1e3
     state = after(guarded, [*honest, lies])
     np.testing.assert_allclose(state["protos"], CENTRES, atol=0.05)

@@ -39,9 +39,10 @@ from fedapp.tasks import node as nodes
 from fedapp.tasks import simulated as tasks
 from fedapp.tasks.node import Node
 from fedapp.transport import checkpoint, client_manager
-from fedapp.transport.client_manager import ClientManager, Encoder, Settings
+from fedapp.transport.client_manager import ClientManager, Encoder
 from fedapp.transport.local_grid import FIRST_NODE, LocalGrid
 from fedapp.transport.records import INFO
+from tests.handmade import exchange
 from tests.matrix import methods
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "docker"))
@@ -768,7 +769,7 @@ def test_a_node_that_changes_its_client_id_leaves_nothing_behind() -> None:
     grid = Nodes(
         from_flat({"method": "fedavg", "clients": 3}).to_flat(), {71: share(0), 13: share(2)}, lambda g, r: None
     )
-    manager = ClientManager(grid, Settings(), {})
+    manager = ClientManager(grid, exchange(), {})
     assert manager.register(strict=True) == [0, 2]
     grid.offline = {13}
     assert manager.register(strict=True) == []

@@ -16,7 +16,6 @@ from clients.ccvr import STATISTICS
 from fedapp import config as configuration
 from fedapp import registry
 from fedapp.config import from_flat
-from fedapp.core.robust import Robust
 from fedapp.engines.local import prepare
 from fedapp.errors import BadRequest
 from fedapp.results.runs import RunResult
@@ -27,6 +26,7 @@ from fedapp.transport.records import INFO, METRICS
 from fedapp.transport.virtual import Member
 from strategies._composition import outer_guards
 from strategies.ccvr import CCVR
+from tests.handmade import guard
 from tests.liars import change_arrays, federate
 from tests.matrix import methods
 
@@ -194,13 +194,13 @@ def test_rules_that_cannot_hold_are_refused_before_the_run(values: dict[str, Any
 
 def test_what_auto_stands_for() -> None:
     plain = from_flat({"method": "fedavg"})
-    assert plain.robust_rules(simulation=True) == Robust((), 1, 0.0)
-    assert plain.robust_rules(simulation=False).cap == 10
-    assert from_flat({"method": "fedgh"}).robust_rules(simulation=False).cap == 0
-    assert from_flat({"method": "fedavg", "robust": "norm"}).robust_rules(simulation=False).cap == 2
-    assert from_flat({"method": "fedavg", "count-cap": 3}).robust_rules(simulation=True).cap == 3
+    assert plain.resolved(simulation=True).robustness == guard(robust_f=1)
+    assert plain.resolved(simulation=False).robustness.count_cap == 10
+    assert from_flat({"method": "fedgh"}).resolved(simulation=False).robustness.count_cap == 0
+    assert from_flat({"method": "fedavg", "robust": "norm"}).resolved(simulation=False).robustness.count_cap == 2
+    assert from_flat({"method": "fedavg", "count-cap": 3}).resolved(simulation=True).robustness.count_cap == 3
     both = from_flat({"method": "ccvr", "robust": "norm+trimmed", "robust-f": 2})
-    assert both.robust_rules(simulation=True) == Robust(("norm", "trimmed"), 2, 2.0)
+    assert both.resolved(simulation=True).robustness == guard(robust="norm+trimmed", robust_f=2, count_cap=2.0)
 
 
 @pytest.mark.parametrize(("failing", "good"), [([0, 1], 3), ([0, 1, 2], 2)])

@@ -24,8 +24,9 @@ from fedapp.results.loading import load
 from fedapp.tasks import simulated
 from fedapp.tasks.node import Node
 from fedapp.transport import selection
-from fedapp.transport.client_manager import ClientManager, Settings
+from fedapp.transport.client_manager import ClientManager
 from fedapp.transport.local_grid import LocalGrid
+from tests.handmade import exchange
 from tests.own_nets import Net
 
 NET = "tests.own_nets:Net"
@@ -230,7 +231,7 @@ def test_stored_weights_are_compared_among_the_clients_of_one_model() -> None:
 
     def clash(*clients: tuple[str, str]) -> str:
         grid = LocalGrid(client_app, from_flat({"method": "local"}).to_flat(), len(clients))
-        manager = ClientManager(grid, Settings(queued=True), {}, lambda event: None)
+        manager = ClientManager(grid, exchange(), {}, lambda event: None, queued=True)
         for number, (model, stored) in enumerate(clients):
             manager.infos[number] = ClientInfo(number, 9, model, 4, {}, {"weights": stored} if stored else {})
             manager.facts[number] = {"shape": "[1, 8, 8]", "width": 5}

@@ -361,13 +361,14 @@ def check_liars(config: RunConfig, clients: int, simulation: bool) -> None:
     ------
     BadRequest : there may be fewer replies than the rules need; the message says how many they need.
     """
-    robust, settings = config.robust_rules(simulation), config.settings(simulation)
-    asked = len(sampling.sample_clients(config.federation.seed, 1, range(clients), settings.fraction))
+    config = config.resolved(simulation)
+    guard, settings = config.robustness, config.federation
+    asked = len(sampling.sample_clients(config.federation.seed, 1, range(clients), settings.fraction_train))
     least = needed_replies(settings.min_replies, asked)
-    need = needed(robust.averages, robust.f)
+    need = needed(guard.averages, guard.robust_f)
     if least < need:
         raise BadRequest(
-            f"robust = '{config.robustness.robust}' with robust-f = {robust.f} needs {counted(need, 'reply')} in "
+            f"robust = '{guard.robust}' with robust-f = {guard.robust_f} needs {counted(need, 'reply')} in "
             f"every round, but a round "
             f"asks {asked} of {counted(clients, 'client')} and may end with "
             f"{counted(least, 'reply')}: lower robust-f, or raise "

@@ -16,7 +16,6 @@ from pydantic import BaseModel, ConfigDict
 
 from fedapp import registry, sampling
 from fedapp.core.privacy import Privacy, noise_for
-from fedapp.core.robust import Robust, parsed
 from fedapp.data.columns import SHOWN
 from fedapp.errors import BadRequest, counted, suggest
 from fedapp.learning import evaluation
@@ -36,7 +35,6 @@ from fedapp.settings import (
     unless_auto,
 )
 from fedapp.settings.evaluation import CONFUSION, is_id, share_of
-from fedapp.transport.client_manager import Settings
 
 
 class RunConfig(BaseModel):
@@ -159,13 +157,23 @@ class RunConfig(BaseModel):
             + (there if names else f"these clients have no names, so give ids: {_range(ids)}")
         )
 
-    def robust_rules(self, simulation: bool) -> Robust:
-        """Return what the server does against clients that lie."""
+    def resolved(self, simulation: bool) -> RunConfig:
+        """Return the configuration with a number for each `auto` of `RobustnessSettings` and `FederationSettings`.
+
+        Parameters
+        ----------
+        simulation : all clients are the user's own.
+        """
         method, hparams = self.method_and_hparams()
-        auto = 2.0 if self.robustness.robust != "none" else 0.0 if simulation else method.count_cap
+        guard, federation = self.robustness, self.federation
+        cap = 2.0 if guard.rules else 0.0 if simulation else method.count_cap
         capped = "count-cap" in method.guarded_by(hparams) or self.privacy.dp == "example"
-        cap = unless_auto(self.robustness.count_cap, auto if capped and not self.secure.secure_sum else 0.0)
-        return Robust(parsed(self.robustness.robust), self.robustness.robust_f, float(cap))
+        return self.replaced(
+            count_cap=unless_auto(guard.count_cap, cap if capped and not self.secure.secure_sum else 0.0),
+            max_growth=unless_auto(guard.max_growth, 0.0 if simulation else 10.0),
+            min_replies=unless_auto(federation.min_replies, 1.0 if simulation else 0.5),
+            min_clients=unless_auto(federation.min_clients, 0),
+        )
 
     def believed_tests(self, tests: Iterable[int], simulation: bool) -> float:
         """Return up to how many test samples a client's word counts in pooled scores.
@@ -207,25 +215,6 @@ class RunConfig(BaseModel):
         training = self.training
         rounds = self.federation.num_server_rounds
         return round_rates(training.lr, training.lr_schedule, training.warmup_rounds, rounds)
-
-    def settings(self, simulation: bool) -> Settings:
-        """Return how the server communicates with clients."""
-        return Settings(
-            fraction=self.federation.fraction_train,
-            min_replies=unless_auto(self.federation.min_replies, 1.0 if simulation else 0.5),
-            min_clients=unless_auto(self.federation.min_clients, 0),
-            max_abs=self.robustness.max_abs,
-            max_growth=unless_auto(self.robustness.max_growth, 0.0 if simulation else 10.0),
-            metrics=self.numbers(),
-            scored=bool({"received", "trained"} & set(self.evaluation.measured)),
-            round_timeout=self.federation.round_timeout,
-            wait_timeout=self.federation.wait_timeout,
-            wire_dtype=self.federation.wire_dtype,
-            restart=self.storage.lost_state == "restart",
-            poll=0.01 if simulation else 0.1,
-            slowest=0.1 if simulation else 1.0,
-            queued=simulation,
-        )
 
 
 @functools.lru_cache(maxsize=64)

@@ -40,6 +40,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedapp.core.averages import RunningMean
+from fedapp.settings import RobustnessSettings
 
 Array = npt.NDArray[Any]
 Arrays = dict[str, Array]
@@ -69,10 +70,36 @@ LONGEST = 10.0
 of the clients' longest ones."""
 
 __all__ = [
-    "OWN_RULE", "RULES", "Robust", "RobustMean", "believed", "bounded", "capped", "capped_masses", "capped_statistics",
-    "changes_bounded", "class_means", "combined", "coordinate_median", "fitting", "geometric_median",
-    "krum", "krum_scores", "middle", "multikrum", "needed", "parsed", "pulls", "row_bounded", "scale_covariances",
-    "screened", "screened_lars", "screened_statistics", "shortened", "trimmed_mean", "weaker",
+    "OWN_RULE",
+    "RULES",
+    "UNGUARDED",
+    "RobustMean",
+    "believed",
+    "bounded",
+    "capped",
+    "capped_masses",
+    "capped_statistics",
+    "changes_bounded",
+    "class_means",
+    "combined",
+    "coordinate_median",
+    "fitting",
+    "geometric_median",
+    "krum",
+    "krum_scores",
+    "middle",
+    "multikrum",
+    "needed",
+    "parsed",
+    "pulls",
+    "row_bounded",
+    "scale_covariances",
+    "screened",
+    "screened_lars",
+    "screened_statistics",
+    "shortened",
+    "trimmed_mean",
+    "weaker",
 ]  # fmt: skip
 
 
@@ -269,40 +296,18 @@ def combined(updates: Float64, weights: Array, rules: Sequence[str], f: int) -> 
     return mean
 
 
-@dataclass(frozen=True)
-class Robust:
-    """What is done against lying clients.
+UNGUARDED = RobustnessSettings(robust_f=0, count_cap=0, max_growth=0)
+"""Plain averages of replies without limits."""
 
-    Attributes
-    ----------
-    rules : from left to right, as `parsed` returns them; empty = plain averages.
-    f : clients that may lie.
-    cap : largest sample count, as a multiple of the median; 0 = as the clients say.
-    """
 
-    rules: tuple[str, ...] = ()
-    f: int = 0
-    cap: float = 0.0
+def count_limit(counts: Sequence[float], cap: float) -> int | None:
+    """Return the largest sample count that is believed where clients state these; None without a cap."""
+    return max(1, int(cap * middle(counts))) if cap and len(counts) else None
 
-    @property
-    def active(self) -> bool:
-        """Whether anything is done at all."""
-        return bool(self.rules or self.cap)
 
-    @property
-    def averages(self) -> tuple[str, ...]:
-        """The rules for averages."""
-        return tuple(rule for rule in self.rules if rule != OWN_RULE)
-
-    def limit(self, counts: Sequence[float]) -> int | None:
-        """Return the largest sample count that is believed where clients state these; None without a cap."""
-        if not self.cap or not len(counts):
-            return None
-        return max(1, int(self.cap * middle(counts)))
-
-    def mean(self, previous: Mapping[str, Array]) -> RunningMean | RobustMean:
-        """Return an empty mean of replies to `previous`; without rules it takes them one by one and keeps none."""
-        return RobustMean(previous, self.averages, self.f) if self.averages else RunningMean()
+def mean_of(previous: Mapping[str, Array], guard: RobustnessSettings) -> RunningMean | RobustMean:
+    """Return an empty mean of replies to `previous`; without rules it takes them one by one and keeps none."""
+    return RobustMean(previous, guard.averages, guard.robust_f) if guard.averages else RunningMean()
 
 
 class RobustMean:
@@ -386,7 +391,9 @@ class ClassMeans:
     weaker: dict[int, str] = field(default_factory=dict)
 
 
-def class_means(replies: Iterable[tuple[Array, Array, Array]], previous: Array, robust: Robust) -> ClassMeans:
+def class_means(
+    replies: Iterable[tuple[Array, Array, Array]], previous: Array, robust: RobustnessSettings
+) -> ClassMeans:
     """Return a robust mean of the vectors that clients sent for single classes.
 
     Parameters
@@ -402,11 +409,11 @@ def class_means(replies: Iterable[tuple[Array, Array, Array]], previous: Array, 
     base = np.asarray(previous, dtype=np.float64)
     found = ClassMeans(base.copy(), np.zeros(len(base), dtype=np.bool_))
     for c, given in sorted(rows.items()):
-        rules = fitting(robust.averages, robust.f, len(given))
+        rules = fitting(robust.averages, robust.robust_f, len(given))
         if rules != robust.averages:
             found.weaker[c] = "+".join(rules)
-        weights = capped([w for _, w in given], robust.cap)
-        found.values[c] += combined(np.stack([v for v, _ in given]) - base[c], weights, rules, robust.f)
+        weights = capped([w for _, w in given], robust.count_cap)
+        found.values[c] += combined(np.stack([v for v, _ in given]) - base[c], weights, rules, robust.robust_f)
         found.sent[c] = True
     return found
 

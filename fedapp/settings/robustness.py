@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Annotated
 
 from pydantic import Field
@@ -37,3 +38,18 @@ class RobustnessSettings(Group):
         "auto = 2 with robust, 10 on real nodes without secure-sum (which hides counts; CCVR 2), else 0. Pooled scores "
         "believe test counts so far too (auto = 10 on real nodes, else 0)",
     )
+
+    @cached_property
+    def rules(self) -> tuple[str, ...]:
+        """The rules from left to right; empty = plain averages."""
+        return () if self.robust == "none" else tuple(part.strip() for part in self.robust.split("+"))
+
+    @cached_property
+    def averages(self) -> tuple[str, ...]:
+        """The rules for averages, without a method's own."""
+        return tuple(rule for rule in self.rules if rule != "own")
+
+    @property
+    def active(self) -> bool:
+        """Whether anything is done about lying clients, in a resolved group."""
+        return bool(self.rules or self.count_cap)

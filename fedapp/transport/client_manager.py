@@ -30,6 +30,7 @@ from flwr.serverapp import Grid
 from fedapp import process
 from fedapp.errors import BadRequest, counted, one_line, plain
 from fedapp.method import ClientInfo, Method, Payload, Reply, Scalar
+from fedapp.settings import FederationSettings
 from fedapp.transport import roster as rosters
 from fedapp.transport import virtual
 from fedapp.transport.agreement import clash, compared, majority, within_models
@@ -120,40 +121,6 @@ class Spoiled(RoundFailed):
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How the server communicates with the clients.
-
-    Attributes
-    ----------
-    fraction : share of clients per round.   min_replies : smallest share of good replies to the messages of a round.
-    min_clients : smallest number of clients that a run goes on with; 0 = the share `min_replies` of those it expects.
-    max_growth : a model may be that many times 1 + the norm of the last one long; 0 = as long as it likes.
-    max_abs : largest value in heads and in means of representations.
-    metrics : names of the numbers that a reply may hold beside the method's own; None = any.
-    scored : replies to `train` and `evaluate` hold at least one score.
-    round_timeout, wait_timeout : seconds; 0 = no limit.
-    restart : clients whose stored state is lost may begin anew.
-    poll, slowest : shortest and longest time in seconds between two checks for replies; it grows as nothing comes.
-    queued : clients take turns on one machine, so time limits count from the last reply and not from the start.
-    """
-
-    fraction: float = 1.0
-    min_replies: float = 1.0
-    min_clients: int = 0
-    max_growth: float = 0.0
-    max_abs: float = LARGE
-    metrics: frozenset[str] | None = None
-    scored: bool = False
-    round_timeout: float = 0.0
-    wait_timeout: float = 600.0
-    wire_dtype: str = "fp32"
-    restart: bool = False
-    poll: float = 0.02
-    slowest: float = 0.1
-    queued: bool = False
-
-
-@dataclass(frozen=True)
 class Dropped(Offence):
     """A reply that was not used."""
 
@@ -184,10 +151,16 @@ class ClientManager:
 
     Parameters
     ----------
-    grid : Flower's grid.   settings : timeouts and shares.
+    grid : Flower's grid.   settings : timeouts and shares, resolved.
     control : values sent with every message (the run's token, the shared folder, ...).
     event : receives progress events (plain dicts with a `kind`).
     roster : reads which node is which client. None = the first node that is online holds a client id.
+    max_abs : largest value in heads and in means of representations.
+    metrics : names of the numbers that a reply may hold beside the method's own; None = any.
+    scored : replies to `train` and `evaluate` hold at least one score.
+    restart : clients whose stored state is lost may begin anew.
+    queued : clients take turns on one machine, so time limits count from the last reply and not from the start.
+    poll : shortest and longest time in seconds between two checks for replies; it grows as nothing comes.
 
     Attributes
     ----------
@@ -204,15 +177,24 @@ class ClientManager:
     def __init__(
         self,
         grid: Grid,
-        settings: Settings,
+        settings: FederationSettings,
         control: Mapping[str, Scalar],
         event: Event = lambda e: None,
         roster: Callable[[], Mapping[int, rosters.Admitted] | None] = lambda: None,
+        *,
+        max_abs: float = LARGE,
+        metrics: frozenset[str] | None = None,
+        scored: bool = False,
+        restart: bool = False,
+        queued: bool = False,
+        poll: tuple[float, float] = (0.02, 0.1),
     ) -> None:
         self.grid = grid
         self._read_roster = roster
         self.roster = roster()
-        self.settings = settings
+        self.settings, self.queued = settings, queued
+        self._max_abs, self._metrics, self._scored, self._restart = max_abs, metrics, scored, restart
+        self._poll, self._slowest = poll
         self.control = dict(control)
         self.event = event
         self.nodes: dict[int, int] = {}
@@ -241,10 +223,10 @@ class ClientManager:
         self._turn = itertools.count()
         self.several = True
         self._method: Method | None = None
-        self._encoder = Encoder(settings.wire_dtype, settings.queued)
+        self._encoder = Encoder(settings.wire_dtype, queued)
         self._lasted: dict[str, float] = {}
         if hasattr(grid, "pull_interval"):
-            grid.pull_interval = min(settings.poll, float(grid.pull_interval))
+            grid.pull_interval = min(self._poll, float(grid.pull_interval))
 
     # ---- who is there --------------------------------------------------------------------------------------------
 
@@ -303,7 +285,7 @@ class ClientManager:
             if now - reported > 30:
                 reported = now
                 self.event({"kind": "waiting", "text": self._waiting(want)})
-            time.sleep(min(0.2, 10 * self.settings.poll))
+            time.sleep(min(0.2, 10 * self._poll))
 
     def partitions(self) -> int:
         """Return into how many parts the data are split for the clients, 0 where each has its own."""
@@ -331,7 +313,7 @@ class ClientManager:
                 f"{len(self.nodes)} of {counted(self._expected, 'client')} can take part, and "
                 f"{self.fewest()} are needed: "
             )
-            raise BadRequest(reason if self.settings.queued or not self.nodes else few + reason)
+            raise BadRequest(reason if self.queued or not self.nodes else few + reason)
 
     def _waiting(self, want: int) -> str:
         known = set(self.nodes)
@@ -411,7 +393,7 @@ class ClientManager:
                 awaited = fresh & {node for node, _ in self._unregistered.values()}
                 if not awaited or time.monotonic() - now >= limit:
                     break
-                time.sleep(min(self.settings.slowest, max(self.settings.poll, 0.1 * (time.monotonic() - now))))
+                time.sleep(min(self._slowest, max(self._poll, 0.1 * (time.monotonic() - now))))
         return sorted(joined)
 
     def _renew_roster(self) -> None:
@@ -556,7 +538,7 @@ class ClientManager:
             if now - told > 30:
                 told = now
                 self.event({"kind": "waiting", "text": "waiting for Flower's nodes"})
-            time.sleep(self.settings.poll)
+            time.sleep(self._poll)
         values = dict(asked)
 
         def request(batch: Sequence[int]) -> Message:
@@ -597,9 +579,9 @@ class ClientManager:
         # Clients that were not asked are as those that were.
         infos = {c: self.infos[c] for c in self._asked} or self.infos
         found, apart = majority(method, infos, self.facts)
-        if self.settings.queued and not apart:
+        if self.queued and not apart:
             apart = within_models(method, infos, self.facts)  # on real nodes the server's own weights decide
-        if apart and (found is None or self.settings.queued):
+        if apart and (found is None or self.queued):
             raise BadRequest(one_line(next(iter(apart.values()))))
         self.reference = min(self.infos) if found is None else found
         self.leave_out(apart)
@@ -682,9 +664,9 @@ class ClientManager:
         limit = self.settings.round_timeout if timeout is None else timeout
         # A message expires when nobody waits for its reply any more, so that it does not keep a slow node busy. The
         # extra minute allows for clocks that differ. Virtual clients take turns, so their messages do not expire.
-        lifetime = limit + 60 if limit and not self.settings.queued else None
+        lifetime = limit + 60 if limit and not self.queued else None
         # For this exchange only: it keeps everything that it has encoded.
-        encoder = Encoder(self.settings.wire_dtype, self.settings.queued)
+        encoder = Encoder(self.settings.wire_dtype, self.queued)
         given = dict(payloads)
         ids = sorted(given)
         traffic.messaged.extend(ids)
@@ -753,7 +735,7 @@ class ClientManager:
         last exchange of this kind took less than two seconds, this is not worth a tenth of a second, and all messages
         are pushed at once.
         """
-        if not self.settings.queued:
+        if not self.queued:
             return [[c] for c in ids], len(ids)
         several = self.several and bool(self._hosts) and len(ids) >= MANY
         if getattr(self.grid, "one_at_a_time", False):
@@ -819,13 +801,13 @@ class ClientManager:
             answered = time.monotonic()
             if replies:
                 heard = answered
-                last = heard if self.settings.queued else last
+                last = heard if self.queued else last
             for reply in replies:
                 batch = waiting.pop(reply.metadata.reply_to_message_id, None)
                 if batch is not None:
                     took.append(heard - began)
                     yield batch, reply
-            if late and not (replies and self.settings.queued):
+            if late and not (replies and self.queued):
                 return
             if waiting and answered - told > 30:
                 told = answered
@@ -835,10 +817,10 @@ class ClientManager:
                 self.event({"kind": "waiting", "text": text})
             if not replies and waiting:
                 # Checks for replies must not slow down the clients: in a simulation they share the cores and a lock.
-                slow = min(self.settings.slowest, 0.1 * (answered - heard))
-                pause = max(self.settings.poll, 4 * (answered - asked), slow)
+                slow = min(self._slowest, 0.1 * (answered - heard))
+                pause = max(self._poll, 4 * (answered - asked), slow)
                 if limit:
-                    pause = min(pause, max(self.settings.poll, last + limit - answered))
+                    pause = min(pause, max(self._poll, last + limit - answered))
                 time.sleep(pause)
 
     def _checked(
@@ -922,12 +904,12 @@ class ClientManager:
         allowed = (lambda name: kind != "evaluate" and method.allows(name)) if method else lambda name: True
         allowed = (lambda name: False) if raw else allowed
         count = 0 if kind in WITHOUT_DATA else info.num_samples
-        of, settings, asked = method.id if method else "the method", self.settings, self.settings.metrics
+        of, settings, asked = method.id if method else "the method", self.settings, self._metrics
         known = (lambda name: True) if asked is None or method is None else asked.union(method.numbers).__contains__
         return Contract(
             client, kind, of, expected, allowed, most, count, settings.wire_dtype,
-            int(self.facts[client].get("test-examples", -1)), settings.max_abs, known,
-            settings.scored and kind in ("train", "evaluate"), raw,
+            int(self.facts[client].get("test-examples", -1)), self._max_abs, known,
+            self._scored and kind in ("train", "evaluate"), raw,
         )  # fmt: skip
 
     def _state_problem(self, client: int, info: Mapping[str, Any]) -> str | None:
@@ -937,7 +919,7 @@ class ClientManager:
         if not all(isinstance(v, str) and _DIGEST.match(v) for v in (info["state"], info.get("state-from", ""))):
             return "the digest of its state is not one"
         lost = info.get("state-lost", "")
-        if lost and not self.settings.restart:
+        if lost and not self._restart:
             return f"its state is lost and it began anew, which lost-state = 'refuse' does not allow: {lost}"
         known = self.states.get(client, ("", False))[0]
         if not lost and info.get("state-from", "") != known:

@@ -322,7 +322,7 @@ class SecureSums:
 
         def ask(stage: str, messages: Mapping[int, Payload], raw: Raw) -> Iterator[Reply]:
             limit = self.manager.settings.round_timeout
-            if stage in WITHOUT_DATA and not self.manager.settings.queued:
+            if stage in WITHOUT_DATA and not self.manager.queued:
                 limit = min(limit or PATIENCE, PATIENCE)
             part = Traffic()
             yield from self.manager.send_and_receive(
