@@ -96,7 +96,7 @@ def test_class_models_are_sums_of_uploads_by_class(cw: RunResult, fedavg: RunRes
 def test_the_cross_entropy_is_the_training_loss_without_wdr() -> None:
     """One batch, one step: CE by hand, and the training loss less lambda R."""
     (task,) = (full_batch(t) for t in digit_tasks(1))
-    task = replace(task, train=replace(task.train, epochs=1))
+    task = replace(task, train=task.train.replaced(local_epochs=1))
     hparams = CwFedAvgHParams(lam=10)
     client = CwFedAvgClient(task, METHOD, hparams)
     model = CwFedAvgClient.build_model(task.spec(0), hparams)
