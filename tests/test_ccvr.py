@@ -33,13 +33,13 @@ from fedapp.learning.task import ModelSpec
 from fedapp.learning.training import Batch, batch_slices
 from fedapp.method import Arrays, Method, Payload, Reply, ServerContext, ServerState
 from fedapp.models import SplitModel
-from fedapp.results import analysis
 from fedapp.results.predict import read_model
 from fedapp.results.runs import read_run
 from fedapp.tasks import simulated as tasks
 from fedapp.transport import checkpoint
 from fedapp.transport.client_manager import ClientManager
 from fedapp.transport.selection import extract
+from reproduction.analysis.models import global_model
 from strategies.ccvr import CCVR, retrain
 from tests import handmade
 from tests.handmade import deterministic, guard
@@ -453,7 +453,7 @@ def test_no_transform_stands_before_a_head_that_was_not_calibrated(base: str, tr
         assert ccvr.summary["pooled"]["received"] == plain.summary["pooled"]["received"]
         if "epochs=0 oracle" in args:
             assert found["oracle"] == score
-        again = analysis.global_model(read_run(ccvr.out))
+        again = global_model(read_run(ccvr.out))
         assert getattr(again.head, "transform", False) is False
 
 
