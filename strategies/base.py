@@ -190,7 +190,7 @@ class FedStrategy(WayBack, FlowerLoop):
     def aggregate_believed(
         self, state: ServerState, server_round: int, replies: Iterable[Reply], counts: Sequence[float]
     ) -> ServerState:
-        """Aggregate replies, none with more samples than `robust.count_cap` times the median of' `counts`."""
+        """Aggregate replies, none with more samples than `robust.count_cap` times the median of `counts`."""
         limit = count_limit(counts, self.robust.count_cap)
         if self.privacy is not None:
             # Every update has the same noise, so equal weights leave the least of it in the mean.
