@@ -97,10 +97,10 @@ def test_names_in_a_table_rule_no_terminal(tmp_path: Path) -> None:
 def test_the_message_of_any_error_is_plain(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     from fedapp import cli
 
-    def fails(**_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise OSError(NAME)
 
-    monkeypatch.setattr(cli, "app", fails)
+    monkeypatch.setattr(type(cli.app), "__call__", fails)
     with pytest.raises(SystemExit):
         cli.main()
     said = capsys.readouterr().err
