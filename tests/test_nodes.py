@@ -300,10 +300,9 @@ def test_a_server_that_says_it_is_a_simulation_gets_no_more(tmp_path: Path, caps
     from fedapp.transport.client_manager import ClientManager
 
     class Hostile(ClientManager):
-        def __init__(self, grid: Any, settings: Any, control: Any, *args: Any) -> None:
-            super().__init__(
-                grid, settings, {**control, "state-dir": str(tmp_path / "theirs"), "models-dir": "x"}, *args
-            )
+        def __init__(self, grid: Any, settings: Any, control: Any, *args: Any, **more: Any) -> None:
+            theirs = {**control, "state-dir": str(tmp_path / "theirs"), "models-dir": "x"}
+            super().__init__(grid, settings, theirs, *args, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server_app, "ClientManager", Hostile)
