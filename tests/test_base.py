@@ -214,7 +214,7 @@ def test_evaluations_of_all_clients_are_told_what_they_are_for(
     callbacks = Callbacks()
     monkeypatch.setattr(callbacks, "selected", lambda state, rounds: (state, rounds))
     manager = SimpleNamespace(
-        register=lambda: None, nodes={0: None}, states={}, settings=SimpleNamespace(fraction=1.0),
+        register=lambda: None, nodes={0: None}, states={}, settings=SimpleNamespace(fraction_train=1.0),
         without_silent=lambda server_round, ids: (ids, []),
     )  # fmt: skip
     strategy.run(
