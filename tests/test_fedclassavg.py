@@ -360,9 +360,10 @@ def warmups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def train(model: Any, x: Any, y: Any, spec: Any, *args: Any, **others: Any) -> Any:
         expected = sampling.torch_generator(1, "warm-up", 1, 0).initial_seed()
         assert args[-1].initial_seed() == expected, "the same whenever it is computed"
-        assert others == {"views": 2, "betas": (0.5, 0.999)}
-        assert spec.rate == (spec.rates or (spec.lr,))[0], "that of round 1, whenever it is computed"
-        reference = args[1].__self__.received_head
+        client = args[1].__self__
+        rate = (client.task.rates or (spec.lr,))[0]  # of round 1, whenever it is computed
+        assert others == {"views": 2, "betas": (0.5, 0.999), "rate": rate}
+        reference = client.received_head
         assert reference and not any(p.requires_grad for p in reference), "no gradient, and none is kept for it"
         found.append(spec.local_epochs)
         return true(model, x, y, spec, *args, **others)

@@ -144,13 +144,14 @@ def test_a_client_that_cannot_take_part_is_named_in_plain_text(tmp_path: Path, c
 def test_the_command_line_prints_errors_in_plain_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    def fails(**_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise BadRequest(HOSTILE)
 
-    monkeypatch.setattr(cli, "app", fails)
+    monkeypatch.setattr(type(cli.app), "__call__", fails)
     with pytest.raises(SystemExit):
         cli.main()
-    assert harmless(capsys.readouterr().err)
+    said = capsys.readouterr().err
+    assert said.startswith("fedapp: ") and harmless(said)
 
 
 @pytest.mark.parametrize("piped", [False, True])
@@ -161,7 +162,7 @@ def test_a_narrow_or_closed_output_does_not_break_a_command(piped: bool, tmp_pat
         "def app(**_):\n"
         "    for _ in range(3):\n        echo('a \u2013 b ' * 9999)\n        Screen().print('c \u2013 d')\n"
         f"    Path({str(tmp_path / 'done')!r}).touch()\n"
-        "cli.app = app\ncli.main()\n"
+        "cli.main(app)\n"
     )
     env = {**os.environ, "PYTHONIOENCODING": "latin-1"}
     with subprocess.Popen(

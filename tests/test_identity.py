@@ -62,7 +62,7 @@ def changed_one(values: np.ndarray) -> np.ndarray:
 
 def noted(keys: dict[str, Any]) -> dict[str, str]:
     config = configuration.from_flat(keys)
-    datasets.load(config.data.dataset, config.data.data_dir, config.reading)
+    datasets.load(config.data.dataset, config.data.data_dir, config.data)
     return identity.of_data(config)
 
 
