@@ -111,7 +111,7 @@ class Node:
     def ask(self, *words: str, **settings: object) -> tuple[int, str, str]:
         """Return exit code and output of a call."""
         process = self.call(*words, **settings)
-        out, errors = process.communicate("typed in", timeout=20)
+        out, errors = process.communicate("typed in", timeout=60)
         return process.returncode, out, errors
 
     def tells(self, **settings: object) -> list[object]:
