@@ -53,13 +53,18 @@ def test_a_change_of_a_file_is_named_and_times_are_not(
     for name, text in (("base", base), ("this", this), ("again", base.replace("3\n", "5\n"))):
         folder = tmp_path / name
         (folder / file).parent.mkdir(parents=True)
-        (folder / "stdout.txt").write_text("exit code 0\n")
+        (folder / "ended").touch()
         (folder / file).write_text(text)
         found.append(goldens.read_case(folder))
     (table, text), *others = goldens.changes(found[0], found[1]).items()
     assert not others and table == Path(file).name
     assert words in text
     assert not goldens.changes(found[0], found[2])
+
+
+def test_a_case_that_was_killed_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="did not end: run it alone"):
+        goldens.read_case(tmp_path)
 
 
 def test_arrays_are_compared_bit_by_bit() -> None:
@@ -81,7 +86,8 @@ def test_only_expected_changes_are_accepted_and_each_must_occur(
         for case in chosen:
             (folder / case).mkdir(parents=True)
             moved = tree == goldens.ROOT and case == "a/moved"
-            (folder / case / "stdout.txt").write_text(f"{moved}\nexit code 0\n")
+            (folder / case / "ended").touch()
+            (folder / case / "stdout.txt").write_text(f"{moved}\n")
 
     monkeypatch.setattr(goldens, "run_all", write)
     monkeypatch.setattr(goldens, "check_out", lambda commit, folder: None)

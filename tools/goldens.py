@@ -107,7 +107,7 @@ def read_file(path: Path, folder: Path) -> Any:
 def read_case(folder: Path) -> Content:
     """Return what a case wrote, by table: `stdout.txt`, `rounds.csv`, `models`, ..."""
     found: Content = {}
-    if "exit code" not in "".join((folder / "stdout.txt").read_text(encoding="utf-8").splitlines()[-1:]):
+    if not (folder / "ended").exists():
         raise RuntimeError(f"{folder} did not end: run it alone, with --cases and --keep")
     for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in SKIPPED):
         name = path.relative_to(folder).as_posix().removeprefix("run/")
